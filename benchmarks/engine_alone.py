@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from benchmarks.workloads import Wording
-from gateway.app.engines import mlx_engines
+from gateway.app.engines import MlxEngines
 from gateway.registry import Catalog, EmbeddingSpec, RerankSpec
 from gateway.serving.ports import EmbeddingEngine, RerankEngine
 from gateway.settings import Settings
@@ -104,7 +104,7 @@ async def open_reference(
     Raises ModelNotFound for a name that is not in models.yaml, and what loading raises.
     """
     spec = catalog.resolve(wording.model).spec
-    engines = mlx_engines(settings)
+    engines = MlxEngines(settings)
     files = await engines.files(spec)
     with ExitStack() as stack:
         engines.begin()

@@ -265,7 +265,7 @@ def test_the_variables_of_the_model_that_left_are_warned_of(
     assert reading.catalog.resolve("gpt-4.1-mini").spec.id == "smollm2-135m"
     (note,) = [note for note in reading.notes if "gpt-4o-mini" in note]
     assert note.endswith(
-        "smollm2-135m: its alias 'gpt-4o-mini' gives way to qwen3-4b-instruct on line 67 "
+        "smollm2-135m: the alias 'gpt-4o-mini' is qwen3-4b-instruct's now "
         "(set by GATEWAY_QWEN3_4B_INSTRUCT_ALIASES)"
     )
     (stray,) = strays(reading.variables)

@@ -217,18 +217,6 @@ def test_a_section_that_was_left_out_is_the_nearest(monkeypatch: pytest.MonkeyPa
     ]
 
 
-def test_a_line_of_dotenv_that_sets_nothing_is_told_by_its_number(tmp_path: Path) -> None:
-    """A gateway whose line of keys has no = is open to all. What is in it may be a secret."""
-    file = tmp_path / ".env"
-    file.write_text(
-        "# keys\nGATEWAY_API_KEYS secret\n\nGATEWAY_PORT=8001\n\nGATEWAY_HOST\nexport A=1\n"
-        'B="open\n'
-    )
-    assert strays(env_file=file) == [
-        f"{file}, line {number}: it sets nothing, as it is not NAME=VALUE" for number in (2, 6, 8)
-    ]
-
-
 def test_a_setting_that_is_gone_is_told_as_an_unknown_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GATEWAY_STRUCTURED_BACKEND", "llguidance")
     (note,) = strays()

@@ -21,7 +21,7 @@ from gateway.settings import Settings, load_settings, variables
 
 log = logs.get("ray")
 
-MLX: Final = "gateway.app.engines:mlx_engines"
+MLX: Final = "gateway.app.engines:MlxEngines"
 ROUTER: Final = "deploy.ray.router:GatewayRouter"
 DEVICE: Final = "device"  # the resource of a node that one replica takes
 STORE_BYTES: Final = 128 * 1024 * 1024  # Ray's shared memory: calls go by gRPC, not through it

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from gateway import logs
 from gateway.app.daemon_threads import run_in_daemon_thread
-from gateway.app.limits import ChatOptions, dtype_of
+from gateway.app.limits import dtype_of, settings_of
 from gateway.app.loading import Size
 from gateway.app.ranks import Ranks, describe
 from gateway.engine.bounds import Bounds
@@ -44,6 +44,7 @@ from gateway.serving.ports import GenerationEngine, RerankEngine
 from gateway.serving.ranks.calls import Setup
 from gateway.serving.ranks.leading import lead_in_steps
 from gateway.serving.sandbox import Sandbox
+from gateway.settings import Settings
 
 log = logs.get("engines")
 
@@ -56,7 +57,8 @@ class ChatEngines:
 
     device: Device
     bounds: Bounds
-    options: ChatOptions
+    settings: Settings
+    budget_bytes: int  # that all models may hold
     grammars: Sandbox
     templates: Sandbox
     ranks: Ranks | None
@@ -73,8 +75,10 @@ class ChatEngines:
             is_fused=spec.fuse_projections,
             kv_bits=spec.kv_bits,
         )
-        if (share := self._share(spec)) is None:
+        share = self._share(spec)
+        if share is None:
             return digest
+        # A share's numbers are other ones than the whole model's.
         return f"{digest}-{share.parallel}-{share.group.size()}"
 
     def size(self, spec: ChatSpec, files: Path, draft: DraftFiles | None) -> Size:
@@ -104,24 +108,29 @@ class ChatEngines:
     async def generation(
         self, spec: ChatSpec, files: Path, draft: DraftFiles | None
     ) -> Generator[GenerationEngine | None, None, None]:
-        """Read a chat model's tokenizer, off the lane; return the steps that load the rest. If
-        other ranks have parts of it, the engine leads theirs.
-        """
-        options = self.options.of(spec)
-        steps = await self.follow(spec, files, draft, options)
+        """Read a chat model's tokenizer, off the lane; return the steps that load the rest."""
+        settings = settings_of(spec, self.settings)
+        kept_bytes, rows = settings.prefix_cache_bytes, settings.speculate_rows
+        steps = await self.follow(spec, files, draft, kept_bytes, rows)
         if spec.parallel is None:
             return steps
         if self.ranks is None or self.ranks.leader is None:
             log.warning("parallel_alone", model=spec.id, hint="start all ranks by mlx.launch")
             return steps
         digest = await run_in_daemon_thread(self.digest, spec, files)
-        setup = Setup(describe(spec), digest, options.prefix_cache_bytes, options.speculate_rows)
+        # Other ranks have parts of the model: this engine leads theirs.
+        setup = Setup(describe(spec), digest, kept_bytes, rows)
         return lead_in_steps(self.ranks.leader, spec.id, setup, steps)
 
     async def follow(
-        self, spec: ChatSpec, files: Path, draft: DraftFiles | None, options: ChatOptions
+        self,
+        spec: ChatSpec,
+        files: Path,
+        draft: DraftFiles | None,
+        prefix_cache_bytes: int,
+        speculate_rows: int,
     ) -> Generator[GenerationEngine | None, None, None]:
-        """Load as `generation` does, with these options, and tell no other rank of it."""
+        """Load as `generation` does, with these two settings, and tell no other rank of it."""
         read = partial(
             read_chat_setup,
             files,
@@ -152,8 +161,8 @@ class ChatEngines:
             is_packed=is_packed,
             is_fused=spec.fuse_projections,
             kv_bits=spec.kv_bits,
-            prefix_cache_bytes=options.prefix_cache_bytes,
-            speculate_rows=options.speculate_rows,
+            prefix_cache_bytes=prefix_cache_bytes,
+            speculate_rows=speculate_rows,
             draft=draft_setup,
             share=self._share(spec),
             bounds=self.bounds,
@@ -173,6 +182,7 @@ class ChatEngines:
     ) -> DraftSetup:
         draft_spec, draft_files = draft
         target, _ = self._size(spec, files)
+        # The draft has the memory that its target leaves.
         _, is_packed = self._size(draft_spec, draft_files, beside=target.weights + target.kv)
         draft_setup = read_draft_setup(
             draft_files,
@@ -211,7 +221,7 @@ class ChatEngines:
 
     def _first_kv_bytes(self, checkpoint: Listing, spec: ChatSpec) -> int:
         """Return the bytes of KV cache that a chat model always has room for."""
-        allowance = self.options.kv_allowance_tokens
+        allowance = self.settings.kv_allowance_tokens
         tokens = min(allowance, spec.max_context or allowance)
         return kv_bytes(checkpoint, self.device, dtype_of(spec), tokens, spec.kv_bits)
 
@@ -219,9 +229,7 @@ class ChatEngines:
         """Return True if the memory budget has no room for the weights dequantized, with so many
         bytes beside them.
         """
-        if self.options.budget_bytes is None:
-            return False
-        room = self.options.budget_bytes - beside - self._first_kv_bytes(checkpoint, spec)
+        room = self.budget_bytes - beside - self._first_kv_bytes(checkpoint, spec)
         return must_stay_packed(checkpoint, self.device, dtype_of(spec), room)
 
 

@@ -11,15 +11,12 @@ Ts = TypeVarTuple("Ts")
 
 
 async def run_in_daemon_thread(function: Callable[[*Ts], T], *args: *Ts) -> T:
-    """Call a function in a thread of its own, which the process does not wait for at exit.
-
-    For calls that may never return, such as of a hub or a network disk.
-    """
+    """Call a function in a thread of its own, which the process does not wait for at exit."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
     def settle(set_outcome: Callable[[Any], None], outcome: object) -> None:
-        if not done.done():
+        if not done.done():  # else its caller has been cancelled
             set_outcome(outcome)
 
     def work() -> None:

@@ -9,7 +9,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Generator, Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 from gateway import logs
 from gateway.app.daemon_threads import run_in_daemon_thread
 from gateway.app.hub import hub_of
-from gateway.app.limits import ChatOptions, budget_bytes, dtype_of
+from gateway.app.limits import budget_bytes, dtype_of
 from gateway.app.loading import Size
 from gateway.app.ranks import Ranks
 from gateway.engine import device, sandboxed
@@ -34,7 +34,7 @@ from gateway.engine.device_faults import classify
 from gateway.engine.embedding.cross_encoder import find_transformer, load_cross_encoder_in_steps
 from gateway.engine.embedding.engine import load_embedding_in_steps
 from gateway.engine.embedding.pooling import read_recipe
-from gateway.engine.hub import Hub, ask_hub, download, fetched_bytes, on_disk
+from gateway.engine.hub import ask_hub, download, fetched_bytes, on_disk
 from gateway.engine.models.checkpoint import Checkpoint, weights_bytes
 from gateway.errors import Fault, ModelLoadFailed, ModelUnavailable
 from gateway.jobs import Adapter
@@ -59,31 +59,20 @@ STACK_BYTES: Final = 4 * sandboxed.STACK_BYTES
 class MlxEngines:
     """Loads engines with MLX on one device."""
 
-    def __init__(
-        self,
-        requested: str,
-        cache_limit_bytes: int | None,
-        hub: Hub,
-        options: ChatOptions | None = None,
-        *,
-        wired_limit_bytes: int | None = None,
-        compile_timeout_s: float = 10.0,
-        ranks: Ranks | None = None,
-    ) -> None:
-        self._options = options or ChatOptions()
+    def __init__(self, settings: Settings, ranks: Ranks | None = None) -> None:
+        self._settings = settings
         self._ranks = ranks
-        self._grammars = _sandbox("grammar", compile_timeout_s)
+        self._grammars = _sandbox("grammar", settings.structured_compile_timeout_s)
         self._templates = _sandbox("template", RENDER_S, quick_s=RENDER_S / 10)
         self._sandboxes = contextlib.ExitStack()
         threading.stack_size(STACK_BYTES)
-        self._device = device.choose_device(requested)
+        self._device = device.choose_device(settings.device)
         if self._device is Device.CPU:
             prepare_malloc()
-        self._cache_limit_bytes = cache_limit_bytes
-        self._wired_limit_bytes = wired_limit_bytes
-        info = device.device_info(self._device)
-        self._bounds = read_bounds(self._device, info)
-        self._hub = hub
+        self._bounds = read_bounds(self._device, device.device_info(self._device))
+        self._budget_bytes = budget_bytes(settings, self.memory_bytes)
+        self._hub = hub_of(settings, may_download=settings.auto_pull)
+        # Of the models that are being downloaded, by id.
         self._sizes: dict[str, int] = {}
 
     @property
@@ -123,12 +112,13 @@ class MlxEngines:
         """Set the device and memory limits, which MLX keeps per thread, and open the sandboxes."""
         self._sandboxes.enter_context(self._grammars)
         self._sandboxes.enter_context(self._templates)
-        device.configure(self._device, self._cache_limit_bytes, self._wired_limit_bytes)
+        limits = (self._settings.mlx_cache_limit_bytes, self._settings.mlx_wired_limit_bytes)
+        device.configure(self._device, *limits)
 
     def end(self) -> None:
-        """Close the sandboxes and the thread's streams; else half of all exits abort on CPU."""
+        """Close the sandboxes and the thread's streams."""
         self.close_sandboxes()
-        device.leave()
+        device.leave()  # else half of all exits abort on CPU
 
     def close_sandboxes(self) -> None:
         """End the sandboxes' processes; after `begin` they may start again."""
@@ -149,12 +139,12 @@ class MlxEngines:
                 _ = self._chat
 
     async def files(self, spec: ModelSpec) -> Path:
-        """Find or download a model's files, and its draft's. Raises ModelUnavailable if the hub
-        does not answer.
-        """
-        if (draft := self._draft_of(spec)) is not None:
+        """Find or download a model's files; raises ModelUnavailable if the hub does not answer."""
+        draft = self._draft_of(spec)
+        if draft is not None:  # it is loaded with the model
             await self.files(draft)
-        if (files := await run_in_daemon_thread(on_disk, spec, self._hub)) is not None:
+        files = await run_in_daemon_thread(on_disk, spec, self._hub)
+        if files is not None:
             return files
         try:
             async with asyncio.timeout(self._hub.timeout_s):
@@ -202,14 +192,17 @@ class MlxEngines:
 
     def _draft_of(self, spec: ModelSpec) -> ChatSpec | None:
         """Return the model that drafts for a chat model, if it has one and tokens are drafted."""
-        rows = self._options.speculate_rows
-        return spec.draft_in_use(rows) if isinstance(spec, ChatSpec) else None
+        if not isinstance(spec, ChatSpec):
+            return None
+        return spec.draft_in_use(self._settings.speculate_rows)
 
     def _find_draft(self, spec: ChatSpec) -> tuple[ChatSpec, Path] | None:
         """Return a chat model's draft and its files, which are on disk by now."""
-        if (draft := self._draft_of(spec)) is None:
+        draft = self._draft_of(spec)
+        if draft is None:
             return None
-        if (files := on_disk(draft, self._hub)) is None:
+        files = on_disk(draft, self._hub)
+        if files is None:
             reason = f"its files, which {spec.id} drafts with, are not on this disk."
             raise ModelUnavailable(draft.id, reason)
         return draft, files
@@ -255,8 +248,8 @@ class MlxEngines:
         self, spec: ChatSpec, files: Path, *, prefix_cache_bytes: int, rows: int
     ) -> Generator[GenerationEngine | None, None, None]:
         """Load as `generation` does, with these settings, and tell no other rank of it."""
-        options = replace(self._options, prefix_cache_bytes=prefix_cache_bytes, speculate_rows=rows)
-        return await self._chat.follow(spec, files, self._find_draft(spec), options)
+        draft = self._find_draft(spec)
+        return await self._chat.follow(spec, files, draft, prefix_cache_bytes, rows)
 
     async def adapter(
         self, spec: ChatSpec, files: Path, engine: GenerationEngine
@@ -271,7 +264,8 @@ class MlxEngines:
         return ChatEngines(
             device=self._device,
             bounds=self._bounds,
-            options=self._options,
+            settings=self._settings,
+            budget_bytes=self._budget_bytes,
             grammars=self._grammars,
             templates=self._templates,
             ranks=self._ranks,
@@ -281,29 +275,10 @@ class MlxEngines:
     def _report(self, widened: "WidenedWeights") -> None:
         """Log weights that the device has no kernel for, and refuse more than models may hold."""
         log.warning("weights_become_floating", **asdict(widened))
-        if (limit := self._options.budget_bytes) is not None and widened.total_bytes > limit:
-            needed, room = map(logs.human_bytes, (widened.total_bytes, limit))
+        if widened.total_bytes > self._budget_bytes:
+            needed, room = map(logs.human_bytes, (widened.total_bytes, self._budget_bytes))
             reason = f"without kernels for its quantised weights it needs {needed}"
             raise ModelLoadFailed(widened.model, f"{reason}, and models may hold {room}")
-
-
-def mlx_engines(settings: Settings, ranks: Ranks | None = None) -> MlxEngines:
-    """Return the engines for these settings, of one rank if there are several."""
-    memory = memory_bytes(device.choose_device(settings.device))
-    return MlxEngines(
-        settings.device,
-        settings.mlx_cache_limit_bytes,
-        hub_of(settings, may_download=settings.auto_pull),
-        ChatOptions(
-            kv_allowance_tokens=settings.kv_allowance_tokens,
-            prefix_cache_bytes=settings.prefix_cache_bytes,
-            speculate_rows=settings.speculate_rows,
-            budget_bytes=budget_bytes(settings, memory),
-        ),
-        wired_limit_bytes=settings.mlx_wired_limit_bytes,
-        compile_timeout_s=settings.structured_compile_timeout_s,
-        ranks=ranks,
-    )
 
 
 def _scores_labels(spec: ModelSpec) -> bool:

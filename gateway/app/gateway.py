@@ -49,57 +49,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Gauges:
-    """The gauges of one gateway, computed at scrape time: serving a request costs nothing."""
-
-    models: ModelCache[Batcher]
-    budget: Budget
-    engines: Engines
-    responses: ResponseStore
-    bodies: Bodies
-    watch: Watch
-    readiness: Callable[[], str]
-
-    @contextlib.contextmanager
-    def register(self) -> Iterator[None]:
-        """Add the gauges to the metrics until exit; enter it on the loop whose tasks they count."""
-        loop = asyncio.get_running_loop()
-        with metrics.register(lambda: self._read(loop)):
-            yield
-
-    def _read(self, loop: asyncio.AbstractEventLoop) -> Iterator[metrics.Reading]:
-        rows, tickets, leases = Counter[str](), Counter[str](), Counter[str]()
-        for entry in self.models.entries:  # an id may have two: one that leaves, and its successor
-            model = entry.spec.id
-            leases[model] += entry.leases
-            if (batcher := entry.model) is not None:
-                tickets[model] += batcher.tickets
-                if isinstance(batcher, GenerationBatcher):
-                    rows[model] += batcher.rows
-        yield metrics.READY.read(self.readiness() == "ready")
-        yield metrics.HEARTBEAT_AGE.read(self.watch.beat_age_s)
-        yield metrics.LOG_LINES_LOST.read(logs.lost_lines)
-        yield metrics.ROWS.read_by_model(rows)
-        yield metrics.TICKETS.read_by_model(tickets)
-        yield metrics.LEASES.read_by_model(leases)
-        yield metrics.TASKS.read(len(asyncio.all_tasks(loop)))
-        yield metrics.BUDGET_HELD.read(self.budget.limit_bytes - self.budget.free_bytes)
-        yield metrics.BUDGET_LIMIT.read(self.budget.limit_bytes)
-        yield metrics.DEVICE_ACTIVE.read(self.engines.active_bytes)
-        yield metrics.RESPONSES_KEPT.read(len(self.responses))
-        yield metrics.RESPONSES_BYTES.read(self.responses.nbytes)
-        yield metrics.BODY_BYTES.read(self.bodies.nbytes)
-        yield metrics.DEVICE_CACHED.read(self.engines.cached_bytes)
-
-
-@dataclass(frozen=True, slots=True)
 class Condition:
-    """What a router of several gateways chooses by: the models loaded or loading, the tokens that
-    wait or run, and its own names of the prefixes that each chat model keeps.
-    """
+    """What a router of several gateways chooses by."""
 
+    # The models loaded or loading.
     models: Sequence[str]
+    # The tokens that wait or run.
     tokens: int
+    # The gateway's own names of the prefixes that each chat model keeps.
     prefixes: Mapping[str, Sequence[bytes]]
 
 
@@ -127,17 +84,7 @@ class Gateway:
         self._engines = engines
         self.is_preloaded = asyncio.Event()
         self._has_tried = False  # to load what models.yaml preloads
-        self._lane = Lane(
-            on_close=engines.end,
-            weights={
-                "embedding": settings.lane_weight_embedding,
-                "rerank": settings.lane_weight_embedding,
-                "prefill": settings.lane_weight_prefill,
-                "decode": settings.lane_weight_decode,
-                "load": settings.lane_weight_load,
-            },
-            health=DeviceHealth(engines.classify),
-        )
+        self._lane = _make_lane(settings, engines)
         self._watch = Watch(
             self._lane,
             StallLimits(settings.stall_limit_s, settings.load_stall_limit_s),
@@ -150,15 +97,11 @@ class Gateway:
         self.in_flight = InFlight()
         self._bodies = Bodies(settings.max_bodies_bytes)
         self._budget = Budget(budget_bytes(settings, engines.memory_bytes))
+        loader = ModelLoader(
+            settings, engines, self._lane, self._pool, self._arrivals, self._budget
+        )
         self._models: ModelCache[Batcher] = ModelCache(
-            ModelLoader(
-                settings,
-                engines,
-                self._lane,
-                self._pool,
-                self._arrivals,
-                self._budget,
-            ),
+            loader,
             lambda: self._catalog,
             self._budget,
             max_models=settings.cache_max_models,
@@ -166,36 +109,16 @@ class Gateway:
             load_wait_s=settings.load_wait_s,
             ttl_s=settings.model_ttl_s,
         )
-        owners = max(1, len(settings.api_keys))
-        self._responses = ResponseStore(
-            max_responses=-(-settings.responses_kept // owners),
-            max_bytes=settings.responses_max_bytes // owners,
-            ttl_s=settings.responses_ttl_s,
-        )
+        self._responses = _make_response_store(settings)
         self._tracer = _make_tracer()
         self._reloading = asyncio.Lock()
         self._has_reloaded = asyncio.Event()
-        self.asgi: ASGIApp = app.create_app(
-            self._service(),
-            in_flight=self.in_flight,
-            bodies=self._bodies,
-            admin_key=settings.admin_key.get_secret_value() if settings.admin_key else None,
-            keys=[key.get_secret_value() for key in settings.api_keys],
-            hosts=list(settings.allowed_hosts),
-            origins=list(settings.cors_origins),
-            max_header_bytes=settings.max_header_bytes,
-            allowance=Allowance(
-                requests=settings.requests_per_minute, tokens=settings.tokens_per_minute
-            ),
-            tracer=self._tracer,
-            lifespan=self._lifespan,
-        )
+        self.asgi = self._make_app()
 
     async def reload(self) -> Changes:
         """Read models.yaml again and return what changed.
 
-        Requests under way finish with the models they have; later ones get the changed models,
-        loaded again. Raises ModelsFileInvalid, and then nothing has changed.
+        Raises ModelsFileInvalid, and then nothing has changed.
         """
         async with self._reloading:  # one at a time, so that the last one reads the newest file
             if self.in_flight.is_draining:
@@ -211,6 +134,7 @@ class Gateway:
             except RegistryInvalid as error:
                 raise _invalid(error.problems) from None
             changes, self._catalog = catalog.changes_since(self._catalog), catalog
+        # Requests under way finish with the models they have.
         self._models.reconsider()
         self._has_reloaded.set()
         log.info("reloaded", **changes.by_kind())
@@ -228,6 +152,26 @@ class Gateway:
     def _end_all(self, message: str) -> None:
         for batcher in self._models.loaded():
             batcher.end(Unavailable(message, retry_after_s=1))
+
+    def _make_app(self) -> ASGIApp:
+        settings, admin_key = self._settings, None
+        if settings.admin_key is not None:
+            admin_key = settings.admin_key.get_secret_value()
+        return app.create_app(
+            self._service(),
+            in_flight=self.in_flight,
+            bodies=self._bodies,
+            admin_key=admin_key,
+            keys=[key.get_secret_value() for key in settings.api_keys],
+            hosts=list(settings.allowed_hosts),
+            origins=list(settings.cors_origins),
+            max_header_bytes=settings.max_header_bytes,
+            allowance=Allowance(
+                requests=settings.requests_per_minute, tokens=settings.tokens_per_minute
+            ),
+            tracer=self._tracer,
+            lifespan=self._lifespan,
+        )
 
     def _service(self) -> Service:
         settings = self._settings
@@ -268,17 +212,10 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        gauges = Gauges(
-            self._models,
-            self._budget,
-            self._engines,
-            self._responses,
-            self._bodies,
-            self._watch,
-            self._status,
-        )
+        loop = asyncio.get_running_loop()
+        gauges = metrics.register(lambda: self._read_gauges(loop))
         shedding = self._lane.health.shedding(self._engines.tidy)
-        with self._pool, self._watch, gauges.register(), shedding:
+        with self._pool, self._watch, gauges, shedding:
             async with _exporting(self._tracer), self._lane as lane:
                 async with lane.turn("load") as run:
                     await run(self._engines.begin)
@@ -295,10 +232,35 @@ class Gateway:
                             task.cancel()
                         await asyncio.wait(background)
 
+    def _read_gauges(self, loop: asyncio.AbstractEventLoop) -> Iterator[metrics.Reading]:
+        """Yield the gauges, which are computed at a scrape: serving a request costs nothing."""
+        rows, tickets, leases = Counter[str](), Counter[str](), Counter[str]()
+        for entry in self._models.entries:  # an id may have two: one that leaves, and its successor
+            model, batcher = entry.spec.id, entry.model
+            leases[model] += entry.leases
+            if batcher is not None:
+                tickets[model] += batcher.tickets
+                if isinstance(batcher, GenerationBatcher):
+                    rows[model] += batcher.rows
+        # What is below is of the gateway as a whole.
+        yield metrics.READY.read(self._status() == "ready")
+        yield metrics.HEARTBEAT_AGE.read(self._watch.beat_age_s)
+        yield metrics.LOG_LINES_LOST.read(logs.lost_lines)
+        yield metrics.ROWS.read_by_model(rows)
+        yield metrics.TICKETS.read_by_model(tickets)
+        yield metrics.LEASES.read_by_model(leases)
+        yield metrics.TASKS.read(len(asyncio.all_tasks(loop)))
+        yield metrics.BUDGET_HELD.read(self._budget.limit_bytes - self._budget.free_bytes)
+        yield metrics.BUDGET_LIMIT.read(self._budget.limit_bytes)
+        yield metrics.DEVICE_ACTIVE.read(self._engines.active_bytes)
+        yield metrics.RESPONSES_KEPT.read(len(self._responses))
+        yield metrics.RESPONSES_BYTES.read(self._responses.nbytes)
+        yield metrics.BODY_BYTES.read(self._bodies.nbytes)
+        yield metrics.DEVICE_CACHED.read(self._engines.cached_bytes)
+
     async def _tidy(self) -> None:
-        """Return freed memory to the system every `give_back_s`, so the process does not stay at
-        its peak.
-        """
+        """Return freed memory to the system every `give_back_s`."""
+        # Else the process stays at its peak.
         while True:
             await asyncio.sleep(self._settings.give_back_s)
             self._responses.expire()
@@ -307,15 +269,13 @@ class Gateway:
                     await run(self._engines.tidy)
 
     async def _preload(self) -> None:
-        """Load the models that models.yaml preloads, now and after each reload; those that failed
-        are tried again every RETRY_S.
-        """
+        """Load the models that models.yaml preloads, now and after each reload."""
         specs = self._preloaded()
         while True:
             self._has_reloaded.clear()
-            names, most = self._catalog.preloaded(), self._settings.cache_max_models
-            if len(names) > most:
-                log.warning("preload_beyond_limit", models=list(names), cache_max_models=most)
+            names, limit = self._catalog.preloaded(), self._settings.cache_max_models
+            if len(names) > limit:
+                log.warning("preload_beyond_limit", models=list(names), cache_max_models=limit)
             for spec in specs:
                 await self._load(spec)
             try:
@@ -329,6 +289,7 @@ class Gateway:
                 log.info("ready", models=self._models.states())
             elif failed:
                 log.error("not_ready", failed=[spec.id for spec in failed], retry_s=RETRY_S)
+            # Those that failed are tried again after a while.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RETRY_S if failed else None):
                     await self._has_reloaded.wait()
@@ -389,8 +350,30 @@ class Gateway:
     def _fingerprint(self, spec: ModelSpec) -> str:
         """Return the `system_fingerprint`: the gateway's version, the revision and the device."""
         source = spec.source
+        # A folder or a package has no revision that says what is in it.
         revision = source.revision if isinstance(source, HubSource) else None
         return f"mlx-gateway-{__version__}-{(revision or 'local')[:8]}-{self._engines.device}"
+
+
+def _make_lane(settings: Settings, engines: Engines) -> Lane:
+    weights = {
+        "embedding": settings.lane_weight_embedding,
+        "rerank": settings.lane_weight_embedding,
+        "prefill": settings.lane_weight_prefill,
+        "decode": settings.lane_weight_decode,
+        "load": settings.lane_weight_load,
+    }
+    return Lane(on_close=engines.end, weights=weights, health=DeviceHealth(engines.classify))
+
+
+def _make_response_store(settings: Settings) -> ResponseStore:
+    """Return a store of which each API key has an even share."""
+    owners = max(1, len(settings.api_keys))
+    return ResponseStore(
+        max_responses=-(-settings.responses_kept // owners),
+        max_bytes=settings.responses_max_bytes // owners,
+        ttl_s=settings.responses_ttl_s,
+    )
 
 
 def _make_tracer() -> "Tracer | None":

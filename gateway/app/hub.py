@@ -1,17 +1,11 @@
 """Makes the hub client from the settings, without mlx: some commands only list models."""
 
-from typing import TYPE_CHECKING
-
+from gateway.engine.hub import Hub
 from gateway.settings import Settings
 
-if TYPE_CHECKING:
-    from gateway.engine.hub import Hub
 
-
-def hub_of(settings: Settings, *, may_download: bool) -> "Hub":
+def hub_of(settings: Settings, *, may_download: bool) -> Hub:
     """Return a client of the settings' hub. `pull` may download even without GATEWAY_AUTO_PULL."""
-    from gateway.engine.hub import Hub
-
     return Hub(
         endpoint=settings.hub_endpoint,
         cache=settings.hub_cache,

@@ -1,28 +1,11 @@
 """The limits of each model: the settings, overridden by the model's keys of models.yaml."""
 
-from dataclasses import dataclass, replace
-
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
 from gateway.serving.embedding.policy import EmbeddingLimits, Windows
 from gateway.serving.generation.policy import GenerationLimits
 from gateway.settings import Settings
 
 CACHE_SHARE = 0.75  # of the device's memory; the rest is for passes and everything else
-
-
-@dataclass(frozen=True, slots=True)
-class ChatOptions:
-    """What the settings say to the engines of all chat models."""
-
-    kv_allowance_tokens: int = 4096  # that a model always has room for
-    prefix_cache_bytes: int = 0
-    speculate_rows: int = 0
-    budget_bytes: int | None = None  # that all models may hold
-
-    def of(self, spec: ChatSpec) -> "ChatOptions":
-        """Return these options with the model's own keys in their place."""
-        keys = spec.batching.model_dump(include={"prefix_cache_bytes", "speculate_rows"})
-        return replace(self, **{key: value for key, value in keys.items() if value is not None})
 
 
 def budget_bytes(settings: Settings, memory_bytes: int) -> int:
@@ -42,35 +25,36 @@ def settings_of(spec: ModelSpec, settings: Settings) -> Settings:
 
 def embedding_limits(settings: Settings, spec: EmbeddingSpec | RerankSpec) -> EmbeddingLimits:
     """Return the limits of an embedding or rerank model's batches and queue."""
-    own = settings_of(spec, settings)
+    settings = settings_of(spec, settings)
+    # Settings are in milliseconds, serving's limits in seconds.
     windows = Windows(
-        low_s=own.embedding_window_low_ms / 1000,
-        medium_s=own.embedding_window_medium_ms / 1000,
-        high_s=own.embedding_window_high_ms / 1000,
+        low_s=settings.embedding_window_low_ms / 1000,
+        medium_s=settings.embedding_window_medium_ms / 1000,
+        high_s=settings.embedding_window_high_ms / 1000,
     )
     return EmbeddingLimits(
-        max_batch_size=own.embedding_max_batch_size,
-        max_batch_tokens=own.embedding_max_batch_tokens,
-        batch_window_s=own.embedding_batch_window_ms / 1000,
-        windows=windows if own.embedding_adaptive_window else None,
-        min_batch_size=own.embedding_min_batch_size,
-        batch_deadline_s=own.embedding_batch_deadline_ms / 1000,
-        queue_max_tokens=own.queue_max_tokens,
-        pass_limit_s=own.pass_limit_s,
-        cache_size=own.embedding_cache_size,
+        max_batch_size=settings.embedding_max_batch_size,
+        max_batch_tokens=settings.embedding_max_batch_tokens,
+        batch_window_s=settings.embedding_batch_window_ms / 1000,
+        windows=windows if settings.embedding_adaptive_window else None,
+        min_batch_size=settings.embedding_min_batch_size,
+        batch_deadline_s=settings.embedding_batch_deadline_ms / 1000,
+        queue_max_tokens=settings.queue_max_tokens,
+        pass_limit_s=settings.pass_limit_s,
+        cache_size=settings.embedding_cache_size,
     )
 
 
 def generation_limits(settings: Settings, spec: ChatSpec) -> GenerationLimits:
     """Return the limits of a chat model's batch and queue."""
-    own = settings_of(spec, settings)
+    settings = settings_of(spec, settings)
     return GenerationLimits(
-        max_batch_size=own.generation_max_batch_size,
-        structured_rows=own.structured_rows,
-        prefill_chunk_tokens=own.prefill_chunk_tokens,
-        queue_limit=own.queue_limit,
-        queue_max_tokens=own.queue_max_tokens,
-        pass_limit_s=own.pass_limit_s,
-        tier_head_start_s=own.tier_head_start_s,
-        memory_wait_s=own.load_wait_s,
+        max_batch_size=settings.generation_max_batch_size,
+        structured_rows=settings.structured_rows,
+        prefill_chunk_tokens=settings.prefill_chunk_tokens,
+        queue_limit=settings.queue_limit,
+        queue_max_tokens=settings.queue_max_tokens,
+        pass_limit_s=settings.pass_limit_s,
+        tier_head_start_s=settings.tier_head_start_s,
+        memory_wait_s=settings.load_wait_s,
     )

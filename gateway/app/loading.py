@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from gateway import logs
 from gateway.app.limits import embedding_limits, generation_limits
@@ -33,7 +33,7 @@ log = logs.get("loading")
 _WARM_UP = SequenceParams(prompt=[0], max_tokens=2, sampling=Sampling(temperature=0), is_bare=True)
 
 
-def warm_embedder(name: str, engine: EmbeddingEngine | RerankEngine) -> None:
+def warm_encoder(name: str, engine: Any) -> None:
     """Embed a word or score a pair; raises ModelLoadFailed if the engine fails."""
     try:
         engine.probe()
@@ -47,8 +47,10 @@ def warm_chat(name: str, health: DeviceHealth, engine: GenerationEngine) -> None
     """
     results = [engine.step(StepPlan(joining=[(1, _WARM_UP)]))]
     while results[-1].reading or results[-1].decoding:  # after a fault the row is read again
-        kind: Literal["prefill", "decode"] = "prefill" if results[-1].reading else "decode"
-        results.append(engine.step(StepPlan(kind=kind, token_budget=16)))
+        plan = StepPlan(kind="prefill", token_budget=16)
+        if not results[-1].reading:
+            plan = StepPlan(kind="decode", token_budget=16)
+        results.append(engine.step(plan))
     for fault in [fault for result in results for fault in result.faults]:
         health.note(fault.fault, fault.message, engine.probe)
     for delta in [delta for result in results for delta in result.deltas]:
@@ -63,12 +65,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The bytes a model will hold: `weights` as they will be in memory, `kv` for the tokens it
-    should always have room for, and `kv_token` for each token.
-    """
+    """The bytes a model will hold."""
 
+    # As they will be in memory, which may be wider than on disk.
     weights: int
+    # For the tokens that the model should always have room for.
     kv: int = 0
+    # For each token.
     kv_token: int = 0
 
 
@@ -180,9 +183,11 @@ class ModelLoader:
     ) -> AsyncIterator[Loaded[Batcher]]:
         model: AbstractAsyncContextManager[tuple[Batcher, int]]
         if isinstance(spec, EmbeddingSpec):
-            model = self._open_embedding(spec, files)
+            steps = self.engines.embedding(spec, files)
+            model = self._open_encoder(EmbeddingBatcher, spec, steps)
         elif isinstance(spec, RerankSpec):
-            model = self._open_reranker(spec, files)
+            pair_steps = self.engines.cross_encoder(spec, files)
+            model = self._open_encoder(RerankBatcher, spec, pair_steps)
         else:
             model = self._open_chat(spec, files, size)
         async with model as (batcher, nbytes):
@@ -198,24 +203,17 @@ class ModelLoader:
             batcher.adopt(generation_limits(self.settings, spec))
 
     @contextlib.asynccontextmanager
-    async def _open_embedding(
-        self, spec: EmbeddingSpec, files: Path
+    async def _open_encoder(
+        self,
+        kind: Callable[..., EmbeddingBatcher | RerankBatcher],
+        spec: EmbeddingSpec | RerankSpec,
+        steps: Generator[E | None, None, None],
     ) -> AsyncIterator[tuple[Batcher, int]]:
+        """Load an embedding or a rerank model, with a batcher of this kind."""
         limits = embedding_limits(self.settings, spec)
-        steps = self.engines.embedding(spec, files)
-        async with self._open_engine(steps, partial(warm_embedder, spec.id)) as (engine, nbytes):
-            batcher = EmbeddingBatcher(spec.id, engine, self.lane, self.pool, limits, self.arrivals)
-            async with batcher.running():
-                yield batcher, nbytes
-
-    @contextlib.asynccontextmanager
-    async def _open_reranker(
-        self, spec: RerankSpec, files: Path
-    ) -> AsyncIterator[tuple[Batcher, int]]:
-        limits = embedding_limits(self.settings, spec)
-        steps = self.engines.cross_encoder(spec, files)
-        async with self._open_engine(steps, partial(warm_embedder, spec.id)) as (engine, nbytes):
-            batcher = RerankBatcher(spec.id, engine, self.lane, self.pool, limits, self.arrivals)
+        warm = partial(warm_encoder, spec.id)
+        async with self._open_engine(steps, warm) as (engine, nbytes):
+            batcher = kind(spec.id, engine, self.lane, self.pool, limits, self.arrivals)
             async with batcher.running():
                 yield batcher, nbytes
 
@@ -262,7 +260,7 @@ class ModelLoader:
                 kv=kv,
                 is_on=settings.self_test,
             )
-            await test.begin()
+            await test.begin()  # for two seconds; the rest is done when the model is idle
             batcher = GenerationBatcher(
                 spec.id, engine, self.lane, self.pool, limits, grammars, memory
             )
@@ -313,7 +311,8 @@ class ModelLoader:
 
 
 def _next(steps: Generator[T | None, None, None]) -> T | None:
-    """Run one step. After the last, close the generator to free all but the engine."""
-    if (engine := next(steps)) is not None:
-        steps.close()
+    """Run one step of a load; the last one returns the engine."""
+    engine = next(steps)
+    if engine is not None:
+        steps.close()  # which frees all but the engine
     return engine

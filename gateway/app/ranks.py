@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gateway import logs
+from gateway.app.loading import Engines
 from gateway.engine.models.sharding import Group, Share, first_host, share_bytes
 from gateway.errors import ModelLoadFailed
 from gateway.registry import ChatSpec, load_catalog
@@ -24,23 +25,8 @@ from gateway.settings import Settings, SettingsInvalid, variables
 log = logs.get("ranks")
 
 
-class Engines(Protocol):
+class RankEngines(Engines, Protocol):
     """What loads the models of a rank: MlxEngines."""
-
-    def begin(self) -> None:
-        """Prepare this thread."""
-
-    def end(self) -> None:
-        """Clean up this thread."""
-
-    def tidy(self) -> None:
-        """Return freed memory to the system."""
-
-    async def files(self, spec: ChatSpec) -> Path:
-        """Find or download a model's files."""
-
-    async def digest(self, spec: ChatSpec, files: Path) -> str:
-        """Return a digest of the files, and of what they are loaded with."""
 
     async def follow(
         self, spec: ChatSpec, files: Path, *, prefix_cache_bytes: int, rows: int
@@ -57,7 +43,9 @@ class Ranks:
 
     def share(self, spec: ChatSpec) -> Share | None:
         """Return this rank's share of a model; None if it is not divided."""
-        return Share(spec.parallel, self.group) if spec.parallel else None
+        if spec.parallel is None:
+            return None
+        return Share(spec.parallel, self.group)
 
     def lost(self) -> str | None:
         """Return which rank is gone, in words."""
@@ -67,9 +55,10 @@ class Ranks:
 @contextlib.contextmanager
 def leading(group: Group) -> Iterator[Ranks]:
     """Invite the other ranks, on rank 0, and end them at exit. Raises SettingsInvalid."""
-    if not (host := first_host()):
+    host = first_host()
+    if not host:
         problem = "this backend of mlx.launch does not say where rank 0 is: use ring, jaccl or nccl"
-        share_bytes(group, b"")
+        share_bytes(group, b"")  # the others would wait for an invitation
         raise SettingsInvalid([problem])
     with inviting(host) as (invitation, listener):
         share_bytes(group, invitation.encode())
@@ -84,9 +73,10 @@ def leading(group: Group) -> Iterator[Ranks]:
         leader.close()
 
 
-def follow_rank_0(settings: Settings, group: Group, engines: Engines) -> None:
+def follow_rank_0(settings: Settings, group: Group, engines: RankEngines) -> None:
     """Make rank 0's calls until it ends the group."""
-    if not (invitation := share_bytes(group, b"")):
+    invitation = share_bytes(group, b"")
+    if not invitation:
         raise SettingsInvalid(["rank 0 did not begin: see its log"])
     link = Follower.connect(Invitation.decode(invitation), group.rank())
     log.info("following", rank=group.rank(), ranks=group.size())
@@ -110,7 +100,9 @@ def describe(spec: ChatSpec) -> str:
     return hashlib.sha256(repr(sorted(said.items())).encode()).hexdigest()
 
 
-async def _load(settings: Settings, engines: Engines, model: str, setup: Setup) -> GenerationEngine:
+async def _load(
+    settings: Settings, engines: RankEngines, model: str, setup: Setup
+) -> GenerationEngine:
     """Load this rank's share of a model, if what is here is what rank 0 has."""
     spec = load_catalog(settings.models, variables()).by_id(model)  # it may have changed
     if not isinstance(spec, ChatSpec) or describe(spec) != setup.spec:
@@ -126,11 +118,11 @@ async def _load(settings: Settings, engines: Engines, model: str, setup: Setup) 
 
 
 def _stop(link: Follower) -> Any:
-    """Return a handler: the first signal asks rank 0 to end the group, the second ends this."""
+    """Return a handler of signals: the first asks rank 0 to end the group."""
     signals: list[int] = []
 
     def handle(number: int, _: object) -> None:
-        if signals:
+        if signals:  # whoever asks twice does not want to wait
             os._exit(1)
         signals.append(number)
         link.ask_to_stop()

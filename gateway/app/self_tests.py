@@ -75,10 +75,7 @@ def verdict_store(settings: Settings) -> VerdictStore:
 
 
 class SelfTest:
-    """The self-test of one model, from its load to its close.
-
-    `digest` returns a digest of all that the verdict depends on; `kv` is the cost of a row's KV.
-    """
+    """The self-test of one model, from its load to its close."""
 
     def __init__(
         self,
@@ -99,9 +96,10 @@ class SelfTest:
         self._lane = lane
         self._budget = budget
         self._verdicts = verdicts
+        # A digest of all that the verdict depends on.
         self._compute_digest = digest
         self._digest = ""
-        self._kv = kv
+        self._kv = kv  # what a row of the test takes
         self._steps: Generator[Verdict] | None = None
         self.verdict = Verdict()
 
@@ -160,11 +158,7 @@ class SelfTest:
             return clock.now() - began
 
     async def _finish(self, batcher: GenerationBatcher) -> None:
-        """Run the remaining steps; the present verdict applies until the test is whole.
-
-        No step runs while the model is in use. If memory is short then, the test is closed, as
-        rows would wait for its memory, and starts again in idle time.
-        """
+        """Run the remaining steps; the present verdict applies until the test is whole."""
         share = self._budget.share()
         needed = ROWS * self._kv.of(self._engine.facts.self_test_tokens)
         try:
@@ -172,6 +166,7 @@ class SelfTest:
                 await asyncio.sleep(IDLE_POLL_S)
                 is_short = self._budget.spare_bytes < needed
                 if batcher.rows or batcher.tickets or not self._lane.is_idle:
+                    # Rows would wait for the test's memory: it starts again in idle time.
                     if share.nbytes and (batcher.is_short_of_memory or is_short):
                         await self._close()
                         share.release()

@@ -1,7 +1,6 @@
 """What `mlx-gateway bench` asks a server, and what it counts.
 
-    requests  a kind of work → its seeded requests, each with what counts its answer
-    streams   bytes → server-sent events → the answer they add up to
+    requests  the requests of each kind of work; their answers, read also as streams, and counted
     load      N clients, each asking again once answered; all of the HTTP
     figures   answers → rates and percentiles; pure
 

@@ -80,12 +80,7 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def measure(answers: Sequence[Answer], window: Window) -> Figures:
-    """Compute the figures of the answers in a window.
-
-    A request counts if it ended inside. Of a stream's tokens the share that arrived inside counts,
-    and of another answer's units the share of its time: answers may be longer than the window, or
-    end many at once. Errors count whenever they happened.
-    """
+    """Compute the figures of the answers in a window; errors count whenever they happened."""
     good = [answer for answer in answers if answer.error is None]
     ended = [answer for answer in good if answer.ended in window]
     opened = [answer for answer in good if answer.arrivals and answer.arrivals[0] in window]
@@ -100,6 +95,8 @@ def measure(answers: Sequence[Answer], window: Window) -> Figures:
 
 
 def _units_inside(answer: Answer, window: Window) -> float:
+    # Answers may be longer than the window, or end many at once: of a stream's tokens those count
+    # that arrived inside, and of another answer's units the share of its time.
     if answer.arrivals:
         inside = sum(moment in window for moment in answer.arrivals)
         return answer.units * inside / len(answer.arrivals)

@@ -10,8 +10,14 @@ import aiohttp
 import orjson
 
 from gateway.bench.figures import Answer, Figures, Window, measure
-from gateway.bench.requests import Ask, Workload, WrongAnswer
-from gateway.bench.streams import EventReader, Transcript, name_error
+from gateway.bench.requests import (
+    Ask,
+    EventReader,
+    Transcript,
+    Workload,
+    WrongAnswer,
+    name_error,
+)
 
 now = time.perf_counter
 PAUSE_S = 0.1  # after an error, so that a client refused at once does not spin
@@ -114,16 +120,13 @@ def name_connection_error(error: Exception) -> str:
 async def run_closed_loop(
     peer: Peer, loads: Sequence[Load], *, warmup_s: float, duration_s: float
 ) -> list[Figures]:
-    """Run several loads at once and return the figures of each, after the warm-up.
-
-    At the end no client asks again. Answers under way are awaited and checked, but their share
-    after the end is not counted.
-    """
+    """Run several loads at once and return the figures of each, after the warm-up."""
     start = now() + warmup_s
     window = Window(start, start + duration_s)
 
     async def client(workload: Workload) -> list[Answer]:
         answers = []
+        # Answers under way at the end are awaited and checked: their share inside counts.
         while now() < window.end:
             answers.append(await peer.ask(workload.next()))
             if answers[-1].error is not None:

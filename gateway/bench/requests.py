@@ -1,4 +1,4 @@
-"""The requests of each kind of work, and how much an answer to one is.
+"""The requests of each kind of work, and their answers: read, also as streams, and counted.
 
 Their texts are the same for the same seed, and no two are alike, so that no cache helps.
 """
@@ -20,6 +20,7 @@ _PAGE: Final = (
     "slowly quickly often never always under over beside behind near between without because"
 )
 WORDS: Final = _PAGE.split()
+DONE: Final = b"[DONE]"
 
 
 class Kind(StrEnum):
@@ -124,3 +125,72 @@ def count_tokens(answer: Any) -> int:
     if tokens and not any(message.get(name) for name in names):
         raise WrongAnswer("answer is empty")
     return tokens
+
+
+class EventReader:
+    """Splits received bytes into events, wherever the network has split them."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, received: bytes) -> list[bytes]:
+        """Return the data of each event that is now whole, without comments."""
+        # joined first: a \r\n may be cut in two as well
+        *whole, self._rest = (self._rest + received).replace(b"\r\n", b"\n").split(b"\n\n")
+        return [event.removeprefix(b"data:").strip() for event in whole if event[:5] == b"data:"]
+
+
+class Transcript:
+    """A streamed chat answer, event by event."""
+
+    def __init__(self) -> None:
+        self._content = ""
+        self._reasoning = ""
+        self._finish_reason: str | None = None
+        self._usage: dict[str, Any] | None = None
+        self._pieces = 0
+        self._is_done = False
+
+    def add(self, event: bytes) -> bool:
+        """Add an event; return True if it has text. Raises WrongAnswer."""
+        if event == DONE:
+            self._is_done = True
+            return False
+        before = len(self._content) + len(self._reasoning)
+        try:
+            self._add_chunk(orjson.loads(event))
+        except orjson.JSONDecodeError:
+            raise WrongAnswer("event is not JSON") from None
+        except (AttributeError, TypeError):
+            raise WrongAnswer("event has another shape") from None
+        has_text = len(self._content) + len(self._reasoning) > before
+        self._pieces += has_text
+        return has_text
+
+    def _add_chunk(self, chunk: Any) -> None:
+        error = chunk.get("error")
+        if error:  # after it has begun, a stream has no other way to say so
+            raise WrongAnswer(f"error event {name_error(error)}")
+        self._usage = chunk.get("usage") or self._usage
+        for choice in chunk.get("choices") or ():
+            delta = choice.get("delta") or {}
+            self._content += delta.get("content") or ""
+            self._reasoning += delta.get("reasoning_content") or delta.get("reasoning") or ""
+            self._finish_reason = choice.get("finish_reason") or self._finish_reason
+
+    def answer(self) -> dict[str, Any]:
+        """Return the stream as an unstreamed answer; raises WrongAnswer if it was cut short."""
+        if not self._is_done:
+            raise WrongAnswer("stream without [DONE]")
+        message = {"content": self._content, "reasoning": self._reasoning}
+        choice = {"message": message, "finish_reason": self._finish_reason}
+        # Some servers don't stream `usage`: then each piece counts as a token.
+        usage = self._usage or {"completion_tokens": self._pieces}
+        return {"choices": [choice], "usage": usage}
+
+
+def name_error(error: Any) -> str:
+    """Return the name of an OpenAI error object: its code, else its type."""
+    if not isinstance(error, dict):
+        return "of no shape"
+    return str(error.get("code") or error.get("type") or "without a code")

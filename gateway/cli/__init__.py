@@ -1,42 +1,46 @@
-"""The command line: one file per command, with a function of the same name.
+"""The command line: a function for each command, of the same name.
 
-serve         the gateway itself, until it is stopped
-check         validates the settings and models.yaml
-config        every setting in force, and its source
-models        what models.yaml offers, and what of it is on disk
-pull          downloads models
-schema        the JSON Schema of models.yaml
-doctor        checks the machine or, with --engine, the models
-bench         measures a server
-launch        runs a tool, Claude Code for instance, on a gateway
-connect       prints what makes a tool use a gateway
-_checks       doctor's checks, one function each
-_probe        a process for doctor's facts that need mlx
-_greeting     what a terminal shows once the gateway is ready
-_tools        the tools of launch and connect, and what each needs
-_gateways     finds the gateway for them, or starts one
-_options      options that several commands have
-_table        a table on a terminal, tab-separated lines elsewhere
+serve      the gateway itself, until it is stopped
+models     check, config, models, pull and schema: models.yaml, and the files of its models
+doctor     checks the machine, by a function each, or with --engine the models
+probe      a process for doctor's facts that need mlx
+bench      measures a server
+launch     runs a tool, Claude Code for instance, on a gateway; connect prints how
+tools      the tools of both, and what each needs
+gateways   finds the gateway for them, or starts one
+terminal   options that several commands have, and tables
+lazy       modules that are imported at their first use, mlx among them
 
-Commands import what they need when they run: only `serve` and `doctor --engine` import mlx. Exit
-status: 1 for what cannot be served, downloaded or answered, 2 for wrong usage or settings.
+Only `serve` and `doctor --engine` import mlx. Exit status: 1 for what cannot be served, downloaded
+or answered, 2 for wrong usage or settings.
 """
 
 import contextlib
 import os
-import sys
-from collections.abc import Sequence
-from importlib import import_module
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pkgutil import iter_modules
 from typing import Annotated
 
 import typer
 
 from gateway import __version__
-from gateway.cli._options import Command, Group
+from gateway.cli import bench, doctor, launch, models, serve
+from gateway.cli.terminal import Command, Group, fail
 from gateway.errors import BlasUnusable, RegistryInvalid
 from gateway.settings import SettingsInvalid, origin, variable
+
+COMMANDS: tuple[Callable[..., None], ...] = (
+    serve.serve,
+    bench.bench,
+    models.check,
+    models.config,
+    launch.connect,
+    doctor.doctor,
+    launch.launch,
+    models.models,
+    models.pull,
+    models.schema,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -45,16 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _share_blas()
         _application()(args=arguments, prog_name="mlx-gateway")
     except (SettingsInvalid, BlasUnusable) as error:
-        _quit(error, 2)
+        fail(error, 2)
     except RegistryInvalid as error:
-        _quit(error, 1)
+        fail(error)
 
 
 def _share_blas() -> None:
-    """Copy GATEWAY_BLAS from .env to the environment, for it is needed before settings are read.
-
-    Processes that commands start inherit it.
-    """
+    """Copy GATEWAY_BLAS from .env to the environment."""
+    # It is needed before settings are read, and by the processes that commands start.
     name = variable("blas")
     with contextlib.suppress(UnicodeDecodeError):  # reported when the settings are read
         text, _ = origin(name)
@@ -70,10 +72,8 @@ def _application() -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    names = (module.name for module in iter_modules(__path__) if not module.name.startswith("_"))
-    for name in sorted(names, key=lambda name: (name != "serve", name)):
-        command = getattr(import_module(f"{__name__}.{name}"), name)
-        app.command(name, cls=Command)(command)
+    for command in COMMANDS:
+        app.command(command.__name__, cls=Command)(command)
 
     @app.callback()
     def _root(
@@ -95,8 +95,3 @@ def _version(is_asked: bool) -> None:
             installed = __version__
         print(f"mlx-gateway {installed}")
         raise typer.Exit
-
-
-def _quit(error: Exception, status: int) -> None:
-    print(error, file=sys.stderr)
-    raise SystemExit(status)

@@ -6,12 +6,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from gateway.bench.requests import Ask, Kind, Texts, Workload, chat, embeddings, rerank
-from gateway.cli._table import show
+from gateway.cli import lazy
+from gateway.cli.terminal import fail, show
 
 if TYPE_CHECKING:
     from gateway.bench.figures import Figures, Spread
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 NO_CLIENT = "mlx-gateway bench needs aiohttp, of the extra `bench`: pip install aiohttp"
 KEYS = ["GATEWAY_BENCH_API_KEY", "OPENAI_API_KEY"]
+URL = "http://127.0.0.1:8000"
 EMBEDDER, WRITER = "text-embedding-3-small", "gpt-4o-mini"
 MODELS = {Kind.EMBEDDINGS: EMBEDDER, Kind.RERANK: EMBEDDER, Kind.CHAT: WRITER}
 UNITS = {Kind.EMBEDDINGS: "vectors", Kind.RERANK: "pairs", Kind.CHAT: "tokens"}
@@ -31,60 +33,39 @@ COLUMNS = (
 )  # fmt: skip
 
 
+NUMBERS = "N,N,…"
+
+
 def bench(
-    kind: Annotated[Kind, typer.Argument(help="The kind of requests.")],
-    url: Annotated[
-        str, typer.Option(help="Address of the server, any OpenAI-compatible one.")
-    ] = "http://127.0.0.1:8000",
-    model: Annotated[
-        str | None, typer.Option(help="The model to ask.", show_default="by kind")
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar=KEYS, help="API key, if the server needs one.")
-    ] = None,
-    concurrency: Annotated[
-        str, typer.Option(metavar="N,N,…", help="Clients at once, one number after another.")
-    ] = "1,8,32",
-    duration: Annotated[
-        float, typer.Option(min=0.1, help="Seconds to measure each number of clients.")
-    ] = 10,
-    warmup: Annotated[
-        float, typer.Option(min=0, help="Seconds of load before each measurement.")
-    ] = 2,
-    texts: Annotated[
-        int | None, typer.Option(min=1, help="Texts in a request.", show_default="by kind")
-    ] = None,
-    words: Annotated[
-        str, typer.Option(metavar="N,N,…", help="Words in a text; several numbers are mixed.")
-    ] = "15",
-    prompt_words: Annotated[
-        str, typer.Option(metavar="N,N,…", help="Words in a prompt; several numbers are mixed.")
-    ] = "30",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens in an answer.")] = 64,
-    timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds after which a request has failed.")
-    ] = 600,
-    seed: Annotated[
-        int | None,
-        typer.Option(min=0, help="Seed of the random texts.", show_default="new each time"),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    kind: Kind = typer.Argument(help="The kind of requests."),
+    url: str = typer.Option(URL, help="Address of the server, any OpenAI-compatible one."),
+    model: str | None = typer.Option(None, help="The model to ask.", show_default="by kind"),
+    api_key: str | None = typer.Option(None, envvar=KEYS, help="API key, if it needs one."),
+    concurrency: str = typer.Option("1,8,32", metavar=NUMBERS, help="Clients at once, in turn."),
+    duration: float = typer.Option(10, min=0.1, help="Seconds to measure each number of clients."),
+    warmup: float = typer.Option(2, min=0, help="Seconds of load before each measurement."),
+    texts: int | None = typer.Option(None, min=1, help="Texts in one.", show_default="by kind"),
+    words: str = typer.Option("15", metavar=NUMBERS, help="Words in a text, mixed."),
+    prompt_words: str = typer.Option("30", metavar=NUMBERS, help="Words in a prompt, mixed."),
+    max_tokens: int = typer.Option(64, min=1, help="Tokens in an answer."),
+    timeout: float = typer.Option(600, min=0.1, help="Seconds after which a request has failed."),
+    seed: int | None = typer.Option(None, min=0, help="Of the texts.", show_default="a new one"),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
 ) -> None:
     """Measure a server: rates, times and errors with 1 to many clients.
 
     Ends with status 1 if any answer was wrong.
     """
     if find_spec("aiohttp") is None:
-        _quit(NO_CLIENT)
-    from gateway.bench.load import Peer
-
+        fail(NO_CLIENT)
     clients = _numbers(concurrency, "--concurrency")
     # Other texts at each run: a server may remember the last one's.
-    seed = time.time_ns() % 2**32 if seed is None else seed
+    if seed is None:
+        seed = time.time_ns() % 2**32
     documents = Texts(seed, _numbers(words, "--words"))
     prompts = Texts(seed, _numbers(prompt_words, "--prompt-words"))
     make = _maker(kind, model or MODELS[kind], documents, prompts, texts, max_tokens)
-    peer = Peer(url, key=api_key, timeout_s=timeout)
+    peer = lazy.load.Peer(url, key=api_key, timeout_s=timeout)
     measured = asyncio.run(_measure(peer, Workload(make), clients, warmup, duration))
     if as_json:
         results = [_as_json(count, UNITS[kind], figures) for count, figures in measured]
@@ -124,26 +105,19 @@ async def _measure(
     peer: "Peer", workload: Workload, clients: list[int], warmup_s: float, duration_s: float
 ) -> "Measured":
     """Measure each number of clients, after one request, so that no model's load is measured."""
-    from gateway.bench.load import Load, run_closed_loop
-
     measured = []
     async with peer:
         first = await peer.ask(workload.next())
         if first.error is not None:
-            _quit(f"The first request failed: {first.error}.")
+            fail(f"The first request failed: {first.error}.")
         for count in clients:
             if sys.stderr.isatty():
                 print(f"Measuring {count} clients for {duration_s:g} s…", file=sys.stderr)
-            [figures] = await run_closed_loop(
-                peer, [Load(workload, count)], warmup_s=warmup_s, duration_s=duration_s
+            [figures] = await lazy.load.run_closed_loop(
+                peer, [lazy.load.Load(workload, count)], warmup_s=warmup_s, duration_s=duration_s
             )
             measured.append((count, figures))
     return measured
-
-
-def _quit(message: str) -> NoReturn:
-    print(message, file=sys.stderr)
-    raise SystemExit(1)
 
 
 def _row(clients: int, unit: str, figures: "Figures") -> tuple[str, ...]:

@@ -1,68 +1,140 @@
-"""`mlx-gateway launch`: a tool, with all that makes it use this gateway."""
+"""`mlx-gateway launch`: a tool, with all that makes it use this gateway; `connect` prints that."""
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated, TypeAlias
 
 import typer
 
-from gateway.cli._gateways import NoGateway, find, first_key, started, wait_ready
-from gateway.cli._options import ModelsFile
-from gateway.cli._tools import TOOLS, NoModel, Service, Tool
-from gateway.cli.connect import choose_both, offered, read_tool
+from gateway.cli.gateways import (
+    NoGateway,
+    address,
+    catalog_offers,
+    find,
+    first_key,
+    list_offers,
+    started,
+    wait_ready,
+)
+from gateway.cli.serve import key_in_shell
+from gateway.cli.terminal import ModelsFile, fail
+from gateway.cli.tools import NO_KEY, TOOLS, NoModel, Service, Setup, Tool, choose
 from gateway.registry import load_catalog
-from gateway.settings import Settings, load_settings, variables
+from gateway.settings import Settings, load_settings, origin, variable, variables
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 FROM_KEYS = (signal.SIGINT, signal.SIGQUIT)  # a terminal sends them to all that run in it
 
+ToolName: TypeAlias = Annotated[str, typer.Argument(help=f"One of {', '.join(TOOLS)}.")]
+Model: TypeAlias = Annotated[
+    str | None, typer.Option(help="The chat model.", show_default="the first that suits")
+]
+SmallModel: TypeAlias = Annotated[
+    str | None,
+    typer.Option(help="A model for titles and other small jobs.", show_default="the same"),
+]
+
 
 def launch(
-    tool: Annotated[str, typer.Argument(help=f"One of {', '.join(TOOLS)}.")],
+    tool: ToolName,
     arguments: Annotated[
         list[str] | None, typer.Argument(help="The tool's own arguments, after `--`.")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="The chat model.", show_default="the first that suits")
-    ] = None,
-    small_model: Annotated[
-        str | None,
-        typer.Option(help="A model for titles and other small jobs.", show_default="the same"),
-    ] = None,
+    model: Model = None,
+    small_model: SmallModel = None,
     models: ModelsFile = None,
 ) -> None:
     """Run a tool, such as claude, on the gateway that is running, or else on a new one.
 
     A new gateway is stopped when the tool ends. The exit status is the tool's.
     """
-    chosen, settings = read_tool(tool), load_settings({"models": models})
-    if (program := shutil.which(chosen.command)) is None:
-        _quit(f"{chosen.command} is not installed. Install it: `{chosen.install}`.")
-    catalog = load_catalog(settings.models, variables())
+    chosen, settings = _read_tool(tool), load_settings({"models": models})
+    program = shutil.which(chosen.command)
+    if program is None:
+        fail(f"{chosen.command} is not installed. Install it: `{chosen.install}`.")
     signals = Signals()
     with signals.handled():
         try:
             url = find(settings)
-            large, small = choose_both(offered(url, settings, catalog), model, small_model, chosen)
+            service = _choose_models(url, settings, chosen, model, small_model)
             with _gateway(url, settings, signals) as ready:
-                service = Service(ready, large.name, small.name, large.context)
-                status = _run(chosen, (program, *(arguments or ())), service, settings, signals)
+                setup = chosen.set_up(replace(service, url=ready))
+                status = _run(chosen, (program, *(arguments or ())), setup, settings, signals)
         except (NoGateway, NoModel) as error:
-            _quit(str(error))
+            fail(error)
     raise SystemExit(status)
 
 
-def _quit(message: str) -> NoReturn:
-    print(message, file=sys.stderr)
-    raise SystemExit(1)
+def connect(
+    tool: ToolName,
+    model: Model = None,
+    small_model: SmallModel = None,
+    models: ModelsFile = None,
+    show_key: Annotated[
+        bool,
+        typer.Option("--show-key", help="Print the key itself, not the variable that holds it."),
+    ] = False,
+) -> None:
+    """Print the shell commands that make a tool use this gateway.
+
+    To run them: eval "$(mlx-gateway connect claude)"
+    """
+    chosen, settings = _read_tool(tool), load_settings({"models": models})
+    try:
+        url = find(settings)
+        service = _choose_models(url, settings, chosen, model, small_model)
+    except (NoGateway, NoModel) as error:
+        fail(error)
+    if not service.url:
+        fail("No port is set at which a gateway would be: set GATEWAY_PORT.")
+    key = _shown_key(settings, is_shown=show_key)
+    for line in chosen.shell_lines(chosen.set_up(service), key):
+        print(line)
+
+
+def _read_tool(name: str) -> Tool:
+    """Return the tool of this name; raises BadParameter with those there are."""
+    if name not in TOOLS:
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(TOOLS)}", param_hint="TOOL")
+    return TOOLS[name]
+
+
+def _choose_models(
+    url: str | None, settings: Settings, tool: Tool, model: str | None, small_model: str | None
+) -> Service:
+    """Choose a tool's models: of the gateway at this URL, or else of what a new one would offer.
+
+    Raises NoModel, and NoGateway if that gateway does not say what it offers.
+    """
+    catalog = load_catalog(settings.models, variables())
+    if url is None:
+        offers = catalog_offers(catalog, settings)
+    else:
+        offers = list_offers(url, settings, catalog)
+    large = choose(offers, model, tool)
+    small = large if small_model is None else choose(offers, small_model, tool)
+    return Service(url or address(settings) or "", large.name, small.name, large.context)
+
+
+def _shown_key(settings: Settings, *, is_shown: bool) -> str:
+    """Return what a shell expands to the key: the variable that it is in, unless it is shown."""
+    key, name = first_key(settings), variable("api_keys")
+    if key is None or is_shown:
+        return shlex.quote(key or NO_KEY)
+    if origin(name)[1] != "environment":
+        message = f"# {name} is in .env: export it, or print the key with --show-key."
+        print(message, file=sys.stderr)
+    return f'"{key_in_shell(settings)}"'
 
 
 class Signals:
@@ -125,10 +197,7 @@ def _is_in_foreground() -> bool:
 
 @contextlib.contextmanager
 def _gateway(found: str | None, settings: Settings, signals: Signals) -> Iterator[str]:
-    """Yield the URL of a gateway that is ready: the one that was found, or else a new one.
-
-    If the new one ends before its time, say so at the end.
-    """
+    """Yield the URL of a gateway that is ready: the one that was found, or else a new one."""
     if found is not None:
         wait_ready(found)
         yield found
@@ -136,26 +205,23 @@ def _gateway(found: str | None, settings: Settings, signals: Signals) -> Iterato
     print("Starting a gateway…", file=sys.stderr)
     with started(settings, signals.deferred) as gateway:
         yield gateway.url
-        try:
+        try:  # it may have ended before the tool
             gateway.require_alive()
         except NoGateway as error:
             print(error, file=sys.stderr)
 
 
 def _run(
-    tool: Tool,
-    command: Sequence[str],
-    service: Service,
-    settings: Settings,
-    signals: Signals,
+    tool: Tool, command: Sequence[str], setup: Setup, settings: Settings, signals: Signals
 ) -> int:
     """Run a tool until it ends, and return its status as shells have it."""
-    tool = tool.filled(service)
     with contextlib.ExitStack() as stack:
         with signals.deferred():
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mlx-gateway-"))
-        for name, text in tool.files.items():
+        for name, text in setup.files.items():
             (Path(folder) / name).write_text(text, encoding="utf-8")
-        environment = tool.environment(first_key(settings), os.environ, folder)
-        status = signals.start([command[0], *tool.arguments, *command[1:]], environment)
-    return status if status >= 0 else 128 - status
+        environment = tool.environment(setup, first_key(settings), os.environ, folder)
+        status = signals.start([command[0], *setup.arguments, *command[1:]], environment)
+    if status < 0:  # a signal ended it
+        return 128 - status
+    return status

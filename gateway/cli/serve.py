@@ -4,11 +4,15 @@ import asyncio
 import contextlib
 import faulthandler
 import gc
+import ipaddress
+import json
 import os
+import shlex
 import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,17 +20,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 import typer
 
 from gateway import __version__, logs
-from gateway.cli._checks import bind_problem, machine_problems
-from gateway.cli._greeting import find_places, write_greeting
-from gateway.cli._options import Host, ModelsFile, Port
+from gateway.cli import lazy
+from gateway.cli.doctor import bind_problem, require_machine
+from gateway.cli.terminal import Host, ModelsFile, Port
 from gateway.errors import GatewayError, RegistryInvalid
-from gateway.registry import read_models
-from gateway.settings import Settings, SettingsInvalid, load_settings, strays, variables
+from gateway.registry import ChatSpec, ModelSpec, read_models
+from gateway.settings import Settings, SettingsInvalid, load_settings, strays, variables, with_port
 
 if TYPE_CHECKING:
     import ssl
 
-    from gateway.registry import Catalog, ModelSpec
+    from gateway.registry import Catalog
     from gateway.serving.ranks.links import Leader
 
 log = logs.get("serve")
@@ -34,6 +38,9 @@ log = logs.get("serve")
 BACKLOG = 2048
 LAST_WORDS_S = 0.5  # for clients to read what was written before the drain's end
 SHUTDOWN_S = 10  # to close the models, after the drain
+ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_CHAT = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+_EMBEDDING: dict[str, Any] = {"input": "Hello"}
 
 
 def serve(
@@ -45,8 +52,7 @@ def serve(
     # A SIGHUP would end the process until there is a handler: it stays pending till then.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     settings = load_settings({"models": models, "host": host, "port": port})
-    if problems := machine_problems(settings):
-        raise SettingsInvalid(problems)
+    require_machine(settings)
     logs.configure(settings.log_level, settings.log_format)
     faulthandler.enable()  # a crash of native code prints its traceback
     reading = read_models(settings.models, variables())
@@ -56,45 +62,42 @@ def serve(
     for note in (*reading.notes, *strays(reading.variables)):
         log.warning("settings_note", note=note)
     # From here on mlx is needed. What takes a second to import, mlx-lm, comes with the models.
-    from gateway.app.engines import mlx_engines
-    from gateway.app.gateway import Gateway
-    from gateway.engine import device
-
-    if device.BLAS.hint is not None:
-        log.warning("slow_blas", hint=device.BLAS.hint)
+    if lazy.device.BLAS.hint is not None:
+        log.warning("slow_blas", hint=lazy.device.BLAS.hint)
     if "MLX_RANK" in os.environ:  # of mlx.launch; its imports take a twentieth of a second
         _serve_as_rank(settings, reading.catalog)
     else:
-        asyncio.run(run(Gateway(settings, reading.catalog, mlx_engines(settings)), settings))
+        _serve_alone(settings, reading.catalog)
+
+
+def _serve_alone(settings: Settings, catalog: "Catalog") -> None:
+    engines = lazy.engines.MlxEngines(settings)
+    asyncio.run(run(lazy.gateway.Gateway(settings, catalog, engines), settings))
 
 
 def _serve_as_rank(settings: Settings, catalog: "Catalog") -> None:
     """Serve as rank 0 of the group that this process was started in, or follow rank 0."""
-    from gateway.app.engines import mlx_engines
-    from gateway.app.gateway import Gateway
-    from gateway.app.ranks import Ranks, follow_rank_0, leading
-    from gateway.engine.models.sharding import join_group
-    from gateway.serving.ranks.links import STATUS_OF_A_LOSS
-
-    if (group := join_group()) is None:
-        asyncio.run(run(Gateway(settings, catalog, mlx_engines(settings)), settings))
+    group = lazy.sharding.join_group()
+    if group is None:
+        _serve_alone(settings, catalog)
     elif group.rank():
-        follow_rank_0(settings, group, mlx_engines(settings, Ranks(group)))
+        follower = lazy.engines.MlxEngines(settings, lazy.ranks.Ranks(group))
+        lazy.ranks.follow_rank_0(settings, group, follower)
     else:
-        with leading(group) as ranks:
-            served = Gateway(settings, catalog, mlx_engines(settings, ranks), ranks.lost)
+        with lazy.ranks.leading(group) as ranks:
+            engines = lazy.engines.MlxEngines(settings, ranks)
+            served = lazy.gateway.Gateway(settings, catalog, engines, ranks.lost)
             asyncio.run(run(served, settings, ranks.leader))
         if ranks.lost() is not None:
-            raise typer.Exit(STATUS_OF_A_LOSS)
+            raise typer.Exit(lazy.links.STATUS_OF_A_LOSS)
 
 
 def _make_tls(settings: Settings) -> "ssl.SSLContext | None":
     """Return what speaks TLS for connections, if settings name a certificate."""
-    from hypercorn.config import Config
-
-    config = Config()
-    config.certfile = str(settings.tls_cert) if settings.tls_cert else None
-    config.keyfile = str(settings.tls_key) if settings.tls_key else None
+    if settings.tls_cert is None:
+        return None
+    config = lazy.Config()
+    config.certfile, config.keyfile = str(settings.tls_cert), str(settings.tls_key)
     config.alpn_protocols = ["http/1.1"]
     return config.create_ssl_context()
 
@@ -105,7 +108,7 @@ class Served(Protocol):
     asgi: Any  # an ASGI application
     is_preloaded: asyncio.Event
 
-    def loaded(self) -> Sequence["ModelSpec"]:
+    def loaded(self) -> Sequence[ModelSpec]:
         """Return the models that are loaded."""
 
     async def reload(self) -> object:
@@ -117,12 +120,7 @@ class Served(Protocol):
 
 async def run(gateway: Served, settings: Settings, leader: "Leader | None" = None) -> None:
     """Serve until SIGTERM or SIGINT, here or at another rank, then drain."""
-    from hypercorn.asyncio import serve as hypercorn_serve
-    from hypercorn.config import Config
-    from hypercorn.utils import LifespanTimeoutError
-
-    from gateway.server import connections
-
+    connections = lazy.connections
     connections.install(settings.send_timeout_s, _make_tls(settings))
     stop, signals = asyncio.Event(), list[None]()
     loop = asyncio.get_running_loop()
@@ -144,7 +142,7 @@ async def run(gateway: Served, settings: Settings, leader: "Leader | None" = Non
         # Hypercorn closes idle connections; from Python 3.12.1 on it waits for all others.
         loop.call_later(LAST_WORDS_S, connections.Connection.crowd.abort_all)
 
-    config = Config()
+    config = lazy.Config()
     config.backlog = BACKLOG
     config.keep_alive_timeout = settings.keep_alive_timeout_s
     config.h11_max_incomplete_size = settings.read_header_bytes
@@ -155,13 +153,12 @@ async def run(gateway: Served, settings: Settings, leader: "Leader | None" = Non
     config.include_server_header = False
     config.accesslog = None
     config.errorlog = None
-    scheme = "https" if settings.tls_cert else "http"
     try:
-        with listen(settings.binds, scheme=scheme) as config.bind:
+        with listen(settings.binds, scheme=settings.scheme) as config.bind:
             readying = asyncio.create_task(_ready(gateway, settings, config.bind), name="ready")
-            await hypercorn_serve(gateway.asgi, config, shutdown_trigger=until_drained)
+            await lazy.serve(gateway.asgi, config, shutdown_trigger=until_drained)
             readying.cancel()
-    except LifespanTimeoutError as error:  # a call is stuck, and only exit ends it
+    except lazy.LifespanTimeoutError as error:  # a call is stuck, and only exit ends it
         log.critical("stuck", error=str(error))
         faulthandler.dump_traceback()
         os._exit(os.EX_SOFTWARE)  # as for any stall
@@ -193,9 +190,8 @@ async def _reload_at(hangup: asyncio.Event, gateway: Served) -> None:
 
 
 def _stop(stop: asyncio.Event, signals: list[None]) -> None:
-    """Start the drain at the first signal; exit at once at the second. Another rank may have asked
-    for the drain before, as when Ctrl-C goes to all.
-    """
+    """Start the drain at the first signal; exit at once at the second."""
+    # Another rank may have asked for the drain before, as when Ctrl-C goes to all.
     if signals:
         os._exit(1)
     signals.append(None)
@@ -230,20 +226,16 @@ def _tcp_listener(bind: str, scheme: str) -> socket.socket:
     except OSError as error:
         raise SettingsInvalid([bind_problem(bind, error)]) from None
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    shown = f"[{host}]" if family == socket.AF_INET6 else host
-    log.info("serving", url=f"{scheme}://{shown}:{listener.getsockname()[1]}")
+    log.info("serving", url=f"{scheme}://{with_port(host, listener.getsockname()[1])}")
     return listener
 
 
 @contextlib.contextmanager
 def _unix_listener(path: Path) -> Iterator[socket.socket]:
-    """Listen on a path, and remove its file at exit unless another process has replaced it.
-
-    A socket that a process left behind is replaced; one that a process listens on is an error.
-    """
+    """Listen on a path, and remove its file at exit unless another process has replaced it."""
     listener = socket.socket(socket.AF_UNIX)
     try:
-        if path.is_socket() and not _is_answered(path):
+        if path.is_socket() and not _is_answered(path):  # a process left it behind
             path.unlink()
         listener.bind(str(path))
         listener.listen(BACKLOG)
@@ -271,3 +263,70 @@ def _is_answered(path: Path) -> bool:
         except OSError:
             return True
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The address of a listening socket: a port of a host, or a path."""
+
+    host: str
+    port: int | None = None
+
+
+def find_places(opened: Sequence[str]) -> list[Place]:
+    """Return the places of Hypercorn's binds, those with a port first, without unknown ones."""
+    places = [_place(int(bind.removeprefix("fd://"))) for bind in opened if bind[:5] == "fd://"]
+    return sorted(filter(None, places), key=lambda each: each.port is None)
+
+
+def _place(descriptor: int) -> Place | None:
+    with socket.socket(fileno=os.dup(descriptor)) as listener:
+        name = listener.getsockname()
+        if listener.family in (socket.AF_INET, socket.AF_INET6):
+            return Place(name[0], name[1])
+    if isinstance(name, str) and name:
+        return Place(os.path.abspath(name))
+    return None
+
+
+def write_greeting(places: Sequence[Place], models: Sequence[ModelSpec], settings: Settings) -> str:
+    """Return where the gateway is, and how to ask one of the loaded models."""
+    if not places:
+        return "mlx-gateway is ready."
+    place, scheme = places[0], settings.scheme
+    if place.port is None:
+        url, where = f"{scheme}://localhost", f"unix:{place.host}"
+        options = ["--unix-socket", shlex.quote(place.host)]
+    else:
+        host = ANYWHERE.get(place.host, place.host)
+        url = where = f"{scheme}://{with_port(host, place.port)}"
+        options = _host_header(host, settings)
+    ready = f"mlx-gateway is ready on {where}"
+    if not models:
+        return f"{ready} (Ctrl-C stops it). No model is loaded yet."
+    spec = min(models, key=lambda spec: not isinstance(spec, ChatSpec))  # a chat model, if any
+    if settings.tls_cert:
+        options.append("--insecure")  # few certificates are valid for this address
+    if settings.api_keys:
+        options.append(f'-H "Authorization: Bearer {key_in_shell(settings)}"')
+    path, question = "/v1/embeddings", _EMBEDDING
+    if isinstance(spec, ChatSpec):
+        path, question = "/v1/chat/completions", _CHAT
+    body = json.dumps({"model": spec.id, **question})
+    command = ["curl", *options, shlex.quote(url + path), "-d", shlex.quote(body)]
+    return f"{ready} (Ctrl-C stops it). Ask it something:\n\n{' '.join(command)}"
+
+
+def _host_header(host: str, settings: Settings) -> list[str]:
+    """Return the Host header that a gateway without keys requires, if the address is none."""
+    is_known = settings.api_keys or {host, "*"} & set(settings.allowed_hosts)
+    if is_known or ipaddress.ip_address(host).is_loopback:
+        return []
+    return ["-H 'Host: localhost'"]
+
+
+def key_in_shell(settings: Settings) -> str:
+    """Return what a shell expands to the first key, where the variable of the keys is exported."""
+    if len(settings.api_keys) > 1:
+        return "${GATEWAY_API_KEYS%%,*}"
+    return "$GATEWAY_API_KEYS"

@@ -35,11 +35,10 @@ _ABSOLUTE: Final = rf"(?<![\w.~/…])~?/(?!/){_REST}"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A check's outcome, in words and in numbers. fail: something is wrong; warn: it could be
-    better; skip: it was not tried.
-    """
+    """A check's outcome, in words and in numbers."""
 
     check: str
+    # fail: something is wrong; warn: it could be better; skip: it was not tried.
     state: State
     message: str
     measured: Mapping[str, Any] = field(default_factory=dict)
@@ -65,7 +64,8 @@ def system() -> dict[str, str | int]:
 
 def describe_system() -> str:
     """Name system, version and processor, but not what a build of a kernel calls itself."""
-    if macos := platform.mac_ver()[0]:
+    macos = platform.mac_ver()[0]
+    if macos:
         return f"macOS {macos} {platform.machine()}"
     libc = " ".join(platform.libc_ver())
     release = platform.release().partition("-")[0]
@@ -80,15 +80,13 @@ def private_folders() -> list[str]:
 
 
 def redact_paths(value: Any, folders: Sequence[str]) -> Any:
-    """Return a value for JSON, with the absolute paths in its texts replaced.
-
-    `folders` are found even if their names have spaces. NaN and infinities become text.
-    """
+    """Return a value for JSON, with the absolute paths in its texts replaced."""
     match value:
         case str():
+            # These folders are found even if their names have spaces.
             known = [f"{re.escape(folder)}{_REST}" for folder in folders]
             return re.sub("|".join([*known, _ABSOLUTE]), "/…", value)
-        case float() if not math.isfinite(value):
+        case float() if not math.isfinite(value):  # JSON has neither NaN nor infinities
             return str(value)
         case Mapping():
             return {key: redact_paths(item, folders) for key, item in value.items()}
@@ -116,7 +114,7 @@ class Report:
 
     @property
     def has_passed(self) -> bool:
-        """True if nothing has failed; a skipped check is no failure."""
+        # A skipped check is no failure.
         findings = [
             *self.findings,
             *(finding for model in self.models for finding in model.findings),
@@ -137,7 +135,8 @@ class Report:
 
     def _describe(self) -> Iterator[str]:
         about = system()
-        if (device := self.device.get("device")) is not None:
+        device = self.device.get("device")
+        if device is not None:
             yield f"{device} ({self.device.get('device_name', 'of no name')})"
             yield f"models may hold {human_bytes(self.device['models_may_hold_bytes'])}"
         if "blas_described" in self.device:
@@ -167,10 +166,7 @@ class Report:
         return redacted
 
     def as_block(self, day: str) -> str:
-        """Return the report in one block of JSON to paste, as the pages of docs/devices end with.
-
-        It names no path, and of models the package that they came in, if they did.
-        """
+        """Return the report as a block of JSON to paste: the pages of docs/devices end with one."""
         rows = [(MACHINE, finding) for finding in self.findings]
         rows += [(model.spec.kind, finding) for model in self.models for finding in model.findings]
         judged = [(of, finding) for of, finding in rows if finding.state in ("ok", "fail")]
@@ -202,8 +198,10 @@ class Report:
         for model in self.models:
             measured = {finding.check: finding.measured for finding in model.findings}
             dtype = measured.get("load", {}).get("dtype", "unknown")
-            source = model.spec.source  # an id may be a user's own
-            name = source.module if isinstance(source, PackageSource) else "own model"
+            # An id may be a user's own; the name of a package is not.
+            source, name = model.spec.source, "own model"
+            if isinstance(source, PackageSource):
+                name = source.module
             for unit, rates in measured.get("speed", {}).items():
                 for rows, rate in rates.items():
                     streams = "1 stream" if rows == "1" else f"{rows} streams"

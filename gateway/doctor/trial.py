@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from gateway.api.exchange import template_args
-from gateway.app.engines import MlxEngines, mlx_engines
+from gateway.app.engines import MlxEngines
 from gateway.app.limits import budget_bytes
 from gateway.app.loading import Batcher, ModelLoader
 from gateway.app.self_tests import SelfTest, verdict_store
@@ -70,7 +70,7 @@ async def check_models(specs: Sequence[ModelSpec], settings: Settings, on_stage:
     """Check models whose files are on disk, one after another."""
     # The self-test runs as a stage of its own, from the beginning.
     settings = settings.model_copy(update={"self_test": False})
-    engines = mlx_engines(settings)
+    engines = MlxEngines(settings)
     budget = Budget(budget_bytes(settings, engines.memory_bytes))
     with ThreadPools() as pool:
         async with Lane(engines.end, health=DeviceHealth(engines.classify)) as lane:
@@ -110,13 +110,14 @@ def _read_facts(engines: MlxEngines, budget: Budget) -> Mapping[str, Any]:
 async def _check_model(
     spec: ModelSpec, place: Workplace, on_stage: Callable[[str], None]
 ) -> list[Finding]:
-    """Load a model, and try each stage; one that raises has failed, and the next is tried."""
+    """Load a model, and try each stage."""
     on_stage("load")
     started = time.perf_counter()
     findings = []
     try:
         prepared = await place.loader.prepare(spec)
-        if prepared.nbytes > (room := place.budget.limit_bytes):
+        room = place.budget.limit_bytes
+        if prepared.nbytes > room:
             needed = f"it takes {human_bytes(prepared.nbytes)}"
             reason = f"{needed}, and models may hold {human_bytes(room)}."
             raise InsufficientMemory(spec.id, reason)
@@ -128,7 +129,7 @@ async def _check_model(
             findings.append(Finding("load", "ok", message, measured))
             for name, stage in _stages(spec, loaded.model, place).items():
                 on_stage(name)
-                try:
+                try:  # one that raises has failed, and the next is tried
                     findings.append(await stage())
                 except Exception as error:
                     findings.append(Finding(name, "fail", _describe(error)))
@@ -160,7 +161,9 @@ def _stages(
 
 
 def _describe(error: Exception) -> str:
-    return str(error) if isinstance(error, GatewayError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, GatewayError):  # which names the model and the cause
+        return str(error)
+    return f"{type(error).__name__}: {error}"
 
 
 def _dtype(batcher: Any) -> str:
@@ -169,8 +172,9 @@ def _dtype(batcher: Any) -> str:
 
 
 async def _test_batches(spec: ChatSpec, batcher: GenerationBatcher, place: Workplace) -> Finding:
-    """Run the self-test to its end; apply its verdict, and keep it for the gateway."""
-    if (mode := spec.batching.mode) != "auto":
+    """Run the self-test to its end, and keep its verdict for the gateway."""
+    mode = spec.batching.mode
+    if mode != "auto":
         return Finding("batch", "skip", f"models.yaml sets `batching: {mode}`.")
     files = await place.engines.files(spec)
     test = SelfTest(
@@ -214,7 +218,8 @@ async def _compare_rows(batcher: EmbeddingBatcher | RerankBatcher, lane: Lane) -
 
 
 def judge_distance(single: Vectors, batched: Vectors, allowed: float) -> Finding:
-    """Judge the largest difference of two rows, as a share of the rows' root mean square."""
+    """Judge the largest difference of two rows."""
+    # As a share of the rows' root mean square, which does not depend on how large numbers are.
     scale = math.sqrt(np.mean(np.square(single, dtype=np.float64)))
     worst = math.sqrt(np.mean(np.square(single - batched, dtype=np.float64), axis=1).max())
     distance = worst / scale if scale else math.nan
@@ -229,9 +234,10 @@ async def _measure(unit: str, work: Rate, sizes: Sequence[int]) -> Finding:
     rates = {}
     for size in sizes:
         await work(size)  # the first pass of a shape allocates
-        units, started = 0, time.perf_counter()
-        while (spent := time.perf_counter() - started) < MEASURED_S:
+        units, started, spent = 0, time.perf_counter(), 0.0
+        while spent < MEASURED_S:
             units += await work(size)
+            spent = time.perf_counter() - started
         rates[str(size)] = units / spent
     listed = ", ".join(f"{rate:.3g} with {size}" for size, rate in rates.items())
     return Finding("speed", "ok", f"{unit}/s by rows at once: {listed}.", {f"{unit}_per_s": rates})

@@ -9,6 +9,7 @@ from gateway.errors import ModelNotFound
 from gateway.registry.names import nearest
 from gateway.registry.specs import Alias, ChatSpec, ModelSpec
 
+# Keys that no load depends on, as pydantic excludes them: a loaded model adopts their values.
 ADOPTABLE: Final[Mapping[str, Any]] = {
     **dict.fromkeys(
         ("aliases", "preload", "pinned", "ttl_s", "queue_limit", "queue_max_tokens"), True
@@ -21,7 +22,6 @@ ADOPTABLE: Final[Mapping[str, Any]] = {
         *("min_batch_size", "batch_deadline_ms", "cache_size", "prefill_chunk_tokens"),
     },
 }
-"""Keys that no load depends on, as pydantic excludes them: a loaded model adopts their values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,9 @@ class Resolved:
     @property
     def name(self) -> str:
         """Return the name that the model was found by."""
-        return self.alias.name if self.alias else self.spec.id
+        if self.alias is None:
+            return self.spec.id
+        return self.alias.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +68,10 @@ class Catalog:
 
     def resolve(self, name: str) -> Resolved:
         """Find a model by id or alias; raises ModelNotFound, naming the nearest."""
-        if resolved := self._by_name.get(name):
-            return resolved
-        raise ModelNotFound(name, nearest=nearest(name, self._by_name))
+        resolved = self._by_name.get(name)
+        if resolved is None:
+            raise ModelNotFound(name, nearest=nearest(name, self._by_name))
+        return resolved
 
     def by_id(self, model: str) -> ModelSpec | None:
         """Return the spec of this id, if there is one."""
@@ -93,11 +96,8 @@ class Catalog:
 
     def preloaded(self) -> tuple[str, ...]:
         """Return the models that are loaded at start; an adapter's is its base."""
-        loaded = (
-            (spec.base if isinstance(spec, ChatSpec) else None) or spec.id
-            for spec in self.specs
-            if spec.preload
-        )
+        # An adapter takes no place beside its base.
+        loaded = (getattr(spec, "base", None) or spec.id for spec in self.specs if spec.preload)
         return tuple(dict.fromkeys(loaded))
 
     def names(self) -> tuple[str, ...]:

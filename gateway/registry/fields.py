@@ -66,9 +66,12 @@ def _sizes(value: object) -> object:
         return value.lower() == "true"
     if isinstance(value, str) and re.fullmatch(_SIZES, value):
         value = [int(size) for size in value.split(",")]
-    sizes = value if isinstance(value, list | tuple) else [value]
-    if isinstance(value, bool) or (sizes and all(type(s) is int and s > 0 for s in sizes)):
-        return value if isinstance(value, bool) else sizes
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, list | tuple):
+        value = [value]
+    if value and all(type(size) is int and size > 0 for size in value):
+        return value
     raise ValueError("write true, false or sizes such as [256, 512]")
 
 

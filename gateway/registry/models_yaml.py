@@ -6,7 +6,6 @@ It checks that a model's files exist; the engine checks their content.
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -32,10 +31,9 @@ class Reading:
     catalog: Catalog
     problems: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    # All that can change the result: those that the file expands as ${…} and those of the models'
+    # keys, set or not; of free keys, those that are set.
     variables: frozenset[str] = frozenset()
-    """All that can change the result: those that the file expands as ${…} and those of the models'
-    keys, set or not; of free keys, those that are set.
-    """
 
 
 class File(Section):
@@ -78,52 +76,39 @@ def read_models(path: Path, variables: Mapping[str, str]) -> Reading:
     reader = _Reader(document, folder, variables)
     specs = reader.read()
     problems = sorted({*document.problems, *reader.problems})
+    if problems:
+        specs = []
     return Reading(
-        Catalog(() if problems else specs),
+        Catalog(specs),
         tuple(f"{path}:{line}: {message}" for line, message in problems),
         tuple(f"{path}:{line}: {message}" for line, message in sorted(reader.notes)),
         frozenset(document.variables | reader.overrides),
     )
 
 
-class Strength(IntEnum):
-    """How strong a model's claim to a name is."""
-
-    DEFAULT = 0  # an alias from the default of a ${VAR:-default}
-    WRITTEN = 1  # an alias in the file
-    SET = 2  # an alias from the model's own variable
-    ID = 3
-
-
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A model's claim to a name, as its id or an alias."""
+    """A model's claim to a name."""
 
     model: str
     where: Where
-    strength: Strength
-
-    def yields_to(self, other: "Claim") -> bool:
-        """Return True if this alias is dropped for another model's claim, False if they clash.
-
-        A default yields to any stronger claim, a written alias to one from a variable.
-        """
-        is_weaker = self.strength < other.strength and self.model != other.model
-        return is_weaker and (self.strength is Strength.DEFAULT or other.strength is Strength.SET)
+    # Of an alias, whether the file has it or the model's own variable sets it.
+    rank: Literal["written", "set", "id"]
 
 
 class _Reader:
     def __init__(self, document: Document, folder: Path, variables: Mapping[str, str]) -> None:
         self._document = document
         self._context = {"folder": folder}
-        others = VARIABLES | document.variables
+        # What is a setting, or is expanded in the file, is that alone.
+        taken = VARIABLES | document.variables
         self._variables = {
             name: text
             for name, text in variables.items()
-            if text and name.startswith(PREFIX) and name not in others
+            if text and name.startswith(PREFIX) and name not in taken
         }
+        # The variable of each value that an override has set.
         self._set: dict[Where, str] = {}
-        """The variable of each value that an override has set."""
         self.overrides: set[str] = set()
         self.problems: list[tuple[int, str]] = []
         self.notes: list[tuple[int, str]] = []
@@ -133,11 +118,11 @@ class _Reader:
         if file is None and self._document.problems:
             return []
         self._validate(File, file, ())
-        models = file.get("models") if isinstance(file, dict) else None
-        if not isinstance(models, dict):
+        if not isinstance(file, dict) or not isinstance(file.get("models"), dict):
             return []
-        models = self._override_keys(models)
-        specs = [spec for name, entry in models.items() if (spec := self._read_spec(name, entry))]
+        models = self._override_keys(file["models"])
+        read = [self._read_spec(name, entry) for name, entry in models.items()]
+        specs = [spec for spec in read if spec is not None]
         dropped = self._settle_names(models)
         for spec in specs:
             self._check_source(spec)
@@ -161,13 +146,13 @@ class _Reader:
 
     def _read_spec(self, name: str, entry: object) -> ModelSpec | None:
         where: Where = ("models", name)
-        kind = entry.get("kind") if isinstance(entry, dict) else None
-        if not isinstance(entry, dict) or not isinstance(kind, str) or kind not in SPECS:
+        if not isinstance(entry, dict) or str(entry.get("kind")) not in SPECS:
             self._validate(Kind, entry, where)
             return None
         if "id" in entry:
             self._report((*where, "id"), f"{name}: unknown key 'id'")
-        spec = self._validate(SPECS[kind], {**entry, "id": name}, where)
+        # The model's own name is its key in the file.
+        spec = self._validate(SPECS[str(entry["kind"])], {**entry, "id": name}, where)
         assert spec is None or isinstance(spec, ModelSpec)
         return spec
 
@@ -203,45 +188,44 @@ class _Reader:
                 hint = _hint(str(value), [word.strip("'") for word in words])
                 message = f"`{key}` {message}, not {value!r}{hint}"
             case kind:
+                # Of what is no number it also says how the parser failed.
                 message = MESSAGES.get(kind, message.partition(", unable to")[0])
-                message = f"{f'`{key}` ' if key else ''}{message}, not {shorten(repr(value))}"
-        about = f"{top[-1]}: " if top else ""
-        self._report(where, about + message)
+                message = f"`{key}` {message}, not {shorten(repr(value))}"
+        if top:
+            message = f"{top[-1]}: {message}"
+        self._report(where, message.replace("`` ", ""))  # of the whole there is no key to name
 
     def _settle_names(self, models: Mapping[str, Any]) -> set[tuple[str, str]]:
         """Report each name that two models, or one model twice, would have.
 
-        Return the aliases that yield to another model's name, as (model, alias).
+        Return the aliases that another model's variable takes, as (model, alias).
         """
         dropped = set()
         for name, claims in self._list_claims(models).items():
-            owner = max(claims, key=lambda claim: claim.strength)  # of equals, the first
+            owner = max(claims, key=lambda claim: ("written", "set", "id").index(claim.rank))
             line = self._document.line(owner.where)
             for claim in claims:
                 if claim is owner:
                     continue
-                if claim.yields_to(owner):
+                about = f"{claim.model}: the alias {name!r} is {owner.model}'s"
+                if (claim.rank, owner.rank) == ("written", "set") and claim.model != owner.model:
                     dropped.add((claim.model, name))
-                    note = f"its alias {name!r} gives way to {owner.model} on line {line}"
-                    note = f"{claim.model}: {note}{self._set_by(owner.where)}"
+                    note = f"{about} now{self._set_by(owner.where)}"
                     self.notes.append((self._document.line(claim.where), note))
                 else:
-                    problem = f"the alias {name!r} is {owner.model}'s already, on line {line}"
-                    self._report(claim.where, f"{claim.model}: {problem}")
+                    self._report(claim.where, f"{about} already, on line {line}")
         return dropped
 
     def _list_claims(self, models: Mapping[str, Any]) -> dict[str, list[Claim]]:
         """Return the claims to each name, ids before aliases, each in the file's order."""
-        claims = {name: [Claim(name, ("models", name), Strength.ID)] for name in models}
+        claims = {name: [Claim(name, ("models", name), "id")] for name in models}
         for name, entry in models.items():
             for inside, alias, is_text in _list_aliases(entry):
                 where: Where = ("models", name, "aliases", *inside)
-                strength = Strength.WRITTEN
+                rank: Literal["written", "set"] = "written"
                 if is_text and where[:3] in self._set:
-                    strength = Strength.SET
-                elif not {where, (*where, "name")}.isdisjoint(self._document.defaults):
-                    strength = Strength.DEFAULT
-                claims.setdefault(alias, []).append(Claim(name, where, strength))
+                    rank = "set"
+                claims.setdefault(alias, []).append(Claim(name, where, rank))
         return claims
 
     def _resolve(
@@ -261,7 +245,7 @@ class _Reader:
         elif not isinstance(other, ChatSpec):
             problem = f"{other.id} is of kind {other.kind}, and a {key} is a chat model"
         else:
-            problem = _why_no_draft(spec, other) if key == "draft" else _why_no_base(spec, other)
+            problem = WHY_NOT[key](spec, other)
         if not problem:
             assert isinstance(other, ChatSpec)
             return spec.with_part(key, other)
@@ -284,12 +268,14 @@ class _Reader:
 
     def _report_missing(self, spec: ModelSpec, path: Path) -> None:
         """Report a folder or a GGUF file that does not exist."""
-        noun, exists = ("file", Path.is_file) if spec.source.is_gguf else ("folder", Path.is_dir)
-        if not exists(path):
-            siblings = path.parent.iterdir() if path.parent.is_dir() else ()
-            hint = _hint(path.name, [sibling.name for sibling in siblings if exists(sibling)])
-            where = ("models", spec.id, _source_key(spec))
-            self._report(where, f"{spec.id}: there is no {noun} {path}{hint}")
+        noun, exists = "folder", Path.is_dir
+        if spec.source.is_gguf:
+            noun, exists = "file", Path.is_file
+        if exists(path):
+            return
+        siblings = [sibling.name for sibling in path.parent.glob("*") if exists(sibling)]
+        problem = f"there is no {noun} {path}{_hint(path.name, siblings)}"
+        self._report(("models", spec.id, _source_key(spec)), f"{spec.id}: {problem}")
 
     def _report(self, where: Where, message: str) -> None:
         """Add a problem at its line, with the variable that set the value, if one did."""
@@ -297,17 +283,17 @@ class _Reader:
 
     def _set_by(self, where: Where) -> str:
         places = (where[:depth] for depth in range(len(where), 0, -1))
-        variable = next((self._set[place] for place in places if place in self._set), None)
-        return f" (set by {variable})" if variable else ""
+        # The nearest variable: of an alias it is that of all aliases.
+        return next((f" (set by {self._set[place]})" for place in places if place in self._set), "")
 
 
+# Where pydantic's words are Python's.
 MESSAGES = {
     "model_type": "should be a mapping",
     "dict_type": "should be a mapping",
     "tuple_type": "should be a list",
     "list_type": "should be a list",
 }
-"""Where pydantic's words are Python's."""
 
 
 def _hint(name: str, valid: Iterable[str]) -> str:
@@ -340,9 +326,14 @@ def _why_no_base(spec: ChatSpec, base: ChatSpec) -> str:
     return ""
 
 
+WHY_NOT = {"draft": _why_no_draft, "base": _why_no_base}
+
+
 def _source_key(spec: ModelSpec) -> str:
     """Return the key that says where a model's own files come from."""
-    return "adapter" if isinstance(spec, ChatSpec) and spec.adapter is not None else "source"
+    if isinstance(spec, ChatSpec) and spec.adapter is not None:
+        return "adapter"
+    return "source"
 
 
 def _keys_in_file(loc: tuple[int | str, ...]) -> Iterator[int | str]:
@@ -364,9 +355,12 @@ def _keys_beside(model: type[BaseModel], keys: Where) -> set[str]:
 
 def _list_aliases(entry: object) -> Iterator[tuple[Where, str, bool]]:
     """Yield each alias of an entry, valid or not: its place, its name and whether it is text."""
-    aliases = entry.get("aliases") if isinstance(entry, dict) else None
-    for place, alias in enumerate(aliases if isinstance(aliases, list) else [aliases]):
-        inside: Where = (place,) if isinstance(aliases, list) else ()
+    if not isinstance(entry, dict):
+        return
+    aliases: dict[Where, Any] = {(): entry.get("aliases")}
+    if isinstance(aliases[()], list):
+        aliases = {(place,): alias for place, alias in enumerate(aliases[()])}
+    for inside, alias in aliases.items():
         if isinstance(alias, str):
             yield from ((inside, name, True) for name in split_names(alias))
         elif isinstance(alias, dict) and isinstance(alias.get("name"), str):
@@ -375,4 +369,6 @@ def _list_aliases(entry: object) -> Iterator[tuple[Where, str, bool]]:
 
 def _drop_aliases(spec: ModelSpec, dropped: Collection[tuple[str, str]]) -> ModelSpec:
     aliases = tuple(alias for alias in spec.aliases if (spec.id, alias.name) not in dropped)
-    return spec.model_copy(update={"aliases": aliases}) if aliases != spec.aliases else spec
+    if aliases == spec.aliases:
+        return spec
+    return spec.model_copy(update={"aliases": aliases})

@@ -26,7 +26,9 @@ def describe_fields(model: type[BaseModel]) -> dict[str, str]:
     attributes are gone once a module is imported, and pydantic's way to keep them slows each start.
     """
     words: dict[str, str] = {}
-    settings = describe_fields(Settings) if issubclass(model, Section) else {}
+    settings = {}
+    if issubclass(model, Section):
+        settings = describe_fields(Settings)
     for kind in reversed(model.__mro__):
         if kind.__module__.startswith("gateway."):
             [tree] = ast.parse(inspect.getsource(kind)).body
@@ -88,7 +90,7 @@ def json_schema() -> dict[str, Any]:
 def _value(schema: dict[str, Any], *, required: bool = True) -> dict[str, Any]:
     """Allow a variable for a plain value, and null for an optional one."""
     bare = {key: value for key, value in schema.items() if key not in ("title", "default")}
-    about = {} if schema.get("default") is None else {"default": schema["default"]}
+    about = {key: schema[key] for key in ("default",) if schema.get(key) is not None}
     options = [_inner(option) for option in bare.pop("anyOf", [bare]) if option != _NULL]
     if any(_is_plain(option) for option in options) and _TEXT not in options:
         options.append(_REF)

@@ -23,8 +23,12 @@ class HubSource:
     file: str | None = None
 
     def __str__(self) -> str:
-        name = f"{self.repo}/{self.file}" if self.file else self.repo
-        return f"hub:{name}@{self.revision}" if self.revision else f"hub:{name}"
+        text = f"hub:{self.repo}"
+        if self.file:
+            text += f"/{self.file}"
+        if self.revision:
+            text += f"@{self.revision}"
+        return text
 
     @property
     def is_gguf(self) -> bool:
@@ -55,7 +59,7 @@ class PackageSource:
     inside: str
 
     def __str__(self) -> str:
-        return f"package:{self.module}/{self.inside}" if self.inside else f"package:{self.module}"
+        return f"package:{self.module}/{self.inside}".removesuffix("/")
 
     @property
     def is_gguf(self) -> bool:
@@ -80,12 +84,14 @@ def parse_source(text: str, folder: Path) -> Source:
     """Parse a source as models.yaml writes it; `path:` is relative to `folder`."""
     scheme, colon, rest = text.partition(":")
     if not colon or scheme not in _SCHEMES:
-        near = nearest(scheme, _SCHEMES) if colon else None
-        hint = did_you_mean(f"{near}:{rest}" if near else None)
-        raise ValueError(
+        problem = (
             f"{text!r} is no source: write hub:org/name[@revision], path:folder "
-            f"or package:module/folder{hint}"
+            "or package:module/folder"
         )
+        near = nearest(scheme, _SCHEMES)
+        if colon and near:
+            problem += did_you_mean(f"{near}:{rest}")
+        raise ValueError(problem)
     if _PIECE.search(rest):
         raise ValueError(f"{text!r} is one piece of a model; GGUF files are served whole")
     if scheme == "path":
@@ -94,8 +100,10 @@ def parse_source(text: str, folder: Path) -> Source:
         path = folder / os.path.expanduser(rest)
         try:
             path.exists()  # which raises for a name that no file can have
-            # A link is not resolved: its target in the hub's cache has no file extension.
-            return PathSource(Path(os.path.abspath(path)) if is_gguf(rest) else path.resolve())
+            if is_gguf(rest):
+                # A link is not resolved: its target in the hub's cache has no file extension.
+                return PathSource(Path(os.path.abspath(path)))
+            return PathSource(path.resolve())
         except (OSError, RuntimeError) as error:  # a link to itself, too long a name
             reason = getattr(error, "strerror", None) or error
             raise ValueError(f"{shorten(text)!r} is no path: {reason}") from None
@@ -108,10 +116,9 @@ def parse_source(text: str, folder: Path) -> Source:
             )
         return HubSource(match["repo"], match["revision"], match["file"])
     match = _PACKAGE.fullmatch(rest)
-    inside = (match["inside"] or "") if match else ""
-    if not match or not _stays_inside(inside):
+    if not match or not _stays_inside(match["inside"] or ""):
         raise ValueError(f"{text!r} should read package:module/folder, without dots")
-    return PackageSource(match["module"], inside)
+    return PackageSource(match["module"], match["inside"] or "")
 
 
 def is_gguf(name: str) -> bool:

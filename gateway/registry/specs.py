@@ -104,7 +104,11 @@ Modes = BatchingMode | bool
 
 def _mode(value: object) -> object:
     """Read a boolean as a mode: YAML reads `off` without quotes as false."""
-    return {True: "auto", False: "off"}[value] if isinstance(value, bool) else value
+    if value is True:
+        return "auto"
+    if value is False:
+        return "off"
+    return value
 
 
 class ChatBatching(Section):
@@ -212,8 +216,9 @@ class _Spec(Section):
     @classmethod
     def _check_alias_keys(cls, aliases: tuple[Alias, ...]) -> tuple[Alias, ...]:
         for alias in aliases:
-            if others := alias.model_fields_set - cls.alias_keys:
-                raise ValueError(f"an alias of this kind of model has no {min(others)!r}")
+            unknown = alias.model_fields_set - cls.alias_keys
+            if unknown:
+                raise ValueError(f"an alias of this kind of model has no {min(unknown)!r}")
         return aliases
 
 
@@ -374,7 +379,9 @@ class ChatSpec(_Spec):
     def draft_in_use(self, speculate_rows: int) -> "ChatSpec | None":
         """Return that model unless this one has no drafts. `speculate_rows` is the gateway's."""
         row_count = self.batching.speculate_rows
-        return self._draft_spec if (speculate_rows if row_count is None else row_count) else None
+        if row_count is None:
+            row_count = speculate_rows
+        return self._draft_spec if row_count else None
 
     def with_part(self, key: Literal["draft", "base"], part: "ChatSpec") -> "ChatSpec":
         """Return it with the model that its `draft` or `base` names."""
@@ -398,8 +405,9 @@ class ChatSpec(_Spec):
                 raise _misplaced(other, f"`{other}` needs `{key}` beside it")
         if "source" in keys and data["source"] != data["adapter"]:
             raise _misplaced("source", "an adapter has its base's weights, and no `source`")
-        if unknown := sorted((keys & cls.model_fields.keys()) - ADAPTER_KEYS):
-            raise _misplaced(unknown[0], f"`{unknown[0]}` is the base's to set")
+        of_base = (keys & cls.model_fields.keys()) - ADAPTER_KEYS
+        if of_base:
+            raise _misplaced(min(of_base), f"`{min(of_base)}` is the base's to set")
         try:
             adapter = read_source(data["adapter"], info)
         except ValueError as error:

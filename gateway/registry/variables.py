@@ -21,8 +21,8 @@ from gateway.registry.specs import SPECS, read_batching
 from gateway.registry.yaml_lines import read_plain_value
 from gateway.settings import PREFIX, VARIABLES
 
+# The keys that lead to a value of a model's entry.
 Path = tuple[str, ...]
-"""The keys that lead to a value of a model's entry."""
 
 
 class ModelVariables:
@@ -32,12 +32,12 @@ class ModelVariables:
         self.model = model
         self._stem = f"{PREFIX}{_in_capitals(model)}_"
         self._entry = entry
-        kind = variables.get(f"{self._stem}KIND") or entry.get("kind")
+        kind = str(variables.get(f"{self._stem}KIND") or entry.get("kind"))
         # If the kind is wrong, the keys are those of all kinds.
-        specs = [SPECS[kind]] if isinstance(kind, str) and kind in SPECS else SPECS.values()
+        specs = [SPECS[kind]] if kind in SPECS else SPECS.values()
         self._types = {path: kind for spec in specs for path, kind in _types(spec)}
+        # The path that each variable sets, without variables of free keys.
         self.paths = {self._stem + _in_capitals("_".join(path)): path for path in self._types}
-        """The path that each variable sets, without variables of free keys."""
 
     def path(self, variable: str) -> Path | None:
         """Return the path that a variable sets; None if it is not one of this model's.
@@ -56,37 +56,35 @@ class ModelVariables:
     def override(self, variables: Mapping[str, str]) -> tuple[dict[str, Any], dict[Path, str]]:
         """Return the entry with the values of variables, and the variable of each value."""
         entry = dict(self._entry)
-        names = {path: name for name in variables if (path := self.path(name))}
+        paths = {name: self.path(name) for name in variables}
+        names = {path: name for name, path in paths.items() if path}
         for path in sorted(names, key=len):  # a section before its keys
             value = self._value(path, variables[names[path]])
-            key = path[0]
-            if len(path) == 1:
-                entry[key] = _replace_aliases(entry.get(key), value) if key == "aliases" else value
-                continue
-            section = read_batching(entry.get(key)) if key == "batching" else entry.get(key)
-            if section is None or isinstance(section, dict):  # else it is reported as it is
-                entry[key] = {**(section or {}), path[1]: value}
+            key, *inside = path
+            section = entry.get(key)
+            if key == "batching":
+                section = read_batching(section)
+            if key == "aliases":
+                entry[key] = _replace_aliases(section, value)
+            elif not inside:
+                entry[key] = value
+            elif section is None or isinstance(section, dict):  # else it is reported as it is
+                entry[key] = {**(section or {}), inside[0]: value}
         return entry, names
 
-    def clashes(self, others: Iterable["ModelVariables"]) -> Iterator[str]:
-        """Describe the variables of this model that have another meaning as well.
-
-        `others` are the models before it in the file.
+    def clashes(self, earlier: Iterable["ModelVariables"]) -> Iterator[str]:
+        """Describe the variables that have another meaning as well: of the gateway, of the models
+        that are earlier in the file, or of this one.
         """
         for name in sorted(VARIABLES):
-            if path := self.path(name):
+            path = self.path(name)
+            if path:
                 clash = f"{name} is a setting of the gateway and would be {_quote(path)} here too"
                 yield f"{clash}; choose another id"
-        for other in others:
-            # Names that begin differently cannot clash.
-            begin_alike = self._stem.startswith(other._stem) or other._stem.startswith(self._stem)
-            for name in (*self.paths, *other.paths) if begin_alike else ():
-                if (own := self.path(name)) and (path := other.path(name)):
-                    clash = (
-                        f"{name} would be {_quote(own)} here and {_quote(path)} of {other.model}"
-                    )
-                    yield f"{clash}; choose another id for one of them"
-                    break
+        for model in earlier:
+            clash = self._clash(model)
+            if clash:
+                yield f"{clash}; choose another id for one of them"
         for mapping, names in self._free_keys():
             for name, keys in names.items():
                 if len(keys) > 1:
@@ -94,20 +92,36 @@ class ModelVariables:
                     clash = f"{self._stem}{_in_capitals(mapping)}_{name} would be {both}"
                     yield f"{clash}; choose another name for one of them"
 
+    def _clash(self, model: "ModelVariables") -> str:
+        """Describe the first variable that sets a key here and one of another model."""
+        # Names that begin differently cannot clash.
+        if not (self._stem.startswith(model._stem) or model._stem.startswith(self._stem)):
+            return ""
+        for name in (*self.paths, *model.paths):
+            here, there = self.path(name), model.path(name)
+            if here and there:
+                return f"{name} would be {_quote(here)} here and {_quote(there)} of {model.model}"
+        return ""
+
     def _value(self, path: Path, text: str) -> Any:
         """Read a text as unquoted YAML, or return it as it is if the key takes text."""
         kind = self._types.get(path) or get_args(self._types[path[:1]])[1]
         value = read_plain_value(text)
+        # Text that looks like a number or a boolean stays text; null is still no value.
         takes_text = str in get_args(kind) or path == ("aliases",)
-        return text if kind is str or (takes_text and value is not None) else value
+        if kind is str or (takes_text and value is not None):
+            return text
+        return value
 
     def _free_keys(self) -> Iterator[tuple[str, dict[str, list[str]]]]:
         """Yield each mapping that takes any key, with the keys in the file by their capitals."""
         for path, kind in self._types.items():
             if get_origin(kind) is dict:
-                mapping = self._entry.get(path[0])
                 names: dict[str, list[str]] = {}
-                for key in mapping if isinstance(mapping, dict) else ():
+                mapping = self._entry.get(path[0])
+                if not isinstance(mapping, dict):  # which is reported as it is
+                    mapping = {}
+                for key in mapping:
                     names.setdefault(_in_capitals(key), []).append(key)
                 yield path[0], names
 
@@ -126,7 +140,8 @@ def _replace_aliases(aliases: object, names: str | None) -> object:
     if not isinstance(aliases, list):
         return names
     # Mappings keep their places in the list, by which their lines are found.
-    return ["" if isinstance(alias, str) else alias for alias in aliases] + [names or ""]
+    mappings = ["" if isinstance(alias, str) else alias for alias in aliases]
+    return [*mappings, names or ""]
 
 
 def _in_capitals(text: str) -> str:

@@ -17,8 +17,8 @@ from gateway.registry.names import did_you_mean, nearest
 
 MAX_VALUES = 100_000  # with 480 bytes of anchors of anchors there are hundreds of millions
 
+# The keys and indices that lead to a value.
 Where = tuple[str | int, ...]
-"""The keys and indices that lead to a value."""
 
 _SCALARS = frozenset(
     f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null")
@@ -43,11 +43,9 @@ class Document:
     value: Any = None
     lines: dict[Where, int] = field(default_factory=dict)
     problems: list[tuple[int, str]] = field(default_factory=list)
+    # Values that are missing because of a reported problem.
     broken: set[Where] = field(default_factory=set)
-    """Values that are missing because of a reported problem."""
     variables: set[str] = field(default_factory=set)
-    defaults: set[Where] = field(default_factory=set)
-    """Values that are the default of a variable that is not set."""
 
     def line(self, where: Where) -> int:
         """Return the line of a value, or of the nearest mapping or list around it."""
@@ -65,23 +63,13 @@ class ExpansionInvalid(ValueError):
     """A variable that is not set, or braces that do not close."""
 
 
-@dataclass(frozen=True, slots=True)
-class Expansion:
-    """A value with its variables replaced, and their names."""
-
-    text: str
-    variables: tuple[str, ...]
-    is_default: bool
-    """It has variables, and none of them is set."""
-
-
-def expand(text: str, variables: Mapping[str, str]) -> Expansion:
-    """Replace `${VAR}` and `${VAR:-default}` in a text; raises ExpansionInvalid.
+def expand(text: str, variables: Mapping[str, str]) -> tuple[str, list[str]]:
+    """Replace `${VAR}` and `${VAR:-default}` in a text, and return it with the names of these
+    variables; raises ExpansionInvalid.
 
     `$$` writes a dollar sign. As in a shell, `:-` also replaces an empty value.
     """
     names: list[str] = []
-    is_any_set = False
 
     def value(match: re.Match[str]) -> str:
         if match["broken"]:
@@ -90,25 +78,22 @@ def expand(text: str, variables: Mapping[str, str]) -> Expansion:
                 f"{start!r} is not ${{VAR}} or ${{VAR:-default}} (braces do not nest; "
                 "$$ writes a dollar sign)"
             )
-        if not (name := match["name"]):
+        name = match["name"]
+        if not name:
             return "$"
         names.append(name)
-        nonlocal is_any_set
         if match["fallback"]:
-            is_any_set = is_any_set or bool(variables.get(name))
             return variables.get(name) or match["default"]
         if name not in variables:
             hint = did_you_mean(nearest(name, variables))
             raise ExpansionInvalid(f"${{{name}}} is not set and has no default{hint}")
-        is_any_set = True
         return variables[name]
 
-    expanded = _PART.sub(value, text)
-    return Expansion(expanded, tuple(names), bool(names) and not is_any_set)
+    return _PART.sub(value, text), names
 
 
+# What stands for a value whose variable is empty: it counts as if its key were not there.
 _ABSENT = object()
-"""What stands for a value whose variable is empty: it counts as if its key were not there."""
 
 
 def read_yaml(text: str, variables: Mapping[str, str]) -> Document:
@@ -124,7 +109,8 @@ def read_yaml(text: str, variables: Mapping[str, str]) -> Document:
             document.value = _Builder(loader, document, variables).build(node, (), ())
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        document.problems.append((mark.line + 1 if mark else 1, f"not YAML: {error.problem}"))
+        line = mark.line + 1 if mark else 1
+        document.problems.append((line, f"not YAML: {error.problem}"))
     except yaml.YAMLError as error:
         document.problems.append((1, f"not YAML: {str(error).splitlines()[0]}"))
     except RecursionError:
@@ -139,10 +125,12 @@ def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
     """Return how many values a node has, those of an anchor once for each use."""
     if id(node) not in counts:
         counts[id(node)] = 1  # if it contains itself, which is reported later
-        parts = node.value if isinstance(node, yaml.CollectionNode) else []
-        for part in parts:
-            for child in part if isinstance(part, tuple) else (part,):
-                counts[id(node)] += _count_values(child, counts)
+        children: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            children = [child for pair in node.value for child in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            children = node.value
+        counts[id(node)] += sum(_count_values(child, counts) for child in children)
     return counts[id(node)]
 
 
@@ -156,7 +144,9 @@ def read_plain_value(text: str) -> object:
     loader = _Loader("")
     tag = _plain_tag(loader, text)
     try:
-        return loader.construct_object(yaml.ScalarNode(tag, text)) if tag in _SCALARS else text
+        if tag in _SCALARS:
+            return loader.construct_object(yaml.ScalarNode(tag, text))
+        return text
     except ValueError:  # `0b_` looks like a number
         return text
 
@@ -223,25 +213,23 @@ class _Builder:
 
     def _scalar(self, node: yaml.ScalarNode, where: Where) -> Any:
         try:
-            expansion = expand(node.value, self._variables)
+            text, names = expand(node.value, self._variables)
         except ExpansionInvalid as error:
             return self._problem(node, where, str(error))
         tag = node.tag
-        if expansion.variables:
-            self._document.variables.update(expansion.variables)
-            if not expansion.text:
+        if names:
+            self._document.variables.update(names)
+            if not text:
                 return _ABSENT
-            if expansion.is_default:
-                self._document.defaults.add(where)
             if node.style is None and tag == _STR:  # unquoted: `${X:-32}` is a number
-                tag = _plain_tag(self._loader, expansion.text)
+                tag = _plain_tag(self._loader, text)
         if tag not in _SCALARS:
             return self._problem(node, where, f"the tag {tag!r} is not allowed here")
         try:
-            scalar = yaml.ScalarNode(tag, expansion.text, node.start_mark, node.end_mark)
+            scalar = yaml.ScalarNode(tag, text, node.start_mark, node.end_mark)
             return self._loader.construct_object(scalar)
         except (ValueError, KeyError, IndexError):
-            return self._problem(node, where, f"{expansion.text!r} is not of its tag's type")
+            return self._problem(node, where, f"{text!r} is not of its tag's type")
 
     def _problem(self, node: yaml.Node, where: Where | None, message: str) -> None:
         if where is not None:

@@ -1,14 +1,20 @@
 """Settings: flags, the environment and .env → one frozen object.
 
 settings   every setting, with its type, bounds, default and words
-values     the types that pydantic lacks: lists with commas, paths from home, addresses
 sources    where values come from, messages about wrong ones, and lists of all of them
 
 Settings end at app: below it, plain arguments. The registry takes from here how a model's keys that
 override settings are declared.
 """
 
-from gateway.settings.settings import PREFIX, Settings, default_models_file, variable
+from gateway.settings.settings import (
+    PREFIX,
+    Settings,
+    default_models_file,
+    is_local,
+    variable,
+    with_port,
+)
 from gateway.settings.sources import (
     ENV_FILE,
     VARIABLES,
@@ -21,7 +27,6 @@ from gateway.settings.sources import (
     strays,
     variables,
 )
-from gateway.settings.values import is_local
 
 __all__ = [
     "ENV_FILE",
@@ -39,4 +44,5 @@ __all__ = [
     "strays",
     "variable",
     "variables",
+    "with_port",
 ]

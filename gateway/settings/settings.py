@@ -1,8 +1,13 @@
-"""Every setting of the gateway, declared once: type, bounds, default and one line of words.
+"""Every setting of the gateway, declared once: type, bounds, default and a docstring.
+
+First the types that pydantic lacks: lists with commas, paths from home, addresses, origins.
 
 Settings end at app: below it, plain arguments.
 """
 
+import ipaddress
+import os
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,21 +20,89 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_settings import BaseSettings, SettingsConfigDict
-
-from gateway.settings.values import (
-    HomePath,
-    Origins,
-    Secrets,
-    Texts,
-    is_local,
-    is_socket,
-    library,
-    lower,
-    with_port,
-)
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 PREFIX = "GATEWAY_"
+
+
+def is_local(bind: str) -> bool:
+    """Return True if a Hypercorn bind can be reached from this machine only."""
+    if bind.startswith("unix:"):
+        return True
+    host = with_port(bind, 0).rpartition(":")[0].removeprefix("[").removesuffix("]")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name or an inherited socket may lead anywhere
+
+
+def _is_socket(bind: str) -> bool:
+    """Return True if a bind is a socket rather than a host and port."""
+    return bind.startswith(("unix:", "fd://"))
+
+
+def with_port(bind: str, port: int) -> str:
+    """Add the port to `host`, `::1` and `[::1]`; return sockets and what has a port unchanged."""
+    if _is_socket(bind) or (bind.startswith("[") and "]:" in bind) or bind.count(":") == 1:
+        return bind
+    host = bind.removeprefix("[").removesuffix("]")
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _split(value: object) -> object:
+    """Read `a, b` as a list, without empty parts."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return value
+
+
+_ORIGIN = re.compile(
+    r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>\*|(\*\.)?[^*/:@?#\s\[\]]+|\[[0-9a-f:]+\])(:(?P<port>\d+|\*))?"
+)
+_USUAL_PORTS = {"http": "80", "https": "443"}  # which browsers leave out
+
+
+def _read_origin(value: str) -> str:
+    """Read an origin, in which a `*` is any port, any host, or any names before a domain."""
+    if value in ("*", "null"):
+        return value
+    match = _ORIGIN.fullmatch(value.lower())
+    if match is None:
+        raise ValueError(
+            f"{value!r} matches no origin: those are `scheme://host` or `scheme://host:port`, of "
+            "which the port, the host, or what is before a domain may be `*`"
+        )
+    if match["port"] is not None and match["port"] == _USUAL_PORTS.get(match["scheme"]):
+        raise ValueError(f"{value!r} matches no origin: browsers leave out :{match['port']} there")
+    return value.lower()
+
+
+def _lower(value: object) -> object:
+    """Accept words in capitals."""
+    return value.lower() if isinstance(value, str) else value
+
+
+def _library(value: str) -> str:
+    """Read `wheel`, `system`, or the path of a library that exists."""
+    value = value.strip()
+    if value.lower() in ("wheel", "system"):
+        return value.lower()
+    if not os.path.isfile(os.path.expanduser(value)):
+        raise ValueError("should be wheel, system, or the path of a library that is there")
+    return value
+
+
+def _expand_home(path: Path) -> Path:
+    """Expand `~`, which no shell does in .env; an unknown user's stays as written."""
+    return Path(os.path.expanduser(path))
+
+
+HomePath = Annotated[Path, AfterValidator(_expand_home)]
+Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+Origins = Annotated[
+    tuple[Annotated[str, AfterValidator(_read_origin)], ...], NoDecode, BeforeValidator(_split)
+]
+Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)]
 
 
 def variable(name: str) -> str:
@@ -96,20 +169,20 @@ class Settings(BaseSettings):
     """Serve /dashboard; beyond loopback only if there are API keys."""
 
     # What it logs
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(lower)] = (
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = (
         "info"
     )
     """The least serious event that is logged."""
-    log_format: Annotated[Literal["auto", "json", "console"], BeforeValidator(lower)] = "auto"
+    log_format: Annotated[Literal["auto", "json", "console"], BeforeValidator(_lower)] = "auto"
     """Form of log lines; auto is console on a terminal, else JSON."""
     log_prompts: bool = False
     """Log all that callers ask, in full."""
 
     # ── Models: the device, the hub, memory ───────────────────────────────────────────────────────
 
-    device: Annotated[Literal["auto", "cpu", "gpu"], BeforeValidator(lower)] = "auto"
+    device: Annotated[Literal["auto", "cpu", "gpu"], BeforeValidator(_lower)] = "auto"
     """Where MLX computes; auto is the GPU where there is one."""
-    blas: Annotated[str, AfterValidator(library)] = "wheel"
+    blas: Annotated[str, AfterValidator(_library)] = "wheel"
     """What multiplies matrices on Linux: OpenBLAS of the package scipy-openblas32 (`wheel`), else
     the system's; the system's (`system`); or the path of a library.
     """
@@ -293,7 +366,7 @@ class Settings(BaseSettings):
     def _ports_are_numbers(cls, binds: tuple[str, ...]) -> tuple[str, ...]:
         for bind in binds:
             port = with_port(bind, 0).rpartition(":")[2]
-            if not is_socket(bind) and not (port.isdecimal() and int(port) <= 65535):
+            if not _is_socket(bind) and not (port.isdecimal() and int(port) <= 65535):
                 raise ValueError(f"{bind!r} should end in a port between 0 and 65535")
         return binds
 
@@ -317,6 +390,10 @@ class Settings(BaseSettings):
     def binds(self) -> tuple[str, ...]:
         """What Hypercorn listens on: `bind`, else host; a bind without a port has `port`."""
         return tuple(with_port(bind, self.port) for bind in self.bind or (self.host,))
+
+    @property
+    def scheme(self) -> str:
+        return "https" if self.tls_cert else "http"
 
     @property
     def has_dashboard(self) -> bool:

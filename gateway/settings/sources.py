@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dotenv import dotenv_values
-from dotenv.parser import parse_stream
 from pydantic import ValidationError
 
 from gateway.settings.settings import PREFIX, Settings, variable
@@ -79,17 +78,21 @@ def _lines(error: ValidationError, given: Mapping[str, Any], env_file: Path | No
     """Return a line for each wrong value: its variable or flag, its text and what it should be."""
     lines = []
     for details in error.errors(include_url=False):
-        name = str(details["loc"][0]) if details["loc"] else ""
         message = details["msg"].removeprefix("Input ").removeprefix("Value error, ")
-        if not name:
+        if not details["loc"]:
             lines.append(message)
             continue
-        field = Settings.model_fields[name]
+        name = str(details["loc"][0])
         text, source = find_source(name, given, env_file)
-        shown = "…" if "SecretStr" in str(field.annotation) else text
-        where = " (.env)" if source == ".env" else ""
-        given_as = f"--{name} {shown}" if source == "flag" else f"{variable(name)}={shown}"
-        lines.append(f"{given_as}{where}: {message}")
+        if "SecretStr" in str(Settings.model_fields[name].annotation):
+            text = "…"
+        match source:
+            case "flag":
+                lines.append(f"--{name} {text}: {message}")
+            case ".env":
+                lines.append(f"{variable(name)}={text} (.env): {message}")
+            case _:
+                lines.append(f"{variable(name)}={text}: {message}")
     return lines
 
 
@@ -115,8 +118,8 @@ def origin(name: str, env_file: Path | None = ENV_FILE) -> tuple[str | None, Ori
     return None, "default"
 
 
+# The user and password of a URL.
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
-"""The user and password of a URL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,21 +152,20 @@ def explain(
     ]
 
 
+# The variable of every setting.
 VARIABLES = frozenset(
     {variable(name) for name in Settings.model_fields}
     | {"GATEWAY_BENCH_API_KEY"}  # read by `bench` alone
 )
-"""The variable of every setting."""
 
 
 def strays(known: Collection[str] = (), env_file: Path | None = ENV_FILE) -> list[str]:
-    """Return a line for each GATEWAY_ variable that has no effect, with the nearest that has one,
-    and for each line of .env that sets nothing.
+    """Return a line for each GATEWAY_ variable that has no effect, with the nearest that has one.
 
     `known` are the variables of models.yaml.
     """
     valid = VARIABLES | set(known)
-    lines = _empty_lines(env_file)
+    lines = []
     for name in sorted(variables(env_file)):
         if name.startswith(PREFIX) and name not in valid:
             near = _nearest(name, valid)
@@ -172,27 +174,13 @@ def strays(known: Collection[str] = (), env_file: Path | None = ENV_FILE) -> lis
     return lines
 
 
-def _empty_lines(env_file: Path | None) -> list[str]:
-    """Return a line for each statement of .env without a value, by its number: it may be secret."""
-    if env_file is None or not env_file.is_file():
-        return []
-    with env_file.open(encoding="utf-8") as file:
-        statements = list(parse_stream(file))
-    lines = []
-    for statement in statements:
-        if statement.error or (statement.key is not None and statement.value is None):
-            text, number = statement.original.string, statement.original.line
-            number += text[: len(text) - len(text.lstrip())].count("\n")
-            lines.append(f"{env_file}, line {number}: it sets nothing, as it is not NAME=VALUE")
-    return lines
-
-
 def _nearest(name: str, valid: Collection[str]) -> str | None:
     """Return the name that this one misspells by a letter; else the shortest that only adds words,
     else the most similar.
     """
-    if typo := difflib.get_close_matches(name, valid, n=1, cutoff=0.95):
-        return typo[0]
+    typos = difflib.get_close_matches(name, valid, n=1, cutoff=0.95)
+    if typos:
+        return typos[0]
     gaps = [place for place, letter in enumerate(name) if letter == "_"]
     longer = [
         valid_name
@@ -202,8 +190,10 @@ def _nearest(name: str, valid: Collection[str]) -> str | None:
             for gap in gaps
         )
     ]
+    if longer:
+        return min(longer, key=lambda valid_name: (len(valid_name), valid_name))
     alike = difflib.get_close_matches(name, valid, n=1, cutoff=0.75)
-    return min(longer, key=lambda each: (len(each), each)) if longer else next(iter(alike), None)
+    return alike[0] if alike else None
 
 
 def in_words(value: object) -> str:
@@ -212,7 +202,7 @@ def in_words(value: object) -> str:
         case None:
             return ""
         case bool():
-            return "true" if value else "false"
+            return str(value).lower()
         case list() | tuple():
             return ",".join(in_words(item) for item in value)
         case float():

@@ -10,10 +10,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from gateway.app.engines import MlxEngines
-from gateway.app.limits import ChatOptions
 from gateway.engine.hub import Hub
 from tests.checkpoints import merge_adapter, write_adapter, write_chat
+from tests.cpu_engines import cpu_engines
 from tests.fake_hub import FakeHub
 from tests.serving_app import catalog, served
 
@@ -48,8 +47,7 @@ def entries(**more: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 async def client(folder: Path) -> AsyncIterator[httpx2.AsyncClient]:
-    options = ChatOptions(speculate_rows=4, prefix_cache_bytes=1 << 24)
-    engines = MlxEngines("cpu", None, Hub(), options)
+    engines = cpu_engines(speculate_rows=4, prefix_cache_bytes=1 << 24)
     async with served(catalog(folder, entries()), engines, admin_key="sesame") as client:
         yield client
 
@@ -171,7 +169,7 @@ async def test_an_adapter_that_does_not_fit_is_an_error_that_names_what(folder: 
     write_adapter(folder / "broken", wide)
     broken = {**CHAT, "base": "base", "adapter": "path:broken"}
     models = catalog(folder, entries(broken=broken))
-    async with served(models, MlxEngines("cpu", None, Hub())) as client:
+    async with served(models, cpu_engines()) as client:
         expected = await said(client, "one")
         answer = await ask(client, "broken")
         assert answer.status_code == 500
@@ -192,7 +190,7 @@ async def test_an_adapter_is_fetched_from_the_hub(folder: Path, tmp_path: Path) 
     with FakeHub({"org/far": adapter}).serving() as hub:
         place = Hub(endpoint=hub.url, cache=tmp_path / "cache")
         models = catalog(folder, entries(far=far, absent=absent))
-        async with served(models, MlxEngines("cpu", None, place)) as client:
+        async with served(models, cpu_engines(place)) as client:
             assert await said(client, "far")
             answer = await ask(client, "absent")
             assert answer.status_code == 503

@@ -10,9 +10,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from gateway.app.engines import MlxEngines
 from gateway.engine.hub import Hub
 from tests.checkpoints import write_chat
+from tests.cpu_engines import cpu_engines
 from tests.fake_hub import FakeHub
 from tests.serving_app import catalog, served
 
@@ -32,7 +32,7 @@ async def client(hub: FakeHub, tmp_path: Path) -> AsyncIterator[httpx2.AsyncClie
     sources = {"near": "path:near", "far": "hub:org/far", "nowhere": "hub:org/nowhere"}
     entries = {name: {"kind": "chat", "source": source} for name, source in sources.items()}
     place = Hub(endpoint=hub.url, cache=tmp_path / "cache")
-    async with served(catalog(tmp_path, entries), MlxEngines("cpu", None, place)) as client:
+    async with served(catalog(tmp_path, entries), cpu_engines(place)) as client:
         yield client
 
 
@@ -100,7 +100,7 @@ async def test_a_hub_that_is_gone_takes_no_other_model_with_it(tmp_path: Path) -
     sources = {"near": "path:near", "far": "hub:org/far"}
     entries = {name: {"kind": "chat", "source": source} for name, source in sources.items()}
     place = Hub(endpoint="http://127.0.0.1:9", cache=tmp_path / "cache")
-    async with served(catalog(tmp_path, entries), MlxEngines("cpu", None, place)) as client:
+    async with served(catalog(tmp_path, entries), cpu_engines(place)) as client:
         status, said = await ask(client, "far")
         assert status == 503
         assert "org/far could not be fetched from the hub" in said
@@ -120,7 +120,7 @@ async def test_two_downloads_of_one_model_at_once_both_succeed(
     hub: FakeHub, tmp_path: Path
 ) -> None:
     """As when a reload changes a model that is being fetched: the second waits for the first."""
-    engines = MlxEngines("cpu", None, Hub(endpoint=hub.url, cache=tmp_path / "cache"))
+    engines = cpu_engines(Hub(endpoint=hub.url, cache=tmp_path / "cache"))
     (spec,) = catalog(tmp_path, {"far": {"kind": "chat", "source": "hub:org/far"}}).specs
     one, other = await asyncio.gather(engines.files(spec), engines.files(spec))
     assert one == other

@@ -7,10 +7,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from gateway.app.engines import MlxEngines
-from gateway.app.limits import ChatOptions
-from gateway.engine.hub import Hub
 from tests.checkpoints import teach_thinking, write_chat
+from tests.cpu_engines import cpu_engines
 from tests.gguf_files import write_model
 from tests.serving_app import catalog, served
 
@@ -45,7 +43,7 @@ async def test_answers_are_those_without_it(folder: Path) -> None:
     """The draft is served too, by its own name."""
     said, drafted = [], [0.0]
     for large in ({}, {"draft": None}):
-        engines = MlxEngines("cpu", None, Hub(), ChatOptions(speculate_rows=4))
+        engines = cpu_engines(speculate_rows=4)
         async with served(catalog(folder, entries(**large)), engines) as client:
             answer = await ask(client, "large")
             assert answer.status_code == 200, answer.text
@@ -63,7 +61,7 @@ async def test_both_may_be_gguf_files(tmp_path: Path) -> None:
         write_model(tmp_path / f"{name}.gguf")
     models = entries(source="path:large.gguf")
     models["small"]["source"] = "path:small.gguf"
-    engines = MlxEngines("cpu", None, Hub(), ChatOptions(speculate_rows=4))
+    engines = cpu_engines(speculate_rows=4)
     async with served(catalog(tmp_path, models), engines) as client:
         answer = await ask(client, "large")
         assert answer.status_code == 200, answer.text
@@ -71,9 +69,9 @@ async def test_both_may_be_gguf_files(tmp_path: Path) -> None:
 
 async def test_its_weights_and_kv_are_part_of_the_models_size(folder: Path) -> None:
     """Unless nothing is ever read ahead."""
-    engines = MlxEngines("cpu", None, Hub(), ChatOptions(speculate_rows=4))
+    engines = cpu_engines(speculate_rows=4)
     specs = {each.id: each for each in catalog(folder, entries()).specs}
-    alone = MlxEngines("cpu", None, Hub(), ChatOptions(speculate_rows=0))
+    alone = cpu_engines(speculate_rows=0)
     with engines._grammars, engines._templates, alone._grammars, alone._templates:
         large = await engines.size(specs["large"], folder / "large")
         small = await engines.size(specs["small"], folder / "small")
@@ -85,7 +83,7 @@ async def test_its_weights_and_kv_are_part_of_the_models_size(folder: Path) -> N
 
 async def test_another_vocabulary_is_an_error_that_names_both(folder: Path) -> None:
     teach_thinking(folder / "small", opens=False)
-    engines = MlxEngines("cpu", None, Hub(), ChatOptions(speculate_rows=4))
+    engines = cpu_engines(speculate_rows=4)
     async with served(catalog(folder, entries()), engines) as client:
         answer = await ask(client, "large")
         assert answer.status_code == 500

@@ -9,9 +9,8 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_map
 
-from gateway.app.engines import MlxEngines
-from gateway.engine.hub import Hub
 from tests.checkpoints import write_chat
+from tests.cpu_engines import cpu_engines
 from tests.serving_app import catalog, served
 
 pytestmark = pytest.mark.anyio
@@ -42,7 +41,7 @@ async def test_a_load_that_fails_lets_go_of_its_weights(
     write_chat(tmp_path / "bad", hidden_size=256, intermediate_size=1024)
     spoil(tmp_path / "bad")
     models = {"bad": {"kind": "chat", "source": "path:bad"}}
-    engines = MlxEngines("cpu", None, Hub(endpoint="http://127.0.0.1:9"))
+    engines = cpu_engines()
     gc.collect()
     before = mx.get_active_memory()
     async with served(catalog(tmp_path, models), engines, warm_up=True) as client:
@@ -58,7 +57,7 @@ async def test_a_missing_template_is_found_before_the_weights_are_read(tmp_path:
     write_chat(tmp_path / "base", hidden_size=512, intermediate_size=2048)
     without_template(tmp_path / "base")
     models = {"base": {"kind": "chat", "source": "path:base"}}
-    engines = MlxEngines("cpu", None, Hub(endpoint="http://127.0.0.1:9"))
+    engines = cpu_engines()
     async with served(catalog(tmp_path, models), engines) as client:
         mx.reset_peak_memory()
         before = mx.get_active_memory()

@@ -1,18 +1,17 @@
 """The whole gateway on real MLX: tiny checkpoints, a fake hub, a real socket."""
 
 import asyncio
-import gc
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
-import mlx.core as mx
 import pytest
 
 from gateway.app.engines import MlxEngines
 from gateway.engine.hub import Hub
 from tests.checkpoints import write_chat
+from tests.cpu_engines import cpu_engines
 from tests.fake_hub import FakeHub
 from tests.serving_app import catalog, served
 
@@ -26,7 +25,7 @@ def chat(model: str, **more: Any) -> dict[str, Any]:
 
 
 def engines(hub: Hub | None = None) -> MlxEngines:
-    return MlxEngines("cpu", None, hub or Hub(endpoint="http://127.0.0.1:9"))
+    return cpu_engines(hub or Hub(endpoint="http://127.0.0.1:9"))
 
 
 @pytest.fixture
@@ -45,30 +44,6 @@ async def ask(client: httpx2.AsyncClient, model: str) -> str:
     assert answer.status_code == 200, answer.text
     text: str = answer.json()["choices"][0]["message"]["content"]
     return text
-
-
-async def test_models_that_take_turns_in_the_cache_answer_as_themselves(
-    client: httpx2.AsyncClient,
-) -> None:
-    """Loaded, evicted and loaded again, concurrently."""
-    alone = {name: await ask(client, name) for name in ("one", "two", "three")}
-    assert len(set(alone.values())) == 3
-    names = ["one", "two", "three"] * 5
-    answers = await asyncio.gather(*(ask(client, name) for name in names))
-    assert answers == [alone[name] for name in names]
-
-
-async def test_memory_returns_after_eviction(client: httpx2.AsyncClient) -> None:
-    """Alternating for a while holds no more than two models ever do."""
-    for name in ("one", "two", "three"):
-        await ask(client, name)
-    gc.collect()
-    before = mx.get_active_memory()
-    for _ in range(5):
-        for name in ("one", "two", "three"):
-            await ask(client, name)
-    gc.collect()
-    assert mx.get_active_memory() <= before * 1.05
 
 
 async def test_embeddings_and_chat_share_the_lane(client: httpx2.AsyncClient) -> None:

@@ -8,13 +8,11 @@ import pytest
 import structlog
 
 from gateway.app.chat_engines import log_costs
-from gateway.app.engines import MlxEngines
-from gateway.app.limits import ChatOptions
 from gateway.engine.device import Device
-from gateway.engine.hub import Hub
 from gateway.engine.models.checkpoint import Checkpoint, Listing, kv_bytes, weights_bytes
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint
 from tests.checkpoints import write_chat
+from tests.cpu_engines import cpu_engines
 from tests.engine.models.test_checkpoint import quantised
 from tests.gguf_files import write_model
 from tests.serving_app import catalog, served
@@ -38,7 +36,7 @@ async def test_a_file_is_a_model(tmp_path: Path) -> None:
     """By `path:`; its self-test passes, so its rows share batches."""
     write_model(tmp_path / "tiny.gguf")
     given: dict[str, Any] = {"self_test": True, "self_test_folder": tmp_path / "verdicts"}
-    engines = MlxEngines("cpu", None, Hub())
+    engines = cpu_engines()
     async with served(catalog(tmp_path, entry("path:tiny.gguf")), engines, **given) as client:
         assert await asked(client)
         shown = (await client.get("/v1/models/tiny")).json()
@@ -53,7 +51,7 @@ async def test_a_broken_file_is_an_error_that_names_it(tmp_path: Path) -> None:
     """And whoever else is served does not notice."""
     path = write_model(tmp_path / "tiny.gguf")
     path.write_bytes(path.read_bytes()[:-1])
-    engines = MlxEngines("cpu", None, Hub())
+    engines = cpu_engines()
     async with served(catalog(tmp_path, entry("path:tiny.gguf")), engines) as client:
         answer = await client.post("/v1/chat/completions", json=BODY)
         assert answer.status_code == 500
@@ -77,8 +75,7 @@ async def test_weights_stay_quantised_where_the_budget_has_no_room(
     needed = weights_bytes(checkpoint, Device.CPU, None) + kv
     texts, warned = [], []
     for budget in (needed + 4 * kv, needed - 1):
-        options = ChatOptions(kv_allowance_tokens=512, budget_bytes=budget)
-        engines = MlxEngines("cpu", None, Hub(), options)
+        engines = cpu_engines(kv_allowance_tokens=512, cache_max_bytes=budget)
         with structlog.testing.capture_logs() as logged:
             async with served(
                 catalog(tmp_path, entry(source)), engines, cache_max_bytes=budget

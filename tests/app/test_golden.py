@@ -9,8 +9,7 @@ import httpx2
 import numpy as np
 import pytest
 
-from gateway.app.engines import MlxEngines
-from gateway.engine.hub import Hub
+from tests.cpu_engines import cpu_engines
 from tests.serving_app import catalog, served
 
 pytestmark = pytest.mark.anyio
@@ -43,7 +42,7 @@ async def test_vectors_through_http_are_those_of_sentence_transformers(tmp_path:
         "overflow": "truncate",
         "preload": True,
     }
-    engines = MlxEngines("cpu", None, Hub())
+    engines = cpu_engines()
     async with served(catalog(tmp_path, {"minilm": spec}), engines) as client:
         together = await embed(client, TEXTS)
         singles = await asyncio.gather(*(embed(client, text) for text in TEXTS))

@@ -13,8 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from gateway.app.engines import MlxEngines
-from gateway.engine.hub import Hub
+from tests.cpu_engines import cpu_engines
 from tests.serving_app import catalog, served
 
 pytestmark = pytest.mark.anyio
@@ -44,7 +43,7 @@ async def test_scores_through_http_are_those_of_sentence_transformers(
     by_query = defaultdict(list)
     for index, query in enumerate(QUERIES):
         by_query[query].append(index)
-    async with served(models(tmp_path, name), MlxEngines("cpu", None, Hub())) as client:
+    async with served(models(tmp_path, name), cpu_engines()) as client:
         together = await scores(client, text_1=QUERIES, text_2=DOCUMENTS, use_activation=False)
         singles = await asyncio.gather(
             *(scores(client, text_1=one, text_2=two, raw_scores=True) for one, two in PAIRS)
@@ -64,7 +63,7 @@ async def test_scores_through_http_are_those_of_sentence_transformers(
 async def test_the_last_of_three_labels_is_relevance(tmp_path: Path) -> None:
     logits = np.load(GOLDEN / "xlm-roberta-reranker" / "scores.npy").astype(np.float64)
     expected = np.exp(logits[:, -1]) / np.exp(logits).sum(axis=1)
-    engines = MlxEngines("cpu", None, Hub())
+    engines = cpu_engines()
     async with served(models(tmp_path, "xlm-roberta-reranker"), engines) as client:
         found = await scores(client, text_1=QUERIES, text_2=DOCUMENTS)
         long = await client.post("/rerank", json={"query": "hello", "documents": ["a b c" * 999]})
@@ -93,7 +92,7 @@ async def test_a_folder_that_is_no_rerank_model_is_refused_by_name(
     else:
         config.write_text(json.dumps(json.loads(config.read_text()) | change))
     specs = catalog(tmp_path, {"judge": {"kind": "rerank", "source": f"path:{folder}"}})
-    async with served(specs, MlxEngines("cpu", None, Hub())) as client:
+    async with served(specs, cpu_engines()) as client:
         answer = await client.post("/rerank", json={"query": "a", "documents": ["b"]})
     assert answer.status_code in (500, 503)
     assert "`judge`" in answer.json()["error"]["message"]
@@ -109,7 +108,7 @@ async def test_weights_that_are_no_numbers_fail_each_request_by_name(tmp_path: P
     mx.eval(weights)
     mx.save_safetensors(file, weights)
     specs = catalog(tmp_path, {"judge": {"kind": "rerank", "source": f"path:{folder}"}})
-    async with served(specs, MlxEngines("cpu", None, Hub())) as client:
+    async with served(specs, cpu_engines()) as client:
         body = {"query": "hello", "documents": ["a", "b"]}
         answers = await asyncio.gather(*(client.post("/rerank", json=body) for _ in range(2)))
         texts = await client.post("/rerank", json={"query": "hello", "texts": ["a"]})

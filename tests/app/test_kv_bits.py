@@ -7,10 +7,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from gateway.app.engines import MlxEngines
-from gateway.app.limits import ChatOptions
-from gateway.engine.hub import Hub
 from tests.checkpoints import write_chat
+from tests.cpu_engines import cpu_engines
 from tests.serving_app import catalog, served
 
 pytestmark = pytest.mark.anyio
@@ -33,7 +31,7 @@ async def test_answers_share_batches_and_prefixes(tmp_path: Path) -> None:
     write_chat(tmp_path / "small", head_dim=32)
     models = catalog(tmp_path, {"small": entry("small", kv_bits=8)})
     given: dict[str, Any] = {"self_test": True, "self_test_folder": tmp_path / "verdicts"}
-    engines = MlxEngines("cpu", None, Hub(), ChatOptions(prefix_cache_bytes=1 << 24))
+    engines = cpu_engines(prefix_cache_bytes=1 << 24)
     words = [f"{'Where is the library? ' * 20} {i}" for i in range(8)]
     async with served(models, engines, **given) as client:
         alone = [(await asked(client, each)).json() for each in words]
@@ -53,7 +51,7 @@ async def test_answers_share_batches_and_prefixes(tmp_path: Path) -> None:
 async def test_a_model_that_cannot_have_it_is_refused_by_name(tmp_path: Path) -> None:
     write_chat(tmp_path / "small")
     models = catalog(tmp_path, {"small": entry("small", kv_bits=4)})
-    async with served(models, MlxEngines("cpu", None, Hub())) as client:
+    async with served(models, cpu_engines()) as client:
         answer = await asked(client, "Hi")
     assert answer.status_code == 500
     error = answer.json()["error"]

@@ -11,10 +11,9 @@ import pytest
 from mlx_lm import load
 from tokenizers import Tokenizer
 
-from gateway.app.engines import MlxEngines
-from gateway.engine.hub import Hub
 from gateway.errors import RegistryInvalid
 from tests.checkpoints import write_chat
+from tests.cpu_engines import cpu_engines
 from tests.serving_app import catalog, served
 
 pytestmark = pytest.mark.anyio
@@ -47,7 +46,7 @@ async def test_scores_are_the_models_own(folder: Path, tmp_path: Path) -> None:
     models = catalog(tmp_path, {"judge": {**LABELS, "source": f"path:{folder}"}})
     expected = [log_odds(folder, "Be kind.", QUERY, each) for each in DOCUMENTS]
     body = {"model": "judge", "query": QUERY, "instruction": "Be kind.", "raw_scores": True}
-    async with served(models, MlxEngines("cpu", None, Hub())) as client:
+    async with served(models, cpu_engines()) as client:
 
         async def scores(documents: list[str], **more: Any) -> list[float]:
             answer = await client.post("/v1/rerank", json={**body, "documents": documents, **more})

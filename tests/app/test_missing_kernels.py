@@ -15,11 +15,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
 from gateway.app.engines import MlxEngines
-from gateway.app.limits import ChatOptions
 from gateway.engine import device
 from gateway.engine.device import Device
-from gateway.engine.hub import Hub
 from tests.checkpoints import write_chat
+from tests.cpu_engines import cpu_engines
 from tests.engine.models.test_missing_kernels import NO_SHAPE, lack
 from tests.serving_app import catalog, served
 
@@ -42,8 +41,7 @@ def write_quantised(folder: Path) -> Path:
 def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MlxEngines:
     """Return those of a device without a kernel for anything quantised."""
     write_quantised(tmp_path / "small")
-    options = ChatOptions(budget_bytes=1 << 30, kv_allowance_tokens=64)
-    engines = MlxEngines("cpu", None, Hub(), options)
+    engines = cpu_engines(cache_max_bytes=1 << 30, kv_allowance_tokens=64)
     monkeypatch.setattr(engines, "_device", Device.CUDA)
     monkeypatch.setattr(device, "configure", lambda *_: None)
     monkeypatch.setattr(MlxEngines, "memory_bytes", 1 << 32)
@@ -71,7 +69,7 @@ async def test_a_model_that_is_too_large_as_floating_is_refused_by_name(
     engines: MlxEngines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = (tmp_path / "small" / "model.safetensors").stat().st_size
-    monkeypatch.setattr(engines, "_options", ChatOptions(budget_bytes=2 * stored))
+    monkeypatch.setattr(engines, "_budget_bytes", 2 * stored)
     models = catalog(tmp_path, {"small": {"kind": "chat", "source": f"path:{tmp_path / 'small'}"}})
     body = {"model": "small", "max_tokens": 4, "messages": [{"role": "user", "content": "Hi"}]}
     async with served(models, engines) as client:

@@ -12,9 +12,9 @@ import httpx2
 import mlx.core as mx
 import pytest
 
-from gateway.app.engines import MlxEngines
 from gateway.engine.hub import Hub
 from tests.checkpoints import write_chat
+from tests.cpu_engines import cpu_engines
 from tests.serving_app import catalog, served
 
 pytestmark = pytest.mark.anyio
@@ -135,7 +135,7 @@ async def test_a_spoilt_model_is_told_by_name_while_the_others_go_on(
     read = catalog(tmp_path, models)
     folder = tmp_path / f"bad-{kind}"
     spoil(folder)
-    async with served(read, MlxEngines("cpu", None, NO_HUB), **given) as client:
+    async with served(read, cpu_engines(), **given) as client:
         asked = [(each, "good") for each in PATHS] + [(kind, "bad")]
         answers = await asyncio.gather(*(ask(client, *each) for each in asked * 3))
         for (each, quality), answer in zip(asked * 3, answers, strict=True):
@@ -175,7 +175,7 @@ async def test_without_a_warm_up_weights_that_are_no_numbers_fail_the_request(
         shutil.copytree(GOLDEN / "bert", tmp_path / "bad-embedding")
     not_numbers(tmp_path / f"bad-{kind}")
     models = {f"bad-{kind}": {"kind": kind, "source": f"path:bad-{kind}"}}
-    async with served(catalog(tmp_path, models), MlxEngines("cpu", None, NO_HUB)) as client:
+    async with served(catalog(tmp_path, models), cpu_engines()) as client:
         answer = await ask(client, kind, "bad")
         assert answer.status_code == 500
         assert answer.json()["error"]["code"] == "engine_failed"

@@ -8,12 +8,10 @@ import httpx2
 import pytest
 import structlog
 
-from gateway.app.engines import MlxEngines
-from gateway.app.limits import ChatOptions
 from gateway.engine.device import Device
 from gateway.engine.generation.loading import load_generation
-from gateway.engine.hub import Hub
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
+from tests.cpu_engines import cpu_engines
 from tests.serving_app import catalog, served
 
 pytestmark = pytest.mark.anyio
@@ -53,7 +51,7 @@ async def test_the_log_says_what_a_set_of_states_weighs(tmp_path: Path, kind: st
     folder = write_chat(tmp_path / kind, **KINDS[kind])
     entry = {"kind": "chat", "source": f"path:{kind}", "preload": True}
     with structlog.testing.capture_logs() as logged:
-        async with served(catalog(tmp_path, {kind: entry}), MlxEngines("cpu", None, Hub())):
+        async with served(catalog(tmp_path, {kind: entry}), cpu_engines()):
             pass
     engine = load_generation(folder, name=kind, device=Device.CPU)
     states = engine.facts.kv_cost.states
@@ -74,7 +72,7 @@ async def test_a_conversation_is_at_hand_after_others_that_begin_like_it_and_do_
     turns = (WISH, CITY, STORM, WISH + "and then?", CITY + "and then?")
     for case, others, room in (("kept", turns, 1 << 26), ("alone", turns[::3], 1 << 26),
                                ("cold", turns, 0)):  # fmt: skip
-        engines = MlxEngines("cpu", None, Hub(), ChatOptions(prefix_cache_bytes=room))
+        engines = cpu_engines(prefix_cache_bytes=room)
         async with served(catalog(tmp_path, {name: entry}), engines) as client:
             asked = Asked(client, name)
             before = await asked.counted()
@@ -98,7 +96,7 @@ async def test_what_decisions_cost_is_told_the_same_when_their_input_is_at_hand(
     write_chat(tmp_path / name)
     questions = [{"type": "predicate", "instructions": f"Is it {word}?"} for word in ("a", "b")]
     body = {"model": name, "input": WISH, "questions": questions}
-    engines = MlxEngines("cpu", None, Hub(), ChatOptions(prefix_cache_bytes=1 << 26))
+    engines = cpu_engines(prefix_cache_bytes=1 << 26)
     models = catalog(tmp_path, {name: {"kind": "chat", "source": f"path:{name}"}})
     async with served(models, engines) as client:
         cold, warm = [(await client.post("/v1/decisions", json=body)).json() for _ in range(2)]

@@ -10,9 +10,8 @@ import httpx2
 import mlx.core as mx
 import pytest
 
-from gateway.app.engines import MlxEngines
-from gateway.engine.hub import Hub
 from tests.checkpoints import write_chat
+from tests.cpu_engines import cpu_engines
 from tests.serving_app import catalog, served
 
 pytestmark = pytest.mark.anyio
@@ -26,7 +25,7 @@ async def client(tmp_path: Path) -> AsyncIterator[httpx2.AsyncClient]:
     models = {name: {"kind": "chat", "source": f"path:{name}"} for name in NAMES}
     for seed, name in enumerate(NAMES):
         write_chat(tmp_path / name, seed)
-    engines = MlxEngines("cpu", None, Hub(endpoint="http://127.0.0.1:9"))
+    engines = cpu_engines()
     read = catalog(tmp_path, models)
     size = await engines.size(read.specs[0], tmp_path / NAMES[0])
     budget = int(2.5 * (size.weights + size.kv))

@@ -13,13 +13,12 @@ import mlx.core as mx
 import pytest
 
 from gateway.app.engines import MlxEngines
-from gateway.app.limits import ChatOptions
-from gateway.engine.hub import Hub
 from gateway.jobs import KvCost, StepPlan, StepResult
 from gateway.registry import ChatSpec
 from gateway.serving.generation.memory import Layout, RowCosts
 from gateway.serving.ports import GenerationEngine
 from tests.checkpoints import write_chat
+from tests.cpu_engines import cpu_engines
 from tests.fakes import Gate
 from tests.provoked.readings import reading
 from tests.serving_app import catalog, served
@@ -97,8 +96,7 @@ async def tight(
     for seed, name in enumerate(("chat", "other")):
         write_chat(folder / name, seed, **config)
     entries = {name: {"kind": "chat", "source": f"path:{name}"} for name in ("chat", "other")}
-    hub = Hub(endpoint="http://127.0.0.1:9")
-    engines = WatchedEngines("cpu", None, hub, ChatOptions(kv_allowance_tokens=0))
+    engines = cpu_engines(kind=WatchedEngines, kv_allowance_tokens=0)
     read = catalog(folder, entries)
     size = await engines.size(read.specs[0], folder / "chat")
     costs = RowCosts(KvCost(size.kv_token), chunk_tokens=512)

@@ -6,9 +6,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from gateway.app.engines import MlxEngines
 from gateway.engine.hub import Hub
 from tests.checkpoints import write_chat
+from tests.cpu_engines import cpu_engines
 from tests.serving_app import catalog, served
 
 pytestmark = pytest.mark.anyio
@@ -46,7 +46,7 @@ async def client(
     write_chat(folder / "tiny")
     models = catalog(folder, {"tiny": {"kind": "chat", "source": "path:tiny"}})
     hub = Hub(endpoint="http://127.0.0.1:9")
-    async with served(models, MlxEngines("cpu", None, hub, compile_timeout_s=60)) as found:
+    async with served(models, cpu_engines(hub, structured_compile_timeout_s=60)) as found:
         yield found
 
 

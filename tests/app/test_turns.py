@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from gateway.app.engines import MlxEngines
-from gateway.engine.hub import Hub
 from gateway.serving.generation.batcher import STEPS_PER_TURN
 from gateway.serving.generation.policy import QUANTUM
 from tests.checkpoints import write_chat
+from tests.cpu_engines import cpu_engines
 from tests.fakes import ScriptedEngines
 from tests.serving_app import catalog, served
 
@@ -27,7 +26,7 @@ def body(text: str, schema: dict[str, Any], **more: Any) -> dict[str, Any]:
 async def test_an_integer_beside_an_endless_string_waits_for_a_quantum(tmp_path: Path) -> None:
     """Though only one structured answer runs at a time; the long one goes on as it would alone."""
     write_chat(tmp_path / "chat", max_position_embeddings=32_768)
-    engines = MlxEngines("cpu", None, Hub(endpoint="http://127.0.0.1:9"))
+    engines = cpu_engines()
     models = {"chat": {"kind": "chat", "source": "path:chat"}}
     endless = body("Go on.", {"type": "string", "minLength": 1500}, temperature=1, seed=1)
     integer = body("How many?", {"type": "integer", "maximum": 99}, temperature=1, seed=2)

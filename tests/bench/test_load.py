@@ -104,21 +104,6 @@ async def test_tokens_and_the_first_of_them_are_timed(tmp_path: Path) -> None:
     assert all(len(answer.arrivals) == 5 for answer in answers)
 
 
-async def test_kinds_are_measured_side_by_side(tmp_path: Path) -> None:
-    """Each has its figures."""
-    loads = [
-        Load(wording("embedder").workload(Kind.EMBEDDINGS), 1),
-        Load(wording("writer").workload(Kind.CHAT), 2),
-    ]
-    async with gateway(tmp_path, ScriptedEngines()) as peer:
-        embedded, written = await run_closed_loop(peer, loads, warmup_s=0, duration_s=0.4)
-    assert embedded.requests > 0
-    assert embedded.first is None
-    assert written.first is not None
-    assert not embedded.errors
-    assert not written.errors
-
-
 async def test_refusals_are_errors_by_status_and_code(tmp_path: Path) -> None:
     """A full queue, an engine that fails, a model that is not there."""
     engines = ScriptedEngines(

@@ -5,8 +5,14 @@ from typing import Any
 
 import pytest
 
-from gateway.bench.requests import WrongAnswer, count_tokens, embeddings, rerank
-from gateway.bench.streams import EventReader, Transcript
+from gateway.bench.requests import (
+    EventReader,
+    Transcript,
+    WrongAnswer,
+    count_tokens,
+    embeddings,
+    rerank,
+)
 
 
 def vectors(*rows: Any) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -64,19 +63,6 @@ async def test_a_line_for_each_number_of_clients(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_reranking_is_counted_in_pairs(tmp_path: Path) -> None:
-    """By a rerank model or an embedding model; 32 documents a request unless --texts says so."""
-    models: dict[str, dict[str, Any]] = {**MODELS, "judge": {"kind": "rerank", "source": "path:."}}
-    async with served(catalog(tmp_path, models), engines()) as client:
-        arguments = ("rerank", "--url", str(client.base_url), "--concurrency", "2", *QUICK)
-        for options, texts in (((), 32), (("--model", "judge", "--texts", "3"), 3)):
-            status, out, err = await bench(*arguments, "--json", *options)
-            assert (status, err) == (0, "")
-            [result] = json.loads(out)["results"]
-            assert result["pairs_per_s"] == pytest.approx(texts * result["requests_per_s"], rel=0.1)
-
-
-@pytest.mark.anyio
 async def test_json_says_all_that_was_measured(tmp_path: Path) -> None:
     """Of a stream also its first token; the seed, so that a run can be repeated."""
     async with served(catalog(tmp_path, MODELS), engines()) as client:
@@ -125,23 +111,6 @@ async def test_a_key_is_sent_when_given(tmp_path: Path) -> None:
         with_key, _, _ = await bench(*arguments, "--api-key", "k1")
     assert (without, with_key) == (1, 0)
     assert "401" in err
-
-
-@pytest.mark.anyio
-async def test_a_terminal_shows_how_far_it_is(tmp_path: Path) -> None:
-    """On stderr, so that stdout can be kept."""
-    shown, terminal = pty.openpty()
-    async with served(catalog(tmp_path, MODELS), engines()) as client:
-        url = str(client.base_url)
-        status, out, _ = await bench(
-            "embeddings", "--url", url, "--concurrency", "1", *QUICK, stderr=terminal
-        )
-    os.close(terminal)
-    bar = os.read(shown, 65536).decode()
-    os.close(shown)
-    assert status == 0
-    assert len(out.splitlines()) == 1
-    assert bar == "Measuring 1 clients for 0.3 s…\r\n"
 
 
 @pytest.mark.anyio

@@ -73,12 +73,6 @@ def test_check_prints_each_problem_and_ends_with_1(
     ]
 
 
-def test_check_of_no_file_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
-    """A file that isn't there is a problem of the file."""
-    assert run("check", "--models", "none.yaml") == 1
-    assert capsys.readouterr().err == "none.yaml: No such file or directory\n"
-
-
 def test_check_notes_what_can_be_served_all_the_same(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,16 +161,6 @@ def test_config_prints_the_variables_of_models_keys(
     nothing = "is set, and nothing reads it; did you mean"
     assert f"note: GATEWAY_M_TOP_K {nothing} GATEWAY_M_SAMPLING_TOP_K?" in err
     assert f"note: GATEWAY_M_THINKNG {nothing} GATEWAY_M_THINKING?" in err
-
-
-def test_config_prints_what_is_called_token_and_is_no_secret(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A key of embedding models has that name."""
-    (here / "models.yaml").write_text(GOOD.replace("chat", "embedding"))
-    monkeypatch.setenv("GATEWAY_M_TOKEN_IDS", "accept")
-    assert run("config") == 0
-    assert "GATEWAY_M_TOKEN_IDS\taccept\tenvironment" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["APIKEY", "API_KEYS", "PASS", "AUTH_TOKEN_IDS"])

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.cli._greeting import Place, write_greeting
+from gateway.cli.serve import Place, write_greeting
 from gateway.registry import ModelSpec, load_catalog
 from tests.checkpoints import write_chat
 from tests.processes import (

@@ -11,7 +11,6 @@ from gateway.registry import (
     HubSource,
     ModelSpec,
     PackageSource,
-    PathSource,
     load_catalog,
 )
 from gateway.settings import Settings
@@ -71,11 +70,3 @@ def test_a_model_that_is_absent_is_skipped_with_what_adds_it(
     found = check_model_files(spec, Settings(hub_cache=tmp_path))
     assert found is not None
     assert (found.state, found.message[-len(command) :]) == ("skip", command)
-
-
-def test_a_folder_that_is_not_there_fails(tmp_path: Path) -> None:
-    """No command adds it: models.yaml is wrong."""
-    spec = ChatSpec(id="lost", kind="chat", source=PathSource(tmp_path / "lost"))
-    found = check_model_files(spec, Settings(hub_cache=tmp_path))
-    assert found is not None
-    assert found.state == "fail"

@@ -362,7 +362,7 @@ def test_processes_without_mlx_load_no_blas(house: House) -> None:
     """The sandbox's, which is a script, and what needs no engine."""
     code = (
         "import sys; sys.argv = ['x']\n"
-        "import gateway.cli.check, gateway.serving.sandbox, gateway.settings\n"
+        "import gateway.cli.models, gateway.serving.sandbox, gateway.settings\n"
         "import importlib.util\n"
         f"spec = importlib.util.spec_from_file_location('s', {str(ROOT)!r} + "
         "'/gateway/engine/sandboxed.py')\n"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from schemathesis import GenerationMode
 
-from gateway.app.engines import mlx_engines
+from gateway.app.engines import MlxEngines
 from gateway.registry import Catalog, load_catalog
 from tests.fuzz.asking import POSTS, Ask, asking
 from tests.fuzz.harness import send_bodies, send_documented, send_odd_values
@@ -27,7 +27,7 @@ def models() -> Catalog:
 @pytest.fixture(scope="module")
 def ask(models: Catalog) -> Iterator[Ask]:
     """Serve them, for all of these tests."""
-    with asking(models, mlx_engines(settings()), request_timeout_s=20) as ask:
+    with asking(models, MlxEngines(settings()), request_timeout_s=20) as ask:
         yield ask
 
 

@@ -4,7 +4,7 @@ import asyncio
 import os
 
 from gateway import logs
-from gateway.app.engines import mlx_engines
+from gateway.app.engines import MlxEngines
 from gateway.app.gateway import Gateway
 from gateway.cli.serve import run
 from gateway.registry import load_catalog
@@ -27,7 +27,7 @@ def main() -> None:
     device.faults = {int(os.environ["MORTAL_TOKEN"]): IGNORED}
     catalog = load_catalog(settings.models, variables())
     with device.installed():
-        asyncio.run(run(Gateway(settings, catalog, mlx_engines(settings)), settings))
+        asyncio.run(run(Gateway(settings, catalog, MlxEngines(settings)), settings))
 
 
 if __name__ == "__main__":

@@ -11,9 +11,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from gateway.app.engines import MlxEngines
-from gateway.engine.hub import Hub
 from tests.checkpoints import write_chat
+from tests.cpu_engines import cpu_engines
 from tests.processes import started
 from tests.provoked import harness
 from tests.provoked.harness import ask, not_well, said
@@ -48,7 +47,7 @@ async def client(folder: Path, device: SimulatedDevice) -> AsyncIterator[httpx2.
             "embedder": {"kind": "embedding", "source": f"path:{GOLDEN}/bert", "preload": True},
         },
     )
-    engines = MlxEngines("cpu", None, Hub(endpoint="http://127.0.0.1:9"))
+    engines = cpu_engines()
     async with served(models, engines, exit_on_stall=False) as client:
         yield client
 
@@ -204,7 +203,7 @@ async def test_a_device_that_dies_while_a_model_is_warmed_is_noted(
 ) -> None:
     """The engine tells of it in a delta; nobody else would ever hear."""
     models = catalog(folder, {"writer": {"kind": "chat", "source": "path:tiny"}})
-    engines = MlxEngines("cpu", None, Hub(endpoint="http://127.0.0.1:9"))
+    engines = cpu_engines()
     async with served(models, engines, exit_on_stall=False, warm_up=True) as client:
         device.is_dead = True
         assert (await chat(client, "Hello")).status_code in (500, 503)

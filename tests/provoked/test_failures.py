@@ -9,10 +9,9 @@ import httpx2
 import mlx.core as mx
 import pytest
 
-from gateway.app.engines import MlxEngines
-from gateway.engine.hub import Hub
 from gateway.jobs import Stage
 from tests.checkpoints import write_chat
+from tests.cpu_engines import cpu_engines
 from tests.provoked.engines import EXIT, NO_ENTRY, POISON, HeldEngines
 from tests.provoked.harness import ask, chat, embed, inside, reached, said
 from tests.serving_app import catalog, served
@@ -104,7 +103,7 @@ async def test_a_row_of_no_numbers_on_real_mlx_leaves_its_neighbours_answers_as_
     models = catalog(tmp_path, {"writer": {"kind": "chat", "source": "path:tiny"}})
     greedy = {"temperature": 0, "max_tokens": 24}
     texts = ["Hello there!", "What is it?", "One more, please."]
-    engines = MlxEngines("cpu", None, Hub(endpoint="http://127.0.0.1:9"))
+    engines = cpu_engines()
     async with served(models, engines) as client:
         alone = [said(await ask(client, chat(text, **greedy))) for text in texts]
         mixed = [chat(text, **greedy) for text in (texts[0], "Z", *texts[1:], "ZZ")]

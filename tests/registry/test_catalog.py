@@ -7,7 +7,6 @@ from pydantic import ValidationError
 
 from gateway.errors import ModelNotFound
 from gateway.registry import Alias, Catalog, ChatSpec, EmbeddingSpec, HubSource, load_alike
-from gateway.registry.names import nearest
 
 
 def chat(model: str, *aliases: str) -> ChatSpec:
@@ -69,12 +68,6 @@ def test_two_readings_of_the_file_are_compared() -> None:
         Catalog([chat("a"), chat("b"), chat("c")])
     )
     assert changes.by_kind() == {"added": ["d"], "changed": ["c"], "removed": ["b"]}
-
-
-def test_nearest_gives_nothing_when_nothing_is_near() -> None:
-    """A hint that is no likeness would mislead."""
-    assert nearest("pooling", ["dtype", "source"]) is None
-    assert nearest("pooling", []) is None
 
 
 def test_specs_cannot_be_changed() -> None:

@@ -34,13 +34,6 @@ def one(file: Path, body: str, variables: Mapping[str, str] | None = None) -> Mo
     return reading.catalog.resolve("m").spec
 
 
-def test_a_minimal_entry_is_enough(file: Path) -> None:
-    """Kind and source; all else has a default."""
-    spec = one(file, "kind: chat\nsource: hub:a/b")
-    assert isinstance(spec, ChatSpec)
-    assert (spec.id, spec.dtype, spec.aliases, spec.preload) == ("m", "auto", (), False)
-
-
 def test_aliases_may_be_texts_lists_and_mappings(file: Path) -> None:
     """Commas separate several, so that one variable can hold a list."""
     spec = one(
@@ -140,7 +133,7 @@ def test_the_variables_asked_for_are_known(file: Path) -> None:
 )
 def test_expansion(text: str, expanded: str) -> None:
     """As in a shell: `:-` also replaces an empty value; `$$` writes a dollar."""
-    assert expand(text, {"A": "1", "EMPTY": ""}).text == expanded
+    assert expand(text, {"A": "1", "EMPTY": ""})[0] == expanded
 
 
 @pytest.mark.parametrize("text", ["${", "${A", "${1}", "${A-b}", "${A:-${B}}", "${A:-{}", "${}"])
@@ -164,39 +157,11 @@ models:
 """
 
 
-def test_an_alias_that_is_set_takes_the_name_from_a_default(file: Path) -> None:
-    """Nobody need rename the model that has it by default, and it is told."""
-    reading = read(file, NAMED, {"OTHER": "mine, usual"})
-    assert reading.problems == ()
-    assert reading.catalog.resolve("usual").spec.id == "other"
-    assert reading.catalog.resolve("own").spec.id == "shipped"
-    [shipped, _] = reading.catalog.specs
-    assert [alias.name for alias in shipped.aliases] == ["own"]
-    assert reading.notes == (f"{file}:6: shipped: its alias 'usual' gives way to other on line 10",)
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        "  usual: {kind: chat, source: hub:a/d}",
-        "  c: {kind: chat, source: hub:a/d, aliases: [{name: usual}]}",
-    ],
-)
-def test_so_does_a_name_that_the_file_gives_to_another(file: Path, entry: str) -> None:
-    """An id or an alias, written as it is: a variable's default stands behind both."""
-    reading = read(file, NAMED + entry)
-    assert reading.problems == ()
-    assert reading.catalog.resolve("usual").spec.source == HubSource("a/d")
-    assert len(reading.notes) == 1
-
-
-def test_a_name_that_two_have_set_is_nobodys(file: Path) -> None:
-    """Nor one that two have by default, nor one that a model has twice by itself."""
+def test_a_name_that_two_have_is_a_problem(file: Path) -> None:
+    """Nor may a model have one twice, or its own id."""
     for variables in ({"SHIPPED": "x", "OTHER": "x"}, {"SHIPPED": "x, x"}):
         [problem] = read(file, NAMED, variables).problems
         assert "the alias 'x' is shipped's already, on line 6" in problem
-    [problem] = read(file, NAMED.replace("OTHER:-", "OTHER:-own")).problems
-    assert "other: the alias 'own' is shipped's already, on line 6" in problem
     [problem] = read(file, NAMED.replace("own", "shipped")).problems
     assert "shipped: the alias 'shipped' is shipped's already, on line 3" in problem
 
@@ -230,13 +195,6 @@ DRAFTED = """\
       middle: {kind: chat, source: "hub:a/middle", draft: small}
       encoder: {kind: embedding, source: "hub:a/encoder"}
     """
-
-
-def test_a_draft_is_another_chat_model_of_the_file(file: Path) -> None:
-    large = read(file, DRAFTED % "small").catalog.resolve("large").spec
-    assert isinstance(large, ChatSpec)
-    assert large.draft_spec is not None
-    assert large.draft_spec.source == HubSource("a/small")
 
 
 @pytest.mark.parametrize(

@@ -159,17 +159,6 @@ def test_missing_files_are_told(file: Path) -> None:
     assert b.startswith("models.yaml:4: b: there is no file")
 
 
-def test_a_gguf_file_is_no_embedding_model(file: Path) -> None:
-    """What would pool its states is in no such file."""
-    text = """\
-        version: 1
-        models:
-          a: {kind: embedding, source: "hub:org/name/x.gguf"}
-        """
-    (said,) = problems(file, text)
-    assert said.startswith("models.yaml:3: a: `source`: GGUF files are served as chat models only")
-
-
 def test_a_package_that_is_not_installed_is_a_note(file: Path) -> None:
     """The rest can be served, so it is told with the command that adds it, and no more."""
     source = "package:not_here_weights/model"
@@ -291,3 +280,9 @@ def test_a_path_that_cannot_be_followed_is_a_problem(file: Path) -> None:
     if sys.version_info < (3, 13):
         [problem] = problems(file, entry % "loop")
         assert "'path:loop' is no path: Symlink loop" in problem
+
+
+def test_a_gguf_file_is_no_embedding_model(file: Path) -> None:
+    text = "version: 1\nmodels: {a: {kind: embedding, source: 'hub:org/name/x.gguf'}}"
+    (said,) = problems(file, text)
+    assert said.startswith("models.yaml:2: a: `source`: GGUF files are served as chat models only")

@@ -73,12 +73,6 @@ def test_a_variable_sets_a_key_of_any_model(file: Path) -> None:
     assert spec.batching.max_batch_size == 3
 
 
-def test_null_is_as_if_the_key_were_not_there(file: Path) -> None:
-    """The model's own files or the settings then decide."""
-    spec = chat(file, {"GATEWAY_MY_CHAT_0_6B_SAMPLING_TOP_K": "null"})
-    assert (spec.sampling.top_k, spec.sampling.top_p) == (None, 0.5)
-
-
 def test_the_kind_may_be_set_too(file: Path) -> None:
     """It decides which other variables there are."""
     reading = read(file, {"GATEWAY_MY_EMBEDDER_KIND": "chat", "GATEWAY_MY_EMBEDDER_POOLING": "cls"})
@@ -155,13 +149,6 @@ def test_a_wrong_value_is_told_with_its_variable(file: Path) -> None:
     assert aliases.endswith("(set by GATEWAY_MY_CHAT_0_6B_ALIASES)")
 
 
-def test_a_missing_folder_is_told_with_its_variable(file: Path) -> None:
-    """So is what is checked after the file."""
-    (problem,) = problems(file, {"GATEWAY_MY_EMBEDDER_SOURCE": "path:nowhere"})
-    assert problem.startswith("5: my-embedder: there is no folder")
-    assert problem.endswith("(set by GATEWAY_MY_EMBEDDER_SOURCE)")
-
-
 def test_a_variable_that_the_file_asks_for_goes_where_it_is_asked(file: Path) -> None:
     """And not to the key that it would set by rule."""
     text = (
@@ -176,14 +163,14 @@ def test_a_variable_that_the_file_asks_for_goes_where_it_is_asked(file: Path) ->
 
 
 def test_a_name_that_is_set_is_taken_from_the_model_that_has_it(file: Path) -> None:
-    """Whether that has it as it is written or by default, and it is told."""
+    """And it is told."""
     reading = read(file, {"GATEWAY_MY_EMBEDDER_ALIASES": "usual"})
     assert reading.problems == ()
     assert reading.catalog.resolve("usual").spec.id == "my-embedder"
     assert [alias.name for alias in reading.catalog.specs[1].aliases] == ["quiet"]
     (note,) = reading.notes
     assert note == (
-        f"{file}:11: My.Chat-0.6b: its alias 'usual' gives way to my-embedder on line 3 "
+        f"{file}:11: My.Chat-0.6b: the alias 'usual' is my-embedder's now "
         "(set by GATEWAY_MY_EMBEDDER_ALIASES)"
     )
 

@@ -1,10 +1,14 @@
-"""Options that several commands have, and help that shows no type of what takes no value."""
+"""What several commands share: options, a table, an end with a message."""
 
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, NoReturn, TypeAlias
 
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
+
+from gateway.cli import lazy
 
 ModelsFile: TypeAlias = Annotated[
     Path | None,
@@ -39,3 +43,22 @@ def _without_types(params: list[Any]) -> list[Any]:
         if isinstance(param, TyperOption) and param.is_flag:
             param.metavar = ""
     return params
+
+
+def show(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table; off a terminal, one tab-separated line a row, without a heading."""
+    if not sys.stdout.isatty():
+        for row in rows:
+            print("\t".join(row))
+        return
+    headers = [lazy.Column(name, overflow="fold") for name in columns]
+    table = lazy.Table(*headers, box=lazy.SIMPLE_HEAD)
+    for row in rows:
+        table.add_row(*row)
+    lazy.Console(markup=False, emoji=False, highlight=False).print(table)
+
+
+def fail(error: object, status: int = 1) -> NoReturn:
+    """End the command with a message instead of a traceback."""
+    print(error, file=sys.stderr)
+    raise SystemExit(status)

@@ -1,6 +1,6 @@
 """The facts for doctor that need mlx, as JSON: a process of its own, since mlx may crash it.
 
-    python -m gateway.cli._probe [models.yaml]
+    python -m gateway.cli.probe [models.yaml]
 
 It reads the settings as doctor does. Models that are not on disk have no size.
 """
@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from gateway.app.engines import MlxEngines, mlx_engines
+from gateway.app.engines import MlxEngines
 from gateway.app.hub import hub_of
 from gateway.app.limits import budget_bytes
 from gateway.engine.blas import BLAS
@@ -24,13 +24,13 @@ from gateway.settings import Settings, load_settings, variables
 def main() -> None:
     """Compute a little on the device, and print its facts and each model's size."""
     settings = load_settings({"models": Path(sys.argv[1]) if sys.argv[1:] else None})
-    engines = mlx_engines(settings)
+    engines = MlxEngines(settings)
     engines.begin()
     multiply()
     specs = read_models(settings.models, variables()).catalog.specs
     sizes = {spec.id: _size(spec, engines, settings) for spec in specs}
     limit_bytes = budget_bytes(settings, engines.memory_bytes)
-    found = {
+    facts = {
         "device": engines.device,
         "limit_bytes": limit_bytes,
         "sizes": sizes,
@@ -38,7 +38,7 @@ def main() -> None:
         "blas_hint": BLAS.hint,
         "gflops": gflops(),
     }
-    print(json.dumps(found))
+    print(json.dumps(facts))
     engines.end()
 
 

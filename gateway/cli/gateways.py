@@ -18,12 +18,12 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from gateway.app.hub import hub_of
-from gateway.cli._greeting import ANYWHERE
-from gateway.cli._tools import Offer
+from gateway.cli import lazy
+from gateway.cli.serve import ANYWHERE
+from gateway.cli.tools import Offer
 from gateway.errors import GatewayError
 from gateway.registry import Catalog, ChatSpec, ModelSpec
-from gateway.settings import Settings
+from gateway.settings import Settings, with_port
 
 ASK_S = 5  # for an answer that needs no model
 POLL_S = 0.1
@@ -44,31 +44,27 @@ def first_key(settings: Settings) -> str | None:
 
 def address(settings: Settings) -> str | None:
     """Return the URL of a gateway with these settings; None if it has no port that is known."""
-    scheme = "https" if settings.tls_cert else "http"
     for bind in settings.binds:
         host, _, port = bind.rpartition(":")
         host = host.strip("[]")
         if "://" in bind or bind.startswith("unix:") or port == "0":
             continue
-        host = ANYWHERE.get(host, host)
-        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        return f"{settings.scheme}://{with_port(ANYWHERE.get(host, host), int(port))}"
     return None
 
 
 def find(settings: Settings) -> str | None:
     """Return the URL at which a gateway answers, ready or not; None if there is none."""
-    if (url := address(settings)) is None:
-        return None
-    _, answer = _ask(url, "/")
-    return url if isinstance(answer, dict) and answer.get("name") == "mlx-gateway" else None
+    url = address(settings)
+    if url is not None:
+        _, answer = _ask(url, "/")
+        if isinstance(answer, dict) and answer.get("name") == "mlx-gateway":
+            return url
+    return None
 
 
 def list_offers(url: str, settings: Settings, catalog: Catalog) -> list[Offer]:
-    """Return what a gateway that runs offers, as it says; raises NoGateway.
-
-    Of models that are not loaded it says no context: then it is that of the catalog's model of this
-    id.
-    """
+    """Return what a gateway that runs offers, as it says; raises NoGateway."""
     status, answer = _ask(url, "/v1/models", first_key(settings))
     if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         raise NoGateway(f"{url} refuses us ({status}). Set GATEWAY_API_KEYS to one of its keys.")
@@ -76,6 +72,7 @@ def list_offers(url: str, settings: Settings, catalog: Catalog) -> list[Offer]:
         raise NoGateway(f"{url}/v1/models does not list its models (status {status}).")
     offers = []
     for model in answer["data"]:
+        # Of models that are not loaded it says no context.
         context = model.get("max_context") or _context(catalog.by_id(model["root"]), settings)
         offers.append(Offer(model["id"], model["root"], model["kind"], context))
     return offers
@@ -91,22 +88,24 @@ def catalog_offers(catalog: Catalog, settings: Settings) -> list[Offer]:
 
 
 def _context(spec: ModelSpec | None, settings: Settings) -> int | None:
-    from gateway.engine.hub import on_disk
-    from gateway.engine.models.context import read_context
-
     if not isinstance(spec, ChatSpec):
         return None
     try:
         whole = spec.base_spec or spec  # an adapter has its base's context
-        files = on_disk(whole, hub_of(settings, may_download=False))
+        files = lazy.hub.on_disk(whole, lazy.hub_of(settings, may_download=False))
     except GatewayError:
         return None
-    return None if files is None else read_context(files, whole.max_context)
+    if files is None:
+        return None
+    return lazy.context.read_context(files, whole.max_context)
 
 
 def wait_ready(url: str) -> None:
     """Wait until a gateway that was found is ready; raises NoGateway if it goes away."""
-    while (status := _ask(url, "/ready")[0]) != HTTPStatus.OK:
+    while True:
+        status, _ = _ask(url, "/ready")
+        if status == HTTPStatus.OK:
+            return
         if status is None:
             raise NoGateway(f"The gateway at {url} answers no more.")
         time.sleep(POLL_S)
@@ -135,13 +134,15 @@ class Started:
         """Wait until its preloaded models are loaded; raises NoGateway if it ends before."""
         while not self.url or _ask(self.url, "/ready")[0] != HTTPStatus.OK:
             self.require_alive()
-            if match := re.search(r'"url":"([^"]+)"', self._log.read_text(errors="replace")):
+            match = re.search(r'"url":"([^"]+)"', self._log.read_text(errors="replace"))
+            if match:
                 self.url = match[1]
             time.sleep(POLL_S)
 
     def require_alive(self) -> None:
         """Raise NoGateway, with the last lines of its log, if the gateway has ended."""
-        if (status := self._process.poll()) is not None:
+        status = self._process.poll()
+        if status is not None:
             lines = self._log.read_text(errors="replace").splitlines()[-LAST_LINES:]
             raise NoGateway("\n".join((f"The gateway ended with status {status}.", *lines)))
 
@@ -167,16 +168,14 @@ def started(
     settings: Settings,
     deferred: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Iterator[Started]:
-    """Start a gateway on a free port of this machine, for as long as the context lasts.
-
-    In `deferred`, no signal is to raise: neither process nor folder is left behind then.
-    """
+    """Start a gateway on a free port of this machine, for as long as the context lasts."""
     if settings.tls_cert:
         raise NoGateway(
             f"No gateway answers at {address(settings)}, and clients would not trust a new one "
             "with this certificate. Run `mlx-gateway serve` at the address that it is for."
         )
     with contextlib.ExitStack() as stack:
+        # No signal raises in here, or the process or the folder would be left behind.
         with deferred():
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mlx-gateway-"))
             gateway = Started(settings, Path(folder))
@@ -187,8 +186,9 @@ def started(
 
 def _ask(url: str, path: str, key: str | None = None) -> tuple[int | None, Any]:
     """Return status and JSON of an answer; None for either that there is not."""
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    request = urllib.request.Request(url + path, headers=headers)
+    request = urllib.request.Request(url + path)
+    if key is not None:
+        request.add_header("Authorization", f"Bearer {key}")
     try:
         with _DIRECTLY.open(request, timeout=ASK_S) as response:
             status, body = response.status, response.read()

@@ -1,0 +1,64 @@
+"""What mlx comes with, or what takes long to import: each is imported at its first use.
+
+    from gateway.cli import lazy
+    lazy.hub.on_disk(...)
+
+So commands that only look answer at once, and where mlx does not work they still say what is wrong.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hypercorn.asyncio import serve as serve
+    from hypercorn.config import Config as Config
+    from hypercorn.utils import LifespanTimeoutError as LifespanTimeoutError
+    from rich import progress as progress
+    from rich.box import SIMPLE_HEAD as SIMPLE_HEAD
+    from rich.console import Console as Console
+    from rich.table import Column as Column
+    from rich.table import Table as Table
+
+    from gateway.app import engines as engines
+    from gateway.app import gateway as gateway
+    from gateway.app import ranks as ranks
+    from gateway.app.hub import hub_of as hub_of
+    from gateway.bench import load as load
+    from gateway.doctor import trial as trial
+    from gateway.engine import device as device
+    from gateway.engine import hub as hub
+    from gateway.engine.models import context as context
+    from gateway.engine.models import sharding as sharding
+    from gateway.server import connections as connections
+    from gateway.serving.ranks import links as links
+
+_PLACES = {
+    "serve": "hypercorn.asyncio:serve",
+    "Config": "hypercorn.config:Config",
+    "LifespanTimeoutError": "hypercorn.utils:LifespanTimeoutError",
+    "progress": "rich.progress",
+    "SIMPLE_HEAD": "rich.box:SIMPLE_HEAD",
+    "Console": "rich.console:Console",
+    "Column": "rich.table:Column",
+    "Table": "rich.table:Table",
+    "engines": "gateway.app.engines",
+    "gateway": "gateway.app.gateway",
+    "ranks": "gateway.app.ranks",
+    "hub_of": "gateway.app.hub:hub_of",
+    "load": "gateway.bench.load",
+    "trial": "gateway.doctor.trial",
+    "device": "gateway.engine.device",
+    "hub": "gateway.engine.hub",
+    "context": "gateway.engine.models.context",
+    "sharding": "gateway.engine.models.sharding",
+    "connections": "gateway.server.connections",
+    "links": "gateway.serving.ranks.links",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(name)
+    module, _, attribute = _PLACES[name].partition(":")
+    imported = import_module(module)
+    return getattr(imported, attribute) if attribute else imported
