@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from typing_extensions import TypeAliasType, TypedDict
 
 from gateway.errors import BadRequest
@@ -16,8 +16,8 @@ from gateway.wire.anthropic_blocks import (
     is_continuation,
     to_turns,
 )
-from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, NAME_CHARS, Label, Schema
-from gateway.wire.generation import MAX_STOPS, SchemaVerdict, json_schema
+from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label, Schema
+from gateway.wire.generation import SchemaVerdict, StopTexts, json_schema, read_stops
 from gateway.wire.tools import (
     AnthropicTools,
     ToolChoiceParam,
@@ -147,20 +147,11 @@ class MessagesRequest(CountMessageTokensRequest):
     example: ClassVar = {**CountMessageTokensRequest.example, "max_tokens": 256}
 
     max_tokens: Annotated[int, Field(ge=1)]
-    stop_sequences: Annotated[
-        list[Annotated[str, Field(max_length=NAME_CHARS)]],
-        FAIL_FAST,
-        Field(default_factory=list, max_length=MAX_STOPS),
-    ]
+    stop_sequences: Annotated[StopTexts, Field(default_factory=tuple), AfterValidator(read_stops)]
     temperature: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     stream: bool = False
-
-    @field_validator("stop_sequences")
-    @classmethod
-    def _drop_empty(cls, value: list[str]) -> list[str]:
-        return [stop for stop in value if stop]
 
     def sampling(self, defaults: Sampling) -> Sampling:
         """Return the request's sampling; fields left out come from the model's defaults."""

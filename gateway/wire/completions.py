@@ -6,7 +6,7 @@ from itertools import accumulate, chain
 from typing import Annotated, Any, ClassVar, Literal, NotRequired, cast
 
 import orjson
-from pydantic import Field, WithJsonSchema, field_validator
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from gateway.errors import BadRequest
@@ -35,13 +35,9 @@ from gateway.wire.generation import (
     timings_dict,
     usage_dict,
 )
-from gateway.wire.validation import INPUTS_SCHEMA, MAX_INPUTS, CharBounds, read_inputs
+from gateway.wire.validation import CharBounds, Inputs
 
 MAX_CHOICES = 4096
-_INVALID = (
-    "it should be a text, token ids, or an array of texts or of arrays of token ids: "
-    f"1 to {MAX_INPUTS} prompts, none of them empty"
-)
 
 
 class CompletionRequest(StructuredRequest):
@@ -64,7 +60,7 @@ class CompletionRequest(StructuredRequest):
     example: ClassVar = {"prompt": "Once"}
 
     model: Annotated[Label, Field(min_length=1)]
-    prompt: Annotated[Any, WithJsonSchema(INPUTS_SCHEMA)]
+    prompt: Inputs
     max_tokens: MaxTokensOrZero = 16
     n: Annotated[int, Field(ge=1, le=128)] = 1
     best_of: Annotated[int, Field(ge=1)] | None = None
@@ -76,15 +72,9 @@ class CompletionRequest(StructuredRequest):
 
     def param_of(self, part: ErrorPart) -> str:
         """Return the field that a part of the job came from."""
-        return self.form()[0] if part == "answer_form" else part
-
-    @field_validator("prompt")
-    @classmethod
-    def _read_prompt(cls, value: object) -> object:
-        try:
-            return read_inputs(value)
-        except ValueError as error:
-            raise ValueError(f"{_INVALID}; {error}") from None
+        if part == "answer_form":
+            return self.form()[0]
+        return part
 
 
 def to_jobs(
@@ -102,7 +92,8 @@ def to_jobs(
     _, grammar = request.form()
     if grammar is not None and grammar.kind == "json_schema":
         grammar = replace(grammar, strict=True)  # this endpoint's answers have no verdict
-    caller.timings.parallel = [Timings() for _ in request.prompt[1:]]
+    prompts: list[Any] = list(request.prompt)
+    caller.timings.parallel = [Timings() for _ in prompts[1:]]
     return [
         GenerateJob(
             # The jobs run in parallel; the request's timings are those of the first.
@@ -117,9 +108,7 @@ def to_jobs(
             # Echoing a text without logprobs needs no engine.
             echo=request.echo and (request.logprobs is not None or not isinstance(prompt, str)),
         )
-        for prompt, timings in zip(
-            request.prompt, [caller.timings, *caller.timings.parallel], strict=True
-        )
+        for prompt, timings in zip(prompts, [caller.timings, *caller.timings.parallel], strict=True)
     ]
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -26,20 +27,29 @@ from gateway.wire.bounds import (
     Regex,
     Schema,
     SchemaOrText,
+    at_most,
     parse,
 )
 from gateway.wire.validation import Part, Request
 
 MAX_STOPS = 64  # OpenAI takes 4; agents of other servers send more
-_TEXT = {"type": "string", "maxLength": NAME_CHARS}
-_STOP = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": MAX_STOPS}]}
+StopText = Annotated[str, Field(max_length=NAME_CHARS)]
+StopTexts = Annotated[list[StopText], FAIL_FAST, Field(max_length=MAX_STOPS)]
+
+
+def read_stops(value: str | list[str]) -> Sequence[str]:
+    if isinstance(value, str):
+        value = [value]
+    return tuple(filter(None, value))  # an empty one has no effect
 
 
 def _read_token_limit(value: object) -> object:
     """Read 12.0 as 12, which JSON does not distinguish, and -1 as no limit, as other servers do."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    return None if type(value) is int and value == -1 else value
+    if type(value) is int and value == -1:
+        return None
+    return value
 
 
 MaxTokens = Annotated[
@@ -72,12 +82,13 @@ class SampledRequest(Request):
         FAIL_FAST,
         Field(default_factory=list, max_length=256),
     ]
-    stop: Annotated[Any, WithJsonSchema(_STOP)] = ()
+    stop: Annotated[StopText | StopTexts, AfterValidator(read_stops), Field(default_factory=tuple)]
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] = 0.0
     logit_bias: Annotated[
         dict[str, Bias],
+        at_most(MAX_BIASED_TOKENS),
         Field(
             default_factory=dict,
             json_schema_extra={
@@ -86,27 +97,6 @@ class SampledRequest(Request):
             },
         ),
     ]
-
-    @field_validator("stop")
-    @classmethod
-    def _read_stop(cls, value: object) -> tuple[str, ...]:
-        stops = [value] if isinstance(value, str) else value
-        if not isinstance(stops, list) or len(stops) > MAX_STOPS:
-            raise ValueError(f"it should be a string or an array of at most {MAX_STOPS} strings")
-        if not all(isinstance(stop, str) and len(stop) <= NAME_CHARS for stop in stops):
-            raise ValueError(
-                f"a stop sequence should be a string of at most {NAME_CHARS} characters"
-            )
-        return tuple(stop for stop in stops if stop)  # an empty one has no effect
-
-    @field_validator("logit_bias", mode="before")
-    @classmethod
-    def _check_bias_count(cls, value: object) -> object:
-        if isinstance(value, dict) and len(value) > MAX_BIASED_TOKENS:
-            raise ValueError(
-                f"it should name at most {MAX_BIASED_TOKENS} tokens, but names {len(value)}"
-            )
-        return value
 
     @field_validator("logit_bias")
     @classmethod
