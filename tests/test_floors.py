@@ -107,7 +107,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
         "streams": {"disconnects", "bodies", "in_flight"},
     },
     "wire": {
-        "anthropic_stream": {"anthropic", "anthropic_errors", "answers", "generation"},
+        "anthropic_stream": {"anthropic", "answers", "generation"},
         "anthropic": {"anthropic_blocks", "tools", "generation", "validation", "bounds"},
         "anthropic_blocks": {"validation", "bounds"},
         "responses_stream": {"responses", "tools", "answers", "generation"},
@@ -120,7 +120,6 @@ INSIDE: dict[str, dict[str, set[str]]] = {
         "completions": {"answers", "generation", "validation", "bounds"},
         "answers": {"generation"},
         "decisions": {"responses", "responses_items", "messages", "validation", "bounds"},
-        "anthropic_models": {"validation"},
         "embeddings": {"validation", "bounds"},
         "rerank": {"validation", "bounds"},
         "tokenization": {"tools", "messages", "validation", "bounds"},
