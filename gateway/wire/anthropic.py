@@ -18,7 +18,14 @@ from gateway.wire.anthropic_blocks import (
     to_turns,
 )
 from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label, Schema
-from gateway.wire.generation import SchemaVerdict, StopTexts, json_schema, read_stops
+from gateway.wire.generation import (
+    SchemaVerdict,
+    StopTexts,
+    json_schema,
+    read_sampling,
+    read_stops,
+    require_free,
+)
 from gateway.wire.tools import (
     AnthropicTools,
     ToolChoiceParam,
@@ -70,6 +77,7 @@ class CountMessageTokensRequest(Request):
         "thread": "This gateway keeps no conversations: send the whole one as 'messages'.",
     }
     neutral: ClassVar = {"mcp_servers": ([],)}
+    params: ClassVar = {"prompt": "messages", "template_args": "thinking"}
     example: ClassVar = {"messages": [{"role": "user", "content": "Hello!"}]}
 
     model: Annotated[Label, Field(min_length=1)]
@@ -88,14 +96,12 @@ class CountMessageTokensRequest(Request):
 
     def param_of(self, part: ErrorPart) -> str:
         """Return the field that a part of the job came from."""
-        match part:
-            case "prompt":
-                return "messages"
-            case "template_args":
-                return "thinking"
-            case "answer_form":
-                return "tools" if self.form()[1] is None else self.form()[0]
-        return part
+        if part != "answer_form":
+            return super().param_of(part)
+        param, grammar = self.form()
+        if grammar is None:
+            return "tools"
+        return param
 
     def unserved_tools(self) -> Sequence[str]:
         return unserved_tools(self.tools)
@@ -156,9 +162,7 @@ class MessagesRequest(CountMessageTokensRequest):
 
     def sampling(self, defaults: Sampling) -> Sampling:
         """Return the request's sampling; fields left out come from the model's defaults."""
-        names = ("temperature", "top_p", "top_k")
-        fields = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return replace(defaults, **fields, unset=defaults.unset - fields.keys())
+        return read_sampling(self, {"temperature", "top_p", "top_k"}, defaults)
 
 
 def to_job(
@@ -179,11 +183,8 @@ def to_job(
     tools, calling = request.calling()
     param, grammar = request.form()
     continues = is_continuation(request.messages)
-    if continues and (grammar is not None or (calling is not None and calling.forced)):
-        raise BadRequest(
-            "An answer that is continued can't be held to a form, nor to a call.",
-            param="tool_choice" if grammar is None else param,
-        )
+    if continues:
+        require_free(grammar, param, calling)
     job = GenerateJob(
         caller=caller,
         messages=turns,

@@ -20,9 +20,8 @@ from gateway.jobs import (
     Sampling,
     Timings,
     TokenLogprob,
-    Usage,
 )
-from gateway.wire.answers import Answer, AnswerWriter
+from gateway.wire.answers import Answer, ChunkWriter, Event
 from gateway.wire.bounds import Label
 from gateway.wire.generation import (
     CompletionUsage,
@@ -32,7 +31,6 @@ from gateway.wire.generation import (
     ServiceTier,
     StreamOptions,
     StructuredRequest,
-    timings_dict,
     usage_dict,
 )
 from gateway.wire.validation import CharBounds, Inputs
@@ -170,13 +168,13 @@ class Completion(Heading):
     timings: NotRequired[Mapping[str, float]]
 
 
-class CompletionWriter(AnswerWriter):
-    """Writes a completion or its chunks, all with the same heading."""
+class CompletionWriter(ChunkWriter):
+    """Writes a completion or its chunks."""
+
+    chunk_object = "text_completion"
 
     def __init__(self, request: CompletionRequest, heading: Heading, timings: Timings) -> None:
-        self._heading = heading
-        self._timings = timings
-        self._has_usage = request.stream_options.include_usage
+        super().__init__(heading, timings, has_usage=request.stream_options.include_usage)
         # Those of the first prompt, those of the second, …
         self._choices = [
             TextChoiceWriter(
@@ -187,34 +185,20 @@ class CompletionWriter(AnswerWriter):
             for index in range(len(request.prompt) * request.n)
         ]
 
-    def begin(self, usage: Usage) -> Sequence[Completion]:
-        return []
-
-    def add(self, delta: Delta, verdict: SchemaVerdict | None = None) -> Sequence[Completion]:
+    def add(self, delta: Delta, verdict: SchemaVerdict | None = None) -> Sequence[Event]:
         choice = self._choices[delta.index].add(delta)
         is_empty = not (choice["text"] or delta.logprobs or delta.finish_reason is not None)
-        return [] if is_empty else [self._completion([choice])]
-
-    def end(self, usage: Usage) -> Sequence[Completion]:
-        if not self._has_usage:
+        if is_empty:
             return []
-        chunk = self._completion([])
-        chunk["usage"] = usage_dict(usage)
-        chunk["timings"] = timings_dict(self._timings)
-        return [chunk]
+        return [self._chunk([choice])]
 
     def whole(self, answer: Answer) -> Completion:
         for delta in chain.from_iterable(answer.choices):
             self._choices[delta.index].add(delta)
         # Each choice is dumped by itself, since orjson holds the GIL during a dump.
         choices_json = [orjson.Fragment(orjson.dumps(choice.to_dict())) for choice in self._choices]
-        completion = self._completion(cast(list[TextChoice], choices_json))
-        completion["usage"] = usage_dict(answer.usage)
-        return completion
-
-    def _completion(self, choices: list[TextChoice]) -> Completion:
-        chunk = {**self._heading, "object": "text_completion", "choices": choices}
-        return cast(Completion, chunk)
+        completion = {**self._chunk(choices_json), "usage": usage_dict(answer.usage)}
+        return cast(Completion, completion)
 
 
 class TextChoiceWriter:

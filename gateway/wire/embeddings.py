@@ -10,7 +10,6 @@ from pydantic import Field
 from typing_extensions import TypeAliasType, TypedDict
 
 from gateway.errors import BadRequest
-from gateway.errors import Part as ErrorPart
 from gateway.jobs import Caller, Embedded, EmbedJob, TokenIds
 from gateway.wire.bounds import Label
 from gateway.wire.validation import CharBounds, Inputs, Request
@@ -36,15 +35,12 @@ class EmbedRequest(Request):
         rows: list[Any] = getattr(self, self.field)
         return rows
 
-    def param_of(self, part: ErrorPart) -> str:
-        """Return the field that a part of the job came from."""
-        return self.field if part == "prompt" else part
-
 
 class EmbeddingsRequest(EmbedRequest):
     """What OpenAI's endpoint takes, and TEI's `truncate` and a `prompt_name` besides."""
 
     field = "input"
+    params: ClassVar = {"prompt": "input"}
     harmless = frozenset({"user"})
     example: ClassVar = {"input": ["Hello!"]}
 
@@ -57,6 +53,7 @@ class InputsRequest(EmbedRequest):
     """What TEI's /embed takes; without a model, it is asked of the one at hand."""
 
     field = "inputs"
+    params: ClassVar = {"prompt": "inputs"}
     encoding_format: ClassVar[Literal["float"]] = "float"
     example: ClassVar = {"inputs": ["Hello!"]}
     refused: ClassVar = {

@@ -17,7 +17,7 @@ from pydantic import (
 from typing_extensions import TypedDict
 
 from gateway.errors import BadRequest
-from gateway.jobs import Grammar, Sampling, Tier, Timings, TokenLogprob, Usage
+from gateway.jobs import Calling, Grammar, Sampling, Tier, TokenLogprob, Usage
 from gateway.wire.bounds import (
     FAIL_FAST,
     NAME_CHARS,
@@ -67,6 +67,14 @@ MAX_BIASED_TOKENS = 1024  # OpenAI takes 300
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
+def read_sampling(request: Request, names: set[str], defaults: Sampling) -> Sampling:
+    """Return the sampling of these fields; those left out come from the model's defaults."""
+    fields = request.model_dump(include=names, exclude_none=True)
+    if fields.get("top_k") == -1:  # vLLM's value for all tokens
+        fields["top_k"] = 0
+    return replace(defaults, **fields, unset=defaults.unset - fields.keys())
+
+
 class SampledRequest(Request):
     """OpenAI's sampling fields, and vLLM's."""
 
@@ -107,13 +115,9 @@ class SampledRequest(Request):
 
     def sampling(self, defaults: Sampling) -> Sampling:
         """Return the request's sampling; fields left out come from the model's defaults."""
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        fields = {name: value for name in names if (value := getattr(self, name)) is not None}
-        if self.top_k == -1:  # vLLM's value for all tokens
-            fields["top_k"] = 0
+        names = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
         return replace(
-            defaults,
-            **fields,
+            read_sampling(self, names, defaults),
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
@@ -121,14 +125,15 @@ class SampledRequest(Request):
             min_tokens=self.min_tokens,
             ignore_eos=self.ignore_eos,
             stop_token_ids=frozenset(self.stop_token_ids),
-            unset=defaults.unset - fields.keys(),
         )
 
 
 def read_tier(name: str) -> Tier:
     """Read `service_tier`; OpenAI's tiers that this gateway lacks are the default."""
     names = [tier.value for tier in Tier]
-    return Tier(name) if name in names else Tier.DEFAULT
+    if name in names:
+        return Tier(name)
+    return Tier.DEFAULT
 
 
 ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
@@ -267,7 +272,8 @@ class StructuredRequest(SampledRequest):
         forms: list[tuple[str, Grammar]] = []
         if self.response_format is not None:
             name = "response_format"
-            if (grammar := self.response_format.grammar(name)) is not None:
+            grammar = self.response_format.grammar(name)
+            if grammar is not None:
                 forms.append((name, grammar))
         if self.structured_outputs is not None:
             name = "structured_outputs"
@@ -279,6 +285,18 @@ class StructuredRequest(SampledRequest):
                 outputs = StructuredOutputs.model_validate({name: value})
                 forms += [(field, grammar) for grammar in outputs.grammars(field)]
         return forms
+
+
+def require_free(grammar: Grammar | None, form_param: str, calling: Calling | None) -> None:
+    """Raise BadRequest for an answer that is continued, if it is held to a form or a call."""
+    param = form_param
+    if grammar is None:
+        if calling is None or not calling.forced:
+            return
+        param = "tool_choice"
+    raise BadRequest(
+        "An answer that is continued can't be held to a form, nor to a call.", param=param
+    )
 
 
 def schema_from_prompt(grammar: Grammar | None, prompt: str) -> Grammar | None:
@@ -307,6 +325,17 @@ class StreamOptions(Part):
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def thinking_args(effort: Effort | None, *, is_scored: bool) -> dict[str, Any]:
+    """Return the chat template's arguments for an effort. `is_scored`: one token is asked for, with
+    its logprobs, so it should be the answer's own.
+    """
+    if is_scored or effort in ("none", "minimal"):
+        return {"enable_thinking": False}
+    if effort is None:
+        return {}
+    return {"enable_thinking": True, "reasoning_effort": effort}
 
 
 class PromptTokensDetails(TypedDict):
@@ -381,11 +410,6 @@ def token_dict(logprob: TokenLogprob) -> ChatTokenLogprob:
     ]
     first, *top = tokens
     return {**first, "top_logprobs": top}
-
-
-def timings_dict(timings: Timings) -> dict[str, float]:
-    """Return the `timings` of a stream's usage chunk."""
-    return {f"{stage}_ms": ms for stage, ms in timings.milliseconds.items()}
 
 
 def usage_dict(usage: Usage) -> CompletionUsage:

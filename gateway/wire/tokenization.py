@@ -21,6 +21,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 class TokenizeRequest(Request):
     """A prompt, or a conversation in the model's template."""
 
+    params: ClassVar = {"template_args": "chat_template_kwargs"}
     example: ClassVar = {"prompt": "Hello!"}
 
     model: Annotated[Label, Field(min_length=1)] | None = None
@@ -44,11 +45,9 @@ class TokenizeRequest(Request):
 
     def param_of(self, part: ErrorPart) -> str:
         """Return the field that a part of the job came from."""
-        if part == "template_args":
-            return "chat_template_kwargs"
         if part == "prompt" and self.prompt is None:
             return "messages"
-        return part
+        return super().param_of(part)
 
 
 def to_job(request: TokenizeRequest, caller: Caller, *, max_chars: int) -> GenerateJob:

@@ -44,6 +44,8 @@ class Request(BaseModel):
     refused: ClassVar[Mapping[str, str]] = {}
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     kind: ClassVar[Literal["chat", "embedding", "rerank"]] = "chat"
+    # Of the parts of a job, those that come from a field of another name.
+    params: ClassVar[Mapping[ErrorPart, str]] = {}
     example: ClassVar[Mapping[str, Any]] = {}
 
     @classmethod
@@ -54,7 +56,7 @@ class Request(BaseModel):
 
     def param_of(self, part: ErrorPart) -> str:
         """Return the field that a part of the job came from."""
-        return part
+        return self.params.get(part, part)
 
     def locate(self, error: GatewayError) -> GatewayError:
         """Return an error about a part of the job as one about a field of this request."""
