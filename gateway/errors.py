@@ -96,11 +96,16 @@ class GatewayError(Exception):
         }
 
 
-class BadRequest(GatewayError):
+class RequestError(GatewayError):
+    """It is for the caller to send another request."""
+
+    type = "invalid_request_error"
+
+
+class BadRequest(RequestError):
     """The request can never succeed as it is."""
 
     status = HTTPStatus.BAD_REQUEST
-    type = "invalid_request_error"
 
 
 class ContextLengthExceeded(BadRequest):
@@ -134,11 +139,10 @@ class UnknownParameter(BadRequest):
     code = "unknown_parameter"
 
 
-class Unauthorized(GatewayError):
+class Unauthorized(RequestError):
     """No key, or a wrong one."""
 
     status = HTTPStatus.UNAUTHORIZED
-    type = "invalid_request_error"
     code = "invalid_api_key"
 
     @property
@@ -147,46 +151,41 @@ class Unauthorized(GatewayError):
         return {**super().headers, "www-authenticate": "Bearer"}
 
 
-class Forbidden(GatewayError):
+class Forbidden(RequestError):
     """A browser's origin, or a host, that is not allowed."""
 
     status = HTTPStatus.FORBIDDEN
-    type = "invalid_request_error"
     code = "forbidden"
 
 
-class UnknownUrl(GatewayError):
+class UnknownUrl(RequestError):
     """A path that is not served."""
 
     status = HTTPStatus.NOT_FOUND
-    type = "invalid_request_error"
     code = "unknown_url"
 
 
-class ResponseNotFound(GatewayError):
+class ResponseNotFound(RequestError):
     """The caller has no stored response, or item of one, with this id."""
 
     status = HTTPStatus.NOT_FOUND
-    type = "invalid_request_error"
     code = "response_not_found"
 
 
-class RequestNotFound(GatewayError):
+class RequestNotFound(RequestError):
     """No request in flight has this number."""
 
     status = HTTPStatus.NOT_FOUND
-    type = "invalid_request_error"
     code = "request_not_found"
 
     def __init__(self, number: int) -> None:
         super().__init__(f"No request in flight has the number {number}: it may have ended.")
 
 
-class MethodNotAllowed(GatewayError):
+class MethodNotAllowed(RequestError):
     """A path that is served, but not by this method."""
 
     status = HTTPStatus.METHOD_NOT_ALLOWED
-    type = "invalid_request_error"
     code = "method_not_allowed"
 
     def __init__(self, message: str, allow: str) -> None:
@@ -199,11 +198,10 @@ class MethodNotAllowed(GatewayError):
         return {**super().headers, "allow": self.allow}
 
 
-class ModelNotFound(GatewayError):
+class ModelNotFound(RequestError):
     """No model has this id or alias."""
 
     status = HTTPStatus.NOT_FOUND
-    type = "invalid_request_error"
     code = "model_not_found"
 
     def __init__(self, name: str, nearest: str | None = None) -> None:
@@ -214,19 +212,17 @@ class ModelNotFound(GatewayError):
         )
 
 
-class TooLarge(GatewayError):
+class TooLarge(RequestError):
     """A body beyond the limit."""
 
     status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
-    type = "invalid_request_error"
     code = "request_too_large"
 
 
-class EncodingNotSupported(GatewayError):
+class EncodingNotSupported(RequestError):
     """A body that is compressed."""
 
     status = HTTPStatus.UNSUPPORTED_MEDIA_TYPE
-    type = "invalid_request_error"
     code = "unsupported_content_encoding"
 
     def __init__(self, encoding: str) -> None:
@@ -240,30 +236,27 @@ class EncodingNotSupported(GatewayError):
         return {**super().headers, "accept-encoding": "identity"}
 
 
-class VersionNotSupported(GatewayError):
+class VersionNotSupported(RequestError):
     """A version of HTTP after 1.1."""
 
     status = HTTPStatus.HTTP_VERSION_NOT_SUPPORTED
-    type = "invalid_request_error"
     code = "http_version_not_supported"
 
     def __init__(self) -> None:
         super().__init__("HTTP/1.1 is spoken here; a proxy in front of it may speak HTTP/2.")
 
 
-class HeadTooLarge(GatewayError):
+class HeadTooLarge(RequestError):
     """A path, query and headers that together are beyond the limit."""
 
     status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
-    type = "invalid_request_error"
     code = "request_header_fields_too_large"
 
 
-class SlowBody(GatewayError):
+class SlowBody(RequestError):
     """A body that took too long to arrive."""
 
     status = HTTPStatus.REQUEST_TIMEOUT
-    type = "invalid_request_error"
     code = "request_timeout"
 
 

@@ -8,7 +8,7 @@ import json
 import logging
 import sys
 import unicodedata
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Any, Literal, TextIO
 
@@ -27,17 +27,20 @@ lost_lines = 0  # that could not be written
 def configure(level: str = "info", style: Format = "auto") -> None:
     """Write lines of `level` and above; `auto` is console on a terminal and JSON elsewhere."""
     as_json = style == "json" or (style == "auto" and not sys.stderr.isatty())
-    stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
-    clock = structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False)
+    stamp = structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False)
+    render: structlog.typing.Processor = _console
+    if as_json:
+        stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
+        render = structlog.processors.JSONRenderer(_json)
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
-            stamp if as_json else clock,
+            stamp,
             structlog.processors.StackInfoRenderer(),
             # Never a frame's variables: they hold keys and prompts.
             structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(_json) if as_json else _console,
+            render,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.getLevelNamesMapping()[level.upper()]
@@ -82,9 +85,7 @@ def _json(event: Any, **options: Any) -> str:
         return json.dumps(event, default=repr, skipkeys=True)
     if line.isprintable():
         return line
-    return "".join(
-        character if character.isprintable() else json.dumps(character)[1:-1] for character in line
-    )
+    return _escape(line, lambda character: json.dumps(character)[1:-1])
 
 
 def get(name: str) -> structlog.typing.FilteringBoundLogger:
@@ -108,14 +109,17 @@ def _console(_: Any, __: str, event_fields: MutableMapping[str, Any]) -> str:
     if event == "request":
         words = list(_take_request(fields))
     else:
-        words = [event if level == "info" else f"{level}: {event}"]
-    is_whole = level not in ("info", "debug") or event == "prompt"
+        words = [f"{level}: {event}".removeprefix("info: ")]
+    columns = None
+    if level in ("info", "debug") and event != "prompt":
+        columns = FIELD_COLUMNS
     words.append(time)
     if request_id is not None:
         words.append(fit(_text(request_id), ID_COLUMNS))
-    words += _format_fields(fields, None if is_whole else FIELD_COLUMNS)
-    line = " ".join(words)
-    lines = list(_wrap(line)) if is_whole else [fit(line, COLUMNS)]
+    line = " ".join([*words, *_format_fields(fields, columns)])
+    lines = [fit(line, COLUMNS)]
+    if columns is None:  # of a warning or a prompt nothing is cut
+        lines = list(_wrap(line))
     for text in filter(None, below):  # indented, so that only our own text begins a line
         lines += [f"    {_text(row)}" for row in str(text).splitlines()]
     return "\n".join(lines)
@@ -142,8 +146,10 @@ def _format_fields(fields: dict[str, Any], columns: int | None) -> Iterator[str]
             text = f"{value} s"
         else:
             text = _word(value, columns)
-        name = "" if key in ("bytes", "seconds") else f"{_text(key)}="
-        yield f"{name}{text}"
+        if key in ("bytes", "seconds"):  # the unit says it
+            yield text
+        else:
+            yield f"{_text(key)}={text}"
 
 
 def human_bytes(count: int) -> str:
@@ -176,7 +182,8 @@ def _wrap(line: str) -> Iterator[str]:
     while _width(indent + left) > COLUMNS:
         part = fit(left, COLUMNS - len(indent) + 1)[:-1]
         at = part.rfind(" ")
-        part = part if at < COLUMNS // 2 else part[: at + 1]
+        if at >= COLUMNS // 2:
+            part = part[: at + 1]
         yield indent + part.rstrip(" ")
         indent, left = "    ", left[len(part) :]
     yield indent + left
@@ -185,12 +192,10 @@ def _wrap(line: str) -> Iterator[str]:
 def _width(text: str) -> int:
     if text.isascii():
         return len(text)
-    return sum(
-        0
-        if unicodedata.combining(character)
-        else 1 + (unicodedata.east_asian_width(character) in "WF")
-        for character in text
-    )
+    letters = [character for character in text if not unicodedata.combining(character)]
+    # Chinese letters, for one, take two columns.
+    wide = [character for character in letters if unicodedata.east_asian_width(character) in "WF"]
+    return len(letters) + len(wide)
 
 
 def _word(value: Any, columns: int | None = None) -> str:
@@ -212,7 +217,10 @@ def _text(value: Any) -> str:
         text = str(value) if isinstance(value, str | int | float) else repr(value)
     if text.isprintable():
         return text
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode()
-        for character in text
-    )
+    return _escape(text, lambda character: character.encode("unicode_escape").decode())
+
+
+def _escape(text: str, escape: Callable[[str], str]) -> str:
+    """Escape the characters that end a line, or move a cursor."""
+    special = {character for character in text if not character.isprintable()}
+    return text.translate({ord(character): escape(character) for character in special})

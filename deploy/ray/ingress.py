@@ -35,7 +35,7 @@ from gateway.errors import GatewayError, ModelNotFound, ModelsFileInvalid, Unava
 from gateway.registry import Catalog, ModelSpec
 from gateway.serving.admission import Allowance
 from gateway.settings import Settings
-from gateway.wire.anthropic_errors import error_body
+from gateway.wire.anthropic_stream import error_body
 
 log = logs.get("ingress")
 Message = MutableMapping[str, Any]

@@ -19,7 +19,7 @@ from gateway.api.endpoint import speaks_anthropic
 from gateway.api.in_flight import InFlight, RequestInFlight
 from gateway.errors import GatewayError, Unavailable, shorten
 from gateway.jobs import Timings
-from gateway.wire.anthropic_errors import error_body, error_status
+from gateway.wire.anthropic_stream import error_body, error_status
 
 if TYPE_CHECKING:
     from gateway.api.traces import Trace, Tracer

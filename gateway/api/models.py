@@ -14,8 +14,7 @@ from gateway.api.requests import Service, reply
 from gateway.registry import ChatSpec, ModelSpec, Resolved
 from gateway.serving.generation.adapted import ChatBatcher
 from gateway.serving.generation.batcher import GenerationBatcher
-from gateway.wire import anthropic_models
-from gateway.wire.anthropic_models import AnthropicModel, AnthropicModels
+from gateway.wire.anthropic import AnthropicModel, AnthropicModels, model_info, model_page
 
 STATES = ["unloaded", "loading", "loaded", "failed"]
 
@@ -67,7 +66,7 @@ async def list_models(service: Service, request: Request) -> Response:
     if request.scope["gateway.is_anthropic"]:
         chat = [entry for entry in service.catalog() if isinstance(entry.spec, ChatSpec)]
         infos = [_anthropic_model(service, entry) for entry in chat]
-        return reply(anthropic_models.page(infos, request.query_params))
+        return reply(model_page(infos, request.query_params))
     data = [describe_model(service, entry) for entry in service.catalog()]
     body: Models = {"object": "list", "data": data}
     return reply(body)
@@ -85,7 +84,7 @@ async def show(service: Service, request: Request) -> Response:
 
 def _anthropic_model(service: Service, resolved: Resolved) -> AnthropicModel:
     context = _max_context(service, resolved.spec)
-    return anthropic_models.model_info(resolved.name, service.started, context)
+    return model_info(resolved.name, service.started, context)
 
 
 def describe_model(service: Service, resolved: Resolved) -> Model:

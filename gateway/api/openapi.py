@@ -8,7 +8,7 @@ from gateway import __version__
 from gateway.api.endpoint import MODELS, Endpoint, is_anthropic
 from gateway.errors import ErrorBody
 from gateway.registry import Catalog
-from gateway.wire.anthropic_errors import OVERLOADED, AnthropicErrorBody, error_status
+from gateway.wire.anthropic_stream import OVERLOADED, AnthropicErrorBody, error_status
 from gateway.wire.rerank import TEXTS_ERROR_STATUSES
 from gateway.wire.schemas import Schema, reference, schemas
 

@@ -7,10 +7,9 @@ decisions                          input and questions → jobs; logprobs → pr
 responses                          request → job, and the shape of the answer
 responses_stream                   deltas → output items, and the events in which they grow
 responses_items                    its input items → messages, or to store
-anthropic                          Messages request → job, and the shape of the answer
-anthropic_stream                   deltas → content blocks, and the events in which they grow
-anthropic_blocks, anthropic_errors  its input blocks → turns; its envelope of errors
-anthropic_models                   its list of models, page by page
+anthropic                          Messages request → job; the answer's shape; its list of models
+anthropic_stream                   deltas → content blocks, and their events; its errors
+anthropic_blocks                   its input blocks → turns
 tokenization                       a prompt to tokenize; its tokens, and the text of some
 messages, tools                    chat messages, and tools of all APIs → what templates read
 generation                         of chat, completions, responses: sampling, forms, usage, logprobs

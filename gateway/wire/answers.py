@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from gateway.errors import GatewayError
-from gateway.jobs import CallDelta, Delta, Sampling, Usage
-from gateway.wire.generation import SchemaVerdict
+from gateway.jobs import CallDelta, Delta, Sampling, Timings, Usage
+from gateway.wire.generation import Heading, SchemaVerdict, usage_dict
 
 Event = Mapping[str, Any]
 
@@ -51,6 +51,29 @@ class AnswerWriter(ABC):
     @abstractmethod
     def whole(self, answer: Answer) -> object:
         """Return the JSON of an answer that is not streamed."""
+
+
+class ChunkWriter(AnswerWriter):
+    """Writes an answer of one of OpenAI's older endpoints: every chunk repeats the heading."""
+
+    chunk_object: ClassVar[str]
+
+    def __init__(self, heading: Heading, timings: Timings, *, has_usage: bool) -> None:
+        self._heading = heading
+        self._timings = timings
+        self._has_usage = has_usage
+
+    def begin(self, usage: Usage) -> Sequence[Event]:
+        return []
+
+    def end(self, usage: Usage) -> Sequence[Event]:
+        if not self._has_usage:
+            return []
+        timings = {f"{stage}_ms": ms for stage, ms in self._timings.milliseconds.items()}
+        return [{**self._chunk([]), "usage": usage_dict(usage), "timings": timings}]
+
+    def _chunk(self, choices: Sequence[object]) -> dict[str, Any]:
+        return {**self._heading, "object": self.chunk_object, "choices": choices}
 
 
 BlockKind = Literal["reasoning", "text", "call"]

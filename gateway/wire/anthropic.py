@@ -1,10 +1,11 @@
-"""POST /v1/messages, Anthropic's: request → GenerateJob, and the shape of the answer."""
+"""POST /v1/messages, Anthropic's: request → GenerateJob; the answer's shape; the list of models."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from typing_extensions import TypeAliasType, TypedDict
 
 from gateway.errors import BadRequest
@@ -16,8 +17,15 @@ from gateway.wire.anthropic_blocks import (
     is_continuation,
     to_turns,
 )
-from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, NAME_CHARS, Label, Schema
-from gateway.wire.generation import MAX_STOPS, SchemaVerdict, json_schema
+from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label, Schema
+from gateway.wire.generation import (
+    SchemaVerdict,
+    StopTexts,
+    json_schema,
+    read_sampling,
+    read_stops,
+    require_free,
+)
 from gateway.wire.tools import (
     AnthropicTools,
     ToolChoiceParam,
@@ -26,7 +34,7 @@ from gateway.wire.tools import (
     select,
     unserved_tools,
 )
-from gateway.wire.validation import Part, Request, check_length
+from gateway.wire.validation import Part, Request, check_length, find_place, read_limit
 
 Thoughts = Literal["whole", "signed", "none"]
 
@@ -69,6 +77,7 @@ class CountMessageTokensRequest(Request):
         "thread": "This gateway keeps no conversations: send the whole one as 'messages'.",
     }
     neutral: ClassVar = {"mcp_servers": ([],)}
+    params: ClassVar = {"prompt": "messages", "template_args": "thinking"}
     example: ClassVar = {"messages": [{"role": "user", "content": "Hello!"}]}
 
     model: Annotated[Label, Field(min_length=1)]
@@ -87,14 +96,12 @@ class CountMessageTokensRequest(Request):
 
     def param_of(self, part: ErrorPart) -> str:
         """Return the field that a part of the job came from."""
-        match part:
-            case "prompt":
-                return "messages"
-            case "template_args":
-                return "thinking"
-            case "answer_form":
-                return "tools" if self.form()[1] is None else self.form()[0]
-        return part
+        if part != "answer_form":
+            return super().param_of(part)
+        param, grammar = self.form()
+        if grammar is None:
+            return "tools"
+        return param
 
     def unserved_tools(self) -> Sequence[str]:
         return unserved_tools(self.tools)
@@ -147,26 +154,15 @@ class MessagesRequest(CountMessageTokensRequest):
     example: ClassVar = {**CountMessageTokensRequest.example, "max_tokens": 256}
 
     max_tokens: Annotated[int, Field(ge=1)]
-    stop_sequences: Annotated[
-        list[Annotated[str, Field(max_length=NAME_CHARS)]],
-        FAIL_FAST,
-        Field(default_factory=list, max_length=MAX_STOPS),
-    ]
+    stop_sequences: Annotated[StopTexts, Field(default_factory=tuple), AfterValidator(read_stops)]
     temperature: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     stream: bool = False
 
-    @field_validator("stop_sequences")
-    @classmethod
-    def _drop_empty(cls, value: list[str]) -> list[str]:
-        return [stop for stop in value if stop]
-
     def sampling(self, defaults: Sampling) -> Sampling:
         """Return the request's sampling; fields left out come from the model's defaults."""
-        names = ("temperature", "top_p", "top_k")
-        fields = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return replace(defaults, **fields, unset=defaults.unset - fields.keys())
+        return read_sampling(self, {"temperature", "top_p", "top_k"}, defaults)
 
 
 def to_job(
@@ -187,11 +183,8 @@ def to_job(
     tools, calling = request.calling()
     param, grammar = request.form()
     continues = is_continuation(request.messages)
-    if continues and (grammar is not None or (calling is not None and calling.forced)):
-        raise BadRequest(
-            "An answer that is continued can't be held to a form, nor to a call.",
-            param="tool_choice" if grammar is None else param,
-        )
+    if continues:
+        require_free(grammar, param, calling)
     job = GenerateJob(
         caller=caller,
         messages=turns,
@@ -315,4 +308,77 @@ def usage_dict(usage: Usage) -> MessageUsage:
         "server_tool_use": None,
         "service_tier": "standard",
         "speed": "standard",
+    }
+
+
+MOST_LISTED = 1000
+
+
+class AnthropicModel(TypedDict):
+    """A model by one of its names."""
+
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str
+    max_input_tokens: int | None
+    max_tokens: int | None
+    capabilities: None
+    line: None
+    lifecycle: Literal["active"]
+    deprecated_at: None
+    retires_at: None
+
+
+class AnthropicModels(TypedDict):
+    """A page of the list; `has_more` are there in the direction that was asked for."""
+
+    data: list[AnthropicModel]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+def model_info(name: str, created: int, max_context: int | None) -> AnthropicModel:
+    """Return a model; its context, if it is known, bounds what it reads and writes."""
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "max_input_tokens": max_context,
+        "max_tokens": max_context,
+        "capabilities": None,
+        "line": None,
+        "lifecycle": "active",
+        "deprecated_at": None,
+        "retires_at": None,
+    }
+
+
+def model_page(models: Sequence[AnthropicModel], query: Mapping[str, str]) -> AnthropicModels:
+    """Return one page: `limit` models (20 by default), after `after_id` or before `before_id`.
+
+    Raises BadRequest for another limit than 1 to 1000, an id that is not listed, and both ids.
+    """
+    limit, total = read_limit(query, MOST_LISTED), len(models)
+    if "after_id" in query and "before_id" in query:
+        raise BadRequest("Send 'after_id' or 'before_id', not both.", param="before_id")
+    ids: list[Any] = [model["id"] for model in models]
+    if "before_id" in query:
+        end = find_place(ids, query, "before_id", "model")
+        start = max(0, end - limit)
+        has_more = start > 0
+    else:
+        start = 0
+        if "after_id" in query:
+            start = find_place(ids, query, "after_id", "model") + 1
+        end = min(start + limit, total)
+        has_more = end < total
+    shown = ids[start:end] or [None]
+    return {
+        "data": list(models[start:end]),
+        "has_more": has_more,
+        "first_id": shown[0],
+        "last_id": shown[-1],
     }

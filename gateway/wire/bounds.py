@@ -67,11 +67,13 @@ def _has_more_parts(value: Any, limit: int) -> bool:
     while level:
         below = []
         for node in level:
-            is_object = type(node) is dict
-            count += 1 + len(node) if is_object else 1
+            children = node
+            count += 1
+            if type(node) is dict:
+                children = node.values()
+                count += len(node)
             if count > limit:
                 return True
-            children = node.values() if is_object else node
             below += [child for child in children if type(child) is dict or type(child) is list]
         level = below
     return False
@@ -92,22 +94,34 @@ def _is_deeper(value: Any, limit: int) -> bool:
     return False
 
 
+def _check_count(value: object, limit: int) -> None:
+    if isinstance(value, dict) and len(value) > limit:
+        raise ValueError(f"it should have at most {limit} entries, and has {len(value)}")
+    if isinstance(value, list) and len(value) > limit:
+        lengths = {"max_length": limit, "actual_length": len(value)}
+        raise PydanticKnownError("too_long", {"field_type": "List", **lengths})
+
+
 def _limit_items(value: T, info: ValidationInfo) -> T:
-    bounds = info.context
-    if isinstance(bounds, Bounds) and isinstance(value, list) and len(value) > bounds.max_messages:
-        context = {
-            "field_type": "List",
-            "max_length": bounds.max_messages,
-            "actual_length": len(value),
-        }
-        raise PydanticKnownError("too_long", context)
+    if isinstance(info.context, Bounds):
+        _check_count(value, info.context.max_messages)
     return value
+
+
+def at_most(limit: int) -> BeforeValidator:
+    """Count a list or an object before validating what it holds."""
+
+    def check(value: T) -> T:
+        _check_count(value, limit)
+        return value
+
+    return BeforeValidator(check)
 
 
 def _limit_schema(value: T, info: ValidationInfo) -> T:
     if isinstance(info.context, Bounds):
         limit = info.context.max_schema_bytes
-        size = len(value.encode() if isinstance(value, str) else orjson.dumps(value))
+        size = len(orjson.dumps(value))
         if size > limit:
             raise ValueError(f"it should be at most {limit} bytes of JSON, and is {size}")
     return value

@@ -20,7 +20,7 @@ from gateway.jobs import (
     Usage,
 )
 from gateway.jobs import FinishReason as Finish
-from gateway.wire.answers import Answer, AnswerWriter
+from gateway.wire.answers import Answer, ChunkWriter, Event
 from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label
 from gateway.wire.generation import (
     ChoiceLogprobs,
@@ -33,8 +33,9 @@ from gateway.wire.generation import (
     StreamOptions,
     StructuredRequest,
     logprobs_dict,
+    require_free,
     schema_from_prompt,
-    timings_dict,
+    thinking_args,
     usage_dict,
 )
 from gateway.wire.messages import Message, is_continuation, to_template
@@ -72,6 +73,7 @@ class ChatRequest(StructuredRequest):
         "moderation": "This gateway does not moderate.",
     }
     neutral: ClassVar = {"modalities": (["text"], [])}
+    params: ClassVar = {"prompt": "messages", "template_args": "chat_template_kwargs"}
     example: ClassVar = {"messages": [{"role": "user", "content": "Hello!"}]}
 
     model: Annotated[Label, Field(min_length=1)]
@@ -129,15 +131,12 @@ class ChatRequest(StructuredRequest):
 
     def param_of(self, part: ErrorPart) -> str:
         """Return the field that a part of the job came from."""
-        match part:
-            case "prompt":
-                return "messages"
-            case "template_args":
-                return "chat_template_kwargs"
-            case "answer_form":
-                param, grammar = self.form()
-                return "tools" if grammar is None and self.requested_tools() else param
-        return part
+        if part != "answer_form":
+            return super().param_of(part)
+        param, grammar = self.form()
+        if grammar is None and self.requested_tools():
+            return "tools"
+        return param
 
     def unserved_tools(self) -> Sequence[str]:
         return unserved_tools(self.tools)
@@ -169,12 +168,8 @@ class ChatRequest(StructuredRequest):
 
     def template_args(self) -> dict[str, Any]:
         """Return the chat template's arguments: thinking by effort, then the request's own."""
-        args: dict[str, Any] = {}
         is_one_token = (self.max_completion_tokens or self.max_tokens) == 1
-        if self.reasoning_effort in ("none", "minimal") or (self.logprobs and is_one_token):
-            args["enable_thinking"] = False
-        elif self.reasoning_effort is not None:
-            args |= {"enable_thinking": True, "reasoning_effort": self.reasoning_effort}
+        args = thinking_args(self.reasoning_effort, is_scored=self.logprobs and is_one_token)
         return {**args, **self.chat_template_kwargs}
 
 
@@ -194,11 +189,8 @@ def to_job(
     check_length(request.requested_tools(), max_chars, param="tools")
     tools, calling = request.calling()
     form_param, grammar = request.form()
-    if request.continues and (grammar is not None or (calling is not None and calling.forced)):
-        raise BadRequest(
-            "An answer that is continued can't be held to a form, nor to a call.",
-            param="tool_choice" if grammar is None else form_param,
-        )
+    if request.continues:
+        require_free(grammar, form_param, calling)
     if schema_in_prompt:
         grammar = schema_from_prompt(grammar, messages[-1]["content"])
     return GenerateJob(
@@ -308,25 +300,23 @@ class ChatCompletionChunk(Heading):
     gateway: NotRequired[SchemaVerdict]
 
 
-class ChatCompletionWriter(AnswerWriter):
-    """Writes a completion or its chunks, all with the same heading."""
+class ChatCompletionWriter(ChunkWriter):
+    """Writes a completion or its chunks."""
+
+    chunk_object = "chat.completion.chunk"
 
     def __init__(self, request: ChatRequest, heading: Heading, timings: Timings) -> None:
-        self._heading = heading
-        self._timings = timings
-        self._has_usage = request.stream_options.include_usage
+        super().__init__(heading, timings, has_usage=request.stream_options.include_usage)
         self._choice_count = request.n
         self._has_logprobs = request.logprobs
         self._is_legacy = request.is_legacy
 
-    def begin(self, usage: Usage) -> Sequence[ChatCompletionChunk]:
+    def begin(self, usage: Usage) -> Sequence[Event]:
         """Return the first chunk of every choice, the only one with a role."""
         first: ChoiceDelta = {"role": "assistant", "content": ""}
         return [self._chunk([_chunk_choice(i, first)]) for i in range(self._choice_count)]
 
-    def add(
-        self, delta: Delta, verdict: SchemaVerdict | None = None
-    ) -> Sequence[ChatCompletionChunk]:
+    def add(self, delta: Delta, verdict: SchemaVerdict | None = None) -> Sequence[Event]:
         """Return a delta's chunks: reasoning, text, a call, and the end with its verdict."""
         logprobs = logprobs_dict(delta.logprobs) if delta.logprobs else None
         index = delta.index
@@ -345,14 +335,6 @@ class ChatCompletionWriter(AnswerWriter):
                 end["gateway"] = verdict
             chunks.append(end)
         return chunks
-
-    def end(self, usage: Usage) -> Sequence[ChatCompletionChunk]:
-        if not self._has_usage:
-            return []
-        chunk = self._chunk([])
-        chunk["usage"] = usage_dict(usage)
-        chunk["timings"] = timings_dict(self._timings)
-        return [chunk]
 
     def whole(self, answer: Answer) -> ChatCompletion:
         # Each choice is dumped by itself, since orjson holds the GIL during a dump.
@@ -407,10 +389,6 @@ class ChatCompletionWriter(AnswerWriter):
         if self._is_legacy:
             return [{"function_call": part["function"]} for part in parts]
         return [{"tool_calls": [part]} for part in parts]
-
-    def _chunk(self, choices: list[ChatChunkChoice]) -> ChatCompletionChunk:
-        chunk = {**self._heading, "object": "chat.completion.chunk", "choices": choices}
-        return cast(ChatCompletionChunk, chunk)
 
 
 def _chunk_choice(

@@ -6,7 +6,7 @@ from itertools import accumulate, chain
 from typing import Annotated, Any, ClassVar, Literal, NotRequired, cast
 
 import orjson
-from pydantic import Field, WithJsonSchema, field_validator
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from gateway.errors import BadRequest
@@ -20,9 +20,8 @@ from gateway.jobs import (
     Sampling,
     Timings,
     TokenLogprob,
-    Usage,
 )
-from gateway.wire.answers import Answer, AnswerWriter
+from gateway.wire.answers import Answer, ChunkWriter, Event
 from gateway.wire.bounds import Label
 from gateway.wire.generation import (
     CompletionUsage,
@@ -32,16 +31,11 @@ from gateway.wire.generation import (
     ServiceTier,
     StreamOptions,
     StructuredRequest,
-    timings_dict,
     usage_dict,
 )
-from gateway.wire.validation import INPUTS_SCHEMA, MAX_INPUTS, CharBounds, read_inputs
+from gateway.wire.validation import CharBounds, Inputs
 
 MAX_CHOICES = 4096
-_INVALID = (
-    "it should be a text, token ids, or an array of texts or of arrays of token ids: "
-    f"1 to {MAX_INPUTS} prompts, none of them empty"
-)
 
 
 class CompletionRequest(StructuredRequest):
@@ -64,7 +58,7 @@ class CompletionRequest(StructuredRequest):
     example: ClassVar = {"prompt": "Once"}
 
     model: Annotated[Label, Field(min_length=1)]
-    prompt: Annotated[Any, WithJsonSchema(INPUTS_SCHEMA)]
+    prompt: Inputs
     max_tokens: MaxTokensOrZero = 16
     n: Annotated[int, Field(ge=1, le=128)] = 1
     best_of: Annotated[int, Field(ge=1)] | None = None
@@ -76,15 +70,9 @@ class CompletionRequest(StructuredRequest):
 
     def param_of(self, part: ErrorPart) -> str:
         """Return the field that a part of the job came from."""
-        return self.form()[0] if part == "answer_form" else part
-
-    @field_validator("prompt")
-    @classmethod
-    def _read_prompt(cls, value: object) -> object:
-        try:
-            return read_inputs(value)
-        except ValueError as error:
-            raise ValueError(f"{_INVALID}; {error}") from None
+        if part == "answer_form":
+            return self.form()[0]
+        return part
 
 
 def to_jobs(
@@ -102,7 +90,8 @@ def to_jobs(
     _, grammar = request.form()
     if grammar is not None and grammar.kind == "json_schema":
         grammar = replace(grammar, strict=True)  # this endpoint's answers have no verdict
-    caller.timings.parallel = [Timings() for _ in request.prompt[1:]]
+    prompts: list[Any] = list(request.prompt)
+    caller.timings.parallel = [Timings() for _ in prompts[1:]]
     return [
         GenerateJob(
             # The jobs run in parallel; the request's timings are those of the first.
@@ -117,9 +106,7 @@ def to_jobs(
             # Echoing a text without logprobs needs no engine.
             echo=request.echo and (request.logprobs is not None or not isinstance(prompt, str)),
         )
-        for prompt, timings in zip(
-            request.prompt, [caller.timings, *caller.timings.parallel], strict=True
-        )
+        for prompt, timings in zip(prompts, [caller.timings, *caller.timings.parallel], strict=True)
     ]
 
 
@@ -181,13 +168,13 @@ class Completion(Heading):
     timings: NotRequired[Mapping[str, float]]
 
 
-class CompletionWriter(AnswerWriter):
-    """Writes a completion or its chunks, all with the same heading."""
+class CompletionWriter(ChunkWriter):
+    """Writes a completion or its chunks."""
+
+    chunk_object = "text_completion"
 
     def __init__(self, request: CompletionRequest, heading: Heading, timings: Timings) -> None:
-        self._heading = heading
-        self._timings = timings
-        self._has_usage = request.stream_options.include_usage
+        super().__init__(heading, timings, has_usage=request.stream_options.include_usage)
         # Those of the first prompt, those of the second, …
         self._choices = [
             TextChoiceWriter(
@@ -198,34 +185,20 @@ class CompletionWriter(AnswerWriter):
             for index in range(len(request.prompt) * request.n)
         ]
 
-    def begin(self, usage: Usage) -> Sequence[Completion]:
-        return []
-
-    def add(self, delta: Delta, verdict: SchemaVerdict | None = None) -> Sequence[Completion]:
+    def add(self, delta: Delta, verdict: SchemaVerdict | None = None) -> Sequence[Event]:
         choice = self._choices[delta.index].add(delta)
         is_empty = not (choice["text"] or delta.logprobs or delta.finish_reason is not None)
-        return [] if is_empty else [self._completion([choice])]
-
-    def end(self, usage: Usage) -> Sequence[Completion]:
-        if not self._has_usage:
+        if is_empty:
             return []
-        chunk = self._completion([])
-        chunk["usage"] = usage_dict(usage)
-        chunk["timings"] = timings_dict(self._timings)
-        return [chunk]
+        return [self._chunk([choice])]
 
     def whole(self, answer: Answer) -> Completion:
         for delta in chain.from_iterable(answer.choices):
             self._choices[delta.index].add(delta)
         # Each choice is dumped by itself, since orjson holds the GIL during a dump.
         choices_json = [orjson.Fragment(orjson.dumps(choice.to_dict())) for choice in self._choices]
-        completion = self._completion(cast(list[TextChoice], choices_json))
-        completion["usage"] = usage_dict(answer.usage)
-        return completion
-
-    def _completion(self, choices: list[TextChoice]) -> Completion:
-        chunk = {**self._heading, "object": "text_completion", "choices": choices}
-        return cast(Completion, chunk)
+        completion = {**self._chunk(choices_json), "usage": usage_dict(answer.usage)}
+        return cast(Completion, completion)
 
 
 class TextChoiceWriter:

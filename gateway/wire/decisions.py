@@ -14,7 +14,6 @@ from pydantic import BeforeValidator, Field
 from typing_extensions import TypeAliasType, TypedDict
 
 from gateway.errors import BadRequest
-from gateway.errors import Part as ErrorPart
 from gateway.jobs import Caller, GenerateJob, Question, Sampling, Timings, Usage
 from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label
 from gateway.wire.messages import join_texts
@@ -147,6 +146,7 @@ class DecisionsRequest(Request):
     harmless = frozenset(
         {"metadata", "prompt_cache_key", "prompt_cache_options", "safety_identifier", "user"}
     )
+    params: ClassVar = {"prompt": "input"}
     example: ClassVar = {
         "input": "The parcel came late, and the box was broken.",
         "questions": [{"type": "predicate", "instructions": "The customer complains."}],
@@ -157,10 +157,6 @@ class DecisionsRequest(Request):
     questions: Annotated[
         list[QuestionParam], FAIL_FAST, Field(min_length=1, max_length=MAX_QUESTIONS)
     ]
-
-    def param_of(self, part: ErrorPart) -> str:
-        """Return the field that a part of the job came from."""
-        return "input" if part == "prompt" else part
 
 
 def to_jobs(

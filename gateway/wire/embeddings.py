@@ -6,32 +6,17 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 import numpy as np
 import orjson
-from pydantic import AfterValidator, Field, ValidationInfo, WithJsonSchema
+from pydantic import Field
 from typing_extensions import TypeAliasType, TypedDict
 
 from gateway.errors import BadRequest
-from gateway.errors import Part as ErrorPart
 from gateway.jobs import Caller, Embedded, EmbedJob, TokenIds
 from gateway.wire.bounds import Label
-from gateway.wire.validation import INPUTS_SCHEMA, MAX_INPUTS, CharBounds, Request, read_inputs
+from gateway.wire.validation import CharBounds, Inputs, Request
 
 PIECE_FLOATS = 65_536
 # Of a float32, at most: -1.1754944e-38 and a comma; in base64, four thirds of four and quotes.
 NUMBER_BYTES = {"float": 16, "base64": 6}
-_INVALID = (
-    "'$.{}' is invalid. It must be a string, an array of 1 to {} non-empty strings, "
-    "an array of token ids, or an array of such arrays; {}"
-)
-
-
-def _read(value: object, info: ValidationInfo) -> object:
-    try:
-        return read_inputs(value)
-    except ValueError as error:
-        raise ValueError(_INVALID.format(info.field_name, MAX_INPUTS, error)) from None
-
-
-Inputs = Annotated[Any, WithJsonSchema(INPUTS_SCHEMA), AfterValidator(_read)]
 
 
 class EmbedRequest(Request):
@@ -50,15 +35,12 @@ class EmbedRequest(Request):
         rows: list[Any] = getattr(self, self.field)
         return rows
 
-    def param_of(self, part: ErrorPart) -> str:
-        """Return the field that a part of the job came from."""
-        return self.field if part == "prompt" else part
-
 
 class EmbeddingsRequest(EmbedRequest):
     """What OpenAI's endpoint takes, and TEI's `truncate` and a `prompt_name` besides."""
 
     field = "input"
+    params: ClassVar = {"prompt": "input"}
     harmless = frozenset({"user"})
     example: ClassVar = {"input": ["Hello!"]}
 
@@ -71,6 +53,7 @@ class InputsRequest(EmbedRequest):
     """What TEI's /embed takes; without a model, it is asked of the one at hand."""
 
     field = "inputs"
+    params: ClassVar = {"prompt": "inputs"}
     encoding_format: ClassVar[Literal["float"]] = "float"
     example: ClassVar = {"inputs": ["Hello!"]}
     refused: ClassVar = {

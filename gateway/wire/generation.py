@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -16,7 +17,7 @@ from pydantic import (
 from typing_extensions import TypedDict
 
 from gateway.errors import BadRequest
-from gateway.jobs import Grammar, Sampling, Tier, Timings, TokenLogprob, Usage
+from gateway.jobs import Calling, Grammar, Sampling, Tier, TokenLogprob, Usage
 from gateway.wire.bounds import (
     FAIL_FAST,
     NAME_CHARS,
@@ -26,20 +27,29 @@ from gateway.wire.bounds import (
     Regex,
     Schema,
     SchemaOrText,
+    at_most,
     parse,
 )
 from gateway.wire.validation import Part, Request
 
 MAX_STOPS = 64  # OpenAI takes 4; agents of other servers send more
-_TEXT = {"type": "string", "maxLength": NAME_CHARS}
-_STOP = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": MAX_STOPS}]}
+StopText = Annotated[str, Field(max_length=NAME_CHARS)]
+StopTexts = Annotated[list[StopText], FAIL_FAST, Field(max_length=MAX_STOPS)]
+
+
+def read_stops(value: str | list[str]) -> Sequence[str]:
+    if isinstance(value, str):
+        value = [value]
+    return tuple(filter(None, value))  # an empty one has no effect
 
 
 def _read_token_limit(value: object) -> object:
     """Read 12.0 as 12, which JSON does not distinguish, and -1 as no limit, as other servers do."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    return None if type(value) is int and value == -1 else value
+    if type(value) is int and value == -1:
+        return None
+    return value
 
 
 MaxTokens = Annotated[
@@ -57,6 +67,14 @@ MAX_BIASED_TOKENS = 1024  # OpenAI takes 300
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
+def read_sampling(request: Request, names: set[str], defaults: Sampling) -> Sampling:
+    """Return the sampling of these fields; those left out come from the model's defaults."""
+    fields = request.model_dump(include=names, exclude_none=True)
+    if fields.get("top_k") == -1:  # vLLM's value for all tokens
+        fields["top_k"] = 0
+    return replace(defaults, **fields, unset=defaults.unset - fields.keys())
+
+
 class SampledRequest(Request):
     """OpenAI's sampling fields, and vLLM's."""
 
@@ -72,12 +90,13 @@ class SampledRequest(Request):
         FAIL_FAST,
         Field(default_factory=list, max_length=256),
     ]
-    stop: Annotated[Any, WithJsonSchema(_STOP)] = ()
+    stop: Annotated[StopText | StopTexts, AfterValidator(read_stops), Field(default_factory=tuple)]
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] = 0.0
     logit_bias: Annotated[
         dict[str, Bias],
+        at_most(MAX_BIASED_TOKENS),
         Field(
             default_factory=dict,
             json_schema_extra={
@@ -86,27 +105,6 @@ class SampledRequest(Request):
             },
         ),
     ]
-
-    @field_validator("stop")
-    @classmethod
-    def _read_stop(cls, value: object) -> tuple[str, ...]:
-        stops = [value] if isinstance(value, str) else value
-        if not isinstance(stops, list) or len(stops) > MAX_STOPS:
-            raise ValueError(f"it should be a string or an array of at most {MAX_STOPS} strings")
-        if not all(isinstance(stop, str) and len(stop) <= NAME_CHARS for stop in stops):
-            raise ValueError(
-                f"a stop sequence should be a string of at most {NAME_CHARS} characters"
-            )
-        return tuple(stop for stop in stops if stop)  # an empty one has no effect
-
-    @field_validator("logit_bias", mode="before")
-    @classmethod
-    def _check_bias_count(cls, value: object) -> object:
-        if isinstance(value, dict) and len(value) > MAX_BIASED_TOKENS:
-            raise ValueError(
-                f"it should name at most {MAX_BIASED_TOKENS} tokens, but names {len(value)}"
-            )
-        return value
 
     @field_validator("logit_bias")
     @classmethod
@@ -117,13 +115,9 @@ class SampledRequest(Request):
 
     def sampling(self, defaults: Sampling) -> Sampling:
         """Return the request's sampling; fields left out come from the model's defaults."""
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        fields = {name: value for name in names if (value := getattr(self, name)) is not None}
-        if self.top_k == -1:  # vLLM's value for all tokens
-            fields["top_k"] = 0
+        names = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
         return replace(
-            defaults,
-            **fields,
+            read_sampling(self, names, defaults),
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
@@ -131,14 +125,15 @@ class SampledRequest(Request):
             min_tokens=self.min_tokens,
             ignore_eos=self.ignore_eos,
             stop_token_ids=frozenset(self.stop_token_ids),
-            unset=defaults.unset - fields.keys(),
         )
 
 
 def read_tier(name: str) -> Tier:
     """Read `service_tier`; OpenAI's tiers that this gateway lacks are the default."""
     names = [tier.value for tier in Tier]
-    return Tier(name) if name in names else Tier.DEFAULT
+    if name in names:
+        return Tier(name)
+    return Tier.DEFAULT
 
 
 ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
@@ -277,7 +272,8 @@ class StructuredRequest(SampledRequest):
         forms: list[tuple[str, Grammar]] = []
         if self.response_format is not None:
             name = "response_format"
-            if (grammar := self.response_format.grammar(name)) is not None:
+            grammar = self.response_format.grammar(name)
+            if grammar is not None:
                 forms.append((name, grammar))
         if self.structured_outputs is not None:
             name = "structured_outputs"
@@ -289,6 +285,18 @@ class StructuredRequest(SampledRequest):
                 outputs = StructuredOutputs.model_validate({name: value})
                 forms += [(field, grammar) for grammar in outputs.grammars(field)]
         return forms
+
+
+def require_free(grammar: Grammar | None, form_param: str, calling: Calling | None) -> None:
+    """Raise BadRequest for an answer that is continued, if it is held to a form or a call."""
+    param = form_param
+    if grammar is None:
+        if calling is None or not calling.forced:
+            return
+        param = "tool_choice"
+    raise BadRequest(
+        "An answer that is continued can't be held to a form, nor to a call.", param=param
+    )
 
 
 def schema_from_prompt(grammar: Grammar | None, prompt: str) -> Grammar | None:
@@ -317,6 +325,17 @@ class StreamOptions(Part):
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def thinking_args(effort: Effort | None, *, is_scored: bool) -> dict[str, Any]:
+    """Return the chat template's arguments for an effort. `is_scored`: one token is asked for, with
+    its logprobs, so it should be the answer's own.
+    """
+    if is_scored or effort in ("none", "minimal"):
+        return {"enable_thinking": False}
+    if effort is None:
+        return {}
+    return {"enable_thinking": True, "reasoning_effort": effort}
 
 
 class PromptTokensDetails(TypedDict):
@@ -391,11 +410,6 @@ def token_dict(logprob: TokenLogprob) -> ChatTokenLogprob:
     ]
     first, *top = tokens
     return {**first, "top_logprobs": top}
-
-
-def timings_dict(timings: Timings) -> dict[str, float]:
-    """Return the `timings` of a stream's usage chunk."""
-    return {f"{stage}_ms": ms for stage, ms in timings.milliseconds.items()}
 
 
 def usage_dict(usage: Usage) -> CompletionUsage:

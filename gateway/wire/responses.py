@@ -25,6 +25,7 @@ from gateway.wire.generation import (
     SchemaVerdict,
     ServiceTier,
     json_schema,
+    thinking_args,
 )
 from gateway.wire.messages import to_template
 from gateway.wire.responses_items import Item, Items, to_messages
@@ -132,6 +133,11 @@ class ResponsesRequest(SampledRequest):
         "n": (1,),
         "response_format": ({"type": "text"},),
     }
+    params: ClassVar = {
+        "prompt": "input",
+        "template_args": "chat_template_kwargs",
+        "answer_form": "text.format.schema",
+    }
     example: ClassVar = {"input": "Hello!"}
 
     model: Annotated[Label, Field(min_length=1)]
@@ -166,25 +172,20 @@ class ResponsesRequest(SampledRequest):
 
     def param_of(self, part: ErrorPart) -> str:
         """Return the field that a part of the job came from."""
-        match part:
-            case "prompt":
-                return "input"
-            case "template_args":
-                return "chat_template_kwargs"
-            case "answer_form":
-                has_form = self.text.format is not None and self.text.format.type != "text"
-                return "tools" if self.tools and not has_form else "text.format.schema"
-        return part
+        has_form = self.text.format is not None and self.text.format.type != "text"
+        if part == "answer_form" and self.tools and not has_form:
+            return "tools"
+        return super().param_of(part)
 
     def locate(self, error: GatewayError) -> GatewayError:
         """Return an error about a part of the job as one about a field of this request.
 
         One about `text.format.schema` always has a code.
         """
-        if error.part is None:
-            return error
-        param = self.param_of(error.part)
-        return error.named(param, "invalid_json_schema" if param == "text.format.schema" else None)
+        located = super().locate(error)
+        if error.part is None or located.param != "text.format.schema":
+            return located
+        return located.named(located.param, "invalid_json_schema")
 
     def unserved_tools(self) -> Sequence[str]:
         return unserved_tools(unpack(self.tools).functions)
@@ -203,13 +204,8 @@ class ResponsesRequest(SampledRequest):
 
     def template_args(self) -> dict[str, Any]:
         """Return the chat template's arguments: thinking by effort, then the request's own."""
-        args: dict[str, Any] = {}
-        effort = self.reasoning.effort
-        is_one_token = self.max_output_tokens == 1
-        if effort in ("none", "minimal") or (is_one_token and self.logprobs is not None):
-            args["enable_thinking"] = False
-        elif effort is not None:
-            args |= {"enable_thinking": True, "reasoning_effort": effort}
+        is_scored = self.max_output_tokens == 1 and self.logprobs is not None
+        args = thinking_args(self.reasoning.effort, is_scored=is_scored)
         return {**args, **self.chat_template_kwargs}
 
 
@@ -454,6 +450,7 @@ def new_response(
         "truncation": request.truncation,
         "usage": None,
     }
-    if user := (request.model_extra or {}).get("user"):
+    user = (request.model_extra or {}).get("user")
+    if user:
         response["user"] = user
     return response

@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field, model_validator
-from pydantic_core import PydanticKnownError
+from pydantic import Field, model_validator
 from typing_extensions import TypedDict
 
 from gateway.errors import BadRequest
 from gateway.errors import Part as ErrorPart
 from gateway.jobs import Caller, GenerateJob, Sampling
-from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label
+from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label, at_most
 from gateway.wire.messages import Message, is_continuation, to_template
 from gateway.wire.tools import ChatTools, Selection, ToolParam, read_tools, unserved_tools
 from gateway.wire.validation import Request, check_length
@@ -19,17 +18,10 @@ MAX_TOKENS = 1_000_000  # of a text: their answer is written on the event loop
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-def _count_tokens(value: object) -> object:
-    """Count a list before its items are validated."""
-    if isinstance(value, list) and len(value) > MAX_TOKENS:
-        lengths = {"max_length": MAX_TOKENS, "actual_length": len(value)}
-        raise PydanticKnownError("too_long", {"field_type": "List", **lengths})
-    return value
-
-
 class TokenizeRequest(Request):
     """A prompt, or a conversation in the model's template."""
 
+    params: ClassVar = {"template_args": "chat_template_kwargs"}
     example: ClassVar = {"prompt": "Hello!"}
 
     model: Annotated[Label, Field(min_length=1)] | None = None
@@ -53,9 +45,9 @@ class TokenizeRequest(Request):
 
     def param_of(self, part: ErrorPart) -> str:
         """Return the field that a part of the job came from."""
-        if part == "template_args":
-            return "chat_template_kwargs"
-        return "messages" if part == "prompt" and self.prompt is None else part
+        if part == "prompt" and self.prompt is None:
+            return "messages"
+        return super().param_of(part)
 
 
 def to_job(request: TokenizeRequest, caller: Caller, *, max_chars: int) -> GenerateJob:
@@ -89,7 +81,7 @@ class DetokenizeRequest(Request):
     tokens: Annotated[
         list[TokenId],
         FAIL_FAST,
-        BeforeValidator(_count_tokens),
+        at_most(MAX_TOKENS),
         Field(json_schema_extra={"maxItems": MAX_TOKENS}),
     ]
 

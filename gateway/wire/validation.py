@@ -4,15 +4,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
-from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 import orjson
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from gateway.errors import BadRequest, GatewayError, UnknownParameter, UnsupportedParameter, shorten
 from gateway.errors import Part as ErrorPart
-from gateway.wire.bounds import DEFAULT, NAME_CHARS, Bounds, parse
+from gateway.wire.bounds import DEFAULT, FAIL_FAST, NAME_CHARS, Bounds, parse
 
 _TRACED: Mapping[str, str] = {
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), "max_tokens"),
@@ -36,6 +44,8 @@ class Request(BaseModel):
     refused: ClassVar[Mapping[str, str]] = {}
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     kind: ClassVar[Literal["chat", "embedding", "rerank"]] = "chat"
+    # Of the parts of a job, those that come from a field of another name.
+    params: ClassVar[Mapping[ErrorPart, str]] = {}
     example: ClassVar[Mapping[str, Any]] = {}
 
     @classmethod
@@ -46,11 +56,13 @@ class Request(BaseModel):
 
     def param_of(self, part: ErrorPart) -> str:
         """Return the field that a part of the job came from."""
-        return part
+        return self.params.get(part, part)
 
     def locate(self, error: GatewayError) -> GatewayError:
         """Return an error about a part of the job as one about a field of this request."""
-        return error if error.part is None else error.named(self.param_of(error.part))
+        if error.part is None:
+            return error
+        return error.named(self.param_of(error.part))
 
     def prompt_fields(self) -> dict[str, Any]:
         """Return the fields with the model's input, for the log of prompts."""
@@ -126,8 +138,13 @@ def read_request(
         if name in fields and not _is_one_of(fields[name], shape.neutral.get(name, ())):
             raise UnsupportedParameter(f"Unsupported parameter: '{name}'. {reason}", param=name)
     for name in shape.harmless:  # a string among them is a name or an id
-        if isinstance(text := fields.get(name), str) and len(text) > NAME_CHARS:
-            raise _string_too_long(name, NAME_CHARS, len(text))
+        text = fields.get(name)
+        if isinstance(text, str) and len(text) > NAME_CHARS:
+            raise BadRequest(
+                f"Invalid '{name}': it should have at most {NAME_CHARS} characters.",
+                param=name,
+                code="string_above_max_length",
+            )
     try:
         request = shape.model_validate(fields, context=bounds)
     except ValidationError as error:
@@ -176,8 +193,8 @@ def _may_hold_parts(annotation: Any) -> bool:
 
 def _unknown_fields_of(part: Part, place: str) -> Iterator[str]:
     unknown = (part.model_extra or {}).keys() - part.harmless
-    if ignored := unknown | (part.unread & part.model_fields_set):
-        yield from (f"{place}.{name}" for name in sorted(ignored))
+    ignored = unknown | (part.unread & part.model_fields_set)
+    yield from (f"{place}.{name}" for name in sorted(ignored))
     yield from _unknown_fields(part, f"{place}.")
 
 
@@ -203,19 +220,15 @@ def _parse(body: bytes | bytearray, max_depth: int) -> dict[str, Any]:
     return value
 
 
-_BOUNDS = {
-    "less_than_equal": ("above_max_value", "above maximum value", "<=", "le"),
-    "less_than": ("above_max_value", "above maximum value", "<", "lt"),
-    "greater_than_equal": ("below_min_value", "below minimum value", ">=", "ge"),
-    "greater_than": ("below_min_value", "below minimum value", ">", "gt"),
+# By pydantic's kind of error, the rest of OpenAI's code after the noun.
+_VALUE_CODES = {
+    "less_than_equal": "above_max_value",
+    "less_than": "above_max_value",
+    "greater_than_equal": "below_min_value",
+    "greater_than": "below_min_value",
 }
-_LENGTHS = {
-    "too_long": ("above_max_length", "too long", "at most", "max_length"),
-    "too_short": ("below_min_length", "too short", "at least", "min_length"),
-}
-
-
-_TYPES = {
+_LENGTH_CODES = {"too_long": "array_above_max_length", "too_short": "array_below_min_length"}
+_EXPECTED = {
     "model_type": "an object",
     "model_attributes_type": "an object",
     "dict_type": "an object",
@@ -226,10 +239,19 @@ _TYPES = {
     "int_from_float": "an integer",
     "float_type": "a number",
 }
+_GOT = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "an integer",
+    float: "a decimal",
+    str: "a string",
+    list: "an array",
+    dict: "an object",
+}
 
 
 def _bad_request(errors: Sequence[ErrorDetails]) -> BadRequest:
-    """Return pydantic's first error in OpenAI's words, with its code.
+    """Return pydantic's first error in plain words, with OpenAI's code.
 
     Of a union's errors it is the one of the branch that got furthest; at the same path, one that is
     not about the type.
@@ -237,52 +259,50 @@ def _bad_request(errors: Sequence[ErrorDetails]) -> BadRequest:
     param = _path(errors[0]["loc"])
     of_one_field = [error for error in errors if _path(error["loc"]).startswith(param)]
     error = max(
-        of_one_field, key=lambda each: (len(_steps(each["loc"])), each["type"] not in _TYPES)
+        of_one_field, key=lambda each: (len(_steps(each["loc"])), each["type"] not in _EXPECTED)
     )
     param = _path(error["loc"])
-    if error["type"] in _TYPES:
-        here = (error["type"] for error in of_one_field if _path(error["loc"]) == param)
-        type_names = dict.fromkeys(_TYPES[kind] for kind in here if kind in _TYPES)
-        if list(type_names) == ["an integer"] and _is_beyond_64_bits(error["input"]):
-            return _out_of_64_bits(param, error["input"])
-        return BadRequest(
-            f"Invalid type for '{param}': expected {' or '.join(type_names)}, but got "
-            f"{_json_type(error['input'])} instead.",
-            param=param,
-            code="invalid_type",
-        )
     kind, context, value = error["type"], error.get("ctx", {}), error["input"]
+    if kind in _EXPECTED:
+        here = [error["type"] for error in of_one_field if _path(error["loc"]) == param]
+        expected = dict.fromkeys(_EXPECTED[kind] for kind in here if kind in _EXPECTED)
+        return _wrong_type(param, value, list(expected))
     if kind == "missing":
         return missing_parameter(param)
-    if kind in _BOUNDS:
-        code, phrase, sign, key = _BOUNDS[kind]
-        noun = "decimal" if isinstance(context[key], float) else "integer"
-        bound = f"{context[key]:g}" if noun == "decimal" else context[key]
-        return BadRequest(
-            f"Invalid '{param}': {noun} {phrase}. Expected a value {sign} {bound}, "
-            f"but got {value} instead.",
-            param=param,
-            code=f"{noun}_{code}",
-        )
-    if kind in _LENGTHS:
-        code, phrase, bound, key = _LENGTHS[kind]
-        return BadRequest(
-            f"Invalid '{param}': array {phrase}. Expected an array with {bound} length "
-            f"{context[key]}, but got an array with length {context['actual_length']} instead.",
-            param=param,
-            code=f"array_{code}",
-        )
-    if kind == "string_too_long":
-        return _string_too_long(param, context["max_length"], len(value))
     if kind == "extra_forbidden":
         return UnknownParameter(f"Unrecognized request argument: {param}", param=param)
-    message = error["msg"].removeprefix("Value error, ")
+    message, code = error["msg"].removeprefix("Value error, "), "invalid_value"
+    if kind in _VALUE_CODES:
+        code = f"integer_{_VALUE_CODES[kind]}"
+        if any(isinstance(bound, float) for bound in context.values()):
+            code = f"decimal_{_VALUE_CODES[kind]}"
+    elif kind in _LENGTH_CODES:
+        code = _LENGTH_CODES[kind]
+        limit = f"at most {context.get('max_length')}"
+        if kind == "too_short":
+            limit = f"at least {context['min_length']}"
+        message = f"it should have {limit} items, and has {context['actual_length']}"
+    elif kind == "string_too_long":
+        code = "string_above_max_length"
     for start in ("Input should", "String should"):
         message = message.replace(start, "it should")
+    if param:
+        message = f"Invalid '{param}': {message[0].lower()}{message[1:]}."
+    return BadRequest(message, param=param, code=code)
+
+
+def _wrong_type(param: str, value: Any, expected: Sequence[str]) -> BadRequest:
+    if isinstance(value, float) and abs(value) >= 2**63 and expected == ["an integer"]:
+        # orjson reads an integer of more than 64 bits as a float.
+        code = "integer_above_max_value"
+        if value < 0:
+            code = "integer_below_min_value"
+        return BadRequest(f"Invalid '{param}': it has more than 64 bits.", param=param, code=code)
     return BadRequest(
-        f"Invalid '{param}': {message[0].lower()}{message[1:]}." if param else message,
+        f"Invalid type for '{param}': expected {' or '.join(expected)}, but got "
+        f"{_GOT[type(value)]} instead.",
         param=param,
-        code="invalid_value",
+        code="invalid_type",
     )
 
 
@@ -315,58 +335,12 @@ def find_place(ids: Sequence[str], query: Mapping[str, str], name: str, noun: st
     return ids.index(query[name])
 
 
-def _is_beyond_64_bits(value: object) -> bool:
-    """Return True for an integer beyond 64 bits, which orjson reads as a float."""
-    return isinstance(value, float) and value.is_integer() and abs(value) >= 2**63
-
-
-def _out_of_64_bits(param: str, value: float) -> BadRequest:
-    code, phrase, sign, bound = (
-        ("above_max_value", "above maximum value", "<=", 2**63 - 1)
-        if value > 0
-        else ("below_min_value", "below minimum value", ">=", -(2**63))
-    )
-    return BadRequest(
-        f"Invalid '{param}': integer {phrase}. Expected a value {sign} {bound}, "
-        f"but got {value:g} instead.",
-        param=param,
-        code=f"integer_{code}",
-    )
-
-
-def _json_type(value: object) -> str:
-    """Return the JSON type of a value, with its article."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "a boolean"
-        case int():
-            return "an integer"
-        case float():
-            return "a decimal"
-        case str():
-            return "a string"
-        case list():
-            return "an array"
-    return "an object"
-
-
-def _string_too_long(param: str, limit: int, length: int) -> BadRequest:
-    return BadRequest(
-        f"Invalid '{param}': string too long. Expected a string with maximum length {limit}, "
-        f"but got a string with length {length} instead.",
-        param=param,
-        code="string_above_max_length",
-    )
-
-
 def _path(location: tuple[int | str, ...]) -> str:
     """Return a field's path as OpenAI writes it: messages[0].role."""
     path = ""
     for step in _steps(location):
-        path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else step
-    return shorten(path)
+        path += f"[{step}]" if isinstance(step, int) else f".{step}"
+    return shorten(path.removeprefix("."))
 
 
 def _steps(location: tuple[int | str, ...]) -> list[int | str]:
@@ -409,42 +383,31 @@ def check_length(parts: Sequence[Any], max_chars: int, *, param: str) -> None:
 
 
 MAX_INPUTS = 2048  # as OpenAI's
-_TEXT = {"type": "string", "minLength": 1}
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-INPUTS_SCHEMA: dict[str, Any] = {
-    "anyOf": [
-        _TEXT,
-        {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_INPUTS},
-        _IDS,
-        {"type": "array", "items": _IDS, "minItems": 1, "maxItems": MAX_INPUTS},
-    ]
-}
+_Text = Annotated[str, Field(min_length=1)]
+_Ids = Annotated[list[Annotated[int, Field(ge=0)]], FAIL_FAST, Field(min_length=1)]
 
 
-def read_inputs(value: object) -> list[Any]:
-    """Return the inputs as a list, either of texts or of lists of token ids.
-
-    Raises ValueError for anything else; for too many, its message has their number.
-    """
-    if isinstance(value, str):
-        value = [value]
-    if not isinstance(value, list) or not value:
-        raise ValueError("it is neither a text nor an array of some")
-    inputs = [value] if all(map(_is_id, value)) else value
-    if len(inputs) > MAX_INPUTS:
-        raise ValueError(f"it has {len(inputs)} entries")
-    if not (all(map(_is_text, inputs)) or all(map(_is_ids, inputs))):
-        raise ValueError("its entries are not all texts, or all token ids, and none of them empty")
-    return inputs
-
-
-def _is_text(item: object) -> bool:
-    return isinstance(item, str) and item != ""
+def _read_inputs(value: object, read: ValidatorFunctionWrapHandler) -> list[Any]:
+    try:
+        inputs = read(value)
+    except ValidationError:
+        count = ""
+        if isinstance(value, list):
+            count = f", and has {len(value)} entries"
+        raise ValueError(
+            f"it should be a string, an array of 1 to {MAX_INPUTS} non-empty strings, an array of "
+            f"token ids, or an array of such arrays{count}"
+        ) from None
+    if isinstance(inputs, str) or isinstance(inputs[0], int):
+        return [inputs]
+    return list(inputs)
 
 
-def _is_id(item: object) -> bool:
-    return isinstance(item, int) and not isinstance(item, bool) and item >= 0
-
-
-def _is_ids(item: object) -> bool:
-    return isinstance(item, list) and bool(item) and all(map(_is_id, item))
+# Texts, or rows of token ids: of one text or row, a list of it.
+Inputs = Annotated[
+    _Text
+    | Annotated[list[_Text], FAIL_FAST, Field(min_length=1, max_length=MAX_INPUTS)]
+    | _Ids
+    | Annotated[list[_Ids], FAIL_FAST, Field(min_length=1, max_length=MAX_INPUTS)],
+    WrapValidator(_read_inputs),
+]

@@ -14,7 +14,7 @@ import orjson
 import pytest
 
 from gateway.api.endpoints import ENDPOINTS
-from gateway.wire.anthropic_errors import error_status
+from gateway.wire.anthropic_stream import error_status
 from tests.fuzz.hostile import Sent, hostile
 from tests.processes import DEMO, Served, command, started
 from tests.provoked.readings import settled

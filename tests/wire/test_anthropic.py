@@ -32,8 +32,12 @@ from gateway.wire.anthropic import (
     to_job,
     usage_dict,
 )
-from gateway.wire.anthropic_errors import AnthropicErrorType, error_body, error_status
-from gateway.wire.anthropic_stream import MessageWriter
+from gateway.wire.anthropic_stream import (
+    AnthropicErrorType,
+    MessageWriter,
+    error_body,
+    error_status,
+)
 from gateway.wire.validation import read_request
 from tests.fakes import caller
 

@@ -108,7 +108,7 @@ def test_codes_are_openais() -> None:
     """Of what is too long."""
     many = refused({**CHAT, "messages": [USER] * 4}, chat.ChatRequest)
     assert many.code == "array_above_max_length"
-    assert "length 3, but got an array with length 4" in many.message
+    assert "at most 3 items, and has 4" in many.message
     body = {"model": "m", "prompt": "a", "guided_regex": "x" * 9}
     long = refused(body, completions.CompletionRequest)
     assert long.code == "string_above_max_length"

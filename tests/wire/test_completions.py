@@ -106,7 +106,7 @@ def test_a_bias_of_more_tokens_than_a_step_can_bear_is_refused() -> None:
     """It names the bound, which is above OpenAI's."""
     most = {str(token): 1.0 for token in range(1024)}
     assert len(jobs(logit_bias=most)[0].sampling.logit_bias) == 1024
-    with pytest.raises(BadRequest, match="at most 1024 tokens, but names 1025") as refused:
+    with pytest.raises(BadRequest, match="at most 1024 entries, and has 1025") as refused:
         jobs(logit_bias={**most, "1024": 1.0})
     assert refused.value.param == "logit_bias"
 

@@ -110,23 +110,21 @@ def test_the_field_says_whether_a_bound_is_of_decimals(temperature: float) -> No
     """Not the number that was sent."""
     error = refused(temperature=temperature)
     assert error.code in ("decimal_above_max_value", "decimal_below_min_value")
-    assert "Expected a value <= 2," in error.message or "Expected a value >= 0," in error.message
+    assert "than or equal to" in error.message
     assert refused(n=0).code == "integer_below_min_value"
 
 
 @pytest.mark.parametrize(
-    ("given", "code", "said"),
+    ("given", "code"),
     [
-        (2**70, "integer_above_max_value", "<= 9223372036854775807"),
-        (-(2**70), "integer_below_min_value", ">= -9223372036854775808"),
-        (2**63, "integer_above_max_value", "< 9223372036854775808"),
+        (2**70, "integer_above_max_value"),
+        (-(2**70), "integer_below_min_value"),
+        (2**63, "integer_above_max_value"),
     ],
 )
-def test_an_integer_that_is_too_large_is_no_decimal(given: int, code: str, said: str) -> None:
+def test_an_integer_that_is_too_large_is_no_decimal(given: int, code: str) -> None:
     """JSON's integers have no end; those of 64 bits do."""
-    error = refused(seed=given)
-    assert error.code == code
-    assert f"Expected a value {said}, but got" in error.message
+    assert refused(seed=given).code == code
 
 
 @pytest.mark.parametrize("given", [5.0, 2.0**53])
