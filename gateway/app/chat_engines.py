@@ -19,13 +19,13 @@ from gateway.engine.device import Device
 from gateway.engine.embedding.label_scorer import label_recipe, load_label_scorer_in_steps
 from gateway.engine.generation.engine import GenerationEngine as MlxGenerationEngine
 from gateway.engine.generation.loading import (
-    ChatSetup,
     DraftSetup,
     load_generation_in_steps,
     read_chat_setup,
     read_draft_setup,
 )
 from gateway.engine.generation.self_test import self_test_digest
+from gateway.engine.generation.sequences import ChatSetup
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.models.adapter_files import read_adapter
 from gateway.engine.models.checkpoint import (

@@ -8,10 +8,10 @@ import httpx2
 import pytest
 import structlog
 
+from benchmarks.loading import load_generation
 from gateway.app.engines import MlxEngines
 from gateway.app.limits import ChatOptions
 from gateway.engine.device import Device
-from gateway.engine.generation.loading import load_generation
 from gateway.engine.hub import Hub
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
 from tests.serving_app import catalog, served

@@ -11,6 +11,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from benchmarks.loading import load_embedding
 from benchmarks.tiny_models import names, tiny_config, tiny_model
 from gateway.engine.bounds import (
     METAL_BUFFERS,
@@ -21,7 +22,6 @@ from gateway.engine.bounds import (
     read_bounds,
 )
 from gateway.engine.device import Device
-from gateway.engine.embedding.engine import load_embedding
 from gateway.engine.kv.cache import make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache
 from gateway.engine.models.checkpoint import measure_kv

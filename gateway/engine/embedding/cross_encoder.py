@@ -28,7 +28,6 @@ from gateway.engine.embedding.tokenizer import (
 )
 from gateway.engine.models.checkpoint import (
     Checkpoint,
-    at_once,
     dequantize,
     fit_weights,
     read_in_slices,
@@ -200,9 +199,6 @@ def load_cross_encoder_in_steps(
         device=device,
         max_tokens=read_max_tokens(inner, encoder.max_tokens, limits, max_context),
     )
-
-
-load_cross_encoder = at_once(load_cross_encoder_in_steps)
 
 
 def find_transformer(checkpoint: Checkpoint) -> Checkpoint:

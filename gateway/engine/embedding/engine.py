@@ -18,7 +18,7 @@ from gateway.engine.embedding.encoder import (
 )
 from gateway.engine.embedding.pooling import Recipe, pool, read_recipe, shorten, unit
 from gateway.engine.embedding.tokenizer import TextTokenizer, load_text_tokenizer
-from gateway.engine.models.checkpoint import Checkpoint, at_once, read_in_slices
+from gateway.engine.models.checkpoint import Checkpoint, read_in_slices
 
 if TYPE_CHECKING:
     from gateway.engine.models.missing_kernels import Report
@@ -130,6 +130,3 @@ def load_embedding_in_steps(
         prompts=prompts or {key: text or "" for key, text in (saved.get("prompts") or {}).items()},
         default_prompt_name=saved.get("default_prompt_name"),
     )
-
-
-load_embedding = at_once(load_embedding_in_steps)

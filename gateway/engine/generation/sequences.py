@@ -5,7 +5,8 @@ separate calls (mlx-lm's `next()` does both in one).
 """
 
 from collections import abc, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,15 +28,28 @@ from gateway.engine.generation.decode_batch import (
 from gateway.engine.generation.label_scoring import score_labels
 from gateway.engine.generation.prefill import Prefill, PrefillBatch, max_scored_tokens
 from gateway.engine.generation.sampling import Sampler
-from gateway.engine.generation.self_test import ALONE, is_listed
+from gateway.engine.generation.self_test import ALONE, count_tokens, is_listed
 from gateway.engine.generation.sequence import Faults, Sequence
 from gateway.engine.grammar.structured import Structured
 from gateway.engine.kv.cache import can_batch, compact, rewind_layers
 from gateway.engine.kv.prefix_cache import PrefixCache
 from gateway.engine.models.adapters import Adapters
-from gateway.engine.models.checkpoint import measure_kv
+from gateway.engine.models.checkpoint import Checkpoint, measure_kv
+from gateway.engine.models.gguf.checkpoint import GgufCheckpoint
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
-from gateway.jobs import Delta, Pass, SequenceParams, Verdict
+from gateway.jobs import Delta, EngineFacts, Pass, SequenceParams, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class ChatSetup:
+    """What a chat model has besides its weights, and the files that those are read from."""
+
+    checkpoint: Checkpoint | GgufCheckpoint
+    chat: ChatTokenizer
+    structured: Structured
+    max_context: int
+    vocab_size: int
+    sampling_defaults: Mapping[str, float]
 
 
 class Sequences:
@@ -48,26 +62,31 @@ class Sequences:
     def __init__(
         self,
         model: Any,
-        chat: ChatTokenizer,
-        structured: Structured,
+        setup: ChatSetup,
         *,
-        vocab_size: int,
-        prefix_cache_bytes: int,
-        speculate_rows: int,
-        draft_model: DraftModel | None,
-        bounds: Bounds,
+        prefix_cache_bytes: int = 0,
+        speculate_rows: int = 0,
+        draft_model: DraftModel | None = None,
+        bounds: Bounds | None = None,
     ) -> None:
+        bounds = bounds or Bounds()
         self._model: Any = model
-        self._chat = chat
-        self._structured = structured
-        self._vocab_size = vocab_size
-        empty, states = make_prompt_cache(model), measure_kv(model).states
+        self._chat = self.tokens = setup.chat
+        self._structured = setup.structured
+        self._vocab_size = setup.vocab_size
+        self._sampling_defaults = setup.sampling_defaults
+        kv_cost = measure_kv(model)
+        empty, states = make_prompt_cache(model), kv_cost.states
+        if draft_model is not None:
+            kv_cost = draft_model.with_kv(kv_cost, speculate_rows)
+        tested_tokens = count_tokens(model, setup.max_context)
+        self.facts = EngineFacts(setup.max_context, kv_cost, tested_tokens)
         self._prefixes = PrefixCache(empty, prefix_cache_bytes, bounds.kept, states)
         self.adapters = Adapters(model)
         self._prefill = Prefill(
             model,
             self._prefixes,
-            max_scored_tokens(vocab_size),
+            max_scored_tokens(setup.vocab_size),
             self.adapters.applied,
             bounds.pass_s,
         )

@@ -8,11 +8,11 @@ Pickled weights are never opened: unpickling runs whatever code they hold.
 import contextlib
 import json
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, ParamSpec, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
 import mlx.core as mx
 
@@ -22,8 +22,6 @@ from gateway.errors import ModelLoadFailed
 from gateway.jobs import KvCost
 from gateway.registry import is_gguf
 
-P = ParamSpec("P")
-T = TypeVar("T")
 _INDEX = "model.safetensors.index.json"
 # Read in about a tenth of a second from a disk that gives 2.5 GB/s.
 SLICE_BYTES: Final = 256 << 20
@@ -234,15 +232,6 @@ def read_in_slices(
         with checkpoint.blame():
             mx.eval(slice_arrays)
         yield
-
-
-def at_once(steps: Callable[P, Generator[T | None]]) -> Callable[P, T]:
-    """Turn a loader in steps, the last of which yields the engine, into one that returns it."""
-
-    def load(*args: P.args, **kwargs: P.kwargs) -> T:
-        return next(engine for engine in steps(*args, **kwargs) if engine is not None)
-
-    return load
 
 
 def slices(arrays: Iterable[mx.array], slice_bytes: int) -> Iterator[list[mx.array]]:

@@ -390,7 +390,7 @@ def _alike(text: str, other: str) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
 
 
-class ChatOptions(TypedDict, total=False):
+class ChatFormats(TypedDict, total=False):
     """What a user may set of a chat model's template and formats."""
 
     chat_template: str | None  # in the place of the checkpoint's own
@@ -419,7 +419,7 @@ def wrap_folder_tokenizer(
 
 
 def chat_tokenizer(
-    wrapper: TokenizerWrapper, *, name: str, model_type: str, **options: Unpack[ChatOptions]
+    wrapper: TokenizerWrapper, *, name: str, model_type: str, **options: Unpack[ChatFormats]
 ) -> ChatTokenizer:
     """Wrap mlx-lm's tokenizer for chat. Raises ModelLoadFailed."""
     chat_template, template_args = options.get("chat_template"), options.get("template_args", {})

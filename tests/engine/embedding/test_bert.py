@@ -9,9 +9,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from benchmarks.loading import load_embedding
 from gateway.engine.device import Device
 from gateway.engine.embedding.bert import position_ids
-from gateway.engine.embedding.engine import EmbeddingEngine, load_embedding
+from gateway.engine.embedding.engine import EmbeddingEngine
 from gateway.engine.embedding.kernels import (
     LONG,
     Activation,

@@ -8,13 +8,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from benchmarks.loading import load_cross_encoder, load_embedding
 from gateway.engine.device import Device
-from gateway.engine.embedding.cross_encoder import (
-    CrossEncoderEngine,
-    load_cross_encoder,
-    load_cross_encoder_in_steps,
-)
-from gateway.engine.embedding.engine import load_embedding
+from gateway.engine.embedding.cross_encoder import CrossEncoderEngine, load_cross_encoder_in_steps
 from gateway.engine.embedding.tokenizer import load_text_tokenizer, read_pair_template
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed, ModelLoadFailed

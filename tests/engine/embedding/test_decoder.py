@@ -11,8 +11,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import gemma3_text
 from mlx_lm.utils import load_model
 
+from benchmarks.loading import load_embedding
 from gateway.engine.device import Device
-from gateway.engine.embedding.engine import EmbeddingEngine, load_embedding
+from gateway.engine.embedding.engine import EmbeddingEngine
 from gateway.errors import ModelLoadFailed
 
 QWEN3 = Path(__file__).parents[2] / "golden" / "qwen3"

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.loading import load_embedding
 from gateway.engine.device import Device, cpu_streams
 from gateway.engine.embedding.encoder import (
     SLICE_TOKENS,
@@ -20,11 +21,7 @@ from gateway.engine.embedding.encoder import (
     slice_rows,
     worthwhile_threads,
 )
-from gateway.engine.embedding.engine import (
-    EmbeddingEngine,
-    load_embedding,
-    load_embedding_in_steps,
-)
+from gateway.engine.embedding.engine import EmbeddingEngine, load_embedding_in_steps
 from gateway.engine.models.checkpoint import Checkpoint, read_in_slices
 from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed, ModelLoadFailed
 

@@ -16,7 +16,7 @@ from gateway.errors import ModelLoadFailed
 from gateway.jobs import Sampling
 from tests.checkpoints import SLIDING, STATEFUL, teach_thinking, write_chat
 from tests.engine.generation.test_preemption import JOBS, TEXTS, Batch, open_engine
-from tests.engine.generation.test_speculation import ECHO, run
+from tests.engine.generation.test_prompt_lookup import ECHO, run
 
 pytestmark = pytest.mark.slow
 

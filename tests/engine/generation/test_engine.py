@@ -13,14 +13,11 @@ from hypothesis import strategies as st
 from mlx_lm import load
 from mlx_lm.generate import generate_step
 
+from benchmarks.loading import load_generation
 from gateway.engine.device import Device
 from gateway.engine.generation.decode_batch import DecodeBatch
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.loading import (
-    load_generation,
-    load_generation_in_steps,
-    read_chat_setup,
-)
+from gateway.engine.generation.loading import load_generation_in_steps, read_chat_setup
 from gateway.engine.generation.prefill import take_prompts
 from gateway.engine.generation.sequence import Sequence
 from gateway.engine.models.checkpoint import Checkpoint, read_in_slices, slices

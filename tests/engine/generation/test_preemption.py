@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.loading import load_generation
 from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.loading import load_generation
 from gateway.jobs import (
     Calling,
     Compiled,

@@ -10,9 +10,9 @@ import jsonschema  # type: ignore[import-untyped]
 import mlx.core as mx
 import pytest
 
+from benchmarks.loading import load_generation
 from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.loading import load_generation
 from gateway.engine.grammar.shaping import Shape
 from gateway.errors import BadRequest
 from gateway.jobs import Calling, Function, GenerateJob, Grammar, Sampling

@@ -8,9 +8,9 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
+from benchmarks.loading import load_generation
 from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.loading import load_generation
 from gateway.jobs import Sampling, SequenceParams
 from tests.checkpoints import ABSOLUTE, SLIDING, STATEFUL, write_chat
 from tests.engine.generation.harness import join

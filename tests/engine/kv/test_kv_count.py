@@ -9,10 +9,10 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
+from benchmarks.loading import load_generation
 from gateway.engine.device import Device
 from gateway.engine.drafts.draft_model import DraftModel
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.loading import load_generation
 from gateway.engine.models.checkpoint import Checkpoint, kv_bytes, measure_kv
 from gateway.engine.models.decoders import parameters
 from gateway.jobs import GenerateJob, Sampling, SequenceParams

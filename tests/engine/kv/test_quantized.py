@@ -15,9 +15,9 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
+from benchmarks.loading import load_generation
 from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.loading import load_generation
 from gateway.engine.kv.cache import RaggedKVCache, compact, make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK
 from gateway.engine.kv.quantized import (
@@ -39,7 +39,7 @@ from tests.checkpoints import (
 )
 from tests.engine.generation.test_engine import GREEDY, SEEDED, answers
 from tests.engine.generation.test_preemption import TEXTS, Answer, Batch
-from tests.engine.generation.test_speculation import ECHO
+from tests.engine.generation.test_prompt_lookup import ECHO
 from tests.engine.generation.ties import assert_alike
 from tests.engine.kv.test_kv_count import ARCHITECTURES, held
 from tests.engine.kv.test_prefix_cache import PLENTY, bare, cached, ids, tokens

@@ -11,11 +11,7 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import quantize
 
 from gateway.engine.device import Device
-from gateway.engine.generation.loading import (
-    DraftSetup,
-    load_generation_in_steps,
-    read_chat_setup,
-)
+from gateway.engine.generation.loading import DraftSetup, load_generation_in_steps, read_chat_setup
 from gateway.engine.models.decoders import parameters, read_decoder
 from gateway.engine.models.fused import FusedProjection, fuse_projections
 from gateway.engine.models.gguf.checkpoint import open_checkpoint
@@ -120,7 +116,7 @@ def test_each_group_that_is_fused_is_a_step_of_loading(tmp_path: Path) -> None:
         )
         return len([*steps])
 
-    groups, draft = 4, DraftSetup(setup.checkpoint, setup.vocab_size, setup.max_context)
+    groups, draft = 4, DraftSetup(setup.checkpoint, setup.vocab_size, setup.max_context, {})
     alone, drafted = count_steps(), count_steps(draft=draft)
     assert count_steps(is_fused=True) == alone + groups
-    assert count_steps(draft=replace(draft, is_fused=True)) == drafted + groups
+    assert count_steps(draft=replace(draft, numbers={"is_fused": True})) == drafted + groups

@@ -18,9 +18,9 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import load_model
 
+from benchmarks.loading import load_generation
 from benchmarks.tiny_models import tiny_config, tiny_model
 from gateway.engine.device import Device
-from gateway.engine.generation.loading import load_generation
 from gateway.engine.models.decoders import parameters, read_decoder
 from gateway.engine.models.gguf.checkpoint import open_checkpoint
 from gateway.engine.models.missing_kernels import (

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 
+from benchmarks.loading import load_generation
 from gateway.engine.device import Device
-from gateway.engine.generation.loading import ChatSetup, load_generation, read_chat_setup
+from gateway.engine.generation.loading import read_chat_setup
 from gateway.engine.generation.self_test import self_test_digest
+from gateway.engine.generation.sequences import ChatSetup
 from gateway.engine.models.checkpoint import weights_bytes
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint
 from gateway.errors import ModelLoadFailed

@@ -16,11 +16,11 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, tr
 from gateway.engine.control_tokens import ControlTokens, Piece
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.label_scoring import (
-    LEAST,
     MAX_STEPS,
     encode_labels,
     encode_questions,
 )
+from gateway.engine.generation.sampling import LOWEST_LOGPROB
 from gateway.errors import BadRequest, ContextLengthExceeded
 from gateway.jobs import Delta, GenerateJob, Question, Sampling
 from tests.checkpoints import SLIDING, STATEFUL, teach_thinking, write_chat
@@ -196,7 +196,7 @@ def test_a_label_may_be_impossible(plain: GenerationEngine, monkeypatch: Any) ->
 
     plain._model = plain._prefill._model = Barring()
     (deltas,) = run(plain, [asked])
-    assert min(add_up(asked, deltas)[0]) == LEAST
+    assert min(add_up(asked, deltas)[0]) == LOWEST_LOGPROB
     plain._model = plain._prefill._model = model
 
 
