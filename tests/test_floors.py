@@ -53,15 +53,14 @@ INSIDE: dict[str, dict[str, set[str]]] = {
     "engine": {
         "generation": {
             *("prompting", "answers", "drafts", "kv", "models", "grammar", "control_tokens"),
-            *("device_faults", "bounds", "device"),
+            *("device_faults", "device"),
         },
         "prompting": {"answers", "grammar", "control_tokens"},
         "embedding": {"models", "control_tokens", "device"},
-        "drafts": {"kv", "models", "bounds", "device"},
-        "kv": {"models", "device_faults", "bounds"},
+        "drafts": {"kv", "models", "device"},
+        "kv": {"models", "device_faults", "device"},
         "models": {"device_faults", "device"},
         "grammar": {"sandboxed"},
-        "bounds": {"device"},
         "device": {"blas"},
     },
     "serving": {
@@ -142,7 +141,7 @@ BUDGET: dict[str, int] = {
     "cli": 1272,
     "clock": 40,
     "doctor": 323,
-    "engine": 10715,
+    "engine": 10701,
     "errors": 266,
     "ids": 10,
     "jobs": 267,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gateway import logs
-from gateway.engine.models.sharding import Group, Share, first_host, share_bytes
+from gateway.engine.models.sharding import RankGroup, RankShare, first_host, share_bytes
 from gateway.errors import ModelLoadFailed
 from gateway.registry import ChatSpec, load_catalog
 from gateway.registry.catalog import ADOPTABLE
@@ -52,12 +52,12 @@ class Engines(Protocol):
 class Ranks:
     """The group, and rank 0's connections to the others; None on a rank that follows."""
 
-    group: Group
+    group: RankGroup
     leader: Leader | None = None
 
-    def share(self, spec: ChatSpec) -> Share | None:
+    def share(self, spec: ChatSpec) -> RankShare | None:
         """Return this rank's share of a model; None if it is not divided."""
-        return Share(spec.parallel, self.group) if spec.parallel else None
+        return RankShare(spec.parallel, self.group) if spec.parallel else None
 
     def lost(self) -> str | None:
         """Return which rank is gone, in words."""
@@ -65,7 +65,7 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def leading(group: Group) -> Iterator[Ranks]:
+def leading(group: RankGroup) -> Iterator[Ranks]:
     """Invite the other ranks, on rank 0, and end them at exit. Raises SettingsInvalid."""
     if not (host := first_host()):
         problem = "this backend of mlx.launch does not say where rank 0 is: use ring, jaccl or nccl"
@@ -84,7 +84,7 @@ def leading(group: Group) -> Iterator[Ranks]:
         leader.close()
 
 
-def follow_rank_0(settings: Settings, group: Group, engines: Engines) -> None:
+def follow_rank_0(settings: Settings, group: RankGroup, engines: Engines) -> None:
     """Make rank 0's calls until it ends the group."""
     if not (invitation := share_bytes(group, b"")):
         raise SettingsInvalid(["rank 0 did not begin: see its log"])

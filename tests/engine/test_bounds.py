@@ -13,18 +13,18 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from benchmarks.loading import load_embedding
 from benchmarks.tiny_models import names, tiny_config, tiny_model
-from gateway.engine.bounds import (
+from gateway.engine.device import (
     METAL_BUFFERS,
     PASS_S,
-    Bounds,
+    Device,
+    DeviceBounds,
     KeptBuffers,
-    LayerGroups,
     read_bounds,
 )
-from gateway.engine.device import Device
 from gateway.engine.kv.cache import make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache
 from gateway.engine.models.checkpoint import measure_kv
+from gateway.engine.models.decoders import LayerGroups
 from tests.checkpoints import write_chat
 from tests.engine.generation.test_engine import answers, job, open_engine
 
@@ -141,7 +141,7 @@ def test_metal_states_its_bounds_and_others_have_none() -> None:
     assert (metal.buffer_bytes, metal.pass_s, metal.kept.limit) == (1 << 30, PASS_S, 500)
     assert read_bounds(Device.METAL, {}).kept.limit == METAL_BUFFERS / 2
     for device in (Device.CPU, Device.CUDA):
-        assert read_bounds(device, info) == Bounds()
+        assert read_bounds(device, info) == DeviceBounds()
         assert read_bounds(device, info).kept.limit == math.inf
 
 

@@ -13,8 +13,7 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from gateway.engine.bounds import KeptBuffers
-from gateway.engine.device import launch
+from gateway.engine.device import KeptBuffers, launch
 from gateway.engine.drafts.prompt_lookup import Patience, count_accepted
 from gateway.engine.kv.cache import (
     SPARE,

@@ -100,7 +100,7 @@ class DraftPolicy:
             if max(rooms) < 1 or not is_due:
                 continue
             # It follows the contexts of those, too, that have a draft already.
-            lengths = {number: free[number] * (number not in drafts) for number in contexts}
+            lengths = {number: 0 if number in drafts else free[number] for number in contexts}
             try:
                 new_drafts = drafter.draft(contexts, lengths)
             except Exception as error:

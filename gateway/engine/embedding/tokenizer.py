@@ -39,8 +39,9 @@ class TextTokenizer:
     def encode(self, texts: Sequence[str], *, with_specials: bool = True) -> list[list[int]]:
         """Return each text's ids with its special tokens, never truncated, never padded."""
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=with_specials)
-        eos = self._eos if with_specials else ()
-        return [[*one.ids, *eos] for one in encoded]
+        if not with_specials:
+            return [one.ids for one in encoded]
+        return [[*one.ids, *self._eos] for one in encoded]
 
     def encode_start(
         self, texts: Sequence[str], limit: int, *, with_specials: bool = True
@@ -200,8 +201,10 @@ def _lowers(tokenizer: Tokenizer) -> bool:
 
 
 def _lower_first(tokenizer: Tokenizer) -> None:
-    rest = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *rest])
+    steps = [normalizers.Lowercase()]
+    if tokenizer.normalizer is not None:
+        steps.append(tokenizer.normalizer)
+    tokenizer.normalizer = normalizers.Sequence(steps)
 
 
 def _special_ends(checkpoint: Checkpoint, tokenizer: Tokenizer) -> tuple[int, int, int | None]:

@@ -10,8 +10,7 @@ from typing import Any, TypedDict, Unpack
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_config
 
-from gateway.engine.bounds import Bounds
-from gateway.engine.device import Device
+from gateway.engine.device import Device, DeviceBounds
 from gateway.engine.drafts.draft_model import DraftModel, can_go_back
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.sequences import ChatSetup
@@ -26,7 +25,7 @@ from gateway.engine.models.decoders import read_decoder
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, open_checkpoint
 from gateway.engine.models.gguf.vocabulary import read_sampling, wrap_tokenizer
 from gateway.engine.models.missing_kernels import Report
-from gateway.engine.models.sharding import Share
+from gateway.engine.models.sharding import RankShare
 from gateway.engine.prompting.chat_tokenizer import (
     ChatFormats,
     ChatTokenizer,
@@ -134,8 +133,8 @@ def load_generation_in_steps(
     prefix_cache_bytes: int = 0,  # of the KV that is kept of prompts; a draft model has its part
     speculate_rows: int = 0,  # in batches of up to so many, tokens may be read ahead
     draft: DraftSetup | None = None,
-    share: Share | None = None,  # this rank's part of the model; every rank must make its calls
-    bounds: Bounds | None = None,
+    share: RankShare | None = None,  # this rank's part of the model; every rank must make its calls
+    bounds: DeviceBounds | None = None,
     report: Report | None = None,  # is told of weights that become floating for want of a kernel
     **numbers: Unpack[Numbers],
 ) -> Generator[GenerationEngine | None]:
@@ -148,7 +147,7 @@ def load_generation_in_steps(
     model = yield from _read_model(setup.checkpoint, numbers, device, share, report)
     if share is not None and share.parallel == "pipeline":
         prefix_cache_bytes = 0  # ranks have other layers, so they would keep other prompts
-    bounds = bounds or Bounds()
+    bounds = bounds or DeviceBounds()
     draft_model, draft_bytes = None, 0
     if draft is not None:
         drafter = yield from _read_model(draft.checkpoint, draft.numbers, device, None, report)
@@ -181,7 +180,7 @@ def _read_model(
     checkpoint: Checkpoint | GgufCheckpoint,
     numbers: Numbers,
     device: Device,
-    share: Share | None,
+    share: RankShare | None,
     report: Report | None,
 ) -> Generator[None, None, Any]:
     model = yield from read_decoder(

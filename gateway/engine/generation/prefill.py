@@ -14,11 +14,11 @@ from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache
 
 from gateway.engine.answers.output_parts import TokenScores
-from gateway.engine.bounds import LayerGroups
 from gateway.engine.generation.sampling import LOWEST_LOGPROB, score
 from gateway.engine.generation.sequence import Sequence
 from gateway.engine.kv.cache import make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache, count_shared
+from gateway.engine.models.decoders import LayerGroups
 from gateway.jobs import Pass
 
 # The rest of a prompt is read with its last chunk if it is at most a chunk divided by this: a pass

@@ -13,8 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from gateway.engine.bounds import Bounds
-from gateway.engine.device import launch
+from gateway.engine.device import DeviceBounds, launch
 from gateway.engine.drafts.draft_model import DraftModel
 from gateway.engine.drafts.draft_policy import DraftPolicy
 from gateway.engine.generation.decode_batch import (
@@ -67,9 +66,9 @@ class Sequences:
         prefix_cache_bytes: int = 0,
         speculate_rows: int = 0,
         draft_model: DraftModel | None = None,
-        bounds: Bounds | None = None,
+        bounds: DeviceBounds | None = None,
     ) -> None:
-        bounds = bounds or Bounds()
+        bounds = bounds or DeviceBounds()
         self._model: Any = model
         self._chat = self.tokens = setup.chat
         self._structured = setup.structured

@@ -100,6 +100,28 @@ class Checkpoint:
     def config(self) -> dict[str, Any]:
         return self.read_object("config.json")
 
+    @contextlib.contextmanager
+    def reading_config(self) -> Iterator[None]:
+        """Turn what reading config.json's keys raises inside into what is wrong with them."""
+        try:
+            yield
+        except KeyError as error:
+            raise self.failed(f"config.json has no {error.args[0]}") from error
+        except (TypeError, ValueError, AttributeError) as error:
+            raise self.failed(f"config.json has a value that is no number: {error}") from error
+
+    def read_modules(self) -> dict[str, str] | None:
+        """Return sentence-transformers' modules, each path by its class name, in order; None if
+        there is no modules.json.
+        """
+        listing = self.read_json("modules.json")
+        if listing is None:
+            return None
+        try:
+            return {str(part["type"]).rpartition(".")[2]: str(part["path"]) for part in listing}
+        except (TypeError, KeyError) as error:
+            raise self.failed("modules.json is no list of modules with type and path") from error
+
     def weights(self) -> dict[str, mx.array]:
         """Open the safetensors, one file or shards. The arrays are read when evaluated."""
         arrays: dict[str, mx.array] = {}

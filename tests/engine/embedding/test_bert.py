@@ -13,16 +13,19 @@ from benchmarks.loading import load_embedding
 from gateway.engine.device import Device
 from gateway.engine.embedding.bert import position_ids
 from gateway.engine.embedding.engine import EmbeddingEngine
-from gateway.engine.embedding.kernels import (
+from gateway.engine.models.encoder_kernels import (
+    LEAST,
+    LOG2_E,
     LONG,
+    MOST,
     Activation,
     attend_base2,
     attend_fused,
+    exp2,
     gelu,
     gelu_tanh,
     layer_norm_by_products,
 )
-from gateway.engine.models.exponential import LEAST, LOG2_E, MOST, exp2
 from gateway.errors import ModelLoadFailed
 
 GOLDEN = Path(__file__).parents[2] / "golden"

@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 
 from benchmarks.loading import load_embedding
 from gateway.engine.device import Device, cpu_streams
-from gateway.engine.embedding.encoder import (
+from gateway.engine.embedding.engine import (
     SLICE_TOKENS,
+    EmbeddingEngine,
     bucket,
     in_step,
+    load_embedding_in_steps,
     open_encoder,
     slice_rows,
     worthwhile_threads,
 )
-from gateway.engine.embedding.engine import EmbeddingEngine, load_embedding_in_steps
 from gateway.engine.models.checkpoint import Checkpoint, read_in_slices
 from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed, ModelLoadFailed
 

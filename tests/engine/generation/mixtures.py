@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.kv.prefix_cache import BLOCK
-from gateway.engine.models.adapter_files import read_adapter
+from gateway.engine.models.adapters import read_adapter
 from gateway.errors import BadRequest
 from gateway.jobs import (
     Adapter,

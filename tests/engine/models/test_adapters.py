@@ -14,7 +14,7 @@ from mlx_lm.tuner.utils import load_adapters
 from benchmarks.loading import load_generation
 from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.models.adapter_files import read_adapter
+from gateway.engine.models.adapters import read_adapter
 from gateway.engine.models.missing_kernels import can_gather
 from gateway.errors import ModelLoadFailed
 from gateway.jobs import Adapter, GenerateJob, Question, Sampling

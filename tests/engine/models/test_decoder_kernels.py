@@ -18,7 +18,7 @@ from gateway.engine.device import Device
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.models.decoder_kernels import attend, swiglu
 from gateway.engine.models.decoders import open_decoder
-from gateway.engine.models.exponential import exp2
+from gateway.engine.models.encoder_kernels import exp2
 from tests.checkpoints import write_chat
 
 llama: Any = mlx_lm.models.llama

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gateway.engine.models.checkpoint import Checkpoint, Tensor
-from gateway.engine.models.gguf.architectures import Place, places, read_config
+from gateway.engine.models.gguf.architectures import TensorPlace, places, read_config
 from gateway.engine.models.gguf.header import GgufError, Header, read_header
 from gateway.engine.models.gguf.quants import FLOATS, GROUP, PACKED_BITS, READ
 from gateway.errors import ModelLoadFailed
@@ -39,7 +39,7 @@ class GgufCheckpoint:
         with self.blame():
             self.header: Header = read_header(path)
             config = read_config(self.header)
-            self.places: Mapping[str, Place] = places(config, self.header)
+            self.places: Mapping[str, TensorPlace] = places(config, self.header)
             self._check_types()
         self._config = {**config, **self._quantization()}
         self.dtype = self._floating()
