@@ -189,26 +189,3 @@ def test_on_a_gpu_all_passes_are_of_one_stream(
     answers(engine, [job("Hello " * n) for n in range(1, 5)])
     engine.close()
     assert streams <= {str(mx.default_stream(mx.default_device()))}
-
-
-def test_layers_that_call_their_base_are_evaluated_in_parts_too() -> None:
-    """Each class has its own call back, also inside that of another."""
-
-    class First:
-        def __call__(self, x: mx.array) -> mx.array:
-            return x + 1
-
-    class Second(First):
-        def __call__(self, x: mx.array) -> mx.array:
-            return 2 * super().__call__(x)
-
-    class Model:
-        layers = (First(), Second(), First())
-
-    model, groups = Model(), LayerGroups(1e-9)
-    for _ in range(2):
-        x = mx.zeros(1)
-        with groups.applied(model):
-            for layer in model.layers:
-                x = layer(x)
-        assert x.item() == 5

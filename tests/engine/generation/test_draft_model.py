@@ -101,44 +101,6 @@ def test_answers_are_those_without_a_draft_model(
     engine.close()
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_rows_that_leave_and_stop_and_go_on_change_no_answer(
-    plain: GenerationEngine, folder: Path, drafted: Path, seed: int
-) -> None:
-    chance = random.Random(seed)
-    engine = open_engine(folder, chance.choice([0, 10_000_000]), 3, draft=drafted)
-    weights = engine.nbytes()
-    jobs = [(chance.choice([*TEXTS, LONG]), chance.choice(ALL_JOBS)) for _ in range(14)]
-    expected, _ = run(plain, jobs, chance)
-    batch, waiting, asked = Batch(engine), list(zip(jobs, expected, strict=True)), {}
-    stopped: set[int] = set()
-    gone: set[int] = set()
-    drafts = 0
-    while waiting or set(batch.open) - gone:
-        still = sorted(set(batch.open) - gone)
-        if waiting and chance.random() < 0.2:
-            job, answer = waiting.pop()
-            asked[batch.join(*job)] = job, answer
-        if still and chance.random() < 0.2:
-            row = chance.choice(still)
-            act = chance.choice(["park", "preempt", "resume", "resume", "leave"])
-            getattr(engine, act)(row)
-            stopped = stopped | {row} if act in ("park", "preempt") else stopped - {row}
-            gone |= {row} if act == "leave" else set()
-        if not batch.is_busy and stopped and not waiting:
-            engine.resume(stopped.pop())
-        batch.step(chance.choice([16, 64, 512]))
-        drafts += engine.last_pass.drafted
-        stopped &= set(batch.open)
-    for row, (job, answer) in asked.items():
-        assert row in gone or batch.answers[row].says_as(answer), job
-    assert drafts
-    assert not engine._faults.take()
-    engine.clear_prefixes()
-    assert engine.nbytes() == weights, "no KV is left of sequences that are gone"
-    engine.close()
-
-
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_a_draft_model_that_is_right_saves_passes(
     plain: GenerationEngine, folder: Path, rows: int, monkeypatch: pytest.MonkeyPatch

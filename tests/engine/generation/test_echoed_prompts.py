@@ -203,18 +203,6 @@ def test_the_logits_of_a_whole_prompt_are_never_there_at_once(tmp_path: Path) ->
     engine.close()
 
 
-def test_a_row_that_leaves_half_scored_breaks_nothing(plain: Path) -> None:
-    """The next one is scored as if it had been alone."""
-    engine = open_engine(plain)
-    leaving = join(engine, engine.prepare(echo("a b c " * 100))[0])
-    engine.prefill(64)
-    engine.leave(leaving)
-    assert not engine.is_prefilling
-    job = echo(PROMPTS[1])
-    check(engine, job, echoed(told(engine, [job])[0]))
-    engine.close()
-
-
 class Failing:
     """A model whose pass number `at` raises."""
 

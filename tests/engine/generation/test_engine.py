@@ -18,7 +18,6 @@ from gateway.engine.device import Device
 from gateway.engine.generation.decode_batch import DecodeBatch
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.loading import load_generation_in_steps, read_chat_setup
-from gateway.engine.generation.prefill import take_prompts
 from gateway.engine.generation.sequence import Sequence
 from gateway.engine.models.checkpoint import Checkpoint, read_in_slices, slices
 from gateway.engine.models.decoders import open_decoder, parameters
@@ -137,26 +136,6 @@ def answers(
     return run.finish(budget)
 
 
-def test_an_error_that_another_waits_for_is_raised_when_the_step_is_read(
-    engine: GenerationEngine,
-) -> None:
-    """MLX raises it once, to whoever waits first: here before another model's turn."""
-    [alone] = answers(engine, [job(TEXTS[0])])
-    with SimulatedDevice().installed() as device:
-        run = Run(engine)
-        run.join(job(TEXTS[0]))
-        for _ in range(3):
-            run.step()
-        device.fail(TIMEOUT)
-        engine.synchronize()
-        assert device.failures == 1
-        assert not engine._faults.take()
-        [again] = run.finish()
-        [fault] = engine._faults.take()
-    assert TIMEOUT in fault.message
-    assert (again.ids, again.text) == (alone.ids, alone.text)
-
-
 @pytest.mark.parametrize("act", ["park", "leave", "clear_prefixes"])
 def test_an_error_of_the_step_under_way_is_kept_whoever_meets_it_first(
     engine: GenerationEngine, act: str
@@ -224,15 +203,6 @@ def reference(folder: Path) -> dict[str, list[int]]:
                 break
     assert sum(len(set(each)) for each in ids.values()) > 40, "the model must have things to say"
     return ids
-
-
-def test_greedy_tokens_equal_mlx_lms_alone(
-    engine: GenerationEngine, reference: dict[str, list[int]]
-) -> None:
-    """The same prompt, the same tokens, on the CPU in float32."""
-    for text in TEXTS:
-        (answer,) = answers(engine, [job(text)])
-        assert answer.ids == reference[text]
 
 
 @pytest.mark.parametrize("budget", [16, 100, 512, 100_000])
@@ -426,20 +396,6 @@ def test_stop_strings_never_leak_wherever_they_fall(engine: GenerationEngine) ->
     assert whole.stop is None
 
 
-def test_deltas_are_whole_characters(engine: GenerationEngine) -> None:
-    """Random bytes make no character: what is half one never shows."""
-    for answer in answers(engine, [job(t, Sampling(temperature=1.5, seed=5)) for t in TEXTS]):
-        assert "".join(answer.deltas) == answer.text
-        "".join(answer.deltas).encode()
-
-
-def test_usage_counts_every_token(engine: GenerationEngine) -> None:
-    """The end-of-turn token too, as it was made."""
-    for answer in answers(engine, [job(text) for text in TEXTS]):
-        assert 1 <= answer.tokens <= 24
-        assert (answer.finish_reason == "length") == (answer.tokens == 24) or answer.tokens == 24
-
-
 def test_a_bias_forces_and_forbids_tokens_and_foreign_ids_are_ignored(
     engine: GenerationEngine,
 ) -> None:
@@ -452,15 +408,6 @@ def test_a_bias_forces_and_forbids_tokens_and_foreign_ids_are_ignored(
     foreign = Sampling(temperature=0, logit_bias={10**9: 100.0})
     (ignored,) = answers(engine, [job("hello", foreign, max_tokens=5)])
     assert ignored.ids == plain.ids
-
-
-def test_penalties_look_at_generated_tokens_only(engine: GenerationEngine) -> None:
-    """As OpenAI's do: the first token is the same however often the prompt has it."""
-    penalised = Sampling(temperature=0, presence_penalty=2.0, frequency_penalty=2.0)
-    for text in TEXTS:
-        (plain,) = answers(engine, [job(text, max_tokens=1)])
-        (first,) = answers(engine, [job(text, penalised, max_tokens=1)])
-        assert first.text == plain.text
 
 
 def test_max_tokens_is_clamped_to_the_context_and_a_longer_prompt_refused(folder: Path) -> None:
@@ -496,13 +443,6 @@ def test_a_request_cannot_set_what_is_not_the_templates(
     with pytest.raises(BadRequest, match=name) as caught:
         engine.prepare(job("x", template_args={name: "{{ 'a' * 10**10 }}"}))
     assert caught.value.part == "template_args"
-
-
-def test_whatever_a_template_raises_is_a_bad_request(folder: Path) -> None:
-    """It is a program, and raises whatever it likes."""
-    engine = open_engine(folder, chat_template="{{ 1 // zero }}")
-    with pytest.raises(BadRequest, match="division"):
-        engine.prepare(job("x", template_args={"zero": 0}))
 
 
 def exchange(engine: GenerationEngine, model: Any) -> None:
@@ -722,28 +662,6 @@ class TestLoadingInSlices:
         for some in cut:
             assert some
             assert len(some) == 1 or sum(array.nbytes for array in some) <= most
-
-
-class TestTakePrompts:
-    """The decision, with numbers."""
-
-    def test_prompts_are_read_together_while_their_padded_sum_fits(self) -> None:
-        """Five of a hundred are five hundred."""
-        assert take_prompts([[100]] * 9, 512) == 5
-
-    def test_a_long_prompt_is_read_alone(self) -> None:
-        """In chunks, rather than never."""
-        assert take_prompts([[5000], [10]], 512) == 1
-        assert take_prompts([[10], [5000]], 512) == 1
-
-    @given(st.lists(st.integers(1, 2000), min_size=1, max_size=50), st.integers(1, 5000))
-    def test_at_least_one_is_read_and_the_budget_is_kept(
-        self, lengths: list[int], budget: int
-    ) -> None:
-        """Unless one alone is beyond it."""
-        taken = take_prompts([[length] for length in lengths], budget)
-        assert 1 <= taken <= len(lengths)
-        assert taken == 1 or max(lengths[:taken]) * taken <= budget
 
 
 def test_a_row_that_fails_to_leave_changes_no_other_answer(

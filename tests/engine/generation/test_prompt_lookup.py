@@ -205,30 +205,6 @@ def test_what_comes_before_a_fault_inside_a_draft_is_told(folder: Path, place: i
     assert told[1].says_as(told[0])
 
 
-@pytest.mark.parametrize("length", range(50, 60, 3))
-def test_what_is_kept_of_an_answer_has_been_read(
-    plain: GenerationEngine, folder: Path, length: int
-) -> None:
-    """The forced tokens at an answer's end were appended, and no pass has read them."""
-    engine = open_engine(folder, prefix_cache_bytes=10_000_000, speculate_rows=8)
-    answers = []
-    for each in (plain, engine):
-        job = ("o " * length, {"sampling": GREEDY, "max_tokens": 15, "grammar": FIXED})
-        longer = (ECHO, {"sampling": GREEDY, "max_tokens": 30})
-        [_, first], _ = run(each, [longer, job], random.Random(0))
-        [row] = engine.prepare(generate(job[0]))
-        [answer] = plain._chat.controls.encode([[(first.text, True)]])
-        batch, ids = Batch(each), [*row.prompt, *answer]
-        number = join(each, replace(row, prompt=[*ids, *ids[:9]]))
-        batch.answers[number] = Answer()
-        while batch.is_busy:
-            batch.step(512)
-        answers.append(batch.answers[number])
-    assert answers[1].cached > 0
-    assert answers[1].text == answers[0].text
-    engine.close()
-
-
 def test_more_rows_than_allowed_read_nothing_ahead(folder: Path) -> None:
     engine = open_engine(folder, speculate_rows=2)
     job = (ECHO, {"sampling": GREEDY, "max_tokens": 40, "grammar": FIXED})

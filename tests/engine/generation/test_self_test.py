@@ -229,17 +229,6 @@ def test_rounding_is_no_mismatch(tmp_path: Path) -> None:
         engine.close()
 
 
-def test_what_is_not_tested_yet_is_not_said_to_be_right(tmp_path: Path) -> None:
-    """Each step gives what is known by then."""
-    engine = opened(write_chat(tmp_path / "m"))
-    first, *_, last = engine.self_test()
-    assert first == Verdict()
-    assert not first.is_whole
-    assert not first.forbids_batches
-    assert last.is_whole
-    engine.close()
-
-
 def unfinished(engine: GenerationEngine) -> Verdict:
     """Return what is known after the second step."""
     steps = engine.self_test()

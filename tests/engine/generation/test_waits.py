@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from gateway.engine.device import launch
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.kv.prefix_cache import BLOCK
 from gateway.jobs import Sampling
@@ -93,17 +92,6 @@ def test_whatever_waits_is_counted(
     with counted(monkeypatch) as waits:
         read(array)
     assert len(waits.calls) == 1
-
-
-def test_what_was_waited_for_is_read_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    array = mx.arange(3) + 1
-    with counted(monkeypatch) as waits:
-        launch(array)
-        assert waits.calls == []
-        mx.eval([array])
-        array.tolist()
-        np.array(array)
-    assert waits.calls == ["eval"]
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -216,17 +204,6 @@ def test_the_next_pass_is_launched_before_tokens_are_appended(
     engine.close()
 
 
-@pytest.mark.parametrize("kept", [0, PLENTY])
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_step_over_quantised_kv_waits_once(
-    monkeypatch: pytest.MonkeyPatch, folders: dict[str, Path], bits: int, kept: int
-) -> None:
-    engine = open_engine(folders["wide"], bits, prefix_cache_bytes=kept)
-    batch = begun(engine, [*ASKED["greedy"], *ASKED["sampled logprobs"]])
-    assert steps(monkeypatch, batch, 8) == [["eval"]] * 8
-    engine.close()
-
-
 def test_a_draw_whose_window_was_too_small_waits_once_more(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -240,18 +217,6 @@ def test_a_draw_whose_window_was_too_small_waits_once_more(
     waited = [len(calls) for calls in steps(monkeypatch, batch, 12)]
     assert set(waited) <= {1, 2}
     assert waited.count(2) <= 2
-    engine.close()
-
-
-def test_a_row_that_joins_is_no_wait_of_the_step_after(
-    monkeypatch: pytest.MonkeyPatch, folders: dict[str, Path]
-) -> None:
-    engine = open_engine(folders["plain"], None)
-    batch = begun(engine, ASKED["greedy"])
-    batch.join(TEXTS[1], {"sampling": PLAIN, "max_tokens": 50})
-    while engine.is_prefilling:
-        batch.hear(engine.prefill(512))
-    assert steps(monkeypatch, batch, 3) == [["eval"]] * 3
     engine.close()
 
 

@@ -168,35 +168,6 @@ def test_kv_is_counted_by_what_each_layer_keeps(tmp_path: Path, kind: str) -> No
     assert (cost.of(600) < config) == (kind != "llama")
 
 
-def test_a_curtailed_row_ends_with_length(folder: Path) -> None:
-    """At the tokens it is given, whatever it was allowed before; a stranger's id is fine."""
-    engine = open_engine(folder)
-    first = join(engine, row(10, 50))
-    while engine.is_prefilling:
-        engine.prefill(512)
-    said, ends = 0, []
-    engine.cap_tokens(first + 7, 1)
-    engine.cap_tokens(first, 5)
-    while engine.is_decoding:
-        for delta in engine.decode():
-            said += delta.tokens
-            ends.append(delta.finish_reason)
-    assert said == 5
-    assert ends[-1] == "length"
-
-
-def test_what_is_kept_of_prompts_can_be_forgotten(folder: Path) -> None:
-    """And is kept again from the next one on."""
-    engine = open_engine(folder)
-    for expected in (0, 0):
-        assert engine.prefix_bytes == expected
-        join(engine, row(200, 1))
-        while engine.is_prefilling:
-            engine.prefill(512)
-        assert engine.prefix_bytes > 0
-        engine.clear_prefixes()
-
-
 def test_a_row_says_whether_its_caller_has_bounded_it(folder: Path) -> None:
     """An open one may be as long as the context: its memory is counted otherwise."""
     engine = open_engine(folder)
