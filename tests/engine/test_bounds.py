@@ -26,7 +26,7 @@ from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache
 from gateway.engine.models.checkpoint import measure_kv
 from gateway.engine.models.decoders import LayerGroups
 from tests.checkpoints import write_chat
-from tests.engine.generation.test_engine import answers, job, open_engine
+from tests.engine.generation.harness import answers, job, open_engine
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 # Those that cannot be made here: docs/architectures.md says why.

@@ -43,8 +43,7 @@ from tests.checkpoints import (
     write_chat,
 )
 from tests.engine.generation.alone import Alone, Told
-from tests.engine.generation.harness import join, prefilling
-from tests.engine.generation.test_engine import open_engine
+from tests.engine.generation.harness import join, open_engine, prefilling
 from tests.engine.generation.ties import ROUNDING
 from tests.fakes import caller
 

@@ -15,12 +15,16 @@ from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.kv.prefix_cache import BLOCK
 from gateway.jobs import GenerateJob, Sampling
 from tests.checkpoints import HYBRID, SLIDING, teach_thinking, write_chat
-from tests.engine.generation.test_engine import Passing, Run, answers, exchange, open_engine
-from tests.engine.kv.test_prefix_cache import (
+from tests.engine.generation.harness import (
     PLENTY,
+    Passing,
+    Run,
     active_memory,
+    answers,
     bare,
+    exchange,
     ids,
+    open_engine,
     tokens,
 )
 from tests.fakes import caller

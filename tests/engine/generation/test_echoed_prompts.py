@@ -15,8 +15,7 @@ from gateway.engine.models.decoders import parameters
 from gateway.errors import ContextLengthExceeded
 from gateway.jobs import Delta, EchoedPrompt, GenerateJob, Sampling
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
-from tests.engine.generation.harness import join
-from tests.engine.generation.test_engine import exchange, open_engine
+from tests.engine.generation.harness import exchange, join, open_engine
 from tests.fakes import caller
 
 GREEDY = Sampling(temperature=0)

@@ -1,8 +1,6 @@
 """The generation engine on real MLX: a tiny llama with random weights."""
 
-from collections import abc
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +11,30 @@ from hypothesis import strategies as st
 from mlx_lm import load
 from mlx_lm.generate import generate_step
 
-from benchmarks.loading import load_generation
 from gateway.engine.device import Device
 from gateway.engine.generation.decode_batch import DecodeBatch
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.loading import load_generation_in_steps, read_chat_setup
-from gateway.engine.generation.sequence import Sequence
 from gateway.engine.models.checkpoint import Checkpoint, read_in_slices, slices
 from gateway.engine.models.decoders import open_decoder, parameters
 from gateway.errors import BadRequest, ContextLengthExceeded, ModelLoadFailed
-from gateway.jobs import CallDelta, GenerateJob, Sampling, StepPlan, TokenLogprob
+from gateway.jobs import GenerateJob, Sampling, StepPlan
 from tests.checkpoints import write_chat
-from tests.engine.generation.harness import join
+from tests.engine.generation.harness import (
+    GREEDY,
+    SEEDED,
+    TEXTS,
+    Passing,
+    Run,
+    answers,
+    exchange,
+    job,
+    join,
+    newest,
+    open_engine,
+)
 from tests.fakes import caller
 from tests.simulated_device import TIMEOUT, SimulatedDevice
-
-GREEDY = Sampling(temperature=0)
-TEXTS = ["Hello there!", "x", "What is 2 + 2? " * 9, "日本語のテキスト 🙂", "a b c " * 150]
 
 
 @pytest.fixture(scope="module")
@@ -44,96 +49,6 @@ def engine(folder: Path) -> Iterator[GenerationEngine]:
     engine = open_engine(folder)
     yield engine
     engine.close()
-
-
-def open_engine(folder: Path, **given: Any) -> GenerationEngine:
-    arguments: dict[str, Any] = {
-        "name": "tiny",
-        "device": Device.CPU,
-        "dtype": None,
-        "max_context": None,
-        "chat_template": None,
-        "template_args": {},
-    }
-    return load_generation(folder, **{**arguments, **given})
-
-
-@dataclass
-class Answer:
-    """What a row was told."""
-
-    text: str = ""
-    tokens: int = 0
-    finish_reason: str | None = None
-    error: str | None = None
-    deltas: list[str] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
-    reasoning: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    cached_tokens: int = 0
-    kept_tokens: int = 0
-    stop: str | None = None
-
-
-def job(text: str, sampling: Sampling = GREEDY, **more: Any) -> GenerateJob:
-    more.setdefault("max_tokens", 24)
-    messages = [{"role": "user", "content": text}]
-    return GenerateJob(caller=caller(), messages=messages, sampling=sampling, **more)
-
-
-def newest(engine: GenerationEngine) -> Sequence:
-    """Give the row that joined last, before it is read."""
-    row = engine._prefill._line[-1]
-    assert isinstance(row, Sequence)
-    return row
-
-
-class Run:
-    """Rows under way, and what they were told so far."""
-
-    def __init__(self, engine: GenerationEngine) -> None:
-        self.engine = engine
-        self.answers: dict[int, Answer] = {}
-
-    def join(self, job: GenerateJob) -> list[int]:
-        rows = []
-        for row in self.engine.prepare(job):
-            rows.append(join(self.engine, row))
-            self.answers[rows[-1]] = Answer(ids=newest(self.engine).tokens)
-        return rows
-
-    def step(self, budget: int = 512) -> None:
-        deltas = self.engine.prefill(budget) if self.engine.is_prefilling else []
-        for delta in (*deltas, *self.engine.decode()):
-            answer = self.answers[delta.row]
-            assert answer.finish_reason is None, "nothing comes after the end"
-            assert answer.error is None
-            answer.text += delta.text
-            answer.deltas.append(delta.text)
-            assert delta.cached_tokens == 0 or answer.tokens == 0, "only the first delta tells"
-            answer.cached_tokens += delta.cached_tokens
-            answer.kept_tokens += delta.kept_tokens
-            answer.stop = delta.stop
-            answer.tokens += delta.tokens
-            answer.reasoning += delta.reasoning
-            answer.calls += [delta.call] if delta.call is not None else []
-            answer.logprobs += delta.logprobs
-            answer.finish_reason, answer.error = delta.finish_reason, delta.error
-
-    def finish(self, budget: int = 512) -> list[Answer]:
-        while self.engine.is_prefilling or self.engine.is_decoding:
-            self.step(budget)
-        return list(self.answers.values())
-
-
-def answers(
-    engine: GenerationEngine, jobs: abc.Sequence[GenerateJob], budget: int = 512
-) -> list[Answer]:
-    run = Run(engine)
-    for each in jobs:
-        run.join(each)
-    return run.finish(budget)
 
 
 @pytest.mark.parametrize("act", ["park", "leave", "clear_prefixes"])
@@ -355,11 +270,6 @@ def test_a_row_that_ends_sooner_is_run_on_once_at_most(
     assert counting.rows[:3] == [2, 2, 1]
 
 
-SEEDED = Sampling(
-    temperature=1.3, top_p=0.95, top_k=50, min_p=0.001, seed=-7, frequency_penalty=0.4
-)
-
-
 def test_a_seeded_row_repeats_exactly_alone_and_in_a_batch(engine: GenerationEngine) -> None:
     """Its keys are its own, so neighbours draw nothing from it."""
     (alone,) = answers(engine, [job("tell me", SEEDED)])
@@ -445,11 +355,6 @@ def test_a_request_cannot_set_what_is_not_the_templates(
     assert caught.value.part == "template_args"
 
 
-def exchange(engine: GenerationEngine, model: Any) -> None:
-    """Give an engine another model to ask, from the next prompt on."""
-    engine._model = engine._prefill._model = model
-
-
 class Faulty:
     """A model that raises whenever one of its inputs is the poisoned token."""
 
@@ -497,23 +402,6 @@ def test_a_step_that_raises_ends_the_guilty_row_only(
 def engine_rows(engine: GenerationEngine) -> list[Any]:
     assert engine._running is not None
     return list(engine._running.rows)
-
-
-class Passing:
-    """A model whose call number `at` raises, once: a fault that is nobody's."""
-
-    def __init__(self, model: Any, at: int) -> None:
-        self._model = model
-        self._left = at
-
-    def __call__(self, tokens: mx.array, cache: Any = None) -> Any:
-        self._left -= 1
-        if self._left == 0:
-            raise RuntimeError("out of luck")
-        return self._model(tokens, cache=cache)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 5, 9, 20])

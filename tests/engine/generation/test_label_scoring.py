@@ -23,8 +23,7 @@ from gateway.engine.generation.sampling import LOWEST_LOGPROB
 from gateway.errors import BadRequest, ContextLengthExceeded
 from gateway.jobs import Delta, GenerateJob, Question
 from tests.checkpoints import SLIDING, STATEFUL, teach_thinking, write_chat
-from tests.engine.generation.harness import join
-from tests.engine.generation.test_engine import job, open_engine
+from tests.engine.generation.harness import job, join, open_engine
 
 INPUT = "The parcel arrived late, and the box was broken. " * 6
 LABELS = [

@@ -8,7 +8,7 @@ import pytest
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.jobs import Sampling
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
-from tests.engine.generation.test_engine import TEXTS, Run, answers, job, newest, open_engine
+from tests.engine.generation.harness import TEXTS, Run, answers, job, newest, open_engine
 from tests.engine.generation.ties import assert_alike
 
 # Random weights say anything: half of what top_p keeps is beyond the first window.

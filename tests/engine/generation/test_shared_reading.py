@@ -27,16 +27,20 @@ from gateway.engine.kv.cache import RaggedKVCache, make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK
 from gateway.jobs import Sampling
 from tests.checkpoints import HYBRID, SLIDING, STATEFUL, write_chat
-from tests.engine.generation.test_engine import (
+from tests.engine.generation.harness import ARCHITECTURES as CONFIGS
+from tests.engine.generation.harness import (
     GREEDY,
+    PLENTY,
     SEEDED,
     Passing,
     answers,
+    bare,
+    cached,
     exchange,
+    ids,
     open_engine,
+    tokens,
 )
-from tests.engine.kv.test_kv_count import ARCHITECTURES as CONFIGS
-from tests.engine.kv.test_prefix_cache import PLENTY, bare, cached, ids, tokens
 
 pytestmark = pytest.mark.slow
 

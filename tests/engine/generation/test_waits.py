@@ -19,9 +19,7 @@ from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.kv.prefix_cache import BLOCK
 from gateway.jobs import Sampling
 from tests.checkpoints import HYBRID, SLIDING, STATEFUL, write_chat
-from tests.engine.generation.test_engine import SEEDED
-from tests.engine.generation.test_preemption import SCHEMA, TEXTS, Batch
-from tests.engine.kv.test_prefix_cache import PLENTY
+from tests.engine.generation.harness import PLENTY, PROMPTS, SCHEMA, SEEDED, Batch
 from tests.engine.kv.test_quantized import open_engine
 
 READS: Final = (
@@ -122,7 +120,7 @@ ASKED: dict[str, list[dict[str, Any]]] = {
 
 def begun(engine: GenerationEngine, jobs: list[dict[str, Any]], most: int = 200) -> Batch:
     batch = Batch(engine)
-    for text, job in zip(TEXTS * 3, jobs, strict=False):
+    for text, job in zip(PROMPTS * 3, jobs, strict=False):
         batch.join(text, {"max_tokens": most, **job})
     while engine.is_prefilling:
         engine.prefill(512)
@@ -292,7 +290,7 @@ def test_rows_that_come_and_go_wait_only_where_one_goes(
     for _ in range(40):
         if chance.random() < 0.3:
             batch.join(
-                chance.choice(TEXTS), {"sampling": PLAIN, "max_tokens": chance.randint(2, 20)}
+                chance.choice(PROMPTS), {"sampling": PLAIN, "max_tokens": chance.randint(2, 20)}
             )
         while engine.is_prefilling:
             batch.hear(engine.prefill(512))

@@ -18,7 +18,7 @@ from gateway.errors import BadRequest
 from gateway.jobs import Calling, Function, GenerateJob, Grammar, Sampling
 from tests.checkpoints import teach_thinking, write_chat
 from tests.engine.generation import harness
-from tests.engine.generation.test_engine import Answer, Passing, Run, exchange, job, newest
+from tests.engine.generation.harness import Answer, Passing, Run, exchange, job, newest
 
 SCHEMA = {
     "type": "object",

@@ -1,7 +1,6 @@
 """What prompts begin with is read once, and nobody's answer changes by it."""
 
 import gc
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,33 +15,25 @@ from mlx_lm.models.cache import KVCache
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.kv.cache import RaggedKVCache
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache, count_shared
-from gateway.jobs import GenerateJob, PrefixNames, Sampling
+from gateway.jobs import PrefixNames, Sampling
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
-from tests.engine.generation.test_engine import (
-    GREEDY,
+from tests.engine.generation.harness import (
+    PLENTY,
     SEEDED,
-    Answer,
     Passing,
     Run,
+    active_memory,
     answers,
+    bare,
+    cached,
     exchange,
+    ids,
     open_engine,
+    tokens,
 )
 from tests.fakes import caller
 
-PLENTY = 1 << 30
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "sliding": SLIDING, "stateful": STATEFUL}
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    """Draw a prompt of ordinary tokens."""
-    draw = random.Random(seed)
-    return [draw.randrange(300, 1000) for _ in range(count)]
-
-
-def bare(prompt: Sequence[int], sampling: Sampling = GREEDY, **more: Any) -> GenerateJob:
-    more.setdefault("max_tokens", 12)
-    return GenerateJob(caller=caller(), prompt=list(prompt), sampling=sampling, **more)
 
 
 BASE = tokens(400, 0)
@@ -64,15 +55,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(cold: GenerationEngine) -> "Expected":
     """Ask it for each answer once."""
     return Expected(cold)
-
-
-def ids(told: Sequence[Answer]) -> list[list[int]]:
-    assert all(answer.error is None for answer in told)
-    return [answer.ids for answer in told]
-
-
-def cached(told: Sequence[Answer]) -> list[int]:
-    return [answer.cached_tokens for answer in told]
 
 
 class Expected:
@@ -264,13 +246,6 @@ def test_an_answer_that_met_a_stop_string_is_kept_too(
     (told,) = answers(engine, [bare(turn)])
     assert told.cached_tokens == (len(BASE) + len(answer.ids) - 1) // BLOCK * BLOCK
     assert told.ids == answers(open_engine(plain), [bare(turn)])[0].ids
-
-
-def active_memory() -> int:
-    """Count the bytes of the arrays that somebody holds."""
-    gc.collect()
-    mx.clear_cache()
-    return mx.get_active_memory()
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])  # with one, the tokens of a row lie side by side

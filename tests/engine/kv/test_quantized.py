@@ -34,11 +34,22 @@ from tests.checkpoints import (
     STATEFUL,
     write_chat,
 )
-from tests.engine.generation.test_engine import GREEDY, SEEDED, answers
-from tests.engine.generation.test_preemption import TEXTS, Answer, Batch
+from tests.engine.generation.harness import (
+    ARCHITECTURES,
+    GREEDY,
+    PLENTY,
+    PROMPTS,
+    SEEDED,
+    Batch,
+    Heard,
+    answers,
+    bare,
+    cached,
+    held,
+    ids,
+    tokens,
+)
 from tests.engine.generation.ties import assert_alike
-from tests.engine.kv.test_kv_count import ARCHITECTURES, held
-from tests.engine.kv.test_prefix_cache import PLENTY, bare, cached, ids, tokens
 from tests.gguf_files import write_model
 
 import mlx.core as mx  # isort: skip  (after OpenBLAS, which the lines above load)
@@ -187,7 +198,7 @@ JOBS: list[dict[str, Any]] = [
 ]
 
 
-def alone(engine: GenerationEngine, text: str, given_: dict[str, Any]) -> Answer:
+def alone(engine: GenerationEngine, text: str, given_: dict[str, Any]) -> Heard:
     batch = Batch(engine)
     row = batch.join(text, given_)
     while batch.is_busy:
@@ -237,7 +248,7 @@ def test_a_token_of_kv_takes_little_more_than_its_bits(
     for kv_bits in (None, bits):
         engine = open_engine(folder, kv_bits, dtype=dtype, prefix_cache_bytes=PLENTY)
         batch = Batch(engine)
-        batch.join(TEXTS[0], {"sampling": JOBS[1]["sampling"], "max_tokens": 200})
+        batch.join(PROMPTS[0], {"sampling": JOBS[1]["sampling"], "max_tokens": 200})
         while not engine.is_decoding:
             batch.step(512)
         assert engine._running is not None
@@ -401,6 +412,6 @@ def test_a_gguf_file_has_it_too(tmp_path: Path, bits: int) -> None:
         engine = open_engine(file, kv_bits)
         is_packed = [isinstance(each, PackedKVCache) for each in make_batch_caches(engine._model)]
         assert is_packed == [kv_bits is not None] * len(is_packed)
-        told.append(alone(engine, TEXTS[1], JOBS[0]))
+        told.append(alone(engine, PROMPTS[1], JOBS[0]))
         engine.close()
     assert all(answer.tokens and not answer.errors for answer in told)

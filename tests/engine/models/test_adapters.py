@@ -18,12 +18,13 @@ from gateway.engine.models.adapters import read_adapter
 from gateway.errors import ModelLoadFailed
 from gateway.jobs import Adapter, Sampling
 from tests.checkpoints import SLIDING, STATEFUL, merge_adapter, write_adapter, write_chat
-from tests.engine.generation.test_preemption import (
+from tests.engine.generation.harness import (
     JOBS,
+    PROMPTS,
     SCHEMA,
-    TEXTS,
-    Answer,
     Batch,
+    Heard,
+    load_adapter,
     open_engine,
 )
 
@@ -57,8 +58,8 @@ class World:
         }
         self.merged[""] = open_engine(self.base)
 
-    def alone(self, asked: Asked) -> Answer:
-        """Answer a job by the merged model, alone."""
+    def alone(self, asked: Asked) -> Heard:
+        """Heard a job by the merged model, alone."""
         name, text, given = asked
         batch = Batch(self.merged[name])
         row = batch.join(text, given)
@@ -89,17 +90,12 @@ class Adapted(Batch):
         return self.join(text, {**given, "adapter": adapter})
 
 
-def load(engine: GenerationEngine, name: str, folder: Path) -> Adapter:
-    steps = engine.adapters.add_in_steps(read_adapter(name, folder))
-    return next(adapter for adapter in steps if adapter is not None)
-
-
 def add(engine: GenerationEngine, name: str, folder: Path) -> int:
-    return load(engine, name, folder).number
+    return load_adapter(engine, name, folder).number
 
 
-def run(batch: Adapted, jobs: Sequence[Asked], chance: random.Random) -> list[Answer]:
-    """Answer jobs that join at random moments."""
+def run(batch: Adapted, jobs: Sequence[Asked], chance: random.Random) -> list[Heard]:
+    """Heard jobs that join at random moments."""
     waiting, rows = list(jobs), []
     while waiting or batch.is_busy:
         if waiting and (not batch.is_busy or chance.random() < 0.3):
@@ -136,7 +132,7 @@ def test_rows_of_several_adapters_in_one_batch_say_what_merged_models_say_alone(
     kinds.append({"sampling": GREEDY, "max_tokens": 60, "grammar": SCHEMA})
     names = ["", *ADAPTERS]
     jobs = [
-        (chance.choice(names), chance.choice([*TEXTS, ECHO]), chance.choice(kinds))
+        (chance.choice(names), chance.choice([*PROMPTS, ECHO]), chance.choice(kinds))
         for _ in range(7)
     ]
     batch = world.open(speculate_rows=ahead, prefix_cache_bytes=PLENTY)
@@ -149,7 +145,7 @@ def test_rows_of_several_adapters_in_one_batch_say_what_merged_models_say_alone(
 
 def test_each_adapter_says_something_of_its_own(plain: World) -> None:
     """Else the tests here would show nothing."""
-    said = {plain.alone((name, TEXTS[1], JOBS[0])).text for name in ("", *ADAPTERS)}
+    said = {plain.alone((name, PROMPTS[1], JOBS[0])).text for name in ("", *ADAPTERS)}
     assert len(said) == 1 + len(ADAPTERS)
 
 
@@ -157,7 +153,7 @@ def test_kv_of_one_adapter_is_never_used_for_another(plain: World) -> None:
     """The second time each finds its own, and only then."""
     batch = plain.open(prefix_cache_bytes=PLENTY)
     try:
-        jobs = [(name, TEXTS[1], JOBS[0]) for name in ("", *ADAPTERS)]
+        jobs = [(name, PROMPTS[1], JOBS[0]) for name in ("", *ADAPTERS)]
         expected = [plain.alone(job).text for job in jobs]
         for is_known in (False, True):
             found = [run(batch, [job], random.Random(0))[0] for job in jobs]
@@ -172,7 +168,7 @@ def test_nobody_waits_for_the_prompt_of_another_adapter(plain: World) -> None:
     batch = plain.open(prefix_cache_bytes=PLENTY)
     try:
         for name in ADAPTERS:
-            batch.ask((name, TEXTS[1], JOBS[0]))
+            batch.ask((name, PROMPTS[1], JOBS[0]))
         batch.engine.prefill(4096)
         assert batch.engine.last_pass.rows == len(ADAPTERS)
     finally:
@@ -187,7 +183,7 @@ def test_an_adapter_leaves_nothing_behind(plain: World) -> None:
         before = open_engine(plain.base)
         bare = before.nbytes()
         before.close()
-        run(batch, [(name, TEXTS[1], JOBS[0]) for name in ADAPTERS], random.Random(0))
+        run(batch, [(name, PROMPTS[1], JOBS[0]) for name in ADAPTERS], random.Random(0))
         rows = [batch.ask((name, "Hi", JOBS[0])) for name in ADAPTERS]
         batch.step(64)
         for name in ADAPTERS:
@@ -200,7 +196,7 @@ def test_an_adapter_leaves_nothing_behind(plain: World) -> None:
         again = add(engine, "small", plain.folders["small"])
         assert again not in batch.numbers.values()
         batch.numbers["small"] = again
-        job = ("small", TEXTS[1], JOBS[0])
+        job = ("small", PROMPTS[1], JOBS[0])
         (found,) = run(batch, [job], random.Random(0))
         assert found.says_as(plain.alone(job))
         assert not found.cached
@@ -421,7 +417,7 @@ def test_an_adapter_adds_the_bytes_that_were_asked_for_whatever_ranks_others_hav
         adapters = {}
         for name in order:
             before, files = engine.nbytes(), read_adapter(name, plain.folders[name])
-            adapters[name] = load(engine, name, plain.folders[name])
+            adapters[name] = load_adapter(engine, name, plain.folders[name])
             asked = files.weights * engine.adapters.dtype.size
             assert adapters[name].nbytes == engine.nbytes() - before == asked
         for name in order:
@@ -443,7 +439,9 @@ def test_a_device_that_cannot_gather_adds_adapters_all_the_same(
     monkeypatch.setattr(mx, "gather_mm", missing)
     adapted = plain.open()
     monkeypatch.setattr(mx, "gather_mm", gather)
-    jobs = [(name, TEXTS[0], {"sampling": GREEDY, "max_tokens": 20}) for name in ("small", "large")]
+    jobs = [
+        (name, PROMPTS[0], {"sampling": GREEDY, "max_tokens": 20}) for name in ("small", "large")
+    ]
     found = run(adapted, jobs, random.Random(0))
     for answer, job in zip(found, jobs, strict=True):
         assert answer.says_as(plain.alone(job))

@@ -16,7 +16,7 @@ from gateway.engine.generation.sequences import ChatSetup
 from gateway.engine.models.checkpoint import weights_bytes
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint
 from gateway.errors import ModelLoadFailed
-from tests.engine.generation.test_engine import answers, job
+from tests.engine.generation.harness import answers, job
 from tests.engine.models.gguf.opening import open_decoder_of
 from tests.gguf_files import (
     CONTEXT,
