@@ -50,24 +50,20 @@ class _Follower:
 
 
 class DraftModel:
-    """A model, and its KV of the sequences that it drafts for.
-
-    It knows tokens below `vocab_size`; others are read as its last one, and never drafted. It has
-    no drafts for contexts that come near `max_context`. At most `prefix_cache_bytes` are kept of
-    prompts' KV, whose arrays are counted in `buffers`.
-    """
+    """A model, and its KV of the sequences that it drafts for."""
 
     def __init__(
         self,
         model: Any,
         *,
-        vocab_size: int,
-        max_context: int,
+        vocab_size: int,  # other tokens are read as its last one, and never drafted
+        max_context: int,  # no drafts for contexts that come near it
         prefix_cache_bytes: int = 0,
         buffers: KeptBuffers | None = None,
     ) -> None:
         self._model = model
         self._vocab_size = vocab_size
+        # MLX reads positions beyond an array's end without a word.
         self._longest = max_context - FEED
         self._prefixes = PrefixCache(make_prompt_cache(model), prefix_cache_bytes, buffers)
         self._rows: list[_Follower] = []
@@ -131,6 +127,7 @@ class DraftModel:
         if not due:
             return {}
         self._catch_up(contexts)
+        # Those with more to read than a draft's first pass takes have none this time.
         ready = [row for row in self._rows if len(contexts[row.id]) - row.read <= FEED]
         lengths = {row.id: min(row.length, rooms[row.id]) for row in ready if row.id in due}
         if not lengths:

@@ -67,15 +67,14 @@ def count_ahead(rows: int) -> int:
 
 
 class DraftPolicy:
-    """Drafts for batches of up to `rows` sequences. A drafter that fails is dropped, and its error
-    goes to `on_fault`.
-    """
+    """Drafts for batches of up to `rows` sequences."""
 
     def __init__(
         self, rows: int, model: DraftModel | None, on_fault: Callable[[Exception], None]
     ) -> None:
         self._rows = rows
         self._on_fault = on_fault
+        # The first has the first word: its drafts are free.
         self.drafters: list[Drafter] = [LookupDrafter()]
         if model is not None:
             self.drafters.append(model)
@@ -104,6 +103,7 @@ class DraftPolicy:
             try:
                 new_drafts = drafter.draft(contexts, lengths)
             except Exception as error:
+                # No answer needs its drafts: it is dropped.
                 self.drafters.remove(drafter)
                 self._on_fault(error)
                 continue

@@ -74,7 +74,8 @@ class LookupDrafter:
 
     def __init__(self) -> None:
         self._lookups: dict[int, PromptLookup] = {}
-        self._drafted: set[int] = set()  # whose last draft was given here
+        # Whose last draft was given here.
+        self._drafted: set[int] = set()
 
     def is_due(self, sequence_id: int, context: Sequence[int]) -> bool:
         return bool(self._find(sequence_id).draft(context, 1))

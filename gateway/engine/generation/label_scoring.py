@@ -198,10 +198,8 @@ def _steps(
 
 
 def score_labels(rows: abc.Sequence[Sequence], logits: mx.array) -> list[Delta]:
-    """Return the only delta of each row, from the logits, (rows, vocabulary), at its end.
-
-    The logprobs are the log-softmax over the whole vocabulary, as those of sampled tokens are.
-    """
+    """Return the only delta of each row, from the logits, (rows, vocabulary), at its end."""
+    # The log-softmax is over the whole vocabulary, as of sampled tokens.
     logits = logits.astype(mx.float32)
     totals: Any = mx.logsumexp(logits, axis=-1).tolist()
     rows_of: list[int] = []  # of each logit that is asked for

@@ -166,10 +166,8 @@ class BatchSelfTest:
             self._note(problem=self.verdict.problem or f"{what}: {problem}")
 
     def _gap(self, row: _Row) -> str:
-        """Return what is wrong with a row: half of its logits, or more, differ too much.
-
-        One choice of an expert may be a tie, and all that follows from it in that pass.
-        """
+        """Return what is wrong with a row: half of its logits, or more, differ too much."""
+        # One choice of an expert may be a tie, and all that follows from it in that pass.
         gaps = [_distance(*pair) for pair in zip(row.expected, row.logits, strict=True)]
         far = [gap for gap in gaps if not gap <= self._bound]
         if 2 * len(far) < len(gaps):
@@ -242,11 +240,9 @@ class BatchSelfTest:
         yield from self._join(batch, joining)
 
     def _exchange_padding(self, padded: _Row) -> Steps:
-        """Read prompts beside a longer one twice, with other tokens for padding.
-
-        The first logits of each prompt show what has got in; later ones less and less. Passes of
-        the same shapes round the same, so the bound is for the padding alone, in every type.
-        """
+        """Read prompts beside a longer one twice, with other tokens for padding."""
+        # The first logits of each prompt show what has got in; later ones less and less. Passes of
+        # the same shapes round the same, so the bound is for the padding alone, in every type.
         rows = [self._draw_tokens(LENGTHS[0]) for _ in range(PADDED)]
         rows.append(self._draw_tokens(LENGTHS[-1]))
         padding = mx.array(self._draw_tokens(LENGTHS[-1]).prompt[:-1])

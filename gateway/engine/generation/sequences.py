@@ -226,11 +226,7 @@ class Sequences:
             return self._blame(batch.rows, error)
 
     def decode(self) -> list[Delta]:
-        """Take the tokens of the step under way, launch the next step, then return the deltas.
-
-        The next pass needs no token on the host: it is launched before they are read, so the device
-        never waits for Python. A sequence that ends here has run for one step too many, at most.
-        """
+        """Take the tokens of the step under way, launch the next step, then return the deltas."""
         while self._queued and (self._running is None or self.is_batched):
             self._extend(self._queued.popleft())
         running = self._running
@@ -267,6 +263,8 @@ class Sequences:
         if not running.can_take_back:
             redraw_unsure(running)
         logits = None
+        # The next pass needs no token on the host: it is launched before they are read, so the
+        # device never waits for Python. A sequence that ends here has run for one step too many.
         if running.may_go_on:
             inputs = running.tokens[:, None]
             logits = self._launch_pass(running.rows, inputs, running.cache)[:, -1]
@@ -432,13 +430,11 @@ class Sequences:
     def _launch_pass(
         self, rows: abc.Sequence[Sequence], tokens: mx.array, cache: list[Any]
     ) -> mx.array:
-        """Launch the pass that reads tokens, (rows, n); return its logits, (rows, n, vocabulary).
-
-        The caches are evaluated too. What no logits depend on, such as the lengths kept with a
-        state, would grow a graph by a node a token, and on Metal a buffer each (mlx-lm #1845).
-        """
+        """Launch the pass that reads tokens, (rows, n); return logits, (rows, n, vocabulary)."""
         with self.adapters.applied([row.adapter for row in rows]):
             logits: mx.array = self._model(tokens, cache=cache)
+        # The caches too: what no logits depend on, such as the lengths kept with a state, would
+        # grow a graph by a node a token, and on Metal a buffer each (mlx-lm #1845).
         launch(logits, [layer.state for layer in cache])
         return logits
 
@@ -451,11 +447,8 @@ class Sequences:
         self._drafts.keep(self._running.rows)
 
     def _blame(self, rows: list[Sequence], error: Exception) -> list[Delta]:
-        """Queue every sequence to be read again, alone; end one that was alone already.
-
-        The prefix cache is cleared too, since it may be what broke them.
-        """
-        self._prefixes.clear()
+        """Queue every sequence to be read again, alone; end one that was alone already."""
+        self._prefixes.clear()  # it may be what broke them
         self._drafts.forget()
         end = self._faults.blame(rows, error)
         if end is not None:
