@@ -145,8 +145,11 @@ def read_bounds(device: Device, info: Mapping[str, object]) -> DeviceBounds:
     if device is not Device.METAL:
         return DeviceBounds()
     buffers, largest = info.get("resource_limit"), info.get("max_buffer_length")
-    limit = KEPT_SHARE * (buffers if isinstance(buffers, int) else METAL_BUFFERS)
-    return DeviceBounds(largest if isinstance(largest, int) else None, PASS_S, KeptBuffers(limit))
+    if not isinstance(buffers, int):
+        buffers = METAL_BUFFERS
+    if not isinstance(largest, int):
+        largest = None
+    return DeviceBounds(largest, PASS_S, KeptBuffers(KEPT_SHARE * buffers))
 
 
 def device_info(device: Device) -> Mapping[str, str | int]:

@@ -354,7 +354,9 @@ def make_batch_caches(model: Any) -> list[Any]:
 
 def as_ragged(layer: Any) -> Any:
     """Return the cache, an empty one, that takes the place of mlx-lm's in a batch."""
-    return RaggedKVCache() if type(layer) is KVCache else layer
+    if type(layer) is KVCache:
+        return RaggedKVCache()
+    return layer
 
 
 def filter_layers(layers: Sequence[Any], rows: Sequence[int]) -> None:
