@@ -25,12 +25,11 @@ from gateway.engine.models.encoder_kernels import (
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A linear layer. The weight is (inputs, outputs), a view of the checkpoint's transposed one.
+    """A linear layer."""
 
-    Copied into rows of outputs it would be packed from memory 3 times as slowly by OpenBLAS for
-    AVX-512: a product of 17 rows by 384 × 1536 took 1.0 ms instead of 0.34.
-    """
-
+    # (inputs, outputs), a view of the checkpoint's transposed one. Copied into rows of outputs it
+    # would be packed from memory 3 times as slowly by OpenBLAS for AVX-512: a product of 17 rows by
+    # 384 × 1536 took 1.0 ms instead of 0.34.
     weight: mx.array
     bias: mx.array | None
 
@@ -159,10 +158,8 @@ class BertConfig:
 
 
 def modern_name(name: str) -> str:
-    """Return the current name of a weight.
-
-    Checkpoints from before 2019, such as bert-base-uncased, have older ones.
-    """
+    """Return the current name of a weight."""
+    # Checkpoints from before 2019, such as bert-base-uncased, have older ones.
     for old, new in ((".gamma", ".weight"), (".beta", ".bias")):
         if name.endswith(f"LayerNorm{old}"):
             return name.removesuffix(old) + new
@@ -323,10 +320,8 @@ class Roberta(Bert):
 
 
 def position_ids(tokens: mx.array, padding_id: int) -> mx.array:
-    """Number the real tokens of each row from padding_id + 1; padding stays at padding_id.
-
-    Counted from the ids, not from the mask: a padding token written inside a text is
-    skipped too, as transformers does.
-    """
+    """Number the real tokens of each row from padding_id + 1; padding stays at padding_id."""
+    # By the ids, not the mask: a padding token written inside a text is skipped too, as
+    # transformers does.
     real = (tokens != padding_id).astype(mx.int32)
     return mx.cumsum(real, axis=1) * real + padding_id

@@ -125,12 +125,12 @@ class CrossEncoderEngine(EncoderEngine):
         """Tokenise a query, once, with each document. Safe on any thread.
 
         A document is cut to `max_document_tokens`, and then until the pair has `max_tokens`; the
-        query is kept whole. sentence-transformers cuts whichever text is the longer, token by token
-        (base/modules/transformer.py, truncation="longest_first"), and so may cut the query, without
-        which no document can be judged; the results are the same where only documents are cut.
-        No instruction is read. Raises ContextLengthExceeded for a query that leaves no room for a
-        token of a document.
+        query is kept whole. No instruction is read. Raises ContextLengthExceeded for a query that
+        leaves no room for a token of a document.
         """
+        # sentence-transformers cuts whichever text is the longer, token by token
+        # (base/modules/transformer.py, truncation="longest_first"), and so may cut the query,
+        # without which no document can be judged; where only documents are cut it is the same.
         [first] = self.tokenizer.encode([query], with_specials=False)
         room = self.max_tokens - self._template.specials - len(first)
         if room < 1:

@@ -207,16 +207,14 @@ class EncoderEngine(ABC):
         return worthwhile_threads(tokens, self._weights, cpu_threads())
 
     def _run_passes(self, passes: Sequence[Iterator[mx.array]], threads: int) -> Results:
-        """Run the passes concurrently: each CPU stream is a thread, with a BLAS of its own.
-
-        Python builds a layer while the CPU computes the one before. mlx queues only some fifty
-        operations ahead, so the passes go layer by layer: one built whole would run alone.
-        """
+        """Run the passes concurrently: each CPU stream is a thread, with a BLAS of its own."""
         streams = [mx.default_stream(mx.default_device())]
         if len(passes) > 1:
             streams = cpu_streams(min(threads, len(passes)))
         states: list[mx.array] = []
         with single_threaded_blas() if len(streams) > 1 else nullcontext():
+            # Python builds a layer while the CPU computes the one before. mlx queues only some
+            # fifty operations ahead: a pass that is built whole would run alone.
             for states in in_step(passes, streams):
                 if self._on_cpu:
                     mx.async_eval(states)  # type: ignore[no-untyped-call]

@@ -134,11 +134,9 @@ class LabelScorer:
         ]
 
     def score(self, rows: Sequence[Pair]) -> Vectors:
-        """Return the log-odds of relevance, (rows, 1) float32.
-
-        Rows of one query share its part of the prompt, which is read once; other rows share what
-        all of them begin with. It is kept for the next call, as a request's rows may need several.
-        """
+        """Return the log-odds of relevance, (rows, 1) float32."""
+        # Rows of one query share its part of the prompt, which is read once; other rows share what
+        # all begin with. It is kept for the next call, as a request's rows may need several.
         scores = np.empty((len(rows), 1), dtype=np.float32)
         for places, shared in _group(rows):
             tokens = [rows[place].ids for place in places]
@@ -207,9 +205,7 @@ class _Beginning:
 
 
 class _SharedPrefix(_KVCache):  # type: ignore[misc]
-    """The first tokens' KV of one layer, which all rows of a pass begin with. What the rows add is
-    not kept: the KV of a whole batch would be many times that of the prefix.
-    """
+    """The first tokens' KV of one layer, which all rows of a pass begin with."""
 
     def __init__(self, layer: Any, tokens: int) -> None:
         super().__init__()
@@ -219,6 +215,7 @@ class _SharedPrefix(_KVCache):  # type: ignore[misc]
         self.offset = tokens
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        # What rows add is not kept: the KV of a batch would be many times that of the prefix.
         return _append(self.keys, keys), _append(self.values, values)
 
 

@@ -144,11 +144,11 @@ class Span:
 def make_spans(
     length: int, mask: mx.array | None, window: int | None, block: int, dtype: mx.Dtype
 ) -> list[Span]:
-    """Cut a row's queries into blocks; with a window, each sees the keys that it reaches.
-
-    A token sees those at most `window` away (transformers, masking_utils.py,
-    sliding_window_bidirectional_overlay). `mask` (rows, length) is true at real tokens.
+    """Cut a row's queries into blocks; with a window, each sees the keys that it reaches. `mask`,
+    (rows, length), is true at real tokens.
     """
+    # A token sees those at most `window` away: transformers, masking_utils.py,
+    # sliding_window_bidirectional_overlay.
     masked_score = PADDING_SCORE
     if dtype == mx.float16:
         masked_score = HALF_PADDING_SCORE
@@ -224,10 +224,8 @@ def make_layer(
 
 
 def rotation_table(theta: float, size: int, positions: int) -> mx.array:
-    """Return (2, positions, size): what a head is multiplied by, and what its swapped halves are.
-
-    Source: RoFormer, arXiv:2104.09864, with the halves of a head as the two coordinates.
-    """
+    """Return (2, positions, size): what multiplies a head, and what its swapped halves."""
+    # RoFormer, arXiv:2104.09864, with the halves of a head as the two coordinates.
     frequencies = theta ** -(np.arange(0, size, 2) / size)
     angles = np.arange(positions)[:, None] * frequencies
     cosine, sine = np.cos(angles), np.sin(angles)

@@ -46,12 +46,12 @@ class TextTokenizer:
     def encode_start(
         self, texts: Sequence[str], limit: int, *, with_specials: bool = True
     ) -> list[list[int]]:
-        """Return ids as `encode` does or, of a long text, as many as `truncate` needs of them.
-
-        What `truncate` keeps is the same. A text is cut before it is encoded only where that is
-        sure: words are encoded one by one, and three of them stand between the last token that is
-        kept and the cut, which changes no more than the word and the spaces before it.
+        """Return ids as `encode` does or, of a long text, as many as `truncate` needs of them: what
+        that keeps is the same.
         """
+        # A text is cut before it is encoded only where that is sure: words are encoded one by one,
+        # and three of them stand between the last token that is kept and the cut, which changes no
+        # more than the word and the spaces before it.
         if self._cut_left or not self._splits_words:
             return self.encode(texts, with_specials=with_specials)
         after, eos = (self._after, self._eos) if with_specials else (0, ())

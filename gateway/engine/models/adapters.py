@@ -145,12 +145,11 @@ class _Places:
 
 
 class _Rows:
-    """The adapters of a pass's rows, by number. Modules that have the same adapters share what is
-    looked up for one.
-    """
+    """The adapters of a pass's rows, by number."""
 
     def __init__(self, numbers: tuple[int, ...]) -> None:
         self.numbers = numbers
+        # Modules that have the same adapters share what is looked up for one.
         self._found: dict[tuple[int, ...], _Places | None] = {}
 
     def find(self, numbers: tuple[int, ...]) -> _Places | None:
@@ -173,12 +172,11 @@ class _Rows:
 
 
 class _Pass:
-    """What the modules of a model know of the pass under way: None if no row has an adapter. And
-    whether the device has a mx.gather_mm for the factors.
-    """
+    """What the modules of a model know of the pass under way."""
 
     def __init__(self) -> None:
-        self.rows: _Rows | None = None
+        self.rows: _Rows | None = None  # None if no row has an adapter
+        # Whether the device has a mx.gather_mm for the factors.
         self.gathers = False
 
 
@@ -232,13 +230,12 @@ class _Stack(_Module):  # type: ignore[misc]
 
 
 class AdaptedLinear(_Module):  # type: ignore[misc]
-    """A linear projection, quantised or not, and the factors of adapters: a stack for each rank, so
-    that none is as large as the largest.
-    """
+    """A linear projection, quantised or not, and the factors of adapters."""
 
     def __init__(self, linear: Any, current: _Pass) -> None:
         super().__init__()
         self.linear = linear
+        # One for each rank, so that no adapter is as large as the largest.
         self.stacks: list[_Stack] = []
         self._current = current
 

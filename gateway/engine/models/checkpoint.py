@@ -200,9 +200,10 @@ def fit_weights(
     """Return exactly the arrays that `shapes` names, or raise ModelLoadFailed naming what does not
     fit.
 
-    Names that begin with one of `ignored` are skipped. Any other unknown name is an error, since an
-    unused weight means another architecture than the config says.
+    Names that begin with one of `ignored` are skipped.
     """
+    # Any other unknown name is an error: an unused weight means another architecture than the
+    # config says.
     skip = tuple(ignored)
     unknown = [n for n in arrays if n not in shapes and not n.startswith(skip)]
     missing = [n for n in shapes if n not in arrays]
@@ -337,9 +338,8 @@ def kv_bytes(
 ) -> int:
     """Count the bytes of KV of so many tokens, at most the model's context, from its config.
 
-    One layer more is counted than there is: the one that is copied while a sequence joins or
-    leaves. 0 if the config lacks the usual keys. `kv_bits` counts unless some layers may have
-    sliding windows or states, which stay floating.
+    0 if the config lacks the usual keys. `kv_bits` counts unless some layers may have sliding
+    windows or states, which stay floating.
     """
     config = text_config(checkpoint.config())
     try:
@@ -356,6 +356,7 @@ def kv_bytes(
     is_plain = set(config.get("layer_types") or ()) <= {"full_attention"}
     if kv_bits is not None and group and is_plain and not config.get("sliding_window"):
         packed = head * kv_bits // 8 + 2 * itemsize * head // group
+    # One layer more than there is: the one that is copied while a sequence joins or leaves.
     return 2 * (layers * packed + floating) * kv_heads * min(tokens, longest)
 
 

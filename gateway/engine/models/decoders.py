@@ -118,15 +118,13 @@ def open_decoder(
     is_packed: bool = False,
     classes: Callable[[dict[str, Any]], tuple[Any, type]] = _get_classes,
 ) -> tuple[Any, dict[str, Any]]:
-    """Return mlx-lm's model, its weights not read yet, and its config. On the lane.
-
-    Quantised weights stay quantised on a GPU; on the CPU, where they are 10 to 50 times slower,
-    they become float32, unless the model `is_packed`. `classes` picks the model's class by its
-    config. Raises ModelLoadFailed. Code from the model's folder is never run.
+    """Return mlx-lm's model, its weights not read yet, and its config. On the lane. `classes` picks
+    the model's class by its config. Raises ModelLoadFailed. Code from the folder is never run.
     """
     checkpoint.weights()  # refuses a folder without whole safetensors, by name
     with checkpoint.blame():
         model, config = load_model(checkpoint.folder, lazy=True, get_model_classes=classes)
+        # There, quantised weights are 10 to 50 times slower than float32.
         if device is Device.CPU and not is_packed:
             widen(model, floating_dtype(model))
         target = pick_dtype(device, dtype, floating_dtype(model))
@@ -189,9 +187,8 @@ def floating_dtype(model: Any) -> mx.Dtype:
 
 
 class LayerGroups:
-    """Evaluates passes of a model in as many parts as the last one took times `pass_s`.
-
-    A part is a group of layers. Nothing that a pass computes depends on it.
+    """Evaluates passes of a model in as many parts, groups of layers, as the last one took times
+    `pass_s`.
     """
 
     def __init__(self, pass_s: float | None) -> None:
@@ -213,11 +210,9 @@ class LayerGroups:
 
 @contextmanager
 def _evaluating(layers: list[Any], size: int) -> Iterator[None]:
-    """While entered, evaluate the output of every `size`th layer as soon as it is built.
-
-    Python looks `__call__` up on the class, so that is where it is replaced: on the lane's thread,
-    where nothing else runs a model meanwhile.
-    """
+    """While entered, evaluate the output of every `size`th layer as soon as it is built."""
+    # Python looks `__call__` up on the class, so that is where it is replaced: on the lane's
+    # thread, where nothing else runs a model meanwhile.
     if size >= len(layers):
         yield
         return

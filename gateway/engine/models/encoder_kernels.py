@@ -134,8 +134,7 @@ def gelu_tanh(x: mx.array) -> mx.array:
 def attend_base2(q: mx.array, k: mx.array, v: mx.array, bias: mx.array | None) -> mx.array:
     """Attention over float32 heads whose scores come in base 2: log2(e) is in the query weights.
 
-    q, k, v are (rows, heads, tokens, head size); bias is added to the scores. The division by
-    the sum waits until after the product, where there is less to divide.
+    q, k, v are (rows, heads, tokens, head size); bias is added to the scores.
     """
     tokens = q.shape[2]
     if tokens > LONG:
@@ -147,6 +146,7 @@ def attend_base2(q: mx.array, k: mx.array, v: mx.array, bias: mx.array | None) -
     if bias is not None:
         scores = scores + bias
     weights = exp2(scores - mx.max(scores, axis=-1, keepdims=True))
+    # After the product there is less to divide.
     return (weights @ v) / mx.sum(weights, axis=-1, keepdims=True)
 
 
@@ -156,10 +156,8 @@ def attend_fused(q: mx.array, k: mx.array, v: mx.array, bias: mx.array | None) -
 
 
 def layer_norm_by_products(dimensions: int) -> Normalization:
-    """Make a layer normalisation whose averages are products with a column of 1 / dimensions.
-
-    BLAS adds up a row in vectors, mlx's sums go one by one: 0.2 against 0.5 ns an element.
-    """
+    """Make a layer normalisation whose averages are products with a column of 1 / dimensions."""
+    # BLAS adds up a row in vectors, mlx's sums go one by one: 0.2 against 0.5 ns an element.
     average = mx.full((dimensions, 1), 1 / dimensions)
     mx.eval(average)  # here, on the thread that loads: later several streams read it
 

@@ -45,11 +45,9 @@ def join_group() -> RankGroup | None:
 
 
 def first_host() -> str:
-    """Return the address of rank 0 as mlx.launch tells it to every rank; empty if it does not.
-
-    By backend: ring's file lists each rank's addresses, JACCL has a coordinator and NCCL a host
-    (launch.py of mlx's distributed tools).
-    """
+    """Return the address of rank 0 as mlx.launch tells it to every rank; empty if it does not."""
+    # By backend: ring's file lists each rank's addresses, JACCL has a coordinator and NCCL a host
+    # (launch.py of mlx's distributed tools).
     if "MLX_HOSTFILE" in os.environ:
         with open(os.environ["MLX_HOSTFILE"], encoding="utf-8") as hosts:
             return str(json.load(hosts)[0][0]).rpartition(":")[0]
