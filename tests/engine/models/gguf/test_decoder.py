@@ -42,14 +42,6 @@ def test_logits_are_those_of_transformers(
     np.testing.assert_allclose(logits(model), GOLDEN[architecture], atol=2e-4)
 
 
-@pytest.mark.parametrize("architecture", KINDS)
-def test_half_precision_is_near(tmp_path: Path, architecture: str) -> None:
-    """As a GPU holds them, but for its way of adding up."""
-    model = open_decoder_of(checkpoint(tmp_path, architecture), dtype="float16")
-    apart = logits(model) - GOLDEN[architecture]
-    assert np.sqrt(np.square(apart).mean()) < 0.01
-
-
 def test_a_gpu_keeps_the_numbers_of_the_older_types(tmp_path: Path) -> None:
     """Codes, scales and biases of Q4_0, Q4_1 and Q8_0 are the file's own."""
     file = checkpoint(tmp_path)
@@ -139,13 +131,3 @@ def test_llama_3_rotates_as_slowly_as_its_file_says(tmp_path: Path) -> None:
         layer.self_attn.rope = ruled
     np.testing.assert_allclose(logits(model), slowed, atol=1e-4)
     assert np.abs(slowed - GOLDEN["llama"]).max() > 0.01
-
-
-def test_a_load_that_is_given_up_closes_its_file(tmp_path: Path) -> None:
-    """The generator's end is the file's."""
-    steps = read_gguf_decoder(checkpoint(tmp_path), device=Device.CPU, dtype=None, is_packed=False)
-    next(steps)
-    steps.close()
-    with pytest.raises(StopIteration):
-        next(steps)
-    ended(read_gguf_decoder(checkpoint(tmp_path), device=Device.CPU, dtype=None, is_packed=False))
