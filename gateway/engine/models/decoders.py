@@ -18,8 +18,7 @@ from mlx_lm.utils import MODEL_REMAPPING, _get_classes, load_model
 from gateway.engine.device import Device, pick_dtype
 from gateway.engine.models.checkpoint import Checkpoint, read_in_slices
 from gateway.engine.models.decoder_kernels import use_cpu_kernels
-from gateway.engine.models.gguf.checkpoint import GgufCheckpoint
-from gateway.engine.models.gguf.decoder import read_gguf_decoder
+from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, read_gguf_decoder
 from gateway.engine.models.missing_kernels import Report, quantization_of, replace_missing, widen
 from gateway.engine.models.sharding import RankShare, shard
 

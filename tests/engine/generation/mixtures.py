@@ -100,7 +100,6 @@ WORDS: Final = (
     *("one two three ", "alpha beta ", "2 + 2? ", "日本語の ", "🙂 ", "The cat sat on the mat. "),
     *('{"a": 1} ', "\n\n", "x", "Answer: ", "<think>"),
 )
-JOBS: Final = (*["free"] * 3, *["next turn"] * 2, *["form"] * 2, "bare", "calls", "labels")
 STOPS: Final = (" t", "the", "\n", "ab", "�", "on", "ing", "er", "a b")
 
 

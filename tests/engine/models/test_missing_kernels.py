@@ -39,16 +39,6 @@ NO_SHAPE = (
 NO_BITS = "[quantized_matmul] 1-bit quantization is not supported."
 NO_EXPERTS = NO_SHAPE.replace("quantized_matmul", "gather_qmm")
 TOKENS = mx.arange(5, 25)[None]
-MIXTURE: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "head_dim": 16,
-    "num_experts": 16,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-}
 
 
 class Lacking:

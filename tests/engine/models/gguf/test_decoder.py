@@ -12,9 +12,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.rope_utils import initialize_rope
 
 from gateway.engine.device import Device
-from gateway.engine.models.gguf import decoder
-from gateway.engine.models.gguf.checkpoint import GgufCheckpoint
-from gateway.engine.models.gguf.decoder import SlowedRoPE, read_gguf_decoder
+from gateway.engine.models.gguf import checkpoint as gguf_checkpoint
+from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, SlowedRoPE, read_gguf_decoder
 from gateway.errors import ModelLoadFailed
 from tests.engine.models.gguf.opening import ended, open_decoder_of
 from tests.gguf_files import KINDS, describe, floats, weigh, write_gguf, write_model
@@ -80,7 +79,7 @@ def test_a_chunk_is_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     file = checkpoint(tmp_path)
     whole = logits(open_decoder_of(file))
     fewer = len(list(read_gguf_decoder(file, device=Device.CPU, dtype=None, is_packed=False)))
-    monkeypatch.setattr(decoder, "CHUNK_WEIGHTS", 1000)  # three rows of 256
+    monkeypatch.setattr(gguf_checkpoint, "CHUNK_WEIGHTS", 1000)  # three rows of 256
     steps = list(read_gguf_decoder(file, device=Device.CPU, dtype=None, is_packed=False))
     assert len(steps) > 3 * fewer
     for is_packed in (False, True):
