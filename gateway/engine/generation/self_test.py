@@ -224,10 +224,12 @@ class BatchSelfTest:
                 layer.filter(on)
         batch.rows = [batch.rows[i] for i in on]
 
-    def _single(self, row: _Row) -> Steps:
-        batch = yield from self._read([row])
+    def _finish(self, batch: _Batch) -> Steps:
         while batch.rows:
             yield from self._decode(batch)
+
+    def _single(self, row: _Row) -> Steps:
+        yield from self._finish((yield from self._read([row])))
 
     def _together(self, first: _Row, second: _Row, late: _Row) -> Steps:
         """Read two together, padded, then add a third that was read in the meantime."""
@@ -261,8 +263,7 @@ class BatchSelfTest:
         for layer, joining_layer in zip(batch.cache, joining.cache, strict=True):
             layer.extend(joining_layer)
         batch.rows = batch.rows + joining.rows
-        while batch.rows:
-            yield from self._decode(batch)
+        yield from self._finish(batch)
 
     def _from_a_prefix(self, row: _Row, prefixes: PrefixCache) -> Steps:
         """Read a block, keep it, and continue from what is kept."""
@@ -289,15 +290,12 @@ class BatchSelfTest:
         first.extend(second)
         first.prompt([longer.prompt[2 * BLOCK : -1], long.prompt[BLOCK:-1], short.prompt[:-1]])
         yield
-        batch = _Batch([longer, long, short], first.prompt_cache)
-        while batch.rows:
-            yield from self._decode(batch)
+        yield from self._finish(_Batch([longer, long, short], first.prompt_cache))
 
     def _continue(self, row: _Row, prefixes: PrefixCache) -> Steps:
         known, cache = prefixes.take(row.prompt[:-1])
         batch = yield from self._read([row], [cache] if cache else None, known)
-        while batch.rows:
-            yield from self._decode(batch)
+        yield from self._finish(batch)
 
 
 def read_probe(model: Any, vocab_size: int) -> None:

@@ -151,6 +151,14 @@ def test_where_states_cannot_be_cut_a_prompt_goes_on_from_the_end_of_a_chunk(
     assert told == [0, 384, 256, 0]
 
 
+def test_a_sampled_answer_is_the_same(cold: GenerationEngine, warm: GenerationEngine) -> None:
+    """Its random numbers come from its seed and its place alone."""
+    jobs = [bare(BASE, SEEDED), bare(BASE[:250], SEEDED)]
+    expected = ids(answers(cold, jobs))
+    for _ in range(2):
+        assert ids(answers(warm, jobs)) == expected
+
+
 def test_the_choices_of_one_job_read_their_prompt_once(
     cold: GenerationEngine, warm: GenerationEngine
 ) -> None:
