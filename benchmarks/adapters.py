@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.loading import load_generation
 from gateway.engine.device import Device, choose_device, configure, prepare_malloc
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.loading import load_generation
-from gateway.engine.models.adapter_files import read_adapter
+from gateway.engine.models.adapters import read_adapter
 from gateway.engine.models.missing_kernels import dimensions
 from gateway.jobs import Adapter, Sampling, SequenceParams
 from gateway.registry import package_folder

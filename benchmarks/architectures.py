@@ -100,6 +100,7 @@ def compare(folder: Path, reference: Reference, vocab_size: int) -> dict[str, st
     """Run rows alone, together and from the prefix cache; return what differs of each."""
     from gateway.engine.device import Device
     from gateway.engine.generation.engine import GenerationEngine
+    from gateway.engine.generation.sequences import ChatSetup
     from gateway.engine.grammar.shaping import Shape
     from gateway.engine.grammar.structured import Structured
     from gateway.engine.models.checkpoint import Checkpoint
@@ -116,16 +117,11 @@ def compare(folder: Path, reference: Reference, vocab_size: int) -> dict[str, st
     reference.say([*prompts, longer])
 
     def opened(prefix_cache_bytes: int = 0) -> GenerationEngine:
-        model, _ = open_decoder(Checkpoint("tiny", folder), device=Device.CPU, dtype=None)
-        return GenerationEngine(
-            "tiny",
-            model,
-            chat,
-            Structured(None, Shape(), None, problem="not needed"),
-            max_context=4096,
-            vocab_size=vocab_size,
-            prefix_cache_bytes=prefix_cache_bytes,
-        )
+        checkpoint = Checkpoint("tiny", folder)
+        model, _ = open_decoder(checkpoint, device=Device.CPU, dtype=None)
+        structured = Structured(None, Shape(), None, problem="not needed")
+        setup = ChatSetup(checkpoint, chat, structured, 4096, vocab_size, {})
+        return GenerationEngine(model, setup, prefix_cache_bytes=prefix_cache_bytes)
 
     def judged(told: Sequence[Sequence[int]], asked: Sequence[Sequence[int]]) -> str:
         found = (reference.differs(*each) for each in zip(asked, told, strict=True))

@@ -21,8 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from gateway.bench.requests import Texts
 from gateway.engine.device import Device
-from gateway.engine.models.gguf.checkpoint import GgufCheckpoint
-from gateway.engine.models.gguf.decoder import read_gguf_decoder
+from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, read_gguf_decoder
 from gateway.engine.models.gguf.vocabulary import wrap_tokenizer
 
 VOCABULARY = 16_384

@@ -21,9 +21,9 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
+from benchmarks.loading import load_generation
 from gateway.engine.device import Device, choose_device, configure, prepare_malloc
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.loading import load_generation
 from gateway.jobs import Sampling, SequenceParams
 
 # After OpenBLAS, which the lines above load.

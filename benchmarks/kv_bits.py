@@ -17,9 +17,9 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, Final
 
+from benchmarks.loading import load_generation
 from gateway.engine.device import Device, choose_device, configure, prepare_malloc
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.loading import load_generation
 from gateway.engine.kv.cache import make_batch_caches
 from gateway.jobs import Caller, GenerateJob, Sampling, SequenceParams
 from gateway.registry import package_folder

@@ -10,8 +10,13 @@ E = TypeVar("E", bound=MlxEngines)
 NO_HUB = Hub(endpoint="http://127.0.0.1:9")
 
 
-def cpu_engines(hub: Hub = NO_HUB, kind: type[E] = MlxEngines, **given: Any) -> E:  # type: ignore[assignment]
+def cpu_engines(hub: Hub = NO_HUB, **given: Any) -> MlxEngines:
     """Return engines that keep no prefix and read nothing ahead, but for what is given."""
+    return engines_of(MlxEngines, hub, **given)
+
+
+def engines_of(kind: type[E], hub: Hub = NO_HUB, **given: Any) -> E:
+    """Return engines of a kind, as `cpu_engines` does."""
     return kind(
         settings(
             **{

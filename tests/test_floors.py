@@ -53,15 +53,14 @@ INSIDE: dict[str, dict[str, set[str]]] = {
     "engine": {
         "generation": {
             *("prompting", "answers", "drafts", "kv", "models", "grammar", "control_tokens"),
-            *("device_faults", "bounds", "device"),
+            *("device_faults", "device"),
         },
         "prompting": {"answers", "grammar", "control_tokens"},
         "embedding": {"models", "control_tokens", "device"},
-        "drafts": {"kv", "models", "bounds", "device"},
-        "kv": {"models", "device_faults", "bounds"},
+        "drafts": {"kv", "models", "device"},
+        "kv": {"models", "device_faults", "device"},
         "models": {"device_faults", "device"},
         "grammar": {"sandboxed"},
-        "bounds": {"device"},
         "device": {"blas"},
     },
     "serving": {
@@ -140,7 +139,7 @@ BUDGET: dict[str, int] = {
     "cli": 1266,
     "clock": 40,
     "doctor": 333,
-    "engine": 10769,
+    "engine": 10726,
     "errors": 255,
     "ids": 10,
     "jobs": 267,

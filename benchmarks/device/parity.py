@@ -18,12 +18,12 @@ from mlx_lm.models.switch_layers import SwitchGLU
 from benchmarks.adapters import load, write_adapter
 from benchmarks.device.forcing import Outcome, Row, answer, answer_alone, quoting, tokens_of
 from benchmarks.device.shapes import load_tokenizer
+from benchmarks.loading import load_cross_encoder, load_embedding
 from gateway.bench.requests import Texts
 from gateway.engine.device import Device
-from gateway.engine.embedding.cross_encoder import load_cross_encoder
-from gateway.engine.embedding.engine import load_embedding
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.loading import ChatSetup, read_chat_setup
+from gateway.engine.generation.loading import read_chat_setup
+from gateway.engine.generation.sequences import ChatSetup
 from gateway.engine.kv.quantized import quantize_kv
 from gateway.engine.models.decoders import floating_dtype, read_decoder
 from gateway.errors import GatewayError
@@ -116,12 +116,8 @@ class Subject:
 
     def engine(self, prefix_bytes: int = 0, speculate_rows: int = 0) -> GenerationEngine:
         return GenerationEngine(
-            self.setup.checkpoint.name,
             self.model,
-            self.setup.chat,
-            self.setup.structured,
-            max_context=self.setup.max_context,
-            vocab_size=self.setup.vocab_size,
+            replace(self.setup, sampling_defaults={}),
             prefix_cache_bytes=prefix_bytes,
             speculate_rows=speculate_rows,
         )

@@ -15,15 +15,14 @@ import yaml
 from benchmarks import servers
 from benchmarks.device.results import Figure
 from benchmarks.device.speed import Plan, draw_prompts, name_streams
+from benchmarks.loading import load_embedding, load_generation
 from benchmarks.targets.rig import rate, rest
 from benchmarks.workloads import Wording, burst
 from gateway.bench.figures import Answer
 from gateway.bench.load import Load, Peer, run_closed_loop
 from gateway.bench.requests import Kind, Texts
 from gateway.engine.device import Device, leave
-from gateway.engine.embedding.engine import load_embedding
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.loading import load_generation
 from gateway.jobs import Sampling, SequenceParams
 from gateway.serving.lane import Lane
 

@@ -17,9 +17,9 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.utils import load_model
 
 from benchmarks.device.results import Figure
+from benchmarks.loading import load_generation
 from gateway.engine.device import Device, clear_cache
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.loading import load_generation
 from gateway.jobs import Sampling, SequenceParams
 from gateway.settings import Settings
 

@@ -54,8 +54,8 @@ class Pair:
     def __init__(self, folder: Path) -> None:
         import mlx_lm
 
+        from benchmarks.loading import load_generation
         from gateway.engine.device import choose_device, configure
-        from gateway.engine.generation.loading import load_generation
 
         device = choose_device("auto")
         configure(device)

@@ -14,20 +14,19 @@ from gateway.app.daemon_threads import run_in_daemon_thread
 from gateway.app.limits import dtype_of, settings_of
 from gateway.app.loading import Size
 from gateway.app.ranks import Ranks, describe
-from gateway.engine.bounds import Bounds
-from gateway.engine.device import Device
+from gateway.engine.device import Device, DeviceBounds
 from gateway.engine.embedding.label_scorer import label_recipe, load_label_scorer_in_steps
 from gateway.engine.generation.engine import GenerationEngine as MlxGenerationEngine
 from gateway.engine.generation.loading import (
-    ChatSetup,
     DraftSetup,
     load_generation_in_steps,
     read_chat_setup,
     read_draft_setup,
 )
 from gateway.engine.generation.self_test import self_test_digest
+from gateway.engine.generation.sequences import ChatSetup
 from gateway.engine.grammar.shaping import Shape
-from gateway.engine.models.adapter_files import read_adapter
+from gateway.engine.models.adapters import read_adapter
 from gateway.engine.models.checkpoint import (
     Checkpoint,
     Listing,
@@ -37,7 +36,7 @@ from gateway.engine.models.checkpoint import (
 )
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, open_checkpoint
 from gateway.engine.models.missing_kernels import Report
-from gateway.engine.models.sharding import Share, SharedListing
+from gateway.engine.models.sharding import RankShare, SharedListing
 from gateway.jobs import Adapter
 from gateway.registry import ChatSpec, RerankSpec
 from gateway.serving.ports import GenerationEngine, RerankEngine
@@ -56,7 +55,7 @@ class ChatEngines:
     """Reads and loads them on one device."""
 
     device: Device
-    bounds: Bounds
+    bounds: DeviceBounds
     settings: Settings
     budget_bytes: int  # that all models may hold
     grammars: Sandbox
@@ -215,7 +214,7 @@ class ChatEngines:
         share = self._share(spec)
         return whole if share is None else SharedListing(whole, share)
 
-    def _share(self, spec: ChatSpec) -> Share | None:
+    def _share(self, spec: ChatSpec) -> RankShare | None:
         """Return this process's share of a model; None if it has all of it."""
         return None if self.ranks is None else self.ranks.share(spec)
 

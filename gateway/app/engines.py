@@ -21,7 +21,6 @@ from gateway.app.limits import budget_bytes, dtype_of
 from gateway.app.loading import Size
 from gateway.app.ranks import Ranks
 from gateway.engine import device, sandboxed
-from gateway.engine.bounds import read_bounds
 from gateway.engine.device import (
     Device,
     active_bytes,
@@ -29,6 +28,7 @@ from gateway.engine.device import (
     give_back,
     memory_bytes,
     prepare_malloc,
+    read_bounds,
 )
 from gateway.engine.device_faults import classify
 from gateway.engine.embedding.cross_encoder import find_transformer, load_cross_encoder_in_steps

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from gateway import logs
 from gateway.app.loading import Engines
-from gateway.engine.models.sharding import Group, Share, first_host, share_bytes
+from gateway.engine.models.sharding import RankGroup, RankShare, first_host, share_bytes
 from gateway.errors import ModelLoadFailed
 from gateway.registry import ChatSpec, load_catalog
 from gateway.registry.catalog import ADOPTABLE
@@ -38,14 +38,14 @@ class RankEngines(Engines, Protocol):
 class Ranks:
     """The group, and rank 0's connections to the others; None on a rank that follows."""
 
-    group: Group
+    group: RankGroup
     leader: Leader | None = None
 
-    def share(self, spec: ChatSpec) -> Share | None:
+    def share(self, spec: ChatSpec) -> RankShare | None:
         """Return this rank's share of a model; None if it is not divided."""
         if spec.parallel is None:
             return None
-        return Share(spec.parallel, self.group)
+        return RankShare(spec.parallel, self.group)
 
     def lost(self) -> str | None:
         """Return which rank is gone, in words."""
@@ -53,7 +53,7 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def leading(group: Group) -> Iterator[Ranks]:
+def leading(group: RankGroup) -> Iterator[Ranks]:
     """Invite the other ranks, on rank 0, and end them at exit. Raises SettingsInvalid."""
     host = first_host()
     if not host:
@@ -73,7 +73,7 @@ def leading(group: Group) -> Iterator[Ranks]:
         leader.close()
 
 
-def follow_rank_0(settings: Settings, group: Group, engines: RankEngines) -> None:
+def follow_rank_0(settings: Settings, group: RankGroup, engines: RankEngines) -> None:
     """Make rank 0's calls until it ends the group."""
     invitation = share_bytes(group, b"")
     if not invitation:

@@ -15,8 +15,7 @@ sandboxed       what a process of its own runs: templates, first tries of gramma
 control_tokens  callers' texts encoded without any
 hub             where a model's folder comes from
 device_faults   what MLX's errors say of the device
-bounds          what a device bears: buffers, the largest, seconds at a time
-device          which device, its dtype and memory limits; how fast it multiplies
+device          which device, its dtype, what it bears of memory and seconds; how fast it multiplies
 blas            which BLAS mlx multiplies with, loaded before mlx is imported
 """
 

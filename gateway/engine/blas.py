@@ -58,7 +58,9 @@ class BlasFinding:
             return "mlx's own"
         version = self.config.removeprefix("OpenBLAS ").partition(" ")[0]
         whose = {"wheel": "the wheel's", "system": "the system's", "path": "GATEWAY_BLAS's"}
-        because = f", as the wheel's is of no use here: {self.why}" if self.why else ""
+        because = ""
+        if self.why:
+            because = f", as the wheel's is of no use here: {self.why}"
         return f"{whose[self.kind]} OpenBLAS {version}{because}"
 
 
@@ -86,11 +88,7 @@ def openblas_candidates(machine: str) -> tuple[str, ...]:
 
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """Set a variable that has no value, inside the block: OpenBLAS reads it as it is loaded.
-
-    Its threads spin for 2^26 cycles after each product, some 25 ms on a core that others want.
-    After 2^20 they sleep, later than the next product of a pass. Child processes do not inherit it.
-    """
+    """Set a variable that has no value, inside the block alone: child processes have none of it."""
     if name in os.environ:
         yield
         return
@@ -110,6 +108,8 @@ def load_blas(environment: Mapping[str, str]) -> _Loaded:
         return BlasFinding(loaded=False), None  # macOS: mlx uses Accelerate and Metal.
     if _MLX_WAS_IMPORTED:
         return BlasFinding(loaded=False, hint=_SLOW + _LATE), None
+    # OpenBLAS reads it as it is loaded. Its threads spin for 2^26 cycles after each product, some
+    # 25 ms on a core that others want; after 2^20 they sleep, later than the next one of a pass.
     with _environment("OPENBLAS_THREAD_TIMEOUT", "20"):
         choice = environment.get(_VARIABLE, "").strip() or "wheel"
         if choice.lower() not in ("wheel", "system"):
@@ -140,7 +140,9 @@ def _systems(why: str | None) -> _Loaded:
         except (OSError, AttributeError):
             continue
         return _finding(library, "system", why), library
-    because = f"The wheel's is of no use here: {why}. " if why else ""
+    because = ""
+    if why:
+        because = f"The wheel's is of no use here: {why}. "
     return BlasFinding(loaded=False, hint=_SLOW + because + _INSTALL, why=why), None
 
 
@@ -215,7 +217,8 @@ def load_wheel(wheel: Wheel) -> ctypes.CDLL:
 
     Raises OSError.
     """
-    for library in wheel.library.parent.glob("libgfortran*"):  # the copy is not beside it
+    # What it needs beside it: the copy is elsewhere.
+    for library in wheel.library.parent.glob("libgfortran*"):
         ctypes.CDLL(str(library))
     with _open_folder(wheel.folder) as folder:
         try:

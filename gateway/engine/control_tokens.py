@@ -45,11 +45,13 @@ class ControlTokens:
         contents = self._contents
         if contents.keys().isdisjoint(ids):
             return ids
-        return [
-            letter
-            for token in ids
-            for letter in (self._letters(contents[token]) if token in contents else [token])
-        ]
+        spelled: list[int] = []
+        for token in ids:
+            if token in contents:
+                spelled += self._letters(contents[token])
+            else:
+                spelled.append(token)
+        return spelled
 
     def split(self, value: Any, plain: Collection[str] = ()) -> Any:
         """Return a value of JSON in whose texts a word stands behind the first letter of each

@@ -4,6 +4,7 @@ The package has loaded OpenBLAS before mlx is imported.
 """
 
 import ctypes
+import math
 import os
 import resource
 import sys
@@ -11,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Final, Protocol
@@ -110,6 +111,45 @@ def memory_limits(
     if cache is None:
         cache = recommended // 4
     return Limits(cache, wired)
+
+
+# Where `iogpu.rsrc_limit` says nothing: mlx/backend/metal/device_info.cpp. Kept for reuse or alive,
+# every buffer counts; beyond it MLX raises "Resource limit (499000) exceeded" (mlx #3849).
+METAL_BUFFERS: Final = 499_000
+KEPT_SHARE: Final = 0.5  # of the buffers, for prefixes; the others are weights, rows and passes
+# Of one evaluation. macOS ends a command buffer after about five seconds, or sooner to draw the
+# screen (exo #1620, omlx #1387, mlx #3267); Apple documents no number.
+PASS_S: Final = 1.0
+
+
+@dataclass(slots=True)
+class KeptBuffers:
+    """How many arrays are kept of prompts, of all models together, and the most that may be."""
+
+    limit: float = math.inf
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBounds:
+    """A device's bounds; None where it has none."""
+
+    buffer_bytes: int | None = None  # of the largest buffer
+    # A pass that took longer is followed by one that is evaluated in parts.
+    pass_s: float | None = None
+    kept: KeptBuffers = field(default_factory=KeptBuffers)
+
+
+def read_bounds(device: Device, info: Mapping[str, object]) -> DeviceBounds:
+    """Return the bounds of a device; `info` is mlx's device_info of it. Only Metal states any."""
+    if device is not Device.METAL:
+        return DeviceBounds()
+    buffers, largest = info.get("resource_limit"), info.get("max_buffer_length")
+    if not isinstance(buffers, int):
+        buffers = METAL_BUFFERS
+    if not isinstance(largest, int):
+        largest = None
+    return DeviceBounds(largest, PASS_S, KeptBuffers(KEPT_SHARE * buffers))
 
 
 def device_info(device: Device) -> Mapping[str, str | int]:

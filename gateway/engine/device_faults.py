@@ -7,7 +7,6 @@ once, by whatever waits for the stream next, and what the failed work was to wri
 """
 
 import re
-from dataclasses import dataclass
 from typing import Final
 
 from gateway.errors import Fault
@@ -16,104 +15,72 @@ _METAL: Final = r"\[METAL\] Command buffer execution failed: .*CommandBufferCall
 _CUDA: Final = r"cu[A-Za-z]\w*\(.*\) failed: "
 
 
-@dataclass(frozen=True, slots=True)
-class FaultText:
-    """A pattern that a text begins with, what it says of the device, and where that is known
-    from.
-    """
-
-    pattern: str
-    fault: Fault
-    source: str
-
-
+# What a text begins with, and what it says of the device; the first that fits counts.
 FAULT_TEXTS: Final = (
     # Metal, mlx/backend/metal/device.cpp. Words in front of a constant may be localised.
-    *(
-        FaultText(f"{_METAL}{name}", fault, source)
-        for name, fault, source in (
-            # The kernel refuses this process alone, until it ends.
-            ("SubmissionsIgnored", Fault.FATAL, "omlx #3706, mlx-lm #1572"),
-            # Goes by once memory is free.
-            ("OutOfMemory", Fault.PRESSURE, "mlx #3523, mlx-omni-server #59"),
-            # Absorbed twice, then submissions were ignored.
-            ("Timeout", Fault.UNKNOWN, "omlx #3706, mlx-lm #1572"),
-            ("Hang", Fault.UNKNOWN, "The GPU is restarted: mlx-vlm #1064"),
-            ("PageFault", Fault.UNKNOWN, "The GPU is restarted: mlx-vlm #697, #1064"),
-            ("InnocentVictim", Fault.UNKNOWN, "Another's fault: mlx-openai-server #169"),
-            # macOS prefers the screen.
-            ("ImpactingInteractivity", Fault.UNKNOWN, "mlx #3267, MTPLX #422"),
-        )
-    ),
-    FaultText(r"\[METAL\] ", Fault.UNKNOWN, "Any other: mlx/backend/metal/device.cpp"),
-    # Memory, mlx/backend/{metal,cuda}/allocator.cpp.
-    FaultText(
-        r"\[metal::malloc\] Resource limit",
-        Fault.PRESSURE,
-        "So many buffers are alive; goes by: mlx #3849, mlx-lm #831, omlx #2535",
-    ),
-    FaultText(
-        r"\[metal::malloc\] Attempting to allocate",
-        Fault.PRESSURE,
-        "One buffer is larger than Metal's largest: fewer rows have smaller ones",
-    ),
-    FaultText(r"\[malloc\] Unable to allocate", Fault.PRESSURE, "Metal and CUDA"),
-    FaultText(f"{_CUDA}out of memory", Fault.PRESSURE, "cudaErrorMemoryAllocation (2)"),
-    FaultText(
-        r"cublas\w+\(.*\) failed with code: 3\.",
-        Fault.PRESSURE,
-        "CUBLAS_STATUS_ALLOC_FAILED: mlx/backend/cuda/cublas_utils.cpp",
-    ),
+    # The kernel refuses this process alone, until it ends: omlx #3706, mlx-lm #1572.
+    (f"{_METAL}SubmissionsIgnored", Fault.FATAL),
+    # Goes by once memory is free: mlx #3523, mlx-omni-server #59.
+    (f"{_METAL}OutOfMemory", Fault.PRESSURE),
+    # Any other. A timeout was absorbed twice, then submissions were ignored (omlx #3706, mlx-lm
+    # #1572); after a hang or a page fault the GPU is restarted (mlx-vlm #697, #1064); an innocent
+    # victim is another's fault (mlx-openai-server #169); or macOS preferred the screen (mlx #3267).
+    (r"\[METAL\] ", Fault.UNKNOWN),
+    # Memory, mlx/backend/{metal,cuda}/allocator.cpp. So many buffers are alive; it goes by: mlx
+    # #3849, mlx-lm #831, omlx #2535.
+    (r"\[metal::malloc\] Resource limit", Fault.PRESSURE),
+    # One buffer is larger than Metal's largest: fewer rows have smaller ones.
+    (r"\[metal::malloc\] Attempting to allocate", Fault.PRESSURE),
+    (r"\[malloc\] Unable to allocate", Fault.PRESSURE),
+    # cudaErrorMemoryAllocation (2), and CUBLAS_STATUS_ALLOC_FAILED.
+    (f"{_CUDA}out of memory", Fault.PRESSURE),
+    (r"cublas\w+\(.*\) failed with code: 3\.", Fault.PRESSURE),
     # CUDA, mlx/backend/cuda/utils.cpp. Of these, driver_types.h of CUDA 12.9 and 13 says that the
-    # process must be ended and started again to go on.
+    # process must be ended and started again to go on: 226, 700, 702, 710, 714 to 719, 721, 810
+    # and 911.
     *(
-        FaultText(f"{_CUDA}{text}", Fault.FATAL, f"driver_types.h: {name}")
-        for name, text in (
-            ("cudaErrorContained (226)", "Invalid access of peer GPU memory over nvlink"),
-            ("cudaErrorIllegalAddress (700)", "an illegal memory access was encountered"),
-            ("cudaErrorLaunchTimeout (702)", "the launch timed out and was terminated"),
-            ("cudaErrorAssert (710)", "device-side assert triggered"),
-            ("cudaErrorHardwareStackError (714)", "hardware stack error"),
-            ("cudaErrorIllegalInstruction (715)", "an illegal instruction was encountered"),
-            ("cudaErrorMisalignedAddress (716)", "misaligned address"),
-            ("cudaErrorInvalidAddressSpace (717)", "operation not supported on global/shared"),
-            ("cudaErrorInvalidPc (718)", "invalid program counter"),
-            ("cudaErrorLaunchFailure (719)", "unspecified launch failure"),
-            ("cudaErrorTensorMemoryLeak (721)", "tensor memory not completely freed"),
-            ("cudaErrorMpsClientTerminated (810)", "the MPS client has been terminated"),
-            ("cudaErrorExternalDevice (911)", "an async error has occured in external entity"),
+        (f"{_CUDA}{text}", Fault.FATAL)
+        for text in (
+            "Invalid access of peer GPU memory over nvlink",
+            "an illegal memory access was encountered",
+            "the launch timed out and was terminated",
+            "device-side assert triggered",
+            "hardware stack error",
+            "an illegal instruction was encountered",
+            "misaligned address",
+            "operation not supported on global/shared",
+            "invalid program counter",
+            "unspecified launch failure",
+            "tensor memory not completely freed",
+            "the MPS client has been terminated",
+            "an async error has occured in external entity",
+            # Of these it does not say so, but their context is gone: 214, 220, 709, 201 and 4.
+            "uncorrectable ECC error encountered",
+            "uncorrectable NVLink error detected",
+            "context is destroyed",
+            "invalid device context",
+            "driver shutting down",
         )
     ),
-    # Of these it does not say so, but the context they are of is gone.
+    # What was asked has no kernel: the device is well. mlx/backend, in its own folders' words.
     *(
-        FaultText(f"{_CUDA}{text}", Fault.FATAL, f"driver_types.h: {name}, by its meaning")
-        for name, text in (
-            ("cudaErrorECCUncorrectable (214)", "uncorrectable ECC error encountered"),
-            ("cudaErrorNvlinkUncorrectable (220)", "uncorrectable NVLink error detected"),
-            ("cudaErrorContextIsDestroyed (709)", "context is destroyed"),
-            ("cudaErrorDeviceUninitialized (201)", "invalid device context"),
-            ("cudaErrorCudartUnloading (4)", "driver shutting down"),
-        )
-    ),
-    # What was asked has no kernel: the device is well.
-    *(
-        FaultText(pattern, Fault.ROW, source)
-        for pattern, source in (
-            (r"\[\w+\] No implementation for problem shape", "mlx/backend/cuda/quantized"),
-            (r"\[\w+\] (\d+-bit quantization|Group size \d+) is not", "mlx/backend/cuda/quantized"),
-            (r"\[GatherMM::eval\] Currently only", "mlx/backend/cpu/gather_mm.cpp: float32 alone"),
-            (r"\w+ has no (CUDA|GPU) implementation", "mlx/backend/{cuda,no_gpu}/primitives.cpp"),
-            (r"\[.*\].* NYI", "mlx/backend/metal/primitives.cpp"),
-            (r"\[gather_mm\] Group count", "mlx/backend/cuda/gemms/grouped_gemm_unaligned.cu"),
-            (r"\[(metal|cuda)_kernel\] No ", "mlx/backend/common/metal_kernel.cpp"),
-            (r"\[metal::Device\] Unable to (build|load)", "mlx/backend/metal/device.cpp"),
-            (r"Can not find algorithm for matmul", "mlx/backend/cuda/gemms/cublas_utils.cpp"),
-            (r"There is no Stream\(", "another thread's stream: mlx/backend/*/device.cpp"),
-            (r".*(U|u)nsupported dtype", "mlx/backend/cuda"),
+        (text, Fault.ROW)
+        for text in (
+            r"\[\w+\] No implementation for problem shape",
+            r"\[\w+\] (\d+-bit quantization|Group size \d+) is not",
+            r"\[GatherMM::eval\] Currently only",
+            r"\w+ has no (CUDA|GPU) implementation",
+            r"\[.*\].* NYI",
+            r"\[gather_mm\] Group count",
+            r"\[(metal|cuda)_kernel\] No ",
+            r"\[metal::Device\] Unable to (build|load)",
+            r"Can not find algorithm for matmul",
+            r"There is no Stream\(",  # another thread's
+            r".*(U|u)nsupported dtype",
         )
     ),
 )
-_PATTERNS: Final = [(re.compile(text.pattern, re.DOTALL), text.fault) for text in FAULT_TEXTS]
+_PATTERNS: Final = [(re.compile(text, re.DOTALL), fault) for text, fault in FAULT_TEXTS]
 
 
 def classify(error: BaseException) -> Fault:

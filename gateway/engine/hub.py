@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi, constants, hf_hub_url, snapshot_download
 from huggingface_hub.errors import (
@@ -261,14 +262,14 @@ def ask_hub(spec: ModelSpec, hub: Hub) -> int:
 
 
 def fetched_bytes(spec: ModelSpec, hub: Hub) -> int:
-    """Count the bytes of a model on disk, including partly fetched files.
-
-    A GGUF file shares its repository with others, so only its own partly fetched bytes count.
-    """
+    """Count the bytes of a model on disk, including partly fetched files."""
     source = spec.source
     assert isinstance(source, HubSource)
     total = 0
-    for file in _blobs(source, hub).glob("*.part" if source.is_gguf else "*"):
+    pattern = "*"
+    if source.is_gguf:
+        pattern = "*.part"  # it shares its repository with others
+    for file in _blobs(source, hub).glob(pattern):
         with contextlib.suppress(FileNotFoundError):  # it was completed and renamed in the meantime
             total += file.stat().st_size
     return total
@@ -296,17 +297,7 @@ def _download_missing(source: HubSource, hub: Hub) -> Path:
         if file.sha256 is not None:
             url = hf_hub_url(source.repo, file.name, revision=commit, endpoint=hub.endpoint)
             fetch(url, file, blobs)
-    folder = Path(
-        snapshot_download(
-            source.repo,
-            revision=source.revision,
-            endpoint=hub.endpoint,
-            cache_dir=hub.cache,
-            etag_timeout=hub.timeout_s,
-            allow_patterns=_patterns(source),
-            ignore_patterns=None if source.is_gguf else COPIES,
-        )
-    )
+    folder = _snapshot(source, hub, endpoint=hub.endpoint, etag_timeout=hub.timeout_s)
     if folder.name != commit:  # the branch moved in the meantime
         return _download_missing(source, hub)
     check(folder, files)
@@ -319,11 +310,16 @@ def _listing(source: HubSource, hub: Hub) -> tuple[str, list[HubFile]]:
         source.repo, revision=source.revision, timeout=hub.timeout_s, files_metadata=True
     )
     siblings = info.siblings or []
-    files = [
-        HubFile(file.rfilename, file.size, file.lfs.sha256 if file.lfs else None)
-        for file in siblings
-        if file.size is not None and _is_wanted_of(source, file.rfilename)
-    ]
+    files = []
+    for file in siblings:
+        is_needed = file.rfilename == source.file
+        if source.file is None:
+            is_needed = is_wanted(file.rfilename)
+        if is_needed and file.size is not None:
+            sha256 = None
+            if file.lfs:
+                sha256 = file.lfs.sha256
+            files.append(HubFile(file.rfilename, file.size, sha256))
     if source.is_gguf:
         if not files:
             raise _Missing(f"{source.repo} has no file {source.file}.")
@@ -336,39 +332,41 @@ def _listing(source: HubSource, hub: Hub) -> tuple[str, list[HubFile]]:
 
 
 def _blobs(source: HubSource, hub: Hub) -> Path:
-    cache = hub.cache if hub.cache is not None else Path(constants.HF_HUB_CACHE)
+    cache = hub.cache or Path(constants.HF_HUB_CACHE)
     return cache / repo_folder_name(repo_id=source.repo, repo_type="model") / "blobs"
 
 
 def _find_cached(source: HubSource, hub: Hub) -> Path | None:
     try:
-        folder = Path(
-            snapshot_download(
-                source.repo,
-                revision=source.revision,
-                cache_dir=hub.cache,
-                local_files_only=True,
-                allow_patterns=_patterns(source),
-                ignore_patterns=None if source.is_gguf else COPIES,
-            )
-        )
+        folder = _snapshot(source, hub, local_files_only=True)
     except (LocalEntryNotFoundError, FileNotFoundError, HfHubHTTPError):
         return None
     model = _model_in(folder, source)
-    return model if has_weights(model) else None
+    if not has_weights(model):
+        return None
+    return model
 
 
-def _patterns(source: HubSource) -> list[str]:
-    """Return the patterns of the repository files that huggingface_hub is to fetch."""
-    return FILES if source.file is None else [glob.escape(source.file)]
-
-
-def _is_wanted_of(source: HubSource, name: str) -> bool:
-    return name == source.file if source.is_gguf else is_wanted(name)
+def _snapshot(source: HubSource, hub: Hub, **options: Any) -> Path:
+    """Let huggingface_hub fetch what is missing of a model, and link it all in one folder."""
+    patterns, copies = FILES, COPIES
+    if source.file is not None:
+        patterns, copies = [glob.escape(source.file)], []
+    folder = snapshot_download(
+        source.repo,
+        revision=source.revision,
+        cache_dir=hub.cache,
+        allow_patterns=patterns,
+        ignore_patterns=copies,
+        **options,
+    )
+    return Path(folder)
 
 
 def _model_in(folder: Path, source: HubSource) -> Path:
-    return folder if source.file is None else folder / source.file
+    if source.file is None:
+        return folder
+    return folder / source.file
 
 
 def _find_packaged(model: str, source: PackageSource) -> Path:
@@ -387,11 +385,15 @@ def _find_packaged(model: str, source: PackageSource) -> Path:
 
 
 def _is_there(path: Path) -> bool:
-    return path.is_file() if is_gguf(path.name) else path.is_dir()
+    if is_gguf(path.name):
+        return path.is_file()
+    return path.is_dir()
 
 
 def _noun(source: Source) -> str:
-    return "file" if source.is_gguf else "folder"
+    if source.is_gguf:
+        return "file"
+    return "folder"
 
 
 def _cause(source: HubSource, error: Exception) -> str:

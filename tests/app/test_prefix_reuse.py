@@ -8,8 +8,8 @@ import httpx2
 import pytest
 import structlog
 
+from benchmarks.loading import load_generation
 from gateway.engine.device import Device
-from gateway.engine.generation.loading import load_generation
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
 from tests.cpu_engines import cpu_engines
 from tests.serving_app import catalog, served

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from gateway.engine.generation.engine import GenerationEngine
-from tests.engine.generation.test_engine import open_engine
-from tests.engine.kv.test_prefix_cache import PLENTY
+from tests.engine.generation.harness import PLENTY, open_engine
 
 
 @pytest.fixture(scope="module")

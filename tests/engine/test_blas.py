@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from gateway.engine.blas import (
-    SONAME,
     CopyFailed,
     Wheel,
     cache_folder,
@@ -134,22 +133,6 @@ def test_the_copy_is_made_once(house: House) -> None:
     assert str(copy) in files
     assert (house.copy(), copy.stat().st_ino) == (copy, made.st_ino)
     assert copy.stat().st_mtime_ns == made.st_mtime_ns
-
-
-def test_a_process_without_stdin_makes_its_copy_too(house: House) -> None:
-    """What it opens first gets its number, under which a child has an input of its own."""
-    command = f'exec <&-; exec "{sys.executable}" -c "$0"'
-    process = subprocess.Popen(
-        ["/bin/bash", "-c", command, STARTED],
-        cwd=house.folder,
-        env=house.environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    finding, files = heard(process)
-    assert (finding["kind"], finding["why"]) == ("wheel", None)
-    assert str(house.copy()) in files
 
 
 def test_a_link_in_the_place_of_the_copy_is_not_followed(house: House) -> None:
@@ -341,23 +324,6 @@ def test_doctor_reports_the_wheel_where_the_system_has_none(house: House) -> Non
     assert blas().startswith("warn\tmlx on this CPU multiplies matrices with reference BLAS")
 
 
-def test_the_engines_check_reports_the_wheel_too(house: House) -> None:
-    """For a bug report."""
-    (house.folder / "models.yaml").write_text("version: 1\nmodels: {}\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "gateway", "doctor", "--engine", "--json"],
-        cwd=house.folder,
-        env=house.environment(GATEWAY_DEVICE="cpu"),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    device = json.loads(done.stdout)["device"]
-    assert device["blas"]["kind"] == "wheel"
-    assert device["gflops"] > 0
-
-
 def test_processes_without_mlx_load_no_blas(house: House) -> None:
     """The sandbox's, which is a script, and what needs no engine."""
     code = (
@@ -412,14 +378,3 @@ def test_what_is_no_library_has_no_names(elf: bytes) -> None:
     """An error that leads to the next choice, whatever the bytes."""
     with pytest.raises(CopyFailed):
         list(read_exports(elf))
-
-
-def test_a_wheel_is_told_from_the_next(tmp_path: Path) -> None:
-    """By size and age, so that an upgrade has its own copy."""
-    library = tmp_path / "lib.so"
-    library.write_bytes(b"one")
-    wheel = Wheel(library, None)
-    before = wheel.copy_name
-    library.write_bytes(b"three")
-    assert wheel.copy_name != before
-    assert SONAME == "libopenblas.so.0"

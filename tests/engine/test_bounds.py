@@ -11,22 +11,22 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from benchmarks.loading import load_embedding
 from benchmarks.tiny_models import names, tiny_config, tiny_model
-from gateway.engine.bounds import (
+from gateway.engine.device import (
     METAL_BUFFERS,
     PASS_S,
-    Bounds,
+    Device,
+    DeviceBounds,
     KeptBuffers,
-    LayerGroups,
     read_bounds,
 )
-from gateway.engine.device import Device
-from gateway.engine.embedding.engine import load_embedding
 from gateway.engine.kv.cache import make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache
 from gateway.engine.models.checkpoint import measure_kv
+from gateway.engine.models.decoders import LayerGroups
 from tests.checkpoints import write_chat
-from tests.engine.generation.test_engine import answers, job, open_engine
+from tests.engine.generation.harness import answers, job, open_engine
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 # Those that cannot be made here: docs/architectures.md says why.
@@ -141,7 +141,7 @@ def test_metal_states_its_bounds_and_others_have_none() -> None:
     assert (metal.buffer_bytes, metal.pass_s, metal.kept.limit) == (1 << 30, PASS_S, 500)
     assert read_bounds(Device.METAL, {}).kept.limit == METAL_BUFFERS / 2
     for device in (Device.CPU, Device.CUDA):
-        assert read_bounds(device, info) == Bounds()
+        assert read_bounds(device, info) == DeviceBounds()
         assert read_bounds(device, info).kept.limit == math.inf
 
 
@@ -189,26 +189,3 @@ def test_on_a_gpu_all_passes_are_of_one_stream(
     answers(engine, [job("Hello " * n) for n in range(1, 5)])
     engine.close()
     assert streams <= {str(mx.default_stream(mx.default_device()))}
-
-
-def test_layers_that_call_their_base_are_evaluated_in_parts_too() -> None:
-    """Each class has its own call back, also inside that of another."""
-
-    class First:
-        def __call__(self, x: mx.array) -> mx.array:
-            return x + 1
-
-    class Second(First):
-        def __call__(self, x: mx.array) -> mx.array:
-            return 2 * super().__call__(x)
-
-    class Model:
-        layers = (First(), Second(), First())
-
-    model, groups = Model(), LayerGroups(1e-9)
-    for _ in range(2):
-        x = mx.zeros(1)
-        with groups.applied(model):
-            for layer in model.layers:
-                x = layer(x)
-        assert x.item() == 5

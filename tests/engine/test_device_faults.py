@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.engine.device_faults import FAULT_TEXTS, classify
+from gateway.engine.device_faults import classify
 from gateway.errors import Fault
 from tests.simulated_device import IGNORED, NO_MEMORY, TIMEOUT
 
@@ -76,7 +76,3 @@ def test_what_python_raises_of_a_models_code_is_its_rows(kind: type[Exception]) 
 
 def test_python_out_of_memory_is_pressure() -> None:
     assert classify(MemoryError()) is Fault.PRESSURE
-
-
-def test_every_text_has_a_source() -> None:
-    assert all(text.source for text in FAULT_TEXTS)

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from gateway.engine.hub import Hub, ask_hub, download, fetched_bytes, on_disk, stored_bytes
+from gateway.engine.hub import Hub, ask_hub, download, on_disk, stored_bytes
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.errors import ModelLoadFailed, ModelUnavailable
 from gateway.registry import ModelSpec
 from gateway.registry.specs import ChatSpec
 from tests.checkpoints import write_chat
-from tests.fake_hub import COMMIT, FakeHub, sha256
+from tests.fake_hub import COMMIT, FakeHub
 
 REPO = "org/tiny"
 
@@ -77,15 +77,6 @@ def test_a_hub_model_is_fetched_once_and_then_found_on_disk(hub: FakeHub, tmp_pa
     assert hub.asked == []
 
 
-def test_half_a_download_is_resumed_and_not_taken_for_a_model(hub: FakeHub, tmp_path: Path) -> None:
-    """Without its weights a folder is no model."""
-    place, wanted = at(hub, tmp_path), spec(f"hub:{REPO}@{COMMIT}")
-    folder = download(wanted, place)
-    (folder / "model.safetensors").unlink()
-    assert on_disk(wanted, place) is None
-    assert (download(wanted, place) / "model.safetensors").is_file()
-
-
 class TestGgufFiles:
     """A model in one file, from wherever folders come from."""
 
@@ -144,19 +135,6 @@ class TestGgufFiles:
         assert on_disk(spec(f"hub:{REPO}/Q8_0.gguf@{COMMIT}"), place) is None
         assert hub.asked == []
 
-    def test_a_half_fetched_one_is_resumed(self, hub: FakeHub, tmp_path: Path, files: Path) -> None:
-        """What other files of the repository left on the disk is not counted."""
-        place, wanted = at(hub, tmp_path), spec(f"hub:{REPO}/Q4_0.gguf@{COMMIT}")
-        other = download(spec(f"hub:{REPO}/Q8_0.gguf@{COMMIT}"), place)
-        assert fetched_bytes(wanted, place) == 0
-        half = other.resolve().parent / f"{sha256(files / 'Q4_0.gguf')}.part"
-        half.write_bytes((files / "Q4_0.gguf").read_bytes()[:500])
-        assert fetched_bytes(wanted, place) == 500
-        assert on_disk(wanted, place) is None
-        hub.ranges.clear()
-        download(wanted, place)
-        assert hub.ranges == ["bytes=500-"]
-
     def test_one_that_the_repository_has_not_is_named(self, hub: FakeHub, tmp_path: Path) -> None:
         """Before anything is fetched."""
         with pytest.raises(ModelUnavailable, match=r"org/tiny has no file Q2_K\.gguf"):
@@ -182,13 +160,6 @@ def test_what_the_hub_does_not_have_is_named(
         ask_hub(spec(source), at(hub, tmp_path))
     assert "`mine`" in str(caught.value)
     assert caught.value.headers["x-should-retry"] == "false"
-
-
-def test_a_broken_hub_is_told_by_its_status(hub: FakeHub, tmp_path: Path) -> None:
-    """Its trouble is not ours."""
-    hub.status = 500
-    with pytest.raises(ModelUnavailable, match="500"):
-        ask_hub(spec(f"hub:{REPO}"), at(hub, tmp_path))
 
 
 def test_no_network_is_told_at_once(tmp_path: Path) -> None:

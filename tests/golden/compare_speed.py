@@ -48,10 +48,9 @@ def texts(count: int, fewest: int, most: int, turn: int = 0) -> list[str]:
 
 def load_gateway(folder: str, *, ranks: bool) -> Compute:
     """Load with this package."""
+    from benchmarks.loading import load_cross_encoder, load_embedding
     from gateway.engine import device
     from gateway.engine.device import prepare_malloc
-    from gateway.engine.embedding.cross_encoder import load_cross_encoder
-    from gateway.engine.embedding.engine import load_embedding
 
     prepare_malloc()
     device.configure(device.Device.CPU)

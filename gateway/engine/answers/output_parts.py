@@ -59,12 +59,16 @@ def _is_in(content: str, name: str) -> bool:
 
 def strip_marks(text: str) -> str:
     """Return text as a reader sees it, without special tokens."""
-    return text if text.isascii() else _SPECIALS.sub("", text).translate(_SPELLING)
+    if text.isascii():
+        return text
+    return _SPECIALS.sub("", text).translate(_SPELLING)
 
 
 def spell_out(text: str) -> str:
     """Return text with its tokens written out as plain letters."""
-    return text if text.isascii() else text.translate(_SPELLING)
+    if text.isascii():
+        return text
+    return text.translate(_SPELLING)
 
 
 # Which calls an answer may have: none; any, among text; any or else text, held to a grammar; one

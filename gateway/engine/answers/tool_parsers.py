@@ -104,7 +104,9 @@ def _python_call(node: ast.expr) -> Call:
 def read_gemma(text: str, schemas: Schemas) -> list[Call]:
     """Read `call:f{a:1,b:<|"|>text<|"|>}`; FunctionGemma's marks of text are other tokens."""
     read = _read_as_mlx_lm("gemma4", text.replace("<escape>", '<|"|>'))
-    return list(read) if isinstance(read, list) else [read]
+    if isinstance(read, list):
+        return read
+    return [read]
 
 
 def read_kimi(text: str, schemas: Schemas) -> list[Call]:

@@ -1,8 +1,9 @@
 """Drafts by a smaller model of the same vocabulary (speculative decoding, Leviathan et al., 2023,
 arxiv.org/abs/2211.17192).
 
-Its KV follows the sequences' contexts in a batch of its own. One that joins is read by itself
-first, in chunks; what was not chosen of a draft is taken off when the next one is asked for.
+Its KV follows the sequences' contexts in a batch of its own. One that joins is read in chunks,
+and has drafts once all of it is read; what was not chosen of a draft is taken off when the next one
+is asked for.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -12,8 +13,7 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from gateway.engine.bounds import KeptBuffers
-from gateway.engine.device import launch
+from gateway.engine.device import KeptBuffers, launch
 from gateway.engine.drafts.prompt_lookup import Patience, count_accepted
 from gateway.engine.kv.cache import (
     SPARE,
@@ -37,44 +37,37 @@ _FIRST_LENGTH: Final = 4
 
 @dataclass(slots=True)
 class _Follower:
-    """The KV of one sequence: so many tokens of its context, then some of its last draft.
-
-    `length` is that of its next draft. It grows by two after one that was chosen whole, and shrinks
-    by one after another, as in transformers (the "heuristic" schedule of assisted generation).
-    """
+    """The KV of one sequence: so many tokens of its context, then some of its last draft."""
 
     id: int
     read: int = 0
     ahead: Sequence[int] = ()
-    given: int = 0  # tokens of the draft that is being verified
+    drafted: int = 0  # tokens of the draft that is being verified
+    # Of its next draft. It grows by two after one that was chosen whole, and shrinks by one after
+    # another, as in transformers (the "heuristic" schedule of assisted generation).
     length: int = _FIRST_LENGTH
     patience: Patience = field(default_factory=Patience)
 
 
 class DraftModel:
-    """A model, and its KV of the sequences that it drafts for.
-
-    It knows tokens below `vocab_size`; others are read as its last one, and never drafted. It has
-    no drafts for contexts that come near `max_context`. At most `prefix_cache_bytes` are kept of
-    prompts' KV, whose arrays are counted in `kept`.
-    """
+    """A model, and its KV of the sequences that it drafts for."""
 
     def __init__(
         self,
         model: Any,
         *,
-        vocab_size: int,
-        max_context: int,
+        vocab_size: int,  # other tokens are read as its last one, and never drafted
+        max_context: int,  # no drafts for contexts that come near it
         prefix_cache_bytes: int = 0,
-        kept: KeptBuffers | None = None,
+        buffers: KeptBuffers | None = None,
     ) -> None:
         self._model = model
         self._vocab_size = vocab_size
+        # MLX reads positions beyond an array's end without a word.
         self._longest = max_context - FEED
-        self._prefixes = PrefixCache(make_prompt_cache(model), prefix_cache_bytes, kept)
+        self._prefixes = PrefixCache(make_prompt_cache(model), prefix_cache_bytes, buffers)
         self._rows: list[_Follower] = []
         self._cache: list[Any] = []
-        self._newcomer: tuple[_Follower, list[Any]] | None = None
 
     def with_kv(self, cost: KvCost, rows: int) -> KvCost:
         """Return what a sequence's KV costs with this model's added, for up to `rows` of them. Both
@@ -86,8 +79,7 @@ class DraftModel:
     def nbytes(self) -> int:
         """Count the bytes on the device: weights, KV and prefixes."""
         weights = sum(array.nbytes for array in parameters(self._model))
-        reading = self._newcomer[1] if self._newcomer is not None else []
-        return weights + cache_nbytes([*self._cache, *reading]) + self.prefix_bytes
+        return weights + cache_nbytes(self._cache) + self.prefix_bytes
 
     @property
     def prefix_bytes(self) -> int:
@@ -101,55 +93,75 @@ class DraftModel:
         """Return True if a sequence is not too long, and has waited long enough."""
         if len(context) > self._longest:
             return False
-        row = next((row for row in self._rows if row.id == sequence_id), None)
+        row = self._find(sequence_id)
         return row is None or row.patience.is_over(len(context))
 
     def keep(self, ids: Collection[int]) -> None:
         """Drop the KV of all other sequences."""
-        if self._newcomer is not None and self._newcomer[0].id not in ids:
-            self._newcomer = None
-        on = [i for i, row in enumerate(self._rows) if row.id in ids]
-        if not on:
+        staying = [i for i, row in enumerate(self._rows) if row.id in ids]
+        if not staying:
             self._rows, self._cache = [], []
-        elif len(on) < len(self._rows):
-            on = compact(on)
-            self._rows = [self._rows[i] for i in on]
-            filter_layers(self._cache, on)
+        elif len(staying) < len(self._rows):
+            staying = compact(staying)
+            self._rows = [self._rows[i] for i in staying]
+            filter_layers(self._cache, staying)
             launch([layer.state for layer in self._cache])
 
     def draft(
         self, contexts: Mapping[int, Sequence[int]], rooms: Mapping[int, int]
     ) -> dict[int, Sequence[int]]:
         """Return drafts of up to so many tokens; none of those whose prompt is still being read."""
-        contexts = {each: some for each, some in contexts.items() if len(some) <= self._longest}
+        contexts = {
+            number: context for number, context in contexts.items() if len(context) <= self._longest
+        }
         self.keep(contexts)
         self._take_back(contexts)
-        self._welcome(contexts)
-        wanted = {
-            row.id: min(row.length, rooms[row.id])
+        for number, context in contexts.items():
+            if self._find(number) is None:
+                self._join(number, context)
+        due = {
+            row.id
             for row in self._rows
             if rooms.get(row.id, 0) > 0 and row.patience.is_over(len(contexts[row.id]))
         }
-        if not wanted:
+        if not due:
             return {}
         self._catch_up(contexts)
-        ready = {row.id for row in self._rows if len(contexts[row.id]) - row.read <= FEED}
-        if not (wanted := {each: most for each, most in wanted.items() if each in ready}):
+        # Those with more to read than a draft's first pass takes have none this time.
+        ready = [row for row in self._rows if len(contexts[row.id]) - row.read <= FEED]
+        lengths = {row.id: min(row.length, rooms[row.id]) for row in ready if row.id in due}
+        if not lengths:
             return {}
-        drafts = self._generate(contexts, max(wanted.values()))
+        drafts = self._generate(contexts, max(lengths.values()))
         for row in self._rows:
-            row.given = wanted.get(row.id, 0)
-        return {each: drafts[each][:most] for each, most in wanted.items()}
+            row.drafted = lengths.get(row.id, 0)
+        return {number: drafts[number][:length] for number, length in lengths.items()}
 
     def note(self, sequence_id: int, context: Sequence[int], accepted: int) -> bool:
-        row = next((row for row in self._rows if row.id == sequence_id), None)
-        if row is None or not row.given:
+        row = self._find(sequence_id)
+        if row is None or not row.drafted:
             return False
-        is_whole = accepted >= row.given
-        row.length = min(MOST_AHEAD, row.length + 2) if is_whole else max(1, row.length - 1)
+        if accepted >= row.drafted:
+            row.length = min(MOST_AHEAD, row.length + 2)
+        else:
+            row.length = max(1, row.length - 1)
         row.patience.note(len(context), accepted)
-        row.given = 0
+        row.drafted = 0
         return True
+
+    def _find(self, sequence_id: int) -> _Follower | None:
+        return next((row for row in self._rows if row.id == sequence_id), None)
+
+    def _join(self, sequence_id: int, context: Sequence[int]) -> None:
+        """Follow a sequence, from what is kept of its prompt on."""
+        known, layers = self._prefixes.take(context[:-1])
+        layers = layers or make_batch_caches(self._model)
+        if self._rows:
+            for layer, joining in zip(self._cache, layers, strict=True):
+                layer.extend(joining)
+        else:
+            self._cache = layers
+        self._rows.append(_Follower(sequence_id, known))
 
     def _take_back(self, contexts: Mapping[int, Sequence[int]]) -> None:
         """Take off the tokens of drafts that were not chosen. Each context keeps one to read."""
@@ -161,33 +173,6 @@ class DraftModel:
             row.read, row.ahead = row.read + accepted, ()
         rewind_layers(self._cache, back)
 
-    def _welcome(self, contexts: Mapping[int, Sequence[int]]) -> None:
-        """Read a chunk of the sequences that are not followed yet; those read whole join."""
-        budget = CHUNK
-        followed = {row.id for row in self._rows}
-        for each, context in contexts.items():
-            if each in followed or (self._newcomer is not None and self._newcomer[0].id != each):
-                continue
-            if self._newcomer is None:
-                known, kept = self._prefixes.take(context[:-1])
-                self._newcomer = _Follower(each, known), kept or make_batch_caches(self._model)
-            row, cache = self._newcomer
-            end = min(row.read + budget, len(context) - 1)
-            if row.read < end:
-                self._read(cache, [context[row.read : end]])
-                launch([layer.state for layer in cache])
-                budget, row.read = budget - (end - row.read), end
-                self._prefixes.store(context[:end], cache, 0)
-            if end < len(context) - 1:
-                return
-            if self._rows:
-                for mine, theirs in zip(self._cache, cache, strict=True):
-                    mine.extend(theirs)
-            else:
-                self._cache = cache
-            self._rows.append(row)
-            self._newcomer = None
-
     def _catch_up(self, contexts: Mapping[int, Sequence[int]]) -> None:
         """Read what a draft's first pass would be too wide for, or a part of it."""
         behind = max(len(contexts[row.id]) - row.read for row in self._rows)
@@ -197,8 +182,9 @@ class DraftModel:
         feeds = [contexts[row.id][row.read : -1][:width] for row in self._rows]
         self._read(self._cache, feeds)
         launch([layer.state for layer in self._cache])
-        for row, feed in zip(self._rows, feeds, strict=True):
+        for i, (row, feed) in enumerate(zip(self._rows, feeds, strict=True)):
             row.read += len(feed)
+            self._prefixes.store(contexts[row.id][: row.read], self._cache, i)
 
     def _generate(
         self, contexts: Mapping[int, Sequence[int]], length: int

@@ -46,7 +46,7 @@ class Drafter(Protocol):
         """Drop what is kept of prompts."""
 
 
-class Row(Protocol):
+class DraftRow(Protocol):
     """A sequence that may read ahead."""
 
     id: int
@@ -67,29 +67,29 @@ def count_ahead(rows: int) -> int:
 
 
 class DraftPolicy:
-    """Drafts for batches of up to `rows` sequences. A drafter that fails is dropped, and its error
-    goes to `on_fault`.
-    """
+    """Drafts for batches of up to `rows` sequences."""
 
     def __init__(
         self, rows: int, model: DraftModel | None, on_fault: Callable[[Exception], None]
     ) -> None:
         self._rows = rows
         self._on_fault = on_fault
+        # The first has the first word: its drafts are free.
         self.drafters: list[Drafter] = [LookupDrafter()]
         if model is not None:
             self.drafters.append(model)
 
-    def count_ahead(self, rows: Sequence[Row], cache: Sequence[Any]) -> int:
+    def count_ahead(self, rows: Sequence[DraftRow], cache: Sequence[Any]) -> int:
         """Return how many tokens a sequence may read ahead in the next pass; 0 if none does."""
         if not 0 < len(rows) <= self._rows or any(row.was_suspect for row in rows):
             return 0
         if not all(isinstance(layer, RaggedKVCache) for layer in cache):
             return 0
-        is_ahead = any(row.matcher is not None or self._is_due(row) for row in rows)
-        return count_ahead(len(rows)) if is_ahead else 0
+        if any(row.matcher is not None or self._is_due(row) for row in rows):
+            return count_ahead(len(rows))
+        return 0
 
-    def draft(self, rows: Sequence[Row], rooms: Sequence[int]) -> list[Sequence[int]]:
+    def draft(self, rows: Sequence[DraftRow], rooms: Sequence[int]) -> list[Sequence[int]]:
         """Return a draft for each sequence, of up to so many tokens."""
         contexts = {row.id: row.context for row in rows if row.room(1)}
         free = {row.id: row.room(room) for row, room in zip(rows, rooms, strict=True)}
@@ -99,17 +99,18 @@ class DraftPolicy:
             if max(rooms) < 1 or not is_due:
                 continue
             # It follows the contexts of those, too, that have a draft already.
-            wanted = {number: 0 if number in drafts else free[number] for number in contexts}
+            lengths = {number: 0 if number in drafts else free[number] for number in contexts}
             try:
-                more = drafter.draft(contexts, wanted)
+                new_drafts = drafter.draft(contexts, lengths)
             except Exception as error:
+                # No answer needs its drafts: it is dropped.
                 self.drafters.remove(drafter)
                 self._on_fault(error)
                 continue
-            drafts |= {number: tokens for number, tokens in more.items() if tokens}
+            drafts |= {number: tokens for number, tokens in new_drafts.items() if tokens}
         return [drafts.get(row.id, ()) for row in rows]
 
-    def note(self, row: Row, accepted: int) -> None:
+    def note(self, row: DraftRow, accepted: int) -> None:
         """Note how much of a sequence's draft was chosen, once that is appended."""
         any(drafter.note(row.id, row.context, accepted) for drafter in self.drafters)
 
@@ -130,7 +131,7 @@ class DraftPolicy:
         self.keep([])
         self.clear_prefixes()
 
-    def keep(self, rows: Sequence[Row]) -> None:
+    def keep(self, rows: Sequence[DraftRow]) -> None:
         """Drop what is held of all other sequences."""
         ids = {row.id for row in rows}
         for drafter in self.drafters:
@@ -139,7 +140,7 @@ class DraftPolicy:
     def close(self) -> None:
         self.drafters.clear()
 
-    def _is_due(self, row: Row) -> bool:
+    def _is_due(self, row: DraftRow) -> bool:
         return row.room(1) > 0 and any(
             drafter.is_due(row.id, row.context) for drafter in self.drafters
         )

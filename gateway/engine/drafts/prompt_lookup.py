@@ -30,7 +30,10 @@ class Patience:
 
     def note(self, length: int, accepted: int) -> None:
         """Note how much of a draft was chosen, once the context has what was."""
-        self._wait = 0 if accepted else min(_LONGEST_WAIT, 2 * self._wait + 1)
+        if accepted:
+            self._wait = 0
+        else:
+            self._wait = min(_LONGEST_WAIT, 2 * self._wait + 1)
         self._resumes_at = length + self._wait
 
 
@@ -42,9 +45,9 @@ class PromptLookup:
         self._indexed = 0
         self._patience = Patience()
 
-    def draft(self, context: Sequence[int], most: int) -> Sequence[int]:
-        """Return up to `most` tokens that may follow a context, which only grows between calls."""
-        if most < 1 or not self._patience.is_over(len(context)):
+    def draft(self, context: Sequence[int], limit: int) -> Sequence[int]:
+        """Return up to `limit` tokens that may follow a context, which only grows between calls."""
+        if limit < 1 or not self._patience.is_over(len(context)):
             return ()
         # What ends the context is not indexed yet: it would be found itself.
         until = max(self._indexed, min(len(context) - 1, self._indexed + _INDEXED_AT_ONCE))
@@ -53,8 +56,9 @@ class PromptLookup:
                 self._after[tuple(context[max(0, end - size) : end])] = end
         self._indexed = until
         for size in _GRAMS:
-            if (place := self._after.get(tuple(context[-size:]))) is not None:
-                return context[place : place + most]
+            place = self._after.get(tuple(context[-size:]))
+            if place is not None:
+                return context[place : place + limit]
         return ()
 
     def note(self, context: Sequence[int], accepted: int) -> None:
@@ -70,7 +74,8 @@ class LookupDrafter:
 
     def __init__(self) -> None:
         self._lookups: dict[int, PromptLookup] = {}
-        self._drafted: set[int] = set()  # whose last draft was given here
+        # Whose last draft was given here.
+        self._drafted: set[int] = set()
 
     def is_due(self, sequence_id: int, context: Sequence[int]) -> bool:
         return bool(self._find(sequence_id).draft(context, 1))

@@ -4,14 +4,15 @@ Weights and names are Hugging Face's (transformers, models/bert/modeling_bert.py
 pooler and task heads are not used here.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Final
 
 import mlx.core as mx
 
 from gateway.engine.device import Device, pick_dtype
-from gateway.engine.embedding.kernels import (
+from gateway.engine.models.checkpoint import Checkpoint, dequantize, fit_weights
+from gateway.engine.models.encoder_kernels import (
     ACTIVATIONS,
     PADDING_SCORE,
     Activation,
@@ -20,17 +21,15 @@ from gateway.engine.embedding.kernels import (
     Normalization,
     arithmetic,
 )
-from gateway.engine.models.checkpoint import Checkpoint, dequantize, fit_weights
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A linear layer. The weight is (inputs, outputs), a view of the checkpoint's transposed one.
+    """A linear layer."""
 
-    Copied into rows of outputs it would be packed from memory 3 times as slowly by OpenBLAS for
-    AVX-512: a product of 17 rows by 384 × 1536 took 1.0 ms instead of 0.34.
-    """
-
+    # (inputs, outputs), a view of the checkpoint's transposed one. Copied into rows of outputs it
+    # would be packed from memory 3 times as slowly by OpenBLAS for AVX-512: a product of 17 rows by
+    # 384 × 1536 took 1.0 ms instead of 0.34.
     weight: mx.array
     bias: mx.array | None
 
@@ -55,14 +54,20 @@ class Norm:
         return self.normalize(x, self.weight, self.bias, self.epsilon)
 
 
-def arrays_of(*parts: Dense | Norm) -> list[mx.array]:
-    """List every array the parts hold."""
-    both = [array for part in parts for array in (part.weight, part.bias)]
-    return [array for array in both if array is not None]
+def arrays_of(part: object) -> list[mx.array]:
+    """List every array of a part: of a layer, of a list of layers, or of one that is an array."""
+    if isinstance(part, mx.array):
+        return [part]
+    children: Sequence[object] = ()
+    if isinstance(part, list):
+        children = part
+    elif is_dataclass(part):
+        children = [getattr(part, field.name) for field in fields(part)]
+    return [array for child in children for array in arrays_of(child)]
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class BertLayer:
     """Attention, then two products with an activation between; each added and normalised."""
 
     qkv: Dense
@@ -85,12 +90,6 @@ class Layer:
         x = self.attention_norm(x + self.attention_out(mixed))
         return self.norm(x + self.down(self.activation(self.up(x))))
 
-    def parameters(self) -> list[mx.array]:
-        """List every array the layer holds."""
-        return arrays_of(
-            self.qkv, self.attention_out, self.attention_norm, self.up, self.down, self.norm
-        )
-
 
 def make_dense(weights: Mapping[str, mx.array], name: str) -> Dense:
     """Make a linear layer from the weight and, if there is one, the bias under a name."""
@@ -109,7 +108,7 @@ def make_layer(
     choice: Arithmetic,
     heads: int,
     epsilon: float,
-) -> Layer:
+) -> BertLayer:
     """Make a layer from its weights, named as in the checkpoint below `encoder.layer.N.`."""
 
     scales = {"query": choice.query_scale, "key": 1.0, "value": 1.0}
@@ -117,7 +116,7 @@ def make_layer(
         mx.concatenate([weights[f"attention.self.{n}.{part}"] * s for n, s in scales.items()])
         for part in ("weight", "bias")
     )
-    return Layer(
+    return BertLayer(
         qkv=Dense(weight.T, bias),
         attention_out=make_dense(weights, "attention.output.dense"),
         attention_norm=make_norm(weights, "attention.output.LayerNorm", choice, epsilon),
@@ -142,7 +141,7 @@ IGNORED: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class BertConfig:
     """The part of config.json that the numbers depend on."""
 
     vocabulary: int
@@ -159,17 +158,15 @@ class Config:
 
 
 def modern_name(name: str) -> str:
-    """Return the current name of a weight.
-
-    Checkpoints from before 2019, such as bert-base-uncased, have older ones.
-    """
+    """Return the current name of a weight."""
+    # Checkpoints from before 2019, such as bert-base-uncased, have older ones.
     for old, new in ((".gamma", ".weight"), (".beta", ".bias")):
         if name.endswith(f"LayerNorm{old}"):
             return name.removesuffix(old) + new
     return name
 
 
-def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> Config:
+def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> BertConfig:
     """Read config.json's keys, refusing what this encoder does not compute."""
     kind = raw.get("position_embedding_type") or "absolute"
     if kind != "absolute":
@@ -181,8 +178,8 @@ def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> Config:
         raise checkpoint.failed(
             f"config.json: hidden_act `{activation}` is none of {', '.join(ACTIVATIONS)}"
         )
-    try:
-        config = Config(
+    with checkpoint.reading_config():
+        config = BertConfig(
             vocabulary=int(raw["vocab_size"]),
             dimensions=int(raw["hidden_size"]),
             layers=int(raw["num_hidden_layers"]),
@@ -195,16 +192,12 @@ def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> Config:
             activation=activation,
             quantization=dict(raw.get("quantization") or {}),
         )
-    except KeyError as error:
-        raise checkpoint.failed(f"config.json has no {error.args[0]}") from error
-    except (TypeError, ValueError) as error:
-        raise checkpoint.failed(f"config.json has a value that is no number: {error}") from error
     if config.heads < 1 or config.dimensions % config.heads:
         raise checkpoint.failed("config.json: hidden_size is no multiple of num_attention_heads")
     return config
 
 
-def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+def weight_shapes(config: BertConfig) -> dict[str, tuple[int, ...]]:
     """Name every weight the encoder needs, with its shape."""
     d, i = config.dimensions, config.intermediate
     shapes: dict[str, tuple[int, ...]] = {
@@ -263,7 +256,9 @@ class Bert:
         # Most tokens are of type 0, so its vector is part of every position.
         types = weights["embeddings.token_type_embeddings.weight"]
         self._positions = weights["embeddings.position_embeddings.weight"] + types[0]
-        self._second = types[1] - types[0] if config.token_types > 1 else None
+        self._second = None
+        if config.token_types > 1:
+            self._second = types[1] - types[0]
         self._norm = make_norm(weights, "embeddings.LayerNorm", choice, config.epsilon)
         self._layers = [
             make_layer(
@@ -295,18 +290,14 @@ class Bert:
 
     def parameters(self) -> list[mx.array]:
         """List every array the encoder holds."""
-        arrays = [self._words, self._positions, *arrays_of(self._norm)]
-        if self._second is not None:
-            arrays.append(self._second)
-        for layer in self._layers:
-            arrays += layer.parameters()
-        return arrays
+        parts = [self._words, self._positions, self._second, self._norm, self._layers]
+        return arrays_of(parts)
 
     def _position_vectors(self, tokens: mx.array) -> mx.array:
         return self._positions[: tokens.shape[1]]
 
     @staticmethod
-    def _max_tokens(config: Config) -> int:
+    def _max_tokens(config: BertConfig) -> int:
         return config.positions
 
 
@@ -324,15 +315,13 @@ class Roberta(Bert):
         return self._positions[position_ids(tokens, self.padding_id)]
 
     @staticmethod
-    def _max_tokens(config: Config) -> int:
+    def _max_tokens(config: BertConfig) -> int:
         return config.positions - config.padding_id - 1
 
 
 def position_ids(tokens: mx.array, padding_id: int) -> mx.array:
-    """Number the real tokens of each row from padding_id + 1; padding stays at padding_id.
-
-    Counted from the ids, not from the mask: a padding token written inside a text is
-    skipped too, as transformers does.
-    """
+    """Number the real tokens of each row from padding_id + 1; padding stays at padding_id."""
+    # By the ids, not the mask: a padding token written inside a text is skipped too, as
+    # transformers does.
     real = (tokens != padding_id).astype(mx.int32)
     return mx.cumsum(real, axis=1) * real + padding_id

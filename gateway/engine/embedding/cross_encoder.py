@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from gateway.engine.device import Device
 from gateway.engine.embedding.bert import Dense, Norm, arrays_of, make_dense, make_norm
-from gateway.engine.embedding.encoder import (
+from gateway.engine.embedding.engine import (
     ENCODERS,
     Encoder,
     EncoderEngine,
@@ -18,7 +18,6 @@ from gateway.engine.embedding.encoder import (
     read_max_tokens,
     read_transformer_settings,
 )
-from gateway.engine.embedding.kernels import ACTIVATIONS, Activation, arithmetic
 from gateway.engine.embedding.pooling import pool
 from gateway.engine.embedding.tokenizer import (
     PairTemplate,
@@ -28,11 +27,11 @@ from gateway.engine.embedding.tokenizer import (
 )
 from gateway.engine.models.checkpoint import (
     Checkpoint,
-    at_once,
     dequantize,
     fit_weights,
     read_in_slices,
 )
+from gateway.engine.models.encoder_kernels import ACTIVATIONS, Activation, arithmetic
 from gateway.errors import ContextLengthExceeded
 from gateway.jobs import Pair
 
@@ -53,16 +52,14 @@ class Head:
         """Map (rows, tokens, dimensions) to (rows, labels), in float32."""
         pooled = pool(hidden, counts, mask, self.pooling)
         x = self.activation(self.dense(pooled))
-        return self.out(x if self.norm is None else self.norm(x)).astype(mx.float32)
+        if self.norm is not None:
+            x = self.norm(x)
+        return self.out(x).astype(mx.float32)
 
     @property
     def labels(self) -> int:
         """Count the logits of a row."""
         return int(self.out.weight.shape[1])
-
-    def parameters(self) -> list[mx.array]:
-        """List every array the head holds."""
-        return arrays_of(self.dense, self.out, *([self.norm] if self.norm else []))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +112,7 @@ class CrossEncoderEngine(EncoderEngine):
 
     def nbytes(self) -> int:
         """Count the bytes of the weights."""
-        return super().nbytes() + sum(array.nbytes for array in self._head.parameters())
+        return super().nbytes() + sum(array.nbytes for array in arrays_of(self._head))
 
     def encode_pairs(
         self,
@@ -128,18 +125,18 @@ class CrossEncoderEngine(EncoderEngine):
         """Tokenise a query, once, with each document. Safe on any thread.
 
         A document is cut to `max_document_tokens`, and then until the pair has `max_tokens`; the
-        query is kept whole. sentence-transformers cuts whichever text is the longer, token by token
-        (base/modules/transformer.py, truncation="longest_first"), and so may cut the query, without
-        which no document can be judged; the results are the same where only documents are cut.
-        No instruction is read. Raises ContextLengthExceeded for a query that leaves no room for a
-        token of a document.
+        query is kept whole. No instruction is read. Raises ContextLengthExceeded for a query that
+        leaves no room for a token of a document.
         """
+        # sentence-transformers cuts whichever text is the longer, token by token
+        # (base/modules/transformer.py, truncation="longest_first"), and so may cut the query,
+        # without which no document can be judged; where only documents are cut it is the same.
         [first] = self.tokenizer.encode([query], with_specials=False)
         room = self.max_tokens - self._template.specials - len(first)
         if room < 1:
             min_tokens = self.max_tokens - room + 1
             raise ContextLengthExceeded(self.max_tokens, min_tokens, noun="query")
-        keep = room if max_document_tokens is None else min(room, max_document_tokens)
+        keep = min(room, max_document_tokens or room)
         encoded = self.tokenizer.encode_start(documents, keep, with_specials=False)
         return [
             Pair(
@@ -154,8 +151,9 @@ class CrossEncoderEngine(EncoderEngine):
         Raises ContextLengthExceeded and BadRequest for a pair the model cannot read; EngineFailed,
         naming the model and the row, for a score that is not finite.
         """
-        lead = self._template.lead
-        starts = None if lead is None else [row.second - lead for row in rows]
+        lead, starts = self._template.lead, None
+        if lead is not None:
+            starts = [row.second - lead for row in rows]
         return self._run([row.ids for row in rows], self.labels, starts)
 
     def probe(self) -> None:
@@ -190,7 +188,7 @@ def load_cross_encoder_in_steps(
     yield None
     encoder = open_encoder(inner, config, device, dtype)
     head = _open_head(inner, config, device, encoder)
-    yield from read_in_slices(inner, [*encoder.parameters(), *head.parameters()])
+    yield from read_in_slices(inner, [*encoder.parameters(), *arrays_of(head)])
     yield CrossEncoderEngine(
         name,
         encoder,
@@ -202,20 +200,11 @@ def load_cross_encoder_in_steps(
     )
 
 
-load_cross_encoder = at_once(load_cross_encoder_in_steps)
-
-
 def find_transformer(checkpoint: Checkpoint) -> Checkpoint:
     """Return the folder of the one module that modules.json lists, if there is that file."""
-    listing = checkpoint.read_json("modules.json")
-    if listing is None:
+    modules = checkpoint.read_modules()
+    if modules is None:
         return checkpoint
-    try:
-        modules = {
-            str(module["type"]).rpartition(".")[2]: str(module["path"]) for module in listing
-        }
-    except (TypeError, KeyError) as error:
-        raise checkpoint.failed("modules.json is no list of modules with type and path") from error
     if list(modules) != ["Transformer"]:
         raise checkpoint.failed(
             f"modules.json lists {', '.join(modules)}, where a reranker has a Transformer alone"
@@ -252,7 +241,9 @@ def _open_head(
     parts = [part for part in (names.dense, names.out, names.norm) if part is not None]
     arrays = {n: a for n, a in opened.items() if n.rpartition(".")[0] in parts}
     bias = arrays.get(f"{names.out}.bias")
-    labels = 1 if bias is None else bias.size
+    labels = 1
+    if bias is not None:
+        labels = bias.size
     shapes: dict[str, tuple[int, ...]] = {
         f"{names.dense}.weight": (d, d),
         f"{names.out}.weight": (labels, d),

@@ -1,27 +1,332 @@
-"""One embedding model: texts → token ids → vectors."""
+"""One loaded encoder, and the passes that a batch of rows is cut into: what the rows become is for
+its kinds. Here are embedding models: texts → token ids → vectors.
+"""
 
-from collections.abc import Generator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from importlib.metadata import version
+from itertools import cycle, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from gateway.engine.device import Device
-from gateway.engine.embedding.encoder import (
-    Encoder,
-    EncoderEngine,
-    open_encoder,
-    read_max_tokens,
-    read_transformer_settings,
+from gateway.engine.device import (
+    Device,
+    clear_cache,
+    cpu_streams,
+    cpu_threads,
+    keep_file_limits,
+    single_threaded_blas,
 )
+from gateway.engine.embedding.bert import Bert, Roberta
+from gateway.engine.embedding.modernbert import ModernBert
 from gateway.engine.embedding.pooling import Recipe, pool, read_recipe, shorten, unit
 from gateway.engine.embedding.tokenizer import TextTokenizer, load_text_tokenizer
-from gateway.engine.models.checkpoint import Checkpoint, at_once, read_in_slices
+from gateway.engine.models.checkpoint import Checkpoint, join_names, read_in_slices
+from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed
 
 if TYPE_CHECKING:
+    from gateway.engine.embedding.decoder import Decoder
     from gateway.engine.models.missing_kernels import Report
+
+# Beyond some 500 tokens a larger pass gains nothing on a CPU, and its buffers leave the cache.
+SLICE_TOKENS: Final = 512
+# Multiply-adds below which a second thread costs more than it saves: starting it takes 0.4 ms.
+WORTH_A_THREAD: Final = 30_000_000
+
+
+def bucket(length: int) -> int:
+    """Round a length up so that few shapes occur: to 8 up to 64, then to at most a quarter more.
+
+    Most texts are short, and there a step of 8 wastes least; 512 tokens make 20 shapes.
+    """
+    step = 8
+    if length > 64:
+        step = 1 << (length - 1).bit_length() - 3
+    return -(-length // step) * step
+
+
+def worthwhile_threads(tokens: int, weights: int, threads: int) -> int:
+    """Return how many threads should share a pass of so many tokens, each times so many weights."""
+    return max(1, min(threads, tokens * weights // WORTH_A_THREAD))
+
+
+def slice_rows(lengths: Sequence[int], threads: int) -> list[int]:
+    """Cut rows, shortest first, into runs worth one pass each; return the number of rows in each
+    run.
+
+    A run costs its rows times its longest. There are as few runs as leave none above SLICE_TOKENS,
+    the same number for every thread, and the dearest is as cheap as can be. A row is never divided.
+    """
+    costs = range(lengths[-1], len(lengths) * lengths[-1] + 1)
+    row_count = threads
+    while True:
+        cheapest = bisect_left(costs, True, key=lambda cost: len(_runs(lengths, cost)) <= row_count)
+        if costs[cheapest] <= max(SLICE_TOKENS, lengths[-1]):
+            return _runs(lengths, costs[cheapest])
+        row_count += threads
+
+
+def _runs(lengths: Sequence[int], cost: int) -> list[int]:
+    """Fill runs of at most `cost` with the rows in order."""
+    runs = [0]
+    for length in lengths:
+        if (runs[-1] + 1) * length <= cost:
+            runs[-1] += 1
+        else:
+            runs.append(1)
+    return runs
+
+
+def in_step(
+    passes: Sequence[Iterator[mx.array]], streams: Sequence[mx.Stream]
+) -> Iterator[list[mx.array]]:
+    """Advance all passes, equal in layers, by one layer at a time, each on its stream."""
+    while True:
+        states: list[mx.array] = []
+        for one, stream in zip(passes, cycle(streams), strict=False):
+            with mx.stream(stream):
+                states += islice(one, 1)
+        if not states:
+            return
+        yield states
+
+
+Results = npt.NDArray[np.float32]
+
+
+class Encoder(Protocol):
+    """Turns ids into hidden states: an encoder of ours, or a decoder without its head."""
+
+    dimensions: int
+    vocabulary: int
+    padding_id: int
+    max_tokens: int
+
+    def __call__(
+        self, tokens: mx.array, mask: mx.array | None, types: mx.array | None = None
+    ) -> Iterator[mx.array]:
+        """Yield (rows, tokens, dimensions) after each layer; the last are the hidden states.
+
+        `mask` is true at real tokens, None if all are; `types` is true at tokens of type 1, None
+        if all are of type 0.
+        """
+
+    def parameters(self) -> list[mx.array]:
+        """List every array held."""
+
+
+# By config.json's model_type.
+ENCODERS: Final[dict[str, type[Bert] | type[ModernBert]]] = {
+    "bert": Bert,
+    "roberta": Roberta,
+    "xlm-roberta": Roberta,
+    "camembert": Roberta,
+    "modernbert": ModernBert,
+}
+
+
+class EncoderEngine(ABC):
+    """One loaded encoder, run over batches. Call it only on the thread that loaded it."""
+
+    result: ClassVar[str]  # what a row becomes, for messages
+
+    def __init__(self, name: str, encoder: Encoder, *, device: Device, max_tokens: int) -> None:
+        self.name = name
+        self.max_tokens = max_tokens
+        self._encoder = encoder
+        self._on_cpu = device is Device.CPU
+        # Every token is multiplied by all of them, except the table that it is looked up in.
+        table = encoder.vocabulary * encoder.dimensions
+        self._weights = sum(array.size for array in encoder.parameters()) - table
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Return the type of the model's floating weights."""
+        dtypes = (array.dtype for array in self._encoder.parameters())
+        return next((dtype for dtype in dtypes if mx.issubdtype(dtype, mx.floating)), mx.float32)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._encoder.vocabulary
+
+    def close(self) -> None:
+        """Release every array."""
+        del self._encoder
+        clear_cache()
+
+    def nbytes(self) -> int:
+        """Count the bytes of the weights."""
+        return sum(array.nbytes for array in self._encoder.parameters())
+
+    @abstractmethod
+    def _finish(self, hidden: mx.array, counts: mx.array, mask: mx.array | None) -> mx.array:
+        """Map the last hidden states, (rows, tokens, dimensions), to one float32 result a row.
+
+        `counts` are the rows' real tokens; `mask` is true at them, None if all are.
+        """
+
+    def _run(
+        self, rows: Sequence[Sequence[int]], width: int, starts: Sequence[int] | None = None
+    ) -> Results:
+        """Return (rows, width): each row's result, whatever the other rows are.
+
+        A row is token ids, special tokens included; token type 1 begins at its start, if there are
+        `starts`. Raises ContextLengthExceeded and BadRequest for a row the model cannot read;
+        EngineFailed, naming the model and the row, for a result that is not finite.
+        """
+        if not rows:
+            return np.zeros((0, width), dtype=np.float32)
+        self._check(rows)
+        order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
+        lengths = [len(rows[index]) for index in order]
+        threads = self._threads(sum(lengths))
+        counts = [len(rows)]
+        if self._on_cpu:
+            counts = slice_rows(lengths, threads)
+        waiting = iter(order)
+        slices = [list(islice(waiting, count)) for count in counts]
+        passes = [
+            self._forward([rows[i] for i in piece], starts and [starts[i] for i in piece])
+            for piece in slices
+        ]
+        results = np.empty((len(rows), width), dtype=np.float32)
+        results[order] = self._run_passes(passes, threads)
+        self._check_finite(results)
+        return results
+
+    def _threads(self, tokens: int) -> int:
+        """Return how many threads share a pass; a GPU needs one."""
+        if not self._on_cpu:
+            return 1
+        return worthwhile_threads(tokens, self._weights, cpu_threads())
+
+    def _run_passes(self, passes: Sequence[Iterator[mx.array]], threads: int) -> Results:
+        """Run the passes concurrently: each CPU stream is a thread, with a BLAS of its own."""
+        streams = [mx.default_stream(mx.default_device())]
+        if len(passes) > 1:
+            streams = cpu_streams(min(threads, len(passes)))
+        states: list[mx.array] = []
+        with single_threaded_blas() if len(streams) > 1 else nullcontext():
+            # Python builds a layer while the CPU computes the one before. mlx queues only some
+            # fifty operations ahead: a pass that is built whole would run alone.
+            for states in in_step(passes, streams):
+                if self._on_cpu:
+                    mx.async_eval(states)  # type: ignore[no-untyped-call]
+            mx.eval(states)
+        return np.concatenate([np.array(results) for results in states])
+
+    def _forward(
+        self, rows: Sequence[Sequence[int]], starts: Sequence[int] | None = None
+    ) -> Iterator[mx.array]:
+        """Yield the states after each layer, and at the end the rows' results."""
+        lengths = [len(row) for row in rows]
+        longest = max(lengths)
+        # A GPU's buffers are reused where shapes recur; a CPU's need not be, so nothing is wasted.
+        width = longest
+        if not self._on_cpu:
+            width = min(bucket(longest), self._encoder.max_tokens)
+        padded = np.full((len(rows), width), self._encoder.padding_id, dtype=np.int32)
+        for index, row in enumerate(rows):
+            padded[index, : len(row)] = row
+        counts = mx.array(lengths, dtype=mx.int32)
+        columns = mx.arange(width)[None]
+        mask = types = None
+        if min(lengths) < width:
+            mask = columns < counts[:, None]
+        if starts is not None:
+            types = columns >= mx.array(list(starts))[:, None]
+        for hidden in self._encoder(mx.array(padded), mask, types):
+            yield hidden
+        yield self._finish(hidden, counts, mask)
+
+    def _check(self, rows: Sequence[Sequence[int]]) -> None:
+        """Raise for rows that would read outside the tables: mlx does not check bounds."""
+        longest = max(map(len, rows))
+        if longest > self.max_tokens:
+            raise ContextLengthExceeded(self.max_tokens, longest, noun="input")
+        for index, row in enumerate(rows):
+            if not row:
+                raise BadRequest(f"Input {index} has no tokens for `{self.name}`.", part="prompt")
+            if min(row) < 0 or max(row) >= self._encoder.vocabulary:
+                raise BadRequest(
+                    f"Input {index} has token ids outside the vocabulary of `{self.name}` "
+                    f"(0 to {self._encoder.vocabulary - 1}).",
+                    part="prompt",
+                )
+
+    def _check_finite(self, results: Results) -> None:
+        finite = np.isfinite(results).all(axis=1)
+        if not finite.all():
+            broken = join_names([str(index) for index in np.flatnonzero(~finite)])
+            raise EngineFailed(self.name, f"the {self.result} of row {broken} is not finite")
+
+
+def open_encoder(
+    checkpoint: Checkpoint, config: Mapping[str, Any], device: Device, dtype: str | None
+) -> Encoder:
+    """Open the encoder that a config names. Its weights are read when first evaluated.
+
+    Raises ModelLoadFailed.
+    """
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise checkpoint.failed("config.json has no model_type")
+    opened: Callable[..., Encoder] = ENCODERS.get(kind) or _find_decoder(checkpoint, kind)
+    try:
+        return opened(checkpoint, config, device, dtype)
+    except ValueError as error:
+        raise checkpoint.failed(str(error)) from error
+
+
+def _find_decoder(checkpoint: Checkpoint, kind: str) -> "type[Decoder]":
+    with keep_file_limits():
+        from gateway.engine.embedding.decoder import Decoder
+        from gateway.engine.models.decoders import is_known  # with mlx-lm, which takes a second
+
+    if not is_known(kind):
+        raise checkpoint.failed(
+            f"its architecture, `{kind}`, is not supported: encoders are {', '.join(ENCODERS)}, "
+            f"and decoders those of mlx-lm {version('mlx-lm')}, such as llama, mistral and qwen3"
+        )
+    return Decoder
+
+
+def read_transformer_settings(checkpoint: Checkpoint, task: str, output: str) -> dict[str, Any]:
+    """Read sentence_bert_config.json, or one of its older names, refusing what is not served.
+
+    `task` and `output` are its transformer_task and module_output_name, where it has them.
+    """
+    files = sorted(path.name for path in checkpoint.folder.glob("sentence_*_config.json"))
+    settings = {}
+    if files:
+        settings = checkpoint.read_object(files[0])
+    for key, served in (
+        ("transformer_task", (None, task)),
+        ("module_output_name", (None, output)),
+        ("processing_kwargs", (None, {})),
+        ("query_expansion", (None,)),
+    ):
+        if settings.get(key) not in served:
+            raise checkpoint.failed(f"{files[0]}: {key} {settings[key]} is not supported")
+    return settings
+
+
+def read_max_tokens(
+    checkpoint: Checkpoint, positions: int, settings: Mapping[str, Any], asked: int | None
+) -> int:
+    """Return the model's own limit, capped by its positions, lowered by models.yaml."""
+    max_tokens = settings.get("max_seq_length")
+    if max_tokens is None:
+        max_tokens = checkpoint.read_object("tokenizer_config.json").get("model_max_length")
+    limits = [limit for limit in (positions, max_tokens, asked) if limit is not None]
+    return int(min(limits))
+
 
 Vectors = npt.NDArray[np.float32]
 
@@ -130,6 +435,3 @@ def load_embedding_in_steps(
         prompts=prompts or {key: text or "" for key, text in (saved.get("prompts") or {}).items()},
         default_prompt_name=saved.get("default_prompt_name"),
     )
-
-
-load_embedding = at_once(load_embedding_in_steps)

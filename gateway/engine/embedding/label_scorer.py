@@ -61,8 +61,9 @@ def label_recipe(
     labels: Sequence[str], template: str | None, instruction: str | None
 ) -> LabelRecipe:
     """Return a recipe in which Qwen3's template or instruction replace what is None."""
-    default = QWEN3.instruction if instruction is None else instruction
-    return LabelRecipe(template or QWEN3.template, labels, default)
+    if instruction is None:
+        instruction = QWEN3.instruction
+    return LabelRecipe(template or QWEN3.template, labels, instruction)
 
 
 class LabelScorer:
@@ -120,7 +121,7 @@ class LabelScorer:
         room = self._max_tokens - len(first) - len(self._tail)
         if room < 1:
             raise ContextLengthExceeded(self._max_tokens, self._max_tokens - room + 1, noun="query")
-        keep = room if max_document_tokens is None else min(room, max_document_tokens)
+        keep = min(room, max_document_tokens or room)
         texts = [last[len(end) :] + document for document in documents]
         encoded = self._tokenizer.encode_start(texts, keep, with_specials=False)
         return [
@@ -133,15 +134,15 @@ class LabelScorer:
         ]
 
     def score(self, rows: Sequence[Pair]) -> Vectors:
-        """Return the log-odds of relevance, (rows, 1) float32.
-
-        Rows of one query share its part of the prompt, which is read once; other rows share what
-        all of them begin with. It is kept for the next call, as a request's rows may need several.
-        """
+        """Return the log-odds of relevance, (rows, 1) float32."""
+        # Rows of one query share its part of the prompt, which is read once; other rows share what
+        # all begin with. It is kept for the next call, as a request's rows may need several.
         scores = np.empty((len(rows), 1), dtype=np.float32)
         for places, shared in _group(rows):
             tokens = [rows[place].ids for place in places]
-            scores[places, 0] = self._read(tokens, shared if self._shares_prefixes else 0)
+            if not self._shares_prefixes:
+                shared = 0
+            scores[places, 0] = self._read(tokens, shared)
         return scores
 
     def probe(self) -> None:
@@ -151,7 +152,9 @@ class LabelScorer:
     def nbytes(self) -> int:
         """Count the bytes of the weights, and of a kept beginning as long as one may be."""
         weights = sum(array.nbytes for array in parameters(self._model))
-        return weights + (self._kv_bytes * KEPT_TOKENS if self._shares_prefixes else 0)
+        if not self._shares_prefixes:
+            return weights
+        return weights + self._kv_bytes * KEPT_TOKENS
 
     def close(self) -> None:
         """Release every array."""
@@ -187,7 +190,9 @@ class LabelScorer:
         """Return the beginning of what caches hold, and keep it unless it is long."""
         beginning = _Beginning(tokens, [_SharedPrefix(cache, len(tokens)) for cache in caches])
         mx.eval([layer.state for layer in beginning.layers])
-        self._kept = beginning if len(tokens) <= KEPT_TOKENS else _Beginning()
+        self._kept = _Beginning()
+        if len(tokens) <= KEPT_TOKENS:
+            self._kept = beginning
         return beginning
 
 
@@ -200,9 +205,7 @@ class _Beginning:
 
 
 class _SharedPrefix(_KVCache):  # type: ignore[misc]
-    """The first tokens' KV of one layer, which all rows of a pass begin with. What the rows add is
-    not kept: the KV of a whole batch would be many times that of the prefix.
-    """
+    """The first tokens' KV of one layer, which all rows of a pass begin with."""
 
     def __init__(self, layer: Any, tokens: int) -> None:
         super().__init__()
@@ -212,6 +215,7 @@ class _SharedPrefix(_KVCache):  # type: ignore[misc]
         self.offset = tokens
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        # What rows add is not kept: the KV of a batch would be many times that of the prefix.
         return _append(self.keys, keys), _append(self.values, values)
 
 
@@ -228,7 +232,9 @@ class LabelHead:
         layer = model.lm_head if "lm_head" in model else model.model.embed_tokens
         rows = _rows(layer, mx.array(list(labels))).astype(mx.float32)
         bias = getattr(layer, "bias", None)
-        offsets = mx.zeros(len(labels)) if bias is None else bias[mx.array(list(labels))]
+        offsets = mx.zeros(len(labels))
+        if bias is not None:
+            offsets = bias[mx.array(list(labels))]
         signs = mx.array([1.0, -1.0])[: len(labels)]
         self._vector = signs @ rows
         self._offset = (signs * offsets.astype(mx.float32)).sum()

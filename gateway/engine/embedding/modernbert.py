@@ -14,7 +14,8 @@ import numpy as np
 
 from gateway.engine.device import Device, pick_dtype
 from gateway.engine.embedding.bert import Dense, Norm, arrays_of, make_dense, make_norm
-from gateway.engine.embedding.kernels import (
+from gateway.engine.models.checkpoint import Checkpoint, dequantize, fit_weights
+from gateway.engine.models.encoder_kernels import (
     ACTIVATIONS,
     PADDING_SCORE,
     Activation,
@@ -22,7 +23,6 @@ from gateway.engine.embedding.kernels import (
     Attention,
     arithmetic,
 )
-from gateway.engine.models.checkpoint import Checkpoint, dequantize, fit_weights
 
 # Queries that attend at once where there is a window, which wastes few of their scores.
 BLOCK: Final = 128
@@ -36,7 +36,7 @@ Rotation = Callable[[mx.array], mx.array]
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class ModernBertConfig:
     """The part of config.json that the numbers depend on."""
 
     vocabulary: int
@@ -54,7 +54,7 @@ class Config:
     quantization: Mapping[str, Any]
 
 
-def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> Config:
+def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> ModernBertConfig:
     """Read config.json's keys, of transformers 4 and 5, refusing what is not computed here."""
     for key in ("attention_bias", "mlp_bias", "norm_bias"):
         if raw.get(key):
@@ -64,11 +64,11 @@ def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> Config:
         raise checkpoint.failed(
             f"config.json: hidden_activation `{activation}` is none of {', '.join(ACTIVATIONS)}"
         )
-    try:
+    with checkpoint.reading_config():
         are_local = _local_layers(raw)
         window = int(raw.get("local_attention", 128)) // 2
         thetas = _thetas(checkpoint, raw)
-        config = Config(
+        config = ModernBertConfig(
             vocabulary=int(raw["vocab_size"]),
             dimensions=int(raw["hidden_size"]),
             heads=int(raw["num_attention_heads"]),
@@ -81,10 +81,6 @@ def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> Config:
             thetas=[thetas[is_local] for is_local in are_local],
             quantization=dict(raw.get("quantization") or {}),
         )
-    except KeyError as error:
-        raise checkpoint.failed(f"config.json has no {error.args[0]}") from error
-    except (TypeError, ValueError, AttributeError) as error:
-        raise checkpoint.failed(f"config.json has a value that is no number: {error}") from error
     if config.heads < 1 or config.dimensions % (2 * config.heads):
         raise checkpoint.failed("config.json: hidden_size is no even multiple of the heads")
     return config
@@ -116,7 +112,7 @@ def _thetas(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> tuple[float, floa
     return whole, float(local.get("rope_theta") or raw.get("local_rope_theta") or 10_000.0)
 
 
-def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+def weight_shapes(config: ModernBertConfig) -> dict[str, tuple[int, ...]]:
     """Name every weight the encoder needs, with its shape."""
     d, i = config.dimensions, config.intermediate
     shapes: dict[str, tuple[int, ...]] = {
@@ -148,12 +144,14 @@ class Span:
 def make_spans(
     length: int, mask: mx.array | None, window: int | None, block: int, dtype: mx.Dtype
 ) -> list[Span]:
-    """Cut a row's queries into blocks; with a window, each sees the keys that it reaches.
-
-    A token sees those at most `window` away (transformers, masking_utils.py,
-    sliding_window_bidirectional_overlay). `mask` (rows, length) is true at real tokens.
+    """Cut a row's queries into blocks; with a window, each sees the keys that it reaches. `mask`,
+    (rows, length), is true at real tokens.
     """
-    masked_score = HALF_PADDING_SCORE if dtype == mx.float16 else PADDING_SCORE
+    # A token sees those at most `window` away: transformers, masking_utils.py,
+    # sliding_window_bidirectional_overlay.
+    masked_score = PADDING_SCORE
+    if dtype == mx.float16:
+        masked_score = HALF_PADDING_SCORE
     spans = []
     for start in range(0, length, block):
         end, low, high = min(start + block, length), 0, length
@@ -169,7 +167,7 @@ def make_spans(
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class ModernBertLayer:
     """Attention, then the gated product; each reads what is normalised, and is added."""
 
     attention_norm: Norm | None
@@ -186,7 +184,9 @@ class Layer:
     def __call__(self, x: mx.array, rows: int, rotate: Rotation, spans: Sequence[Span]) -> mx.array:
         """Map (rows * tokens, dimensions) to the same: flat, so that each product is one GEMM."""
         flat, width = x.shape
-        read = x if self.attention_norm is None else self.attention_norm(x)
+        read = x
+        if self.attention_norm is not None:
+            read = self.attention_norm(x)
         split = self.qkv(read).reshape(rows, flat // rows, 3, self.heads, width // self.heads)
         qkv = mx.contiguous(split.transpose(2, 0, 3, 1, 4))
         q, k, v = rotate(qkv[0]), rotate(qkv[1]), qkv[2]
@@ -194,26 +194,23 @@ class Layer:
             self.attend(q[:, :, span.queries], k[:, :, span.keys], v[:, :, span.keys], span.bias)
             for span in spans
         ]
-        mixed = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+        mixed = mx.concatenate(parts, axis=2)
         x = x + self.attention_out(mixed.transpose(0, 2, 1, 3).reshape(flat, width))
         read = self.norm(x)
         return x + self.down(self.activation(self.up(read)) * self.gate(read))
 
-    def parameters(self) -> list[mx.array]:
-        """List every array the layer holds."""
-        parts = (self.qkv, self.attention_out, self.norm, self.up, self.gate, self.down)
-        return arrays_of(*parts, *([self.attention_norm] if self.attention_norm else []))
-
 
 def make_layer(
     weights: Mapping[str, mx.array], choice: Arithmetic, heads: int, epsilon: float
-) -> Layer:
+) -> ModernBertLayer:
     """Make a layer from its weights, named as in the checkpoint below `layers.N.`."""
-    has_norm = "attn_norm.weight" in weights
+    attention_norm = None
+    if "attn_norm.weight" in weights:
+        attention_norm = make_norm(weights, "attn_norm", choice, epsilon)
     q, k, v = mx.split(weights["attn.Wqkv.weight"], 3)
     up, gate = mx.split(weights["mlp.Wi.weight"], 2)
-    return Layer(
-        attention_norm=make_norm(weights, "attn_norm", choice, epsilon) if has_norm else None,
+    return ModernBertLayer(
+        attention_norm=attention_norm,
         qkv=Dense(mx.concatenate([q * choice.query_scale, k, v]).T, None),
         attention_out=make_dense(weights, "attn.Wo"),
         norm=make_norm(weights, "mlp_norm", choice, epsilon),
@@ -227,10 +224,8 @@ def make_layer(
 
 
 def rotation_table(theta: float, size: int, positions: int) -> mx.array:
-    """Return (2, positions, size): what a head is multiplied by, and what its swapped halves are.
-
-    Source: RoFormer, arXiv:2104.09864, with the halves of a head as the two coordinates.
-    """
+    """Return (2, positions, size): what multiplies a head, and what its swapped halves."""
+    # RoFormer, arXiv:2104.09864, with the halves of a head as the two coordinates.
     frequencies = theta ** -(np.arange(0, size, 2) / size)
     angles = np.arange(positions)[:, None] * frequencies
     cosine, sine = np.cos(angles), np.sin(angles)
@@ -286,10 +281,10 @@ class ModernBert:
             for prefix in (f"layers.{index}." for index in range(len(config.windows)))
         ]
         self._head_size = config.dimensions // config.heads
-        self._tables = {
-            theta: rotation_table(theta, self._head_size, config.positions)
-            for theta in (set(config.thetas) if self._on_cpu else ())
-        }
+        self._tables: dict[float, mx.array] = {}
+        if self._on_cpu:
+            for theta in set(config.thetas):
+                self._tables[theta] = rotation_table(theta, self._head_size, config.positions)
 
     def __call__(
         self, tokens: mx.array, mask: mx.array | None, types: mx.array | None = None
@@ -312,14 +307,12 @@ class ModernBert:
 
     def parameters(self) -> list[mx.array]:
         """List every array the encoder holds."""
-        arrays = [self._words, *arrays_of(*self._norms)]
-        for layer in self._layers:
-            arrays += layer.parameters()
-        return arrays
+        return arrays_of([self._words, self._norms, self._layers])
 
     def _spans(self, length: int, mask: mx.array | None, window: int | None) -> list[Span]:
-        block = length if window is None else BLOCK
-        return make_spans(length, mask, window, block, self._dtype)
+        if window is None:
+            return make_spans(length, mask, window, length, self._dtype)
+        return make_spans(length, mask, window, BLOCK, self._dtype)
 
     def _rotation(self, theta: float) -> Rotation:
         if self._on_cpu:

@@ -5,7 +5,7 @@ Pooling is never guessed: the wrong one gives plausible vectors that find the wr
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, cast, get_args
 
 import mlx.core as mx
 import numpy as np
@@ -58,19 +58,15 @@ def read_recipe(checkpoint: Checkpoint, pooling: str | None, normalize: bool | N
             "its folder does not say whether vectors are normalised: "
             "set `normalize:` (true or false) in models.yaml"
         )
-    return Recipe(paths.get("Transformer", ""), _as_mode(pooling), normalize)
+    return Recipe(paths.get("Transformer", ""), cast(Mode, pooling), normalize)
 
 
 def _modules(checkpoint: Checkpoint) -> dict[str, str]:
     """Return each module's path by its class name, in order; empty if there is no modules.json."""
-    listing = checkpoint.read_json("modules.json")
-    if listing is None:
+    paths = checkpoint.read_modules()
+    if paths is None:
         return {}
-    try:
-        pairs = [(str(m["type"]).rpartition(".")[2], str(m["path"])) for m in listing]
-    except (TypeError, KeyError) as error:
-        raise checkpoint.failed("modules.json is no list of modules with type and path") from error
-    names = [name for name, _ in pairs]
+    names = list(paths)
     unknown = [n for n in names if n not in ("Transformer", "Pooling", "Normalize")]
     if unknown:
         raise checkpoint.failed(f"modules.json lists what is not supported: {join_names(unknown)}")
@@ -80,13 +76,9 @@ def _modules(checkpoint: Checkpoint) -> dict[str, str]:
         ["Transformer", "Pooling", "Normalize"],
     ):
         raise checkpoint.failed(f"modules.json lists modules in no known order: {', '.join(names)}")
-    paths = dict(pairs)
     if "Normalize" in paths:
-        key = (
-            checkpoint.inside(paths["Normalize"])
-            .read_object("config.json")
-            .get("module_input_name", "sentence_embedding")
-        )
+        config = checkpoint.inside(paths["Normalize"]).read_object("config.json")
+        key = config.get("module_input_name", "sentence_embedding")
         if key != "sentence_embedding":
             raise checkpoint.failed(f"its Normalize module works on {key}, which is not supported")
     return paths
@@ -95,8 +87,10 @@ def _modules(checkpoint: Checkpoint) -> dict[str, str]:
 def _read_pooling(folder: Checkpoint) -> str:
     config: Mapping[str, Any] = folder.read_object("config.json")
     where = f"{folder.folder.name}/config.json"
-    found = config.get("pooling_mode", [m for k, m in _OLD_KEYS.items() if config.get(k)])
-    modes = [found] if isinstance(found, str) else list(found)
+    stated = config.get("pooling_mode", [m for k, m in _OLD_KEYS.items() if config.get(k)])
+    modes = list(stated)
+    if isinstance(stated, str):
+        modes = [stated]
     if len(modes) != 1:
         raise folder.failed(
             f"{where} names {len(modes)} pooling modes ({join_names(modes)}), "
@@ -107,13 +101,6 @@ def _read_pooling(folder: Checkpoint) -> str:
     if config.get("include_prompt") is False:
         raise folder.failed(f"{where}: include_prompt: false is not supported")
     return _MODES[modes[0]]
-
-
-def _as_mode(pooling: str) -> Mode:
-    for mode in get_args(Mode):
-        if mode == pooling:
-            return mode  # type: ignore[no-any-return]
-    raise AssertionError(pooling)
 
 
 def pool(hidden: mx.array, lengths: mx.array, mask: mx.array | None, mode: Mode) -> mx.array:
@@ -145,9 +132,8 @@ def shorten(
     """Keep the first dimensions of Matryoshka vectors and make them unit length again."""
     if not 1 <= dimensions <= vectors.shape[-1]:
         raise ValueError(f"dimensions must be from 1 to {vectors.shape[-1]}, not {dimensions}")
-    kept = vectors[..., :dimensions]
-    if not normalize:
-        return kept.copy()
-    length = np.linalg.norm(kept, axis=-1, keepdims=True)
-    shortened: npt.NDArray[np.float32] = kept / np.maximum(length, np.float32(1e-12))
+    shortened = vectors[..., :dimensions].copy()
+    if normalize:
+        length = np.linalg.norm(shortened, axis=-1, keepdims=True)
+        shortened /= np.maximum(length, np.float32(1e-12))
     return shortened

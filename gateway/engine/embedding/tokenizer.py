@@ -39,18 +39,19 @@ class TextTokenizer:
     def encode(self, texts: Sequence[str], *, with_specials: bool = True) -> list[list[int]]:
         """Return each text's ids with its special tokens, never truncated, never padded."""
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=with_specials)
-        eos = self._eos if with_specials else ()
-        return [[*one.ids, *eos] for one in encoded]
+        if not with_specials:
+            return [one.ids for one in encoded]
+        return [[*one.ids, *self._eos] for one in encoded]
 
     def encode_start(
         self, texts: Sequence[str], limit: int, *, with_specials: bool = True
     ) -> list[list[int]]:
-        """Return ids as `encode` does or, of a long text, as many as `truncate` needs of them.
-
-        What `truncate` keeps is the same. A text is cut before it is encoded only where that is
-        sure: words are encoded one by one, and three of them stand between the last token that is
-        kept and the cut, which changes no more than the word and the spaces before it.
+        """Return ids as `encode` does or, of a long text, as many as `truncate` needs of them: what
+        that keeps is the same.
         """
+        # A text is cut before it is encoded only where that is sure: words are encoded one by one,
+        # and three of them stand between the last token that is kept and the cut, which changes no
+        # more than the word and the spaces before it.
         if self._cut_left or not self._splits_words:
             return self.encode(texts, with_specials=with_specials)
         after, eos = (self._after, self._eos) if with_specials else (0, ())
@@ -200,8 +201,10 @@ def _lowers(tokenizer: Tokenizer) -> bool:
 
 
 def _lower_first(tokenizer: Tokenizer) -> None:
-    rest = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *rest])
+    steps = [normalizers.Lowercase()]
+    if tokenizer.normalizer is not None:
+        steps.append(tokenizer.normalizer)
+    tokenizer.normalizer = normalizers.Sequence(steps)
 
 
 def _special_ends(checkpoint: Checkpoint, tokenizer: Tokenizer) -> tuple[int, int, int | None]:

@@ -93,14 +93,13 @@ def plan_reading(
 def spread(ends: abc.Sequence[int]) -> list[int]:
     """Return which ends of an answer's blocks stay when the last of these is new: that one, the one
     before, and ever fewer further back, as each of them was returned here before.
-
-    The nth block's stays for twice as many blocks as the greatest power of two that divides n.
     """
     newest = ends[-1] // BLOCK
     staying = []
     for end in ends:
         number = end // BLOCK
-        power_of_two = number & -number  # the greatest that divides it
+        # The nth stays for twice as many blocks as the greatest power of two that divides n.
+        power_of_two = number & -number
         if newest - number < 2 * power_of_two:
             staying.append(end)
     return staying[-KEPT_ENDS:]
@@ -201,11 +200,7 @@ class DecodeBatch:
         self.doubts += doubts
 
     def keep(self, indices: list[int]) -> None:
-        """Drop the other sequences. Those kept are in the order of `compact` then.
-
-        What changes in the caches is launched at once: larger ones are held until then, and the
-        memory counted as free may already be given to new sequences.
-        """
+        """Drop the other sequences. Those kept are in the order of `compact` then."""
         if len(indices) == len(self.rows):
             return  # caches of a single row cannot be filtered
         indices = compact(indices)
@@ -215,6 +210,8 @@ class DecodeBatch:
         self.rows = [self.rows[i] for i in indices]
         self.drafts = [self.drafts[i] for i in indices]
         filter_layers(self.cache, indices)
+        # At once: larger caches are held until then, and the memory counted as free may already be
+        # given to new sequences.
         launch([layer.state for layer in self.cache])
 
     def take(self, index: int) -> "DecodeBatch":

@@ -8,22 +8,16 @@ from typing import Any
 
 import mlx.core as mx
 
-from gateway.engine.bounds import Bounds
 from gateway.engine.device import clear_cache
-from gateway.engine.drafts.draft_model import DraftModel
 from gateway.engine.generation.decode_batch import DecodeBatch
 from gateway.engine.generation.label_scoring import prepare_questions
-from gateway.engine.generation.self_test import SelfTest, count_tokens, read_probe
+from gateway.engine.generation.self_test import BatchSelfTest, read_probe
 from gateway.engine.generation.sequences import Sequences
 from gateway.engine.grammar.compiling import CompiledGrammar
-from gateway.engine.grammar.structured import Structured
-from gateway.engine.models.checkpoint import measure_kv
 from gateway.engine.models.decoders import floating_dtype, parameters
-from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
 from gateway.errors import BadRequest, ContextLengthExceeded
 from gateway.jobs import (
     Delta,
-    EngineFacts,
     GenerateJob,
     Grammar,
     Pass,
@@ -38,46 +32,13 @@ from gateway.jobs import (
 class GenerationEngine(Sequences):
     """A model with its template, vocabulary and grammars, and the sequences that it answers."""
 
-    def __init__(
-        self,
-        name: str,
-        model: Any,
-        chat: ChatTokenizer,
-        structured: Structured,
-        *,
-        max_context: int,
-        vocab_size: int,
-        prefix_cache_bytes: int = 0,
-        speculate_rows: int = 0,
-        draft_model: DraftModel | None = None,
-        sampling_defaults: Mapping[str, float] | None = None,
-        bounds: Bounds | None = None,
-    ) -> None:
-        super().__init__(
-            model,
-            chat,
-            structured,
-            vocab_size=vocab_size,
-            prefix_cache_bytes=prefix_cache_bytes,
-            speculate_rows=speculate_rows,
-            draft_model=draft_model,
-            bounds=bounds or Bounds(),
-        )
-        self._name = name
-        self.tokens = chat
-        self._sampling_defaults = sampling_defaults or {}
-        kv_cost = measure_kv(model)
-        if draft_model is not None:
-            kv_cost = draft_model.with_kv(kv_cost, speculate_rows)
-        self.facts = EngineFacts(max_context, kv_cost, count_tokens(model, max_context))
-
     @property
     def dtype(self) -> mx.Dtype:
         return floating_dtype(self._model)
 
     def self_test(self) -> Generator[Verdict]:
         """Compare sequences in batches with the same alone, a pass a step; yield what is known."""
-        test = SelfTest(self._model, self._vocab_size, self.facts.max_context, self.dtype)
+        test = BatchSelfTest(self._model, self._vocab_size, self.facts.max_context, self.dtype)
         return test.verdicts()
 
     def probe(self) -> None:

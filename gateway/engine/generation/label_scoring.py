@@ -20,6 +20,7 @@ from typing import Any, overload
 import mlx.core as mx
 
 from gateway.engine.control_tokens import Piece
+from gateway.engine.generation.sampling import LOWEST_LOGPROB
 from gateway.engine.generation.sequence import Sequence
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
 from gateway.errors import BadRequest, ContextLengthExceeded
@@ -34,7 +35,6 @@ from gateway.jobs import (
 )
 
 MAX_STEPS = 4096  # of one job's labels
-LEAST = -9999.0  # instead of -inf, which sums and differences have no use for
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ def prepare_questions(
     ContextLengthExceeded for a prompt that leaves no room for its labels.
     """
     head, rests, opening = encode_questions(job, chat)
-    texts = [each for question in job.questions for each in question.labels]
+    texts = [label for question in job.questions for label in question.labels]
     labels = iter(encode_labels(texts, opening, chat))
     rows: list[SequenceParams] = []
     for question, rest in zip(job.questions, rests, strict=True):
@@ -125,7 +125,8 @@ def encode_questions(
     Qwen's to what stands before, and SentencePiece's puts a space before each piece.
     """
     before, after = chat.render_questions(job)
-    text, questions = job.messages[-1]["content"], [each.text for each in job.questions]
+    text = job.messages[-1]["content"]
+    questions = [question.text for question in job.questions]
 
     def encode(start: abc.Sequence[Piece], texts: abc.Sequence[str]) -> list[list[int]]:
         return chat.controls.encode([[*start, (text, True), (after, False)] for text in texts])
@@ -133,28 +134,29 @@ def encode_questions(
     [whole] = encode(before, [text + questions[0]])
     for start in dict.fromkeys((text, text.rstrip("\n"))):
         [first] = chat.controls.encode([[*before, (start, True)]])
-        others = encode((), [text[len(start) :] + each for each in questions])
-        if first + others[0] == whole:
-            return first, others, after
+        rests = encode((), [text[len(start) :] + question for question in questions])
+        if first + rests[0] == whole:
+            return first, rests, after
     [first] = chat.controls.encode([[*before, (text, True)]])
-    wholes = encode(before, [text + each for each in questions])
+    wholes = encode(before, [text + question for question in questions])
     alike = takewhile(lambda ids: len(set(ids)) == 1, zip(first, *wholes, strict=False))
     shared = sum(1 for _ in alike)
-    return whole[:shared], [each[shared:] for each in wholes], after
+    return whole[:shared], [ids[shared:] for ids in wholes], after
 
 
 def encode_labels(labels: abc.Sequence[str], opening: str, chat: ChatTokenizer) -> list[list[int]]:
     """Return the ids of labels, each as the beginning of an answer. What stands before matters if
     it ends a line. Control tokens in labels are letters.
     """
-    line = ("\n" if opening.endswith("\n") else "", False)
-    [before] = chat.controls.encode([[line]])
-    after_line = chat.controls.encode([[line, (label, True)] for label in labels])
-    alone = chat.controls.encode([[(label, True)] for label in labels])
-    return [
-        ids[len(before) :] if ids[: len(before)] == before else own
-        for ids, own in zip(after_line, alone, strict=True)
-    ]
+    encoded = chat.controls.encode([[(label, True)] for label in labels])
+    if not opening.endswith("\n"):
+        return encoded
+    [line] = chat.controls.encode([[("\n", False)]])
+    after_line = chat.controls.encode([[("\n", False), (label, True)] for label in labels])
+    for i, ids in enumerate(after_line):
+        if ids[: len(line)] == line:
+            encoded[i] = ids[len(line) :]
+    return encoded
 
 
 def _steps(
@@ -181,49 +183,47 @@ def _steps(
                 f"Two labels of question {question.number} have the same tokens in this model.",
                 part="questions",
             )
-    found = [(0, root)]
-    for depth, node in found:
+    nodes = [(0, root)]
+    for depth, node in nodes:
         if not node.next:
             continue
         entries: list[tuple[TokenIds, abc.Sequence[int]]] = [
-            ((token,), each.labels) for token, each in node.next.items()
+            ((token,), child.labels) for token, child in node.next.items()
         ]
         if node.ends:
             ends = sorted(token for token in eos_ids if token < vocab_size)
             entries.append((ends, node.ends))
         yield labels[node.labels[0]], depth, LabelStep(question.number, entries, is_first=not depth)
-        found += [(depth + 1, each) for each in node.next.values()]
+        nodes += [(depth + 1, child) for child in node.next.values()]
 
 
 def score_labels(rows: abc.Sequence[Sequence], logits: mx.array) -> list[Delta]:
-    """Return the only delta of each row, from the logits, (rows, vocabulary), at its end.
+    """Return the only delta of each row, from the logits, (rows, vocabulary), at its end."""
+    # The log-softmax is over the whole vocabulary, as of sampled tokens.
+    logits = logits.astype(mx.float32)
+    totals: Any = mx.logsumexp(logits, axis=-1).tolist()
+    rows_of: list[int] = []  # of each logit that is asked for
+    tokens_of: list[int] = []
+    for i, row in enumerate(rows):
+        for tokens, _ in _step_of(row).entries:
+            rows_of += [i] * len(tokens)
+            tokens_of += tokens
+    read: Any = logits[mx.array(rows_of), mx.array(tokens_of)].tolist()
+    values = iter(read)
+    deltas = []
+    for row, total in zip(rows, totals, strict=True):
+        step = _step_of(row)
+        logprobs = [[next(values) - total for _ in tokens] for tokens, _ in step.entries]
+        deltas.append(_to_delta(row, step, logprobs))
+    return deltas
 
-    The logprobs are the log-softmax over the whole vocabulary, as those of sampled tokens are.
-    """
-    wanted = [
-        (i, token)
-        for i, row in enumerate(rows)
-        for tokens, _ in _step_of(row).entries
-        for token in tokens
-    ]
-    some = logits.astype(mx.float32)
-    totals: Any = mx.logsumexp(some, axis=-1).tolist()
-    places = mx.array([i for i, _ in wanted]), mx.array([token for _, token in wanted])
-    found: Any = some[places].tolist()
-    values = iter(found)
-    return [
-        _delta(row, [[next(values) - total for _ in each] for each, _ in _step_of(row).entries])
-        for row, total in zip(rows, totals, strict=True)
-    ]
 
-
-def _delta(row: Sequence, logprobs: abc.Sequence[abc.Sequence[float]]) -> Delta:
-    step = _step_of(row)
-    if any(math.isnan(each) for some in logprobs for each in some):
+def _to_delta(row: Sequence, step: LabelStep, logprobs: abc.Sequence[abc.Sequence[float]]) -> Delta:
+    if any(map(math.isnan, chain.from_iterable(logprobs))):
         return row.error_delta("its output is not a number")
     by_label = [
-        (label, max(LEAST, _add(some)))
-        for (_, labels), some in zip(step.entries, logprobs, strict=True)
+        (label, max(LOWEST_LOGPROB, _add(entry_logprobs)))
+        for (_, labels), entry_logprobs in zip(step.entries, logprobs, strict=True)
         for label in labels
     ]
     return Delta(
@@ -237,10 +237,10 @@ def _delta(row: Sequence, logprobs: abc.Sequence[abc.Sequence[float]]) -> Delta:
 
 def _add(logprobs: abc.Sequence[float]) -> float:
     """Return the logprob of any of several tokens; -inf of none."""
-    most = max(logprobs, default=-math.inf)
-    if most == -math.inf:
-        return most
-    return most + math.log(math.fsum(math.exp(each - most) for each in logprobs))
+    greatest = max(logprobs, default=-math.inf)
+    if greatest == -math.inf:
+        return greatest
+    return greatest + math.log(math.fsum(math.exp(logprob - greatest) for logprob in logprobs))
 
 
 def _step_of(row: Sequence) -> LabelStep:

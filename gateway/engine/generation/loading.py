@@ -5,15 +5,15 @@ import math
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, TypedDict, Unpack
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_config
 
-from gateway.engine.bounds import Bounds
-from gateway.engine.device import Device
+from gateway.engine.device import Device, DeviceBounds
 from gateway.engine.drafts.draft_model import DraftModel, can_go_back
 from gateway.engine.generation.engine import GenerationEngine
+from gateway.engine.generation.sequences import ChatSetup
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.structured import Structured
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
@@ -25,25 +25,13 @@ from gateway.engine.models.decoders import read_decoder
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, open_checkpoint
 from gateway.engine.models.gguf.vocabulary import read_sampling, wrap_tokenizer
 from gateway.engine.models.missing_kernels import Report
-from gateway.engine.models.sharding import Share
+from gateway.engine.models.sharding import RankShare
 from gateway.engine.prompting.chat_tokenizer import (
-    ChatOptions,
+    ChatFormats,
     ChatTokenizer,
     chat_tokenizer,
     wrap_folder_tokenizer,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ChatSetup:
-    """What a chat model needs besides its weights, and the files that those are read from."""
-
-    checkpoint: Checkpoint | GgufCheckpoint
-    chat: ChatTokenizer
-    structured: Structured
-    max_context: int
-    vocab_size: int
-    sampling_defaults: Mapping[str, float]
 
 
 def read_chat_setup(
@@ -53,7 +41,7 @@ def read_chat_setup(
     max_context: int | None,
     shape: Shape | None = None,
     sandbox: Sandbox | None = None,
-    **options: Unpack[ChatOptions],
+    **options: Unpack[ChatFormats],
 ) -> ChatSetup:
     """Read a chat model's config, tokenizer and template, and prepare its grammars.
 
@@ -95,6 +83,15 @@ def _read_tokenizer(
     return config, wrap_folder_tokenizer(files, name=checkpoint.name, eos_ids=eos_ids)
 
 
+class Numbers(TypedDict, total=False):
+    """How a model's weights and KV are kept."""
+
+    dtype: str | None
+    is_packed: bool  # weights stay quantised on a CPU too: `must_stay_packed` decides
+    is_fused: bool  # projections of one input are one product
+    kv_bits: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class DraftSetup:
     """A checkpoint whose model drafts for another one."""
@@ -102,21 +99,11 @@ class DraftSetup:
     checkpoint: Checkpoint | GgufCheckpoint
     vocab_size: int  # tokens that have embeddings
     max_context: int
-    dtype: str | None = None
-    is_packed: bool = False
-    is_fused: bool = False
-    kv_bits: int | None = None
+    numbers: Numbers
 
 
 def read_draft_setup(
-    files: Path,
-    *,
-    name: str,
-    target: ChatSetup,
-    dtype: str | None = None,
-    is_packed: bool = False,
-    is_fused: bool = False,
-    kv_bits: int | None = None,
+    files: Path, *, name: str, target: ChatSetup, **numbers: Unpack[Numbers]
 ) -> DraftSetup:
     """Read the config and the tokenizer of a model that is to draft for `target`.
 
@@ -134,24 +121,22 @@ def read_draft_setup(
             f"{min(differing)!r}. A draft must have the same tokenizer: see `draft:` in models.yaml"
         )
     vocab_size = int(text_config(config).get("vocab_size") or backend.get_vocab_size())
-    max_context = _context(checkpoint, config, target.max_context)
-    return DraftSetup(checkpoint, vocab_size, max_context, dtype, is_packed, is_fused, kv_bits)
+    return DraftSetup(
+        checkpoint, vocab_size, _context(checkpoint, config, target.max_context), numbers
+    )
 
 
 def load_generation_in_steps(
     setup: ChatSetup,
     *,
     device: Device,
-    dtype: str | None,
-    is_packed: bool = False,  # weights stay quantised on a CPU too: `must_stay_packed` decides
-    is_fused: bool = False,  # projections of one input are one product
-    kv_bits: int | None = None,
     prefix_cache_bytes: int = 0,  # of the KV that is kept of prompts; a draft model has its part
     speculate_rows: int = 0,  # in batches of up to so many, tokens may be read ahead
     draft: DraftSetup | None = None,
-    share: Share | None = None,  # this rank's part of the model; every rank must make its calls
-    bounds: Bounds | None = None,
+    share: RankShare | None = None,  # this rank's part of the model; every rank must make its calls
+    bounds: DeviceBounds | None = None,
     report: Report | None = None,  # is told of weights that become floating for want of a kernel
+    **numbers: Unpack[Numbers],
 ) -> Generator[GenerationEngine | None]:
     """Load a chat model that mlx-lm knows, one step for each slice of its weights. On the lane.
 
@@ -159,23 +144,19 @@ def load_generation_in_steps(
     engine; a caller that stops before it must close the generator, on the lane too. Raises
     ModelLoadFailed.
     """
-    model = yield from read_decoder(
-        setup.checkpoint,
-        device=device,
-        dtype=dtype,
-        is_packed=is_packed,
-        is_fused=is_fused,
-        share=share,
-        report=report,
-    )
-    if kv_bits is not None:
-        quantize_kv(setup.checkpoint, model, kv_bits, is_shared=share is not None)
+    model = yield from _read_model(setup.checkpoint, numbers, device, share, report)
     if share is not None and share.parallel == "pipeline":
         prefix_cache_bytes = 0  # ranks have other layers, so they would keep other prompts
-    bounds = bounds or Bounds()
+    bounds = bounds or DeviceBounds()
     draft_model, draft_bytes = None, 0
     if draft is not None:
-        drafter = yield from _read_draft_model(setup, draft, model, device=device, report=report)
+        drafter = yield from _read_model(draft.checkpoint, draft.numbers, device, None, report)
+        for decoder, checkpoint in ((model, setup.checkpoint), (drafter, draft.checkpoint)):
+            if not can_go_back(decoder):
+                raise setup.checkpoint.failed(
+                    f"{checkpoint.name!r} has sliding windows or states, which cannot go back to "
+                    f"before a draft; it cannot have or be `draft: {draft.checkpoint.name}`"
+                )
         costs = measure_kv(drafter).token, measure_kv(model).token
         draft_bytes = prefix_cache_bytes * costs[0] // max(1, sum(costs))
         draft_model = DraftModel(
@@ -183,83 +164,38 @@ def load_generation_in_steps(
             vocab_size=min(draft.vocab_size, setup.vocab_size),
             max_context=draft.max_context,
             prefix_cache_bytes=draft_bytes,
-            kept=bounds.kept,
+            buffers=bounds.kept,
         )
     yield GenerationEngine(
-        setup.checkpoint.name,
         model,
-        setup.chat,
-        setup.structured,
-        max_context=setup.max_context,
-        vocab_size=setup.vocab_size,
+        setup,
         prefix_cache_bytes=prefix_cache_bytes - draft_bytes,
         speculate_rows=speculate_rows,
         draft_model=draft_model,
-        sampling_defaults=setup.sampling_defaults,
         bounds=bounds,
     )
 
 
-def _read_draft_model(
-    setup: ChatSetup, draft: DraftSetup, model: Any, *, device: Device, report: Report | None
+def _read_model(
+    checkpoint: Checkpoint | GgufCheckpoint,
+    numbers: Numbers,
+    device: Device,
+    share: RankShare | None,
+    report: Report | None,
 ) -> Generator[None, None, Any]:
-    drafter = yield from read_decoder(
-        draft.checkpoint,
+    model = yield from read_decoder(
+        checkpoint,
         device=device,
-        dtype=draft.dtype,
-        is_packed=draft.is_packed,
-        is_fused=draft.is_fused,
+        dtype=numbers.get("dtype"),
+        is_packed=numbers.get("is_packed", False),
+        is_fused=numbers.get("is_fused", False),
+        share=share,
         report=report,
     )
-    if draft.kv_bits is not None:
-        quantize_kv(draft.checkpoint, drafter, draft.kv_bits)
-    for decoder, checkpoint in ((model, setup.checkpoint), (drafter, draft.checkpoint)):
-        if not can_go_back(decoder):
-            raise setup.checkpoint.failed(
-                f"{checkpoint.name!r} has sliding windows or states, which cannot go back to "
-                f"before a draft; it cannot have or be `draft: {draft.checkpoint.name}`"
-            )
-    return drafter
-
-
-def load_generation(
-    files: Path,
-    *,
-    name: str,
-    device: Device,
-    dtype: str | None = None,
-    is_packed: bool = False,
-    is_fused: bool = False,
-    kv_bits: int | None = None,
-    prefix_cache_bytes: int = 0,
-    speculate_rows: int = 0,
-    max_context: int | None = None,
-    shape: Shape | None = None,
-    sandbox: Sandbox | None = None,
-    draft: Path | None = None,  # the folder or GGUF file of its draft model
-    bounds: Bounds | None = None,
-    **options: Unpack[ChatOptions],
-) -> GenerationEngine:
-    """Load a chat model in one go, for a thread that serves nothing else."""
-    setup = read_chat_setup(
-        files, name=name, max_context=max_context, shape=shape, sandbox=sandbox, **options
-    )
-    draft_setup = None
-    if draft is not None:
-        draft_setup = read_draft_setup(draft, name=draft.name, target=setup)
-    steps = load_generation_in_steps(
-        setup,
-        device=device,
-        dtype=dtype,
-        is_packed=is_packed,
-        is_fused=is_fused,
-        kv_bits=kv_bits,
-        prefix_cache_bytes=prefix_cache_bytes,
-        speculate_rows=speculate_rows,
-        draft=draft_setup,
-        bounds=bounds,
-    )
-    return next(engine for engine in steps if engine is not None)
+    kv_bits = numbers.get("kv_bits")
+    if kv_bits is not None:
+        quantize_kv(checkpoint, model, kv_bits, is_shared=share is not None)
+    return model
 
 
 def _make_structured(
@@ -296,7 +232,9 @@ def generation_config(folder: Path) -> dict[str, Any]:
         content = json.loads((folder / "generation_config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    return content if isinstance(content, dict) else {}
+    if isinstance(content, dict):
+        return content
+    return {}
 
 
 def usable_sampling(config: Mapping[str, Any]) -> dict[str, float]:

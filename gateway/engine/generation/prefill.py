@@ -14,11 +14,11 @@ from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache
 
 from gateway.engine.answers.output_parts import TokenScores
-from gateway.engine.bounds import LayerGroups
 from gateway.engine.generation.sampling import LOWEST_LOGPROB, score
 from gateway.engine.generation.sequence import Sequence
 from gateway.engine.kv.cache import make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache, count_shared
+from gateway.engine.models.decoders import LayerGroups
 from gateway.jobs import Pass
 
 # The rest of a prompt is read with its last chunk if it is at most a chunk divided by this: a pass
@@ -131,13 +131,7 @@ class PrefillBatch:
 
 
 class Prefill:
-    """The queue of sequences with prompt left to read, and of batches under way.
-
-    A batch goes to the back after each chunk, so a newcomer waits for at most one chunk of each
-    batch before it; of those that only judge, of which there may be many, for one in all. A
-    sequence whose prompt begins like one that is being read waits until that much is read, and
-    continues from there: what a burst of requests shares is read once.
-    """
+    """The queue of sequences with prompt left to read, and of batches under way."""
 
     def __init__(
         self,
@@ -197,6 +191,8 @@ class Prefill:
     def next_batch(self, budget: int) -> PrefillBatch | None:
         """Take the next sequence out of the queue, with those that can be read along with it."""
         entries = list(self._line)
+        # A newcomer waits for one chunk of each batch before it, and of all that only judge, of
+        # which there may be many, for one.
         if self._has_judged:
             entries.sort(key=_judges)
         for first in entries:
@@ -206,6 +202,7 @@ class Prefill:
                 return first
             budget = self._bound_budget(first, budget)
             known = self._count_known(first)
+            # What a burst of requests begins with is read once: the others wait, and go on there.
             if not self._gains_by_waiting(first, known, self._being_read()):
                 return self._form_batch(self._choose_companions(first, known, budget), budget)
             self._line.append(first)

@@ -107,11 +107,7 @@ def _double(array: npt.NDArray[T]) -> npt.NDArray[T]:
 
 
 class Sampler:
-    """How the tokens of one sequence are chosen.
-
-    A position of an answer has one random number, made of seed and position alone: a seeded
-    sequence repeats exactly whatever else is in the batch, and after it was read again.
-    """
+    """How the tokens of one sequence are chosen."""
 
     def __init__(self, sampling: Sampling, vocab_size: int, prompt: Sequence[int] = ()) -> None:
         self.sampling = sampling
@@ -149,11 +145,10 @@ class Sampler:
         self.adjustments.count(token)
 
     def uniform(self, position: int) -> float:
-        """Return the random number of a position, in [0, 1): 24 bits, as float32 holds.
-
-        It is the position's output of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), which
-        mixes a counter: there is no state to keep or to lose.
-        """
+        """Return the random number of a position, in [0, 1): 24 bits, as float32 holds."""
+        # Of seed and position alone: a seeded sequence repeats exactly whatever else is in the
+        # batch, and after it was read again. SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) mixes
+        # a counter: there is no state to keep or to lose.
         z = (self._seed + (position + 1) * 0x9E3779B97F4A7C15) & _WORD
         z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & _WORD
         z = ((z ^ z >> 27) * 0x94D049BB133111EB) & _WORD
@@ -167,18 +162,14 @@ class Sampler:
 
 
 def is_finite(logits: mx.array) -> mx.array:
-    """Return, (rows,) bool, which rows of logits, (rows, vocabulary), are numbers throughout.
-
-    No row is that has a NaN, inf, or nothing but -inf: each shows in the maximum.
-    """
+    """Return, (rows,) bool, which rows of logits, (rows, vocabulary), are numbers throughout."""
+    # A NaN, inf, or nothing but -inf shows in the maximum.
     return mx.isfinite(_peak(logits))[:, 0]
 
 
 def adjust_logits(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
-    """Apply every row's bias and penalties to logits, (rows, vocabulary), in one scatter.
-
-    If there are any, the logits come back as float32: at 16 to 32 bfloat16 has steps of 0.125, in
-    which a small bias vanishes.
+    """Apply every row's bias and penalties to logits, (rows, vocabulary), in one scatter. If there
+    are any, the logits come back as float32.
     """
     adjusting = [i for i, sampler in enumerate(samplers) if sampler.adjustments]
     if not adjusting:
@@ -189,6 +180,7 @@ def adjust_logits(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
     parts = zip(*(adjustment.changes() for adjustment in adjustments), strict=True)
     bias, factor, penalty = (np.concatenate(part) for part in parts)
     at = mx.array(rows.astype(np.int32)), mx.array(ids)
+    # At 16 to 32 bfloat16 has steps of 0.125, in which a small bias vanishes.
     values = logits[at].astype(mx.float32) + mx.array(bias)
     if (factor != 1).any():
         factors = mx.array(factor)
@@ -213,16 +205,13 @@ def bar_tokens(logits: mx.array, tokens: Sequence[tuple[int, Collection[int]]]) 
 
 
 def keep_open(logits: mx.array, row: int, thinking: Thinking) -> mx.array:
-    """Return logits, (rows, vocabulary), with which a row that thinks cannot end its answer.
-
-    Where an end of the answer is likeliest, the end of the thinking is made so: the answer that was
-    promised follows.
-    """
+    """Return logits, (rows, vocabulary), with which a row that thinks cannot end its answer."""
     stops = mx.array(thinking.stops)
     end = logits[row, stops].max()
     logits[row, stops] = -mx.inf
     close = thinking.closes_with
     if close is not None:
+        # As likely as the end of the answer was: the answer that was promised follows.
         logits[row, close] = mx.maximum(logits[row, close], end)
     return logits
 
@@ -320,22 +309,18 @@ def _draw_in_window(
 
 
 def _weights(samplers: Sequence[Sampler], logits: mx.array, peak: mx.array) -> mx.array:
-    """Return what each token weighs, (rows, n) float32: 1 for the likeliest, whose logit is `peak`.
-
-    Powers of two: on a CPU mlx's `exp` takes 23 ns an element and `power` 7. Below a temperature
-    of 1e-4 nothing but the likeliest weighs anything.
-    """
+    """Return what each token weighs, (rows, n) float32: 1 for one whose logit is `peak`."""
+    # Powers of two: on a CPU mlx's `exp` takes 23 ns an element and `power` 7. Below a temperature
+    # of 1e-4 nothing but the likeliest weighs anything.
     scale = [_LOG2_E / max(sampler.sampling.temperature, 1e-4) for sampler in samplers]
     below = logits.astype(mx.float32) - peak.astype(mx.float32)
     return mx.power(2.0, below * _column(scale))
 
 
 def _find_places(weights: mx.array, target: mx.array) -> mx.array:
-    """Return the first place, (rows, 1), where the total of weights, (rows, n), passes the target.
-
-    It is a place that weighs something, and the last such where rounding keeps the total below:
-    what is filtered out is never drawn, though a device may add up in any order.
-    """
+    """Return the first place, (rows, 1), where the sum of weights, (rows, n), passes the target."""
+    # A place that weighs something, and the last such where rounding keeps the total below: what is
+    # filtered out is never drawn, though a device may add up in any order.
     count = weights.shape[-1]
     place = mx.arange(count)
     is_past = mx.cumsum(weights, axis=-1) > target

@@ -55,8 +55,8 @@ class _Row:
     prompt: Tokens
     answer: Tokens
     reference: str = "those alone"
-    alone: list[mx.array] = field(default_factory=list)
-    found: list[mx.array] = field(default_factory=list)
+    expected: list[mx.array] = field(default_factory=list)
+    logits: list[mx.array] = field(default_factory=list)
 
     @property
     def inputs(self) -> Tokens:
@@ -66,7 +66,7 @@ class _Row:
     @property
     def is_over(self) -> bool:
         """Return True once every token is decoded."""
-        return len(self.found) == len(self.inputs)
+        return len(self.logits) == len(self.inputs)
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class _Batch:
     cache: list[Any]
 
 
-class SelfTest:
+class BatchSelfTest:
     """Compares rows in batches with the same rows alone, as mlx-lm's generate_step reads them.
 
     `steps` runs it, one pass a step, small ones first; `verdict` is what is known so far. `longest`
@@ -150,7 +150,7 @@ class SelfTest:
     def _try(self, what: str, rows: Sequence[_Row], trial: Steps) -> Steps:
         """Run a trial, and compare each row's logits with those alone."""
         for row in rows:
-            row.found = []
+            row.logits = []
         try:
             yield from trial
             problem = next(filter(None, (self._gap(row) for row in rows)), "")
@@ -166,11 +166,9 @@ class SelfTest:
             self._note(problem=self.verdict.problem or f"{what}: {problem}")
 
     def _gap(self, row: _Row) -> str:
-        """Return what is wrong with a row: half of its logits, or more, differ too much.
-
-        One choice of an expert may be a tie, and all that follows from it in that pass.
-        """
-        gaps = [_distance(*each) for each in zip(row.alone, row.found, strict=True)]
+        """Return what is wrong with a row: half of its logits, or more, differ too much."""
+        # One choice of an expert may be a tie, and all that follows from it in that pass.
+        gaps = [_distance(*pair) for pair in zip(row.expected, row.logits, strict=True)]
         far = [gap for gap in gaps if not gap <= self._bound]
         if 2 * len(far) < len(gaps):
             return ""
@@ -185,7 +183,7 @@ class SelfTest:
             mx.eval([layer.state for layer in cache])
             yield
         for token in row.inputs:
-            row.alone.append(self._launch_pass([token], cache)[0])
+            row.expected.append(self._launch_pass([token], cache)[0])
             yield
 
     def _launch_pass(self, tokens: Tokens, cache: list[Any]) -> mx.array:
@@ -216,9 +214,9 @@ class SelfTest:
 
     def _decode(self, batch: _Batch) -> Steps:
         """Decode one token per row; rows that are over leave."""
-        inputs = [row.inputs[len(row.found)] for row in batch.rows]
+        inputs = [row.inputs[len(row.logits)] for row in batch.rows]
         for row, logits in zip(batch.rows, self._launch_pass(inputs, batch.cache), strict=True):
-            row.found.append(logits)
+            row.logits.append(logits)
         yield
         on = [i for i, row in enumerate(batch.rows) if not row.is_over]
         if on and len(on) < len(batch.rows):
@@ -226,15 +224,17 @@ class SelfTest:
                 layer.filter(on)
         batch.rows = [batch.rows[i] for i in on]
 
-    def _single(self, row: _Row) -> Steps:
-        batch = yield from self._read([row])
+    def _finish(self, batch: _Batch) -> Steps:
         while batch.rows:
             yield from self._decode(batch)
+
+    def _single(self, row: _Row) -> Steps:
+        yield from self._finish((yield from self._read([row])))
 
     def _together(self, first: _Row, second: _Row, late: _Row) -> Steps:
         """Read two together, padded, then add a third that was read in the meantime."""
         for row in (first, second, late):
-            row.found = []
+            row.logits = []
         batch = yield from self._read([first, second])
         yield from self._decode(batch)
         joining = yield from self._read([late])
@@ -242,31 +242,28 @@ class SelfTest:
         yield from self._join(batch, joining)
 
     def _exchange_padding(self, padded: _Row) -> Steps:
-        """Read prompts beside a longer one twice, with other tokens for padding.
-
-        The first logits of each prompt show what has got in; later ones less and less. Passes of
-        the same shapes round the same, so the bound is for the padding alone, in every type.
-        """
+        """Read prompts beside a longer one twice, with other tokens for padding."""
+        # The first logits of each prompt show what has got in; later ones less and less. Passes of
+        # the same shapes round the same, so the bound is for the padding alone, in every type.
         rows = [self._draw_tokens(LENGTHS[0]) for _ in range(PADDED)]
         rows.append(self._draw_tokens(LENGTHS[-1]))
-        others = mx.array(self._draw_tokens(LENGTHS[-1]).prompt[:-1])
+        padding = mx.array(self._draw_tokens(LENGTHS[-1]).prompt[:-1])
 
-        def with_others(tokens: mx.array, cache: Any) -> Any:
+        def with_padding(tokens: mx.array, cache: Any) -> Any:
             """Read others for 0, which is no token of a prompt here and what mlx-lm pads with."""
-            return self._model(mx.where(tokens == 0, others, tokens), cache=cache)
+            return self._model(mx.where(tokens == 0, padding, tokens), cache=cache)
 
-        for model, found in ((self._model, padded.alone), (with_others, padded.found)):
+        for model, results in ((self._model, padded.expected), (with_padding, padded.logits)):
             batch = yield from self._read(rows, model=model)
             logits = self._launch_pass([row.prompt[-1] for row in rows], batch.cache)
-            found += list(logits[:PADDED])
+            results += list(logits[:PADDED])
             yield
 
     def _join(self, batch: _Batch, joining: _Batch) -> Steps:
-        for mine, theirs in zip(batch.cache, joining.cache, strict=True):
-            mine.extend(theirs)
+        for layer, joining_layer in zip(batch.cache, joining.cache, strict=True):
+            layer.extend(joining_layer)
         batch.rows = batch.rows + joining.rows
-        while batch.rows:
-            yield from self._decode(batch)
+        yield from self._finish(batch)
 
     def _from_a_prefix(self, row: _Row, prefixes: PrefixCache) -> Steps:
         """Read a block, keep it, and continue from what is kept."""
@@ -293,20 +290,17 @@ class SelfTest:
         first.extend(second)
         first.prompt([longer.prompt[2 * BLOCK : -1], long.prompt[BLOCK:-1], short.prompt[:-1]])
         yield
-        batch = _Batch([longer, long, short], first.prompt_cache)
-        while batch.rows:
-            yield from self._decode(batch)
+        yield from self._finish(_Batch([longer, long, short], first.prompt_cache))
 
     def _continue(self, row: _Row, prefixes: PrefixCache) -> Steps:
         known, cache = prefixes.take(row.prompt[:-1])
         batch = yield from self._read([row], [cache] if cache else None, known)
-        while batch.rows:
-            yield from self._decode(batch)
+        yield from self._finish(batch)
 
 
 def read_probe(model: Any, vocab_size: int) -> None:
     """Read a short prompt of no caller's, and wait for its logits. Raises what the device does."""
-    for _ in SelfTest(model, vocab_size, LENGTHS[0], mx.float32).read_alone(LENGTHS[0]):
+    for _ in BatchSelfTest(model, vocab_size, LENGTHS[0], mx.float32).read_alone(LENGTHS[0]):
         pass
 
 
@@ -320,29 +314,30 @@ def is_listed(model: Any) -> bool:
     return type(model).__module__.removeprefix("mlx_lm.models.") in EQUAL
 
 
-def _distance(alone: mx.array, found: mx.array) -> float:
+def _distance(expected: mx.array, logits: mx.array) -> float:
     """Return how much logits differ, in standard deviations of the first; inf for NaN.
 
-    Entries that are not finite alone, such as a forbidden token's, are left out.
+    Entries that are not finite in the first, such as a forbidden token's, are left out.
     """
-    is_number = mx.isfinite(alone)
+    is_number = mx.isfinite(expected)
     count = mx.maximum(is_number.sum(), 1)
-    mean = mx.where(is_number, alone, 0).sum() / count
-    variance = mx.where(is_number, mx.square(alone - mean), 0).sum() / count
-    mean_square = mx.where(is_number, mx.square(alone - found), 0).sum() / count
-    distance: Any = mx.sqrt(
-        mean_square / mx.maximum(variance, 1e-12)
-    ).item()  # mlx cannot say of what
-    return math.inf if math.isnan(distance) else float(distance)
+    mean = mx.where(is_number, expected, 0).sum() / count
+    variance = mx.where(is_number, mx.square(expected - mean), 0).sum() / count
+    mean_square = mx.where(is_number, mx.square(expected - logits), 0).sum() / count
+    # mlx's stubs do not type what `item` returns.
+    distance: Any = mx.sqrt(mean_square / mx.maximum(variance, 1e-12)).item()
+    if math.isnan(distance):
+        return math.inf
+    return float(distance)
 
 
 def window_of(model: Any, longest: int) -> int | None:
     """Return the longest sliding window of a model, if one can be exceeded and is worth a test."""
     cache = make_prompt_cache(model)
     layers = [inner for layer in cache for inner in getattr(layer, "caches", (layer,))]
-    sizes = [size for layer in layers if isinstance(size := getattr(layer, "max_size", None), int)]
-    most = min(LONGEST_WINDOW, longest - LENGTHS[0] - ANSWER_TOKENS)
-    return max((size for size in sizes if 0 < size <= most), default=None)
+    sizes = [getattr(layer, "max_size", None) or 0 for layer in layers]
+    limit = min(LONGEST_WINDOW, longest - LENGTHS[0] - ANSWER_TOKENS)
+    return max((size for size in sizes if 0 < size <= limit), default=None)
 
 
 def count_tokens(model: Any, longest: int) -> int:

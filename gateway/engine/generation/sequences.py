@@ -5,15 +5,15 @@ separate calls (mlx-lm's `next()` does both in one).
 """
 
 from collections import abc, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from gateway.engine.bounds import Bounds
-from gateway.engine.device import launch
+from gateway.engine.device import DeviceBounds, launch
 from gateway.engine.drafts.draft_model import DraftModel
 from gateway.engine.drafts.draft_policy import DraftPolicy
 from gateway.engine.generation.decode_batch import (
@@ -27,15 +27,28 @@ from gateway.engine.generation.decode_batch import (
 from gateway.engine.generation.label_scoring import score_labels
 from gateway.engine.generation.prefill import Prefill, PrefillBatch, max_scored_tokens
 from gateway.engine.generation.sampling import Sampler
-from gateway.engine.generation.self_test import ALONE, is_listed
+from gateway.engine.generation.self_test import ALONE, count_tokens, is_listed
 from gateway.engine.generation.sequence import Faults, Sequence
 from gateway.engine.grammar.structured import Structured
 from gateway.engine.kv.cache import can_batch, compact, rewind_layers
 from gateway.engine.kv.prefix_cache import PrefixCache
 from gateway.engine.models.adapters import Adapters
-from gateway.engine.models.checkpoint import measure_kv
+from gateway.engine.models.checkpoint import Checkpoint, measure_kv
+from gateway.engine.models.gguf.checkpoint import GgufCheckpoint
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
-from gateway.jobs import Delta, Pass, SequenceParams, Verdict
+from gateway.jobs import Delta, EngineFacts, Pass, SequenceParams, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class ChatSetup:
+    """What a chat model has besides its weights, and the files that those are read from."""
+
+    checkpoint: Checkpoint | GgufCheckpoint
+    chat: ChatTokenizer
+    structured: Structured
+    max_context: int
+    vocab_size: int
+    sampling_defaults: Mapping[str, float]
 
 
 class Sequences:
@@ -48,26 +61,31 @@ class Sequences:
     def __init__(
         self,
         model: Any,
-        chat: ChatTokenizer,
-        structured: Structured,
+        setup: ChatSetup,
         *,
-        vocab_size: int,
-        prefix_cache_bytes: int,
-        speculate_rows: int,
-        draft_model: DraftModel | None,
-        bounds: Bounds,
+        prefix_cache_bytes: int = 0,
+        speculate_rows: int = 0,
+        draft_model: DraftModel | None = None,
+        bounds: DeviceBounds | None = None,
     ) -> None:
+        bounds = bounds or DeviceBounds()
         self._model: Any = model
-        self._chat = chat
-        self._structured = structured
-        self._vocab_size = vocab_size
-        empty, states = make_prompt_cache(model), measure_kv(model).states
+        self._chat = self.tokens = setup.chat
+        self._structured = setup.structured
+        self._vocab_size = setup.vocab_size
+        self._sampling_defaults = setup.sampling_defaults
+        kv_cost = measure_kv(model)
+        empty, states = make_prompt_cache(model), kv_cost.states
+        if draft_model is not None:
+            kv_cost = draft_model.with_kv(kv_cost, speculate_rows)
+        tested_tokens = count_tokens(model, setup.max_context)
+        self.facts = EngineFacts(setup.max_context, kv_cost, tested_tokens)
         self._prefixes = PrefixCache(empty, prefix_cache_bytes, bounds.kept, states)
         self.adapters = Adapters(model)
         self._prefill = Prefill(
             model,
             self._prefixes,
-            max_scored_tokens(vocab_size),
+            max_scored_tokens(setup.vocab_size),
             self.adapters.applied,
             bounds.pass_s,
         )
@@ -208,11 +226,7 @@ class Sequences:
             return self._blame(batch.rows, error)
 
     def decode(self) -> list[Delta]:
-        """Take the tokens of the step under way, launch the next step, then return the deltas.
-
-        The next pass needs no token on the host: it is launched before they are read, so the device
-        never waits for Python. A sequence that ends here has run for one step too many, at most.
-        """
+        """Take the tokens of the step under way, launch the next step, then return the deltas."""
         while self._queued and (self._running is None or self.is_batched):
             self._extend(self._queued.popleft())
         running = self._running
@@ -249,6 +263,8 @@ class Sequences:
         if not running.can_take_back:
             redraw_unsure(running)
         logits = None
+        # The next pass needs no token on the host: it is launched before they are read, so the
+        # device never waits for Python. A sequence that ends here has run for one step too many.
         if running.may_go_on:
             inputs = running.tokens[:, None]
             logits = self._launch_pass(running.rows, inputs, running.cache)[:, -1]
@@ -414,13 +430,11 @@ class Sequences:
     def _launch_pass(
         self, rows: abc.Sequence[Sequence], tokens: mx.array, cache: list[Any]
     ) -> mx.array:
-        """Launch the pass that reads tokens, (rows, n); return its logits, (rows, n, vocabulary).
-
-        The caches are evaluated too. What no logits depend on, such as the lengths kept with a
-        state, would grow a graph by a node a token, and on Metal a buffer each (mlx-lm #1845).
-        """
+        """Launch the pass that reads tokens, (rows, n); return logits, (rows, n, vocabulary)."""
         with self.adapters.applied([row.adapter for row in rows]):
             logits: mx.array = self._model(tokens, cache=cache)
+        # The caches too: what no logits depend on, such as the lengths kept with a state, would
+        # grow a graph by a node a token, and on Metal a buffer each (mlx-lm #1845).
         launch(logits, [layer.state for layer in cache])
         return logits
 
@@ -433,11 +447,8 @@ class Sequences:
         self._drafts.keep(self._running.rows)
 
     def _blame(self, rows: list[Sequence], error: Exception) -> list[Delta]:
-        """Queue every sequence to be read again, alone; end one that was alone already.
-
-        The prefix cache is cleared too, since it may be what broke them.
-        """
-        self._prefixes.clear()
+        """Queue every sequence to be read again, alone; end one that was alone already."""
+        self._prefixes.clear()  # it may be what broke them
         self._drafts.forget()
         end = self._faults.blame(rows, error)
         if end is not None:

@@ -354,19 +354,20 @@ def make_batch_caches(model: Any) -> list[Any]:
 
 def as_ragged(layer: Any) -> Any:
     """Return the cache, an empty one, that takes the place of mlx-lm's in a batch."""
-    return RaggedKVCache() if type(layer) is KVCache else layer
+    if type(layer) is KVCache:
+        return RaggedKVCache()
+    return layer
 
 
 def filter_layers(layers: Sequence[Any], rows: Sequence[int]) -> None:
-    """Keep these rows of a model's caches, in this order.
-
-    A `RaggedKVCache` copies only the rows that fill the places of others, if the order is that of
-    `compact`. They are waited for before they are written: MLX writes to a buffer in place only
-    while nothing under way reads it, and copies all of it otherwise.
+    """Keep these rows of a model's caches, in this order. If that is `compact`'s, a `RaggedKVCache`
+    copies only the rows that fill the places of others.
     """
     ragged = [layer for layer in layers if isinstance(layer, RaggedKVCache)]
     movers = [layer.take_movers(rows) for layer in ragged]
     if any(movers):
+        # They are waited for before they are written: MLX writes to a buffer in place only while
+        # nothing under way reads it, and copies all of it otherwise.
         mx.eval([planes for moves in movers for _, planes in moves or ()])
     for layer, moves in zip(ragged, movers, strict=True):
         layer.keep(rows, moves)
@@ -393,10 +394,8 @@ def compact(rows: Sequence[int]) -> list[int]:
 
 
 def copy_rows(array: mx.array) -> mx.array:
-    """Copy an array into a buffer of its own size: a view would hold all of what it is cut from.
-
-    mx.contiguous returns the view itself where that holds but 16 KB more.
-    """
+    """Copy an array into a buffer of its own size: a view would hold all of what it is cut from."""
+    # mx.contiguous returns the view itself where that holds but 16 KB more.
     return mx.concatenate([array[:0], array])
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
-from gateway.engine.bounds import KeptBuffers
+from gateway.engine.device import KeptBuffers
 from gateway.engine.kv.cache import RaggedKVCache, as_ragged, copy_rows
 
 # In tokens, and so the shortest prefix worth keeping: reading fewer takes a device hardly longer

@@ -6,8 +6,10 @@ for all. All of it runs on the lane.
 """
 
 import contextlib
-from collections.abc import Generator, Iterator, Sequence
+import math
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import mlx.core as mx
@@ -16,11 +18,117 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedLinear
 from mlx.utils import tree_unflatten
 
-from gateway.engine.models.adapter_files import AdapterFiles, Shape
-from gateway.engine.models.checkpoint import SLICE_BYTES
+from gateway.engine.models.checkpoint import SLICE_BYTES, Checkpoint, Tensor, join_names
 from gateway.engine.models.decoders import floating_dtype
 from gateway.engine.models.missing_kernels import can_gather, dimensions
 from gateway.jobs import Adapter
+
+CONFIG: Final = "adapter_config.json"
+WEIGHTS: Final = "adapters.safetensors"
+_PEFT_WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
+_DTYPES: Final = ("F32", "F16", "BF16")
+_FACTORS: Final = ("lora_a", "lora_b")
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """An adapter whose headers are read."""
+
+    folder: Checkpoint  # names the adapter in errors, too
+    rank: int
+    scale: float
+    # Of its factors, by module.
+    shapes: Mapping[str, tuple[Shape, Shape]]
+
+    @property
+    def weights(self) -> int:
+        """Count the numbers of all factors."""
+        return sum(math.prod(shape) for both in self.shapes.values() for shape in both)
+
+    def factors(self) -> dict[str, tuple[mx.array, mx.array]]:
+        """Open the factors of each module; they are read when evaluated. On the lane."""
+        with self.folder.blame():
+            arrays = mx.load(str(self.folder.folder / WEIGHTS))
+            assert isinstance(arrays, dict)  # what mx.load gives for safetensors
+            return {
+                module: (arrays[f"{module}.lora_a"], arrays[f"{module}.lora_b"])
+                for module in self.shapes
+            }
+
+
+def read_adapter(name: str, folder: Path) -> AdapterFiles:
+    """Read an adapter's config and the header of its weights; none of the weights' bytes.
+
+    Whether they fit a base is found when they meet it. Raises ModelLoadFailed.
+    """
+    files = Checkpoint(name, folder)
+    if not (folder / WEIGHTS).is_file():
+        if any((folder / file).is_file() for file in _PEFT_WEIGHTS):
+            raise files.failed(
+                f"{folder} has an adapter in PEFT's format; mlx-lm's is read, whose weights are "
+                f"in {WEIGHTS}"
+            )
+        raise files.failed(f"no {WEIGHTS} in {folder}")
+    config = files.read_object(CONFIG)
+    if not config:
+        raise files.failed(f"no {CONFIG} in {folder}")
+    rank, scale = _read_config(files, config)
+    return AdapterFiles(files, rank, scale, _pair(files, files.header(WEIGHTS), rank))
+
+
+def _read_config(files: Checkpoint, config: Mapping[str, Any]) -> tuple[int, float]:
+    kind = config.get("fine_tune_type", "lora")
+    if kind != "lora":
+        raise files.failed(f"{CONFIG} has fine_tune_type {kind!r}; only 'lora' is served")
+    parameters = config.get("lora_parameters")
+    if not isinstance(parameters, Mapping):
+        raise files.failed(f"{CONFIG} has no lora_parameters")
+    rank: object = parameters.get("rank")
+    scale: object = parameters.get("scale")
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise files.failed(f"{CONFIG} has the rank {rank!r}, not a whole number from 1 on")
+    if not isinstance(scale, int | float) or isinstance(scale, bool) or not math.isfinite(scale):
+        raise files.failed(f"{CONFIG} has the scale {scale!r}, not a number")
+    return rank, float(scale)
+
+
+def _pair(
+    files: Checkpoint, tensors: Mapping[str, Tensor], rank: int
+) -> dict[str, tuple[Shape, Shape]]:
+    """Return the shapes of each module's two factors, or raise naming the first that is wrong."""
+    if not tensors:
+        raise files.failed(f"{WEIGHTS} has no weights")
+    unknown = [name for name in tensors if name.rpartition(".")[2] not in _FACTORS]
+    if unknown:
+        is_dora = any(name.endswith(".m") for name in unknown)
+        kind = "DoRA's magnitudes" if is_dora else "weights that are no lora_a or lora_b"
+        raise files.failed(f"{WEIGHTS} has {kind}: {join_names(unknown)}")
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise files.failed(f"{name} is of type {tensor.dtype}, not F32, F16 or BF16")
+        if len(tensor.shape) != 2 or not all(type(n) is int and n > 0 for n in tensor.shape):
+            raise files.failed(
+                f"{name} is {tensor.shape}, not a matrix: only linear projections are adapted"
+            )
+        expected = (rank, tensor.shape[1])
+        if name.endswith(".lora_a"):
+            expected = (tensor.shape[0], rank)
+        if tensor.shape != expected:
+            raise files.failed(
+                f"{name} is {tensor.shape}, not {expected}, as the rank in {CONFIG} is {rank}"
+            )
+    modules = {name.rpartition(".")[0] for name in tensors}
+    names = [f"{module}.{factor}" for module in sorted(modules) for factor in _FACTORS]
+    missing = [name for name in names if name not in tensors]
+    if missing:
+        raise files.failed(f"{WEIGHTS} lacks {join_names(missing)}")
+    return {
+        module: (tensors[f"{module}.lora_a"].shape, tensors[f"{module}.lora_b"].shape)
+        for module in sorted(modules)
+    }
+
 
 NONE: Final = 0  # the number of no adapter
 
@@ -37,12 +145,11 @@ class _Places:
 
 
 class _Rows:
-    """The adapters of a pass's rows, by number. Modules that have the same adapters share what is
-    looked up for one.
-    """
+    """The adapters of a pass's rows, by number."""
 
     def __init__(self, numbers: tuple[int, ...]) -> None:
         self.numbers = numbers
+        # Modules that have the same adapters share what is looked up for one.
         self._found: dict[tuple[int, ...], _Places | None] = {}
 
     def find(self, numbers: tuple[int, ...]) -> _Places | None:
@@ -65,12 +172,11 @@ class _Rows:
 
 
 class _Pass:
-    """What the modules of a model know of the pass under way: None if no row has an adapter. And
-    whether the device has a mx.gather_mm for the factors.
-    """
+    """What the modules of a model know of the pass under way."""
 
     def __init__(self) -> None:
-        self.rows: _Rows | None = None
+        self.rows: _Rows | None = None  # None if no row has an adapter
+        # Whether the device has a mx.gather_mm for the factors.
         self.gathers = False
 
 
@@ -124,13 +230,12 @@ class _Stack(_Module):  # type: ignore[misc]
 
 
 class AdaptedLinear(_Module):  # type: ignore[misc]
-    """A linear projection, quantised or not, and the factors of adapters: a stack for each rank, so
-    that none is as large as the largest.
-    """
+    """A linear projection, quantised or not, and the factors of adapters."""
 
     def __init__(self, linear: Any, current: _Pass) -> None:
         super().__init__()
         self.linear = linear
+        # One for each rank, so that no adapter is as large as the largest.
         self.stacks: list[_Stack] = []
         self._current = current
 

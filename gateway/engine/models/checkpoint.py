@@ -8,11 +8,11 @@ Pickled weights are never opened: unpickling runs whatever code they hold.
 import contextlib
 import json
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, ParamSpec, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
 import mlx.core as mx
 
@@ -22,8 +22,6 @@ from gateway.errors import ModelLoadFailed
 from gateway.jobs import KvCost
 from gateway.registry import is_gguf
 
-P = ParamSpec("P")
-T = TypeVar("T")
 _INDEX = "model.safetensors.index.json"
 # Read in about a tenth of a second from a disk that gives 2.5 GB/s.
 SLICE_BYTES: Final = 256 << 20
@@ -101,6 +99,28 @@ class Checkpoint:
 
     def config(self) -> dict[str, Any]:
         return self.read_object("config.json")
+
+    @contextlib.contextmanager
+    def reading_config(self) -> Iterator[None]:
+        """Turn what reading config.json's keys raises inside into what is wrong with them."""
+        try:
+            yield
+        except KeyError as error:
+            raise self.failed(f"config.json has no {error.args[0]}") from error
+        except (TypeError, ValueError, AttributeError) as error:
+            raise self.failed(f"config.json has a value that is no number: {error}") from error
+
+    def read_modules(self) -> dict[str, str] | None:
+        """Return sentence-transformers' modules, each path by its class name, in order; None if
+        there is no modules.json.
+        """
+        listing = self.read_json("modules.json")
+        if listing is None:
+            return None
+        try:
+            return {str(part["type"]).rpartition(".")[2]: str(part["path"]) for part in listing}
+        except (TypeError, KeyError) as error:
+            raise self.failed("modules.json is no list of modules with type and path") from error
 
     def weights(self) -> dict[str, mx.array]:
         """Open the safetensors, one file or shards. The arrays are read when evaluated."""
@@ -180,9 +200,10 @@ def fit_weights(
     """Return exactly the arrays that `shapes` names, or raise ModelLoadFailed naming what does not
     fit.
 
-    Names that begin with one of `ignored` are skipped. Any other unknown name is an error, since an
-    unused weight means another architecture than the config says.
+    Names that begin with one of `ignored` are skipped.
     """
+    # Any other unknown name is an error: an unused weight means another architecture than the
+    # config says.
     skip = tuple(ignored)
     unknown = [n for n in arrays if n not in shapes and not n.startswith(skip)]
     missing = [n for n in shapes if n not in arrays]
@@ -234,15 +255,6 @@ def read_in_slices(
         with checkpoint.blame():
             mx.eval(slice_arrays)
         yield
-
-
-def at_once(steps: Callable[P, Generator[T | None]]) -> Callable[P, T]:
-    """Turn a loader in steps, the last of which yields the engine, into one that returns it."""
-
-    def load(*args: P.args, **kwargs: P.kwargs) -> T:
-        return next(engine for engine in steps(*args, **kwargs) if engine is not None)
-
-    return load
 
 
 def slices(arrays: Iterable[mx.array], slice_bytes: int) -> Iterator[list[mx.array]]:
@@ -326,9 +338,8 @@ def kv_bytes(
 ) -> int:
     """Count the bytes of KV of so many tokens, at most the model's context, from its config.
 
-    One layer more is counted than there is: the one that is copied while a sequence joins or
-    leaves. 0 if the config lacks the usual keys. `kv_bits` counts unless some layers may have
-    sliding windows or states, which stay floating.
+    0 if the config lacks the usual keys. `kv_bits` counts unless some layers may have sliding
+    windows or states, which stay floating.
     """
     config = text_config(checkpoint.config())
     try:
@@ -345,6 +356,7 @@ def kv_bytes(
     is_plain = set(config.get("layer_types") or ()) <= {"full_attention"}
     if kv_bits is not None and group and is_plain and not config.get("sliding_window"):
         packed = head * kv_bits // 8 + 2 * itemsize * head // group
+    # One layer more than there is: the one that is copied while a sequence joins or leaves.
     return 2 * (layers * packed + floating) * kv_heads * min(tokens, longest)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 import mlx.core as mx
 from mlx_lm.models import activations, base
 
-from gateway.engine.models.exponential import LOG2_E, exp2
+from gateway.engine.models.encoder_kernels import LOG2_E, exp2
 
 _own_swiglu: Final[Any] = activations.swiglu
 _own_attention: Final[Any] = base.scaled_dot_product_attention

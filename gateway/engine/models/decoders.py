@@ -1,21 +1,112 @@
-"""A decoder that mlx-lm knows, opened to be fast on this device."""
+"""A decoder that mlx-lm knows, opened to be fast on this device; long passes of it cut in parts."""
 
-from collections.abc import Callable, Generator
+import math
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any
+from itertools import accumulate
+from typing import Any, Final
 
 import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.quantized import QuantizedLinear
 from mlx.utils import tree_flatten
 from mlx_lm.utils import MODEL_REMAPPING, _get_classes, load_model
 
 from gateway.engine.device import Device, pick_dtype
 from gateway.engine.models.checkpoint import Checkpoint, read_in_slices
 from gateway.engine.models.decoder_kernels import use_cpu_kernels
-from gateway.engine.models.fused import fuse_projections
-from gateway.engine.models.gguf.checkpoint import GgufCheckpoint
-from gateway.engine.models.gguf.decoder import read_gguf_decoder
-from gateway.engine.models.missing_kernels import Report, replace_missing, widen
-from gateway.engine.models.sharding import Share, shard
+from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, read_gguf_decoder
+from gateway.engine.models.missing_kernels import Report, quantization_of, replace_missing, widen
+from gateway.engine.models.sharding import RankShare, shard
+
+# What mlx-lm's attention and MLP modules call with one and the same input.
+_GROUPS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_ARRAYS: Final = ("weight", "bias", "scales", "biases")  # whose first axis is the outputs
+
+
+class _Product:
+    """One product of several projections, each of which takes its part of it once."""
+
+    def __init__(self, linear: Module, widths: Sequence[int]) -> None:
+        self._linear: Any = linear
+        self._stops = [*accumulate(widths)][:-1]
+        self._input: mx.array | None = None
+        self._parts: dict[int, mx.array] = {}
+
+    def take(self, index: int, x: mx.array) -> mx.array:
+        """Return a part of the product with `x`, which is computed for the first that asks."""
+        if x is not self._input or index not in self._parts:
+            parts = mx.split(self._linear(x), self._stops, axis=-1)
+            self._input, self._parts = x, dict(enumerate(parts))
+        part = self._parts.pop(index)
+        if not self._parts:
+            self._input = None
+        return part
+
+
+class FusedProjection(Module):
+    """A projection that is part of a product. The first holds the weights of all, as `fused`."""
+
+    def __init__(self, product: _Product, index: int, fused: Module | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # its stub has no types
+        self._product = product
+        self._index = index
+        if fused is not None:
+            self.fused = fused
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Project (…, inputs) → (…, outputs)."""
+        return self._product.take(self._index, x)
+
+
+def fuse_projections(model: Any) -> Generator[None, None, int]:
+    """Fuse what can be fused in mlx-lm's model, a group a step; return the number of groups.
+
+    Results differ from those of the separate products by rounding. A projection whose number
+    format is like no other's of its group stays as it is. On the lane.
+    """
+    count = 0
+    for module in model.modules():
+        for group in _GROUPS:
+            for names in _alike(module, group):
+                parts = [module[name] for name in names]
+                widths = [part.weight.shape[0] for part in parts]
+                fused = _concatenate(parts)
+                product = _Product(fused, widths)
+                for index, name in enumerate(names):
+                    module[name] = FusedProjection(product, index, None if index else fused)
+                count += 1
+                yield
+    return count
+
+
+def _alike(module: Module, group: Sequence[str]) -> list[list[str]]:
+    """Return which of these projections of a module can be one, if it has them."""
+    forms: dict[tuple[Any, ...], list[str]] = {}
+    for name in group:
+        part = module.get(name)
+        if type(part) in (Linear, QuantizedLinear):
+            forms.setdefault(_form(part), []).append(name)
+    return [names for names in forms.values() if len(names) > 1]
+
+
+def _form(part: Any) -> tuple[Any, ...]:
+    """Return what projections must share: their arrays' types, inputs, and quantisation."""
+    arrays = [(name, part[name].dtype, part[name].shape[1:]) for name in _ARRAYS if name in part]
+    return type(part), *arrays, *quantization_of(part)
+
+
+def _concatenate(parts: Sequence[Any]) -> Module:
+    """Return one module with the arrays of all, in the place of the first."""
+    fused: Module = parts[0]
+    for name in _ARRAYS:
+        if name in fused:
+            fused[name] = mx.concatenate([part[name] for part in parts])
+    mx.eval(dict(fused))
+    return fused
 
 
 def open_decoder(
@@ -26,15 +117,13 @@ def open_decoder(
     is_packed: bool = False,
     classes: Callable[[dict[str, Any]], tuple[Any, type]] = _get_classes,
 ) -> tuple[Any, dict[str, Any]]:
-    """Return mlx-lm's model, its weights not read yet, and its config. On the lane.
-
-    Quantised weights stay quantised on a GPU; on the CPU, where they are 10 to 50 times slower,
-    they become float32, unless the model `is_packed`. `classes` picks the model's class by its
-    config. Raises ModelLoadFailed. Code from the model's folder is never run.
+    """Return mlx-lm's model, its weights not read yet, and its config. On the lane. `classes` picks
+    the model's class by its config. Raises ModelLoadFailed. Code from the folder is never run.
     """
     checkpoint.weights()  # refuses a folder without whole safetensors, by name
     with checkpoint.blame():
         model, config = load_model(checkpoint.folder, lazy=True, get_model_classes=classes)
+        # There, quantised weights are 10 to 50 times slower than float32.
         if device is Device.CPU and not is_packed:
             widen(model, floating_dtype(model))
         target = pick_dtype(device, dtype, floating_dtype(model))
@@ -52,7 +141,7 @@ def read_decoder(
     dtype: str | None,
     is_packed: bool,
     is_fused: bool = False,
-    share: Share | None = None,
+    share: RankShare | None = None,
     report: Report | None = None,
 ) -> Generator[None, None, Any]:
     """Read mlx-lm's model of a folder or a GGUF file, in steps; of a shared one, this rank's part.
@@ -94,3 +183,54 @@ def floating_dtype(model: Any) -> mx.Dtype:
     """Return the type of the model's floating weights."""
     dtypes = (array.dtype for array in parameters(model))
     return next((dtype for dtype in dtypes if mx.issubdtype(dtype, mx.floating)), mx.float32)
+
+
+class LayerGroups:
+    """Evaluates passes of a model in as many parts, groups of layers, as the last one took times
+    `pass_s`.
+    """
+
+    def __init__(self, pass_s: float | None) -> None:
+        self._pass_s = pass_s
+        self._parts = 1
+
+    @contextmanager
+    def applied(self, model: Any) -> Iterator[None]:
+        """While entered, one pass of a model is built and evaluated, and timed."""
+        if self._pass_s is None:
+            yield
+            return
+        started = time.perf_counter()
+        layers = [layer for layer in getattr(model, "layers", ()) if layer is not None]
+        with _evaluating(layers, -(-len(layers) // self._parts)):
+            yield
+        self._parts = max(1, math.ceil((time.perf_counter() - started) / self._pass_s))
+
+
+@contextmanager
+def _evaluating(layers: list[Any], size: int) -> Iterator[None]:
+    """While entered, evaluate the output of every `size`th layer as soon as it is built."""
+    # Python looks `__call__` up on the class, so that is where it is replaced: on the lane's
+    # thread, where nothing else runs a model meanwhile.
+    if size >= len(layers):
+        yield
+        return
+    ends = {id(layer) for layer in layers[size - 1 : -1 : size]}
+    calls = {kind: kind.__call__ for kind in {type(layer) for layer in layers}}
+
+    def evaluating(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            output = original(layer, *args, **kwargs)
+            if id(layer) in ends:
+                mx.eval(output)
+            return output
+
+        return call
+
+    try:
+        for kind, original in calls.items():
+            kind.__call__ = evaluating(original)
+        yield
+    finally:
+        for kind, original in calls.items():
+            kind.__call__ = original

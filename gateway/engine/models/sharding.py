@@ -21,7 +21,7 @@ from gateway.errors import ModelLoadFailed
 Parallel = Literal["tensor", "pipeline"]
 
 
-class Group(Protocol):
+class RankGroup(Protocol):
     """The processes that share a model: mlx's group."""
 
     def rank(self) -> int:
@@ -31,25 +31,23 @@ class Group(Protocol):
         """Count the processes."""
 
 
-def join_group() -> Group | None:
+def join_group() -> RankGroup | None:
     """Return the group that this process was started in; None if it is alone.
 
     `mlx.launch` sets MLX_RANK for all its backends but MPI. Waits for the other ranks.
     """
     if "MLX_RANK" not in os.environ:
         return None
-    group: Group = mx.distributed.init()
+    group: RankGroup = mx.distributed.init()
     if group.size() > 1:
         return group
     return None
 
 
 def first_host() -> str:
-    """Return the address of rank 0 as mlx.launch tells it to every rank; empty if it does not.
-
-    By backend: ring's file lists each rank's addresses, JACCL has a coordinator and NCCL a host
-    (launch.py of mlx's distributed tools).
-    """
+    """Return the address of rank 0 as mlx.launch tells it to every rank; empty if it does not."""
+    # By backend: ring's file lists each rank's addresses, JACCL has a coordinator and NCCL a host
+    # (launch.py of mlx's distributed tools).
     if "MLX_HOSTFILE" in os.environ:
         with open(os.environ["MLX_HOSTFILE"], encoding="utf-8") as hosts:
             return str(json.load(hosts)[0][0]).rpartition(":")[0]
@@ -58,7 +56,7 @@ def first_host() -> str:
     return os.environ.get("NCCL_HOST_IP", "")
 
 
-def share_bytes(group: Group, data: bytes) -> bytes:
+def share_bytes(group: RankGroup, data: bytes) -> bytes:
     """Return rank 0's data, on every rank. What the others pass is ignored."""
     # A sum over the ranks, of which all but the first add zeros.
     if group.rank() > 0:
@@ -73,11 +71,11 @@ def _sum(array: mx.array) -> mx.array:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankShare:
     """How a model is divided, and among which ranks."""
 
     parallel: Parallel
-    group: Group
+    group: RankGroup
 
     def layers(self, count: int) -> range:
         """Return the layers of this rank's stage: the last ones are rank 0's, as in mlx-lm."""
@@ -87,7 +85,7 @@ class Share:
         return range(start, start + sizes[self.group.rank()])
 
 
-def shard(checkpoint: Checkpoint, model: Any, share: Share) -> None:
+def shard(checkpoint: Checkpoint, model: Any, share: RankShare) -> None:
     """Leave of mlx-lm's model, not read yet, what this rank computes. Raises ModelLoadFailed."""
     inner = getattr(model, "model", None)
     can = {"tensor": hasattr(model, "shard"), "pipeline": hasattr(inner, "pipeline")}
@@ -105,7 +103,7 @@ def shard(checkpoint: Checkpoint, model: Any, share: Share) -> None:
             model.shard(share.group)
 
 
-def _check_sizes(checkpoint: Checkpoint, share: Share) -> None:
+def _check_sizes(checkpoint: Checkpoint, share: RankShare) -> None:
     config, ranks = text_config(checkpoint.config()), share.group.size()
     if share.parallel == "pipeline":
         layers = config.get("num_hidden_layers")
@@ -121,7 +119,7 @@ def _check_sizes(checkpoint: Checkpoint, share: Share) -> None:
 class SharedListing:
     """What the files say of a rank's share of a model, for its size before it is loaded."""
 
-    def __init__(self, whole: Listing, share: Share) -> None:
+    def __init__(self, whole: Listing, share: RankShare) -> None:
         self._whole = whole
         self._share = share
 

@@ -50,6 +50,7 @@ class ChatTemplate:
         if the system ended the process that rendered it, or gave it no processor.
         """
         outcome, value = self._render_once(messages, tools, arguments)
+        # A template may raise at a late system turn, or drop it without a word.
         late = [turn for turn in messages[1:] if turn["role"] == "system"]
         if late and not (outcome == "rendered" and _has_texts(str(value), late)):
             outcome, value = self._render_once(fold_late_systems(messages), tools, arguments)

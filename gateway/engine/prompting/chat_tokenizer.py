@@ -141,13 +141,12 @@ class ChatTokenizer:
         return opened > closed
 
     def _continue(self, job: GenerateJob) -> Prompt:
-        """Return a prompt that ends inside the last message, right after its text.
-
-        A template may close a message in any way. So a placeholder word is rendered instead of the
-        text, and the text put after what stands before that word. Marks in the text count as plain
-        letters: it opens no thinking and ends none.
+        """Return a prompt that ends inside the last message, right after its text. Marks in it are
+        plain letters: it opens no thinking and ends none.
         """
         *earlier, last = job.messages
+        # A template may close a message in any way. So a placeholder word is rendered instead of
+        # the text, and the text put after what stands before that word.
         word = f"continued{secrets.token_hex(16)}"
         messages = [*earlier, {**last, "content": word}]
         text = self._apply(replace(job, messages=messages), is_asking=False)
@@ -158,12 +157,11 @@ class ChatTokenizer:
         return Prompt(ids)
 
     def render_questions(self, job: GenerateJob) -> tuple[list[Piece], str]:
-        """Return what the template writes before and after the text of the last message.
-
-        A placeholder word is rendered for that text and the question at its end, so that the
-        template runs once. What it opens for thinking is closed, and the answer's own message is
-        begun.
+        """Return what the template writes before and after the text of the last message. What it
+        opens for thinking is closed, and the answer's own message is begun.
         """
+        # A placeholder word is rendered for that text and the question at its end, so that the
+        # template runs once.
         *earlier, last = job.messages
         word = f"question{secrets.token_hex(16)}"
         messages = [*earlier, {**last, "content": word}]
@@ -390,7 +388,7 @@ def _alike(text: str, other: str) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
 
 
-class ChatOptions(TypedDict, total=False):
+class ChatFormats(TypedDict, total=False):
     """What a user may set of a chat model's template and formats."""
 
     chat_template: str | None  # in the place of the checkpoint's own
@@ -419,7 +417,7 @@ def wrap_folder_tokenizer(
 
 
 def chat_tokenizer(
-    wrapper: TokenizerWrapper, *, name: str, model_type: str, **options: Unpack[ChatOptions]
+    wrapper: TokenizerWrapper, *, name: str, model_type: str, **options: Unpack[ChatFormats]
 ) -> ChatTokenizer:
     """Wrap mlx-lm's tokenizer for chat. Raises ModelLoadFailed."""
     chat_template, template_args = options.get("chat_template"), options.get("template_args", {})
@@ -437,7 +435,8 @@ def chat_tokenizer(
         # Hermes 3 and Command-R have several templates, by name: one of them shows tools.
         text = "\n".join(text.values())
     vocabulary = wrapper.backend_tokenizer.get_vocab()
-    if (tool_parser := options.get("tool_parser")) is not None:
+    tool_parser = options.get("tool_parser")
+    if tool_parser is not None:
         tools = known_tool_parser(tool_parser)
     else:
         tools = infer_tools(vocabulary, text, model_type, declared)

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.loading import load_generation
 from gateway.engine.device import Device
-from gateway.engine.generation.loading import load_generation
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
 from gateway.jobs import Calling, Function, GenerateJob, Grammar, Sampling
 from tests.checkpoints import write_chat

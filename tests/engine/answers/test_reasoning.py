@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.loading import load_generation
 from gateway.engine.answers.output_parts import TokenScores
 from gateway.engine.answers.reasoning import REASONING_FORMATS, infer_reasoning
 from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.loading import load_generation
 from gateway.jobs import Function, GenerateJob, Grammar, Sampling
 from tests.checkpoints import teach_thinking, write_chat
 from tests.engine.chat_formats import family, gathered, row, said

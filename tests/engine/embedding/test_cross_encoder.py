@@ -1,6 +1,5 @@
 import json
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +7,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from benchmarks.loading import load_cross_encoder
 from gateway.engine.device import Device
-from gateway.engine.embedding.cross_encoder import (
-    CrossEncoderEngine,
-    load_cross_encoder,
-    load_cross_encoder_in_steps,
-)
-from gateway.engine.embedding.engine import load_embedding
+from gateway.engine.embedding.cross_encoder import CrossEncoderEngine
 from gateway.engine.embedding.tokenizer import load_text_tokenizer, read_pair_template
 from gateway.engine.models.checkpoint import Checkpoint
-from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed, ModelLoadFailed
+from gateway.errors import ContextLengthExceeded, EngineFailed, ModelLoadFailed
 from gateway.jobs import Pair
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -97,24 +92,6 @@ def test_pairs_are_joined_and_cut_as_transformers_does(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_documents_are_encoded_together_as_alone(name: str) -> None:
-    """A call for many documents gives the pairs that a call for each gives."""
-    documents = [document for _, document in PAIRS]
-    alone = [golden(name).encode_pairs("hello", [each])[0] for each in documents]
-    assert golden(name).encode_pairs("hello", documents) == alone
-    assert golden(name).encode_pairs("hello", []) == []
-
-
-def test_pairs_are_encoded_on_any_thread() -> None:
-    """Encoding only reads."""
-    engine, documents = golden("bert-reranker"), [document for _, document in PAIRS]
-    expected = engine.encode_pairs("hello", documents)
-    with ThreadPoolExecutor(4) as pool:
-        results = pool.map(lambda _: engine.encode_pairs("hello", documents), range(16))
-    assert all(result == expected for result in results)
-
-
-@pytest.mark.parametrize("name", TINY)
 def test_a_document_is_cut_to_its_own_limit(name: str) -> None:
     """Its first tokens stay; one within the limit is left as it is."""
     engine = golden(name)
@@ -174,15 +151,6 @@ def test_padding_does_not_change_a_score(name: str) -> None:
     assert np.abs(golden(name, Device.METAL).score([short]) - alone).max() <= 1e-5
 
 
-def test_scores_come_back_in_the_order_given() -> None:
-    """Rows are sorted by length for the passes, and put back."""
-    engine = golden("bert-reranker")
-    pairs = rows(engine)
-    scores = engine.score(pairs)
-    assert np.abs(engine.score(pairs[::-1])[::-1] - scores).max() <= 1e-5
-    assert engine.score([]).shape == (0, 1)
-
-
 def test_token_types_change_a_score() -> None:
     """A BERT that knows two types is told which text is which; the others know one."""
     for name in TINY:
@@ -231,27 +199,6 @@ def test_a_template_that_is_not_understood_is_refused(
     tokenizer = load_text_tokenizer(checkpoint, lower_case=False)
     with pytest.raises(ModelLoadFailed, match=message):
         read_pair_template(checkpoint, tokenizer)
-
-
-@pytest.mark.parametrize("name", TINY)
-def test_every_step_of_loading_but_the_last_gives_nothing(name: str) -> None:
-    """The last one gives the engine, with its properties."""
-    *before, engine = load_cross_encoder_in_steps(GOLDEN / name, name="tiny", device=Device.CPU)
-    assert before == [None, None]
-    assert engine is not None
-    assert engine.dtype == mx.float32
-    assert engine.vocab_size > max(max(pair.ids) for pair in rows(engine))
-
-
-@pytest.mark.parametrize("name", TINY)
-def test_a_closed_engine_holds_no_memory(name: str) -> None:
-    """The head's arrays are counted, and released, with the encoder's."""
-    before = mx.get_active_memory()
-    engine = load(GOLDEN / name)
-    engine.score(rows(engine)[:2])
-    assert mx.get_active_memory() - before >= engine.nbytes()
-    engine.close()
-    assert mx.get_active_memory() - before < 1000
 
 
 def test_half_precision_scores_are_close_and_finite() -> None:
@@ -322,15 +269,6 @@ def test_a_bias_of_the_head_is_added(tmp_path: Path) -> None:
     assert np.abs(load(folder).score([pair]) - plain).max() > 1e-3
 
 
-def test_a_pair_the_model_cannot_read_is_refused() -> None:
-    """As a text of an embedding model is."""
-    engine = golden("bert-reranker")
-    with pytest.raises(ContextLengthExceeded, match="80 tokens"):
-        engine.score([Pair([2] * 81, 40)])
-    with pytest.raises(BadRequest, match="outside the vocabulary"):
-        engine.score([Pair([2, 10_000], 1)])
-
-
 @pytest.mark.parametrize("name", TINY)
 def test_a_score_that_is_not_finite_names_model_and_row(tmp_path: Path, name: str) -> None:
     """One broken weight vector spoils only the pairs that hold its token."""
@@ -346,12 +284,3 @@ def test_a_score_that_is_not_finite_names_model_and_row(tmp_path: Path, name: st
     engine = load(folder)
     with pytest.raises(EngineFailed, match=r"`tiny`.*score of row 1 "):
         engine.score([Pair([2, 8, 3], 3), Pair([2, 9, 3, 3], 4), Pair([2, 3], 2)])
-
-
-def test_a_reranker_s_encoder_still_embeds(tmp_path: Path) -> None:
-    """Its head is left out; every text is of token type 0."""
-    folder = tiny(tmp_path)
-    (folder / "modules.json").unlink()
-    (folder / "sentence_bert_config.json").unlink()
-    engine = load_embedding(folder, name="tiny", device=Device.CPU, pooling="cls", normalize=False)
-    assert np.isfinite(engine.embed([[2, 9, 8, 3]])).all()

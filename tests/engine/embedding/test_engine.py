@@ -11,19 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.loading import load_embedding
 from gateway.engine.device import Device, cpu_streams
-from gateway.engine.embedding.encoder import (
+from gateway.engine.embedding.engine import (
     SLICE_TOKENS,
+    EmbeddingEngine,
     bucket,
     in_step,
+    load_embedding_in_steps,
     open_encoder,
     slice_rows,
     worthwhile_threads,
-)
-from gateway.engine.embedding.engine import (
-    EmbeddingEngine,
-    load_embedding,
-    load_embedding_in_steps,
 )
 from gateway.engine.models.checkpoint import Checkpoint, read_in_slices
 from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed, ModelLoadFailed
@@ -103,15 +101,6 @@ def test_neighbours_do_not_change_a_vector(name: str) -> None:
         assert np.abs(vector - engine.embed([ids])[0]).max() <= 1e-5
 
 
-@pytest.mark.parametrize("name", [MINILM, *TINY])
-def test_padding_does_not_change_a_vector(name: str) -> None:
-    """Two lengths in one padded pass: the shorter row equals itself unpadded."""
-    engine = golden(name)
-    short, long = [5, 6, 7], list(range(5, 36))
-    *_, padded = engine._forward([short, long])
-    assert np.abs(np.array(padded)[0] - engine.embed([short])[0]).max() <= 1e-5
-
-
 def test_vectors_come_back_in_the_order_asked() -> None:
     """Rows are sorted by length for the passes, and put back."""
     engine = golden("bert")
@@ -171,19 +160,6 @@ def test_a_closed_engine_holds_no_memory() -> None:
     assert mx.get_active_memory() - before < 1000
 
 
-def test_the_engine_cuts_and_shortens_as_its_parts_do() -> None:
-    """At its own limit, and to unit length where the model normalises."""
-    engine = golden("bert")
-    [ids] = engine.encode(["hello " * 200])
-    assert engine.truncate(ids) == engine.tokenizer.truncate(ids, 48)
-    assert max(ids) < engine.vocab_size
-    short = engine.shorten(engine.embed([[2, 9, 3]]), 8)
-    assert short.shape == (1, 8)
-    assert np.isclose(np.linalg.norm(short), 1)
-    plain = load(GOLDEN / "bert", normalize=False)
-    assert np.linalg.norm(plain.shorten(plain.embed([[2, 9, 3]]), 8)) > 1.1
-
-
 def test_the_limit_can_only_be_lowered(tmp_path: Path) -> None:
     """sentence-transformers' limit, capped by the positions, lowered by models.yaml."""
     assert load(GOLDEN / "bert", max_context=16).max_tokens == 16
@@ -235,15 +211,6 @@ def test_prompts_are_the_models_own(tmp_path: Path) -> None:
     assert engine.default_prompt_name == "query"
     file.unlink()
     assert (load(folder).prompts, load(folder).default_prompt_name) == ({}, None)
-
-
-def test_other_pooling_gives_other_vectors() -> None:
-    """The golden comparison would notice a wrong one."""
-    engine = golden("bert")
-    ids = rows(engine)
-    for pooling in ("mean", "last"):
-        wrong = load(GOLDEN / "bert", pooling=pooling).embed(ids)
-        assert (wrong * np.load(GOLDEN / "bert" / "vectors.npy")).sum(1).mean() < 0.95
 
 
 def test_vectors_are_normalised_only_if_the_model_says_so() -> None:
@@ -322,12 +289,6 @@ def test_an_unknown_dtype_is_a_load_error() -> None:
     """Not a bare ValueError from below."""
     with pytest.raises(ModelLoadFailed, match="int4"):
         load(GOLDEN / "bert", dtype="int4")
-
-
-def test_nbytes_counts_the_weights() -> None:
-    """Float32 of every array kept; the pooler is not."""
-    size = (GOLDEN / "roberta" / "model.safetensors").stat().st_size
-    assert abs(golden("roberta").nbytes() - size) < 0.1 * size
 
 
 def test_lengths_fall_into_few_buckets_on_a_gpu() -> None:

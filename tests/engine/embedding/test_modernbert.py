@@ -7,8 +7,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from benchmarks.loading import load_embedding
 from gateway.engine.device import Device
-from gateway.engine.embedding.engine import EmbeddingEngine, load_embedding
+from gateway.engine.embedding.engine import EmbeddingEngine
 from gateway.engine.embedding.modernbert import BLOCK, make_spans, rotate_by_table, rotation_table
 from gateway.errors import ModelLoadFailed
 

@@ -80,12 +80,6 @@ def test_a_bare_folder_is_refused_naming_the_key_to_set(
         read_recipe(folder(tmp_path, None), pooling, normalize)
 
 
-def test_a_bare_folder_with_both_settings_loads(tmp_path: Path) -> None:
-    """models.yaml can say everything itself."""
-    recipe = read_recipe(folder(tmp_path, None), "last", True)
-    assert (recipe.transformer, recipe.pooling, recipe.normalize) == ("", "last", True)
-
-
 @pytest.mark.parametrize(
     ("modules", "config", "named"),
     [

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.kv.prefix_cache import BLOCK
-from gateway.engine.models.adapter_files import read_adapter
+from gateway.engine.models.adapters import read_adapter
 from gateway.errors import BadRequest
 from gateway.jobs import (
     Adapter,
@@ -43,8 +43,7 @@ from tests.checkpoints import (
     write_chat,
 )
 from tests.engine.generation.alone import Alone, Told
-from tests.engine.generation.harness import join, prefilling
-from tests.engine.generation.test_engine import open_engine
+from tests.engine.generation.harness import join, open_engine, prefilling
 from tests.engine.generation.ties import ROUNDING
 from tests.fakes import caller
 
@@ -101,7 +100,6 @@ WORDS: Final = (
     *("one two three ", "alpha beta ", "2 + 2? ", "日本語の ", "🙂 ", "The cat sat on the mat. "),
     *('{"a": 1} ', "\n\n", "x", "Answer: ", "<think>"),
 )
-JOBS: Final = (*["free"] * 3, *["next turn"] * 2, *["form"] * 2, "bare", "calls", "labels")
 STOPS: Final = (" t", "the", "\n", "ab", "�", "on", "ing", "er", "a b")
 
 

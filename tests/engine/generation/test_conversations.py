@@ -15,13 +15,16 @@ from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.kv.prefix_cache import BLOCK
 from gateway.jobs import GenerateJob, Sampling
 from tests.checkpoints import HYBRID, SLIDING, teach_thinking, write_chat
-from tests.engine.generation.test_engine import Passing, Run, answers, exchange, open_engine
-from tests.engine.kv.test_prefix_cache import (
+from tests.engine.generation.harness import (
     PLENTY,
+    Passing,
+    Run,
     active_memory,
+    answers,
     bare,
-    cached,
+    exchange,
     ids,
+    open_engine,
     tokens,
 )
 from tests.fakes import caller
@@ -60,22 +63,6 @@ def test_a_next_turn_reads_again_at_most_the_last_block_of_the_last(
         assert told.cached_tokens >= whole(before - 1)
         before = len(prompt) + len(told.ids)
         prompt = prompt + told.ids + tokens(50, turn)
-
-
-def test_conversations_that_decode_together_are_kept_each(
-    cold: GenerationEngine, warm: GenerationEngine
-) -> None:
-    """Their blocks end at different steps, and rows join and leave between these."""
-    prompts = [tokens(each, each) for each in (40, 130, 333)]
-    kept = [0] * len(prompts)
-    for turn in range(3):
-        jobs = [bare(each, max_tokens=70 + 45 * i) for i, each in enumerate(prompts)]
-        told = answers(warm, jobs, 100)
-        assert ids(told) == ids(answers(cold, jobs, 100))
-        assert all(one >= each for one, each in zip(cached(told), kept, strict=True))
-        both = [[*prompt, *each.ids] for prompt, each in zip(prompts, told, strict=True)]
-        kept = [whole(len(each) - 1) for each in both]
-        prompts = [each + tokens(30 + 11 * turn, i) for i, each in enumerate(both)]
 
 
 def spoken(engine: GenerationEngine) -> Sampling:
@@ -194,27 +181,6 @@ def test_a_long_answer_keeps_few_states(tmp_path: Path, kind: str) -> None:
     engine.close()
 
 
-def test_a_cancelled_answer_leaves_what_is_right(
-    cold: GenerationEngine, warm: GenerationEngine
-) -> None:
-    """Its conversation may be taken up again from there; its neighbour does not notice."""
-    prompt, other = tokens(100, 1), tokens(90, 2)
-    run = Run(warm)
-    (leaving,) = run.join(bare(prompt, max_tokens=400))
-    (staying,) = run.join(bare(other, max_tokens=300))
-    for _ in range(140):
-        run.step()
-    said = list(run.answers[leaving].ids)
-    warm.leave(leaving)
-    run.finish()
-    assert run.answers[staying].ids == answers(cold, [bare(other, max_tokens=300)])[0].ids
-    following = [*prompt, *said, *tokens(20, 3)]
-    (told,) = answers(warm, [bare(following)])
-    assert told.ids == answers(cold, [bare(following)])[0].ids
-    if warm._prefixes.needs_block_ends:  # of the others only whole answers are kept
-        assert told.cached_tokens >= whole(len(prompt) + len(said) - 1)
-
-
 def test_a_cache_dropped_under_an_answer_is_not_filled_again_by_it(warm: GenerationEngine) -> None:
     """Memory that others need was freed: it stays so until another prompt is read."""
     if not warm._prefixes.needs_block_ends:
@@ -227,24 +193,6 @@ def test_a_cache_dropped_under_an_answer_is_not_filled_again_by_it(warm: Generat
     warm.clear_prefixes()
     run.finish()
     assert warm._prefixes.nbytes == 0
-
-
-@pytest.mark.parametrize("blocks", [1, 9])
-def test_a_small_cache_stays_within_its_bound_and_breaks_no_answer(
-    folder: Path, cold: GenerationEngine, blocks: int
-) -> None:
-    """Answers that end blocks together evict what others keep."""
-    limit = blocks * 20_000
-    engine = open_engine(folder, prefix_cache_bytes=limit)
-    run = Run(engine)
-    jobs = [bare(tokens(each, each), max_tokens=200) for each in (50, 64, 128, 200)]
-    for each in jobs:
-        run.join(each)
-    while engine.is_prefilling or engine.is_decoding:
-        run.step()
-        assert engine._prefixes.nbytes <= limit
-    assert ids(list(run.answers.values())) == ids(answers(cold, jobs))
-    engine.close()
 
 
 @pytest.mark.parametrize("at", [3, 66])

@@ -15,8 +15,14 @@ from gateway.engine.generation.engine import GenerationEngine
 from gateway.errors import ModelLoadFailed
 from gateway.jobs import Sampling
 from tests.checkpoints import SLIDING, STATEFUL, teach_thinking, write_chat
-from tests.engine.generation.test_preemption import JOBS, TEXTS, Batch, open_engine
-from tests.engine.generation.test_speculation import ECHO, run
+from tests.engine.generation.harness import (
+    ECHO,
+    JOBS,
+    PROMPTS,
+    Batch,
+    answer_at_random,
+    open_engine,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -89,53 +95,15 @@ def test_answers_are_those_without_a_draft_model(
     chance = random.Random(seed)
     engine = open_engine(folder, 10_000_000, 8, draft=drafted)
     jobs = [
-        (chance.choice([*TEXTS, ECHO, LONG]), chance.choice(ALL_JOBS))
+        (chance.choice([*PROMPTS, ECHO, LONG]), chance.choice(ALL_JOBS))
         for _ in range(chance.randint(3, 9))
     ]
     jobs.append(("Hi", {"sampling": GREEDY, "max_tokens": 60}))
-    expected, _ = run(plain, jobs, random.Random(seed))
-    found, passes = run(engine, jobs, random.Random(seed))
+    expected, _ = answer_at_random(plain, jobs, random.Random(seed))
+    found, passes = answer_at_random(engine, jobs, random.Random(seed))
     for one, other, job in zip(expected, found, jobs, strict=True):
         assert other.says_as(one), job
     assert any(each.drafted for each in passes)
-    engine.close()
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_rows_that_leave_and_stop_and_go_on_change_no_answer(
-    plain: GenerationEngine, folder: Path, drafted: Path, seed: int
-) -> None:
-    chance = random.Random(seed)
-    engine = open_engine(folder, chance.choice([0, 10_000_000]), 3, draft=drafted)
-    weights = engine.nbytes()
-    jobs = [(chance.choice([*TEXTS, LONG]), chance.choice(ALL_JOBS)) for _ in range(14)]
-    expected, _ = run(plain, jobs, chance)
-    batch, waiting, asked = Batch(engine), list(zip(jobs, expected, strict=True)), {}
-    stopped: set[int] = set()
-    gone: set[int] = set()
-    drafts = 0
-    while waiting or set(batch.open) - gone:
-        still = sorted(set(batch.open) - gone)
-        if waiting and chance.random() < 0.2:
-            job, answer = waiting.pop()
-            asked[batch.join(*job)] = job, answer
-        if still and chance.random() < 0.2:
-            row = chance.choice(still)
-            act = chance.choice(["park", "preempt", "resume", "resume", "leave"])
-            getattr(engine, act)(row)
-            stopped = stopped | {row} if act in ("park", "preempt") else stopped - {row}
-            gone |= {row} if act == "leave" else set()
-        if not batch.is_busy and stopped and not waiting:
-            engine.resume(stopped.pop())
-        batch.step(chance.choice([16, 64, 512]))
-        drafts += engine.last_pass.drafted
-        stopped &= set(batch.open)
-    for row, (job, answer) in asked.items():
-        assert row in gone or batch.answers[row].says_as(answer), job
-    assert drafts
-    assert not engine._faults.take()
-    engine.clear_prefixes()
-    assert engine.nbytes() == weights, "no KV is left of sequences that are gone"
     engine.close()
 
 
@@ -146,8 +114,8 @@ def test_a_draft_model_that_is_right_saves_passes(
     monkeypatch.setattr(PromptLookup, "draft", lambda *_: ())
     engine = open_engine(folder, speculate_rows=4, draft=folder)
     jobs = [(f"Question {i}", {"sampling": GREEDY, "max_tokens": 120}) for i in range(rows)]
-    expected, passes = run(plain, jobs, random.Random(0))
-    found, fewer = run(engine, jobs, random.Random(0))
+    expected, passes = answer_at_random(plain, jobs, random.Random(0))
+    found, fewer = answer_at_random(engine, jobs, random.Random(0))
     assert all(other.says_as(one) for one, other in zip(expected, found, strict=True))
     accepted, drafted = (sum(getattr(p, k) for p in fewer) for k in ("accepted", "drafted"))
     assert accepted > 0.95 * drafted
@@ -161,8 +129,8 @@ def test_a_draft_model_that_is_wrong_is_asked_less_often(
     monkeypatch.setattr(PromptLookup, "draft", lambda *_: ())
     engine = open_engine(folder, speculate_rows=4, draft=stranger)
     jobs = [("Hi", {"sampling": GREEDY, "max_tokens": 300})]
-    expected, _ = run(plain, jobs, random.Random(0))
-    found, passes = run(engine, jobs, random.Random(0))
+    expected, _ = answer_at_random(plain, jobs, random.Random(0))
+    found, passes = answer_at_random(engine, jobs, random.Random(0))
     assert found[0].says_as(expected[0])
     assert 0 < sum(1 for each in passes if each.drafted) < 30
     engine.close()
@@ -181,7 +149,7 @@ def test_what_repeats_the_prompt_is_looked_up_first(
     monkeypatch.setattr(DraftModel, "draft", watched)
     monkeypatch.setattr(PromptLookup, "draft", lambda _, context, most: context[:most])
     engine = open_engine(folder, speculate_rows=4, draft=stranger)
-    run(engine, [("Hi", {"sampling": GREEDY, "max_tokens": 30})], random.Random(0))
+    answer_at_random(engine, [("Hi", {"sampling": GREEDY, "max_tokens": 30})], random.Random(0))
     assert asked
     assert not any(room for rooms in asked for room in rooms.values())
     engine.close()
@@ -196,8 +164,8 @@ def test_a_long_prompt_is_read_in_chunks_and_its_neighbour_goes_on(
         ("Hi", {"sampling": GREEDY, "max_tokens": 60}),
         (LONG, {"sampling": GREEDY, "max_tokens": 60}),
     ]
-    expected, _ = run(plain, jobs, random.Random(1))
-    found, passes = run(engine, jobs, random.Random(1))
+    expected, _ = answer_at_random(plain, jobs, random.Random(1))
+    found, passes = answer_at_random(engine, jobs, random.Random(1))
     assert all(other.says_as(one) for one, other in zip(expected, found, strict=True))
     assert sum(read) > CHUNK
     assert max(read) <= CHUNK
@@ -210,7 +178,7 @@ def test_a_prompt_that_begins_like_an_earlier_one_is_read_from_there_on(folder: 
     read = watch(engine)
     for text in (LONG, LONG + "and more"):
         read.clear()
-        run(engine, [(text, {"sampling": GREEDY, "max_tokens": 30})], random.Random(0))
+        answer_at_random(engine, [(text, {"sampling": GREEDY, "max_tokens": 30})], random.Random(0))
     assert max(read) < CHUNK / 2
     engine.clear_prefixes()
     assert engine.prefix_bytes == 0
@@ -221,7 +189,7 @@ def test_rows_beyond_the_limit_get_no_drafts_and_the_model_catches_up(
     plain: GenerationEngine, folder: Path
 ) -> None:
     jobs = [("Hi", {"sampling": GREEDY, "max_tokens": 200})]
-    [expected], _ = run(plain, jobs, random.Random(0))
+    [expected], _ = answer_at_random(plain, jobs, random.Random(0))
     engine = open_engine(folder, speculate_rows=2, draft=folder)
     batch, read = Batch(engine), watch(engine)
     row = batch.join(*jobs[0])
@@ -249,7 +217,7 @@ def test_a_draft_model_that_fails_is_dropped_and_fails_no_answer(
     plain: GenerationEngine, folder: Path, passes: int
 ) -> None:
     jobs = [("Hi", {"sampling": GREEDY, "max_tokens": 60})]
-    [expected], _ = run(plain, jobs, random.Random(0))
+    [expected], _ = answer_at_random(plain, jobs, random.Random(0))
     engine = open_engine(folder, speculate_rows=4, draft=folder)
     bytes_with = engine.nbytes()
     watch(engine, fails_after=passes)
@@ -270,10 +238,10 @@ def test_nothing_is_drafted_near_the_end_of_the_draft_models_context(
     """MLX reads positions beyond an array's end without a word."""
     short = write_chat(tmp_path / "short", max_position_embeddings=64)
     jobs = [("Hi", {"sampling": GREEDY, "max_tokens": 120})]
-    [expected], _ = run(plain, jobs, random.Random(0))
+    [expected], _ = answer_at_random(plain, jobs, random.Random(0))
     engine = open_engine(folder, speculate_rows=4, draft=short)
     read = watch(engine)
-    [found], _ = run(engine, jobs, random.Random(0))
+    [found], _ = answer_at_random(engine, jobs, random.Random(0))
     assert found.says_as(expected)
     assert 0 < sum(read) < 64 + 2 * MOST_AHEAD * len(read) / 3
     engine.close()
@@ -300,7 +268,7 @@ def test_weights_and_kv_are_counted(plain: GenerationEngine, folder: Path) -> No
 
 def test_another_vocabulary_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
     other = teach_thinking(write_chat(tmp_path / "other", seed=1), opens=False)
-    with pytest.raises(ModelLoadFailed, match=r"chat.*draft 'other'.*2 tokens differ.*'</think>'"):
+    with pytest.raises(ModelLoadFailed, match=r"tiny.*draft 'other'.*2 tokens differ.*'</think>'"):
         open_engine(folder, speculate_rows=4, draft=other)
 
 
@@ -311,5 +279,5 @@ def test_caches_that_cannot_go_back_are_refused_by_name(
     other = write_chat(tmp_path / "other", **kind)
     with pytest.raises(ModelLoadFailed, match="'other' has sliding windows or states"):
         open_engine(folder, speculate_rows=4, draft=other)
-    with pytest.raises(ModelLoadFailed, match="'chat' has sliding windows or states"):
+    with pytest.raises(ModelLoadFailed, match="'tiny' has sliding windows or states"):
         open_engine(other, speculate_rows=4, draft=folder)

@@ -15,8 +15,7 @@ from gateway.engine.models.decoders import parameters
 from gateway.errors import ContextLengthExceeded
 from gateway.jobs import Delta, EchoedPrompt, GenerateJob, Sampling
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
-from tests.engine.generation.harness import join
-from tests.engine.generation.test_engine import exchange, open_engine
+from tests.engine.generation.harness import exchange, join, open_engine
 from tests.fakes import caller
 
 GREEDY = Sampling(temperature=0)
@@ -200,18 +199,6 @@ def test_the_logits_of_a_whole_prompt_are_never_there_at_once(tmp_path: Path) ->
     assert max_scored_tokens(131_072) == 128
     for job, each in zip(jobs, deltas, strict=True):
         check(engine, job, echoed(each))
-    engine.close()
-
-
-def test_a_row_that_leaves_half_scored_breaks_nothing(plain: Path) -> None:
-    """The next one is scored as if it had been alone."""
-    engine = open_engine(plain)
-    leaving = join(engine, engine.prepare(echo("a b c " * 100))[0])
-    engine.prefill(64)
-    engine.leave(leaving)
-    assert not engine.is_prefilling
-    job = echo(PROMPTS[1])
-    check(engine, job, echoed(told(engine, [job])[0]))
     engine.close()
 
 

@@ -1,8 +1,6 @@
 """The generation engine on real MLX: a tiny llama with random weights."""
 
-from collections import abc
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +14,27 @@ from mlx_lm.generate import generate_step
 from gateway.engine.device import Device
 from gateway.engine.generation.decode_batch import DecodeBatch
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.loading import (
-    load_generation,
-    load_generation_in_steps,
-    read_chat_setup,
-)
-from gateway.engine.generation.prefill import take_prompts
-from gateway.engine.generation.sequence import Sequence
+from gateway.engine.generation.loading import load_generation_in_steps, read_chat_setup
 from gateway.engine.models.checkpoint import Checkpoint, read_in_slices, slices
 from gateway.engine.models.decoders import open_decoder, parameters
 from gateway.errors import BadRequest, ContextLengthExceeded, ModelLoadFailed
-from gateway.jobs import CallDelta, GenerateJob, Sampling, StepPlan, TokenLogprob
+from gateway.jobs import GenerateJob, Sampling, StepPlan
 from tests.checkpoints import write_chat
-from tests.engine.generation.harness import join
+from tests.engine.generation.harness import (
+    GREEDY,
+    SEEDED,
+    TEXTS,
+    Passing,
+    Run,
+    answers,
+    exchange,
+    job,
+    join,
+    newest,
+    open_engine,
+)
 from tests.fakes import caller
 from tests.simulated_device import TIMEOUT, SimulatedDevice
-
-GREEDY = Sampling(temperature=0)
-TEXTS = ["Hello there!", "x", "What is 2 + 2? " * 9, "日本語のテキスト 🙂", "a b c " * 150]
 
 
 @pytest.fixture(scope="module")
@@ -48,116 +49,6 @@ def engine(folder: Path) -> Iterator[GenerationEngine]:
     engine = open_engine(folder)
     yield engine
     engine.close()
-
-
-def open_engine(folder: Path, **given: Any) -> GenerationEngine:
-    arguments: dict[str, Any] = {
-        "name": "tiny",
-        "device": Device.CPU,
-        "dtype": None,
-        "max_context": None,
-        "chat_template": None,
-        "template_args": {},
-    }
-    return load_generation(folder, **{**arguments, **given})
-
-
-@dataclass
-class Answer:
-    """What a row was told."""
-
-    text: str = ""
-    tokens: int = 0
-    finish_reason: str | None = None
-    error: str | None = None
-    deltas: list[str] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
-    reasoning: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    cached_tokens: int = 0
-    kept_tokens: int = 0
-    stop: str | None = None
-
-
-def job(text: str, sampling: Sampling = GREEDY, **more: Any) -> GenerateJob:
-    more.setdefault("max_tokens", 24)
-    messages = [{"role": "user", "content": text}]
-    return GenerateJob(caller=caller(), messages=messages, sampling=sampling, **more)
-
-
-def newest(engine: GenerationEngine) -> Sequence:
-    """Give the row that joined last, before it is read."""
-    row = engine._prefill._line[-1]
-    assert isinstance(row, Sequence)
-    return row
-
-
-class Run:
-    """Rows under way, and what they were told so far."""
-
-    def __init__(self, engine: GenerationEngine) -> None:
-        self.engine = engine
-        self.answers: dict[int, Answer] = {}
-
-    def join(self, job: GenerateJob) -> list[int]:
-        rows = []
-        for row in self.engine.prepare(job):
-            rows.append(join(self.engine, row))
-            self.answers[rows[-1]] = Answer(ids=newest(self.engine).tokens)
-        return rows
-
-    def step(self, budget: int = 512) -> None:
-        deltas = self.engine.prefill(budget) if self.engine.is_prefilling else []
-        for delta in (*deltas, *self.engine.decode()):
-            answer = self.answers[delta.row]
-            assert answer.finish_reason is None, "nothing comes after the end"
-            assert answer.error is None
-            answer.text += delta.text
-            answer.deltas.append(delta.text)
-            assert delta.cached_tokens == 0 or answer.tokens == 0, "only the first delta tells"
-            answer.cached_tokens += delta.cached_tokens
-            answer.kept_tokens += delta.kept_tokens
-            answer.stop = delta.stop
-            answer.tokens += delta.tokens
-            answer.reasoning += delta.reasoning
-            answer.calls += [delta.call] if delta.call is not None else []
-            answer.logprobs += delta.logprobs
-            answer.finish_reason, answer.error = delta.finish_reason, delta.error
-
-    def finish(self, budget: int = 512) -> list[Answer]:
-        while self.engine.is_prefilling or self.engine.is_decoding:
-            self.step(budget)
-        return list(self.answers.values())
-
-
-def answers(
-    engine: GenerationEngine, jobs: abc.Sequence[GenerateJob], budget: int = 512
-) -> list[Answer]:
-    run = Run(engine)
-    for each in jobs:
-        run.join(each)
-    return run.finish(budget)
-
-
-def test_an_error_that_another_waits_for_is_raised_when_the_step_is_read(
-    engine: GenerationEngine,
-) -> None:
-    """MLX raises it once, to whoever waits first: here before another model's turn."""
-    [alone] = answers(engine, [job(TEXTS[0])])
-    with SimulatedDevice().installed() as device:
-        run = Run(engine)
-        run.join(job(TEXTS[0]))
-        for _ in range(3):
-            run.step()
-        device.fail(TIMEOUT)
-        engine.synchronize()
-        assert device.failures == 1
-        assert not engine._faults.take()
-        [again] = run.finish()
-        [fault] = engine._faults.take()
-    assert TIMEOUT in fault.message
-    assert (again.ids, again.text) == (alone.ids, alone.text)
 
 
 @pytest.mark.parametrize("act", ["park", "leave", "clear_prefixes"])
@@ -227,15 +118,6 @@ def reference(folder: Path) -> dict[str, list[int]]:
                 break
     assert sum(len(set(each)) for each in ids.values()) > 40, "the model must have things to say"
     return ids
-
-
-def test_greedy_tokens_equal_mlx_lms_alone(
-    engine: GenerationEngine, reference: dict[str, list[int]]
-) -> None:
-    """The same prompt, the same tokens, on the CPU in float32."""
-    for text in TEXTS:
-        (answer,) = answers(engine, [job(text)])
-        assert answer.ids == reference[text]
 
 
 @pytest.mark.parametrize("budget", [16, 100, 512, 100_000])
@@ -388,11 +270,6 @@ def test_a_row_that_ends_sooner_is_run_on_once_at_most(
     assert counting.rows[:3] == [2, 2, 1]
 
 
-SEEDED = Sampling(
-    temperature=1.3, top_p=0.95, top_k=50, min_p=0.001, seed=-7, frequency_penalty=0.4
-)
-
-
 def test_a_seeded_row_repeats_exactly_alone_and_in_a_batch(engine: GenerationEngine) -> None:
     """Its keys are its own, so neighbours draw nothing from it."""
     (alone,) = answers(engine, [job("tell me", SEEDED)])
@@ -429,20 +306,6 @@ def test_stop_strings_never_leak_wherever_they_fall(engine: GenerationEngine) ->
     assert whole.stop is None
 
 
-def test_deltas_are_whole_characters(engine: GenerationEngine) -> None:
-    """Random bytes make no character: what is half one never shows."""
-    for answer in answers(engine, [job(t, Sampling(temperature=1.5, seed=5)) for t in TEXTS]):
-        assert "".join(answer.deltas) == answer.text
-        "".join(answer.deltas).encode()
-
-
-def test_usage_counts_every_token(engine: GenerationEngine) -> None:
-    """The end-of-turn token too, as it was made."""
-    for answer in answers(engine, [job(text) for text in TEXTS]):
-        assert 1 <= answer.tokens <= 24
-        assert (answer.finish_reason == "length") == (answer.tokens == 24) or answer.tokens == 24
-
-
 def test_a_bias_forces_and_forbids_tokens_and_foreign_ids_are_ignored(
     engine: GenerationEngine,
 ) -> None:
@@ -455,15 +318,6 @@ def test_a_bias_forces_and_forbids_tokens_and_foreign_ids_are_ignored(
     foreign = Sampling(temperature=0, logit_bias={10**9: 100.0})
     (ignored,) = answers(engine, [job("hello", foreign, max_tokens=5)])
     assert ignored.ids == plain.ids
-
-
-def test_penalties_look_at_generated_tokens_only(engine: GenerationEngine) -> None:
-    """As OpenAI's do: the first token is the same however often the prompt has it."""
-    penalised = Sampling(temperature=0, presence_penalty=2.0, frequency_penalty=2.0)
-    for text in TEXTS:
-        (plain,) = answers(engine, [job(text, max_tokens=1)])
-        (first,) = answers(engine, [job(text, penalised, max_tokens=1)])
-        assert first.text == plain.text
 
 
 def test_max_tokens_is_clamped_to_the_context_and_a_longer_prompt_refused(folder: Path) -> None:
@@ -499,18 +353,6 @@ def test_a_request_cannot_set_what_is_not_the_templates(
     with pytest.raises(BadRequest, match=name) as caught:
         engine.prepare(job("x", template_args={name: "{{ 'a' * 10**10 }}"}))
     assert caught.value.part == "template_args"
-
-
-def test_whatever_a_template_raises_is_a_bad_request(folder: Path) -> None:
-    """It is a program, and raises whatever it likes."""
-    engine = open_engine(folder, chat_template="{{ 1 // zero }}")
-    with pytest.raises(BadRequest, match="division"):
-        engine.prepare(job("x", template_args={"zero": 0}))
-
-
-def exchange(engine: GenerationEngine, model: Any) -> None:
-    """Give an engine another model to ask, from the next prompt on."""
-    engine._model = engine._prefill._model = model
 
 
 class Faulty:
@@ -560,23 +402,6 @@ def test_a_step_that_raises_ends_the_guilty_row_only(
 def engine_rows(engine: GenerationEngine) -> list[Any]:
     assert engine._running is not None
     return list(engine._running.rows)
-
-
-class Passing:
-    """A model whose call number `at` raises, once: a fault that is nobody's."""
-
-    def __init__(self, model: Any, at: int) -> None:
-        self._model = model
-        self._left = at
-
-    def __call__(self, tokens: mx.array, cache: Any = None) -> Any:
-        self._left -= 1
-        if self._left == 0:
-            raise RuntimeError("out of luck")
-        return self._model(tokens, cache=cache)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 5, 9, 20])
@@ -725,28 +550,6 @@ class TestLoadingInSlices:
         for some in cut:
             assert some
             assert len(some) == 1 or sum(array.nbytes for array in some) <= most
-
-
-class TestTakePrompts:
-    """The decision, with numbers."""
-
-    def test_prompts_are_read_together_while_their_padded_sum_fits(self) -> None:
-        """Five of a hundred are five hundred."""
-        assert take_prompts([[100]] * 9, 512) == 5
-
-    def test_a_long_prompt_is_read_alone(self) -> None:
-        """In chunks, rather than never."""
-        assert take_prompts([[5000], [10]], 512) == 1
-        assert take_prompts([[10], [5000]], 512) == 1
-
-    @given(st.lists(st.integers(1, 2000), min_size=1, max_size=50), st.integers(1, 5000))
-    def test_at_least_one_is_read_and_the_budget_is_kept(
-        self, lengths: list[int], budget: int
-    ) -> None:
-        """Unless one alone is beyond it."""
-        taken = take_prompts([[length] for length in lengths], budget)
-        assert 1 <= taken <= len(lengths)
-        assert taken == 1 or max(lengths[:taken]) * taken <= budget
 
 
 def test_a_row_that_fails_to_leave_changes_no_other_answer(

@@ -8,8 +8,7 @@ from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.kv.prefix_cache import BLOCK, MIN_SETS
 from gateway.jobs import Sampling
 from tests.checkpoints import SLIDING, write_chat
-from tests.engine.generation.test_engine import Run, answers, open_engine
-from tests.engine.kv.test_prefix_cache import PLENTY, bare, tokens
+from tests.engine.generation.harness import PLENTY, Run, answers, bare, open_engine, tokens
 
 pytestmark = pytest.mark.slow
 

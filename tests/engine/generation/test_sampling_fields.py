@@ -14,8 +14,7 @@ from gateway.engine.grammar.shaping import Shape
 from gateway.errors import BadRequest
 from gateway.jobs import Grammar, Sampling
 from tests.checkpoints import teach_thinking, write_chat
-from tests.engine.generation.harness import join
-from tests.engine.generation.test_engine import Answer, Run, answers, job, newest, open_engine
+from tests.engine.generation.harness import Answer, Run, answers, job, join, newest, open_engine
 
 EOS = 2
 ENDING = {EOS: 50.0}  # a bias that makes the model want to end

@@ -11,13 +11,15 @@ import pytest
 from mlx_lm import load
 from mlx_lm.generate import generate_step
 
+from benchmarks.loading import load_generation
 from benchmarks.tiny_models import tiny_config, tiny_model
 from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.loading import load_generation
-from gateway.engine.generation.self_test import SelfTest
+from gateway.engine.generation.self_test import BatchSelfTest
 from gateway.engine.generation.sequence import FAULTS, Faults
+from gateway.engine.generation.sequences import ChatSetup
 from gateway.engine.kv.prefix_cache import BLOCK
+from gateway.engine.models.checkpoint import Checkpoint
 from gateway.errors import Fault
 from gateway.jobs import Sampling, SequenceParams, Verdict
 from tests.checkpoints import ABSOLUTE, DEMO, SLIDING, STATEFUL, write_chat
@@ -227,17 +229,6 @@ def test_rounding_is_no_mismatch(tmp_path: Path) -> None:
         engine.close()
 
 
-def test_what_is_not_tested_yet_is_not_said_to_be_right(tmp_path: Path) -> None:
-    """Each step gives what is known by then."""
-    engine = opened(write_chat(tmp_path / "m"))
-    first, *_, last = engine.self_test()
-    assert first == Verdict()
-    assert not first.is_whole
-    assert not first.forbids_batches
-    assert last.is_whole
-    engine.close()
-
-
 def unfinished(engine: GenerationEngine) -> Verdict:
     """Return what is known after the second step."""
     steps = engine.self_test()
@@ -283,12 +274,8 @@ def test_rows_run_together_once_the_test_is_whole(tmp_path: Path) -> None:
     folder = write_chat(tmp_path / "m")
     known = opened(folder)
     engine = GenerationEngine(
-        "m",
         Broken(known._model, lambda tokens: False),  # a class that is on no list
-        known._chat,
-        known._structured,
-        max_context=4096,
-        vocab_size=VOCABULARY,
+        ChatSetup(Checkpoint("m", folder), known._chat, known._structured, 4096, VOCABULARY, {}),
     )
     engine.apply_verdict(Verdict())
     rows = [
@@ -445,7 +432,7 @@ def test_padding_that_gets_into_states_is_found_in_every_type(name: str, dtype: 
     config = tiny_config(name)
     model = tiny_model(config, width=1)
     model.set_dtype(dtype)
-    *_, verdict = SelfTest(model, config["vocab_size"], 4096, dtype).verdicts()
+    *_, verdict = BatchSelfTest(model, config["vocab_size"], 4096, dtype).verdicts()
     assert verdict.is_whole
     assert verdict.rows is False
 
@@ -456,7 +443,7 @@ def test_padding_that_states_leave_out_is_no_mismatch(name: str) -> None:
     config = tiny_config(name)
     model = tiny_model(config, width=1)
     model.set_dtype(mx.bfloat16)
-    *_, verdict = SelfTest(model, config["vocab_size"], 4096, mx.bfloat16).verdicts()
+    *_, verdict = BatchSelfTest(model, config["vocab_size"], 4096, mx.bfloat16).verdicts()
     assert verdict == Verdict(single=True, rows=True, prefixes=True, window=True)
 
 

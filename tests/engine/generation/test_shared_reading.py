@@ -1,9 +1,7 @@
 """Prompts that stop at ends of their blocks, where states are kept, share passes all the same."""
 
-import json
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from itertools import accumulate, groupby
 from pathlib import Path
@@ -27,22 +25,22 @@ from gateway.engine.generation.prefill import (
 )
 from gateway.engine.kv.cache import RaggedKVCache, make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK
-from gateway.jobs import Grammar, Sampling
-from tests.checkpoints import HYBRID, SLIDING, STATEFUL, write_adapter, write_chat
-from tests.engine.generation.harness import join
-from tests.engine.generation.test_engine import (
+from gateway.jobs import Sampling
+from tests.checkpoints import HYBRID, SLIDING, STATEFUL, write_chat
+from tests.engine.generation.harness import ARCHITECTURES as CONFIGS
+from tests.engine.generation.harness import (
     GREEDY,
+    PLENTY,
     SEEDED,
-    Answer,
     Passing,
-    Run,
     answers,
+    bare,
+    cached,
     exchange,
+    ids,
     open_engine,
+    tokens,
 )
-from tests.engine.kv.test_kv_count import ARCHITECTURES as CONFIGS
-from tests.engine.kv.test_prefix_cache import PLENTY, bare, cached, ids, tokens
-from tests.engine.models.test_adapters import load as load_adapter
 
 pytestmark = pytest.mark.slow
 
@@ -263,33 +261,6 @@ def test_a_burst_takes_three_passes_whatever_its_blocks(tmp_path: Path, kind: st
     engine.close()
 
 
-def test_prompts_join_the_batch_while_others_decode(
-    cold: GenerationEngine, warm: GenerationEngine
-) -> None:
-    """And leave it, are parked and go on: the others' answers do not change."""
-    prompts = [tokens(length, length) for length in LENGTHS]
-    expected = alone(cold, prompts)
-    run = Run(warm)
-    jobs = [bare(prompt, max_tokens=12) for prompt in prompts]
-    rows = [run.join(jobs[0])[0], run.join(jobs[1])[0]]
-    run.step(2000)
-    rows += [run.join(job)[0] for job in jobs[2:]]
-    warm.leave(rows[4])
-    warm.park(rows[3])
-    warm.park(rows[0])
-    run.step(2000)
-    warm.leave(rows[5])
-    warm.resume(rows[0])
-    run.finish(2000)
-    assert not run.answers[rows[3]].finish_reason
-    warm.resume(rows[3])
-    run.finish(2000)
-    for i, row in enumerate(rows):
-        if i not in (4, 5):
-            assert run.answers[row].ids == expected[i]
-    assert run.answers[rows[4]].ids == []
-
-
 @pytest.mark.parametrize("at", [1, 3, 7])
 def test_a_fault_in_any_pass_leaves_right_answers(
     folder: Path, cold: GenerationEngine, at: int
@@ -347,22 +318,6 @@ def test_a_burst_that_begins_alike_goes_on_from_one_state(tmp_path: Path, kind: 
 
 
 @pytest.mark.parametrize("kind", STATES)
-def test_one_that_others_wait_for_stops_where_they_part_beside_strangers_too(
-    tmp_path: Path, kind: str
-) -> None:
-    """It is read in the batch of one that came before, in a piece more."""
-    folder = write_chat(tmp_path, **KINDS[kind])
-    engine, cold = open_engine(folder, prefix_cache_bytes=PLENTY), open_engine(folder)
-    begin = tokens(300, 1)
-    prompts = [tokens(150, 99), *(begin + tokens(40 + 9 * i, 10 + i) for i in range(3))]
-    told = answers(engine, [bare(each) for each in prompts], 4000)
-    assert ids(told) == alone(cold, prompts)
-    assert cached(told) == [0, 0, 256, 256]
-    engine.close()
-    cold.close()
-
-
-@pytest.mark.parametrize("kind", STATES)
 def test_the_third_prompt_that_begins_alike_goes_on_from_there(tmp_path: Path, kind: str) -> None:
     """The second shows where they part, and stops there for the ones that come after."""
     folder = write_chat(tmp_path, **KINDS[kind])
@@ -374,46 +329,3 @@ def test_the_third_prompt_that_begins_alike_goes_on_from_there(tmp_path: Path, k
     assert cached(told) == [0, 0, 256, 256]
     engine.close()
     cold.close()
-
-
-@pytest.mark.parametrize("kind", ["sliding", "stateful"])
-def test_adapters_of_rows_that_join_for_a_later_pass_are_their_own(
-    tmp_path: Path, kind: str
-) -> None:
-    """A pass is of some of the rows, and so are the adapters that it runs with."""
-    base = write_chat(tmp_path / "base", **KINDS[kind])
-    folders = [write_adapter(tmp_path / f"a{seed}", base, seed=seed) for seed in (1, 2)]
-    told = []
-    for is_warm in (True, False):
-        engine = open_engine(base, prefix_cache_bytes=PLENTY if is_warm else 0)
-        adapters = [None, *(load_adapter(engine, folder.name, folder) for folder in folders)]
-        jobs = [
-            bare(tokens(length, length), adapter=adapters[i % 3])
-            for i, length in enumerate(LENGTHS)
-        ]
-        asked = [jobs] if is_warm else [[each] for each in jobs]
-        told.append([each for some in asked for each in ids(answers(engine, some, 100_000))])
-        engine.close()
-    assert told[0] == told[1]
-
-
-def test_a_grammars_row_beside_others_is_the_same(
-    cold: GenerationEngine, warm: GenerationEngine
-) -> None:
-    """The order of rows in a batch is not that in which they came."""
-    if cold._structured._problem:
-        pytest.skip("gpt_oss ends its answers with tokens that this tokenizer lacks")
-    grammar = Grammar("json_schema", json.dumps({"type": "array", "items": {"type": "boolean"}}))
-    told = []
-    for engine in (cold, warm):
-        run = Run(engine)
-        for i, length in enumerate(LENGTHS):
-            job = bare(tokens(length, length), SEEDED)
-            if i % 2 == 0:
-                run.join(job)
-                continue
-            (row,) = engine.prepare(replace(job, grammar=grammar, max_tokens=30))
-            run.answers[join(engine, replace(row, compiled=engine.compile(grammar)))] = Answer()
-        run.finish(100_000)
-        told.append([each.text for each in run.answers.values()])
-    assert told[0] == told[1]

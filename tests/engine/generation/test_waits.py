@@ -15,14 +15,11 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from gateway.engine.device import launch
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.kv.prefix_cache import BLOCK
 from gateway.jobs import Sampling
 from tests.checkpoints import HYBRID, SLIDING, STATEFUL, write_chat
-from tests.engine.generation.test_engine import SEEDED
-from tests.engine.generation.test_preemption import SCHEMA, TEXTS, Batch
-from tests.engine.kv.test_prefix_cache import PLENTY
+from tests.engine.generation.harness import PLENTY, PROMPTS, SCHEMA, SEEDED, Batch
 from tests.engine.kv.test_quantized import open_engine
 
 READS: Final = (
@@ -95,17 +92,6 @@ def test_whatever_waits_is_counted(
     assert len(waits.calls) == 1
 
 
-def test_what_was_waited_for_is_read_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    array = mx.arange(3) + 1
-    with counted(monkeypatch) as waits:
-        launch(array)
-        assert waits.calls == []
-        mx.eval([array])
-        array.tolist()
-        np.array(array)
-    assert waits.calls == ["eval"]
-
-
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "sliding": SLIDING,
@@ -134,7 +120,7 @@ ASKED: dict[str, list[dict[str, Any]]] = {
 
 def begun(engine: GenerationEngine, jobs: list[dict[str, Any]], most: int = 200) -> Batch:
     batch = Batch(engine)
-    for text, job in zip(TEXTS * 3, jobs, strict=False):
+    for text, job in zip(PROMPTS * 3, jobs, strict=False):
         batch.join(text, {"max_tokens": most, **job})
     while engine.is_prefilling:
         engine.prefill(512)
@@ -216,17 +202,6 @@ def test_the_next_pass_is_launched_before_tokens_are_appended(
     engine.close()
 
 
-@pytest.mark.parametrize("kept", [0, PLENTY])
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_step_over_quantised_kv_waits_once(
-    monkeypatch: pytest.MonkeyPatch, folders: dict[str, Path], bits: int, kept: int
-) -> None:
-    engine = open_engine(folders["wide"], bits, prefix_cache_bytes=kept)
-    batch = begun(engine, [*ASKED["greedy"], *ASKED["sampled logprobs"]])
-    assert steps(monkeypatch, batch, 8) == [["eval"]] * 8
-    engine.close()
-
-
 def test_a_draw_whose_window_was_too_small_waits_once_more(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -240,18 +215,6 @@ def test_a_draw_whose_window_was_too_small_waits_once_more(
     waited = [len(calls) for calls in steps(monkeypatch, batch, 12)]
     assert set(waited) <= {1, 2}
     assert waited.count(2) <= 2
-    engine.close()
-
-
-def test_a_row_that_joins_is_no_wait_of_the_step_after(
-    monkeypatch: pytest.MonkeyPatch, folders: dict[str, Path]
-) -> None:
-    engine = open_engine(folders["plain"], None)
-    batch = begun(engine, ASKED["greedy"])
-    batch.join(TEXTS[1], {"sampling": PLAIN, "max_tokens": 50})
-    while engine.is_prefilling:
-        batch.hear(engine.prefill(512))
-    assert steps(monkeypatch, batch, 3) == [["eval"]] * 3
     engine.close()
 
 
@@ -327,7 +290,7 @@ def test_rows_that_come_and_go_wait_only_where_one_goes(
     for _ in range(40):
         if chance.random() < 0.3:
             batch.join(
-                chance.choice(TEXTS), {"sampling": PLAIN, "max_tokens": chance.randint(2, 20)}
+                chance.choice(PROMPTS), {"sampling": PLAIN, "max_tokens": chance.randint(2, 20)}
             )
         while engine.is_prefilling:
             batch.hear(engine.prefill(512))

@@ -10,15 +10,15 @@ import jsonschema  # type: ignore[import-untyped]
 import mlx.core as mx
 import pytest
 
+from benchmarks.loading import load_generation
 from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.loading import load_generation
 from gateway.engine.grammar.shaping import Shape
 from gateway.errors import BadRequest
 from gateway.jobs import Calling, Function, GenerateJob, Grammar, Sampling
 from tests.checkpoints import teach_thinking, write_chat
 from tests.engine.generation import harness
-from tests.engine.generation.test_engine import Answer, Passing, Run, exchange, job, newest
+from tests.engine.generation.harness import Answer, Passing, Run, exchange, job, newest
 
 SCHEMA = {
     "type": "object",

@@ -14,9 +14,9 @@ from mlx_lm.tokenizer_utils import load
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.loading import load_generation
 from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.loading import load_generation
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
 from gateway.errors import BadRequest
 from gateway.jobs import GenerateJob, Grammar, Sampling

@@ -8,24 +8,10 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.loading import load_generation
 from gateway.jobs import Sampling, SequenceParams
 from tests.checkpoints import ABSOLUTE, SLIDING, STATEFUL, write_chat
-from tests.engine.generation.harness import join
-
-
-def open_engine(folder: Path, **given: Any) -> GenerationEngine:
-    arguments: dict[str, Any] = {
-        "name": "tiny",
-        "device": Device.CPU,
-        "dtype": None,
-        "max_context": None,
-        "chat_template": None,
-        "template_args": {},
-    }
-    return load_generation(folder, **{**arguments, **given})
+from tests.engine.generation.harness import join, open_engine
 
 
 def unevaluated(engine: GenerationEngine) -> int:

@@ -10,74 +10,21 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 from gateway.engine.device import Device
-from gateway.engine.drafts.draft_model import DraftModel
-from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.loading import load_generation
 from gateway.engine.models.checkpoint import Checkpoint, kv_bytes, measure_kv
-from gateway.engine.models.decoders import parameters
 from gateway.jobs import GenerateJob, Sampling, SequenceParams
 from gateway.serving.generation.memory import KV_STEP, Layout, RowCosts
-from tests.checkpoints import HYBRID, SLIDING, STATEFUL, write_chat
-from tests.engine.generation.harness import join
+from tests.checkpoints import SLIDING, STATEFUL, write_chat
+from tests.engine.generation.harness import ARCHITECTURES, held, join, open_engine
 from tests.fakes import caller
 
 pytestmark = pytest.mark.slow
 
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "sliding": SLIDING, "stateful": STATEFUL}
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "gemma3_text": SLIDING,
-    "lfm2": STATEFUL,
-    "deepseek_v3": {
-        "model_type": "deepseek_v3",
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 24,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 16,
-        "first_k_dense_replace": 1,
-        "n_group": 2,
-        "topk_group": 1,
-        "routed_scaling_factor": 1.0,
-    },
-    "qwen3_next": HYBRID,
-    "gpt_oss": {
-        "model_type": "gpt_oss",
-        "num_hidden_layers": 4,
-        "head_dim": 16,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": 32,
-        "intermediate_size": 32,
-        "rope_scaling": None,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-    },
-}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chat(tmp_path_factory.mktemp("chat"))
-
-
-def open_engine(folder: Path, draft: Path | None = None) -> GenerationEngine:
-    return load_generation(
-        folder,
-        name="chat",
-        device=Device.CPU,
-        dtype=None,
-        max_context=None,
-        chat_template=None,
-        template_args={},
-        prefix_cache_bytes=1_000_000,
-        speculate_rows=4,
-        draft=draft,
-    )
 
 
 def row(prompt: int, max_tokens: int) -> SequenceParams:
@@ -89,16 +36,6 @@ def row(prompt: int, max_tokens: int) -> SequenceParams:
     )
 
 
-def held(engine: GenerationEngine) -> int:
-    """Count the bytes of KV that rows hold: all but weights and prefixes."""
-    drafting = engine._drafts.drafters[-1]
-    models = [engine._model]
-    if isinstance(drafting, DraftModel):
-        models.append(drafting._model)
-    weights = sum(array.nbytes for model in models for array in parameters(model))
-    return engine.nbytes() - weights - engine.prefix_bytes
-
-
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", [*KINDS, "drafted"])
 def test_rows_hold_no_more_kv_than_is_counted(tmp_path: Path, kind: str, seed: int) -> None:
@@ -106,7 +43,9 @@ def test_rows_hold_no_more_kv_than_is_counted(tmp_path: Path, kind: str, seed: i
     chance = random.Random(seed)
     is_drafted = kind == "drafted"
     draft = write_chat(tmp_path / "d", seed=1, num_hidden_layers=6) if is_drafted else None
-    engine = open_engine(write_chat(tmp_path / "m", **KINDS.get(kind, {})), draft)
+    engine = open_engine(
+        write_chat(tmp_path / "m", **KINDS.get(kind, {})), 1_000_000, 4, draft=draft
+    )
     costs = RowCosts(engine.facts.kv_cost, chunk_tokens=256)
     used: dict[int, int] = {}
     whole: dict[int, int] = {}
@@ -166,35 +105,6 @@ def test_kv_is_counted_by_what_each_layer_keeps(tmp_path: Path, kind: str) -> No
         assert cost.of(tokens) <= sum(nbytes) + max(nbytes)
     config = kv_bytes(Checkpoint("m", folder), Device.CPU, None, 600)
     assert (cost.of(600) < config) == (kind != "llama")
-
-
-def test_a_curtailed_row_ends_with_length(folder: Path) -> None:
-    """At the tokens it is given, whatever it was allowed before; a stranger's id is fine."""
-    engine = open_engine(folder)
-    first = join(engine, row(10, 50))
-    while engine.is_prefilling:
-        engine.prefill(512)
-    said, ends = 0, []
-    engine.cap_tokens(first + 7, 1)
-    engine.cap_tokens(first, 5)
-    while engine.is_decoding:
-        for delta in engine.decode():
-            said += delta.tokens
-            ends.append(delta.finish_reason)
-    assert said == 5
-    assert ends[-1] == "length"
-
-
-def test_what_is_kept_of_prompts_can_be_forgotten(folder: Path) -> None:
-    """And is kept again from the next one on."""
-    engine = open_engine(folder)
-    for expected in (0, 0):
-        assert engine.prefix_bytes == expected
-        join(engine, row(200, 1))
-        while engine.is_prefilling:
-            engine.prefill(512)
-        assert engine.prefix_bytes > 0
-        engine.clear_prefixes()
 
 
 def test_a_row_says_whether_its_caller_has_bounded_it(folder: Path) -> None:

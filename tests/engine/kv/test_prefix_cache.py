@@ -1,8 +1,6 @@
 """What prompts begin with is read once, and nobody's answer changes by it."""
 
 import gc
-import json
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,34 +15,25 @@ from mlx_lm.models.cache import KVCache
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.kv.cache import RaggedKVCache
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache, count_shared
-from gateway.jobs import GenerateJob, Grammar, PrefixNames, Sampling
+from gateway.jobs import PrefixNames, Sampling
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
-from tests.engine.generation.harness import join
-from tests.engine.generation.test_engine import (
-    GREEDY,
+from tests.engine.generation.harness import (
+    PLENTY,
     SEEDED,
-    Answer,
     Passing,
     Run,
+    active_memory,
     answers,
+    bare,
+    cached,
     exchange,
+    ids,
     open_engine,
+    tokens,
 )
 from tests.fakes import caller
 
-PLENTY = 1 << 30
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "sliding": SLIDING, "stateful": STATEFUL}
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    """Draw a prompt of ordinary tokens."""
-    draw = random.Random(seed)
-    return [draw.randrange(300, 1000) for _ in range(count)]
-
-
-def bare(prompt: Sequence[int], sampling: Sampling = GREEDY, **more: Any) -> GenerateJob:
-    more.setdefault("max_tokens", 12)
-    return GenerateJob(caller=caller(), prompt=list(prompt), sampling=sampling, **more)
 
 
 BASE = tokens(400, 0)
@@ -66,15 +55,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(cold: GenerationEngine) -> "Expected":
     """Ask it for each answer once."""
     return Expected(cold)
-
-
-def ids(told: Sequence[Answer]) -> list[list[int]]:
-    assert all(answer.error is None for answer in told)
-    return [answer.ids for answer in told]
-
-
-def cached(told: Sequence[Answer]) -> list[int]:
-    return [answer.cached_tokens for answer in told]
 
 
 class Expected:
@@ -171,41 +151,12 @@ def test_where_states_cannot_be_cut_a_prompt_goes_on_from_the_end_of_a_chunk(
     assert told == [0, 384, 256, 0]
 
 
-def test_an_answer_that_ends_by_itself_leaves_what_is_kept(warm: GenerationEngine) -> None:
-    """The last of them, too, though the next pass was launched for it."""
-    whole = answers(warm, [bare(BASE)])[0]
-    stop = (whole.text[len(whole.text) // 2],)
-    told = [answers(warm, [bare(BASE, stop=stop)])[0] for _ in range(3)]
-    assert all(answer.tokens < whole.tokens for answer in told)
-    assert cached(told) == [384, 384, 384]
-
-
 def test_a_sampled_answer_is_the_same(cold: GenerationEngine, warm: GenerationEngine) -> None:
-    """Its keys come from its seed and its place alone."""
+    """Its random numbers come from its seed and its place alone."""
     jobs = [bare(BASE, SEEDED), bare(BASE[:250], SEEDED)]
     expected = ids(answers(cold, jobs))
     for _ in range(2):
         assert ids(answers(warm, jobs)) == expected
-
-
-def test_an_answer_held_to_a_grammar_is_the_same(
-    cold: GenerationEngine, warm: GenerationEngine
-) -> None:
-    """Its matcher starts with the answer, wherever the prompt's KV comes from."""
-    grammar = Grammar("json_schema", json.dumps({"type": "array", "items": {"type": "boolean"}}))
-    texts: list[str] = []
-    for engine in (cold, warm, warm):
-        run = Run(engine)
-        asked = bare(BASE, Sampling(temperature=1.5, seed=3), grammar=grammar, max_tokens=60)
-        (row,) = engine.prepare(asked)
-        number = join(engine, replace(row, compiled=engine.compile(grammar)))
-        run.answers[number] = answer = Answer()
-        run.join(bare(BASE[:300]))
-        run.finish()
-        assert answer.error is None
-        texts.append(answer.text)
-    assert texts[0] == texts[1] == texts[2]
-    assert answer.cached_tokens == 384
 
 
 def test_the_choices_of_one_job_read_their_prompt_once(
@@ -274,30 +225,6 @@ def test_nobody_waits_longer_than_for_what_is_shared(plain: Path, limit: int) ->
     assert run.answers[short].cached_tokens == (256 if limit == PLENTY else 0)
 
 
-def test_prompts_that_come_together_are_kept_wherever_a_state_is(tmp_path: Path) -> None:
-    """Each stops at the end of its own blocks there, in a pass with others."""
-    engine = open_engine(write_chat(tmp_path, **SLIDING), prefix_cache_bytes=PLENTY)
-    jobs = [bare(tokens(150, 1)), bare(tokens(200, 2)), bare(tokens(20, 3))]
-    assert cached(answers(engine, jobs)) == [0, 0, 0]
-    assert cached(answers(engine, jobs)) == [128, 192, 0]
-
-
-def test_a_prompt_that_leaves_half_read_breaks_nothing(
-    cold: GenerationEngine, warm: GenerationEngine
-) -> None:
-    """What it has read is right, and may be used."""
-    for steps in (1, 2, 3):
-        run = Run(warm)
-        (row,) = run.join(bare(BASE))
-        for _ in range(steps):
-            run.step(100)
-        warm.leave(row)
-        assert not warm.is_prefilling
-    told = answers(warm, [bare(BASE)])
-    assert ids(told) == ids(answers(cold, [bare(BASE)]))
-    assert cached(told)[0] > 0
-
-
 def test_a_next_turn_need_not_read_the_answer_again(plain: Path) -> None:
     """A chat's next prompt is the last one, its answer and a new question."""
     engine = open_engine(plain, prefix_cache_bytes=PLENTY)
@@ -327,13 +254,6 @@ def test_an_answer_that_met_a_stop_string_is_kept_too(
     (told,) = answers(engine, [bare(turn)])
     assert told.cached_tokens == (len(BASE) + len(answer.ids) - 1) // BLOCK * BLOCK
     assert told.ids == answers(open_engine(plain), [bare(turn)])[0].ids
-
-
-def active_memory() -> int:
-    """Count the bytes of the arrays that somebody holds."""
-    gc.collect()
-    mx.clear_cache()
-    return mx.get_active_memory()
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])  # with one, the tokens of a row lie side by side
@@ -396,17 +316,6 @@ def test_a_broken_prefix_cannot_break_a_row_twice(plain: Path) -> None:
         engine._prefixes._kept[key] = replace(kept, layers=short)
     (told,) = answers(engine, [bare(BASE)])
     assert (told.ids, told.cached_tokens) == (expected.ids, 0)
-
-
-def test_suspects_take_nothing_from_one_another(plain: Path) -> None:
-    """Two rows whose first step failed are read again whole, each for itself."""
-    engine = open_engine(plain, prefix_cache_bytes=PLENTY)
-    jobs = [bare(BASE), bare(BASE[:300] + tokens(30, 1))]
-    answers(engine, jobs)
-    exchange(engine, Passing(engine._model, 2))
-    told = answers(engine, jobs)
-    assert cached(told) == [0, 0]
-    assert ids(told) == ids(answers(open_engine(plain), jobs))
 
 
 def test_what_is_no_number_is_not_kept(tmp_path: Path) -> None:

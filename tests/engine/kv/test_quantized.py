@@ -1,8 +1,7 @@
 """KV in 8 and 4 bits: what a token is kept as, and that no answer depends on its neighbours."""
 
 import gc
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -15,9 +14,9 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
+from benchmarks.loading import load_generation
 from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.loading import load_generation
 from gateway.engine.kv.cache import RaggedKVCache, compact, make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK
 from gateway.engine.kv.quantized import (
@@ -33,17 +32,24 @@ from tests.checkpoints import (
     HYBRID,
     SLIDING,
     STATEFUL,
-    merge_adapter,
-    write_adapter,
     write_chat,
 )
-from tests.engine.generation.test_engine import GREEDY, SEEDED, answers
-from tests.engine.generation.test_preemption import TEXTS, Answer, Batch
-from tests.engine.generation.test_speculation import ECHO
+from tests.engine.generation.harness import (
+    ARCHITECTURES,
+    GREEDY,
+    PLENTY,
+    PROMPTS,
+    SEEDED,
+    Batch,
+    Heard,
+    answers,
+    bare,
+    cached,
+    held,
+    ids,
+    tokens,
+)
 from tests.engine.generation.ties import assert_alike
-from tests.engine.kv.test_kv_count import ARCHITECTURES, held
-from tests.engine.kv.test_prefix_cache import PLENTY, bare, cached, ids, tokens
-from tests.engine.models.test_adapters import load as load_adapter
 from tests.gguf_files import write_model
 
 import mlx.core as mx  # isort: skip  (after OpenBLAS, which the lines above load)
@@ -192,48 +198,12 @@ JOBS: list[dict[str, Any]] = [
 ]
 
 
-def alone(engine: GenerationEngine, text: str, given_: dict[str, Any]) -> Answer:
+def alone(engine: GenerationEngine, text: str, given_: dict[str, Any]) -> Heard:
     batch = Batch(engine)
     row = batch.join(text, given_)
     while batch.is_busy:
         batch.step(512)
     return batch.answers[row]
-
-
-@pytest.mark.parametrize("seed", [0])
-@pytest.mark.parametrize("bits", [8, 4])
-def test_rows_that_join_leave_wait_and_go_on_say_what_they_say_alone(
-    folder: Path, bits: int, seed: int
-) -> None:
-    """Read ahead or not, in chunks and from kept prefixes, with others that leave in the middle."""
-    chance = random.Random(seed)
-    lone = open_engine(folder, bits)
-    engine = open_engine(folder, bits, prefix_cache_bytes=PLENTY, speculate_rows=4 * seed)
-    jobs = [(chance.choice([*TEXTS, ECHO]), chance.choice(JOBS)) for _ in range(9)]
-    expected = [alone(lone, *job) for job in jobs]
-    batch, waiting = Batch(engine), list(jobs)
-    rows: list[int] = []
-    parked: set[int] = set()
-    while waiting or batch.is_busy or parked:
-        if waiting and (not batch.is_busy or chance.random() < 0.3):
-            rows.append(batch.join(*waiting.pop(0)))
-            if chance.random() < 0.2:
-                stranger = batch.join("Leaving", JOBS[1])
-                batch.step(64)
-                engine.leave(stranger)
-                batch.answers.pop(stranger)
-        if batch.open and chance.random() < 0.2:
-            one = chance.choice(batch.open)
-            chance.choice([engine.park, engine.preempt])(one)
-            parked.add(one)
-        if parked and (not batch.is_busy or chance.random() < 0.3):
-            engine.resume(one := parked.pop())
-        batch.step(chance.choice([64, 512]))
-    assert not engine._faults.take()
-    for row, job, answer in zip(rows, jobs, expected, strict=True):
-        assert batch.answers[row].says_as(answer), job
-    for each in (engine, lone):
-        each.close()
 
 
 # A number that is read in another pass may round to the next code, of 28,416 one; in the layers
@@ -278,7 +248,7 @@ def test_a_token_of_kv_takes_little_more_than_its_bits(
     for kv_bits in (None, bits):
         engine = open_engine(folder, kv_bits, dtype=dtype, prefix_cache_bytes=PLENTY)
         batch = Batch(engine)
-        batch.join(TEXTS[0], {"sampling": JOBS[1]["sampling"], "max_tokens": 200})
+        batch.join(PROMPTS[0], {"sampling": JOBS[1]["sampling"], "max_tokens": 200})
         while not engine.is_decoding:
             batch.step(512)
         assert engine._running is not None
@@ -434,46 +404,6 @@ def test_a_model_is_freed_when_it_is_closed(plain: Path) -> None:
         gc.enable()
 
 
-@pytest.fixture(scope="module")
-def lone(plain: Path) -> Iterator[GenerationEngine]:
-    engine = open_engine(plain)
-    yield engine
-    engine.close()
-
-
-def test_a_draft_reads_ahead_of_quantised_kv(plain: Path, lone: GenerationEngine) -> None:
-    """A model is its own draft here: what is rewound and what is kept, without the lookup."""
-    given_ = {"sampling": Sampling(temperature=0, ignore_eos=True), "max_tokens": 60}
-    expected = [alone(lone, text, given_) for text in TEXTS]
-    engine = open_engine(plain, speculate_rows=4, draft=plain)
-    batch = Batch(engine)
-    rows = [batch.join(text, given_) for text in TEXTS]
-    while batch.is_busy:
-        batch.step(512)
-    assert all(
-        batch.answers[row].says_as(answer) for row, answer in zip(rows, expected, strict=True)
-    )
-    engine.close()
-
-
-def test_adapters_say_what_merged_models_say(tmp_path: Path) -> None:
-    """In one batch with their base; the KV of each is its own."""
-    base = write_chat(tmp_path / "base", **WIDE)
-    folders = [write_adapter(tmp_path / f"a{seed}", base, seed=seed) for seed in (1, 2)]
-    engine = open_engine(base, prefix_cache_bytes=PLENTY)
-    adapters = [None, *(load_adapter(engine, each.name, each) for each in folders)]
-    merged = [base, *(merge_adapter(tmp_path / f"m{each.name}", base, each) for each in folders)]
-    batch = Batch(engine)
-    rows = [batch.join(TEXTS[1], {**JOBS[0], "adapter": adapter}) for adapter in adapters]
-    while batch.is_busy:
-        batch.step(512)
-    for row, folder in zip(rows, merged, strict=True):
-        lone = open_engine(folder)
-        assert batch.answers[row].says_as(alone(lone, TEXTS[1], JOBS[0]))
-        lone.close()
-    engine.close()
-
-
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_gguf_file_has_it_too(tmp_path: Path, bits: int) -> None:
     file = write_model(tmp_path / "tiny.gguf")
@@ -482,6 +412,6 @@ def test_a_gguf_file_has_it_too(tmp_path: Path, bits: int) -> None:
         engine = open_engine(file, kv_bits)
         is_packed = [isinstance(each, PackedKVCache) for each in make_batch_caches(engine._model)]
         assert is_packed == [kv_bits is not None] * len(is_packed)
-        told.append(alone(engine, TEXTS[1], JOBS[0]))
+        told.append(alone(engine, PROMPTS[1], JOBS[0]))
         engine.close()
     assert all(answer.tokens and not answer.errors for answer in told)

@@ -11,24 +11,22 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.tuner.utils import load_adapters
 
+from benchmarks.loading import load_generation
 from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.loading import load_generation
-from gateway.engine.models.adapter_files import read_adapter
-from gateway.engine.models.missing_kernels import can_gather
+from gateway.engine.models.adapters import read_adapter
 from gateway.errors import ModelLoadFailed
-from gateway.jobs import Adapter, GenerateJob, Question, Sampling
+from gateway.jobs import Adapter, Sampling
 from tests.checkpoints import SLIDING, STATEFUL, merge_adapter, write_adapter, write_chat
-from tests.engine.generation.harness import join
-from tests.engine.generation.test_preemption import (
+from tests.engine.generation.harness import (
     JOBS,
+    PROMPTS,
     SCHEMA,
-    TEXTS,
-    Answer,
     Batch,
+    Heard,
+    load_adapter,
     open_engine,
 )
-from tests.fakes import caller
 
 GREEDY = Sampling(temperature=0)
 ECHO = "one two three four five six seven " * 8
@@ -60,8 +58,8 @@ class World:
         }
         self.merged[""] = open_engine(self.base)
 
-    def alone(self, asked: Asked) -> Answer:
-        """Answer a job by the merged model, alone."""
+    def alone(self, asked: Asked) -> Heard:
+        """Heard a job by the merged model, alone."""
         name, text, given = asked
         batch = Batch(self.merged[name])
         row = batch.join(text, given)
@@ -92,17 +90,12 @@ class Adapted(Batch):
         return self.join(text, {**given, "adapter": adapter})
 
 
-def load(engine: GenerationEngine, name: str, folder: Path) -> Adapter:
-    steps = engine.adapters.add_in_steps(read_adapter(name, folder))
-    return next(adapter for adapter in steps if adapter is not None)
-
-
 def add(engine: GenerationEngine, name: str, folder: Path) -> int:
-    return load(engine, name, folder).number
+    return load_adapter(engine, name, folder).number
 
 
-def run(batch: Adapted, jobs: Sequence[Asked], chance: random.Random) -> list[Answer]:
-    """Answer jobs that join at random moments."""
+def run(batch: Adapted, jobs: Sequence[Asked], chance: random.Random) -> list[Heard]:
+    """Heard jobs that join at random moments."""
     waiting, rows = list(jobs), []
     while waiting or batch.is_busy:
         if waiting and (not batch.is_busy or chance.random() < 0.3):
@@ -139,7 +132,7 @@ def test_rows_of_several_adapters_in_one_batch_say_what_merged_models_say_alone(
     kinds.append({"sampling": GREEDY, "max_tokens": 60, "grammar": SCHEMA})
     names = ["", *ADAPTERS]
     jobs = [
-        (chance.choice(names), chance.choice([*TEXTS, ECHO]), chance.choice(kinds))
+        (chance.choice(names), chance.choice([*PROMPTS, ECHO]), chance.choice(kinds))
         for _ in range(7)
     ]
     batch = world.open(speculate_rows=ahead, prefix_cache_bytes=PLENTY)
@@ -152,7 +145,7 @@ def test_rows_of_several_adapters_in_one_batch_say_what_merged_models_say_alone(
 
 def test_each_adapter_says_something_of_its_own(plain: World) -> None:
     """Else the tests here would show nothing."""
-    said = {plain.alone((name, TEXTS[1], JOBS[0])).text for name in ("", *ADAPTERS)}
+    said = {plain.alone((name, PROMPTS[1], JOBS[0])).text for name in ("", *ADAPTERS)}
     assert len(said) == 1 + len(ADAPTERS)
 
 
@@ -160,7 +153,7 @@ def test_kv_of_one_adapter_is_never_used_for_another(plain: World) -> None:
     """The second time each finds its own, and only then."""
     batch = plain.open(prefix_cache_bytes=PLENTY)
     try:
-        jobs = [(name, TEXTS[1], JOBS[0]) for name in ("", *ADAPTERS)]
+        jobs = [(name, PROMPTS[1], JOBS[0]) for name in ("", *ADAPTERS)]
         expected = [plain.alone(job).text for job in jobs]
         for is_known in (False, True):
             found = [run(batch, [job], random.Random(0))[0] for job in jobs]
@@ -175,7 +168,7 @@ def test_nobody_waits_for_the_prompt_of_another_adapter(plain: World) -> None:
     batch = plain.open(prefix_cache_bytes=PLENTY)
     try:
         for name in ADAPTERS:
-            batch.ask((name, TEXTS[1], JOBS[0]))
+            batch.ask((name, PROMPTS[1], JOBS[0]))
         batch.engine.prefill(4096)
         assert batch.engine.last_pass.rows == len(ADAPTERS)
     finally:
@@ -190,7 +183,7 @@ def test_an_adapter_leaves_nothing_behind(plain: World) -> None:
         before = open_engine(plain.base)
         bare = before.nbytes()
         before.close()
-        run(batch, [(name, TEXTS[1], JOBS[0]) for name in ADAPTERS], random.Random(0))
+        run(batch, [(name, PROMPTS[1], JOBS[0]) for name in ADAPTERS], random.Random(0))
         rows = [batch.ask((name, "Hi", JOBS[0])) for name in ADAPTERS]
         batch.step(64)
         for name in ADAPTERS:
@@ -203,105 +196,12 @@ def test_an_adapter_leaves_nothing_behind(plain: World) -> None:
         again = add(engine, "small", plain.folders["small"])
         assert again not in batch.numbers.values()
         batch.numbers["small"] = again
-        job = ("small", TEXTS[1], JOBS[0])
+        job = ("small", PROMPTS[1], JOBS[0])
         (found,) = run(batch, [job], random.Random(0))
         assert found.says_as(plain.alone(job))
         assert not found.cached
     finally:
         engine.close()
-
-
-def test_rows_go_on_while_adapters_come_and_go(plain: World) -> None:
-    """Also when a smaller rank, or a greater one, changes the stacks they are in."""
-    batch = plain.open()
-    try:
-        jobs = [(name, TEXTS[1], {"sampling": GREEDY, "max_tokens": 40}) for name in ("", "small")]
-        rows = [batch.ask(job) for job in jobs]
-        for name in ("large", "queries"):
-            batch.step(4096)
-            batch.step(4096)
-            batch.engine.drop_adapter(batch.numbers[name])
-            batch.step(64)
-            batch.numbers[name] = add(batch.engine, name, plain.folders[name])
-        while batch.is_busy:
-            batch.step(64)
-        for job, row in zip(jobs, rows, strict=True):
-            assert batch.answers[row].says_as(plain.alone(job))
-    finally:
-        batch.engine.close()
-
-
-def test_cancelled_parked_and_preempted_rows_change_no_other(plain: World) -> None:
-    batch = plain.open(prefix_cache_bytes=PLENTY)
-    try:
-        given = {"sampling": GREEDY, "max_tokens": 40}
-        jobs = [(name, TEXTS[1], given) for name in ("", *ADAPTERS)]
-        rows = [batch.ask(job) for job in jobs]
-        for _ in range(6):
-            batch.step(4096)
-        batch.engine.leave(rows[1])
-        batch.engine.park(rows[2])
-        batch.engine.preempt(rows[3])
-        for _ in range(3):
-            batch.step(4096)
-        batch.engine.resume(rows[2])
-        batch.engine.resume(rows[3])
-        while batch.is_busy:
-            batch.step(4096)
-        for place in (0, 2, 3):
-            assert batch.answers[rows[place]].says_as(plain.alone(jobs[place]))
-        assert not batch.answers[rows[1]].ends
-    finally:
-        batch.engine.close()
-
-
-def test_an_echoed_prompt_is_scored_by_its_adapter(plain: World) -> None:
-    given: dict[str, Any] = {"sampling": GREEDY, "max_tokens": 0, "echo": True, "logprobs": 0}
-    batch = plain.open()
-    try:
-        found = []
-        for engine, adapter in (
-            (plain.merged["large"], None),
-            (batch.engine, Adapter(batch.numbers["large"], "large")),
-            (batch.engine, None),
-        ):
-            job = GenerateJob(caller=caller(), prompt="What is it?", adapter=adapter, **given)
-            (row,) = engine.prepare(job)
-            join(engine, row)
-            (delta,) = engine.prefill(4096)
-            assert delta.prompt is not None
-            found.append([each.chosen.logprob for each in delta.prompt.logprobs])
-        assert found[0] == pytest.approx(found[1], abs=1e-3)
-        assert found[0] != pytest.approx(found[2], abs=1e-3)
-    finally:
-        batch.engine.close()
-
-
-def test_labels_are_judged_by_an_adapter(plain: World) -> None:
-    batch = plain.open()
-    try:
-        found = []
-        for engine, adapter in (
-            (plain.merged["small"], None),
-            (batch.engine, Adapter(batch.numbers["small"], "small")),
-        ):
-            job = GenerateJob(
-                caller=caller(),
-                messages=[{"role": "user", "content": "Hm"}],
-                sampling=GREEDY,
-                questions=[Question(0, "Is it?", ["yes", "no"])],
-                adapter=adapter,
-            )
-            for row in engine.prepare(job):
-                join(engine, row)
-            deltas = []
-            while engine.is_prefilling:
-                deltas += engine.prefill(4096)
-            judged = [each.judgement for each in deltas if each.judgement is not None]
-            found.append([logprob for each in judged for _, logprob in each.logprobs])
-        assert found[0] == pytest.approx(found[1], abs=1e-3)
-    finally:
-        batch.engine.close()
 
 
 def test_a_quantised_base_is_adapted_too(plain: World) -> None:
@@ -507,20 +407,6 @@ def test_a_load_that_is_given_up_leaves_nothing(plain: World, monkeypatch: Any) 
         engine.close()
 
 
-def test_an_adapters_bytes_are_its_own_factors(plain: World) -> None:
-    """The base's weights are there once, however many adapters it has."""
-    engine = open_engine(plain.base)
-    try:
-        before = engine.nbytes()
-        files = read_adapter("small", plain.folders["small"])
-        adapter = load(engine, "small", plain.folders["small"])
-        assert adapter.nbytes == engine.nbytes() - before == 4 * files.weights
-        other = load(engine, "small again", plain.folders["small"])
-        assert other.nbytes == 4 * files.weights
-    finally:
-        engine.close()
-
-
 @pytest.mark.parametrize("order", [("small", "queries", "large"), ("large", "queries", "small")])
 def test_an_adapter_adds_the_bytes_that_were_asked_for_whatever_ranks_others_have(
     plain: World, order: Sequence[str]
@@ -531,7 +417,7 @@ def test_an_adapter_adds_the_bytes_that_were_asked_for_whatever_ranks_others_hav
         adapters = {}
         for name in order:
             before, files = engine.nbytes(), read_adapter(name, plain.folders[name])
-            adapters[name] = load(engine, name, plain.folders[name])
+            adapters[name] = load_adapter(engine, name, plain.folders[name])
             asked = files.weights * engine.adapters.dtype.size
             assert adapters[name].nbytes == engine.nbytes() - before == asked
         for name in order:
@@ -540,28 +426,6 @@ def test_an_adapter_adds_the_bytes_that_were_asked_for_whatever_ranks_others_hav
             assert before - engine.nbytes() == adapters[name].nbytes
     finally:
         engine.close()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_whether_factors_can_be_gathered_is_tried_once_at_a_load_and_in_no_pass(
-    monkeypatch: pytest.MonkeyPatch, plain: World, dtype: str
-) -> None:
-    """MLX's CPU knows float32 alone. Rows of two adapters answer in either."""
-    tried: list[mx.Dtype] = []
-
-    def counted(dtype: mx.Dtype) -> bool:
-        tried.append(dtype)
-        return can_gather(dtype)
-
-    monkeypatch.setattr("gateway.engine.models.adapters.can_gather", counted)
-    engine = load_generation(plain.base, name="base", device=Device.CPU, dtype=dtype)
-    numbers = {name: add(engine, name, folder) for name, folder in plain.folders.items()}
-    assert tried == [getattr(mx, dtype)]
-    given = {"sampling": GREEDY, "max_tokens": 5}
-    jobs = [(name, TEXTS[0], given) for name in ("small", "large")]
-    run(Adapted(engine, numbers), jobs, random.Random(0))
-    assert tried == [getattr(mx, dtype)]
-    engine.close()
 
 
 def test_a_device_that_cannot_gather_adds_adapters_all_the_same(
@@ -575,7 +439,9 @@ def test_a_device_that_cannot_gather_adds_adapters_all_the_same(
     monkeypatch.setattr(mx, "gather_mm", missing)
     adapted = plain.open()
     monkeypatch.setattr(mx, "gather_mm", gather)
-    jobs = [(name, TEXTS[0], {"sampling": GREEDY, "max_tokens": 20}) for name in ("small", "large")]
+    jobs = [
+        (name, PROMPTS[0], {"sampling": GREEDY, "max_tokens": 20}) for name in ("small", "large")
+    ]
     found = run(adapted, jobs, random.Random(0))
     for answer, job in zip(found, jobs, strict=True):
         assert answer.says_as(plain.alone(job))

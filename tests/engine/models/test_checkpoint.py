@@ -8,9 +8,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.utils import load_model, quantize_model, save_model
 
+from benchmarks.loading import load_embedding, load_generation
 from gateway.engine.device import Device
-from gateway.engine.embedding.engine import load_embedding
-from gateway.engine.generation.loading import load_generation
 from gateway.engine.models.checkpoint import Checkpoint, kv_bytes, weights_bytes
 from gateway.errors import ModelLoadFailed
 from tests.checkpoints import STATEFUL, write_chat

@@ -6,22 +6,20 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import quantize
 
 from gateway.engine.device import Device
-from gateway.engine.generation.loading import (
-    DraftSetup,
-    load_generation_in_steps,
-    read_chat_setup,
+from gateway.engine.generation.loading import DraftSetup, load_generation_in_steps, read_chat_setup
+from gateway.engine.models.decoders import (
+    FusedProjection,
+    fuse_projections,
+    parameters,
+    read_decoder,
 )
-from gateway.engine.models.decoders import parameters, read_decoder
-from gateway.engine.models.fused import FusedProjection, fuse_projections
 from gateway.engine.models.gguf.checkpoint import open_checkpoint
 from tests.checkpoints import SLIDING, write_chat
 from tests.engine.models.gguf.opening import ended
-from tests.gguf_files import write_model
 
 TOKENS = mx.arange(5, 105)[None]
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -64,14 +62,6 @@ def test_quantised_projections_are_fused_as_they_are(tmp_path: Path) -> None:
     assert mx.allclose(fused(TOKENS), own(TOKENS), rtol=1e-4, atol=1e-3)
 
 
-def test_a_gguf_file_is_fused_too(tmp_path: Path) -> None:
-    file = write_model(tmp_path / "tiny.gguf")
-    own, fused = opened(file), opened(file, is_fused=True)
-    assert fused_parts(fused) > 2 * len(own.layers) - 1
-    tokens = mx.arange(3, 20)[None]
-    assert mx.allclose(fused(tokens), own(tokens), rtol=1e-4, atol=1e-3)
-
-
 def test_projections_of_unlike_formats_stay_apart(tmp_path: Path) -> None:
     """As where a checkpoint keeps some of its layers in more bits."""
     model = opened(write_chat(tmp_path / "tiny"))
@@ -84,19 +74,6 @@ def test_projections_of_unlike_formats_stay_apart(tmp_path: Path) -> None:
     assert type(mixed.mlp.gate_proj) is type(half.self_attn.v_proj) is Linear
     assert isinstance(half.self_attn.k_proj, FusedProjection)
     assert mx.allclose(model(TOKENS), own, rtol=1e-4, atol=1e-3)
-
-
-def test_each_input_has_its_own_product(tmp_path: Path) -> None:
-    """Where a model asks for one part twice, for parts of another input, or not for all of them."""
-    own, fused = (opened(write_chat(tmp_path / "tiny")).layers[0].self_attn for _ in range(2))
-    module = Module()  # type: ignore[no-untyped-call]  # its stub has no types
-    module.attention = fused
-    ended(fuse_projections(module))
-    one, other = mx.random.normal((1, 3, 64)), mx.random.normal((1, 3, 64))
-    asked = [("q_proj", one), ("k_proj", other), ("q_proj", other), ("q_proj", one)]
-    asked += [("v_proj", one), ("v_proj", one), ("k_proj", one), ("k_proj", one)]
-    for name, x in asked:
-        assert mx.allclose(fused[name](x), own[name](x), rtol=1e-4, atol=1e-4)
 
 
 def test_an_input_is_not_kept_once_all_have_their_part(tmp_path: Path) -> None:
@@ -120,7 +97,7 @@ def test_each_group_that_is_fused_is_a_step_of_loading(tmp_path: Path) -> None:
         )
         return len([*steps])
 
-    groups, draft = 4, DraftSetup(setup.checkpoint, setup.vocab_size, setup.max_context)
+    groups, draft = 4, DraftSetup(setup.checkpoint, setup.vocab_size, setup.max_context, {})
     alone, drafted = count_steps(), count_steps(draft=draft)
     assert count_steps(is_fused=True) == alone + groups
-    assert count_steps(draft=replace(draft, is_fused=True)) == drafted + groups
+    assert count_steps(draft=replace(draft, numbers={"is_fused": True})) == drafted + groups

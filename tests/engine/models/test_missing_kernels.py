@@ -20,7 +20,6 @@ from mlx_lm.utils import load_model
 
 from benchmarks.tiny_models import tiny_config, tiny_model
 from gateway.engine.device import Device
-from gateway.engine.generation.loading import load_generation
 from gateway.engine.models.decoders import parameters, read_decoder
 from gateway.engine.models.gguf.checkpoint import open_checkpoint
 from gateway.engine.models.missing_kernels import (
@@ -30,9 +29,7 @@ from gateway.engine.models.missing_kernels import (
     widen,
 )
 from gateway.errors import ModelLoadFailed
-from gateway.jobs import Sampling, SequenceParams
 from tests.checkpoints import write_chat
-from tests.engine.generation.harness import join
 from tests.engine.models.gguf.opening import ended
 
 NO_SHAPE = (
@@ -42,16 +39,6 @@ NO_SHAPE = (
 NO_BITS = "[quantized_matmul] 1-bit quantization is not supported."
 NO_EXPERTS = NO_SHAPE.replace("quantized_matmul", "gather_qmm")
 TOKENS = mx.arange(5, 25)[None]
-MIXTURE: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "head_dim": 16,
-    "num_experts": 16,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-}
 
 
 class Lacking:
@@ -320,43 +307,7 @@ def test_a_mixture_in_16_bits_computes_what_one_in_float32_does_on_a_cpu(dtype: 
         assert mx.allclose(found.astype(mx.float32), expected, rtol=0, atol=0.1)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_rows_of_a_mixture_in_16_bits_answer_on_a_cpu(tmp_path: Path, dtype: str) -> None:
-    """The self-test finds the logits of rows together as those of each alone, within rounding."""
-    folder = write_chat(tmp_path / "mixture", **MIXTURE)
-    engine = load_generation(folder, name="mixture", device=Device.CPU, dtype=dtype)
-    *_, verdict = engine.self_test()
-    assert not verdict.problem
-    assert not verdict.forbids_batches
-    greedy = Sampling(temperature=0, ignore_eos=True)
-    rows = [
-        join(engine, SequenceParams(prompt=range(5, end), max_tokens=12, sampling=greedy))
-        for end in (9, 40, 90)
-    ]
-    tokens = dict.fromkeys(rows, 0)
-    while engine.is_prefilling or engine.is_decoding:
-        for delta in engine.prefill(64) + engine.decode():
-            assert delta.error is None
-            tokens[delta.row] += delta.tokens
-    assert not engine._faults.take()
-    assert set(tokens.values()) == {12}
-    engine.close()
-
-
 def test_a_mixture_that_can_be_gathered_stays_as_it_is() -> None:
     model = tiny_model(tiny_config("qwen3_moe"))
     replaced(model, Device.CPU)
     assert LoopedExperts not in kinds(model)
-
-
-def test_more_experts_than_a_kernel_takes_are_looped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's, of sorted rows, takes 1,024."""
-    model = tiny_model(tiny_config("qwen3_moe"), width=1)
-    expected = model(mx.concatenate([TOKENS] * 4, axis=1))
-    mx.eval(expected)
-    text = "[gather_mm] Group count can not be larger than 1024."
-    lack(monkeypatch, "gather_mm", text, lambda *_, **given: bool(given["sorted_indices"]))
-    replaced(model)
-    assert LoopedExperts in kinds(model)
-    found = model(mx.concatenate([TOKENS] * 4, axis=1))
-    assert mx.allclose(found, expected, rtol=1e-3, atol=1e-3)

@@ -8,7 +8,7 @@ import pytest
 from gateway.engine.device import Device
 from gateway.engine.models.checkpoint import Checkpoint, kv_bytes, weights_bytes
 from gateway.engine.models.decoders import parameters, read_decoder
-from gateway.engine.models.sharding import Parallel, Share, SharedListing
+from gateway.engine.models.sharding import Parallel, RankShare, SharedListing
 from gateway.errors import ModelLoadFailed
 from tests.checkpoints import SLIDING, write_chat
 
@@ -26,11 +26,11 @@ class FakeGroup:
         return self._size
 
 
-def share(parallel: Parallel, rank: int = 0, size: int = 2) -> Share:
-    return Share(parallel, FakeGroup(rank, size))
+def share(parallel: Parallel, rank: int = 0, size: int = 2) -> RankShare:
+    return RankShare(parallel, FakeGroup(rank, size))
 
 
-def load(checkpoint: Checkpoint, its: Share) -> Any:
+def load(checkpoint: Checkpoint, its: RankShare) -> Any:
     steps = read_decoder(checkpoint, device=Device.CPU, dtype=None, is_packed=False, share=its)
     while True:
         try:

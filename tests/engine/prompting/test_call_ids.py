@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks.loading import load_generation
 from gateway.engine.device import Device
-from gateway.engine.generation.loading import load_generation
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
 from gateway.jobs import Calling, Function, GenerateJob, Grammar, Sampling
 from tests.checkpoints import write_chat

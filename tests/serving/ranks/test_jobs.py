@@ -27,7 +27,7 @@ from gateway.serving.ranks.calls import Call, DropCall, EngineCall, StepCall, de
 from gateway.serving.ranks.following import FollowingEngine
 from gateway.serving.ranks.leading import LeadingEngine
 from tests.checkpoints import teach_thinking, write_chat
-from tests.engine.generation.test_engine import open_engine
+from tests.engine.generation.harness import open_engine
 from tests.fakes import caller
 
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -4,9 +4,7 @@ Nothing in such a file is trusted, and none of it is run. From the bottom up:
 
     header          the file's own list of metadata and tensors, checked before anything else
     quants          blocks of weights → numbers, or MLX's own packing of them
-    pre_tokenizers  how vocabularies cut text into words, by the names that files have for it
     vocabulary      metadata → a tokenizer with its chat template, as mlx-lm wraps them
     architectures   metadata and tensors → mlx-lm's config and names, or a refusal by name
-    checkpoint      the file as any model's files are seen: config, arrays, what they cost
-    decoder         its model, read in steps
+    checkpoint      the file as any model's files are seen: config, arrays, costs; its model
 """

@@ -28,7 +28,7 @@ _NEUTRAL: Final[Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPlace:
     """Where a weight of the model is in the file, and its shape there as here."""
 
     tensor: str
@@ -72,7 +72,7 @@ def read_config(header: Header) -> dict[str, Any]:
     return config
 
 
-def places(config: Mapping[str, Any], header: Header) -> dict[str, Place]:
+def places(config: Mapping[str, Any], header: Header) -> dict[str, TensorPlace]:
     """Return where each weight of the model is in the file, by its name in mlx-lm's model.
 
     Raises GgufError where the file's tensors are not those of such a model, names and shapes.
@@ -229,16 +229,16 @@ def _check_heads(name: str, config: dict[str, Any]) -> None:
         raise GgufError(f"{heads} heads of {head} are not its {config['hidden_size']} dimensions")
 
 
-def _expected(config: Mapping[str, Any]) -> Iterator[tuple[str, Place]]:
+def _expected(config: Mapping[str, Any]) -> Iterator[tuple[str, TensorPlace]]:
     """List the weights of the model: the three architectures differ in biases and norms alone."""
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
-    yield "model.embed_tokens.weight", Place("token_embd.weight", (vocabulary, hidden))
-    yield "model.norm.weight", Place("output_norm.weight", (hidden,))
+    yield "model.embed_tokens.weight", TensorPlace("token_embd.weight", (vocabulary, hidden))
+    yield "model.norm.weight", TensorPlace("output_norm.weight", (hidden,))
     if not config["tie_word_embeddings"]:
-        yield "lm_head.weight", Place("output.weight", (vocabulary, hidden))
+        yield "lm_head.weight", TensorPlace("output.weight", (vocabulary, hidden))
     for layer in range(config["num_hidden_layers"]):
         for name, (tensor, shape) in _layer(config).items():
-            yield f"model.layers.{layer}.{name}", Place(f"blk.{layer}.{tensor}", shape)
+            yield f"model.layers.{layer}.{name}", TensorPlace(f"blk.{layer}.{tensor}", shape)
 
 
 def _layer(config: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:

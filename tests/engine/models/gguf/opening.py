@@ -4,8 +4,7 @@ from collections.abc import Generator
 from typing import Any
 
 from gateway.engine.device import Device
-from gateway.engine.models.gguf.checkpoint import GgufCheckpoint
-from gateway.engine.models.gguf.decoder import read_gguf_decoder
+from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, read_gguf_decoder
 
 
 def open_decoder_of(

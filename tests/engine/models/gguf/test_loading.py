@@ -4,24 +4,24 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 
+from benchmarks.loading import load_generation
 from gateway.engine.device import Device
-from gateway.engine.generation.loading import ChatSetup, load_generation, read_chat_setup
+from gateway.engine.generation.loading import read_chat_setup
 from gateway.engine.generation.self_test import self_test_digest
+from gateway.engine.generation.sequences import ChatSetup
 from gateway.engine.models.checkpoint import weights_bytes
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint
 from gateway.errors import ModelLoadFailed
-from tests.engine.generation.test_engine import answers, job
+from tests.engine.generation.harness import answers, job
 from tests.engine.models.gguf.opening import open_decoder_of
 from tests.gguf_files import (
     CONTEXT,
     KINDS,
     Stored,
     describe,
-    floats,
     vocabulary,
     weigh,
     write_gguf,
@@ -78,13 +78,6 @@ def test_the_setup_is_what_the_file_says(tmp_path: Path) -> None:
     assert (found.max_context, found.vocab_size) == (CONTEXT, 263)
 
 
-def test_what_models_yaml_says_comes_first(tmp_path: Path) -> None:
-    """A template of one's own, and a shorter context."""
-    found = read(write_model(tmp_path / "a.gguf"), chat_template="Say hi.", max_context=100)
-    assert found.chat.tokenizer.decode(found.chat.prompt(job("Hi")).ids) == "Say hi."
-    assert found.max_context == 100
-
-
 def test_how_its_makers_sample_is_its_default(tmp_path: Path) -> None:
     """As generation_config.json says it of a folder; what makes no sense is passed over."""
     said = {"temp": 0.5, "top_k": 20, "top_p": 0.75, "min_p": 2.0, "penalty_repeat": 1.5}
@@ -96,13 +89,6 @@ def test_how_its_makers_sample_is_its_default(tmp_path: Path) -> None:
         "top_p": 0.75,
         "repetition_penalty": 1.5,
     }
-
-
-def test_a_model_without_a_template_asks_for_one(tmp_path: Path) -> None:
-    """As one of a folder does."""
-    path = write_model(tmp_path / "a.gguf", "llama", 0, **{"tokenizer.chat_template": None})
-    with pytest.raises(ModelLoadFailed, match="no chat template; set `chat_template:`"):
-        read(path)
 
 
 def test_more_tokens_than_embeddings_are_refused(tmp_path: Path) -> None:
@@ -136,16 +122,3 @@ def test_the_self_test_depends_on_the_numbers_formats(tmp_path: Path) -> None:
     assert digest("b.gguf", 1) == one
     assert digest("a.gguf", 0, ffn_up="Q4_0") != one
     assert digest("a.gguf", 0, is_packed=True) != one
-
-
-def test_a_layer_that_is_no_number_is_seen_in_the_answer(tmp_path: Path) -> None:
-    """As in any model: what a broken file holds is an error of its rows, not of the process."""
-    tensors = weigh("llama")
-    broken = floats("F32", np.full(256, np.nan, np.float32))
-    path = write_gguf(
-        tmp_path / "a.gguf", describe("llama"), {**tensors, "output_norm.weight": broken}
-    )
-    engine = load_generation(path, name="mine", device=Device.CPU)
-    (answer,) = answers(engine, [job("Hi")])
-    assert answer.error is not None
-    engine.close()

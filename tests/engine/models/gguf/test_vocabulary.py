@@ -15,8 +15,7 @@ from gateway.engine.grammar.compiling import compile_grammar
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
 from gateway.engine.models.gguf.header import read_header
-from gateway.engine.models.gguf.pre_tokenizers import SPLITTINGS
-from gateway.engine.models.gguf.vocabulary import read_end_ids, read_tokenizer
+from gateway.engine.models.gguf.vocabulary import SPLITTINGS, read_end_ids, read_tokenizer
 from gateway.jobs import Grammar
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "gguf"

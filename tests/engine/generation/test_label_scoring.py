@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
@@ -16,16 +15,15 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, tr
 from gateway.engine.control_tokens import ControlTokens, Piece
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.label_scoring import (
-    LEAST,
     MAX_STEPS,
     encode_labels,
     encode_questions,
 )
+from gateway.engine.generation.sampling import LOWEST_LOGPROB
 from gateway.errors import BadRequest, ContextLengthExceeded
-from gateway.jobs import Delta, GenerateJob, Question, Sampling
+from gateway.jobs import Delta, GenerateJob, Question
 from tests.checkpoints import SLIDING, STATEFUL, teach_thinking, write_chat
-from tests.engine.generation.harness import join
-from tests.engine.generation.test_engine import job, open_engine
+from tests.engine.generation.harness import job, join, open_engine
 
 INPUT = "The parcel arrived late, and the box was broken. " * 6
 LABELS = [
@@ -133,15 +131,6 @@ def test_a_labels_logprob_is_the_models_own(engine: GenerationEngine, budget: in
         check(engine, each, deltas)
 
 
-def test_beside_rows_that_decode_nothing_changes_for_either(engine: GenerationEngine) -> None:
-    writing = [job(text, max_tokens=20) for text in ("Hello there!", "a b c " * 60)]
-    alone = ["".join(each.text for each in run(engine, [one])[0]) for one in writing]
-    asked = judging(*LABELS)
-    deltas = run(engine, [writing[0], asked, writing[1]], 100)
-    check(engine, asked, deltas[1])
-    assert ["".join(each.text for each in deltas[i]) for i in (0, 2)] == alone
-
-
 def test_what_the_questions_share_is_read_once(plain: GenerationEngine) -> None:
     """Only the first question's prompt is read whole, even if all of them come at once."""
     asked = judging(*[["a", "b"]] * 12)
@@ -153,12 +142,6 @@ def test_what_the_questions_share_is_read_once(plain: GenerationEngine) -> None:
     assert [delta.cached_tokens for delta in deltas] == [0, *[shared] * 11]
 
 
-def test_single_token_labels_take_one_sequence_a_question(plain: GenerationEngine) -> None:
-    rows = plain.prepare(judging(["a", "b"], ["1", "2", "3"]))
-    assert [row.step.question for row in rows if row.step] == [0, 1]
-    assert all(row.step and row.step.is_first for row in rows)
-
-
 def test_a_label_that_begins_another_counts_where_the_answer_ends(plain: GenerationEngine) -> None:
     """So no answer counts for two labels, and the probabilities add up to at most 1."""
     asked = judging(["a", "a b", "a b c"])
@@ -166,16 +149,6 @@ def test_a_label_that_begins_another_counts_where_the_answer_ends(plain: Generat
     check(plain, asked, deltas)
     ((first, second, third),) = add_up(asked, deltas)
     assert sum(map(math.exp, (first, second, third))) < 1
-
-
-def test_quantised_weights(folder: Path, tmp_path: Path) -> None:
-    engine = open_engine(folder, prefix_cache_bytes=1 << 24)
-    layers: Any = nn  # untyped
-    layers.quantize(engine._model, group_size=32, bits=4)
-    asked = judging(*LABELS)
-    (deltas,) = run(engine, [asked])
-    check(engine, asked, deltas)
-    engine.close()
 
 
 def test_a_label_may_be_impossible(plain: GenerationEngine, monkeypatch: Any) -> None:
@@ -196,7 +169,7 @@ def test_a_label_may_be_impossible(plain: GenerationEngine, monkeypatch: Any) ->
 
     plain._model = plain._prefill._model = Barring()
     (deltas,) = run(plain, [asked])
-    assert min(add_up(asked, deltas)[0]) == LEAST
+    assert min(add_up(asked, deltas)[0]) == LOWEST_LOGPROB
     plain._model = plain._prefill._model = model
 
 
@@ -244,30 +217,6 @@ def test_a_question_that_fails_fails_alone(folder: Path, raises: bool) -> None:
     engine.close()
 
 
-def test_a_question_may_leave_while_it_is_read(plain: GenerationEngine) -> None:
-    asked = judging(["a", "b"], ["a", "b"])
-    rows = [join(plain, row) for row in plain.prepare(asked)]
-    assert plain.prefill(16) == []
-    plain.leave(rows[0])
-    deltas: list[Delta] = []
-    while plain.is_prefilling:
-        deltas += plain.prefill(512)
-    assert [delta.row for delta in deltas] == [rows[1]]
-
-
-def test_a_preempted_question_is_read_again(plain: GenerationEngine) -> None:
-    asked = judging(["a", "b"])
-    (row,) = [join(plain, row) for row in plain.prepare(asked)]
-    assert plain.prefill(16) == []
-    plain.preempt(row)
-    assert not plain.is_prefilling
-    plain.resume(row)
-    deltas: list[Delta] = []
-    while plain.is_prefilling:
-        deltas += plain.prefill(512)
-    check(plain, asked, deltas)
-
-
 def test_the_thinking_that_a_template_opens_is_closed(tmp_path: Path) -> None:
     """A label is the beginning of the answer, never of a thought."""
     engine = open_engine(teach_thinking(write_chat(tmp_path), opens=True))
@@ -300,37 +249,6 @@ def test_a_prompt_longer_than_the_context_is_refused(folder: Path) -> None:
         engine.prepare(long)
     assert by_question.value.part == "questions"
     engine.close()
-
-
-def test_an_answer_to_the_same_prompt_has_the_same_logprobs(plain: GenerationEngine) -> None:
-    """Judged or sampled, a token's logprob is one figure."""
-    asked = judging(["a", "b"])
-    (row,) = plain.prepare(asked)
-    (deltas,) = run(plain, [asked])
-    bare = GenerateJob(
-        caller=asked.caller,
-        prompt=row.prompt,
-        sampling=Sampling(temperature=0),
-        max_tokens=1,
-        logprobs=5,
-    )
-    ((delta,),) = run(plain, [bare])
-    chosen = delta.logprobs[0].chosen
-    assert row.step is not None
-    labels = [plain._chat.vocabulary.text(tokens[0]) for tokens, _ in row.step.entries]
-    logprobs = {each.token: each.logprob for each in (chosen, *delta.logprobs[0].top)}
-    table = exact(plain, list(row.prompt))[-1]
-    assert chosen.logprob == pytest.approx(table.max(), abs=1e-5)
-    for label, logprob in zip(labels, add_up(asked, deltas)[0], strict=True):
-        assert logprobs.get(label, logprob) == pytest.approx(logprob, abs=1e-5)
-
-
-def test_one_conversation_gives_one_shared_beginning(plain: GenerationEngine) -> None:
-    """Every question's prompt begins with the same tokens, those of the conversation."""
-    asked = judging(*LABELS)
-    head, *_ = encode_questions(asked, plain._chat)
-    for row in plain.prepare(asked):
-        assert list(row.prompt[: len(head)]) == head
 
 
 def gpt2(tokenizer: Tokenizer) -> None:

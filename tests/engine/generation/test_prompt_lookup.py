@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,19 @@ from gateway.engine.drafts.prompt_lookup import PromptLookup, count_accepted
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.jobs import GenerateJob, Grammar, Pass, Sampling, SequenceParams
 from tests.checkpoints import STATEFUL, write_chat
-from tests.engine.generation.harness import join
-from tests.engine.generation.test_preemption import JOBS, TEXTS, Answer, Batch, open_engine
+from tests.engine.generation.harness import (
+    ECHO,
+    JOBS,
+    PROMPTS,
+    Batch,
+    Heard,
+    answer_at_random,
+    join,
+    open_engine,
+)
 from tests.fakes import caller
 
 GREEDY = Sampling(temperature=0)
-ECHO = "one two three four five six seven " * 8
 FIXED = Grammar(
     "regex", r"[ab] is the answer to this question, and so is [ab], which comes after it"
 )
@@ -54,22 +61,6 @@ def generate(text: str) -> GenerateJob:
     return GenerateJob(caller=caller(), messages=messages, sampling=GREEDY, max_tokens=20)
 
 
-def run(
-    engine: GenerationEngine, jobs: Sequence[tuple[str, dict[str, Any]]], chance: random.Random
-) -> tuple[list[Answer], list[Pass]]:
-    """Answer jobs that join at random moments; return the answers, and the decode steps."""
-    batch, waiting, rows, passes = Batch(engine), list(jobs), [], []
-    while waiting or batch.is_busy:
-        if waiting and (not batch.is_busy or chance.random() < 0.3):
-            rows.append(batch.join(*waiting.pop(0)))
-        batch.hear(engine.prefill(64) if engine.is_prefilling else [])
-        is_decoding = engine.is_decoding
-        batch.hear(engine.decode())
-        passes += [engine.last_pass] if is_decoding else []
-    assert not engine._faults.take()
-    return [batch.answers[row] for row in rows], passes
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_answers_are_those_without_reading_ahead(
     plain: GenerationEngine, ahead: GenerationEngine, seed: int
@@ -77,12 +68,12 @@ def test_answers_are_those_without_reading_ahead(
     """Greedy, seeded, penalised, with logprobs, stop strings, grammars and calls, in one batch."""
     chance = random.Random(seed)
     jobs = [
-        (chance.choice([*TEXTS, ECHO]), chance.choice(JOBS)) for _ in range(chance.randint(1, 8))
+        (chance.choice([*PROMPTS, ECHO]), chance.choice(JOBS)) for _ in range(chance.randint(1, 8))
     ]
     jobs.append((ECHO, {"sampling": GREEDY, "max_tokens": 60}))
     jobs.append((ECHO, {"sampling": GREEDY, "max_tokens": 60, "grammar": FIXED}))
-    expected, passes = run(plain, jobs, random.Random(seed))
-    found, fewer = run(ahead, jobs, random.Random(seed))
+    expected, passes = answer_at_random(plain, jobs, random.Random(seed))
+    found, fewer = answer_at_random(ahead, jobs, random.Random(seed))
     for one, other, job in zip(expected, found, jobs, strict=True):
         assert other.says_as(one), job
     assert any(each.forced for each in fewer)
@@ -91,8 +82,8 @@ def test_answers_are_those_without_reading_ahead(
 
 def test_each_forced_token_saves_a_pass(plain: GenerationEngine, ahead: GenerationEngine) -> None:
     jobs = [("Hi", {"sampling": GREEDY, "max_tokens": 99, "grammar": FIXED, "logprobs": 1})]
-    [expected], passes = run(plain, jobs, random.Random(0))
-    [found], fewer = run(ahead, jobs, random.Random(0))
+    [expected], passes = answer_at_random(plain, jobs, random.Random(0))
+    [found], fewer = answer_at_random(ahead, jobs, random.Random(0))
     assert found.says_as(expected)
     forced = sum(each.forced for each in fewer)
     assert len(fewer) == len(passes) - forced
@@ -116,13 +107,16 @@ def test_what_repeats_is_read_several_tokens_at_once(folder: Path, rows: int) ->
         Sampling(temperature=0.05, top_k=9, seed=8),
     ]
     jobs = [
-        (TEXTS[i % 4], {"sampling": replace(kinds[i % 3], ignore_eos=True), "max_tokens": 200 - i})
+        (
+            PROMPTS[i % 4],
+            {"sampling": replace(kinds[i % 3], ignore_eos=True), "max_tokens": 200 - i},
+        )
         for i in range(rows)
     ]
     told = []
     for speculate_rows in (0, 8):
         engine = forget(open_engine(folder, speculate_rows=speculate_rows))
-        told.append(run(engine, jobs, random.Random(0)))
+        told.append(answer_at_random(engine, jobs, random.Random(0)))
         engine.close()
     (expected, passes), (found, fewer) = told
     assert all(other.says_as(one) for one, other in zip(expected, found, strict=True))
@@ -139,8 +133,8 @@ def test_an_answer_ends_where_it_must_though_more_was_read(
     for most in range(1, 24):
         for more in ({}, {"grammar": FIXED}, {"stop": ["e"]}):
             jobs = [(ECHO, {"sampling": GREEDY, "max_tokens": most, **more})]
-            [expected], _ = run(plain, jobs, random.Random(0))
-            [found], _ = run(ahead, jobs, random.Random(0))
+            [expected], _ = answer_at_random(plain, jobs, random.Random(0))
+            [found], _ = answer_at_random(ahead, jobs, random.Random(0))
             assert found.says_as(expected), (most, more)
 
 
@@ -157,9 +151,9 @@ def repeat(engine: GenerationEngine) -> SequenceParams:
     return replace(row, prompt=[*answer.tokens, *row.prompt], max_tokens=40)
 
 
-def answer(engine: GenerationEngine, row: SequenceParams) -> tuple[Answer, list[Pass]]:
+def answer(engine: GenerationEngine, row: SequenceParams) -> tuple[Heard, list[Pass]]:
     batch, passes = Batch(engine), []
-    batch.answers[join(engine, row)] = Answer()
+    batch.answers[join(engine, row)] = Heard()
     while batch.is_busy:
         batch.step(512)
         passes.append(engine.last_pass)
@@ -205,30 +199,6 @@ def test_what_comes_before_a_fault_inside_a_draft_is_told(folder: Path, place: i
     assert told[1].says_as(told[0])
 
 
-@pytest.mark.parametrize("length", range(50, 60, 3))
-def test_what_is_kept_of_an_answer_has_been_read(
-    plain: GenerationEngine, folder: Path, length: int
-) -> None:
-    """The forced tokens at an answer's end were appended, and no pass has read them."""
-    engine = open_engine(folder, prefix_cache_bytes=10_000_000, speculate_rows=8)
-    answers = []
-    for each in (plain, engine):
-        job = ("o " * length, {"sampling": GREEDY, "max_tokens": 15, "grammar": FIXED})
-        longer = (ECHO, {"sampling": GREEDY, "max_tokens": 30})
-        [_, first], _ = run(each, [longer, job], random.Random(0))
-        [row] = engine.prepare(generate(job[0]))
-        [answer] = plain._chat.controls.encode([[(first.text, True)]])
-        batch, ids = Batch(each), [*row.prompt, *answer]
-        number = join(each, replace(row, prompt=[*ids, *ids[:9]]))
-        batch.answers[number] = Answer()
-        while batch.is_busy:
-            batch.step(512)
-        answers.append(batch.answers[number])
-    assert answers[1].cached > 0
-    assert answers[1].text == answers[0].text
-    engine.close()
-
-
 def test_more_rows_than_allowed_read_nothing_ahead(folder: Path) -> None:
     engine = open_engine(folder, speculate_rows=2)
     job = (ECHO, {"sampling": GREEDY, "max_tokens": 40, "grammar": FIXED})
@@ -252,7 +222,7 @@ def test_caches_that_cannot_go_back_read_nothing_ahead(
     folder = write_chat(tmp_path_factory.mktemp("stateful"), **STATEFUL)
     engine = open_engine(folder, speculate_rows=8)
     jobs = [("Hi", {"sampling": GREEDY, "max_tokens": 30, "grammar": FIXED})]
-    _, passes = run(engine, jobs, random.Random(0))
+    _, passes = answer_at_random(engine, jobs, random.Random(0))
     assert not any(each.forced for each in passes)
     engine.close()
 
