@@ -101,7 +101,7 @@ def compare(folder: Path, reference: Reference, vocab_size: int) -> dict[str, st
     from gateway.engine.device import Device
     from gateway.engine.generation.engine import GenerationEngine
     from gateway.engine.grammar.shaping import Shape
-    from gateway.engine.grammar.structured import Structured
+    from gateway.engine.grammar.structured import StructuredOutput
     from gateway.engine.models.checkpoint import Checkpoint
     from gateway.engine.models.decoders import open_decoder
     from gateway.engine.prompting.chat_tokenizer import chat_tokenizer, wrap_folder_tokenizer
@@ -121,7 +121,7 @@ def compare(folder: Path, reference: Reference, vocab_size: int) -> dict[str, st
             "tiny",
             model,
             chat,
-            Structured(None, Shape(), None, problem="not needed"),
+            StructuredOutput(None, Shape(), None, problem="not needed"),
             max_context=4096,
             vocab_size=vocab_size,
             prefix_cache_bytes=prefix_cache_bytes,

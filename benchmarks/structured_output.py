@@ -28,7 +28,7 @@ from referencing import Registry
 
 from gateway.engine.generation.loading import complete_shape, generation_config
 from gateway.engine.grammar.compiling import CompiledGrammar, compile_grammar
-from gateway.engine.grammar.matching import State
+from gateway.engine.grammar.matching import GrammarState
 from gateway.engine.grammar.schemas import walk
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
@@ -138,7 +138,7 @@ class Speller:
         self, compiled: CompiledGrammar, tokenizer: GrammarTokenizer, ranks: Mapping[str, int]
     ) -> None:
         state = compiled.alone() if compiled.alone else compiled.begin()
-        assert isinstance(state, State)
+        assert isinstance(state, GrammarState)
         self._ranks = ranks
         self._matcher = state.matcher
         self._tokens = tokenizer.tokens

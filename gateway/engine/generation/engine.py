@@ -17,7 +17,7 @@ from gateway.engine.generation.prepare import prepare_sequences
 from gateway.engine.generation.self_test import SelfTest, count_tokens, read_probe
 from gateway.engine.generation.sequences import Sequences
 from gateway.engine.grammar.compiling import CompiledGrammar
-from gateway.engine.grammar.structured import Structured
+from gateway.engine.grammar.structured import StructuredOutput
 from gateway.engine.models.checkpoint import measure_kv
 from gateway.engine.models.decoders import floating_dtype, parameters
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
@@ -42,7 +42,7 @@ class GenerationEngine(Sequences):
         name: str,
         model: Any,
         chat: ChatTokenizer,
-        structured: Structured,
+        structured: StructuredOutput,
         *,
         max_context: int,
         vocab_size: int,

@@ -7,7 +7,7 @@ from typing import Any
 from gateway.engine.generation.label_scoring import prepare_questions
 from gateway.engine.generation.sampling import Sampler
 from gateway.engine.generation.sequence import Sequence
-from gateway.engine.grammar.structured import Structured
+from gateway.engine.grammar.structured import StructuredOutput
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
 from gateway.errors import BadRequest, ContextLengthExceeded
 from gateway.jobs import GenerateJob, Sampling, SequenceParams
@@ -16,7 +16,7 @@ from gateway.jobs import GenerateJob, Sampling, SequenceParams
 def prepare_sequences(
     job: GenerateJob,
     chat: ChatTokenizer,
-    structured: Structured,
+    structured: StructuredOutput,
     max_context: int,
     vocab_size: int,
     own: Mapping[str, float],

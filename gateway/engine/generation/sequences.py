@@ -31,7 +31,7 @@ from gateway.engine.generation.prepare import begin_sequence
 from gateway.engine.generation.scoring import max_scored_tokens
 from gateway.engine.generation.self_test import ALONE, is_listed
 from gateway.engine.generation.sequence import Sequence
-from gateway.engine.grammar.structured import Structured
+from gateway.engine.grammar.structured import StructuredOutput
 from gateway.engine.kv.cache import can_batch, compact, rewind_layers
 from gateway.engine.kv.prefix_cache import PrefixCache
 from gateway.engine.models.adapters import Adapters
@@ -56,7 +56,7 @@ class Sequences:
         self,
         model: Any,
         chat: ChatTokenizer,
-        structured: Structured,
+        structured: StructuredOutput,
         *,
         vocab_size: int,
         prefix_cache_bytes: int,

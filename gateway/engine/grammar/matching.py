@@ -24,24 +24,24 @@ def words(vocab_size: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class TextTokens:
     """The tokens that are text, by their bytes, and the mask, (words,), of all that are not."""
 
     ids: Mapping[bytes, Sequence[int]]
     others: Mask
 
-    def with_marks(self, marks: Collection[int]) -> "Texts":
+    def with_marks(self, marks: Collection[int]) -> "TextTokens":
         """Return a copy in which these control tokens are allowed too, as themselves."""
         others = self.others.copy()
         for token in marks:
             others[token // _WORD] &= ~np.uint32(1 << (token % _WORD))
-        return Texts(self.ids, others)
+        return TextTokens(self.ids, others)
 
 
-class State:
+class GrammarState:
     """A place in a grammar: llguidance's, an Earley parser over a lexer."""
 
-    def __init__(self, matcher: LLMatcher, texts: Texts) -> None:
+    def __init__(self, matcher: LLMatcher, texts: TextTokens) -> None:
         self.matcher = matcher
         self._texts = texts
 
@@ -106,9 +106,9 @@ class Matcher:
 
     def __init__(
         self,
-        begin: Callable[[], State],
+        begin: Callable[[], GrammarState],
         eos_ids: Collection[int],
-        alone: Callable[[], State] | None = None,
+        alone: Callable[[], GrammarState] | None = None,
     ) -> None:
         self.state = begin()
         self.error: str | None = None

@@ -31,12 +31,17 @@ _CLASSES: Final = re.compile(rf"\\.|{_CLASS}", re.DOTALL)
 _QUOTE: Final = re.compile(r'["]|\\\\|\\x22|\\x5[cC]|\\u0022|\\u005[cC]')
 # Rust's class syntax where ECMA's differs, and a class from NUL on, through which quotes slip.
 _FOREIGN: Final = re.compile(r"(?:\\.|[^\\])*?(?:\[|&&|--|~~)|\Z|\\(?:x00|u0000)-", re.DOTALL)
-_TOKENS: Final = re.compile(rf"\\.|{_CLASS}|\{{[0-9]+(?:,(?P<most>[0-9]*))?\}}|.", re.DOTALL)
+_TOKENS: Final = re.compile(
+    rf"\\.|{_CLASS}|\{{[0-9]+(?:,(?P<most>[0-9]*))?\}}|\(\?<?[=!]|.", re.DOTALL
+)
+_NOT_REGULAR: Final = re.compile(r"\(\?.*|\\[bB1-9k]")  # look-arounds, and backreferences
 
 
 def is_holdable(pattern: str) -> bool:
-    """Return True unless a pattern means something else to llguidance, or repeats too much."""
-    for match in _CLASSES.finditer(pattern):
+    """Return True for what is regular, means the same to llguidance, and repeats little."""
+    for match in _TOKENS.finditer(pattern):
+        if _NOT_REGULAR.fullmatch(match[0]):
+            return False
         is_class = match["body"] is not None
         if is_class and _FOREIGN.match(match["body"]) and not (match["excludes"] and match["body"]):
             return False

@@ -14,15 +14,15 @@ from gateway.engine.grammar.schemas import (
     can_end,
     is_number,
     rebuild,
+    resolve,
     tuple_items,
     types,
     walk,
 )
 
 _SETTLED: Final = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
-_CONSTRAINTS: Final = ("properties", "patternProperties", "required")
-_MARK: Final = "gateway-closed"
-_OPEN: Final = "gateway-open"
+_CONSTRAINTS: Final = frozenset({"properties", "patternProperties", "required"})
+_OPEN: Final = "#/$defs/gateway-open-"
 _OPEN_DEPTH: Final = 3
 _SHORTEST_FORMAT: Final = 16  # characters that an address or a link of any use has
 _SAFE: Final = 2**53 - 1  # the integers that every JSON reader keeps exact
@@ -96,48 +96,41 @@ def close_objects(schema: Schema) -> Schema:
     """Add `additionalProperties: false` to objects that name properties and say nothing of others.
 
     If several subschemas constrain one object, the outer one is closed if it names all that the
-    inner ones do, and they are left open: each would forbid what the others name. If one of them is
-    a reference nothing is closed, since others may lead there too.
+    inner ones do, and they are left open: each would forbid what the others name.
     """
-    for _, node in walk(schema):
-        subschemas = _subschemas(node)
-        sources = len(node.get("allOf", ())) + any(key in node for key in _CONSTRAINTS)
-        if sources > 1 and any("$ref" in part for part in (node, *subschemas)):
-            return schema
-    return rebuild(rebuild(schema, _close), _unmark)
+    root = rebuild(schema, lambda node: node)
+    groups = [_parts(node, root) for _, node in walk(root)]
+    shared = {
+        id(part)
+        for node, *inner in groups
+        if len(node.get("allOf", ())) > 1 or _CONSTRAINTS & node.keys()
+        for part in inner
+    }
+    for node, *inner in groups:
+        is_said = "additionalProperties" in node or "patternProperties" in node
+        if id(node) in shared or is_said or not node.get("properties"):
+            continue
+        names = {*node.get("required", ())}
+        names.update(*(part.get(key, ()) for part in inner for key in ("properties", "required")))
+        if names <= node["properties"].keys():
+            node["additionalProperties"] = False
+    return root
 
 
-def _subschemas(node: Node) -> list[Node]:
-    """List the subschemas, however deep, that constrain the same value."""
-    parts = []
-    for key in ("allOf", "anyOf", "oneOf"):
-        for part in node.get(key, ()):
-            if isinstance(part, dict):
-                parts += [part, *_subschemas(part)]
-    return parts
-
-
-def _close(node: Schema) -> Schema:
-    if not isinstance(node, dict):
-        return node
-    subschemas = _subschemas(node)
-    named = set(node.get("required", ())).union(
-        *(part.get(key, ()) for part in subschemas for key in ("properties", "required"))
-    )
-    if len(node.get("allOf", ())) > 1 or any(key in node for key in _CONSTRAINTS):
-        for part in subschemas:
-            if part.pop(_MARK, False):
-                del part["additionalProperties"]
-    is_open = "additionalProperties" not in node and "patternProperties" not in node
-    if node.get("properties") and is_open and named <= node["properties"].keys():
-        node |= {"additionalProperties": False, _MARK: True}
-    return node
-
-
-def _unmark(node: Schema) -> Schema:
-    if isinstance(node, dict):
-        node.pop(_MARK, None)
-    return node
+def _parts(node: Node, root: Schema) -> list[Node]:
+    """List a subschema, and those that constrain the same value, however deep."""
+    parts = {id(node): node}
+    todo = [node]
+    while todo:
+        part = todo.pop()
+        inner = [child for key in ("allOf", "anyOf", "oneOf") for child in part.get(key, ())]
+        if "$ref" in part:
+            inner.append(resolve(root, part["$ref"]))
+        for child in inner:
+            if isinstance(child, dict) and id(child) not in parts:
+                parts[id(child)] = child
+                todo.append(child)
+    return list(parts.values())
 
 
 def bound_strings(
@@ -156,10 +149,8 @@ def bound_strings(
         limits["maxLength"] = max_string_chars
     if max_array_items is not None:
         limits["maxItems"] = max_array_items
-    is_used = False
 
     def bound(node: Schema) -> Schema:
-        nonlocal is_used
         if node is True and limits:
             node = {}
         if not isinstance(node, dict):
@@ -167,13 +158,12 @@ def bound_strings(
         if any(key in node for key in _SETTLED):
             return _bound_names(node, limits)
         counted = _limit(_bound_counts(node, limits), limits)
-        opened = _open(counted, limits) if limits else counted
-        is_used = is_used or opened is not node
-        return _bound_names(opened, limits)
+        return _bound_names(_open(counted, limits) if limits else counted, limits)
 
     copy = rebuild(schema, bound)
-    if is_used:
-        copy = {**copy, "$defs": {**copy.get("$defs", {}), **_open_levels(limits)}}
+    refs = [node.get("$ref", "") for _, node in walk(copy)]
+    if any(ref.startswith(_OPEN) for ref in refs):
+        copy["$defs"] = {**copy.get("$defs", {}), **_open_levels(limits)}
     return copy
 
 
@@ -256,19 +246,20 @@ def _few_properties(limits: Node) -> Node:
 
 
 def _open_ref(depth: int) -> Node:
-    return {"$ref": f"#/$defs/{_OPEN}-{depth}"}
+    return {"$ref": f"{_OPEN}{depth}"}
 
 
 def _open_levels(limits: Node) -> Node:
     """Define values of any shape, to a bounded depth: else a model may nest for ever."""
+    name = _OPEN.removeprefix("#/$defs/")
     scalar = _bound_counts({"type": ["string", "number", "boolean", "null"]}, limits)
     scalar = _limit(scalar, limits)
-    levels: Node = {f"{_OPEN}-0": scalar}
+    levels: Node = {f"{name}0": scalar}
     for depth in range(1, _OPEN_DEPTH + 1):
         inner = _open_ref(depth - 1)
         several = _limit({"type": "array", "items": inner}, limits)
         named = {"type": "object", **_any_properties(limits, inner), **_few_properties(limits)}
-        levels[f"{_OPEN}-{depth}"] = {"anyOf": [scalar, several, named]}
+        levels[f"{name}{depth}"] = {"anyOf": [scalar, several, named]}
     return levels
 
 

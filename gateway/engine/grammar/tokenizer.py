@@ -16,7 +16,7 @@ from llguidance import LLTokenizer
 from outlines.backends.llguidance import LLGuidanceBackend
 from tokenizers import Tokenizer
 
-from gateway.engine.grammar.matching import Texts, words
+from gateway.engine.grammar.matching import TextTokens, words
 
 _BYTE = '"<0x0A>"'  # as a vocabulary with tokens for bytes has it
 _PAUSE_S = 0.01  # between two parts: time for what has waited in the meantime
@@ -53,7 +53,7 @@ class GrammarTokenizer:
         """Count the words of a row's mask."""
         return words(self.tokens.vocab_size)
 
-    def _texts(self) -> Texts:
+    def _texts(self) -> TextTokens:
         is_special, decode = self.tokens.is_special_token, self.tokens.decode_bytes
         found: dict[bytes, list[int]] = {}
         is_other = np.ones(32 * self.words, dtype=np.bool_)
@@ -61,7 +61,7 @@ class GrammarTokenizer:
         is_other[list(self.eos_ids)] = True
         for token in np.flatnonzero(~is_other).tolist():
             found.setdefault(decode([token]), []).append(token)
-        return Texts(found, np.packbits(is_other, bitorder="little").view(np.uint32))
+        return TextTokens(found, np.packbits(is_other, bitorder="little").view(np.uint32))
 
 
 class _Maker(LLGuidanceBackend):

@@ -19,7 +19,7 @@ from gateway.serving.ranks.calls import Setup
 from gateway.serving.ranks.following import follow
 from gateway.serving.ranks.leading import LeadingEngine, lead_in_steps
 from gateway.serving.ranks.links import Follower, Invitation, Leader, accept, inviting
-from tests.fakes import ScriptedChat
+from tests.fakes import ScriptedChat, ScriptedGrammar
 
 SETUP = Setup("spec", "files", 0, 0)
 
@@ -132,9 +132,9 @@ def test_each_rank_compiles_the_grammar(ranks: Ranks) -> None:
     ranks.follow()
     engine = ranks.lead(ScriptedChat())
     grammar = Grammar("regex", "a+")
-    join(engine, params("a", grammar=grammar, compiled=grammar))
+    join(engine, params("a", grammar=grammar, compiled=ScriptedGrammar(grammar)))
     [other] = ranks.engines
-    assert other._jobs[1].compiled == grammar
+    assert other._jobs[1].compiled == ScriptedGrammar(grammar)
 
 
 def test_a_call_that_fails_everywhere_fails_for_its_caller_alone(ranks: Ranks) -> None:
