@@ -4,11 +4,14 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from gateway import clock, logs, metrics
 from gateway.errors import ContextLengthExceeded, GatewayError, NoRoom, PassFault, Unavailable
 from gateway.jobs import (
+    Adapter,
     Compiled,
     Delta,
     GenerateJob,
@@ -29,9 +32,8 @@ from gateway.serving.generation.grammars import GrammarCache
 from gateway.serving.generation.memory import RowCosts, RowMemory, longest_chunk
 from gateway.serving.generation.policy import GenerationLimits, prefill_goes_first, rank
 from gateway.serving.generation.queue import JobQueue
-from gateway.serving.generation.scheduler import Scheduler
+from gateway.serving.generation.scheduler import PrefillPace, Scheduler
 from gateway.serving.lane import Lane, Turn
-from gateway.serving.pace import Pace
 from gateway.serving.ports import GenerationEngine
 from gateway.serving.tokenize import ThreadPools, prompt_kind
 from gateway.serving.workers import run_forever
@@ -41,11 +43,6 @@ log = logs.get("generation")
 STEPS_PER_TURN = 16  # if no other turn waits: a hop to the lane's thread costs 0.1 ms
 PREFILL_FIRST_PASSES = 2  # decoding waits only for prompts of so few passes, and for their time
 RETRY_PAUSE_S = 0.1  # after a turn that failed, as the next may fail too
-# While no other model needs the device, several short prompts share a pass that takes longer: on
-# a CPU, one of 50 tokens takes a fourth of the time that eight take together.
-ALONE_S = 10.0  # without a turn of another's
-ALONE_LIMIT = 4  # times the limit of a pass
-ALONE_WITH = ("load", "tidy")  # which nobody waits for as for an answer
 
 
 @dataclass(slots=True)
@@ -86,7 +83,9 @@ class GenerationBatcher:
         self._pool = pool
         self._limits = limits
         self._grammars = grammars
-        self._queue = JobQueue(name, limits)
+        self._queue = JobQueue(
+            name, max_tokens=limits.queue_max_tokens, max_choices=limits.queue_limit
+        )
         self._memory = memory or RowMemory(Budget(0), RowCosts())
         self._scheduler = Scheduler(name, self._cap_batch(limits), self._memory)
         self._wake_events = {kind: asyncio.Event() for kind in ("prefill", "decode")}
@@ -147,7 +146,7 @@ class GenerationBatcher:
         """Apply new limits, also to running rows."""
         self._limits = limits
         self._scheduler.limits = self._cap_batch(limits)
-        self._queue.adopt(limits)
+        self._queue.adopt(max_tokens=limits.queue_max_tokens, max_choices=limits.queue_limit)
         self._pace.adopt(limits)
         self._memory.adopt(longest_chunk(limits.prefill_chunk_tokens))
         self._wake()
@@ -180,7 +179,9 @@ class GenerationBatcher:
             usage = Usage(prompt_tokens=sum(len(row.prompt) for row in counted))
             timings.tokens_in = usage.prompt_tokens
             metrics.count_prompt(name, usage.prompt_tokens)
-            checker = AnswerChecker(name, self.engine, self._pool, job, _find_unenforced(rows[0]))
+            compiled = rows[0].compiled
+            unenforced = () if compiled is None else compiled.unenforced
+            checker = AnswerChecker(name, self.engine, self._pool, job, unenforced)
             deltas = self._deltas(job, inbox, len(choices), checker)
             self._warn_of_text_calls(rows[0])
             calls_are_text = rows[0].calls_are_text
@@ -441,47 +442,49 @@ class GenerationBatcher:
             self._memory.release()
 
 
-class PrefillPace:
-    """The tokens of prefill passes: a pace beside other models' work, and one without."""
+class AdaptedBatcher:
+    """The batcher of a base, for the requests of one of its adapters.
 
-    def __init__(self, limits: GenerationLimits) -> None:
-        self._pace = Pace(limits.pass_limit_s)
-        self._pace_alone = Pace(ALONE_LIMIT * limits.pass_limit_s)
-        self._prompts: Sequence[int] = ()
-        self.adopt(limits)
+    It has no workers, queue or limits of its own, and counts no rows: those are the base's.
+    """
 
-    def adopt(self, limits: GenerationLimits) -> None:
-        """Apply new limits of a pass."""
-        self._chunk_tokens = limits.prefill_chunk_tokens
-        self._pace.limit_s = limits.pass_limit_s
-        self._pace_alone.limit_s = ALONE_LIMIT * limits.pass_limit_s
+    def __init__(self, base: GenerationBatcher, adapter: Adapter) -> None:
+        self._base = base
+        self._adapter = adapter
 
     @property
-    def tokens(self) -> int:
-        """Return the most tokens of the next pass beside other work."""
-        return min(self._chunk_tokens, self._pace.tokens)
+    def tickets(self) -> int:
+        """Return 0: its rows wait among the base's."""
+        return 0
 
-    def begin(self, turn: Turn, prompts: Sequence[int]) -> None:
-        """Begin a turn, with prompts of these lengths in prefill."""
-        self._turn, self._prompts = turn, prompts
+    @property
+    def is_batched(self) -> bool:
+        """Return True while rows run together, False once they run one at a time."""
+        return self._base.is_batched
 
-    def choose(self, *, is_decoding: bool) -> int:
-        """Return the most tokens of the next pass.
+    @property
+    def verdict(self) -> Verdict | None:
+        """Return that of the base's self-test."""
+        return self._base.verdict
 
-        Where answers are under way, it is longer for two prompts that it reads whole: a single one,
-        or parts of longer ones, would only keep those answers waiting.
-        """
-        if self._turn.seconds_alone(ALONE_WITH) < ALONE_S:
-            return self.tokens
-        longer = min(self._chunk_tokens, self._pace_alone.tokens)
-        is_burst = sum(length <= longer // 2 for length in self._prompts) > 1
-        return longer if is_burst or not is_decoding else self.tokens
+    @property
+    def prefix_names(self) -> Sequence[bytes]:
+        """Return a router's names of the prefixes that are kept of this adapter."""
+        return self._base.engine.prefix_names(self._adapter.number)
 
-    def note(self, tokens: int, seconds: float) -> None:
-        """Adjust to a pass of so many padded tokens."""
-        for pace in (self._pace, self._pace_alone):
-            pace.note(tokens, seconds)
+    def generate(
+        self, job: GenerateJob, on_full: Callable[[], None] | None = None
+    ) -> AbstractAsyncContextManager[Generation]:
+        return self._base.generate(self._adapt(job), on_full)
+
+    async def count_tokens(self, job: GenerateJob) -> int:
+        return await self._base.count_tokens(self._adapt(job))
+
+    def end(self, error: GatewayError) -> None:
+        """Do nothing: its rows end with the base's."""
+
+    def _adapt(self, job: GenerateJob) -> GenerateJob:
+        return replace(job, adapter=self._adapter)
 
 
-def _find_unenforced(row: SequenceParams) -> Sequence[str]:
-    return row.compiled.unenforced if row.compiled is not None else ()
+ChatBatcher: TypeAlias = GenerationBatcher | AdaptedBatcher
