@@ -15,7 +15,7 @@ from gateway.registry import Catalog, ChatSpec, ModelSpec, load_alike
 from gateway.serving.admission import NO_BOUND, Admission, Noun, time_load
 from gateway.serving.budget import Budget
 from gateway.serving.models.entry import Entry, Failures, State, copy_error
-from gateway.serving.models.memory import Abandoned, Room
+from gateway.serving.models.eviction import Abandoned, Room
 
 M = TypeVar("M")
 LOAD_RETRY_S = 5.0  # while a model loads, the rate of its queue is unknown
