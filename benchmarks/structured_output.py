@@ -137,7 +137,7 @@ class Speller:
     def __init__(
         self, compiled: CompiledGrammar, tokenizer: GrammarTokenizer, ranks: Mapping[str, int]
     ) -> None:
-        state = compiled.alone() if compiled.alone else compiled.begin()
+        state = compiled.begin_alone() if compiled.begin_alone else compiled.begin()
         assert isinstance(state, GrammarState)
         self._ranks = ranks
         self._matcher = state.matcher

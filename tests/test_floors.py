@@ -142,7 +142,7 @@ BUDGET: dict[str, int] = {
     "cli": 1272,
     "clock": 40,
     "doctor": 323,
-    "engine": 10534,
+    "engine": 10566,
     "errors": 266,
     "ids": 10,
     "jobs": 266,

@@ -43,14 +43,14 @@ def answer_grammar(
 ) -> Grammar | None:
     """Return the grammar of an answer with these calls and this form; None if it is free.
 
-    A forced call is bare JSON: {"name":…,"arguments":…}. A free one keeps the model's own form, and
-    is held to its schema if a function is strict. With an `answer` grammar too, the whole is either
-    calls or that answer. Its `schemas` are rules that the compiler adds (`with_schemas`). Raises
-    BadRequest if the model's form leaves no way to write that.
+    With an `answer` grammar too, the whole is either calls or that answer. Its `schemas` are rules
+    that the compiler adds (`with_schemas`). Raises BadRequest if the model's form leaves no way to
+    write that.
     """
     if calling is None:
         return answer
     tools = calling.functions
+    # A forced call is bare JSON: {"name":…,"arguments":…}.
     if calling.forced:
         rules = [
             SchemaRule(_arguments(i), tool.name, json.dumps(_close(tool.parameters)), tool.strict)
@@ -59,6 +59,7 @@ def answer_grammar(
         return Grammar("calls", _lark("start: call", tools, rules), schemas=tuple(rules))
     if form is not None and form.is_separate:
         return answer
+    # A free one keeps the model's own form, and is held to its schema if the function is strict.
     rules = [
         SchemaRule(_arguments(i), tool.name, json.dumps(dict(tool.parameters)), strict=True)
         for i, tool in enumerate(tools)
@@ -72,8 +73,8 @@ def answer_grammar(
                 part="answer_form",
             )
         rules.append(SchemaRule(_ANSWER, "", answer.source, answer.strict))
-        opening = form.start if form.is_special else json.dumps(form.start)
-        source = _lark(f"start: {_ANSWER} | call+", tools, rules, f"{opening} ", _closing(form))
+        opening = _mark(form.start, is_special=form.is_special) + " "
+        source = _lark(f"start: {_ANSWER} | call+", tools, rules, opening, _closing(form))
         return Grammar("calls", source, schemas=tuple(rules))
     if form is None or not rules:
         return None
@@ -91,10 +92,8 @@ def with_schemas(source: str, schemas: Mapping[str, Schema]) -> str:
 
 
 def _close(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Forbid arguments that a function does not declare, unless it says that there may be more.
-
-    A model that must call a function without parameters would otherwise invent some, without end.
-    """
+    """Forbid arguments that a function does not declare, unless it says that there may be more."""
+    # A model that must call one without parameters would otherwise invent some, without end.
     if _OPENING & parameters.keys() or _needs_more(parameters):
         return dict(parameters)
     return {"type": "object", **parameters, "additionalProperties": False}
@@ -113,8 +112,11 @@ def _needs_more(parameters: Mapping[str, Any]) -> bool:
 def _closing(form: CallFormat) -> str:
     if not form.end:
         return ""
-    mark = form.end if form.closing_is_special else json.dumps(form.end)
-    return f' "\\n"? {mark} "\\n"?'
+    return f' "\\n"? {_mark(form.end, is_special=form.closing_is_special)} "\\n"?'
+
+
+def _mark(text: str, *, is_special: bool) -> str:
+    return text if is_special else json.dumps(text)
 
 
 def _lark(
@@ -124,19 +126,18 @@ def _lark(
     opening: str = "",
     closing: str = "",
 ) -> str:
-    """Return the rules: `call` is one of the functions, each with its own arguments.
-
-    Between marks a call is spaced as models are trained to space it, without them it is compact.
-    """
-    gap = " " if closing else ""
-    before = '"\\n"? ' if closing else ""
+    """Return the rules: `call` is one of the functions, each with its own arguments."""
+    gap, before = "", ""
+    # Between marks a call is spaced as models are trained to space it, without them it is compact.
+    if closing:
+        gap, before = " ", '"\\n"? '
     names = " | ".join(f"call_{i}" for i in range(len(functions)))
     lines = [start, f"call: {opening}{before}({names}){closing}"]
-    held = {rule.rule for rule in rules}
+    schema_rules = {rule.rule for rule in rules}
     for i, function in enumerate(functions):
         head = json.dumps(f'{{"name":{gap}{json.dumps(function.name)},{gap}"arguments":{gap}')
         lines.append(f'call_{i}: {head} {_arguments(i)} "}}"')
-        if _arguments(i) not in held:
+        if _arguments(i) not in schema_rules:
             lines.append(f"{_arguments(i)}: {_json({'type': 'object'})}")
     return "\n".join(lines)
 

@@ -31,7 +31,6 @@ from gateway.engine.grammar.unenforced import (
     hold,
     read_options,
     to_llguidance,
-    warned,
     why,
 )
 from gateway.engine.sandbox_worker import TRIAL_FORCED, TRIAL_STEPS, Sandbox
@@ -80,12 +79,13 @@ class CompiledGrammar:
 
     begin: Callable[[], GrammarState]
     eos_ids: Collection[int]
-    alone: Callable[[], GrammarState] | None = None
+    # Shares no lexer with other states: what an error that another's may be is tried again with.
+    begin_alone: Callable[[], GrammarState] | None = None
     unenforced: tuple[str, ...] = ()
 
     def matcher(self, tokens: Sequence[int] = ()) -> Matcher:
         """Return a matcher at the beginning, or where these tokens leave it."""
-        matcher = Matcher(self.begin, self.eos_ids, self.alone)
+        matcher = Matcher(self.begin, self.eos_ids, self.begin_alone)
         matcher.replay(tokens)
         return matcher
 
@@ -139,19 +139,19 @@ def _compile_calls(compiler: "_Compiler", grammar: Grammar) -> CompiledGrammar:
     Raises BadRequest, naming the function, for a schema that doesn't compile, and for a strict one
     that is not held whole.
     """
-    helds: dict[str, Held] = {}
+    parts: dict[str, Held] = {}
     for rule in grammar.schemas:
         try:
-            helds[rule.rule] = compiler.hold(compiler.read(rule.schema))
+            parts[rule.rule] = compiler.hold(compiler.read(rule.schema))
         except BadRequest as error:
             raise _of_function(rule.function, error) from None
-    forms = {rule: shape_schema(held.schema, compiler.shape) for rule, held in helds.items()}
+    forms = {rule: shape_schema(part.schema, compiler.shape) for rule, part in parts.items()}
     try:
         compiled, warnings = compiler.compile_calls(grammar, forms)
     except _Uncompilable:  # some schema's own fault
         for rule in grammar.schemas:
             try:
-                forms[rule.rule], _ = compiler.compile_held(helds[rule.rule])
+                forms[rule.rule], _ = compiler.compile_held(parts[rule.rule])
             except BadRequest as error:
                 raise _of_function(rule.function, error) from None
         try:
@@ -163,10 +163,10 @@ def _compile_calls(compiler: "_Compiler", grammar: Grammar) -> CompiledGrammar:
             ) from None
     unenforced: list[str] = []
     for rule in grammar.schemas:
-        held = helds[rule.rule]
-        pointers = held.naming(warned(held, warnings)).unenforced
+        pointers = parts[rule.rule].warned(warnings).unenforced
         try:
-            check_strict(pointers if rule.strict else ())
+            if rule.strict:
+                check_strict(pointers)
         except BadRequest as error:
             raise _of_function(rule.function, error) from None
         unenforced += [f"{rule.function}{pointer}" for pointer in pointers]
@@ -185,8 +185,10 @@ def _reword(grammar: Grammar, problem: str) -> str:
     """Return llguidance's message on a regex, a choice or a grammar in our words."""
     place = _PLACE.match(problem)
     match = _REASON.search(problem)
-    first = _PLACE.sub("", problem.partition("\n")[0], count=1)
-    reason = (match[1] if match else first).strip().rstrip(".")[:300]
+    reason = _PLACE.sub("", problem.partition("\n")[0], count=1)
+    if match:
+        reason = match[1]
+    reason = reason.strip().rstrip(".")[:300]
     if grammar.kind == "grammar" and _GBNF.search(grammar.source):
         return f"The GBNF grammar cannot be compiled: {reason}."
     lines = grammar.source.split("\n")
@@ -271,15 +273,18 @@ class _Compiler:
         return hold(schema, self.bounds.max_path)
 
     def compile_held(
-        self, held: Held, options: Mapping[str, Any] = COMPACT
+        self, part: Held, options: Mapping[str, Any] = COMPACT
     ) -> tuple[Node, CompiledGrammar]:
         """Compile what can be held of a schema; return it in its final form, and the grammar.
 
         Raises BadRequest in our own words when nothing compiles.
         """
         problem = ""
-        shaped = shape_schema(held.schema, self.shape)
-        for form in [shaped] if shaped == held.schema else [shaped, held.schema]:
+        shaped = shape_schema(part.schema, self.shape)
+        forms = [shaped]
+        if shaped != part.schema:
+            forms.append(part.schema)
+        for form in forms:
             text = json.dumps(to_llguidance(form, options))
             spec = self.tokenizer.maker.get_json_schema_logits_processor(text).grammar
             try:
@@ -287,9 +292,8 @@ class _Compiler:
             except _Uncompilable as error:
                 problem = str(error)
             else:
-                unenforced = held.naming(warned(held, warnings)).unenforced
-                return form, replace(compiled, unenforced=unenforced)
-        raise refusal(why(held, problem))
+                return form, replace(compiled, unenforced=part.warned(warnings).unenforced)
+        raise refusal(why(part, problem))
 
     def compile_calls(
         self, grammar: Grammar, forms: Mapping[str, Schema]
@@ -319,13 +323,17 @@ class _Compiler:
         matcher = first()
         copies = _Copies(first, matcher, texts)
         error = GrammarState(matcher, texts).problem()
-        warnings = [] if error else matcher.get_grammar_warnings()
+        warnings: Sequence[str] = []
         if error is None:
+            warnings = matcher.get_grammar_warnings()
             error = _follow(Matcher(copies, self.tokenizer.eos_ids), self.tokenizer)
         if error is not None:
             raise _Uncompilable(error[:1000].strip())
-        alone = lambda: GrammarState(first(), texts)  # noqa: E731
-        return CompiledGrammar(copies, self.tokenizer.eos_ids, alone=alone), warnings
+
+        def begin_alone() -> GrammarState:
+            return GrammarState(first(), texts)
+
+        return CompiledGrammar(copies, self.tokenizer.eos_ids, begin_alone), warnings
 
 
 def try_grammar(sandbox: Sandbox, spec: str, code: str) -> None:
@@ -340,7 +348,7 @@ def try_grammar(sandbox: Sandbox, spec: str, code: str) -> None:
     request |= {"kind": "grammar", "max_bytes": _MAX_BYTES}
     outcome, value = sandbox(request, key_of("grammar", spec))
     if outcome in ("died", "large"):
-        noun = "JSON Schema" if code == "invalid_json_schema" else "grammar"
+        noun = {"invalid_json_schema": "JSON Schema"}.get(code, "grammar")
         raise _refusal(f"The {noun} cannot be compiled: {value}.", code)
     if outcome == "late":
         raise TimeoutError

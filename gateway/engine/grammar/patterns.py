@@ -63,7 +63,8 @@ def _repetitions(pattern: str) -> int:
             atom = levels.pop()
         elif token[0] == "{" and len(token) > 1:
             count = max(map(int, re.findall("[0-9]{1,9}", token)))
-            largest = max(largest, atom * count if atom > 1 else 1)
+            if atom > 1:
+                largest = max(largest, atom * count)
             atom *= count
         else:
             atom = 1
@@ -97,7 +98,7 @@ def widths(pattern: str) -> tuple[int, int | None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             parsed = parser.parse(pattern)
-            least, most = parsed.getwidth()
+            narrowest, widest = parsed.getwidth()
     except (re.error, RecursionError, OverflowError):
         return 0, None
     has_ends = bool(parsed.data) and all(
@@ -107,4 +108,6 @@ def widths(pattern: str) -> tuple[int, int | None]:
             (parsed.data[-1], ("AT_END", "AT_END_STRING")),
         )
     )
-    return int(least), int(most) if has_ends and most < _WIDEST else None
+    if has_ends and widest < _WIDEST:
+        return int(narrowest), int(widest)
+    return int(narrowest), None

@@ -28,11 +28,12 @@ _ONE: Final = (
     *("not", "if", "then", "else", "unevaluatedItems", "unevaluatedProperties"),
 )
 _LIST: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_DEFINITIONS: Final = ("$defs", "definitions")
-_MAP: Final = ("properties", "patternProperties", "dependentSchemas", *_DEFINITIONS)
-# Keywords that no grammar holds: their subschemas apply to no part of an answer by themselves.
+_MAP: Final = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+# Keywords that no grammar holds, and definitions, which only references enter: their subschemas
+# apply to no part of an answer by themselves.
 _ASIDE: Final = frozenset(
     {
+        *("$defs", "definitions"),
         *("not", "if", "then", "else", "contains", "propertyNames", "dependentSchemas"),
         *("unevaluatedItems", "unevaluatedProperties"),
     }
@@ -40,11 +41,6 @@ _ASIDE: Final = frozenset(
 SCALARS: Final = frozenset({"string", "number", "integer", "boolean", "null"})
 TYPES: Final = SCALARS | {"array", "object"}
 _NOTES: Final = frozenset({"title", "description", "default", "examples", "$comment"})
-_NOUNS: Final = {
-    **{name: f"a {name}" for name in ("string", "number", "boolean")},
-    **{name: f"an {name}" for name in ("integer", "object", "array")},
-    "null": "null",
-}
 _PROBLEMS: Final = {
     "minimum": "must be at least {}",
     "exclusiveMinimum": "must be above {}",
@@ -95,7 +91,9 @@ def parse_schema(text: str, *, max_bytes: int, max_depth: int) -> Schema:
 def _children(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
         return value.values()
-    return value if isinstance(value, list) else ()
+    if isinstance(value, list):
+        return value
+    return ()
 
 
 def _no_such_number(name: str) -> float:
@@ -107,16 +105,7 @@ def draft_of(schema: Schema) -> Draft:
     name = schema.get("$schema") if isinstance(schema, dict) else None
     if not isinstance(name, str):
         return Draft.D202012
-    return _DRAFTS.get(_address(name), Draft.D202012)
-
-
-def is_draft(name: str) -> bool:
-    """Return True for a `$schema` that names a known draft."""
-    return _address(name) in _DRAFTS
-
-
-def _address(name: str) -> str:
-    return name.partition("://")[2].rstrip("#")
+    return _DRAFTS.get(name.partition("://")[2].rstrip("#"), Draft.D202012)
 
 
 def check_draft(schema: Schema) -> None:
@@ -135,7 +124,8 @@ def check_draft(schema: Schema) -> None:
 def _problem(keyword: str, kind: Any) -> str:
     """Return what a keyword's value must be; `kind` is the error's, of jsonschema_rs."""
     if kind.name == "type":
-        return f"must be {' or '.join(_NOUNS[name] for name in kind.types)}"
+        nouns = [f"an {name}" if name[0] in "aio" else f"a {name}" for name in kind.types]
+        return f"must be {' or '.join(nouns)}"
     if kind.name in _PROBLEMS:
         return _PROBLEMS[kind.name].format(kind.value)
     if keyword == "type":
@@ -153,10 +143,7 @@ def _own_schema(draft: Draft) -> Any:
 
 
 def steps(node: Node) -> Iterator[tuple[str, Node]]:
-    """Yield the direct subschemas of one that are objects, with the way to each.
-
-    Definitions are left out: only references enter them.
-    """
+    """Yield the direct subschemas of one that are objects, with the way to each."""
     for key, value in node.items():
         if key in _ONE and isinstance(value, dict):
             yield key, value
@@ -164,21 +151,12 @@ def steps(node: Node) -> Iterator[tuple[str, Node]]:
             yield from (
                 (f"{key}/{i}", child) for i, child in enumerate(value) if isinstance(child, dict)
             )
-        elif key in _MAP and key not in _DEFINITIONS and isinstance(value, dict):
-            yield from _named(key, value)
-
-
-def definitions(node: Node) -> Iterator[tuple[str, Node]]:
-    """Yield the definitions of a subschema, with the way to each."""
-    for key in _DEFINITIONS:
-        if isinstance(node.get(key), dict):
-            yield from _named(key, node[key])
-
-
-def _named(key: str, schemas: Node) -> Iterator[tuple[str, Node]]:
-    for name, child in schemas.items():
-        if isinstance(child, dict):
-            yield f"{key}/{escape(name)}", child
+        elif key in _MAP and isinstance(value, dict):
+            yield from (
+                (f"{key}/{escape(name)}", child)
+                for name, child in value.items()
+                if isinstance(child, dict)
+            )
 
 
 def walk(schema: Schema) -> Iterator[tuple[str, Node]]:
@@ -187,8 +165,7 @@ def walk(schema: Schema) -> Iterator[tuple[str, Node]]:
     while todo:
         place, node = todo.pop()
         yield place, node
-        inner = [*steps(node), *definitions(node)]
-        todo += [(f"{place}/{step}", child) for step, child in reversed(inner)]
+        todo += [(f"{place}/{step}", child) for step, child in reversed([*steps(node)])]
 
 
 def escape(name: str) -> str:
@@ -241,13 +218,11 @@ def types(node: Node) -> frozenset[str]:
 
 
 def resolve(root: Schema, ref: str) -> Schema | None:
-    """Follow a JSON pointer within the schema; None for what is not one, or leads nowhere.
-
-    As in any URI, `%24` stands for `$` (RFC 6901, section 6).
-    """
+    """Follow a JSON pointer within the schema; None for what is not one, or leads nowhere."""
     if ref != "#" and not ref.startswith("#/"):
         return None
     target = root
+    # As in any URI, `%24` stands for `$` (RFC 6901, section 6).
     for part in urllib.parse.unquote(ref[1:]).split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
         if isinstance(target, dict) and name in target:
@@ -273,7 +248,7 @@ def settle_refs(root: Node) -> tuple[Collection[int], Mapping[str, str]]:
     is_plain = all(name.startswith("#") for name in inner)
     anchors = {f"#{name}": node for _, node in nodes for name in _anchors(node)}
     lost = set[int]()
-    given: dict[str, str] = {}
+    callers: dict[str, str] = {}
     moved: Node = {}
     for _, node in nodes:
         if not isinstance(node.get("$ref"), str):
@@ -290,14 +265,14 @@ def settle_refs(root: Node) -> tuple[Collection[int], Mapping[str, str]]:
         if target is not None and not _DEFINITION.fullmatch(ref):
             moved[ref] = target
             node["$ref"] = f"#/$defs/{urllib.parse.quote(escape(ref), safe='~')}"
-            given[node["$ref"]] = ref
+            callers[node["$ref"]] = ref
     if moved:
         root["$defs"] = {**root.get("$defs", {}), **moved}
     for _, node in nodes:
         for key in _IDENTIFIERS:
             if isinstance(node.get(key), str):
                 del node[key]
-    return lost, given
+    return lost, callers
 
 
 def _identifiers(node: Node) -> list[str]:
@@ -311,13 +286,12 @@ def _anchors(node: Node) -> list[str]:
 
 
 def reachable(
-    root: Node, max_path: int, given: Mapping[str, str] = MappingProxyType({})
+    root: Node, max_path: int, callers: Mapping[str, str] = MappingProxyType({})
 ) -> list[tuple[str, Node]]:
     """List the subschemas that a grammar may hold an answer to, each with its JSON pointer.
 
-    Definitions are among them where something refers to them. Raises BadRequest for a reference
-    that leads nowhere, and for a way through more than `max_path` subschemas: compilers follow
-    `$ref` by native recursion.
+    `callers` are references as the caller wrote them. Raises BadRequest for one that leads nowhere,
+    and for a way through more than `max_path` subschemas.
     """
     nodes: list[tuple[str, Node]] = []
     seen = set[int]()
@@ -326,7 +300,7 @@ def reachable(
         place, node, depth = todo.pop()
         if id(node) in seen or not isinstance(node, dict):
             continue
-        if depth > max_path:
+        if depth > max_path:  # compilers follow `$ref` by native recursion
             raise refusal(
                 f"The JSON Schema leads through more than {max_path} subschemas, one inside the "
                 "other or by `$ref`."
@@ -339,7 +313,7 @@ def reachable(
                 raise refusal(
                     f"The JSON Schema keyword `$ref` at {place} leads nowhere: `{node['$ref']}`."
                 )
-            ref = given.get(node["$ref"], node["$ref"])
+            ref = callers.get(node["$ref"], node["$ref"])
             todo.append((urllib.parse.unquote(ref), target, depth + 1))
         todo += [
             (f"{place}/{step}", child, depth + 1)
@@ -350,15 +324,15 @@ def reachable(
 
 
 def can_end(root: Schema) -> bool:
-    """Return True if some finite value fits, that is, if no subschema always requires itself.
-
-    The least fixed point: a reference ends once its target does.
-    """
+    """Return True if some finite value fits, that is, if no subschema always requires itself."""
+    # The least fixed point: a reference ends once its target does.
     refs = {node["$ref"]: True for _, node in walk(root) if "$ref" in node}
     targets = {ref: resolve(root, ref) for ref in refs}
     endless = {ref for ref, target in targets.items() if target is not None}
-    while ending := {ref for ref in endless if _ends(targets[ref], endless)}:
-        endless -= ending
+    count = -1
+    while len(endless) != count:
+        count = len(endless)
+        endless = {ref for ref in endless if not _ends(targets[ref], endless)}
     return _ends(root, endless)
 
 
@@ -374,14 +348,14 @@ def _ends(schema: Schema, endless: Collection[str]) -> bool:
         return True
     ways = []
     if "array" in types(schema):
-        prefix, others = tuple_items(schema)
-        count = schema.get("minItems", 0)
-        items = [*prefix, others] if count > len(prefix) else prefix[:count]
+        prefix, rest = tuple_items(schema)
+        items = [*prefix, rest][: schema.get("minItems", 0)]
         ways.append(all(_ends(child, endless) for child in items))
     if "object" in types(schema):
-        properties, others = schema.get("properties", {}), schema.get("additionalProperties", True)
-        others = "patternProperties" in schema or others  # which may allow what is required
-        needed = [properties.get(name, others) for name in schema.get("required", ())]
+        properties, rest = schema.get("properties", {}), schema.get("additionalProperties", True)
+        if "patternProperties" in schema:
+            rest = True  # it may allow what is required
+        needed = [properties.get(name, rest) for name in schema.get("required", ())]
         ways.append(all(_ends(child, endless) for child in needed))
     return any(ways)
 

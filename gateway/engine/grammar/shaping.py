@@ -34,17 +34,13 @@ _PLACES_IF_SHORT: Final = 4  # where strings are bounded too
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How far a schema is tightened.
+    """How far a schema is tightened."""
 
-    `max_string_chars` and `max_array_items` bound what the schema leaves unbounded; None leaves
-    it so. `complete` emits the optional properties of an object when each is nullable or has a
-    default. `closed` adds no property that the schema doesn't name, unless it says it may.
-    """
-
+    # These bound what the schema leaves unbounded; None leaves it so.
     max_string_chars: int | None = None
     max_array_items: int | None = None
-    complete: bool = True
-    closed: bool = True
+    complete: bool = True  # optional properties are emitted when each is nullable or has a default
+    closed: bool = True  # no property that the schema doesn't name, unless it says it may
 
 
 def shape_schema(schema: Schema, shape: Shape) -> Schema:
@@ -59,10 +55,10 @@ def shape_schema(schema: Schema, shape: Shape) -> Schema:
 def complete(schema: Schema) -> Schema:
     """Require every property of the objects whose optional properties can all say nothing.
 
-    That is, each is nullable or has a default, as pydantic's optional fields are: models left
-    free to skip such fields often skip them all. A field that is optional in earnest leaves its
+    That is, each is nullable or has a default. A field that is optional in earnest leaves its
     object as it was; so does an object whose recursion would then never end.
     """
+    # As pydantic's optional fields are: models left free to skip such fields often skip them all.
     whole = rebuild(schema, _complete)
     return whole if can_end(whole) else schema
 
@@ -158,7 +154,9 @@ def bound_strings(
         if any(key in node for key in _SETTLED):
             return _bound_names(node, limits)
         counted = _limit(_bound_counts(node, limits), limits)
-        return _bound_names(_open(counted, limits) if limits else counted, limits)
+        if limits:
+            counted = _open(counted, limits)
+        return _bound_names(counted, limits)
 
     copy = rebuild(schema, bound)
     refs = [node.get("$ref", "") for _, node in walk(copy)]
@@ -169,9 +167,10 @@ def bound_strings(
 
 def _limit(node: Node, limits: Node) -> Node:
     kinds = types(node)
-    max_chars = _most_chars(node, limits["maxLength"]) if "maxLength" in limits else None
-    if max_chars is not None and "string" in kinds and "maxLength" not in node:
-        node["maxLength"] = max_chars
+    if "maxLength" in limits and "string" in kinds and "maxLength" not in node:
+        max_chars = _most_chars(node, limits["maxLength"])
+        if max_chars is not None:
+            node["maxLength"] = max_chars
     if "maxItems" in limits and "array" in kinds and "maxItems" not in node:
         first_items, _ = tuple_items(node)
         node["maxItems"] = max(limits["maxItems"], node.get("minItems", 0), len(first_items))
@@ -183,9 +182,14 @@ def _most_chars(node: Node, limit: int) -> int | None:
     max_chars = max(limit, int(node.get("minLength", 0)))
     if "pattern" in node:
         narrowest, widest = widths(node["pattern"])
-        return None if widest is not None else max(max_chars, narrowest + limit if narrowest else 0)
-    if node.get("format") in FORMATS:
-        return max(max_chars, _SHORTEST_FORMAT) if node["format"] in ENDLESS_FORMATS else None
+        if widest is not None:
+            return None
+        if narrowest:
+            return max(max_chars, narrowest + limit)
+    elif node.get("format") in ENDLESS_FORMATS:
+        return max(max_chars, _SHORTEST_FORMAT)
+    elif node.get("format") in FORMATS:
+        return None
     return max_chars
 
 
@@ -202,10 +206,8 @@ def _bound_names(node: Node, limits: Node) -> Node:
 
 
 def _bound_counts(node: Node, limits: Node) -> Node:
-    """Bound the digits of integers and of numbers with bounds; of all if strings are bounded.
-
-    A small model repeats digits as it does letters. A number without bounds may have an exponent.
-    """
+    """Bound the digits of integers and of numbers with bounds; of all if strings are bounded."""
+    # A small model repeats digits as it does letters. A number without bounds may have an exponent.
     kinds, is_short = types(node), "maxLength" in limits
     bounds = [node[key] for key in (*_LOWER, *_UPPER) if is_number(node.get(key))]
     if "number" in kinds and "multipleOf" not in node and (bounds or is_short):
@@ -238,7 +240,7 @@ def _open(node: Node, limits: Node) -> Node:
         opened.update(_any_properties(limits, _open_ref(_OPEN_DEPTH)))
         if not {"minProperties", "maxProperties", "required"} & node.keys():
             opened.update(_few_properties(limits))
-    return {**node, **opened} if opened else node
+    return {**node, **opened}
 
 
 def _few_properties(limits: Node) -> Node:

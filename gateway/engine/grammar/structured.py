@@ -118,12 +118,12 @@ class StructuredOutput:
             if tokens:
                 mask[:] = 0
                 mask[tokens[0] // 32] = np.uint32(1 << (tokens[0] % 32))
-            if (token := row.opening) is not None:
-                mask[token // 32] |= np.uint32(1 << (token % 32))
+            if row.opening is not None:
+                mask[row.opening // 32] |= np.uint32(1 << (row.opening % 32))
             if row.barred:
-                others = mask.copy()
+                unbarred = mask.copy()
                 for token in row.barred:
-                    others[token // 32] &= ~np.uint32(1 << (token % 32))
-                if others.any():  # a grammar that must end wins over min_tokens
-                    mask[:] = others
+                    unbarred[token // 32] &= ~np.uint32(1 << (token % 32))
+                if unbarred.any():  # a grammar that must end wins over min_tokens
+                    mask[:] = unbarred
         return apply_masks(logits, bitmask, [row.place for row in bound])

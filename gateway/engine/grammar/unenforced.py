@@ -18,7 +18,7 @@ from gateway.engine.grammar.schemas import (
     Node,
     Schema,
     can_end,
-    is_draft,
+    draft_of,
     is_number,
     reachable,
     rebuild,
@@ -76,6 +76,23 @@ class Held:
         """Return the same with more pointers."""
         return replace(self, unenforced=tuple(dict.fromkeys((*self.unenforced, *pointers))))
 
+    def warned(self, warnings: Iterable[str]) -> "Held":
+        """Return the same, naming also the keywords that llguidance's warnings name; the root for
+        what is unknown.
+        """
+        keys, pointers = set[str](), list[str]()
+        for warning in warnings:
+            match = _UNIMPLEMENTED.match(warning)
+            if match:
+                keys |= frozenset(json.loads(match[1])) - _ASK_NOTHING
+            elif warning.startswith("min/maxProperties"):
+                keys |= {*_COUNTS}
+            elif not warning.startswith("Unknown format"):  # which is an annotation
+                pointers.append(ROOT)
+        for place, node in self.nodes:
+            pointers += [f"{place}/{key}" for key in node if key in keys]
+        return self.naming(pointers)
+
 
 def hold(root: Schema, max_path: int) -> Held:
     """Leave out, and name, what llguidance is known not to hold. Changes the schema in place.
@@ -84,17 +101,19 @@ def hold(root: Schema, max_path: int) -> Held:
     """
     if root is False:
         raise refusal("The JSON Schema `false` allows no answer.")
-    schema: Node = {} if root is True else root
-    lost, given = settle_refs(schema)
-    nodes = reachable(schema, max_path, given)
+    schema: Node = root
+    if root is True:
+        schema = {}
+    lost, callers = settle_refs(schema)
+    nodes = reachable(schema, max_path, callers)
     if not can_end(schema):
         raise refusal("The JSON Schema allows no finite answer: something required is impossible.")
     unenforced: list[str] = []
     for place, node in nodes:
         if id(node) in lost:
             unenforced.append(f"{place}/$ref")
-        if "$schema" in node and not is_draft(node["$schema"]):
-            del node["$schema"]  # llguidance would look for it
+        if "$schema" in node:
+            node["$schema"] = draft_of(node).value  # llguidance would look for an unknown one
         for rule in _RULES:
             unenforced += [f"{place}/{key}" for key in rule(node)]
     for place, node in nodes:  # after all rules, which look into alternatives
@@ -171,10 +190,8 @@ def _scalars(value: Any) -> Iterator[Any]:
 
 
 def _counts(node: Node) -> Iterator[str]:
-    """Leave out numbers of properties where some are optional, or more than one is undeclared.
-
-    Undeclared names may repeat, so that only one of them counts.
-    """
+    """Leave out numbers of properties where some are optional, or more than one is undeclared."""
+    # Undeclared names may repeat, so that only one of them counts.
     properties, required = node.get("properties", {}), node.get("required", ())
     optional = [name for name in properties if name not in required]
     minimum, maximum = node.get("minProperties", 0), node.get("maxProperties")
@@ -226,16 +243,14 @@ _RULES: Final[Sequence[Callable[[Node], Iterator[str]]]] = (
 
 
 def _hold_one_of(node: Node, root: Node) -> bool:
-    """Write a `oneOf` as `anyOf`. Return True if it is the same: no value fits two alternatives.
-
-    That may take closed ones: what names no other property fits none that requires another.
-    """
+    """Write a `oneOf` as `anyOf`. Return True if it is the same: no value fits two alternatives."""
     ways = node.pop("oneOf")
     targets = [_target(way, root) for way in ways]
     required = frozenset(node.get("required", ()))
     is_held = len(ways) <= _MOST_COMPARED and all(
         _are_apart(one, other, types(node), required) for one, other in combinations(targets, 2)
     )
+    # What names no other property fits no alternative that requires another.
     if not is_held and len(ways) <= _MOST_COMPARED and not _CONSTRAINTS & node.keys():
         closed = [_closed(way) for way in ways]
         is_held = all(
@@ -256,10 +271,7 @@ def _ask_any(node: Node, ways: Sequence[Schema]) -> None:
 
 
 def _are_apart(one: Schema, other: Schema, kinds: frozenset[str], required: frozenset[str]) -> bool:
-    """Return True if no value of these kinds, an object with these properties, fits both.
-
-    They differ in type, in a constant or an enumeration, or in a property that one requires.
-    """
+    """Return True if no value of these kinds, an object with these properties, fits both."""
     if one is False or other is False:
         return True
     if not isinstance(one, dict) or not isinstance(other, dict):
@@ -269,6 +281,7 @@ def _are_apart(one: Schema, other: Schema, kinds: frozenset[str], required: froz
         return True
     if shared != {"object"}:
         return False
+    # Of an object: they differ in a property that one of them requires.
     names = required.union(one.get("required", ()), other.get("required", ()))
     return any(_differ(_property(one, name), _property(other, name)) for name in names)
 
@@ -279,17 +292,20 @@ def _differ(one: Schema, other: Schema) -> bool:
         return True
     if not isinstance(one, dict) or not isinstance(other, dict):
         return False
-    values, others = _values(one), _values(other)
-    if values is not None and others is not None:
-        return not values & others
+    values, other_values = _values(one), _values(other)
+    if values is not None and other_values is not None:
+        return not values & other_values
     return not _kinds(one) & _kinds(other)
 
 
 def _values(node: Node) -> frozenset[str] | None:
     """Return the values that a schema enumerates, comparable; None if it doesn't."""
-    values = [node["const"]] if "const" in node else node.get("enum")
+    values = node.get("enum")
+    if "const" in node:
+        values = [node["const"]]
+    # 1.0 is 1, also further inside.
     if values is None or any(isinstance(value, (float, list, dict)) for value in values):
-        return None  # 1.0 is 1
+        return None
     return frozenset(map(json.dumps, values))
 
 
@@ -301,8 +317,7 @@ def _kinds(node: Node) -> frozenset[str]:
 def _target(schema: Schema, root: Node) -> Schema:
     if not isinstance(schema, dict) or "$ref" not in schema:
         return schema
-    target = resolve(root, schema["$ref"])
-    return True if target is None else target
+    return resolve(root, schema["$ref"])
 
 
 def _property(node: Node, name: str) -> Schema:
@@ -323,27 +338,9 @@ def _closed(way: Schema) -> Schema:
 # ── What the compiler says ────────────────────────────────────────────────────────────────────
 
 
-def warned(held: Held, warnings: Iterable[str]) -> Iterator[str]:
-    """Yield pointers to the keywords that llguidance's warnings name; the root for what is unknown.
-
-    Formats that it does not know are annotations.
-    """
-    keys = set[str]()
-    for warning in warnings:
-        match = _UNIMPLEMENTED.match(warning)
-        if match:
-            keys |= frozenset(json.loads(match[1])) - _ASK_NOTHING
-        elif warning.startswith("min/maxProperties"):
-            keys |= {*_COUNTS}
-        elif not warning.startswith("Unknown format"):
-            yield ROOT
-    for place, node in held.nodes:
-        yield from (f"{place}/{key}" for key in node if key in keys)
-
-
-def why(held: Held, problem: str) -> str:
+def why(part: Held, problem: str) -> str:
     """Return the reason why nothing compiles, in our words."""
-    for place, node in held.nodes:
+    for place, node in part.nodes:
         for lower, upper in _RANGES:
             low, high = node.get(lower), node.get(upper)
             if is_number(low) and is_number(high) and low > high:
@@ -379,10 +376,8 @@ _CONTROLS: Final = re.compile(r"\\u00[01]|\x7f")
 
 
 def read_options(schema: Schema) -> Mapping[str, Any]:
-    """Return the one option of llguidance's own that a schema may have in `x-guidance`.
-
-    Raises BadRequest for any other: it would change what is held, or make the answer no JSON.
-    """
+    """Return the one option of llguidance's own that a schema may have in `x-guidance`."""
+    # Any other would change what is held, or make the answer no JSON.
     options = schema.get("x-guidance", {}) if isinstance(schema, dict) else {}
     if options not in ({}, {"whitespace_flexible": False}, {"whitespace_flexible": True}):
         raise refusal(
@@ -392,12 +387,10 @@ def read_options(schema: Schema) -> Mapping[str, Any]:
 
 
 def to_llguidance(schema: Node, options: Mapping[str, Any] = COMPACT) -> Node:
-    """Write a schema as llguidance reads it, leniently, with the options of its form.
-
-    A name could be spelled with `\\u` in many ways, and so stand beside its own declaration:
-    only what can't be written otherwise, control characters, is spelled so, and then no object
-    with declared names has others.
-    """
+    """Write a schema as llguidance reads it, leniently, with the options of its form."""
+    # A name could be spelled with `\\u` in many ways, and so stand beside its own declaration: only
+    # what can't be written otherwise, control characters, is spelled so, and then no object with
+    # declared names has others.
     if _CONTROLS.search(json.dumps(schema)):
         schema = rebuild(schema, _without_others)
     else:
