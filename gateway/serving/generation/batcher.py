@@ -47,25 +47,18 @@ RETRY_PAUSE_S = 0.1  # after a turn that failed, as the next may fail too
 
 @dataclass(slots=True)
 class Generation:
-    """A job under way: its usage, its sampling, and its deltas as they come.
-
-    `calls_are_text`: the model may call functions, but the format of its calls is unknown.
-    `checker` checks a choice after its last delta by what no grammar enforces.
-    """
+    """A job under way: its usage, its sampling, and its deltas as they come."""
 
     usage: Usage
     deltas: AsyncGenerator[Delta, None]
     sampling: Sampling
-    checker: AnswerChecker
+    checker: AnswerChecker  # of choices, each after its last delta
+    # The model may call functions, but the format of its calls is unknown.
     calls_are_text: bool = False
 
 
 class GenerationBatcher:
-    """One model's sequences. Its workers run while `running` is entered.
-
-    Prefill and decode are two kinds of work, each with a worker and turns of the lane of its own,
-    so that neither a long prompt nor many answers keep the other from the lane.
-    """
+    """One model's sequences. Its workers run while `running` is entered."""
 
     def __init__(
         self,
@@ -223,7 +216,8 @@ class GenerationBatcher:
     async def _compile(
         self, job: GenerateJob, rows: Sequence[SequenceParams]
     ) -> Sequence[SequenceParams]:
-        if (grammar := rows[0].grammar) is None:
+        grammar = rows[0].grammar
+        if grammar is None:
             return rows
         started, job.caller.timings.stage = clock.now(), Stage.COMPILE
         async with until_deadline(job.caller):
@@ -340,10 +334,7 @@ class GenerationBatcher:
         return True
 
     def _run(self, plan: StepPlan, turn: Turn, loop: asyncio.AbstractEventLoop) -> None:
-        """Run the passes of a turn, the first with what the plan changes. On the lane's thread.
-
-        What comes of each pass is processed on the loop while the next one runs.
-        """
+        """Run the passes of a turn, the first with what the plan changes. On the lane's thread."""
         result, decoded = self._state, 0
         while True:
             started = clock.now()
@@ -353,6 +344,7 @@ class GenerationBatcher:
             result = self.engine.step(plan)
             seconds = clock.now() - started
             turn.beat()
+            # What comes of a pass is processed on the loop while the next one runs.
             loop.call_soon_threadsafe(self._process, plan.kind, result, seconds)
             self._heed(result.faults)
             if plan.kind == "prefill":
@@ -389,7 +381,8 @@ class GenerationBatcher:
         if result.size.rows:
             self._observe(kind, result.size, seconds)
         for delta in result.deltas:
-            if (choice := self._scheduler.get(delta.row)) is not None:
+            choice = self._scheduler.get(delta.row)
+            if choice is not None:
                 if delta.finish_reason is not None or delta.error is not None:
                     self._scheduler.note_end(delta.row)
                     self._wake_events["prefill"].set()  # a place is free
@@ -424,6 +417,8 @@ class GenerationBatcher:
         def end(error: Exception) -> None:
             self.end(self._lane.health.as_error(self._name, error))
 
+        # Prefill and decode are two kinds of work, each with a worker and turns of the lane of its
+        # own, so that neither a long prompt nor many answers keep the other from the lane.
         workers = [
             asyncio.create_task(run_forever(f"{kind} {self._name}", work, end))
             for kind, work in (("prefill", self._prefill), ("decode", self._decode))
@@ -443,11 +438,9 @@ class GenerationBatcher:
 
 
 class AdaptedBatcher:
-    """The batcher of a base, for the requests of one of its adapters.
+    """The batcher of a base, for the requests of one of its adapters."""
 
-    It has no workers, queue or limits of its own, and counts no rows: those are the base's.
-    """
-
+    # It has no workers, queue or limits of its own, and counts no rows: those are the base's.
     def __init__(self, base: GenerationBatcher, adapter: Adapter) -> None:
         self._base = base
         self._adapter = adapter

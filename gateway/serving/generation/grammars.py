@@ -15,7 +15,7 @@ from gateway.jobs import Grammar
 
 T = TypeVar("T")
 
-ERRORS_LAST_S = 60.0
+ERRORS_LAST_S = 60.0  # refusals, which are kept
 WAITS = 3  # times a grammar's processor time, for a request on a machine that others use too
 AGAIN_S = 2.0
 
@@ -31,14 +31,13 @@ class _Entry(Generic[T]):
 class GrammarCache(Generic[T]):
     """At most `size` compiled grammars of one model, the least recently used evicted first.
 
-    `compile` is called through `run`, for at most `at_once` grammars, and raises TimeoutError for
-    one that takes more than `timeout_s` of the processor. Callers of the same grammar wait for one
-    compilation, which goes on if some of them leave. Refusals are kept for ERRORS_LAST_S.
+    Callers of the same grammar wait for one compilation, which goes on if some of them leave.
     """
 
     def __init__(
         self,
         model: str,
+        # Raises TimeoutError for one that takes more than `timeout_s` of the processor.
         compile: Callable[[Grammar], T],  # noqa: A002
         run: Callable[[Callable[[Grammar], T], Grammar], Awaitable[T]],  # on a worker thread
         *,

@@ -32,20 +32,16 @@ class GenerationLimits:
 
 
 def rank(arrived: float, tier: Tier, head_start_s: float) -> float:
-    """Return a request's place in the queue: lower goes first.
-
-    A priority request counts as arrived `head_start_s` earlier, a flex one later, so no tier
-    delays another for longer than that.
-    """
+    """Return a request's place in the queue: lower goes first."""
+    # A priority request counts as arrived `head_start_s` earlier, a flex one later, so no tier
+    # delays another for longer than that.
     return arrived + {Tier.PRIORITY: -head_start_s, Tier.FLEX: head_start_s}.get(tier, 0.0)
 
 
 def prefill_goes_first(soon: int, decoding: int, waited_s: float, bound_s: float) -> bool:
-    """Return True if decoding rows wait for the prefill of `soon` rows, which will then decode.
-
-    A decode step of a few rows costs nearly as much as one of all of them, so the prompts of a
-    burst are read first: while more rows will join than decode, for `bound_s` between two steps.
-    """
+    """Return True if decoding rows wait for the prefill of `soon` rows, which will then decode."""
+    # A decode step of a few rows costs nearly as much as one of all of them, so the prompts of a
+    # burst are read first: while more rows will join than decode, for `bound_s` between two steps.
     return soon > decoding and waited_s < bound_s
 
 

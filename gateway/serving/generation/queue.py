@@ -88,11 +88,7 @@ class Joins(Enum):
 
 
 class WaitingQueue:
-    """Preempted rows first, by rank; then one row of each request in turn.
-
-    The request with the fewest rows in the batch is next, and of equals the one with the lowest
-    rank. So a request of a thousand rows does not delay others, nor do they keep it from one row.
-    """
+    """Preempted rows first, by rank; then one row of each request in turn."""
 
     def __init__(self) -> None:
         self._preempted: list[Choice] = []
@@ -136,6 +132,8 @@ class WaitingQueue:
         for choice in self._preempted:
             if decide(choice) is Joins.NONE:
                 return
+        # The request with the fewest rows in the batch is next, and of equals the one with the
+        # lowest rank: so one of a thousand rows delays no other, nor do they keep it from one row.
         turns = [
             (running.get(request, 0), next(iter(rows)).rank, number, iter(rows))
             for number, (request, rows) in enumerate(self._requests.items())

@@ -45,14 +45,12 @@ class PlanChanges:
 
 
 class Scheduler:
-    """One model's rows and the memory of their KV. Its methods run on the loop's thread.
+    """One model's rows and the memory of their KV. Its methods run on the loop's thread."""
 
-    Rows in the batch are active or held. A held row is parked, or will be after its prefill, since
-    only so many rows with a grammar decode at once. Those take turns of a quantum of tokens, so
-    that the wait for one is in proportion to the quantum and not to the longest answer before it:
-    which answer is the shortest is unknown.
-    """
-
+    # Rows in the batch are active or held. A held row is parked, or will be after its prefill,
+    # since only so many rows with a grammar decode at once. Those take turns of a quantum of
+    # tokens, so that the wait for one is in proportion to the quantum and not to the longest answer
+    # before it: which answer is the shortest is unknown.
     def __init__(self, model: str, limits: GenerationLimits, memory: RowMemory) -> None:
         self.memory = memory
         self.limits = limits
@@ -327,9 +325,9 @@ class Scheduler:
             self.memory.make_room(growth.room, is_pressing=True)
         if growth.clears_prefixes:
             self._clear_prefixes(changes)
-        if (capped := growth.capped) is not None:
-            assert capped.row is not None
-            changes.capped.append((capped.row, capped.cap_at_memory()))
+        if growth.capped is not None:
+            assert growth.capped.row is not None
+            changes.capped.append((growth.capped.row, growth.capped.cap_at_memory()))
 
     def _preempt(self, choice: Choice, changes: PlanChanges) -> None:
         assert choice.row is not None

@@ -18,7 +18,8 @@ from gateway.serving.models.entry import Entry, State
 K = TypeVar("K")
 M = TypeVar("M")
 
-RECENT_S = 10.0  # an idle model used within it will probably be used again soon
+# An idle model used within it will probably be used again soon: it would be loaded again at once.
+RECENT_S = 10.0
 
 
 class Phase(Enum):
@@ -61,9 +62,7 @@ def make_plan(
 ) -> EvictionPlan[K]:
     """Admit the waiting models that there is room for, in order of arrival. None overtakes another.
 
-    For the first without room, the fewest possible idle models leave. Where that would not be
-    enough it is abandoned if nobody asks for it any more; else it waits until models in use are
-    idle, prefixes are freed and, if the end of rows makes enough room, no new ones take it.
+    For the first without room, the fewest possible idle models leave.
     """
     admitted: list[K] = []
     abandoned: list[K] = []
@@ -90,9 +89,12 @@ def make_plan(
         if places <= 0 and nbytes <= 0:
             claimed_bytes = max(0, claimed_bytes - victims_bytes)
             return EvictionPlan((*admitted,), (*victims,), (*abandoned,), claimed_bytes)
+        # Where that would not be enough, it is abandoned if nobody asks for it any more.
         if not newcomer.is_requested:
             abandoned.append(key)
             continue
+        # Else it waits until models in use are idle, prefixes are freed and, if the end of rows
+        # makes enough room, no new ones take it.
         if places > 0 or nbytes > rows_bytes:
             claimed_bytes = 0
         return EvictionPlan((*admitted,), (), (*abandoned,), claimed_bytes, recalls=nbytes > 0)
@@ -148,7 +150,8 @@ class Room(Generic[M]):
         self._queue.append(entry)
         try:
             self.notify()
-            if (share := await entry.admission) is None:
+            share = await entry.admission
+            if share is None:
                 raise Abandoned
             yield share
         finally:
@@ -160,8 +163,7 @@ class Room(Generic[M]):
     def evict_idle(self, nbytes: int, *, is_pressing: bool) -> None:
         """Evict idle models, least recently used first, if that frees `nbytes`; else none.
 
-        Models used in the last RECENT_S stay unless `is_pressing`, as they would probably be
-        loaded again at once.
+        Models used in the last RECENT_S stay unless `is_pressing`.
         """
         residents = self._residents()
         going = _in_phase(residents, Phase.LEAVING).values()
@@ -227,13 +229,14 @@ class Room(Generic[M]):
             return Phase.WAITING
         if entry.is_leaving or entry.share is None:  # without a share it was refused room
             return Phase.LEAVING
-        is_idle = entry.state is State.READY and not entry.leases
-        return Phase.IDLE if is_idle and not self._is_pinned(entry) else Phase.USED
+        if entry.state is not State.READY or entry.leases or self._is_pinned(entry):
+            return Phase.USED
+        return Phase.IDLE
 
     def _rows_bytes(self) -> int:
         """Return the bytes of rows and of cached prefixes."""
-        held = self._budget.limit_bytes - self._budget.free_bytes
-        return max(0, held - sum(entry.nbytes for entry in self._queue))
+        used_bytes = self._budget.limit_bytes - self._budget.free_bytes
+        return max(0, used_bytes - sum(entry.nbytes for entry in self._queue))
 
     def _admit(self, entry: Entry[M]) -> None:
         assert entry.admission is not None
@@ -244,7 +247,10 @@ class Room(Generic[M]):
 
     def _refuse_impossible(self) -> None:
         for entry in self._queue:
-            if entry.waits_for_room and (obstacle := self._find_obstacle(entry)) is not None:
+            if not entry.waits_for_room:
+                continue
+            obstacle = self._find_obstacle(entry)
+            if obstacle is not None:
                 assert entry.admission is not None
                 entry.admission.set_exception(obstacle)
 
@@ -258,10 +264,11 @@ class Room(Generic[M]):
         ]
         allowed = self._budget.limit_bytes - sum(other.nbytes for other in pinned)
         if entry.needed_bytes > allowed:
-            beside = "those that are pinned"
+            suffix = ""
             if entry.base is not None:
-                beside = "its base and what is pinned"
-            suffix = f" beside {beside}" if pinned else ""
+                suffix = " beside its base and what is pinned"
+            elif pinned:
+                suffix = " beside those that are pinned"
             return InsufficientMemory(
                 entry.spec.id,
                 f"it needs {human_bytes(entry.needed_bytes)}, and {human_bytes(allowed)} are "

@@ -113,8 +113,9 @@ class Leader:
 
     def agree(self, sent: Sent, outcome: str) -> None:
         """Wait until every rank has come to this outcome of a frame. Raises Unavailable if one
-        does not, or is gone: what was computed with it is not to be used.
+        does not, or is gone.
         """
+        # What was computed with such a rank is not to be used.
         for rank, reply in (self.replies(sent) or {}).items():
             if reply != outcome:
                 self._lose(f"rank {rank} came to another outcome")
@@ -259,9 +260,7 @@ def _refuse(link: socket.socket) -> None:
 
 
 class Follower:
-    """The connection of a rank above 0. If rank 0 goes without a word, the process ends at once:
-    the main thread may be stuck in a pass that never comes to its end.
-    """
+    """The connection of a rank above 0."""
 
     def __init__(self, link: Link, exit_process: Callable[[int], Any] = os._exit) -> None:
         self._link = link
@@ -309,6 +308,8 @@ class Follower:
                 self._frames.put(frame)
                 if not frame:
                     return
+        # Rank 0 went without a word. The process ends at once: the main thread may be stuck in a
+        # pass that never comes to its end.
         with contextlib.suppress(Exception):  # a stderr that cannot be written to
             log.critical("leader_lost", hint="rank 0 ended without a word: see its log")
             sys.stderr.flush()
