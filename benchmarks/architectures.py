@@ -102,7 +102,7 @@ def compare(folder: Path, reference: Reference, vocab_size: int) -> dict[str, st
     from gateway.engine.generation.engine import GenerationEngine
     from gateway.engine.generation.sequences import ChatSetup
     from gateway.engine.grammar.shaping import Shape
-    from gateway.engine.grammar.structured import Structured
+    from gateway.engine.grammar.structured import StructuredOutput
     from gateway.engine.models.checkpoint import Checkpoint
     from gateway.engine.models.decoders import open_decoder
     from gateway.engine.prompting.chat_tokenizer import chat_tokenizer, wrap_folder_tokenizer
@@ -119,7 +119,7 @@ def compare(folder: Path, reference: Reference, vocab_size: int) -> dict[str, st
     def opened(prefix_cache_bytes: int = 0) -> GenerationEngine:
         checkpoint = Checkpoint("tiny", folder)
         model, _ = open_decoder(checkpoint, device=Device.CPU, dtype=None)
-        structured = Structured(None, Shape(), None, problem="not needed")
+        structured = StructuredOutput(None, Shape(), None, problem="not needed")
         setup = ChatSetup(checkpoint, chat, structured, 4096, vocab_size, {})
         return GenerationEngine(model, setup, prefix_cache_bytes=prefix_cache_bytes)
 

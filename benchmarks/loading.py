@@ -14,8 +14,8 @@ from gateway.engine.generation.loading import (
     read_draft_setup,
 )
 from gateway.engine.grammar.shaping import Shape
-from gateway.engine.grammar.trial import Sandbox
 from gateway.engine.prompting.chat_tokenizer import ChatFormats
+from gateway.engine.sandbox_worker import Sandbox
 
 T = TypeVar("T")
 

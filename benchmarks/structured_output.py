@@ -28,7 +28,7 @@ from referencing import Registry
 
 from gateway.engine.generation.loading import complete_shape, generation_config
 from gateway.engine.grammar.compiling import CompiledGrammar, compile_grammar
-from gateway.engine.grammar.matching import State
+from gateway.engine.grammar.matching import GrammarState
 from gateway.engine.grammar.schemas import walk
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
@@ -137,8 +137,8 @@ class Speller:
     def __init__(
         self, compiled: CompiledGrammar, tokenizer: GrammarTokenizer, ranks: Mapping[str, int]
     ) -> None:
-        state = compiled.alone() if compiled.alone else compiled.begin()
-        assert isinstance(state, State)
+        state = compiled.begin_alone() if compiled.begin_alone else compiled.begin()
+        assert isinstance(state, GrammarState)
         self._ranks = ranks
         self._matcher = state.matcher
         self._tokens = tokenizer.tokens

@@ -169,9 +169,7 @@ class Grammar:
     # A JSON Schema is enforced whole or refused, and an answer that violates it is an error. Of
     # others, keywords that no grammar can enforce are checked afterwards.
     strict: bool = False
-    # Of calls: those keywords, as far as they are known: functions' names and JSON pointers.
-    unenforced: tuple[str, ...] = ()
-    # Of calls: the caller's own, from which a looser grammar is made if this one won't compile.
+    # Of calls: the caller's own, of rules that the source lacks.
     schemas: tuple[SchemaRule, ...] = ()
     # An answer that violates it is an error, though it is not strict.
     must_fit: bool = False

@@ -172,6 +172,14 @@ class ScriptedReranker:
 PASSED = Verdict(single=True, rows=True, prefixes=True, window=True)
 
 
+@dataclass(frozen=True, slots=True)
+class ScriptedGrammar:
+    """A compiled grammar: as it came, and what of it is not enforced."""
+
+    grammar: Grammar
+    unenforced: tuple[str, ...] = ()
+
+
 @dataclass
 class ScriptedChat:
     """Answers a conversation with its last message, or a prompt with itself, a character a step;
@@ -252,10 +260,10 @@ class ScriptedChat:
         if "bad" in grammar.source:
             raise BadRequest("The grammar is bad.", part="answer_form")
         if "many unenforced" in grammar.source:
-            return replace(grammar, unenforced=tuple(f"#/{i}/{'x' * 99}" for i in range(20)))
+            return ScriptedGrammar(grammar, tuple(f"#/{i}/{'x' * 99}" for i in range(20)))
         if "uniqueItems" in grammar.source:
-            return replace(grammar, unenforced=("#/uniqueItems", "#/a~1ü"))
-        return grammar
+            return ScriptedGrammar(grammar, ("#/uniqueItems", "#/a~1ü"))
+        return ScriptedGrammar(grammar)
 
     def matches_schema(self, schema: str, answer: str) -> bool | None:
         self.judged.append((schema, answer))

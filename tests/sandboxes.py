@@ -4,7 +4,7 @@ import pickle
 import sys
 from typing import Any
 
-from gateway.engine import sandboxed
+from gateway.engine import sandbox_worker
 from gateway.serving.sandbox import Sandbox
 
 SLOW = "{% for a in range(20000) %}{% for b in range(20000) %}{% endfor %}{% endfor %}"
@@ -15,7 +15,7 @@ def sandbox(kind: str, timeout_s: float = 30.0, *, wait_s: float = 900.0, **give
 
     It waits for the processor time of its work however busy the machine is with other tests.
     """
-    command = (sys.executable, "-P", sandboxed.__file__, kind)
+    command = (sys.executable, "-P", sandbox_worker.__file__, kind)
     return Sandbox(command, timeout_s=timeout_s, wait_s=wait_s, **given)
 
 

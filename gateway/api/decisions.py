@@ -11,7 +11,7 @@ from gateway.api.exchange import template_args
 from gateway.api.requests import Service, ignored_header, serialise, time_stage
 from gateway.jobs import GenerateJob, Stage, Usage
 from gateway.registry import ChatSpec
-from gateway.serving.generation.many import score_labels
+from gateway.serving.generation.fan_out import score_labels
 from gateway.wire import decisions as wire
 
 

@@ -22,7 +22,7 @@ from gateway.jobs import Delta, GenerateJob, Sampling, Stage, Usage
 from gateway.registry import ChatSpec, Resolved
 from gateway.serving.generation.answer_checks import AnswerChecker, Fit
 from gateway.serving.generation.batcher import Generation
-from gateway.serving.generation.many import generate_many
+from gateway.serving.generation.fan_out import generate_many
 from gateway.wire.answers import Answer, AnswerWriter, Event
 from gateway.wire.generation import SchemaVerdict
 from gateway.wire.validation import Request as WireRequest

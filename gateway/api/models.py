@@ -12,8 +12,7 @@ from typing_extensions import TypeAliasType, TypedDict
 from gateway.api.disconnects import while_connected
 from gateway.api.requests import Service, reply
 from gateway.registry import ChatSpec, ModelSpec, Resolved
-from gateway.serving.generation.adapted import ChatBatcher
-from gateway.serving.generation.batcher import GenerationBatcher
+from gateway.serving.generation.batcher import ChatBatcher, GenerationBatcher
 from gateway.wire.anthropic import AnthropicModel, AnthropicModels, model_info, model_page
 
 STATES = ["unloaded", "loading", "loaded", "failed"]

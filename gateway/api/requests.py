@@ -33,7 +33,7 @@ from gateway.registry import (
 from gateway.serving.admission import Arrivals
 from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.serving.embedding.reranker import RerankBatcher
-from gateway.serving.generation.adapted import ChatBatcher
+from gateway.serving.generation.batcher import ChatBatcher
 from gateway.serving.models.cache import ModelCache
 from gateway.serving.response_store import ResponseStore
 from gateway.serving.tokenize import Kind, ThreadPools

@@ -20,7 +20,7 @@ from gateway.app.hub import hub_of
 from gateway.app.limits import budget_bytes, dtype_of
 from gateway.app.loading import Size
 from gateway.app.ranks import Ranks
-from gateway.engine import device, sandboxed
+from gateway.engine import device, sandbox_worker
 from gateway.engine.device import (
     Device,
     active_bytes,
@@ -53,7 +53,7 @@ RENDER_S: Final = 5.0  # an ordinary conversation takes a millisecond
 # The stack of all threads started later, such as those that compile grammars, and the lane, which
 # builds matchers again. The sandbox has a quarter of it, so a grammar that does not overflow its
 # stack does not overflow these either.
-STACK_BYTES: Final = 4 * sandboxed.STACK_BYTES
+STACK_BYTES: Final = 4 * sandbox_worker.STACK_BYTES
 
 
 class MlxEngines:
@@ -286,5 +286,5 @@ def _scores_labels(spec: ModelSpec) -> bool:
 
 
 def _sandbox(kind: str, timeout_s: float, quick_s: float = 1.0) -> Sandbox:
-    command = (sys.executable, "-P", sandboxed.__file__, kind)
+    command = (sys.executable, "-P", sandbox_worker.__file__, kind)
     return Sandbox(command, timeout_s=timeout_s, quick_s=quick_s)

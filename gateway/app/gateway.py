@@ -34,8 +34,7 @@ from gateway.registry import Catalog, Changes, HubSource, ModelSpec, load_catalo
 from gateway.serving.admission import Allowance, Arrivals
 from gateway.serving.budget import Budget
 from gateway.serving.faults import DeviceHealth, run_forever
-from gateway.serving.generation.adapted import ChatBatcher
-from gateway.serving.generation.batcher import GenerationBatcher
+from gateway.serving.generation.batcher import ChatBatcher, GenerationBatcher
 from gateway.serving.lane import Lane
 from gateway.serving.models.cache import ModelCache
 from gateway.serving.response_store import ResponseStore

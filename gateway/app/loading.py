@@ -19,8 +19,7 @@ from gateway.serving.budget import Budget
 from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.serving.embedding.reranker import RerankBatcher
 from gateway.serving.faults import DeviceHealth
-from gateway.serving.generation.adapted import AdaptedBatcher, ChatBatcher
-from gateway.serving.generation.batcher import GenerationBatcher
+from gateway.serving.generation.batcher import AdaptedBatcher, ChatBatcher, GenerationBatcher
 from gateway.serving.generation.grammars import GrammarCache
 from gateway.serving.generation.memory import RowCosts, RowMemory, longest_chunk
 from gateway.serving.lane import Lane

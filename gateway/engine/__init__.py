@@ -11,7 +11,7 @@ kv              what is kept of the tokens that were read
 embedding       texts → vectors, one pass for many
 grammar         JSON Schemas and other forms → the mask of each step
 models          a folder or a GGUF file → a model that runs
-sandboxed       what a process of its own runs: templates, first tries of grammars
+sandbox_worker  what a process of its own runs: templates, first tries of grammars
 control_tokens  callers' texts encoded without any
 hub             where a model's folder comes from
 device_faults   what MLX's errors say of the device

@@ -6,11 +6,9 @@ that is killed at a limit of processor time, of memory or of waiting, and replac
 """
 
 import contextlib
+import multiprocessing
 import os
-import pickle
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -27,7 +25,6 @@ Outcome: TypeAlias = tuple[str, Any]
 """The process's answer, or `busy`, `slow`, `late`, `died` or `killed` with a reason."""
 End: TypeAlias = Literal["late", "died"]
 
-HEAD: Final = struct.Struct("!Q")
 READY: Final = 2  # processes: importing what they need takes one to two seconds
 WAITS: Final = 6  # times its processor time, for work on a machine that others use too
 WAIT_S: Final = 30.0  # for earlier calls, each of which takes `quick_s` at most
@@ -45,9 +42,9 @@ class Sandbox:
 
     Call it from any worker thread.
 
-    `command` is passed a socket's file descriptor; engine/sandboxed.py has the protocol. Calls run
-    one after another, but one that takes longer than `quick_s` continues in its process while
-    another process serves the next. Only one may: a second slow call fails as busy. Work may take
+    `command` is passed a connection's file descriptor; engine/sandbox_worker.py has the protocol.
+    Calls run one after another, but one that takes longer than `quick_s` continues in its process
+    while another serves the next. Only one may: a second slow call fails as busy. Work may take
     `timeout_s` of processor time, within `wait_s`; what takes more of that, or was killed, is
     remembered by its key, and not tried again.
     """
@@ -212,10 +209,10 @@ class Sandbox:
 
 
 class _Process:
-    """A process and the gateway's end of its socket."""
+    """A process and the gateway's end of its connection."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        ours, theirs = socket.socketpair()
+        self._connection, theirs = multiprocessing.Pipe()
         secret = ("GATEWAY_", "OPENAI_", "HF_TOKEN")
         public = {name: value for name, value in os.environ.items() if not name.startswith(secret)}
         with theirs:
@@ -229,8 +226,6 @@ class _Process:
             )
         # Reaps it, however it ends: no call may come that finds it gone.
         threading.Thread(target=self._process.wait, name="reaper", daemon=True).start()
-        self._socket = ours
-        self._expect(HEAD.size, is_head=True)
         self._max_bytes: int | None = None
         self._is_ready = False
         self.is_spent = False
@@ -242,9 +237,13 @@ class _Process:
 
     def wait_ready(self) -> None:
         """Wait until the process has imported what it needs."""
-        if not self._is_ready:
-            self._frame(time.monotonic() + START_S)
-            self._is_ready = True
+        if self._is_ready:
+            return
+        if not self._connection.poll(START_S):
+            self.kill()  # whoever asks it is told that it is gone
+            return
+        self._connection.recv()
+        self._is_ready = True
 
     def ask(
         self, request: Mapping[str, Any] | None, seconds: float, *, watch_memory: bool
@@ -257,43 +256,24 @@ class _Process:
         ends_at = time.monotonic() + seconds
         if request is not None:
             self._max_bytes = request["max_bytes"] if watch_memory else None
-            data = pickle.dumps(request)
-            self._socket.settimeout(START_S)
-            self._socket.sendall(HEAD.pack(len(data)) + data)  # in one call, so it wakes once
-        frame = self._frame(ends_at)
-        if frame is None:
+            self._connection.send(request)
+        if not self._has_answer(ends_at):
             return None
-        name, value, self.is_spent = pickle.loads(frame)
+        name, value, self.is_spent = self._connection.recv()
         return name, value
 
-    def _frame(self, ends_at: float) -> bytearray | None:
-        """Receive a frame, or None at `ends_at`; its bytes so far are kept for the next call."""
+    def _has_answer(self, ends_at: float) -> bool:
+        """Wait until `ends_at` for the answer to begin."""
         while True:
-            if self._missing == 0:
-                frame = self._frame_so_far
-                is_head = self._is_head
-                self._expect(HEAD.unpack(frame)[0] if is_head else HEAD.size, is_head=not is_head)
-                if not is_head:
-                    return frame
-                continue
-            left = ends_at - time.monotonic()
-            if left <= 0:
-                return None
-            self._socket.settimeout(left if self._max_bytes is None else min(left, POLL_S))
-            try:
-                view = memoryview(self._frame_so_far)[-self._missing :]
-                if not (count := self._socket.recv_into(view)):
-                    raise EOFError
-                self._missing -= count
-            except TimeoutError:
-                most = self._max_bytes
-                if most is not None and resident_bytes(self._process.pid) > most:
-                    raise MemoryError from None
-
-    def _expect(self, size: int, *, is_head: bool) -> None:
-        """Allocate the buffer of the next frame, or of the head with its length."""
-        self._frame_so_far = bytearray(size)
-        self._missing, self._is_head = size, is_head
+            left = max(0.0, ends_at - time.monotonic())
+            if self._max_bytes is None:
+                return self._connection.poll(left)
+            if self._connection.poll(min(left, POLL_S)):
+                return True
+            if resident_bytes(self._process.pid) > self._max_bytes:
+                raise MemoryError
+            if not left:
+                return False
 
     def ending(self) -> Outcome:
         """Return how the process ended. What it does by itself never ends it by SIGKILL: it is
@@ -315,9 +295,9 @@ class _Process:
         self._process.kill()
 
     def kill(self) -> None:
-        """Send SIGKILL, close the socket and wait for the process, which no call waits for."""
+        """Send SIGKILL, close the connection and wait for the process, which no call waits for."""
         self._process.kill()
-        self._socket.close()
+        self._connection.close()
         self._process.wait()
 
 

@@ -12,7 +12,7 @@ import pytest
 from gateway import metrics
 from gateway.jobs import Delta, GenerateJob, Likelihood, SequenceParams, TokenLogprob
 from gateway.registry import Catalog
-from gateway.serving.generation import many
+from gateway.serving.generation import fan_out
 from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.serving_app import served
 
@@ -186,7 +186,7 @@ async def test_many_prompts_are_let_in_in_slices(
     client: httpx2.AsyncClient, engines: ScriptedEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that one request never fills the queue; the answer is in order all the same."""
-    monkeypatch.setattr(many, "JOBS_AT_ONCE", 3)
+    monkeypatch.setattr(fan_out, "JOBS_AT_ONCE", 3)
     prompts = [chr(97 + i) * (1 + i % 5) for i in range(20)]
     answer = (await post(client, prompts)).json()
     assert texts(answer) == prompts

@@ -331,7 +331,7 @@ def test_processes_without_mlx_load_no_blas(house: House) -> None:
         "import gateway.cli.models, gateway.serving.sandbox, gateway.settings\n"
         "import importlib.util\n"
         f"spec = importlib.util.spec_from_file_location('s', {str(ROOT)!r} + "
-        "'/gateway/engine/sandboxed.py')\n"
+        "'/gateway/engine/sandbox_worker.py')\n"
         "spec.loader.exec_module(importlib.util.module_from_spec(spec))\n"
         "print('openblas' in open('/proc/self/maps').read())"
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.engine import sandboxed
+from gateway.engine import sandbox_worker
 from gateway.serving.sandbox import Sandbox, resident_bytes
 from tests.sandboxes import SLOW, grammar, sandbox, template
 
@@ -271,7 +271,7 @@ def _state(pid: int) -> bytes:
 def test_it_imports_nothing_that_is_slow_or_holds_a_device(kind: str) -> None:
     """Neither mlx nor anything of ours."""
     code = (
-        f"import runpy, sys; runpy.run_path({sandboxed.__file__!r})['READY'][{kind!r}]();"
+        f"import runpy, sys; runpy.run_path({sandbox_worker.__file__!r})['READY'][{kind!r}]();"
         "print(*{name.split('.')[0] for name in sys.modules})"
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, check=True)

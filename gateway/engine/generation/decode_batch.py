@@ -23,7 +23,7 @@ from gateway.engine.generation.sampling import (
     score,
 )
 from gateway.engine.generation.sequence import Sequence
-from gateway.engine.grammar.structured import Structured
+from gateway.engine.grammar.structured import StructuredOutput
 from gateway.engine.kv.cache import (
     RaggedKVCache,
     cache_nbytes,
@@ -303,7 +303,7 @@ class DecodeBatch:
 
 
 def choose_tokens(
-    structured: Structured,
+    structured: StructuredOutput,
     rows: list[Sequence],
     cache: list[Any],
     logits: mx.array,
@@ -327,7 +327,7 @@ def choose_tokens(
     return DecodeBatch(rows, cache, tokens, finite, scores, doubts, list(drafts))
 
 
-def constrain(structured: Structured, rows: list[Sequence], logits: mx.array) -> mx.array:
+def constrain(structured: StructuredOutput, rows: list[Sequence], logits: mx.array) -> mx.array:
     """Return logits, (rows, vocabulary), with each row's bias and penalties, and with -inf for what
     may not be its next token.
     """

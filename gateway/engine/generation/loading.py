@@ -15,9 +15,8 @@ from gateway.engine.drafts.draft_model import DraftModel, can_go_back
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.sequences import ChatSetup
 from gateway.engine.grammar.shaping import Shape
-from gateway.engine.grammar.structured import Structured
+from gateway.engine.grammar.structured import StructuredOutput
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
-from gateway.engine.grammar.trial import Sandbox
 from gateway.engine.kv.quantized import quantize_kv
 from gateway.engine.models.checkpoint import Checkpoint, Listing, measure_kv
 from gateway.engine.models.context import lower_context, text_config
@@ -32,6 +31,7 @@ from gateway.engine.prompting.chat_tokenizer import (
     chat_tokenizer,
     wrap_folder_tokenizer,
 )
+from gateway.engine.sandbox_worker import Sandbox
 
 
 def read_chat_setup(
@@ -200,7 +200,7 @@ def _read_model(
 
 def _make_structured(
     chat: ChatTokenizer, vocab_size: int, shape: Shape, sandbox: Sandbox | None
-) -> Structured:
+) -> StructuredOutput:
     try:
         tokenizer = GrammarTokenizer(
             chat.tokenizer,
@@ -209,9 +209,9 @@ def _make_structured(
             marks=chat.call_ids,
         )
     except ValueError as error:
-        return Structured(None, shape, None, sandbox, problem=str(error))
+        return StructuredOutput(None, shape, None, sandbox, problem=str(error))
     form = chat.call_format(tokenizer.tokens.is_special_token)
-    return Structured(tokenizer, shape, form, sandbox)
+    return StructuredOutput(tokenizer, shape, form, sandbox)
 
 
 # What vLLM takes from generation_config.json (ModelConfig.get_diff_sampling_param), and what makes

@@ -29,7 +29,7 @@ from gateway.engine.generation.prefill import Prefill, PrefillBatch, max_scored_
 from gateway.engine.generation.sampling import Sampler
 from gateway.engine.generation.self_test import ALONE, count_tokens, is_listed
 from gateway.engine.generation.sequence import Faults, Sequence
-from gateway.engine.grammar.structured import Structured
+from gateway.engine.grammar.structured import StructuredOutput
 from gateway.engine.kv.cache import can_batch, compact, rewind_layers
 from gateway.engine.kv.prefix_cache import PrefixCache
 from gateway.engine.models.adapters import Adapters
@@ -45,7 +45,7 @@ class ChatSetup:
 
     checkpoint: Checkpoint | GgufCheckpoint
     chat: ChatTokenizer
-    structured: Structured
+    structured: StructuredOutput
     max_context: int
     vocab_size: int
     sampling_defaults: Mapping[str, float]

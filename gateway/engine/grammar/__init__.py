@@ -4,11 +4,9 @@ structured     what one model can be held to, and whether an answer fits; the en
 calls          functions that may be called → a grammar
 schemas        JSON Schemas as values: read, checked by their draft, walked, rebuilt
 unenforced     what of a schema no grammar holds: left out and named; words for a refusal
-disjoint       whether no value fits two alternatives, as they are constructed
 patterns       regular expressions: which are held, how long they match; dates
 shaping        a schema drawn tighter, so that a small model stays on course
 compiling      a grammar → what sequences are matched against, by llguidance
 tokenizer      a model's tokens as grammars need them
-trial          a first try in the sandbox, so that no grammar ends this process
 matching       where a sequence stands in its grammar, and the masks of a step
 """

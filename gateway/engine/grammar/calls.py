@@ -7,14 +7,13 @@ https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from gateway.engine.grammar.schemas import Node, Schema, bare
+from gateway.engine.grammar.schemas import Schema, bare
 from gateway.engine.grammar.unenforced import to_llguidance
 from gateway.errors import BadRequest
-from gateway.jobs import Calling, Grammar, SchemaRule
+from gateway.jobs import Calling, Function, Grammar, SchemaRule
 
-ANY: dict[str, Any] = {"type": "object"}
 _ANSWER: Final = "answer"
 # With any of these, an object may have properties that its own `properties` don't name.
 _OPENING = frozenset(
@@ -26,65 +25,45 @@ _OPENING = frozenset(
 )  # fmt: skip
 
 
-class Checked(Protocol):
-    """Returns the form of a schema that an answer is held to."""
-
-    def __call__(self, schema: Mapping[str, Any], function: str, /, *, strict: bool) -> Node:
-        """`function` owns the parameters, if any does. Raises BadRequest for what is no schema."""
-
-
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How a model writes a call on its own: JSON between two marks.
-
-    The flags say which marks llguidance treats as special tokens: those have no bytes. Calls that
-    are `is_separate` are messages separate from the answer, and its grammar does not apply to them.
-    """
+    """How a model writes a call on its own: JSON between two marks."""
 
     start: str
     end: str
+    # Which marks llguidance treats as special tokens: those have no bytes.
     is_special: bool
     closing_is_special: bool
+    # Calls are messages separate from the answer, and its grammar does not apply to them.
     is_separate: bool = False
 
 
 def answer_grammar(
-    calling: Calling | None,
-    form: CallFormat | None,
-    answer: Grammar | None,
-    checked: Checked,
+    calling: Calling | None, form: CallFormat | None, answer: Grammar | None
 ) -> Grammar | None:
     """Return the grammar of an answer with these calls and this form; None if it is free.
 
-    A forced call is bare JSON: {"name":…,"arguments":…}. A free one keeps the model's own form, and
-    is held to its schema if a function is strict. With an `answer` grammar too, the whole is either
-    calls or that answer. `checked` returns a schema in the form to enforce, given its place. Raises
-    BadRequest if the model's form leaves no way to write that.
+    With an `answer` grammar too, the whole is either calls or that answer. Its `schemas` are rules
+    that the compiler adds (`with_schemas`). Raises BadRequest if the model's form leaves no way to
+    write that.
     """
     if calling is None:
         return answer
-    rules: list[SchemaRule] = []
-
-    def held(rule: str, schema: Mapping[str, Any], function: str, *, strict: bool) -> Node:
-        form = checked(schema, function, strict=strict)
-        rules.append(SchemaRule(rule, function, json.dumps(dict(schema)), strict))
-        return form
-
+    tools = calling.functions
+    # A forced call is bare JSON: {"name":…,"arguments":…}.
     if calling.forced:
-        schemas = [
-            (tool.name, held(_arguments(i), _close(tool.parameters), tool.name, strict=tool.strict))
-            for i, tool in enumerate(calling.functions)
+        rules = [
+            SchemaRule(_arguments(i), tool.name, json.dumps(_close(tool.parameters)), tool.strict)
+            for i, tool in enumerate(tools)
         ]
-        source = _lark("start: call", schemas, "", "")
-        return Grammar("calls", source, schemas=tuple(rules))
+        return Grammar("calls", _lark("start: call", tools, rules), schemas=tuple(rules))
     if form is not None and form.is_separate:
         return answer
-    free = [
-        (
-            tool.name,
-            held(_arguments(i), tool.parameters, tool.name, strict=True) if tool.strict else ANY,
-        )
-        for i, tool in enumerate(calling.functions)
+    # A free one keeps the model's own form, and is held to its schema if the function is strict.
+    rules = [
+        SchemaRule(_arguments(i), tool.name, json.dumps(dict(tool.parameters)), strict=True)
+        for i, tool in enumerate(tools)
+        if tool.strict
     ]
     if answer is not None:
         if form is None or answer.kind != "json_schema":
@@ -93,44 +72,30 @@ def answer_grammar(
                 "ask for tools or for a form, or choose `none` or one function.",
                 part="answer_form",
             )
-        schema = held(_ANSWER, json.loads(answer.source), "", strict=answer.strict)
-        start = f"start: {_ANSWER} | call+\n{_ANSWER}: {_json(schema)}"
-        opening = form.start if form.is_special else json.dumps(form.start)
-        return Grammar("calls", _lark(start, free, opening, _closing(form)), schemas=tuple(rules))
-    if form is None or not any(function.strict for function in calling.functions):
+        rules.append(SchemaRule(_ANSWER, "", answer.source, answer.strict))
+        opening = _mark(form.start, is_special=form.is_special) + " "
+        source = _lark(f"start: {_ANSWER} | call+", tools, rules, opening, _closing(form))
+        return Grammar("calls", source, schemas=tuple(rules))
+    if form is None or not rules:
         return None
     if form.is_special:
-        start = f"start: tag* TEXT\ntag: TEXT {form.start} body"
+        start = f"start: tag* TEXT\ntag: TEXT {form.start} call"
     else:
-        start = f"start: tag* TEXT\ntag: trigger body\ntrigger[lazy]: TEXT {json.dumps(form.start)}"
-    source = _lark(f"{start}\nTEXT: /(.|\\n)*/", free, "", _closing(form))
-    return Grammar("calls", source.replace("\ncall:", "\nbody:", 1), schemas=tuple(rules))
+        start = f"start: tag* TEXT\ntag: trigger call\ntrigger[lazy]: TEXT {json.dumps(form.start)}"
+    source = _lark(f"{start}\nTEXT: /(.|\\n)*/", tools, rules, "", _closing(form))
+    return Grammar("calls", source, schemas=tuple(rules))
 
 
-def with_forms(source: str, forms: Mapping[str, Schema]) -> str:
-    """Return the grammar of calls with other schemas in these rules."""
-    rules = []
-    for line in source.split("\n"):
-        rule, _, _ = line.partition(":")
-        rules.append(f"{rule}: {_json(forms[rule])}" if rule in forms else line)
-    return "\n".join(rules)
+def with_schemas(source: str, schemas: Mapping[str, Schema]) -> str:
+    """Return the grammar of calls with the rules of its schemas."""
+    return "\n".join([source, *(f"{rule}: {_json(schemas[rule])}" for rule in schemas)])
 
 
-def of_function(function: str, error: BadRequest) -> BadRequest:
-    """Name, in a refusal, the function whose parameters it is about, if there is one."""
-    if not function:
-        return error
-    message = f"The parameters of '{function}': {error.message}"
-    return BadRequest(message, part="tools", code=error.code)
-
-
-def _close(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Forbid arguments that a function does not declare, unless it says that there may be more.
-
-    A model that must call a function without parameters would otherwise invent some, without end.
-    """
+def _close(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Forbid arguments that a function does not declare, unless it says that there may be more."""
+    # A model that must call one without parameters would otherwise invent some, without end.
     if _OPENING & parameters.keys() or _needs_more(parameters):
-        return parameters
+        return dict(parameters)
     return {"type": "object", **parameters, "additionalProperties": False}
 
 
@@ -145,27 +110,36 @@ def _needs_more(parameters: Mapping[str, Any]) -> bool:
 
 
 def _closing(form: CallFormat) -> str:
-    mark = form.end if form.closing_is_special else json.dumps(form.end)
-    return f'"\\n"? {mark} "\\n"?' if form.end else ""
+    if not form.end:
+        return ""
+    return f' "\\n"? {_mark(form.end, is_special=form.closing_is_special)} "\\n"?'
+
+
+def _mark(text: str, *, is_special: bool) -> str:
+    return text if is_special else json.dumps(text)
 
 
 def _lark(
-    start: str, functions: Sequence[tuple[str, dict[str, Any]]], opening: str, closing: str
+    start: str,
+    functions: Sequence[Function],
+    rules: Sequence[SchemaRule],
+    opening: str = "",
+    closing: str = "",
 ) -> str:
-    """Return the rules: `call` is one of the functions, each with its own arguments.
-
-    Between marks a call is spaced as models are trained to space it, without them it is compact.
-    """
-    gap = " " if closing else ""
+    """Return the rules: `call` is one of the functions, each with its own arguments."""
+    gap, before = "", ""
+    # Between marks a call is spaced as models are trained to space it, without them it is compact.
+    if closing:
+        gap, before = " ", '"\\n"? '
     names = " | ".join(f"call_{i}" for i in range(len(functions)))
-    before = [opening] if opening else []
-    around = ['"\\n"?', f"({names})", closing] if closing else [f"({names})"]
-    rules = [start, " ".join(["call:", *before, *around])]
-    for i, (name, schema) in enumerate(functions):
-        head = json.dumps(f'{{"name":{gap}{json.dumps(name)},{gap}"arguments":{gap}')
-        rules.append(f'call_{i}: {head} {_arguments(i)} "}}"')
-        rules.append(f"{_arguments(i)}: {_json(schema)}")
-    return "\n".join(rules)
+    lines = [start, f"call: {opening}{before}({names}){closing}"]
+    schema_rules = {rule.rule for rule in rules}
+    for i, function in enumerate(functions):
+        head = json.dumps(f'{{"name":{gap}{json.dumps(function.name)},{gap}"arguments":{gap}')
+        lines.append(f'call_{i}: {head} {_arguments(i)} "}}"')
+        if _arguments(i) not in schema_rules:
+            lines.append(f"{_arguments(i)}: {_json({'type': 'object'})}")
+    return "\n".join(lines)
 
 
 def _arguments(index: int) -> str:

@@ -2,9 +2,11 @@
 
 Outlines gives the types and the backends that make tokenizer and grammar; matcher and mask are ours
 (matching.py), because Outlines' own continue without a grammar when one fails. Compiling takes
-milliseconds and more: run it on a worker thread, never on the lane.
+milliseconds and more: run it on a worker thread, never on the lane. Everything is compiled in the
+sandbox first: what ends a process there never reaches this one.
 """
 
+import hashlib
 import itertools
 import json
 import re
@@ -17,45 +19,46 @@ from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 from outlines.types.dsl import Choice, to_regex
 
-from gateway.engine.grammar import schemas
-from gateway.engine.grammar.calls import of_function, with_forms
-from gateway.engine.grammar.matching import Matcher, State, Texts
-from gateway.engine.grammar.schemas import Node, refusal
+from gateway.engine.grammar.calls import with_schemas
+from gateway.engine.grammar.matching import GrammarState, Matcher, TextTokens
+from gateway.engine.grammar.schemas import Node, Schema, check_draft, parse_schema, refusal
 from gateway.engine.grammar.shaping import Shape, shape_schema
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
-from gateway.engine.grammar.trial import (
-    LARK_TEXT,
-    LIMITS,
-    DiedCompiling,
-    Sandbox,
-    is_open,
-    try_grammar,
-    without_texts,
-)
 from gateway.engine.grammar.unenforced import (
     COMPACT,
     Held,
     check_strict,
     hold,
-    leave_out,
     read_options,
     to_llguidance,
-    warned,
     why,
 )
-from gateway.engine.sandboxed import TRIAL_FORCED, TRIAL_STEPS
-from gateway.errors import BadRequest
+from gateway.engine.sandbox_worker import TRIAL_FORCED, TRIAL_STEPS, Sandbox
+from gateway.errors import BadRequest, Overloaded, Unavailable
 from gateway.jobs import Grammar
 
-_ROUNDS: Final = 3  # of compiling a schema, each without what the one before was refused for
+# Bounds of llguidance's parser, here and in the sandbox.
+LIMITS: Final[Mapping[str, Any]] = {"max_lexer_states": 50_000, "verbose_errors": False}
 RENEW_AFTER: Final = 256  # copies share a lexer whose states only grow: start another now and then
-_LARK_SCHEMA: Final = re.compile(rf"{LARK_TEXT.pattern}|%json\s*")
+BUSY_S: Final = 2.0
+_MAX_BYTES: Final = 1 << 30  # what llguidance's limits let grow was at most 0.13 GB
+# Texts, regexes, which may go over lines, and comments. What has no end matches
+# as far as it goes: a search that failed would begin again at each quote in it, and holds
+# the GIL all that time.
+_LARK_TEXT: Final = re.compile(
+    r'(?:"(?:\\.|[^"\\\n])*(?P<text>")?|/(?!/)(?:\\.|[^/\\])*(?P<regex>/)?)|//[^\n]*|#[^\n]*'
+)
+_LARK_SPECIAL: Final = re.compile(
+    r"<[^<>\s]+>|\btemperature\s*=|@\w+|%llguidance\b|%json\b|%lark\b"
+)
+_CONTROL_TOKEN: Final = re.compile(r"<[^<>\s\[\]]+>")
 _GBNF: Final = re.compile(r"^[ \t]*[A-Za-z][\w-]*[ \t]*::=", re.MULTILINE)
-_LARK_SPECIAL: Final = re.compile(r"<[^<>\s]+>|\btemperature\s*=|@\w+|%llguidance\b")
+_PLACE: Final = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
+_REASON: Final = re.compile(r"^error: (.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class GrammarBounds:
     """How much a caller may ask to be compiled."""
 
     max_schema_bytes: int = 256 * 1024
@@ -74,16 +77,21 @@ class CompiledGrammar:
     `unenforced` are JSON pointers to the keywords of its schema that it does not enforce.
     """
 
-    begin: Callable[[], State]
+    begin: Callable[[], GrammarState]
     eos_ids: Collection[int]
-    alone: Callable[[], State] | None = None
+    # Shares no lexer with other states: what an error that another's may be is tried again with.
+    begin_alone: Callable[[], GrammarState] | None = None
     unenforced: tuple[str, ...] = ()
 
     def matcher(self, tokens: Sequence[int] = ()) -> Matcher:
         """Return a matcher at the beginning, or where these tokens leave it."""
-        matcher = Matcher(self.begin, self.eos_ids, self.alone)
+        matcher = Matcher(self.begin, self.eos_ids, self.begin_alone)
         matcher.replay(tokens)
         return matcher
+
+
+class _Uncompilable(Exception):
+    """llguidance refuses a grammar: the reason in its words."""
 
 
 def compile_grammar(
@@ -91,7 +99,7 @@ def compile_grammar(
     grammar: Grammar,
     *,
     shape: Shape | None = None,
-    bounds: Bounds | None = None,
+    bounds: GrammarBounds | None = None,
     sandbox: Sandbox | None = None,
 ) -> CompiledGrammar:
     """Compile with llguidance. Raises BadRequest for what it can't do.
@@ -99,155 +107,107 @@ def compile_grammar(
     `shape` tightens JSON Schemas; a schema that cannot be met so is compiled as it came. Everything
     is compiled in the `sandbox` first, if there is one.
     """
-    bounds, shape = bounds or Bounds(), shape or Shape()
-    compiler = Compiler(tokenizer, sandbox)
+    compiler = _Compiler(tokenizer, sandbox, shape or Shape(), bounds or GrammarBounds())
     if grammar.kind == "json_schema":
-        schema = read_schema(grammar.source, bounds)
+        schema = compiler.read(grammar.source)
         options = read_options(schema)
-        held, compiled = compile_schema(compiler, hold(schema, bounds.max_path), shape, options)
+        _, compiled = compiler.compile_held(compiler.hold(schema), options)
         if grammar.strict:
-            check_strict(held.unenforced)
-        return replace(compiled, unenforced=held.unenforced)
-    source = text_of(grammar, bounds)
-    try:
-        compiled, warnings = _compile_text(compiler, grammar, source, bounds)
-    except DiedCompiling:
-        raise
-    except BadRequest:
-        if not grammar.schemas:
-            raise
-        warnings = ["some function's parameters do not compile as they are"]
-    if warnings:
-        grammar = _hold_calls(compiler, grammar, shape, bounds)
-        compiled, _ = _compile_text(compiler, grammar, grammar.source, bounds)
-    return replace(compiled, unenforced=grammar.unenforced)
-
-
-def compile_schema(
-    compiler: "Compiler", held: Held, shape: Shape, options: Mapping[str, Any] = COMPACT
-) -> tuple[Held, CompiledGrammar]:
-    """Compile what can be held of a schema; return that, in its final form, and the grammar.
-
-    What the compiler refuses is left out as well, and the rest tried again. Raises BadRequest in
-    our own words when nothing compiles.
-    """
-    for _ in range(_ROUNDS):
-        forms = [shape_schema(held.schema, shape), held.schema]
-        problem = ""
-        for form in forms if forms[0] != held.schema else forms[1:]:
-            try:
-                compiled, warnings = compiler.compile_schema(form, options)
-            except DiedCompiling:
-                raise
-            except BadRequest as error:
-                problem = error.message.removeprefix(_CANNOT)
-            else:
-                return replace(held.naming(warned(held, warnings)), schema=form), compiled
-        smaller = leave_out(held, problem, compiler.is_broken)
-        if smaller is None:
-            break
-        held = smaller
-    raise refusal(why(held, problem))
-
-
-def _compile_text(
-    compiler: "Compiler", grammar: Grammar, source: str, bounds: Bounds
-) -> tuple[CompiledGrammar, Sequence[str]]:
-    """Compile a grammar other than a JSON Schema; `source` is its text. Return the warnings too."""
-    maker, texts = compiler.tokenizer.maker, compiler.tokenizer.texts
-    if grammar.kind in ("grammar", "calls"):
-        if grammar.kind == "grammar":  # ours may say more than a caller's
-            source = _from_gbnf(source)
-            _check_lark(source, bounds)
+            check_strict(compiled.unenforced)
+        return compiled
+    if grammar.kind == "calls":
+        return _compile_calls(compiler, grammar)
+    maker, texts = tokenizer.maker, tokenizer.texts
+    if grammar.kind == "grammar":
+        source = _from_gbnf(_within(grammar, compiler.bounds.max_text_chars))
+        _check_lark(source)
         spec = maker.get_cfg_logits_processor(source).grammar
     else:
-        spec = maker.get_regex_logits_processor(source).grammar
-    if grammar.kind == "calls":  # only these may use the model's marks, which are control tokens
-        texts = compiler.tokenizer.texts_and_marks
+        spec = maker.get_regex_logits_processor(_regex_of(grammar, compiler.bounds)).grammar
     try:
         compiled, warnings = compiler.compile(spec, "invalid_grammar", texts)
-        if warnings and grammar.kind != "calls":
-            raise _refusal("; ".join(warnings)[:1000])
-    except DiedCompiling:
-        raise
-    except BadRequest as error:
-        raise _refusal(_reword(grammar, error.message.removeprefix(_CANNOT))) from None
-    return compiled, warnings
+    except _Uncompilable as error:
+        raise _refusal(_reword(grammar, str(error))) from None
+    if warnings:
+        raise _refusal(_reword(grammar, "; ".join(warnings)))
+    return compiled
 
 
-def _hold_calls(compiler: "Compiler", grammar: Grammar, shape: Shape, bounds: Bounds) -> Grammar:
-    """Return calls with what can be held of each schema, naming the rest.
+def _compile_calls(compiler: "_Compiler", grammar: Grammar) -> CompiledGrammar:
+    """Compile calls with what can be held of each schema, naming the rest.
 
     Raises BadRequest, naming the function, for a schema that doesn't compile, and for a strict one
     that is not held whole.
     """
-    forms, unenforced = dict[str, schemas.Schema](), list[str]()
+    parts: dict[str, Held] = {}
     for rule in grammar.schemas:
         try:
-            held = hold(read_schema(rule.schema, bounds), bounds.max_path)
-            held, _ = compile_schema(compiler, held, shape)
-            if rule.strict:
-                check_strict(held.unenforced)
-        except DiedCompiling:
-            raise
+            parts[rule.rule] = compiler.hold(compiler.read(rule.schema))
         except BadRequest as error:
-            raise of_function(rule.function, error) from None
-        forms[rule.rule] = held.schema
-        unenforced += [f"{rule.function}{pointer}" for pointer in held.unenforced]
-    source = with_forms(grammar.source, forms)
-    return replace(grammar, source=source, unenforced=tuple(unenforced))
+            raise _of_function(rule.function, error) from None
+    forms = {rule: shape_schema(part.schema, compiler.shape) for rule, part in parts.items()}
+    try:
+        compiled, warnings = compiler.compile_calls(grammar, forms)
+    except _Uncompilable:  # some schema's own fault
+        for rule in grammar.schemas:
+            try:
+                forms[rule.rule], _ = compiler.compile_held(parts[rule.rule])
+            except BadRequest as error:
+                raise _of_function(rule.function, error) from None
+        try:
+            compiled, warnings = compiler.compile_calls(grammar, forms)
+        except _Uncompilable as error:
+            reason = str(error).partition("\n")[0][:300]
+            raise _refusal(
+                f"The tools, or the answer's form beside them, cannot be held to: {reason}."
+            ) from None
+    unenforced: list[str] = []
+    for rule in grammar.schemas:
+        pointers = parts[rule.rule].warned(warnings).unenforced
+        try:
+            if rule.strict:
+                check_strict(pointers)
+        except BadRequest as error:
+            raise _of_function(rule.function, error) from None
+        unenforced += [f"{rule.function}{pointer}" for pointer in pointers]
+    return replace(compiled, unenforced=tuple(unenforced))
 
 
-_CANNOT: Final = "The grammar cannot be compiled: "
-_CANNOT_GBNF: Final = "The GBNF grammar cannot be compiled: "
-_PLACE: Final = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
-_REASON: Final = re.compile(r"^error: (.+)$", re.MULTILINE)
-_CALL: Final = re.compile(r'^call_(\d+): ("(?:[^"\\]|\\.)*")', re.MULTILINE)
+def _of_function(function: str, error: BadRequest) -> BadRequest:
+    """Name, in a refusal, the function whose parameters it is about, if there is one."""
+    if not function:
+        return error
+    message = f"The parameters of '{function}': {error.message}"
+    return BadRequest(message, part="tools", code=error.code)
 
 
 def _reword(grammar: Grammar, problem: str) -> str:
-    """Return llguidance's message on a regex, a choice, a grammar or calls in our words.
-
-    It quotes the lines it read, which the caller wrote only if the kind is a grammar.
-    """
+    """Return llguidance's message on a regex, a choice or a grammar in our words."""
     place = _PLACE.match(problem)
-    first = _PLACE.sub("", problem.partition("\n")[0], count=1)
-    reason = (match[1] if (match := _REASON.search(problem)) else first).strip().rstrip(".")[:300]
-    lines = grammar.source.split("\n")
-    line = lines[int(place[1]) - 1] if place and int(place[1]) <= len(lines) else ""
-    if grammar.kind == "calls":
-        names = dict(_CALL.findall(grammar.source))
-        number = line.partition(":")[0].removeprefix("arguments_")
-        if (head := names.get(number)) is None:
-            return f"The tools, or the answer's form beside them, cannot be held to: {reason}."
-        name = json.JSONDecoder().raw_decode(json.loads(head).removeprefix('{"name":').lstrip())[0]
-        return f"The parameters of '{name}' cannot be held to: {reason}."
+    match = _REASON.search(problem)
+    reason = _PLACE.sub("", problem.partition("\n")[0], count=1)
+    if match:
+        reason = match[1]
+    reason = reason.strip().rstrip(".")[:300]
     if grammar.kind == "grammar" and _GBNF.search(grammar.source):
-        return f"{_CANNOT_GBNF}{reason}."
-    if grammar.kind == "grammar" and place:
-        return f"{_CANNOT}line {place[1]}, column {place[2]}: {reason}, in `{line[:64]}`."
+        return f"The GBNF grammar cannot be compiled: {reason}."
+    lines = grammar.source.split("\n")
+    if grammar.kind == "grammar" and place and int(place[1]) <= len(lines):
+        line = lines[int(place[1]) - 1][:64]
+        reason = f"line {place[1]}, column {place[2]}: {reason}, in `{line}`"
     return f"The {grammar.kind} cannot be compiled: {reason}."
 
 
-def read_schema(source: str, bounds: Bounds) -> schemas.Schema:
-    """Read a JSON Schema within bounds, checked against its draft's own schema."""
-    schema = schemas.parse_schema(
-        source, max_bytes=bounds.max_schema_bytes, max_depth=bounds.max_depth
-    )
-    schemas.check_draft(schema)
-    return schema
+def _within(grammar: Grammar, max_chars: int) -> str:
+    if len(grammar.source) > max_chars:
+        raise _refusal(f"The {grammar.kind} is longer than {max_chars} characters.")
+    return grammar.source
 
 
-def text_of(grammar: Grammar, bounds: Bounds) -> str:
-    """Return a regex, a grammar or a choice (as the regex of its strings), within bounds."""
-    limit = bounds.max_calls_chars if grammar.kind == "calls" else bounds.max_text_chars
-    if len(grammar.source) > limit and grammar.kind != "choice":
-        what = (
-            "functions' schemas together are" if grammar.kind == "calls" else f"{grammar.kind} is"
-        )
-        raise _refusal(f"The {what} longer than {limit} characters.")
-    if grammar.kind != "choice":
-        return grammar.source
+def _regex_of(grammar: Grammar, bounds: GrammarBounds) -> str:
+    """Return a regex, or that of a choice's strings, within bounds."""
+    if grammar.kind == "regex":
+        return _within(grammar, bounds.max_text_chars)
     try:
         choices = json.loads(grammar.source)
     except (ValueError, RecursionError) as error:
@@ -271,53 +231,87 @@ def _from_gbnf(source: str) -> str:
     try:
         return any_to_lark(source).removeprefix("%llguidance {}")
     except Exception as error:  # a parser in Python, which raises whatever it likes
-        raise _refusal(f"{_CANNOT_GBNF}{str(error)[:300]}.") from None
+        raise _refusal(f"The GBNF grammar cannot be compiled: {str(error)[:300]}.") from None
 
 
-def _check_lark(source: str, bounds: Bounds) -> None:
+def _check_lark(source: str) -> None:
     """Raise BadRequest for what the answer's text would not show, or what we would ignore."""
-    if open_at := next(filter(is_open, LARK_TEXT.finditer(source)), None):
-        raise _refusal(f"The grammar has a text or a regex without an end: {open_at[0][:64]}")
-    if match := _LARK_SPECIAL.search(without_texts(source)):
-        raise _refusal(f"The grammar uses `{match[0]}`, which is not supported.")
-    at = 0
-    while match := _LARK_SCHEMA.search(source, at):
-        at = match.end()
-        if match[0].startswith("%"):
-            try:
-                schema, at = json.JSONDecoder().raw_decode(source, at)
-            except (ValueError, RecursionError) as error:
-                raise _refusal(f"The grammar's %json is not JSON: {error}") from None
-            schemas.check_depth(schema, bounds.max_depth)
-            read_options(schema)
-            if isinstance(schema, dict):
-                schemas.reachable(schema, bounds.max_path)
+    unclosed = next(filter(_is_unclosed, _LARK_TEXT.finditer(source)), None)
+    if unclosed:
+        raise _refusal(f"The grammar has a text or a regex without an end: {unclosed[0][:64]}")
+    special = _LARK_SPECIAL.search(_without_texts(source))
+    if special:
+        raise _refusal(f"The grammar uses `{special[0]}`, which is not supported.")
+
+
+def _without_texts(source: str) -> str:
+    """Return a grammar without its texts, regexes and comments."""
+    return _LARK_TEXT.sub(lambda text: text[0] if _is_unclosed(text) else '""', source)
+
+
+def _is_unclosed(text: re.Match[str]) -> bool:
+    return not (text["text"] or text["regex"] or text[0].startswith(("//", "#")))
 
 
 @dataclass(frozen=True, slots=True)
-class Compiler:
+class _Compiler:
     """Compiles llguidance's own form of grammars for one model."""
 
     tokenizer: GrammarTokenizer
     sandbox: Sandbox | None
+    shape: Shape
+    bounds: GrammarBounds
 
-    def compile_schema(
-        self, schema: Node, options: Mapping[str, Any]
+    def read(self, source: str) -> Schema:
+        """Read a JSON Schema within bounds, checked against its draft's own schema."""
+        bounds = self.bounds
+        schema = parse_schema(source, max_bytes=bounds.max_schema_bytes, max_depth=bounds.max_depth)
+        check_draft(schema)
+        return schema
+
+    def hold(self, schema: Schema) -> Held:
+        return hold(schema, self.bounds.max_path)
+
+    def compile_held(
+        self, part: Held, options: Mapping[str, Any] = COMPACT
+    ) -> tuple[Node, CompiledGrammar]:
+        """Compile what can be held of a schema; return it in its final form, and the grammar.
+
+        Raises BadRequest in our own words when nothing compiles.
+        """
+        problem = ""
+        shaped = shape_schema(part.schema, self.shape)
+        forms = [shaped]
+        if shaped != part.schema:
+            forms.append(part.schema)
+        for form in forms:
+            text = json.dumps(to_llguidance(form, options))
+            spec = self.tokenizer.maker.get_json_schema_logits_processor(text).grammar
+            try:
+                compiled, warnings = self.compile(spec, "invalid_json_schema", self.tokenizer.texts)
+            except _Uncompilable as error:
+                problem = str(error)
+            else:
+                return form, replace(compiled, unenforced=part.warned(warnings).unenforced)
+        raise refusal(why(part, problem))
+
+    def compile_calls(
+        self, grammar: Grammar, forms: Mapping[str, Schema]
     ) -> tuple[CompiledGrammar, Sequence[str]]:
-        """Compile a JSON Schema; return the warnings too."""
-        text = json.dumps(to_llguidance(schema, options))
-        spec = self.tokenizer.maker.get_json_schema_logits_processor(text).grammar
-        return self.compile(spec, "invalid_json_schema", self.tokenizer.texts)
+        """Compile calls with their schemas in these forms. Return the warnings too."""
+        source = with_schemas(grammar.source, forms)
+        if len(source) > self.bounds.max_calls_chars:
+            raise _refusal(
+                "The functions' schemas together are longer than "
+                f"{self.bounds.max_calls_chars} characters."
+            )
+        spec = self.tokenizer.maker.get_cfg_logits_processor(source).grammar
+        # Only these may use the model's marks, which are control tokens.
+        return self.compile(spec, "invalid_grammar", self.tokenizer.texts_and_marks)
 
-    def is_broken(self, pattern: str) -> bool:
-        """Return True if a pattern doesn't compile by itself."""
-        try:
-            self.compile_schema({"type": "string", "pattern": pattern}, COMPACT)
-        except BadRequest:
-            return True
-        return False
-
-    def compile(self, spec: str, code: str, texts: Texts) -> tuple[CompiledGrammar, Sequence[str]]:
+    def compile(
+        self, spec: str, code: str, texts: TextTokens
+    ) -> tuple[CompiledGrammar, Sequence[str]]:
         """Return the grammar's first matcher, of which every other one is a copy, and warnings."""
         if self.sandbox is not None:
             try_grammar(self.sandbox, spec, code)
@@ -328,18 +322,49 @@ class Compiler:
 
         matcher = first()
         copies = _Copies(first, matcher, texts)
-        error = State(matcher, texts).problem()
-        warnings = [] if error else matcher.get_grammar_warnings()
+        error = GrammarState(matcher, texts).problem()
+        warnings: Sequence[str] = []
         if error is None:
-            error = _try(Matcher(copies, self.tokenizer.eos_ids), self.tokenizer)
+            warnings = matcher.get_grammar_warnings()
+            error = _follow(Matcher(copies, self.tokenizer.eos_ids), self.tokenizer)
         if error is not None:
-            raise _refusal(f"{_CANNOT}{error[:1000].strip()}", code)
-        ends = self.tokenizer.eos_ids
-        alone = lambda: State(first(), texts)  # noqa: E731
-        return CompiledGrammar(copies, ends, alone=alone), warnings
+            raise _Uncompilable(error[:1000].strip())
+
+        def begin_alone() -> GrammarState:
+            return GrammarState(first(), texts)
+
+        return CompiledGrammar(copies, self.tokenizer.eos_ids, begin_alone), warnings
 
 
-def _try(trial: Matcher, tokenizer: GrammarTokenizer) -> str | None:
+def try_grammar(sandbox: Sandbox, spec: str, code: str) -> None:
+    """Compile llguidance's own form of a grammar in the sandbox.
+
+    Raises BadRequest with `code` when that ended the process, TimeoutError when it takes too much
+    processor time, Overloaded when other grammars leave none, and Unavailable when other work
+    leaves it no processor or memory.
+    """
+    specials = tuple(sorted(set(_CONTROL_TOKEN.findall(_without_texts(spec)))))
+    request: dict[str, Any] = {"spec": spec, "specials": specials, "limits": dict(LIMITS)}
+    request |= {"kind": "grammar", "max_bytes": _MAX_BYTES}
+    outcome, value = sandbox(request, key_of("grammar", spec))
+    if outcome in ("died", "large"):
+        noun = {"invalid_json_schema": "JSON Schema"}.get(code, "grammar")
+        raise _refusal(f"The {noun} cannot be compiled: {value}.", code)
+    if outcome == "late":
+        raise TimeoutError
+    if outcome in ("killed", "slow"):
+        raise Unavailable(f"The grammar was not compiled: {value}.", retry_after_s=BUSY_S)
+    if outcome == "busy":
+        raise Overloaded("Other grammars are being compiled; ask again.", retry_after_s=BUSY_S)
+
+
+def key_of(*parts: str) -> bytes:
+    """Make the key that the sandbox remembers a request by."""
+    digests = [hashlib.sha256(part.encode(errors="surrogatepass")).digest() for part in parts]
+    return hashlib.sha256(b"".join(digests)).digest()
+
+
+def _follow(trial: Matcher, tokenizer: GrammarTokenizer) -> str | None:
     """Take a few tokens, quotes for choice since they end strings; return the error met.
 
     Some grammars are too wide to be followed and show it only then.
@@ -360,13 +385,15 @@ def _try(trial: Matcher, tokenizer: GrammarTokenizer) -> str | None:
 class _Copies:
     """Copies of a first matcher, which is made again when its shared lexer may have grown large."""
 
-    def __init__(self, make: Callable[[], LLMatcher], matcher: LLMatcher, texts: Texts) -> None:
+    def __init__(
+        self, make: Callable[[], LLMatcher], matcher: LLMatcher, texts: TextTokens
+    ) -> None:
         self._make = make
         self._matcher = matcher
         self._texts = texts
         self._count = itertools.count(1)
 
-    def __call__(self) -> State:
+    def __call__(self) -> GrammarState:
         if next(self._count) % RENEW_AFTER == 0:
             self._matcher = self._make()
-        return State(self._matcher.deep_copy(), self._texts)
+        return GrammarState(self._matcher.deep_copy(), self._texts)

@@ -24,24 +24,24 @@ def words(vocab_size: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class TextTokens:
     """The tokens that are text, by their bytes, and the mask, (words,), of all that are not."""
 
     ids: Mapping[bytes, Sequence[int]]
-    others: Mask
+    not_text: Mask
 
-    def with_marks(self, marks: Collection[int]) -> "Texts":
+    def with_marks(self, marks: Collection[int]) -> "TextTokens":
         """Return a copy in which these control tokens are allowed too, as themselves."""
-        others = self.others.copy()
+        not_text = self.not_text.copy()
         for token in marks:
-            others[token // _WORD] &= ~np.uint32(1 << (token % _WORD))
-        return Texts(self.ids, others)
+            not_text[token // _WORD] &= ~np.uint32(1 << (token % _WORD))
+        return TextTokens(self.ids, not_text)
 
 
-class State:
+class GrammarState:
     """A place in a grammar: llguidance's, an Earley parser over a lexer."""
 
-    def __init__(self, matcher: LLMatcher, texts: Texts) -> None:
+    def __init__(self, matcher: LLMatcher, texts: TextTokens) -> None:
         self.matcher = matcher
         self._texts = texts
 
@@ -67,12 +67,10 @@ class State:
         return self.problem()
 
     def mend(self, row: Mask) -> None:
-        """Allow, as plain text, what llguidance would write with a control token.
-
-        If only one text can follow, it allows the first token of that text as encoded, and a text
-        such as `<|end|>` encodes to the control token of that name, which is something else.
-        """
-        if self.may_end or not (row & self._texts.others).any():
+        """Allow, as plain text, what llguidance would write with a control token."""
+        # If only one text can follow, it allows the first token of that text as encoded, and a text
+        # such as `<|end|>` encodes to the control token of that name, which is something else.
+        if self.may_end or not (row & self._texts.not_text).any():
             return
         row[:] = 0
         following = self.matcher.compute_ff_bytes()
@@ -85,31 +83,33 @@ class State:
         return list(takewhile(self._is_text, self.matcher.compute_ff_tokens()))
 
     def _is_text(self, token: int) -> bool:
-        return not int(self._texts.others[token // _WORD]) >> (token % _WORD) & 1
+        return not int(self._texts.not_text[token // _WORD]) >> (token % _WORD) & 1
 
     def problem(self) -> str | None:
         """Return the matcher's error without its dump of the parser."""
         error = self.matcher.get_error().partition("\n<")[0]
-        return "no answer can match it" if error.startswith("NoExtension") else error or None
+        if error.startswith("NoExtension"):
+            return "no answer can match it"
+        return error or None
 
 
 class Matcher:
     """The place of one sequence in its grammar. Used by one thread at a time.
 
     Every end-of-sequence token is allowed exactly where the answer may end. Once `error` is set
-    only they are, and no token is taken. `begin` makes the first state. Through it the sequences of
-    one grammar may share a lexer, and exhaust its states for one another, so an error is believed
-    only when a state from `alone` meets it too.
+    only they are, and no token is taken.
     """
 
     __slots__ = ("_alone", "_eos", "_has_ended", "_taken", "error", "state")
 
     def __init__(
         self,
-        begin: Callable[[], State],
+        begin: Callable[[], GrammarState],
         eos_ids: Collection[int],
-        alone: Callable[[], State] | None = None,
+        alone: Callable[[], GrammarState] | None = None,
     ) -> None:
+        # Through it the sequences of one grammar may share a lexer, and exhaust its states for one
+        # another, so an error is believed only when a state from `alone` meets it too.
         self.state = begin()
         self.error: str | None = None
         self._alone = alone
@@ -171,7 +171,7 @@ class Matcher:
         return self._settle(row)
 
     def _settle(self, row: Mask) -> None:
-        """Set the bits of the end tokens, and clear all others if nothing else may come."""
+        """Set the bits of the end tokens, and clear all not_text if nothing else may come."""
         if self.error is not None or self._has_ended:
             row[:] = 0
         may_end = self.error is not None or self.may_end
@@ -203,31 +203,29 @@ class Masks:
 
     def fill(self, matchers: Sequence[Matcher], bitmask: Mask) -> None:
         """Return (rows, words), one row per matcher. Check each matcher's `error` afterwards."""
-        together: list[tuple[LLMatcher, int]] = []
+        in_parallel: list[tuple[LLMatcher, int]] = []
         for i, matcher in enumerate(matchers):
             if matcher.error is None:
-                together.append((matcher.state.matcher, i))
+                in_parallel.append((matcher.state.matcher, i))
             else:
                 matcher.allowed(bitmask[i])
-        if together:
+        if in_parallel:
             self._executor.unsafe_compute_mask_ptr(
-                together, bitmask.ctypes.data, bitmask.shape[1] * bitmask.itemsize, len(bitmask)
+                in_parallel, bitmask.ctypes.data, bitmask.shape[1] * bitmask.itemsize, len(bitmask)
             )
-        for _, i in together:
+        for _, i in in_parallel:
             matchers[i].settle(bitmask[i])
 
 
 @dataclass(frozen=True, slots=True)
 class BoundRow:
-    """A row of a batch whose next token is bound by a grammar.
-
-    Its next token may also be `opening`, whatever the grammar allows; `barred` tokens are excluded
-    unless nothing else would be left.
-    """
+    """A row of a batch whose next token is bound by a grammar."""
 
     place: int
     matcher: Matcher
+    # Its next token may also be this one, whatever the grammar allows.
     opening: int | None
+    # These are excluded unless nothing else would be left.
     barred: Collection[int]
 
     def forced(self, most: int) -> list[int]:
@@ -238,7 +236,7 @@ class BoundRow:
 def apply_masks(logits: mx.array, bitmask: Mask, rows: Sequence[int]) -> mx.array:
     """Forbid, in (batch, vocabulary) logits, what (len(rows), words) masks leave out.
 
-    `rows` says which rows of the batch the masks are for; the others stay free. Forbidden ids get
+    `rows` says which rows of the batch the masks are for; the not_text stay free. Forbidden ids get
     -inf, and so does every id beyond the masks. Plain operations: any device will do.
     """
     if not len(rows):
@@ -247,10 +245,10 @@ def apply_masks(logits: mx.array, bitmask: Mask, rows: Sequence[int]) -> mx.arra
     at, width = list(rows), bitmask.shape[1]
     forbidden = mx.array(-mx.inf, dtype=logits.dtype)
     if 2 * len(at) >= batch:
-        every = np.full((batch, max(width, words(vocab_size))), 0xFFFFFFFF, dtype=np.uint32)
-        every[at] = 0
-        every[at, :width] = bitmask
-        return mx.where(_unpack(every, vocab_size), logits, forbidden)
+        masks = np.full((batch, max(width, words(vocab_size))), 0xFFFFFFFF, dtype=np.uint32)
+        masks[at] = 0
+        masks[at, :width] = bitmask
+        return mx.where(_unpack(masks, vocab_size), logits, forbidden)
     is_allowed = _unpack(bitmask, vocab_size)
     masked = mx.array(logits)
     # Slice by slice: a gather and a scatter of eight rows take twice as long on a CPU.
@@ -261,11 +259,9 @@ def apply_masks(logits: mx.array, bitmask: Mask, rows: Sequence[int]) -> mx.arra
 
 
 def _unpack(bitmask: Mask, vocab_size: int) -> mx.array:
-    """Return masks as (rows, vocabulary) bool.
-
-    On the host, which has the time while the pass runs: a shift, an "and" and a cast for every
-    entry took longer on a CPU device.
-    """
+    """Return masks as (rows, vocabulary) bool."""
+    # On the host, which has the time while the pass runs: a shift, an "and" and a cast for every
+    # entry took longer on a CPU device.
     octets = np.ascontiguousarray(bitmask).view(np.uint8)
     is_allowed = np.unpackbits(octets, axis=1, count=vocab_size, bitorder="little")
     return mx.array(is_allowed.view(np.bool_))

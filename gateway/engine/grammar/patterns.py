@@ -31,12 +31,17 @@ _CLASSES: Final = re.compile(rf"\\.|{_CLASS}", re.DOTALL)
 _QUOTE: Final = re.compile(r'["]|\\\\|\\x22|\\x5[cC]|\\u0022|\\u005[cC]')
 # Rust's class syntax where ECMA's differs, and a class from NUL on, through which quotes slip.
 _FOREIGN: Final = re.compile(r"(?:\\.|[^\\])*?(?:\[|&&|--|~~)|\Z|\\(?:x00|u0000)-", re.DOTALL)
-_TOKENS: Final = re.compile(rf"\\.|{_CLASS}|\{{[0-9]+(?:,(?P<most>[0-9]*))?\}}|.", re.DOTALL)
+_TOKENS: Final = re.compile(
+    rf"\\.|{_CLASS}|\{{[0-9]+(?:,(?P<most>[0-9]*))?\}}|\(\?<?[=!]|.", re.DOTALL
+)
+_NOT_REGULAR: Final = re.compile(r"\(\?.*|\\[bB1-9k]")  # look-arounds, and backreferences
 
 
 def is_holdable(pattern: str) -> bool:
-    """Return True unless a pattern means something else to llguidance, or repeats too much."""
-    for match in _CLASSES.finditer(pattern):
+    """Return True for what is regular, means the same to llguidance, and repeats little."""
+    for match in _TOKENS.finditer(pattern):
+        if _NOT_REGULAR.fullmatch(match[0]):
+            return False
         is_class = match["body"] is not None
         if is_class and _FOREIGN.match(match["body"]) and not (match["excludes"] and match["body"]):
             return False
@@ -58,7 +63,8 @@ def _repetitions(pattern: str) -> int:
             atom = levels.pop()
         elif token[0] == "{" and len(token) > 1:
             count = max(map(int, re.findall("[0-9]{1,9}", token)))
-            largest = max(largest, atom * count if atom > 1 else 1)
+            if atom > 1:
+                largest = max(largest, atom * count)
             atom *= count
         else:
             atom = 1
@@ -92,7 +98,7 @@ def widths(pattern: str) -> tuple[int, int | None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             parsed = parser.parse(pattern)
-            least, most = parsed.getwidth()
+            narrowest, widest = parsed.getwidth()
     except (re.error, RecursionError, OverflowError):
         return 0, None
     has_ends = bool(parsed.data) and all(
@@ -102,4 +108,6 @@ def widths(pattern: str) -> tuple[int, int | None]:
             (parsed.data[-1], ("AT_END", "AT_END_STRING")),
         )
     )
-    return int(least), int(most) if has_ends and most < _WIDEST else None
+    if has_ends and widest < _WIDEST:
+        return int(narrowest), int(widest)
+    return int(narrowest), None

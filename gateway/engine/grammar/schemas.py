@@ -6,9 +6,10 @@ Nothing here changes the value it is given.
 import json
 import re
 import urllib.parse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import cache
+from types import MappingProxyType
 from typing import Any, Final, TypeAlias, TypeGuard
 
 import jsonschema_rs
@@ -19,29 +20,27 @@ from gateway.errors import BadRequest
 Schema: TypeAlias = Any  # a JSON value: an object or, in the draft's own words, a boolean
 Node: TypeAlias = dict[str, Any]
 
+ROOT: Final = "#"
+_IDENTIFIERS: Final = ("$id", "id")
+_DEFINITION: Final = re.compile(r"#(?:/(?:\$defs|definitions)/[^/]+)?")
 _ONE: Final = (
     *("items", "additionalProperties", "additionalItems", "contains", "propertyNames"),
     *("not", "if", "then", "else", "unevaluatedItems", "unevaluatedProperties"),
 )
 _LIST: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_DEFINITIONS: Final = ("$defs", "definitions")
-_MAP: Final = ("properties", "patternProperties", "dependentSchemas", *_DEFINITIONS)
-# Keywords that no grammar holds: their subschemas apply to no part of an answer by themselves.
+_MAP: Final = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+# Keywords that no grammar holds, and definitions, which only references enter: their subschemas
+# apply to no part of an answer by themselves.
 _ASIDE: Final = frozenset(
     {
+        *("$defs", "definitions"),
         *("not", "if", "then", "else", "contains", "propertyNames", "dependentSchemas"),
         *("unevaluatedItems", "unevaluatedProperties"),
     }
 )
 SCALARS: Final = frozenset({"string", "number", "integer", "boolean", "null"})
 TYPES: Final = SCALARS | {"array", "object"}
-_TO_READ: Final = frozenset({"title", "description", "default", "examples", "$comment"})
-NOTES: Final = _TO_READ | {"$defs", "definitions", "deprecated", "readOnly", "writeOnly"}
-_NOUNS: Final = {
-    **{name: f"a {name}" for name in ("string", "number", "boolean")},
-    **{name: f"an {name}" for name in ("integer", "object", "array")},
-    "null": "null",
-}
+_NOTES: Final = frozenset({"title", "description", "default", "examples", "$comment"})
 _PROBLEMS: Final = {
     "minimum": "must be at least {}",
     "exclusiveMinimum": "must be above {}",
@@ -56,8 +55,8 @@ class Draft(Enum):
     D4 = "http://json-schema.org/draft-04/schema"
     D6 = "http://json-schema.org/draft-06/schema"
     D7 = "http://json-schema.org/draft-07/schema"
-    D2019 = "https://json-schema.org/draft/2019-09/schema"
-    D2020 = "https://json-schema.org/draft/2020-12/schema"
+    D201909 = "https://json-schema.org/draft/2019-09/schema"
+    D202012 = "https://json-schema.org/draft/2020-12/schema"
 
 
 _DRAFTS: Final = {draft.value.partition("://")[2]: draft for draft in Draft}
@@ -81,24 +80,20 @@ def parse_schema(text: str, *, max_bytes: int, max_depth: int) -> Schema:
         raise refusal(f"The JSON Schema is not JSON: {error}") from error
     if not isinstance(schema, (dict, bool)):
         raise refusal("A JSON Schema is an object or a boolean.")
-    check_depth(schema, max_depth)
+    level = [schema]
+    for _ in range(max_depth + 1):
+        level = [child for node in level for child in _children(node)]
+    if level:
+        raise refusal(f"The JSON Schema is nested more than {max_depth} levels deep.")
     return schema
 
 
-def check_depth(schema: Schema, max_depth: int) -> None:
-    """Raise BadRequest for a schema whose values are nested more than `max_depth` levels deep."""
-    level = [schema]
-    for _ in range(max_depth + 1):
-        level = [
-            child
-            for node in level
-            for child in (
-                node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-            )
-        ]
-        if not level:
-            return
-    raise refusal(f"The JSON Schema is nested more than {max_depth} levels deep.")
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, list):
+        return value
+    return ()
 
 
 def _no_such_number(name: str) -> float:
@@ -109,17 +104,8 @@ def draft_of(schema: Schema) -> Draft:
     """Return the draft that `$schema` names; the newest if it names no known one."""
     name = schema.get("$schema") if isinstance(schema, dict) else None
     if not isinstance(name, str):
-        return Draft.D2020
-    return _DRAFTS.get(_address(name), Draft.D2020)
-
-
-def is_draft(name: str) -> bool:
-    """Return True for a `$schema` that names a known draft."""
-    return _address(name) in _DRAFTS
-
-
-def _address(name: str) -> str:
-    return name.partition("://")[2].rstrip("#")
+        return Draft.D202012
+    return _DRAFTS.get(name.partition("://")[2].rstrip("#"), Draft.D202012)
 
 
 def check_draft(schema: Schema) -> None:
@@ -138,7 +124,8 @@ def check_draft(schema: Schema) -> None:
 def _problem(keyword: str, kind: Any) -> str:
     """Return what a keyword's value must be; `kind` is the error's, of jsonschema_rs."""
     if kind.name == "type":
-        return f"must be {' or '.join(_NOUNS[name] for name in kind.types)}"
+        nouns = [f"an {name}" if name[0] in "aio" else f"a {name}" for name in kind.types]
+        return f"must be {' or '.join(nouns)}"
     if kind.name in _PROBLEMS:
         return _PROBLEMS[kind.name].format(kind.value)
     if keyword == "type":
@@ -156,10 +143,7 @@ def _own_schema(draft: Draft) -> Any:
 
 
 def steps(node: Node) -> Iterator[tuple[str, Node]]:
-    """Yield the direct subschemas of one that are objects, with the way to each.
-
-    Definitions are left out: only references enter them.
-    """
+    """Yield the direct subschemas of one that are objects, with the way to each."""
     for key, value in node.items():
         if key in _ONE and isinstance(value, dict):
             yield key, value
@@ -167,31 +151,21 @@ def steps(node: Node) -> Iterator[tuple[str, Node]]:
             yield from (
                 (f"{key}/{i}", child) for i, child in enumerate(value) if isinstance(child, dict)
             )
-        elif key in _MAP and key not in _DEFINITIONS and isinstance(value, dict):
-            yield from _named(key, value)
-
-
-def definitions(node: Node) -> Iterator[tuple[str, Node]]:
-    """Yield the definitions of a subschema, with the way to each."""
-    for key in _DEFINITIONS:
-        if isinstance(node.get(key), dict):
-            yield from _named(key, node[key])
-
-
-def _named(key: str, schemas: Node) -> Iterator[tuple[str, Node]]:
-    for name, child in schemas.items():
-        if isinstance(child, dict):
-            yield f"{key}/{escape(name)}", child
+        elif key in _MAP and isinstance(value, dict):
+            yield from (
+                (f"{key}/{escape(name)}", child)
+                for name, child in value.items()
+                if isinstance(child, dict)
+            )
 
 
 def walk(schema: Schema) -> Iterator[tuple[str, Node]]:
     """Yield every subschema that is an object, definitions too, with its JSON pointer."""
-    todo = [("#", schema)] if isinstance(schema, dict) else []
+    todo = [(ROOT, schema)] if isinstance(schema, dict) else []
     while todo:
         place, node = todo.pop()
         yield place, node
-        inner = [*steps(node), *definitions(node)]
-        todo += [(f"{place}/{step}", child) for step, child in reversed(inner)]
+        todo += [(f"{place}/{step}", child) for step, child in reversed([*steps(node)])]
 
 
 def escape(name: str) -> str:
@@ -224,7 +198,7 @@ def bare(schema: Schema) -> Schema:
 def _bare(node: Schema) -> Schema:
     if not isinstance(node, dict):
         return node
-    return {key: value for key, value in node.items() if key not in _TO_READ}
+    return {key: value for key, value in node.items() if key not in _NOTES}
 
 
 def is_number(value: Any) -> TypeGuard[float]:
@@ -244,14 +218,12 @@ def types(node: Node) -> frozenset[str]:
 
 
 def resolve(root: Schema, ref: str) -> Schema | None:
-    """Follow a JSON pointer within the schema; None for what is not one, or leads nowhere.
-
-    As in any URI, `%24` stands for `$` (RFC 6901, section 6).
-    """
+    """Follow a JSON pointer within the schema; None for what is not one, or leads nowhere."""
     if ref != "#" and not ref.startswith("#/"):
         return None
     target = root
-    for part in urllib.parse.unquote(ref[1:]).split("/")[1:] if ref != "#" else ():
+    # As in any URI, `%24` stands for `$` (RFC 6901, section 6).
+    for part in urllib.parse.unquote(ref[1:]).split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
         if isinstance(target, dict) and name in target:
             target = target[name]
@@ -262,72 +234,109 @@ def resolve(root: Schema, ref: str) -> Schema | None:
     return target
 
 
-def reachable(root: Node, max_path: int) -> list[tuple[str, Node]]:
+def settle_refs(root: Node) -> tuple[Collection[int], Mapping[str, str]]:
+    """Write each reference as a pointer to a definition, and take out those that can't be.
+
+    Such are the ones that lead out of the schema, which are never followed, and all of a schema
+    whose subschemas have addresses of their own: those are bases of references beneath them.
+    Changes the schema in place. Returns the ids of subschemas that lost one, and the caller's
+    references by what they are now.
+    """
+    nodes = list(walk(root))
+    base = next(iter(_identifiers(root)), "").partition("#")[0]
+    inner = [name for _, node in nodes[1:] for name in _identifiers(node)]
+    is_plain = all(name.startswith("#") for name in inner)
+    anchors = {f"#{name}": node for _, node in nodes for name in _anchors(node)}
+    lost = set[int]()
+    callers: dict[str, str] = {}
+    moved: Node = {}
+    for _, node in nodes:
+        if not isinstance(node.get("$ref"), str):
+            continue
+        address, _, fragment = node["$ref"].partition("#")
+        if not is_plain or (address and urllib.parse.urljoin(base, address) != base):
+            del node["$ref"]
+            lost.add(id(node))
+            continue
+        ref = node["$ref"] = f"#{fragment}"
+        target = anchors.get(ref, resolve(root, ref))
+        # Keywords on the way to any other place may be rewritten, and some are none of JSON
+        # Schema's, such as OpenAPI's `components`.
+        if target is not None and not _DEFINITION.fullmatch(ref):
+            moved[ref] = target
+            node["$ref"] = f"#/$defs/{urllib.parse.quote(escape(ref), safe='~')}"
+            callers[node["$ref"]] = ref
+    if moved:
+        root["$defs"] = {**root.get("$defs", {}), **moved}
+    for _, node in nodes:
+        for key in _IDENTIFIERS:
+            if isinstance(node.get(key), str):
+                del node[key]
+    return lost, callers
+
+
+def _identifiers(node: Node) -> list[str]:
+    return [node[key] for key in _IDENTIFIERS if isinstance(node.get(key), str)]
+
+
+def _anchors(node: Node) -> list[str]:
+    names = [node.get(key) for key in ("$anchor", "$dynamicAnchor")]
+    ids = [name[1:] for name in _identifiers(node) if name.startswith("#")]
+    return [*ids, *(name for name in names if isinstance(name, str))]
+
+
+def reachable(
+    root: Node, max_path: int, callers: Mapping[str, str] = MappingProxyType({})
+) -> list[tuple[str, Node]]:
     """List the subschemas that a grammar may hold an answer to, each with its JSON pointer.
 
-    Definitions are among them where something refers to them; all of them, where a reference is
-    no pointer from the root. Raises BadRequest for one that leads nowhere, and for a way through
-    more than `max_path` subschemas: compilers follow `$ref` by native recursion.
+    `callers` are references as the caller wrote them. Raises BadRequest for one that leads nowhere,
+    and for a way through more than `max_path` subschemas.
     """
-    is_plain = has_plain_refs(root)
-    # Addresses may lead anywhere: then each reference counts as one on the longest way.
-    is_long = not is_plain and sum("$ref" in node for _, node in walk(root)) > max_path
-    todo: list[tuple[str, Schema, int]] = [("#", root, max_path + 1 if is_long else 1)]
-    nodes, seen = list[tuple[str, Node]](), set[int]()
+    nodes: list[tuple[str, Node]] = []
+    seen = set[int]()
+    todo: list[tuple[str, Schema, int]] = [(ROOT, root, 0)]
     while todo:
         place, node, depth = todo.pop()
-        if not isinstance(node, dict) or id(node) in seen:
+        if id(node) in seen or not isinstance(node, dict):
             continue
-        if depth > max_path:
+        if depth > max_path:  # compilers follow `$ref` by native recursion
             raise refusal(
                 f"The JSON Schema leads through more than {max_path} subschemas, one inside the "
                 "other or by `$ref`."
             )
         seen.add(id(node))
         nodes.append((place, node))
-        ref = node.get("$ref")
-        if is_plain and isinstance(ref, str) and ref.startswith("#"):
-            target = resolve(root, ref)
+        if "$ref" in node:
+            target = resolve(root, node["$ref"])
             if target is None:
-                raise refusal(f"The JSON Schema keyword `$ref` at {place} leads nowhere: `{ref}`.")
+                raise refusal(
+                    f"The JSON Schema keyword `$ref` at {place} leads nowhere: `{node['$ref']}`."
+                )
+            ref = callers.get(node["$ref"], node["$ref"])
             todo.append((urllib.parse.unquote(ref), target, depth + 1))
-        inner = steps(node) if is_plain else (*steps(node), *definitions(node))
         todo += [
             (f"{place}/{step}", child, depth + 1)
-            for step, child in reversed([*inner])
+            for step, child in reversed([*steps(node)])
             if step.partition("/")[0] not in _ASIDE
         ]
     return nodes
 
 
-def has_plain_refs(root: Node) -> bool:
-    """Return True if every reference within the schema is a JSON pointer from its root."""
-    return not any(
-        (place != "#" and isinstance(node.get("$id", node.get("id")), str))
-        or (isinstance(ref := node.get("$ref"), str) and re.match("#[^/]", ref))
-        for place, node in walk(root)
-    )
-
-
-def endless_refs(root: Node, nodes: Iterable[Node]) -> frozenset[str]:
-    """Return the references that no finite value fits, since they always require themselves.
-
-    The least fixed point: a reference ends once its target does. References that are not pointers
-    are taken to end.
-    """
-    refs = {node["$ref"]: resolve(root, node["$ref"]) for node in nodes if "$ref" in node}
-    endless = frozenset(ref for ref, target in refs.items() if target is not None)
-    while ending := {ref for ref in endless if _ends(refs[ref], endless)}:
-        endless -= ending
-    return endless
-
-
 def can_end(root: Schema) -> bool:
     """Return True if some finite value fits, that is, if no subschema always requires itself."""
-    return _ends(root, endless_refs(root, (node for _, node in walk(root))))
+    # The least fixed point: a reference ends once its target does.
+    refs = {node["$ref"]: True for _, node in walk(root) if "$ref" in node}
+    targets = {ref: resolve(root, ref) for ref in refs}
+    endless = {ref for ref, target in targets.items() if target is not None}
+    count = -1
+    while len(endless) != count:
+        count = len(endless)
+        endless = {ref for ref in endless if not _ends(targets[ref], endless)}
+    return _ends(root, endless)
 
 
-def _ends(schema: Schema, endless: frozenset[str]) -> bool:
+def _ends(schema: Schema, endless: Collection[str]) -> bool:
     if not isinstance(schema, dict):
         return schema is not False
     if schema.get("$ref") in endless or schema.get("not") in ({}, True):
@@ -339,14 +348,14 @@ def _ends(schema: Schema, endless: frozenset[str]) -> bool:
         return True
     ways = []
     if "array" in types(schema):
-        prefix, others = tuple_items(schema)
-        count = schema.get("minItems", 0)
-        items = [*prefix, others] if count > len(prefix) else prefix[:count]
+        prefix, rest = tuple_items(schema)
+        items = [*prefix, rest][: schema.get("minItems", 0)]
         ways.append(all(_ends(child, endless) for child in items))
     if "object" in types(schema):
-        properties, others = schema.get("properties", {}), schema.get("additionalProperties", True)
-        others = "patternProperties" in schema or others  # which may allow what is required
-        needed = [properties.get(name, others) for name in schema.get("required", ())]
+        properties, rest = schema.get("properties", {}), schema.get("additionalProperties", True)
+        if "patternProperties" in schema:
+            rest = True  # it may allow what is required
+        needed = [properties.get(name, rest) for name in schema.get("required", ())]
         ways.append(all(_ends(child, endless) for child in needed))
     return any(ways)
 

@@ -14,15 +14,15 @@ from gateway.engine.grammar.schemas import (
     can_end,
     is_number,
     rebuild,
+    resolve,
     tuple_items,
     types,
     walk,
 )
 
 _SETTLED: Final = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
-_CONSTRAINTS: Final = ("properties", "patternProperties", "required")
-_MARK: Final = "gateway-closed"
-_OPEN: Final = "gateway-open"
+_CONSTRAINTS: Final = frozenset({"properties", "patternProperties", "required"})
+_OPEN: Final = "#/$defs/gateway-open-"
 _OPEN_DEPTH: Final = 3
 _SHORTEST_FORMAT: Final = 16  # characters that an address or a link of any use has
 _SAFE: Final = 2**53 - 1  # the integers that every JSON reader keeps exact
@@ -34,17 +34,13 @@ _PLACES_IF_SHORT: Final = 4  # where strings are bounded too
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How far a schema is tightened.
+    """How far a schema is tightened."""
 
-    `max_string_chars` and `max_array_items` bound what the schema leaves unbounded; None leaves
-    it so. `complete` emits the optional properties of an object when each is nullable or has a
-    default. `closed` adds no property that the schema doesn't name, unless it says it may.
-    """
-
+    # These bound what the schema leaves unbounded; None leaves it so.
     max_string_chars: int | None = None
     max_array_items: int | None = None
-    complete: bool = True
-    closed: bool = True
+    complete: bool = True  # optional properties are emitted when each is nullable or has a default
+    closed: bool = True  # no property that the schema doesn't name, unless it says it may
 
 
 def shape_schema(schema: Schema, shape: Shape) -> Schema:
@@ -59,10 +55,10 @@ def shape_schema(schema: Schema, shape: Shape) -> Schema:
 def complete(schema: Schema) -> Schema:
     """Require every property of the objects whose optional properties can all say nothing.
 
-    That is, each is nullable or has a default, as pydantic's optional fields are: models left
-    free to skip such fields often skip them all. A field that is optional in earnest leaves its
+    That is, each is nullable or has a default. A field that is optional in earnest leaves its
     object as it was; so does an object whose recursion would then never end.
     """
+    # As pydantic's optional fields are: models left free to skip such fields often skip them all.
     whole = rebuild(schema, _complete)
     return whole if can_end(whole) else schema
 
@@ -96,48 +92,41 @@ def close_objects(schema: Schema) -> Schema:
     """Add `additionalProperties: false` to objects that name properties and say nothing of others.
 
     If several subschemas constrain one object, the outer one is closed if it names all that the
-    inner ones do, and they are left open: each would forbid what the others name. If one of them is
-    a reference nothing is closed, since others may lead there too.
+    inner ones do, and they are left open: each would forbid what the others name.
     """
-    for _, node in walk(schema):
-        subschemas = _subschemas(node)
-        sources = len(node.get("allOf", ())) + any(key in node for key in _CONSTRAINTS)
-        if sources > 1 and any("$ref" in part for part in (node, *subschemas)):
-            return schema
-    return rebuild(rebuild(schema, _close), _unmark)
+    root = rebuild(schema, lambda node: node)
+    groups = [_parts(node, root) for _, node in walk(root)]
+    shared = {
+        id(part)
+        for node, *inner in groups
+        if len(node.get("allOf", ())) > 1 or _CONSTRAINTS & node.keys()
+        for part in inner
+    }
+    for node, *inner in groups:
+        is_said = "additionalProperties" in node or "patternProperties" in node
+        if id(node) in shared or is_said or not node.get("properties"):
+            continue
+        names = {*node.get("required", ())}
+        names.update(*(part.get(key, ()) for part in inner for key in ("properties", "required")))
+        if names <= node["properties"].keys():
+            node["additionalProperties"] = False
+    return root
 
 
-def _subschemas(node: Node) -> list[Node]:
-    """List the subschemas, however deep, that constrain the same value."""
-    parts = []
-    for key in ("allOf", "anyOf", "oneOf"):
-        for part in node.get(key, ()):
-            if isinstance(part, dict):
-                parts += [part, *_subschemas(part)]
-    return parts
-
-
-def _close(node: Schema) -> Schema:
-    if not isinstance(node, dict):
-        return node
-    subschemas = _subschemas(node)
-    named = set(node.get("required", ())).union(
-        *(part.get(key, ()) for part in subschemas for key in ("properties", "required"))
-    )
-    if len(node.get("allOf", ())) > 1 or any(key in node for key in _CONSTRAINTS):
-        for part in subschemas:
-            if part.pop(_MARK, False):
-                del part["additionalProperties"]
-    is_open = "additionalProperties" not in node and "patternProperties" not in node
-    if node.get("properties") and is_open and named <= node["properties"].keys():
-        node |= {"additionalProperties": False, _MARK: True}
-    return node
-
-
-def _unmark(node: Schema) -> Schema:
-    if isinstance(node, dict):
-        node.pop(_MARK, None)
-    return node
+def _parts(node: Node, root: Schema) -> list[Node]:
+    """List a subschema, and those that constrain the same value, however deep."""
+    parts = {id(node): node}
+    todo = [node]
+    while todo:
+        part = todo.pop()
+        inner = [child for key in ("allOf", "anyOf", "oneOf") for child in part.get(key, ())]
+        if "$ref" in part:
+            inner.append(resolve(root, part["$ref"]))
+        for child in inner:
+            if isinstance(child, dict) and id(child) not in parts:
+                parts[id(child)] = child
+                todo.append(child)
+    return list(parts.values())
 
 
 def bound_strings(
@@ -156,10 +145,8 @@ def bound_strings(
         limits["maxLength"] = max_string_chars
     if max_array_items is not None:
         limits["maxItems"] = max_array_items
-    is_used = False
 
     def bound(node: Schema) -> Schema:
-        nonlocal is_used
         if node is True and limits:
             node = {}
         if not isinstance(node, dict):
@@ -167,21 +154,23 @@ def bound_strings(
         if any(key in node for key in _SETTLED):
             return _bound_names(node, limits)
         counted = _limit(_bound_counts(node, limits), limits)
-        opened = _open(counted, limits) if limits else counted
-        is_used = is_used or opened is not node
-        return _bound_names(opened, limits)
+        if limits:
+            counted = _open(counted, limits)
+        return _bound_names(counted, limits)
 
     copy = rebuild(schema, bound)
-    if is_used:
-        copy = {**copy, "$defs": {**copy.get("$defs", {}), **_open_levels(limits)}}
+    refs = [node.get("$ref", "") for _, node in walk(copy)]
+    if any(ref.startswith(_OPEN) for ref in refs):
+        copy["$defs"] = {**copy.get("$defs", {}), **_open_levels(limits)}
     return copy
 
 
 def _limit(node: Node, limits: Node) -> Node:
     kinds = types(node)
-    max_chars = _most_chars(node, limits["maxLength"]) if "maxLength" in limits else None
-    if max_chars is not None and "string" in kinds and "maxLength" not in node:
-        node["maxLength"] = max_chars
+    if "maxLength" in limits and "string" in kinds and "maxLength" not in node:
+        max_chars = _most_chars(node, limits["maxLength"])
+        if max_chars is not None:
+            node["maxLength"] = max_chars
     if "maxItems" in limits and "array" in kinds and "maxItems" not in node:
         first_items, _ = tuple_items(node)
         node["maxItems"] = max(limits["maxItems"], node.get("minItems", 0), len(first_items))
@@ -193,9 +182,14 @@ def _most_chars(node: Node, limit: int) -> int | None:
     max_chars = max(limit, int(node.get("minLength", 0)))
     if "pattern" in node:
         narrowest, widest = widths(node["pattern"])
-        return None if widest is not None else max(max_chars, narrowest + limit if narrowest else 0)
-    if node.get("format") in FORMATS:
-        return max(max_chars, _SHORTEST_FORMAT) if node["format"] in ENDLESS_FORMATS else None
+        if widest is not None:
+            return None
+        if narrowest:
+            return max(max_chars, narrowest + limit)
+    elif node.get("format") in ENDLESS_FORMATS:
+        return max(max_chars, _SHORTEST_FORMAT)
+    elif node.get("format") in FORMATS:
+        return None
     return max_chars
 
 
@@ -212,10 +206,8 @@ def _bound_names(node: Node, limits: Node) -> Node:
 
 
 def _bound_counts(node: Node, limits: Node) -> Node:
-    """Bound the digits of integers and of numbers with bounds; of all if strings are bounded.
-
-    A small model repeats digits as it does letters. A number without bounds may have an exponent.
-    """
+    """Bound the digits of integers and of numbers with bounds; of all if strings are bounded."""
+    # A small model repeats digits as it does letters. A number without bounds may have an exponent.
     kinds, is_short = types(node), "maxLength" in limits
     bounds = [node[key] for key in (*_LOWER, *_UPPER) if is_number(node.get(key))]
     if "number" in kinds and "multipleOf" not in node and (bounds or is_short):
@@ -248,7 +240,7 @@ def _open(node: Node, limits: Node) -> Node:
         opened.update(_any_properties(limits, _open_ref(_OPEN_DEPTH)))
         if not {"minProperties", "maxProperties", "required"} & node.keys():
             opened.update(_few_properties(limits))
-    return {**node, **opened} if opened else node
+    return {**node, **opened}
 
 
 def _few_properties(limits: Node) -> Node:
@@ -256,19 +248,20 @@ def _few_properties(limits: Node) -> Node:
 
 
 def _open_ref(depth: int) -> Node:
-    return {"$ref": f"#/$defs/{_OPEN}-{depth}"}
+    return {"$ref": f"{_OPEN}{depth}"}
 
 
 def _open_levels(limits: Node) -> Node:
     """Define values of any shape, to a bounded depth: else a model may nest for ever."""
+    name = _OPEN.removeprefix("#/$defs/")
     scalar = _bound_counts({"type": ["string", "number", "boolean", "null"]}, limits)
     scalar = _limit(scalar, limits)
-    levels: Node = {f"{_OPEN}-0": scalar}
+    levels: Node = {f"{name}0": scalar}
     for depth in range(1, _OPEN_DEPTH + 1):
         inner = _open_ref(depth - 1)
         several = _limit({"type": "array", "items": inner}, limits)
         named = {"type": "object", **_any_properties(limits, inner), **_few_properties(limits)}
-        levels[f"{_OPEN}-{depth}"] = {"anyOf": [scalar, several, named]}
+        levels[f"{name}{depth}"] = {"anyOf": [scalar, several, named]}
     return levels
 
 

@@ -4,38 +4,29 @@ It also checks whether a finished answer fits a schema that its grammar could no
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any, Final
 
 import mlx.core as mx
 import numpy as np
 
-from gateway.engine import sandboxed
-from gateway.engine.grammar.calls import CallFormat, answer_grammar, of_function
+from gateway.engine import sandbox_worker
+from gateway.engine.grammar.calls import CallFormat, answer_grammar
 from gateway.engine.grammar.compiling import (
-    Bounds,
     CompiledGrammar,
+    GrammarBounds,
     compile_grammar,
-    read_schema,
+    key_of,
 )
 from gateway.engine.grammar.matching import BoundRow, Masks, apply_masks
-from gateway.engine.grammar.schemas import Draft, draft_of
-from gateway.engine.grammar.shaping import Shape, shape_schema
+from gateway.engine.grammar.schemas import draft_of
+from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
-from gateway.engine.grammar.trial import Sandbox, key_of
-from gateway.engine.grammar.unenforced import check_strict, hold
+from gateway.engine.sandbox_worker import Sandbox
 from gateway.errors import BadRequest
 from gateway.jobs import GenerateJob, Grammar
 
 _MAX_BYTES: Final = 1 << 29
-_VALIDATORS: Final = {
-    Draft.D4: "Draft4Validator",
-    Draft.D6: "Draft6Validator",
-    Draft.D7: "Draft7Validator",
-    Draft.D2019: "Draft201909Validator",
-    Draft.D2020: "Draft202012Validator",
-}
 
 
 def fits(source: str, answer: str, sandbox: Sandbox | None) -> bool | None:
@@ -51,17 +42,17 @@ def fits(source: str, answer: str, sandbox: Sandbox | None) -> bool | None:
         "kind": "answer",
         "schema": source,
         "answer": answer,
-        "draft": _VALIDATORS[draft_of(json.loads(source))],
+        "draft": f"Draft{draft_of(json.loads(source)).name[1:]}Validator",
         "max_bytes": _MAX_BYTES,
     }
     if sandbox is None:
-        outcome, value = sandboxed.judge(request)
+        outcome, value = sandbox_worker.judge(request)
     else:
         outcome, value = sandbox(request, key_of("answer", source))
     return bool(value) if outcome == "judged" else None
 
 
-class Structured:
+class StructuredOutput:
     """A model's grammar tokenizer, and how far schemas are tightened for it.
 
     Without a tokenizer every grammar is refused, naming the `problem` with the model's. Grammars
@@ -81,24 +72,16 @@ class Structured:
         self._problem = problem
         self._sandbox = sandbox
         self._shape = shape
-        self._bounds = Bounds()
+        self._bounds = GrammarBounds()
         self._call_format = call_format
         self._masks = Masks()
 
     def grammar(self, job: GenerateJob) -> Grammar | None:
         """Return what the answer must match, made from calls and a form; None if it is free.
 
-        Raises BadRequest for a function whose parameters are no schema.
+        Raises BadRequest if the model's form of calls leaves no way to write both.
         """
-        unenforced: list[str] = []
-
-        def checked(schema: Mapping[str, Any], function: str, *, strict: bool) -> dict[str, Any]:
-            return self._checked(schema, function, strict=strict, unenforced=unenforced)
-
-        grammar = answer_grammar(job.calling, self._call_format, job.grammar, checked)
-        if grammar is None or not unenforced:
-            return grammar
-        return replace(grammar, unenforced=tuple(unenforced))
+        return answer_grammar(job.calling, self._call_format, job.grammar)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Compile a grammar. Slow, safe on any thread. Raises BadRequest saying what is wrong."""
@@ -135,28 +118,12 @@ class Structured:
             if tokens:
                 mask[:] = 0
                 mask[tokens[0] // 32] = np.uint32(1 << (tokens[0] % 32))
-            if (token := row.opening) is not None:
-                mask[token // 32] |= np.uint32(1 << (token % 32))
+            if row.opening is not None:
+                mask[row.opening // 32] |= np.uint32(1 << (row.opening % 32))
             if row.barred:
-                others = mask.copy()
+                unbarred = mask.copy()
                 for token in row.barred:
-                    others[token // 32] &= ~np.uint32(1 << (token % 32))
-                if others.any():  # a grammar that must end wins over min_tokens
-                    mask[:] = others
+                    unbarred[token // 32] &= ~np.uint32(1 << (token % 32))
+                if unbarred.any():  # a grammar that must end wins over min_tokens
+                    mask[:] = unbarred
         return apply_masks(logits, bitmask, [row.place for row in bound])
-
-    def _checked(
-        self, schema: Mapping[str, Any], function: str, *, strict: bool, unenforced: list[str]
-    ) -> dict[str, Any]:
-        """Check a function's schema, or the answer's if there is no function, and tighten it.
-
-        Keywords that are not enforced are added to the list, behind the function's name.
-        """
-        try:
-            held = hold(read_schema(json.dumps(dict(schema)), self._bounds), self._bounds.max_path)
-            if strict:
-                check_strict(held.unenforced)
-        except BadRequest as error:
-            raise of_function(function, error) from None
-        unenforced += [f"{function}{pointer}" for pointer in held.unenforced]
-        return dict(shape_schema(held.schema, self._shape))

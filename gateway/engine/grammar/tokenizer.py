@@ -16,7 +16,7 @@ from llguidance import LLTokenizer
 from outlines.backends.llguidance import LLGuidanceBackend
 from tokenizers import Tokenizer
 
-from gateway.engine.grammar.matching import Texts, words
+from gateway.engine.grammar.matching import TextTokens, words
 
 _BYTE = '"<0x0A>"'  # as a vocabulary with tokens for bytes has it
 _PAUSE_S = 0.01  # between two parts: time for what has waited in the meantime
@@ -53,15 +53,15 @@ class GrammarTokenizer:
         """Count the words of a row's mask."""
         return words(self.tokens.vocab_size)
 
-    def _texts(self) -> Texts:
+    def _texts(self) -> TextTokens:
         is_special, decode = self.tokens.is_special_token, self.tokens.decode_bytes
-        found: dict[bytes, list[int]] = {}
+        ids: dict[bytes, list[int]] = {}
         is_other = np.ones(32 * self.words, dtype=np.bool_)
         is_other[: self.vocab_size] = [is_special(token) for token in range(self.vocab_size)]
         is_other[list(self.eos_ids)] = True
         for token in np.flatnonzero(~is_other).tolist():
-            found.setdefault(decode([token]), []).append(token)
-        return Texts(found, np.packbits(is_other, bitorder="little").view(np.uint32))
+            ids.setdefault(decode([token]), []).append(token)
+        return TextTokens(ids, np.packbits(is_other, bitorder="little").view(np.uint32))
 
 
 class _Maker(LLGuidanceBackend):
@@ -103,12 +103,12 @@ def _readable(text: str) -> str:
         return text
     whole = json.loads(text)
     decoders = list(_parts(whole.get("decoder"), "decoders"))
-    marks = {each.get("replacement", "▁") for each in decoders if each.get("type") == "Metaspace"}
-    for each in _parts(whole.get("pre_tokenizer"), "pretokenizers"):
-        if each.get("type") == "Metaspace":
-            each["prepend_scheme"] = "never"
+    marks = {part.get("replacement", "▁") for part in decoders if part.get("type") == "Metaspace"}
+    for part in _parts(whole.get("pre_tokenizer"), "pretokenizers"):
+        if part.get("type") == "Metaspace":
+            part["prepend_scheme"] = "never"
     if len(marks) == 1:
-        if _BYTE in text and not any(each.get("type") == "ByteFallback" for each in decoders):
+        if _BYTE in text and not any(part.get("type") == "ByteFallback" for part in decoders):
             raise ValueError("its decoder leaves the tokens of bytes as they are")
         whole["decoder"] = {
             "type": "Sequence",
@@ -125,7 +125,7 @@ def _parts(part: Any, name: str) -> Iterator[dict[str, Any]]:
     """List a part of a tokenizer, or the parts of it where it is a sequence."""
     if isinstance(part, dict):
         if part.get("type") == "Sequence":
-            for each in part.get(name) or ():
-                yield from _parts(each, name)
+            for child in part.get(name) or ():
+                yield from _parts(child, name)
         else:
             yield part

@@ -9,72 +9,89 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal
+from itertools import combinations, permutations
 from typing import Any, Final
-from urllib.parse import quote, urljoin
 
-from gateway.engine.grammar.disjoint import are_disjoint
 from gateway.engine.grammar.patterns import DATES, is_holdable, quotable
 from gateway.engine.grammar.schemas import (
-    NOTES,
+    ROOT,
     Node,
     Schema,
     can_end,
-    endless_refs,
-    escape,
-    has_plain_refs,
-    is_draft,
+    draft_of,
     is_number,
     reachable,
     rebuild,
     refusal,
     resolve,
+    settle_refs,
     types,
-    walk,
 )
 
-ROOT: Final = "#"
 _LARGEST: Final = 2**53  # beyond it neighbouring integers are one double, and llguidance has those
 _LOWER: Final = ("minimum", "exclusiveMinimum")
 _UPPER: Final = ("maximum", "exclusiveMaximum")
 _COUNTS: Final = ("minProperties", "maxProperties")
 _MOST_OPTIONAL: Final = 8  # properties, of which one at least is asked for: as many alternatives
-_STEP_PLACES: Final = 6  # after the point: how near a number comes to an exclusive bound, at least
-_DEFINITION: Final = re.compile(r"#(?:/(?:\$defs|definitions)/[^/]+)?")
-_NOWHERE: Final = re.compile(r"(?:Anchor|Pointer) '(.*)' does not exist")
+_MOST_COMPARED: Final = 64  # alternatives of a `oneOf`, each pair of which is compared
 _UNIMPLEMENTED: Final = re.compile(r"Unimplemented keys: (\[.*\])")
 # Keywords that ask nothing by themselves, and those that stand for another one.
 _ASK_NOTHING: Final = frozenset(
     {"$dynamicAnchor", "$recursiveAnchor", "then", "else", "minContains", "maxContains"}
 )
-_PATTERNS: Final = 64  # that are compiled alone, to see which is wrong; all others may be
-_IN_PLACE: Final = ("allOf", "anyOf", "oneOf")
-_WAYS: Final = frozenset({*_IN_PLACE, "minProperties"})
 _CONSTRAINTS: Final = frozenset({"$ref", "allOf", "properties", "patternProperties", "required"})
-_OPENING: Final = frozenset({"additionalProperties", "patternProperties", "$ref", *_IN_PLACE})
+_OPENING: Final = frozenset(
+    {"additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf"}
+)
 _RANGES: Final = (
     *(("minLength", "maxLength"), ("minItems", "maxItems"), _COUNTS),
     *(("minimum", "maximum"), ("minimum", "exclusiveMaximum"), ("exclusiveMinimum", "maximum")),
 )
+_REASONS: Final[Mapping[str, str]] = {  # by what the compiler says
+    "nsatisfiable": "allows no answer: what it requires contradicts itself",
+    "no answer": "allows no answer: what it requires contradicts itself",
+    "circular": "cannot be held by a grammar: something stands beside a `$ref` that leads in a "
+    "circle",
+    "not disjoint": "cannot be held by a grammar: a name may fit two of its `patternProperties`",
+    **dict.fromkeys(
+        ("max is", "too ", "limit", "level exceeded", "Unable"),
+        "is too wide or too deep to hold an answer to: it has too many properties, alternatives or "
+        "repetitions in one place",
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
     """The part of a schema that a grammar may hold, and pointers to the keywords that it does not.
 
-    `nodes` are its subschemas that may apply to an answer, each with its pointer; `ways` the
-    keywords of each that are alternatives by now, as the caller wrote them.
+    `nodes` are its subschemas that may apply to an answer, each with its pointer.
     """
 
     schema: Node
     nodes: Sequence[tuple[str, Node]]
-    ways: Mapping[str, Sequence[str]]
     unenforced: tuple[str, ...]
 
     def naming(self, pointers: Iterable[str]) -> "Held":
         """Return the same with more pointers."""
-        unenforced = dict.fromkeys((*self.unenforced, *pointers))
-        return replace(self, unenforced=tuple(unenforced))
+        return replace(self, unenforced=tuple(dict.fromkeys((*self.unenforced, *pointers))))
+
+    def warned(self, warnings: Iterable[str]) -> "Held":
+        """Return the same, naming also the keywords that llguidance's warnings name; the root for
+        what is unknown.
+        """
+        keys, pointers = set[str](), list[str]()
+        for warning in warnings:
+            match = _UNIMPLEMENTED.match(warning)
+            if match:
+                keys |= frozenset(json.loads(match[1])) - _ASK_NOTHING
+            elif warning.startswith("min/maxProperties"):
+                keys |= {*_COUNTS}
+            elif not warning.startswith("Unknown format"):  # which is an annotation
+                pointers.append(ROOT)
+        for place, node in self.nodes:
+            pointers += [f"{place}/{key}" for key in node if key in keys]
+        return self.naming(pointers)
 
 
 def hold(root: Schema, max_path: int) -> Held:
@@ -84,66 +101,25 @@ def hold(root: Schema, max_path: int) -> Held:
     """
     if root is False:
         raise refusal("The JSON Schema `false` allows no answer.")
-    schema: Node = {} if root is True else root
-    nodes = reachable(schema, max_path)
-    if endless := endless_refs(schema, (node for _, node in nodes)):
-        schema = rebuild(schema, lambda node: _unless_endless(node, endless))
-        nodes = reachable(schema, max_path) if isinstance(schema, dict) else []
+    schema: Node = root
+    if root is True:
+        schema = {}
+    lost, callers = settle_refs(schema)
+    nodes = reachable(schema, max_path, callers)
     if not can_end(schema):
         raise refusal("The JSON Schema allows no finite answer: something required is impossible.")
-    if has_plain_refs(schema):
-        _hoist(schema, nodes)
-    addresses = _addresses(schema)
     unenforced: list[str] = []
-    ways = {place: [key for key in node if key in _WAYS] for place, node in nodes}
     for place, node in nodes:
-        if "$ref" in node:
-            is_local = _is_local(node["$ref"], addresses)
-            # Beside inner addresses llguidance may follow a reference to another place.
-            unenforced += [] if is_local and len(addresses) <= 1 else [f"{place}/$ref"]
-            if not is_local:
-                del node["$ref"]
-        if "$schema" in node and not is_draft(node["$schema"]):
-            del node["$schema"]  # llguidance would look for it
+        if id(node) in lost:
+            unenforced.append(f"{place}/$ref")
+        if "$schema" in node:
+            node["$schema"] = draft_of(node).value  # llguidance would look for an unknown one
         for rule in _RULES:
             unenforced += [f"{place}/{key}" for key in rule(node)]
     for place, node in nodes:  # after all rules, which look into alternatives
-        if "oneOf" in node:
-            unenforced += [f"{place}/{key}" for key in _one_of(node, schema)]
-    return Held(schema, nodes, ways, tuple(dict.fromkeys(unenforced)))
-
-
-def _unless_endless(node: Schema, endless: frozenset[str]) -> Schema:
-    return False if isinstance(node, dict) and node.get("$ref") in endless else node
-
-
-def _hoist(root: Node, nodes: Iterable[tuple[str, Node]]) -> None:
-    """Copy to `$defs` what references lead to elsewhere.
-
-    Keywords on the way there may be rewritten, and some are none of JSON Schema's, such as
-    OpenAPI's `components`.
-    """
-    moved: Node = {}
-    for _, node in nodes:
-        ref = node.get("$ref", "#")
-        if ref.startswith("#") and not _DEFINITION.fullmatch(ref):
-            moved[ref] = resolve(root, ref)
-            node["$ref"] = f"#/$defs/{quote(escape(ref), safe='~')}"
-    if moved:
-        root["$defs"] = {**root.get("$defs", {}), **moved}
-
-
-def _addresses(root: Node) -> list[str]:
-    """List the addresses that a schema, and schemas inside it, give themselves."""
-    base = str(root.get("$id", root.get("id", ""))).partition("#")[0]
-    ids = [node.get("$id", node.get("id")) for _, node in walk(root)]
-    names = [name.partition("#")[0] for name in ids if isinstance(name, str)]
-    return [urljoin(base, name) for name in names if name]
-
-
-def _is_local(ref: str, addresses: Sequence[str]) -> bool:
-    address = ref.partition("#")[0]
-    return not address or any(urljoin(base, address) in addresses for base in addresses)
+        if "oneOf" in node and not _hold_one_of(node, schema):
+            unenforced.append(f"{place}/oneOf")
+    return Held(schema, nodes, tuple(dict.fromkeys(unenforced)))
 
 
 # ── Rules: each leaves keywords out of a subschema, and yields those ──────────────────────────
@@ -172,28 +148,20 @@ def _large_numbers(node: Node) -> Iterator[str]:
 
 
 def _near_bounds(node: Node) -> Iterator[str]:
-    """Write exclusive bounds of numbers less than 1 apart as the nearest inclusive ones.
-
-    llguidance lets the bound itself through there.
-    """
+    """Make exclusive bounds of numbers less than 1 apart inclusive, as llguidance takes them."""
     lowest = [node[key] for key in _LOWER if is_number(node.get(key))]
     highest = [node[key] for key in _UPPER if is_number(node.get(key))]
     if "number" not in types(node) or not lowest or not highest:
         return
-    if not 0 < min(highest) - max(lowest) < 1:
+    if min(highest) - max(lowest) >= 1:
         return
-    places = max(_STEP_PLACES, *(2 + _places(bound) for bound in (*lowest, *highest)))
-    step = Decimal(10) ** -places
-    for key, bound, sign, tighter in (
-        ("exclusiveMinimum", "minimum", 1, max),
-        ("exclusiveMaximum", "maximum", -1, min),
-    ):
-        value = node.get(bound) if node.get(key) is True else node.get(key)  # draft 4 has a flag
-        if is_number(value) and node.get(key, False) is not False:
-            nearest = float(Decimal(str(value)) + sign * step)
-            del node[key]
-            node[bound] = tighter(nearest, node.get(bound, nearest))
-    yield from ()
+    for inclusive, exclusive in (_LOWER, _UPPER):
+        bound = node.get(exclusive, False)
+        if bound is not False:
+            del node[exclusive]
+            if is_number(bound):  # draft 4 has a flag
+                node.setdefault(inclusive, bound)
+            yield exclusive
 
 
 def _literals(node: Node) -> Iterator[str]:
@@ -210,11 +178,20 @@ def _is_miswritten(value: Any) -> bool:
     return is_number(value) and abs(value) > _LARGEST
 
 
-def _counts(node: Node) -> Iterator[str]:
-    """Leave out numbers of properties where some are optional, or more than one is undeclared.
+def _scalars(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from value
+        value = list(value.values())
+    if isinstance(value, list):
+        for child in value:
+            yield from _scalars(child)
+    else:
+        yield value
 
-    Undeclared names may repeat, so that only one of them counts.
-    """
+
+def _counts(node: Node) -> Iterator[str]:
+    """Leave out numbers of properties where some are optional, or more than one is undeclared."""
+    # Undeclared names may repeat, so that only one of them counts.
     properties, required = node.get("properties", {}), node.get("required", ())
     optional = [name for name in properties if name not in required]
     minimum, maximum = node.get("minProperties", 0), node.get("maxProperties")
@@ -238,29 +215,22 @@ def _counts(node: Node) -> Iterator[str]:
 
 def _patterns(node: Node) -> Iterator[str]:
     """Leave out patterns that mean something else to llguidance, or repeat too much."""
-    yield from _leave_patterns(node, lambda pattern: not is_holdable(pattern))
     if "pattern" in node:
-        node["pattern"] = quotable(node["pattern"])
+        if is_holdable(node["pattern"]):
+            node["pattern"] = quotable(node["pattern"])
+        else:
+            del node["pattern"]
+            yield "pattern"
     elif node.get("format") in DATES:
         node["pattern"] = DATES[node.pop("format")]
-    if "patternProperties" in node:
-        named = node["patternProperties"]
-        node["patternProperties"] = {quotable(pattern): named[pattern] for pattern in named}
-
-
-def _leave_patterns(node: Node, is_wrong: Callable[[str], bool]) -> Iterator[str]:
-    if "pattern" in node and is_wrong(node["pattern"]):
-        del node["pattern"]
-        yield "pattern"
-    if any(map(is_wrong, node.get("patternProperties", ()))):
-        yield from _leave_names(node)
-
-
-def _leave_names(node: Node) -> Iterator[str]:
-    """Leave out `patternProperties`, and what would forbid the names that they allow."""
+    named = node.get("patternProperties", {})
+    if all(map(is_holdable, named)):
+        if named:
+            node["patternProperties"] = {quotable(pattern): named[pattern] for pattern in named}
+        return
     del node["patternProperties"]
     yield "patternProperties"
-    if node.pop("additionalProperties", True) is not True:
+    if node.pop("additionalProperties", True) is not True:  # it would forbid the names they allow
         yield "additionalProperties"
 
 
@@ -269,19 +239,92 @@ _RULES: Final[Sequence[Callable[[Node], Iterator[str]]]] = (
 )
 
 
-def _one_of(node: Node, root: Node) -> Iterator[str]:
-    """Write a `oneOf` as `anyOf`: the same, where no value fits two of its alternatives.
+# ── Alternatives of which one alone may fit ───────────────────────────────────────────────────
 
-    That may take closed ones: what names no other property fits none that requires another.
-    """
+
+def _hold_one_of(node: Node, root: Node) -> bool:
+    """Write a `oneOf` as `anyOf`. Return True if it is the same: no value fits two alternatives."""
     ways = node.pop("oneOf")
-    if not are_disjoint(ways, ways, node, root):
+    targets = [_target(way, root) for way in ways]
+    required = frozenset(node.get("required", ()))
+    is_held = len(ways) <= _MOST_COMPARED and all(
+        _are_apart(one, other, types(node), required) for one, other in combinations(targets, 2)
+    )
+    # What names no other property fits no alternative that requires another.
+    if not is_held and len(ways) <= _MOST_COMPARED and not _CONSTRAINTS & node.keys():
         closed = [_closed(way) for way in ways]
-        if are_disjoint(closed, ways, node, root) and not _CONSTRAINTS & node.keys():
+        is_held = all(
+            _are_apart(closed[i], targets[j], types(node), required)
+            for i, j in permutations(range(len(ways)), 2)
+        )
+        if is_held:
             ways = closed
-        else:
-            yield "oneOf"
     _ask_any(node, ways)
+    return is_held
+
+
+def _ask_any(node: Node, ways: Sequence[Schema]) -> None:
+    if "anyOf" in node:
+        node["allOf"] = [*node.get("allOf", ()), {"anyOf": ways}]
+    else:
+        node["anyOf"] = ways
+
+
+def _are_apart(one: Schema, other: Schema, kinds: frozenset[str], required: frozenset[str]) -> bool:
+    """Return True if no value of these kinds, an object with these properties, fits both."""
+    if one is False or other is False:
+        return True
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return False
+    shared = kinds & types(one) & types(other)
+    if _differ(one, other) or not shared:
+        return True
+    if shared != {"object"}:
+        return False
+    # Of an object: they differ in a property that one of them requires.
+    names = required.union(one.get("required", ()), other.get("required", ()))
+    return any(_differ(_property(one, name), _property(other, name)) for name in names)
+
+
+def _differ(one: Schema, other: Schema) -> bool:
+    """Return True if schemas have no type, or no value that they enumerate, in common."""
+    if one is False or other is False:
+        return True
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return False
+    values, other_values = _values(one), _values(other)
+    if values is not None and other_values is not None:
+        return not values & other_values
+    return not _kinds(one) & _kinds(other)
+
+
+def _values(node: Node) -> frozenset[str] | None:
+    """Return the values that a schema enumerates, comparable; None if it doesn't."""
+    values = node.get("enum")
+    if "const" in node:
+        values = [node["const"]]
+    # 1.0 is 1, also further inside.
+    if values is None or any(isinstance(value, (float, list, dict)) for value in values):
+        return None
+    return frozenset(map(json.dumps, values))
+
+
+def _kinds(node: Node) -> frozenset[str]:
+    kinds = types(node)
+    return kinds | {"integer"} if "number" in kinds else kinds
+
+
+def _target(schema: Schema, root: Node) -> Schema:
+    if not isinstance(schema, dict) or "$ref" not in schema:
+        return schema
+    return resolve(root, schema["$ref"])
+
+
+def _property(node: Node, name: str) -> Schema:
+    """Return what a property must fit, as far as it is declared."""
+    if name in node.get("properties", {}):
+        return node["properties"][name]
+    return node.get("additionalProperties") is not False or "patternProperties" in node
 
 
 def _closed(way: Schema) -> Schema:
@@ -292,102 +335,12 @@ def _closed(way: Schema) -> Schema:
     return {**way, "additionalProperties": False}
 
 
-def _ask_any(node: Node, ways: Sequence[Schema]) -> None:
-    if "anyOf" in node:
-        node["allOf"] = [*node.get("allOf", ()), {"anyOf": ways}]
-    else:
-        node["anyOf"] = ways
-
-
-def _places(bound: float) -> int:
-    exponent = Decimal(str(bound)).normalize().as_tuple().exponent
-    return -min(0, int(exponent))
-
-
-def _scalars(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        yield from value
-        value = list(value.values())
-    if isinstance(value, list):
-        for child in value:
-            yield from _scalars(child)
-    else:
-        yield value
-
-
 # ── What the compiler says ────────────────────────────────────────────────────────────────────
 
 
-def warned(held: Held, warnings: Iterable[str]) -> Iterator[str]:
-    """Yield pointers to the keywords that llguidance's warnings name; the root for what is unknown.
-
-    Formats that it does not know are annotations.
-    """
-    keys = set[str]()
-    for warning in warnings:
-        match = _UNIMPLEMENTED.match(warning)
-        if match:
-            keys |= frozenset(json.loads(match[1])) - _ASK_NOTHING
-        elif warning.startswith("min/maxProperties"):
-            keys |= {*_COUNTS}
-        elif not warning.startswith("Unknown format"):
-            yield ROOT
-    for place, node in held.nodes:
-        yield from (f"{place}/{key}" for key in node if key in keys)
-    if keys - {*_COUNTS} - {key for _, node in held.nodes for key in node}:  # a shape may count
-        yield ROOT
-
-
-def leave_out(held: Held, problem: str, is_broken: Callable[[str], bool]) -> Held | None:
-    """Leave out, and name, the keywords that the compiler may have refused a schema for.
-
-    None if there are none. `is_broken` tries a pattern alone.
-    """
-    pointers: list[str] = []
-    tried: dict[str, bool] = {}
-
-    def is_wrong(pattern: str) -> bool:
-        if pattern not in tried:
-            tried[pattern] = len(tried) >= _PATTERNS or is_broken(pattern)
-        return tried[pattern]
-
-    for place, node in held.nodes:
-        keys: list[str] = []
-        if "patternProperty" in problem:
-            if any(f"/{pattern}/" in problem for pattern in node.get("patternProperties", ())):
-                keys += _leave_names(node)
-        elif any(word in problem for word in ("Resource", "Pointer", "Anchor")):
-            if f"{place}/$ref" in held.unenforced and node.pop("$ref", None):
-                keys.append("$ref")
-        elif "circular" in problem:
-            keys += _leave_circles(node)
-        elif any(word in problem for word in ("regex", "look", "expressions")):
-            keys += _leave_patterns(node, is_wrong)
-        if _WAYS & {*keys}:
-            keys = [*(key for key in keys if key not in _WAYS), *held.ways[place]]
-        pointers += [f"{place}/{key}" for key in keys]
-    return held.naming(pointers) if pointers else None
-
-
-def _leave_circles(node: Node) -> Iterator[str]:
-    """Leave out what stands beside a reference, and references beside something else."""
-    siblings = node.keys() - NOTES - {"x-guidance", "$schema", "$id", "id"}
-    if "$ref" in siblings:
-        for key in sorted(siblings - {"$ref"}):
-            del node[key]
-            yield key
-        return
-    for key in _IN_PLACE:
-        ways = node.get(key, ())
-        is_shared = len(siblings) > 1 or (key == "allOf" and len(ways) > 1)
-        if is_shared and any(isinstance(way, dict) and "$ref" in way for way in ways):
-            del node[key]
-            yield key
-
-
-def why(held: Held, problem: str) -> str:
+def why(part: Held, problem: str) -> str:
     """Return the reason why nothing compiles, in our words."""
-    for place, node in held.nodes:
+    for place, node in part.nodes:
         for lower, upper in _RANGES:
             low, high = node.get(lower), node.get(upper)
             if is_number(low) and is_number(high) and low > high:
@@ -397,17 +350,9 @@ def why(held: Held, problem: str) -> str:
                 )
         if node.get("enum") == []:
             return f"The JSON Schema keyword `enum` at {place} is empty: it allows no value."
-    if "nsatisfiable" in problem or "no answer" in problem:
-        return "The JSON Schema allows no answer: what it requires contradicts itself."
-    if any(word in problem for word in ("max is", "too ", "limit", "level exceeded", "Unable")):
-        return (
-            "The JSON Schema is too wide or too deep to hold an answer to: it has too many "
-            "properties, alternatives or repetitions in one place."
-        )
-    if match := _NOWHERE.match(problem):
-        for place, node in held.nodes:
-            if node.get("$ref", "").endswith(f"#{match[1]}"):
-                return f"The JSON Schema keyword `$ref` at {place} leads nowhere: `{node['$ref']}`."
+    for words, reason in _REASONS.items():
+        if words in problem:
+            return f"The JSON Schema {reason}."
     reason = problem.partition("\n")[0].strip().rstrip(".")[:200]
     return f"The JSON Schema cannot be held by a grammar as it is combined: {reason}."
 
@@ -426,52 +371,26 @@ def check_strict(unenforced: Sequence[str]) -> None:
 # ── The options of its form ───────────────────────────────────────────────────────────────────
 
 COMPACT: Final[Mapping[str, Any]] = {"whitespace_flexible": False}  # or spaces have no end
-_SPACE: Final = r"[ \t\n\r]|\\[tnr]|\\x(?:20|0[9AaDd])"
-_WHITE_SPACE: Final = re.compile(  # a regex of what JSON has as white space, and of nothing else
-    rf"(?:{_SPACE}|\[(?:{_SPACE})+\]|[*+?|()]|\(\?:|\{{[0-9]{{1,4}}(?:,[0-9]{{0,4}})?\}})*"
-)
-_WHITE_SPACE_CHARS: Final = 64
 _ESCAPES: Final = 'nrbtf\\"'
 _CONTROLS: Final = re.compile(r"\\u00[01]|\x7f")
 
 
 def read_options(schema: Schema) -> Mapping[str, Any]:
-    """Return llguidance's own options in a schema, `x-guidance`: those of white space.
-
-    Raises BadRequest for any other: it would change what is held, or make the answer no JSON.
-    """
+    """Return the one option of llguidance's own that a schema may have in `x-guidance`."""
+    # Any other would change what is held, or make the answer no JSON.
     options = schema.get("x-guidance", {}) if isinstance(schema, dict) else {}
-    allowed = {"whitespace_flexible": _is_boolean, "whitespace_pattern": _is_white_space}
-    if not isinstance(options, dict) or not options.keys() <= allowed.keys():
+    if options not in ({}, {"whitespace_flexible": False}, {"whitespace_flexible": True}):
         raise refusal(
-            f"The JSON Schema keyword `x-guidance` may have {' and '.join(allowed)} only."
+            "The JSON Schema keyword `x-guidance` may have whitespace_flexible only, a boolean."
         )
-    for name, value in options.items():
-        if not allowed[name](value):
-            raise refusal(
-                f"The JSON Schema keyword `x-guidance` has a `{name}` that cannot be taken: "
-                "whitespace_flexible is a boolean, whitespace_pattern a regex of JSON's white "
-                f"space, of at most {_WHITE_SPACE_CHARS} characters."
-            )
-    return {**COMPACT, **options}
-
-
-def _is_boolean(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_white_space(value: object) -> bool:
-    is_short = isinstance(value, str) and len(value) <= _WHITE_SPACE_CHARS
-    return is_short and _WHITE_SPACE.fullmatch(str(value)) is not None
+    return {"whitespace_flexible": bool(options.get("whitespace_flexible"))}
 
 
 def to_llguidance(schema: Node, options: Mapping[str, Any] = COMPACT) -> Node:
-    """Write a schema as llguidance reads it, leniently, with the options of its form.
-
-    A name could be spelled with `\\u` in many ways, and so stand beside its own declaration:
-    only what can't be written otherwise, control characters, is spelled so, and then no object
-    with declared names has others.
-    """
+    """Write a schema as llguidance reads it, leniently, with the options of its form."""
+    # A name could be spelled with `\\u` in many ways, and so stand beside its own declaration: only
+    # what can't be written otherwise, control characters, is spelled so, and then no object with
+    # declared names has others.
     if _CONTROLS.search(json.dumps(schema)):
         schema = rebuild(schema, _without_others)
     else:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from gateway.engine.grammar.trial import Sandbox
+from gateway.engine.sandbox_worker import Sandbox
 from gateway.errors import BadRequest, ModelLoadFailed, Overloaded, Unavailable
 
 MOST_CHARS: Final = 1_000_000  # of a prompt beyond twice what it was made of

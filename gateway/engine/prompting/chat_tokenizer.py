@@ -44,8 +44,8 @@ from gateway.engine.answers.tool_formats import (
 from gateway.engine.answers.tool_parsers import read_arguments
 from gateway.engine.control_tokens import ControlTokens, Piece
 from gateway.engine.grammar.calls import CallFormat
-from gateway.engine.grammar.trial import Sandbox
 from gateway.engine.prompting.chat_template import ChatTemplate
+from gateway.engine.sandbox_worker import Sandbox
 from gateway.errors import BadRequest, ModelLoadFailed
 from gateway.jobs import GenerateJob, SequenceParams, TokenIds
 

@@ -39,11 +39,7 @@ class _Choice:
 
 
 class AnswerChecker:
-    """Collects the choices of one job, and checks them by its schemas if it has any.
-
-    `unenforced` are JSON pointers to the parts that are not enforced, after the function's name
-    for parameters of one.
-    """
+    """Collects the choices of one job, and checks them by its schemas if it has any."""
 
     def __init__(
         self,
@@ -58,6 +54,7 @@ class AnswerChecker:
         self._pool = pool
         self._job = job
         self._choices: dict[int, _Choice] = {}
+        # JSON pointers to what no grammar holds, after the function's name for parameters of one.
         self.unenforced = unenforced
         functions = () if job.calling is None else job.calling.functions
         self._held = {
@@ -86,9 +83,12 @@ class AnswerChecker:
 
         It is unknown if the choice was cut, the deadline has passed, or nobody can tell.
         """
-        if (choice := self._choices.pop(index, None)) is None:
+        choice = self._choices.pop(index, None)
+        if choice is None:
             return None
-        schemas = [] if choice.is_cut else list(self._schemas(choice))
+        schemas: list[tuple[str, str, bool]] = []
+        if not choice.is_cut:  # else it is not whole, as was asked
+            schemas += self._schemas(choice)
         if not schemas and not self.unenforced:
             return None
         fit = await self._fit(schemas)
@@ -125,7 +125,8 @@ class AnswerChecker:
         """Yield each schema, the text to check by it, and whether that must fit."""
         grammar = self._job.grammar
         for name, arguments in choice.calls.values():
-            if (function := self._held.get("".join(name))) is not None:
+            function = self._held.get("".join(name))
+            if function is not None:
                 schema = json.dumps(dict(function.parameters))
                 yield schema, "".join(arguments), function.strict
         if grammar is not None and grammar.kind == "json_schema" and not choice.calls:

@@ -4,11 +4,14 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from gateway import clock, logs, metrics
 from gateway.errors import ContextLengthExceeded, GatewayError, NoRoom, PassFault, Unavailable
 from gateway.jobs import (
+    Adapter,
     Compiled,
     Delta,
     GenerateJob,
@@ -30,8 +33,8 @@ from gateway.serving.generation.grammars import GrammarCache
 from gateway.serving.generation.memory import RowCosts, RowMemory, longest_chunk
 from gateway.serving.generation.policy import GenerationLimits, prefill_goes_first, rank
 from gateway.serving.generation.queue import JobQueue
-from gateway.serving.generation.scheduler import Scheduler
-from gateway.serving.lane import Lane, Pace, Turn
+from gateway.serving.generation.scheduler import PrefillPace, Scheduler
+from gateway.serving.lane import Lane, Turn
 from gateway.serving.ports import GenerationEngine
 from gateway.serving.tokenize import ThreadPools, prompt_kind
 
@@ -40,34 +43,22 @@ log = logs.get("generation")
 STEPS_PER_TURN = 16  # if no other turn waits: a hop to the lane's thread costs 0.1 ms
 PREFILL_FIRST_PASSES = 2  # decoding waits only for prompts of so few passes, and for their time
 RETRY_PAUSE_S = 0.1  # after a turn that failed, as the next may fail too
-# While no other model needs the device, several short prompts share a pass that takes longer: on
-# a CPU, one of 50 tokens takes a fourth of the time that eight take together.
-ALONE_S = 10.0  # without a turn of another's
-ALONE_LIMIT = 4  # times the limit of a pass
-ALONE_WITH = ("load", "tidy")  # which nobody waits for as for an answer
 
 
 @dataclass(slots=True)
 class Generation:
-    """A job under way: its usage, its sampling, and its deltas as they come.
-
-    `calls_are_text`: the model may call functions, but the format of its calls is unknown.
-    `checker` checks a choice after its last delta by what no grammar enforces.
-    """
+    """A job under way: its usage, its sampling, and its deltas as they come."""
 
     usage: Usage
     deltas: AsyncGenerator[Delta, None]
     sampling: Sampling
-    checker: AnswerChecker
+    checker: AnswerChecker  # of choices, each after its last delta
+    # The model may call functions, but the format of its calls is unknown.
     calls_are_text: bool = False
 
 
 class GenerationBatcher:
-    """One model's sequences. Its workers run while `running` is entered.
-
-    Prefill and decode are two kinds of work, each with a worker and turns of the lane of its own,
-    so that neither a long prompt nor many answers keep the other from the lane.
-    """
+    """One model's sequences. Its workers run while `running` is entered."""
 
     def __init__(
         self,
@@ -85,7 +76,9 @@ class GenerationBatcher:
         self._pool = pool
         self._limits = limits
         self._grammars = grammars
-        self._queue = JobQueue(name, limits)
+        self._queue = JobQueue(
+            name, max_tokens=limits.queue_max_tokens, max_choices=limits.queue_limit
+        )
         self._memory = memory or RowMemory(Budget(0), RowCosts())
         self._scheduler = Scheduler(name, self._cap_batch(limits), self._memory)
         self._wake_events = {kind: asyncio.Event() for kind in ("prefill", "decode")}
@@ -146,7 +139,7 @@ class GenerationBatcher:
         """Apply new limits, also to running rows."""
         self._limits = limits
         self._scheduler.limits = self._cap_batch(limits)
-        self._queue.adopt(limits)
+        self._queue.adopt(max_tokens=limits.queue_max_tokens, max_choices=limits.queue_limit)
         self._pace.adopt(limits)
         self._memory.adopt(longest_chunk(limits.prefill_chunk_tokens))
         self._wake()
@@ -179,7 +172,9 @@ class GenerationBatcher:
             usage = Usage(prompt_tokens=sum(len(row.prompt) for row in counted))
             timings.tokens_in = usage.prompt_tokens
             metrics.count_prompt(name, usage.prompt_tokens)
-            checker = AnswerChecker(name, self.engine, self._pool, job, _find_unenforced(rows[0]))
+            compiled = rows[0].compiled
+            unenforced = () if compiled is None else compiled.unenforced
+            checker = AnswerChecker(name, self.engine, self._pool, job, unenforced)
             deltas = self._deltas(job, inbox, len(choices), checker)
             self._warn_of_text_calls(rows[0])
             calls_are_text = rows[0].calls_are_text
@@ -221,7 +216,8 @@ class GenerationBatcher:
     async def _compile(
         self, job: GenerateJob, rows: Sequence[SequenceParams]
     ) -> Sequence[SequenceParams]:
-        if (grammar := rows[0].grammar) is None:
+        grammar = rows[0].grammar
+        if grammar is None:
             return rows
         started, job.caller.timings.stage = clock.now(), Stage.COMPILE
         async with until_deadline(job.caller):
@@ -338,10 +334,7 @@ class GenerationBatcher:
         return True
 
     def _run(self, plan: StepPlan, turn: Turn, loop: asyncio.AbstractEventLoop) -> None:
-        """Run the passes of a turn, the first with what the plan changes. On the lane's thread.
-
-        What comes of each pass is processed on the loop while the next one runs.
-        """
+        """Run the passes of a turn, the first with what the plan changes. On the lane's thread."""
         result, decoded = self._state, 0
         while True:
             started = clock.now()
@@ -351,6 +344,7 @@ class GenerationBatcher:
             result = self.engine.step(plan)
             seconds = clock.now() - started
             turn.beat()
+            # What comes of a pass is processed on the loop while the next one runs.
             loop.call_soon_threadsafe(self._process, plan.kind, result, seconds)
             self._heed(result.faults)
             if plan.kind == "prefill":
@@ -387,7 +381,8 @@ class GenerationBatcher:
         if result.size.rows:
             self._observe(kind, result.size, seconds)
         for delta in result.deltas:
-            if (choice := self._scheduler.get(delta.row)) is not None:
+            choice = self._scheduler.get(delta.row)
+            if choice is not None:
                 if delta.finish_reason is not None or delta.error is not None:
                     self._scheduler.note_end(delta.row)
                     self._wake_events["prefill"].set()  # a place is free
@@ -422,6 +417,8 @@ class GenerationBatcher:
         def end(error: Exception) -> None:
             self.end(self._lane.health.as_error(self._name, error))
 
+        # Prefill and decode are two kinds of work, each with a worker and turns of the lane of its
+        # own, so that neither a long prompt nor many answers keep the other from the lane.
         workers = [
             asyncio.create_task(run_forever(f"{kind} {self._name}", work, end))
             for kind, work in (("prefill", self._prefill), ("decode", self._decode))
@@ -440,47 +437,47 @@ class GenerationBatcher:
             self._memory.release()
 
 
-class PrefillPace:
-    """The tokens of prefill passes: a pace beside other models' work, and one without."""
+class AdaptedBatcher:
+    """The batcher of a base, for the requests of one of its adapters."""
 
-    def __init__(self, limits: GenerationLimits) -> None:
-        self._pace = Pace(limits.pass_limit_s)
-        self._pace_alone = Pace(ALONE_LIMIT * limits.pass_limit_s)
-        self._prompts: Sequence[int] = ()
-        self.adopt(limits)
-
-    def adopt(self, limits: GenerationLimits) -> None:
-        """Apply new limits of a pass."""
-        self._chunk_tokens = limits.prefill_chunk_tokens
-        self._pace.limit_s = limits.pass_limit_s
-        self._pace_alone.limit_s = ALONE_LIMIT * limits.pass_limit_s
+    # It has no workers, queue or limits of its own, and counts no rows: those are the base's.
+    def __init__(self, base: GenerationBatcher, adapter: Adapter) -> None:
+        self._base = base
+        self._adapter = adapter
 
     @property
-    def tokens(self) -> int:
-        """Return the most tokens of the next pass beside other work."""
-        return min(self._chunk_tokens, self._pace.tokens)
+    def tickets(self) -> int:
+        """Return 0: its rows wait among the base's."""
+        return 0
 
-    def begin(self, turn: Turn, prompts: Sequence[int]) -> None:
-        """Begin a turn, with prompts of these lengths in prefill."""
-        self._turn, self._prompts = turn, prompts
+    @property
+    def is_batched(self) -> bool:
+        """Return True while rows run together, False once they run one at a time."""
+        return self._base.is_batched
 
-    def choose(self, *, is_decoding: bool) -> int:
-        """Return the most tokens of the next pass.
+    @property
+    def verdict(self) -> Verdict | None:
+        """Return that of the base's self-test."""
+        return self._base.verdict
 
-        Where answers are under way, it is longer for two prompts that it reads whole: a single one,
-        or parts of longer ones, would only keep those answers waiting.
-        """
-        if self._turn.seconds_alone(ALONE_WITH) < ALONE_S:
-            return self.tokens
-        longer = min(self._chunk_tokens, self._pace_alone.tokens)
-        is_burst = sum(length <= longer // 2 for length in self._prompts) > 1
-        return longer if is_burst or not is_decoding else self.tokens
+    @property
+    def prefix_names(self) -> Sequence[bytes]:
+        """Return a router's names of the prefixes that are kept of this adapter."""
+        return self._base.engine.prefix_names(self._adapter.number)
 
-    def note(self, tokens: int, seconds: float) -> None:
-        """Adjust to a pass of so many padded tokens."""
-        for pace in (self._pace, self._pace_alone):
-            pace.note(tokens, seconds)
+    def generate(
+        self, job: GenerateJob, on_full: Callable[[], None] | None = None
+    ) -> AbstractAsyncContextManager[Generation]:
+        return self._base.generate(self._adapt(job), on_full)
+
+    async def count_tokens(self, job: GenerateJob) -> int:
+        return await self._base.count_tokens(self._adapt(job))
+
+    def end(self, error: GatewayError) -> None:
+        """Do nothing: its rows end with the base's."""
+
+    def _adapt(self, job: GenerateJob) -> GenerateJob:
+        return replace(job, adapter=self._adapter)
 
 
-def _find_unenforced(row: SequenceParams) -> Sequence[str]:
-    return row.compiled.unenforced if row.compiled is not None else ()
+ChatBatcher: TypeAlias = GenerationBatcher | AdaptedBatcher

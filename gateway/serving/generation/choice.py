@@ -14,10 +14,10 @@ from gateway.serving.lane import Turn
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One choice of a job: waiting, in the batch or ended. Those of a job share an `inbox`."""
+    """One choice of a job: waiting, in the batch or ended."""
 
     params: SequenceParams
-    inbox: asyncio.Queue[Delta | GatewayError]
+    inbox: asyncio.Queue[Delta | GatewayError]  # of all choices of the job
     rank: float = 0.0
     timings: Timings | None = None  # the job's, of its first choice alone
     request: str = ""  # requests take turns to have a row join
@@ -46,9 +46,8 @@ class Choice:
 
     @property
     def counts_prompt(self) -> bool:
-        """Return True if its prompt counts for the usage: all choices have the same prompt, and all
-        steps into the labels of a question.
-        """
+        """Return True if its prompt counts for the usage."""
+        # All choices have the same prompt, and all steps into the labels of a question.
         step = self.params.step
         return self.index == 0 if step is None else step.is_first
 
@@ -94,7 +93,7 @@ class Choice:
 
     @property
     def age(self) -> tuple[float, int]:
-        """Return a key that sorts the oldest first."""
+        # The oldest is first.
         return self.rank, self.index
 
     def join(self, row: int, turn: Turn) -> None:
@@ -113,8 +112,10 @@ class Choice:
         if self.params.adapter is not None:
             model = self.params.adapter.model
         if delta.error is not None:
-            failed = OutOfMemory(model) if delta.is_out_of_memory else None
-            self.end(failed or EngineFailed(model, delta.error))
+            error: GatewayError = EngineFailed(model, delta.error)
+            if delta.is_out_of_memory:
+                error = OutOfMemory(model)
+            self.end(error)
             return
         self.is_over = delta.finish_reason is not None
         self.tokens += delta.tokens
@@ -160,8 +161,8 @@ def lay_out(
     single: list[int] = []
     for row in rows:
         is_held = (row.is_held or row in parking) and row not in resuming
-        is_single = is_held or not row.will_decode
-        (single if is_single else batched).append(lengths.get(row, row.length))
+        rows_alike = single if is_held or not row.will_decode else batched
+        rows_alike.append(lengths.get(row, row.length))
     return Layout(batched, single)
 
 

@@ -4,12 +4,10 @@ Grammars are compiled on worker threads with a deadline, a few at a time.
 """
 
 import asyncio
-import heapq
-import itertools
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from gateway import clock, metrics
 from gateway.errors import BadRequest, Overloaded, Unavailable
@@ -17,51 +15,9 @@ from gateway.jobs import Grammar
 
 T = TypeVar("T")
 
-ERRORS_LAST_S = 60.0
+ERRORS_LAST_S = 60.0  # refusals, which are kept
 WAITS = 3  # times a grammar's processor time, for a request on a machine that others use too
 AGAIN_S = 2.0
-
-
-class RunInThread(Protocol):
-    """Calls a function on a worker thread, as a `ThreadPools`'s `compile` does."""
-
-    def __call__(self, function: Callable[[Grammar], T], grammar: Grammar, /) -> Awaitable[T]:
-        """Return an awaitable of the function's result."""
-
-
-class _SmallestFirst:
-    """A semaphore that admits the smallest grammar first.
-
-    In order of arrival a few large ones would delay every small one.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._free = count
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
-        self._arrivals = itertools.count()
-
-    async def acquire(self, size: int) -> None:
-        """Wait for a slot; `release` returns it."""
-        if self._free > 0:
-            self._free -= 1
-            return
-        slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (size, next(self._arrivals), slot))
-        try:
-            await slot
-        except asyncio.CancelledError:
-            if slot.done() and not slot.cancelled():
-                self.release()  # it was acquired as the task was cancelled
-            raise
-
-    def release(self) -> None:
-        """Pass the slot to the next waiter, or mark it free."""
-        while self._waiting:
-            _, _, slot = heapq.heappop(self._waiting)
-            if not slot.done():
-                slot.set_result(None)
-                return
-        self._free += 1
 
 
 @dataclass(slots=True)
@@ -75,16 +31,15 @@ class _Entry(Generic[T]):
 class GrammarCache(Generic[T]):
     """At most `size` compiled grammars of one model, the least recently used evicted first.
 
-    `compile` is called through `run`, for at most `at_once` grammars, and raises TimeoutError for
-    one that takes more than `timeout_s` of the processor. Callers of the same grammar wait for one
-    compilation, which goes on if some of them leave. Refusals are kept for ERRORS_LAST_S.
+    Callers of the same grammar wait for one compilation, which goes on if some of them leave.
     """
 
     def __init__(
         self,
         model: str,
+        # Raises TimeoutError for one that takes more than `timeout_s` of the processor.
         compile: Callable[[Grammar], T],  # noqa: A002
-        run: RunInThread,
+        run: Callable[[Callable[[Grammar], T], Grammar], Awaitable[T]],  # on a worker thread
         *,
         size: int = 64,
         timeout_s: float = 10.0,
@@ -96,7 +51,7 @@ class GrammarCache(Generic[T]):
         self._size = max(1, size)
         self._timeout_s = timeout_s
         self._entries: OrderedDict[Grammar, _Entry[T]] = OrderedDict()
-        self._slots = _SmallestFirst(at_once)
+        self._slots = asyncio.Semaphore(at_once)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -137,7 +92,7 @@ class GrammarCache(Generic[T]):
     async def _compile_in_thread(self, grammar: Grammar) -> T:
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._slots.acquire(len(grammar.source))
+                await self._slots.acquire()
         except TimeoutError:
             raise Overloaded(
                 "Other grammars are being compiled; ask again.", retry_after_s=self._timeout_s

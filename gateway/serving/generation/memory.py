@@ -22,70 +22,61 @@ LONGEST = 1 << 24  # tokens, beyond every model's context
 
 @dataclass(frozen=True, slots=True)
 class RowCosts:
-    """What rows cost in bytes: their KV, of which the model's own share has `included`; `most`
-    returns the bytes there could be if every other model that may be evicted were. One buffer may
-    have `largest` bytes, if that is bounded.
-
-    A row joins with room for `answer_tokens`. Prompts are read in chunks of `chunk_tokens`.
-    """
+    """What rows cost in bytes."""
 
     kv: KvCost = field(default_factory=KvCost)
-    included: int = 0
+    included: int = 0  # of their KV, in the model's own share
+    # Returns the bytes there could be if every other model that may be evicted were.
     most: Callable[[], int] = lambda: 0
-    largest: int | None = None
-    answer_tokens: int = 256
-    chunk_tokens: int = 0
+    largest: int | None = None  # that one buffer may have, if that is bounded
+    answer_tokens: int = 256  # for which a row that joins has room
+    chunk_tokens: int = 0  # of prompts, which are read in chunks
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How rows of these lengths, in tokens, are laid out in memory.
+    """How rows of these lengths, in tokens, are laid out in memory."""
 
-    `batched` rows decode, or will after prefill: their KV is a rectangle, rows times the longest
-    of them (measured: one long row among seven short ones takes 14 times the memory). `single`
-    rows have caches of their own: they are parked, or answer with one token.
-    """
-
+    # They decode, or will after prefill: their KV is a rectangle, rows times the longest of them
+    # (measured: one long row among seven short ones takes 14 times the memory).
     batched: Sequence[int] = ()
+    # They have caches of their own: they are parked, or answer with one token.
     single: Sequence[int] = ()
 
     def __bool__(self) -> bool:
         return bool(self.batched or self.single)
 
     def nbytes(self, costs: RowCosts) -> int:
-        """Return the bytes. In prefill rows are padded by a chunk at most, and sliding windows hold
-        a chunk more than their size. A draft model has KV of few rows: whichever, of one with a
-        single token left too.
-        """
         if not self:
             return 0
+        # In prefill rows are padded by a chunk at most, and sliding windows hold a chunk more than
+        # their size.
         kv, chunk = costs.kv, costs.chunk_tokens
         longest = max(self.batched, default=0)
         slots = len(self.batched) + len(self.batched) // SPARE_ROWS
         rectangle = slots * kv.of(longest + KV_STEP, chunk) if longest else 0
-        draft_token, most = kv.draft
-        drafted = min(most, slots + len(self.single))
+        # A draft model has KV of few rows: whichever, of one with a single token left too.
+        draft_token, max_rows = kv.draft
+        drafted = min(max_rows, slots + len(self.single))
         drafts = draft_token * (drafted * (max(longest, *self.single, 0) + KV_STEP) + chunk)
-        single = sum(kv.of(each + KV_STEP, chunk) for each in self.single)
+        single = sum(kv.of(length + KV_STEP, chunk) for length in self.single)
         return rectangle + drafts + single + kv.of(chunk)
 
     def has_buffers(self, costs: RowCosts) -> bool:
-        """Return True if no buffer is larger than the device can have. The largest has one layer's
-        keys, or values, of all rows that share a batch.
-        """
+        """Return True if no buffer is larger than the device can have."""
+        # The largest has one layer's keys, or values, of all rows that share a batch.
         if costs.largest is None:
             return True
         slots = len(self.batched) + len(self.batched) // SPARE_ROWS
-        more = KV_STEP + costs.chunk_tokens
-        rectangle = slots * (max(self.batched, default=0) + more)
-        single = max(self.single, default=0) + more
+        unused = KV_STEP + costs.chunk_tokens
+        rectangle = slots * (max(self.batched, default=0) + unused)
+        single = max(self.single, default=0) + unused
         return max(rectangle, single) * costs.kv.plane <= costs.largest
 
 
 def longest_chunk(chunk_tokens: int) -> int:
-    """Return the most tokens of a chunk: the end of a prompt, if at most a quarter of a chunk, is
-    read with the chunk before it.
-    """
+    """Return the most tokens of a chunk."""
+    # The end of a prompt, if at most a quarter of a chunk, is read with the chunk before it.
     return chunk_tokens + chunk_tokens // 4
 
 
@@ -109,11 +100,10 @@ class RowMemory:
         self._costs = replace(self._costs, chunk_tokens=chunk_tokens)
 
     def check(self, model: str, row: SequenceParams) -> None:
-        """Raise PromptTooLarge for a prompt that, alone, leaves no room for one token.
-
-        `max_tokens` does not count: few answers are as long.
-        """
-        if (longest := self.longest) <= len(row.prompt):
+        """Raise PromptTooLarge for a prompt that, alone, leaves no room for one token."""
+        longest = self.longest
+        # `max_tokens` does not count: few answers are as long.
+        if longest <= len(row.prompt):
             raise PromptTooLarge(model, len(row.prompt), max(0, longest - 1))
 
     @property
@@ -121,26 +111,25 @@ class RowMemory:
         """Return the most tokens, prompt and answer, that a row could ever have."""
         if not self._costs.kv:
             return LONGEST
-        most = max(self._costs.most(), self._costs.included)
+        available = max(self._costs.most(), self._costs.included)
 
         def exceeds(length: int) -> bool:
             layout = Layout([length])
-            return layout.nbytes(self._costs) > most or not layout.has_buffers(self._costs)
+            return layout.nbytes(self._costs) > available or not layout.has_buffers(self._costs)
 
         return bisect_left(range(1, LONGEST), True, key=exceeds)
 
     def grant_length(self, used: int, max_length: int, preemptions: int) -> int:
-        """Return the length to reserve for a row that joins with `used` of `max_length` tokens.
-
-        Each preemption doubles the room for its answer, so that it is not preempted often.
-        """
+        """Return the length to reserve for a row that joins with `used` of `max_length` tokens."""
+        # Each preemption doubles the room for its answer, so that it is not preempted often.
         usual = used + (self._costs.answer_tokens << preemptions)
         return min(max_length, max(used + 1, min(usual, self.longest)))
 
     def fits(self, layout: Layout, *, has_grown: bool = False, with_prefixes: bool = True) -> bool:
         """Return True if there is memory for the model's rows, laid out like this, and its prefix
-        cache. Rows that have only grown may take bytes that a model waits for; new rows may not.
+        cache.
         """
+        # Rows that have only grown may take bytes that a model waits for; new rows may not.
         available = self._budget.free_bytes if has_grown else self._budget.spare_bytes
         prefix_bytes = self.prefix_bytes if with_prefixes else 0
         has_bytes = self._missing_bytes(layout, available, prefix_bytes) <= 0
@@ -154,8 +143,9 @@ class RowMemory:
 
     def make_room(self, layout: Layout, *, is_pressing: bool) -> None:
         """Evict idle models if these rows fit then. It is pressing if no row runs whose end would
-        free memory. While a model waits for bytes, no model is evicted for rows.
+        free memory.
         """
+        # While a model waits for bytes, no model is evicted for rows.
         free = self._budget.free_bytes
         missing = self._missing_bytes(layout, free, self.prefix_bytes)
         if not self._budget.claimed_bytes and missing > 0:

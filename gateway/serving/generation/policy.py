@@ -10,7 +10,7 @@ from gateway.jobs import Tier
 from gateway.serving.admission import NO_BOUND
 from gateway.serving.generation.choice import Choice, lay_out
 from gateway.serving.generation.memory import GROWTH, MARGIN, Layout, RowMemory
-from gateway.serving.generation.waiting import Decision, WaitingQueue
+from gateway.serving.generation.queue import Joins, WaitingQueue
 
 MAX_PREEMPTIONS = 2  # of a row; then it keeps its memory, and younger rows are preempted
 QUANTUM = 64  # tokens that a constrained row decodes before another goes on in its place
@@ -32,20 +32,16 @@ class GenerationLimits:
 
 
 def rank(arrived: float, tier: Tier, head_start_s: float) -> float:
-    """Return a request's place in the queue: lower goes first.
-
-    A priority request counts as arrived `head_start_s` earlier, a flex one later, so no tier
-    delays another for longer than that.
-    """
+    """Return a request's place in the queue: lower goes first."""
+    # A priority request counts as arrived `head_start_s` earlier, a flex one later, so no tier
+    # delays another for longer than that.
     return arrived + {Tier.PRIORITY: -head_start_s, Tier.FLEX: head_start_s}.get(tier, 0.0)
 
 
 def prefill_goes_first(soon: int, decoding: int, waited_s: float, bound_s: float) -> bool:
-    """Return True if decoding rows wait for the prefill of `soon` rows, which will then decode.
-
-    A decode step of a few rows costs nearly as much as one of all of them, so the prompts of a
-    burst are read first: while more rows will join than decode, for `bound_s` between two steps.
-    """
+    """Return True if decoding rows wait for the prefill of `soon` rows, which will then decode."""
+    # A decode step of a few rows costs nearly as much as one of all of them, so the prompts of a
+    # burst are read first: while more rows will join than decode, for `bound_s` between two steps.
     return soon > decoding and waited_s < bound_s
 
 
@@ -115,27 +111,27 @@ class Joining:
         if has_places and waiting and not choose_rotation(batch).is_blocked:
             waiting.offer(Counter(row.request for row in batch.rows), self._decide)
 
-    def _decide(self, choice: Choice) -> Decision:
+    def _decide(self, choice: Choice) -> Joins:
         limits, memory = self._batch.limits, self._batch.memory
         is_held = choice.is_constrained and min(self._free_constrained, self._places) <= 0
         if choice.params.step is not None:
             reserved = int(limits.max_batch_size * ANSWERS_SHARE)
             if self._places <= reserved:
-                return Decision.SKIP
+                return Joins.LATER
         places = self._held_places if is_held else self._places
         if min(self._room, places) <= 0 or not self._can_finish(choice):
-            return Decision.SKIP
+            return Joins.LATER
         length = memory.grant_length(choice.used, choice.max_length, choice.preemptions)
         joiner = Joiner(choice, length, is_held)
         if memory.fits(joiner.lay_out(self._batch.rows, self.rows)):
             self._join(joiner)
-            return Decision.JOIN
+            return Joins.NOW
         self.blocked = self.blocked or joiner
         if memory.fits(joiner.lay_out(())):
             self.waits_for_rows = choice
-            return Decision.STOP
+            return Joins.NONE
         self.stuck.append(choice)
-        return Decision.SKIP
+        return Joins.LATER
 
     def _join(self, joiner: Joiner) -> None:
         self.rows.append(joiner)

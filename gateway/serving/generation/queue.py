@@ -1,29 +1,32 @@
-"""A chat model's queue: its jobs' tokens and choices are bounded, and jobs may wait for a place."""
+"""A chat model's queue: places for its jobs, which are bounded; and rows that wait to join."""
 
 import asyncio
+import bisect
 import contextlib
+import heapq
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum, auto
 
 from gateway.errors import Overloaded
 from gateway.jobs import Caller, SequenceParams, Stage
 from gateway.serving.admission import Admission, Noun, until_deadline
-from gateway.serving.generation.policy import GenerationLimits
+from gateway.serving.generation.choice import Choice
 
 
 class JobQueue:
     """Places for one model's jobs, waiting and running, bounded in tokens and in choices."""
 
-    def __init__(self, model: str, limits: GenerationLimits) -> None:
-        self._tokens = Admission(model, Noun.TOKENS, limits.queue_max_tokens)
-        self._choices = Admission(model, Noun.CHOICES, limits.queue_limit)
+    def __init__(self, model: str, *, max_tokens: int, max_choices: int) -> None:
+        self._tokens = Admission(model, Noun.TOKENS, max_tokens)
+        self._choices = Admission(model, Noun.CHOICES, max_choices)
         self._jobs: Counter[int] = Counter()  # by request
         self._changed = asyncio.Event()
 
-    def adopt(self, limits: GenerationLimits) -> None:
+    def adopt(self, *, max_tokens: int, max_choices: int) -> None:
         """Apply new limits, also to jobs that wait for a place."""
-        self._tokens.limit = limits.queue_max_tokens
-        self._choices.limit = limits.queue_limit
+        self._tokens.limit = max_tokens
+        self._choices.limit = max_choices
         self._notify()
 
     @contextlib.asynccontextmanager
@@ -55,22 +58,94 @@ class JobQueue:
     @contextlib.contextmanager
     def _admit(self, request: int, sequences: Sequence[SequenceParams]) -> Iterator[None]:
         # The steps into a question's labels read its prompt once, and are one choice.
-        counted = [each for each in sequences if each.step is None or each.step.is_first]
-        tokens = sum(len(each.prompt) for each in counted) + len(sequences) - len(counted)
+        counted = [row for row in sequences if row.step is None or row.step.is_first]
+        tokens = sum(len(row.prompt) for row in counted) + len(sequences) - len(counted)
         is_more = self._jobs[request] > 0
-        with contextlib.ExitStack() as held:
-            held.enter_context(self._tokens.admit(tokens))
-            held.enter_context(self._choices.admit(len(counted), is_more=is_more))
+        with contextlib.ExitStack() as places:
+            places.enter_context(self._tokens.admit(tokens))
+            places.enter_context(self._choices.admit(len(counted), is_more=is_more))
             self._jobs[request] += 1
             try:
                 yield
             finally:
                 self._jobs[request] -= 1
                 self._jobs += Counter()  # drops requests without jobs
-                held.close()
+                places.close()
                 self._notify()
 
     def _notify(self) -> None:
         """Wake all jobs that wait for a place."""
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+class Joins(Enum):
+    """What happens to the row that is next."""
+
+    NOW = auto()
+    LATER = auto()  # its request waits, and the others' rows are next
+    NONE = auto()  # no row joins before it
+
+
+class WaitingQueue:
+    """Preempted rows first, by rank; then one row of each request in turn."""
+
+    def __init__(self) -> None:
+        self._preempted: list[Choice] = []
+        self._requests: dict[str, dict[Choice, None]] = {}  # rows in order of arrival
+
+    def __len__(self) -> int:
+        return len(self._preempted) + sum(map(len, self._requests.values()))
+
+    def __iter__(self) -> Iterator[Choice]:
+        """Iterate over the waiting rows, in no particular order."""
+        for rows in (self._preempted, *self._requests.values()):
+            yield from rows
+
+    def add(self, choice: Choice) -> None:
+        """Queue a row that has not joined before."""
+        choice.is_queued = True
+        self._requests.setdefault(choice.request, {})[choice] = None
+
+    def add_preempted(self, choice: Choice) -> None:
+        """Queue a preempted row, ahead of all that have not joined before."""
+        choice.is_queued = True
+        bisect.insort(self._preempted, choice, key=lambda row: row.rank)
+
+    def remove(self, choices: Iterable[Choice]) -> None:
+        """Remove rows that join, or have ended."""
+        for choice in choices:
+            choice.is_queued = False
+            if choice.row is not None:
+                self._preempted.remove(choice)
+                continue
+            rows = self._requests[choice.request]
+            del rows[choice]
+            if not rows:
+                del self._requests[choice.request]
+
+    def offer(self, running: Mapping[str, int], decide: Callable[[Choice], Joins]) -> None:
+        """Call `decide` for each row that is next, until it says NONE; see `remove`.
+
+        `running` counts the rows that each request has in the batch.
+        """
+        for choice in self._preempted:
+            if decide(choice) is Joins.NONE:
+                return
+        # The request with the fewest rows in the batch is next, and of equals the one with the
+        # lowest rank: so one of a thousand rows delays no other, nor do they keep it from one row.
+        turns = [
+            (running.get(request, 0), next(iter(rows)).rank, number, iter(rows))
+            for number, (request, rows) in enumerate(self._requests.items())
+        ]
+        heapq.heapify(turns)
+        while turns:
+            count, rank, number, rows = heapq.heappop(turns)
+            first = next(rows, None)
+            if first is None:
+                continue
+            decision = decide(first)
+            if decision is Joins.NONE:
+                return
+            if decision is Joins.NOW:
+                heapq.heappush(turns, (count + 1, rank, number, rows))

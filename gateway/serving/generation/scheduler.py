@@ -19,15 +19,20 @@ from gateway.serving.generation.policy import (
     choose_youngest,
     plan_growth,
 )
-from gateway.serving.generation.waiting import WaitingQueue
-from gateway.serving.lane import Turn
+from gateway.serving.generation.queue import WaitingQueue
+from gateway.serving.lane import Pace, Turn
 
+# While no other model needs the device, several short prompts share a pass that takes longer: on
+# a CPU, one of 50 tokens takes a fourth of the time that eight take together.
+ALONE_S = 10.0  # without a turn of another's
+ALONE_LIMIT = 4  # times the limit of a pass
+ALONE_WITH = ("load", "tidy")  # which nobody waits for as for an answer
 POLL_S = 0.25  # for a model that has been idle long enough to be evicted
 
 
-@dataclass(slots=True)
-class Changes:
-    """What a turn changes before its first pass, as it is being decided."""
+@dataclass
+class PlanChanges:
+    """What a turn changes before its first pass, as it is being decided: fields of its StepPlan."""
 
     leaving: list[int] = field(default_factory=list)
     preempting: list[int] = field(default_factory=list)
@@ -39,14 +44,12 @@ class Changes:
 
 
 class Scheduler:
-    """One model's rows and the memory of their KV. Its methods run on the loop's thread.
+    """One model's rows and the memory of their KV. Its methods run on the loop's thread."""
 
-    Rows in the batch are active or held. A held row is parked, or will be after its prefill, since
-    only so many rows with a grammar decode at once. Those take turns of a quantum of tokens, so
-    that the wait for one is in proportion to the quantum and not to the longest answer before it:
-    which answer is the shortest is unknown.
-    """
-
+    # Rows in the batch are active or held. A held row is parked, or will be after its prefill,
+    # since only so many rows with a grammar decode at once. Those take turns of a quantum of
+    # tokens, so that the wait for one is in proportion to the quantum and not to the longest answer
+    # before it: which answer is the shortest is unknown.
     def __init__(self, model: str, limits: GenerationLimits, memory: RowMemory) -> None:
         self.memory = memory
         self.limits = limits
@@ -157,7 +160,7 @@ class Scheduler:
                 continue
             choice.is_over = True
             if choice.is_queued:
-                self._waiting.discard(choice)
+                self._waiting.remove([choice])
             if choice.row is not None:
                 self.leaving.append(choice.row)
                 if self._batch.get(choice.row) is choice:
@@ -172,8 +175,7 @@ class Scheduler:
         joined = [*self._batch.values(), *self._ending.values(), *preempted]
         for choice in joined:
             choice.end(error)
-        for choice in preempted:
-            self._waiting.discard(choice)
+        self._waiting.remove(preempted)
         self.leaving += [choice.row for choice in joined if choice.row is not None]
         self._batch.clear()
         self._bear_more()
@@ -191,11 +193,11 @@ class Scheduler:
             if choice.is_over or has_joined or now < self._gives_up_at(choice):
                 continue
             if choice.row is not None and choice.tokens:
-                self._waiting.take([choice])
+                self._waiting.remove([choice])
                 self._ending[choice.row] = choice
             else:
                 choice.end(error)
-                self._waiting.discard(choice)
+                self._waiting.remove([choice])
                 if choice.row is not None:
                     self.leaving.append(choice.row)
 
@@ -204,7 +206,7 @@ class Scheduler:
         self.end_running(error)
         for choice in self._waiting:
             choice.end(error)
-        self._waiting.clear()
+        self._waiting = WaitingQueue()
 
     def look_for_memory(self) -> float | None:
         """Record which rows lack memory. Return when, on the loop's clock, to try again to find
@@ -227,7 +229,7 @@ class Scheduler:
 
         Afterwards running rows have memory for the turn's steps and the pass launched ahead.
         """
-        changes = Changes(leaving=self.leaving)
+        changes = PlanChanges(leaving=self.leaving)
         self.leaving = []
         changes.capped += [(row, choice.tokens) for row, choice in self._ending.items()]
         self._rotate(changes)
@@ -243,16 +245,7 @@ class Scheduler:
                 joiners = self._choose_joining()
             self._join(joiners, changes, turn)
         self.hold()
-        return StepPlan(
-            kind="prefill" if may_join else "decode",
-            leaving=changes.leaving,
-            preempting=changes.preempting,
-            capped=changes.capped,
-            clear_prefixes=changes.clear_prefixes,
-            joining=changes.joining,
-            parking=changes.parking,
-            resuming=changes.resuming,
-        )
+        return StepPlan(kind="prefill" if may_join else "decode", **vars(changes))
 
     def hold(self) -> None:
         """Reserve the memory of the rows in the batch."""
@@ -290,8 +283,8 @@ class Scheduler:
             joining.waits_for_rows.stuck_since = None
         return joining.rows
 
-    def _join(self, joiners: Sequence[Joiner], changes: Changes, turn: Turn) -> None:
-        self._waiting.take([joiner.choice for joiner in joiners])
+    def _join(self, joiners: Sequence[Joiner], changes: PlanChanges, turn: Turn) -> None:
+        self._waiting.remove(joiner.choice for joiner in joiners)
         for joiner in joiners:
             choice = joiner.choice
             choice.is_held, choice.length = joiner.is_held, joiner.length
@@ -307,7 +300,7 @@ class Scheduler:
             if choice.is_held:
                 changes.parking.append(choice.row)
 
-    def _rotate(self, changes: Changes) -> None:
+    def _rotate(self, changes: PlanChanges) -> None:
         rotation = choose_rotation(self.batch)
         for choice in rotation.parking:
             assert choice.row is not None
@@ -321,7 +314,7 @@ class Scheduler:
             choice.rotated_at = choice.tokens
             changes.resuming.append(choice.row)
 
-    def _grow(self, changes: Changes) -> None:
+    def _grow(self, changes: PlanChanges) -> None:
         growth = plan_growth(self.batch)
         for choice in growth.preempting:
             self._preempt(choice, changes)
@@ -331,11 +324,11 @@ class Scheduler:
             self.memory.make_room(growth.room, is_pressing=True)
         if growth.clears_prefixes:
             self._clear_prefixes(changes)
-        if (capped := growth.capped) is not None:
-            assert capped.row is not None
-            changes.capped.append((capped.row, capped.cap_at_memory()))
+        if growth.capped is not None:
+            assert growth.capped.row is not None
+            changes.capped.append((growth.capped.row, growth.capped.cap_at_memory()))
 
-    def _preempt(self, choice: Choice, changes: Changes) -> None:
+    def _preempt(self, choice: Choice, changes: PlanChanges) -> None:
         assert choice.row is not None
         self._exit(choice, choice.row)
         for rows in (changes.parking, changes.resuming):  # as was decided before in this turn
@@ -346,7 +339,7 @@ class Scheduler:
         self._waiting.add_preempted(choice)
         metrics.of(metrics.PREEMPTIONS, self._model).inc()
 
-    def _clear_prefixes(self, changes: Changes) -> None:
+    def _clear_prefixes(self, changes: PlanChanges) -> None:
         changes.clear_prefixes = True
         self.memory.clear_prefixes()
 
@@ -354,3 +347,45 @@ class Scheduler:
         """Return when, on the loop's clock, a stuck row ends."""
         assert choice.stuck_since is not None
         return choice.stuck_since + self.limits.memory_wait_s
+
+
+class PrefillPace:
+    """The tokens of prefill passes: a pace beside other models' work, and one without."""
+
+    def __init__(self, limits: GenerationLimits) -> None:
+        self._pace = Pace(limits.pass_limit_s)
+        self._pace_alone = Pace(ALONE_LIMIT * limits.pass_limit_s)
+        self._prompts: Sequence[int] = ()
+        self.adopt(limits)
+
+    def adopt(self, limits: GenerationLimits) -> None:
+        """Apply new limits of a pass."""
+        self._chunk_tokens = limits.prefill_chunk_tokens
+        self._pace.limit_s = limits.pass_limit_s
+        self._pace_alone.limit_s = ALONE_LIMIT * limits.pass_limit_s
+
+    @property
+    def tokens(self) -> int:
+        """Return the most tokens of the next pass beside other work."""
+        return min(self._chunk_tokens, self._pace.tokens)
+
+    def begin(self, turn: Turn, prompts: Sequence[int]) -> None:
+        """Begin a turn, with prompts of these lengths in prefill."""
+        self._turn, self._prompts = turn, prompts
+
+    def choose(self, *, is_decoding: bool) -> int:
+        """Return the most tokens of the next pass.
+
+        Where answers are under way, it is longer for two prompts that it reads whole: a single one,
+        or parts of longer ones, would only keep those answers waiting.
+        """
+        if self._turn.seconds_alone(ALONE_WITH) < ALONE_S:
+            return self.tokens
+        longer = min(self._chunk_tokens, self._pace_alone.tokens)
+        is_burst = sum(length <= longer // 2 for length in self._prompts) > 1
+        return longer if is_burst or not is_decoding else self.tokens
+
+    def note(self, tokens: int, seconds: float) -> None:
+        """Adjust to a pass of so many padded tokens."""
+        for pace in (self._pace, self._pace_alone):
+            pace.note(tokens, seconds)

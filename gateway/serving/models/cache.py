@@ -15,7 +15,7 @@ from gateway.registry import Catalog, ChatSpec, ModelSpec, load_alike
 from gateway.serving.admission import NO_BOUND, Admission, Noun, time_load
 from gateway.serving.budget import Budget
 from gateway.serving.models.entry import Entry, Failures, State, copy_error
-from gateway.serving.models.memory import Abandoned, Room
+from gateway.serving.models.eviction import Abandoned, Room
 
 M = TypeVar("M")
 LOAD_RETRY_S = 5.0  # while a model loads, the rate of its queue is unknown
@@ -24,23 +24,20 @@ log = logs.get("cache")
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Generic[M]):
-    """A model in memory, and the bytes it holds there.
-
-    `adopt` applies the keys of a newer spec that need no new load.
-    """
+    """A model in memory, and the bytes it holds there."""
 
     model: M
     nbytes: int
+    # Applies the keys of a newer spec that need no new load.
     adopt: Callable[[ModelSpec], None] = lambda _: None
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared(Generic[M]):
-    """A model whose files are on disk, and the bytes it will hold. `open` loads it, and frees it at
-    exit.
-    """
+    """A model whose files are on disk, and the bytes it will hold."""
 
     nbytes: int
+    # Loads it, and frees it at exit.
     open: Callable[[], AbstractAsyncContextManager[Loaded[M]]]
 
 
@@ -56,14 +53,11 @@ class Loader(Protocol[M]):
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A model's state for callers: unloaded, loading, loaded, or failed at its last load.
-
-    `nbytes` is its share of the budget, `last_used` a Unix time.
-    """
+    """A model's state for callers: unloaded, loading, loaded, or failed at its last load."""
 
     state: str
-    nbytes: int | None = None
-    last_used: int | None = None
+    nbytes: int | None = None  # its share of the budget
+    last_used: int | None = None  # a Unix time
     failure: str | None = None
 
 
@@ -108,9 +102,10 @@ class ModelCache(Generic[M]):
         with self._admit(spec, caller):
             async with contextlib.AsyncExitStack() as leases:
                 base = None
-                if (base_spec := _base_spec(spec)) is not None:
+                if isinstance(spec, ChatSpec) and spec.base_spec is not None:
                     self._failures.check(spec.id)  # before its base is loaded for it
-                    base = await leases.enter_async_context(self._use(base_spec, None, caller))
+                    lease = self._use(spec.base_spec, None, caller)
+                    base = await leases.enter_async_context(lease)
                 entry = await leases.enter_async_context(self._use(spec, base, caller))
                 assert entry.model is not None
                 yield entry.model
@@ -132,7 +127,8 @@ class ModelCache(Generic[M]):
             if entry.may_move_to(State.RETIRING):
                 entry.move_to(State.RETIRING)
             self._retire_if_unused(entry)
-        if tasks := [entry.task for entry in leaving if entry.task is not None]:
+        tasks = [entry.task for entry in leaving if entry.task is not None]
+        if tasks:
             _, pending = await asyncio.wait(tasks, timeout=self._load_wait_s)
             return not pending
         return True
@@ -158,7 +154,8 @@ class ModelCache(Generic[M]):
         self._failures.clear()
         self._pins.clear()
         for entry in self._entries:
-            if (current := self._catalog().current(entry.spec)) is not None:
+            current = self._catalog().current(entry.spec)
+            if current is not None:
                 # The catalog's own object: load_alike compares identity first.
                 entry.spec = current
                 if entry.is_loaded:
@@ -178,7 +175,9 @@ class ModelCache(Generic[M]):
     def states(self) -> dict[str, str]:
         """Return, by id, which models are `loading`, `loaded`, or `failed` at their last load."""
         failed = dict.fromkeys(self._failures.models(), "failed")
-        return failed | {entry.spec.id: _state(entry) for entry in self._staying()}
+        loading = {entry.spec.id: "loading" for entry in self._staying()}
+        loaded = {entry.spec.id: "loaded" for entry in self._staying() if entry.is_loaded}
+        return failed | loading | loaded
 
     def has_failed(self, spec: ModelSpec) -> bool:
         """Return True if a model's last load that ended failed."""
@@ -187,19 +186,25 @@ class ModelCache(Generic[M]):
     def model(self, spec: ModelSpec) -> M | None:
         """Return a model if it is loaded now."""
         entries = [entry for entry in self._staying() if entry.spec.id == spec.id]
-        return entries[-1].model if entries else None
+        if not entries:
+            return None
+        return entries[-1].model
 
     def status(self, spec: ModelSpec) -> Status:
         """Return a model's status."""
         entries = [entry for entry in self._staying() if entry.spec.id == spec.id]
+        failure = self._failures.of(spec.id)
+        if not entries and failure:
+            return Status("failed", failure=str(failure))
         if not entries:
-            failure = self._failures.of(spec.id)
-            return Status("failed", failure=str(failure)) if failure else Status("unloaded")
+            return Status("unloaded")
         entry = entries[-1]
         if not entry.is_loaded:
             return Status("loading")
-        used_s_ago = 0 if entry.leases else clock.now() - entry.last_used
-        return Status("loaded", entry.nbytes, int(time.time() - used_s_ago))
+        last_used = time.time()
+        if not entry.leases:
+            last_used -= clock.now() - entry.last_used
+        return Status("loaded", entry.nbytes, int(last_used))
 
     def _staying(self) -> list[Entry[M]]:
         return [entry for entry in self._entries if entry.state is not State.LEAVING]
@@ -297,7 +302,9 @@ class ModelCache(Generic[M]):
 
     def _stage(self, entry: Entry[M]) -> str:
         percent = self._loader.fetched_percent(entry.spec)
-        return "loading" if percent is None else f"being downloaded ({percent} %)"
+        if percent is None:
+            return "loading"
+        return f"being downloaded ({percent} %)"
 
     async def _run(self, entry: Entry[M]) -> None:
         """Fetch a model, wait for room, load it, serve it and free it."""
@@ -340,13 +347,13 @@ class ModelCache(Generic[M]):
             self._room.notify()
 
     async def _free_adapters(self, base: Entry[M]) -> None:
-        """Free the adapters of a model that is about to be freed itself. None has callers, who
-        would have leased the base too.
-        """
+        """Free the adapters of a model that is about to be freed itself."""
+        # None has callers, who would have leased the base too.
         for entry in self._adapters(base):
             if entry.may_move_to(State.LEAVING):
                 entry.move_to(State.LEAVING)
-        if tasks := [entry.task for entry in self._adapters(base) if entry.task is not None]:
+        tasks = [entry.task for entry in self._adapters(base) if entry.task is not None]
+        if tasks:
             await asyncio.wait(tasks)
 
     @contextlib.contextmanager
@@ -392,19 +399,11 @@ class ModelCache(Generic[M]):
                 entry.settle(_shutting_down())  # a task that has not begun would not do it
             elif entry.may_move_to(State.LEAVING):
                 entry.move_to(State.LEAVING)
-        if tasks := [entry.task for entry in entries if entry.task is not None]:
+        tasks = [entry.task for entry in entries if entry.task is not None]
+        if tasks:
             await asyncio.wait(tasks)
         self._entries.clear()
 
 
 def _shutting_down() -> Unavailable:
     return Unavailable("The gateway is shutting down.", retry_after_s=1)
-
-
-def _base_spec(spec: ModelSpec) -> ModelSpec | None:
-    """Return the base of an adapter; None if it is a model by itself."""
-    return spec.base_spec if isinstance(spec, ChatSpec) else None
-
-
-def _state(entry: Entry[M]) -> str:
-    return "loaded" if entry.is_loaded else "loading"

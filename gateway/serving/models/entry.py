@@ -44,7 +44,8 @@ class Failures:
 
     def check(self, model: str) -> None:
         """Raise the error of this model's last load if it is recent."""
-        if (error := self._errors.get(model)) is not None and clock.now() < self._until[model]:
+        error = self._errors.get(model)
+        if error is not None and clock.now() < self._until[model]:
             raise copy_error(error) from None
 
     def of(self, model: str) -> GatewayError | None:
@@ -57,7 +58,7 @@ class Failures:
 
 
 def copy_error(error: GatewayError) -> GatewayError:
-    """Return a copy of an error: one raised many times would gather the frames of each."""
+    # One raised many times would gather the frames of each.
     copy = type(error).__new__(type(error), *error.args)
     vars(copy).update(vars(error))
     return copy
@@ -89,11 +90,7 @@ MOVES: Final = MappingProxyType(
 
 
 class Entry(Generic[M]):
-    """A model from its first request until its memory is freed.
-
-    `state` decides what its callers do; the fields from `needed_bytes` on show how far its load
-    has got.
-    """
+    """A model from its first request until its memory is freed."""
 
     def __init__(self, spec: ModelSpec, base: "Entry[M] | None" = None) -> None:
         self.spec = spec
@@ -106,6 +103,7 @@ class Entry(Generic[M]):
         self.leaving = asyncio.Event()
         self._ttl: asyncio.TimerHandle | None = None
 
+        # How far its load has got:
         self.needed_bytes: int | None = None  # known once its files are there
         # Done when its wait for room ends: with None if it leaves instead.
         self.admission: asyncio.Future[Share | None] | None = None
@@ -137,7 +135,9 @@ class Entry(Generic[M]):
     @property
     def nbytes(self) -> int:
         """Return the bytes it holds of the budget."""
-        return 0 if self.share is None else self.share.nbytes
+        if self.share is None:
+            return 0
+        return self.share.nbytes
 
     def may_move_to(self, state: State) -> bool:
         return state in MOVES[self.state]

@@ -1,11 +1,25 @@
-"""Decides which waiting models are admitted and which idle ones leave for them; a pure function."""
+"""Places and bytes for loaded models: which hold them, which wait in order of arrival, and which
+idle ones leave for those.
+"""
 
-from collections.abc import Iterable, Mapping
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Generic, TypeVar
 
+from gateway import clock, metrics
+from gateway.errors import GatewayError, InsufficientMemory
+from gateway.logs import human_bytes
+from gateway.serving.budget import Budget, Share
+from gateway.serving.models.entry import Entry, State
+
 K = TypeVar("K")
+M = TypeVar("M")
+
+# An idle model used within it will probably be used again soon: it would be loaded again at once.
+RECENT_S = 10.0
 
 
 class Phase(Enum):
@@ -33,7 +47,7 @@ class Resident:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan(Generic[K]):
+class EvictionPlan(Generic[K]):
     """What to do now."""
 
     admitted: tuple[K, ...] = ()
@@ -43,66 +57,48 @@ class Plan(Generic[K]):
     recalls: bool = False  # cached prefixes have to be freed
 
 
-@dataclass(frozen=True, slots=True)
-class _Space:
-    """Free places and bytes, or missing ones below 0."""
-
-    places: int
-    nbytes: int
-
-    @property
-    def is_enough(self) -> bool:
-        return self.places >= 0 and self.nbytes >= 0
-
-    def plus(self, *residents: Resident) -> "_Space":
-        places, nbytes = _sizes(residents)
-        return _Space(self.places + places, self.nbytes + nbytes)
-
-    def minus(self, *residents: Resident) -> "_Space":
-        places, nbytes = _sizes(residents)
-        return _Space(self.places - places, self.nbytes - nbytes)
-
-
 def make_plan(
     residents: Mapping[K, Resident], *, max_models: int, free_bytes: int, rows_bytes: int
-) -> Plan[K]:
-    """Plan for the waiting models in order of arrival. None overtakes another: what the first
-    waits for is not given to the second.
+) -> EvictionPlan[K]:
+    """Admit the waiting models that there is room for, in order of arrival. None overtakes another.
 
-    For each there are four cases:
-    1. There is room: it is admitted.
-    2. There is with idle models' room: the fewest possible of them leave.
-    3. There is not, and nobody asks for it any more: it is abandoned.
-    4. There is not, but it has callers: it waits until models in use are idle. Prefixes are freed.
-       If the end of rows makes enough room, no new ones take it.
+    For the first without room, the fewest possible idle models leave.
     """
     admitted: list[K] = []
-    leaving: list[K] = []
     abandoned: list[K] = []
-    claimed_bytes, recalls = 0, False
     idle = _in_phase(residents, Phase.IDLE)
-    places = sum(each.places for each in residents.values() if each.phase is not Phase.WAITING)
-    free = _Space(max_models - places, free_bytes)
-    soon = free.plus(*_in_phase(residents, Phase.LEAVING).values())
-    for key, newcomer in _in_order(residents):
-        # Both count what is promised to those before it.
-        free, soon = free.minus(newcomer), soon.minus(newcomer)
-        cleared = soon.plus(*idle.values())
-        if free.is_enough:
+    going = _in_phase(residents, Phase.LEAVING).values()
+    free_places = max_models
+    free_places -= sum(model.places for model in residents.values() if model.phase != Phase.WAITING)
+    # Adapters first: each holds its base, for which a model before it may wait.
+    waiting = _in_phase(residents, Phase.WAITING).items()
+    for key, newcomer in sorted(waiting, key=lambda item: not item[1].is_adapter):
+        places, nbytes = newcomer.places - free_places, newcomer.nbytes - free_bytes
+        if places <= 0 and nbytes <= 0:
             admitted.append(key)
-        elif cleared.is_enough:
-            for victim in pick(idle, places=-soon.places, nbytes=-soon.nbytes):
-                leaving.append(victim)
-                soon = soon.plus(idle.pop(victim))
-            claimed_bytes = max(claimed_bytes, free_bytes - soon.nbytes)
-        elif not newcomer.is_requested:
+            free_places -= newcomer.places
+            free_bytes -= newcomer.nbytes
+            continue
+        places -= sum(model.places for model in going)
+        nbytes -= sum(model.nbytes for model in going)
+        claimed_bytes = max(0, nbytes + free_bytes)
+        victims = pick(idle, places=places, nbytes=nbytes)
+        victims_bytes = sum(idle[victim].nbytes for victim in victims)
+        places -= sum(idle[victim].places for victim in victims)
+        nbytes -= victims_bytes
+        if places <= 0 and nbytes <= 0:
+            claimed_bytes = max(0, claimed_bytes - victims_bytes)
+            return EvictionPlan((*admitted,), (*victims,), (*abandoned,), claimed_bytes)
+        # Where that would not be enough, it is abandoned if nobody asks for it any more.
+        if not newcomer.is_requested:
             abandoned.append(key)
-            free, soon = free.plus(newcomer), soon.plus(newcomer)
-        else:
-            recalls = recalls or cleared.nbytes < 0
-            if _Space(cleared.places, cleared.nbytes + rows_bytes).is_enough:
-                claimed_bytes = max(claimed_bytes, free_bytes - soon.nbytes)
-    return Plan(tuple(admitted), tuple(leaving), tuple(abandoned), claimed_bytes, recalls)
+            continue
+        # Else it waits until models in use are idle, prefixes are freed and, if the end of rows
+        # makes enough room, no new ones take it.
+        if places > 0 or nbytes > rows_bytes:
+            claimed_bytes = 0
+        return EvictionPlan((*admitted,), (), (*abandoned,), claimed_bytes, recalls=nbytes > 0)
+    return EvictionPlan((*admitted,), (), (*abandoned,))
 
 
 def pick(idle: Mapping[K, Resident], *, places: int, nbytes: int) -> list[K]:
@@ -125,12 +121,167 @@ def _in_phase(residents: Mapping[K, Resident], phase: Phase) -> dict[K, Resident
     return {key: resident for key, resident in residents.items() if resident.phase is phase}
 
 
-def _in_order(residents: Mapping[K, Resident]) -> list[tuple[K, Resident]]:
-    # Adapters first: each holds its base, for which a model before it may wait.
-    waiting = _in_phase(residents, Phase.WAITING).items()
-    return sorted(waiting, key=lambda item: not item[1].is_adapter)
+class Abandoned(Exception):
+    """Nobody waits for the model any more, and it has no room or was unloaded."""
 
 
-def _sizes(residents: Iterable[Resident]) -> tuple[int, int]:
-    sizes = [(resident.places, resident.nbytes) for resident in residents]
-    return sum(places for places, _ in sizes), sum(nbytes for _, nbytes in sizes)
+class Room(Generic[M]):
+    """The places and bytes of loaded models. Neither a pinned model nor one in use is evicted."""
+
+    def __init__(
+        self, budget: Budget, *, max_models: int, is_pinned: Callable[[Entry[M]], bool]
+    ) -> None:
+        self._budget = budget
+        self._max_models = max_models
+        self._is_pinned = is_pinned
+        self._queue: list[Entry[M]] = []  # holding or waiting, in the order they are served
+        budget.attach(self)
+        budget.listen(self._update)
+
+    @contextlib.asynccontextmanager
+    async def hold(self, entry: Entry[M], nbytes: int) -> AsyncIterator[Share]:
+        """Hold a place and `nbytes` while entered, evicting idle models if need be.
+
+        Waits as long as the model has callers. Raises InsufficientMemory if there can never be
+        room, and Abandoned.
+        """
+        entry.needed_bytes = nbytes
+        entry.admission = asyncio.get_running_loop().create_future()
+        self._queue.append(entry)
+        try:
+            self.notify()
+            share = await entry.admission
+            if share is None:
+                raise Abandoned
+            yield share
+        finally:
+            self._queue.remove(entry)
+            if entry.share is not None:
+                entry.share.release()
+            self.notify()
+
+    def evict_idle(self, nbytes: int, *, is_pressing: bool) -> None:
+        """Evict idle models, least recently used first, if that frees `nbytes`; else none.
+
+        Models used in the last RECENT_S stay unless `is_pressing`.
+        """
+        residents = self._residents()
+        going = _in_phase(residents, Phase.LEAVING).values()
+        missing = nbytes - self._budget.free_bytes - sum(model.nbytes for model in going)
+        evictable = {
+            entry: model
+            for entry, model in _in_phase(residents, Phase.IDLE).items()
+            if is_pressing or model.last_used + RECENT_S <= clock.now()
+        }
+        if missing <= sum(model.nbytes for model in evictable.values()):
+            for entry in pick(evictable, places=0, nbytes=missing):
+                _evict(entry)
+
+    def pinned_bytes(self, *, without: str) -> int:
+        """Return the bytes of all pinned models but this one."""
+        return sum(
+            entry.nbytes
+            for entry in self._queue
+            if entry.spec.id != without and self._is_pinned(entry)
+        )
+
+    def users(self) -> list[str]:
+        """Return the models that are in use."""
+        return [entry.spec.id for entry in self._queue if entry.share is not None and entry.leases]
+
+    def notify(self) -> None:
+        """Wake waiting models and rows, as a model may have become idle or been freed."""
+        self._budget.notify()
+
+    def _update(self) -> None:
+        """Make a plan for the present state, and carry it out."""
+        self._refuse_impossible()
+        plan = make_plan(
+            self._residents(),
+            max_models=self._max_models,
+            free_bytes=self._budget.free_bytes,
+            rows_bytes=self._rows_bytes(),
+        )
+        for entry in plan.leaving:
+            _evict(entry)
+        for entry in plan.admitted:
+            self._admit(entry)
+        for entry in plan.abandoned:
+            entry.move_to(State.LEAVING)
+        self._budget.claim(plan.claimed_bytes)
+        if plan.recalls:
+            self._budget.recall()
+
+    def _residents(self) -> dict[Entry[M], Resident]:
+        return {
+            entry: Resident(
+                self._phase(entry),
+                (entry.needed_bytes or 0) if entry.waits_for_room else entry.nbytes,
+                entry.last_used,
+                is_requested=entry.leases > 0,
+                is_adapter=entry.base is not None,
+            )
+            for entry in self._queue
+        }
+
+    def _phase(self, entry: Entry[M]) -> Phase:
+        if entry.waits_for_room:
+            return Phase.WAITING
+        if entry.is_leaving or entry.share is None:  # without a share it was refused room
+            return Phase.LEAVING
+        if entry.state is not State.READY or entry.leases or self._is_pinned(entry):
+            return Phase.USED
+        return Phase.IDLE
+
+    def _rows_bytes(self) -> int:
+        """Return the bytes of rows and of cached prefixes."""
+        used_bytes = self._budget.limit_bytes - self._budget.free_bytes
+        return max(0, used_bytes - sum(entry.nbytes for entry in self._queue))
+
+    def _admit(self, entry: Entry[M]) -> None:
+        assert entry.admission is not None
+        assert entry.needed_bytes is not None
+        entry.share = self._budget.share()
+        entry.share.resize(entry.needed_bytes)
+        entry.admission.set_result(entry.share)
+
+    def _refuse_impossible(self) -> None:
+        for entry in self._queue:
+            if not entry.waits_for_room:
+                continue
+            obstacle = self._find_obstacle(entry)
+            if obstacle is not None:
+                assert entry.admission is not None
+                entry.admission.set_exception(obstacle)
+
+    def _find_obstacle(self, entry: Entry[M]) -> GatewayError | None:
+        """Return why a model can never be loaded while the pinned ones are, or None if it can."""
+        assert entry.needed_bytes is not None
+        pinned = [
+            other
+            for other in self._queue
+            if other.share is not None and (self._is_pinned(other) or other is entry.base)
+        ]
+        allowed = self._budget.limit_bytes - sum(other.nbytes for other in pinned)
+        if entry.needed_bytes > allowed:
+            suffix = ""
+            if entry.base is not None:
+                suffix = " beside its base and what is pinned"
+            elif pinned:
+                suffix = " beside those that are pinned"
+            return InsufficientMemory(
+                entry.spec.id,
+                f"it needs {human_bytes(entry.needed_bytes)}, and {human_bytes(allowed)} are "
+                f"allowed{suffix}.",
+            )
+        places = sum(other.base is None for other in pinned)
+        if entry.base is None and places >= self._max_models:
+            return InsufficientMemory(
+                entry.spec.id, f"all {self._max_models} places are held by models that are pinned."
+            )
+        return None
+
+
+def _evict(entry: Entry[M]) -> None:
+    entry.move_to(State.LEAVING)
+    metrics.of(metrics.EVICTIONS, entry.spec.id).inc()

@@ -24,8 +24,9 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class LoadCall:
-    """Load this rank's share of a model. The reply is why it cannot be; empty if it is loaded."""
+    """Load this rank's share of a model."""
 
+    # The reply is why it cannot be; empty if it is loaded.
     model: str
     setup: Setup
     method: Literal["load"] = "load"
@@ -41,8 +42,9 @@ class DropCall:
 
 @dataclass(frozen=True, slots=True)
 class StepCall:
-    """Make a step. The reply is the digest of its result."""
+    """Make a step."""
 
+    # The reply is the digest of its result.
     model: str
     plan: StepPlan
     method: Literal["step"] = "step"
@@ -111,10 +113,8 @@ def decode(data: bytes) -> Call:
 
 
 def digest(result: StepResult) -> str:
-    """Return a digest of what a step did. Ranks whose digests differ are no longer alike.
-
-    A call's id is random and a logprob may be rounded otherwise, so neither counts.
-    """
+    """Return a digest of what a step did. Ranks whose digests differ are no longer alike."""
+    # A call's id is random and a logprob may be rounded otherwise, so neither counts.
     said = [
         (delta.row, delta.tokens, delta.finish_reason, delta.text, delta.reasoning, delta.error)
         for delta in result.deltas

@@ -1,8 +1,7 @@
 """An engine on rank 0. The other ranks make its calls too, each sent just before it is made here.
 
 An engine decides by its calls alone: no clock, no measured memory. So the same calls in the same
-order leave the same batches everywhere, and every pass finds all ranks in it. What is random is
-drawn here and sent.
+order leave the same batches everywhere, and every pass finds all ranks in it.
 """
 
 import contextlib
@@ -61,8 +60,10 @@ def lead_in_steps(
                 yield None
             else:
                 break
-        while (replies := leader.replies(sent, WAIT_S)) is None:
+        replies = leader.replies(sent, WAIT_S)
+        while replies is None:
             yield None
+            replies = leader.replies(sent, WAIT_S)
         for rank, problem in replies.items():
             if problem:
                 raise ModelLoadFailed(model, f"rank {rank}: {problem}")
@@ -87,9 +88,8 @@ class LeadingEngine:
         self._engine = engine
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Make a step on every rank. Its deltas are returned once all have the same: what comes of
-        a pass in which a rank is lost is not to be trusted.
-        """
+        """Make a step on every rank. Its deltas are returned once all have the same."""
+        # What comes of a pass in which a rank is lost is not to be trusted.
         joining = [(number, _with_seed(params)) for number, params in plan.joining]
         plan = replace(plan, joining=joining)
         sent = [(number, _to_send(params)) for number, params in joining]
@@ -110,9 +110,11 @@ class LeadingEngine:
     def self_test(self) -> Generator[Verdict]:
         call = SelfTestCall(self._model, is_first=True)
         with contextlib.closing(self._engine.self_test()) as steps:
-            while (verdict := self._make(call, lambda: next(steps, None))) is not None:
-                call = SelfTestCall(self._model, is_first=False)
+            verdict = self._make(call, lambda: next(steps, None))
+            while verdict is not None:
                 yield verdict
+                call = SelfTestCall(self._model, is_first=False)
+                verdict = self._make(call, lambda: next(steps, None))
 
     def close(self) -> None:
         try:
@@ -166,12 +168,12 @@ class LeadingEngine:
 
 
 def _with_seed(params: SequenceParams) -> SequenceParams:
-    """Draw what is random here, so that it is the same on every rank."""
+    # What is random is drawn here, so that it is the same on every rank.
     if params.sampling.seed is not None:
         return params
     return replace(params, sampling=replace(params.sampling, seed=secrets.randbits(64)))
 
 
 def _to_send(params: SequenceParams) -> SequenceParams:
-    """Leave out what each rank makes itself; the prompt may be in parts, which share tokens."""
+    # Without what each rank makes itself; the prompt may be in parts, which share tokens.
     return replace(params, compiled=None, prompt=list(params.prompt))

@@ -1,7 +1,7 @@
 """The connections between rank 0 and the other ranks, one each: frames there, few words back.
 
 A rank that is gone is noticed by its closed connection, or within KEEP_ALIVE_S by probes of the
-kernel's. A frame is four bytes of length and so many of content; an empty one ends the group.
+kernel's. An empty frame ends the group.
 """
 
 import contextlib
@@ -16,7 +16,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from multiprocessing.connection import Connection
+from typing import Any, Final, TypeAlias
 from weakref import WeakValueDictionary
 
 from gateway import clock, logs
@@ -24,6 +25,7 @@ from gateway.errors import Unavailable
 
 log = logs.get("ranks")
 
+Link: TypeAlias = "Connection[Any, Any]"
 JOIN_S: Final = 60.0  # for all ranks to connect, once the group has formed
 END_S: Final = 5.0  # for the others to notice the end
 KEEP_ALIVE_S: Final = 11  # 5 of silence, then three probes 2 apart
@@ -33,6 +35,7 @@ STATUS_OF_A_LOSS: Final = 70  # EX_SOFTWARE of sysexits.h, as of a stall
 _WORD_BYTES: Final = 64 << 10
 _OUTCOME_CHARS: Final = 2000
 _STOP: Final = {"stop": True}
+_ENDS: Final = (EOFError, OSError, ValueError, LookupError)  # of a connection, or of its sense
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class Sent:
 class Leader:
     """Rank 0's connections. All methods but `close` are for the lane's thread."""
 
-    def __init__(self, links: Mapping[int, socket.socket]) -> None:
+    def __init__(self, links: Mapping[int, Link]) -> None:
         self._links = links
         self._words: queue.SimpleQueue[tuple[int, int, str]] = queue.SimpleQueue()
         self._count = 0
@@ -85,7 +88,7 @@ class Leader:
         sent = self._sent[self._count] = Sent()
         for rank, link in self._links.items():
             try:
-                _send(link, frame)
+                link.send_bytes(frame)
             except OSError:
                 self._lose(f"rank {rank} is gone")
         self._check()
@@ -110,8 +113,9 @@ class Leader:
 
     def agree(self, sent: Sent, outcome: str) -> None:
         """Wait until every rank has come to this outcome of a frame. Raises Unavailable if one
-        does not, or is gone: what was computed with it is not to be used.
+        does not, or is gone.
         """
+        # What was computed with such a rank is not to be used.
         for rank, reply in (self.replies(sent) or {}).items():
             if reply != outcome:
                 self._lose(f"rank {rank} came to another outcome")
@@ -122,8 +126,7 @@ class Leader:
         self._is_over = True
         for link in self._links.values():
             with contextlib.suppress(OSError):
-                _send(link, b"")
-                link.shutdown(socket.SHUT_WR)
+                link.send_bytes(b"")
         until = clock.now() + END_S
         for thread in self._threads:
             thread.join(max(0.0, until - clock.now()))
@@ -134,9 +137,9 @@ class Leader:
 
     def _listen(self, rank: int) -> None:
         """Read a rank's words until its connection ends."""
-        with self._links[rank] as link, contextlib.suppress(OSError, ValueError, LookupError):
-            while (frame := _receive(link, _WORD_BYTES)) is not None:
-                word = json.loads(frame)
+        with self._links[rank] as link, contextlib.suppress(*_ENDS):
+            while True:
+                word = json.loads(link.recv_bytes(_WORD_BYTES))
                 if word == _STOP:
                     log.info("rank_stops", rank=rank)
                     self.on_stop()
@@ -171,27 +174,28 @@ def accept(listener: socket.socket, invitation: Invitation, ranks: Sequence[int]
     until = clock.now() + JOIN_S
     listener.setblocking(False)
     try:
-        while missing := sorted(set(ranks) - links.keys()):
+        while set(ranks) - links.keys():
+            missing = sorted(set(ranks) - links.keys())
             left_s = until - clock.now()
             if left_s <= 0:
                 raise TimeoutError(f"ranks {missing} did not connect in {JOIN_S:g} s")
             for link in _readable([listener, *unknown], left_s):
                 if link is listener:
                     _welcome(listener, unknown)
-                elif link in unknown and (hello := _hear(link, unknown[link])) is not None:
-                    del unknown[link]
-                    rank = _rank_in(hello, invitation)
-                    if rank not in missing or rank in links:
-                        _refuse(link)
-                    else:
-                        links[rank] = link
+                    continue
+                hello = _hear(link, unknown[link]) if link in unknown else None
+                if hello is None:
+                    continue
+                del unknown[link]
+                rank = _rank_in(hello, invitation)
+                if rank not in missing or rank in links:
+                    _refuse(link)
+                else:
+                    links[rank] = link
     finally:
         for link in unknown:
             _refuse(link)
-    for link in links.values():
-        link.setblocking(True)
-        _keep_alive(link)
-    return Leader(links)
+    return Leader({rank: _connection(link) for rank, link in links.items()})
 
 
 def _welcome(listener: socket.socket, unknown: dict[socket.socket, bytearray]) -> None:
@@ -217,20 +221,23 @@ def _hear(link: socket.socket, said: bytearray) -> bytes | None:
     """Add what a connection says to its first frame. Return the frame once it is whole, an empty
     one if it will never be.
     """
-    wanted = 4 if len(said) < 4 else 4 + int.from_bytes(said[:4], "big")
+    length = int.from_bytes(said[:4], "big")  # as a Connection writes it before a frame
+    size = 4
+    if len(said) >= size:
+        size += length
     try:
-        more = link.recv(wanted - len(said))
+        data = link.recv(size - len(said))
     except BlockingIOError:
         return None
     except OSError:
         return b""
-    said += more
-    if more and len(said) < 4:
-        return None
-    length = int.from_bytes(said[:4], "big")
-    if not more or not 0 < length <= _WORD_BYTES:
+    if not data:
         return b""
-    if len(said) == 4 + length:
+    said += data
+    length = int.from_bytes(said[:4], "big")
+    if len(said) >= 4 and not 0 < length <= _WORD_BYTES:
+        return b""
+    if len(said) > 4 and len(said) == 4 + length:
         return bytes(said[4:])
     return None
 
@@ -253,11 +260,9 @@ def _refuse(link: socket.socket) -> None:
 
 
 class Follower:
-    """The connection of a rank above 0. If rank 0 goes without a word, the process ends at once:
-    the main thread may be stuck in a pass that never comes to its end.
-    """
+    """The connection of a rank above 0."""
 
-    def __init__(self, link: socket.socket, exit_process: Callable[[int], Any] = os._exit) -> None:
+    def __init__(self, link: Link, exit_process: Callable[[int], Any] = os._exit) -> None:
         self._link = link
         self._exit_process = exit_process
         self._frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -271,10 +276,9 @@ class Follower:
         rank: int,
         exit_process: Callable[[int], Any] = os._exit,
     ) -> "Follower":
-        link = socket.create_connection((invitation.host, invitation.port), timeout=JOIN_S)
-        link.settimeout(None)
-        _keep_alive(link)
-        _send(link, json.dumps([invitation.word, rank]).encode())
+        address = (invitation.host, invitation.port)
+        link = _connection(socket.create_connection(address, timeout=JOIN_S))
+        link.send_bytes(json.dumps([invitation.word, rank]).encode())
         return cls(link, exit_process)
 
     def next_frame(self, wait_s: float) -> bytes | None:
@@ -290,55 +294,35 @@ class Follower:
         """Tell rank 0 what came of the frame that came last."""
         word = {"of": self._number, "reply": outcome[:_OUTCOME_CHARS]}
         with contextlib.suppress(OSError):  # rank 0 is gone: the other thread ends this process
-            _send(self._link, json.dumps(word).encode())
+            self._link.send_bytes(json.dumps(word).encode())
 
     def ask_to_stop(self) -> None:
         """Ask rank 0 to end the group."""
         with contextlib.suppress(OSError):
-            _send(self._link, json.dumps(_STOP).encode())
+            self._link.send_bytes(json.dumps(_STOP).encode())
 
     def _listen(self) -> None:
-        with self._link, contextlib.suppress(OSError):
-            while (frame := _receive(self._link)) is not None:
+        with self._link, contextlib.suppress(EOFError, OSError):
+            while True:
+                frame = self._link.recv_bytes(LONGEST)
                 self._frames.put(frame)
                 if not frame:
                     return
+        # Rank 0 went without a word. The process ends at once: the main thread may be stuck in a
+        # pass that never comes to its end.
         with contextlib.suppress(Exception):  # a stderr that cannot be written to
             log.critical("leader_lost", hint="rank 0 ended without a word: see its log")
             sys.stderr.flush()
         self._exit_process(STATUS_OF_A_LOSS)
 
 
-def _send(link: socket.socket, frame: bytes) -> None:
-    link.sendall(len(frame).to_bytes(4, "big") + frame)
-
-
-def _receive(link: socket.socket, most: int = LONGEST) -> bytes | None:
-    """Return a frame; None at the end of the connection. Raises OSError for one too long."""
-    head = _read(link, 4)
-    if head is None:
-        return None
-    length = int.from_bytes(head, "big")
-    if length > most:
-        raise OSError("a frame is too long")
-    return _read(link, length)
-
-
-def _read(link: socket.socket, count: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < count:
-        data = link.recv(min(count - len(parts), 1 << 20))
-        if not data:
-            return None
-        parts += data
-    return bytes(parts)
-
-
-def _keep_alive(link: socket.socket) -> None:
-    """Send at once, and notice a machine that is gone."""
+def _connection(link: socket.socket) -> Link:
+    """Return a connection that sends at once, and notices a machine that is gone."""
+    link.setblocking(True)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     idle = "TCP_KEEPALIVE" if sys.platform == "darwin" else "TCP_KEEPIDLE"
     for name, value in ((idle, 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):
             link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return Connection(link.detach())

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from mlx_lm.tokenizer_utils import load
 
-from gateway.engine.grammar.compiling import Bounds, CompiledGrammar, compile_grammar
+from gateway.engine.grammar.compiling import CompiledGrammar, GrammarBounds, compile_grammar
 from gateway.engine.grammar.matching import Matcher
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
@@ -34,7 +34,7 @@ def schema_grammar(schema: Any, *, strict: bool = False) -> Grammar:
 
 
 def compiled(
-    schema: Any, shape: Shape = OPEN, *, strict: bool = False, bounds: Bounds | None = None
+    schema: Any, shape: Shape = OPEN, *, strict: bool = False, bounds: GrammarBounds | None = None
 ) -> CompiledGrammar:
     """Compile a schema for the demo tokenizer."""
     grammar = schema_grammar(schema, strict=strict)

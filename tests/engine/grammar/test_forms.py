@@ -27,39 +27,16 @@ def spaced(**options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"whitespace_flexible": True},
-        {"whitespace_flexible": True, "whitespace_pattern": " ?"},
-        {"whitespace_pattern": "[ \\t\\r\\n]{0,2}"},
-        {"whitespace_pattern": "( |\\n *)?"},
-        {"whitespace_pattern": "[\\x20\\x0A\\x0D\\x09]+"},
-    ],
-)
-def test_a_caller_may_ask_for_white_space(options: dict[str, Any]) -> None:
-    """Of JSON's own four characters: what it makes is JSON still."""
-    texts = ['{"a": [1, 2]}', '{ "a" : [ 1 , 2 ] }']
-    assert any(compiled(spaced(**options)).matcher(ids(text)).is_over for text in texts)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
         {"item_separator": ";"},
-        {"item_separator": ", "},
-        {"key_separator": "="},
         {"json_allowed_escapes": "n"},
         {"whitespace_flexible": " ?"},
-        {"whitespace_pattern": "[a-z]*"},
-        {"whitespace_pattern": "\\s*"},
-        {"whitespace_pattern": "[^a]*"},
-        {"whitespace_pattern": "."},
-        {"whitespace_pattern": "[\\x20-z]*"},
-        {"whitespace_pattern": "\\\\t"},
-        {"whitespace_pattern": 1},
-        {"whitespace_pattern": " " * 1000},
+        {"whitespace_pattern": " ?"},
+        {"lenient": True},
     ],
 )
-def test_a_caller_may_ask_for_nothing_that_makes_it_no_json(options: dict[str, Any]) -> None:
-    """Separators of another kind, letters for white space: a 400 that names the keyword."""
+def test_a_caller_may_ask_for_white_space_alone(options: dict[str, Any]) -> None:
+    """All else is a 400 that names the keyword: it might make the answer no JSON."""
+    assert compiled(spaced(whitespace_flexible=True)).matcher(ids('{ "a": [1, 2]}')).is_over
     with pytest.raises(BadRequest, match="`x-guidance`") as caught:
         compiled(spaced(**options))
     assert caught.value.code == "invalid_json_schema"

@@ -8,7 +8,7 @@ import pytest
 from llguidance import LLMatcher, LLParserLimits
 
 from gateway.engine.grammar.compiling import compile_grammar
-from gateway.engine.grammar.matching import Masks, Matcher, State, apply_masks, words
+from gateway.engine.grammar.matching import GrammarState, Masks, Matcher, apply_masks, words
 from gateway.jobs import Grammar
 from tests.engine.grammar.drawn_rows import (
     ENDS,
@@ -165,9 +165,9 @@ def test_a_row_outlives_the_lexer_it_shared() -> None:
     tokens, texts = tokenizer().tokens, tokenizer().texts
     spec = LLMatcher.grammar_from_regex("((a|b)*a(a|b){14}c)*")
 
-    def make(states: int) -> State:
+    def make(states: int) -> GrammarState:
         limits = LLParserLimits(max_lexer_states=states, verbose_errors=False)
-        return State(LLMatcher(tokens, spec, log_level=0, limits=limits), texts)
+        return GrammarState(LLMatcher(tokens, spec, log_level=0, limits=limits), texts)
 
     spellings = [*ids("a"), *ids("b")]
     matcher = Matcher(lambda: make(100), ENDS, alone=lambda: make(50_000))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gateway.engine.grammar.compiling import Bounds, _check_lark
+from gateway.engine.grammar.compiling import _check_lark
 from gateway.engine.grammar.patterns import is_holdable, quotable
 from gateway.errors import BadRequest
 
@@ -43,8 +43,7 @@ def test_a_grammar_of_many_quotes(form: tuple[str, str]) -> None:
     """The same."""
     before, many = form
     short, long = (
-        seconds(lambda text: _check_lark(text, Bounds()), f"start: {before}{many * n}")
-        for n in (SHORT, LONG)
+        seconds(lambda text: _check_lark(text), f"start: {before}{many * n}") for n in (SHORT, LONG)
     )
     assert long < 9 * short + 0.05
 
@@ -55,4 +54,4 @@ def test_a_grammar_of_many_quotes(form: tuple[str, str]) -> None:
 def test_a_grammar_hides_nothing_in_a_text_that_is_none(source: str) -> None:
     """A regex may go over lines: what is between two of them is no text."""
     with pytest.raises(BadRequest, match=r"without an end|not supported"):
-        _check_lark(source, Bounds())
+        _check_lark(source)

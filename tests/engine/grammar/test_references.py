@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gateway.engine.grammar.compiling import Bounds
+from gateway.engine.grammar.compiling import GrammarBounds
 from gateway.engine.grammar.schemas import reachable
 from gateway.errors import BadRequest
 from tests.engine.grammar.drawn_rows import compiled, ids
@@ -25,7 +25,7 @@ def chain(length: int) -> dict[str, Any]:
 
 def test_a_way_that_is_too_long_is_refused_before_it_is_compiled() -> None:
     """llguidance follows it by native recursion, of which a process has only so much."""
-    bounds = Bounds()
+    bounds = GrammarBounds()
     reachable(chain(bounds.max_path - 2), bounds.max_path)
     with pytest.raises(BadRequest, match="leads through more than 400 subschemas"):
         reachable(chain(bounds.max_path), bounds.max_path)
@@ -48,11 +48,10 @@ def test_a_reference_by_anchor_or_by_the_schemas_own_address_is_followed(schema:
     assert grammar.matcher(ids("1")).error
 
 
-@pytest.mark.parametrize("ref", ["#/$defs/i", "#here", "b.json#/$defs/i", "#/x", "c.json"])
+@pytest.mark.parametrize("ref", ["#/$defs/c", "#here", "c.json"])
 def test_references_beside_inner_addresses_are_named(ref: str) -> None:
     """llguidance may follow them to another place: a strict schema is refused."""
-    inner = {"$id": "b.json", "allOf": [{"$ref": ref}], "x": {"$ref": "#/$defs/i"}}
-    schema = {"$ref": "b.json", "$defs": {"b": inner, "c": {"$id": "c.json", **WHOLE}}}
-    assert "#/$defs/b/allOf/0/$ref" in compiled(schema).unenforced
+    schema = {"allOf": [{"$ref": ref}], "$defs": {"c": {"$id": "c.json", **WHOLE}}}
+    assert compiled(schema).unenforced == ("#/allOf/0/$ref",)
     with pytest.raises(BadRequest, match="ref"):
         compiled(schema, strict=True)

@@ -179,8 +179,10 @@ def test_what_cannot_be_compiled_is_refused_by_name(engine: GenerationEngine) ->
     with pytest.raises(BadRequest, match="`not` at #"):
         engine.compile(unheld)
     broken = Function("f", {"type": "nonsense"})
+    (row,) = engine.prepare(job("x", calling=Calling(functions=[broken], forced=True)))
+    assert row.grammar is not None
     with pytest.raises(BadRequest, match="'f'") as caught:
-        engine.prepare(job("x", calling=Calling(functions=[broken], forced=True)))
+        engine.compile(row.grammar)
     assert caught.value.part == "tools"
 
 

@@ -140,8 +140,8 @@ def test_every_id_is_text_or_a_control_token() -> None:
     """Ids beyond the tokenizer's are neither allowed nor text."""
     tokenizer = demo(1030)
     texts = {token for ids in tokenizer.texts.ids.values() for token in ids}
-    bits = np.unpackbits(tokenizer.texts.others.view(np.uint8), bitorder="little")
-    assert tokenizer.texts.others.shape == (tokenizer.words,)
+    bits = np.unpackbits(tokenizer.texts.not_text.view(np.uint8), bitorder="little")
+    assert tokenizer.texts.not_text.shape == (tokenizer.words,)
     assert not texts & {0, 2}
     assert [token for token in range(1030) if not bits[token]] == sorted(texts)
     assert bits[1030:].all()

@@ -166,21 +166,3 @@ async def test_a_slow_grammar_keeps_no_other(compiler: Compiler, pool: ThreadPoo
     assert not slow.done()
     compiler.gate.set()
     assert await slow == "A"
-
-
-async def test_of_grammars_that_wait_the_shortest_is_next(
-    compiler: Compiler, pool: ThreadPools
-) -> None:
-    """Large ones, however many, keep a small one waiting for those at work alone; one that nobody
-    waits for any more takes no turn.
-    """
-    cache = GrammarCache("shortest", compiler, pool.compile, at_once=1)
-    compiler.gate.clear()
-    running = asyncio.create_task(cache.get(regex("a")))
-    await asyncio.sleep(0.05)
-    sources = ["b" * 9, "c" * 8, "d"]
-    asked = [asyncio.create_task(cache.get(regex(source))) for source in sources]
-    await asyncio.sleep(0.05)
-    compiler.gate.set()
-    await asyncio.gather(running, *asked)
-    assert compiler.asked == ["a", "d", "c" * 8, "b" * 9]

@@ -6,8 +6,7 @@ import pytest
 
 from gateway.errors import DeadlineExceeded, EngineFailed, Overloaded
 from gateway.jobs import GenerateJob, LabelStep, Question, Sampling, SequenceParams
-from gateway.serving.generation.many import score_labels
-from gateway.serving.generation.policy import GenerationLimits
+from gateway.serving.generation.fan_out import score_labels
 from gateway.serving.generation.queue import JobQueue
 from tests.fakes import FAR, ScriptedChat, caller, generate_job
 from tests.serving.generation.test_batcher import batching, text
@@ -111,10 +110,7 @@ async def test_a_question_that_fails_ends_its_request_alone() -> None:
 
 async def test_a_question_is_one_choice_however_many_steps_its_labels_have() -> None:
     """And its prompt is counted once: its steps share it."""
-    limits = GenerationLimits(
-        max_batch_size=4, prefill_chunk_tokens=512, queue_limit=2, queue_max_tokens=190
-    )
-    queue = JobQueue("m", limits)
+    queue = JobQueue("m", max_tokens=190, max_choices=2)
     steps = [
         SequenceParams(
             prompt=[1] * 50,

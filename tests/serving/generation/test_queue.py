@@ -1,6 +1,8 @@
-"""A chat model's queue: a job is refused where it is full, or waits for the next place."""
+"""A chat model's queue: a job is refused where it is full, or waits; waiting rows take turns."""
 
 import asyncio
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -8,12 +10,11 @@ import pytest
 from gateway import clock
 from gateway.errors import DeadlineExceeded, Overloaded
 from gateway.jobs import Sampling, SequenceParams
-from gateway.serving.generation.policy import GenerationLimits
-from gateway.serving.generation.queue import JobQueue
+from gateway.serving.generation.choice import Choice
+from gateway.serving.generation.queue import JobQueue, Joins, WaitingQueue
 from tests.fakes import caller
 
 pytestmark = pytest.mark.anyio
-LIMITS = GenerationLimits(max_batch_size=1, prefill_chunk_tokens=9, queue_max_tokens=10)
 JOB = [SequenceParams(prompt=[1] * 6, max_tokens=1, sampling=Sampling())]
 
 
@@ -24,7 +25,7 @@ async def settle() -> None:
 
 async def test_a_job_that_may_wait_has_the_place_of_one_that_leaves_at_once() -> None:
     """No time passes between the two."""
-    queue = JobQueue("m", LIMITS)
+    queue = JobQueue("m", max_tokens=10, max_choices=9)
     refusals: list[str] = []
 
     async def wait() -> None:
@@ -42,7 +43,7 @@ async def test_a_job_that_may_wait_has_the_place_of_one_that_leaves_at_once() ->
 
 async def test_a_job_that_waits_is_admitted_by_a_higher_limit() -> None:
     """Of a catalog that is read again meanwhile."""
-    queue = JobQueue("m", LIMITS)
+    queue = JobQueue("m", max_tokens=10, max_choices=9)
 
     async def wait() -> None:
         async with queue.place(caller(), JOB, lambda: None):
@@ -52,14 +53,14 @@ async def test_a_job_that_waits_is_admitted_by_a_higher_limit() -> None:
         waiting = asyncio.create_task(wait())
         await settle()
         assert not waiting.done()
-        queue.adopt(replace(LIMITS, queue_max_tokens=12))
+        queue.adopt(max_tokens=12, max_choices=9)
         await settle()
         assert waiting.done()
 
 
 async def test_a_job_that_may_not_wait_is_refused() -> None:
     """And holds nothing."""
-    queue = JobQueue("m", LIMITS)
+    queue = JobQueue("m", max_tokens=10, max_choices=9)
     async with queue.place(caller(), JOB):
         with pytest.raises(Overloaded, match="6 tokens waiting already"):
             async with queue.place(caller(), JOB):
@@ -70,9 +71,117 @@ async def test_a_job_that_may_not_wait_is_refused() -> None:
 
 async def test_a_job_waits_no_longer_than_its_deadline() -> None:
     """Then it is an error of its own."""
-    queue = JobQueue("m", LIMITS)
+    queue = JobQueue("m", max_tokens=10, max_choices=9)
     async with queue.place(caller(), JOB):
         late = replace(caller(), deadline=clock.now())
         with pytest.raises(DeadlineExceeded):
             async with queue.place(late, JOB, lambda: None):
                 pass
+
+
+def a_choice(request: str, rank: float, index: int = 0) -> Choice:
+    row = SequenceParams(prompt=[1], max_tokens=9, sampling=Sampling(), index=index)
+    return Choice(row, asyncio.Queue(), rank, request=request)
+
+
+def filled(**rows: tuple[float, int]) -> WaitingQueue:
+    """Let each request wait, of a rank, with so many rows."""
+    waiting = WaitingQueue()
+    for request, (rank, count) in rows.items():
+        for index in range(count):
+            waiting.add(a_choice(request, rank, index))
+    return waiting
+
+
+class Places:
+    """Lets so many join, counting how often it is asked."""
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self.calls = 0
+        self.joining: list[Choice] = []
+
+    def __call__(self, choice: Choice) -> Joins:
+        self.calls += 1
+        self._places -= 1
+        if self._places < 0:
+            return Joins.NONE
+        self.joining.append(choice)
+        return Joins.NOW
+
+
+def choose(waiting: WaitingQueue, places: int, running: Mapping[str, int] = {}) -> list[Choice]:
+    deciding = Places(places)
+    waiting.offer(running, deciding)
+    return deciding.joining
+
+
+def names(choices: list[Choice]) -> str:
+    return "".join(choice.request for choice in choices)
+
+
+async def test_requests_give_one_row_in_turn() -> None:
+    """The first first; one with many rows takes what the others leave."""
+    waiting = filled(a=(1.0, 9), b=(2.0, 2), c=(3.0, 1))
+    assert names(choose(waiting, 7)) == "abcabaa"
+    assert len(waiting) == 12, "they were only asked"
+
+
+async def test_one_with_few_rows_inside_goes_before_one_with_many() -> None:
+    """Whoever came first: so places that become free one by one are shared too."""
+    waiting = filled(a=(1.0, 9), b=(2.0, 9))
+    assert names(choose(waiting, 5, {"a": 3})) == "bbbab"
+    inside = Counter({"a": 8})
+    for _ in range(8):
+        (one,) = choose(waiting, 1, inside)
+        waiting.remove([one])
+        inside[one.request] += 1
+    assert inside == {"a": 8, "b": 8}
+
+
+async def test_the_preempted_go_first_by_rank() -> None:
+    """They have begun, and their callers read."""
+    waiting = filled(a=(1.0, 2))
+    for request, rank in (("y", 9.0), ("x", 5.0)):
+        late = a_choice(request, rank)
+        late.row = int(rank)
+        waiting.add_preempted(late)
+    joining = choose(waiting, 3)
+    assert names(joining) == "xya"
+    waiting.remove(joining)
+    assert (len(waiting), names(list(waiting))) == (1, "a")
+
+
+async def test_a_request_that_is_passed_is_not_asked_again() -> None:
+    """Nor does it keep the others."""
+    waiting = filled(a=(1.0, 5), b=(2.0, 2))
+    asked: list[str] = []
+
+    def decide(choice: Choice) -> Joins:
+        asked.append(choice.request)
+        return Joins.LATER if choice.request == "a" else Joins.NOW
+
+    waiting.offer({}, decide)
+    assert asked == ["a", "b", "b"]
+
+
+async def test_who_is_given_up_is_met_no_more() -> None:
+    """Wherever it stood in its line."""
+    waiting = filled(a=(1.0, 5), b=(2.0, 1))
+    gone = [each for each in waiting if each.request == "b" or each.index in (0, 1, 3)]
+    waiting.remove(gone)
+    assert len(waiting) == 2
+    joining = choose(waiting, 9)
+    assert [each.index for each in joining] == [2, 4]
+    waiting.remove(joining)
+    assert len(waiting) == 0
+    assert choose(waiting, 9) == []
+
+
+async def test_nobody_walks_all_that_wait() -> None:
+    """A hundred thousand rows of a few requests are asked about for two places."""
+    waiting = filled(a=(1.0, 50_000), b=(2.0, 50_000))
+    places = Places(2)
+    waiting.offer({}, places)
+    assert names(places.joining) == "ab"
+    assert places.calls == 3

@@ -18,7 +18,7 @@ from gateway.errors import (
 from gateway.registry import Catalog
 from gateway.serving.budget import Budget
 from gateway.serving.models.cache import Status
-from gateway.serving.models.memory import RECENT_S
+from gateway.serving.models.eviction import RECENT_S
 from tests.serving.models.harness import Shelf, Users, cache, settle, spec, until, use
 
 pytestmark = pytest.mark.anyio
@@ -284,9 +284,7 @@ async def test_rows_may_have_idle_models_leave() -> None:
 
 
 async def test_a_model_used_a_moment_ago_does_not_leave_for_rows_beside_others() -> None:
-    """It would be back at once; rows that run give their memory back. They are told when to ask
-    again.
-    """
+    """It would be back at once; rows that run give their memory back, or ask again."""
     shelf = Shelf()
     budget = Budget(20)
     async with cache(shelf, budget) as models:
@@ -294,8 +292,9 @@ async def test_a_model_used_a_moment_ago_does_not_leave_for_rows_beside_others()
         budget.evict_idle(15, is_pressing=False)
         await settle()
         assert shelf.open == ["a"]
-        budget.listen(lambda: budget.evict_idle(15, is_pressing=False))
         await asyncio.sleep(RECENT_S + 1)
+        budget.evict_idle(15, is_pressing=False)
+        await settle()
         assert shelf.open == []
 
 

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from gateway.serving.models.eviction import Phase, Plan, Resident, make_plan, pick
+from gateway.serving.models.eviction import EvictionPlan, Phase, Resident, make_plan, pick
 
 WAITING, USED, IDLE, LEAVING = Phase
 
 
-def plan(free: int, rows: int = 0, *, places: int = 9, **residents: Any) -> Plan[str]:
-    """Plan for residents, given as they are or as (phase, bytes, last used)."""
+def plan(free: int, rows: int = 0, *, places: int = 9, **residents: Any) -> EvictionPlan[str]:
+    """EvictionPlan for residents, given as they are or as (phase, bytes, last used)."""
     given = {
         name: resident if isinstance(resident, Resident) else Resident(*resident)
         for name, resident in residents.items()
@@ -18,7 +18,7 @@ def plan(free: int, rows: int = 0, *, places: int = 9, **residents: Any) -> Plan
 
 def test_a_model_that_fits_is_admitted() -> None:
     """And so is the next, beside it."""
-    assert plan(20, a=(WAITING, 10), b=(WAITING, 10)) == Plan(admitted=("a", "b"))
+    assert plan(20, a=(WAITING, 10), b=(WAITING, 10)) == EvictionPlan(admitted=("a", "b"))
 
 
 def test_nobody_overtakes_a_model_that_waits() -> None:
@@ -38,23 +38,23 @@ def test_the_idle_model_used_longest_ago_leaves_and_no_more_than_need_be() -> No
 
 def test_nobody_leaves_where_all_that_could_would_not_suffice() -> None:
     """It would be for nothing: what is lacking is held by who is in use, loading or pinned."""
-    assert plan(0, a=(IDLE, 10), b=(USED, 90), c=(WAITING, 20)) == Plan(recalls=True)
+    assert plan(0, a=(IDLE, 10), b=(USED, 90), c=(WAITING, 20)) == EvictionPlan(recalls=True)
 
 
 def test_a_model_that_is_leaving_is_waited_for() -> None:
     """Nobody else leaves, and no row takes its bytes."""
-    assert plan(5, a=(LEAVING, 10), b=(IDLE, 10), c=(WAITING, 12)) == Plan(claimed_bytes=2)
+    assert plan(5, a=(LEAVING, 10), b=(IDLE, 10), c=(WAITING, 12)) == EvictionPlan(claimed_bytes=2)
 
 
 def test_what_leaves_for_a_model_and_what_is_free_is_kept_from_rows() -> None:
     """Or it would leave for nothing."""
-    expected: Plan[str] = Plan(leaving=("a",), claimed_bytes=10)
+    expected: EvictionPlan[str] = EvictionPlan(leaving=("a",), claimed_bytes=10)
     assert plan(15, a=(IDLE, 10), b=(WAITING, 20)) == expected
 
 
 def test_bytes_that_rows_give_back_are_waited_for() -> None:
     """New rows wait, so that they come back."""
-    expected: Plan[str] = Plan(claimed_bytes=20, recalls=True)
+    expected: EvictionPlan[str] = EvictionPlan(claimed_bytes=20, recalls=True)
     assert plan(5, rows=30, a=(USED, 60), b=(WAITING, 20)) == expected
 
 
@@ -69,7 +69,7 @@ def test_a_model_that_nobody_asks_for_any_more_takes_idle_models_room_alone() ->
     uncalled = Resident(WAITING, 10, is_requested=False)
     assert plan(0, a=(IDLE, 10), b=uncalled).leaving == ("a",)
     given = plan(5, rows=50, a=(USED, 10), b=uncalled, c=(WAITING, 5))
-    assert given == Plan(admitted=("c",), abandoned=("b",))
+    assert given == EvictionPlan(admitted=("c",), abandoned=("b",))
 
 
 def test_two_that_wait_are_counted_together() -> None:

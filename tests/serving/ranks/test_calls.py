@@ -50,7 +50,7 @@ WHOLE = SequenceParams(
     logprobs=2,
     echoed=["a", ""],
     calling=Calling(functions=[Function("f", {"type": "object", "x": [1, None, True]})]),
-    grammar=Grammar("calls", "start: x", True, ("#/a",), (SchemaRule("r", "f", "{}", True),)),
+    grammar=Grammar("calls", "start: x", True, (SchemaRule("r", "f", "{}", True),)),
     step=LabelStep(1, [([1, 2], [0])], is_first=True),
     beginning=[(3, b"\x00\xff")],
 )

@@ -1,6 +1,7 @@
 """Rank 0 and another rank over real sockets, with scripted engines: alike, refused, lost."""
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -18,8 +19,8 @@ from gateway.serving.ports import GenerationEngine
 from gateway.serving.ranks.calls import Setup
 from gateway.serving.ranks.following import follow
 from gateway.serving.ranks.leading import LeadingEngine, lead_in_steps
-from gateway.serving.ranks.links import Follower, Invitation, Leader, accept, inviting
-from tests.fakes import ScriptedChat
+from gateway.serving.ranks.links import Follower, Invitation, Leader, Link, accept, inviting
+from tests.fakes import ScriptedChat, ScriptedGrammar
 
 SETUP = Setup("spec", "files", 0, 0)
 
@@ -132,9 +133,9 @@ def test_each_rank_compiles_the_grammar(ranks: Ranks) -> None:
     ranks.follow()
     engine = ranks.lead(ScriptedChat())
     grammar = Grammar("regex", "a+")
-    join(engine, params("a", grammar=grammar, compiled=grammar))
+    join(engine, params("a", grammar=grammar, compiled=ScriptedGrammar(grammar)))
     [other] = ranks.engines
-    assert other._jobs[1].compiled == grammar
+    assert other._jobs[1].compiled == ScriptedGrammar(grammar)
 
 
 def test_a_call_that_fails_everywhere_fails_for_its_caller_alone(ranks: Ranks) -> None:
@@ -219,11 +220,17 @@ def test_a_load_that_fails_on_one_rank_is_undone_and_names_it(ranks: Ranks) -> N
     assert join(ranks.lead(ScriptedChat()), params("a")).decoding == 1
 
 
+def cut(link: Link) -> None:
+    """End a connection as the kernel does whose process is gone."""
+    with socket.socket(fileno=os.dup(link.fileno())) as end:
+        end.shutdown(socket.SHUT_RDWR)
+
+
 def test_a_rank_that_goes_while_rank_0_waits_is_noticed(ranks: Ranks) -> None:
     """Rank 0 waits for its word on a load, and would wait for ever."""
     steps = lead_in_steps(ranks.leader, "m", SETUP, iter_engine(ScriptedChat()))
     assert next(steps) is None
-    ranks.follower._link.shutdown(socket.SHUT_RDWR)
+    cut(ranks.follower._link)
     with pytest.raises(Unavailable, match="rank 1 is gone"):
         list(steps)
     assert ranks.leader.lost == "rank 1 is gone"
@@ -231,7 +238,7 @@ def test_a_rank_that_goes_while_rank_0_waits_is_noticed(ranks: Ranks) -> None:
 
 def test_a_rank_whose_rank_0_goes_ends_its_process(ranks: Ranks) -> None:
     for link in ranks.leader._links.values():
-        link.shutdown(socket.SHUT_RDWR)
+        cut(link)
     for _ in range(1000):
         if ranks.statuses:
             break

@@ -1,9 +1,8 @@
 """What callers and checkpoints make costly, run in a process of its own; see serving/sandbox.py.
 
-A script, run by path, so that nothing of ours is imported and never mlx. Its argument is the file
-descriptor of a socket, over which pickled frames go, each behind its length: a first one that says
-it is ready, then a request and its answer in turns. At the end of file it ends. Its second argument
-is the kind of request that it makes ready for.
+A script, run by path, so that nothing of ours is imported and never mlx. Its arguments are the file
+descriptor of a `multiprocessing` connection, and the kind of request that it makes ready for. It
+says that it is ready, then takes requests and answers each. At the end of the connection it ends.
 
 A request is a dict: `kind`, `processor_s` of processor time after which the kernel ends the process
 by SIGPROF, `seconds` after which it does so even if the gateway is gone, `max_bytes` of memory
@@ -19,18 +18,20 @@ import os
 import pickle
 import resource
 import signal
-import socket
-import struct
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 Answer: TypeAlias = tuple[str, Any]
 Request: TypeAlias = Mapping[str, Any]
+Sandbox: TypeAlias = Callable[[Request, bytes], Answer]
+"""Does a request, unless one of that key has ended a process, and returns an outcome and its value:
+one of its kind, or large, busy, slow, late, died or killed with a reason.
+"""
 
-HEAD: Final = struct.Struct("!Q")
 # No more than the threads of the gateway have, so that a recursion that survives here does there.
 STACK_BYTES: Final = 4 << 20
 TRIAL_STEPS: Final = 8
@@ -174,60 +175,42 @@ READY: Final[Mapping[str, Callable[[], Answer]]] = {
 }
 
 
-class Served:
-    """One end of the socket, and the bounds of this process."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._base_bytes = _address_space_bytes()
-        _, self._most = resource.getrlimit(resource.RLIMIT_AS)
-
-    def serve(self, kind: str) -> None:
-        """Warm up for requests of `kind`, then answer requests until the other end closes."""
-        READY[kind]()
-        self._base_bytes = _address_space_bytes()
-        self._send(("ready", None))
-        while (request := self._receive()) is not None:
+def serve(connection: "Connection[Any, Any]", kind: str) -> None:
+    """Warm up for requests of `kind`, then answer requests until the other end closes."""
+    READY[kind]()
+    base_bytes = _address_space_bytes()
+    connection.send(("ready", None, False))
+    with contextlib.suppress(EOFError):
+        while True:
+            request = connection.recv()
             signal.setitimer(signal.ITIMER_REAL, request["seconds"])
             signal.setitimer(signal.ITIMER_PROF, request["processor_s"])
-            self._bound(request["max_bytes"])
-            try:
-                answer = KINDS[request["kind"]](request)
-            except MemoryError:
-                answer = "large", "it needs more memory than it may have"
-            except Exception as error:
-                answer = "refused", f"{type(error).__name__}: {error}"
+            _bound_memory(base_bytes + request["max_bytes"])
+            answer = _answer(request)
             del request
-            self._send(answer)
+            connection.send((*answer, _most_resident_bytes() > SPENT_BYTES))
             for timer in (signal.ITIMER_REAL, signal.ITIMER_PROF):
                 signal.setitimer(timer, 0)
 
-    def _bound(self, max_bytes: int) -> None:
-        """Bound the address space. macOS takes the call and does nothing: there the gateway looks
-        at resident memory now and then.
-        """
-        limit = self._base_bytes + max_bytes
-        if self._most != resource.RLIM_INFINITY:
-            limit = min(limit, self._most)
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_AS, (limit, self._most))
 
-    def _send(self, answer: Answer) -> None:
-        data = pickle.dumps((*answer, _most_resident_bytes() > SPENT_BYTES))
-        self._connection.sendall(HEAD.pack(len(data)) + data)
+def _answer(request: Request) -> Answer:
+    try:
+        return KINDS[request["kind"]](request)
+    except MemoryError:
+        return "large", "it needs more memory than it may have"
+    except Exception as error:
+        return "refused", f"{type(error).__name__}: {error}"
 
-    def _receive(self) -> Any:
-        head = self._exactly(HEAD.size)
-        return None if head is None else pickle.loads(self._exactly(*HEAD.unpack(head)) or b"")
 
-    def _exactly(self, size: int) -> bytearray | None:
-        data = bytearray(size)
-        left = memoryview(data)
-        while left:
-            if not (count := self._connection.recv_into(left)):
-                return None
-            left = left[count:]
-        return data
+def _bound_memory(limit: int) -> None:
+    """Bound the address space. macOS takes the call and does nothing: there the gateway looks at
+    resident memory now and then.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    if most != resource.RLIM_INFINITY:
+        limit = min(limit, most)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_AS, (limit, most))
 
 
 def _address_space_bytes() -> int:
@@ -256,9 +239,9 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # they are the gateway's to answer
     with contextlib.suppress(OSError):  # Linux: should memory end, this process goes first
         Path("/proc/self/oom_score_adj").write_text("1000")
-    served = Served(socket.socket(fileno=int(sys.argv[1])))
+    connection = Connection(int(sys.argv[1]))
     threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=served.serve, args=(sys.argv[2],))
+    thread = threading.Thread(target=serve, args=(connection, sys.argv[2]))
     thread.start()
     thread.join()
     os._exit(0)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from gateway.jobs import Delta, GenerateJob, Usage
-from gateway.serving.generation.adapted import ChatBatcher
+from gateway.serving.generation.batcher import ChatBatcher
 
 JOBS_AT_ONCE = 16  # of one request: a long list of prompts is admitted in slices
 
@@ -17,16 +17,17 @@ async def generate_many(
 ) -> AsyncGenerator[Usage | Delta, None]:
     """Yield the usage of every job and every delta as it comes, JOBS_AT_ONCE jobs at a time.
 
-    Choices are numbered across jobs. Nothing is yielded until each of the first jobs has been
-    admitted or has found the queue full. Only the first job raises Overloaded: the others try
-    after it was admitted, and wait for a place until the deadline. The first error ends all
+    Choices are numbered across jobs. Only the first job raises Overloaded. The first error ends all
     jobs, and so does closing the generator.
     """
     outputs: asyncio.Queue[Usage | Delta | asyncio.Task[None]] = asyncio.Queue()
     queue = iter(enumerate(jobs))
     slots = min(JOBS_AT_ONCE, len(jobs))
     untried = set(range(slots))
-    all_tried, first_admitted = asyncio.Event(), asyncio.Event()
+    # Nothing is yielded until each of the first jobs has been admitted or has found the queue full.
+    all_tried = asyncio.Event()
+    # The others try then, and wait for a place until the deadline.
+    first_admitted = asyncio.Event()
 
     def note_try(number: int) -> None:
         untried.discard(number)
@@ -88,7 +89,7 @@ async def score_labels(
                 usage.prompt_tokens + prompt,
                 cached_tokens=usage.cached_tokens + output.cached_tokens,
             )
-            if isinstance(output, Delta) and (judgement := output.judgement) is not None:
-                for label, logprob in judgement.logprobs:
-                    logprobs[judgement.question][label] += logprob
+            if isinstance(output, Delta) and output.judgement is not None:
+                for label, logprob in output.judgement.logprobs:
+                    logprobs[output.judgement.question][label] += logprob
     return logprobs, usage
