@@ -13,7 +13,7 @@ from gateway.jobs import Stage
 from tests.checkpoints import write_chat
 from tests.cpu_engines import cpu_engines
 from tests.provoked.engines import EXIT, NO_ENTRY, POISON, HeldEngines
-from tests.provoked.harness import ask, chat, embed, inside, reached, said
+from tests.provoked.harness import ask, chat, embed, inside, reached, said, until
 from tests.serving_app import catalog, served
 
 pytestmark = pytest.mark.anyio
@@ -55,7 +55,7 @@ async def test_a_row_that_fails_does_so_alone(models: Any, engines: HeldEngines,
         texts = ["neighbour", text, "another"]
         asked = [asyncio.create_task(ask(client, chat(each))) for each in texts]
         await reached(gate)
-        await inside(client, 3)
+        await until(lambda: len(engines.chat.jobs) == 3)
         gate.open()
         good, bad, other = await asyncio.gather(*asked)
         is_told(bad)
