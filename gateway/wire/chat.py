@@ -115,7 +115,6 @@ class ChatRequest(StructuredRequest):
 
     @property
     def continues(self) -> bool:
-        """Return True if the answer continues the last message."""
         return is_continuation(self.messages, requested=self.continue_final_message)
 
     @model_validator(mode="after")
@@ -130,7 +129,6 @@ class ChatRequest(StructuredRequest):
         return self
 
     def param_of(self, part: ErrorPart) -> str:
-        """Return the field that a part of the job came from."""
         if part != "answer_form":
             return super().param_of(part)
         param, grammar = self.form()
@@ -163,7 +161,6 @@ class ChatRequest(StructuredRequest):
         return select(self.function_call, parallel=False)
 
     def calling(self) -> tuple[Sequence[Mapping[str, Any]], Calling | None]:
-        """Return the tools as templates read them, and which of them may be called."""
         return read_tools(self.requested_tools(), self.selection())
 
     def template_args(self) -> dict[str, Any]:
@@ -401,7 +398,6 @@ def _chunk_choice(
 
 
 def _calls(deltas: Sequence[Delta]) -> list[ChatToolCall]:
-    """Return the calls that the pieces of an answer add up to."""
     pieces: dict[int, list[CallDelta]] = {}
     for delta in deltas:
         if delta.call is not None:

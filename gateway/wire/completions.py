@@ -69,7 +69,6 @@ class CompletionRequest(StructuredRequest):
     service_tier: ServiceTier = "auto"
 
     def param_of(self, part: ErrorPart) -> str:
-        """Return the field that a part of the job came from."""
         if part == "answer_form":
             return self.form()[0]
         return part

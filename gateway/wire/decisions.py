@@ -384,7 +384,6 @@ def _answer(question: QuestionParam, probabilities: Sequence[float]) -> Answer:
 
 
 def _normalise(logprobs: Sequence[float]) -> list[float]:
-    """Return probabilities that add up to 1."""
     highest = max(logprobs)
     weights = [math.exp(logprob - highest) for logprob in logprobs]
     total = math.fsum(weights)

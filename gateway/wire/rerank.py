@@ -54,7 +54,6 @@ Documents = Annotated[str | _TextDocuments, WithJsonSchema({"anyOf": [_TEXT, _DO
 
 
 def _texts_of(value: str | Sequence[str | TextDocument]) -> list[str]:
-    """Return one text, or several, as a list of texts."""
     if isinstance(value, str):
         return [value]
     return [document if isinstance(document, str) else document.text for document in value]
@@ -111,7 +110,6 @@ class RerankRequest(ScoringRequest):
     return_documents: Flag = False
 
     def pair_texts(self) -> PairTexts:
-        """Return the texts to score."""
         return PairTexts([self.query], _texts_of(self.documents), "query", "documents")
 
 
@@ -130,7 +128,6 @@ class TextsRequest(ScoringRequest):
     return_text: bool = False
 
     def pair_texts(self) -> PairTexts:
-        """Return the texts to score."""
         return PairTexts([self.query], self.texts, "query", "texts")
 
 
@@ -146,7 +143,6 @@ class ScoreRequest(ScoringRequest):
     text_2: OneOrMoreTexts
 
     def pair_texts(self) -> PairTexts:
-        """Return the texts to score."""
         return PairTexts(_texts_of(self.text_1), _texts_of(self.text_2), "text_1", "text_2")
 
 
@@ -247,7 +243,6 @@ class Reranking(TypedDict):
 def write_reranking(
     answer: Reranked, request: RerankRequest, *, name: str, model: str
 ) -> Reranking:
-    """Return the answer with the `top_n` best documents."""
     results: list[RerankResult] = []
     documents = request.pair_texts().documents
     for index in _best_first(answer)[: request.top_n or None]:
@@ -307,7 +302,6 @@ class Scores(TypedDict):
 
 
 def write_scores(answer: Reranked, *, name: str, created: int, model: str) -> Scores:
-    """Return vLLM's answer."""
     data: list[Score] = [
         {"index": index, "object": "score", "score": score}
         for index, score in enumerate(answer.scores.tolist())
@@ -386,5 +380,4 @@ class TextsError(GatewayError):
                 self.status, self.error_type = HTTPStatus.FAILED_DEPENDENCY, "Backend"
 
     def body(self) -> TextsErrorBody:  # type: ignore[override]
-        """Return TEI's error."""
         return {"error": self.message, "error_type": self.error_type}

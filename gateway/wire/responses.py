@@ -74,7 +74,6 @@ class TextFormat(Part):
         return self
 
     def grammar(self) -> Grammar | None:
-        """Return the grammar of the format, if it has one."""
         if self.type == "json_schema":
             param = "text.format.schema"
             return json_schema(self.schema_, param=param, strict=bool(self.strict))
@@ -171,7 +170,6 @@ class ResponsesRequest(SampledRequest):
             ) from None
 
     def param_of(self, part: ErrorPart) -> str:
-        """Return the field that a part of the job came from."""
         has_form = self.text.format is not None and self.text.format.type != "text"
         if part == "answer_form" and self.tools and not has_form:
             return "tools"

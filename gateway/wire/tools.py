@@ -200,7 +200,6 @@ class Toolset:
 
 
 def unpack(tools: Sequence[ResponseTool]) -> Toolset:
-    """Return the functions of all namespaces, and those without one."""
     pairs = list(_functions(tools))
     uses = Counter(tool.name for _, tool in pairs if isinstance(tool, FunctionTool))
     names: dict[QualifiedName, str] = {}
