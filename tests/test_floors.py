@@ -150,7 +150,7 @@ BUDGET: dict[str, int] = {
     "server": 258,
     "serving": 4204,
     "settings": 608,
-    "wire": 3547,
+    "wire": 3558,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))
 # A line of a map: names, two spaces or more, and what they are.

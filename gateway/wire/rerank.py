@@ -331,20 +331,17 @@ def may_be_texts(body: bytes | bytearray) -> bool:
 
 
 def is_texts(body: bytes | bytearray, max_depth: int = INNER_DEPTH) -> bool:
-    """Return True for a body in TEI's form: with `texts` and without `documents`. A null counts as
-    absent. A body that cannot be parsed has no form.
-    """
+    """Return True for a body in TEI's form: with `texts` and without `documents`."""
     if not may_be_texts(body):
         return False
     try:
         fields = parse(body, max_depth)
-    except ValueError:
+    except ValueError:  # it has no form: whoever reads it will say so
         return False
-    return (
-        isinstance(fields, dict)
-        and fields.get("texts") is not None
-        and fields.get("documents") is None
-    )
+    if not isinstance(fields, dict):
+        return False
+    # A null counts as absent.
+    return fields.get("texts") is not None and fields.get("documents") is None
 
 
 class TextsErrorBody(TypedDict):

@@ -106,11 +106,10 @@ class ServerTool(OtherTool):
 
 
 def _by_type(*types: str) -> Discriminator:
-    """Tell tools of these types from others. One whose type is missing, or no text, is taken for
-    one of the first type.
-    """
+    """Tell tools of these types from others."""
 
     def tag(tool: object) -> str:
+        # One whose type is missing, or no text, is taken for one of the first type.
         kind = types[0]
         if isinstance(tool, dict) and isinstance(tool.get("type"), str):
             kind = tool["type"]
@@ -184,13 +183,11 @@ QualifiedName = tuple[str | None, str]  # a function's namespace, if any, and it
 
 @dataclass(frozen=True, slots=True)
 class Toolset:
-    """The tools of a response as the model knows them.
-
-    `names` maps each function to its name for the model: its own or, if several functions share
-    that, its namespace and its own joined.
-    """
+    """The tools of a response as the model knows them."""
 
     functions: Sequence[FunctionParam | OtherTool]
+    # Each function's name for the model: its own or, if several functions share that, its namespace
+    # and its own joined.
     names: Mapping[QualifiedName, str]
 
     @property
