@@ -78,7 +78,7 @@ class ChatRequest(StructuredRequest):
 
     model: Annotated[Label, Field(min_length=1)]
     messages: Annotated[list[Message], FAIL_FAST, ITEM_LIMIT, Field(min_length=1)]
-    max_tokens: MaxTokens = None
+    max_tokens: MaxTokens = None  # the older name
     max_completion_tokens: MaxTokens = None
     n: Annotated[int, Field(ge=1, le=128)] = 1
     logprobs: bool = False
@@ -89,13 +89,14 @@ class ChatRequest(StructuredRequest):
     tools: ChatTools
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
-    # OpenAI's older names of them.
+    # OpenAI's older names of them: an answer then has a `function_call` where it has calls.
     functions: Annotated[
         list[FunctionParam], FAIL_FAST, Field(default_factory=list, max_length=MAX_TOOLS)
     ]
     function_call: Literal["none", "auto"] | FunctionName | None = None
     reasoning_effort: Effort | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
+    # vLLM's: the last message is the beginning of the answer.
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
 

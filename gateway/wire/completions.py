@@ -60,6 +60,7 @@ class CompletionRequest(StructuredRequest):
     prompt: Inputs
     max_tokens: MaxTokensOrZero = 16
     n: Annotated[int, Field(ge=1, le=128)] = 1
+    # As many answers are made as are given: it has to equal `n`.
     best_of: Annotated[int, Field(ge=1)] | None = None
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None

@@ -26,8 +26,8 @@ class EmbedRequest(Request):
     kind = "embedding"
 
     dimensions: Annotated[int, Field(ge=1)] | None = None
-    truncate: bool | None = None
-    prompt_name: Label | None = None
+    truncate: bool | None = None  # TEI's: a text that is too long is cut, not refused
+    prompt_name: Label | None = None  # of the model's prompts, which stands before each text
 
     @property
     def rows(self) -> list[Any]:

@@ -149,7 +149,7 @@ class JsonSchema(Form):
     """A schema and its name."""
 
     name: Name = "response"
-    description: str | None = None
+    description: str | None = None  # it has no effect
     schema_: Annotated[Schema | None, Field(alias="schema")] = None
     # With it or without, the answer is held to the schema as far as a grammar can; what none can
     # is refused if it is true.
@@ -205,6 +205,7 @@ class StructuredOutputs(Form):
             raise ValueError(f"it should have one of {', '.join(fields)}")
         asked = [name for name, value in fields.items() if value not in (None, False)]
         if len(asked) > 1:
+            # Two forms have no meaning together, and either alone may be what was meant.
             raise ValueError(f"it should have one form alone, and has {' and '.join(asked)}")
         return self
 

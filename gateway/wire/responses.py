@@ -142,7 +142,7 @@ class ResponsesRequest(SampledRequest):
     model: Annotated[Label, Field(min_length=1)]
     input: Items
     previous_response_id: Annotated[Label, Field(min_length=1)] | None = None
-    store: bool = True
+    store: bool = True  # for a while, if the gateway keeps responses
     instructions: str | None = None
     max_output_tokens: MaxTokens = None
     text: TextConfig = TextConfig()
@@ -152,7 +152,7 @@ class ResponsesRequest(SampledRequest):
     reasoning: Reasoning = Reasoning()
     include: Annotated[list[Includable], FAIL_FAST, Field(default_factory=list, max_length=64)]
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
-    truncation: Literal["auto", "disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"] = "disabled"  # without effect: nothing is cut
     metadata: Annotated[dict[str, Any], Field(default_factory=dict)]
     service_tier: ServiceTier = "auto"
     stream: bool = False

@@ -13,7 +13,7 @@ from gateway.errors import BadRequest
 from gateway.wire.bounds import FAIL_FAST, Label, Name, Schema
 from gateway.wire.validation import Part
 
-MAX_TOOLS = 128
+MAX_TOOLS = 128  # as OpenAI's
 MAX_ANTHROPIC_TOOLS = 512
 
 
@@ -96,6 +96,7 @@ class OtherTool(Part):
     def model_extra(self) -> None:
         """Return None: its fields are not listed as unknown."""
 
+    # A namespace is one only in a chat completion, which has none.
     type: Annotated[Label, Field(json_schema_extra={"not": {"enum": ["function", "namespace"]}})]
 
 
@@ -209,6 +210,7 @@ def unpack(tools: Sequence[ResponseTool]) -> Toolset:
         if namespace is not None and uses[name] > 1:
             name = f"{namespace}__{name}"[:64]
         names[namespace, tool.name] = name
+        # Not validated again: a joined name may have `__` and 64 characters, as a name may.
         functions.append(tool.model_copy(update={"name": name}))
     return Toolset(functions, names)
 
@@ -354,6 +356,7 @@ def read_tools(
             )
     if not names:
         return (), None
+    # In the order of the tools, not of the choice: a prompt's beginning stays the same.
     allowed = [function for name, function in functions.items() if name in names]
     calling = jobs.Calling(
         functions=[function.to_function() for function in allowed],

@@ -152,6 +152,7 @@ def read_request(
         raise _bad_request(error.errors(include_url=False)) from None
     known_fields = shape.harmless | shape.refused.keys()
     outer = sorted((request.model_extra or {}).keys() - known_fields)
+    # At the top level all are named, though a header may cut the list; inside, as many as fit it.
     ignored = (
         *outer,
         *request.unserved_tools(),
