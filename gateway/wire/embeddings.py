@@ -26,7 +26,7 @@ class EmbedRequest(Request):
     kind = "embedding"
 
     dimensions: Annotated[int, Field(ge=1)] | None = None
-    truncate: bool | None = None  # TEI's: a text that is too long is cut, not refused
+    truncate: bool | None = None  # TEI's: cut a text that is too long, or refuse it
     prompt_name: Label | None = None  # of the model's prompts, which stands before each text
 
     @property

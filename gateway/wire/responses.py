@@ -152,7 +152,7 @@ class ResponsesRequest(SampledRequest):
     reasoning: Reasoning = Reasoning()
     include: Annotated[list[Includable], FAIL_FAST, Field(default_factory=list, max_length=64)]
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
-    truncation: Literal["auto", "disabled"] = "disabled"  # without effect: nothing is cut
+    truncation: Literal["auto", "disabled"] = "disabled"
     metadata: Annotated[dict[str, Any], Field(default_factory=dict)]
     service_tier: ServiceTier = "auto"
     stream: bool = False

@@ -96,7 +96,7 @@ class OtherTool(Part):
     def model_extra(self) -> None:
         """Return None: its fields are not listed as unknown."""
 
-    # A namespace is one only in a chat completion, which has none.
+    # A chat completion has no namespaces: there, one is skipped like these.
     type: Annotated[Label, Field(json_schema_extra={"not": {"enum": ["function", "namespace"]}})]
 
 
