@@ -104,6 +104,8 @@ class Block:
 class BlockWriter(AnswerWriter):
     """Writes one answer as a list of blocks: each has ended when the next one begins."""
 
+    # A protocol says how a block begins, grows and ends: `_start`, `_piece` and `_stop`.
+
     def __init__(self) -> None:
         self._open: Block | None = None
         self._done: list[Any] = []
@@ -117,7 +119,7 @@ class BlockWriter(AnswerWriter):
             block = Block(kind, len(self._done), call)
             self._open = block
             events += self._start(block)
-        if text:
+        if text:  # the first piece of a call may have no arguments yet
             block.pieces.append(text)
             events += self._piece(block, text)
         return events

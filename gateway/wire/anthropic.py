@@ -40,11 +40,9 @@ Thoughts = Literal["whole", "signed", "none"]
 
 
 class ThinkingConfig(Part):
-    """Whether the model may think before it answers, and whether the thinking is shown.
+    """Whether the model may think before it answers, and whether the thinking is shown."""
 
-    `adaptive` leaves the rest to the model, as `enabled` does here: no budget is kept.
-    """
-
+    # `adaptive` leaves the rest to the model, as `enabled` does here: no budget is kept.
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     display: Literal["summarized", "omitted"] = "summarized"
 
@@ -87,7 +85,7 @@ class CountMessageTokensRequest(Request):
     tool_choice: ToolChoiceParam | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig = OutputConfig()
-    output_format: OutputFormat | None = None
+    output_format: OutputFormat | None = None  # its older name
 
     @model_validator(mode="after")
     def _check_tools(self) -> "CountMessageTokensRequest":
@@ -95,7 +93,6 @@ class CountMessageTokensRequest(Request):
         return self
 
     def param_of(self, part: ErrorPart) -> str:
-        """Return the field that a part of the job came from."""
         if part != "answer_form":
             return super().param_of(part)
         param, grammar = self.form()
@@ -107,10 +104,7 @@ class CountMessageTokensRequest(Request):
         return unserved_tools(self.tools)
 
     def form(self) -> tuple[str, Grammar | None]:
-        """Return the grammar of the answer's form, if it has one, and its field.
-
-        `output_format` is an older name of `output_config.format`.
-        """
+        """Return the grammar of the answer's form, if it has one, and its field."""
         param, form = "output_config.format", self.output_config.format
         if form is None and self.output_format is not None:
             param, form = "output_format", self.output_format
@@ -119,27 +113,24 @@ class CountMessageTokensRequest(Request):
         return param, json_schema(form.schema_, param=param, must_fit=True)
 
     def calling(self) -> tuple[Sequence[Mapping[str, Any]], Calling | None]:
-        """Return the tools as templates read them, and which of them may be called."""
         choice = self.tool_choice
         parallel = choice is None or not choice.disable_parallel_tool_use
         return read_tools(self.tools, select(choice, parallel=parallel))
 
     @property
     def thoughts(self) -> Thoughts:
-        """Return what the answer has of the model's thinking.
-
-        None of it without `thinking`, even if the model thinks: clients that know nothing of it
-        take the first block for the text.
-        """
+        """Return what the answer has of the model's thinking."""
+        # None of it without `thinking`, even if the model thinks: clients that know nothing of it
+        # take the first block for the text.
         if self.thinking is None or self.thinking.type == "disabled":
             return "none"
-        return "signed" if self.thinking.display == "omitted" else "whole"
+        if self.thinking.display == "omitted":
+            return "signed"
+        return "whole"
 
     def template_args(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the chat template's arguments, of which the model's `own` are the default.
-
-        A request without `thinking` has none, unless the model is set up to think.
-        """
+        """Return the chat template's arguments, of which the model's `own` are the default."""
+        # A request without `thinking` has none, unless the model is set up to think.
         args = {"enable_thinking": False, **own}
         if self.thinking is not None:
             args["enable_thinking"] = self.thinking.type != "disabled"
@@ -161,7 +152,6 @@ class MessagesRequest(CountMessageTokensRequest):
     stream: bool = False
 
     def sampling(self, defaults: Sampling) -> Sampling:
-        """Return the request's sampling; fields left out come from the model's defaults."""
         return read_sampling(self, {"temperature", "top_p", "top_k"}, defaults)
 
 
@@ -173,10 +163,7 @@ def to_job(
     template_args: Mapping[str, Any],
     max_chars: int,
 ) -> GenerateJob:
-    """Return the job of a request; fields left out come from the model's defaults.
-
-    The job of a request that only counts tokens has no bound: it is never run.
-    """
+    """Return the job of a request; fields left out come from the model's defaults."""
     turns = to_turns(request.system, request.messages)
     check_length(turns, max_chars, param="messages")
     check_length(request.tools, max_chars, param="tools")
@@ -195,6 +182,7 @@ def to_job(
         grammar=grammar,
         continues=continues,
     )
+    # Only to count its tokens: the job has no bound, and is never run.
     if not isinstance(request, MessagesRequest):
         return job
     return replace(
@@ -218,12 +206,12 @@ class TextBlock(TypedDict):
 
 
 class ThinkingBlock(TypedDict):
-    """What the model thought. The signature is a digest of it, and is not checked when the block
-    comes back: it only says whether the text is what the gateway sent.
-    """
+    """What the model thought."""
 
     type: Literal["thinking"]
     thinking: str
+    # A digest of it, which is not checked when the block comes back: it only says whether the text
+    # is what the gateway sent.
     signature: str
 
 
@@ -253,13 +241,11 @@ class AnthropicOutputTokensDetails(TypedDict):
 
 
 class MessageUsage(TypedDict):
-    """Tokens read and written. The prompt's are the first three together: those that are neither in
-    the prefix cache nor kept in it, those newly kept, those not read again.
-    """
+    """Tokens read and written. The prompt's are the first three together."""
 
-    input_tokens: int
-    cache_creation_input_tokens: int
-    cache_read_input_tokens: int
+    input_tokens: int  # neither in the prefix cache nor kept in it
+    cache_creation_input_tokens: int  # newly kept
+    cache_read_input_tokens: int  # not read again
     cache_creation: None
     inference_geo: None
     output_tokens: int
@@ -294,9 +280,8 @@ class MessageTokensCount(TypedDict):
 
 def usage_dict(usage: Usage) -> MessageUsage:
     cached = min(usage.cached_tokens, usage.prompt_tokens)
-    kept_tokens = min(
-        usage.kept_tokens, usage.prompt_tokens - cached
-    )  # of an answer's too, if preempted
+    # An answer that was preempted has kept tokens of its own, too.
+    kept_tokens = min(usage.kept_tokens, usage.prompt_tokens - cached)
     return {
         "input_tokens": usage.prompt_tokens - cached - kept_tokens,
         "cache_creation_input_tokens": kept_tokens,

@@ -121,12 +121,14 @@ def is_continuation(messages: Sequence[InputMessage]) -> bool:
 def to_turns(system: SystemPrompt | None, messages: Sequence[InputMessage]) -> list[dict[str, Any]]:
     """Return the conversation as templates read it.
 
-    Messages of one role in a row are one turn; results of calls are turns of their own, and system
-    messages stand where they stood. Raises BadRequest for blocks that are not text, calls or
-    results, for results of no call, and if there is no block at all.
+    Raises BadRequest for blocks that are not text, calls or results, for results of no call, and
+    if there is no block at all.
     """
+    # Messages of one role in a row are one turn; results of calls are turns of their own, and
+    # system messages stand where they stood.
     turns: list[dict[str, Any]] = []
-    if prompt := _system_text(system):
+    prompt = _system_text(system)
+    if prompt:
         turns.append({"role": "system", "content": prompt})
     names: dict[str, str] = {}  # of the calls so far, by their ids
     for role, placed in groupby(_placed(messages), key=lambda each: each.role):
@@ -178,9 +180,9 @@ def _system_text(system: SystemPrompt | None) -> str:
 
 
 def _text_of(block: InputBlock | ResultPart, place: str) -> str:
-    """Return what a model reads of a block: before the text of a document or of what a search
-    found, its title and where it is from, a line each.
-    """
+    """Return what a model reads of a block."""
+    # Before the text of a document or of what a search found stand its title and where it is from,
+    # a line each.
     if block.type == "text":
         return require(block.text, f"{place}.text")
     source = block.source
@@ -217,10 +219,7 @@ def _require(placed: _Placed, field: Literal["text", "thinking", "id", "name"]) 
 
 
 def _assistant_turn(placed: Sequence[_Placed], names: dict[str, str]) -> dict[str, Any]:
-    """Return a turn with its calls, whose names are added to `names`, and its thinking.
-
-    A template leaves out the thinking that its model should not read again.
-    """
+    """Return a turn with its calls, whose names are added to `names`, and its thinking."""
     texts, thinking, calls = [], [], []
     for placed_block in placed:
         block = placed_block.block
@@ -234,6 +233,7 @@ def _assistant_turn(placed: Sequence[_Placed], names: dict[str, str]) -> dict[st
             function = {"name": name, "arguments": block.input or {}}
             calls.append({"id": call_id, "type": "function", "function": function})
     turn: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    # A template leaves out the thinking that its model should not read again.
     if any(thinking):
         turn["reasoning_content"] = _join(thinking)
     if calls:
@@ -244,8 +244,8 @@ def _assistant_turn(placed: Sequence[_Placed], names: dict[str, str]) -> dict[st
 def _user_turns(placed: Sequence[_Placed], names: dict[str, str]) -> Iterator[dict[str, Any]]:
     for is_result, run in groupby(placed, key=lambda each: each.block.type == "tool_result"):
         if is_result:
-            for each in run:
-                yield _result_turn(each, names)
+            for result in run:
+                yield _result_turn(result, names)
         else:
             yield {
                 "role": "user",

@@ -72,21 +72,21 @@ class AnthropicErrorBody(TypedDict):
 
 
 def error_status(error: GatewayError | type[GatewayError]) -> int:
-    """Return an error's status: the gateway's own, but 529 if others take all there is.
-
-    That is a full queue and a model that finds no room, not an allowance used up (429), nor a
-    gateway that loads a model or shuts down (503). SDKs retry all of these.
-    """
-    kind = error if isinstance(error, type) else type(error)
-    return OVERLOADED if issubclass(kind, Overloaded | NoRoom) else int(kind.status)
+    """Return an error's status: the gateway's own, but 529 if others take all there is."""
+    if isinstance(error, GatewayError):
+        error = type(error)
+    # A full queue and a model that finds no room, not an allowance used up (429), nor a gateway
+    # that loads a model or shuts down (503). SDKs retry all of these.
+    if issubclass(error, Overloaded | NoRoom):
+        return OVERLOADED
+    return int(error.status)
 
 
 def error_body(error: GatewayError, request_id: str) -> AnthropicErrorBody:
-    """Return the envelope of an error."""
     status = error_status(error)
-    fallback: AnthropicErrorType = (
-        "api_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
-    )
+    fallback: AnthropicErrorType = "invalid_request_error"
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        fallback = "api_error"
     details: AnthropicErrorDetails = {
         "type": _TYPES.get(status, fallback),
         "message": _message(error),
@@ -98,7 +98,7 @@ def error_body(error: GatewayError, request_id: str) -> AnthropicErrorBody:
 
 
 def _message(error: GatewayError) -> str:
-    """Return the message. Agents shorten a conversation when they find Anthropic's sentence."""
+    # Agents shorten a conversation when they find Anthropic's sentence.
     if isinstance(error, ContextLengthExceeded):
         return f"prompt is too long: {error.tokens} tokens > {error.limit} maximum"
     return error.message

@@ -44,15 +44,13 @@ class TooDeep(ValueError):
 def parse(json: bytes | bytearray, max_depth: int = INNER_DEPTH) -> Any:
     """Parse JSON, after a byte order mark or none. Raises ValueError if it is invalid or too large,
     TooDeep if nested too deep.
-
-    orjson itself refuses more than 1024 levels.
     """
     if json.startswith(codecs.BOM_UTF8):
         json = json.removeprefix(codecs.BOM_UTF8)
     brackets = json.count(b"[") + json.count(b"{")
     if brackets > MAX_BRACKETS:
         raise ValueError(f"it opens more than {MAX_BRACKETS} arrays and objects")
-    value = orjson.loads(json)
+    value = orjson.loads(json)  # which itself refuses more than 1024 levels
     # Most need no walk: they have fewer brackets than the limits.
     if brackets > max_depth and _is_deeper(value, max_depth):
         raise TooDeep(f"nested more than {max_depth} levels deep")
@@ -80,11 +78,9 @@ def _has_more_parts(value: Any, limit: int) -> bool:
 
 
 def _is_deeper(value: Any, limit: int) -> bool:
-    """Return True if a parsed value is nested more than `limit` (at most 253) levels deep.
-
-    It is wrapped in lists until orjson refuses to write anything deeper than the limit: a walk in
-    Python would take many times as long.
-    """
+    """Return True if a parsed value is nested more than `limit` (at most 253) levels deep."""
+    # It is wrapped in lists until orjson refuses to write anything deeper than the limit: a walk in
+    # Python would take many times as long.
     for _ in range(ORJSON_DEPTH - limit):
         value = [value]
     try:

@@ -78,7 +78,7 @@ class ChatRequest(StructuredRequest):
 
     model: Annotated[Label, Field(min_length=1)]
     messages: Annotated[list[Message], FAIL_FAST, ITEM_LIMIT, Field(min_length=1)]
-    max_tokens: MaxTokens = None
+    max_tokens: MaxTokens = None  # the older name
     max_completion_tokens: MaxTokens = None
     n: Annotated[int, Field(ge=1, le=128)] = 1
     logprobs: bool = False
@@ -89,13 +89,14 @@ class ChatRequest(StructuredRequest):
     tools: ChatTools
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
-    # OpenAI's older names of them.
+    # OpenAI's older names of them: an answer then has a `function_call` where it has calls.
     functions: Annotated[
         list[FunctionParam], FAIL_FAST, Field(default_factory=list, max_length=MAX_TOOLS)
     ]
     function_call: Literal["none", "auto"] | FunctionName | None = None
     reasoning_effort: Effort | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
+    # vLLM's: the last message is the beginning of the answer.
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
 
@@ -115,7 +116,6 @@ class ChatRequest(StructuredRequest):
 
     @property
     def continues(self) -> bool:
-        """Return True if the answer continues the last message."""
         return is_continuation(self.messages, requested=self.continue_final_message)
 
     @model_validator(mode="after")
@@ -130,7 +130,6 @@ class ChatRequest(StructuredRequest):
         return self
 
     def param_of(self, part: ErrorPart) -> str:
-        """Return the field that a part of the job came from."""
         if part != "answer_form":
             return super().param_of(part)
         param, grammar = self.form()
@@ -163,7 +162,6 @@ class ChatRequest(StructuredRequest):
         return select(self.function_call, parallel=False)
 
     def calling(self) -> tuple[Sequence[Mapping[str, Any]], Calling | None]:
-        """Return the tools as templates read them, and which of them may be called."""
         return read_tools(self.requested_tools(), self.selection())
 
     def template_args(self) -> dict[str, Any]:
@@ -401,7 +399,6 @@ def _chunk_choice(
 
 
 def _calls(deltas: Sequence[Delta]) -> list[ChatToolCall]:
-    """Return the calls that the pieces of an answer add up to."""
     pieces: dict[int, list[CallDelta]] = {}
     for delta in deltas:
         if delta.call is not None:

@@ -1,9 +1,9 @@
 """POST /v1/completions: prompts → GenerateJobs; deltas → a completion or its chunks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, chain
-from typing import Annotated, Any, ClassVar, Literal, NotRequired, cast
+from itertools import chain
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NotRequired, cast
 
 import orjson
 from pydantic import Field
@@ -14,7 +14,6 @@ from gateway.errors import Part as ErrorPart
 from gateway.jobs import (
     Caller,
     Delta,
-    EchoedPrompt,
     FinishReason,
     GenerateJob,
     Sampling,
@@ -61,6 +60,7 @@ class CompletionRequest(StructuredRequest):
     prompt: Inputs
     max_tokens: MaxTokensOrZero = 16
     n: Annotated[int, Field(ge=1, le=128)] = 1
+    # As many answers are made as are given: it has to equal `n`.
     best_of: Annotated[int, Field(ge=1)] | None = None
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
@@ -69,7 +69,6 @@ class CompletionRequest(StructuredRequest):
     service_tier: ServiceTier = "auto"
 
     def param_of(self, part: ErrorPart) -> str:
-        """Return the field that a part of the job came from."""
         if part == "answer_form":
             return self.form()[0]
         return part
@@ -133,18 +132,18 @@ def _check(request: CompletionRequest, bounds: CharBounds) -> None:
 
 
 def _echo(request: CompletionRequest, index: int) -> str:
-    """Return the prompt that a choice repeats, if any; that of token ids comes with a delta."""
+    """Return the prompt that a choice repeats, if any."""
     prompt = request.prompt[index]
-    return prompt if request.echo and isinstance(prompt, str) else ""
+    if request.echo and isinstance(prompt, str):
+        return prompt
+    return ""  # that of token ids comes with a delta
 
 
 class TextLogprobs(TypedDict):
-    """Every token of a text, in four lists of one length.
-
-    An echoed prompt's first token follows nothing: its logprobs are null.
-    """
+    """Every token of a text, in four lists of one length."""
 
     tokens: list[str]
+    # An echoed prompt's first token follows nothing: its logprobs are null.
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
@@ -210,72 +209,67 @@ class TextChoiceWriter:
         self._echo = echo
         self._offset = len(echo)
         self._with_logprobs = with_logprobs
-        self._logprobs = _no_logprobs()
+        self._scored: list[_ScoredToken] = []
         self._finish_reason: FinishReason | None = None
 
     def add(self, delta: Delta) -> TextChoice:
         """Add a delta, and return the chunk's choice."""
         echo, self._echo = self._echo, ""
-        new = _no_logprobs()
+        scored: list[_ScoredToken] = []
         if delta.prompt is not None:
-            echo = echo or "".join(delta.prompt.texts)
-            new = _prompt_logprobs(delta.prompt)
+            texts = delta.prompt.texts
+            echo = echo or "".join(texts)
+            self._offset = 0
+            scored += self._score(texts, [None, *delta.prompt.logprobs])
             self._offset = len(echo)
         text = echo + delta.text
         self._texts.append(text)
-        _extend(new, self._token_logprobs(delta.logprobs))
-        _extend(self._logprobs, new)
+        scored += self._score([token.chosen.token for token in delta.logprobs], delta.logprobs)
+        self._scored += scored
         self._finish_reason = delta.finish_reason
-        return self._choice(text, new)
+        return self._choice(text, scored)
 
     def to_dict(self) -> TextChoice:
-        return self._choice("".join(self._texts), self._logprobs)
+        return self._choice("".join(self._texts), self._scored)
 
-    def _choice(self, text: str, logprobs: TextLogprobs) -> TextChoice:
+    def _choice(self, text: str, scored: Sequence["_ScoredToken"]) -> TextChoice:
+        logprobs: TextLogprobs | None = None
+        if self._with_logprobs:
+            logprobs = {
+                "tokens": [token.text for token in scored],
+                "token_logprobs": [token.logprob for token in scored],
+                "top_logprobs": [token.top for token in scored],
+                "text_offset": [token.offset for token in scored],
+            }
         return {
             "text": text,
             "index": self._index,
-            "logprobs": logprobs if self._with_logprobs else None,
+            "logprobs": logprobs,
             "finish_reason": self._finish_reason,
         }
 
-    def _token_logprobs(self, tokens: Sequence[TokenLogprob]) -> TextLogprobs:
-        new = _no_logprobs()
-        for token in tokens:
-            new["tokens"].append(token.chosen.token)
-            new["token_logprobs"].append(token.chosen.logprob)
-            new["top_logprobs"].append(_logprobs_by_text(token))
-            new["text_offset"].append(self._offset)
-            self._offset += len(token.chosen.token)
-        return new
+    def _score(
+        self, texts: Sequence[str], logprobs: Sequence[TokenLogprob | None]
+    ) -> Iterator["_ScoredToken"]:
+        for text, logprob in zip(texts, logprobs, strict=False):
+            if logprob is None:
+                yield _ScoredToken(text, None, None, self._offset)
+            else:
+                top = _logprobs_by_text(logprob)
+                yield _ScoredToken(text, logprob.chosen.logprob, top, self._offset)
+            self._offset += len(text)
 
 
-def _prompt_logprobs(prompt: EchoedPrompt) -> TextLogprobs:
-    """Return the logprobs of a prompt's tokens; the first token has none."""
-    starts = accumulate(map(len, prompt.texts), initial=0)
-    return {
-        "tokens": list(prompt.texts),
-        "token_logprobs": [None, *(token.chosen.logprob for token in prompt.logprobs)],
-        "top_logprobs": [None, *map(_logprobs_by_text, prompt.logprobs)],
-        "text_offset": list(starts)[:-1],
-    }
-
-
-def _no_logprobs() -> TextLogprobs:
-    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-
-
-def _extend(logprobs: TextLogprobs, new: TextLogprobs) -> None:
-    logprobs["tokens"] += new["tokens"]
-    logprobs["token_logprobs"] += new["token_logprobs"]
-    logprobs["top_logprobs"] += new["top_logprobs"]
-    logprobs["text_offset"] += new["text_offset"]
+class _ScoredToken(NamedTuple):
+    text: str
+    logprob: float | None  # None: it is the first of an echoed prompt, and follows nothing
+    top: dict[str, float] | None
+    offset: int  # in the text
 
 
 def _logprobs_by_text(token: TokenLogprob) -> dict[str, float]:
-    """Return logprobs by text, likeliest first. Of tokens with the same text the chosen one's
-    counts, else the likeliest one's.
-    """
+    """Return logprobs by text, likeliest first."""
+    # Of tokens with the same text the chosen one's counts, else the likeliest one's.
     by_text = {token.chosen.token: token.chosen.logprob}
     for likelihood in reversed(token.top):
         by_text[likelihood.token] = likelihood.logprob

@@ -18,7 +18,7 @@ from gateway.jobs import Caller, GenerateJob, Question, Sampling, Timings, Usage
 from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label
 from gateway.wire.messages import join_texts
 from gateway.wire.responses import ResponseUsage, usage_dict
-from gateway.wire.responses_items import InputPart, as_items
+from gateway.wire.responses_items import InputPart, as_items, as_parts
 from gateway.wire.validation import CharBounds, Part, Request, require
 
 MAX_QUESTIONS = 400
@@ -52,15 +52,11 @@ class DecisionInputPart(InputPart):
     data: dict[str, Any] | list[dict[str, Any]] | None = None
 
 
-def _as_parts(value: object) -> object:
-    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
-
-
 Parts = Annotated[
     list[DecisionInputPart],
     FAIL_FAST,
     ITEM_LIMIT,
-    BeforeValidator(_as_parts, json_schema_input_type=str | list[DecisionInputPart]),
+    BeforeValidator(as_parts, json_schema_input_type=str | list[DecisionInputPart]),
 ]
 
 
@@ -206,9 +202,9 @@ def _slice(questions: Sequence[Question]) -> list[list[Question]]:
 
 
 def _input_text(items: Sequence[DecisionInputItem]) -> str:
-    """Return the input as one text. A single user message is its own text; of several items, each
-    has its role, or the name of its function, in a line above it.
-    """
+    """Return the input as one text."""
+    # A single user message is its own text; of several items, each has its role, or the name of its
+    # function, in a line above it.
     if len(items) == 1 and items[0].type == "message" and items[0].role == "user":
         return _text(items[0].content, "input[0].content")
     names: dict[tuple[str, str], str] = {}
@@ -276,9 +272,8 @@ def _question(number: int, param: QuestionParam) -> Question:
 
 
 def _labels(values: Sequence[str | bool]) -> list[str]:
-    """Return each value as the model writes it: a boolean as JSON does, a string as it is. All
-    strings are quoted if one is spelled like a boolean beside it.
-    """
+    """Return each value as the model writes it: a boolean as JSON does, a string as it is."""
+    # All strings are quoted if one is spelled like a boolean beside it.
     spelled = {str(value).lower() for value in values if isinstance(value, bool)}
     is_quoted = any(value in spelled for value in values if isinstance(value, str))
     return [
@@ -384,7 +379,6 @@ def _answer(question: QuestionParam, probabilities: Sequence[float]) -> Answer:
 
 
 def _normalise(logprobs: Sequence[float]) -> list[float]:
-    """Return probabilities that add up to 1."""
     highest = max(logprobs)
     weights = [math.exp(logprob - highest) for logprob in logprobs]
     total = math.fsum(weights)

@@ -26,8 +26,8 @@ class EmbedRequest(Request):
     kind = "embedding"
 
     dimensions: Annotated[int, Field(ge=1)] | None = None
-    truncate: bool | None = None
-    prompt_name: Label | None = None
+    truncate: bool | None = None  # TEI's: cut a text that is too long, or refuse it
+    prompt_name: Label | None = None  # of the model's prompts, which stands before each text
 
     @property
     def rows(self) -> list[Any]:
@@ -165,10 +165,8 @@ def write_vectors(answer: Embedded) -> Iterator[bytes]:
 
 
 def write_pieces(answer: Embedded, model: str, encoding: str) -> Iterator[bytes]:
-    """Yield the answer's JSON in pieces, each written within a few milliseconds.
-
-    base64 is little-endian float32, which is what OpenAI's SDKs read.
-    """
+    """Yield the answer's JSON in pieces, each written within a few milliseconds."""
+    # Little-endian float32 is what OpenAI's SDKs read from base64.
     vectors = np.ascontiguousarray(answer.vectors, dtype="<f4")
     rows = max(1, PIECE_FLOATS // vectors.shape[1])
     usage: EmbeddingUsage = {

@@ -114,7 +114,6 @@ class SampledRequest(Request):
         return value
 
     def sampling(self, defaults: Sampling) -> Sampling:
-        """Return the request's sampling; fields left out come from the model's defaults."""
         names = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
         return replace(
             read_sampling(self, names, defaults),
@@ -140,25 +139,27 @@ ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
 
 
 class Form(Part):
-    """A form of answer. Unknown keys are refused: they might ask for another form."""
+    """A form of answer."""
 
+    # Unknown keys are refused: they might ask for another form.
     model_config = ConfigDict(extra="forbid")
 
 
 class JsonSchema(Form):
-    """A schema and its name. With or without `strict` the answer is held to it, as far as a
-    grammar can; what none can is refused when `strict`.
-    """
+    """A schema and its name."""
 
     name: Name = "response"
-    description: str | None = None
+    description: str | None = None  # it has no effect
     schema_: Annotated[Schema | None, Field(alias="schema")] = None
+    # With it or without, the answer is held to the schema as far as a grammar can; what none can
+    # is refused if it is true.
     strict: bool | None = None
 
 
 class ResponseFormat(Form):
-    """OpenAI's own form, and TGI's, whose schema is a `value`."""
+    """OpenAI's own form, and TGI's."""
 
+    # `json` is TGI's, and so is a `json_object` with a `value`, which is the schema.
     type: Literal["text", "json_object", "json_schema", "json"]
     json_schema: JsonSchema | None = None
     value: SchemaOrText | None = None
@@ -183,10 +184,10 @@ class ResponseFormat(Form):
 
 
 class StructuredOutputs(Form):
-    """vLLM's form: one of these. `json_object: false` is none."""
+    """vLLM's form: one of these."""
 
     json_: Annotated[SchemaOrText | None, Field(alias="json")] = None
-    json_object: bool | None = None
+    json_object: bool | None = None  # false is none
     regex: Regex | None = None
     choice: ChoiceTexts | None = None
     grammar: GrammarText | None = None
@@ -204,6 +205,7 @@ class StructuredOutputs(Form):
             raise ValueError(f"it should have one of {', '.join(fields)}")
         asked = [name for name, value in fields.items() if value not in (None, False)]
         if len(asked) > 1:
+            # Two forms have no meaning together, and either alone may be what was meant.
             raise ValueError(f"it should have one form alone, and has {' and '.join(asked)}")
         return self
 
@@ -232,8 +234,8 @@ def json_schema(
 ) -> Grammar:
     """Return the grammar of a schema, or of any object if it is None.
 
-    The order of keys is kept: the model writes them in that order. A `strict` schema is enforced
-    completely or refused; an answer that violates one, or what `must_fit`, is an error.
+    A `strict` schema is enforced completely or refused; an answer that violates one, or what
+    `must_fit`, is an error.
     """
     if schema is None:
         return ANY_OBJECT
@@ -242,6 +244,7 @@ def json_schema(
             schema = parse(schema.encode())
         except ValueError as error:
             raise BadRequest(f"The schema is not JSON: {error}.", param=param) from None
+    # The order of keys is kept: the model writes them in that order.
     source = orjson.dumps(schema).decode()
     return Grammar("json_schema", source, strict=strict, must_fit=must_fit)
 
@@ -268,7 +271,6 @@ class StructuredRequest(SampledRequest):
         return forms[0] if forms else ("response_format", None)
 
     def forms(self) -> list[tuple[str, Grammar]]:
-        """Return each requested grammar with its field."""
         forms: list[tuple[str, Grammar]] = []
         if self.response_format is not None:
             name = "response_format"
@@ -300,12 +302,10 @@ def require_free(grammar: Grammar | None, form_param: str, calling: Calling | No
 
 
 def schema_from_prompt(grammar: Grammar | None, prompt: str) -> Grammar | None:
-    """Return the grammar of the schema that a prompt ends with, if any JSON object is allowed.
-
-    Clients of servers without `json_schema` send schemas this way. A small model answers such a
-    prompt with anything, or with the schema itself; a large one needs no such guess, so it is a
-    setting of the model.
-    """
+    """Return the grammar of the schema that a prompt ends with, if any JSON object is allowed."""
+    # Clients of servers without `json_schema` send schemas this way. A small model answers such a
+    # prompt with anything, or with the schema itself; a large one needs no such guess, so it is a
+    # setting of the model.
     if grammar != ANY_OBJECT:
         return grammar
     try:
@@ -398,7 +398,6 @@ class SchemaVerdict(TypedDict):
 
 
 def logprobs_dict(logprobs: Sequence[TokenLogprob]) -> ChoiceLogprobs:
-    """Return the tokens' logprobs in OpenAI's shape."""
     return {"content": [token_dict(logprob) for logprob in logprobs], "refusal": None}
 
 

@@ -55,12 +55,11 @@ class Message(Part):
     name: Label | None = None
     tool_calls: Annotated[list[ToolCall], FAIL_FAST, ITEM_LIMIT] | None = None
     tool_call_id: Label | None = None
-    prefix: bool | None = None
+    prefix: bool | None = None  # Mistral's and DeepSeek's: the answer continues the message
 
 
 def is_continuation(messages: Sequence[Message], *, requested: bool) -> bool:
-    """Return True if the answer continues the last message, as `requested` or by its `prefix`,
-    which is Mistral's and DeepSeek's field.
+    """Return True if the answer continues the last message, as `requested` or by its `prefix`.
 
     Raises BadRequest if that message cannot be continued.
     """
@@ -84,12 +83,12 @@ def is_continuation(messages: Sequence[Message], *, requested: bool) -> bool:
 
 
 def to_template(messages: list[Message]) -> list[dict[str, Any]]:
-    """Return the turns as templates expect them.
+    """Return the turns as templates expect them, and never none.
 
-    `developer` becomes `system`; all system turns are joined into the first turn, and consecutive
-    user turns into one: many templates refuse anything else. The result is never empty. Raises
-    BadRequest for content that is not text.
+    Raises BadRequest for content that is not text.
     """
+    # `developer` becomes `system`; all system turns are joined into the first turn, and consecutive
+    # user turns into one: many templates refuse anything else.
     turns = [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
     system = "\n\n".join(turn["content"] for turn in turns if turn["role"] == "system")
     template_turns: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []

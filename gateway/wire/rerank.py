@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Annotated, ClassVar, Final, Literal, NamedTuple, NotRequired
+from typing import Annotated, ClassVar, Final, Literal, NotRequired
 
 import numpy as np
 from pydantic import BeforeValidator, Field, WithJsonSchema
@@ -16,9 +16,9 @@ from gateway.errors import (
     Overloaded,
     Unavailable,
 )
-from gateway.errors import Part as ErrorPart
 from gateway.jobs import Caller, Reranked, RerankJob
 from gateway.wire.bounds import FAIL_FAST, INNER_DEPTH, Label, parse
+from gateway.wire.embeddings import EmbeddingUsage
 from gateway.wire.validation import MAX_INPUTS, CharBounds, Part, Request
 
 _TEXT: Final = {"type": "string", "minLength": 1}
@@ -38,8 +38,10 @@ _TextDocuments = Annotated[list[str | TextDocument], Field(max_length=MAX_INPUTS
 
 
 def _read_flag(value: object) -> object:
-    """Read "true" and "false", which RAGFlow sends."""
-    return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
+    # RAGFlow sends "true" and "false".
+    if value in ("true", "false"):
+        return value == "true"
+    return value
 
 
 Flag = Annotated[
@@ -53,24 +55,8 @@ OneOrMoreTexts = Annotated[str | _Texts, WithJsonSchema({"anyOf": [_TEXT, _TEXTS
 Documents = Annotated[str | _TextDocuments, WithJsonSchema({"anyOf": [_TEXT, _DOCUMENTS]})]
 
 
-def _texts_of(value: str | Sequence[str | TextDocument]) -> list[str]:
-    """Return one text, or several, as a list of texts."""
-    if isinstance(value, str):
-        return [value]
-    return [document if isinstance(document, str) else document.text for document in value]
-
-
 class Empty(BadRequest):
     """A query, a document or a list of documents that is empty."""
-
-
-class PairTexts(NamedTuple):
-    """The texts of a request, each with the field that it came from; `queries` is 1 or N long."""
-
-    queries: Sequence[str]
-    documents: Sequence[str]
-    queries_field: str
-    documents_field: str
 
 
 class ScoringRequest(Request):
@@ -78,6 +64,8 @@ class ScoringRequest(Request):
 
     harmless = frozenset({"user", "priority", "rank_fields"})
     kind = "rerank"
+    # Only a query can be too long: documents are cut.
+    params: ClassVar = {"prompt": "query", "documents": "documents"}
 
     model: Annotated[Label, Field(min_length=1)] | None = None
     max_tokens_per_doc: Annotated[int, Field(ge=0)] | None = None
@@ -86,15 +74,12 @@ class ScoringRequest(Request):
     raw_scores: bool = False
     use_activation: bool = True
 
-    def pair_texts(self) -> PairTexts:
-        """Return the texts to score."""
-        raise NotImplementedError
-
-    def param_of(self, part: ErrorPart) -> str:
-        """Return the field that a part of the job came from: only a query can be too long."""
-        texts = self.pair_texts()
-        names = {"prompt": texts.queries_field, "documents": texts.documents_field}
-        return names.get(part, part)
+    def texts_of(self, part: Literal["prompt", "documents"]) -> list[str]:
+        """Return the queries, which are one or as many as the documents, or the documents."""
+        value = getattr(self, self.params[part])
+        if isinstance(value, str):
+            return [value]
+        return [getattr(document, "text", document) for document in value]
 
 
 class RerankRequest(ScoringRequest):
@@ -110,10 +95,6 @@ class RerankRequest(ScoringRequest):
     top_n: Annotated[int, Field(ge=0)] | None = None
     return_documents: Flag = False
 
-    def pair_texts(self) -> PairTexts:
-        """Return the texts to score."""
-        return PairTexts([self.query], _texts_of(self.documents), "query", "documents")
-
 
 class TextsRequest(ScoringRequest):
     """What TEI's /rerank takes."""
@@ -124,14 +105,11 @@ class TextsRequest(ScoringRequest):
     }
     refused: ClassVar = {"truncation_direction": "Texts are cut at their end."}
     neutral: ClassVar = {"truncation_direction": ("right", "Right")}
+    params: ClassVar = {"prompt": "query", "documents": "texts"}
 
     query: Text
     texts: Texts
     return_text: bool = False
-
-    def pair_texts(self) -> PairTexts:
-        """Return the texts to score."""
-        return PairTexts([self.query], self.texts, "query", "texts")
 
 
 class ScoreRequest(ScoringRequest):
@@ -141,13 +119,10 @@ class ScoreRequest(ScoringRequest):
         "text_1": "What is the capital of France?",
         "text_2": ["Paris is the capital of France.", "Bananas are yellow."],
     }
+    params: ClassVar = {"prompt": "text_1", "documents": "text_2"}
 
     text_1: OneOrMoreTexts
     text_2: OneOrMoreTexts
-
-    def pair_texts(self) -> PairTexts:
-        """Return the texts to score."""
-        return PairTexts(_texts_of(self.text_1), _texts_of(self.text_2), "text_1", "text_2")
 
 
 def to_job(
@@ -162,15 +137,16 @@ def to_job(
 
     Raises BadRequest for an empty text, and for texts that are too many or too long.
     """
-    queries, documents, queries_field, documents_field = request.pair_texts()
-    for texts, field in ((queries, queries_field), (documents, documents_field)):
-        _refuse_empty(texts, field, is_list=not isinstance(getattr(request, field), str))
-        bounds.check(texts, param=field, noun="A text")
+    queries, documents = request.texts_of("prompt"), request.texts_of("documents")
+    field, documents_field = request.params["prompt"], request.params["documents"]
+    for texts, param in ((queries, field), (documents, documents_field)):
+        _refuse_empty(texts, param, is_list=not isinstance(getattr(request, param), str))
+        bounds.check(texts, param=param, noun="A text")
     if len(queries) not in (1, len(documents)):
         raise BadRequest(
-            f"'{queries_field}' should be one text, or as many as '{documents_field}' has: "
+            f"'{field}' should be one text, or as many as '{documents_field}' has: "
             f"{len(documents)}, not {len(queries)}.",
-            param=queries_field,
+            param=field,
         )
     return RerankJob(
         caller=caller,
@@ -188,7 +164,9 @@ def to_job(
 def _refuse_empty(texts: Sequence[str], field: str, *, is_list: bool) -> None:
     if texts and all(texts):
         return
-    place = f"{field}[{list(texts).index('')}]" if texts and is_list else field
+    place = field
+    if texts and is_list:
+        place = f"{field}[{list(texts).index('')}]"
     raise Empty(f"Invalid '{place}': it should not be empty.", param=place, code="invalid_value")
 
 
@@ -204,13 +182,6 @@ class RerankResult(TypedDict):
     index: int
     relevance_score: float
     document: NotRequired[RerankedDocument]
-
-
-class RerankUsage(TypedDict):
-    """Tokens read."""
-
-    prompt_tokens: int
-    total_tokens: int
 
 
 class BilledUnits(TypedDict):
@@ -240,16 +211,15 @@ class Reranking(TypedDict):
     object: Literal["list"]
     model: str
     results: list[RerankResult]
-    usage: RerankUsage
+    usage: EmbeddingUsage
     meta: RerankMeta
 
 
 def write_reranking(
     answer: Reranked, request: RerankRequest, *, name: str, model: str
 ) -> Reranking:
-    """Return the answer with the `top_n` best documents."""
     results: list[RerankResult] = []
-    documents = request.pair_texts().documents
+    documents = request.texts_of("documents")
     for index in _best_first(answer)[: request.top_n or None]:
         result: RerankResult = {"index": index, "relevance_score": float(answer.scores[index])}
         if request.return_documents:
@@ -303,11 +273,10 @@ class Scores(TypedDict):
     created: int
     model: str
     data: list[Score]
-    usage: RerankUsage
+    usage: EmbeddingUsage
 
 
 def write_scores(answer: Reranked, *, name: str, created: int, model: str) -> Scores:
-    """Return vLLM's answer."""
     data: list[Score] = [
         {"index": index, "object": "score", "score": score}
         for index, score in enumerate(answer.scores.tolist())
@@ -327,7 +296,7 @@ def _best_first(answer: Reranked) -> list[int]:
     return order
 
 
-def _usage(answer: Reranked) -> RerankUsage:
+def _usage(answer: Reranked) -> EmbeddingUsage:
     return {"prompt_tokens": answer.prompt_tokens, "total_tokens": answer.prompt_tokens}
 
 
@@ -337,20 +306,17 @@ def may_be_texts(body: bytes | bytearray) -> bool:
 
 
 def is_texts(body: bytes | bytearray, max_depth: int = INNER_DEPTH) -> bool:
-    """Return True for a body in TEI's form: with `texts` and without `documents`. A null counts as
-    absent. A body that cannot be parsed has no form.
-    """
+    """Return True for a body in TEI's form: with `texts` and without `documents`."""
     if not may_be_texts(body):
         return False
     try:
         fields = parse(body, max_depth)
-    except ValueError:
+    except ValueError:  # it has no form: whoever reads it will say so
         return False
-    return (
-        isinstance(fields, dict)
-        and fields.get("texts") is not None
-        and fields.get("documents") is None
-    )
+    if not isinstance(fields, dict):
+        return False
+    # A null counts as absent.
+    return fields.get("texts") is not None and fields.get("documents") is None
 
 
 class TextsErrorBody(TypedDict):
@@ -386,5 +352,4 @@ class TextsError(GatewayError):
                 self.status, self.error_type = HTTPStatus.FAILED_DEPENDENCY, "Backend"
 
     def body(self) -> TextsErrorBody:  # type: ignore[override]
-        """Return TEI's error."""
         return {"error": self.message, "error_type": self.error_type}

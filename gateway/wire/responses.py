@@ -55,6 +55,11 @@ Includable = Literal[
     "code_interpreter_call.outputs",
 ]
 
+# Chat completions' fields with the form of an answer.
+_FORMS = (
+    *("response_format", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
 _RENAMED = "In the Responses API it is '{}'."
 
 
@@ -74,7 +79,6 @@ class TextFormat(Part):
         return self
 
     def grammar(self) -> Grammar | None:
-        """Return the grammar of the format, if it has one."""
         if self.type == "json_schema":
             param = "text.format.schema"
             return json_schema(self.schema_, param=param, strict=bool(self.strict))
@@ -115,12 +119,7 @@ class ResponsesRequest(SampledRequest):
         "messages": _RENAMED.format("input"),
         "max_tokens": _RENAMED.format("max_output_tokens"),
         "max_completion_tokens": _RENAMED.format("max_output_tokens"),
-        "response_format": _RENAMED.format("text.format"),
-        "structured_outputs": _RENAMED.format("text.format"),
-        "guided_json": _RENAMED.format("text.format"),
-        "guided_regex": _RENAMED.format("text.format"),
-        "guided_choice": _RENAMED.format("text.format"),
-        "guided_grammar": _RENAMED.format("text.format"),
+        **dict.fromkeys(_FORMS, _RENAMED.format("text.format")),
         "reasoning_effort": _RENAMED.format("reasoning.effort"),
         "functions": _RENAMED.format("tools"),
         "function_call": _RENAMED.format("tool_choice"),
@@ -143,7 +142,7 @@ class ResponsesRequest(SampledRequest):
     model: Annotated[Label, Field(min_length=1)]
     input: Items
     previous_response_id: Annotated[Label, Field(min_length=1)] | None = None
-    store: bool = True
+    store: bool = True  # for a while, if the gateway keeps responses
     instructions: str | None = None
     max_output_tokens: MaxTokens = None
     text: TextConfig = TextConfig()
@@ -171,17 +170,14 @@ class ResponsesRequest(SampledRequest):
             ) from None
 
     def param_of(self, part: ErrorPart) -> str:
-        """Return the field that a part of the job came from."""
         has_form = self.text.format is not None and self.text.format.type != "text"
         if part == "answer_form" and self.tools and not has_form:
             return "tools"
         return super().param_of(part)
 
     def locate(self, error: GatewayError) -> GatewayError:
-        """Return an error about a part of the job as one about a field of this request.
-
-        One about `text.format.schema` always has a code.
-        """
+        """Return an error about a part of the job as one about a field of this request."""
+        # As OpenAI's does, one about the schema always has a code.
         located = super().locate(error)
         if error.part is None or located.param != "text.format.schema":
             return located
@@ -219,10 +215,8 @@ def to_job(
     template_args: Mapping[str, Any],
     max_chars: int,
 ) -> GenerateJob:
-    """Return the job of a request; fields left out come from the model's defaults.
-
-    `items` is the whole conversation; the request's own input is the end of it.
-    """
+    """Return the job of a request; fields left out come from the model's defaults."""
+    # The items are the whole conversation; the request's own input is the end of it.
     earlier = len(items) - len(request.input)
     toolset = unpack(request.tools)
     messages = to_template(

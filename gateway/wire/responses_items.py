@@ -35,26 +35,25 @@ class InputPart(ContentPart):
     type: Label = Field(json_schema_extra={"enum": [*TEXTS, "refusal"]})
 
 
-def _as_parts(value: object) -> object:
-    if value is None:
-        return []
-    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
+def as_parts(value: object) -> object:
+    if isinstance(value, str):
+        return [{"type": "input_text", "text": value}]
+    return value
 
 
 Parts = Annotated[
     list[InputPart],
     FAIL_FAST,
-    BeforeValidator(_as_parts, json_schema_input_type=str | list[InputPart] | None),
+    BeforeValidator(as_parts, json_schema_input_type=str | list[InputPart] | None),
 ]
 
 
 class Item(Part):
-    """A message, a call, a call's output, the reasoning of an earlier turn, or any of these by the
-    id that an earlier answer gave it.
-    """
+    """A message, a call, a call's output, or the reasoning of an earlier turn."""
 
     harmless = frozenset({"encrypted_content", "phase", "status", "summary"})
 
+    # Alone, it is any of these: the one to which an earlier answer gave the id.
     id: Label | None = None
     type: Label = Field("message", json_schema_extra={"enum": list(KINDS)})
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -79,7 +78,9 @@ class Item(Part):
 
 
 def as_items(value: object) -> object:
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    return value
 
 
 Items = Annotated[
@@ -100,7 +101,8 @@ def resolve_references(items: Sequence[Item], find: Callable[[str], bytes | None
     for i, item in enumerate(items):
         if item.is_reference:
             item_id = require(item.id or None, f"input[{i}].id")
-            if (body := find(item_id)) is None:
+            body = find(item_id)
+            if body is None:
                 raise ResponseNotFound(
                     f"Item with id '{item_id}' not found.",
                     param=f"input[{i}].id",
@@ -117,11 +119,9 @@ def read_item(body: bytes) -> Item:
 
 
 def dump_items(items: Sequence[Item], used_ids: Iterable[str]) -> list[tuple[str, bytes]]:
-    """Return each item's id and its JSON.
-
-    An item gets a new id if it has none, or one that is used already: ids have to be unique, as
-    pages start after an id.
-    """
+    """Return each item's id and its JSON."""
+    # An item gets a new id if it has none, or one that is used already: ids have to be unique, as
+    # pages start after an id.
     seen_ids, pairs = set(used_ids), []
     for item in items:
         item_id = item.id
@@ -183,13 +183,14 @@ def to_messages(
 ) -> list[Message]:
     """Return the conversation as chat messages, instructions first.
 
-    The first `earlier` items are those of an earlier response: errors count the others from 0.
-    `names` has the names under which the model knows functions. Calls are added to the assistant's
-    turn before them; earlier reasoning is left out, as templates leave it out. Raises BadRequest
-    for missing fields and for content that is not text.
+    The first `earlier` items are those of an earlier response. `names` has the names under which
+    the model knows functions. Raises BadRequest for missing fields and for content that is not
+    text.
     """
     messages = [Message(role="system", content=instructions)] if instructions else []
     call_names: dict[str, str] = {}
+    # Errors count the request's own items from 0. Earlier reasoning is left out, as templates leave
+    # it out.
     for i, item in enumerate(items, -earlier):
         place = f"input[{i}]"
         match item.type:
@@ -234,9 +235,10 @@ def _call(item: Item, place: str, names: Mapping[QualifiedName, str]) -> ToolCal
 
 
 def _append_call(messages: list[Message], call: ToolCall) -> None:
+    # Calls belong to the assistant's turn before them, if there is one.
     if not messages or messages[-1].role != "assistant":
         messages.append(Message(role="assistant", tool_calls=[call]))
-    elif (calls := messages[-1].tool_calls) is not None:
-        calls.append(call)
+    elif messages[-1].tool_calls is not None:
+        messages[-1].tool_calls.append(call)
     else:
         messages[-1] = messages[-1].model_copy(update={"tool_calls": [call]})

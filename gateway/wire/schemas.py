@@ -46,9 +46,8 @@ def _schemas_of(shapes: Sequence[Any]) -> Schemas:
 
 
 def _allow_nulls(schema: Schema) -> None:
-    """Mark every optional field nullable, and unknown ones where they are refused: the API treats
-    null as absent.
-    """
+    """Mark every optional field nullable, and unknown ones where they are refused."""
+    # The API treats null as absent.
     if schema.get("additionalProperties") is False:
         schema["additionalProperties"] = _NULL
     for name, field in schema.get("properties", {}).items():

@@ -44,7 +44,6 @@ class TokenizeRequest(Request):
         return unserved_tools(self.tools)
 
     def param_of(self, part: ErrorPart) -> str:
-        """Return the field that a part of the job came from."""
         if part == "prompt" and self.prompt is None:
             return "messages"
         return super().param_of(part)

@@ -13,7 +13,7 @@ from gateway.errors import BadRequest
 from gateway.wire.bounds import FAIL_FAST, Label, Name, Schema
 from gateway.wire.validation import Part
 
-MAX_TOOLS = 128
+MAX_TOOLS = 128  # as OpenAI's
 MAX_ANTHROPIC_TOOLS = 512
 
 
@@ -96,6 +96,7 @@ class OtherTool(Part):
     def model_extra(self) -> None:
         """Return None: its fields are not listed as unknown."""
 
+    # A chat completion has no namespaces: there, one is skipped like these.
     type: Annotated[Label, Field(json_schema_extra={"not": {"enum": ["function", "namespace"]}})]
 
 
@@ -106,11 +107,10 @@ class ServerTool(OtherTool):
 
 
 def _by_type(*types: str) -> Discriminator:
-    """Tell tools of these types from others. One whose type is missing, or no text, is taken for
-    one of the first type.
-    """
+    """Tell tools of these types from others."""
 
     def tag(tool: object) -> str:
+        # One whose type is missing, or no text, is taken for one of the first type.
         kind = types[0]
         if isinstance(tool, dict) and isinstance(tool.get("type"), str):
             kind = tool["type"]
@@ -184,13 +184,11 @@ QualifiedName = tuple[str | None, str]  # a function's namespace, if any, and it
 
 @dataclass(frozen=True, slots=True)
 class Toolset:
-    """The tools of a response as the model knows them.
-
-    `names` maps each function to its name for the model: its own or, if several functions share
-    that, its namespace and its own joined.
-    """
+    """The tools of a response as the model knows them."""
 
     functions: Sequence[FunctionParam | OtherTool]
+    # Each function's name for the model: its own or, if several functions share that, its namespace
+    # and its own joined.
     names: Mapping[QualifiedName, str]
 
     @property
@@ -200,7 +198,6 @@ class Toolset:
 
 
 def unpack(tools: Sequence[ResponseTool]) -> Toolset:
-    """Return the functions of all namespaces, and those without one."""
     pairs = list(_functions(tools))
     uses = Counter(tool.name for _, tool in pairs if isinstance(tool, FunctionTool))
     names: dict[QualifiedName, str] = {}
@@ -213,6 +210,7 @@ def unpack(tools: Sequence[ResponseTool]) -> Toolset:
         if namespace is not None and uses[name] > 1:
             name = f"{namespace}__{name}"[:64]
         names[namespace, tool.name] = name
+        # Not validated again: a joined name may have `__` and 64 characters, as a name may.
         functions.append(tool.model_copy(update={"name": name}))
     return Toolset(functions, names)
 
@@ -358,6 +356,7 @@ def read_tools(
             )
     if not names:
         return (), None
+    # In the order of the tools, not of the choice: a prompt's beginning stays the same.
     allowed = [function for name, function in functions.items() if name in names]
     calling = jobs.Calling(
         functions=[function.to_function() for function in allowed],

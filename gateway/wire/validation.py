@@ -31,26 +31,26 @@ _TRACED: Mapping[str, str] = {
 
 
 class Request(BaseModel):
-    """The body of a request. Values are never coerced: "1" is not a number.
+    """The body of a request."""
 
-    Unknown fields are ignored, and a header names them. Of the known fields that are not served,
-    `harmless` ones do not change the answer and are accepted. `refused` ones would: each maps to
-    the reason in its 400, unless it has one of its `neutral` values. `example` is a minimal request
-    to a model of `kind`, without the model.
-    """
-
+    # Values are never coerced: "1" is not a number. Unknown fields are ignored, and a header names
+    # them.
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+    # Known fields that are not served, but do not change the answer either: they are accepted.
     harmless: ClassVar[frozenset[str]] = frozenset()
+    # Known fields that would change the answer, each with the reason in its 400 …
     refused: ClassVar[Mapping[str, str]] = {}
+    # … unless they have one of these values, which ask for nothing.
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    # Of the model that a request is to.
     kind: ClassVar[Literal["chat", "embedding", "rerank"]] = "chat"
     # Of the parts of a job, those that come from a field of another name.
     params: ClassVar[Mapping[ErrorPart, str]] = {}
+    # A minimal request, without the model, for /openapi.json.
     example: ClassVar[Mapping[str, Any]] = {}
 
     @classmethod
     def served_fields(cls) -> list[str]:
-        """Return the names of the fields that are served."""
         names = [info.alias or name for name, info in cls.model_fields.items()]
         return [name for name in names if name not in cls.harmless]
 
@@ -84,16 +84,16 @@ class Request(BaseModel):
 
 
 class Part(BaseModel):
-    """An object inside a request. Fields other than its own and the harmless ones are ignored, and
-    a header names them, as it does the `unread` ones.
-    """
+    """An object inside a request."""
 
+    # Fields other than its own and the harmless ones are ignored, and a header names them.
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
     harmless: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, fields: object) -> object:
+        # A null counts as absent, as at the top level.
         if isinstance(fields, dict):
             return {name: value for name, value in fields.items() if value is not None}
         return fields
@@ -134,6 +134,7 @@ def read_request(
     fields = {name: value for name, value in body_fields.items() if value is not None}
     if len(fields) > MAX_FIELDS:
         raise BadRequest(f"Your request has more than {MAX_FIELDS} fields.")
+    # Before pydantic: a refused field may have any type.
     for name, reason in shape.refused.items():
         if name in fields and not _is_one_of(fields[name], shape.neutral.get(name, ())):
             raise UnsupportedParameter(f"Unsupported parameter: '{name}'. {reason}", param=name)
@@ -151,6 +152,7 @@ def read_request(
         raise _bad_request(error.errors(include_url=False)) from None
     known_fields = shape.harmless | shape.refused.keys()
     outer = sorted((request.model_extra or {}).keys() - known_fields)
+    # At the top level all are named, though a header may cut the list; inside, as many as fit it.
     ignored = (
         *outer,
         *request.unserved_tools(),
@@ -207,6 +209,7 @@ def _parse(body: bytes | bytearray, max_depth: int) -> dict[str, Any]:
     try:
         value = parse(body, max_depth)
     except ValueError as error:
+        # A form that curl or requests made: its parser's error would not help.
         if body.startswith(b"--"):
             raise BadRequest(
                 "The request body is multipart/form-data. It must be a JSON object."
@@ -251,12 +254,10 @@ _GOT = {
 
 
 def _bad_request(errors: Sequence[ErrorDetails]) -> BadRequest:
-    """Return pydantic's first error in plain words, with OpenAI's code.
-
-    Of a union's errors it is the one of the branch that got furthest; at the same path, one that is
-    not about the type.
-    """
+    """Return pydantic's first error in plain words, with OpenAI's code."""
     param = _path(errors[0]["loc"])
+    # Of a union's errors, the one of the branch that got furthest; at the same path, one that is
+    # not about the type.
     of_one_field = [error for error in errors if _path(error["loc"]).startswith(param)]
     error = max(
         of_one_field, key=lambda each: (len(_steps(each["loc"])), each["type"] not in _EXPECTED)
@@ -284,6 +285,7 @@ def _bad_request(errors: Sequence[ErrorDetails]) -> BadRequest:
         message = f"it should have {limit} items, and has {context['actual_length']}"
     elif kind == "string_too_long":
         code = "string_above_max_length"
+    # pydantic names the value by its role or its type in Python.
     for start in ("Input should", "String should"):
         message = message.replace(start, "it should")
     if param:
@@ -307,7 +309,6 @@ def _wrong_type(param: str, value: Any, expected: Sequence[str]) -> BadRequest:
 
 
 def missing_parameter(param: str) -> BadRequest:
-    """Return the error for a request that lacks a field."""
     return BadRequest(
         f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
     )
@@ -377,6 +378,7 @@ class CharBounds:
 
 def check_length(parts: Sequence[Any], max_chars: int, *, param: str) -> None:
     """Raise BadRequest if the parts, written as JSON, are too long to tokenise."""
+    # A character has at most 4 bytes; a part's braces and names are not the caller's.
     body = orjson.dumps(parts, default=lambda part: part.model_dump())
     if len(body) > 4 * max_chars or len(body.decode()) > max_chars + 256 * len(parts):
         raise BadRequest(f"'{param}' is longer than {max_chars} characters.", param=param)
