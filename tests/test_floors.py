@@ -141,7 +141,7 @@ BUDGET: dict[str, int] = {
     "cli": 1272,
     "clock": 40,
     "doctor": 323,
-    "engine": 10701,
+    "engine": 10703,
     "errors": 266,
     "ids": 10,
     "jobs": 267,

@@ -414,8 +414,5 @@ def _cause(source: HubSource, error: Exception) -> str:
         case OSError() if error.errno is not None:
             return f"{source.repo} could not be stored: {error.strerror or error}."
         case _:
-            return f"{source.repo} could not be fetched from the hub: {_first_line(error)}."
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+            line, *_ = (str(error).strip() or type(error).__name__).splitlines()
+            return f"{source.repo} could not be fetched from the hub: {line.rstrip('.')}."
