@@ -11,6 +11,7 @@ kv_bits            KV in 8 and 4 bits beside KV as it is
 startup            the start of two checkouts, by turns
 cpu_decoders       mlx-lm's decoders on a CPU, with the kernels here and without
 sampling           one sampler for all rows beside mlx-lm's of each row
+loading            engines loaded in one go
 servers            servers for the length of a block, each a process of its own
 checkpoints        models with random weights, as much work as trained ones
 tiny_models        configurations of every architecture, as small as they can be

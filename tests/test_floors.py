@@ -139,7 +139,7 @@ BUDGET: dict[str, int] = {
     "cli": 1266,
     "clock": 40,
     "doctor": 333,
-    "engine": 10577,
+    "engine": 10554,
     "errors": 255,
     "ids": 10,
     "jobs": 266,

@@ -310,16 +310,11 @@ def _listing(source: HubSource, hub: Hub) -> tuple[str, list[HubFile]]:
         source.repo, revision=source.revision, timeout=hub.timeout_s, files_metadata=True
     )
     siblings = info.siblings or []
-    files = []
-    for file in siblings:
-        is_needed = file.rfilename == source.file
-        if source.file is None:
-            is_needed = is_wanted(file.rfilename)
-        if is_needed and file.size is not None:
-            sha256 = None
-            if file.lfs:
-                sha256 = file.lfs.sha256
-            files.append(HubFile(file.rfilename, file.size, sha256))
+    files = [
+        HubFile(file.rfilename, file.size, getattr(file.lfs, "sha256", None))
+        for file in siblings
+        if file.size is not None and _is_needed(source, file.rfilename)
+    ]
     if source.is_gguf:
         if not files:
             raise _Missing(f"{source.repo} has no file {source.file}.")
@@ -361,6 +356,12 @@ def _snapshot(source: HubSource, hub: Hub, **options: Any) -> Path:
         **options,
     )
     return Path(folder)
+
+
+def _is_needed(source: HubSource, name: str) -> bool:
+    if source.file is None:
+        return is_wanted(name)
+    return name == source.file
 
 
 def _model_in(folder: Path, source: HubSource) -> Path:
@@ -413,8 +414,5 @@ def _cause(source: HubSource, error: Exception) -> str:
         case OSError() if error.errno is not None:
             return f"{source.repo} could not be stored: {error.strerror or error}."
         case _:
-            return f"{source.repo} could not be fetched from the hub: {_first_line(error)}."
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+            line, *_ = (str(error).strip() or type(error).__name__).splitlines()
+            return f"{source.repo} could not be fetched from the hub: {line.rstrip('.')}."

@@ -160,8 +160,7 @@ _WRITTEN: Sequence[tuple[tuple[str, ...], str]] = (
     (("<｜tool▁calls▁begin｜>",), "deepseek_v3"),
     (("｜DSML｜",), "deepseek_v32"),
     (("<|START_ACTION|>",), "cohere_command3"),
-    (("Action:", "```json", "directly_answer"), "command_r"),
-    (("Action:", "```json", "directly-answer"), "command_r"),
+    (("Action:", "```json", "directly"), "command_r"),  # directly_answer, or directly-answer
     (("<TOOLCALL>",), "nemotron_nano_v2"),
     (("<tool_calls>",), "hunyuan_a13b"),
     (("<|tool|>", "<|/tool|>"), "phi4_mini_json"),

@@ -56,11 +56,6 @@ class Head:
             x = self.norm(x)
         return self.out(x).astype(mx.float32)
 
-    @property
-    def labels(self) -> int:
-        """Count the logits of a row."""
-        return int(self.out.weight.shape[1])
-
 
 @dataclass(frozen=True, slots=True)
 class HeadNames:
@@ -101,7 +96,7 @@ class CrossEncoderEngine(EncoderEngine):
     ) -> None:
         super().__init__(name, encoder, device=device, max_tokens=max_tokens)
         self.tokenizer = tokenizer
-        self.labels = head.labels
+        self.labels = int(head.out.weight.shape[1])  # logits of a row
         self._head = head
         self._template = template
 

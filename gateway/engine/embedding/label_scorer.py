@@ -85,7 +85,7 @@ class LabelScorer:
         self._before, after = recipe.template.split("{document}")
         [self._tail] = tokenizer.encode([after], with_specials=False)
         self._controls = tokenizer.controls
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens  # of a prompt
         caches = make_prompt_cache(model)
         self._shares_prefixes = all(type(layer) is KVCache for layer in caches)
         self._kv_bytes = measure_kv(model).token
@@ -94,11 +94,6 @@ class LabelScorer:
     @property
     def dtype(self) -> mx.Dtype:
         return floating_dtype(self._model)
-
-    @property
-    def max_tokens(self) -> int:
-        """Return the most tokens of a prompt."""
-        return self._max_tokens
 
     def encode_pairs(
         self,
@@ -118,9 +113,9 @@ class LabelScorer:
         *start, (last, _) = _fill(self._before, query, instruction or self._recipe.instruction)
         end = last.rstrip(" ")
         [first] = self._controls.encode([[*start, (end, False)]])
-        room = self._max_tokens - len(first) - len(self._tail)
+        room = self.max_tokens - len(first) - len(self._tail)
         if room < 1:
-            raise ContextLengthExceeded(self._max_tokens, self._max_tokens - room + 1, noun="query")
+            raise ContextLengthExceeded(self.max_tokens, self.max_tokens - room + 1, noun="query")
         keep = min(room, max_document_tokens or room)
         texts = [last[len(end) :] + document for document in documents]
         encoded = self._tokenizer.encode_start(texts, keep, with_specials=False)

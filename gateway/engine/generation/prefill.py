@@ -156,10 +156,6 @@ class Prefill:
         return len(self._line)
 
     @property
-    def is_empty(self) -> bool:
-        return not self._line
-
-    @property
     def nbytes(self) -> int:
         """Count the bytes of KV read so far."""
         layers = [layer for batch in self._batches() for layer in batch.lm_batch.prompt_cache]

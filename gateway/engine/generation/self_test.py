@@ -135,10 +135,6 @@ class BatchSelfTest:
         yield from self._alone(long)
         yield from self._try("window", [*rows[:2], long], self._together(rows[0], rows[1], long))
 
-    def read_alone(self, length: int) -> Steps:
-        """Read one prompt of so many tokens, and an answer, alone."""
-        yield from self._alone(self._draw_tokens(length))
-
     def _draw_tokens(self, length: int) -> _Row:
         end = length + ANSWER_TOKENS
         tokens = [self._random.randrange(1, self._vocab_size) for _ in range(end)]
@@ -300,8 +296,8 @@ class BatchSelfTest:
 
 def read_probe(model: Any, vocab_size: int) -> None:
     """Read a short prompt of no caller's, and wait for its logits. Raises what the device does."""
-    for _ in BatchSelfTest(model, vocab_size, LENGTHS[0], mx.float32).read_alone(LENGTHS[0]):
-        pass
+    test = BatchSelfTest(model, vocab_size, LENGTHS[0], mx.float32)
+    list(test._alone(test._draw_tokens(LENGTHS[0])))
 
 
 def bound_of(dtype: mx.Dtype) -> float:

@@ -130,11 +130,6 @@ class Sequence:
         return frozenset()
 
     @property
-    def may_open_with(self) -> int | None:
-        """Return the token that opens a block of thinking, if one may still come first."""
-        return self._thinking.opens_with
-
-    @property
     def thinking_first(self) -> Thinking | None:
         """Return the thinking under way if an answer held to a grammar must follow it."""
         if self._matcher is None or not self._thinking.is_on:
@@ -178,7 +173,7 @@ class Sequence:
         """Return what binds the next token, for this place in a batch; None if no grammar does."""
         if self.matcher is None:
             return None
-        return BoundRow(place, self.matcher, self.may_open_with, self.barred)
+        return BoundRow(place, self.matcher, self._thinking.opens_with, self.barred)
 
     def forced(self, limit: int) -> list[int]:
         """Return up to `limit` tokens that the grammar leaves no choice of."""

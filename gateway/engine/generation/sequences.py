@@ -103,7 +103,7 @@ class Sequences:
     @property
     def is_prefilling(self) -> bool:
         """Return True while a sequence has prompt left to read."""
-        return not self._prefill.is_empty
+        return len(self._prefill) > 0
 
     @property
     def is_decoding(self) -> bool:

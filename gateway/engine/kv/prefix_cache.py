@@ -65,7 +65,7 @@ class PrefixCache:
         # Least recently used first. A block counts as used just before the one that it follows,
         # so the first of all has no block that follows it, and can be evicted.
         self._kept: OrderedDict[Key, _Kept] = OrderedDict()
-        self._nbytes = 0
+        self.nbytes = 0
         self._growing: dict[Key, None] = {}  # the states of answers under way, the oldest first
         self._names: dict[tuple[int, bytes], Key] = {}  # a router's, of what ends in a block
 
@@ -82,10 +82,6 @@ class PrefixCache:
     def keeps_growing(self) -> bool:
         """Return True if states are kept of answers under way."""
         return self._limit >= MIN_SETS * self._states
-
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes
 
     def count_known(self, tokens: Sequence[int], root: int = ROOT) -> int:
         """Count the first tokens that need not be read."""
@@ -221,7 +217,7 @@ class PrefixCache:
     def _drop(self, key: Key) -> None:
         dropped = self._kept.pop(key)
         self._growing.pop(key, None)
-        self._nbytes -= dropped.nbytes
+        self.nbytes -= dropped.nbytes
         self._buffers.count -= dropped.buffers
 
     def _split(self, layers: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -299,7 +295,7 @@ class PrefixCache:
         arrays = [array for layer in layers for array in _arrays(layer)]
         nbytes = sum(array.nbytes for array in arrays) + _TOKEN_BYTES * len(key)
         while (
-            self._nbytes + nbytes > self._limit
+            self.nbytes + nbytes > self._limit
             or self._buffers.count + len(arrays) > self._buffers.limit
         ):
             evicted = self._next_evicted(nbytes, is_growing=is_growing)
@@ -313,7 +309,7 @@ class PrefixCache:
         if not all(is_finite.item() for is_finite in are_finite):
             return False
         self._kept[key] = _Kept(next(self._numbers), layers, nbytes, len(arrays))
-        self._nbytes += nbytes
+        self.nbytes += nbytes
         self._buffers.count += len(arrays)
         path.append(key)
         return True

@@ -382,11 +382,13 @@ def measure_kv(model: Any) -> KvCost:
         windows.append(max(windows))
     for token, window in windows:
         by_most[window] = by_most.get(window, 0) + token
+    tokens, constants = [layer.token for layer in layers], [layer.constant for layer in layers]
+    # What a pass holds of each token of the layer that it computes, besides the caches.
+    working = [*tokens, *(getattr(cache, "unpacked_token_bytes", 0) for cache in one)]
     return KvCost(
-        token=sum(layer.token for layer in layers)
-        + max((_working_bytes(*both) for both in zip(one, layers, strict=True)), default=0),
+        token=sum(tokens) + max(working, default=0),
         windows=tuple((token, window) for window, token in by_most.items()),
-        constant=_and_one_more([layer.constant for layer in layers]),
+        constant=sum(constants) + max(constants, default=0),
         plane=max((layer.plane for layer in layers), default=0),
         states=sum(layer.constant + sum(map(math.prod, layer.windows)) for layer in layers),
     )
@@ -431,16 +433,6 @@ def _layer_cost(one: Any, two: Any) -> KvCost:
         return KvCost(windows=((token, int(window)),), plane=plane)
     token = max(0, int(two.nbytes) - int(one.nbytes))
     return KvCost(token, constant=max(0, int(one.nbytes) - token))
-
-
-def _working_bytes(cache: Any, cost: KvCost) -> int:
-    """Return what a pass holds of each token of the layer that it computes, besides the caches."""
-    return max(cost.token, getattr(cache, "unpacked_token_bytes", 0))
-
-
-def _and_one_more(layers: Sequence[int]) -> int:
-    """Sum the layers' bytes, counting the largest twice."""
-    return sum(layers) + max(layers, default=0)
 
 
 def _checkpoint_dtype(tensors: Mapping[str, Tensor]) -> mx.Dtype:

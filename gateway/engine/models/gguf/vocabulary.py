@@ -148,7 +148,7 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     """Return the tokenizer that a GGUF file's metadata describe, with its chat templates.
 
     `metadata` has the file's own keys; values are plain Python. The ids are those of the model's
-    own tokenizer, which are llama.cpp's but where `pre_tokenizers` says otherwise. Control tokens
+    own tokenizer, which are llama.cpp's but where `SPLITTINGS` says otherwise. Control tokens
     are special, user-defined ones whole but text. Raises ValueError naming what is missing,
     wrong or not known here.
     """
