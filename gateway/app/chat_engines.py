@@ -228,6 +228,7 @@ class ChatEngines:
         """Return True if the memory budget has no room for the weights dequantized, with so many
         bytes beside them.
         """
+        # On a CPU quantised weights are slower, and floating ones many times as large.
         room = self.budget_bytes - beside - self._first_kv_bytes(checkpoint, spec)
         return must_stay_packed(checkpoint, self.device, dtype_of(spec), room)
 

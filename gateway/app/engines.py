@@ -166,9 +166,8 @@ class MlxEngines:
         return await run_in_daemon_thread(lambda: self._chat.digest(spec, files))
 
     def fetched_percent(self, spec: ModelSpec) -> int | None:
-        """Return how much of a download is done, of the model or its draft; None if none is under
-        way.
-        """
+        """Return how much of a model's download is done; None if none is under way."""
+        # Its draft is downloaded before it.
         for part in (self._draft_of(spec), spec):
             if part is not None and (size := self._sizes.get(part.id)):
                 return min(99, 100 * fetched_bytes(part, self._hub) // size)

@@ -302,7 +302,8 @@ class Gateway:
         return [spec for spec in self._preloaded() if self._models.has_failed(spec)]
 
     async def _load(self, spec: ModelSpec) -> None:
-        """Load a model, however long that takes, unless a reload removes its spec."""
+        """Load a model, however long that takes."""
+        # A reload may remove its spec meanwhile.
         while self._catalog.current(spec) is not None:
             try:
                 async with self._models.lease(spec):
@@ -389,7 +390,7 @@ def _make_tracer() -> "Tracer | None":
 
 @contextlib.asynccontextmanager
 async def _exporting(tracer: "Tracer | None") -> AsyncIterator[None]:
-    """Send traces until exit, and then those that are left, for at most FLUSH_S."""
+    """Send traces until exit, and then those that are left."""
     if tracer is None:
         yield
         return
@@ -397,7 +398,7 @@ async def _exporting(tracer: "Tracer | None") -> AsyncIterator[None]:
     try:
         yield
     finally:
-        try:
+        try:  # the collector may not answer
             async with asyncio.timeout(FLUSH_S):
                 await run_in_daemon_thread(tracer.close)
         except TimeoutError:

@@ -296,10 +296,10 @@ class ModelLoader:
                 await run(engine.close)
 
     async def _load(self, steps: Generator[T | None, None, None]) -> T:
-        """Load with one turn of the lane per step, so that other work runs in between."""
+        """Load with one turn of the lane per step."""
         engine: T | None = None
         try:
-            while engine is None:
+            while engine is None:  # between two steps other work has its turn
                 async with self.lane.turn("load") as run:
                     engine = await run(_next, steps)
         except BaseException:

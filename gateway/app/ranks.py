@@ -103,7 +103,8 @@ def describe(spec: ChatSpec) -> str:
 async def _load(
     settings: Settings, engines: RankEngines, model: str, setup: Setup
 ) -> GenerationEngine:
-    """Load this rank's share of a model, if what is here is what rank 0 has."""
+    """Load this rank's share of a model."""
+    # It would answer nonsense if what is here were not what rank 0 has.
     spec = load_catalog(settings.models, variables()).by_id(model)  # it may have changed
     if not isinstance(spec, ChatSpec) or describe(spec) != setup.spec:
         raise ModelLoadFailed(model, "its models.yaml is not that of rank 0")

@@ -42,15 +42,15 @@ class VerdictStore:
     folder: Path
 
     def read(self, digest: str) -> Verdict:
-        """Return the verdict kept under a digest; an empty one if its file is missing or wrong."""
+        """Return the verdict kept under a digest; an empty one if there is none."""
         try:
             with self._file(digest).open("rb") as file:
                 return _VERDICT.validate_json(file.read(MAX_FILE_BYTES), strict=True)
         except (OSError, ValueError):
-            return Verdict()
+            return Verdict()  # it is tested again
 
     def write(self, digest: str, verdict: Verdict) -> None:
-        """Write a verdict to disk atomically if it is whole and lasting; raises OSError."""
+        """Write a verdict to disk if it is whole and lasting; raises OSError."""
         if not (verdict.is_whole and verdict.is_lasting):
             return
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -58,7 +58,7 @@ class VerdictStore:
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 json.dump(asdict(verdict), file)
-            os.replace(name, self._file(digest))
+            os.replace(name, self._file(digest))  # no reader sees half of it
         except BaseException:
             os.unlink(name)
             raise

@@ -49,11 +49,15 @@ class Peer:
         self._headers = {"content-type": "application/json"}
         if key is not None:
             self._headers["authorization"] = f"Bearer {key}"
+        # Of the whole answer, however it is streamed.
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
 
     async def __aenter__(self) -> "Peer":
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), headers=self._headers, timeout=self._timeout
+            # Without a limit, so that it is the server that makes clients wait.
+            connector=aiohttp.TCPConnector(limit=0),
+            headers=self._headers,
+            timeout=self._timeout,
         )
         return self
 

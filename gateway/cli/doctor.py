@@ -116,6 +116,7 @@ def choose(specs: Iterable[ModelSpec], is_here: Callable[[ModelSpec], bool]) -> 
 
 def check_model_files(spec: ModelSpec, settings: Settings) -> Finding | None:
     """Return why a model cannot be checked, with what adds it; None if its files are on disk."""
+    # Its weights are its base's.
     if isinstance(spec, ChatSpec) and spec.base is not None:
         command = f"mlx-gateway doctor --engine --model {spec.base}"
         return Finding("files", "skip", f"an adapter is run by its base. Run: {command}")

@@ -179,6 +179,7 @@ class Signals:
         if self._early is not None:
             self._early.append(number)
         elif self.tool is not None:
+            # The terminal has sent it to the tool as well.
             if not (number in FROM_KEYS and _is_in_foreground()):
                 self.tool.send_signal(number)  # nothing, if it has ended
         elif not self._has_ended:

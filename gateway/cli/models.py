@@ -160,7 +160,7 @@ def _needed(spec: ModelSpec, speculate_rows: int) -> Iterator[ModelSpec]:
 
 
 def _fetch(spec: ModelSpec, hub: "Hub") -> None:
-    """Download one model, if the hub has it, and print where it is."""
+    """Download one model, and print where it is."""
     if isinstance(spec.source, HubSource):
         total = lazy.hub.ask_hub(spec, hub)
         with _progress(spec.id, total, lambda: lazy.hub.fetched_bytes(spec, hub)):
@@ -172,8 +172,8 @@ def _fetch(spec: ModelSpec, hub: "Hub") -> None:
 
 @contextmanager
 def _progress(name: str, total: int, fetched: Callable[[], int]) -> Iterator[None]:
-    """Show the download on stderr, if that is a terminal."""
-    if not sys.stderr.isatty():
+    """Show the download on stderr."""
+    if not sys.stderr.isatty():  # a log would have a line for each step
         yield
         return
     progress = lazy.progress

@@ -177,7 +177,7 @@ async def _ready(gateway: Served, settings: Settings, opened: Sequence[str]) -> 
 
 
 async def _reload_at(hangup: asyncio.Event, gateway: Served) -> None:
-    """Reload models.yaml at each SIGHUP; a wrong file is logged and changes nothing."""
+    """Reload models.yaml at each SIGHUP."""
     while True:
         await hangup.wait()
         hangup.clear()
@@ -274,7 +274,8 @@ class Place:
 
 
 def find_places(opened: Sequence[str]) -> list[Place]:
-    """Return the places of Hypercorn's binds, those with a port first, without unknown ones."""
+    """Return the places of Hypercorn's binds, those with a port first."""
+    # Of an inherited socket nothing is known but its number.
     places = [_place(int(bind.removeprefix("fd://"))) for bind in opened if bind[:5] == "fd://"]
     return sorted(filter(None, places), key=lambda each: each.port is None)
 
@@ -318,7 +319,7 @@ def write_greeting(places: Sequence[Place], models: Sequence[ModelSpec], setting
 
 
 def _host_header(host: str, settings: Settings) -> list[str]:
-    """Return the Host header that a gateway without keys requires, if the address is none."""
+    # Without keys the gateway answers to its own names alone, against web pages.
     is_known = settings.api_keys or {host, "*"} & set(settings.allowed_hosts)
     if is_known or ipaddress.ip_address(host).is_loopback:
         return []

@@ -73,7 +73,8 @@ def describe_system() -> str:
 
 
 def private_folders() -> list[str]:
-    """Return the folders that an error is likely to name, the longest first."""
+    """Return the folders that an error is likely to name."""
+    # The longest first: one may be inside another.
     folders = {Path.home(), Path.cwd(), Path(tempfile.gettempdir()), Path(sys.prefix)}
     named = {str(path) for folder in folders for path in (folder, folder.resolve())}
     return sorted(named - {"/"}, key=len, reverse=True)
@@ -210,5 +211,5 @@ class Report:
 
 
 def _row(name: str, found: Finding) -> tuple[str, str, str, str]:
-    """Return a row of one line; the text of an answer may have several."""
+    # The text of an error may have several lines, and a row has one.
     return name, found.check, found.state, " ".join(found.message.split())

@@ -264,6 +264,7 @@ async def _write(
     spec: ChatSpec, batcher: GenerationBatcher, numbers: "count[int]", size: int
 ) -> int:
     """Write answers at once, each of TOKENS tokens; return the number of tokens."""
+    # Thinking aloud would be other work.
     spec = spec.model_copy(update={"thinking": False})
     arguments = template_args(Resolved(spec), spec)
 

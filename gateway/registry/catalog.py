@@ -78,10 +78,8 @@ class Catalog:
         return next((spec for spec in self.specs if spec.id == model), None)
 
     def current(self, spec: ModelSpec) -> ModelSpec | None:
-        """Return the spec that a model loaded for `spec` can serve; None if there is none.
-
-        `spec` may be of an earlier reading, and differ in keys that no load depends on.
-        """
+        """Return the spec that a model loaded for `spec` can serve; None if there is none."""
+        # It may be of an earlier reading, and differ in keys that no load depends on.
         return next((candidate for candidate in self.specs if load_alike(candidate, spec)), None)
 
     def changes_since(self, older: "Catalog") -> Changes:
@@ -122,5 +120,6 @@ def _loaded_with(spec: ModelSpec) -> tuple[object, ...]:
     if not isinstance(spec, ChatSpec):
         return keys
     base, draft = spec.base_spec, spec.draft_spec
+    # Of a draft's entry only these matter to the model that it drafts for.
     draft_keys = draft and (draft.source, draft.dtype, draft.fuse_projections, draft.kv_bits)
     return (*keys, base and _loaded_with(base), draft_keys)

@@ -169,6 +169,7 @@ class _Reader:
         """Report one of pydantic's errors, with the nearest valid name if one is misspelt."""
         keys = tuple(_keys_in_file(details["loc"]))
         where: Where = (*top, *keys)
+        # Where a value is missing because of another problem, that one is told.
         if any(where[:depth] in self._document.broken for depth in range(len(where) + 1)):
             return
         key, value = ".".join(str(part) for part in keys), details["input"]
@@ -204,6 +205,7 @@ class _Reader:
         for name, claims in self._list_claims(models).items():
             owner = max(claims, key=lambda claim: ("written", "set", "id").index(claim.rank))
             line = self._document.line(owner.where)
+            # Of equal claims the first in the file wins.
             for claim in claims:
                 if claim is owner:
                     continue

@@ -22,9 +22,9 @@ _TEXT = {"type": "string"}
 
 
 def describe_fields(model: type[BaseModel]) -> dict[str, str]:
-    """Return what the docstring below each field says. It is read from the source: docstrings of
-    attributes are gone once a module is imported, and pydantic's way to keep them slows each start.
-    """
+    """Return what the docstring below each field says."""
+    # It is read from the source: docstrings of attributes are gone once a module is imported, and
+    # pydantic's way to keep them slows each start.
     words: dict[str, str] = {}
     settings = {}
     if issubclass(model, Section):
@@ -91,6 +91,7 @@ def _value(schema: dict[str, Any], *, required: bool = True) -> dict[str, Any]:
     """Allow a variable for a plain value, and null for an optional one."""
     bare = {key: value for key, value in schema.items() if key not in ("title", "default")}
     about = {key: schema[key] for key in ("default",) if schema.get(key) is not None}
+    # What takes any text takes `${VAR}` too.
     options = [_inner(option) for option in bare.pop("anyOf", [bare]) if option != _NULL]
     if any(_is_plain(option) for option in options) and _TEXT not in options:
         options.append(_REF)

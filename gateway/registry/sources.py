@@ -92,12 +92,13 @@ def parse_source(text: str, folder: Path) -> Source:
         if colon and near:
             problem += did_you_mean(f"{near}:{rest}")
         raise ValueError(problem)
+    # Before gigabytes of it are fetched.
     if _PIECE.search(rest):
         raise ValueError(f"{text!r} is one piece of a model; GGUF files are served whole")
     if scheme == "path":
         if not rest:
             raise ValueError("path: names no folder")
-        path = folder / os.path.expanduser(rest)
+        path = folder / os.path.expanduser(rest)  # `folder` yields to an absolute path
         try:
             path.exists()  # which raises for a name that no file can have
             if is_gguf(rest):

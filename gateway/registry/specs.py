@@ -51,14 +51,14 @@ def override(setting: str) -> Any:
 
 
 class Section(BaseModel):
-    """A mapping of models.yaml: unknown keys are errors, null values count as absent."""
+    """A mapping of models.yaml, in which unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
     @model_validator(mode="before")
     @classmethod
     def _drop_empty(cls, data: object) -> object:
-        if isinstance(data, Mapping):
+        if isinstance(data, Mapping):  # null is as if the key were not there
             return {key: value for key, value in data.items() if value is not None}
         return data
 
@@ -103,7 +103,8 @@ Modes = BatchingMode | bool
 
 
 def _mode(value: object) -> object:
-    """Read a boolean as a mode: YAML reads `off` without quotes as false."""
+    """Read a boolean as a mode."""
+    # YAML reads `off` without quotes as false.
     if value is True:
         return "auto"
     if value is False:
@@ -256,6 +257,7 @@ class EmbeddingSpec(_Spec):
     def _prompts_exist(self) -> "EmbeddingSpec":
         names = [("aliases", alias.prompt_name) for alias in self.aliases]
         for key, name in (*names, ("default_prompt_name", self.default_prompt_name)):
+            # Without any in the file the model's own are checked, at load.
             if self.prompts and name is not None and name not in self.prompts:
                 message = f"no prompt is named {name!r}{did_you_mean(nearest(name, self.prompts))}"
                 raise _misplaced(key, message)
@@ -267,6 +269,7 @@ def _rerank_template(value: str | None) -> str | None:
         return None
     if [value.count(mark) for mark in ("{query}", "{document}")] != [1, 1]:
         raise ValueError("it should have {query} and {document} once each")
+    # What is before it is read once for all documents of a query.
     if value.index("{document}") < max(value.find("{query}"), value.find("{instruction}")):
         raise ValueError("{document} should come last: what is before it is read once")
     return value

@@ -40,16 +40,13 @@ class ModelVariables:
         self.paths = {self._stem + _in_capitals("_".join(path)): path for path in self._types}
 
     def path(self, variable: str) -> Path | None:
-        """Return the path that a variable sets; None if it is not one of this model's.
-
-        In a mapping with free keys, such as `prompts`, it sets the file's key of that name, or else
-        a new one in small letters.
-        """
+        """Return the path that a variable sets; None if it is not one of this model's."""
         if variable in self.paths or not variable.startswith(self._stem):
             return self.paths.get(variable)
         for key, names in self._free_keys():
             name = variable.removeprefix(f"{self._stem}{_in_capitals(key)}_")
             if name != variable and name and name == _in_capitals(name):
+                # The file's key of that name, or else a new one.
                 return key, names.get(name, [name.lower()])[0]
         return None
 

@@ -1,10 +1,12 @@
 """YAML text → plain values and the line that each was written on, with ${VAR:-default} replaced.
 
 Only YAML's own plain types are built; any other tag is a problem. Problems are collected, so that
-one reading reports them all. ruamel.yaml's round-trip loader knows lines too, but it raises at the
-first repeated key or mistyped tag, converts values before variables can be replaced in them, and
-returns numbers of its own types, which would have to be walked through as here.
+one reading reports them all.
 """
+
+# ruamel.yaml's round-trip loader knows lines too, but it raises at the first repeated key or
+# mistyped tag, converts values before variables can be replaced in them, and returns numbers of its
+# own types, which would have to be walked through as here.
 
 import re
 from collections.abc import Callable, Mapping
@@ -122,7 +124,7 @@ def read_yaml(text: str, variables: Mapping[str, str]) -> Document:
 
 
 def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
-    """Return how many values a node has, those of an anchor once for each use."""
+    # Those of an anchor count once for each use.
     if id(node) not in counts:
         counts[id(node)] = 1  # if it contains itself, which is reported later
         children: list[yaml.Node] = []

@@ -48,17 +48,16 @@ def load_settings(
 def variables(env_file: Path | None = ENV_FILE) -> dict[str, str]:
     """Return every variable of the environment and of .env: what models.yaml is read with.
 
-    The environment wins, but a variable that is empty there does not hide one in .env.
+    The environment wins.
     """
+    # A variable that is empty there does not hide one in .env.
     filled = {name: value for name, value in os.environ.items() if value}
     return {**os.environ, **_dotenv(env_file), **filled}
 
 
 def exports_traces() -> bool:
-    """Return True if OpenTelemetry's own variables say where traces go.
-
-    Its SDK reads them, and those of .env it does not know.
-    """
+    """Return True if OpenTelemetry's own variables say where traces go."""
+    # Its SDK reads them from the environment, and does not know those of .env.
     if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False
     if os.environ.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
