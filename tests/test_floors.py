@@ -142,7 +142,7 @@ BUDGET: dict[str, int] = {
     "cli": 1272,
     "clock": 40,
     "doctor": 323,
-    "engine": 10566,
+    "engine": 10570,
     "errors": 266,
     "ids": 10,
     "jobs": 266,
@@ -150,7 +150,7 @@ BUDGET: dict[str, int] = {
     "metrics": 190,
     "registry": 1267,
     "server": 258,
-    "serving": 4139,
+    "serving": 4144,
     "settings": 608,
     "wire": 3783,
 }
