@@ -139,7 +139,7 @@ BUDGET: dict[str, int] = {
     "cli": 1266,
     "clock": 40,
     "doctor": 333,
-    "engine": 10554,
+    "engine": 10558,
     "errors": 255,
     "ids": 10,
     "jobs": 266,
@@ -147,7 +147,7 @@ BUDGET: dict[str, int] = {
     "metrics": 190,
     "registry": 1108,
     "server": 258,
-    "serving": 4064,
+    "serving": 4069,
     "settings": 327,
     "wire": 3547,
 }

@@ -45,12 +45,13 @@ END: Final = "<|end of the trial|>"
 def try_grammar(request: Request) -> Answer:
     """Compile with llguidance for a small tokenizer, and take some steps.
 
-    Only survival counts: the gateway compiles again, with the model's tokenizer, and reports what
-    is wrong. `spec` is llguidance's own form; `specials` are the control tokens it names; `limits`
+    `spec` is llguidance's own form; `specials` are the control tokens it names; `limits`
     are those of LLParserLimits.
     """
     from llguidance import LLMatcher, LLParserLimits
 
+    # Only survival counts: the gateway compiles again, with the model's tokenizer, and reports
+    # what is wrong.
     tokenizer, eos = _bytes_tokenizer(request["specials"])
     matcher = LLMatcher(
         tokenizer, request["spec"], log_level=0, limits=LLParserLimits(**request["limits"])
@@ -99,21 +100,22 @@ def render(request: Request) -> Answer:
         raise
     except Exception as error:  # a template is a program, and raises whatever it likes
         return "refused", str(error)
-    text, most = rendered[0][0], request["max_chars"]
-    if len(text) > most:
-        return "large", f"it writes {len(text)} characters, and may write {most}"
+    text, max_chars = rendered[0][0], request["max_chars"]
+    if len(text) > max_chars:
+        return "large", f"it writes {len(text)} characters, and may write {max_chars}"
     return "rendered", text
 
 
 @functools.cache
 def _renderer() -> Callable[..., Any]:
-    """Import transformers' `render_jinja_template`, and of transformers little else.
-
-    The packages above it import what no template needs: without running those, it takes a third of
-    the time and two thirds of the memory.
-    """
+    """Import transformers' `render_jinja_template`, and of transformers little else."""
+    # The packages above it import what no template needs: without running those, it takes a third
+    # of the time and two thirds of the memory.
     for package in ("transformers", "transformers.utils"):
-        if package not in sys.modules and (spec := importlib.util.find_spec(package)):
+        if package in sys.modules:
+            continue
+        spec = importlib.util.find_spec(package)
+        if spec is not None:
             sys.modules[package] = importlib.util.module_from_spec(spec)
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -206,11 +208,11 @@ def _bound_memory(limit: int) -> None:
     """Bound the address space. macOS takes the call and does nothing: there the gateway looks at
     resident memory now and then.
     """
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    if most != resource.RLIM_INFINITY:
-        limit = min(limit, most)
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+    if hard_limit != resource.RLIM_INFINITY:
+        limit = min(limit, hard_limit)
     with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_AS, (limit, most))
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
 
 
 def _address_space_bytes() -> int:
@@ -223,14 +225,13 @@ def _address_space_bytes() -> int:
 
 
 def _most_resident_bytes() -> int:
-    """Count the most memory this process has held. Linux's getrusage has the gateway's own too, as
-    it was when it spawned this one.
-    """
+    """Count the most memory this process has held."""
+    # Linux's getrusage has the gateway's own too, as it was when it spawned this one.
     with contextlib.suppress(OSError, ValueError, IndexError):
         status = Path("/proc/self/status").read_text()
         return 1024 * int(status.partition("VmHWM:")[2].split()[0])
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else 1024 * most
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def main() -> None:

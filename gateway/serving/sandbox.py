@@ -85,7 +85,8 @@ class Sandbox:
         return outcome
 
     def _call(self, request: Mapping[str, Any], key: bytes) -> Outcome:
-        if (earlier := self._find_killed(key)) is not None:
+        earlier = self._find_killed(key)
+        if earlier is not None:
             return earlier
         if not self._turn.acquire(timeout=WAIT_S):
             return "busy", "others take all the time there is"
@@ -173,7 +174,8 @@ class Sandbox:
 
     def _find_killed(self, key: bytes) -> Outcome | None:
         with self._lock:
-            if (earlier := self._killed.get(key)) is None:
+            earlier = self._killed.get(key)
+            if earlier is None:
                 return None
             end, why, since = earlier
             if end == "late" and time.monotonic() - since > LATE_LASTS_S:
@@ -182,10 +184,8 @@ class Sandbox:
             return end, why
 
     def _replenish(self) -> None:
-        """Start processes until READY of them are idle or busy; busy ones return to idle.
-
-        A start takes a second or two of processor time, which slows the busy ones.
-        """
+        """Start processes until READY of them are idle or busy; busy ones return to idle."""
+        # Not more: a start takes a second or two of processor time, which slows the busy ones.
         while len(self._idle) + len(self._busy) < READY and not self._is_closed:
             self._idle.insert(0, _Process(self._command))
 
@@ -212,13 +212,14 @@ class _Process:
     """A process and the gateway's end of its connection."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        self._connection, theirs = multiprocessing.Pipe()
+        self._connection, other_end = multiprocessing.Pipe()
         secret = ("GATEWAY_", "OPENAI_", "HF_TOKEN")
         public = {name: value for name, value in os.environ.items() if not name.startswith(secret)}
-        with theirs:
+        with other_end:
+            descriptor = other_end.fileno()
             self._process = subprocess.Popen(
-                [command[0], *command[1:-1], str(theirs.fileno()), command[-1]],
-                pass_fds=[theirs.fileno()],  # and no other: a listening socket must not stay open
+                [*command[:-1], str(descriptor), command[-1]],
+                pass_fds=[descriptor],  # and no other: a listening socket must not stay open
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -276,9 +277,9 @@ class _Process:
                 return False
 
     def ending(self) -> Outcome:
-        """Return how the process ended. What it does by itself never ends it by SIGKILL: it is
-        bounded in memory and time, and a crash has a signal of its own.
-        """
+        """Return how the process ended."""
+        # What it does by itself never ends it by SIGKILL: it is bounded in memory and time, and a
+        # crash has a signal of its own.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_S)
         code = self._process.returncode
@@ -302,10 +303,8 @@ class _Process:
 
 
 def resident_bytes(pid: int) -> int:
-    """Return a process's resident memory, as `ps` reports it; 0 if it has ended.
-
-    For macOS, which does not enforce RLIMIT_AS.
-    """
+    """Return a process's resident memory, as `ps` reports it; 0 if it has ended."""
+    # For macOS, which does not enforce RLIMIT_AS.
     command = ["ps", "-o", "rss=", "-p", str(pid)]
     output = subprocess.run(command, capture_output=True, check=False).stdout
     return 1024 * int(output or 0)

@@ -168,16 +168,6 @@ def test_a_process_of_a_large_gateway_is_kept() -> None:
     del weights
 
 
-def test_an_error_of_the_work_itself_is_an_answer(templates: Sandbox) -> None:
-    """And keeps its process."""
-    assert templates(template("{{ raise_exception('not so') }}"), b"x") == ("refused", "not so")
-    too_long = template("{{ 'a' * 5000000 }}")
-    assert templates(too_long, b"y") == (
-        "large",
-        "it writes 5000000 characters, and may write 3000000",
-    )
-
-
 def test_a_large_request_and_its_answer_arrive_whole(templates: Sandbox) -> None:
     """Beyond what the socket holds at once."""
     text = "é" * 3_000_000

@@ -371,14 +371,6 @@ def test_calls_leave_out_what_is_there_to_be_read() -> None:
     assert compile_grammar(tokenizer(), grammar).matcher(ids(said)).is_over
 
 
-def test_bounds_are_the_callers_to_set() -> None:
-    """A schema within the default may be beyond a tighter one."""
-    with pytest.raises(BadRequest, match="longer than 10 bytes"):
-        compile_grammar(
-            tokenizer(), schema_grammar(TEXT | {"a": 1}), bounds=GrammarBounds(max_schema_bytes=10)
-        )
-
-
 @pytest.mark.parametrize(
     ("kind", "source", "fits"),
     [
@@ -402,12 +394,6 @@ def box() -> Iterator[Sandbox]:
     """Give the sandbox that grammars are tried in."""
     with sandbox("grammar", 60) as box:
         yield box
-
-
-def test_seeds_repeat() -> None:
-    """The same random row twice is the same answer: matchers keep nothing between rows."""
-    grammar = compiled(SCHEMAS["entities"], Shape(max_string_chars=6))
-    assert answer(grammar.matcher(), 5) == answer(grammar.matcher(), 5)
 
 
 def chain(length: int) -> Any:

@@ -75,23 +75,6 @@ async def until(condition: object, seconds: float = 5) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_an_answer_arrives_delta_by_delta_with_its_reason() -> None:
-    """The last delta, and only that one, says why it is the last."""
-    async with batching(ScriptedChat()) as batcher:
-        told = await deltas(batcher, generate_job("hello"))
-    assert [delta.text for delta in told] == [*"hello", ""]
-    assert [delta.finish_reason for delta in told] == [None] * 5 + ["stop"]
-
-
-async def test_rows_that_come_at_once_decode_together() -> None:
-    """Ten answers of ten steps take about ten steps, not a hundred."""
-    engine = ScriptedChat()
-    async with batching(engine) as batcher:
-        answers = await asyncio.gather(*(text(batcher, generate_job("x" * 10)) for _ in range(10)))
-    assert answers == ["x" * 10] * 10
-    assert len(engine.steps) < 25
-
-
 async def test_a_late_row_joins_the_running_batch() -> None:
     """Nobody waits for another's answer to end."""
     engine = ScriptedChat()

@@ -34,12 +34,6 @@ async def test_every_question_has_its_labels_in_order() -> None:
     assert usage.cached_tokens == 0 + 1 + 2 + 3 + 4
 
 
-async def test_more_questions_than_places_join_in_turn() -> None:
-    async with batching(ScriptedChat(), rows=4) as batcher:
-        judged, _ = await score_labels(batcher, [judging(0, 50)])
-    assert len(judged) == 50
-
-
 async def test_questions_and_answers_share_the_engine() -> None:
     async with batching(ScriptedChat(), rows=4) as batcher:
         (judged, _), answer, (other, _) = await asyncio.gather(

@@ -12,7 +12,7 @@ import pytest
 
 from gateway import clock, metrics
 from gateway.errors import NoRoom, PromptTooLarge
-from gateway.jobs import Delta, GenerateJob, Grammar, KvCost, Question, Sampling, SequenceParams
+from gateway.jobs import Delta, GenerateJob, Grammar, KvCost, Sampling, SequenceParams
 from gateway.serving.budget import Budget
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.generation.choice import Choice
@@ -189,22 +189,6 @@ async def test_rows_beyond_the_budget_wait_and_are_all_answered() -> None:
     assert budget.free_bytes == budget.limit_bytes
 
 
-async def test_of_many_rows_only_the_longest_is_checked() -> None:
-    """A check is slow, and a question's labels may have thousands of steps."""
-    checked: list[int] = []
-
-    class Memory(RowMemory):
-        def check(self, model: str, row: SequenceParams) -> None:
-            checked.append(len(row.prompt))
-            super().check(model, row)
-
-    questions = [Question(i, "x" * (1 + i % 7), ["yes", "no"]) for i in range(50)]
-    job = replace(generate_job("in"), questions=questions, max_tokens=1)
-    async with batching(ScriptedChat(), Memory(Budget(0), RowCosts())) as batcher:
-        assert len(await said(batcher, job)) == 50
-    assert checked == [len("in") + 7]
-
-
 class Models:
     """Models that would be evicted for rows."""
 
@@ -287,19 +271,6 @@ async def test_a_row_that_waits_for_others_alone_is_told_so_in_time() -> None:
     assert budget.free_bytes == budget.limit_bytes
 
 
-async def test_who_waits_for_rows_of_its_own_model_waits_on() -> None:
-    """They give back what they hold, however long it takes them."""
-    engine = ScriptedChat()
-    memory = RowMemory(Budget(100 + KV_STEP), costs())
-    async with batching(engine, memory, replace(LIMITS, memory_wait_s=0.01)) as batcher:
-        engine.gate.close()
-        rows = [asyncio.create_task(said(batcher, generate_job(word))) for word in ("one", "two")]
-        await asyncio.to_thread(engine.gate.reached.wait, 20)
-        await asyncio.sleep(0.1)
-        engine.gate.open()
-        assert [text(await asyncio.wait_for(row, 5)) for row in rows] == ["one", "two"]
-
-
 async def test_what_is_kept_of_prompts_goes_when_others_are_short() -> None:
     """Once: what is kept after that stays, though nobody runs."""
     budget = Budget(10**6)
@@ -316,17 +287,6 @@ async def test_what_is_kept_of_prompts_goes_when_others_are_short() -> None:
         assert engine.prefix_bytes == 500
 
 
-async def test_what_is_kept_of_prompts_never_overdraws_the_budget_for_long() -> None:
-    """The engine bounds it by a setting of its own, which may be more than there is."""
-    budget = Budget(2 * KV_STEP)
-    engine = ScriptedChat(prefix_bytes=10**6)
-    async with batching(engine, RowMemory(budget, costs(most=2 * KV_STEP))) as batcher:
-        assert text(await said(batcher, generate_job("one", max_tokens=9))) == "one"
-        while budget.free_bytes < 0:
-            await asyncio.sleep(0.001)
-    assert engine.prefix_bytes == 0
-
-
 async def test_what_is_kept_of_prompts_gives_way_to_rows() -> None:
     """Prefixes only save time."""
     budget = Budget(2 * KV_STEP)
@@ -337,26 +297,6 @@ async def test_what_is_kept_of_prompts_gives_way_to_rows() -> None:
         answer = await asyncio.wait_for(said(batcher, generate_job("now", max_tokens=9)), 5)
     assert text(answer) == "now"
     assert engine.prefix_bytes == 0
-
-
-async def test_a_cancelled_row_gives_its_bytes_back() -> None:
-    """While it waits, and while it runs."""
-    budget = Budget(2 * KV_STEP)
-    engine = ScriptedChat()
-    async with batching(engine, RowMemory(budget, costs(most=2 * KV_STEP))) as batcher:
-        engine.gate.close()
-        first, second, third = (
-            asyncio.create_task(said(batcher, generate_job(word, max_tokens=20)))
-            for word in ("first", "second", "third")
-        )
-        while not engine._running:
-            await asyncio.sleep(0.001)
-        second.cancel()
-        first.cancel()
-        engine.gate.open()
-        assert text(await asyncio.wait_for(third, 5)) == "third"
-        await asyncio.gather(first, second, return_exceptions=True)
-    assert budget.free_bytes == budget.limit_bytes
 
 
 async def test_a_row_that_fits_passes_one_that_others_keep_waiting() -> None:
@@ -437,25 +377,6 @@ async def test_when_memory_ends_the_youngest_gives_way_and_says_it_all_later(
     assert counted.get() - before == 1
     assert [job.caller.timings.preemptions for job in jobs] == [0, 1]
     assert budget.free_bytes == budget.limit_bytes
-
-
-async def test_rows_that_read_one_token_are_counted_by_their_own_prompts() -> None:
-    """A reranker's beside a long answer: they never enter its rectangle."""
-    budget = Budget(2000 + 2 * KV_STEP + 8 * (10 + 1 + KV_STEP))
-    engine = ScriptedChat(max_context=5000)
-    async with batching(engine, RowMemory(budget, costs())) as batcher:
-        engine.gate.close()
-        long = asyncio.create_task(said(batcher, generate_job("x" * 1700, max_tokens=300)))
-        await asyncio.to_thread(engine.gate.reached.wait, 20)
-        short = [
-            asyncio.create_task(said(batcher, generate_job("y" * 10, max_tokens=1)))
-            for _ in range(8)
-        ]
-        while batcher.tickets < 8:
-            await asyncio.sleep(0.001)
-        engine.gate.open()
-        await asyncio.wait_for(asyncio.gather(long, *short), 10)
-    assert max(engine.steps) == 9
 
 
 async def test_one_that_gave_way_waits_ahead_of_newcomers() -> None:

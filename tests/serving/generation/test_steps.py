@@ -56,14 +56,6 @@ async def test_chunks_of_a_prompt_are_as_long_as_their_time_allows() -> None:
     assert len(engine.budgets) > 10
 
 
-async def test_chunks_are_never_longer_than_the_setting_says() -> None:
-    """However fast the device is."""
-    engine = SlowReader()
-    async with batching(engine, pass_limit_s=60) as batcher:
-        await text(batcher, generate_job("hello", max_tokens=3))
-    assert set(engine.budgets) == {512}
-
-
 async def test_prompts_that_have_the_device_to_themselves_are_read_in_longer_passes() -> None:
     """Loads and housekeeping are nobody's request."""
     engine = SlowReader()

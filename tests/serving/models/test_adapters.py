@@ -21,17 +21,6 @@ def shelf_of_large_bases() -> Shelf:
     return shelf
 
 
-async def test_ten_adapters_load_their_base_once() -> None:
-    """Also when all are asked for at once; an adapter takes none of the places."""
-    many = [adapter(f"a{number}", BASE) for number in range(10)]
-    shelf = Shelf(BASE, *many)
-    async with cache(shelf, max_models=1) as models:
-        answers = await asyncio.gather(*(use(models, wanted) for wanted in [*many, *many, BASE]))
-        assert answers == [*[f"base+{adapter.id}" for adapter in many] * 2, "base"]
-        assert sorted(shelf.loads) == sorted(["base", *(adapter.id for adapter in many)])
-    assert shelf.freed[-1] == "base"
-
-
 async def test_a_base_in_use_by_an_adapter_is_not_evicted() -> None:
     """Idle, it leaves after its adapters, and comes back with the first that is asked for."""
     shelf = shelf_of_large_bases()
@@ -58,18 +47,6 @@ async def test_an_idle_adapter_makes_room_for_another_and_the_base_stays() -> No
         shelf.sizes["one"] = 15
         with pytest.raises(InsufficientMemory, match="10 B are allowed beside its base"):
             await use(models, ONE)
-
-
-async def test_places_are_made_by_models_alone() -> None:
-    """An adapter that leaves would make none."""
-    third = spec("third")
-    shelf = Shelf(BASE, OTHER, third, ONE)
-    async with cache(shelf) as models:
-        await use(models, ONE)
-        await use(models, OTHER)
-        async with models.lease(BASE):
-            await use(models, third)
-        assert shelf.open == ["base", "base+one", "third"]
 
 
 async def test_unloading_a_base_frees_its_adapters_too() -> None:
@@ -118,23 +95,6 @@ async def test_an_adapter_that_fails_leaves_its_base_and_the_others() -> None:
         with pytest.raises(ModelLoadFailed, match="it is broken"):
             await use(models, ONE)
         assert shelf.loads == ["base", "two", "one"]
-
-
-async def test_a_caller_who_leaves_during_the_load_leaves_no_lease() -> None:
-    """The load goes on, and holds the base only until then."""
-    shelf = Shelf(BASE, ONE)
-    async with cache(shelf, ttl_s=1) as models:
-        await use(models, BASE)
-        shelf.may_load.clear()
-        caller = asyncio.create_task(use(models, ONE))
-        await settle()
-        caller.cancel()
-        await asyncio.sleep(60)
-        assert shelf.open == ["base"]
-        shelf.may_load.set()
-        await settle()
-        assert shelf.open == ["base", "base+one"]
-        await until(lambda: not shelf.open)
 
 
 async def test_an_adapter_and_a_model_that_waits_for_its_base_are_both_served() -> None:

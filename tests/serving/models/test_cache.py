@@ -10,7 +10,6 @@ from gateway.errors import (
     InsufficientMemory,
     ModelLoadFailed,
     ModelLoading,
-    ModelUnavailable,
     NoRoom,
     Overloaded,
     Unavailable,
@@ -47,26 +46,6 @@ async def test_no_more_wait_for_a_load_than_the_queue_holds() -> None:
         shelf.may_load.set()
         assert await asyncio.gather(*waiting) == ["a"] * 2
     assert shelf.loads == ["a"]
-
-
-async def test_a_model_has_one_queue_however_many_copies_of_it_there_are() -> None:
-    """A new catalog's limit of it holds at once."""
-    shelf = Shelf()
-    async with cache(shelf, queue_limit=2, load_wait_s=0.01) as models:
-        users = Users(models, "a")
-        await users.come()
-        assert not await models.unload(spec("a"))
-        await users.come()
-        assert shelf.open == ["a", "a"]
-        with pytest.raises(Overloaded):
-            await use(models, "a")
-        await users.go()
-        shelf.catalog = Catalog([spec("a", queue_limit=1)])
-        models.reconsider()
-        await users.come()
-        with pytest.raises(Overloaded):
-            await use(models, "a")
-        await users.go()
 
 
 async def test_the_least_recently_used_idle_model_makes_room() -> None:
@@ -144,28 +123,6 @@ async def test_a_caller_who_hangs_up_leaves_no_model_in_the_line() -> None:
     assert shelf.loads == ["a", "c"]
 
 
-async def test_a_model_that_waits_for_bytes_has_those_that_rows_give_back() -> None:
-    """New rows leave them alone; the model whose rows they are keeps its callers."""
-    shelf = Shelf()
-    budget = Budget(100)
-    shelf.sizes = {"a": 40, "b": 30}
-    async with cache(shelf, budget) as models:
-        busy = Users(models, "a")
-        await busy.come()
-        rows = budget.share()
-        rows.resize(50)
-        newcomer = asyncio.create_task(use(models, "b"))
-        await settle()
-        assert (budget.free_bytes, budget.spare_bytes) == (10, -20)
-        await busy.come()
-        assert busy.inside == 2
-        rows.resize(20)
-        assert await newcomer == "b"
-        assert budget.claimed_bytes == 0
-        rows.release()
-        await busy.go()
-
-
 async def test_waiting_for_a_load_ends_in_503_while_the_load_goes_on() -> None:
     """With Retry-After; the next request finds it loaded."""
     shelf = Shelf()
@@ -212,25 +169,6 @@ async def test_an_error_that_is_not_ours_names_the_model() -> None:
     async with cache(shelf) as models:
         with pytest.raises(ModelLoadFailed, match=r"`a`.*Permission denied.*/models/a"):
             await use(models, "a")
-
-
-async def test_an_old_specs_failure_says_nothing_of_the_new_one() -> None:
-    """It failed after the file was mended and read again."""
-    shelf = Shelf()
-    shelf.may_load.clear()
-    shelf.failures["a"] = ModelUnavailable("a", "no network")
-    async with cache(shelf) as models:
-        old = asyncio.create_task(use(models, "a"))
-        await settle()
-        mended = spec("a", max_context=64)
-        shelf.catalog = Catalog([mended])
-        models.reconsider()
-        shelf.may_load.set()
-        with pytest.raises(ModelUnavailable):
-            await old
-        assert models.status(mended) == Status("unloaded")
-        shelf.failures.clear()
-        assert await use(models, mended) == "a"
 
 
 async def test_three_models_on_two_places_thrash_without_a_wrong_answer() -> None:
@@ -358,21 +296,6 @@ async def test_a_pinned_model_stays() -> None:
         assert await models.unload(pinned)
         assert models.status(pinned).state == "unloaded"
         assert await models.unload(pinned), "there is nothing to do"
-
-
-async def test_a_pin_given_by_a_reload_holds_what_is_loaded() -> None:
-    """Without loading it again; taken away, its time begins."""
-    shelf = Shelf()
-    async with cache(shelf, ttl_s=1) as models:
-        await use(models, "a")
-        shelf.catalog = Catalog([spec("a", pinned=True)])
-        models.reconsider()
-        await asyncio.sleep(60)
-        assert shelf.open == ["a"]
-        shelf.catalog = Catalog([spec("a")])
-        models.reconsider()
-        await until(lambda: not shelf.open)
-    assert shelf.loads == ["a"]
 
 
 async def test_a_model_in_use_is_unloaded_when_its_last_lease_ends() -> None:

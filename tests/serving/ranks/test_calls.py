@@ -76,14 +76,6 @@ def test_a_call_arrives_as_it_was_sent(call: Call) -> None:
     assert encode(arrived) == encode(call)
 
 
-def test_a_grammar_arrives_as_the_key_of_a_cache() -> None:
-    call = decode(encode(StepCall("m", StepPlan(joining=[(7, WHOLE)]))))
-    assert isinstance(call, StepCall)
-    [(_, params)] = call.plan.joining
-    assert params.grammar == WHOLE.grammar
-    assert hash(params.grammar) == hash(WHOLE.grammar)
-
-
 @pytest.mark.parametrize(
     "data",
     [
