@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from gateway import clock
-from gateway.api.disconnects import while_connected
+from gateway.api.in_flight import while_connected
 from gateway.api.requests import Service, first_names, ignored_header, named_header, serialise
 from gateway.api.streams import ACCEPTED, COMMENT, DONE, EventStream, frame
 from gateway.errors import GatewayError, SchemaViolated
@@ -74,7 +74,8 @@ class Exchange:
     async def respond(self, request: Request) -> ASGIApp:
         """Return the answer, whole or as a stream."""
         if not self.is_streamed:
-            body = await while_connected(request.receive, self._answer_whole())
+            async with while_connected(request.receive):
+                body = await self._answer_whole()
             return Response(body, media_type="application/json", headers=self.headers)
         ping = self.writer.ping
         stream = EventStream(
@@ -89,12 +90,9 @@ class Exchange:
     async def count_tokens(self, request: Request) -> int:
         """Return the number of tokens of the prompt, and generate nothing."""
         job = self.jobs[0]
-
-        async def count() -> int:
-            async with self.service.lease_chat(self.spec, job.caller, self.request) as batcher:
-                return await batcher.count_tokens(job)
-
-        return await while_connected(request.receive, count())
+        lease = self.service.lease(self.spec, job.caller, self.request)
+        async with while_connected(request.receive), lease as batcher:
+            return await batcher.count_tokens(job)
 
     async def _answer_whole(self) -> bytes:
         job = self.jobs[0]
@@ -164,7 +162,7 @@ class Exchange:
     @contextlib.asynccontextmanager
     async def _run(self, jobs: Sequence[GenerateJob]) -> AsyncIterator[_Run]:
         """Lease the model, wait until a job is admitted, and note what is known of it by then."""
-        async with self.service.lease_chat(self.spec, jobs[0].caller, self.request) as batcher:
+        async with self.service.lease(self.spec, jobs[0].caller, self.request) as batcher:
             if self.is_checked:
                 async with batcher.generate(jobs[0]) as generation, aclosing(generation.deltas):
                     self.headers.update(_answer_headers(generation))

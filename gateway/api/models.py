@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypeAliasType, TypedDict
 
-from gateway.api.disconnects import while_connected
+from gateway.api.in_flight import while_connected
 from gateway.api.requests import Service, reply
 from gateway.registry import ChatSpec, ModelSpec, Resolved
 from gateway.serving.generation.adapted import ChatBatcher
@@ -125,18 +125,17 @@ def _max_context(service: Service, spec: ModelSpec) -> int | None:
 def _batching(batcher: object) -> Batching | None:
     if not isinstance(batcher, ChatBatcher):
         return None
-    verdict = batcher.verdict
-    outcome: Literal["passed", "failed", "unfinished", "off"]
-    if verdict is None:
-        outcome = "off"
-    elif verdict.problem:
-        outcome = "failed"
-    else:
+    verdict, problem = batcher.verdict, None
+    outcome: Literal["passed", "failed", "unfinished", "off"] = "off"
+    if verdict is not None:
+        problem = verdict.problem or None
         outcome = "passed" if verdict.is_whole else "unfinished"
+        if problem:
+            outcome = "failed"
     return {
         "rows": "together" if batcher.is_batched else "one at a time",
         "self_test": outcome,
-        "problem": (verdict.problem or None) if verdict is not None else None,
+        "problem": problem,
     }
 
 
@@ -164,17 +163,8 @@ async def unload(service: Service, request: Request) -> Response:
     return reply(describe_model(service, resolved), status)
 
 
-async def pin(service: Service, request: Request) -> Response:
-    """Keep a model from being evicted, until models.yaml is read again."""
-    return _pin(service, request, is_pinned=True)
-
-
-async def unpin(service: Service, request: Request) -> Response:
-    """Let a model be evicted, until models.yaml is read again."""
-    return _pin(service, request, is_pinned=False)
-
-
-def _pin(service: Service, request: Request, *, is_pinned: bool) -> Response:
+async def pin(service: Service, request: Request, *, is_pinned: bool) -> Response:
+    """Keep a model from being evicted, or let it be, until models.yaml is read again."""
     resolved = service.catalog().resolve(request.path_params["name"])
     service.models.pin(resolved.spec, is_pinned=is_pinned)
     return reply(describe_model(service, resolved))
@@ -182,7 +172,8 @@ def _pin(service: Service, request: Request, *, is_pinned: bool) -> Response:
 
 async def reload(service: Service, request: Request) -> Response:
     """Read models.yaml again and answer with the changes, or 400 with its errors."""
-    changes = await while_connected(request.receive, service.reload())
+    async with while_connected(request.receive):
+        changes = await service.reload()
     body: Reload = {
         "object": "reload",
         "added": list(changes.added),

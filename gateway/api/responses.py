@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import orjson
 from starlette.requests import Request
@@ -98,12 +99,12 @@ async def _read(service: Service, request: Request) -> Exchange:
         service,
         request,
         wire.ResponsesRequest,
-        lambda wire_request: _exchange(service, wire_request, request),
+        partial(_exchange, service, request),
         is_large=lambda wire_request: wire_request.has_references,
     )
 
 
-def _exchange(service: Service, wire_request: wire.ResponsesRequest, request: Request) -> Exchange:
+def _exchange(service: Service, request: Request, wire_request: wire.ResponsesRequest) -> Exchange:
     resolved, spec = service.chat_spec(wire_request.model)
     caller = service.caller(request, read_tier(wire_request.service_tier))
     earlier, items = _conversation(service, wire_request, caller)

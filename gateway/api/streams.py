@@ -5,14 +5,12 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 
-import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway import logs
 from gateway.api.bodies import Body
-from gateway.api.disconnects import cancel, run_unless, wait_for_disconnect
-from gateway.api.in_flight import RequestInFlight
+from gateway.api.in_flight import RequestInFlight, cancel, run_unless, wait_for_disconnect
 from gateway.errors import GatewayError
 
 log = logs.get("streams")
@@ -40,10 +38,6 @@ DONE = frame(b"[DONE]")
 ACCEPTED = b""  # not sent: it marks that the request is admitted, and events will follow
 
 
-def _frame_error(error: GatewayError) -> bytes:
-    return frame(orjson.dumps(error.body()))
-
-
 class EventStream:
     """An ASGI response of server-sent events.
 
@@ -61,8 +55,8 @@ class EventStream:
         headers: dict[str, str],
         request: Request,
         *,
-        write_error: Callable[[GatewayError], bytes] = _frame_error,
-        keep_alive: bytes = COMMENT,
+        write_error: Callable[[GatewayError], bytes],
+        keep_alive: bytes,
     ) -> None:
         self._headers = headers
         self._write_error = write_error
@@ -94,12 +88,12 @@ class EventStream:
         try:
             await run_unless(self._disconnect, self._send(send, scope))
         except asyncio.CancelledError:
-            request: RequestInFlight | None = scope.get("gateway.in_flight")
-            if request is None or (reason := request.cancellation) is None:
+            request: RequestInFlight = scope["gateway.in_flight"]
+            if request.cancellation is None:
                 raise
             request.uncancel()
             await self._close()  # before the error is sent, as its client may read slowly
-            await self._send_error(reason, scope, send)
+            await self._send_error(request.cancellation, scope, send)
         finally:
             await self._close()
 

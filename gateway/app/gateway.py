@@ -12,14 +12,14 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from gateway import __version__, logs, metrics
 from gateway.api import app, endpoints
+from gateway.api.access import AccessRules
 from gateway.api.bodies import Bodies
 from gateway.api.in_flight import InFlight, Watchers
-from gateway.api.requests import Rules, Service
+from gateway.api.requests import Exposure, Rules, Service
 from gateway.app.daemon_threads import run_in_daemon_thread
 from gateway.app.limits import budget_bytes
 from gateway.app.loading import Batcher, Engines, ModelLoader
@@ -177,16 +177,9 @@ class Gateway:
         self._has_reloaded = asyncio.Event()
         self.asgi: ASGIApp = app.create_app(
             self._service(),
+            access_rules(settings),
             in_flight=self.in_flight,
             bodies=self._bodies,
-            admin_key=settings.admin_key.get_secret_value() if settings.admin_key else None,
-            keys=[key.get_secret_value() for key in settings.api_keys],
-            hosts=list(settings.allowed_hosts),
-            origins=list(settings.cors_origins),
-            max_header_bytes=settings.max_header_bytes,
-            allowance=Allowance(
-                requests=settings.requests_per_minute, tokens=settings.tokens_per_minute
-            ),
             tracer=self._tracer,
             lifespan=self._lifespan,
         )
@@ -251,7 +244,6 @@ class Gateway:
                 log_prompts=settings.log_prompts,
                 request_timeout_s=settings.request_timeout_s,
                 stream_open_after_s=settings.stream_open_after_s,
-                send_timeout_s=settings.send_timeout_s,
             ),
             responses=self._responses,
             fingerprint=self._fingerprint,
@@ -261,13 +253,15 @@ class Gateway:
             reload=self.reload,
             in_flight=self.in_flight,
             watchers=Watchers(),
-            has_keys=bool(settings.api_keys),
-            has_admin=settings.admin_key is not None,
-            has_dashboard=settings.has_dashboard,
+            exposure=Exposure(
+                has_keys=bool(settings.api_keys),
+                has_admin=settings.admin_key is not None,
+                has_dashboard=settings.has_dashboard,
+            ),
         )
 
     @contextlib.asynccontextmanager
-    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+    async def _lifespan(self) -> AsyncIterator[None]:
         gauges = Gauges(
             self._models,
             self._budget,
@@ -391,6 +385,21 @@ class Gateway:
         source = spec.source
         revision = source.revision if isinstance(source, HubSource) else None
         return f"mlx-gateway-{__version__}-{(revision or 'local')[:8]}-{self._engines.device}"
+
+
+def access_rules(settings: Settings) -> AccessRules:
+    """Return the rules of access."""
+    return AccessRules(
+        admin_key=settings.admin_key.get_secret_value() if settings.admin_key else None,
+        keys=[key.get_secret_value() for key in settings.api_keys],
+        hosts=settings.allowed_hosts,
+        origins=settings.cors_origins,
+        allowance=Allowance(
+            requests=settings.requests_per_minute, tokens=settings.tokens_per_minute
+        ),
+        max_header_bytes=settings.max_header_bytes,
+        send_timeout_s=settings.send_timeout_s,
+    )
 
 
 def _make_tracer() -> "Tracer | None":

@@ -141,23 +141,6 @@ async def test_input_that_is_no_input_is_refused(client: httpx2.AsyncClient, giv
     assert error(answer)["param"] == "input"
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("encoding_format", "float64"), ("dimensions", 0), ("dimensions", -1),
-        ("dimensions", "4"), ("dimensions", 1.5), ("model", ""), ("model", 7),
-        ("truncate", "yes"), ("prompt_name", 3),
-    ],
-)  # fmt: skip
-async def test_a_wrong_value_is_refused_by_its_name(
-    client: httpx2.AsyncClient, field: str, value: Any
-) -> None:
-    """So that the caller knows what to mend."""
-    answer = await post(client, **{"input": "a", field: value})
-    assert answer.status_code == 400
-    assert error(answer)["param"] == field
-
-
 async def test_a_chat_model_cannot_embed(client: httpx2.AsyncClient) -> None:
     """And is told so by name."""
     answer = await post(client, model="writer", input="a")

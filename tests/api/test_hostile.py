@@ -289,15 +289,6 @@ async def test_an_earlier_call_whose_arguments_are_no_json_is_refused_where_it_s
         assert param in answer.json()["error"]["message"]
 
 
-async def test_a_stream_of_an_unknown_model_is_a_404(client: httpx2.AsyncClient) -> None:
-    """Before any event."""
-    for path in ("chat/completions", "completions", "responses"):
-        body = {**PATHS[path], "model": "non-existent/model", "stream": True}
-        answer = await client.post(f"/v1/{path}", json=body)
-        assert answer.status_code == 404
-        assert answer.json()["error"]["code"] == "model_not_found"
-
-
 @pytest.mark.parametrize("scheme", ["http", "file", "data"])
 async def test_an_image_is_refused_and_nobody_looks_where_it_is(
     client: httpx2.AsyncClient, tmp_path: Path, scheme: str

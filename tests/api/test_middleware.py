@@ -13,10 +13,9 @@ from openai import AsyncOpenAI, AuthenticationError
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.access import is_here
-from gateway.api.bodies import Bodies
-from gateway.api.in_flight import InFlight
-from gateway.api.middleware import PIECE_BYTES, Context, split_body
+from gateway.api.middleware import PIECE_BYTES, split_body
 from gateway.registry import Catalog
+from tests.api.harness import protected
 from tests.fakes import ScriptedEngines
 from tests.serving_app import served
 
@@ -454,8 +453,7 @@ async def test_an_error_nobody_foresaw_is_a_500_in_the_envelope() -> None:
     async def broken(scope: Scope, receive: Receive, send: Send) -> None:
         raise RuntimeError("secret path")
 
-    app = Context(broken, InFlight(), Bodies(10**9), max_header_bytes=1024, send_timeout_s=1)
-    transport = httpx2.ASGITransport(app)
+    transport = httpx2.ASGITransport(protected(broken))
     async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
         answer = await client.get("/")
     assert answer.status_code == 500

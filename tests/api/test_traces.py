@@ -14,12 +14,11 @@ import pytest
 import structlog
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway.api.bodies import Bodies
 from gateway.api.in_flight import InFlight
-from gateway.api.middleware import Context
 from gateway.api.traces import Tracer
 from gateway.app import gateway as app
 from gateway.registry import Catalog
+from tests.api.harness import protected
 from tests.collector import Taken, collecting
 from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.processes import environment
@@ -485,9 +484,7 @@ async def test_an_answer_that_a_shutdown_cuts_is_an_error(taken: Taken) -> None:
     tracer = Tracer({}, frozenset())
     tracer.open()
     in_flight = InFlight()
-    context = Context(
-        stream, in_flight, Bodies(1), max_header_bytes=1000, send_timeout_s=1, tracer=tracer
-    )
+    guarded = protected(stream, in_flight, tracer=tracer)
     scope: Scope = {
         "type": "http",
         "method": "GET",
@@ -498,7 +495,7 @@ async def test_an_answer_that_a_shutdown_cuts_is_an_error(taken: Taken) -> None:
         "scheme": "http",
         "server": ("/run/gateway.sock", None),
     }
-    cut = asyncio.create_task(context(scope, receive, send))
+    cut = asyncio.ensure_future(guarded(scope, receive, send))
     await has_begun.wait()
     in_flight.cancel()
     await asyncio.gather(cut, return_exceptions=True)

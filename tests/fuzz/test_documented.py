@@ -13,6 +13,7 @@ from schemathesis import GenerationMode
 
 from gateway.api.endpoints import ENDPOINTS
 from gateway.api.openapi import document
+from gateway.api.requests import Exposure
 from gateway.registry import Catalog
 from tests.fuzz.asking import LENGTHS, POSTS, Ask, asking, check, scripted
 
@@ -23,9 +24,8 @@ SHORT, LONG = 50, 2000  # requests of each kind to each endpoint
 
 def fuzzed(ask: Ask, models: Catalog, path: str, mode: GenerationMode, examples: int) -> None:
     """Send what schemathesis makes of the document."""
-    told = document(
-        models, ENDPOINTS, strict=False, has_keys=False, has_admin=False, has_dashboard=False
-    )
+    exposure = Exposure(has_keys=False, has_admin=False, has_dashboard=False)
+    told = document(models, ENDPOINTS, exposure, strict=False)
     operation = schemathesis.openapi.from_dict(told)[path]["POST"]
     post = told["paths"][path]["post"]
     schema = post["requestBody"]["content"]["application/json"]["schema"]
