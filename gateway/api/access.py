@@ -172,16 +172,20 @@ class Guard:
 def _key_id(headers: Mapping[bytes, bytes], keys: Sequence[bytes]) -> str:
     """Return the id of the first known key: a bearer token, or in Anthropic's header."""
     # Agents may send both, of which only one is this gateway's.
+    sent = []
     scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-    sent = [token.strip()] if scheme.lower() == b"bearer" else []
-    sent += [headers[b"x-api-key"].strip()] if b"x-api-key" in headers else []
+    if scheme.lower() == b"bearer":
+        sent.append(token.strip())
+    if b"x-api-key" in headers:
+        sent.append(headers[b"x-api-key"].strip())
     for digest in map(_digest, sent):
         # Compare with every key, each in constant time.
         matches = [hmac.compare_digest(digest, known_digest) for known_digest in keys]
         if any(matches):
             return f"key-{matches.index(True) + 1}"
-    has_any = b"authorization" in headers or sent
-    what = "Incorrect API key provided." if has_any else "You didn't provide an API key."
+    what = "You didn't provide an API key."
+    if b"authorization" in headers or sent:
+        what = "Incorrect API key provided."
     raise Unauthorized(f"{what} Send it as `Authorization: Bearer <key>` or `x-api-key`.")
 
 

@@ -65,14 +65,15 @@ async def info(service: Service, request: Request) -> Response:
 async def _embedded(service: Service, request: Request, shape: type[R]) -> _Result[R]:
     def translate(wire_request: R) -> tuple[EmbeddingSpec, EmbedJob]:
         resolved, spec = service.find_spec(wire_request.model, "embeddings", EmbeddingSpec)
+        truncate = wire_request.truncate
+        if truncate is None:
+            truncate = spec.overflow == "truncate"
         alias_prompt = resolved.alias.prompt_name if resolved.alias else None
         return spec, wire.to_job(
             wire_request,
             service.caller(request),
             accepts_ids=spec.token_ids == "accept",
-            truncate=spec.overflow == "truncate"
-            if wire_request.truncate is None
-            else wire_request.truncate,
+            truncate=truncate,
             dimensions=wire_request.dimensions,
             prompt_name=wire_request.prompt_name or alias_prompt or spec.default_prompt_name,
             bounds=service.rules.chars,

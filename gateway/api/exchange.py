@@ -205,8 +205,9 @@ def template_args(resolved: Resolved, spec: ChatSpec) -> dict[str, Any]:
     thinking = spec.thinking
     if resolved.alias is not None and resolved.alias.thinking is not None:
         thinking = resolved.alias.thinking
-    args: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
-    return {**args, **spec.chat_template_kwargs}
+    if thinking is None:
+        return dict(spec.chat_template_kwargs)
+    return {"enable_thinking": thinking, **spec.chat_template_kwargs}
 
 
 def _count_parts(job: GenerateJob, answer: _Attempt) -> int:

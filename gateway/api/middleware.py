@@ -78,8 +78,10 @@ def timings_log(timings: Timings) -> dict[str, str | int | float]:
         return {}
     stages = {f"{stage}_ms": round(1000 * s, 2) for stage, s in timings.seconds.items()}
     tokens = {"tokens_in": timings.tokens_in, "tokens_out": timings.tokens_out}
-    preempted = {"preemptions": timings.preemptions} if timings.preemptions else {}
-    return {"model": timings.model, **stages, **tokens, **preempted}
+    fields: dict[str, str | int | float] = {"model": timings.model, **stages, **tokens}
+    if timings.preemptions:
+        fields["preemptions"] = timings.preemptions
+    return fields
 
 
 def record_timings(timings: Timings, route: str) -> None:

@@ -115,8 +115,9 @@ def describe_model(service: Service, resolved: Resolved) -> Model:
 
 def _max_context(service: Service, spec: ModelSpec) -> int | None:
     """Return the context of a chat model that is loaded; an adapter has its base's."""
-    whole = spec.base_spec or spec if isinstance(spec, ChatSpec) else spec
-    model = service.models.model(whole)
+    if isinstance(spec, ChatSpec):
+        spec = spec.base_spec or spec
+    model = service.models.model(spec)
     if isinstance(model, GenerationBatcher):
         return model.engine.facts.max_context
     return None
@@ -129,9 +130,11 @@ def _batching(batcher: object) -> Batching | None:
     outcome: Literal["passed", "failed", "unfinished", "off"] = "off"
     if verdict is not None:
         problem = verdict.problem or None
-        outcome = "passed" if verdict.is_whole else "unfinished"
+        outcome = "unfinished"
         if problem:
             outcome = "failed"
+        elif verdict.is_whole:
+            outcome = "passed"
     return {
         "rows": "together" if batcher.is_batched else "one at a time",
         "self_test": outcome,
@@ -159,8 +162,10 @@ async def unload(service: Service, request: Request) -> Response:
     """Unload a model, pinned or not: 200 if it is unloaded, 202 if requests still use it."""
     resolved = service.catalog().resolve(request.path_params["name"])
     is_gone = await service.models.unload(resolved.spec)
-    status = HTTPStatus.OK if is_gone else HTTPStatus.ACCEPTED
-    return reply(describe_model(service, resolved), status)
+    body = describe_model(service, resolved)
+    if is_gone:
+        return reply(body)
+    return reply(body, HTTPStatus.ACCEPTED)
 
 
 async def pin(service: Service, request: Request, *, is_pinned: bool) -> Response:

@@ -139,9 +139,12 @@ class Endpoint:
     @property
     def all_errors(self) -> Errors:
         """Return the endpoint's errors, and those that others have too."""
-        access = () if self.is_open else ACCESS_ERRORS
-        body = REQUEST_ERRORS if self.request is not None else ()
-        return (*COMMON_ERRORS, *access, *body, *self.errors)
+        errors = [*COMMON_ERRORS]
+        if not self.is_open:
+            errors += ACCESS_ERRORS
+        if self.request is not None:
+            errors += REQUEST_ERRORS
+        return (*errors, *self.errors)
 
     @property
     def requests(self) -> Sequence[type[WireRequest]]:
@@ -152,8 +155,9 @@ class Endpoint:
     @property
     def shapes(self) -> Sequence[Any]:
         """Return the shapes of its answers, events, and own errors."""
-        form = (self.form.item, self.form.error) if self.form is not None else ()
-        shapes = (self.answer, self.events, *form, self.texts_error)
+        shapes = [self.answer, self.events, self.texts_error]
+        if self.form is not None:
+            shapes += [self.form.item, self.form.error]
         return [shape for shape in shapes if shape is not None]
 
 
@@ -190,7 +194,9 @@ def document(
     for endpoint in served:
         for path in filter(None, (endpoint.bare_path, endpoint.also)):
             is_bare = endpoint.is_bare or path == endpoint.also
-            operations = paths.setdefault(template(path), {"servers": ROOT} if is_bare else {})
+            operations = paths.setdefault(template(path), {})
+            if is_bare:
+                operations["servers"] = ROOT
             operations[endpoint.method.lower()] = _operation(endpoint, path, names)
     requests = list(dict.fromkeys(chain.from_iterable(endpoint.requests for endpoint in endpoints)))
     shapes = [ErrorBody, *chain.from_iterable(endpoint.shapes for endpoint in endpoints)]
@@ -283,9 +289,9 @@ def _error_responses(endpoint: Endpoint) -> Schema:
             shapes[status] = [*shapes.get(status, ()), form_error]
     responses: Schema = {}
     for status, bodies in shapes.items():
-        schema = (
-            reference(bodies[0]) if len(bodies) == 1 else {"anyOf": list(map(reference, bodies))}
-        )
+        schema = reference(bodies[0])
+        if len(bodies) > 1:
+            schema = {"anyOf": list(map(reference, bodies))}
         responses[str(status)] = _response(status, {"application/json": {"schema": schema}})
     return responses
 

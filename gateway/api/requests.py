@@ -158,9 +158,8 @@ class Service:
 
     def _allowed_s(self, request: Request) -> float:
         limit = self.rules.request_timeout_s
-        value: bytes | None = request.scope["gateway.headers"].get(b"x-gateway-timeout-s")
         try:
-            seconds = float(value) if value is not None else limit
+            seconds = float(request.scope["gateway.headers"].get(b"x-gateway-timeout-s", limit))
         except ValueError:
             seconds = 0.0
         if not seconds > 0:
@@ -213,11 +212,9 @@ class Service:
         resolved = self.catalog().resolve(name or self._at_hand(*kinds))
         if isinstance(resolved.spec, kinds):
             return resolved, resolved.spec
-        kind = resolved.spec.kind
-        article = "an" if kind == "embedding" else "a"
+        kind = {"embedding": "an embedding"}.get(resolved.spec.kind, f"a {resolved.spec.kind}")
         raise BadRequest(
-            f"The model `{resolved.name}` is {article} {kind} model and cannot be used for "
-            f"{wanted}.",
+            f"The model `{resolved.name}` is {kind} model and cannot be used for {wanted}.",
             param="model",
             code="unsupported_model",
         )

@@ -97,8 +97,9 @@ class Tracer:
             if name.encode() in headers
         }
         started_ns = time.time_ns() - round((clock.now() - timings.started) * _NS)
-        method = scope["method"] if scope["method"] in METHODS else "_OTHER"
-        name = method if method in METHODS else "HTTP"
+        method = name = scope["method"]
+        if method not in METHODS:
+            method, name = "_OTHER", "HTTP"
         span = self._tracer.start_span(
             name,
             self._propagator.extract(carrier) if carrier else Context(),

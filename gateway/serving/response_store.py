@@ -119,21 +119,19 @@ class ResponseStore:
         """Return an owner's response, if it is still kept."""
         with self._lock:
             self.expire()
-            owned = self._by_owner.get(owner)
-            response = None if owned is None else owned.responses.get(response_id)
-            if response is None:
+            owned = self._by_owner.get(owner, _Owned())
+            if response_id not in owned.responses:
                 return None
-            return response[1]
+            return owned.responses[response_id][1]
 
     def item(self, owner: str | None, item_id: str) -> StoredItem | None:
         """Return an item of any response of an owner's; of several with one id, the newest."""
         with self._lock:
             self.expire()
-            owned = self._by_owner.get(owner)
-            items = None if owned is None else owned.items.get(item_id)
-            if items:
-                return items[-1]
-            return None
+            owned = self._by_owner.get(owner, _Owned())
+            if item_id not in owned.items:
+                return None
+            return owned.items[item_id][-1]
 
     def delete(self, owner: str | None, response_id: str) -> bool:
         """Delete a response; return False if there is none."""

@@ -38,6 +38,7 @@ LATE_LASTS_S: Final = 600.0  # other work slows it; a crash is kept for good
 GRACE_S: Final = 1.0
 KILLED: Final = "killed"
 LATE: Final = "late"
+BUSY: Final = "busy"
 
 
 class Sandbox:
@@ -88,10 +89,11 @@ class Sandbox:
         return outcome
 
     def _call(self, request: Mapping[str, Any], key: bytes) -> Outcome:
-        if (earlier := self._find_killed(key)) is not None:
+        earlier = self._find_killed(key)
+        if earlier is not None:
             return earlier
         if not self._turn.acquire(timeout=WAIT_S):
-            return "busy", "others take all the time there is"
+            return BUSY, "others take all the time there is"
         try:
             process = self._take()
             ends_at = time.monotonic() + self._wait_s
@@ -105,28 +107,35 @@ class Sandbox:
         finally:
             self._turn.release()
         if outcome is None:
-            if self._slow.acquire(blocking=False):
-                try:
-                    outcome = self._attempt(process, None, ends_at - time.monotonic())
-                finally:
-                    self._slow.release()
-            else:  # perhaps the machine is busy and the work small
-                outcome = self._attempt(process, None, self._quick_s)
-                if outcome is None:
-                    self._discard(process)
-                    return "busy", "another takes as long"
-        if outcome is None:
-            outcome = "slow", f"it waited over {self._wait_s:g} seconds for a processor"
-        if outcome[0] == LATE:
+            outcome = self._wait_on(process, ends_at)
+        return self._settle(process, key, outcome)
+
+    def _wait_on(self, process: "_Process", ends_at: float) -> Outcome:
+        """Wait for work that was not quick: alone, or as long again if other work is not either."""
+        if not self._slow.acquire(blocking=False):
+            # Perhaps the machine is busy and the work small.
+            outcome = self._attempt(process, None, self._quick_s)
+            return outcome or (BUSY, "another takes as long")
+        try:
+            outcome = self._attempt(process, None, ends_at - time.monotonic())
+        finally:
+            self._slow.release()
+        return outcome or ("slow", f"it waited over {self._wait_s:g} seconds for a processor")
+
+    def _settle(self, process: "_Process", key: bytes, outcome: Outcome) -> Outcome:
+        """Keep the process or end it, and return what the caller gets."""
+        name, why = outcome
+        if name == LATE:
             why = f"it took over {self._timeout_s:g} seconds of processor time"
             return self._end(process, key, "late", why)
-        if outcome[0] == "died":
-            return self._end(process, key, "died", outcome[1])
-        if outcome[0] in (KILLED, "slow"):
+        if name == "died":
+            return self._end(process, key, "died", why)
+        if name in (KILLED, "slow", BUSY):
             self._discard(process)
-            log.warning("sandbox_killed", why=outcome[1])
-            return outcome
-        self._put_back(process)
+            if name != BUSY:
+                log.warning("sandbox_killed", why=why)
+        else:
+            self._put_back(process)
         return outcome
 
     def _attempt(
@@ -176,9 +185,9 @@ class Sandbox:
 
     def _find_killed(self, key: bytes) -> Outcome | None:
         with self._lock:
-            if (earlier := self._killed.get(key)) is None:
+            if key not in self._killed:
                 return None
-            end, why, since = earlier
+            end, why, since = self._killed[key]
             if end == "late" and time.monotonic() - since > LATE_LASTS_S:
                 del self._killed[key]
                 return None
@@ -282,12 +291,13 @@ class _Process:
             self._socket.settimeout(left if self._max_bytes is None else min(left, POLL_S))
             try:
                 view = memoryview(self._frame_so_far)[-self._missing :]
-                if not (count := self._socket.recv_into(view)):
+                count = self._socket.recv_into(view)
+                if not count:
                     raise EOFError
                 self._missing -= count
             except TimeoutError:
-                most = self._max_bytes
-                if most is not None and resident_bytes(self._process.pid) > most:
+                max_bytes = self._max_bytes
+                if max_bytes is not None and resident_bytes(self._process.pid) > max_bytes:
                     raise MemoryError from None
 
     def _expect(self, size: int, *, is_head: bool) -> None:

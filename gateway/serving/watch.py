@@ -146,9 +146,8 @@ class Watch:
         self._stuck, stuck_s = ("loop", self._loop_stuck_s) if is_loop else ("lane", age_s)
         with contextlib.suppress(Exception):  # a stderr that cannot be written to
             kind = None if beat is None else beat.kind
-            why = {} if (lost := self._loss) is None else {"lost": lost}
             event = f"{self._stuck}_{self._status}"
-            log.critical(event, kind=kind, seconds=round(stuck_s, 1), **why)
+            log.critical(event, kind=kind, seconds=round(stuck_s, 1), lost=self._loss)
             faulthandler.dump_traceback()
         if self._exit_process is not None:
             self._exit(self._exit_process)

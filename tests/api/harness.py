@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx2
@@ -14,8 +14,9 @@ from gateway.api.access import AccessRules, protect
 from gateway.api.bodies import Bodies
 from gateway.api.in_flight import InFlight
 from gateway.api.traces import Tracer
+from gateway.jobs import CallDelta, Delta
 from gateway.serving.admission import Allowance
-from tests.fakes import Gate
+from tests.fakes import Gate, ScriptedChat
 
 
 def protected(
@@ -58,6 +59,23 @@ ASK: dict[str, Callable[[str], dict[str, Any]]] = {
         "messages": messages(text),
     },
 }
+
+
+class ManyVoices(ScriptedChat):
+    """Small letters are text, capitals are reasoning; `!` calls the clock."""
+
+    def _next(self, row: int) -> list[Delta]:
+        return [_voiced(delta) for delta in super()._next(row)]
+
+
+def _voiced(delta: Delta) -> Delta:
+    if delta.text == "!":
+        return replace(delta, text="", call=CallDelta(0, "call_1", "clock", "{}"))
+    if delta.text.isupper():
+        return replace(delta, text="", reasoning=delta.text)
+    return delta
+
+
 FUNCTION = {"name": "go", "parameters": {"type": "object", "properties": {}}}
 # The tool in its protocols.
 TOOLS: dict[str, list[dict[str, Any]]] = {

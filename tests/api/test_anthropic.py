@@ -1,6 +1,5 @@
 """POST /v1/messages over a socket, with a scripted engine."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +7,9 @@ import httpx2
 import orjson
 import pytest
 
-from gateway.jobs import CallDelta, Delta
 from gateway.registry import Catalog
-from tests.fakes import ScriptedChat, ScriptedEngines
+from tests.api.harness import ManyVoices, stream
+from tests.fakes import ScriptedEngines
 from tests.serving_app import served
 
 pytestmark = pytest.mark.anyio
@@ -20,21 +19,6 @@ CLAUDE_CODE = Path(__file__).with_name("claude_code_first_request.json")
 TOOL = {"name": "clock", "input_schema": {"type": "object", "properties": {}}}
 THINKING = {"thinking": {"type": "adaptive"}}
 ENDS = ["content_block_stop", "message_delta", "message_stop"]
-
-
-class ManyVoices(ScriptedChat):
-    """Small letters are text, capitals are reasoning; `!` calls the clock."""
-
-    def _next(self, row: int) -> list[Delta]:
-        return [_voiced(delta) for delta in super()._next(row)]
-
-
-def _voiced(delta: Delta) -> Delta:
-    if delta.text == "!":
-        return replace(delta, text="", call=CallDelta(0, "call_1", "clock", "{}"))
-    if delta.text.isupper():
-        return replace(delta, text="", reasoning=delta.text)
-    return delta
 
 
 def ask(content: Any, **more: Any) -> dict[str, Any]:
@@ -47,15 +31,7 @@ async def post(client: httpx2.AsyncClient, content: Any, **more: Any) -> httpx2.
 
 
 async def events(client: httpx2.AsyncClient, content: Any, **more: Any) -> list[Any]:
-    """Read a stream whole: every frame is named by the type of its event."""
-    body = ask(content, stream=True, **more)
-    async with client.stream("POST", URL, json=body) as answer:
-        assert answer.status_code == 200
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        lines = [line async for line in answer.aiter_lines() if line]
-    told = [orjson.loads(line.removeprefix("data: ")) for line in lines[1::2]]
-    assert lines[::2] == [f"event: {event['type']}" for event in told]
-    return told
+    return (await stream(client, URL, ask(content, **more))).events
 
 
 def kinds(told: list[Any]) -> list[str]:
@@ -107,7 +83,7 @@ async def test_a_stream_tells_the_same_answer_event_by_event(client: httpx2.Asyn
     """In Anthropic's order."""
     told = await events(client, "hey")
     assert kinds(told) == [
-        "message_start", "content_block_start", "ping", *["content_block_delta"] * 3, *ENDS,
+        "message_start", "content_block_start", *["content_block_delta"] * 3, *ENDS,
     ]  # fmt: skip
     assert "".join(e["delta"]["text"] for e in told if e["type"] == "content_block_delta") == "hey"
     assert told[0]["message"]["content"] == []

@@ -15,6 +15,7 @@ from gateway.api.bodies import Bodies, Body
 from gateway.api.requests import MANY_LOGPROBS, serialise
 from gateway.api.streams import COMMENT, EventStream, frame
 from gateway.jobs import CallDelta, Likelihood, TokenLogprob
+from tests.api.harness import stream
 from tests.fakes import ScriptedEngines
 
 pytestmark = pytest.mark.anyio
@@ -29,13 +30,7 @@ async def post(client: httpx2.AsyncClient, text: str, **more: Any) -> httpx2.Res
 
 
 async def events(client: httpx2.AsyncClient, text: str, **more: Any) -> list[Any]:
-    """Read a stream whole; [DONE] is None."""
-    body = ask(text, stream=True, **more)
-    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        lines = [line async for line in answer.aiter_lines() if line.startswith("data: ")]
-    assert lines[-1] == "data: [DONE]"
-    return [orjson.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    return (await stream(client, "/v1/chat/completions", ask(text, **more))).events
 
 
 async def test_a_whole_answer_has_openais_shape(client: httpx2.AsyncClient) -> None:

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import httpx2
-import orjson
 import pytest
 
 from gateway import metrics
 from gateway.jobs import Delta, GenerateJob, Likelihood, SequenceParams, TokenLogprob
 from gateway.registry import Catalog
 from gateway.serving.generation import many
+from tests.api.harness import stream
 from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.serving_app import served
 
@@ -57,13 +57,7 @@ async def post(client: httpx2.AsyncClient, prompt: Any, **more: Any) -> httpx2.R
 
 
 async def events(client: httpx2.AsyncClient, prompt: Any, **more: Any) -> list[Any]:
-    """Read a stream whole; its last line is [DONE]."""
-    body = ask(prompt, stream=True, **more)
-    async with client.stream("POST", "/v1/completions", json=body) as answer:
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        lines = [line async for line in answer.aiter_lines() if line.startswith("data: ")]
-    assert lines[-1] == "data: [DONE]"
-    return [orjson.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    return (await stream(client, "/v1/completions", ask(prompt, **more))).events
 
 
 def texts(answer: dict[str, Any]) -> list[str]:

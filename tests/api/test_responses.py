@@ -1,33 +1,16 @@
 """POST /v1/responses over a socket, with a scripted engine."""
 
-from dataclasses import replace
 from typing import Any
 
 import httpx2
-import orjson
 import pytest
 
-from gateway.jobs import CallDelta, Delta
-from tests.fakes import ScriptedChat, ScriptedEngines
+from tests.api.harness import ManyVoices, stream
+from tests.fakes import ScriptedEngines
 
 pytestmark = pytest.mark.anyio
 
 TOOL = {"type": "function", "name": "clock", "parameters": {"type": "object", "properties": {}}}
-
-
-class ManyVoices(ScriptedChat):
-    """Small letters are text, capitals are reasoning; `!` calls the clock."""
-
-    def _next(self, row: int) -> list[Delta]:
-        return [_voiced(delta) for delta in super()._next(row)]
-
-
-def _voiced(delta: Delta) -> Delta:
-    if delta.text == "!":
-        return replace(delta, text="", call=CallDelta(0, "call_1", "clock", "{}"))
-    if delta.text.isupper():
-        return replace(delta, text="", reasoning=delta.text)
-    return delta
 
 
 def ask(given: Any, **more: Any) -> dict[str, Any]:
@@ -39,15 +22,7 @@ async def post(client: httpx2.AsyncClient, given: Any, **more: Any) -> httpx2.Re
 
 
 async def events(client: httpx2.AsyncClient, given: Any, **more: Any) -> list[Any]:
-    """Read a stream whole: every frame is named by the type of its event."""
-    body = ask(given, stream=True, **more)
-    async with client.stream("POST", "/v1/responses", json=body) as answer:
-        assert answer.status_code == 200
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        lines = [line async for line in answer.aiter_lines() if line and not line.startswith(":")]
-    told = [orjson.loads(line.removeprefix("data: ")) for line in lines[1::2]]
-    assert lines[::2] == [f"event: {event['type']}" for event in told]
-    return told
+    return (await stream(client, "/v1/responses", ask(given, **more))).events
 
 
 async def test_a_whole_answer_has_openais_shape(client: httpx2.AsyncClient) -> None:

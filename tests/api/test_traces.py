@@ -302,38 +302,6 @@ async def test_a_client_who_leaves_ends_the_span_at_the_stage_it_left(
     assert last.ended == span.ended
 
 
-async def test_requests_that_share_a_batch_have_stages_of_their_own(
-    models: Catalog, taken: Taken
-) -> None:
-    """One that joined later waited less."""
-    engines = ScriptedEngines()
-    async with served(models, engines) as client:
-        await client.post("/v1/embeddings", json={"model": "embed", "input": "loads it"})
-        engines.embedder.gate.close()
-        first = client.post("/v1/embeddings", json={"model": "embed", "input": "first"})
-        tasks = [asyncio.create_task(first)]
-        await asyncio.to_thread(engines.embedder.gate.reached.wait, 5)
-        for number in range(3):
-            body = {"model": "embed", "input": f"later {number}"}
-            tasks.append(asyncio.create_task(client.post("/v1/embeddings", json=body)))
-            depth = f'gateway_queue_depth{{model="org/embed"}} {len(tasks)}.0'
-            async with asyncio.timeout(10):
-                while depth not in (await client.get("/metrics")).text:
-                    await asyncio.sleep(0.01)
-        engines.embedder.gate.open()
-        await asyncio.gather(*tasks)
-    assert engines.embedder.batches[-1] == [7, 7, 7]
-    asked = [span for span in taken.servers() if span.attributes.get("http.route") != "/metrics"]
-    spans = sorted(asked, key=lambda span: span.started)[-3:]
-    assert len({span.trace_id for span in spans}) == 3
-    waited = []
-    for span in spans:
-        stages = {child.name: child for child in taken.children(span)}
-        assert stages["inference"].ended <= span.ended
-        waited.append(stages["inference"].started - stages["queue"].started)
-    assert waited == sorted(waited, reverse=True)
-
-
 async def test_no_span_has_content(models: Catalog, taken: Taken) -> None:
     """Neither a prompt nor an answer, a tool, a schema or a stop string."""
     schema = {"type": "object", "title": SECRET}
