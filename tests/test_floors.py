@@ -134,7 +134,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2588,
+    "api": 2610,
     "app": 1167,
     "bench": 275,
     "cli": 1272,
@@ -147,8 +147,8 @@ BUDGET: dict[str, int] = {
     "logs": 141,
     "metrics": 190,
     "registry": 1267,
-    "server": 258,
-    "serving": 4129,
+    "server": 261,
+    "serving": 4134,
     "settings": 608,
     "wire": 3783,
 }

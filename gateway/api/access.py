@@ -70,6 +70,8 @@ def protect(
     tracer: "Tracer | None" = None,
 ) -> ASGIApp:
     """Return an app behind ids, errors as JSON, CORS, keys and rates."""
+    # From the inside out. Errors are answered inside CORS: without its headers a browser would
+    # show its page nothing, not even a 401.
     origins = origin_pattern(rules.origins)
     if not rules.allowance.is_unlimited:
         app = Rates(app, Accounts(rules.allowance), metered_paths)
@@ -215,10 +217,7 @@ def _digest(key: bytes) -> bytes:
 
 
 class Rates:
-    """Limits requests and tokens per minute of each API key, which the guard has set.
-
-    A request counts when it is admitted, tokens when they are known.
-    """
+    """Limits requests and tokens per minute of each API key, which the guard has set."""
 
     def __init__(self, app: ASGIApp, accounts: Accounts, paths: Collection[str]) -> None:
         self._app = app
@@ -234,6 +233,8 @@ class Rates:
         try:
             meter.admit()
         except RateLimited:
+            # Were the connection closed while the client still sends, it would be reset before the
+            # answer arrived.
             await _discard_body(receive)
             raise
         try:
@@ -244,8 +245,6 @@ class Rates:
 
 async def _discard_body(receive: Receive) -> None:
     """Read a body, or as much of it as may be."""
-    # Were its connection closed while the client still sends, it would be reset before the answer
-    # arrived.
     size, has_more = 0, True
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(DISCARD_S):
@@ -284,10 +283,8 @@ class Meter:
         self._charged = tokens
 
     def headers(self) -> Iterator[tuple[bytes, bytes]]:
-        """Charge what is known, and yield the headers of what is left.
-
-        Of an unstreamed answer all tokens are known; those of a stream count when it ends.
-        """
+        """Charge what is known, and yield the headers of what is left."""
+        # Of an unstreamed answer all tokens are known; those of a stream count when it ends.
         self.charge()
         for kind, bucket in self._buckets.items():
             values = {

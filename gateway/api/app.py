@@ -44,7 +44,8 @@ def create_app(
     )
 
     async def route(scope: Scope, receive: Receive, send: Send) -> None:
-        scope["app"] = router  # so that it raises what it has no route for
+        # With an app in the scope, Starlette raises what it has no route for, and answers nothing.
+        scope["app"] = router
         try:
             await router(scope, receive, send)
         except HTTPException as error:

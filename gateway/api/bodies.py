@@ -29,9 +29,6 @@ DISCARD_FACTOR = 4
 class Bodies:
     """The bytes of all requests' bodies, each counted from its arrival to the end of its answer,
     and of the answers that their clients have not read yet.
-
-    What finds no room is refused rather than queued: two requests that have each read half of a
-    body and wait for room for the rest would wait for each other.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -63,6 +60,8 @@ class Body:
         """Set the bytes that are held of the body. Raises Unavailable if there is no room."""
         nbytes = max(0, size - UNCOUNTED_BYTES)
         more = nbytes - self._nbytes
+        # What finds no room is refused rather than queued: two requests that have each read half of
+        # a body and wait for room for the rest would wait for each other.
         if is_refusable and more > 0 and not self._bodies.has_room(more, self._nbytes):
             raise Unavailable(
                 "The requests being read and the answers being sent are too large together. "

@@ -149,7 +149,7 @@ async def decide(service: Service, request: Request) -> Response:
     async with while_connected(request.receive), lease as batcher:
         logprobs, usage = await score_labels(batcher, jobs)
     with time_stage(request, Stage.SERIALISE):
-        # 400 questions of 255 choices have 102,000 probabilities.
+        # 400 questions of 255 choices have 102,000 probabilities, which take a while to write.
         body = await serialise(
             lambda: orjson.dumps(decisions.to_decision(parsed.request, logprobs, usage)),
             sum(map(len, logprobs)),

@@ -86,6 +86,7 @@ async def _embedded(service: Service, request: Request, shape: type[R]) -> _Resu
             check_dimensions(spec, batcher.engine.dimensions, job.dimensions)
             embedded = await batcher.embed(job, arrival)
     number_bytes = wire.NUMBER_BYTES[parsed.request.encoding_format]
+    # Before it is written: vectors as JSON are several times their floats.
     request.scope["gateway.unread"].count_answer(embedded.vectors.size * number_bytes)
     headers = ignored_header(parsed.ignored)
     if embedded.truncated:
@@ -94,11 +95,12 @@ async def _embedded(service: Service, request: Request, shape: type[R]) -> _Resu
 
 
 async def _write(request: Request, pieces: Iterator[bytes], headers: dict[str, str]) -> Response:
-    """Write the answer's JSON, yielding to the event loop after each large piece."""
+    """Write the answer's JSON."""
     body = []
     with time_stage(request, Stage.SERIALISE):
         for piece in pieces:
             body.append(piece)
+            # To write 2,048 vectors at once would keep all others waiting.
             if len(piece) > wire.PIECE_FLOATS:
                 await asyncio.sleep(0)
     return Response(b"".join(body), media_type="application/json", headers=headers)

@@ -99,7 +99,8 @@ class Exchange:
         answer = await self._generate(self.jobs)
         invalid = [index for index, fit in enumerate(answer.fits) if _is_violated(fit)]
         if invalid and _can_retry(job):
-            with contextlib.suppress(GatewayError):  # no time or no room: keep the first answers
+            # Without time or room for it, the first answers stand.
+            with contextlib.suppress(GatewayError):
                 retry = await self._generate([replace(job, n=len(invalid))])
                 answer.usage = _add_usage(answer.usage, retry.usage)
                 for index, choice, fit in zip(invalid, retry.choices, retry.fits, strict=True):
@@ -143,6 +144,7 @@ class Exchange:
                 usage = _add_usage(usage, update)
                 if isinstance(update, Usage):
                     continue
+                # Only with the first delta it is known how much of the prompt was in the cache.
                 if not has_begun:
                     has_begun = True
                     for event in writer.begin(usage):
@@ -152,6 +154,7 @@ class Exchange:
                     verdict = await run.verdict(update.index)
                 for event in writer.add(update, verdict):
                     yield self._frame(event)
+        # Before the end is sent: a client may go on from the response as soon as it has that.
         last_events = writer.end(usage)
         self.keep()
         for event in last_events:

@@ -146,6 +146,7 @@ class Watchers:
 
         Raises TooManyWatchers if none is free.
         """
+        # Who else watches cannot lock an admin out.
         watcher_limit = MOST_WATCHERS if is_reserved else MOST_WATCHERS - 1
         if self.count >= watcher_limit:
             raise TooManyWatchers(watcher_limit)
@@ -184,6 +185,7 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
     try:
         yield
     except asyncio.CancelledError:
+        # Others may have cancelled the task too, and that is theirs to see.
         if disconnect.done() and task.uncancel() == 0:  # this is the only cancellation
             raise ClientDisconnect from None
         raise

@@ -47,10 +47,7 @@ def speaks_anthropic(path: str, headers: Mapping[bytes, bytes]) -> bool:
 
 
 class ErrorResponse(Response):
-    """An error as JSON, in the envelope of the request's path.
-
-    Its code is left in the scope, for the list of the last errors.
-    """
+    """An error as JSON, in the envelope of the request's path."""
 
     def __init__(self, error: GatewayError, scope: Scope) -> None:
         body: object = error.body()
@@ -63,6 +60,7 @@ class ErrorResponse(Response):
         self._code = error.code or error.type
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # For the list of the last errors, and for the trace.
         scope["gateway.error"] = self._code
         await super().__call__(scope, receive, send)
 
@@ -193,6 +191,7 @@ class ErrorMiddleware:
         except ClientDisconnect:
             raise
         except asyncio.CancelledError:
+            # By an admin, or as the gateway stops: both have a reason that the client is told.
             request: RequestInFlight = scope["gateway.in_flight"]
             if reply.status is not None or request.cancellation is None:
                 scope["gateway.error"] = "cancelled"
@@ -215,8 +214,7 @@ class ErrorMiddleware:
 class _Reply:
     """Wraps `send`: adds the headers of every answer, and keeps the status.
 
-    Raises ClientDisconnect if the client stops reading, or reads too slowly. An answer of known
-    length for which there is no room becomes an error: Starlette takes none once it has begun one.
+    Raises ClientDisconnect if the client stops reading, or reads too slowly.
     """
 
     def __init__(self, send: Send, scope: Scope, send_timeout_s: float, *, is_last: bool) -> None:
@@ -257,6 +255,7 @@ class _Reply:
     async def _has_room(self, start: Message) -> bool:
         """Count an answer of known length; return False if it was refused: there is no room."""
         length = int(dict(start["headers"]).get(b"content-length", b"0"))
+        # Raised as an error it would come too late: Starlette takes none once an answer has begun.
         try:
             self._unread.count_answer(length)
         except Unavailable as error:
@@ -269,6 +268,8 @@ class _Reply:
         for piece in split_body(message):
             began = clock.now()
             self._nbytes += len(piece.get("body", b""))
+            # Each piece in time is not enough: a client that reads a byte of each would hold a
+            # large answer for hours.
             late_s = self._send_timeout_s + self._nbytes / LEAST_RATE - self._waited_s
             try:
                 async with asyncio.timeout(min(self._send_timeout_s, late_s)):

@@ -109,8 +109,8 @@ class Service:
         is_large: Callable[[R], bool] = lambda _: False,
         body: bytearray | None = None,
     ) -> tuple[Parsed[R], T]:
-        """Read, check and translate a request's body: off the loop if it is large, or if
-        `is_large` returns True for the request. `body` is the body if it has been read already.
+        """Read, check and translate a request's body. `body` is the body if it has been read
+        already, `is_large` whether translating a request may take long.
         """
         if body is None:
             body = await self.read_body(request)
@@ -126,6 +126,7 @@ class Service:
             return parsed
 
         with time_stage(request, Stage.PARSE):
+            # A thread costs more than a small body, and a large one would stop the loop.
             parsed = await self.run_on_body(body, parse)
             if len(body) > LONG_BYTES or is_large(parsed.request):
                 job = await self.pool.run(translate, parsed.request, kind=_body_kind(body))

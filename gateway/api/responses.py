@@ -154,13 +154,14 @@ def _conversation(
     max_bytes = service.rules.max_input_chars * MAX_JSON_BYTES
     nbytes = 0
 
+    # A body of some kilobytes could stand for gigabytes: one item may be referred to many times.
     def find(item_id: str) -> bytes | None:
         nonlocal nbytes
         item = service.responses.item(caller.key_id, item_id)
         if item is None:
             return None
         nbytes += len(item.body)
-        if nbytes > max_bytes:  # one item may be referred to a thousand times
+        if nbytes > max_bytes:
             raise BadRequest("The items that 'input' refers to are too long.", param="input")
         return item.body
 

@@ -43,10 +43,8 @@ class EventStream:
 
     The 200 is sent when the request is accepted and its first event has come, but at most
     `open_after_s` after the former. An error before it is raised by `prime` and gets a real status;
-    one after it becomes an event, written by `write_error`. Silence is broken by `keep_alive`.
-    Events are buffered here as fast as they are generated: a slow reader holds memory for the
-    answer, which is counted with all bodies, but neither a sequence nor a lease. The generator is
-    closed however the answer ends.
+    one after it becomes an event, written by `write_error`. Silence is broken by `keep_alive`. The
+    generator is closed however the answer ends.
     """
 
     def __init__(
@@ -61,6 +59,8 @@ class EventStream:
         self._headers = headers
         self._write_error = write_error
         self._keep_alive_frame = keep_alive
+        # Events are kept here as fast as they are generated: a slow reader holds memory for its
+        # answer, which is counted with all bodies, but neither a sequence nor a lease.
         self._buffer: deque[bytes] = deque()
         self._unread: Body = request.scope["gateway.unread"]
         self._nbytes = 0  # in the buffer
@@ -156,10 +156,8 @@ class EventStream:
         await send(_body(b"", more=False))
 
     async def _keep_alive(self) -> None:
-        """Buffer a sign of life whenever nothing was sent for a while.
-
-        One timer for the stream: one for each token would cost as much as the token.
-        """
+        """Buffer a sign of life whenever nothing was sent for a while."""
+        # One timer for the stream: one for each token would cost as much as the token.
         while True:
             sent = self._sent
             await asyncio.sleep(KEEP_ALIVE_S / 2)

@@ -194,10 +194,8 @@ class Sandbox:
             return end, why
 
     def _replenish(self) -> None:
-        """Start processes until READY of them are idle or busy; busy ones return to idle.
-
-        A start takes a second or two of processor time, which slows the busy ones.
-        """
+        """Start processes until READY of them are idle or busy; busy ones return to idle."""
+        # Not more: a start takes a second or two of processor time, which slows the busy ones.
         while len(self._idle) + len(self._busy) < READY and not self._is_closed:
             self._idle.insert(0, _Process(self._command))
 
@@ -306,9 +304,9 @@ class _Process:
         self._missing, self._is_head = size, is_head
 
     def ending(self) -> Outcome:
-        """Return how the process ended. What it does by itself never ends it by SIGKILL: it is
-        bounded in memory and time, and a crash has a signal of its own.
-        """
+        """Return how the process ended."""
+        # What it does by itself never ends it by SIGKILL: it is bounded in memory and time, and a
+        # crash has a signal of its own.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_S)
         code = self._process.returncode

@@ -43,9 +43,8 @@ SLICE_CHARS: Final = 1 << 17  # in a call, unless a single text is longer
 
 
 class ThreadPools:
-    """A context manager. At exit it drops queued calls, and does not wait for running ones, as one
-    that hangs would keep the gateway from exiting. A cancelled call that is still queued is
-    dropped too.
+    """A context manager. At exit it drops queued calls, and does not wait for running ones. A
+    cancelled call that is still queued is dropped too.
     """
 
     def __init__(self) -> None:
@@ -70,6 +69,7 @@ class ThreadPools:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # One that hangs would keep the gateway from exiting.
         for threads in self._threads.values():
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -109,6 +109,7 @@ async def tokenise(
     if len(texts) == 1 and len(texts[0]) <= SHORT_CHARS:
         return list(encode(texts))
     kind: Kind = "long texts" if sum(map(len, texts)) > LONG_CHARS else "short texts"
+    # Each slice waits in the queue anew, behind those of others: long requests take turns.
     rows: list[TokenIds] = []
     for part in _slices(texts):
         rows += await pool.run(encode, part, kind=kind)

@@ -153,11 +153,9 @@ class Watch:
             self._exit(self._exit_process)
 
     def _has_loop_stalled(self, seconds: float) -> bool:
-        """Return True if the loop has run nothing for as long as a call may take.
-
-        In CPython up to 3.13 `Thread.start` never returns if memory runs out while the thread
-        begins, and it is mostly the loop that starts threads.
-        """
+        """Return True if the loop has run nothing for as long as a call may take."""
+        # In CPython up to 3.13 `Thread.start` never returns if memory runs out while the thread
+        # begins, and it is mostly the loop that starts threads.
         if self._loop_has_turned.is_set():
             self._loop_stuck_s = 0.0
             self._loop_has_turned.clear()

@@ -134,7 +134,7 @@ async def stream(client: httpx2.AsyncClient, path: str, body: dict[str, Any]) ->
                 told.is_done = True
             elif line.startswith("data: ") and '"ping"' not in line:
                 told.events.append(orjson.loads(line.removeprefix("data: ")))
-    assert told.names in ([], [event["type"] for event in told.events])
+    assert not told.names or told.names == [event["type"] for event in told.events]
     told.is_done |= told.names[-1:] in (["response.completed"], ["message_stop"])
     return told
 
