@@ -97,7 +97,8 @@ class Exchange:
     async def _answer_whole(self) -> bytes:
         job = self.jobs[0]
         answer = await self._generate(self.jobs)
-        invalid = [index for index, fit in enumerate(answer.fits) if _is_violated(fit)]
+        violations = (Fit.INVALID, Fit.BROKEN)
+        invalid = [index for index, fit in enumerate(answer.fits) if fit in violations]
         if invalid and _can_retry(job):
             # Without time or room for it, the first answers stand.
             with contextlib.suppress(GatewayError):
@@ -237,11 +238,6 @@ def _add_usage(usage: Usage, update: Usage | Delta) -> Usage:
         reasoning_tokens=usage.reasoning_tokens + update.reasoning_tokens,
         kept_tokens=usage.kept_tokens + update.kept_tokens,
     )
-
-
-def _is_violated(fit: Fit | None) -> bool:
-    """Return True if a choice is known to violate a schema."""
-    return fit is not None and fit.is_valid is False
 
 
 def _can_retry(job: GenerateJob) -> bool:

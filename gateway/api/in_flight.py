@@ -52,20 +52,6 @@ class RequestInFlight:
             self._task.uncancel()
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorRecord:
-    """An error that was answered. It has no message: that may repeat what the caller sent."""
-
-    at: float
-    request_id: str
-    method: str
-    route: str
-    model: str | None
-    status: int
-    code: str
-    ms: float
-
-
 class InFlight:
     """The requests in flight. A drain waits for them and cancels those that remain."""
 
@@ -75,7 +61,7 @@ class InFlight:
         self._requests: dict[int, RequestInFlight] = {}
         self._idle = asyncio.Event()
         self._idle.set()
-        self._errors: deque[ErrorRecord] = deque(maxlen=LAST_ERRORS)
+        self._errors: deque[dict[str, Any]] = deque(maxlen=LAST_ERRORS)
 
     @contextlib.contextmanager
     def track(self, scope: Scope) -> Iterator[RequestInFlight]:
@@ -96,23 +82,24 @@ class InFlight:
         return tuple(self._requests.values())
 
     @property
-    def errors(self) -> Sequence[ErrorRecord]:
+    def errors(self) -> Sequence[dict[str, Any]]:
         """Return the last errors, the newest first."""
         return tuple(reversed(self._errors))
 
     def note_error(self, scope: Scope, status: int, seconds: float) -> None:
         """Keep an error that a request was answered with."""
+        # Without its message, which may repeat what the caller sent.
         self._errors.append(
-            ErrorRecord(
-                at=time.time(),
-                request_id=scope["gateway.request_id"],
-                method=scope["method"],
-                route=scope["route"].path,
-                model=scope["gateway.timings"].model,
-                status=int(status),
-                code=scope["gateway.error"],
-                ms=round(1000 * seconds, 1),
-            )
+            {
+                "at": time.time(),
+                "request_id": scope["gateway.request_id"],
+                "method": scope["method"],
+                "route": scope["route"].path,
+                "model": scope["gateway.timings"].model,
+                "status": status,
+                "code": scope["gateway.error"],
+                "ms": round(1000 * seconds, 1),
+            }
         )
 
     def find(self, number: int) -> RequestInFlight | None:

@@ -11,7 +11,6 @@ set: no prompt, answer, tool or stop string is in a span.
 import logging
 import time
 from collections.abc import Collection, Mapping
-from itertools import chain
 from typing import Any
 
 from opentelemetry import trace as otel
@@ -235,16 +234,13 @@ def _gen_ai_attributes(operation: str, timings: Timings) -> dict[str, Any]:
     jobs = (timings, *timings.parallel)
     attributes["gen_ai.response.model"] = timings.model
     attributes["gen_ai.usage.input_tokens"] = sum(job.tokens_in for job in jobs)
-    reasons = list(chain.from_iterable(job.finish_reasons for job in jobs))
-    tokens_out = sum(job.tokens_out for job in jobs)
-    if tokens_out:
-        attributes["gen_ai.usage.output_tokens"] = tokens_out
-    if reasons:
-        attributes["gen_ai.response.finish_reasons"] = reasons
-    cached = sum(job.cached_tokens for job in jobs)
-    if cached:
-        attributes["gen_ai.usage.cache_read.input_tokens"] = cached
-    return attributes
+    # A request that ended early has none of these, nor has an embedding.
+    values = {
+        "gen_ai.usage.output_tokens": sum(job.tokens_out for job in jobs),
+        "gen_ai.response.finish_reasons": [reason for job in jobs for reason in job.finish_reasons],
+        "gen_ai.usage.cache_read.input_tokens": sum(job.cached_tokens for job in jobs),
+    }
+    return attributes | {name: value for name, value in values.items() if value}
 
 
 class _LogHandler(logging.Handler):

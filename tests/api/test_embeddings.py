@@ -1,6 +1,5 @@
 """POST /v1/embeddings over a socket, with a scripted engine."""
 
-import asyncio
 import base64
 from typing import Any
 
@@ -54,17 +53,6 @@ async def test_an_alias_answers_by_its_own_name_and_brings_its_prompt(
     answer = (await post(client, model="embed-query", input="abc")).json()
     assert answer["model"] == "embed-query"
     assert answer["data"][0]["embedding"][:2] == [4.0, float(ord("?"))]
-
-
-async def test_twenty_single_texts_at_once_share_passes(
-    client: httpx2.AsyncClient, engines: ScriptedEngines
-) -> None:
-    """What Graphiti sends: twenty calls of one text each."""
-    await post(client, input="warm")
-    engines.embedder.batches.clear()
-    answers = await asyncio.gather(*(post(client, input="x" * (n + 1)) for n in range(20)))
-    assert [a.json()["data"][0]["embedding"][0] for a in answers] == list(range(1, 21))
-    assert len(engines.embedder.batches) < 20
 
 
 @pytest.mark.parametrize(

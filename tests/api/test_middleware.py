@@ -12,7 +12,7 @@ import pytest
 from openai import AsyncOpenAI, AuthenticationError
 from starlette.types import Receive, Scope, Send
 
-from gateway.api.access import is_here
+from gateway.api.access import is_here, origin_pattern
 from gateway.api.middleware import PIECE_BYTES, split_body
 from gateway.registry import Catalog
 from tests.api.harness import protected
@@ -350,23 +350,11 @@ async def test_what_a_page_can_have_is_no_desktop_app(
         ("*", ["https://evil.example", "null"], []),
     ],
 )
-async def test_an_origin_may_be_a_pattern(
-    models: Catalog,
-    engines: ScriptedEngines,
-    allowed: str,
-    taken: list[str],
-    refused: list[str],
-) -> None:
+def test_an_origin_may_be_a_pattern(allowed: str, taken: list[str], refused: list[str]) -> None:
     """Of ports, hosts or names before a domain, and of nothing else."""
-    async with served(models, engines, cors_origins=allowed) as client:
-        for origin in taken:
-            answer = await client.get("/v1/models", headers={"origin": origin})
-            assert answer.status_code == 200, origin
-            assert answer.headers["access-control-allow-origin"] in (origin, "*")
-        for origin in refused:
-            answer = await client.get("/v1/models", headers={"origin": origin})
-            assert answer.status_code == 403, origin
-            assert "access-control-allow-origin" not in answer.headers
+    pattern = origin_pattern([allowed])
+    assert all(map(pattern.fullmatch, taken))
+    assert not any(map(pattern.fullmatch, refused))
 
 
 @pytest.mark.parametrize(
