@@ -89,10 +89,8 @@ def protect(
 
 
 def origin_pattern(origins: Sequence[str]) -> re.Pattern[str]:
-    """Return what matches desktop apps' origins and the given ones.
-
-    A `*` is any origin, any port, or any host, alone or before a domain.
-    """
+    """Return what matches desktop apps' origins and the given ones."""
+    # A `*` is any origin, any port, or any host, alone or before a domain.
     patterns = [APP_ORIGINS]
     for origin in origins:
         text = re.escape(origin).replace(r":\*", r"(?::\d+)?").replace(r"\*", r"[^/:]+")

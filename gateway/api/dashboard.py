@@ -1,8 +1,4 @@
-"""GET /dashboard: a page, its files, and a sample of the gateway's state each second.
-
-The page has no data of its own, so it needs no key; the samples need one, and those that tell of
-single requests need the admin key.
-"""
+"""GET /dashboard: a page, its files, and a sample of the gateway's state each second."""
 
 import asyncio
 import contextlib
@@ -29,6 +25,8 @@ from gateway.errors import Forbidden, RequestCancelled, RequestNotFound
 from gateway.jobs import Timings
 from gateway.registry import Resolved
 
+# The page has no data of its own, so it needs no key; the samples need one, and those that tell of
+# single requests need the admin key.
 PAGE = "dashboard.html"
 FILES = {
     PAGE: "text/html",

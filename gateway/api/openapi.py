@@ -57,8 +57,9 @@ STORED_ERRORS: Errors = (BadRequest, ResponseNotFound)  # if a stored response i
 
 
 class _Number(IntegerConvertor):
-    """A number that Python reads: of thousands of digits it would raise ValueError."""
+    """A number that Python reads."""
 
+    # Of thousands of digits it would raise ValueError.
     regex = "[0-9]{1,18}"
 
 

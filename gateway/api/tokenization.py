@@ -88,9 +88,8 @@ async def info(service: Service, request: Request) -> Response:
 async def _leased(
     service: Service, request: Request, spec: ChatSpec, asked: WireRequest
 ) -> AsyncIterator[GenerationBatcher]:
-    """Lease a chat model, while the client is connected: for an adapter its base, whose tokens it
-    has.
-    """
+    """Lease a chat model, while the client is connected."""
+    # An adapter has its base's tokens, and need not be loaded for them.
     caller = service.caller(request)
     lease = service.lease(spec.base_spec or spec, caller, asked)
     async with while_connected(request.receive), lease as batcher:

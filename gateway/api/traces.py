@@ -1,11 +1,7 @@
 """A trace of each request: a SERVER span, and a child for each of its stages, sent by OTLP/HTTP.
 
 It imports the SDK, which is in the extra `otel`; so it is imported only if there is somewhere to
-send to. Names are OpenTelemetry's: those of HTTP are of its conventions 1.41.1
-(https://github.com/open-telemetry/semantic-conventions/blob/v1.41.1/docs/http/http-spans.md); those
-of GenAI have no release yet and are of docs/gen-ai/gen-ai-spans.md at commit 002c8a6 of
-https://github.com/open-telemetry/semantic-conventions-genai. Their attributes of content are never
-set: no prompt, answer, tool or stop string is in a span.
+send to. No prompt, answer, tool or stop string is in a span.
 """
 
 import logging
@@ -43,6 +39,11 @@ from gateway.wire.validation import Request as WireRequest
 
 log = logs.get("traces")
 
+# Names are OpenTelemetry's: those of HTTP are of its conventions 1.41.1
+# (https://github.com/open-telemetry/semantic-conventions/blob/v1.41.1/docs/http/http-spans.md);
+# those of GenAI have no release yet and are of docs/gen-ai/gen-ai-spans.md at commit 002c8a6 of
+# https://github.com/open-telemetry/semantic-conventions-genai. Their attributes of content are
+# never set.
 PROVIDER = "mlx_gateway"  # GenAI's conventions have no value for MLX, and allow another
 CLIENT_DISCONNECTED = "client_disconnected"  # an `error.type`
 QUIET_S = 60.0  # between two lines of the SDK that are alike, such as of a collector that is down
@@ -56,8 +57,7 @@ class Tracer:
     """Starts a trace for each request. Spans are sent from `open` to `close`, by a thread.
 
     Where to, of which service and how many of them is what OTEL_* variables say, which the SDK
-    reads. Ending a span appends it to a queue: where this is full, as when nobody takes spans, the
-    oldest are dropped. `operations` are GenAI's names by route; `untraced` paths have no trace.
+    reads. `operations` are GenAI's names by route; `untraced` paths have no trace.
     """
 
     def __init__(self, operations: Mapping[str, str], untraced: Collection[str]) -> None:
@@ -153,11 +153,9 @@ class Trace:
 
     @property
     def header(self) -> tuple[bytes, bytes]:
-        """Return the answer's header, by which a client finds the trace.
-
-        `traceresponse` has the form of `traceparent`, which is defined for requests only:
-        https://w3c.github.io/trace-context/#traceresponse-header, a draft.
-        """
+        """Return the answer's header, by which a client finds the trace."""
+        # It has the form of `traceparent`, which is defined for requests only:
+        # https://w3c.github.io/trace-context/#traceresponse-header, a draft.
         context = self._span.get_span_context()
         span_id = format_span_id(context.span_id)
         value = f"00-{self.trace_id}-{span_id}-{context.trace_flags:02x}"
@@ -205,6 +203,8 @@ class Trace:
         if operation is not None:
             span.set_attributes(_gen_ai_attributes(operation, timings))
         self._add_stages(ended_ns, error)
+        # It is appended to a queue: where this is full, as when nobody takes spans, the oldest are
+        # dropped.
         span.end(ended_ns)
 
     def _add_stages(self, ended_ns: int, error: str | None) -> None:
