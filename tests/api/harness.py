@@ -85,6 +85,15 @@ TOOLS: dict[str, list[dict[str, Any]]] = {
 }
 
 
+def error_of(answer: httpx2.Response) -> dict[str, Any]:
+    """Return the error of an answer in OpenAI's envelope."""
+    body: dict[str, Any] = answer.json()["error"]
+    assert set(body) == {"message", "type", "param", "code"}
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-request-id"]
+    return body
+
+
 def code_of(answer: httpx2.Response) -> str:
     """Return the error's code, in OpenAI's envelope or Anthropic's."""
     return _code(answer.json()["error"])

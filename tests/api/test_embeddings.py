@@ -10,6 +10,7 @@ import pytest
 
 from gateway.jobs import Embedded
 from gateway.wire.embeddings import NUMBER_BYTES, PIECE_FLOATS, write_pieces, write_vectors
+from tests.api.harness import error_of
 from tests.fakes import ScriptedEngines
 
 pytestmark = pytest.mark.anyio
@@ -17,12 +18,6 @@ pytestmark = pytest.mark.anyio
 
 async def post(client: httpx2.AsyncClient, **body: Any) -> httpx2.Response:
     return await client.post("/v1/embeddings", json={"model": "org/embed", **body})
-
-
-def error(answer: httpx2.Response) -> dict[str, Any]:
-    body: dict[str, Any] = answer.json()["error"]
-    assert set(body) == {"message", "type", "param", "code"}
-    return body
 
 
 async def test_a_string_and_a_list_of_strings_are_answered(client: httpx2.AsyncClient) -> None:
@@ -76,7 +71,7 @@ async def test_dimensions_are_refused_elsewhere(
     """Cut vectors of another model are plausible garbage."""
     answer = await post(client, model=model, input="abc", dimensions=asked)
     assert answer.status_code == 400
-    assert error(answer)["param"] == "dimensions"
+    assert error_of(answer)["param"] == "dimensions"
 
 
 async def test_token_ids_are_served_where_the_model_says_so(client: httpx2.AsyncClient) -> None:
@@ -91,13 +86,13 @@ async def test_token_ids_are_refused_elsewhere_with_a_hint(client: httpx2.AsyncC
     """LangChain sends another tokenizer's."""
     answer = await post(client, input=[[5, 6]])
     assert answer.status_code == 400
-    assert "check_embedding_ctx_length=False" in error(answer)["message"]
+    assert "check_embedding_ctx_length=False" in error_of(answer)["message"]
 
 
 async def test_over_long_input_is_refused_in_openais_words(client: httpx2.AsyncClient) -> None:
     """litellm and langchain read the sentence."""
     answer = await post(client, input="x" * 101)
-    told = error(answer)
+    told = error_of(answer)
     assert answer.status_code == 400
     assert told["code"] == "context_length_exceeded"
     assert told["message"].startswith("This model's maximum context length is 100 tokens.")
@@ -126,14 +121,14 @@ async def test_input_that_is_no_input_is_refused(client: httpx2.AsyncClient, giv
     """Never a 500, never a hang."""
     answer = await post(client, input=given, model="shortenable")
     assert answer.status_code == 400
-    assert error(answer)["param"] == "input"
+    assert error_of(answer)["param"] == "input"
 
 
 async def test_a_chat_model_cannot_embed(client: httpx2.AsyncClient) -> None:
     """And is told so by name."""
     answer = await post(client, model="writer", input="a")
     assert answer.status_code == 400
-    assert "`writer` is a chat model" in error(answer)["message"]
+    assert "`writer` is a chat model" in error_of(answer)["message"]
 
 
 async def test_unknown_fields_are_named_and_harmless_ones_are_not(
@@ -152,7 +147,7 @@ async def test_a_failed_row_is_a_500_that_names_the_model(
     engines.embedder.poison = "!"
     answer = await post(client, input="bad!")
     assert answer.status_code == 500
-    assert "org/embed" in error(answer)["message"]
+    assert "org/embed" in error_of(answer)["message"]
     assert answer.headers["x-request-id"]
     assert (await post(client, input="good")).status_code == 200
 

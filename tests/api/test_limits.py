@@ -11,6 +11,7 @@ import pytest
 from gateway.api.bodies import SMALL_BYTES, UNCOUNTED_BYTES, Bodies, Body
 from gateway.errors import Unavailable
 from gateway.registry import Catalog
+from tests.api.harness import error_of
 from tests.fakes import ScriptedEngines
 from tests.serving_app import served
 
@@ -19,12 +20,6 @@ pytestmark = pytest.mark.anyio
 USER = {"role": "user", "content": "hi"}
 CHAT: dict[str, Any] = {"model": "writer", "messages": [USER]}
 DEEP = '{"a":' * 260 + "{}" + "}" * 260
-
-
-def error(answer: httpx2.Response) -> dict[str, Any]:
-    body: dict[str, Any] = answer.json()["error"]
-    assert set(body) == {"message", "type", "param", "code"}
-    return body
 
 
 @pytest.mark.parametrize(
@@ -46,7 +41,7 @@ async def test_a_head_over_the_limit_is_a_431(
     async with served(models, engines, max_header_bytes=1024) as client:
         refused = await client.get(path, headers=headers)
         assert refused.status_code == 431
-        assert error(refused)["code"] == "request_header_fields_too_large"
+        assert error_of(refused)["code"] == "request_header_fields_too_large"
         assert refused.headers["x-request-id"]
         assert (await client.get("/health")).status_code == 200
 
@@ -144,7 +139,7 @@ async def test_every_bound_is_a_setting(
         assert taken.status_code == 200, taken.text
         refused = await client.post(f"/v1/{path}", json=beyond)
         assert refused.status_code == 400
-        error(refused)
+        error_of(refused)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +164,7 @@ async def test_json_inside_a_string_may_not_be_deep_either(
     """It would be a way around the depth of the body, and a 500 where it is written again."""
     answer = await client.post("/v1/chat/completions", json={**CHAT, **given})
     assert answer.status_code == 400
-    error(answer)
+    error_of(answer)
 
 
 async def test_a_body_of_many_brackets_costs_no_more_than_reading_it(

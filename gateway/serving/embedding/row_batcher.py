@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence, Sized
-from typing import ClassVar, Generic, Self, TypeVar
+from typing import ClassVar, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 
@@ -101,15 +101,12 @@ class RowRequest(Generic[R]):
             self.results.set_exception(error)
 
 
-class Row(Generic[R]):
+class Row(NamedTuple, Generic[R]):
     """One row inside a batch."""
 
-    __slots__ = ("index", "request", "row")
-
-    def __init__(self, request: RowRequest[R], index: int, row: R) -> None:
-        self.request = request
-        self.index = index
-        self.row = row
+    request: RowRequest[R]
+    position: int  # among the rows of its request
+    row: R
 
 
 class RowBatcher(Generic[R]):
@@ -251,7 +248,7 @@ class RowBatcher(Generic[R]):
         counts = take_batch(lengths, max_rows, tokens)
         pairs = zip(requests, counts, strict=True)
         chosen = [ticket for request, count in pairs for ticket in request.take(count)]
-        return sorted(chosen, key=lambda each: len(each.row))
+        return sorted(chosen, key=lambda ticket: len(ticket.row))
 
     async def _run(self, turn: Turn, batch: list[Row[R]]) -> None:
         turn.set_shape((self._name, len(batch).bit_length(), len(batch[-1].row).bit_length()))
@@ -327,7 +324,7 @@ def _answer(batch: Sequence[Row[R]], results: Vectors) -> None:
     if len(results) != len(batch):
         raise ValueError(f"{len(results)} results were given for {len(batch)} rows")
     for ticket, result in zip(batch, results, strict=True):
-        ticket.request.answer(ticket.index, result)
+        ticket.request.answer(ticket.position, result)
 
 
 def _refuse(batch: Sequence[Row[R]], error: GatewayError) -> None:
