@@ -134,13 +134,13 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2610,
+    "api": 2598,
     "app": 1167,
     "bench": 275,
     "cli": 1272,
     "clock": 40,
     "doctor": 323,
-    "engine": 10715,
+    "engine": 10706,
     "errors": 266,
     "ids": 10,
     "jobs": 267,
@@ -148,7 +148,7 @@ BUDGET: dict[str, int] = {
     "metrics": 190,
     "registry": 1267,
     "server": 261,
-    "serving": 4134,
+    "serving": 4114,
     "settings": 608,
     "wire": 3783,
 }

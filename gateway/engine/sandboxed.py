@@ -1,9 +1,9 @@
 """What callers and checkpoints make costly, run in a process of its own; see serving/sandbox.py.
 
 A script, run by path, so that nothing of ours is imported and never mlx. Its argument is the file
-descriptor of a socket, over which pickled frames go, each behind its length: a first one that says
-it is ready, then a request and its answer in turns. At the end of file it ends. Its second argument
-is the kind of request that it makes ready for.
+descriptor of a socket, a Connection of multiprocessing: a first answer says that it is ready, then
+requests and answers take turns. At the end of file it ends. Its second argument is the kind of
+request that it makes ready for.
 
 A request is a dict: `kind`, `processor_s` of processor time after which the kernel ends the process
 by SIGPROF, `seconds` after which it does so even if the gateway is gone, `max_bytes` of memory
@@ -19,18 +19,16 @@ import os
 import pickle
 import resource
 import signal
-import socket
-import struct
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 Answer: TypeAlias = tuple[str, Any]
 Request: TypeAlias = Mapping[str, Any]
 
-HEAD: Final = struct.Struct("!Q")
 # No more than the threads of the gateway have, so that a recursion that survives here does there.
 STACK_BYTES: Final = 4 << 20
 TRIAL_STEPS: Final = 8
@@ -177,7 +175,7 @@ READY: Final[Mapping[str, Callable[[], Answer]]] = {
 class Served:
     """One end of the socket, and the bounds of this process."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._base_bytes = _address_space_bytes()
         _, self._most = resource.getrlimit(resource.RLIMIT_AS)
@@ -187,7 +185,11 @@ class Served:
         READY[kind]()
         self._base_bytes = _address_space_bytes()
         self._send(("ready", None))
-        while (request := self._receive()) is not None:
+        while True:
+            try:
+                request = self._connection.recv()
+            except EOFError:
+                return
             signal.setitimer(signal.ITIMER_REAL, request["seconds"])
             signal.setitimer(signal.ITIMER_PROF, request["processor_s"])
             self._bound(request["max_bytes"])
@@ -213,21 +215,7 @@ class Served:
             resource.setrlimit(resource.RLIMIT_AS, (limit, self._most))
 
     def _send(self, answer: Answer) -> None:
-        data = pickle.dumps((*answer, _most_resident_bytes() > SPENT_BYTES))
-        self._connection.sendall(HEAD.pack(len(data)) + data)
-
-    def _receive(self) -> Any:
-        head = self._exactly(HEAD.size)
-        return None if head is None else pickle.loads(self._exactly(*HEAD.unpack(head)) or b"")
-
-    def _exactly(self, size: int) -> bytearray | None:
-        data = bytearray(size)
-        left = memoryview(data)
-        while left:
-            if not (count := self._connection.recv_into(left)):
-                return None
-            left = left[count:]
-        return data
+        self._connection.send((*answer, _most_resident_bytes() > SPENT_BYTES))
 
 
 def _address_space_bytes() -> int:
@@ -256,7 +244,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # they are the gateway's to answer
     with contextlib.suppress(OSError):  # Linux: should memory end, this process goes first
         Path("/proc/self/oom_score_adj").write_text("1000")
-    served = Served(socket.socket(fileno=int(sys.argv[1])))
+    served = Served(Connection(int(sys.argv[1])))
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=served.serve, args=(sys.argv[2],))
     thread.start()

@@ -7,7 +7,6 @@ that is killed at a limit of processor time, of memory or of waiting, and replac
 
 import contextlib
 import os
-import pickle
 import signal
 import socket
 import struct
@@ -17,6 +16,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from typing import Any, Final, Literal, TypeAlias
 
 from gateway import logs
@@ -27,11 +27,11 @@ Outcome: TypeAlias = tuple[str, Any]
 """The process's answer, or `busy`, `slow`, `late`, `died` or `killed` with a reason."""
 End: TypeAlias = Literal["late", "died"]
 
-HEAD: Final = struct.Struct("!Q")
 READY: Final = 2  # processes: importing what they need takes one to two seconds
 WAITS: Final = 6  # times its processor time, for work on a machine that others use too
 WAIT_S: Final = 30.0  # for earlier calls, each of which takes `quick_s` at most
 START_S: Final = 60.0  # for a process to import what it needs
+SEND_TIMEOUT: Final = struct.pack("ll", 60, 0)  # seconds and microseconds
 POLL_S: Final = 0.1  # of the memory of a process that the system does not limit
 MOST_KEPT: Final = 1024  # keys of work that was killed
 LATE_LASTS_S: Final = 600.0  # other work slows it; a crash is kept for good
@@ -236,8 +236,9 @@ class _Process:
             )
         # Reaps it, however it ends: no call may come that finds it gone.
         threading.Thread(target=self._process.wait, name="reaper", daemon=True).start()
-        self._socket = ours
-        self._expect(HEAD.size, is_head=True)
+        # A request larger than what the socket holds waits for the process to read it.
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, SEND_TIMEOUT)
+        self._connection = Connection(ours.detach())
         self._max_bytes: int | None = None
         self._is_ready = False
         self.is_spent = False
@@ -250,7 +251,7 @@ class _Process:
     def wait_ready(self) -> None:
         """Wait until the process has imported what it needs."""
         if not self._is_ready:
-            self._frame(time.monotonic() + START_S)
+            self._receive(START_S)
             self._is_ready = True
 
     def ask(
@@ -261,47 +262,27 @@ class _Process:
         Raises OSError or EOFError if the process died, and MemoryError if it holds more than the
         request allows (with `watch_memory`).
         """
-        ends_at = time.monotonic() + seconds
         if request is not None:
             self._max_bytes = request["max_bytes"] if watch_memory else None
-            data = pickle.dumps(request)
-            self._socket.settimeout(START_S)
-            self._socket.sendall(HEAD.pack(len(data)) + data)  # in one call, so it wakes once
-        frame = self._frame(ends_at)
-        if frame is None:
+            self._connection.send(request)
+        answer = self._receive(seconds)
+        if answer is None:
             return None
-        name, value, self.is_spent = pickle.loads(frame)
+        name, value, self.is_spent = answer
         return name, value
 
-    def _frame(self, ends_at: float) -> bytearray | None:
-        """Receive a frame, or None at `ends_at`; its bytes so far are kept for the next call."""
+    def _receive(self, seconds: float) -> Any:
+        """Receive an answer, or None if it takes longer."""
+        ends_at = time.monotonic() + seconds
         while True:
-            if self._missing == 0:
-                frame = self._frame_so_far
-                is_head = self._is_head
-                self._expect(HEAD.unpack(frame)[0] if is_head else HEAD.size, is_head=not is_head)
-                if not is_head:
-                    return frame
-                continue
-            left = ends_at - time.monotonic()
-            if left <= 0:
+            left_s = max(0.0, ends_at - time.monotonic())
+            pause_s = left_s if self._max_bytes is None else min(left_s, POLL_S)
+            if self._connection.poll(pause_s):
+                return self._connection.recv()
+            if self._max_bytes is not None and resident_bytes(self._process.pid) > self._max_bytes:
+                raise MemoryError
+            if pause_s == left_s:
                 return None
-            self._socket.settimeout(left if self._max_bytes is None else min(left, POLL_S))
-            try:
-                view = memoryview(self._frame_so_far)[-self._missing :]
-                count = self._socket.recv_into(view)
-                if not count:
-                    raise EOFError
-                self._missing -= count
-            except TimeoutError:
-                max_bytes = self._max_bytes
-                if max_bytes is not None and resident_bytes(self._process.pid) > max_bytes:
-                    raise MemoryError from None
-
-    def _expect(self, size: int, *, is_head: bool) -> None:
-        """Allocate the buffer of the next frame, or of the head with its length."""
-        self._frame_so_far = bytearray(size)
-        self._missing, self._is_head = size, is_head
 
     def ending(self) -> Outcome:
         """Return how the process ended."""
@@ -325,7 +306,7 @@ class _Process:
     def kill(self) -> None:
         """Send SIGKILL, close the socket and wait for the process, which no call waits for."""
         self._process.kill()
-        self._socket.close()
+        self._connection.close()
         self._process.wait()
 
 
