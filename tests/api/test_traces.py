@@ -114,37 +114,22 @@ async def test_the_stages_are_those_of_the_servers_timings(models: Catalog, take
     assert "gen_ai.usage.output_tokens" not in span.attributes
 
 
+RERANK = {"model": "judge", "query": "abc", "documents": ["a", "b"]}
+SCORE = {"model": "judge", "text_1": "abc", "text_2": ["a"]}
+COMPLETION = {"model": "writer", "prompt": ["abc", "de"]}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "operation", "tokens"),
     [
-        (
-            "/v1/rerank",
-            {"model": "judge", "query": "abc", "documents": ["a", "b"]},
-            "rerank",
-            {"input": 12},
-        ),
-        (
-            "/v1/score",
-            {"model": "judge", "text_1": "abc", "text_2": ["a"]},
-            "rerank",
-            {"input": 6},
-        ),
-        (
-            "/v1/completions",
-            {"model": "writer", "prompt": ["abc", "de"]},
-            "text_completion",
-            {"input": 5, "output": 7},
-        ),
+        ("/v1/rerank", RERANK, "rerank", {"input": 12}),
+        ("/v1/score", SCORE, "rerank", {"input": 6}),
+        ("/v1/completions", COMPLETION, "text_completion", {"input": 5, "output": 7}),
         ("/v1/responses", {"model": "writer", "input": "abc"}, "chat", {"input": 3, "output": 4}),
     ],
 )
 async def test_every_endpoint_of_a_model_has_an_operation(
-    models: Catalog,
-    taken: Taken,
-    path: str,
-    body: dict[str, Any],
-    operation: str,
-    tokens: dict[str, int],
+    models: Catalog, taken: Taken, path: str, body: Any, operation: str, tokens: dict[str, int]
 ) -> None:
     """And the tokens of all its prompts and answers."""
     assert (await asked(models, path, body)).status_code == 200
