@@ -137,36 +137,29 @@ class Guard:
         if keys:
             scope["gateway.key_id"] = _key_id(headers, keys)
             return
-        # A web page could reach localhost by DNS rebinding, so Host has to be a name that no page
-        # can have or an allowed one; or across origins, so Origin has to be the gateway's own or
-        # one that CORS allows.
-        if scope.get("server") is not None:  # no hostname resolves to a unix socket
-            self._check_host(headers)
-        self._check_origin(scope, headers)
+        self._check_page(scope, headers)
 
-    def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
-        # Starlette's TrustedHostMiddleware knows no loopback network and no host with its port,
-        # cannot let open paths and unix sockets pass, and answers plain text.
-        host = headers.get(b"host", b"").decode("latin-1")
-        if not (is_here(host) or {host.lower(), _host_name(host), "*"} & self._hosts):
+    def _check_page(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
+        """Raise Forbidden for a request that a web page may have made."""
+        # It could reach localhost by DNS rebinding, so Host has to be a name that no page can have
+        # or an allowed one; or across origins, so Origin has to be the gateway's own or one that
+        # CORS allows. Starlette's TrustedHostMiddleware knows no loopback network and no host with
+        # its port, cannot let open paths and unix sockets pass, and answers plain text.
+        host = headers.get(b"host", b"").decode("latin-1").lower()
+        is_known = is_here(host) or not self._hosts.isdisjoint((host, _host_name(host)))
+        is_socket = scope.get("server") is None  # to a unix socket no hostname resolves
+        if not (is_known or is_socket or "*" in self._hosts):
             raise Forbidden(
                 f"The host `{shorten(host)}` is not this gateway's. Add it to "
                 "GATEWAY_ALLOWED_HOSTS, or set GATEWAY_API_KEYS."
             )
-
-    def _check_origin(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
-        if b"origin" not in headers:
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        if b"origin" not in headers or self._origins.fullmatch(origin):
             return
-        origin = headers[b"origin"].decode("latin-1")
-        if not (self._origins.fullmatch(origin) or self._is_own(origin, scope, headers)):
+        # The dashboard is a page of the gateway itself. Its host must be known by name: with `*`,
+        # and on a unix socket, it may have been rebound.
+        if not is_known or origin.lower() != f"{scope['scheme']}://{host}":
             raise Forbidden(f"The origin `{shorten(origin)}` is not in GATEWAY_CORS_ORIGINS.")
-
-    def _is_own(self, origin: str, scope: Scope, headers: Mapping[bytes, bytes]) -> bool:
-        """Return True for pages of the gateway itself: the dashboard."""
-        # The host must be known by name: with `*`, and on a unix socket, it may have been rebound.
-        host = headers.get(b"host", b"").decode("latin-1").lower()
-        is_known = is_here(host) or {host, _host_name(host)} & self._hosts
-        return bool(is_known) and origin.lower() == f"{scope['scheme']}://{host}"
 
 
 def _key_id(headers: Mapping[bytes, bytes], keys: Sequence[bytes]) -> str:
