@@ -134,7 +134,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2598,
+    "api": 2593,
     "app": 1167,
     "bench": 275,
     "cli": 1272,
@@ -148,7 +148,7 @@ BUDGET: dict[str, int] = {
     "metrics": 190,
     "registry": 1267,
     "server": 261,
-    "serving": 4114,
+    "serving": 4121,
     "settings": 608,
     "wire": 3783,
 }

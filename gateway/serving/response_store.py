@@ -67,9 +67,8 @@ class _Owned:
 
 
 class ResponseStore:
-    """At most so many responses and bytes an owner, each for `ttl_s` seconds.
-
-    An owner's newest response evicts its oldest. `max_responses` 0 keeps none.
+    """At most so many responses and bytes an owner, each for `ttl_s` seconds. `max_responses` 0
+    keeps none.
     """
 
     def __init__(
@@ -106,6 +105,7 @@ class ResponseStore:
             self.expire()
             if not self.is_on or response.nbytes > self._max_bytes:
                 return False
+            # An owner's newest response evicts its oldest, and nobody else's.
             owned = self._by_owner.setdefault(owner, _Owned())
             while (
                 len(owned.responses) >= self._max_responses

@@ -46,12 +46,12 @@ class Sandbox:
 
     Call it from any worker thread.
 
-    `command` is passed a socket's file descriptor; engine/sandboxed.py has the protocol. Calls run
-    one after another, but one that takes longer than `quick_s` continues in its process while
-    another process serves the next. Only one may: a second slow call fails as busy. Work may take
-    `timeout_s` of processor time, within `wait_s`; what takes more of that, or was killed, is
-    remembered by its key, and not tried again.
+    `command` is passed a socket's file descriptor; engine/sandboxed.py has the protocol. Work may
+    take `timeout_s` of processor time, within `wait_s`.
     """
+
+    # Calls run one after another, but one that takes longer than `quick_s` continues in its process
+    # while another process serves the next. Only one may: a second slow call fails as busy.
 
     def __init__(
         self,
@@ -73,6 +73,7 @@ class Sandbox:
         self._idle: list[_Process] = []
         self._busy: set[_Process] = set()
         self._is_closed = False
+        # What took too much processor time, or was killed, by its key: it is not tried again.
         self._killed: OrderedDict[bytes, tuple[End, str, float]] = OrderedDict()
 
     def __call__(self, request: Mapping[str, Any], key: bytes) -> Outcome:
@@ -222,13 +223,14 @@ class _Process:
     """A process and the gateway's end of its socket."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        ours, theirs = socket.socketpair()
+        ours, child_socket = socket.socketpair()
         secret = ("GATEWAY_", "OPENAI_", "HF_TOKEN")
         public = {name: value for name, value in os.environ.items() if not name.startswith(secret)}
-        with theirs:
+        with child_socket:
+            number = child_socket.fileno()
             self._process = subprocess.Popen(
-                [command[0], *command[1:-1], str(theirs.fileno()), command[-1]],
-                pass_fds=[theirs.fileno()],  # and no other: a listening socket must not stay open
+                [*command[:-1], str(number), command[-1]],
+                pass_fds=[number],  # and no other: a listening socket must not stay open
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -100,6 +100,13 @@ def _is_longer(most_chars: int, values: list[Any]) -> bool:
     return chars > most_chars
 
 
+def texts_kind(chars: int) -> Kind:
+    """Return the kind of work that texts of so many characters are."""
+    if chars > LONG_CHARS:
+        return "long texts"
+    return "short texts"
+
+
 async def tokenise(
     encode: Callable[[Sequence[str]], Sequence[TokenIds]], texts: Sequence[str], pool: ThreadPools
 ) -> list[TokenIds]:
@@ -108,7 +115,7 @@ async def tokenise(
     """
     if len(texts) == 1 and len(texts[0]) <= SHORT_CHARS:
         return list(encode(texts))
-    kind: Kind = "long texts" if sum(map(len, texts)) > LONG_CHARS else "short texts"
+    kind = texts_kind(sum(map(len, texts)))
     # Each slice waits in the queue anew, behind those of others: long requests take turns.
     rows: list[TokenIds] = []
     for part in _slices(texts):
