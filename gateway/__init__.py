@@ -9,7 +9,7 @@ The house, from the roof down; an import goes down, never up, never to a strange
     doctor             the engine tested and timed on the user's own device
     bench              the load tool (its client is in the extra of that name)
     app                where concrete parts meet: an engine and a batcher for every spec
-    api                HTTP, one file an endpoint; app.py has the table of all of them
+    api                HTTP, one file an endpoint; endpoints.py has the table of all of them
     serving            time: lane (the one global MLX lock, and the one thread that runs MLX),
                        models (leases within a memory budget), embedding and generation
                        (batchers); no mlx import

@@ -5,9 +5,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gateway.api.endpoint import Endpoint
 from gateway.api.endpoints import ENDPOINTS
-from gateway.api.openapi import template
+from gateway.api.openapi import Endpoint, template
 from gateway.registry.schema import describe_fields
 from gateway.settings import Settings, variable
 from gateway.settings.sources import in_words

@@ -26,14 +26,13 @@ from deploy.ray.merging import Answer, merge
 from gateway import clock, logs
 from gateway.api.access import protect
 from gateway.api.bodies import Bodies, read_body
-from gateway.api.disconnects import while_connected
-from gateway.api.endpoint import is_anthropic
 from gateway.api.endpoints import METERED_PATHS, OPEN_PATHS
-from gateway.api.in_flight import InFlight
+from gateway.api.in_flight import InFlight, while_connected
+from gateway.api.middleware import is_anthropic
 from gateway.api.streams import frame
+from gateway.app.gateway import access_rules
 from gateway.errors import GatewayError, ModelNotFound, ModelsFileInvalid, Unavailable
 from gateway.registry import Catalog, ModelSpec
-from gateway.serving.admission import Allowance
 from gateway.settings import Settings
 from gateway.wire.anthropic_stream import error_body
 
@@ -73,19 +72,11 @@ class Ingress:
         self.in_flight = InFlight()
         self.asgi: ASGIApp = protect(
             self._serve,
+            access_rules(settings),
             self.in_flight,
             Bodies(settings.max_bodies_bytes),
-            admin_key=settings.admin_key.get_secret_value() if settings.admin_key else None,
-            keys=[key.get_secret_value() for key in settings.api_keys],
-            hosts=list(settings.allowed_hosts),
-            origins=list(settings.cors_origins),
             open_paths=OPEN_PATHS,
             metered_paths=METERED_PATHS,
-            allowance=Allowance(
-                requests=settings.requests_per_minute, tokens=settings.tokens_per_minute
-            ),
-            max_header_bytes=settings.max_header_bytes,
-            send_timeout_s=settings.send_timeout_s,
         )
 
     async def reload(self) -> None:
@@ -118,7 +109,8 @@ class Ingress:
         path = scope["path"].removeprefix("/v1")
         sent_on = _scope_to_send(scope)
         if path.startswith(_EVERYWHERE) and not path.endswith("/load"):
-            answer = await while_connected(receive, self._ask(path, sent_on, body))
+            async with while_connected(receive):
+                answer = await self._ask(path, sent_on, body)
             head = [each for each in answer.headers if each[0] not in (*_OURS, b"content-length")]
             head.append((b"content-length", str(len(answer.body)).encode()))
             start = {"type": "http.response.start", "status": answer.status, "headers": head}
@@ -132,7 +124,8 @@ class Ingress:
         else:
             call = self._read(path, body)
         relay = _Relay(self._handle, scope, send, limits.request_timeout_s + GRACE_S)
-        await while_connected(receive, relay.run(call, sent_on, body))
+        async with while_connected(receive):
+            await relay.run(call, sent_on, body)
         await send(relay.last)  # only now: with its end the client may disconnect
 
     async def _live(self, receive: Receive, send: Send) -> None:

@@ -29,9 +29,6 @@ DISCARD_FACTOR = 4
 class Bodies:
     """The bytes of all requests' bodies, each counted from its arrival to the end of its answer,
     and of the answers that their clients have not read yet.
-
-    What finds no room is refused rather than queued: two requests that have each read half of a
-    body and wait for room for the rest would wait for each other.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -63,6 +60,8 @@ class Body:
         """Set the bytes that are held of the body. Raises Unavailable if there is no room."""
         nbytes = max(0, size - UNCOUNTED_BYTES)
         more = nbytes - self._nbytes
+        # What finds no room is refused rather than queued: two requests that have each read half of
+        # a body and wait for room for the rest would wait for each other.
         if is_refusable and more > 0 and not self._bodies.has_room(more, self._nbytes):
             raise Unavailable(
                 "The requests being read and the answers being sent are too large together. "
@@ -89,33 +88,37 @@ def check_head(scope: Scope, max_bytes: int) -> None:
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytearray:
     """Read the whole body.
 
-    Raises TooLarge if it is above the limit, SlowBody if it has not arrived within `timeout_s`,
-    Unavailable if the bodies of all requests leave no room for it, EncodingNotSupported if it is
-    compressed, and ClientDisconnect.
+    Raises TooLarge for a body above the limit, SlowBody for one that has not arrived within
+    `timeout_s`, Unavailable if the bodies of all requests leave no room, EncodingNotSupported for a
+    compressed body, and ClientDisconnect.
     """
-    held: Body = request.scope["gateway.body"]
     body = bytearray()
-    size = 0
-    refusal = _refuse_encoding(request)
     try:
-        async with (
-            asyncio.timeout(timeout_s),
-            contextlib.aclosing(request.stream()) as chunks,
-        ):
-            async for chunk in chunks:
-                size += len(chunk)
-                if size > DISCARD_FACTOR * max_bytes:
-                    break
-                if refusal is None:
-                    body += chunk
-                    refusal = _refuse_size(held, size, max_bytes)
-                if refusal is not None:
-                    body.clear()
+        async with asyncio.timeout(timeout_s):
+            refusal = await _receive(request, body, max_bytes)
     except TimeoutError:
         raise SlowBody(f"The request body did not arrive within {timeout_s:g} seconds.") from None
     if refusal is not None:
         raise refusal
     return body
+
+
+async def _receive(request: Request, body: bytearray, max_bytes: int) -> GatewayError | None:
+    """Receive a body. If it is refused, read on and keep nothing, and return the reason."""
+    size = 0
+    refusal = _refuse_encoding(request)
+    async with contextlib.aclosing(request.stream()) as chunks:
+        async for chunk in chunks:
+            size += len(chunk)
+            if size > DISCARD_FACTOR * max_bytes:
+                break
+            if refusal is None:
+                refusal = _refuse_size(request.scope["gateway.body"], size, max_bytes)
+            if refusal is None:
+                body += chunk
+            else:
+                body.clear()
+    return refusal
 
 
 def _refuse_encoding(request: Request) -> GatewayError | None:
@@ -127,14 +130,11 @@ def _refuse_encoding(request: Request) -> GatewayError | None:
 
 def _refuse_size(held: Body, size: int, max_bytes: int) -> GatewayError | None:
     """Count a body as it grows, and return why it is refused, if it is."""
-    refusal: GatewayError | None = None
-    if size > max_bytes:
-        refusal = TooLarge(f"The request body is larger than {max_bytes} bytes.")
-    else:
-        try:
-            held.count(size)
-        except Unavailable as error:
-            refusal = error
-    if refusal is not None:
+    try:
+        if size > max_bytes:
+            raise TooLarge(f"The request body is larger than {max_bytes} bytes.")
+        held.count(size)
+    except GatewayError as error:
         held.count(0)
-    return refusal
+        return error
+    return None

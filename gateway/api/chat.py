@@ -1,15 +1,22 @@
-"""POST /v1/chat/completions and /v1/completions; /v1/messages of Anthropic's API."""
+"""POST /v1/chat/completions and /v1/completions; /v1/messages of Anthropic's API; /v1/decisions."""
 
 import secrets
 import time
+from collections.abc import Sequence
+from functools import partial
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from gateway.api.exchange import Exchange, default_sampling, read_exchange, template_args
-from gateway.api.requests import Service, reply
-from gateway.wire import anthropic, chat, completions
+from gateway.api.in_flight import while_connected
+from gateway.api.requests import Service, ignored_header, reply, serialise, time_stage
+from gateway.jobs import GenerateJob, Stage
+from gateway.registry import ChatSpec
+from gateway.serving.generation.fan_out import score_labels
+from gateway.wire import anthropic, chat, completions, decisions
 from gateway.wire.anthropic_stream import MessageWriter
 from gateway.wire.generation import Heading, read_tier
 
@@ -77,9 +84,7 @@ def _heading(prefix: str, model: str, fingerprint: str) -> Heading:
 async def answer_message(service: Service, request: Request) -> ASGIApp:
     """Answer a Messages request, whole or as a stream."""
 
-    def translate(wire_request: anthropic.MessagesRequest) -> Exchange:
-        return _message_exchange(service, request, wire_request)
-
+    translate = partial(_message_exchange, service, request)
     exchange = await read_exchange(service, request, anthropic.MessagesRequest, translate)
     return await exchange.respond(request)
 
@@ -87,9 +92,7 @@ async def answer_message(service: Service, request: Request) -> ASGIApp:
 async def count_message_tokens(service: Service, request: Request) -> Response:
     """Answer with the number of tokens of a Messages request's prompt."""
 
-    def translate(wire_request: anthropic.CountMessageTokensRequest) -> Exchange:
-        return _message_exchange(service, request, wire_request)
-
+    translate = partial(_message_exchange, service, request)
     exchange = await read_exchange(service, request, anthropic.CountMessageTokensRequest, translate)
     body: anthropic.MessageTokensCount = {"input_tokens": await exchange.count_tokens(request)}
     return reply(body, headers=exchange.headers)
@@ -121,3 +124,35 @@ def _message_exchange(
         writer=writer,
         is_streamed=isinstance(wire_request, anthropic.MessagesRequest) and wire_request.stream,
     )
+
+
+async def decide(service: Service, request: Request) -> Response:
+    """Answer with the probabilities of every question's labels, once all of them are known.
+
+    If one question fails, or the client leaves, the others end too.
+    """
+
+    def translate(
+        wire_request: decisions.DecisionsRequest,
+    ) -> tuple[ChatSpec, Sequence[GenerateJob]]:
+        resolved, spec = service.chat_spec(wire_request.model, "decisions")
+        jobs = decisions.to_jobs(
+            wire_request,
+            service.caller(request),
+            template_args(resolved, spec),
+            bounds=service.rules.chars,
+        )
+        return spec, jobs
+
+    parsed, (spec, jobs) = await service.read(request, decisions.DecisionsRequest, translate)
+    lease = service.lease(spec, jobs[0].caller, parsed.request)
+    async with while_connected(request.receive), lease as batcher:
+        logprobs, usage = await score_labels(batcher, jobs)
+    with time_stage(request, Stage.SERIALISE):
+        # 400 questions of 255 choices have 102,000 probabilities, which take a while to write.
+        body = await serialise(
+            lambda: orjson.dumps(decisions.to_decision(parsed.request, logprobs, usage)),
+            sum(map(len, logprobs)),
+        )
+    headers = ignored_header(parsed.ignored)
+    return Response(body, media_type="application/json", headers=headers)

@@ -1,15 +1,11 @@
-"""GET /dashboard: a page, its files, and a sample of the gateway's state each second.
-
-The page has no data of its own, so it needs no key; the samples need one, and those that tell of
-single requests need the admin key.
-"""
+"""GET /dashboard: a page, its files, and a sample of the gateway's state each second."""
 
 import asyncio
 import contextlib
 import math
 import time
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal
@@ -22,14 +18,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from typing_extensions import TypedDict
 
 from gateway import __version__, clock, metrics
-from gateway.api.disconnects import count_cancelled, while_connected
-from gateway.api.in_flight import RequestInFlight
+from gateway.api.in_flight import RequestInFlight, count_cancelled, while_connected
 from gateway.api.models import describe_model
 from gateway.api.requests import Service, reply
 from gateway.errors import Forbidden, RequestCancelled, RequestNotFound
 from gateway.jobs import Timings
 from gateway.registry import Resolved
 
+# The page has no data of its own, so it needs no key; the samples need one, and those that tell of
+# single requests need the admin key.
 PAGE = "dashboard.html"
 FILES = {
     PAGE: "text/html",
@@ -55,13 +52,13 @@ _HEADERS = {
     "x-content-type-options": "nosniff",
     "cache-control": "no-cache",
 }
-_SAMPLES_HEADERS = [
-    (b"content-type", b"application/x-ndjson"),
-    (b"cache-control", b"no-store"),
-    (b"cross-origin-resource-policy", b"same-origin"),
-    (b"x-accel-buffering", b"no"),  # nginx would otherwise hold samples back
-    (b"x-content-type-options", b"nosniff"),
-]
+_SAMPLES_HEADERS = {
+    "content-type": "application/x-ndjson",
+    "cache-control": "no-store",
+    "cross-origin-resource-policy": "same-origin",
+    "x-accel-buffering": "no",  # nginx would otherwise hold samples back
+    "x-content-type-options": "nosniff",
+}
 
 
 async def page(service: Service, request: Request) -> Response:
@@ -77,15 +74,25 @@ def _read(name: str) -> bytes:
     return (Path(__file__).with_name("static") / name).read_bytes()
 
 
-async def samples(service: Service, request: Request) -> ASGIApp:
-    """Answer with a line of JSON a second, for as long as the client reads."""
-    _check_site(request)
-    return Samples(service, is_admin=False)
+async def samples(service: Service, request: Request, *, is_admin: bool) -> ASGIApp:
+    """Answer with a line of JSON a second, for as long as the client reads; an admin's samples have
+    the requests in flight and the last errors.
+    """
+    if not is_admin:
+        _check_site(request)
+    # One place is kept for admins, if there are any: who else watches cannot lock them out.
+    is_reserved = is_admin or not service.exposure.has_admin
 
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["gateway.is_watch"] = True
+        if scope["method"] == "HEAD":
+            await Response(headers=_SAMPLES_HEADERS)(scope, receive, send)
+            return
+        with service.watchers.place(is_reserved=is_reserved), contextlib.suppress(ClientDisconnect):
+            async with while_connected(receive):
+                await _send_samples(service, send, is_admin=is_admin)
 
-async def admin_samples(service: Service, request: Request) -> ASGIApp:
-    """The same with the requests in flight and the last errors."""
-    return Samples(service, is_admin=True)
+    return app
 
 
 def _check_site(request: Request) -> None:
@@ -96,62 +103,40 @@ def _check_site(request: Request) -> None:
         raise Forbidden("The samples are for the dashboard of this gateway.")
 
 
-class Samples:
-    """An ASGI response of samples."""
+async def _send_samples(service: Service, send: Send, *, is_admin: bool) -> None:
+    headers = [(name.encode(), value.encode()) for name, value in _SAMPLES_HEADERS.items()]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    is_over = False
+    # Each is made when the last one has been taken: a slow watcher gets fewer, and holds no memory.
+    while not is_over:
+        second = math.floor(clock.now() / PERIOD_S)
+        is_over = service.in_flight.is_draining  # a watcher must not hold up the stop
+        sample = service.watchers.sample(second, partial(_sample, service), is_admin=is_admin)
+        await send({"type": "http.response.body", "body": sample, "more_body": not is_over})
+        if not is_over:
+            await asyncio.sleep((second + 1) * PERIOD_S - clock.now())
 
-    def __init__(self, service: Service, *, is_admin: bool) -> None:
-        self._service = service
-        self._is_admin = is_admin
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["gateway.is_watch"] = True
-        if scope["method"] == "HEAD":
-            await send({"type": "http.response.start", "status": 200, "headers": _SAMPLES_HEADERS})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-            return
-        # One place is kept for admins, if there are any: who else watches cannot lock them out.
-        is_reserved = self._is_admin or not self._service.has_admin
-        place = self._service.watchers.place(is_reserved=is_reserved)
-        with place, contextlib.suppress(ClientDisconnect):
-            await while_connected(receive, self._send(send))
-
-    async def _send(self, send: Send) -> None:
-        watchers, is_over = self._service.watchers, False
-        start = {"type": "http.response.start", "status": 200, "headers": _SAMPLES_HEADERS}
-        await send(start)
-        # Each is made when the last one has been taken: a slow watcher gets fewer, and holds no
-        # memory.
-        while not is_over:
-            second = math.floor(clock.now() / PERIOD_S)
-            is_over = self._service.in_flight.is_draining  # a watcher must not hold up the stop
-            sample = watchers.sample(second, self._make, is_admin=self._is_admin)
-            await send({"type": "http.response.body", "body": sample, "more_body": True})
-            if not is_over:
-                await asyncio.sleep((second + 1) * PERIOD_S - clock.now())
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    def _make(self, is_admin: bool) -> bytes:
-        service, readings = self._service, metrics.snapshot()
-        sample: dict[str, Any] = {
-            "at": time.time(),
-            "started": service.started,
-            "version": __version__,
-            "status": service.readiness(),
-            "has_admin": service.has_admin,
-            "watchers": service.watchers.count,
-            "models": _models(service),
-            "values": readings.values,
-            "histograms": readings.histograms,
-        }
-        if is_admin:
-            requests = service.in_flight.requests
-            sample["requests"] = [
-                _describe(request)
-                for request in requests
-                if "gateway.is_watch" not in request.scope
-            ]
-            sample["errors"] = service.in_flight.errors
-        return orjson.dumps(sample) + b"\n"
+def _sample(service: Service, is_admin: bool) -> bytes:
+    readings = metrics.snapshot()
+    sample: dict[str, Any] = {
+        "at": time.time(),
+        "started": service.started,
+        "version": __version__,
+        "status": service.readiness(),
+        "has_admin": service.exposure.has_admin,
+        "watchers": service.watchers.count,
+        "models": _models(service),
+        "values": readings.values,
+        "histograms": readings.histograms,
+    }
+    if is_admin:
+        requests = service.in_flight.requests
+        sample["requests"] = [
+            _describe(request) for request in requests if "gateway.is_watch" not in request.scope
+        ]
+        sample["errors"] = service.in_flight.errors
+    return orjson.dumps(sample) + b"\n"
 
 
 def _models(service: Service) -> list[dict[str, Any]]:

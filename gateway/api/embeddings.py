@@ -8,12 +8,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import __version__
-from gateway.api.disconnects import while_connected
+from gateway.api.in_flight import while_connected
 from gateway.api.requests import Service, ignored_header, reply, time_stage
 from gateway.errors import BadRequest, GatewayError
 from gateway.jobs import Embedded, EmbedJob, Stage
 from gateway.registry import EmbeddingSpec
-from gateway.serving.admission import Arrival
 from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.wire import embeddings as wire
 from gateway.wire.rerank import TextsError
@@ -49,7 +48,7 @@ async def embed(service: Service, request: Request) -> Response:
 
 async def info(service: Service, request: Request) -> Response:
     """Answer what TEI says of its model: of the one that answers /embed."""
-    _, spec = service.embedding_spec(None)
+    _, spec = service.find_spec(None, "embeddings", EmbeddingSpec)
     model = service.models.model(spec)
     limit = model.engine.max_tokens if isinstance(model, EmbeddingBatcher) else None
     body: wire.Info = {
@@ -65,15 +64,16 @@ async def info(service: Service, request: Request) -> Response:
 
 async def _embedded(service: Service, request: Request, shape: type[R]) -> _Result[R]:
     def translate(wire_request: R) -> tuple[EmbeddingSpec, EmbedJob]:
-        resolved, spec = service.embedding_spec(wire_request.model)
+        resolved, spec = service.find_spec(wire_request.model, "embeddings", EmbeddingSpec)
+        truncate = wire_request.truncate
+        if truncate is None:
+            truncate = spec.overflow == "truncate"
         alias_prompt = resolved.alias.prompt_name if resolved.alias else None
         return spec, wire.to_job(
             wire_request,
             service.caller(request),
             accepts_ids=spec.token_ids == "accept",
-            truncate=spec.overflow == "truncate"
-            if wire_request.truncate is None
-            else wire_request.truncate,
+            truncate=truncate,
             dimensions=wire_request.dimensions,
             prompt_name=wire_request.prompt_name or alias_prompt or spec.default_prompt_name,
             bounds=service.rules.chars,
@@ -81,10 +81,12 @@ async def _embedded(service: Service, request: Request, shape: type[R]) -> _Resu
 
     with service.arrivals.expect() as arrival:
         parsed, (spec, job) = await service.read(request, shape, translate)
-        embedded = await while_connected(
-            request.receive, _embed(service, spec, job, parsed.request, arrival)
-        )
+        lease = service.lease(spec, job.caller, parsed.request)
+        async with while_connected(request.receive), lease as batcher:
+            check_dimensions(spec, batcher.engine.dimensions, job.dimensions)
+            embedded = await batcher.embed(job, arrival)
     number_bytes = wire.NUMBER_BYTES[parsed.request.encoding_format]
+    # Before it is written: vectors as JSON are several times their floats.
     request.scope["gateway.unread"].count_answer(embedded.vectors.size * number_bytes)
     headers = ignored_header(parsed.ignored)
     if embedded.truncated:
@@ -93,26 +95,15 @@ async def _embedded(service: Service, request: Request, shape: type[R]) -> _Resu
 
 
 async def _write(request: Request, pieces: Iterator[bytes], headers: dict[str, str]) -> Response:
-    """Write the answer's JSON, yielding to the event loop after each large piece."""
+    """Write the answer's JSON."""
     body = []
     with time_stage(request, Stage.SERIALISE):
         for piece in pieces:
             body.append(piece)
+            # To write 2,048 vectors at once would keep all others waiting.
             if len(piece) > wire.PIECE_FLOATS:
                 await asyncio.sleep(0)
     return Response(b"".join(body), media_type="application/json", headers=headers)
-
-
-async def _embed(
-    service: Service,
-    spec: EmbeddingSpec,
-    job: EmbedJob,
-    request: wire.EmbedRequest,
-    arrival: Arrival,
-) -> Embedded:
-    async with service.lease_embedding(spec, job.caller, request) as batcher:
-        check_dimensions(spec, batcher.engine.dimensions, job.dimensions)
-        return await batcher.embed(job, arrival)
 
 
 def check_dimensions(spec: EmbeddingSpec, native: int, dimensions: int | None) -> None:

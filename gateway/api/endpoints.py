@@ -1,6 +1,7 @@
 """The table of all endpoints, which routes, guards, metering, the document and the docs read."""
 
 from collections.abc import Iterable
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -8,7 +9,6 @@ from starlette.responses import Response
 from gateway.api import (
     chat,
     dashboard,
-    decisions,
     embeddings,
     models,
     ops,
@@ -16,9 +16,8 @@ from gateway.api import (
     responses,
     tokenization,
 )
-from gateway.api.endpoint import (
+from gateway.api.openapi import (
     MODEL_ERRORS,
-    REQUEST_ERRORS,
     STORED_ERRORS,
     Endpoint,
     Errors,
@@ -80,8 +79,7 @@ async def _describe(service: Service, request: Request) -> Response:
 
 ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
-        "POST",
-        "/v1/embeddings",
+        "POST /v1/embeddings",
         embeddings.answer,
         summary="Turn texts into vectors",
         details="Takes a string, a list of strings or, where the model allows it, token ids; "
@@ -89,12 +87,10 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "`truncate` and `prompt_name`.",
         request=EmbeddingsRequest,
         answer=Embeddings,
-        errors=REQUEST_ERRORS,
         operation="embeddings",
     ),
     Endpoint(
-        "POST",
-        "/v1/embed",
+        "POST /v1/embed",
         embeddings.embed,
         summary="Turn texts into vectors, as TEI does",
         details="The answer is the vectors alone, each of length 1; errors are TEI's. `model` may "
@@ -102,20 +98,17 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         request=InputsRequest,
         answer=Vectors,
         texts_error=TextsErrorBody,
-        errors=REQUEST_ERRORS,
         operation="embeddings",
     ),
     Endpoint(
-        "GET",
-        "/v1/info",
+        "GET /v1/info",
         embeddings.info,
         summary="Describe the model that answers `/embed`, as TEI does",
         answer=Info,
         errors=(BadRequest,),
     ),
     Endpoint(
-        "POST",
-        "/v1/rerank",
+        "POST /v1/rerank",
         rerank.rerank,
         also="/v2/rerank",
         summary="Sort documents by how well they answer a query",
@@ -124,24 +117,20 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         request=RerankRequest,
         form=Form("with `texts`", TextsRequest, RankedText, TextsErrorBody),
         answer=Reranking,
-        errors=REQUEST_ERRORS,
         operation="rerank",
     ),
     Endpoint(
-        "POST",
-        "/v1/score",
+        "POST /v1/score",
         rerank.score,
         summary="Score pairs of texts",
         details="As vLLM does: `text_1` is one text for all of `text_2`, or a list as long. The "
         "scores come in that order.",
         request=ScoreRequest,
         answer=Scores,
-        errors=REQUEST_ERRORS,
         operation="rerank",
     ),
     Endpoint(
-        "POST",
-        "/v1/chat/completions",
+        "POST /v1/chat/completions",
         chat.answer,
         summary="Answer a conversation",
         details="Whole or streamed; tools, structured output, logprobs, reasoning separate from "
@@ -149,36 +138,30 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         request=ChatRequest,
         answer=ChatCompletion,
         events=ChatCompletionChunk,
-        errors=REQUEST_ERRORS,
         operation="chat",
     ),
     Endpoint(
-        "POST",
-        "/v1/completions",
+        "POST /v1/completions",
         chat.complete,
         summary="Continue prompts",
         details="The older form: `prompt` as text, token ids, or a list of either.",
         request=CompletionRequest,
         answer=Completion,
         events=Completion,
-        errors=REQUEST_ERRORS,
         operation="text_completion",
     ),
     Endpoint(
-        "POST",
-        "/v1/decisions",
-        decisions.answer,
+        "POST /v1/decisions",
+        chat.decide,
         summary="Answer questions about an input with probabilities",
         details="Up to 400 predicates, choices and scores, with any chat model. No text is "
         "generated: the probabilities are those of each label as the answer.",
         request=DecisionsRequest,
         answer=Decision,
-        errors=REQUEST_ERRORS,
         operation="decisions",
     ),
     Endpoint(
-        "POST",
-        "/v1/responses",
+        "POST /v1/responses",
         responses.answer,
         summary="Answer a conversation, and keep the answer to continue from",
         details="Messages, functions (alone or in namespaces), structured text, streaming "
@@ -186,22 +169,20 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         request=ResponsesRequest,
         answer=WireResponse,
         events=ResponseEvent,
-        errors=(*REQUEST_ERRORS, ResponseNotFound),
+        errors=(ResponseNotFound,),
         operation="chat",
     ),
     Endpoint(
-        "POST",
-        "/v1/responses/input_tokens",
+        "POST /v1/responses/input_tokens",
         responses.count_tokens,
         summary="Count the tokens of a prompt",
         details="Takes the request that `/responses` takes.",
         request=ResponsesRequest,
         answer=InputTokens,
-        errors=(*REQUEST_ERRORS, ResponseNotFound),
+        errors=(ResponseNotFound,),
     ),
     Endpoint(
-        "GET",
-        "/v1/responses/{name}",
+        "GET /v1/responses/{name}",
         responses.show,
         summary="Return a kept response",
         details="Responses are kept in memory for `GATEWAY_RESPONSES_TTL_S` unless the request "
@@ -211,24 +192,21 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         errors=STORED_ERRORS,
     ),
     Endpoint(
-        "DELETE",
-        "/v1/responses/{name}",
+        "DELETE /v1/responses/{name}",
         responses.delete,
         summary="Delete a kept response",
         answer=DeletedResponse,
         errors=STORED_ERRORS,
     ),
     Endpoint(
-        "POST",
-        "/v1/responses/{name}/cancel",
+        "POST /v1/responses/{name}/cancel",
         responses.cancel,
         summary="Refused, since no response is made in the background",
         statuses=(),
         errors=STORED_ERRORS,
     ),
     Endpoint(
-        "GET",
-        "/v1/responses/{name}/input_items",
+        "GET /v1/responses/{name}/input_items",
         responses.list_items,
         summary="List the conversation that a kept response answers",
         details="Takes `limit`, `order` and `after`.",
@@ -236,8 +214,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         errors=STORED_ERRORS,
     ),
     Endpoint(
-        "POST",
-        "/v1/messages",
+        "POST /v1/messages",
         chat.answer_message,
         summary="Answer a conversation, as Anthropic's API does",
         details="[For its SDKs and agents](agents.md): text, tools, thinking, stop sequences, "
@@ -245,42 +222,36 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         request=MessagesRequest,
         answer=AnthropicMessage,
         events=MessageEvent,
-        errors=(*REQUEST_ERRORS, Overloaded),
+        errors=(Overloaded,),
         operation="chat",
     ),
     Endpoint(
-        "POST",
-        "/v1/messages/count_tokens",
+        "POST /v1/messages/count_tokens",
         chat.count_message_tokens,
         summary="Count the tokens of a prompt",
         details="Takes the request that `/messages` takes.",
         request=CountMessageTokensRequest,
         answer=MessageTokensCount,
-        errors=(*REQUEST_ERRORS, Overloaded),
+        errors=(Overloaded,),
     ),
     Endpoint(
-        "POST",
-        "/v1/tokenize",
+        "POST /v1/tokenize",
         tokenization.tokenize,
         summary="Return the tokens of a prompt or of a conversation, as vLLM does",
         details="For lm-eval's `remote` tokenizer too. Without a `model`, a loaded chat model is "
         "taken, else the first one.",
         request=TokenizeRequest,
         answer=Tokenized,
-        errors=REQUEST_ERRORS,
     ),
     Endpoint(
-        "POST",
-        "/v1/detokenize",
+        "POST /v1/detokenize",
         tokenization.detokenize,
         summary="Return the text of tokens, as vLLM does",
         request=DetokenizeRequest,
         answer=Detokenized,
-        errors=REQUEST_ERRORS,
     ),
     Endpoint(
-        "GET",
-        "/v1/tokenizer_info",
+        "GET /v1/tokenizer_info",
         tokenization.info,
         summary="Return a model's special tokens and chat template, as vLLM does",
         details="Of the model `?model=`; without it, of a loaded chat model, else the first one.",
@@ -288,8 +259,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         errors=(*MODEL_ERRORS, BadRequest, RateLimited, DeadlineExceeded),
     ),
     Endpoint(
-        "GET",
-        "/v1/models",
+        "GET /v1/models",
         models.list_models,
         summary="List the models",
         details="Every id and alias; `root` is the id, `parent` the base of an adapter; `state`, "
@@ -302,16 +272,14 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         errors=(BadRequest,),
     ),
     Endpoint(
-        "GET",
-        "/v1/models/{name:path}",
+        "GET /v1/models/{name:path}",
         models.show,
         summary="Describe one model",
         answer=models.AnyModel,
         errors=(ModelNotFound,),
     ),
     Endpoint(
-        "GET",
-        "/",
+        "GET /",
         ops.index,
         summary="Name and version of the server",
         details="Agents ask for it before their first request.",
@@ -320,8 +288,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         is_traced=False,
     ),
     Endpoint(
-        "GET",
-        "/health",
+        "GET /health",
         ops.health,
         summary="Check that the engine works",
         details="200 while the thread of the device does its work, else 503.",
@@ -331,8 +298,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         is_traced=False,
     ),
     Endpoint(
-        "GET",
-        "/ready",
+        "GET /ready",
         ops.ready,
         summary="Check that requests are accepted",
         details="200 once all preloaded models are loaded and until the gateway stops, else 503; "
@@ -343,22 +309,19 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         is_traced=False,
     ),
     Endpoint(
-        "GET",
-        "/metrics",
+        "GET /metrics",
         ops.metrics,
         summary="Return Prometheus metrics",
         is_traced=False,
         content_type="text/plain",
     ),
     Endpoint(
-        "GET",
-        "/openapi.json",
+        "GET /openapi.json",
         _describe,
         summary="Return the OpenAPI document of these endpoints",
     ),
     Endpoint(
-        "GET",
-        "/dashboard",
+        "GET /dashboard",
         dashboard.page,
         summary="Watch the gateway, and try its models, in a browser",
         details="[The page](dashboard.md) holds no data and needs no key; it asks for one to show "
@@ -369,9 +332,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         is_page=True,
     ),
     Endpoint(
-        "GET",
-        "/dashboard/samples",
-        dashboard.samples,
+        "GET /dashboard/samples",
+        partial(dashboard.samples, is_admin=False),
         summary="Stream a sample of models and metrics each second",
         details="Lines of JSON for the dashboard, for at most four readers, until they leave.",
         content_type="application/x-ndjson",
@@ -379,8 +341,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         is_page=True,
     ),
     Endpoint(
-        "GET",
-        "/dashboard/{file}",
+        "GET /dashboard/{file}",
         dashboard.page,
         summary="Return a file of the dashboard",
         content_type="*/*",
@@ -389,8 +350,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         is_page=True,
     ),
     Endpoint(
-        "POST",
-        "/admin/models/{name:path}/load",
+        "POST /admin/models/{name:path}/load",
         models.load,
         summary="Load a model",
         details="Needs `GATEWAY_ADMIN_KEY`; without it `/admin` is off (404).",
@@ -399,8 +359,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         is_admin=True,
     ),
     Endpoint(
-        "POST",
-        "/admin/models/{name:path}/unload",
+        "POST /admin/models/{name:path}/unload",
         models.unload,
         summary="Unload a model",
         details="202 while requests still use it.",
@@ -410,9 +369,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         is_admin=True,
     ),
     Endpoint(
-        "POST",
-        "/admin/models/{name:path}/pin",
-        models.pin,
+        "POST /admin/models/{name:path}/pin",
+        partial(models.pin, is_pinned=True),
         summary="Pin a model",
         details="It is not unloaded to make room, whatever models.yaml says, until a reload.",
         answer=models.Model,
@@ -420,9 +378,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         is_admin=True,
     ),
     Endpoint(
-        "POST",
-        "/admin/models/{name:path}/unpin",
-        models.unpin,
+        "POST /admin/models/{name:path}/unpin",
+        partial(models.pin, is_pinned=False),
         summary="Unpin a model",
         details="It may be unloaded to make room, whatever models.yaml says, until a reload.",
         answer=models.Model,
@@ -430,9 +387,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         is_admin=True,
     ),
     Endpoint(
-        "GET",
-        "/admin/samples",
-        dashboard.admin_samples,
+        "GET /admin/samples",
+        partial(dashboard.samples, is_admin=True),
         summary="Stream samples with the requests in flight and the last errors",
         details="Like `/dashboard/samples`, and off if that is. They hold no text of requests.",
         content_type="application/x-ndjson",
@@ -441,8 +397,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         is_page=True,
     ),
     Endpoint(
-        "POST",
-        "/admin/requests/{number:number}/cancel",
+        "POST /admin/requests/{number:number}/cancel",
         dashboard.cancel,
         summary="Cancel a request in flight",
         details="`number` is that of the samples. Its memory is freed; its client gets an error.",
@@ -451,8 +406,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         is_admin=True,
     ),
     Endpoint(
-        "POST",
-        "/admin/reload",
+        "POST /admin/reload",
         models.reload,
         summary="Read models.yaml again",
         answer=models.Reload,

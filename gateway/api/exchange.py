@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from gateway import clock
-from gateway.api.disconnects import while_connected
+from gateway.api.in_flight import while_connected
 from gateway.api.requests import Service, first_names, ignored_header, named_header, serialise
 from gateway.api.streams import ACCEPTED, COMMENT, DONE, EventStream, frame
 from gateway.errors import GatewayError, SchemaViolated
@@ -74,7 +74,8 @@ class Exchange:
     async def respond(self, request: Request) -> ASGIApp:
         """Return the answer, whole or as a stream."""
         if not self.is_streamed:
-            body = await while_connected(request.receive, self._answer_whole())
+            async with while_connected(request.receive):
+                body = await self._answer_whole()
             return Response(body, media_type="application/json", headers=self.headers)
         ping = self.writer.ping
         stream = EventStream(
@@ -89,19 +90,18 @@ class Exchange:
     async def count_tokens(self, request: Request) -> int:
         """Return the number of tokens of the prompt, and generate nothing."""
         job = self.jobs[0]
-
-        async def count() -> int:
-            async with self.service.lease_chat(self.spec, job.caller, self.request) as batcher:
-                return await batcher.count_tokens(job)
-
-        return await while_connected(request.receive, count())
+        lease = self.service.lease(self.spec, job.caller, self.request)
+        async with while_connected(request.receive), lease as batcher:
+            return await batcher.count_tokens(job)
 
     async def _answer_whole(self) -> bytes:
         job = self.jobs[0]
         answer = await self._generate(self.jobs)
-        invalid = [index for index, fit in enumerate(answer.fits) if _is_violated(fit)]
+        violations = (Fit.INVALID, Fit.BROKEN)
+        invalid = [index for index, fit in enumerate(answer.fits) if fit in violations]
         if invalid and _can_retry(job):
-            with contextlib.suppress(GatewayError):  # no time or no room: keep the first answers
+            # Without time or room for it, the first answers stand.
+            with contextlib.suppress(GatewayError):
                 retry = await self._generate([replace(job, n=len(invalid))])
                 answer.usage = _add_usage(answer.usage, retry.usage)
                 for index, choice, fit in zip(invalid, retry.choices, retry.fits, strict=True):
@@ -145,6 +145,7 @@ class Exchange:
                 usage = _add_usage(usage, update)
                 if isinstance(update, Usage):
                     continue
+                # Only with the first delta it is known how much of the prompt was in the cache.
                 if not has_begun:
                     has_begun = True
                     for event in writer.begin(usage):
@@ -154,6 +155,7 @@ class Exchange:
                     verdict = await run.verdict(update.index)
                 for event in writer.add(update, verdict):
                     yield self._frame(event)
+        # Before the end is sent: a client may go on from the response as soon as it has that.
         last_events = writer.end(usage)
         self.keep()
         for event in last_events:
@@ -164,7 +166,7 @@ class Exchange:
     @contextlib.asynccontextmanager
     async def _run(self, jobs: Sequence[GenerateJob]) -> AsyncIterator[_Run]:
         """Lease the model, wait until a job is admitted, and note what is known of it by then."""
-        async with self.service.lease_chat(self.spec, jobs[0].caller, self.request) as batcher:
+        async with self.service.lease(self.spec, jobs[0].caller, self.request) as batcher:
             if self.is_checked:
                 async with batcher.generate(jobs[0]) as generation, aclosing(generation.deltas):
                     self.headers.update(_answer_headers(generation))
@@ -207,8 +209,9 @@ def template_args(resolved: Resolved, spec: ChatSpec) -> dict[str, Any]:
     thinking = spec.thinking
     if resolved.alias is not None and resolved.alias.thinking is not None:
         thinking = resolved.alias.thinking
-    args: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
-    return {**args, **spec.chat_template_kwargs}
+    if thinking is None:
+        return dict(spec.chat_template_kwargs)
+    return {"enable_thinking": thinking, **spec.chat_template_kwargs}
 
 
 def _count_parts(job: GenerateJob, answer: _Attempt) -> int:
@@ -235,11 +238,6 @@ def _add_usage(usage: Usage, update: Usage | Delta) -> Usage:
         reasoning_tokens=usage.reasoning_tokens + update.reasoning_tokens,
         kept_tokens=usage.kept_tokens + update.kept_tokens,
     )
-
-
-def _is_violated(fit: Fit | None) -> bool:
-    """Return True if a choice is known to violate a schema."""
-    return fit is not None and fit.is_valid is False
 
 
 def _can_retry(job: GenerateJob) -> bool:

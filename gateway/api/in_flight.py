@@ -1,17 +1,26 @@
-"""The requests in flight, to be listed, waited for and cancelled; the last errors; who watches."""
+"""The requests in flight, to be listed, waited for and cancelled, also because their client has
+left; the last errors; who watches.
+"""
 
 import asyncio
 import contextlib
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from starlette.types import Scope
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope
 
+from gateway import metrics
 from gateway.errors import GatewayError, TooManyWatchers, Unavailable
+from gateway.jobs import Timings
 
+T = TypeVar("T")
+
+CLIENT_CLOSED = 499  # nginx's status for a client that closed the connection; it is only logged
 LAST_ERRORS = 50
 MOST_WATCHERS = 4
 
@@ -43,20 +52,6 @@ class RequestInFlight:
             self._task.uncancel()
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorRecord:
-    """An error that was answered. It has no message: that may repeat what the caller sent."""
-
-    at: float
-    request_id: str
-    method: str
-    route: str
-    model: str | None
-    status: int
-    code: str
-    ms: float
-
-
 class InFlight:
     """The requests in flight. A drain waits for them and cancels those that remain."""
 
@@ -66,7 +61,7 @@ class InFlight:
         self._requests: dict[int, RequestInFlight] = {}
         self._idle = asyncio.Event()
         self._idle.set()
-        self._errors: deque[ErrorRecord] = deque(maxlen=LAST_ERRORS)
+        self._errors: deque[dict[str, Any]] = deque(maxlen=LAST_ERRORS)
 
     @contextlib.contextmanager
     def track(self, scope: Scope) -> Iterator[RequestInFlight]:
@@ -87,23 +82,24 @@ class InFlight:
         return tuple(self._requests.values())
 
     @property
-    def errors(self) -> Sequence[ErrorRecord]:
+    def errors(self) -> Sequence[dict[str, Any]]:
         """Return the last errors, the newest first."""
         return tuple(reversed(self._errors))
 
     def note_error(self, scope: Scope, status: int, seconds: float) -> None:
         """Keep an error that a request was answered with."""
+        # Without its message, which may repeat what the caller sent.
         self._errors.append(
-            ErrorRecord(
-                at=time.time(),
-                request_id=scope["gateway.request_id"],
-                method=scope["method"],
-                route=scope["route"].path,
-                model=scope["gateway.timings"].model,
-                status=int(status),
-                code=scope["gateway.error"],
-                ms=round(1000 * seconds, 1),
-            )
+            {
+                "at": time.time(),
+                "request_id": scope["gateway.request_id"],
+                "method": scope["method"],
+                "route": scope["route"].path,
+                "model": scope["gateway.timings"].model,
+                "status": status,
+                "code": scope["gateway.error"],
+                "ms": round(1000 * seconds, 1),
+            }
         )
 
     def find(self, number: int) -> RequestInFlight | None:
@@ -137,6 +133,7 @@ class Watchers:
 
         Raises TooManyWatchers if none is free.
         """
+        # Who else watches cannot lock an admin out.
         watcher_limit = MOST_WATCHERS if is_reserved else MOST_WATCHERS - 1
         if self.count >= watcher_limit:
             raise TooManyWatchers(watcher_limit)
@@ -154,3 +151,63 @@ class Watchers:
         if sample is None or sample[0] != second:
             sample = self._samples[is_admin] = (second, make(is_admin))
         return sample[1]
+
+
+@contextlib.asynccontextmanager
+async def while_connected(receive: Receive) -> AsyncIterator[None]:
+    """Cancel the body if the client disconnects.
+
+    Raises ClientDisconnect then, which needs no answer.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    is_over = False
+
+    def cancel_task(_: asyncio.Task[None]) -> None:
+        if not is_over:
+            task.cancel()
+
+    disconnect = asyncio.ensure_future(wait_for_disconnect(receive))
+    disconnect.add_done_callback(cancel_task)
+    try:
+        yield
+    except asyncio.CancelledError:
+        # Others may have cancelled the task too, and that is theirs to see.
+        if disconnect.done() and task.uncancel() == 0:  # this is the only cancellation
+            raise ClientDisconnect from None
+        raise
+    finally:
+        is_over = True
+        disconnect.cancel()
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client has disconnected. Nothing else may call `receive` meanwhile."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def run_unless(disconnect: asyncio.Task[None], work: Coroutine[Any, Any, T]) -> T:
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        await cancel(task)
+
+
+async def cancel(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+
+
+def count_cancelled(timings: Timings) -> None:
+    """Count a client that left before its answer was complete, once, by the stage of the request:
+    that of its first job still running, if it has several.
+    """
+    stages = (part.stage for part in (timings, *timings.parallel) if part.stage is not None)
+    stage = next(stages, None)
+    if timings.model is not None and stage is not None:
+        metrics.of(metrics.CANCELLED, timings.model, stage).inc()

@@ -3,7 +3,7 @@
 import asyncio
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import orjson
@@ -14,28 +14,40 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import clock, logs, metrics
 from gateway.api.bodies import Bodies, Body, check_head
-from gateway.api.disconnects import CLIENT_CLOSED, count_cancelled
-from gateway.api.endpoint import speaks_anthropic
-from gateway.api.in_flight import InFlight, RequestInFlight
-from gateway.errors import GatewayError, Unavailable, shorten
+from gateway.api.in_flight import CLIENT_CLOSED, InFlight, RequestInFlight, count_cancelled
+from gateway.errors import GatewayError, Overloaded, Unavailable, shorten
 from gateway.jobs import Timings
 from gateway.wire.anthropic_stream import error_body, error_status
 
 if TYPE_CHECKING:
-    from gateway.api.traces import Trace, Tracer
+    from gateway.api.traces import Tracer
 
 log = logs.get("http")
 
 LEAST_RATE = 128 * 1024  # bytes a second that a client reads of its answer, after the send timeout
 PIECE_BYTES = 256 * 1024  # of a large body, sent at a time; the send timeout is for each piece
-_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,200}")
+ANTHROPIC = "/messages"  # what is here and below is Anthropic's, its errors and headers too
+MODELS = "/models"  # what is here and below is Anthropic's where its version is sent
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,200}")
+
+
+def is_anthropic(path: str) -> bool:
+    """Return True if a path, with or without /v1, is one of Anthropic's API."""
+    bare = path.removeprefix("/v1")
+    return bare == ANTHROPIC or bare.startswith(f"{ANTHROPIC}/")
+
+
+def speaks_anthropic(path: str, headers: Mapping[bytes, bytes]) -> bool:
+    """Return True if a request is to be answered in Anthropic's form: by its path or, of models,
+    by the header that Anthropic's clients send.
+    """
+    bare = path.removeprefix("/v1")
+    is_shared = bare == MODELS or bare.startswith(f"{MODELS}/")
+    return is_anthropic(path) or (is_shared and b"anthropic-version" in headers)
 
 
 class ErrorResponse(Response):
-    """An error as JSON, in the envelope of the request's path.
-
-    Its code is left in the scope, for the list of the last errors.
-    """
+    """An error as JSON, in the envelope of the request's path."""
 
     def __init__(self, error: GatewayError, scope: Scope) -> None:
         body: object = error.body()
@@ -48,6 +60,7 @@ class ErrorResponse(Response):
         self._code = error.code or error.type
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # For the list of the last errors, and for the trace.
         scope["gateway.error"] = self._code
         await super().__call__(scope, receive, send)
 
@@ -63,8 +76,10 @@ def timings_log(timings: Timings) -> dict[str, str | int | float]:
         return {}
     stages = {f"{stage}_ms": round(1000 * s, 2) for stage, s in timings.seconds.items()}
     tokens = {"tokens_in": timings.tokens_in, "tokens_out": timings.tokens_out}
-    preempted = {"preemptions": timings.preemptions} if timings.preemptions else {}
-    return {"model": timings.model, **stages, **tokens, **preempted}
+    fields: dict[str, str | int | float] = {"model": timings.model, **stages, **tokens}
+    if timings.preemptions:
+        fields["preemptions"] = timings.preemptions
+    return fields
 
 
 def record_timings(timings: Timings, route: str) -> None:
@@ -75,10 +90,8 @@ def record_timings(timings: Timings, route: str) -> None:
 
 
 class Context:
-    """The outermost middleware: every answer has a request id, every error is JSON.
-
-    A client that reads nothing for `send_timeout_s`, or its whole answer more slowly than
-    LEAST_RATE, counts as disconnected. If there is a tracer, every request has a trace.
+    """The outermost middleware: every request has an id, timings, a place among those in flight
+    and, if there is a tracer, a trace.
     """
 
     def __init__(
@@ -87,14 +100,12 @@ class Context:
         in_flight: InFlight,
         bodies: Bodies,
         *,
-        max_header_bytes: int,
         send_timeout_s: float,
         tracer: "Tracer | None" = None,
     ) -> None:
         self._app = app
         self._in_flight = in_flight
         self._bodies = bodies
-        self._max_header_bytes = max_header_bytes
         self._send_timeout_s = send_timeout_s
         self._tracer = tracer
         self._log = log.bind()  # once, not for every line
@@ -103,125 +114,115 @@ class Context:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # For all readers; of a header sent twice, the first counts.
+        self._fill(scope)
+        is_last = self._in_flight.is_draining  # connections close after their answer then
+        reply = _Reply(send, scope, self._send_timeout_s, is_last=is_last)
+        scope["gateway.reply"] = reply
+        has_left = False
+        try:
+            with self._in_flight.track(scope), self._bodies.body() as scope["gateway.body"]:
+                await self._app(scope, receive, reply)
+        except ClientDisconnect:
+            has_left = True
+            count_cancelled(scope["gateway.timings"])
+        finally:
+            scope["gateway.unread"].count(0)
+            self._end(scope, reply.status, has_left=has_left)
+
+    def _fill(self, scope: Scope) -> None:
+        """Add to the scope what all else reads there."""
+        # Of a header sent twice, the first counts.
         headers = scope["gateway.headers"] = dict(reversed(scope["headers"]))
         scope["gateway.is_anthropic"] = speaks_anthropic(scope["path"], headers)
-        sent = headers.get(b"x-request-id", b"")
-        is_valid = _REQUEST_ID.fullmatch(sent)
-        request_id = sent.decode() if is_valid else f"req-{secrets.token_hex(12)}"
+        request_id = headers.get(b"x-request-id", b"").decode("latin-1")
+        if not _REQUEST_ID.fullmatch(request_id):
+            request_id = f"req-{secrets.token_hex(12)}"
         scope["gateway.request_id"] = request_id
         structlog.contextvars.bind_contextvars(request_id=request_id)
-        is_last = self._in_flight.is_draining  # connections close after their answer then
         timings = scope["gateway.timings"] = Timings()
-        trace = None if self._tracer is None else self._begin_trace(self._tracer, scope)
-        unread = scope["gateway.unread"] = Body(self._bodies)
-        reply = _Reply(
-            send,
-            scope,
-            unread,
-            request_id,
-            timings,
-            is_last=is_last,
-            is_anthropic=scope["gateway.is_anthropic"],
-            send_timeout_s=self._send_timeout_s,
-            trace=trace,
-        )
-        status = 0  # if it ends by a cancellation
-        try:
-            with (
-                self._in_flight.track(scope) as request,
-                self._bodies.body() as scope["gateway.body"],
-            ):
-                status = await self._serve(scope, receive, reply, request)
-        finally:
-            unread.count(0)
-            seconds = clock.now() - timings.started
-            route = getattr(scope.get("route"), "path", None)
-            if trace is not None:
-                error = scope.get("gateway.error")
-                trace.end(route, reply.status, error, seconds, has_left=status == CLIENT_CLOSED)
-            self._record(scope, status or reply.status or CLIENT_CLOSED, seconds)
+        scope["gateway.unread"] = Body(self._bodies)
+        trace = None if self._tracer is None else self._tracer.begin(scope, timings)
+        if trace is not None:
+            scope["gateway.trace"] = trace
+            structlog.contextvars.bind_contextvars(trace_id=trace.trace_id)
 
-    def _record(self, scope: Scope, status: int, seconds: float) -> None:
+    def _end(self, scope: Scope, sent: int | None, *, has_left: bool) -> None:
+        """Trace, count and log a request that is over; `sent` is the status of its answer."""
         timings: Timings = scope["gateway.timings"]
-        route = getattr(scope.get("route"), "path", None) or "none"
-        metrics.of(metrics.REQUESTS, route, str(int(status))).inc()
+        seconds = clock.now() - timings.started
+        path = getattr(scope.get("route"), "path", None)
+        if "gateway.trace" in scope:
+            error = scope.get("gateway.error")
+            scope["gateway.trace"].end(path, sent, error, seconds, has_left=has_left)
+        status = CLIENT_CLOSED if has_left or sent is None else int(sent)
+        route = path or "none"
+        metrics.of(metrics.REQUESTS, route, str(status)).inc()
         if "gateway.is_watch" not in scope:  # which lasts as long as somebody looks
             metrics.of(metrics.REQUEST_SECONDS, route).observe(seconds)
         record_timings(timings, route)
-        if "gateway.error" in scope and "route" in scope and status != CLIENT_CLOSED:
+        if "gateway.error" in scope and path is not None and status != CLIENT_CLOSED:
             self._in_flight.note_error(scope, status, seconds)
         self._log.info(
             "request",
             method=scope["method"],
             path=shorten(scope["path"]),
-            status=int(status),  # an enum, where the answer is an error
+            status=status,
             ms=round(seconds * 1000, 1),
             **timings_log(timings),
         )
 
-    def _begin_trace(self, tracer: "Tracer", scope: Scope) -> "Trace | None":
-        trace = tracer.begin(scope, scope["gateway.timings"])
-        if trace is not None:
-            scope["gateway.trace"] = trace
-            structlog.contextvars.bind_contextvars(trace_id=trace.trace_id)
-        return trace
 
-    async def _serve(
-        self, scope: Scope, receive: Receive, reply: "_Reply", request: RequestInFlight
-    ) -> int:
+class ErrorMiddleware:
+    """Answers every error that is raised inside as JSON, unless an answer has begun."""
+
+    def __init__(self, app: ASGIApp, max_header_bytes: int) -> None:
+        self._app = app
+        self._max_header_bytes = max_header_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        reply: _Reply = scope["gateway.reply"]
         try:
             check_head(scope, self._max_header_bytes)
-            await self._app(scope, receive, reply)
+            await self._app(scope, receive, send)
+            return
         except ClientDisconnect:
-            count_cancelled(scope["gateway.timings"])
-            return CLIENT_CLOSED
+            raise
         except asyncio.CancelledError:
+            # By an admin, or as the gateway stops: both have a reason that the client is told.
+            request: RequestInFlight = scope["gateway.in_flight"]
             if reply.status is not None or request.cancellation is None:
                 scope["gateway.error"] = "cancelled"
                 raise
             request.uncancel()
-            await ErrorResponse(request.cancellation, scope)(scope, receive, reply)
+            failure = request.cancellation
         except GatewayError as error:
-            if reply.status is None:
-                await ErrorResponse(error, scope)(scope, receive, reply)
+            failure = error
         except Exception:
             log.exception("request_failed", path=shorten(scope["path"]))
-            if reply.status is None:
-                failure = GatewayError("The server had an error while processing your request.")
-                await ErrorResponse(failure, scope)(scope, receive, reply)
-        return reply.status or CLIENT_CLOSED
+            failure = GatewayError("The server had an error while processing your request.")
+        if reply.status is not None:
+            return
+        model = scope["gateway.timings"].model
+        if failure.status == Overloaded.status and model is not None:
+            metrics.of(metrics.REJECTED, model).inc()
+        await ErrorResponse(failure, scope)(scope, receive, send)
 
 
 class _Reply:
-    """Wraps `send`: adds the request id and the timings so far, and keeps the status.
+    """Wraps `send`: adds the headers of every answer, and keeps the status.
 
-    Raises ClientDisconnect if the client stops reading, or reads too slowly. An answer of known
-    length for which there is no room becomes an error: Starlette takes none once it has begun one.
+    Raises ClientDisconnect if the client stops reading, or reads too slowly.
     """
 
-    def __init__(
-        self,
-        send: Send,
-        scope: Scope,
-        unread: Body,
-        request_id: str,
-        timings: Timings,
-        *,
-        is_last: bool,
-        is_anthropic: bool,
-        send_timeout_s: float,
-        trace: "Trace | None",
-    ) -> None:
+    def __init__(self, send: Send, scope: Scope, send_timeout_s: float, *, is_last: bool) -> None:
         self._send = send
         self._scope = scope
-        self._unread = unread
-        self._request_id = request_id
-        self._timings = timings
-        self._is_last = is_last
-        self._is_anthropic = is_anthropic
         self._send_timeout_s = send_timeout_s
-        self._trace = trace
+        self._is_last = is_last
+        self._unread: Body = scope["gateway.unread"]
         self._is_refused = False  # an error was sent in its place
         self._waited_s = 0.0  # for the client to read
         self._nbytes = 0
@@ -234,23 +235,27 @@ class _Reply:
             if self.status is None and not await self._has_room(message):
                 return
             self.status = message["status"]
-            headers = [
-                *message["headers"],
-                (b"x-request-id", self._request_id.encode()),
-                (b"server-timing", server_timing(self._timings).encode()),
-            ]
-            if self._is_anthropic:  # by its own name
-                headers.append((b"request-id", self._request_id.encode()))
-            if self._trace is not None:
-                headers.append(self._trace.header)
-            if self._is_last:
-                headers.append((b"connection", b"close"))
-            message["headers"] = headers
+            message["headers"] = [*message["headers"], *self._headers()]
         await self._send_body(message)
+
+    def _headers(self) -> Iterator[tuple[bytes, bytes]]:
+        scope = self._scope
+        request_id = scope["gateway.request_id"].encode()
+        yield b"x-request-id", request_id
+        yield b"server-timing", server_timing(scope["gateway.timings"]).encode()
+        if scope["gateway.is_anthropic"]:  # by its own name
+            yield b"request-id", request_id
+        if "gateway.trace" in scope:
+            yield scope["gateway.trace"].header
+        if "gateway.meter" in scope:
+            yield from scope["gateway.meter"].headers()
+        if self._is_last:
+            yield b"connection", b"close"
 
     async def _has_room(self, start: Message) -> bool:
         """Count an answer of known length; return False if it was refused: there is no room."""
         length = int(dict(start["headers"]).get(b"content-length", b"0"))
+        # Raised as an error it would come too late: Starlette takes none once an answer has begun.
         try:
             self._unread.count_answer(length)
         except Unavailable as error:
@@ -263,6 +268,8 @@ class _Reply:
         for piece in split_body(message):
             began = clock.now()
             self._nbytes += len(piece.get("body", b""))
+            # Each piece in time is not enough: a client that reads a byte of each would hold a
+            # large answer for hours.
             late_s = self._send_timeout_s + self._nbytes / LEAST_RATE - self._waited_s
             try:
                 async with asyncio.timeout(min(self._send_timeout_s, late_s)):

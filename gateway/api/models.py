@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypeAliasType, TypedDict
 
-from gateway.api.disconnects import while_connected
+from gateway.api.in_flight import while_connected
 from gateway.api.requests import Service, reply
 from gateway.registry import ChatSpec, ModelSpec, Resolved
 from gateway.serving.generation.batcher import ChatBatcher, GenerationBatcher
@@ -113,8 +113,9 @@ def describe_model(service: Service, resolved: Resolved) -> Model:
 
 def _max_context(service: Service, spec: ModelSpec) -> int | None:
     """Return the context of a chat model that is loaded; an adapter has its base's."""
-    whole = spec.base_spec or spec if isinstance(spec, ChatSpec) else spec
-    model = service.models.model(whole)
+    if isinstance(spec, ChatSpec):
+        spec = spec.base_spec or spec
+    model = service.models.model(spec)
     if isinstance(model, GenerationBatcher):
         return model.engine.facts.max_context
     return None
@@ -123,18 +124,19 @@ def _max_context(service: Service, spec: ModelSpec) -> int | None:
 def _batching(batcher: object) -> Batching | None:
     if not isinstance(batcher, ChatBatcher):
         return None
-    verdict = batcher.verdict
-    outcome: Literal["passed", "failed", "unfinished", "off"]
-    if verdict is None:
-        outcome = "off"
-    elif verdict.problem:
-        outcome = "failed"
-    else:
-        outcome = "passed" if verdict.is_whole else "unfinished"
+    verdict, problem = batcher.verdict, None
+    outcome: Literal["passed", "failed", "unfinished", "off"] = "off"
+    if verdict is not None:
+        problem = verdict.problem or None
+        outcome = "unfinished"
+        if problem:
+            outcome = "failed"
+        elif verdict.is_whole:
+            outcome = "passed"
     return {
         "rows": "together" if batcher.is_batched else "one at a time",
         "self_test": outcome,
-        "problem": (verdict.problem or None) if verdict is not None else None,
+        "problem": problem,
     }
 
 
@@ -158,21 +160,14 @@ async def unload(service: Service, request: Request) -> Response:
     """Unload a model, pinned or not: 200 if it is unloaded, 202 if requests still use it."""
     resolved = service.catalog().resolve(request.path_params["name"])
     is_gone = await service.models.unload(resolved.spec)
-    status = HTTPStatus.OK if is_gone else HTTPStatus.ACCEPTED
-    return reply(describe_model(service, resolved), status)
+    body = describe_model(service, resolved)
+    if is_gone:
+        return reply(body)
+    return reply(body, HTTPStatus.ACCEPTED)
 
 
-async def pin(service: Service, request: Request) -> Response:
-    """Keep a model from being evicted, until models.yaml is read again."""
-    return _pin(service, request, is_pinned=True)
-
-
-async def unpin(service: Service, request: Request) -> Response:
-    """Let a model be evicted, until models.yaml is read again."""
-    return _pin(service, request, is_pinned=False)
-
-
-def _pin(service: Service, request: Request, *, is_pinned: bool) -> Response:
+async def pin(service: Service, request: Request, *, is_pinned: bool) -> Response:
+    """Keep a model from being evicted, or let it be, until models.yaml is read again."""
     resolved = service.catalog().resolve(request.path_params["name"])
     service.models.pin(resolved.spec, is_pinned=is_pinned)
     return reply(describe_model(service, resolved))
@@ -180,7 +175,8 @@ def _pin(service: Service, request: Request, *, is_pinned: bool) -> Response:
 
 async def reload(service: Service, request: Request) -> Response:
     """Read models.yaml again and answer with the changes, or 400 with its errors."""
-    changes = await while_connected(request.receive, service.reload())
+    async with while_connected(request.receive):
+        changes = await service.reload()
     body: Reload = {
         "object": "reload",
         "added": list(changes.added),

@@ -1,16 +1,166 @@
-"""The document of /openapi.json, made from the table of endpoints."""
+"""What an endpoint is: how it is routed, guarded, metered and described; and the document of
+/openapi.json, made from the table of all of them.
+"""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from http import HTTPStatus
+from itertools import chain
+from typing import Any, NamedTuple
+
+from starlette.convertors import IntegerConvertor, register_url_convertor
+from starlette.requests import Request
+from starlette.types import ASGIApp
 
 from gateway import __version__
-from gateway.api.endpoint import MODELS, Endpoint, is_anthropic
-from gateway.errors import ErrorBody
+from gateway.api.middleware import MODELS, is_anthropic
+from gateway.api.requests import Exposure, Service
+from gateway.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    EncodingNotSupported,
+    ErrorBody,
+    Forbidden,
+    GatewayError,
+    HeadTooLarge,
+    InsufficientMemory,
+    ModelNotFound,
+    RateLimited,
+    ResponseNotFound,
+    SlowBody,
+    TooLarge,
+    Unauthorized,
+    Unavailable,
+)
 from gateway.registry import Catalog
 from gateway.wire.anthropic_stream import OVERLOADED, AnthropicErrorBody, error_status
 from gateway.wire.rerank import TEXTS_ERROR_STATUSES
 from gateway.wire.schemas import Schema, reference, schemas
+from gateway.wire.validation import Request as WireRequest
+
+Errors = tuple[type[GatewayError], ...]
+Handler = Callable[[Service, Request], Awaitable[ASGIApp]]
+COMMON_ERRORS: Errors = (HeadTooLarge, GatewayError)
+ACCESS_ERRORS: Errors = (Unauthorized, Forbidden, Unavailable)
+MODEL_ERRORS: Errors = (ModelNotFound, InsufficientMemory)  # if a model has to be loaded
+REQUEST_ERRORS: Errors = (
+    *MODEL_ERRORS,
+    BadRequest,
+    SlowBody,
+    TooLarge,
+    EncodingNotSupported,
+    RateLimited,
+    DeadlineExceeded,
+)
+STORED_ERRORS: Errors = (BadRequest, ResponseNotFound)  # if a stored response is named
+
+
+class _Number(IntegerConvertor):
+    """A number that Python reads."""
+
+    # Of thousands of digits it would raise ValueError.
+    regex = "[0-9]{1,18}"
+
+
+register_url_convertor("number", _Number())
+
+
+class Form(NamedTuple):
+    """Another form of an endpoint's requests."""
+
+    name: str  # what makes a body one
+    request: type[WireRequest]
+    item: Any  # of the answer, which is a list
+    error: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One method of one path: its handler, and what the document and the docs have about it."""
+
+    route: str  # a method and a path, which is served with /v1 and without
+    handler: Handler
+    _: KW_ONLY
+    summary: str
+    details: str = ""
+    also: str | None = None  # another path, served as it is
+    request: type[WireRequest] | None = None
+    form: Form | None = None  # of requests, besides `request`
+    answer: Any = None  # None if its shape is not described
+    texts_error: Any = None  # the shape of its own errors, if they are TEI's
+    events: Any = None  # the shape of a stream's events
+    content_type: str = "application/json"
+    statuses: tuple[int, ...] = (200,)  # of success
+    # Besides those of every endpoint, of the key check and, if it reads a body, of that.
+    errors: Errors = ()
+    is_open: bool = False  # it needs no key
+    # It needs the admin key, or is the dashboard's.
+    is_admin: bool = False
+    is_page: bool = False
+    operation: str | None = None  # what it has a model do, by GenAI's name
+    # Machines ask some every few seconds, of which nobody wants traces.
+    is_traced: bool = True
+
+    def is_served(self, exposure: Exposure) -> bool:
+        """Return True if the settings allow it: an admin key is set, the dashboard is on."""
+        is_allowed = exposure.has_admin or not self.is_admin
+        return is_allowed and (exposure.has_dashboard or not self.is_page)
+
+    @property
+    def method(self) -> str:
+        return self.route.partition(" ")[0]
+
+    @property
+    def path(self) -> str:
+        return self.route.partition(" ")[2]
+
+    @property
+    def is_metered(self) -> bool:
+        """Return True if its requests count against the caller's rate limits."""
+        return RateLimited in self.all_errors
+
+    @property
+    def is_bare(self) -> bool:
+        """Return True if it has no /v1."""
+        return self.is_admin or self.is_page
+
+    @property
+    def bare_path(self) -> str:
+        return self.path.removeprefix("/v1")
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Return every path that it is served by."""
+        versions = (self.path,) if self.is_bare else (self.bare_path, f"/v1{self.bare_path}")
+        if self.also is None:
+            return versions
+        return (*versions, self.also)
+
+    @property
+    def all_errors(self) -> Errors:
+        """Return the endpoint's errors, and those that others have too."""
+        errors = [*COMMON_ERRORS]
+        if not self.is_open:
+            errors += ACCESS_ERRORS
+        if self.request is not None:
+            errors += REQUEST_ERRORS
+        return (*errors, *self.errors)
+
+    @property
+    def requests(self) -> Sequence[type[WireRequest]]:
+        """Return the shapes of its requests."""
+        requests = (self.request, self.form and self.form.request)
+        return [request for request in requests if request is not None]
+
+    @property
+    def shapes(self) -> Sequence[Any]:
+        """Return the shapes of its answers, events, and own errors."""
+        shapes = [self.answer, self.events, self.texts_error]
+        if self.form is not None:
+            shapes += [self.form.item, self.form.error]
+        return [shape for shape in shapes if shape is not None]
+
 
 SERVERS = [{"url": "/v1"}, {"url": "/", "description": "The same, for base URLs without /v1."}]
 ROOT = [{"url": "/"}]
@@ -26,13 +176,7 @@ Names = Mapping[str, Sequence[str]]
 
 
 def document(
-    catalog: Catalog,
-    endpoints: Sequence[Endpoint],
-    *,
-    strict: bool,
-    has_keys: bool,
-    has_admin: bool,
-    has_dashboard: bool,
+    catalog: Catalog, endpoints: Sequence[Endpoint], exposure: Exposure, *, strict: bool
 ) -> Schema:
     """Return the OpenAPI document for these settings, with the catalog's models as examples."""
     names = {
@@ -44,25 +188,19 @@ def document(
         "key": {"type": "http", "scheme": "bearer"},
         "anthropic_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     }
-    if has_admin:
+    if exposure.has_admin:
         schemes["admin_key"] = {"type": "http", "scheme": "bearer"}
     paths: dict[str, Schema] = {}
-    for endpoint in endpoints:
-        if endpoint.is_served(has_admin=has_admin, has_dashboard=has_dashboard):
-            servers = {"servers": ROOT} if endpoint.is_admin or endpoint.is_page else {}
-            path = paths.setdefault(template(endpoint.bare_path), servers)
-            path[endpoint.method.lower()] = _operation(endpoint, endpoint.bare_path, names)
-            if endpoint.also is not None:
-                path = paths.setdefault(template(endpoint.also), {"servers": ROOT})
-                path[endpoint.method.lower()] = _operation(endpoint, endpoint.also, names)
-    forms = [endpoint.form for endpoint in endpoints if endpoint.form]
-    requests = list(dict.fromkeys(endpoint.request for endpoint in endpoints if endpoint.request))
-    requests += [form.request for form in forms]
-    shapes = [
-        shape for endpoint in endpoints for shape in (endpoint.answer, endpoint.events) if shape
-    ]
-    shapes += [shape for form in forms for shape in (form.item, form.error)]
-    shapes += [endpoint.texts_error for endpoint in endpoints if endpoint.texts_error]
+    served = [endpoint for endpoint in endpoints if endpoint.is_served(exposure)]
+    for endpoint in served:
+        for path in filter(None, (endpoint.bare_path, endpoint.also)):
+            is_bare = endpoint.is_bare or path == endpoint.also
+            operations = paths.setdefault(template(path), {})
+            if is_bare:
+                operations["servers"] = ROOT
+            operations[endpoint.method.lower()] = _operation(endpoint, path, names)
+    requests = list(dict.fromkeys(chain.from_iterable(endpoint.requests for endpoint in endpoints)))
+    shapes = [ErrorBody, *chain.from_iterable(endpoint.shapes for endpoint in endpoints)]
     return {
         "openapi": "3.1.0",
         "info": {
@@ -71,10 +209,10 @@ def document(
             "description": "The OpenAI-compatible gateway for MLX models.",
         },
         "servers": SERVERS,
-        "security": [*([] if has_keys else [{}]), {"key": []}, {"anthropic_key": []}],
+        "security": [*([] if exposure.has_keys else [{}]), {"key": []}, {"anthropic_key": []}],
         "paths": paths,
         "components": {
-            "schemas": schemas(requests, [ErrorBody, *shapes], names, strict=strict),
+            "schemas": schemas(requests, shapes, names, strict=strict),
             "securitySchemes": schemes,
         },
     }
@@ -152,9 +290,9 @@ def _error_responses(endpoint: Endpoint) -> Schema:
             shapes[status] = [*shapes.get(status, ()), form_error]
     responses: Schema = {}
     for status, bodies in shapes.items():
-        schema = (
-            reference(bodies[0]) if len(bodies) == 1 else {"anyOf": list(map(reference, bodies))}
-        )
+        schema = reference(bodies[0])
+        if len(bodies) > 1:
+            schema = {"anyOf": list(map(reference, bodies))}
         responses[str(status)] = _response(status, {"application/json": {"schema": schema}})
     return responses
 

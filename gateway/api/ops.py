@@ -10,9 +10,8 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from gateway import metrics as instruments
-from gateway.api.endpoint import Endpoint
-from gateway.api.openapi import document
-from gateway.api.requests import Service, reply
+from gateway.api.openapi import Endpoint, document
+from gateway.api.requests import Exposure, Service, reply
 from gateway.registry import Catalog
 
 
@@ -68,33 +67,13 @@ async def metrics(service: Service, request: Request) -> Response:
 
 def describe(service: Service, endpoints: Sequence[Endpoint]) -> Response:
     body = _document_json(
-        service.catalog(),
-        tuple(endpoints),
-        strict=service.rules.strict_fields,
-        has_keys=service.has_keys,
-        has_admin=service.has_admin,
-        has_dashboard=service.has_dashboard,
+        service.catalog(), tuple(endpoints), service.exposure, strict=service.rules.strict_fields
     )
     return Response(body, media_type="application/json")
 
 
 @lru_cache(maxsize=1)
 def _document_json(
-    catalog: Catalog,
-    endpoints: Sequence[Endpoint],
-    *,
-    strict: bool,
-    has_keys: bool,
-    has_admin: bool,
-    has_dashboard: bool,
+    catalog: Catalog, endpoints: Sequence[Endpoint], exposure: Exposure, *, strict: bool
 ) -> bytes:
-    return orjson.dumps(
-        document(
-            catalog,
-            endpoints,
-            strict=strict,
-            has_keys=has_keys,
-            has_admin=has_admin,
-            has_dashboard=has_dashboard,
-        )
-    )
+    return orjson.dumps(document(catalog, endpoints, exposure, strict=strict))

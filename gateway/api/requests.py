@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from dataclasses import dataclass
 from http import HTTPStatus
 from itertools import accumulate
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, overload
 from urllib.parse import quote
 
 import orjson
@@ -51,11 +51,12 @@ T = TypeVar("T")
 MAX_HEADER_NAMES = 16
 MAX_HEADER_CHARS = 1024
 R = TypeVar("R", bound=WireRequest)
+Lease = contextlib.AbstractAsyncContextManager
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """The settings for reading requests and sending answers. Times in seconds."""
+    """The settings for reading requests and answering them. Times in seconds."""
 
     max_body_bytes: int
     body_timeout_s: float
@@ -66,11 +67,18 @@ class Rules:
     log_prompts: bool
     request_timeout_s: float
     stream_open_after_s: float
-    send_timeout_s: float
 
     @property
     def chars(self) -> CharBounds:
         return CharBounds(self.max_input_chars, self.max_request_chars)
+
+
+class Exposure(NamedTuple):
+    """What is served by the settings, and behind which keys."""
+
+    has_keys: bool
+    has_admin: bool
+    has_dashboard: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +98,7 @@ class Service:
     reload: Callable[[], Coroutine[Any, Any, Changes]]
     in_flight: InFlight
     watchers: Watchers
-    has_keys: bool
-    has_admin: bool
-    has_dashboard: bool
+    exposure: Exposure
 
     async def read(
         self,
@@ -103,40 +109,36 @@ class Service:
         is_large: Callable[[R], bool] = lambda _: False,
         body: bytearray | None = None,
     ) -> tuple[Parsed[R], T]:
-        """Read, check and translate a request's body: off the loop if it is large, or if
-        `is_large` returns True for the request. `body` is the body if it has been read already.
+        """Read, check and translate a request's body. `body` is the body if it has been read
+        already, `is_large` whether translating a request may take long.
         """
         if body is None:
             body = await self.read_body(request)
 
         def parse() -> Parsed[R]:
             rules = self.rules
-            read = read_request(body, shape, strict=rules.strict_fields, bounds=rules.bounds)
+            parsed = read_request(body, shape, strict=rules.strict_fields, bounds=rules.bounds)
             trace = request.scope.get("gateway.trace")
             if trace is not None:
-                trace.note_request(read.request)
+                trace.note_request(parsed.request)
             if rules.log_prompts:
-                log.info("prompt", **read.request.prompt_fields())
-            return read
-
-        def parse_and_translate() -> tuple[Parsed[R], T]:
-            read = parse()
-            return read, translate(read.request)
+                log.info("prompt", **parsed.request.prompt_fields())
+            return parsed
 
         with time_stage(request, Stage.PARSE):
-            if len(body) > LONG_BYTES:
-                return await self.run_on_body(body, parse_and_translate)
-            read = parse()
-            if is_large(read.request):
-                return read, await self.pool.run(translate, read.request, kind="bodies")
-            return read, translate(read.request)
+            # A thread costs more than a small body, and a large one would stop the loop.
+            parsed = await self.run_on_body(body, parse)
+            if len(body) > LONG_BYTES or is_large(parsed.request):
+                job = await self.pool.run(translate, parsed.request, kind=_body_kind(body))
+            else:
+                job = translate(parsed.request)
+            return parsed, job
 
     async def run_on_body(self, body: bytearray, work: Callable[[], T]) -> T:
         """Run what takes time in proportion to a body: off the loop if it is long."""
         if len(body) <= LONG_BYTES:
             return work()
-        kind: Kind = "large bodies" if len(body) > LARGE_BYTES else "bodies"
-        return await self.pool.run(work, kind=kind)
+        return await self.pool.run(work, kind=_body_kind(body))
 
     async def read_body(self, request: Request) -> bytearray:
         """Read the whole body. Raises what the function of this name does."""
@@ -157,9 +159,8 @@ class Service:
 
     def _allowed_s(self, request: Request) -> float:
         limit = self.rules.request_timeout_s
-        value: bytes | None = request.scope["gateway.headers"].get(b"x-gateway-timeout-s")
         try:
-            seconds = float(value) if value is not None else limit
+            seconds = float(request.scope["gateway.headers"].get(b"x-gateway-timeout-s", limit))
         except ValueError:
             seconds = 0.0
         if not seconds > 0:
@@ -169,66 +170,55 @@ class Service:
             )
         return min(seconds, limit)
 
-    @contextlib.asynccontextmanager
-    async def lease_embedding(
-        self, spec: EmbeddingSpec, caller: Caller, wire_request: WireRequest
-    ) -> AsyncIterator[EmbeddingBatcher]:
-        """Lease an embedding model; errors inside name the request's fields."""
-        with _locate_errors(wire_request):
-            async with self.models.lease(spec, caller) as model:
-                yield cast(EmbeddingBatcher, model)
+    @overload
+    def lease(self, spec: ChatSpec, caller: Caller, wire: WireRequest) -> Lease[ChatBatcher]: ...
+
+    @overload
+    def lease(
+        self, spec: EmbeddingSpec, caller: Caller, wire: WireRequest
+    ) -> Lease[EmbeddingBatcher]: ...
+
+    @overload
+    def lease(
+        self, spec: RerankSpec, caller: Caller, wire: WireRequest
+    ) -> Lease[RerankBatcher]: ...
 
     @contextlib.asynccontextmanager
-    async def lease_reranker(
-        self, spec: EmbeddingSpec | RerankSpec, caller: Caller, wire_request: WireRequest
-    ) -> AsyncIterator[EmbeddingBatcher | RerankBatcher]:
-        """Lease an embedding or rerank model; errors inside name the request's fields."""
-        with _locate_errors(wire_request):
+    async def lease(self, spec: ModelSpec, caller: Caller, wire: WireRequest) -> AsyncIterator[Any]:
+        """Lease a model. Errors inside that are about a part of the job name the field for it."""
+        try:
             async with self.models.lease(spec, caller) as model:
-                yield cast(EmbeddingBatcher | RerankBatcher, model)
-
-    @contextlib.asynccontextmanager
-    async def lease_chat(
-        self, spec: ChatSpec, caller: Caller, wire_request: WireRequest
-    ) -> AsyncIterator[ChatBatcher]:
-        """Lease a chat model; errors inside name the request's fields."""
-        with _locate_errors(wire_request):
-            async with self.models.lease(spec, caller) as model:
-                yield cast(ChatBatcher, model)
-
-    def embedding_spec(self, name: str | None) -> tuple[Resolved, EmbeddingSpec]:
-        """Return an embedding model's spec. Raises BadRequest for a model of another kind.
-
-        Without a name it is that of a loaded one, else of the first one in models.yaml.
-        """
-        resolved = self.catalog().resolve(name or self._at_hand(EmbeddingSpec))
-        if not isinstance(resolved.spec, EmbeddingSpec):
-            raise _wrong_kind(resolved, "embeddings")
-        return resolved, resolved.spec
+                yield model
+        except GatewayError as error:
+            field_error = wire.locate(error)
+            if field_error is error:
+                raise
+            raise field_error from error
 
     def chat_spec(
         self, name: str | None, wanted: str = "chat completions"
     ) -> tuple[Resolved, ChatSpec]:
-        """Return a chat model's spec. Raises BadRequest for a model of another kind, which cannot
+        """Return a chat model and its spec, as `find_spec` does."""
+        return self.find_spec(name, wanted, ChatSpec)
+
+    def find_spec(
+        self, name: str | None, wanted: str, *kinds: type[ModelSpec]
+    ) -> tuple[Resolved, Any]:
+        """Return a model and its spec. Raises BadRequest if it is of none of the kinds, and cannot
         be used for what is `wanted`.
 
-        Without a name it is that of a loaded one, else of the first one in models.yaml.
+        Without a name it is a loaded one of the first kind of which there is any, else the first
+        one in models.yaml.
         """
-        resolved = self.catalog().resolve(name or self._at_hand(ChatSpec))
-        if not isinstance(resolved.spec, ChatSpec):
-            raise _wrong_kind(resolved, wanted)
-        return resolved, resolved.spec
-
-    def rerank_spec(self, name: str | None) -> tuple[Resolved, EmbeddingSpec | RerankSpec]:
-        """Return the spec of a rerank or embedding model. Raises BadRequest for a chat model.
-
-        Without a name it is that of a loaded rerank model, else of the first one in models.yaml;
-        else of an embedding model in the same way.
-        """
-        resolved = self.catalog().resolve(name or self._at_hand(RerankSpec, EmbeddingSpec))
-        if isinstance(resolved.spec, ChatSpec):
-            raise _wrong_kind(resolved, "reranking")
-        return resolved, resolved.spec
+        resolved = self.catalog().resolve(name or self._at_hand(*kinds))
+        if isinstance(resolved.spec, kinds):
+            return resolved, resolved.spec
+        kind = {"embedding": "an embedding"}.get(resolved.spec.kind, f"a {resolved.spec.kind}")
+        raise BadRequest(
+            f"The model `{resolved.name}` is {kind} model and cannot be used for {wanted}.",
+            param="model",
+            code="unsupported_model",
+        )
 
     def _at_hand(self, *kinds: type[ModelSpec]) -> str:
         """Return the id of a loaded model of the first kind there is, else of its first model."""
@@ -241,18 +231,6 @@ class Service:
 
 
 @contextlib.contextmanager
-def _locate_errors(wire_request: WireRequest) -> Iterator[None]:
-    """Make errors about a part of the job name the request's field for it."""
-    try:
-        yield
-    except GatewayError as error:
-        field_error = wire_request.locate(error)
-        if field_error is error:
-            raise
-        raise field_error from error
-
-
-@contextlib.contextmanager
 def time_stage(request: Request, stage: Stage) -> Iterator[None]:
     """Add the time while entered to a stage of the request."""
     started = clock.now()
@@ -260,14 +238,8 @@ def time_stage(request: Request, stage: Stage) -> Iterator[None]:
     request.scope["gateway.timings"].add(stage, started)
 
 
-def _wrong_kind(resolved: Resolved, wanted: str) -> BadRequest:
-    kind = resolved.spec.kind
-    article = "an" if kind == "embedding" else "a"
-    return BadRequest(
-        f"The model `{resolved.name}` is {article} {kind} model and cannot be used for {wanted}.",
-        param="model",
-        code="unsupported_model",
-    )
+def _body_kind(body: bytearray) -> Kind:
+    return "large bodies" if len(body) > LARGE_BYTES else "bodies"
 
 
 def ignored_header(ignored: Sequence[str]) -> dict[str, str]:

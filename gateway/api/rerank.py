@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.api.disconnects import while_connected
+from gateway.api.in_flight import while_connected
 from gateway.api.requests import Service, ignored_header, reply, time_stage
 from gateway.errors import GatewayError
 from gateway.jobs import Reranked, RerankJob, Stage
@@ -23,6 +23,7 @@ async def rerank(service: Service, request: Request) -> Response:
     """Answer with the documents' scores, best first; in TEI's form if they are `texts`."""
     with service.arrivals.expect() as arrival:
         body = await service.read_body(request)
+        # Two APIs share the path: TEI's body has `texts` in the place of `documents`.
         if wire.may_be_texts(body) and await _is_texts(service, request, body):
             try:
                 return await _rerank_texts(service, request, body, arrival)
@@ -80,7 +81,9 @@ async def _score(
     body: bytearray | None = None,
 ) -> _Result[R]:
     def translate(wire_request: R) -> tuple[Resolved, EmbeddingSpec | RerankSpec, RerankJob]:
-        resolved, spec = service.rerank_spec(wire_request.model)
+        resolved, spec = service.find_spec(
+            wire_request.model, "reranking", RerankSpec, EmbeddingSpec
+        )
         job = wire.to_job(
             wire_request,
             service.caller(request),
@@ -91,9 +94,9 @@ async def _score(
         return resolved, spec, job
 
     parsed, (resolved, spec, job) = await service.read(request, shape, translate, body=body)
-    answer = await while_connected(
-        request.receive, _rerank(service, spec, job, parsed.request, arrival)
-    )
+    lease = service.lease(spec, job.caller, parsed.request)
+    async with while_connected(request.receive), lease as batcher:
+        answer = await batcher.rerank(job, arrival)
     ignored = parsed.ignored
     reads_instruction = isinstance(spec, RerankSpec) and spec.scoring == "labels"
     if parsed.request.instruction is not None and not reads_instruction:
@@ -102,17 +105,6 @@ async def _score(
     if answer.truncated:
         headers["x-gateway-truncated"] = str(answer.truncated)
     return _Result(parsed.request, answer, resolved.name, headers)
-
-
-async def _rerank(
-    service: Service,
-    spec: EmbeddingSpec | RerankSpec,
-    job: RerankJob,
-    wire_request: wire.ScoringRequest,
-    arrival: Arrival,
-) -> Reranked:
-    async with service.lease_reranker(spec, job.caller, wire_request) as batcher:
-        return await batcher.rerank(job, arrival)
 
 
 def _name(kind: str) -> str:

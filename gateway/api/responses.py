@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import orjson
 from starlette.requests import Request
@@ -98,12 +99,12 @@ async def _read(service: Service, request: Request) -> Exchange:
         service,
         request,
         wire.ResponsesRequest,
-        lambda wire_request: _exchange(service, wire_request, request),
+        partial(_exchange, service, request),
         is_large=lambda wire_request: wire_request.has_references,
     )
 
 
-def _exchange(service: Service, wire_request: wire.ResponsesRequest, request: Request) -> Exchange:
+def _exchange(service: Service, request: Request, wire_request: wire.ResponsesRequest) -> Exchange:
     resolved, spec = service.chat_spec(wire_request.model)
     caller = service.caller(request, read_tier(wire_request.service_tier))
     earlier, items = _conversation(service, wire_request, caller)
@@ -153,13 +154,14 @@ def _conversation(
     max_bytes = service.rules.max_input_chars * MAX_JSON_BYTES
     nbytes = 0
 
+    # A body of some kilobytes could stand for gigabytes: one item may be referred to many times.
     def find(item_id: str) -> bytes | None:
         nonlocal nbytes
         item = service.responses.item(caller.key_id, item_id)
         if item is None:
             return None
         nbytes += len(item.body)
-        if nbytes > max_bytes:  # one item may be referred to a thousand times
+        if nbytes > max_bytes:
             raise BadRequest("The items that 'input' refers to are too long.", param="input")
         return item.body
 

@@ -5,14 +5,12 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 
-import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway import logs
 from gateway.api.bodies import Body
-from gateway.api.disconnects import cancel, run_unless, wait_for_disconnect
-from gateway.api.in_flight import RequestInFlight
+from gateway.api.in_flight import RequestInFlight, cancel, run_unless, wait_for_disconnect
 from gateway.errors import GatewayError
 
 log = logs.get("streams")
@@ -40,19 +38,13 @@ DONE = frame(b"[DONE]")
 ACCEPTED = b""  # not sent: it marks that the request is admitted, and events will follow
 
 
-def _frame_error(error: GatewayError) -> bytes:
-    return frame(orjson.dumps(error.body()))
-
-
 class EventStream:
     """An ASGI response of server-sent events.
 
     The 200 is sent when the request is accepted and its first event has come, but at most
     `open_after_s` after the former. An error before it is raised by `prime` and gets a real status;
-    one after it becomes an event, written by `write_error`. Silence is broken by `keep_alive`.
-    Events are buffered here as fast as they are generated: a slow reader holds memory for the
-    answer, which is counted with all bodies, but neither a sequence nor a lease. The generator is
-    closed however the answer ends.
+    one after it becomes an event, written by `write_error`. Silence is broken by `keep_alive`. The
+    generator is closed however the answer ends.
     """
 
     def __init__(
@@ -61,12 +53,14 @@ class EventStream:
         headers: dict[str, str],
         request: Request,
         *,
-        write_error: Callable[[GatewayError], bytes] = _frame_error,
-        keep_alive: bytes = COMMENT,
+        write_error: Callable[[GatewayError], bytes],
+        keep_alive: bytes,
     ) -> None:
         self._headers = headers
         self._write_error = write_error
         self._keep_alive_frame = keep_alive
+        # Events are kept here as fast as they are generated: a slow reader holds memory for its
+        # answer, which is counted with all bodies, but neither a sequence nor a lease.
         self._buffer: deque[bytes] = deque()
         self._unread: Body = request.scope["gateway.unread"]
         self._nbytes = 0  # in the buffer
@@ -94,12 +88,12 @@ class EventStream:
         try:
             await run_unless(self._disconnect, self._send(send, scope))
         except asyncio.CancelledError:
-            request: RequestInFlight | None = scope.get("gateway.in_flight")
-            if request is None or (reason := request.cancellation) is None:
+            request: RequestInFlight = scope["gateway.in_flight"]
+            if request.cancellation is None:
                 raise
             request.uncancel()
             await self._close()  # before the error is sent, as its client may read slowly
-            await self._send_error(reason, scope, send)
+            await self._send_error(request.cancellation, scope, send)
         finally:
             await self._close()
 
@@ -162,10 +156,8 @@ class EventStream:
         await send(_body(b"", more=False))
 
     async def _keep_alive(self) -> None:
-        """Buffer a sign of life whenever nothing was sent for a while.
-
-        One timer for the stream: one for each token would cost as much as the token.
-        """
+        """Buffer a sign of life whenever nothing was sent for a while."""
+        # One timer for the stream: one for each token would cost as much as the token.
         while True:
             sent = self._sent
             await asyncio.sleep(KEEP_ALIVE_S / 2)

@@ -7,10 +7,10 @@ from typing import TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.api.disconnects import while_connected
+from gateway.api.in_flight import while_connected
 from gateway.api.requests import LONG_BYTES, Service, ignored_header, reply, time_stage
 from gateway.errors import BadRequest
-from gateway.jobs import Caller, GenerateJob, Stage
+from gateway.jobs import GenerateJob, Stage
 from gateway.registry import ChatSpec
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.tokenize import Kind, prompt_kind
@@ -30,81 +30,69 @@ async def tokenize(service: Service, request: Request) -> Response:
 
     parsed, (spec, job) = await service.read(request, wire.TokenizeRequest, translate)
     asked = parsed.request
+    async with _leased(service, request, spec, asked) as batcher:
+        tokens = batcher.engine.tokens
 
-    async def answer() -> wire.Tokenized:
-        async with _leased(service, spec, job.caller, asked) as batcher:
-            tokens = batcher.engine.tokens
+        def encode() -> tuple[list[int], list[str] | None]:
+            ids = tokens.tokenize(
+                job, special=asked.add_special_tokens, asking=asked.add_generation_prompt
+            )
+            return ids, tokens.pieces(ids) if asked.return_token_strs else None
 
-            def encode() -> tuple[list[int], list[str] | None]:
-                ids = tokens.tokenize(
-                    job, special=asked.add_special_tokens, asking=asked.add_generation_prompt
-                )
-                return ids, tokens.pieces(ids) if asked.return_token_strs else None
-
-            ids, pieces = await _run(service, request, encode, prompt_kind(job))
-            return {
-                "count": len(ids),
-                "max_model_len": batcher.engine.facts.max_context,
-                "tokens": ids,
-                "token_strs": pieces,
-            }
-
-    body = await while_connected(request.receive, answer())
+        ids, pieces = await _run(service, request, encode, prompt_kind(job))
+        body: wire.Tokenized = {
+            "count": len(ids),
+            "max_model_len": batcher.engine.facts.max_context,
+            "tokens": ids,
+            "token_strs": pieces,
+        }
     return reply(body, headers=ignored_header(parsed.ignored))
 
 
 async def detokenize(service: Service, request: Request) -> Response:
     """Answer with the text of token ids."""
 
-    def translate(wire_request: wire.DetokenizeRequest) -> tuple[ChatSpec, Caller]:
-        _, spec = service.chat_spec(wire_request.model, "tokenizing")
-        return spec, service.caller(request)
+    def translate(wire_request: wire.DetokenizeRequest) -> ChatSpec:
+        return service.chat_spec(wire_request.model, "tokenizing")[1]
 
-    parsed, (spec, caller) = await service.read(request, wire.DetokenizeRequest, translate)
+    parsed, spec = await service.read(request, wire.DetokenizeRequest, translate)
     ids = parsed.request.tokens
+    async with _leased(service, request, spec, parsed.request) as batcher:
+        tokens = batcher.engine.tokens
 
-    async def answer() -> wire.Detokenized:
-        async with _leased(service, spec, caller, parsed.request) as batcher:
-            tokens = batcher.engine.tokens
+        def decode() -> str:
+            if not all(tokens.pieces(ids)):
+                raise BadRequest("Invalid 'tokens': the model has no such token.", param="tokens")
+            return tokens.decode(ids)
 
-            def decode() -> str:
-                if not all(tokens.pieces(ids)):
-                    raise BadRequest(
-                        "Invalid 'tokens': the model has no such token.", param="tokens"
-                    )
-                return tokens.decode(ids)
-
-            kind: Kind = "long prompts" if len(ids) > LONG_BYTES else "short prompts"
-            return {"prompt": await _run(service, request, decode, kind)}
-
-    body = await while_connected(request.receive, answer())
+        kind: Kind = "long prompts" if len(ids) > LONG_BYTES else "short prompts"
+        body: wire.Detokenized = {"prompt": await _run(service, request, decode, kind)}
     return reply(body, headers=ignored_header(parsed.ignored))
 
 
 async def info(service: Service, request: Request) -> Response:
     """Answer with the special tokens and the template of the model at hand."""
     _, spec = service.chat_spec(request.query_params.get("model"), "tokenizing")
-
-    async def answer() -> wire.TokenizerInfo:
-        caller = service.caller(request)
-        async with _leased(service, spec, caller, wire.DetokenizeRequest(tokens=[])) as batcher:
-            of = batcher.engine.tokens.tokenizer
-            return {
-                "bos_token": of.bos_token,
-                "eos_token": of.eos_token,
-                "pad_token": of.pad_token,
-                "chat_template": of.chat_template,
-            }
-
-    return reply(await while_connected(request.receive, answer()))
+    async with _leased(service, request, spec, wire.DetokenizeRequest(tokens=[])) as batcher:
+        tokenizer = batcher.engine.tokens.tokenizer
+        body: wire.TokenizerInfo = {
+            "bos_token": tokenizer.bos_token,
+            "eos_token": tokenizer.eos_token,
+            "pad_token": tokenizer.pad_token,
+            "chat_template": tokenizer.chat_template,
+        }
+    return reply(body)
 
 
 @asynccontextmanager
 async def _leased(
-    service: Service, spec: ChatSpec, caller: Caller, asked: WireRequest
+    service: Service, request: Request, spec: ChatSpec, asked: WireRequest
 ) -> AsyncIterator[GenerationBatcher]:
-    """Lease a chat model: for an adapter, its base, whose tokens it has."""
-    async with service.lease_chat(spec.base_spec or spec, caller, asked) as batcher:
+    """Lease a chat model, while the client is connected."""
+    # An adapter has its base's tokens, and need not be loaded for them.
+    caller = service.caller(request)
+    lease = service.lease(spec.base_spec or spec, caller, asked)
+    async with while_connected(request.receive), lease as batcher:
         assert isinstance(batcher, GenerationBatcher)
         caller.timings.model, caller.timings.stage = spec.id, Stage.TOKENISE
         yield batcher

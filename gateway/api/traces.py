@@ -1,17 +1,12 @@
 """A trace of each request: a SERVER span, and a child for each of its stages, sent by OTLP/HTTP.
 
 It imports the SDK, which is in the extra `otel`; so it is imported only if there is somewhere to
-send to. Names are OpenTelemetry's: those of HTTP are of its conventions 1.41.1
-(https://github.com/open-telemetry/semantic-conventions/blob/v1.41.1/docs/http/http-spans.md); those
-of GenAI have no release yet and are of docs/gen-ai/gen-ai-spans.md at commit 002c8a6 of
-https://github.com/open-telemetry/semantic-conventions-genai. Their attributes of content are never
-set: no prompt, answer, tool or stop string is in a span.
+send to. No prompt, answer, tool or stop string is in a span.
 """
 
 import logging
 import time
 from collections.abc import Collection, Mapping
-from itertools import chain
 from typing import Any
 
 from opentelemetry import trace as otel
@@ -44,6 +39,11 @@ from gateway.wire.validation import Request as WireRequest
 
 log = logs.get("traces")
 
+# Names are OpenTelemetry's: those of HTTP are of its conventions 1.41.1
+# (https://github.com/open-telemetry/semantic-conventions/blob/v1.41.1/docs/http/http-spans.md);
+# those of GenAI have no release yet and are of docs/gen-ai/gen-ai-spans.md at commit 002c8a6 of
+# https://github.com/open-telemetry/semantic-conventions-genai. Their attributes of content are
+# never set.
 PROVIDER = "mlx_gateway"  # GenAI's conventions have no value for MLX, and allow another
 CLIENT_DISCONNECTED = "client_disconnected"  # an `error.type`
 QUIET_S = 60.0  # between two lines of the SDK that are alike, such as of a collector that is down
@@ -57,8 +57,7 @@ class Tracer:
     """Starts a trace for each request. Spans are sent from `open` to `close`, by a thread.
 
     Where to, of which service and how many of them is what OTEL_* variables say, which the SDK
-    reads. Ending a span appends it to a queue: where this is full, as when nobody takes spans, the
-    oldest are dropped. `operations` are GenAI's names by route; `untraced` paths have no trace.
+    reads. `operations` are GenAI's names by route; `untraced` paths have no trace.
     """
 
     def __init__(self, operations: Mapping[str, str], untraced: Collection[str]) -> None:
@@ -97,8 +96,9 @@ class Tracer:
             if name.encode() in headers
         }
         started_ns = time.time_ns() - round((clock.now() - timings.started) * _NS)
-        method = scope["method"] if scope["method"] in METHODS else "_OTHER"
-        name = method if method in METHODS else "HTTP"
+        method = name = scope["method"]
+        if method not in METHODS:
+            method, name = "_OTHER", "HTTP"
         span = self._tracer.start_span(
             name,
             self._propagator.extract(carrier) if carrier else Context(),
@@ -153,11 +153,9 @@ class Trace:
 
     @property
     def header(self) -> tuple[bytes, bytes]:
-        """Return the answer's header, by which a client finds the trace.
-
-        `traceresponse` has the form of `traceparent`, which is defined for requests only:
-        https://w3c.github.io/trace-context/#traceresponse-header, a draft.
-        """
+        """Return the answer's header, by which a client finds the trace."""
+        # It has the form of `traceparent`, which is defined for requests only:
+        # https://w3c.github.io/trace-context/#traceresponse-header, a draft.
         context = self._span.get_span_context()
         span_id = format_span_id(context.span_id)
         value = f"00-{self.trace_id}-{span_id}-{context.trace_flags:02x}"
@@ -205,6 +203,8 @@ class Trace:
         if operation is not None:
             span.set_attributes(_gen_ai_attributes(operation, timings))
         self._add_stages(ended_ns, error)
+        # It is appended to a queue: where this is full, as when nobody takes spans, the oldest are
+        # dropped.
         span.end(ended_ns)
 
     def _add_stages(self, ended_ns: int, error: str | None) -> None:
@@ -234,16 +234,13 @@ def _gen_ai_attributes(operation: str, timings: Timings) -> dict[str, Any]:
     jobs = (timings, *timings.parallel)
     attributes["gen_ai.response.model"] = timings.model
     attributes["gen_ai.usage.input_tokens"] = sum(job.tokens_in for job in jobs)
-    reasons = list(chain.from_iterable(job.finish_reasons for job in jobs))
-    tokens_out = sum(job.tokens_out for job in jobs)
-    if tokens_out:
-        attributes["gen_ai.usage.output_tokens"] = tokens_out
-    if reasons:
-        attributes["gen_ai.response.finish_reasons"] = reasons
-    cached = sum(job.cached_tokens for job in jobs)
-    if cached:
-        attributes["gen_ai.usage.cache_read.input_tokens"] = cached
-    return attributes
+    # A request that ended early has none of these, nor has an embedding.
+    values = {
+        "gen_ai.usage.output_tokens": sum(job.tokens_out for job in jobs),
+        "gen_ai.response.finish_reasons": [reason for job in jobs for reason in job.finish_reasons],
+        "gen_ai.usage.cache_read.input_tokens": sum(job.cached_tokens for job in jobs),
+    }
+    return attributes | {name: value for name, value in values.items() if value}
 
 
 class _LogHandler(logging.Handler):

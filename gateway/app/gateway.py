@@ -12,14 +12,14 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from gateway import __version__, logs, metrics
 from gateway.api import app, endpoints
+from gateway.api.access import AccessRules
 from gateway.api.bodies import Bodies
 from gateway.api.in_flight import InFlight, Watchers
-from gateway.api.requests import Rules, Service
+from gateway.api.requests import Exposure, Rules, Service
 from gateway.app.daemon_threads import run_in_daemon_thread
 from gateway.app.limits import budget_bytes
 from gateway.app.loading import Batcher, Engines, ModelLoader
@@ -153,21 +153,11 @@ class Gateway:
             batcher.end(Unavailable(message, retry_after_s=1))
 
     def _make_app(self) -> ASGIApp:
-        settings, admin_key = self._settings, None
-        if settings.admin_key is not None:
-            admin_key = settings.admin_key.get_secret_value()
         return app.create_app(
             self._service(),
+            access_rules(self._settings),
             in_flight=self.in_flight,
             bodies=self._bodies,
-            admin_key=admin_key,
-            keys=[key.get_secret_value() for key in settings.api_keys],
-            hosts=list(settings.allowed_hosts),
-            origins=list(settings.cors_origins),
-            max_header_bytes=settings.max_header_bytes,
-            allowance=Allowance(
-                requests=settings.requests_per_minute, tokens=settings.tokens_per_minute
-            ),
             tracer=self._tracer,
             lifespan=self._lifespan,
         )
@@ -194,7 +184,6 @@ class Gateway:
                 log_prompts=settings.log_prompts,
                 request_timeout_s=settings.request_timeout_s,
                 stream_open_after_s=settings.stream_open_after_s,
-                send_timeout_s=settings.send_timeout_s,
             ),
             responses=self._responses,
             fingerprint=self._fingerprint,
@@ -204,13 +193,15 @@ class Gateway:
             reload=self.reload,
             in_flight=self.in_flight,
             watchers=Watchers(),
-            has_keys=bool(settings.api_keys),
-            has_admin=settings.admin_key is not None,
-            has_dashboard=settings.has_dashboard,
+            exposure=Exposure(
+                has_keys=bool(settings.api_keys),
+                has_admin=settings.admin_key is not None,
+                has_dashboard=settings.has_dashboard,
+            ),
         )
 
     @contextlib.asynccontextmanager
-    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+    async def _lifespan(self) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
         gauges = metrics.register(lambda: self._read_gauges(loop))
         shedding = self._lane.health.shedding(self._engines.tidy)
@@ -364,6 +355,24 @@ def _make_lane(settings: Settings, engines: Engines) -> Lane:
         "load": settings.lane_weight_load,
     }
     return Lane(on_close=engines.end, weights=weights, health=DeviceHealth(engines.classify))
+
+
+def access_rules(settings: Settings) -> AccessRules:
+    """Return the rules of access."""
+    admin_key = None
+    if settings.admin_key is not None:
+        admin_key = settings.admin_key.get_secret_value()
+    return AccessRules(
+        admin_key=admin_key,
+        keys=[key.get_secret_value() for key in settings.api_keys],
+        hosts=settings.allowed_hosts,
+        origins=settings.cors_origins,
+        allowance=Allowance(
+            requests=settings.requests_per_minute, tokens=settings.tokens_per_minute
+        ),
+        max_header_bytes=settings.max_header_bytes,
+        send_timeout_s=settings.send_timeout_s,
+    )
 
 
 def _make_response_store(settings: Settings) -> ResponseStore:

@@ -82,14 +82,12 @@ class Crowd:
 
 
 class Connection(TCPServer):
-    """A connection that ends as soon as its client has left or no longer reads.
+    """A connection that ends as soon as its client has left or no longer reads."""
 
-    Hypercorn keeps a connection that its client closed between two requests until the keep-alive
-    time is over: a descriptor and three tasks, so that clients that connect for each request use
-    up the descriptors of a process within a minute. A connection whose client has stopped reading
-    it keeps for ever.
-    """
-
+    # Hypercorn keeps a connection that its client closed between two requests until the keep-alive
+    # time is over: a descriptor and three tasks, so that clients that connect for each request use
+    # up the descriptors of a process within a minute. A connection whose client has stopped reading
+    # it keeps for ever.
     last_bytes_s = 30.0  # for the client to read what was written
     tls: ssl.SSLContext | None = None
     crowd = Crowd()
@@ -97,11 +95,9 @@ class Connection(TCPServer):
     _is_gone = False
 
     async def run(self) -> None:
-        """Serve the connection's requests until it is closed.
-
-        TLS begins here, not in Hypercorn's listener, so that a connection counts from its first
-        moment: one that never finishes the handshake would keep others out, and the shutdown.
-        """
+        """Serve the connection's requests until it is closed."""
+        # TLS begins here, not in Hypercorn's listener, so that a connection counts from its first
+        # moment: one that never finishes the handshake would keep others out, and the shutdown.
         self.crowd.note_idle(self)
         try:
             if self.tls is not None:

@@ -23,11 +23,10 @@ class _Paused(Exception):
 
 
 class _NoWaiting:
-    """The event that Hypercorn waits for when h11 pauses; here the wait raises at once.
+    """The event that Hypercorn waits for when h11 pauses; here the wait raises at once."""
 
-    Hypercorn reads nothing until the answer has ended, so that one byte after a body (a CRLF, which
-    old clients send) hides that the client has left, to the last token.
-    """
+    # Hypercorn would read nothing until the answer has ended: one byte after a body (a CRLF, which
+    # old clients send) would hide that the client has left, to the last token.
 
     async def clear(self) -> None:
         """Do nothing."""
@@ -47,11 +46,7 @@ class _NoWaiting:
 class Http1(H11Protocol):
     """HTTP/1.1 that notices when its client leaves, and accepts only unambiguous framing.
 
-    It refuses what two readers may split differently (RFC 9112), and closes the connection: both
-    Content-Length and Transfer-Encoding (6.1), Transfer-Encoding in HTTP/1.0 (6.1), and lines of a
-    head that end in a bare LF (2.2). After a chunked body with trailers it reads nothing more, as
-    their lines may. It skips blank lines before a request (2.2). HTTP/2 is not
-    spoken, neither by prior knowledge nor after `Upgrade: h2c`: a proxy in front may.
+    It refuses what two readers may split differently (RFC 9112), and closes the connection.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -82,6 +77,8 @@ class Http1(H11Protocol):
                 await self._end()
             return
         if self.connection.their_state is h11.IDLE:
+            # Blank lines before a request are skipped, and a bare LF in its head is refused: both
+            # as RFC 9112 has it (2.2).
             if not self._tail and not (data := data.lstrip(b"\r\n")):
                 return
             if not self._is_clear(data):
@@ -111,6 +108,7 @@ class Http1(H11Protocol):
             rest, _ = self.connection.trailing_data
             data = data[: len(data) - len(rest)]
         self._body_end = (self._body_end + data)[-len(LAST_CHUNK) :]
+        # Trailers may have lines that end in a bare LF.
         if is_whole and self._is_chunked and self._body_end != LAST_CHUNK:
             self._is_over = True
             self.keep_alive_requests = self.config.keep_alive_max_requests  # connection: close
@@ -120,8 +118,10 @@ class Http1(H11Protocol):
         self._is_chunked = b"transfer-encoding" in names
         is_old = request.http_version < b"1.1"
         if request.http_version > b"1.1":
+            # HTTP/2 by prior knowledge: a proxy in front may speak it.
             await self._refuse(VersionNotSupported())
         elif b"transfer-encoding" in names and (b"content-length" in names or is_old):
+            # Two lengths, or one that readers of HTTP/1.0 do not know (RFC 9112, 6.1).
             await self._refuse(
                 BadRequest(
                     "Send a body with Content-Length or, in HTTP/1.1, with Transfer-Encoding, but "

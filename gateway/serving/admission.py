@@ -58,11 +58,9 @@ class Arrivals:
         return clock.now() - newest
 
     async def yield_to_loop(self) -> None:
-        """Yield three times, so that requests whose bytes have arrived are counted.
-
-        Socket, reader and handler each need one iteration of the loop. Without this, a burst of
-        ten was cut in two a quarter of the time.
-        """
+        """Yield three times, so that requests whose bytes have arrived are counted."""
+        # Socket, reader and handler each need one iteration of the loop. Without this, a burst of
+        # ten was cut in two a quarter of the time.
         for _ in range(3):
             await asyncio.sleep(0)
 
@@ -147,6 +145,7 @@ class Admission:
             self.begin()
         self._held = held
         self._gauge.inc(amount)
+        # What was held is free again however the request ends, and counts for the rate.
         try:
             yield
         finally:
@@ -226,9 +225,10 @@ def seconds_until(needed: float, left: float, limit: int) -> float:
 class Bucket:
     """One allowance of one caller, full at first, that refills evenly.
 
-    It may be overdrawn, as an answer's tokens are known only at its end. Its caller then waits
-    until it is positive again, so that the average keeps to the limit.
+    It may be overdrawn: its caller then waits until it is positive again.
     """
+
+    # An answer's tokens are known only at its end. By the wait the average keeps to the limit.
 
     limit: int
     _left: float = field(init=False)

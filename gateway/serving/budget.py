@@ -15,12 +15,10 @@ class Evictable(Protocol):
 
 
 class Budget:
-    """The bytes of all models: a model's weights have one share, the KV of its rows another.
+    """The bytes of all models: a model's weights have one share, the KV of its rows another."""
 
-    Bytes are counted here, not refused: code that needs more than `free_bytes` waits until its
-    listener is called, or calls `evict_idle`.
-    """
-
+    # Bytes are counted here, not refused: code that needs more than `free_bytes` waits until its
+    # listener is called, or calls `evict_idle`.
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.claimed_bytes = 0

@@ -67,9 +67,8 @@ class _Owned:
 
 
 class ResponseStore:
-    """At most so many responses and bytes an owner, each for `ttl_s` seconds.
-
-    An owner's newest response evicts its oldest. `max_responses` 0 keeps none.
+    """At most so many responses and bytes an owner, each for `ttl_s` seconds. `max_responses` 0
+    keeps none.
     """
 
     def __init__(
@@ -106,6 +105,7 @@ class ResponseStore:
             self.expire()
             if not self.is_on or response.nbytes > self._max_bytes:
                 return False
+            # An owner's newest response evicts its oldest, and nobody else's.
             owned = self._by_owner.setdefault(owner, _Owned())
             while (
                 len(owned.responses) >= self._max_responses
@@ -119,21 +119,19 @@ class ResponseStore:
         """Return an owner's response, if it is still kept."""
         with self._lock:
             self.expire()
-            owned = self._by_owner.get(owner)
-            response = None if owned is None else owned.responses.get(response_id)
-            if response is None:
+            owned = self._by_owner.get(owner, _Owned())
+            if response_id not in owned.responses:
                 return None
-            return response[1]
+            return owned.responses[response_id][1]
 
     def item(self, owner: str | None, item_id: str) -> StoredItem | None:
         """Return an item of any response of an owner's; of several with one id, the newest."""
         with self._lock:
             self.expire()
-            owned = self._by_owner.get(owner)
-            items = None if owned is None else owned.items.get(item_id)
-            if items:
-                return items[-1]
-            return None
+            owned = self._by_owner.get(owner, _Owned())
+            if item_id not in owned.items:
+                return None
+            return owned.items[item_id][-1]
 
     def delete(self, owner: str | None, response_id: str) -> bool:
         """Delete a response; return False if there is none."""

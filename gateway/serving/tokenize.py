@@ -43,9 +43,8 @@ SLICE_CHARS: Final = 1 << 17  # in a call, unless a single text is longer
 
 
 class ThreadPools:
-    """A context manager. At exit it drops queued calls, and does not wait for running ones, as one
-    that hangs would keep the gateway from exiting. A cancelled call that is still queued is
-    dropped too.
+    """A context manager. At exit it drops queued calls, and does not wait for running ones. A
+    cancelled call that is still queued is dropped too.
     """
 
     def __init__(self) -> None:
@@ -70,6 +69,7 @@ class ThreadPools:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # One that hangs would keep the gateway from exiting.
         for threads in self._threads.values():
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -100,6 +100,13 @@ def _is_longer(most_chars: int, values: list[Any]) -> bool:
     return chars > most_chars
 
 
+def texts_kind(chars: int) -> Kind:
+    """Return the kind of work that texts of so many characters are."""
+    if chars > LONG_CHARS:
+        return "long texts"
+    return "short texts"
+
+
 async def tokenise(
     encode: Callable[[Sequence[str]], Sequence[TokenIds]], texts: Sequence[str], pool: ThreadPools
 ) -> list[TokenIds]:
@@ -108,7 +115,8 @@ async def tokenise(
     """
     if len(texts) == 1 and len(texts[0]) <= SHORT_CHARS:
         return list(encode(texts))
-    kind: Kind = "long texts" if sum(map(len, texts)) > LONG_CHARS else "short texts"
+    kind = texts_kind(sum(map(len, texts)))
+    # Each slice waits in the queue anew, behind those of others: long requests take turns.
     rows: list[TokenIds] = []
     for part in _slices(texts):
         rows += await pool.run(encode, part, kind=kind)

@@ -146,19 +146,16 @@ class Watch:
         self._stuck, stuck_s = ("loop", self._loop_stuck_s) if is_loop else ("lane", age_s)
         with contextlib.suppress(Exception):  # a stderr that cannot be written to
             kind = None if beat is None else beat.kind
-            why = {} if (lost := self._loss) is None else {"lost": lost}
             event = f"{self._stuck}_{self._status}"
-            log.critical(event, kind=kind, seconds=round(stuck_s, 1), **why)
+            log.critical(event, kind=kind, seconds=round(stuck_s, 1), lost=self._loss)
             faulthandler.dump_traceback()
         if self._exit_process is not None:
             self._exit(self._exit_process)
 
     def _has_loop_stalled(self, seconds: float) -> bool:
-        """Return True if the loop has run nothing for as long as a call may take.
-
-        In CPython up to 3.13 `Thread.start` never returns if memory runs out while the thread
-        begins, and it is mostly the loop that starts threads.
-        """
+        """Return True if the loop has run nothing for as long as a call may take."""
+        # In CPython up to 3.13 `Thread.start` never returns if memory runs out while the thread
+        # begins, and it is mostly the loop that starts threads.
         if self._loop_has_turned.is_set():
             self._loop_stuck_s = 0.0
             self._loop_has_turned.clear()

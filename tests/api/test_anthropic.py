@@ -1,7 +1,5 @@
 """POST /v1/messages over a socket, with a scripted engine."""
 
-import asyncio
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +7,9 @@ import httpx2
 import orjson
 import pytest
 
-from gateway.jobs import CallDelta, Delta
 from gateway.registry import Catalog
-from tests.fakes import ScriptedChat, ScriptedEngines
+from tests.api.harness import ManyVoices, stream
+from tests.fakes import ScriptedEngines
 from tests.serving_app import served
 
 pytestmark = pytest.mark.anyio
@@ -21,21 +19,6 @@ CLAUDE_CODE = Path(__file__).with_name("claude_code_first_request.json")
 TOOL = {"name": "clock", "input_schema": {"type": "object", "properties": {}}}
 THINKING = {"thinking": {"type": "adaptive"}}
 ENDS = ["content_block_stop", "message_delta", "message_stop"]
-
-
-class ManyVoices(ScriptedChat):
-    """Small letters are text, capitals are reasoning; `!` calls the clock."""
-
-    def _next(self, row: int) -> list[Delta]:
-        return [_voiced(delta) for delta in super()._next(row)]
-
-
-def _voiced(delta: Delta) -> Delta:
-    if delta.text == "!":
-        return replace(delta, text="", call=CallDelta(0, "call_1", "clock", "{}"))
-    if delta.text.isupper():
-        return replace(delta, text="", reasoning=delta.text)
-    return delta
 
 
 def ask(content: Any, **more: Any) -> dict[str, Any]:
@@ -48,15 +31,7 @@ async def post(client: httpx2.AsyncClient, content: Any, **more: Any) -> httpx2.
 
 
 async def events(client: httpx2.AsyncClient, content: Any, **more: Any) -> list[Any]:
-    """Read a stream whole: every frame is named by the type of its event."""
-    body = ask(content, stream=True, **more)
-    async with client.stream("POST", URL, json=body) as answer:
-        assert answer.status_code == 200
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        lines = [line async for line in answer.aiter_lines() if line]
-    told = [orjson.loads(line.removeprefix("data: ")) for line in lines[1::2]]
-    assert lines[::2] == [f"event: {event['type']}" for event in told]
-    return told
+    return (await stream(client, URL, ask(content, **more))).events
 
 
 def kinds(told: list[Any]) -> list[str]:
@@ -108,7 +83,7 @@ async def test_a_stream_tells_the_same_answer_event_by_event(client: httpx2.Asyn
     """In Anthropic's order."""
     told = await events(client, "hey")
     assert kinds(told) == [
-        "message_start", "content_block_start", "ping", *["content_block_delta"] * 3, *ENDS,
+        "message_start", "content_block_start", *["content_block_delta"] * 3, *ENDS,
     ]  # fmt: skip
     assert "".join(e["delta"]["text"] for e in told if e["type"] == "content_block_delta") == "hey"
     assert told[0]["message"]["content"] == []
@@ -317,74 +292,6 @@ async def test_a_used_up_allowance_is_the_callers_own(
         assert int(spent.headers["retry-after"]) > 0
 
 
-async def test_a_full_queue_is_an_overload(models: Catalog) -> None:
-    """While one request holds the only place."""
-    engines = ScriptedEngines()
-    async with served(models, engines, queue_limit=1) as client:
-        engines.chat.gate.close()
-        waiting = [asyncio.create_task(post(client, "x")) for _ in range(4)]
-        done, _ = await asyncio.wait(waiting, timeout=20, return_when=asyncio.FIRST_COMPLETED)
-        error = refusal(done.pop().result(), 529, "overloaded_error")
-        assert error["details"] == {"error_code": "rate_limit_exceeded"}
-        engines.chat.gate.open()
-        await asyncio.gather(*waiting)
-
-
-async def test_a_failure_after_the_first_token_is_an_error_event(
-    client: httpx2.AsyncClient, engines: ScriptedEngines
-) -> None:
-    """The last of the stream: no end of the message follows."""
-    engines.chat.fail_at_step = 3
-    told = await events(client, "hello")
-    assert kinds(told)[:2] == ["message_start", "content_block_start"]
-    assert told[-1]["error"]["type"] == "api_error"
-    assert told[-1]["error"]["details"] == {"error_code": "engine_failed"}
-    assert told[-1]["request_id"].startswith("req-")
-    assert "message_stop" not in kinds(told)
-
-
-async def test_a_failure_of_an_unstreamed_answer_is_a_status(
-    client: httpx2.AsyncClient, engines: ScriptedEngines
-) -> None:
-    """Nothing of it has been sent."""
-    engines.chat.fail_at_step = 3
-    refusal(await post(client, "hello"), 500, "api_error")
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_frees_its_row(
-    client: httpx2.AsyncClient, engines: ScriptedEngines, stream: bool
-) -> None:
-    """Streaming or not."""
-    engines.chat.gate.close()
-    asking = asyncio.create_task(post(client, "x" * 90, stream=stream))
-    await asyncio.to_thread(engines.chat.gate.reached.wait, 5)
-    asking.cancel()
-    await asyncio.sleep(0.2)
-    engines.chat.gate.open()
-    async with asyncio.timeout(5):
-        while not engines.chat.left:
-            await asyncio.sleep(0.01)
-    assert len(engines.chat.steps) < 30
-
-
-async def test_a_slow_first_token_opens_the_stream_and_keeps_it_alive(
-    models: Catalog, engines: ScriptedEngines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With pings, before the message starts; a failure then is an error event alone."""
-    monkeypatch.setattr("gateway.api.streams.KEEP_ALIVE_S", 0.05)
-    async with served(models, engines, stream_open_after_s=0.05) as client:
-        for fails in (False, True):
-            engines.chat.fail_at_step = len(engines.chat.steps) + 1 if fails else None
-            engines.chat.gate.close()
-            asyncio.get_running_loop().call_later(0.4, engines.chat.gate.open)
-            told = kinds(await events(client, "hi"))
-            assert told[0] == "ping"
-            rest = [kind for kind in told if kind != "ping"]
-            assert rest[0] == ("error" if fails else "message_start")
-            assert rest[-1] == ("error" if fails else "message_stop")
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_no_grammar_holds_is_checked_and_said(
     client: httpx2.AsyncClient, engines: ScriptedEngines, stream: bool
@@ -401,17 +308,6 @@ async def test_what_no_grammar_holds_is_checked_and_said(
         assert answer.headers["x-gateway-schema-valid"] == "true"  # of the second try
         assert answer.json()["gateway"]["schema_valid"] is True
         assert answer.json()["stop_reason"] == "end_turn"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_model_whose_form_of_calls_is_unknown_is_said_to_be(
-    models: Catalog, stream: bool
-) -> None:
-    """As on the chat endpoint."""
-    engines = ScriptedEngines(chat=ScriptedChat(calls_are_text=True))
-    async with served(models, engines) as client:
-        answer = await post(client, "hi", tools=[TOOL], stream=stream)
-        assert answer.headers["x-gateway-tool-format"] == "unknown"
 
 
 async def test_ignored_fields_are_refused_in_strict_mode(models: Catalog) -> None:

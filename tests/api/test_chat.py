@@ -13,11 +13,10 @@ from starlette.types import Message
 
 from gateway.api.bodies import Bodies, Body
 from gateway.api.requests import MANY_LOGPROBS, serialise
-from gateway.api.streams import EventStream, frame
+from gateway.api.streams import COMMENT, EventStream, frame
 from gateway.jobs import CallDelta, Likelihood, TokenLogprob
-from gateway.registry import Catalog
+from tests.api.harness import stream
 from tests.fakes import ScriptedEngines
-from tests.serving_app import served
 
 pytestmark = pytest.mark.anyio
 
@@ -31,13 +30,7 @@ async def post(client: httpx2.AsyncClient, text: str, **more: Any) -> httpx2.Res
 
 
 async def events(client: httpx2.AsyncClient, text: str, **more: Any) -> list[Any]:
-    """Read a stream whole; [DONE] is None."""
-    body = ask(text, stream=True, **more)
-    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        lines = [line async for line in answer.aiter_lines() if line.startswith("data: ")]
-    assert lines[-1] == "data: [DONE]"
-    return [orjson.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    return (await stream(client, "/v1/chat/completions", ask(text, **more))).events
 
 
 async def test_a_whole_answer_has_openais_shape(client: httpx2.AsyncClient) -> None:
@@ -111,46 +104,6 @@ async def test_max_tokens_in_either_spelling_ends_with_length(client: httpx2.Asy
     assert (await post(client, "hello", max_tokens=16384)).status_code == 200
 
 
-async def test_a_prompt_beyond_the_context_is_refused(client: httpx2.AsyncClient) -> None:
-    """As a status, for a stream too."""
-    for stream in (False, True):
-        answer = await post(client, "x" * 101, stream=stream)
-        assert answer.status_code == 400
-        assert answer.json()["error"]["code"] == "context_length_exceeded"
-        assert answer.json()["error"]["param"] == "messages"
-
-
-async def test_what_the_template_refuses_is_a_400_before_the_stream(
-    client: httpx2.AsyncClient,
-) -> None:
-    """Never an error inside a 200."""
-    answer = await post(client, "refuse me", stream=True)
-    assert answer.status_code == 400
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("messages", []), ("messages", "hi"), ("messages", None), ("temperature", -0.1),
-        ("temperature", 2.1), ("temperature", "hot"), ("top_p", 1.1), ("min_p", -1),
-        ("max_tokens", 0), ("max_tokens", -5), ("max_tokens", 1.5), ("n", 0), ("n", 129),
-        ("stop", ["a"] * 65), ("stop", ["a" * 257]), ("stop", 3), ("seed", "x"),
-        ("presence_penalty", 3), ("frequency_penalty", -3), ("logit_bias", {"a": 1}),
-        ("logit_bias", {"5": 101}), ("logit_bias", []), ("stream", "yes"),
-        ("chat_template_kwargs", []), ("logprobs", 1), ("top_logprobs", 21),
-        ("top_logprobs", 5), ("tools", {}), ("tool_choice", "sometimes"),
-        ("response_format", "json"), ("reasoning_effort", "very"), ("parallel_tool_calls", 1),
-    ],
-)  # fmt: skip
-async def test_a_wrong_value_is_refused_by_its_name(
-    client: httpx2.AsyncClient, field: str, value: Any
-) -> None:
-    """Never a 500, never a hang."""
-    answer = await post(client, "hi", **{field: value})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"].split("[")[0].split(".")[0] == field
-
-
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
 async def test_numbers_that_are_none_are_refused(client: httpx2.AsyncClient, number: str) -> None:
     """JSON has no NaN, and no temperature is infinite."""
@@ -159,87 +112,6 @@ async def test_numbers_that_are_none_are_refused(client: httpx2.AsyncClient, num
     )
     answer = await client.post("/v1/chat/completions", content=body)
     assert answer.status_code == 400
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("modalities", ["audio"]),
-        ("audio", {"voice": "x"}),
-        ("web_search_options", {}),
-    ],
-)
-async def test_what_would_change_the_answer_and_is_not_served_is_refused(
-    client: httpx2.AsyncClient, field: str, value: Any
-) -> None:
-    """Never free text with a 200 where JSON was asked for."""
-    answer = await post(client, "hi", **{field: value})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["code"] == "unsupported_parameter"
-    assert answer.json()["error"]["param"] == field
-
-
-async def test_harmless_fields_and_nulls_are_accepted(client: httpx2.AsyncClient) -> None:
-    """SDKs and agents send them unasked."""
-    answer = await post(
-        client, "hi", user="u", store=False, metadata={"a": "b"}, tools=[], n=1, seed=None,
-        response_format={"type": "text"}, logprobs=False, stop=None, service_tier="auto",
-        parallel_tool_calls=True, max_tokens=None, verbosity="low",
-    )  # fmt: skip
-    assert answer.status_code == 200
-    assert "x-gateway-ignored" not in answer.headers
-
-
-async def test_an_embedding_model_cannot_chat(client: httpx2.AsyncClient) -> None:
-    """And is told so by name."""
-    answer = await post(client, "hi", model="org/embed")
-    assert answer.status_code == 400
-    assert "`org/embed` is an embedding model" in answer.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_frees_its_row(
-    client: httpx2.AsyncClient, engines: ScriptedEngines, stream: bool
-) -> None:
-    """Streaming or not."""
-    engines.chat.gate.close()
-    asking = asyncio.create_task(post(client, "x" * 90, stream=stream))
-    await asyncio.to_thread(engines.chat.gate.reached.wait, 5)
-    asking.cancel()
-    await asyncio.sleep(0.2)
-    engines.chat.gate.open()
-    async with asyncio.timeout(5):
-        while not engines.chat.left:
-            await asyncio.sleep(0.01)
-    assert len(engines.chat.steps) < 30
-
-
-async def test_a_failure_after_the_first_token_is_an_error_event(
-    client: httpx2.AsyncClient, engines: ScriptedEngines
-) -> None:
-    """Then the stream ends, and there is no [DONE]."""
-    engines.chat.fail_at_step = 3
-    body = ask("hello", stream=True)
-    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
-        assert answer.status_code == 200
-        lines = [line async for line in answer.aiter_lines() if line]
-    assert orjson.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "engine_failed"
-    assert "data: [DONE]" not in lines
-
-
-async def test_a_slow_first_token_opens_the_stream_and_keeps_it_alive(
-    models: Catalog, engines: ScriptedEngines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With comments, which clients skip."""
-    monkeypatch.setattr("gateway.api.streams.KEEP_ALIVE_S", 0.05)
-    async with served(models, engines, stream_open_after_s=0.05) as client:
-        engines.chat.gate.close()
-        asyncio.get_running_loop().call_later(0.4, engines.chat.gate.open)
-        body = ask("hi", stream=True)
-        async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
-            lines = [line async for line in answer.aiter_lines() if line]
-    assert lines[0] == ": keep-alive"
-    assert lines[-1] == "data: [DONE]"
 
 
 async def test_a_stream_that_pauses_in_its_middle_is_kept_alive_too(
@@ -264,34 +136,12 @@ async def test_a_stream_that_pauses_in_its_middle_is_kept_alive_too(
         sent.extend(message.get("body", b""))
 
     request = Request({"type": "http", "gateway.unread": Body(Bodies(10**9))}, receive)
-    stream = await EventStream(events(), {}, request).prime(1)
+    stream = EventStream(events(), {}, request, write_error=lambda error: b"", keep_alive=COMMENT)
+    await stream.prime(1)
     await stream({}, receive, send)
     parts = bytes(sent).split(b"data: ")
     assert all(b": keep-alive\n" in part for part in parts[1:])
     assert bytes(sent).replace(b": keep-alive\n", b"") == b"data: 1\n\ndata: 2\n\ndata: 3\n\n"
-
-
-async def test_a_deadline_header_ends_the_wait(
-    client: httpx2.AsyncClient, engines: ScriptedEngines
-) -> None:
-    """With 504, and no retry."""
-    engines.chat.gate.close()
-    answer = await client.post(
-        "/v1/chat/completions", json=ask("hi"), headers={"x-gateway-timeout-s": "0.1"}
-    )
-    engines.chat.gate.open()
-    assert answer.status_code == 504
-    assert answer.json()["error"]["code"] == "deadline_exceeded"
-    assert answer.headers["x-should-retry"] == "false"
-
-
-@pytest.mark.parametrize("given", ["soon", "-1", "0", "nan"])
-async def test_a_deadline_that_is_none_is_refused(client: httpx2.AsyncClient, given: str) -> None:
-    """Rather than guessed."""
-    answer = await client.post(
-        "/v1/chat/completions", json=ask("hi"), headers={"x-gateway-timeout-s": given}
-    )
-    assert answer.status_code == 400
 
 
 LOGPROBS = TokenLogprob(
@@ -423,18 +273,6 @@ async def test_tool_results_go_back_in(
     assistant, tool = engines.chat.jobs[0].messages[1:]
     assert assistant["tool_calls"][0]["function"] == {"name": "get", "arguments": {"a": 1}}
     assert (tool["role"], tool["content"], tool["tool_call_id"]) == ("tool", "42", "c")
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_model_whose_form_of_calls_is_unknown_is_said_to_be(
-    client: httpx2.AsyncClient, engines: ScriptedEngines, stream: bool
-) -> None:
-    """Its calls come as text: a header tells, where there are tools, whole or streamed."""
-    engines.chat.calls_are_text = True
-    answer = await post(client, "hi", tools=TOOLS, stream=stream)
-    assert answer.headers["x-gateway-tool-format"] == "unknown"
-    answer = await post(client, "hi", stream=stream)
-    assert "x-gateway-tool-format" not in answer.headers
 
 
 BEGUN = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Once"}]

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import httpx2
-import orjson
 import pytest
 
 from gateway import metrics
 from gateway.jobs import Delta, GenerateJob, Likelihood, SequenceParams, TokenLogprob
 from gateway.registry import Catalog
 from gateway.serving.generation import fan_out
+from tests.api.harness import stream
 from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.serving_app import served
 
@@ -57,13 +57,7 @@ async def post(client: httpx2.AsyncClient, prompt: Any, **more: Any) -> httpx2.R
 
 
 async def events(client: httpx2.AsyncClient, prompt: Any, **more: Any) -> list[Any]:
-    """Read a stream whole; its last line is [DONE]."""
-    body = ask(prompt, stream=True, **more)
-    async with client.stream("POST", "/v1/completions", json=body) as answer:
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        lines = [line async for line in answer.aiter_lines() if line.startswith("data: ")]
-    assert lines[-1] == "data: [DONE]"
-    return [orjson.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    return (await stream(client, "/v1/completions", ask(prompt, **more))).events
 
 
 def texts(answer: dict[str, Any]) -> list[str]:
@@ -238,19 +232,6 @@ async def test_requests_that_share_a_small_queue_end(
     assert rejected.get() - before == statuses.count(429)
 
 
-async def test_a_full_queue_refuses_the_first_prompt_and_so_the_request(
-    models: Catalog, engines: ScriptedEngines
-) -> None:
-    """As 429, which clients know to wait on."""
-    async with served(models, engines, queue_limit=1) as client:
-        engines.chat.gate.close()
-        holding = asyncio.create_task(post(client, "hold"))
-        await asyncio.to_thread(engines.chat.gate.reached.wait, 5)
-        assert (await post(client, ["a", "b"])).status_code == 429
-        engines.chat.gate.open()
-        assert (await holding).status_code == 200
-
-
 async def test_a_prompt_that_waits_for_room_is_read_once(
     models: Catalog, engines: ScriptedEngines
 ) -> None:
@@ -300,57 +281,6 @@ async def test_one_prompt_too_long_refuses_them_all(
     assert (await post(client, "hi")).status_code == 200
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_frees_every_row(
-    client: httpx2.AsyncClient, engines: ScriptedEngines, stream: bool
-) -> None:
-    """Of every prompt, streaming or not."""
-    engines.chat.gate.close()
-    prompts = ["x" * 60, "y" * 60, "z" * 60]
-    asking = asyncio.create_task(post(client, prompts, max_tokens=60, stream=stream))
-    await asyncio.to_thread(engines.chat.gate.reached.wait, 5)
-    asking.cancel()
-    await asyncio.sleep(0.2)
-    engines.chat.gate.open()
-    async with asyncio.timeout(5):
-        while len(set(engines.chat.left)) < len(engines.chat.joined):
-            await asyncio.sleep(0.01)
-    assert len(engines.chat.steps) < 30
-
-
-async def test_a_failure_after_the_first_token_ends_the_stream(
-    client: httpx2.AsyncClient, engines: ScriptedEngines
-) -> None:
-    """With an error event and no [DONE]."""
-    engines.chat.fail_at_step = 3
-    body = ask(["hello", "world"], stream=True)
-    async with client.stream("POST", "/v1/completions", json=body) as answer:
-        assert answer.status_code == 200
-        lines = [line async for line in answer.aiter_lines() if line]
-    assert orjson.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "engine_failed"
-    assert "data: [DONE]" not in lines
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("prompt", None), ("prompt", ""), ("prompt", []), ("prompt", ["a", ""]), ("prompt", [[]]),
-        ("prompt", ["a", [1]]), ("prompt", 5), ("prompt", [-1]), ("prompt", [True]),
-        ("prompt", {}), ("max_tokens", 0), ("n", 0), ("best_of", 2), ("logprobs", 6),
-        ("logprobs", True), ("echo", "yes"), ("suffix", "end"), ("stop", [5]), ("temperature", 3),
-        ("logit_bias", {"a": 1}), ("seed", 0.5), ("stream", 1), ("structured_outputs", []),
-        ("guided_regex", 3), ("guided_choice", "a"),
-    ],
-)  # fmt: skip
-async def test_a_wrong_value_is_refused_by_its_name(
-    client: httpx2.AsyncClient, field: str, value: Any
-) -> None:
-    """Never a 500, never a hang."""
-    answer = await client.post("/v1/completions", json=ask("hi") | {field: value})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"].split("[")[0].split(".")[0] == field
-
-
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -368,20 +298,3 @@ async def test_what_does_not_go_together_is_refused(
     answer = await client.post("/v1/completions", json=ask("hi") | fields)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
-
-
-async def test_harmless_fields_and_nulls_are_accepted(client: httpx2.AsyncClient) -> None:
-    """Clients send them unasked."""
-    answer = await post(
-        client, "hi", user="u", suffix=None, best_of=1, n=1, stop=None, echo=False, seed=-1,
-        logit_bias={"99999": 5}, stream=False, logprobs=None, top_k=5, min_p=0.1,
-    )  # fmt: skip
-    assert answer.status_code == 200
-    assert "x-gateway-ignored" not in answer.headers
-
-
-async def test_an_embedding_model_cannot_complete(client: httpx2.AsyncClient) -> None:
-    """And is told so by name."""
-    answer = await post(client, "hi", model="org/embed")
-    assert answer.status_code == 400
-    assert answer.json()["error"]["code"] == "unsupported_model"

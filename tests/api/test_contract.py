@@ -5,7 +5,6 @@ compat_tests/js/types.test.mjs holds them to the types for TypeScript.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -25,8 +24,8 @@ from openai.types.responses.input_token_count_response import InputTokenCountRes
 from openai.types.shared import ErrorObject
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from gateway.jobs import CallDelta, Delta
-from tests.fakes import ScriptedChat, ScriptedEngines
+from tests.api.harness import ManyVoices
+from tests.fakes import ScriptedEngines
 
 pytestmark = pytest.mark.anyio
 USER = [{"role": "user", "content": "HM ok!"}]
@@ -100,23 +99,10 @@ NULLABLE: dict[str, set[str]] = {
 }
 
 
-class Caller(ScriptedChat):
-    """Thinks in capitals, writes what is small, and calls the clock at `!`."""
-
-    def _next(self, row: int) -> list[Delta]:
-        return [_voiced(delta) for delta in super()._next(row)]
-
-
-def _voiced(delta: Delta) -> Delta:
-    if delta.text == "!":
-        return replace(delta, text="", call=CallDelta(0, "call_1", "clock", "{}"))
-    return replace(delta, text="", reasoning=delta.text) if delta.text.isupper() else delta
-
-
 @pytest.fixture
 def engines() -> ScriptedEngines:
     """Give the engines behind `client`, of which one answers in every way there is."""
-    return ScriptedEngines(chat=Caller(max_context=1000))
+    return ScriptedEngines(chat=ManyVoices(max_context=1000))
 
 
 def nulls(value: Any, path: str = "") -> Iterator[str]:

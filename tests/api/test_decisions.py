@@ -102,48 +102,32 @@ async def test_fields_of_openai_that_change_nothing_are_accepted(
     assert response.headers["x-gateway-ignored"] == "unheard_of"
 
 
+def choice(*values: Any) -> dict[str, Any]:
+    choices = [{"value": value} for value in values]
+    return {"type": "choice", "instructions": "x", "choices": choices}
+
+
+def score(*labels: str) -> dict[str, Any]:
+    levels = [{"label": label} for label in labels]
+    return {"type": "score", "instructions": "x", "levels": levels}
+
+
+IMAGE = [{"type": "input_image", "image_url": "data:,"}]
 BAD: list[tuple[Any, str]] = [
     ([], "questions"),
     ([PREDICATE] * 401, "questions"),
     ([{"type": "essay", "instructions": "x"}], "questions[0].type"),
     ([{"type": "predicate"}], "questions[0].instructions"),
     ([{**PREDICATE, "instructions": " "}], "questions[0].instructions"),
+    ([{**PREDICATE, "instructions": IMAGE}], "questions[0].instructions"),
     ([{"type": "choice", "instructions": "x"}], "questions[0].choices"),
-    (
-        [{"type": "choice", "instructions": "x", "choices": [{"value": "a"}]}],
-        "questions[0].choices",
-    ),
-    (
-        [{"type": "choice", "instructions": "x", "choices": [{"value": "a"}, {"value": 1}]}],
-        "questions[0].choices[1].value",
-    ),
-    (
-        [{"type": "choice", "instructions": "x", "choices": [{"value": True}, {"value": True}]}],
-        "questions[0].choices",
-    ),
-    (
-        [PREDICATE, {"type": "choice", "instructions": "x", "choices": [{"value": "a"}] * 2}],
-        "questions[1].choices",
-    ),
-    (
-        [
-            {
-                "type": "choice",
-                "instructions": "x",
-                "choices": [{"value": f"{i}"} for i in range(256)],
-            }
-        ],
-        "questions[0].choices",
-    ),
+    ([choice("a")], "questions[0].choices"),
+    ([choice("a", 1)], "questions[0].choices[1].value"),
+    ([choice(True, True)], "questions[0].choices"),
+    ([PREDICATE, choice("a", "a")], "questions[1].choices"),
+    ([choice(*map(str, range(256)))], "questions[0].choices"),
     ([{"type": "score", "instructions": "x"}], "questions[0].levels"),
-    (
-        [{"type": "score", "instructions": "x", "levels": [{"label": "a"}] * 2}],
-        "questions[0].levels",
-    ),
-    (
-        [{**PREDICATE, "instructions": [{"type": "input_image", "image_url": "data:,"}]}],
-        "questions[0].instructions",
-    ),
+    ([score("a", "a")], "questions[0].levels"),
 ]
 
 

@@ -104,6 +104,43 @@ BESIDE: dict[tuple[str, str], dict[str, Any]] = {
 }
 
 
+WRONG: dict[str, list[tuple[str, Any]]] = {
+    "/v1/chat/completions": [
+        ("messages", []), ("messages", "hi"), ("messages", None), ("temperature", -0.1),
+        ("temperature", 2.1), ("temperature", "hot"), ("top_p", 1.1), ("min_p", -1),
+        ("max_tokens", 0), ("max_tokens", -5), ("max_tokens", 1.5), ("n", 0), ("n", 129),
+        ("stop", ["a"] * 65), ("stop", ["a" * 257]), ("stop", 3), ("seed", "x"),
+        ("presence_penalty", 3), ("frequency_penalty", -3), ("logit_bias", {"a": 1}),
+        ("logit_bias", {"5": 101}), ("logit_bias", []), ("stream", "yes"),
+        ("chat_template_kwargs", []), ("logprobs", 1), ("top_logprobs", 21),
+        ("top_logprobs", 5), ("tools", {}), ("tool_choice", "sometimes"),
+        ("response_format", "json"), ("reasoning_effort", "very"), ("parallel_tool_calls", 1),
+    ],
+    "/v1/completions": [
+        ("prompt", None), ("prompt", ""), ("prompt", []), ("prompt", ["a", ""]), ("prompt", [[]]),
+        ("prompt", ["a", [1]]), ("prompt", 5), ("prompt", [-1]), ("prompt", [True]),
+        ("prompt", {}), ("max_tokens", 0), ("n", 0), ("best_of", 2), ("logprobs", 6),
+        ("logprobs", True), ("echo", "yes"), ("suffix", "end"), ("stop", [5]), ("temperature", 3),
+        ("logit_bias", {"a": 1}), ("seed", 0.5), ("stream", 1), ("structured_outputs", []),
+        ("guided_regex", 3), ("guided_choice", "a"),
+    ],
+    "/v1/responses": [
+        ("input", None), ("input", []), ("input", 3), ("model", ""), ("temperature", 3),
+        ("max_output_tokens", 0), ("tools", {}), ("tools", [{"type": "mcp"}]), ("tool_choice", 3),
+        ("parallel_tool_calls", "no"), ("text", "json"), ("text", {"format": {"type": "xml"}}),
+        ("reasoning", "high"), ("include", "all"), ("metadata", []), ("top_logprobs", 21),
+        ("stream", 1), ("previous_response_id", ""), ("store", "no"), ("conversation", {"id": "c"}),
+        ("background", True), ("prompt", {"id": "p"}), ("response_format", {"type": "json_object"}),
+        ("messages", [{"role": "user", "content": "hi"}]),
+    ],
+    "/v1/embeddings": [
+        ("encoding_format", "float64"), ("dimensions", 0), ("dimensions", -1),
+        ("dimensions", "4"), ("dimensions", 1.5), ("model", ""), ("model", 7),
+        ("truncate", "yes"), ("prompt_name", 3),
+    ],
+}  # fmt: skip
+
+
 def rows() -> dict[str, tuple[list[str], list[str], list[str]]]:
     """Read the table: by path, what is honoured, harmless, refused."""
     table = PAGE.partition("<!-- fields:")[2].partition("<!-- /fields -->")[0]
@@ -155,6 +192,30 @@ async def test_what_is_refused_is_a_400_that_names_it(
     error = answer.json()["error"]
     has_param = isinstance(error, dict) and "param" in error
     assert error["param"] == field if has_param else f"'{field}'" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"), [(path, *each) for path, cases in WRONG.items() for each in cases]
+)
+async def test_a_wrong_value_is_refused_by_its_name(
+    client: httpx2.AsyncClient, path: str, field: str, value: Any
+) -> None:
+    """Never a 500, never a hang."""
+    answer = await client.post(path, json={**MINIMAL[path], field: value})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].split("[")[0].split(".")[0] == field
+
+
+@pytest.mark.parametrize("path", MINIMAL)
+async def test_a_null_is_as_good_as_nothing(
+    client: httpx2.AsyncClient, engines: ScriptedEngines, path: str
+) -> None:
+    """Of every field that may be left out: SDKs in other languages write all that they know."""
+    engines.chat.max_context = ROOMY
+    nulls = {field: None for column in rows()[path] for field in column}
+    answer = await client.post(path, json={**nulls, **MINIMAL[path]})
+    assert answer.status_code == 200, answer.text
+    assert "x-gateway-ignored" not in answer.headers
 
 
 @pytest.mark.parametrize("path", MINIMAL)

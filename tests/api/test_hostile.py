@@ -37,45 +37,38 @@ def function(parameters: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
 
+SCHEM = {"name": "x", "schem": {"type": "object"}}  # a slip of the pen
+FUNCTIONS = [{"name": "f"}]
+
+
 @pytest.mark.parametrize(
-    ("path", "body"),
+    ("path", "fields"),
     [
-        ("chat/completions", {**CHAT, "logit_bias": {"1" * 5000: 1}}),
-        ("chat/completions", {**CHAT, "guided_regex": ""}),
-        ("chat/completions", {**CHAT, "guided_choice": []}),
-        ("chat/completions", {**CHAT, "guided_grammar": ""}),
-        ("chat/completions", {**CHAT, "chat_template_kwargs": nested(300)}),
-        ("chat/completions", {**CHAT, "tools": [function(nested(900))]}),
-        ("chat/completions", {**CHAT, "structured_outputs": {}}),
-        ("chat/completions", {**CHAT, "structured_outputs": {"structural_tag": "{}"}}),
-        ("chat/completions", {**CHAT, "structured_outputs": {"json": None, "regex": None}}),
-        ("chat/completions", {**CHAT, "response_format": {"type": "json_object", "schema": {}}}),
-        (
-            "chat/completions",
-            {
-                **CHAT,
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "x", "schem": {"type": "object"}},
-                },
-            },
-        ),
-        ("chat/completions", {**CHAT, "function_call": {"name": "zz"}}),
-        (
-            "chat/completions",
-            {**CHAT, "functions": [{"name": "f"}], "tools": [function({"type": "object"})]},
-        ),
-        ("chat/completions", {**CHAT, "functions": [{"name": "f"}], "tool_choice": "required"}),
-        ("chat/completions", {**CHAT, "messages": USER * 5000}),
-        ("chat/completions", {**CHAT, "tools": [function({"description": "x" * 1_100_000})]}),
-        ("responses", {"model": "writer", "input": "hi", "metadata": nested(300)}),
-        ("completions", {"model": "writer", "prompt": "hi", "guided_choice": []}),
+        ("chat/completions", {"logit_bias": {"1" * 5000: 1}}),
+        ("chat/completions", {"guided_regex": ""}),
+        ("chat/completions", {"guided_choice": []}),
+        ("chat/completions", {"guided_grammar": ""}),
+        ("chat/completions", {"chat_template_kwargs": nested(300)}),
+        ("chat/completions", {"tools": [function(nested(900))]}),
+        ("chat/completions", {"structured_outputs": {}}),
+        ("chat/completions", {"structured_outputs": {"structural_tag": "{}"}}),
+        ("chat/completions", {"structured_outputs": {"json": None, "regex": None}}),
+        ("chat/completions", {"response_format": {"type": "json_object", "schema": {}}}),
+        ("chat/completions", {"response_format": {"type": "json_schema", "json_schema": SCHEM}}),
+        ("chat/completions", {"function_call": {"name": "zz"}}),
+        ("chat/completions", {"functions": FUNCTIONS, "tools": [function({"type": "object"})]}),
+        ("chat/completions", {"functions": FUNCTIONS, "tool_choice": "required"}),
+        ("chat/completions", {"messages": USER * 5000}),
+        ("chat/completions", {"tools": [function({"description": "x" * 1_100_000})]}),
+        ("responses", {"metadata": nested(300)}),
+        ("completions", {"guided_choice": []}),
     ],
 )
 async def test_it_is_a_400_and_the_next_request_is_served(
-    client: httpx2.AsyncClient, path: str, body: dict[str, Any]
+    client: httpx2.AsyncClient, path: str, fields: dict[str, Any]
 ) -> None:
     """Never a 500, never a hang, never free text where a form was asked for."""
+    body = {**PATHS[path], **fields}
     answer = await client.post(f"/v1/{path}", content=json.dumps(body).encode())
     assert answer.status_code == 400, answer.text[:200]
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
@@ -90,36 +83,29 @@ def called(**given: Any) -> dict[str, Any]:
     return {"messages": [{"role": "assistant", "tool_calls": [call]}]}
 
 
+def part(**content: Any) -> dict[str, Any]:
+    return {"messages": [{**USER[0], **content}]}
+
+
+CHOSEN = {"type": "function", "function": {"name": LONG}}
+NAMED = {"type": "json_schema", "json_schema": {"name": LONG}}
+NAMED_CALL = "messages[0].tool_calls[0].function.name"
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
         *((path, {"model": LONG * 1000}, "model") for path in PATHS),
         *((path, {"user": LONG * 1000}, "user") for path in PATHS),
-        ("chat/completions", {"messages": [{**USER[0], "name": LONG}]}, "messages[0].name"),
-        ("chat/completions", {"messages": [{**USER[0], "role": LONG}]}, "messages[0].role"),
-        (
-            "chat/completions",
-            {"messages": [{**USER[0], "role": "tool", "tool_call_id": LONG}]},
-            "messages[0].tool_call_id",
-        ),
+        ("chat/completions", part(name=LONG), "messages[0].name"),
+        ("chat/completions", part(role=LONG), "messages[0].role"),
+        ("chat/completions", part(role="tool", tool_call_id=LONG), "messages[0].tool_call_id"),
+        ("chat/completions", part(content=[{"type": LONG}]), None),
         ("chat/completions", called(id=LONG), "messages[0].tool_calls[0].id"),
-        (
-            "chat/completions",
-            called(function={"name": LONG}),
-            "messages[0].tool_calls[0].function.name",
-        ),
-        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": LONG}]}]}, None),
+        ("chat/completions", called(function={"name": LONG}), NAMED_CALL),
         ("chat/completions", {"tools": [{"function": {"name": LONG}}]}, "tools[0].function.name"),
-        (
-            "chat/completions",
-            {"tool_choice": {"type": "function", "function": {"name": LONG}}},
-            None,
-        ),
-        (
-            "chat/completions",
-            {"response_format": {"type": "json_schema", "json_schema": {"name": LONG}}},
-            "response_format.json_schema.name",
-        ),
+        ("chat/completions", {"tool_choice": CHOSEN}, None),
+        ("chat/completions", {"response_format": NAMED}, "response_format.json_schema.name"),
         ("chat/completions", {"prompt_cache_key": LONG}, "prompt_cache_key"),
         ("chat/completions", {"safety_identifier": LONG}, "safety_identifier"),
         ("chat/completions", {"logit_bias": {LONG: 1}}, None),
@@ -287,15 +273,6 @@ async def test_an_earlier_call_whose_arguments_are_no_json_is_refused_where_it_s
         assert answer.status_code == 400
         assert answer.json()["error"]["type"] == "invalid_request_error"
         assert param in answer.json()["error"]["message"]
-
-
-async def test_a_stream_of_an_unknown_model_is_a_404(client: httpx2.AsyncClient) -> None:
-    """Before any event."""
-    for path in ("chat/completions", "completions", "responses"):
-        body = {**PATHS[path], "model": "non-existent/model", "stream": True}
-        answer = await client.post(f"/v1/{path}", json=body)
-        assert answer.status_code == 404
-        assert answer.json()["error"]["code"] == "model_not_found"
 
 
 @pytest.mark.parametrize("scheme", ["http", "file", "data"])

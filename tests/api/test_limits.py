@@ -11,6 +11,7 @@ import pytest
 from gateway.api.bodies import SMALL_BYTES, UNCOUNTED_BYTES, Bodies, Body
 from gateway.errors import Unavailable
 from gateway.registry import Catalog
+from tests.api.harness import error_of
 from tests.fakes import ScriptedEngines
 from tests.serving_app import served
 
@@ -18,13 +19,8 @@ StreamPair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 pytestmark = pytest.mark.anyio
 USER = {"role": "user", "content": "hi"}
 CHAT: dict[str, Any] = {"model": "writer", "messages": [USER]}
+LONG = "x" * 64
 DEEP = '{"a":' * 260 + "{}" + "}" * 260
-
-
-def error(answer: httpx2.Response) -> dict[str, Any]:
-    body: dict[str, Any] = answer.json()["error"]
-    assert set(body) == {"message", "type", "param", "code"}
-    return body
 
 
 @pytest.mark.parametrize(
@@ -46,7 +42,7 @@ async def test_a_head_over_the_limit_is_a_431(
     async with served(models, engines, max_header_bytes=1024) as client:
         refused = await client.get(path, headers=headers)
         assert refused.status_code == 431
-        assert error(refused)["code"] == "request_header_fields_too_large"
+        assert error_of(refused)["code"] == "request_header_fields_too_large"
         assert refused.headers["x-request-id"]
         assert (await client.get("/health")).status_code == 200
 
@@ -67,65 +63,33 @@ async def test_a_head_without_end_is_not_read_to_its_end(
         assert (await client.get("/health")).status_code == 200
 
 
+BODIES: dict[str, dict[str, Any]] = {
+    "chat/completions": CHAT,
+    "completions": {"model": "writer", "prompt": "hi"},
+    "responses": {"model": "writer", "input": "hi"},
+    "embeddings": {"model": "embed", "input": "hi"},
+}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    """Return lists in lists, as an argument of a template."""
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return {"a": value}
+
+
 @pytest.mark.parametrize(
-    ("setting", "most", "path", "least", "beyond"),
+    ("setting", "most", "path", "field", "least", "beyond"),
     [
-        (
-            "max_json_depth",
-            8,
-            "chat/completions",
-            {**CHAT, "chat_template_kwargs": {"a": [[[[[[]]]]]]}},
-            {**CHAT, "chat_template_kwargs": {"a": [[[[[[[]]]]]]]}},
-        ),
-        (
-            "max_messages",
-            2,
-            "chat/completions",
-            {**CHAT, "messages": [USER] * 2},
-            {**CHAT, "messages": [USER] * 3},
-        ),
-        (
-            "max_messages",
-            2,
-            "responses",
-            {"model": "writer", "input": [USER] * 2},
-            {"model": "writer", "input": [USER] * 3},
-        ),
-        (
-            "max_schema_bytes",
-            64,
-            "chat/completions",
-            {**CHAT, "guided_json": {"type": "object"}},
-            {**CHAT, "guided_json": {"type": "object", "title": "x" * 64}},
-        ),
-        (
-            "max_regex_chars",
-            3,
-            "completions",
-            {"model": "writer", "prompt": "hi", "guided_regex": "abc"},
-            {"model": "writer", "prompt": "hi", "guided_regex": "abcd"},
-        ),
-        (
-            "max_input_chars",
-            2,
-            "embeddings",
-            {"model": "embed", "input": "hi"},
-            {"model": "embed", "input": "hi!"},
-        ),
-        (
-            "max_request_chars",
-            4,
-            "embeddings",
-            {"model": "embed", "input": ["hi", "hi"]},
-            {"model": "embed", "input": ["hi", "hi", "!"]},
-        ),
-        (
-            "max_request_chars",
-            4,
-            "completions",
-            {"model": "writer", "prompt": ["hi", "hi"]},
-            {"model": "writer", "prompt": ["hi", "hi", "!"]},
-        ),
+        ("max_json_depth", 8, "chat/completions", "chat_template_kwargs", nested(5), nested(6)),
+        ("max_messages", 2, "chat/completions", "messages", [USER] * 2, [USER] * 3),
+        ("max_messages", 2, "responses", "input", [USER] * 2, [USER] * 3),
+        ("max_schema_bytes", 64, "chat/completions", "guided_json", {"title": ""}, {"title": LONG}),
+        ("max_regex_chars", 3, "completions", "guided_regex", "abc", "abcd"),
+        ("max_input_chars", 2, "embeddings", "input", "hi", "hi!"),
+        ("max_request_chars", 4, "embeddings", "input", ["hi", "hi"], ["hi", "hi", "!"]),
+        ("max_request_chars", 4, "completions", "prompt", ["hi", "hi"], ["hi", "hi", "!"]),
     ],
 )
 async def test_every_bound_is_a_setting(
@@ -134,17 +98,18 @@ async def test_every_bound_is_a_setting(
     setting: str,
     most: int,
     path: str,
-    least: dict[str, Any],
-    beyond: dict[str, Any],
+    field: str,
+    least: Any,
+    beyond: Any,
 ) -> None:
     """At the bound it is served; beyond it, refused."""
     given: dict[str, Any] = {setting: most}
     async with served(models, engines, **given) as client:
-        taken = await client.post(f"/v1/{path}", json=least)
+        taken = await client.post(f"/v1/{path}", json={**BODIES[path], field: least})
         assert taken.status_code == 200, taken.text
-        refused = await client.post(f"/v1/{path}", json=beyond)
+        refused = await client.post(f"/v1/{path}", json={**BODIES[path], field: beyond})
         assert refused.status_code == 400
-        error(refused)
+        error_of(refused)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +134,7 @@ async def test_json_inside_a_string_may_not_be_deep_either(
     """It would be a way around the depth of the body, and a 500 where it is written again."""
     answer = await client.post("/v1/chat/completions", json={**CHAT, **given})
     assert answer.status_code == 400
-    error(answer)
+    error_of(answer)
 
 
 async def test_a_body_of_many_brackets_costs_no_more_than_reading_it(

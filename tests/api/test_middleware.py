@@ -12,25 +12,16 @@ import pytest
 from openai import AsyncOpenAI, AuthenticationError
 from starlette.types import Receive, Scope, Send
 
-from gateway.api.access import is_here
-from gateway.api.bodies import Bodies
-from gateway.api.in_flight import InFlight
-from gateway.api.middleware import PIECE_BYTES, Context, split_body
+from gateway.api.access import is_here, origin_pattern
+from gateway.api.middleware import PIECE_BYTES, split_body
 from gateway.registry import Catalog
+from tests.api.harness import error_of, protected
 from tests.fakes import ScriptedEngines
 from tests.serving_app import served
 
 pytestmark = pytest.mark.anyio
 
 CHAT = {"model": "writer", "messages": [{"role": "user", "content": "hi"}]}
-
-
-def error(answer: httpx2.Response) -> dict[str, Any]:
-    body: dict[str, Any] = answer.json()["error"]
-    assert set(body) == {"message", "type", "param", "code"}
-    assert answer.headers["content-type"] == "application/json"
-    assert answer.headers["x-request-id"]
-    return body
 
 
 async def test_every_answer_has_a_request_id_and_one_sent_is_echoed(
@@ -73,7 +64,7 @@ async def test_wrong_paths_and_methods_are_told_in_the_envelope(
     """Anything else loses its code on the way through an SDK."""
     answer = await client.request(method, path)
     assert answer.status_code == status
-    assert error(answer)["code"] == code
+    assert error_of(answer)["code"] == code
     assert status != 405 or answer.headers["allow"]
 
 
@@ -93,8 +84,8 @@ async def test_what_llama_cpp_serves_of_its_own_is_not_there(
     for method in ("GET", "POST", "DELETE"):
         answer = await client.request(method, path)
         assert answer.status_code == 404
-        assert error(answer)["code"] == "unknown_url"
-        assert "\n" not in error(answer)["message"]
+        assert error_of(answer)["code"] == "unknown_url"
+        assert "\n" not in error_of(answer)["message"]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +98,7 @@ async def test_a_body_that_is_no_json_object_is_a_400(
     """With a sentence, not a traceback."""
     answer = await client.post(path, content=body)
     assert answer.status_code == 400
-    assert error(answer)["type"] == "invalid_request_error"
+    assert error_of(answer)["type"] == "invalid_request_error"
 
 
 async def test_json_is_read_whatever_the_content_type_says(client: httpx2.AsyncClient) -> None:
@@ -127,8 +118,8 @@ async def test_an_unknown_model_is_a_404_that_names_the_nearest(
     """A typing error is the likeliest cause."""
     answer = await client.post(path, json={**CHAT, "input": "a", "model": "writr"})
     assert answer.status_code == 404
-    assert error(answer)["code"] == "model_not_found"
-    assert "Did you mean `writer`?" in error(answer)["message"]
+    assert error_of(answer)["code"] == "model_not_found"
+    assert "Did you mean `writer`?" in error_of(answer)["message"]
 
 
 async def test_a_body_over_the_limit_is_a_413(models: Catalog, engines: ScriptedEngines) -> None:
@@ -136,7 +127,7 @@ async def test_a_body_over_the_limit_is_a_413(models: Catalog, engines: Scripted
     async with served(models, engines, max_body_bytes=1024) as client:
         declared = await client.post("/v1/embeddings", content=b"x" * 1025)
         assert declared.status_code == 413
-        assert error(declared)["code"] == "request_too_large"
+        assert error_of(declared)["code"] == "request_too_large"
 
         async def split_body() -> Any:
             for _ in range(20):
@@ -164,18 +155,6 @@ async def test_a_body_that_does_not_come_is_a_408(
     assert b" 408 " in status
 
 
-async def test_a_text_over_the_limit_is_refused_before_it_is_tokenised(
-    models: Catalog, engines: ScriptedEngines
-) -> None:
-    """Tokenising a gigabyte would hold a thread for minutes."""
-    async with served(models, engines, max_input_chars=10) as client:
-        embed = await client.post("/v1/embeddings", json={"model": "embed", "input": "x" * 11})
-        assert embed.status_code == 400
-        messages = [{"role": "user", "content": "x" * 11}]
-        chat = await client.post("/v1/chat/completions", json={**CHAT, "messages": messages})
-        assert chat.status_code == 400
-
-
 async def test_with_keys_only_their_holders_come_in(
     models: Catalog, engines: ScriptedEngines
 ) -> None:
@@ -188,7 +167,7 @@ async def test_with_keys_only_their_holders_come_in(
         for given in ("Bearer third", "Bearer", "first", "Basic first", "Bearer firs"):
             answer = await client.get("/v1/models", headers={"authorization": given})
             assert answer.status_code == 401
-            assert error(answer)["code"] == "invalid_api_key"
+            assert error_of(answer)["code"] == "invalid_api_key"
             assert answer.headers["www-authenticate"] == "Bearer"
             assert "third" not in answer.text
         for key in ("first", "second"):
@@ -226,10 +205,12 @@ async def test_a_refusal_reaches_an_allowed_page_too(
     async with served(
         models, engines, api_keys="first", cors_origins="https://app.example"
     ) as client:
-        answer = await client.get("/v1/models", headers={"origin": "https://app.example"})
-    assert answer.status_code == 401
-    assert answer.headers["access-control-allow-origin"] == "https://app.example"
-    assert "x-request-id" in answer.headers["access-control-expose-headers"]
+        for status, given in ((401, {}), (431, {"x-large": "x" * 40_000})):
+            headers = {"origin": "https://app.example", **given}
+            answer = await client.get("/v1/models", headers=headers)
+            assert answer.status_code == status
+            assert answer.headers["access-control-allow-origin"] == "https://app.example"
+            assert "x-request-id" in answer.headers["access-control-expose-headers"]
 
 
 async def test_without_keys_any_key_is_accepted(client: httpx2.AsyncClient) -> None:
@@ -242,7 +223,7 @@ async def test_a_rebound_host_or_a_foreign_origin_is_refused(client: httpx2.Asyn
     """A web page must not use a gateway that asks for no key."""
     rebound = await client.get("/v1/models", headers={"host": "evil.example"})
     assert rebound.status_code == 403
-    assert "GATEWAY_ALLOWED_HOSTS" in error(rebound)["message"]
+    assert "GATEWAY_ALLOWED_HOSTS" in error_of(rebound)["message"]
     foreign = await client.get("/v1/models", headers={"origin": "https://evil.example"})
     assert foreign.status_code == 403
     for host in ("localhost:8000", "127.0.0.1", "[::1]:8000"):
@@ -250,7 +231,7 @@ async def test_a_rebound_host_or_a_foreign_origin_is_refused(client: httpx2.Asyn
 
 
 async def test_hosts_and_origins_can_be_allowed(models: Catalog, engines: ScriptedEngines) -> None:
-    """And an allowed origin gets its CORS headers, preflight included."""
+    """And an allowed origin gets its CORS headers."""
     async with served(
         models, engines, allowed_hosts="gw.local", cors_origins="https://app.example"
     ) as client:
@@ -258,10 +239,6 @@ async def test_hosts_and_origins_can_be_allowed(models: Catalog, engines: Script
         headers = {"origin": "https://app.example"}
         answer = await client.get("/v1/models", headers=headers)
         assert answer.headers["access-control-allow-origin"] == "https://app.example"
-        preflight = await client.options(
-            "/v1/models", headers={**headers, "access-control-request-method": "GET"}
-        )
-        assert preflight.status_code == 200
         other = await client.get("/v1/models", headers={"origin": "https://other.example"})
         assert other.status_code == 403
 
@@ -363,23 +340,11 @@ async def test_what_a_page_can_have_is_no_desktop_app(
         ("*", ["https://evil.example", "null"], []),
     ],
 )
-async def test_an_origin_may_be_a_pattern(
-    models: Catalog,
-    engines: ScriptedEngines,
-    allowed: str,
-    taken: list[str],
-    refused: list[str],
-) -> None:
+def test_an_origin_may_be_a_pattern(allowed: str, taken: list[str], refused: list[str]) -> None:
     """Of ports, hosts or names before a domain, and of nothing else."""
-    async with served(models, engines, cors_origins=allowed) as client:
-        for origin in taken:
-            answer = await client.get("/v1/models", headers={"origin": origin})
-            assert answer.status_code == 200, origin
-            assert answer.headers["access-control-allow-origin"] in (origin, "*")
-        for origin in refused:
-            answer = await client.get("/v1/models", headers={"origin": origin})
-            assert answer.status_code == 403, origin
-            assert "access-control-allow-origin" not in answer.headers
+    pattern = origin_pattern([allowed])
+    assert all(map(pattern.fullmatch, taken))
+    assert not any(map(pattern.fullmatch, refused))
 
 
 @pytest.mark.parametrize(
@@ -433,7 +398,7 @@ async def test_strict_fields_refuse_what_nobody_knows(
     async with served(models, engines, strict_fields=True) as client:
         answer = await client.post("/v1/chat/completions", json={**CHAT, "temprature": 1})
         assert answer.status_code == 400
-        assert error(answer)["param"] == "temprature"
+        assert error_of(answer)["param"] == "temprature"
 
 
 @pytest.mark.parametrize("more", [False, True])
@@ -454,33 +419,12 @@ async def test_an_error_nobody_foresaw_is_a_500_in_the_envelope() -> None:
     async def broken(scope: Scope, receive: Receive, send: Send) -> None:
         raise RuntimeError("secret path")
 
-    app = Context(broken, InFlight(), Bodies(10**9), max_header_bytes=1024, send_timeout_s=1)
-    transport = httpx2.ASGITransport(app)
+    transport = httpx2.ASGITransport(protected(broken))
     async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
         answer = await client.get("/")
     assert answer.status_code == 500
-    assert error(answer)["type"] == "server_error"
+    assert error_of(answer)["type"] == "server_error"
     assert "secret" not in answer.text
-
-
-async def test_two_hundred_connections_at_once_are_all_answered(
-    client: httpx2.AsyncClient,
-) -> None:
-    """A queue, not a lock that is tried."""
-    limits = httpx2.Limits(max_connections=200)
-    async with httpx2.AsyncClient(base_url=client.base_url, limits=limits, timeout=30) as many:
-        body = {"model": "embed", "input": "a"}
-        answers = await asyncio.gather(
-            *(many.post("/v1/embeddings", json=body) for _ in range(200))
-        )
-    assert {answer.status_code for answer in answers} == {200}
-
-
-async def test_a_connection_that_just_closes_harms_nobody(client: httpx2.AsyncClient) -> None:
-    """Port scanners do this."""
-    with socket.create_connection(("127.0.0.1", client.base_url.port or 0)) as scanner:
-        scanner.sendall(b"\x16\x03\x01 not http\r\n\r\n")
-    assert (await client.get("/health")).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/messages", "/embed", "/rerank"])
@@ -495,7 +439,7 @@ async def test_a_compressed_body_is_a_415_that_names_its_encoding(
     assert "`gzip`" in answer.text
     if path == "/chat/completions":
         assert answer.headers["accept-encoding"] == "identity"
-        assert error(answer)["code"] == "unsupported_content_encoding"
+        assert error_of(answer)["code"] == "unsupported_content_encoding"
         plain = await client.post(path, content=body, headers={"content-encoding": "identity"})
         assert plain.status_code == 200
 
@@ -512,7 +456,7 @@ async def test_a_multipart_body_is_told_what_it_is(client: httpx2.AsyncClient) -
     """Not that a digit is missing after its first sign."""
     answer = await client.post("/v1/chat/completions", files={"file": b"x"})
     assert answer.status_code == 400
-    assert error(answer)["message"] == (
+    assert error_of(answer)["message"] == (
         "The request body is multipart/form-data. It must be a JSON object."
     )
 

@@ -13,6 +13,7 @@ from starlette.routing import Route
 from gateway import __version__
 from gateway.api.endpoints import ENDPOINTS
 from gateway.api.openapi import document
+from gateway.api.requests import Exposure
 from gateway.app.gateway import Gateway
 from gateway.registry import Catalog
 from gateway.wire.validation import Request
@@ -98,6 +99,7 @@ async def test_with_keys_it_is_for_their_holders(models: Catalog, engines: Scrip
 def test_every_route_is_told_and_no_other(models: Catalog, engines: ScriptedEngines) -> None:
     """Those under /v1 are the same without it, as `servers` says."""
     gateway = Gateway(settings(admin_key="a"), models, engines)
+    everything = Exposure(has_keys=False, has_admin=True, has_dashboard=True)
     found = {
         (method.lower(), re.sub(r":\w+}", "}", route.path))
         for route in routes(gateway.asgi)
@@ -106,9 +108,7 @@ def test_every_route_is_told_and_no_other(models: Catalog, engines: ScriptedEngi
     }
     told = {
         (method, ("" if path.startswith(("/admin", "/dashboard")) else prefix) + path)
-        for path, methods in document(
-            models, ENDPOINTS, strict=False, has_keys=False, has_admin=True, has_dashboard=True
-        )["paths"].items()
+        for path, methods in document(models, ENDPOINTS, everything, strict=False)["paths"].items()
         for method in methods.keys() - {"servers"}
         for prefix in (("",) if path.startswith("/v2") else ("", "/v1"))
     }

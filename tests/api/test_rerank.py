@@ -143,10 +143,6 @@ async def test_what_cannot_be_judged_is_refused_by_its_name(
     assert (error["param"], error["code"]) == (param, code)
 
 
-async def test_an_unknown_model_is_a_404(client: httpx2.AsyncClient) -> None:
-    assert (await post(client, query="a", documents=["a"], model="judg")).status_code == 404
-
-
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -172,18 +168,6 @@ async def test_an_embedding_model_scores_by_cosine(client: httpx2.AsyncClient) -
         assert one["relevance_score"] == pytest.approx((1 + other["relevance_score"]) / 2)
 
 
-async def test_requests_at_once_share_passes(
-    client: httpx2.AsyncClient, engines: ScriptedEngines
-) -> None:
-    await post(client, **COMMON, documents=["warm"])
-    engines.reranker.batches.clear()
-    answers = await asyncio.gather(
-        *(post(client, **COMMON, documents=["a" * (n + 1), "x"]) for n in range(10))
-    )
-    assert all(answer.json()["results"][0]["index"] == 0 for answer in answers)
-    assert len(engines.reranker.batches) < 10
-
-
 @pytest.mark.parametrize("document", ["bad!", "odd?"])
 async def test_a_failed_pair_is_a_500_that_names_the_model(
     client: httpx2.AsyncClient, engines: ScriptedEngines, document: str
@@ -197,32 +181,6 @@ async def test_a_failed_pair_is_a_500_that_names_the_model(
     assert bad.status_code == 500
     assert bad.json()["error"]["code"] == "engine_failed"
     assert "org/judge" in bad.json()["error"]["message"]
-
-
-async def test_a_client_that_leaves_is_judged_no_further(
-    client: httpx2.AsyncClient, engines: ScriptedEngines
-) -> None:
-    await post(client, **COMMON, documents=["warm"])
-    engines.reranker.gate.close()
-    first = asyncio.create_task(post(client, **COMMON, documents=["a"]))
-    await asyncio.to_thread(engines.reranker.gate.reached.wait, 5)
-    with pytest.raises(httpx2.ReadTimeout):
-        await client.post(
-            "/rerank", json={**COMMON, "documents": DOCUMENTS}, timeout=httpx2.Timeout(0.3)
-        )
-    await asyncio.sleep(0.2)
-    engines.reranker.gate.open()
-    assert (await first).status_code == 200
-    await post(client, **COMMON, documents=["b"])
-    assert 3 not in map(len, engines.reranker.batches)
-
-
-async def test_stages_are_timed_as_those_of_embeddings_are(client: httpx2.AsyncClient) -> None:
-    before = metrics.of(metrics.REQUESTS, "/v2/rerank", "200")._value.get()
-    answer = await post(client, "/v2/rerank", **COMMON, documents=DOCUMENTS)
-    stages = {each.strip().partition(";")[0] for each in answer.headers["server-timing"].split(",")}
-    assert {"parse", "tokenise", "queue", "lane", "inference", "serialise"} <= stages
-    assert metrics.of(metrics.REQUESTS, "/v2/rerank", "200")._value.get() == before + 1
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,8 @@ import structlog
 from starlette.types import Receive, Scope, Send
 
 from gateway import logs
-from gateway.api.access import Guard, origin_pattern
-from gateway.api.bodies import Bodies
-from gateway.api.in_flight import InFlight
-from gateway.api.middleware import Context
 from gateway.registry import Catalog
+from tests.api.harness import protected
 from tests.fakes import ScriptedEngines
 from tests.serving_app import served
 
@@ -98,11 +95,7 @@ async def test_a_traceback_shows_neither_key_nor_prompt(written: io.StringIO) ->
         message = await receive()
         raise RuntimeError(f"{len(message['body'])} bytes were too much")
 
-    in_flight = InFlight()
-    guard = Guard(broken, in_flight, keys=[KEY], hosts=[], origins=origin_pattern([]))
-    transport = httpx2.ASGITransport(
-        Context(guard, in_flight, Bodies(10**9), max_header_bytes=10_000, send_timeout_s=1)
-    )
+    transport = httpx2.ASGITransport(protected(broken, keys=[KEY]))
     async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
         answer = await client.post("/", json=CHAT, headers={"authorization": f"Bearer {KEY}"})
     assert answer.status_code == 500

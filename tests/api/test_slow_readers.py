@@ -48,7 +48,7 @@ async def read_at(rate: float, pieces: int, *, is_streamed: bool) -> int:
 
     scope = {"type": "http", "method": "GET", "path": "/", "query_string": b"", "headers": []}
     bodies = Bodies(10**9)
-    context = Context(app, InFlight(), bodies, max_header_bytes=1000, send_timeout_s=SEND_TIMEOUT_S)
+    context = Context(app, InFlight(), bodies, send_timeout_s=SEND_TIMEOUT_S)
     await context(scope, receive, send)
     assert bodies.nbytes == 0
     return received

@@ -7,6 +7,7 @@ import orjson
 import pytest
 
 from gateway.jobs import CallDelta
+from tests.api.harness import code_of
 from tests.fakes import ScriptedChat, ScriptedEngines
 
 pytestmark = pytest.mark.anyio
@@ -38,12 +39,6 @@ def tools(*, strict: bool) -> list[tuple[str, dict[str, Any]]]:
         ("/v1/responses", {"model": "writer", "input": "[1]", "tools": [flat]}),
         ("/v1/messages", {**plain, "max_tokens": 9, "tools": [used]}),
     ]  # fmt: skip
-
-
-def code_of(answer: httpx2.Response) -> str:
-    """Give the error's code, in OpenAI's envelope or Anthropic's."""
-    error = answer.json()["error"]
-    return str(error["code"] if "code" in error else error["details"]["error_code"])
 
 
 @pytest.mark.parametrize(("path", "body"), WAYS)

@@ -1,6 +1,7 @@
 """Where a request's time went is told: in a header, in the log, in a chunk, in metrics."""
 
 import re
+from typing import Any
 
 import httpx2
 import orjson
@@ -9,6 +10,8 @@ import structlog
 
 pytestmark = pytest.mark.anyio
 
+EMBED = {"model": "embed", "input": ["a", "b"]}
+RERANK = {"model": "judge", "query": "abc", "documents": ["a", "b"]}
 CHAT = {"model": "writer", "messages": [{"role": "user", "content": "hello"}]}
 
 
@@ -19,36 +22,26 @@ def stages(answer: httpx2.Response) -> dict[str, float]:
     return {name: float(ms) for name, ms in re.findall(r"(\w+);dur=([\d.]+)", header)}
 
 
-async def test_an_embedding_tells_its_stages_in_a_header(client: httpx2.AsyncClient) -> None:
+@pytest.mark.parametrize(
+    ("path", "body", "names"),
+    [
+        ("/v1/embeddings", EMBED, "tokenise queue lane inference"),
+        ("/v2/rerank", RERANK, "tokenise queue lane inference"),
+        ("/v1/chat/completions", CHAT, "tokenise queue lane prefill decode"),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "guided_regex": "a+"},
+            "tokenise compile queue lane prefill decode",
+        ),
+    ],
+)
+async def test_an_answer_tells_its_stages_in_a_header(
+    client: httpx2.AsyncClient, path: str, body: dict[str, Any], names: str
+) -> None:
     """From parsing to writing; together they are no more than the total."""
-    answer = await client.post("/v1/embeddings", json={"model": "embed", "input": ["a", "b"]})
-    told = stages(answer)
-    names = ["parse", "load", "tokenise", "queue", "lane", "inference", "serialise", "total"]
-    assert list(told) == names
+    told = stages(await client.post(path, json=body))
+    assert list(told) == ["parse", "load", *names.split(), "serialise", "total"]
     assert sum(told.values()) - told["total"] <= told["total"] + 0.1
-
-
-async def test_an_answer_tells_prefill_and_decode_apart(client: httpx2.AsyncClient) -> None:
-    """A whole one, in its header."""
-    told = stages(await client.post("/v1/chat/completions", json=CHAT))
-    names = [
-        "parse",
-        "load",
-        "tokenise",
-        "queue",
-        "lane",
-        "prefill",
-        "decode",
-        "serialise",
-        "total",
-    ]
-    assert list(told) == names
-
-
-async def test_a_grammar_tells_its_compilation(client: httpx2.AsyncClient) -> None:
-    """It may take longer than all the rest."""
-    answer = await client.post("/v1/chat/completions", json={**CHAT, "guided_regex": "a+"})
-    assert "compile" in stages(answer)
 
 
 async def test_a_stream_tells_up_to_its_first_token_and_the_rest_with_its_usage(

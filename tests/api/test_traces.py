@@ -14,12 +14,11 @@ import pytest
 import structlog
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway.api.bodies import Bodies
 from gateway.api.in_flight import InFlight
-from gateway.api.middleware import Context
 from gateway.api.traces import Tracer
 from gateway.app import gateway as app
 from gateway.registry import Catalog
+from tests.api.harness import protected
 from tests.collector import Taken, collecting
 from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.processes import environment
@@ -115,37 +114,22 @@ async def test_the_stages_are_those_of_the_servers_timings(models: Catalog, take
     assert "gen_ai.usage.output_tokens" not in span.attributes
 
 
+RERANK = {"model": "judge", "query": "abc", "documents": ["a", "b"]}
+SCORE = {"model": "judge", "text_1": "abc", "text_2": ["a"]}
+COMPLETION = {"model": "writer", "prompt": ["abc", "de"]}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "operation", "tokens"),
     [
-        (
-            "/v1/rerank",
-            {"model": "judge", "query": "abc", "documents": ["a", "b"]},
-            "rerank",
-            {"input": 12},
-        ),
-        (
-            "/v1/score",
-            {"model": "judge", "text_1": "abc", "text_2": ["a"]},
-            "rerank",
-            {"input": 6},
-        ),
-        (
-            "/v1/completions",
-            {"model": "writer", "prompt": ["abc", "de"]},
-            "text_completion",
-            {"input": 5, "output": 7},
-        ),
+        ("/v1/rerank", RERANK, "rerank", {"input": 12}),
+        ("/v1/score", SCORE, "rerank", {"input": 6}),
+        ("/v1/completions", COMPLETION, "text_completion", {"input": 5, "output": 7}),
         ("/v1/responses", {"model": "writer", "input": "abc"}, "chat", {"input": 3, "output": 4}),
     ],
 )
 async def test_every_endpoint_of_a_model_has_an_operation(
-    models: Catalog,
-    taken: Taken,
-    path: str,
-    body: dict[str, Any],
-    operation: str,
-    tokens: dict[str, int],
+    models: Catalog, taken: Taken, path: str, body: Any, operation: str, tokens: dict[str, int]
 ) -> None:
     """And the tokens of all its prompts and answers."""
     assert (await asked(models, path, body)).status_code == 200
@@ -303,38 +287,6 @@ async def test_a_client_who_leaves_ends_the_span_at_the_stage_it_left(
     assert last.ended == span.ended
 
 
-async def test_requests_that_share_a_batch_have_stages_of_their_own(
-    models: Catalog, taken: Taken
-) -> None:
-    """One that joined later waited less."""
-    engines = ScriptedEngines()
-    async with served(models, engines) as client:
-        await client.post("/v1/embeddings", json={"model": "embed", "input": "loads it"})
-        engines.embedder.gate.close()
-        first = client.post("/v1/embeddings", json={"model": "embed", "input": "first"})
-        tasks = [asyncio.create_task(first)]
-        await asyncio.to_thread(engines.embedder.gate.reached.wait, 5)
-        for number in range(3):
-            body = {"model": "embed", "input": f"later {number}"}
-            tasks.append(asyncio.create_task(client.post("/v1/embeddings", json=body)))
-            depth = f'gateway_queue_depth{{model="org/embed"}} {len(tasks)}.0'
-            async with asyncio.timeout(10):
-                while depth not in (await client.get("/metrics")).text:
-                    await asyncio.sleep(0.01)
-        engines.embedder.gate.open()
-        await asyncio.gather(*tasks)
-    assert engines.embedder.batches[-1] == [7, 7, 7]
-    asked = [span for span in taken.servers() if span.attributes.get("http.route") != "/metrics"]
-    spans = sorted(asked, key=lambda span: span.started)[-3:]
-    assert len({span.trace_id for span in spans}) == 3
-    waited = []
-    for span in spans:
-        stages = {child.name: child for child in taken.children(span)}
-        assert stages["inference"].ended <= span.ended
-        waited.append(stages["inference"].started - stages["queue"].started)
-    assert waited == sorted(waited, reverse=True)
-
-
 async def test_no_span_has_content(models: Catalog, taken: Taken) -> None:
     """Neither a prompt nor an answer, a tool, a schema or a stop string."""
     schema = {"type": "object", "title": SECRET}
@@ -485,9 +437,7 @@ async def test_an_answer_that_a_shutdown_cuts_is_an_error(taken: Taken) -> None:
     tracer = Tracer({}, frozenset())
     tracer.open()
     in_flight = InFlight()
-    context = Context(
-        stream, in_flight, Bodies(1), max_header_bytes=1000, send_timeout_s=1, tracer=tracer
-    )
+    guarded = protected(stream, in_flight, tracer=tracer)
     scope: Scope = {
         "type": "http",
         "method": "GET",
@@ -498,7 +448,7 @@ async def test_an_answer_that_a_shutdown_cuts_is_an_error(taken: Taken) -> None:
         "scheme": "http",
         "server": ("/run/gateway.sock", None),
     }
-    cut = asyncio.create_task(context(scope, receive, send))
+    cut = asyncio.ensure_future(guarded(scope, receive, send))
     await has_begun.wait()
     in_flight.cancel()
     await asyncio.gather(cut, return_exceptions=True)

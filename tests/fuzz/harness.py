@@ -12,6 +12,7 @@ from schemathesis import GenerationMode
 
 from gateway.api.endpoints import ENDPOINTS
 from gateway.api.openapi import document
+from gateway.api.requests import Exposure
 from gateway.registry import Catalog
 from tests.fuzz.asking import LENGTHS, POSTS, Ask, check
 
@@ -125,9 +126,8 @@ def send_documented(
     is_repeated: bool,
 ) -> None:
     """Send what schemathesis makes of the document; the same each time if `is_repeated`."""
-    told = document(
-        models, ENDPOINTS, strict=False, has_keys=False, has_admin=False, has_dashboard=False
-    )
+    exposure = Exposure(has_keys=False, has_admin=False, has_dashboard=False)
+    told = document(models, ENDPOINTS, exposure, strict=False)
     operation = schemathesis.openapi.from_dict(told)[path]["POST"]
     post = told["paths"][path]["post"]
     schema = post["requestBody"]["content"]["application/json"]["schema"]

@@ -15,7 +15,7 @@ from gateway.serving.embedding.policy import EmbeddingLimits
 from gateway.serving.embedding.row_batcher import RowBatcher
 from gateway.serving.lane import Lane
 from gateway.serving.ports import RerankEngine
-from gateway.serving.tokenize import LONG_CHARS, SHORT_CHARS, SLICE_CHARS, Kind, ThreadPools
+from gateway.serving.tokenize import SHORT_CHARS, SLICE_CHARS, ThreadPools, texts_kind
 
 Part: TypeAlias = Sequence[tuple[str, Sequence[str]]]
 
@@ -82,8 +82,7 @@ class RerankBatcher(RowBatcher[Pair]):
         chars = sum(len(query) + sum(map(len, texts)) for query, texts in part)
         if chars <= SHORT_CHARS:
             return encode()
-        kind: Kind = "long texts" if chars > LONG_CHARS else "short texts"
-        return await self._pool.run(encode, kind=kind)
+        return await self._pool.run(encode, kind=texts_kind(chars))
 
     def _check(self, pairs: Sequence[Pair], *, truncate: bool) -> None:
         limit = self._engine.max_tokens

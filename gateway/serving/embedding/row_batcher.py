@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence, Sized
-from typing import ClassVar, Generic, Self, TypeVar
+from typing import ClassVar, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 
@@ -64,13 +64,11 @@ class RowRequest(Generic[R]):
         return [Row(self, index, self._rows[index]) for index in tickets]
 
     def note_pass(self, seconds: float, turn: Turn) -> None:
-        """Add the seconds of a pass and, once a turn, of the wait for the lane before it.
-
-        That wait may have begun before the request arrived.
-        """
+        """Add the seconds of a pass and, once a turn, of the wait for the lane before it."""
         self._inferred_s += seconds
         if turn is not self._turn:
             self._turn = turn
+            # The wait may have begun before the request arrived.
             self._lane_s += max(0.0, min(turn.waited_s, turn.gained - self.arrived))
 
     def answer(self, index: int, result: Vectors) -> None:
@@ -87,7 +85,8 @@ class RowRequest(Generic[R]):
         self.results.cancel()
 
     def write_timings(self) -> None:
-        """Record the time in each stage: what was neither lane nor inference was queue."""
+        """Record the time in each stage."""
+        # What was neither lane nor inference was queue.
         now, add = clock.now(), self._timings.add
         inferred_since = now - self._inferred_s
         lane_since = inferred_since - self._lane_s
@@ -101,15 +100,12 @@ class RowRequest(Generic[R]):
             self.results.set_exception(error)
 
 
-class Row(Generic[R]):
+class Row(NamedTuple, Generic[R]):
     """One row inside a batch."""
 
-    __slots__ = ("index", "request", "row")
-
-    def __init__(self, request: RowRequest[R], index: int, row: R) -> None:
-        self.request = request
-        self.index = index
-        self.row = row
+    request: RowRequest[R]
+    position: int  # among the rows of its request
+    row: R
 
 
 class RowBatcher(Generic[R]):
@@ -251,7 +247,7 @@ class RowBatcher(Generic[R]):
         counts = take_batch(lengths, max_rows, tokens)
         pairs = zip(requests, counts, strict=True)
         chosen = [ticket for request, count in pairs for ticket in request.take(count)]
-        return sorted(chosen, key=lambda each: len(each.row))
+        return sorted(chosen, key=lambda ticket: len(ticket.row))
 
     async def _run(self, turn: Turn, batch: list[Row[R]]) -> None:
         turn.set_shape((self._name, len(batch).bit_length(), len(batch[-1].row).bit_length()))
@@ -262,10 +258,9 @@ class RowBatcher(Generic[R]):
             await self._retry_alone(turn, batch, error)
 
     async def _retry_alone(self, turn: Turn, batch: list[Row[R]], error: Exception) -> None:
-        """Compute each row alone, so that only those at fault fail. A single one is tried again if
-        memory had ended, with what could be given back.
-        """
+        """Compute each row alone, so that only those at fault fail."""
         fault = await self._note(turn, error)
+        # If memory had ended, a single row is tried again too, with what could be given back.
         if fault is Fault.PRESSURE:
             await turn(self._lane.health.shed)
         for row in batch:
@@ -327,7 +322,7 @@ def _answer(batch: Sequence[Row[R]], results: Vectors) -> None:
     if len(results) != len(batch):
         raise ValueError(f"{len(results)} results were given for {len(batch)} rows")
     for ticket, result in zip(batch, results, strict=True):
-        ticket.request.answer(ticket.index, result)
+        ticket.request.answer(ticket.position, result)
 
 
 def _refuse(batch: Sequence[Row[R]], error: GatewayError) -> None:

@@ -1,0 +1,168 @@
+"""What tests of several endpoints share."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import httpx2
+import orjson
+from starlette.types import ASGIApp
+
+from gateway.api.access import AccessRules, protect
+from gateway.api.bodies import Bodies
+from gateway.api.in_flight import InFlight
+from gateway.api.traces import Tracer
+from gateway.jobs import CallDelta, Delta
+from gateway.serving.admission import Allowance
+from tests.fakes import Gate, ScriptedChat
+
+
+def protected(
+    app: ASGIApp, in_flight: InFlight | None = None, tracer: Tracer | None = None, **rules: Any
+) -> ASGIApp:
+    """Put an app behind all that is around every request."""
+    given = {
+        "admin_key": None,
+        "keys": (),
+        "hosts": (),
+        "origins": (),
+        "allowance": Allowance(requests=None, tokens=None),
+        "max_header_bytes": 10_000,
+        "send_timeout_s": 1,
+        **rules,
+    }
+    return protect(
+        app,
+        AccessRules(**given),
+        in_flight or InFlight(),
+        Bodies(10**9),
+        open_paths=("/x",),
+        metered_paths=(),
+        tracer=tracer,
+    )
+
+
+def messages(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+# A request for text, by the path of its protocol.
+ASK: dict[str, Callable[[str], dict[str, Any]]] = {
+    "/v1/chat/completions": lambda text: {"model": "writer", "messages": messages(text)},
+    "/v1/completions": lambda text: {"model": "writer", "prompt": text, "max_tokens": 90},
+    "/v1/responses": lambda text: {"model": "writer", "input": text},
+    "/v1/messages": lambda text: {
+        "model": "writer",
+        "max_tokens": 90,
+        "messages": messages(text),
+    },
+}
+
+
+class ManyVoices(ScriptedChat):
+    """Small letters are text, capitals are reasoning; `!` calls the clock."""
+
+    def _next(self, row: int) -> list[Delta]:
+        return [_voiced(delta) for delta in super()._next(row)]
+
+
+def _voiced(delta: Delta) -> Delta:
+    if delta.text == "!":
+        return replace(delta, text="", call=CallDelta(0, "call_1", "clock", "{}"))
+    if delta.text.isupper():
+        return replace(delta, text="", reasoning=delta.text)
+    return delta
+
+
+FUNCTION = {"name": "go", "parameters": {"type": "object", "properties": {}}}
+# The tool in its protocols.
+TOOLS: dict[str, list[dict[str, Any]]] = {
+    "/v1/chat/completions": [{"type": "function", "function": FUNCTION}],
+    "/v1/responses": [{"type": "function", **FUNCTION}],
+    "/v1/messages": [{"name": "go", "input_schema": FUNCTION["parameters"]}],
+}
+
+
+def error_of(answer: httpx2.Response) -> dict[str, Any]:
+    """Return the error of an answer in OpenAI's envelope."""
+    body: dict[str, Any] = answer.json()["error"]
+    assert set(body) == {"message", "type", "param", "code"}
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-request-id"]
+    return body
+
+
+def code_of(answer: httpx2.Response) -> str:
+    """Return the error's code, in OpenAI's envelope or Anthropic's."""
+    return _code(answer.json()["error"])
+
+
+def _code(error: dict[str, Any]) -> str:
+    return str(error["code"] if "code" in error else error["details"]["error_code"])
+
+
+@dataclass
+class Streamed:
+    """A stream as it was read: what the lines of each event said, and the signs of life."""
+
+    answer: httpx2.Response
+    keep_alives: int = 0
+    is_kept_first: bool = False  # a sign of life came before any event
+    names: list[str] = field(default_factory=list)  # of Responses' and Messages' events
+    events: list[dict[str, Any]] = field(default_factory=list)
+    is_done: bool = False  # it ended as one that did not fail
+
+    @property
+    def error(self) -> str | None:
+        """Return the code of the first error."""
+        for event in self.events:
+            if event.get("type") == "error" and "code" in event:
+                return str(event["code"])
+            if event.get("error"):
+                return _code(event["error"])
+        return None
+
+
+async def stream(client: httpx2.AsyncClient, path: str, body: dict[str, Any]) -> Streamed:
+    """Ask for a stream, and read it whole."""
+    async with client.stream("POST", path, json={**body, "stream": True}) as answer:
+        told = Streamed(answer)
+        if answer.status_code != 200:
+            await answer.aread()
+            return told
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        async for line in answer.aiter_lines():
+            if line in (": keep-alive", "event: ping"):
+                told.is_kept_first |= not told.events
+                told.keep_alives += 1
+            elif line.startswith("event: "):
+                told.names.append(line.removeprefix("event: "))
+            elif line == "data: [DONE]":
+                told.is_done = True
+            elif line.startswith("data: ") and '"ping"' not in line:
+                told.events.append(orjson.loads(line.removeprefix("data: ")))
+    assert not told.names or told.names == [event["type"] for event in told.events]
+    told.is_done |= told.names[-1:] in (["response.completed"], ["message_stop"])
+    return told
+
+
+@contextlib.asynccontextmanager
+async def held(gate: Gate, asking: Awaitable[httpx2.Response]) -> AsyncIterator[asyncio.Task[Any]]:
+    """While entered, a request is held at a gate, which the engine has reached for it."""
+    gate.close()
+    task = asyncio.ensure_future(asking)
+    assert await asyncio.to_thread(gate.reached.wait, 20)
+    try:
+        yield task
+    finally:
+        gate.open()
+        await asyncio.wait([task])
+
+
+async def until(is_so: Callable[[], object]) -> None:
+    """Wait for a fact."""
+    async with asyncio.timeout(10):
+        while not is_so():
+            await asyncio.sleep(0.01)
