@@ -20,7 +20,7 @@ import httpx2
 import numpy as np
 
 from benchmarks.workloads import PERSON
-from gateway.bench.streams import DONE, EventReader, Transcript
+from gateway.bench.requests import DONE, EventReader, Transcript
 
 COUNTRIES = ("France", "Japan", "Italy", "Egypt", "Norway", "Canada", "Peru", "Kenya")
 TEXTS = tuple(
