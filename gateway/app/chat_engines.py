@@ -220,6 +220,7 @@ class ChatEngines:
 
     def _first_kv_bytes(self, checkpoint: Listing, spec: ChatSpec) -> int:
         """Return the bytes of KV cache that a chat model always has room for."""
+        # No answer is longer than the context.
         allowance = self.settings.kv_allowance_tokens
         tokens = min(allowance, spec.max_context or allowance)
         return kv_bytes(checkpoint, self.device, dtype_of(spec), tokens, spec.kv_bits)

@@ -67,7 +67,7 @@ class MlxEngines:
         self._sandboxes = contextlib.ExitStack()
         threading.stack_size(STACK_BYTES)
         self._device = device.choose_device(settings.device)
-        if self._device is Device.CPU:
+        if self._device is Device.CPU:  # whose arrays malloc makes
             prepare_malloc()
         self._bounds = read_bounds(self._device, device.device_info(self._device))
         self._budget_bytes = budget_bytes(settings, self.memory_bytes)
@@ -147,6 +147,7 @@ class MlxEngines:
         if files is not None:
             return files
         try:
+            # The hub's client has no limit for a whole answer.
             async with asyncio.timeout(self._hub.timeout_s):
                 self._sizes[spec.id] = await run_in_daemon_thread(ask_hub, spec, self._hub)
         except TimeoutError:

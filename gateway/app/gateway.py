@@ -262,6 +262,7 @@ class Gateway:
         """Load the models that models.yaml preloads, now and after each reload."""
         specs = self._preloaded()
         while True:
+            # Before the catalog is read, so that a reload from here on is not missed.
             self._has_reloaded.clear()
             names, limit = self._catalog.preloaded(), self._settings.cache_max_models
             if len(names) > limit:
@@ -333,6 +334,7 @@ class Gateway:
             return self._watch.status
         if not self._has_tried:
             return "loading"
+        # As long as one of several models is there, a setting may call that ready.
         failed = len(self._failed())
         if failed and (failed == len(self._preloaded()) or not self._settings.ready_in_part):
             return "failed"

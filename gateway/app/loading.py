@@ -194,6 +194,7 @@ class ModelLoader:
 
     def _adopt(self, batcher: Batcher, spec: ModelSpec) -> None:
         """Apply the limits of a reloaded models.yaml to a loaded model."""
+        # An adapter has those of its base.
         if isinstance(batcher, EmbeddingBatcher | RerankBatcher):
             assert isinstance(spec, EmbeddingSpec | RerankSpec)
             batcher.adopt(embedding_limits(self.settings, spec))
@@ -292,6 +293,7 @@ class ModelLoader:
                     await run(warm, engine)
             yield engine, nbytes
         finally:
+            # On the lane, where its arrays were made.
             async with self.lane.turn("load") as run:
                 await run(engine.close)
 

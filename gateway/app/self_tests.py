@@ -112,7 +112,7 @@ class SelfTest:
         else:
             self._digest = await self._compute_digest()
             self.verdict = await run_in_daemon_thread(self._verdicts.read, self._digest)
-            spent_s = 0.0
+            spent_s = 0.0  # of the lane, not of waiting for it
             if not self.verdict.is_whole:
                 while not self.verdict.is_whole and spent_s < LANE_S:
                     spent_s += await self._step()
@@ -182,7 +182,8 @@ class SelfTest:
             share.release()
 
     async def _report(self, batcher: GenerationBatcher) -> None:
-        """Apply and keep the verdict if it is whole, and another than the one that applies."""
+        """Apply and keep the verdict if it is whole."""
+        # It may be the one that applies already.
         if self.verdict.is_whole and self.verdict != batcher.verdict:
             batcher.verdict = self.verdict
             await self._apply()

@@ -104,9 +104,10 @@ def _numbers(given: str, option: str) -> list[int]:
 async def _measure(
     peer: "Peer", workload: Workload, clients: list[int], warmup_s: float, duration_s: float
 ) -> "Measured":
-    """Measure each number of clients, after one request, so that no model's load is measured."""
+    """Measure each number of clients, one after another."""
     measured = []
     async with peer:
+        # It may load the model, which is not to be measured.
         first = await peer.ask(workload.next())
         if first.error is not None:
             fail(f"The first request failed: {first.error}.")

@@ -30,6 +30,7 @@ POLL_S = 0.1
 STOP_S = 15  # beyond the drain, until a gateway that does not end is killed
 LAST_LINES = 5  # of a log, when its gateway has ended
 
+# A proxy of the environment would be asked for this machine's own addresses too.
 _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 

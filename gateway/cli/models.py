@@ -83,6 +83,7 @@ def config(
 
 def _of_models(reading: Reading) -> Iterator[tuple[str, str, str]]:
     """Yield the variables of models.yaml that are set: those of models' keys, and any ${…}."""
+    # `explain` lists the settings.
     for name in sorted(reading.variables & variables().keys() - VARIABLES):
         value, source = origin(name)
         if value is not None:

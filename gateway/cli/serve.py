@@ -125,6 +125,7 @@ async def run(gateway: Served, settings: Settings, leader: "Leader | None" = Non
     stop, signals = asyncio.Event(), list[None]()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
+        # In the loop, so that it interrupts no code.
         loop.add_signal_handler(number, _stop, stop, signals)
     if leader is not None:
         leader.on_stop = partial(loop.call_soon_threadsafe, stop.set)

@@ -18,7 +18,7 @@ from gateway.registry import ChatSpec
 from gateway.serving.generation.memory import Layout, RowCosts
 from gateway.serving.ports import GenerationEngine
 from tests.checkpoints import write_chat
-from tests.cpu_engines import engines_of
+from tests.cpu_engines import cpu_settings
 from tests.fakes import Gate
 from tests.provoked.readings import reading
 from tests.serving_app import catalog, served
@@ -96,7 +96,7 @@ async def tight(
     for seed, name in enumerate(("chat", "other")):
         write_chat(folder / name, seed, **config)
     entries = {name: {"kind": "chat", "source": f"path:{name}"} for name in ("chat", "other")}
-    engines = engines_of(WatchedEngines, kv_allowance_tokens=0)
+    engines = WatchedEngines(cpu_settings(kv_allowance_tokens=0))
     read = catalog(folder, entries)
     size = await engines.size(read.specs[0], folder / "chat")
     costs = RowCosts(KvCost(size.kv_token), chunk_tokens=512)
