@@ -259,7 +259,9 @@ def settle_refs(root: Node) -> tuple[Collection[int], Mapping[str, str]]:
             lost.add(id(node))
             continue
         ref = node["$ref"] = f"#{fragment}"
-        target = anchors.get(ref, resolve(root, ref))
+        target = resolve(root, ref)
+        if target is None:
+            target = anchors.get(ref)
         # Keywords on the way to any other place may be rewritten, and some are none of JSON
         # Schema's, such as OpenAPI's `components`.
         if target is not None and not _DEFINITION.fullmatch(ref):

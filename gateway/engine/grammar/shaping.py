@@ -95,38 +95,41 @@ def close_objects(schema: Schema) -> Schema:
     inner ones do, and they are left open: each would forbid what the others name.
     """
     root = rebuild(schema, lambda node: node)
-    groups = [_parts(node, root) for _, node in walk(root)]
-    shared = {
-        id(part)
-        for node, *inner in groups
-        if len(node.get("allOf", ())) > 1 or _CONSTRAINTS & node.keys()
-        for part in inner
-    }
-    for node, *inner in groups:
+    shared = set[int]()  # subschemas of what others constrain too
+    todo: list[Node] = []
+    for _, node in walk(root):
+        if len(node.get("allOf", ())) > 1 or _CONSTRAINTS & node.keys():
+            todo += _parts(node, root)
+    while todo:
+        part = todo.pop()
+        if id(part) not in shared:
+            shared.add(id(part))
+            todo += _parts(part, root)
+    for _, node in walk(root):
         is_said = "additionalProperties" in node or "patternProperties" in node
-        if id(node) in shared or is_said or not node.get("properties"):
+        if is_said or id(node) in shared or not node.get("properties"):
             continue
-        names = {*node.get("required", ())}
-        names.update(*(part.get(key, ()) for part in inner for key in ("properties", "required")))
-        if names <= node["properties"].keys():
+        if _names(node) <= node["properties"].keys():
             node["additionalProperties"] = False
     return root
 
 
 def _parts(node: Node, root: Schema) -> list[Node]:
-    """List a subschema, and those that constrain the same value, however deep."""
-    parts = {id(node): node}
-    todo = [node]
-    while todo:
-        part = todo.pop()
-        inner = [child for key in ("allOf", "anyOf", "oneOf") for child in part.get(key, ())]
-        if "$ref" in part:
-            inner.append(resolve(root, part["$ref"]))
-        for child in inner:
-            if isinstance(child, dict) and id(child) not in parts:
-                parts[id(child)] = child
-                todo.append(child)
-    return list(parts.values())
+    """List the subschemas next below that constrain the same value."""
+    parts = [part for key in ("allOf", "anyOf", "oneOf") for part in node.get(key, ())]
+    if "$ref" in node:
+        parts.append(resolve(root, node["$ref"]))
+    return [part for part in parts if isinstance(part, dict)]
+
+
+def _names(node: Node) -> set[str]:
+    """Return the properties that a subschema requires, or names further inside; `$ref` too if what
+    those are is elsewhere.
+    """
+    names = {*node.get("required", ()), *({"$ref"} & node.keys())}
+    for part in _parts(node, {}):
+        names |= {*part.get("properties", ())} | _names(part)
+    return names
 
 
 def bound_strings(
