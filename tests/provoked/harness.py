@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import httpx2
@@ -104,3 +105,14 @@ async def answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
         head = await reader.readuntil(b"\r\n\r\n")
         length = head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]
         return int(head.split()[1]), await reader.readexactly(int(length or b"0"))
+
+
+@contextlib.contextmanager
+def unread(url: str, body: dict[str, Any]) -> Iterator[None]:
+    """Send a request whose answer is not read while entered."""
+    host, _, port = url.removeprefix("http://").strip("/").partition(":")
+    with socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect((host, int(port)))
+        reader.sendall(written(body))
+        yield

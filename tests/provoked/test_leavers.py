@@ -4,13 +4,12 @@ is changed for the others.
 
 import asyncio
 import random
-import socket
 from pathlib import Path
 
 import pytest
 
 from tests.processes import DEMO, command, started
-from tests.provoked.harness import written
+from tests.provoked.harness import unread
 from tests.provoked.load import Clients, mixed
 from tests.provoked.readings import Reading, reading, settled
 
@@ -85,15 +84,11 @@ async def test_a_connection_that_its_client_has_closed_is_gone(tmp_path: Path) -
             async with clients.connected() as client:
                 await reading(client)
         closed = await settled(served.url, before.tasks)
-        with socket.socket() as reader:
-            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            host, _, port = served.url.removeprefix("http://").partition(":")
-            reader.connect((host, int(port)))
-            reader.sendall(written(body))
+        with unread(served.url, body):
             async with asyncio.timeout(60):
                 while '"status":499' not in served.log.read_text():
                     await asyncio.sleep(0.1)
-            unread = await settled(served.url, before.tasks)
-    for after in (closed, unread):
+            stalled = await settled(served.url, before.tasks)
+    for after in (closed, stalled):
         assert after.tasks <= before.tasks
         assert after.descriptors <= before.descriptors

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,8 @@ from tests.provoked.harness import (
     path_of,
     reached,
     said,
+    unread,
     until,
-    written,
 )
 from tests.provoked.readings import reading
 from tests.serving_app import catalog, served
@@ -155,72 +154,57 @@ class WideEmbedder(HeldEmbedder):
 
 
 LONG_NAME = "w" * 256  # each chunk of a stream has it
+LARGE = [
+    embed(*["x"] * 400),  # 5 MB
+    {**chat("a" * 2500, stream=True, n=8, max_tokens=2500), "model": LONG_NAME},
+]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        embed(*["x"] * 1000),
-        {**chat("a" * 2500, stream=True, n=8, max_tokens=2500), "model": LONG_NAME},
-    ],
-    ids=["whole", "streamed"],
-)
-async def test_a_client_who_stops_reading_has_left(tmp_path: Path, body: dict[str, Any]) -> None:
-    """Its answer is kept for GATEWAY_SEND_TIMEOUT_S, and not for as long as it likes."""
+@pytest.fixture
+def wide(tmp_path: Path) -> Catalog:
+    """Give models whose answers are large."""
     kinds = {"embedder": "embedding", LONG_NAME: "chat"}
-    models = catalog(tmp_path, {name: {"kind": kinds[name], "source": "path:."} for name in kinds})
+    return catalog(tmp_path, {name: {"kind": kinds[name], "source": "path:."} for name in kinds})
+
+
+@pytest.mark.parametrize("body", LARGE, ids=["whole", "streamed"])
+async def test_a_client_who_stops_reading_has_left(wide: Catalog, body: dict[str, Any]) -> None:
+    """Its answer is kept for GATEWAY_SEND_TIMEOUT_S, and not for as long as it likes."""
     left = metrics.of(metrics.REQUESTS, path_of(body), "499")
     before = left._value.get()
-    async with served(models, HeldEngines(WideEmbedder()), send_timeout_s=0.3) as client:
-        with socket.socket() as reader:
-            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            reader.connect((client.base_url.host, client.base_url.port))
-            reader.sendall(written(body))
+    async with served(wide, HeldEngines(WideEmbedder()), send_timeout_s=0.3) as client:
+        with unread(str(client.base_url), body):
             async with asyncio.timeout(30):
                 while left._value.get() == before:
                     await asyncio.sleep(0.05)
         assert (await ask(client, embed("next"))).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        embed(*["x"] * 400),
-        {**chat("a" * 2500, stream=True, n=8, max_tokens=2500), "model": LONG_NAME},
-    ],
-    ids=["whole", "streamed"],
-)
+@pytest.mark.parametrize("body", LARGE, ids=["whole", "streamed"])
 async def test_answers_that_nobody_reads_leave_no_room_for_others(
-    tmp_path: Path, body: dict[str, Any]
+    wide: Catalog, body: dict[str, Any]
 ) -> None:
     """They count with the bodies: the next large one is a 503, until the first is read or gone."""
-    kinds = {"embedder": "embedding", LONG_NAME: "chat"}
-    models = catalog(tmp_path, {name: {"kind": kinds[name], "source": "path:."} for name in kinds})
     engines = HeldEngines(WideEmbedder())
-    large = embed(*["x"] * 400)  # 5 MB
-    async with served(models, engines, max_bodies_bytes=5_500_000) as client:
-        assert (await client.post("/v1/embeddings", json=large)).status_code == 200
-        with socket.socket() as reader:
-            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            reader.connect((client.base_url.host, client.base_url.port))
-            reader.sendall(written(body))
+    async with served(wide, engines, max_bodies_bytes=5_500_000) as client:
+        assert (await client.post("/v1/embeddings", json=LARGE[0])).status_code == 200
+        with unread(str(client.base_url), body):
             async with asyncio.timeout(30):
                 while (await reading(client)).values["gateway_body_bytes"] < 1_000_000:
                     await asyncio.sleep(0.05)
-            refused = await client.post("/v1/embeddings", json=large)
+            refused = await client.post("/v1/embeddings", json=LARGE[0])
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
             assert (await ask(client, embed("a small one"))).status_code == 200
         async with asyncio.timeout(10):
             while (await reading(client)).values["gateway_body_bytes"]:
                 await asyncio.sleep(0.05)
-        assert (await client.post("/v1/embeddings", json=large)).status_code == 200
+        assert (await client.post("/v1/embeddings", json=LARGE[0])).status_code == 200
 
 
 async def test_a_large_answer_that_is_read_slowly_arrives_whole(models: Catalog) -> None:
     """It may take longer than GATEWAY_SEND_TIMEOUT_S, as long as some of it is read within."""
-    body = embed(*["x"] * 400)
     async with served(models, HeldEngines(WideEmbedder()), send_timeout_s=0.3) as client:
-        async with client.stream("POST", "/v1/embeddings", json=body) as answer:
+        async with client.stream("POST", "/v1/embeddings", json=LARGE[0]) as answer:
             text = b""
             async for piece in answer.aiter_bytes(1_000_000):
                 text += piece
