@@ -52,10 +52,6 @@ def _tool(schema: Schema, **more: Any) -> Schema:
 def ways(schema: Schema) -> dict[str, Schema]:
     """Give the requests that have a schema, each in another field."""
     named = {"name": "x", "schema": schema}
-    links = json.dumps({**schema, "$ref": "#/$defs/0"})
-    shape = "Respond with a JSON object in the following format:\n\n" + json.dumps(
-        {"properties": {"n": schema}}
-    ).replace("#/$defs", "#/properties/n/$defs")
     return {
         "response_format": {
             "response_format": {"type": "json_schema", "json_schema": named},
@@ -68,11 +64,6 @@ def ways(schema: Schema) -> dict[str, Schema]:
             "tools": [_tool(schema)],
             "tool_choice": {"type": "function", "function": {"name": "f"}},
         },
-        "prompt": {
-            "response_format": {"type": "json_object"},
-            "messages": [{"role": "user", "content": shape}],
-        },
-        "lark grammar": {"guided_grammar": f"start: value\nvalue: %json {links}"},
     }
 
 
@@ -101,3 +92,26 @@ def test_a_long_chain_of_references_is_refused(served: Served, kind: str, way: s
     assert "subschemas" in answer.json()["error"]["message"]
     assert served.process.poll() is None
     assert ask(served, {}).status_code == 200
+
+
+def test_a_long_chain_in_a_prompt_is_refused(served: Served) -> None:
+    """A prompt that ends with a schema, as clients write it for servers without `json_schema`."""
+    links = {format(i, "x"): {"$ref": f"#/{i + 1:x}"} for i in range(600)}
+    schema = {"properties": {"n": {"$ref": "#/0"}}, **links}
+    text = "Respond with a JSON object in the following format:\n\n" + json.dumps(schema)
+    body = {
+        "response_format": {"type": "json_object"},
+        "messages": [{"role": "user", "content": text}],
+    }
+    answer = ask(served, body)
+    assert answer.status_code == 400, answer.text[:300]
+    assert "subschemas" in answer.json()["error"]["message"]
+
+
+def test_a_long_chain_inside_a_lark_grammar_is_refused(served: Served) -> None:
+    """A schema within a grammar is followed as any other is."""
+    links = {format(i, "x"): {"items": {"$ref": f"#/{i + 1:x}"}} for i in range(700)}
+    grammar = "start: value\nvalue: %json " + json.dumps({**links, "$ref": "#/0"})
+    answer = ask(served, {"guided_grammar": grammar})
+    assert answer.status_code == 400, answer.text[:300]
+    assert "subschemas" in answer.json()["error"]["message"]
