@@ -29,12 +29,17 @@ _MOST_REPEATED: Final = 2_000  # what repeats more compiles, and fails at some t
 _CLASS: Final = r"\[(?P<excludes>\^)?(?P<body>(?:\\.|[^\]\\])*)(?P<end>\])?"
 _CLASSES: Final = re.compile(rf"\\.|{_CLASS}", re.DOTALL)
 _QUOTE: Final = re.compile(r'["]|\\\\|\\x22|\\x5[cC]|\\u0022|\\u005[cC]')
-# Rust's class syntax where ECMA's differs, and a class from NUL on, through which quotes slip.
-_FOREIGN: Final = re.compile(r"(?:\\.|[^\\])*?(?:\[|&&|--|~~)|\Z|\\(?:x00|u0000)-", re.DOTALL)
+# What Rust's regex refuses or reads in another way than ECMA's: escapes of other letters, and in a
+# class what opens another or joins two. An empty class differs too.
+_ESCAPE: Final = r"\\(?:[^\x00-\x7f]|[0-9A-Za-z](?<![dDsSwWnrtfvxupP]))"
+_FOREIGN: Final = re.compile(rf"(?:\\.|[^\\])*?(?:\[|&&|--|~~|{_ESCAPE})|\Z", re.DOTALL)
+_FROM_NUL: Final = re.compile(r"\\(?:x00|u0000)-")  # quotes slip through such a class
 _TOKENS: Final = re.compile(
-    rf"\\.|{_CLASS}|\{{[0-9]+(?:,(?P<most>[0-9]*))?\}}|\(\?<?[=!]|.", re.DOTALL
+    rf"\\[pPux]\{{[^}}]{{1,64}}\}}|\\.|{_CLASS}|\{{[0-9]+(?:,(?P<most>[0-9]*))?\}}|\(\?<?[=!]|.",
+    re.DOTALL,
 )
-_NOT_REGULAR: Final = re.compile(r"\(\?.*|\\[bB1-9k]")  # look-arounds, and backreferences
+# Look-arounds, backreferences and anchors; a brace that counts nothing.
+_NOT_REGULAR: Final = re.compile(rf"\(\?.*|{_ESCAPE}|\{{", re.DOTALL)
 
 
 def is_holdable(pattern: str) -> bool:
@@ -42,8 +47,10 @@ def is_holdable(pattern: str) -> bool:
     for match in _TOKENS.finditer(pattern):
         if _NOT_REGULAR.fullmatch(match[0]):
             return False
-        is_class = match["body"] is not None
-        if is_class and _FOREIGN.match(match["body"]) and not (match["excludes"] and match["body"]):
+        body = match["body"]
+        if body is None:
+            continue
+        if _FOREIGN.match(body) or (not match["excludes"] and _FROM_NUL.match(body)):
             return False
     return _repetitions(pattern) <= _MOST_REPEATED
 

@@ -17,18 +17,20 @@ SHORT, LONG = 4_000, 16_000
 
 
 def seconds(work: Callable[[str], object], text: str) -> float:
-    """Measure the faster of two runs."""
+    """Measure the processor time of the faster of two runs."""
     taken = []
     for _ in range(2):
-        started = time.perf_counter()
+        started = time.thread_time()
         with contextlib.suppress(BadRequest):
             work(text)
-        taken.append(time.perf_counter() - started)
+        taken.append(time.thread_time() - started)
     return min(taken)
 
 
 @pytest.mark.parametrize("work", [quotable, is_holdable])
-@pytest.mark.parametrize("form", [("[", "[^", "]"), ("[^", '"', ""), ("", "[", ""), ("", "[^", "")])
+@pytest.mark.parametrize(
+    "form", [("[", "[^", "]"), ("[^", '"', ""), ("", "[", ""), ("", "[^", ""), ("", "\\u{", "")]
+)
 def test_a_pattern_of_many_brackets(
     work: Callable[[str], object], form: tuple[str, str, str]
 ) -> None:
