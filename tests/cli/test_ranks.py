@@ -71,7 +71,7 @@ class Group:
     @property
     def is_starting(self) -> bool:
         """Return True until all models that are preloaded are loaded, or one cannot be."""
-        return not {"ready", "model_load_failed"} & {*self.events(0)}
+        return not {"ready", "not_ready"} & {*self.events(0)}
 
     def events(self, rank: int) -> list[str]:
         """List the events in a rank's log; the ring writes to it too, also into lines of ours."""
