@@ -21,7 +21,7 @@ from gateway.api.in_flight import InFlight, shutting_down
 from gateway.api.middleware import Context, ErrorMiddleware
 from gateway.errors import Forbidden, GatewayError, RateLimited, Unauthorized, shorten
 from gateway.jobs import Timings
-from gateway.serving.admission import KINDS, Accounts, Allowance, Bucket, Kind
+from gateway.serving.rate_limit import KINDS, Accounts, Allowance, Bucket, Kind
 
 if TYPE_CHECKING:
     from gateway.api.traces import Tracer

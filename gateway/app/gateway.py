@@ -31,12 +31,13 @@ from gateway.errors import (
     Unavailable,
 )
 from gateway.registry import Catalog, Changes, HubSource, ModelSpec, load_catalog
-from gateway.serving.admission import Allowance, Arrivals
+from gateway.serving.admission import Arrivals
 from gateway.serving.budget import Budget
 from gateway.serving.faults import DeviceHealth, run_forever
 from gateway.serving.generation.batcher import ChatBatcher, GenerationBatcher
 from gateway.serving.lane import Lane
 from gateway.serving.models.cache import ModelCache
+from gateway.serving.rate_limit import Allowance
 from gateway.serving.response_store import ResponseStore
 from gateway.serving.tokenize import ThreadPools
 from gateway.serving.watch import StallLimits, Watch

@@ -4,8 +4,8 @@ faults           what the device's errors mean for the process; tasks begun agai
 lane             the one global MLX lock, in fair turns, and the one thread that runs MLX; the
                  tokens that a pass may have to keep to a time limit
 watch            notices when that thread stalls or dies
-admission        bounds on waiting requests; deadlines; requests on their way; requests and tokens
-                 per minute of each caller
+admission        bounds on waiting requests; deadlines; requests on their way
+rate_limit       requests and tokens per minute of each caller
 budget           the bytes of memory that models and their sequences share
 tokenize         thread pools off the loop, and texts that are tokenised there
 sandbox          processes for work that may hang, grow or crash

@@ -1,5 +1,4 @@
-"""Bounds on the requests and tokens that wait for a model, each until its deadline, and on those
-of each caller in a minute.
+"""Bounds on the requests and tokens that wait for a model, each until its deadline.
 
 Also the arrivals: requests being read or tokenised, so that a batcher can wait for a burst.
 """
@@ -7,9 +6,8 @@ Also the arrivals: requests being read or tokenised, so that a batcher can wait 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Final
 
 from gateway import clock, metrics
 from gateway.errors import DeadlineExceeded, Overloaded
@@ -204,87 +202,3 @@ async def time_load(caller: Caller) -> AsyncIterator[None]:
             yield
     finally:
         caller.timings.add(Stage.LOAD, started)
-
-
-MINUTE_S = 60.0
-Kind: TypeAlias = Literal["requests", "tokens"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-
-
-def refill(left: float, limit: int, seconds: float) -> float:
-    """Return what is left some seconds later, at `limit` a minute."""
-    return min(limit, left + limit * seconds / MINUTE_S)
-
-
-def seconds_until(needed: float, left: float, limit: int) -> float:
-    """Return the seconds until `needed` is left; 0 when it is."""
-    return max(0.0, needed - left) * MINUTE_S / limit
-
-
-@dataclass(slots=True)
-class Bucket:
-    """One allowance of one caller, full at first, that refills evenly.
-
-    It may be overdrawn: its caller then waits until it is positive again.
-    """
-
-    # An answer's tokens are known only at its end. By the wait the average keeps to the limit.
-
-    limit: int
-    _left: float = field(init=False)
-    _at: float = field(init=False, default_factory=clock.now)
-
-    def __post_init__(self) -> None:
-        self._left = float(self.limit)
-
-    @property
-    def left(self) -> float:
-        """Return what is left now; below 0 if overdrawn."""
-        now = clock.now()
-        self._left, self._at = refill(self._left, self.limit, now - self._at), now
-        return self._left
-
-    def take(self, amount: float) -> None:
-        """Take an amount, even if it overdraws the bucket."""
-        self._left = self.left - amount
-
-    def wait_s(self) -> float:
-        """Return the seconds until the next request is allowed; 0 for now."""
-        return seconds_until(1.0, self.left, self.limit)
-
-    def reset_s(self) -> float:
-        """Return the seconds until it is full again."""
-        return seconds_until(self.limit, self.left, self.limit)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Allowance:
-    """A caller's requests and tokens per minute. None is no limit."""
-
-    requests: int | None
-    tokens: int | None
-
-    @property
-    def is_unlimited(self) -> bool:
-        """Return True if nothing is limited."""
-        return self.requests is None and self.tokens is None
-
-
-@dataclass(slots=True)
-class Accounts:
-    """Every caller's buckets, by key id; those without a key share one account."""
-
-    allowance: Allowance
-    _accounts: dict[str | None, dict[Kind, Bucket]] = field(default_factory=dict)
-
-    def of(self, key_id: str | None) -> dict[Kind, Bucket]:
-        """Return a caller's buckets, one for each limit."""
-        if key_id not in self._accounts:
-            limits: dict[Kind, int | None] = {
-                "requests": self.allowance.requests,
-                "tokens": self.allowance.tokens,
-            }
-            self._accounts[key_id] = {
-                kind: Bucket(limit) for kind, limit in limits.items() if limit is not None
-            }
-        return self._accounts[key_id]

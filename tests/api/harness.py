@@ -15,7 +15,7 @@ from gateway.api.bodies import Bodies
 from gateway.api.in_flight import InFlight
 from gateway.api.traces import Tracer
 from gateway.jobs import CallDelta, Delta
-from gateway.serving.admission import Allowance
+from gateway.serving.rate_limit import Allowance
 from tests.fakes import Gate, ScriptedChat
 
 

@@ -9,17 +9,7 @@ from prometheus_client import Gauge
 from gateway import clock, metrics
 from gateway.errors import DeadlineExceeded, Overloaded
 from gateway.jobs import Caller
-from gateway.serving.admission import (
-    Accounts,
-    Admission,
-    Allowance,
-    Bucket,
-    Noun,
-    refill,
-    retry_after_s,
-    seconds_until,
-    until_deadline,
-)
+from gateway.serving.admission import Admission, Noun, retry_after_s, until_deadline
 
 
 @pytest.mark.parametrize(
@@ -149,47 +139,3 @@ async def test_only_the_deadline_is_told_as_one() -> None:
     with pytest.raises(DeadlineExceeded):
         async with until_deadline(hurried):
             await asyncio.sleep(60)
-
-
-@pytest.mark.parametrize(
-    ("left", "seconds", "after"),
-    [(0, 1, 1), (0, 30, 30), (59.5, 1, 60), (60, 1000, 60), (-120, 60, -60), (-10, 10, 0)],
-)
-def test_a_bucket_fills_evenly_and_no_fuller_than_full(
-    left: float, seconds: float, after: float
-) -> None:
-    """Sixty a minute is one a second; what is owed is paid back first."""
-    assert refill(left, 60, seconds) == after
-
-
-@pytest.mark.parametrize(
-    ("wanted", "left", "limit", "seconds"),
-    [(1, 1, 60, 0), (1, 5, 60, 0), (1, 0, 60, 1), (1, 0.5, 60, 0.5), (1, -599, 600, 60)],
-)
-def test_the_wait_is_what_filling_takes(
-    wanted: float, left: float, limit: int, seconds: float
-) -> None:
-    """So a client that waits as told is let in."""
-    assert seconds_until(wanted, left, limit) == seconds
-    assert refill(left, limit, seconds) >= min(wanted, limit)
-
-
-def test_what_is_taken_beyond_what_was_left_is_owed() -> None:
-    """An answer's cost is known when it is there: the next one waits for it."""
-    bucket = Bucket(600)
-    assert bucket.wait_s() == 0
-    bucket.take(900)
-    assert bucket.left == pytest.approx(-300, abs=1)
-    assert bucket.wait_s() == pytest.approx(30.1, abs=0.2)
-    assert bucket.reset_s() == pytest.approx(90, abs=0.2)
-
-
-def test_every_key_has_buckets_of_its_own() -> None:
-    """And those without a key share theirs."""
-    accounts = Accounts(Allowance(requests=5, tokens=None))
-    accounts.of("key-1")["requests"].take(5)
-    accounts.of(None)["requests"].take(1)
-    assert accounts.of("key-1")["requests"].left < 1
-    assert accounts.of("key-2")["requests"].left == 5
-    assert accounts.of(None)["requests"].left < 5
-    assert set(accounts.of(None)) == {"requests"}
