@@ -1,5 +1,6 @@
 """The wheel's OpenBLAS: which copy is loaded, from where, and what takes its place."""
 
+import _ctypes
 import json
 import os
 import shutil
@@ -15,14 +16,19 @@ from typing import Any
 
 import pytest
 
+from gateway.cli.doctor import check_blas
+from gateway.doctor.report import Finding
 from gateway.engine.blas import (
+    BlasFinding,
     CopyFailed,
     Wheel,
     cache_folder,
     find_wheel,
+    load_blas,
     new_names,
     read_exports,
 )
+from gateway.errors import BlasUnusable
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="macOS multiplies with Accelerate")
 
@@ -127,6 +133,10 @@ def test_the_copy_is_made_once(house: House) -> None:
     assert str(copy) in files
     assert stat.S_IMODE(made.st_mode) == 0o600
     assert stat.S_IMODE(house.cache.stat().st_mode) == 0o700
+    described = BlasFinding(**finding).described
+    assert check_blas("cpu", described, 50, finding["hint"]) == Finding(
+        "blas", "ok", "the wheel's OpenBLAS 0.3.26; 50 GFLOP/s (512³, float32)."
+    )
 
     again, files = house.start()
     assert again == finding
@@ -247,13 +257,12 @@ def test_the_system_is_not_the_wheel(house: House) -> None:
     assert not house.cache.exists()
 
 
-@pytest.mark.parametrize("path", ["/nowhere.so", "/bin/sh", "nowhere"])
-def test_a_path_that_leads_to_no_blas_ends_the_start(house: House, path: str) -> None:
+def test_a_path_that_leads_to_no_blas_ends_the_start(house: House) -> None:
     """With a line that names the variable, before anything listens."""
     done = subprocess.run(
         [sys.executable, "-m", "gateway", "serve", "--port", "0"],
         cwd=ROOT,
-        env=house.environment(GATEWAY_BLAS=path),
+        env=house.environment(GATEWAY_BLAS="/nowhere.so"),
         capture_output=True,
         text=True,
         timeout=60,
@@ -261,9 +270,15 @@ def test_a_path_that_leads_to_no_blas_ends_the_start(house: House, path: str) ->
     )
     assert done.returncode == 2
     *_, said = done.stderr.splitlines()
-    assert said.startswith(f"GATEWAY_BLAS={path}: ")
+    assert said.startswith("GATEWAY_BLAS=/nowhere.so: ")
     assert "Traceback" not in done.stderr
     assert '"serving"' not in done.stderr
+
+
+@pytest.mark.parametrize("path", ["/bin/sh", "nowhere", _ctypes.__file__])
+def test_a_path_without_the_functions_of_a_blas_is_refused(path: str) -> None:
+    with pytest.raises(BlasUnusable, match=f"^GATEWAY_BLAS={path}: it "):
+        load_blas({"GATEWAY_BLAS": path})
 
 
 def test_without_a_wheel_the_systems_is_taken(house: House) -> None:
@@ -299,29 +314,23 @@ def test_a_patchelf_that_fails_leaves_the_systems(house: House) -> None:
     assert house.copies() == []
 
 
-def test_doctor_reports_the_wheel_where_the_system_has_none(house: House) -> None:
-    """In the process that has mlx, with its speed; .env chooses as the environment does."""
+@pytest.mark.slow
+def test_doctor_reports_what_was_loaded_in_the_process_that_has_mlx(house: House) -> None:
+    """.env chooses as the environment does."""
     (house.site / "sitecustomize.py").write_text(HIDING)
     (house.folder / "models.yaml").write_text("version: 1\nmodels: {}\n")
-
-    def blas() -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "gateway", "doctor"],
-            cwd=house.folder,
-            env=house.environment(GATEWAY_PORT="0", GATEWAY_DEVICE="cpu"),
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        [line] = [line for line in done.stdout.splitlines() if line.startswith("blas\t")]
-        return line.removeprefix("blas\t")
-
-    said = blas()
-    assert said.startswith("ok\tthe wheel's OpenBLAS 0.3.26; ")
-    assert said.endswith(" GFLOP/s (512³, float32).")
     (house.folder / ".env").write_text("GATEWAY_BLAS=system\n")
-    assert blas().startswith("warn\tmlx on this CPU multiplies matrices with reference BLAS")
+    done = subprocess.run(
+        [sys.executable, "-m", "gateway", "doctor"],
+        cwd=house.folder,
+        env=house.environment(GATEWAY_PORT="0", GATEWAY_DEVICE="cpu"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("blas\t")]
+    assert line.startswith("blas\twarn\tmlx on this CPU multiplies matrices with reference BLAS")
 
 
 def test_processes_without_mlx_load_no_blas(house: House) -> None:

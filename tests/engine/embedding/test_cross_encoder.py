@@ -63,13 +63,17 @@ def rewrite_weights(folder: Path, **changes: mx.array) -> None:
     [*((name, Device.CPU) for name in TINY), *((name, Device.METAL) for name in TINY[::2])],
 )
 def test_every_pair_gets_the_score_of_sentence_transformers(name: str, device: Device) -> None:
-    """64 pairs of all lengths in one batch, and each alone, over scripts, blanks and long texts."""
+    """64 pairs of all lengths in one batch, and each alone, over scripts, blanks and long texts.
+
+    Of a GPU's kernels, which are emulated here, a quarter of them.
+    """
     engine = golden(name, device)
-    pairs = rows(engine)
-    expected = np.load(GOLDEN / name / "scores.npy")
+    step = 1 if device is Device.CPU else 4
+    pairs = rows(engine)[::step]
+    expected = np.load(GOLDEN / name / "scores.npy")[::step]
     together = engine.score(pairs)
     assert together.dtype == np.float32
-    assert together.shape == (64, engine.labels) == expected.shape
+    assert together.shape == (64 // step, engine.labels) == expected.shape
     assert np.abs(together - expected).max() <= 1e-5
     alone = np.concatenate([engine.score([pair]) for pair in pairs])
     assert np.abs(alone - expected).max() <= 1e-5
