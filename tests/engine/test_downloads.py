@@ -29,8 +29,10 @@ from gateway.registry import ModelSpec
 from gateway.registry.specs import ChatSpec
 from tests.fake_hub import COMMIT, FakeHub, sha256
 
+MB = 1024 * 1024
+WEIGHTS = 24 * MB  # more than two of the chunks in which huggingface_hub writes: cli/test_pull.py
 UNIT = 64 * 1024
-WEIGHTS = 24 * UNIT  # more than two of the chunks in which huggingface_hub writes here
+SMALL = 24 * UNIT  # the same, of the chunks here
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +56,7 @@ def repo(tmp_path: Path) -> Path:
     folder = tmp_path / "repo"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    write_weights(folder / "model.safetensors")
+    write_weights(folder / "model.safetensors", SMALL)
     return folder
 
 
@@ -111,18 +113,18 @@ def test_an_earlier_process_half_is_finished(
     assert not list(blobs(place).glob("*.part"))
 
 
-@pytest.mark.parametrize("size", [7 * UNIT, WEIGHTS + 9 * UNIT])
+@pytest.mark.parametrize("size", [7 * UNIT, SMALL + 9 * UNIT])
 def test_a_half_with_other_bytes_is_dropped(
     hub: FakeHub, place: Hub, spec: ModelSpec, repo: Path, size: int
 ) -> None:
     """One that is too long at once, another when its end has come; then it is fetched whole."""
     blobs(place).mkdir(parents=True)
     part(place, repo).write_bytes(bytes(size))
-    if size < WEIGHTS:
+    if size < SMALL:
         with pytest.raises(ModelUnavailable, match="other bytes than the hub's hash says"):
             download(spec, place)
     assert on_disk(spec, place) is None
-    assert (download(spec, place) / "model.safetensors").stat().st_size > WEIGHTS
+    assert (download(spec, place) / "model.safetensors").stat().st_size > SMALL
     assert hub.ranges[-1] == ""
 
 
@@ -177,7 +179,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Mount a disk that the weights just fit on."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    options = ("-t", "tmpfs", "-o", f"size={WEIGHTS + 6 * UNIT}", "tmpfs", str(folder))
+    options = ("-t", "tmpfs", "-o", f"size={SMALL + 6 * UNIT}", "tmpfs", str(folder))
     if not shutil.which("mount") or subprocess.run(["mount", *options], check=False).returncode:
         pytest.skip("only root may mount a small disk, on Linux")
     yield folder

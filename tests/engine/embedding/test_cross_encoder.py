@@ -148,8 +148,8 @@ def test_padding_does_not_change_a_score(name: str) -> None:
     short, *_ = engine.encode_pairs("hello", ["world"])
     [long] = engine.encode_pairs("hello", ["word " * 700])
     alone = engine.score([short])
-    among = engine.score([long] * 20 + [short] + [long] * 20)
-    assert np.abs(among[20] - alone[0]).max() <= 1e-5
+    among = engine.score([long] * 6 + [short] + [long] * 6)
+    assert np.abs(among[6] - alone[0]).max() <= 1e-5
     *_, padded = engine._forward([short.ids, long.ids], [short.second, long.second])
     assert np.abs(np.array(padded)[0] - alone[0]).max() <= 1e-5
     assert np.abs(golden(name, Device.METAL).score([short]) - alone).max() <= 1e-5

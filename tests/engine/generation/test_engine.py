@@ -404,7 +404,7 @@ def engine_rows(engine: GenerationEngine) -> list[Any]:
     return list(engine._running.rows)
 
 
-@pytest.mark.parametrize("at", [1, 2, 3, 5, 9, 20])
+@pytest.mark.parametrize("at", [1, 3, 9])
 def test_a_passing_fault_changes_no_answer(
     folder: Path, reference: dict[str, list[int]], at: int
 ) -> None:

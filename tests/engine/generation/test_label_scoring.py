@@ -122,7 +122,7 @@ def check(engine: GenerationEngine, job: GenerateJob, deltas: Sequence[Delta]) -
         assert found == pytest.approx(right, abs=1e-5, rel=2e-6)  # float32 has 7 digits
 
 
-@pytest.mark.parametrize("budget", [16, 100, 512])
+@pytest.mark.parametrize("budget", [16, 512])
 def test_a_labels_logprob_is_the_models_own(engine: GenerationEngine, budget: int) -> None:
     """Alone and with others, whatever the chunks and what is cached; for labels of any length."""
     engine.clear_prefixes()

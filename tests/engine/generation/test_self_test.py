@@ -1,7 +1,7 @@
 """Models whose rows may not run together: the self-test finds them, and they answer as alone."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -428,6 +428,15 @@ def test_rows_that_run_one_at_a_time_can_leave_wherever_they_are(tmp_path: Path)
     engine.close()
 
 
+@pytest.fixture
+def _uncompiled() -> Iterator[None]:
+    """Compiling for the CPU takes seconds a model."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+@pytest.mark.usefixtures("_uncompiled")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -456,6 +465,7 @@ def test_padding_that_gets_into_states_is_found_in_every_type(name: str, dtype: 
     assert verdict.rows is False
 
 
+@pytest.mark.usefixtures("_uncompiled")
 @pytest.mark.parametrize("name", a_few(("mamba2", "lfm2", "falcon_h1", "plamo2"), "lfm2"))
 def test_padding_that_states_leave_out_is_no_mismatch(name: str) -> None:
     """In the coarsest type."""

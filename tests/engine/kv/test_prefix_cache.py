@@ -218,8 +218,7 @@ def test_a_next_turn_need_not_read_the_answer_again(plain: Path) -> None:
     assert told.ids == answers(open_engine(plain), [bare(turn)])[0].ids
 
 
-@pytest.mark.parametrize("others", [0, 2])
-@pytest.mark.parametrize("speculate_rows", [0, 4])
+@pytest.mark.parametrize(("others", "speculate_rows"), [(0, 4), (2, 0)])
 def test_an_answer_that_met_a_stop_string_is_kept_too(
     plain: Path, others: int, speculate_rows: int
 ) -> None:
