@@ -52,16 +52,16 @@ def test_without_batching_the_wait_is_that_of_an_m_d_1_queue(busy: float) -> Non
     """Pollaczek and Khinchine: the mean wait is busy / (2 (1 - busy)) services."""
     alone = limits(embedding_max_batch_size=1, queue_max_tokens=10**6)
     waits: list[float] = []
-    requests = list(EMBEDDINGS.requests(busy / PASS_S, 1200, seed=3))
-    found = simulate(FLAT, requests, Window(0, 2000), limits=alone, answered=waits.append)
+    requests = list(EMBEDDINGS.requests(busy / PASS_S, 120, seed=3))
+    found = simulate(FLAT, requests, Window(0, 200), limits=alone, answered=waits.append)
     assert found.embeddings.requests == len(requests)
     mean_s = sum(waits) / len(waits) - PASS_S
-    assert mean_s == pytest.approx(PASS_S * busy / (2 * (1 - busy)), rel=0.05)
+    assert mean_s == pytest.approx(PASS_S * busy / (2 * (1 - busy)), rel=0.15)
 
 
 def test_with_batching_the_most_is_a_full_batch_a_pass() -> None:
-    most = capacity(lambda rate: predict(FLAT, EMBEDDINGS, rate, seconds=5, limits=limits()), 10)
-    assert most == pytest.approx(32 / PASS_S, rel=0.06)
+    most = capacity(lambda rate: predict(FLAT, EMBEDDINGS, rate, seconds=2, limits=limits()), 10)
+    assert most == pytest.approx(32 / PASS_S, rel=0.1)
 
 
 def test_a_lone_chat_takes_its_prompt_and_its_steps() -> None:
@@ -80,12 +80,12 @@ def test_two_kinds_that_always_wait_share_the_lane_by_their_weights() -> None:
     def flood(weight: float) -> tuple[float, float]:
         shares = limits(lane_weight_embedding=weight, queue_max_tokens=10**9)
         chats = [Request(0.0, 40, 10**4) for _ in range(8)]
-        texts = [Request(0.5, 20) for _ in range(32 * 2000)]
-        found = simulate(FLAT, [*chats, *texts], Window(1.0, 11.0), limits=shares)
+        texts = [Request(0.5, 20) for _ in range(32 * 200)]
+        found = simulate(FLAT, [*chats, *texts], Window(1.0, 3.0), limits=shares)
         return found.embeddings.requests_per_s / 32 * PASS_S, found.offered_per_s
 
-    assert flood(1)[0] == pytest.approx(0.5, abs=0.02)
-    assert flood(3)[0] == pytest.approx(0.75, abs=0.02)
+    assert flood(1)[0] == pytest.approx(0.5, abs=0.06)
+    assert flood(3)[0] == pytest.approx(0.75, abs=0.06)
 
 
 @pytest.mark.parametrize("mix", [EMBEDDINGS, Mix(chats=1), Mix(chats=0.2)])

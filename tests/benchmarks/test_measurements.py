@@ -197,7 +197,7 @@ async def test_recording_counts_what_a_request_counts(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_recording_is_told_in_microseconds(tmp_path: Path) -> None:
-    [verdict] = await recording.recording(Scripted(tmp_path, 1, 0.1))
+    [verdict] = await recording.recording(Scripted(tmp_path, 1, 0.03))
     assert verdict.value is not None
     assert 0 < verdict.value < 1
     assert verdict.note.endswith(" µs")
@@ -206,7 +206,7 @@ async def test_recording_is_told_in_microseconds(tmp_path: Path) -> None:
 @pytest.mark.anyio
 async def test_one_client_is_told_beside_an_echo(tmp_path: Path) -> None:
     """Asked between its passes: what Hypercorn itself takes."""
-    [verdict] = await embedding.alone(Scripted(tmp_path, 1, 0.1))
+    [verdict] = await embedding.alone(Scripted(tmp_path, 1, 0.03))
     assert verdict.value is not None
     assert "errors" not in verdict.note
     assert re.search(r"; a bare echo between passes takes \d+\.\d ms$", verdict.note)
@@ -214,14 +214,14 @@ async def test_one_client_is_told_beside_an_echo(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_a_burst_is_measured_beside_its_engine(tmp_path: Path) -> None:
-    [verdict] = await embedding.together(Scripted(tmp_path, 1, 0.1))
+    [verdict] = await embedding.together(Scripted(tmp_path, 1, 0.03))
     assert verdict.value is not None
     assert verdict.note == ""
 
 
 @pytest.mark.anyio
 async def test_rankings_are_measured_at_both_sizes_by_stage_and_at_once(tmp_path: Path) -> None:
-    found = await reranking.reranking(Scripted(tmp_path, 1, 0.1))
+    found = await reranking.reranking(Scripted(tmp_path, 1, 0.03))
     assert [verdict.work[:7] for verdict in found] == ["rerank,"] * 3 + ["10 conc"]
     assert re.fullmatch(r"\d+\.\d of \d+ ms", found[2].note)
     for verdict in found:

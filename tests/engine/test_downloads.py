@@ -7,11 +7,13 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from gateway.engine.hub import (
     Hub,
@@ -28,7 +30,17 @@ from gateway.registry.specs import ChatSpec
 from tests.fake_hub import COMMIT, FakeHub, sha256
 
 MB = 1024 * 1024
-WEIGHTS = 24 * MB  # more than two of the chunks in which huggingface_hub writes
+WEIGHTS = 24 * MB  # more than two of the chunks in which huggingface_hub writes: cli/test_pull.py
+UNIT = 64 * 1024
+SMALL = 24 * UNIT  # the same, of the chunks here
+
+
+@pytest.fixture(autouse=True)
+def _in_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let huggingface_hub write chunks of ten units, not of 10 MB, and never pause for a second."""
+    sleep = time.sleep
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 10 * UNIT)
+    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
 
 
 def write_weights(file: Path, size: int = WEIGHTS) -> bytes:
@@ -44,7 +56,7 @@ def repo(tmp_path: Path) -> Path:
     folder = tmp_path / "repo"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    write_weights(folder / "model.safetensors")
+    write_weights(folder / "model.safetensors", SMALL)
     return folder
 
 
@@ -79,9 +91,9 @@ def test_a_broken_connection_is_resumed_where_it_broke(
     hub: FakeHub, place: Hub, spec: ModelSpec, repo: Path
 ) -> None:
     """What has come is not asked for again."""
-    hub.cuts = [21 * MB]
+    hub.cuts = [21 * UNIT]
     folder = download(spec, place)
-    assert hub.ranges == ["", f"bytes={20 * MB}-"]
+    assert hub.ranges == ["", f"bytes={20 * UNIT}-"]
     same = (folder / "model.safetensors").read_bytes() == (repo / "model.safetensors").read_bytes()
     assert same
 
@@ -90,29 +102,29 @@ def test_an_earlier_process_half_is_finished(
     hub: FakeHub, place: Hub, spec: ModelSpec, repo: Path
 ) -> None:
     """It counts as fetched, and not as a model."""
-    half = (repo / "model.safetensors").read_bytes()[: 7 * MB]
+    half = (repo / "model.safetensors").read_bytes()[: 7 * UNIT]
     blobs(place).mkdir(parents=True)
     part(place, repo).write_bytes(half)
-    assert fetched_bytes(spec, place) == 7 * MB
+    assert fetched_bytes(spec, place) == 7 * UNIT
     assert on_disk(spec, place) is None
     download(spec, place)
-    assert hub.ranges == [f"bytes={7 * MB}-"]
+    assert hub.ranges == [f"bytes={7 * UNIT}-"]
     assert on_disk(spec, place) is not None
     assert not list(blobs(place).glob("*.part"))
 
 
-@pytest.mark.parametrize("size", [7 * MB, WEIGHTS + 9 * MB])
+@pytest.mark.parametrize("size", [7 * UNIT, SMALL + 9 * UNIT])
 def test_a_half_with_other_bytes_is_dropped(
     hub: FakeHub, place: Hub, spec: ModelSpec, repo: Path, size: int
 ) -> None:
     """One that is too long at once, another when its end has come; then it is fetched whole."""
     blobs(place).mkdir(parents=True)
     part(place, repo).write_bytes(bytes(size))
-    if size < WEIGHTS:
+    if size < SMALL:
         with pytest.raises(ModelUnavailable, match="other bytes than the hub's hash says"):
             download(spec, place)
     assert on_disk(spec, place) is None
-    assert (download(spec, place) / "model.safetensors").stat().st_size > WEIGHTS
+    assert (download(spec, place) / "model.safetensors").stat().st_size > SMALL
     assert hub.ranges[-1] == ""
 
 
@@ -138,7 +150,7 @@ def test_weights_that_the_hub_has_in_half_are_named(
 ) -> None:
     """Their hash is right and their header says more."""
     file = repo / "model.safetensors"
-    file.write_bytes(file.read_bytes()[: 2 * MB])
+    file.write_bytes(file.read_bytes()[: 2 * UNIT])
     with pytest.raises(ModelUnavailable, match=r"model\.safetensors is not a whole safetensors"):
         download(spec, place)
 
@@ -167,7 +179,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Mount a disk that the weights just fit on."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    options = ("-t", "tmpfs", "-o", f"size={WEIGHTS + 6 * MB}", "tmpfs", str(folder))
+    options = ("-t", "tmpfs", "-o", f"size={SMALL + 6 * UNIT}", "tmpfs", str(folder))
     if not shutil.which("mount") or subprocess.run(["mount", *options], check=False).returncode:
         pytest.skip("only root may mount a small disk, on Linux")
     yield folder
@@ -191,7 +203,7 @@ def test_a_disk_that_fills_up_meanwhile_is_told_and_given_back(
     fetching.start()
     assert hub.half_sent.wait(30)
     other = small_disk / "other"
-    other.write_bytes(bytes(18 * MB))
+    other.write_bytes(bytes(18 * UNIT))
     hub.gate.set()
     fetching.join(30)
     assert failed == ["org/big could not be stored: No space left on device."]

@@ -63,13 +63,17 @@ def rewrite_weights(folder: Path, **changes: mx.array) -> None:
     [*((name, Device.CPU) for name in TINY), *((name, Device.METAL) for name in TINY[::2])],
 )
 def test_every_pair_gets_the_score_of_sentence_transformers(name: str, device: Device) -> None:
-    """64 pairs of all lengths in one batch, and each alone, over scripts, blanks and long texts."""
+    """64 pairs of all lengths in one batch, and each alone, over scripts, blanks and long texts.
+
+    Of a GPU's kernels, which are emulated here, a quarter of them.
+    """
     engine = golden(name, device)
-    pairs = rows(engine)
-    expected = np.load(GOLDEN / name / "scores.npy")
+    step = 1 if device is Device.CPU else 4
+    pairs = rows(engine)[::step]
+    expected = np.load(GOLDEN / name / "scores.npy")[::step]
     together = engine.score(pairs)
     assert together.dtype == np.float32
-    assert together.shape == (64, engine.labels) == expected.shape
+    assert together.shape == (64 // step, engine.labels) == expected.shape
     assert np.abs(together - expected).max() <= 1e-5
     alone = np.concatenate([engine.score([pair]) for pair in pairs])
     assert np.abs(alone - expected).max() <= 1e-5
@@ -144,8 +148,8 @@ def test_padding_does_not_change_a_score(name: str) -> None:
     short, *_ = engine.encode_pairs("hello", ["world"])
     [long] = engine.encode_pairs("hello", ["word " * 700])
     alone = engine.score([short])
-    among = engine.score([long] * 20 + [short] + [long] * 20)
-    assert np.abs(among[20] - alone[0]).max() <= 1e-5
+    among = engine.score([long] * 6 + [short] + [long] * 6)
+    assert np.abs(among[6] - alone[0]).max() <= 1e-5
     *_, padded = engine._forward([short.ids, long.ids], [short.second, long.second])
     assert np.abs(np.array(padded)[0] - alone[0]).max() <= 1e-5
     assert np.abs(golden(name, Device.METAL).score([short]) - alone).max() <= 1e-5

@@ -91,12 +91,12 @@ def test_minilm_reads_texts_as_sentence_transformers_does() -> None:
 
 @pytest.mark.parametrize("name", [MINILM, *TINY])
 def test_neighbours_do_not_change_a_vector(name: str) -> None:
-    """Alone, or among 63 others that are as long as can be: within 1e-5."""
+    """Alone, or among others that are as long as can be: within 1e-5."""
     engine = golden(name)
     long = rows(engine, ["word and more words " * 300])[0]
     assert len(long) == engine.max_tokens
     asked = rows(engine, TEXTS[:12:3])
-    together = engine.embed([long] * 30 + asked + [long] * 30)[30:34]
+    together = engine.embed([long] * 6 + asked + [long] * 6)[6:10]
     for ids, vector in zip(asked, together, strict=True):
         assert np.abs(vector - engine.embed([ids])[0]).max() <= 1e-5
 

@@ -193,7 +193,7 @@ def test_the_logits_of_a_whole_prompt_are_never_there_at_once(tmp_path: Path) ->
     engine = open_engine(folder)
     watching = Watching(engine._model)
     exchange(engine, watching)
-    jobs = [echo([5 + i % 900 for i in range(length)]) for length in (300, 40, 41)]
+    jobs = [echo([5 + i % 900 for i in range(length)]) for length in (140, 20, 21)]
     deltas = told(engine, jobs, budget=4096)
     assert 0 < watching.most <= MOST_BYTES
     assert max_scored_tokens(131_072) == 128

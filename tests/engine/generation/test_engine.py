@@ -298,9 +298,9 @@ def test_unseeded_rows_differ_and_so_do_the_choices_of_one_job(engine: Generatio
 def test_stop_strings_never_leak_wherever_they_fall(engine: GenerationEngine) -> None:
     """Cut at every place of the answer, across tokens too."""
     (whole,) = answers(engine, [job(TEXTS[0])])
-    for start in range(1, len(whole.text) - 3):
-        stop = whole.text[start : start + 3]
-        (cut,) = answers(engine, [job(TEXTS[0], stop=["never met", stop])])
+    stops = [whole.text[start : start + 3] for start in range(1, len(whole.text) - 3)]
+    told = answers(engine, [job(TEXTS[0], stop=["never met", stop]) for stop in stops])
+    for stop, cut in zip(stops, told, strict=True):
         assert cut.text == whole.text[: whole.text.index(stop)]
         assert (cut.finish_reason, cut.stop) == ("stop", stop)
     assert whole.stop is None
@@ -404,7 +404,7 @@ def engine_rows(engine: GenerationEngine) -> list[Any]:
     return list(engine._running.rows)
 
 
-@pytest.mark.parametrize("at", [1, 2, 3, 5, 9, 20])
+@pytest.mark.parametrize("at", [1, 3, 9])
 def test_a_passing_fault_changes_no_answer(
     folder: Path, reference: dict[str, list[int]], at: int
 ) -> None:

@@ -122,7 +122,7 @@ def check(engine: GenerationEngine, job: GenerateJob, deltas: Sequence[Delta]) -
         assert found == pytest.approx(right, abs=1e-5, rel=2e-6)  # float32 has 7 digits
 
 
-@pytest.mark.parametrize("budget", [16, 100, 512])
+@pytest.mark.parametrize("budget", [16, 512])
 def test_a_labels_logprob_is_the_models_own(engine: GenerationEngine, budget: int) -> None:
     """Alone and with others, whatever the chunks and what is cached; for labels of any length."""
     engine.clear_prefixes()
@@ -329,7 +329,7 @@ def test_the_steps_of_a_question_share_its_prompt(tmp_path: Path) -> None:
 def test_an_answer_waits_for_one_chunk_of_all_that_only_judge(folder: Path) -> None:
     """Each question is long, and begins like no other."""
     engine = open_engine(folder)
-    for i in range(12):
+    for i in range(4):
         [row] = engine.prepare(judging(["a", "b"], text=f"{i} " * 300))
         join(engine, row)
     engine.prefill(64)  # one of them is under way
@@ -342,7 +342,7 @@ def test_an_answer_waits_for_one_chunk_of_all_that_only_judge(folder: Path) -> N
     judged = []
     while engine.is_prefilling or engine.is_decoding:
         judged += [*engine.prefill(64), *engine.decode()]
-    assert sum(delta.judgement is not None for delta in judged) == 12
+    assert sum(delta.judgement is not None for delta in judged) == 4
     engine.close()
 
 

@@ -13,7 +13,7 @@ from tests.engine.generation.mixtures import KINDS, Mixture, Models
 
 pytestmark = pytest.mark.slow
 
-SHORT_S = 15 / len(KINDS)
+SHORT_S = 9 / len(KINDS)
 LONG_STEPS = 10_000 / len(KINDS)
 ALWAYS = {"joined", "ended", "left", "park", "preempt", "capped", "cached", "formed", "reloaded"}
 

@@ -91,8 +91,7 @@ def test_a_bound_holds_wherever_the_row_is(folder: Path, act: str | None) -> Non
     assert batch.answers[row].tokens == 8
 
 
-@pytest.mark.parametrize("tokens", [1, 6])
-@pytest.mark.parametrize("is_batched", [True, False])
+@pytest.mark.parametrize(("tokens", "is_batched"), [(1, False), (6, True)])
 def test_a_bound_that_a_row_has_reached_ends_it_at_once(
     folder: Path, tokens: int, is_batched: bool
 ) -> None:

@@ -61,7 +61,7 @@ def generate(text: str) -> GenerateJob:
     return GenerateJob(caller=caller(), messages=messages, sampling=GREEDY, max_tokens=20)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_answers_are_those_without_reading_ahead(
     plain: GenerationEngine, ahead: GenerationEngine, seed: int
 ) -> None:
@@ -99,7 +99,7 @@ def forget(engine: GenerationEngine) -> GenerationEngine:
     return engine
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("rows", [1, 8])
 def test_what_repeats_is_read_several_tokens_at_once(folder: Path, rows: int) -> None:
     kinds = [
         GREEDY,
@@ -130,7 +130,7 @@ def test_what_repeats_is_read_several_tokens_at_once(folder: Path, rows: int) ->
 def test_an_answer_ends_where_it_must_though_more_was_read(
     plain: GenerationEngine, ahead: GenerationEngine
 ) -> None:
-    for most in range(1, 24):
+    for most in (1, 2, 3, 7, 12, 19):
         for more in ({}, {"grammar": FIXED}, {"stop": ["e"]}):
             jobs = [(ECHO, {"sampling": GREEDY, "max_tokens": most, **more})]
             [expected], _ = answer_at_random(plain, jobs, random.Random(0))
@@ -160,7 +160,7 @@ def answer(engine: GenerationEngine, row: SequenceParams) -> tuple[Heard, list[P
     return next(iter(batch.answers.values())), passes
 
 
-@pytest.mark.parametrize("place", range(12, 30, 3))
+@pytest.mark.parametrize("place", [12, 17, 22])
 def test_what_was_chosen_after_an_answers_end_saved_no_pass(folder: Path, place: int) -> None:
     engine = forget(open_engine(folder, speculate_rows=8))
     row = repeat(engine)
@@ -185,7 +185,7 @@ class BrokenFrom:
         return mx.where((places < self._place)[:, :, None], logits, mx.nan)
 
 
-@pytest.mark.parametrize("place", range(12, 30, 3))
+@pytest.mark.parametrize("place", [12, 17, 22])
 def test_what_comes_before_a_fault_inside_a_draft_is_told(folder: Path, place: int) -> None:
     told = []
     for speculate_rows in (0, 8):

@@ -65,6 +65,7 @@ def test_an_answer_of_one_token_is_right_though_its_window_was_too_small(
     engine: GenerationEngine,
 ) -> None:
     """It ends before any decode step."""
-    jobs = [job(text, WIDE, max_tokens=1) for text in TEXTS]
+    texts = TEXTS[:3]
+    jobs = [job(text, WIDE, max_tokens=1) for text in texts]
     found = [answers(engine, [each])[0].ids for each in jobs]
-    assert_alike(engine, jobs, found, [whole(engine, text, max_tokens=1).ids for text in TEXTS])
+    assert_alike(engine, jobs, found, [whole(engine, text, max_tokens=1).ids for text in texts])

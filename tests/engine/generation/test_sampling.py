@@ -20,6 +20,7 @@ from gateway.engine.generation.sampling import (
 from gateway.jobs import Sampling
 
 DRAWS = 2000
+FEW = 600  # where each is dear
 Probabilities = npt.NDArray[np.float64]
 
 
@@ -57,12 +58,14 @@ def exact(logits: npt.NDArray[np.float32], asked: Mapping[str, Any]) -> Probabil
     return probabilities
 
 
-def drawn(logits: npt.NDArray[np.float32], asked: Mapping[str, Any], rows: int = 50) -> Any:
+def drawn(
+    logits: npt.NDArray[np.float32], asked: Mapping[str, Any], rows: int = 50, draws: int = DRAWS
+) -> Any:
     """Count how often each token is drawn: rows with seeds of their own, positions in turn."""
     counts = np.zeros(len(logits), dtype=np.int64)
     samplers = [sampler(len(logits), seed=row, **asked) for row in range(rows)]
     batch = mx.array(np.tile(logits, (rows, 1)))
-    for position in range(DRAWS // rows):
+    for position in range(draws // rows):
         np.add.at(counts, chosen(samplers, batch, [position] * rows), 1)
     return counts
 
@@ -111,7 +114,7 @@ def test_tokens_are_drawn_as_often_as_the_filters_say(
     """Never one that they leave out; the others by their probability."""
     logits = (np.random.default_rng(1).standard_normal(vocab_size) * 3).astype(np.float32)
     probabilities = exact(logits, asked)
-    counts = drawn(logits, asked)
+    counts = drawn(logits, asked, draws=DRAWS if vocab_size < 1000 else FEW)
     assert counts[probabilities == 0].sum() == 0
     assert is_likely(counts, probabilities * counts.sum())
 
@@ -138,9 +141,9 @@ def test_a_nucleus_wider_than_the_window_is_noticed_and_drawn_from_whole() -> No
     choice = choose([one], mx.array(logits[None]), [0])
     assert choice.is_sure is not None
     assert not bool(choice.is_sure[0].item())
-    counts = drawn(logits, {"top_p": 0.9}, rows=200)
+    counts = drawn(logits, {"top_p": 0.9}, draws=FEW)
     quarters = counts.reshape(4, -1).sum(axis=1)
-    assert counts.max() < 10
+    assert counts.max() < 5
     assert (quarters > 0).sum() >= 3
 
 

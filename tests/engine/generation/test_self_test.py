@@ -1,7 +1,7 @@
 """Models whose rows may not run together: the self-test finds them, and they answer as alone."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,11 @@ PROMPTS = [[7, 8, 9, 10], [*range(20, 110)], [*range(5, 38)], [*range(300, 311)]
 GREEDY = Sampling(temperature=0)
 
 
+def a_few(names: Iterable[str], *shown: str) -> list[Any]:
+    """Mark those as slow that are not shown."""
+    return [pytest.param(name, marks=() if name in shown else pytest.mark.slow) for name in names]
+
+
 def opened(folder: Path) -> GenerationEngine:
     engine = load_generation(folder, name="m", device=Device.CPU, prefix_cache_bytes=1 << 24)
     engine._chat.eos_ids = frozenset()
@@ -184,7 +189,7 @@ def answers(engine: GenerationEngine, prompts: list[list[int]], late: int = 2) -
     return Told([row.tokens for row in rows], list(errors.values()), most)
 
 
-@pytest.mark.parametrize("kind", UNFIT)
+@pytest.mark.parametrize("kind", a_few(UNFIT, "gemma2"))
 def test_a_model_that_is_wrong_in_a_batch_is_found_and_answers_as_alone(
     tmp_path: Path, kind: str
 ) -> None:
@@ -206,7 +211,7 @@ def test_a_model_that_is_wrong_in_a_batch_is_found_and_answers_as_alone(
     engine.close()
 
 
-@pytest.mark.parametrize("kind", FIT)
+@pytest.mark.parametrize("kind", a_few(FIT, "gemma3"))
 def test_a_model_that_is_right_in_a_batch_stays_batched(tmp_path: Path, kind: str) -> None:
     """And is right: the same answers together as alone."""
     folder = write_chat(tmp_path / "m", **FIT[kind])
@@ -239,7 +244,7 @@ def unfinished(engine: GenerationEngine) -> Verdict:
     return verdict
 
 
-@pytest.mark.parametrize("kind", UNFIT)
+@pytest.mark.parametrize("kind", a_few(UNFIT, "gemma2"))
 def test_until_a_test_is_whole_other_architectures_run_one_at_a_time(
     tmp_path: Path, kind: str
 ) -> None:
@@ -423,8 +428,31 @@ def test_rows_that_run_one_at_a_time_can_leave_wherever_they_are(tmp_path: Path)
     engine.close()
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["rwkv7", "recurrent_gemma", "baichuan_m1"])
+@pytest.fixture
+def _uncompiled() -> Iterator[None]:
+    """Compiling for the CPU takes seconds a model."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+@pytest.mark.usefixtures("_uncompiled")
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("rwkv7", mx.bfloat16),
+        *(
+            pytest.param(name, dtype, marks=pytest.mark.slow)
+            for name, dtype in (
+                ("rwkv7", mx.float32),
+                ("rwkv7", mx.float16),
+                ("recurrent_gemma", mx.bfloat16),
+                ("baichuan_m1", mx.bfloat16),
+            )
+        ),
+    ],
+    ids=str,
+)
 def test_padding_that_gets_into_states_is_found_in_every_type(name: str, dtype: mx.Dtype) -> None:
     """The classes keep the last token of a pass, whatever it is. It fades from token to token, so
     the logits after the first ones may be within bfloat16's bound.
@@ -437,7 +465,8 @@ def test_padding_that_gets_into_states_is_found_in_every_type(name: str, dtype: 
     assert verdict.rows is False
 
 
-@pytest.mark.parametrize("name", ["mamba2", "lfm2", "falcon_h1", "plamo2"])
+@pytest.mark.usefixtures("_uncompiled")
+@pytest.mark.parametrize("name", a_few(("mamba2", "lfm2", "falcon_h1"), "lfm2"))
 def test_padding_that_states_leave_out_is_no_mismatch(name: str) -> None:
     """In the coarsest type."""
     config = tiny_config(name)

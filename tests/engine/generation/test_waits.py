@@ -154,18 +154,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_step_waits_once_whatever_its_rows_ask_for(
-    monkeypatch: pytest.MonkeyPatch, folders: dict[str, Path], kind: str, asked: str
-) -> None:
-    engine = open_engine(folders[kind], None)
-    batch = begun(engine, ASKED[asked])
-    assert steps(monkeypatch, batch, 8) == [["eval"]] * 8
-    assert not engine._faults.take()
-    engine.close()
-
-
 class Following:
     """A model that notes how many tokens the rows have when a pass is launched."""
 
@@ -186,19 +174,21 @@ class Following:
 
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_next_pass_is_launched_before_tokens_are_appended(
-    folders: dict[str, Path], kind: str, asked: str
+def test_a_step_waits_once_and_launches_the_next_pass_before_tokens_are_appended(
+    monkeypatch: pytest.MonkeyPatch, folders: dict[str, Path], kind: str, asked: str
 ) -> None:
     """Also where a nucleus may be wider than its window, and no pass can be taken back."""
     engine = open_engine(folders[kind], None)
     batch = begun(engine, ASKED[asked])
+    assert steps(monkeypatch, batch, 4) == [["eval"]] * 4
     engine._model = model = Following(engine)
-    for _ in range(5):
+    for _ in range(3):
         assert engine._running is not None
         before = [len(row.tokens) for row in engine._running.rows]
         batch.hear(engine.decode())
         assert model.tokens.pop() == before
         assert not model.tokens
+    assert not engine._faults.take()
     engine.close()
 
 
@@ -272,7 +262,7 @@ def test_states_are_waited_for_at_the_ends_of_blocks_alone(
     assert engine._running is not None
     (row,) = engine._running.rows
     waited: dict[bool, set[int]] = {False: set(), True: set()}
-    for _ in range(2 * BLOCK):
+    for _ in range(BLOCK + 2):
         is_end = len(row.context) % BLOCK == 0
         ((*calls,),) = steps(monkeypatch, batch, 1)
         waited[is_end].add(len(calls))

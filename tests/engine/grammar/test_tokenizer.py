@@ -151,7 +151,7 @@ def test_every_id_is_text_or_a_control_token() -> None:
 def gaps() -> Iterator[list[float]]:
     """Measure, on a thread beside, for how long it does not run."""
     found: list[float] = []
-    is_over = threading.Event()
+    is_over, has_begun = threading.Event(), threading.Event()
 
     def tick() -> None:
         last = time.perf_counter()
@@ -160,9 +160,11 @@ def gaps() -> Iterator[list[float]]:
             now = time.perf_counter()
             found.append(now - last)
             last = now
+            has_begun.set()
 
     beside = threading.Thread(target=tick)
     beside.start()
+    has_begun.wait()
     yield found
     is_over.set()
     beside.join()
@@ -178,7 +180,6 @@ def test_others_run_between_the_parts_of_the_making(gaps: list[float]) -> None:
     tokenizer.add_special_tokens(["</s>"])
     fast: Any = PreTrainedTokenizerFast  # untyped
     whole = fast(tokenizer_object=tokenizer, eos_token="</s>")
-    time.sleep(0.05)
     gaps.clear()
     started = time.perf_counter()
     GrammarTokenizer(whole, vocab_size=60_002, eos_ids=[60_000])

@@ -36,7 +36,7 @@ def row(prompt: int, max_tokens: int) -> SequenceParams:
     )
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", [*KINDS, "drafted"])
 def test_rows_hold_no_more_kv_than_is_counted(tmp_path: Path, kind: str, seed: int) -> None:
     """Whoever joins, leaves and stops, and whoever is long beside whoever is short."""

@@ -37,7 +37,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "large": {"seed": 2, "rank": 9, "scale": 1.0},
     "queries": {"seed": 3, "rank": 4, "scale": 4.0, "only": "q_proj"},
 }
-KINDS: dict[str, dict[str, Any]] = {"plain": {}, "sliding": SLIDING, "stateful": STATEFUL}
+KINDS: dict[str, dict[str, Any]] = {"sliding": SLIDING, "stateful": STATEFUL}
 
 Asked = tuple[str, str, dict[str, Any]]
 """An adapter's name or none, a text, and what else a job has."""
@@ -105,15 +105,6 @@ def run(batch: Adapted, jobs: Sequence[Asked], chance: random.Random) -> list[He
     return [batch.answers[row] for row in rows]
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def world(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[World]:
-    world = World(tmp_path_factory.mktemp(request.param), KINDS[request.param])
-    yield world
-    world.close()
-
-
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     world = World(tmp_path_factory.mktemp("plain"), {})
@@ -121,13 +112,16 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     world.close()
 
 
-@pytest.mark.parametrize("seed", [0])
-@pytest.mark.parametrize("ahead", [0, 8])
+@pytest.mark.parametrize(
+    ("kind", "ahead"),
+    [("plain", 8), ("stateful", 0), pytest.param("sliding", 8, marks=pytest.mark.slow)],
+)
 def test_rows_of_several_adapters_in_one_batch_say_what_merged_models_say_alone(
-    world: World, seed: int, ahead: int
+    plain: World, tmp_path: Path, kind: str, ahead: int
 ) -> None:
     """Greedy, with logprobs and with a grammar; read ahead or not; prefixes kept."""
-    chance = random.Random(seed)
+    world = plain if kind == "plain" else World(tmp_path, KINDS[kind])
+    chance = random.Random(0)
     kinds = [{"sampling": GREEDY, "max_tokens": 30}, JOBS[1], JOBS[2]]
     kinds.append({"sampling": GREEDY, "max_tokens": 60, "grammar": SCHEMA})
     names = ["", *ADAPTERS]
@@ -141,6 +135,8 @@ def test_rows_of_several_adapters_in_one_batch_say_what_merged_models_say_alone(
             assert found.says_as(world.alone(job)), job
     finally:
         batch.engine.close()
+        if world is not plain:
+            world.close()
 
 
 def test_each_adapter_says_something_of_its_own(plain: World) -> None:

@@ -83,7 +83,7 @@ def box() -> Iterator[Sandbox]:
 @pytest.fixture(scope="module")
 def brief() -> Iterator[Sandbox]:
     """Give one with a short deadline, for what never ends."""
-    with sandbox("template", 5, quick_s=1.0) as brief:
+    with sandbox("template", 0.5) as brief:
         yield brief
 
 

@@ -24,11 +24,11 @@ def fuzz(folder: Path, seed: int, headers: int, loads: int) -> dict[str, int]:
 
 def test_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
     """Flipped bits, extreme numbers, cuts and insertions: some of each are harmless."""
-    ends = fuzz(tmp_path, 0, 1500, 100)
-    assert ends["read"] > 50
-    assert ends["refused"] > 300
-    assert ends["loaded"] > 10
-    assert ends["failed"] > 10
+    ends = fuzz(tmp_path, 0, 500, 33)
+    assert ends["read"] > 16
+    assert ends["refused"] > 100
+    assert ends["loaded"] > 3
+    assert ends["failed"] > 3
 
 
 @pytest.mark.soak
