@@ -15,8 +15,7 @@ import pytest
 from gateway import metrics
 from gateway.app import self_tests
 from gateway.app.self_tests import SelfTest, VerdictStore
-from gateway.engine.device import Device
-from gateway.engine.generation import self_test
+from gateway.engine.device import BLAS, Device
 from gateway.engine.generation.self_test import self_test_digest
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.errors import Fault, PassFault
@@ -374,6 +373,6 @@ def test_a_verdict_holds_for_the_blas_that_it_was_found_with(
     checkpoint = Checkpoint("m", write_chat(tmp_path / "one"))
     digests = set()
     for config in ("OpenBLAS 0.3.26 Haswell", "OpenBLAS 0.3.29 SkylakeX"):
-        monkeypatch.setattr(self_test, "BLAS", replace(self_test.BLAS, config=config))
+        monkeypatch.setattr(f"{self_test_digest.__module__}.BLAS", replace(BLAS, config=config))
         digests.add(self_test_digest(checkpoint, Device.CPU, None))
     assert len(digests) == 2

@@ -112,7 +112,7 @@ def test_wrong_settings_fail_each(
     assert found["settings"].startswith("fail GATEWAY_PORT=99999: should be less than")
     assert "device" not in found
     with pytest.raises(SystemExit, match="1"):
-        checks.doctor(None, engine=False, model=(), as_json=False, report=False)
+        checks.doctor(None, engine=False, model=[], as_json=False, report=False)
 
 
 @pytest.mark.parametrize(
