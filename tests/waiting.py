@@ -8,4 +8,4 @@ async def until(is_so: Callable[[], object], seconds: float = 20) -> None:
     """Wait for a fact; `seconds` only end a test that would hang."""
     async with asyncio.timeout(seconds):
         while not is_so():
-            await asyncio.sleep(0.002)
+            await asyncio.sleep(0.005)
