@@ -19,10 +19,14 @@ def engines() -> ScriptedEngines:
 
 @pytest.fixture
 def models(tmp_path: Path) -> Catalog:
-    """Give a few models of each kind."""
+    return some_models(tmp_path)
+
+
+def some_models(folder: Path) -> Catalog:
+    """Write a catalog with a few models of each kind."""
     common = {"source": "path:.", "preload": False}
     return catalog(
-        tmp_path,
+        folder,
         {
             "org/embed": {
                 "kind": "embedding",
@@ -45,7 +49,28 @@ def models(tmp_path: Path) -> Catalog:
 
 
 @pytest.fixture
-async def client(models: Catalog, engines: ScriptedEngines) -> AsyncIterator[httpx2.AsyncClient]:
-    """Give a client of a gateway without keys."""
+async def own_client(
+    models: Catalog, engines: ScriptedEngines
+) -> AsyncIterator[httpx2.AsyncClient]:
     async with served(models, engines) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+async def shared_client(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> AsyncIterator[httpx2.AsyncClient]:
+    async with served(some_models(tmp_path_factory.mktemp("models")), ScriptedEngines()) as client:
+        yield client
+
+
+@pytest.fixture
+def client(request: pytest.FixtureRequest) -> httpx2.AsyncClient:
+    """Give a client of a gateway without keys: the module's, unless the test has to do with the
+    engines too.
+    """
+    is_shared = "engines" not in request.fixturenames
+    found: httpx2.AsyncClient = request.getfixturevalue(
+        "shared_client" if is_shared else "own_client"
+    )
+    return found

@@ -125,8 +125,14 @@ class Streamed:
         return None
 
 
-async def stream(client: httpx2.AsyncClient, path: str, body: dict[str, Any]) -> Streamed:
-    """Ask for a stream, and read it whole."""
+async def stream(
+    client: httpx2.AsyncClient,
+    path: str,
+    body: dict[str, Any],
+    *,
+    on_kept_twice: Callable[[], None] = lambda: None,
+) -> Streamed:
+    """Ask for a stream, and read it whole; call back at its second sign of life."""
     async with client.stream("POST", path, json={**body, "stream": True}) as answer:
         told = Streamed(answer)
         if answer.status_code != 200:
@@ -137,6 +143,8 @@ async def stream(client: httpx2.AsyncClient, path: str, body: dict[str, Any]) ->
             if line in (": keep-alive", "event: ping"):
                 told.is_kept_first |= not told.events
                 told.keep_alives += 1
+                if told.keep_alives == 2:
+                    on_kept_twice()
             elif line.startswith("event: "):
                 told.names.append(line.removeprefix("event: "))
             elif line == "data: [DONE]":
@@ -159,10 +167,3 @@ async def held(gate: Gate, asking: Awaitable[httpx2.Response]) -> AsyncIterator[
     finally:
         gate.open()
         await asyncio.wait([task])
-
-
-async def until(is_so: Callable[[], object]) -> None:
-    """Wait for a fact."""
-    async with asyncio.timeout(10):
-        while not is_so():
-            await asyncio.sleep(0.01)

@@ -4,7 +4,8 @@ vendors' APIs write one.
 compat_tests/js/types.test.mjs holds them to the types for TypeScript.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx2
@@ -24,8 +25,11 @@ from openai.types.responses.input_token_count_response import InputTokenCountRes
 from openai.types.shared import ErrorObject
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from gateway.registry import Catalog
+from tests.api.conftest import some_models
 from tests.api.harness import ManyVoices
 from tests.fakes import ScriptedEngines
+from tests.serving_app import served
 
 pytestmark = pytest.mark.anyio
 USER = [{"role": "user", "content": "HM ok!"}]
@@ -99,10 +103,15 @@ NULLABLE: dict[str, set[str]] = {
 }
 
 
-@pytest.fixture
-def engines() -> ScriptedEngines:
-    """Give the engines behind `client`, of which one answers in every way there is."""
-    return ScriptedEngines(chat=ManyVoices(max_context=1000))
+@pytest.fixture(scope="module")
+async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx2.AsyncClient]:
+    """Give a client of the gateway that most cases share, which answers in every way there is."""
+    engines = ScriptedEngines(chat=ManyVoices(max_context=1000))
+    async with served(some_models(tmp_path_factory.mktemp("models")), engines) as client:
+        yield client
+
+
+adapter = functools.cache(TypeAdapter)  # of a union of events it takes a second to build
 
 
 def nulls(value: Any, path: str = "") -> Iterator[str]:
@@ -119,7 +128,7 @@ def nulls(value: Any, path: str = "") -> Iterator[str]:
 
 def check(path: str, kind: Any, raw: bytes) -> None:
     """Hold an answer to its type without any conversion, and to the fields that may be null."""
-    TypeAdapter(kind).validate_json(raw, strict=True)
+    adapter(kind).validate_json(raw, strict=True)
     assert set(nulls(orjson.loads(raw))) <= NULLABLE.get(path, set())
 
 
@@ -205,16 +214,17 @@ async def test_every_event_is_of_its_type(client: httpx2.AsyncClient, path: str,
     ],
 )
 async def test_a_stream_that_fails_is_of_its_types_to_the_end(
-    client: httpx2.AsyncClient, engines: ScriptedEngines, path: str, body: Any, kind: Any
+    models: Catalog, path: str, body: Any, kind: Any
 ) -> None:
     """Its last event is an error, as each vendor's SDK reads it."""
-    engines.chat.fail_at_step = 4
-    answer = await client.post(f"/v1{path}", json={**body, "stream": True})
+    engines = ScriptedEngines(chat=ManyVoices(max_context=1000, fail_at_step=4))
+    async with served(models, engines) as client:
+        answer = await client.post(f"/v1{path}", json={**body, "stream": True})
     assert answer.status_code == 200
     *before, last = events_of(answer)
     for event in before:
         check(path, EVENTS[path], event)
-    TypeAdapter(kind).validate_json(last, strict=True)
+    adapter(kind).validate_json(last, strict=True)
     assert b"engine_failed" in b"".join(events_of(answer)[-2:])
 
 
@@ -272,7 +282,7 @@ async def test_an_error_is_of_its_vendors_type(
     """OpenAI's has nulls for what is unknown, Anthropic's none."""
     answer = await client.post(f"/v1{path}", content=body)
     assert answer.status_code in (400, 404)
-    TypeAdapter(kind).validate_json(answer.content, strict=True)
+    adapter(kind).validate_json(answer.content, strict=True)
     assert set(nulls(answer.json())) <= allowed
 
 

@@ -11,7 +11,7 @@ from gateway.registry import Catalog
 from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.serving_app import served
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("engines")]
 WEIGHTS = [math.exp(-i) for i in range(3)]
 PREDICATE = {"type": "predicate", "instructions": "It rains."}
 

@@ -75,6 +75,7 @@ async def test_what_is_wrong_is_told_as_tei_tells_it(client: httpx2.AsyncClient)
         assert told in told_error["error"]
 
 
+@pytest.mark.usefixtures("engines")  # a gateway of its own
 async def test_info_is_of_the_model_that_would_answer(client: httpx2.AsyncClient) -> None:
     """Of the first one while none is loaded, then of the loaded one, with its limit."""
     first = (await client.get("/info")).json()

@@ -1,6 +1,8 @@
 """The table of request fields in docs/api.md, walked against the running server."""
 
+import functools
 import re
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ from openai.types import (
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from tests.fakes import ScriptedEngines
+from tests.api.conftest import some_models
+from tests.fakes import ScriptedChat, ScriptedEngines
+from tests.serving_app import served
 
 pytestmark = pytest.mark.anyio
 ROOMY = 1000  # tokens: a question takes more than the scripted model has room for
@@ -141,6 +145,15 @@ WRONG: dict[str, list[tuple[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx2.AsyncClient]:
+    """Give a client of the gateway that all cases share."""
+    engines = ScriptedEngines(chat=ScriptedChat(max_context=ROOMY))
+    async with served(some_models(tmp_path_factory.mktemp("models")), engines) as client:
+        yield client
+
+
+@functools.cache
 def rows() -> dict[str, tuple[list[str], list[str], list[str]]]:
     """Read the table: by path, what is honoured, harmless, refused."""
     table = PAGE.partition("<!-- fields:")[2].partition("<!-- /fields -->")[0]
@@ -173,10 +186,9 @@ def test_every_field_of_openais_is_in_the_table(path: str) -> None:
 
 @pytest.mark.parametrize(("path", "field"), cases(0) + cases(1))
 async def test_what_is_honoured_or_harmless_is_accepted(
-    client: httpx2.AsyncClient, engines: ScriptedEngines, path: str, field: str
+    client: httpx2.AsyncClient, path: str, field: str
 ) -> None:
     """And never called ignored."""
-    engines.chat.max_context = ROOMY
     answer = await client.post(path, json=body(path, field))
     assert answer.status_code == 200, answer.text
     assert "x-gateway-ignored" not in answer.headers
@@ -207,11 +219,8 @@ async def test_a_wrong_value_is_refused_by_its_name(
 
 
 @pytest.mark.parametrize("path", MINIMAL)
-async def test_a_null_is_as_good_as_nothing(
-    client: httpx2.AsyncClient, engines: ScriptedEngines, path: str
-) -> None:
+async def test_a_null_is_as_good_as_nothing(client: httpx2.AsyncClient, path: str) -> None:
     """Of every field that may be left out: SDKs in other languages write all that they know."""
-    engines.chat.max_context = ROOMY
     nulls = {field: None for column in rows()[path] for field in column}
     answer = await client.post(path, json={**nulls, **MINIMAL[path]})
     assert answer.status_code == 200, answer.text
@@ -219,11 +228,8 @@ async def test_a_null_is_as_good_as_nothing(
 
 
 @pytest.mark.parametrize("path", MINIMAL)
-async def test_what_nobody_knows_is_named(
-    client: httpx2.AsyncClient, engines: ScriptedEngines, path: str
-) -> None:
+async def test_what_nobody_knows_is_named(client: httpx2.AsyncClient, path: str) -> None:
     """In a header, as it changes nothing."""
-    engines.chat.max_context = ROOMY
     answer = await client.post(path, json={**MINIMAL[path], "colour": "red"})
     assert answer.status_code == 200
     assert answer.headers["x-gateway-ignored"] == "colour"

@@ -16,7 +16,8 @@ from tests.fakes import ScriptedEngines
 from tests.serving_app import served
 
 StreamPair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-pytestmark = pytest.mark.anyio
+# The metric is of the last gateway: each test has its own.
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("engines")]
 USER = {"role": "user", "content": "hi"}
 CHAT: dict[str, Any] = {"model": "writer", "messages": [USER]}
 LONG = "x" * 64

@@ -50,6 +50,7 @@ async def test_a_model_tells_whether_it_is_loaded(client: httpx2.AsyncClient) ->
     assert (await client.get("/v1/models/gpt")).json()["state"] == "loaded"
 
 
+@pytest.mark.usefixtures("engines")  # a gateway of its own
 async def test_a_loaded_model_tells_its_bytes_and_last_use(client: httpx2.AsyncClient) -> None:
     """Both are null before, and so is the error while there is none."""
     before = (await client.get("/v1/models/writer")).json()
@@ -109,6 +110,7 @@ async def test_a_model_that_waits_for_one_in_use_is_503_in_time(models: Catalog)
 ANTHROPIC = {"anthropic-version": "2023-06-01"}
 
 
+@pytest.mark.usefixtures("engines")  # a gateway of its own
 async def test_anthropics_clients_get_its_form(client: httpx2.AsyncClient) -> None:
     """Of the models that /v1/messages can be asked."""
     answer = await client.get("/v1/models", headers=ANTHROPIC)

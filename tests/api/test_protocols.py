@@ -8,9 +8,10 @@ import pytest
 
 from gateway.errors import EngineFailed
 from gateway.registry import Catalog
-from tests.api.harness import ASK, TOOLS, code_of, held, stream, until
+from tests.api.harness import ASK, TOOLS, code_of, held, stream
 from tests.fakes import ScriptedEngines
 from tests.serving_app import served
+from tests.waiting import until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("path", ASK)]
 # By the name that a prompt has.
@@ -52,12 +53,12 @@ async def test_a_slow_first_token_opens_the_stream_and_keeps_it_alive(
     fails: bool,
 ) -> None:
     """With comments or pings, which clients skip; what fails then is an error event."""
-    monkeypatch.setattr("gateway.api.streams.KEEP_ALIVE_S", 0.05)
+    gate = engines.chat.gate
+    monkeypatch.setattr("gateway.api.streams.KEEP_ALIVE_S", 0.02)
     engines.chat.fail_at_step = 1 if fails else None
-    async with served(models, engines, stream_open_after_s=0.05) as client:
-        engines.chat.gate.close()
-        asyncio.get_running_loop().call_later(0.4, engines.chat.gate.open)
-        told = await stream(client, path, ASK[path]("hi"))
+    async with served(models, engines, stream_open_after_s=0.02) as client:
+        gate.close()
+        told = await stream(client, path, ASK[path]("hi"), on_kept_twice=gate.open)
     assert told.is_kept_first
     assert told.is_done is not fails
     assert told.error == (EngineFailed.code if fails else None)

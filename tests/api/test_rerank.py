@@ -276,6 +276,7 @@ class TestTexts:
 class TestWithoutModel:
     """The default is a loaded rerank model, else the first one, else the first embedding model."""
 
+    @pytest.mark.usefixtures("engines")  # a gateway of its own
     async def test_it_is_the_first_rerank_model_unless_another_is_loaded(
         self, client: httpx2.AsyncClient
     ) -> None:

@@ -35,6 +35,7 @@ def stages(answer: httpx2.Response) -> dict[str, float]:
         ),
     ],
 )
+@pytest.mark.usefixtures("engines")  # a gateway of its own
 async def test_an_answer_tells_its_stages_in_a_header(
     client: httpx2.AsyncClient, path: str, body: dict[str, Any], names: str
 ) -> None:
@@ -44,6 +45,7 @@ async def test_an_answer_tells_its_stages_in_a_header(
     assert sum(told.values()) - told["total"] <= told["total"] + 0.1
 
 
+@pytest.mark.usefixtures("engines")  # a gateway of its own
 async def test_a_stream_tells_up_to_its_first_token_and_the_rest_with_its_usage(
     client: httpx2.AsyncClient,
 ) -> None:

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -373,28 +372,30 @@ async def test_a_collector_that_is_not_there_is_told_of_in_the_log_of_the_gatewa
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {},
-        {"OTEL_EXPORTER_OTLP_ENDPOINT": "", "OTEL_SERVICE_NAME": "x"},
-        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_SDK_DISABLED": "true"},
-        {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://x", "OTEL_TRACES_EXPORTER": "none"},
-    ],
-)
-def test_without_an_endpoint_nothing_of_opentelemetry_is_imported(
-    variables: dict[str, str], tmp_path: Path
-) -> None:
+WITHOUT_ENDPOINT: list[dict[str, str]] = [
+    {},
+    {"OTEL_EXPORTER_OTLP_ENDPOINT": "", "OTEL_SERVICE_NAME": "x"},
+    {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_SDK_DISABLED": "true"},
+    {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://x", "OTEL_TRACES_EXPORTER": "none"},
+]
+
+
+def test_without_an_endpoint_nothing_of_opentelemetry_is_imported() -> None:
     """Not by the whole gateway with all that it may import later."""
     program = (
-        "import sys\n"
+        "import os, sys\n"
         "import gateway.cli.serve, gateway.app.engines, gateway.api.app\n"
         "from gateway.app.gateway import _make_tracer\n"
-        "assert _make_tracer() is None\n"
-        "assert not [name for name in sys.modules if name.startswith('opentelemetry')]\n"
+        f"for variables in {WITHOUT_ENDPOINT}:\n"
+        "    before = dict(os.environ)\n"
+        "    os.environ.update(variables)\n"
+        "    assert _make_tracer() is None, variables\n"
+        "    assert not [name for name in sys.modules if name.startswith('opentelemetry')]\n"
+        "    for name in variables.keys() - before.keys():\n"
+        "        del os.environ[name]\n"
     )
     clean = {k: v for k, v in environment().items() if not k.startswith("OTEL_")}
-    subprocess.run([sys.executable, "-c", program], env={**clean, **variables}, check=True)
+    subprocess.run([sys.executable, "-c", program], env=clean, check=True)
 
 
 async def test_without_an_endpoint_a_request_has_neither_header_nor_span(

@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from dataclasses import dataclass, field
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,13 @@ import orjson
 import pytest
 from prometheus_client import REGISTRY
 
+from gateway import clock
+from gateway.jobs import Caller
+from gateway.serving.admission import until_deadline
+from gateway.serving.generation import answer_checks
 from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.serving_app import catalog, served
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -20,6 +26,9 @@ UNIQUE = {"type": "array", "uniqueItems": True}
 FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": UNIQUE}}
 NAMED = "%23%2FuniqueItems,%23%2Fa~1%C3%BC"
 POINTERS = ["#/uniqueItems", "#/a~1ü"]
+
+
+HURRIED_S = 50
 
 
 @dataclass
@@ -206,12 +215,21 @@ async def test_a_bare_prompts_schema_is_always_strict(
     assert "schema_violated" in streamed.text
 
 
-async def test_answers_that_are_slow_to_judge_keep_no_other_request(tmp_path: Path) -> None:
+async def test_answers_that_are_slow_to_judge_keep_no_other_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor are they waited for beyond the deadline: then nobody can tell."""
+
+    def soon_after_judging_begins(caller: Caller) -> AbstractAsyncContextManager[None]:
+        is_hurried = caller.allowed_s == HURRIED_S
+        deadline = clock.now() + 0.2 if is_hurried else caller.deadline
+        return until_deadline(replace(caller, deadline=deadline))
+
+    monkeypatch.setattr(answer_checks, "until_deadline", soon_after_judging_begins)
     judge = SlowJudge()
     models = catalog(tmp_path, {"writer": {"kind": "chat", "source": "path:."}})
     async with served(models, ScriptedEngines(chat=judge)) as client:
-        hurried = {"x-gateway-timeout-s": "0.5"}
+        hurried = {"x-gateway-timeout-s": str(HURRIED_S)}
         asking = [
             asyncio.create_task(
                 client.post("/v1/chat/completions", json=ask(), headers=hurried if i else {})
@@ -219,9 +237,8 @@ async def test_answers_that_are_slow_to_judge_keep_no_other_request(tmp_path: Pa
             for i in range(40)
         ]
         try:
-            async with asyncio.timeout(10):
-                while len(judge.jobs) < 40:
-                    await asyncio.sleep(0.01)
+            async with asyncio.timeout(20):
+                await until(lambda: len(judge.jobs) == 40)
                 large = ask(response_format=None, user="x", metadata={"a": "x" * 300_000})
                 assert (await client.post("/v1/chat/completions", json=large)).status_code < 500
                 late = await asyncio.gather(*asking[1:])

@@ -2,10 +2,7 @@
 
 import asyncio
 import json
-import os
 import stat
-import subprocess
-import sys
 import time
 from collections.abc import Generator
 from dataclasses import asdict, dataclass, field, replace
@@ -16,8 +13,9 @@ import httpx2
 import pytest
 
 from gateway import metrics
+from gateway.app import self_tests
 from gateway.app.self_tests import SelfTest, VerdictStore
-from gateway.engine.device import Device
+from gateway.engine.device import BLAS, Device
 from gateway.engine.generation.self_test import self_test_digest
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.errors import Fault, PassFault
@@ -131,9 +129,12 @@ async def test_models_yaml_has_the_last_word(
     assert engines.chat.tests == (batching is True)
 
 
-async def test_a_test_that_takes_too_long_is_ended_in_idle_time(tmp_path: Path) -> None:
+async def test_a_test_that_takes_too_long_is_ended_in_idle_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Until then rows of an architecture that is known to be equal run together."""
-    slow = Scrutinised(findings=[Verdict()] * 4 + [FAILED], step_s=0.7)
+    monkeypatch.setattr(self_tests, "LANE_S", 0.3)
+    slow = Scrutinised(findings=[Verdict()] * 4 + [FAILED], step_s=0.15)
     engines = Engines(chat=slow)
     async with served(
         catalog(tmp_path, {"chat": CHAT}), engines, self_test=True, self_test_folder=tmp_path / "t"
@@ -155,10 +156,11 @@ async def test_a_test_that_takes_too_long_is_ended_in_idle_time(tmp_path: Path) 
 
 
 async def test_until_its_test_is_whole_another_architecture_runs_its_rows_one_at_a_time(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then they run together, if the test finds nothing wrong."""
-    slow = Scrutinised(findings=[Verdict()] * 4 + [PASSED], step_s=0.7, is_listed=False)
+    monkeypatch.setattr(self_tests, "LANE_S", 0.3)
+    slow = Scrutinised(findings=[Verdict()] * 4 + [PASSED], step_s=0.15, is_listed=False)
     body = {"model": "chat", "messages": [{"role": "user", "content": "Hello"}], "n": 4}
     async with served(
         catalog(tmp_path, {"chat": CHAT}),
@@ -181,7 +183,9 @@ async def test_until_its_test_is_whole_another_architecture_runs_its_rows_one_at
         assert max(slow.steps) == 4
 
 
-async def test_the_window_is_tested_while_nobody_asks(tmp_path: Path) -> None:
+async def test_the_window_is_tested_while_nobody_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One who comes goes first, and loses nothing of what was known."""
     known = replace(PASSED, window=None)
     waiting = Scrutinised(findings=[known, known, known, replace(known, window=False)])
@@ -192,8 +196,11 @@ async def test_the_window_is_tested_while_nobody_asks(tmp_path: Path) -> None:
         assert (await shown(client))["rows"] == "together"
         body = {"model": "chat", "messages": [{"role": "user", "content": "Hello"}]}
         waiting.gate.close()
+        first_poll_s = self_tests.IDLE_POLL_S
+        monkeypatch.setattr(self_tests, "IDLE_POLL_S", 0.02)
         asked = asyncio.create_task(client.post("/v1/chat/completions", json=body))
-        await asyncio.sleep(1.2)
+        await asyncio.to_thread(waiting.gate.reached.wait, 20)
+        await asyncio.sleep(first_poll_s + 0.1)  # several polls
         assert waiting.steps_taken == 1
         waiting.gate.open()
         assert (await asked).status_code == 200
@@ -202,7 +209,9 @@ async def test_the_window_is_tested_while_nobody_asks(tmp_path: Path) -> None:
                 await asyncio.sleep(0.1)
 
 
-async def test_a_test_gives_its_memory_to_rows_that_need_it(tmp_path: Path) -> None:
+async def test_a_test_gives_its_memory_to_rows_that_need_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is begun again when nobody uses the model: rows would wait for it, and it for them."""
     known = replace(PASSED, window=None)
     waiting = Scrutinised(
@@ -229,6 +238,7 @@ async def test_a_test_gives_its_memory_to_rows_that_need_it(tmp_path: Path) -> N
             "max_tokens": 1,
         }
         assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+        monkeypatch.setattr(self_tests, "IDLE_POLL_S", 0.02)
         async with asyncio.timeout(20):
             while waiting.steps_taken < 2 + len(waiting.findings):
                 await asyncio.sleep(0.05)
@@ -356,23 +366,13 @@ def test_a_digest_names_what_a_verdict_depends_on(tmp_path: Path) -> None:
     assert len(others) == 5
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere mlx brings its own BLAS")
-def test_a_verdict_holds_for_the_blas_that_it_was_found_with(tmp_path: Path) -> None:
+def test_a_verdict_holds_for_the_blas_that_it_was_found_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a CPU its kernels decide how far a batch's sums are from those of one row."""
-    folder = write_chat(tmp_path / "one")
-    code = (
-        "import sys; from pathlib import Path; from gateway.engine.generation.self_test import *\n"
-        "from gateway.engine.models.checkpoint import Checkpoint\n"
-        "print(self_test_digest(Checkpoint('m', Path(sys.argv[1])), Device.CPU, None))"
-    )
-    digests = {
-        subprocess.run(
-            [sys.executable, "-c", code, str(folder)],
-            env={**os.environ, "GATEWAY_BLAS": blas},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for blas in ("wheel", "system")
-    }
+    checkpoint = Checkpoint("m", write_chat(tmp_path / "one"))
+    digests = set()
+    for config in ("OpenBLAS 0.3.26 Haswell", "OpenBLAS 0.3.29 SkylakeX"):
+        monkeypatch.setattr(f"{self_test_digest.__module__}.BLAS", replace(BLAS, config=config))
+        digests.add(self_test_digest(checkpoint, Device.CPU, None))
     assert len(digests) == 2

@@ -160,7 +160,7 @@ async def test_no_idle_model_goes_for_rows_that_wait_where_it_does_not_help(
 
         async def chat(length: int) -> httpx2.Response:
             messages = [{"role": "user", "content": "x" * length}]
-            asked = {"model": "one", "messages": messages, "max_tokens": 200}
+            asked = {"model": "one", "messages": messages, "max_tokens": 60}
             return await client.post("/v1/chat/completions", json=asked)
 
         chats = [asyncio.create_task(chat(300)) for _ in range(3)]

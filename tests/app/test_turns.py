@@ -32,8 +32,8 @@ async def test_an_integer_beside_an_endless_string_waits_for_a_quantum(tmp_path:
     integer = body("How many?", {"type": "integer", "maximum": 99}, temperature=1, seed=2)
     async with served(catalog(tmp_path, models), engines, structured_rows=1) as client:
         post = client.post
-        alone = (await post("/v1/chat/completions", json=endless | {"max_tokens": 400})).json()
-        asked = endless | {"max_tokens": 400, "stream": True, "logprobs": True}
+        alone = (await post("/v1/chat/completions", json=endless | {"max_tokens": 200})).json()
+        asked = endless | {"max_tokens": 200, "stream": True, "logprobs": True}
         texts: list[str] = []
         written = 0
 
@@ -55,7 +55,7 @@ async def test_an_integer_beside_an_endless_string_waits_for_a_quantum(tmp_path:
         meanwhile = written - before
         assert not reading.done()
         assert 0 <= int(answer.json()["choices"][0]["message"]["content"]) <= 99
-        assert meanwhile <= QUANTUM + 4 * STEPS_PER_TURN, "of the 400 that the long one writes"
+        assert meanwhile <= QUANTUM + 4 * STEPS_PER_TURN, "of the 200 that the long one writes"
         await reading
         assert "".join(texts) == alone["choices"][0]["message"]["content"]
 

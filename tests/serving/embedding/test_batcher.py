@@ -26,6 +26,7 @@ from gateway.serving.embedding.policy import EmbeddingLimits
 from gateway.serving.lane import START_TOKENS, Lane
 from gateway.serving.tokenize import ThreadPools
 from tests.fakes import ScriptedEmbedder, caller, embed_job
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -54,7 +55,7 @@ async def test_waiting_inputs_share_one_pass() -> None:
         first = asyncio.create_task(batcher.embed(embed_job("a")))
         await asyncio.to_thread(engine.gate.reached.wait, 5)
         others = [asyncio.create_task(batcher.embed(embed_job("b" * n))) for n in range(1, 21)]
-        await asyncio.sleep(0.1)
+        await until(lambda: batcher.tickets == 20)
         engine.gate.open()
         await asyncio.gather(first, *others)
     assert [len(batch) for batch in engine.batches] == [1, 20]
@@ -74,9 +75,9 @@ async def test_a_request_that_is_still_being_read_is_waited_for() -> None:
     async with batching(engine, arrivals, batch_window_s=5) as batcher:
         with arrivals.expect() as second, arrivals.expect():
             first = asyncio.create_task(batcher.embed(embed_job("a")))
-            await asyncio.sleep(0.05)
+            await until(lambda: batcher.tickets == 1)
             assert engine.batches == []
-            await asyncio.gather(batcher.embed(embed_job("bb"), second), asyncio.sleep(0.05))
+            await batcher.embed(embed_job("bb"), second)
         await first
     assert engine.batches == [[1, 2]]
 
@@ -119,10 +120,12 @@ async def test_one_who_never_arrives_is_waited_for_no_longer_than_the_window() -
 async def test_a_batch_below_the_minimum_waits_the_window_out_and_then_goes() -> None:
     """With nobody else in sight."""
     engine = ScriptedEmbedder()
-    async with batching(engine, min_batch_size=2, batch_window_s=0.3) as batcher:
+    async with batching(engine, min_batch_size=2, batch_window_s=600) as batcher:
         first = asyncio.create_task(batcher.embed(embed_job("a")))
-        await asyncio.sleep(0.05)
+        await until(lambda: batcher.tickets == 1)
+        assert engine.batches == []
         await asyncio.gather(first, batcher.embed(embed_job("bb")))
+        batcher.adopt(replace(LIMITS, min_batch_size=2, batch_window_s=0.05))
         await batcher.embed(embed_job("ccc"))
     assert engine.batches == [[1, 2], [3]]
 
@@ -135,7 +138,7 @@ async def test_a_huge_request_leaves_room_for_small_ones() -> None:
         huge = asyncio.create_task(batcher.embed(embed_job(*["x" * 3] * 40)))
         await asyncio.to_thread(engine.gate.reached.wait, 5)
         small = [asyncio.create_task(batcher.embed(embed_job("y" * n))) for n in (1, 2)]
-        await asyncio.sleep(0.05)
+        await until(lambda: batcher.tickets == 3)
         engine.gate.open()
         await asyncio.gather(*small)
         assert not huge.done()
@@ -231,7 +234,7 @@ async def test_a_tokenizer_that_fails_on_one_text_fails_its_request_alone() -> N
     async with batching(engine) as batcher:
         engine.gate.close()
         asked = [asyncio.create_task(batcher.embed(embed_job(text * 1001))) for text in "ab!cd"]
-        await asyncio.sleep(0.05)
+        await asyncio.to_thread(engine.gate.reached.wait, 5)
         engine.gate.open()
         answers = await asyncio.gather(*asked, return_exceptions=True)
     assert isinstance(answers[2], BadRequest)
@@ -332,7 +335,7 @@ async def test_a_full_queue_answers_overloaded_and_recovers() -> None:
     async with batching(engine, queue_max_tokens=2) as batcher:
         engine.gate.close()
         held = [asyncio.create_task(batcher.embed(embed_job("a"))) for _ in range(2)]
-        await asyncio.sleep(0.05)
+        await asyncio.to_thread(engine.gate.reached.wait, 5)
         with pytest.raises(Overloaded) as refusal:
             await batcher.embed(embed_job("b"))
         assert refusal.value.headers["retry-after"] == "1"
@@ -350,9 +353,9 @@ async def test_a_caller_who_left_is_not_computed() -> None:
         await asyncio.to_thread(engine.gate.reached.wait, 5)
         left = asyncio.create_task(batcher.embed(embed_job("bb")))
         stayed = asyncio.create_task(batcher.embed(embed_job("ccc")))
-        await asyncio.sleep(0.05)
+        await until(lambda: batcher.tickets == 2)
         left.cancel()
-        await asyncio.sleep(0)
+        await asyncio.wait([left])
         engine.gate.open()
         await asyncio.gather(first, stayed)
     assert engine.batches == [[1], [3]]

@@ -17,6 +17,7 @@ from gateway.serving.embedding.reranker import RerankBatcher, relevance
 from gateway.serving.lane import Lane
 from gateway.serving.tokenize import SLICE_CHARS, ThreadPools
 from tests.fakes import ScriptedEmbedder, ScriptedReranker, rerank_job
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 LIMITS = EmbeddingLimits(max_batch_size=32, max_batch_tokens=1000, batch_window_s=0.05)
@@ -63,7 +64,7 @@ async def test_pairs_of_requests_that_wait_share_a_pass() -> None:
         others = [
             asyncio.create_task(batcher.rerank(rerank_job("a", "b" * n, "a"))) for n in range(1, 11)
         ]
-        await asyncio.sleep(0.1)
+        await until(lambda: batcher.tickets == 10)
         engine.gate.open()
         answers = await asyncio.gather(first, *others)
     assert [len(batch) for batch in engine.batches] == [1, 20]
@@ -79,7 +80,7 @@ async def test_a_failure_is_that_of_the_request_with_the_pair_at_fault() -> None
         await asyncio.to_thread(engine.gate.reached.wait, 5)
         jobs = [rerank_job("a", "a"), rerank_job("a", "a", "b!"), rerank_job("a", "a?")]
         tasks = [asyncio.create_task(batcher.rerank(job)) for job in jobs]
-        await asyncio.sleep(0.1)
+        await until(lambda: batcher.tickets == 3)
         engine.gate.open()
         await first
         good, poisoned, unsure = await asyncio.gather(*tasks, return_exceptions=True)
@@ -110,8 +111,7 @@ async def test_a_caller_that_leaves_takes_part_in_no_pass() -> None:
         first = asyncio.create_task(batcher.rerank(rerank_job("a", "b")))
         await asyncio.to_thread(engine.gate.reached.wait, 5)
         leaving = asyncio.create_task(batcher.rerank(rerank_job("a", "b", "c")))
-        await asyncio.sleep(0.05)
-        assert batcher.tickets == 1
+        await until(lambda: batcher.tickets == 1)
         leaving.cancel()
         await asyncio.wait([leaving])
         engine.gate.open()

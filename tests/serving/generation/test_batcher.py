@@ -26,6 +26,7 @@ from gateway.serving.generation.policy import QUANTUM, GenerationLimits
 from gateway.serving.lane import Lane
 from gateway.serving.tokenize import ThreadPools
 from tests.fakes import ScriptedChat, generate_job
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -67,14 +68,6 @@ async def text(batcher: GenerationBatcher, job: GenerateJob) -> str:
     return "".join(delta.text for delta in await deltas(batcher, job))
 
 
-async def until(condition: object, seconds: float = 5) -> None:
-    """Wait until a callable is true."""
-    assert callable(condition)
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 async def test_a_late_row_joins_the_running_batch() -> None:
     """Nobody waits for another's answer to end."""
     engine = ScriptedChat()
@@ -83,7 +76,7 @@ async def test_a_late_row_joins_the_running_batch() -> None:
         first = asyncio.create_task(text(batcher, generate_job("a" * 50)))
         await asyncio.to_thread(engine.gate.reached.wait, 5)
         second = asyncio.create_task(text(batcher, generate_job("bb")))
-        await asyncio.sleep(0.05)
+        await until(lambda: batcher.tickets == 1)
         engine.gate.open()
         assert await second == "bb"
         assert await first == "a" * 50
@@ -218,7 +211,7 @@ async def test_a_caller_who_leaves_takes_its_row_along() -> None:
         staying = asyncio.create_task(text(batcher, generate_job("b" * 9)))
         await asyncio.to_thread(engine.gate.reached.wait, 5)
         leaving.cancel()
-        await asyncio.sleep(0.01)
+        await asyncio.wait([leaving])
         engine.gate.open()
         assert await staying == "b" * 9
         await until(lambda: len(engine.left) == 1)
@@ -234,9 +227,9 @@ async def test_a_caller_who_leaves_while_waiting_never_joins() -> None:
         running = asyncio.create_task(text(batcher, generate_job("a" * 5)))
         await asyncio.to_thread(engine.gate.reached.wait, 5)
         waiting = asyncio.create_task(text(batcher, generate_job("b")))
-        await asyncio.sleep(0.05)
+        await until(lambda: batcher.tickets == 1)
         waiting.cancel()
-        await asyncio.sleep(0)
+        await asyncio.wait([waiting])
         engine.gate.open()
         await running
     assert engine.joined == [1]
@@ -257,7 +250,7 @@ async def test_a_full_queue_answers_overloaded_and_recovers() -> None:
     async with batching(engine, tokens=4) as batcher:
         engine.gate.close()
         held = [asyncio.create_task(text(batcher, generate_job("ab"))) for _ in range(2)]
-        await asyncio.sleep(0.05)
+        await until(lambda: batcher.rows + batcher.tickets == 2)
         with pytest.raises(Overloaded):
             await deltas(batcher, generate_job("c"))
         engine.gate.open()
@@ -290,7 +283,7 @@ async def test_a_request_that_is_given_up_knows_where_it_stood() -> None:
         engine.gate.close()
         given_up = generate_job("b")
         leaving = asyncio.create_task(text(batcher, given_up))
-        await asyncio.sleep(0.02)
+        await until(lambda: given_up.caller.timings.stage is Stage.PREFILL)
         leaving.cancel()
         await asyncio.wait([leaving])
         assert given_up.caller.timings.stage is Stage.PREFILL
@@ -347,7 +340,7 @@ async def test_bound_rows_run_within_their_limit_while_free_rows_go_on(
         ]
         await asyncio.to_thread(engine.gate.reached.wait, 5)
         free = asyncio.create_task(text(batcher, generate_job("free")))
-        await asyncio.sleep(0.05)
+        await until(lambda: batcher.rows + batcher.tickets == 6)
         engine.gate.open()
         assert await free == "free"
         assert not all(task.done() for task in held)
@@ -381,7 +374,7 @@ async def test_a_priority_row_joins_before_those_that_came_first() -> None:
         asked = [asyncio.create_task(ask(*each)) for each in tiers.items()]
         await asyncio.to_thread(engine.gate.reached.wait, 5)
         asked.append(asyncio.create_task(ask("priority", Tier.PRIORITY)))
-        await asyncio.sleep(0.05)
+        await until(lambda: batcher.tickets == 3)
         engine.gate.open()
         await asyncio.gather(*asked)
     assert order == ["first", "priority", "default", "flex"]
@@ -420,7 +413,7 @@ async def test_embeddings_get_their_turn_between_steps() -> None:
                         steps_before.append(len(engine.steps))
 
                 waiting = asyncio.create_task(embed())
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0)  # it asks for the lane
                 engine.gate.open()
                 await waiting
                 assert await answer == "a" * 90

@@ -12,6 +12,7 @@ from gateway.jobs import Grammar
 from gateway.serving.generation import grammars
 from gateway.serving.generation.grammars import GrammarCache
 from gateway.serving.tokenize import ThreadPools
+from tests.waiting import until
 
 
 def regex(source: str) -> Grammar:
@@ -55,7 +56,7 @@ async def test_equal_grammars_compile_once(compiler: Compiler, pool: ThreadPools
     cache = GrammarCache("once", compiler, pool.run)
     compiler.gate.clear()
     waiting = [asyncio.create_task(cache.get(regex("a"))) for _ in range(5)]
-    await asyncio.sleep(0.05)
+    await until(lambda: compiler.asked)
     compiler.gate.set()
     assert await asyncio.gather(*waiting) == ["A"] * 5
     assert await cache.get(regex("a")) == "A"
@@ -82,9 +83,9 @@ async def test_one_who_leaves_does_not_stop_the_others(
     cache = GrammarCache("leaving", compiler, pool.run)
     compiler.gate.clear()
     first, second = (asyncio.create_task(cache.get(regex("a"))) for _ in range(2))
-    await asyncio.sleep(0.02)
+    await until(lambda: compiler.asked)
     first.cancel()
-    await asyncio.sleep(0.02)
+    await asyncio.wait([first])
     compiler.gate.set()
     assert await second == "A"
     assert first.cancelled()
@@ -160,7 +161,7 @@ async def test_a_slow_grammar_keeps_no_other(compiler: Compiler, pool: ThreadPoo
     cache = GrammarCache("beside", compiler, pool.compile)
     compiler.gate.clear()
     slow = asyncio.create_task(cache.get(regex("a")))
-    await asyncio.sleep(0.05)
+    await until(lambda: compiler.asked)
     compiler.passing.add("b")
     assert await cache.get(regex("b")) == "B"
     assert not slow.done()

@@ -23,6 +23,7 @@ from gateway.serving.generation.scheduler import Scheduler
 from gateway.serving.lane import Lane
 from gateway.serving.tokenize import ThreadPools
 from tests.fakes import ScriptedChat, generate_job
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 LIMITS = GenerationLimits(max_batch_size=32, prefill_chunk_tokens=512)
@@ -217,8 +218,7 @@ async def test_a_row_joins_when_another_holder_gives_bytes_back() -> None:
     memory = RowMemory(budget, costs(most=2 * KV_STEP))
     async with batching(ScriptedChat(), memory) as batcher:
         waiting = asyncio.create_task(said(batcher, generate_job("late", max_tokens=9)))
-        while not cleared:
-            await asyncio.sleep(0.001)
+        await until(lambda: cleared)
         assert not waiting.done()
         assert set(cleared) == {13 + KV_STEP}, "so much must be free, not so much more"
         other.release()
@@ -242,8 +242,7 @@ async def test_a_row_joins_when_another_model_that_gives_way_becomes_idle() -> N
     memory = RowMemory(budget, costs(most=2 * KV_STEP))
     async with batching(ScriptedChat(), memory) as batcher:
         waiting = asyncio.create_task(said(batcher, generate_job("late", max_tokens=9)))
-        while not asked:
-            await asyncio.sleep(0.001)
+        await until(lambda: asked)
         is_idle = True
         budget.notify()
         assert text(await asyncio.wait_for(waiting, 5)) == "late"
@@ -306,8 +305,7 @@ async def test_a_row_that_fits_passes_one_that_others_keep_waiting() -> None:
     other.resize(2 * KV_STEP)
     async with batching(ScriptedChat(max_context=1000), RowMemory(budget, costs())) as batcher:
         big = asyncio.create_task(said(batcher, generate_job("b" * 200, max_tokens=80)))
-        while not batcher.tickets:
-            await asyncio.sleep(0.001)
+        await until(lambda: batcher.tickets)
         small = said(batcher, generate_job("small", max_tokens=9))
         assert text(await asyncio.wait_for(small, 5)) == "small"
         assert not big.done()
@@ -320,7 +318,7 @@ async def test_each_row_that_is_stuck_waits_its_own_time() -> None:
     budget = Budget(2 * KV_STEP)
     other = budget.share()
     other.resize(2 * KV_STEP)
-    limits = replace(LIMITS, memory_wait_s=0.4)
+    limits = replace(LIMITS, memory_wait_s=0.15)
     ends: dict[str, float] = {}
 
     async def refused(batcher: GenerationBatcher, word: str) -> None:
@@ -331,9 +329,9 @@ async def test_each_row_that_is_stuck_waits_its_own_time() -> None:
 
     async with batching(ScriptedChat(), RowMemory(budget, costs()), limits) as batcher:
         first = asyncio.create_task(refused(batcher, "first"))
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.1)
         await asyncio.gather(first, refused(batcher, "second"))
-    assert min(ends.values()) >= 0.4
+    assert min(ends.values()) >= 0.15
 
 
 @pytest.mark.parametrize("max_tokens", [None, 16_384])
@@ -366,8 +364,7 @@ async def test_when_memory_ends_the_youngest_gives_way_and_says_it_all_later(
     async with batching(engine, RowMemory(budget, costs(answer_tokens=90))) as batcher:
         engine.gate.close()
         asked = [asyncio.create_task(said(batcher, job)) for job in jobs]
-        while engine.rows + batcher.tickets < 2:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.rows + batcher.tickets == 2)
         engine.gate.open()
         answers = await asyncio.wait_for(asyncio.gather(*asked), 10)
     assert [text(answer) for answer in answers] == ["a" * 150, "b" * 150]
@@ -391,8 +388,7 @@ async def test_one_that_gave_way_waits_ahead_of_newcomers() -> None:
 
     async with batching(engine, RowMemory(budget, costs(answer_tokens=90))) as batcher:
         asked = [asyncio.create_task(ask(batcher, letter)) for letter in "ab"]
-        while not engine.preempted:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.preempted)
         asked += [asyncio.create_task(ask(batcher, letter)) for letter in "cd"]
         await asyncio.wait_for(asyncio.gather(*asked), 10)
     assert ends[:2] == ["a", "b"]
@@ -404,13 +400,11 @@ async def test_a_client_may_leave_while_its_row_waits_to_be_read_again() -> None
     engine = ScriptedChat(max_context=20_000)
     async with batching(engine, RowMemory(budget, costs(answer_tokens=90))) as batcher:
         asked = [asyncio.create_task(said(batcher, generate_job(letter * 150))) for letter in "ab"]
-        while not engine.preempted:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.preempted)
         asked[1].cancel()
         assert text(await asyncio.wait_for(asked[0], 10)) == "a" * 150
         await asyncio.gather(*asked, return_exceptions=True)
-        while 2 not in engine.left:
-            await asyncio.sleep(0.001)
+        await until(lambda: 2 in engine.left)
     assert not engine._preempted
     assert budget.free_bytes == budget.limit_bytes
 
@@ -423,8 +417,7 @@ async def test_one_that_gave_way_and_finds_no_memory_again_ends_with_what_it_has
     limits = replace(LIMITS, memory_wait_s=0.05)
     async with batching(engine, RowMemory(budget, costs(answer_tokens=90)), limits) as batcher:
         asked = [asyncio.create_task(said(batcher, generate_job(letter * 150))) for letter in "ab"]
-        while not engine.preempted:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.preempted)
         other.resize(budget.limit_bytes - 600)  # the first has what it needs, and no more
         answers = await asyncio.wait_for(asyncio.gather(*asked), 10)
     assert text(answers[0]) == "a" * 150
@@ -432,7 +425,7 @@ async def test_one_that_gave_way_and_finds_no_memory_again_ends_with_what_it_has
     assert 0 < len(text(answers[1])) < 150
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 async def test_no_answer_is_lost_when_memory_ends_again_and_again(seed: int) -> None:
     """Rows of all lengths in little memory, some whose clients leave; none gives way thrice."""
     chance = random.Random(seed)

@@ -179,8 +179,8 @@ async def test_who_is_given_up_is_met_no_more() -> None:
 
 
 async def test_nobody_walks_all_that_wait() -> None:
-    """A hundred thousand rows of a few requests are asked about for two places."""
-    waiting = filled(a=(1.0, 50_000), b=(2.0, 50_000))
+    """Ten thousand rows of a few requests are asked about for two places."""
+    waiting = filled(a=(1.0, 5_000), b=(2.0, 5_000))
     places = Places(2)
     waiting.offer({}, places)
     assert names(places.joining) == "ab"

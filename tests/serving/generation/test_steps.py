@@ -1,13 +1,13 @@
 """Turns on the lane: how much of a prompt is read in one."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
 
+from gateway import clock
 from gateway.jobs import Delta, Pass
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.lane import START_TOKENS, Lane
@@ -19,21 +19,29 @@ pytestmark = pytest.mark.anyio
 
 @dataclass
 class SlowReader(ScriptedChat):
-    """Reads a prompt by its budget, half a millisecond a token."""
+    """Reads a prompt by its budget, half a millisecond a token, by a clock that it moves alone."""
 
     max_context: int = 10_000
     budgets: list[int] = field(default_factory=list)
     unread: int = 2000
+    now_s: float = 0.0
 
     def prefill(self, token_budget: int) -> list[Delta]:
         self.budgets.append(token_budget)
         read = min(self.unread, token_budget)
-        time.sleep(0.0005 * read)
+        self.now_s += 0.0005 * read
         self.unread -= read
         if not self.unread:
             return super().prefill(token_budget)
         self.last_pass = Pass(1, read, read)
         return []
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> SlowReader:
+    engine = SlowReader()
+    monkeypatch.setattr(clock, "now", lambda: engine.now_s)
+    return engine
 
 
 @asynccontextmanager
@@ -46,9 +54,8 @@ async def batching_after(kind: str, engine: ScriptedChat) -> AsyncIterator[Gener
             yield batcher
 
 
-async def test_chunks_of_a_prompt_are_as_long_as_their_time_allows() -> None:
+async def test_chunks_of_a_prompt_are_as_long_as_their_time_allows(engine: SlowReader) -> None:
     """By what was measured: on a device where the setting's tokens take longer, they are fewer."""
-    engine = SlowReader()
     async with batching_after("embedding", engine) as batcher:
         assert await text(batcher, generate_job("hello", max_tokens=3)) == "hel"
     assert engine.budgets[0] == START_TOKENS
@@ -56,18 +63,21 @@ async def test_chunks_of_a_prompt_are_as_long_as_their_time_allows() -> None:
     assert len(engine.budgets) > 10
 
 
-async def test_prompts_that_have_the_device_to_themselves_are_read_in_longer_passes() -> None:
+async def test_prompts_that_have_the_device_to_themselves_are_read_in_longer_passes(
+    engine: SlowReader,
+) -> None:
     """Loads and housekeeping are nobody's request."""
-    engine = SlowReader()
     async with batching_after("load", engine) as batcher:
         await text(batcher, generate_job("hello", max_tokens=3))
     assert max(engine.budgets[1:]) <= 440
     assert len(engine.budgets) < 10
 
 
-async def test_a_prompt_beside_an_answer_is_read_in_passes_of_the_usual_length() -> None:
+async def test_a_prompt_beside_an_answer_is_read_in_passes_of_the_usual_length(
+    engine: SlowReader,
+) -> None:
     """The answer would only wait."""
-    engine = SlowReader(unread=0)
+    engine.unread = 0
     async with batching(engine, pass_limit_s=0.05) as batcher:
         async with batcher.generate(generate_job("x" * 9000)) as writing:
             await anext(writing.deltas)
@@ -76,9 +86,9 @@ async def test_a_prompt_beside_an_answer_is_read_in_passes_of_the_usual_length()
     assert max(engine.budgets[2:]) <= 110
 
 
-async def test_short_prompts_share_a_longer_pass_beside_an_answer() -> None:
+async def test_short_prompts_share_a_longer_pass_beside_an_answer(engine: SlowReader) -> None:
     """One by one they would keep it waiting for longer, and each other too."""
-    engine = SlowReader(unread=0)
+    engine.unread = 0
     async with batching(engine, pass_limit_s=0.05) as batcher:
         async with batcher.generate(generate_job("x" * 9000)) as writing:
             await anext(writing.deltas)
@@ -89,9 +99,8 @@ async def test_short_prompts_share_a_longer_pass_beside_an_answer() -> None:
     assert len(engine.budgets) < 10
 
 
-async def test_what_a_pass_takes_is_known_before_others_need_the_device() -> None:
+async def test_what_a_pass_takes_is_known_before_others_need_the_device(engine: SlowReader) -> None:
     """The first chunk beside them is as long as a pass may be."""
-    engine = SlowReader()
     async with Lane() as lane:
         async with batching(engine, pass_limit_s=0.05, lane=lane) as batcher:
             await text(batcher, generate_job("hello", max_tokens=3))

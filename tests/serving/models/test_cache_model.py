@@ -167,7 +167,7 @@ class World:
 
 
 @pytest.mark.parametrize("adapters", [{}, ADAPTERS], ids=["whole", "adapted"])
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(10))
 def test_nobody_waits_for_a_loaded_model_for_another_s_sake(
     seed: int, adapters: dict[str, tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -386,4 +386,4 @@ def _reachable(state: State) -> set[State]:
 
 
 TestStates = StateMachine.TestCase
-TestStates.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestStates.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
