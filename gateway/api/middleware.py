@@ -191,7 +191,7 @@ class ErrorMiddleware:
         except ClientDisconnect:
             raise
         except asyncio.CancelledError:
-            # By an admin, or as the gateway stops: both have a reason that the client is told.
+            # By an admin, or as the gateway stops: the client gets the reason of both as an error.
             request: RequestInFlight = scope["gateway.in_flight"]
             if reply.status is not None or request.cancellation is None:
                 scope["gateway.error"] = "cancelled"

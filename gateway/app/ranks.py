@@ -123,7 +123,7 @@ def _stop(link: Follower) -> Any:
     signals: list[int] = []
 
     def handle(number: int, _: object) -> None:
-        if signals:  # whoever asks twice does not want to wait
+        if signals:  # a second signal ends it at once
             os._exit(1)
         signals.append(number)
         link.ask_to_stop()

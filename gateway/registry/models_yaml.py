@@ -169,7 +169,7 @@ class _Reader:
         """Report one of pydantic's errors, with the nearest valid name if one is misspelt."""
         keys = tuple(_keys_in_file(details["loc"]))
         where: Where = (*top, *keys)
-        # Where a value is missing because of another problem, that one is told.
+        # Where a value is missing because of another problem, only that one is reported.
         if any(where[:depth] in self._document.broken for depth in range(len(where) + 1)):
             return
         key, value = ".".join(str(part) for part in keys), details["input"]

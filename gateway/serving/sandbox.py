@@ -241,7 +241,7 @@ class _Process:
         if self._is_ready:
             return
         if not self._connection.poll(START_S):
-            self.kill()  # whoever asks it is told that it is gone
+            self.kill()  # the next request finds it gone
             return
         self._connection.recv()
         self._is_ready = True

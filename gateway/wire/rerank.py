@@ -311,7 +311,7 @@ def is_texts(body: bytes | bytearray, max_depth: int = INNER_DEPTH) -> bool:
         return False
     try:
         fields = parse(body, max_depth)
-    except ValueError:  # it has no form: whoever reads it will say so
+    except ValueError:  # it is no JSON: reading the request reports that
         return False
     if not isinstance(fields, dict):
         return False

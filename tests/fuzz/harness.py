@@ -88,18 +88,23 @@ def broken(path: str) -> st.SearchStrategy[bytes]:
     return st.builds(cut, st.integers(0, len(well)), st.integers(0, 5), st.binary(max_size=5))
 
 
-def send_bodies(ask: Ask, path: str, examples: int, *, is_repeated: bool) -> None:
-    """Send what no client would; the same each time if `is_repeated`."""
-    bodies = st.one_of(field(path), field(path), broken(path), st.binary(), st.sampled_from(ODD))
-    times = st.one_of(st.none(), st.none(), st.none(), st.sampled_from(TIMES))
-
-    @settings(
+def bounded(examples: int, *, is_repeated: bool) -> settings:
+    """Give hypothesis so many examples; the same each time if `is_repeated`."""
+    return settings(
         max_examples=examples,
         derandomize=is_repeated,
         database=None,
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
+
+
+def send_bodies(ask: Ask, path: str, examples: int, *, is_repeated: bool) -> None:
+    """Send what no client would; the same each time if `is_repeated`."""
+    bodies = st.one_of(field(path), field(path), broken(path), st.binary(), st.sampled_from(ODD))
+    times = st.one_of(st.none(), st.none(), st.none(), st.sampled_from(TIMES))
+
+    @bounded(examples, is_repeated=is_repeated)
     @given(body=bodies, time=times)
     def send(body: bytes, time: str | None) -> None:
         headers = {} if time is None else {"x-gateway-timeout-s": time}
@@ -133,13 +138,7 @@ def send_documented(
     schema = post["requestBody"]["content"]["application/json"]["schema"]
     allowed = jsonschema.Draft202012Validator({**schema, "components": told["components"]})
 
-    @settings(
-        max_examples=examples,
-        derandomize=is_repeated,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @bounded(examples, is_repeated=is_repeated)
     @given(case=operation.as_strategy(generation_mode=mode))
     def send(case: schemathesis.Case[Any]) -> None:
         body = written(path, case.body)

@@ -266,7 +266,7 @@ class TokenScores:
     chosen: float
     ids: Sequence[int]
     logprobs: Sequence[float]
-    top: int  # so many alternatives are told
+    top: int  # the number of alternatives to return
 
     def to_logprob(self, vocabulary: Vocabulary, token: int, piece: str) -> TokenLogprob:
         """Return the logprobs with texts. Alternatives that a grammar excludes are left out."""

@@ -441,7 +441,7 @@ def count_ahead_pass(
     counts: abc.Sequence[int],
     drafts: abc.Sequence[abc.Sequence[int]],
 ) -> Pass:
-    """Count a pass that read drafts, after which so many tokens of each sequence were told."""
+    """Count a pass that read drafts; `outputs` are the tokens of each sequence that it gave."""
     # An answer may end inside a draft.
     pairs = [(count, len(output.tokens)) for count, output in zip(counts, outputs, strict=True)]
     return Pass(

@@ -135,7 +135,7 @@ def load_generation_in_steps(
     draft: DraftSetup | None = None,
     share: RankShare | None = None,  # this rank's part of the model; every rank must make its calls
     bounds: DeviceBounds | None = None,
-    report: Report | None = None,  # is told of weights that become floating for want of a kernel
+    report: Report | None = None,  # called with weights that become floating for want of a kernel
     **numbers: Unpack[Numbers],
 ) -> Generator[GenerationEngine | None]:
     """Load a chat model that mlx-lm knows, one step for each slice of its weights. On the lane.
