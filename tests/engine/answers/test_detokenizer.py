@@ -34,14 +34,12 @@ def stream(text: str, stops: tuple[str, ...] = ()) -> tuple[list[str], StopScann
 
 @given(st.text(st.one_of(st.characters(exclude_categories=["Cs"]), ODD), max_size=60))
 def test_any_text_comes_through_whole_in_whole_characters(text: str) -> None:
-    """Emoji of four bytes come as one piece, when the last byte is there."""
     pieces, _ = stream(text)
     assert "".join(pieces) == TOKENIZER.decode(TOKENIZER.encode(text, add_special_tokens=False).ids)
 
 
 @pytest.mark.parametrize("text", ["\ufffd", "a\ufffd", "\ufffd\ufffdb", "🙂\ufffd🙂"])
 def test_a_replacement_character_that_the_tokens_say_is_text(text: str) -> None:
-    """It comes with its last byte, nothing need follow it."""
     decoder = Detokenizer(VOCABULARY)
     ids = TOKENIZER.encode(text, add_special_tokens=False).ids
     assert "".join(decoder.push(token) for token in ids) == text
@@ -49,14 +47,12 @@ def test_a_replacement_character_that_the_tokens_say_is_text(text: str) -> None:
 
 @given(st.binary(max_size=12), st.booleans())
 def test_bytes_have_the_text_of_their_whole_characters(given: bytes, continues: bool) -> None:
-    """Nothing stands for the others; half a character at the end waits."""
     ids = [BYTES[byte] for byte in (*given, *b"\n")]
     decoder = Detokenizer(VOCABULARY, continues=continues)
     assert "".join(map(decoder.push, ids)) == given.decode(errors="ignore") + "\n"
 
 
 def test_half_a_character_at_the_end_is_dropped() -> None:
-    """There is nothing right to show for it."""
     ids = TOKENIZER.encode("ok🙂", add_special_tokens=False).ids
     decoder = Detokenizer(VOCABULARY)
     assert "".join(decoder.push(token) for token in ids[:-1]) == "ok"
@@ -119,7 +115,6 @@ def test_the_first_word_of_a_text_that_goes_on_keeps_its_space() -> None:
 
 
 def test_bytes_that_turn_out_to_be_none_do_not_end_the_answer() -> None:
-    """A newline, as a byte, then a part of a character, then a word: nothing else is lost."""
     tokens = ["▁Hello", "<0x0A>", "<0xF0>", "<0x9F>", "▁Hello", "a", "<0xE2>", "▁Hello"]
     growing = decoder()
     assert "".join(growing.push(piece(token)) for token in tokens) == ("Hello\n Helloa Hello")
@@ -145,7 +140,6 @@ def test_characters_beside_bytes_that_are_none_are_text(tokens: list[str], text:
 @settings(deadline=None)
 @given(st.lists(st.one_of(st.integers(3, 258), st.sampled_from([262, 264])), max_size=40))
 def test_any_tokens_have_a_text(tokens: list[int]) -> None:
-    """None raises, and words come through whatever bytes stand between."""
     growing = decoder(continues=True)
     text = "".join(map(growing.push, tokens))
     assert text.count(" Hello") == tokens.count(264)
@@ -153,7 +147,6 @@ def test_any_tokens_have_a_text(tokens: list[int]) -> None:
 
 @given(st.text("ab", max_size=20), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
 def test_a_stop_string_ends_the_text_before_it(text: str, stops: list[str]) -> None:
-    """Never a letter of it, however the tokens fall; the first to be complete counts."""
     pieces, growing = stream(text, tuple(stops))
     found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
     assert growing.is_stopped == bool(found)
@@ -161,7 +154,6 @@ def test_a_stop_string_ends_the_text_before_it(text: str, stops: list[str]) -> N
 
 
 def test_a_stop_string_inside_another_ends_the_text_first() -> None:
-    """It is complete first."""
     pieces, _ = stream("xabby", ("abby", "b"))
     assert "".join(pieces) == "xa"
 
@@ -179,5 +171,4 @@ def test_a_stop_string_inside_another_ends_the_text_first() -> None:
 def test_only_what_may_begin_a_stop_string_is_held_back(
     text: str, stops: list[str], held: int
 ) -> None:
-    """Everything else is told at once."""
     assert held_back(text, stops) == held

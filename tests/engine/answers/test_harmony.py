@@ -35,7 +35,6 @@ SCHEMA = Grammar("json_schema", "{}")
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
-    """Load a tokenizer with gpt-oss's tokens."""
     folder = tmp_path_factory.mktemp("harmony")
     return family(folder, tokens=TOKENS, model_type="gpt_oss")
 
@@ -44,7 +43,6 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
 def test_analysis_is_reasoning_and_the_final_message_is_the_answer(
     chat: ChatTokenizer, end: str
 ) -> None:
-    """However the last one ends."""
     heard = said(chat, row(), THOUGHT + FINAL + end)
     assert (heard["text"], heard["reasoning"]) == ("Four.", "User asks 2+2.")
 
@@ -60,14 +58,12 @@ def test_analysis_is_reasoning_and_the_final_message_is_the_answer(
     ],
 )
 def test_a_message_to_a_function_is_a_call(chat: ChatTokenizer, header: str) -> None:
-    """On any channel, wherever the header names it."""
     heard = said(chat, row([BOOK]), f'{THOUGHT}{header}{{"seats":3}}<|call|>')
     assert heard["calls"] == [("book", {"seats": 3})]
     assert (heard["text"], heard["reasoning"]) == ("", "User asks 2+2.")
 
 
 def test_calls_may_be_several_and_without_arguments(chat: ChatTokenizer) -> None:
-    """Each in its message; text that the user may read before them is text."""
     call = "<|start|>assistant<|channel|>commentary to=functions.book<|message|>{}<|call|>"
     heard = said(chat, row([BOOK]), f"<|channel|>commentary<|message|>Booking.<|end|>{call}{call}")
     assert heard["text"] == "Booking."
@@ -77,13 +73,11 @@ def test_calls_may_be_several_and_without_arguments(chat: ChatTokenizer) -> None
 
 
 def test_arguments_that_are_no_object_are_text(chat: ChatTokenizer) -> None:
-    """Nothing a model said is lost."""
     heard = said(chat, row([BOOK]), "<|channel|>commentary to=functions.book<|message|>foo<|call|>")
     assert (heard["text"], heard["calls"]) == ("foo", [])
 
 
 def test_an_answer_that_speaks_of_channels_is_text(chat: ChatTokenizer) -> None:
-    """Words are not tokens."""
     answer = "The analysis channel comes before to=functions.book, and <think> is no token."
     heard = said(chat, row([BOOK]), f"<|channel|>final<|message|>{answer}")
     assert (heard["text"], heard["calls"], heard["reasoning"]) == (answer, [], "")
@@ -94,7 +88,6 @@ def test_an_answer_that_speaks_of_channels_is_text(chat: ChatTokenizer) -> None:
 )
 @given(st.lists(st.integers(0, 40), max_size=8))
 def test_pieces_may_be_cut_anywhere(chat: ChatTokenizer, cuts: list[int]) -> None:
-    """Between tokens that are marks and within text."""
     text = "It is four, as two and two are."
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pattern = chat._marks.pattern
@@ -124,14 +117,12 @@ def test_a_grammar_begins_with_the_final_message(chat: ChatTokenizer, header: st
 
 
 def test_only_the_final_message_is_the_answer_of_a_grammar(chat: ChatTokenizer) -> None:
-    """A preamble would break the JSON."""
     text = "<|channel|>commentary<|message|>I'll write JSON.<|end|><|start|>assistant"
     heard = said(chat, row(grammar=SCHEMA), text + '<|channel|>final<|message|>{"a":1}')
     assert heard["text"] == '{"a":1}'
 
 
 def test_a_forced_call_is_written_in_the_final_message(chat: ChatTokenizer) -> None:
-    """In the form that its grammar has for every model."""
     calling = Calling(functions=[BOOK], forced=True)
     job = row(calling=calling, grammar=SCHEMA)
     call = '<|channel|>final<|message|>{"name":"book","arguments":{"a":1}}'
@@ -147,7 +138,6 @@ def test_the_ends_of_answers_are_known(chat: ChatTokenizer) -> None:
 
 
 def test_a_row_with_a_form_to_come_may_not_end_before(chat: ChatTokenizer) -> None:
-    """Unless it calls, where it may."""
     names = chat.backend.id_to_token
     stops = chat.thinking(row(grammar=SCHEMA, is_thinking=True)).stops
     assert {"<|return|>", "<|call|>"} <= {names(token) for token in stops}
@@ -156,7 +146,6 @@ def test_a_row_with_a_form_to_come_may_not_end_before(chat: ChatTokenizer) -> No
 
 
 def test_a_named_parser_is_enough(tmp_path: Path) -> None:
-    """In models.yaml, for a checkpoint of another type."""
     chat = family(tmp_path, tokens=TOKENS[:-1], reasoning_parser="openai_gptoss")
     assert said(chat, row(), THOUGHT + FINAL)["text"] == "Four."
 
@@ -184,7 +173,6 @@ ANSWER = "<|start|>assistant<|channel|>final<|message|>"
 def test_the_answer_of_a_grammar_follows_the_thinking_in_an_engine(
     tmp_path: Path, end: str
 ) -> None:
-    """Also where the model would end within it: it cannot, before its final message."""
     template = (
         "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|start|>assistant{% endif %}"

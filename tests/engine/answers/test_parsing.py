@@ -50,7 +50,6 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 @given(CUTS)
 def test_thinking_is_reasoning_and_the_rest_is_text(cuts: tuple[int, ...]) -> None:
-    """The marks are neither, nor the white space after them."""
     told = read("<think>\nhm, hm\n</think>\n\nAnswer <b>", cuts)
     assert told["reasoning"] == "hm, hm\n"
     assert told["text"] == "Answer <b>"
@@ -58,20 +57,17 @@ def test_thinking_is_reasoning_and_the_rest_is_text(cuts: tuple[int, ...]) -> No
 
 @given(CUTS)
 def test_a_prompt_that_opened_the_thinking_needs_no_mark(cuts: tuple[int, ...]) -> None:
-    """Templates of thinking models do that."""
     told = read("hm</think>Answer", cuts, is_thinking=True)
     assert (told["reasoning"], told["text"]) == ("hm", "Answer")
 
 
 def test_thinking_that_never_ends_is_reasoning() -> None:
-    """Cut by max_tokens; it never becomes the answer."""
     told = read("hm, hm </thi", is_thinking=True)
     assert told == {"reasoning": "hm, hm </thi", "text": "", "calls": [], "ids": []}
 
 
 @given(CUTS)
 def test_calls_are_told_whole_with_ids_of_their_own(cuts: tuple[int, ...]) -> None:
-    """Text before them is text; white space between them is nothing."""
     told = read(f"Let me see. {CALL}\n{CALL}", cuts)
     assert told["text"].strip() == "Let me see."
     assert told["calls"] == [("f", '{"a":1}')] * 2
@@ -80,7 +76,6 @@ def test_calls_are_told_whole_with_ids_of_their_own(cuts: tuple[int, ...]) -> No
 
 @given(CUTS)
 def test_a_call_that_cannot_be_read_is_text(cuts: tuple[int, ...]) -> None:
-    """Nothing a model said is lost."""
     broken = "<tool_call>not json</tool_call>"
     assert read(broken, cuts)["text"] == broken
     unfinished = '<tool_call>{"name": "f"'
@@ -88,13 +83,11 @@ def test_a_call_that_cannot_be_read_is_text(cuts: tuple[int, ...]) -> None:
 
 
 def test_marks_are_text_where_calls_are_not_asked_for() -> None:
-    """A model may write about them."""
     assert read(CALL, mode="none") == {"text": CALL, "reasoning": "", "calls": [], "ids": []}
 
 
 @given(CUTS)
 def test_a_forced_call_is_told_as_it_is_made(cuts: tuple[int, ...]) -> None:
-    """Its arguments are exactly what stands between."""
     arguments = '{"city":"Paris","deep":{"x":"}"}}'
     told = read(f'{{"name":"get","arguments":{arguments}}}', cuts, "forced")
     assert told["calls"] == [("get", arguments)]
@@ -102,7 +95,6 @@ def test_a_forced_call_is_told_as_it_is_made(cuts: tuple[int, ...]) -> None:
 
 
 def test_forced_arguments_stream_before_they_end() -> None:
-    """Token by token."""
     parser = Parser(MARKUP, "forced", is_thinking=False)
     parser.push('{"name":"get","arguments":{"city":')
     (part,) = parser.push('"Par')
@@ -111,7 +103,6 @@ def test_forced_arguments_stream_before_they_end() -> None:
 
 
 def test_a_forced_call_may_be_thought_about_first() -> None:
-    """The reasoning is no part of it."""
     told = read('hm</think>\n{"name":"f","arguments":{}}', (), "forced", is_thinking=True)
     assert told["calls"] == [("f", "{}")]
     assert told["reasoning"] == "hm"
@@ -119,12 +110,10 @@ def test_a_forced_call_may_be_thought_about_first() -> None:
 
 @pytest.mark.parametrize("text", ["", "plain", "a < b", "<", "<think", "<tool_cal", "</think>x"])
 def test_text_that_only_looks_like_a_mark_is_text(text: str) -> None:
-    """Held back until it is certain, and then told."""
     assert read(text, tuple(range(len(text))))["text"] == text
 
 
 def test_a_long_call_is_looked_at_once() -> None:
-    """Twice the call is never four times the work: what cannot hold a mark is put aside."""
     parser = Parser(MARKUP, "free", is_thinking=False)
     parser.push("<tool_call>")
     for _ in range(1000):

@@ -50,7 +50,6 @@ IDS = [f"{each[0]}-{i}" for i, each in enumerate(FAMILIES)]
 
 @pytest.mark.parametrize("each", FAMILIES, ids=IDS)
 def test_thinking_is_reasoning_in_each_family(tmp_path: Path, each: Any) -> None:
-    """And no mark is anybody's text."""
     name, tokens, added, words, text = each
     chat = family(tmp_path, tokens=tokens, added=added, words=words)
     assert chat._reasoning == REASONING_FORMATS[name]
@@ -81,7 +80,6 @@ def test_a_mark_inside_an_answer_does_not_cut_it(tmp_path: Path, each: Any) -> N
 def test_marks_in_words_may_be_cut_anywhere(
     tmp_path_factory: pytest.TempPathFactory, cuts: list[int]
 ) -> None:
-    """As they are several tokens."""
     chat = family(tmp_path_factory.mktemp("granite"), words="Here is my thought process:")
     text = "Here is my thought process: Hm. Here is my response: Four."
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
@@ -101,7 +99,6 @@ def test_letters_that_spell_a_token_are_no_mark(tmp_path: Path) -> None:
 
 
 def test_thinking_may_begin_again_after_a_call(tmp_path: Path) -> None:
-    """Models that call several times think between."""
     chat = family(tmp_path, added=("<think>", "</think>"), words="<tool_call> tool_call.name")
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     text = f"<think>one</think>Calling. {call}\n<think>two</think>{call}"
@@ -128,7 +125,6 @@ SAID = "{{ enable_thinking }} {{ thinking }} {{ reasoning_effort }}"
 def test_templates_are_told_of_thinking_in_their_own_words(
     tmp_path: Path, model_type: str, asked: dict[str, Any], said: str
 ) -> None:
-    """`enable_thinking`, `thinking`, or an effort of three."""
     tokens = ("[THINK]", "[/THINK]")
     chat = family(tmp_path, tokens=tokens, template=SAID, model_type=model_type)
     ids = chat.prompt(job("Hello", template_args=asked)).ids
@@ -137,7 +133,6 @@ def test_templates_are_told_of_thinking_in_their_own_words(
 
 
 def test_a_model_without_marks_has_no_format() -> None:
-    """And its answers are text."""
     assert infer_reasoning((), "{{ messages }}", "llama") == "none"
 
 
@@ -163,7 +158,6 @@ def test_the_mark_that_opens_the_thinking_is_no_token_of_the_content(tmp_path: P
 def engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> GenerationEngine:
-    """Load a random model that knows <think>; the template of one of the two opens it."""
     folder = tmp_path_factory.mktemp("thinker")
     teach_thinking(write_chat(folder, vocab_size=1030), opens=request.param)
     return loaded(folder)
@@ -215,7 +209,6 @@ OFF = {"enable_thinking": False}
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_a_prompt_says_nothing_about_thinking(engine: GenerationEngine, text: str) -> None:
-    """Only what the template adds for the answer does: a document may hold the marks."""
     (plain,), (hostile,) = engine.prepare(job("Hello")), engine.prepare(job(text))
     assert hostile.is_thinking == plain.is_thinking
     assert hostile.may_think == plain.may_think
@@ -227,7 +220,6 @@ def test_a_prompt_says_nothing_about_thinking(engine: GenerationEngine, text: st
 def test_a_mark_in_the_prompt_does_not_switch_a_grammar_off(
     engine: GenerationEngine, text: str
 ) -> None:
-    """The answer is one of the two."""
     choice = Grammar("choice", json.dumps(["yes", "no"]))
     told = asked(engine, job(text, choice, template_args=OFF))
     assert told["text"] in ("yes", "no")
@@ -238,7 +230,6 @@ def test_a_mark_in_the_prompt_does_not_switch_a_grammar_off(
 def test_a_mark_in_an_answer_that_a_grammar_made_is_text(
     engine: GenerationEngine, answer: str
 ) -> None:
-    """Constrained JSON is never cut in two."""
     told = asked(engine, job("Say it.", Grammar("choice", json.dumps([answer])), template_args=OFF))
     assert told == {"text": answer, "reasoning": "", "end": "stop"}
     schema = {
@@ -254,7 +245,6 @@ def test_a_mark_in_an_answer_that_a_grammar_made_is_text(
 
 
 def test_the_template_that_always_asks_still_opens_the_thinking(tmp_path: Path) -> None:
-    """It knows no `add_generation_prompt`; a caller's last words are told from its own."""
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     chat = family(tmp_path / "a", added=("<think>", "</think>"), template=template + "|<think>\n")
     assert chat.prompt(job("Hello")).is_thinking
@@ -263,7 +253,6 @@ def test_the_template_that_always_asks_still_opens_the_thinking(tmp_path: Path) 
 
 
 def test_an_end_inside_the_thinking_closes_it_where_a_form_was_promised(tmp_path: Path) -> None:
-    """Else the answer would be empty, though a schema was asked for."""
     folder = teach_thinking(write_chat(tmp_path, vocab_size=1030), opens=True)
     engine = loaded(folder)
     (eos,) = engine._chat.eos_ids

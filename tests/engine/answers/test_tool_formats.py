@@ -279,7 +279,6 @@ CASES = list(zip(IDS, FAMILIES, strict=True))
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatTokenizer]:
-    """Load every family once."""
     return {
         name: family(
             tmp_path_factory.mktemp(name),
@@ -293,7 +292,6 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatTokenizer]:
 
 
 def test_every_format_of_the_table_has_a_text() -> None:
-    """None is there that was never read."""
     assert {each.name for each in FAMILIES} == set(TOOL_FORMATS)
 
 
@@ -301,7 +299,6 @@ def test_every_format_of_the_table_has_a_text() -> None:
 def test_a_call_has_the_types_of_its_schema(
     chats: dict[str, ChatTokenizer], key: str, each: Family
 ) -> None:
-    """An integer, a boolean, an array, an object, and a string that looks like a number."""
     heard = said(chats[key], row([BOOK]), each.text)
     assert heard["calls"] == [("book", ARGUMENTS)]
     assert heard["text"].strip() == ""
@@ -315,7 +312,6 @@ def test_a_call_has_the_types_of_its_schema(
 def test_pieces_may_be_cut_anywhere(
     chats: dict[str, ChatTokenizer], key: str, each: Family, data: st.DataObject
 ) -> None:
-    """The parts are the same as of the whole."""
     chat = chats[key]
     spelled = chat._marks.pattern(each.text)
     whole = [run for run in TOKENS.split(spelled) if run]
@@ -333,7 +329,6 @@ def test_pieces_may_be_cut_anywhere(
 def test_the_format_is_known_by_the_checkpoint(
     chats: dict[str, ChatTokenizer], key: str, each: Family
 ) -> None:
-    """By its template, its tokens or its type."""
     assert chats[key]._tools is TOOL_FORMATS[each.name]
 
 
@@ -341,7 +336,6 @@ def test_the_format_is_known_by_the_checkpoint(
 def test_a_call_cut_short_is_never_a_call(
     chats: dict[str, ChatTokenizer], key: str, each: Family
 ) -> None:
-    """Its text comes back, so that nothing a model said is lost."""
     heard = said(chats[key], row([BOOK]), each.text[: each.text.index("10115")])
     assert heard["calls"] == []
     assert "seats" in heard["text"]
@@ -351,7 +345,6 @@ def test_a_call_cut_short_is_never_a_call(
 def test_text_before_a_call_streams(
     chats: dict[str, ChatTokenizer], key: str, each: Family
 ) -> None:
-    """It does not wait for the call."""
     if each.name in ("openai", "muse_spark"):
         return  # messages of their own: tests/engine/test_harmony.py
     parser = chats[key].output_processor(row([BOOK])).parser
@@ -362,7 +355,6 @@ def test_text_before_a_call_streams(
 def test_a_forced_call_has_the_form_of_our_grammar(
     chats: dict[str, ChatTokenizer], key: str, each: Family
 ) -> None:
-    """In every family; gpt-oss and Muse Spark write it as their answer."""
     headers = {"openai": "<|channel|>final<|message|>", "muse_spark": " to=user<|message|>"}
     calling = Calling(functions=[BOOK], forced=True)
     text = f'{{"name":"book","arguments":{JSON}}}'
@@ -384,7 +376,6 @@ SEVERAL = {
 
 @pytest.mark.parametrize("is_parallel", [True, False])
 def test_parallel_calls_are_several(chats: dict[str, ChatTokenizer], is_parallel: bool) -> None:
-    """In the ways that families write them; where one may be, nothing is left of others."""
     calling = Calling(functions=[BOOK], parallel=is_parallel)
     for name, text in SEVERAL.items():
         for key, each in zip(IDS, FAMILIES, strict=True):
@@ -399,14 +390,12 @@ def test_parallel_calls_are_several(chats: dict[str, ChatTokenizer], is_parallel
 
 @pytest.mark.parametrize("text", ['{"name": "Alice", "age": 3}', '["a", "b"]', '{"a": 1}', "[see"])
 def test_an_answer_in_json_is_no_bare_call(chats: dict[str, ChatTokenizer], text: str) -> None:
-    """Only one that begins with a function of the request is."""
     for key in ("llama3_json-5", "llama4_pythonic-7"):
         heard = said(chats[key], row([BOOK]), text)
         assert (heard["text"], heard["calls"]) == (text, [])
 
 
 def test_arguments_of_more_than_64_bits_are_kept(chats: dict[str, ChatTokenizer]) -> None:
-    """As JSON has no such bound."""
     text = '<tool_call>{"name": "book", "arguments": {"seats": 123456789012345678901}}</tool_call>'
     heard = said(chats["hermes-0"], row([BOOK]), text)
     assert heard["calls"] == [("book", {"seats": 123456789012345678901})]
@@ -433,7 +422,6 @@ def test_arguments_of_more_than_64_bits_are_kept(chats: dict[str, ChatTokenizer]
 def test_text_values_mean_what_their_schema_says(
     chats: dict[str, ChatTokenizer], schema: dict[str, Any], text: str, value: Any
 ) -> None:
-    """In the formats that write values as text."""
     function = Function("f", {"type": "object", "properties": {"a": schema}})
     call = (
         f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
@@ -443,14 +431,12 @@ def test_text_values_mean_what_their_schema_says(
 
 
 def test_models_yaml_takes_every_name_of_the_tables() -> None:
-    """And no other."""
     assert {name for name in TOOL_PARSERS if known_tool_parser(name) is None} == set()
     assert {*TOOL_FORMATS, *ALIASES} <= TOOL_PARSERS
     assert set(REASONING_FORMATS) == REASONING_PARSERS
 
 
 def test_names_of_vllm_and_of_mlx_lm_are_known() -> None:
-    """One table, for models.yaml."""
     assert known_tool_parser("json_tools") == known_tool_parser("hermes") == "hermes"
     assert known_tool_parser("qwen3_xml") == "qwen3_coder"
     assert known_tool_parser("pythonic") == "llama4_pythonic"
@@ -459,7 +445,6 @@ def test_names_of_vllm_and_of_mlx_lm_are_known() -> None:
 
 
 def test_the_table_in_models_yaml_comes_before_what_is_inferred(tmp_path: Path) -> None:
-    """A template may name no mark, or another's."""
     chat = family(tmp_path, words="[TOOL_CALLS]", tool_parser="hermes")
     assert said(chat, row([BOOK]), f"<tool_call>{CALL}</tool_call>")["calls"]
     chat = family(tmp_path, words="<tool_call>", tool_parser="none")
@@ -467,7 +452,6 @@ def test_the_table_in_models_yaml_comes_before_what_is_inferred(tmp_path: Path) 
 
 
 def test_a_template_from_models_yaml_tells_the_format(tmp_path: Path) -> None:
-    """As one in the folder does; and one of several templates may show the tools."""
     own = "{% if tools %}<tool_call>{{ tool_call.name }}{% endif %}"
     chat = family(tmp_path, words="[TOOL_CALLS]", chat_template=own)
     assert chat._tools is TOOL_FORMATS["hermes"]

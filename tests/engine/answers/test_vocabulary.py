@@ -18,7 +18,6 @@ DEMO = Path(__file__).parents[3] / "demo" / "chat" / "tokenizer.json"
 
 @pytest.fixture(scope="module")
 def byte_level() -> Tokenizer:
-    """Give a byte-level BPE, as Qwen's and Llama's are."""
     return Tokenizer.from_file(str(DEMO))
 
 
@@ -31,7 +30,6 @@ def sentencepiece() -> Tokenizer:
 
 
 def test_the_texts_of_a_texts_tokens_make_the_text(byte_level: Tokenizer) -> None:
-    """Spaces included."""
     vocabulary = Vocabulary(byte_level)
     text = "Hello there, is 12 + 7 True?"
     ids = byte_level.encode(text, add_special_tokens=False).ids
@@ -40,7 +38,6 @@ def test_the_texts_of_a_texts_tokens_make_the_text(byte_level: Tokenizer) -> Non
 
 
 def test_the_bytes_of_a_split_character_are_its_own(byte_level: Tokenizer) -> None:
-    """Though no token of it has a text."""
     vocabulary = Vocabulary(byte_level)
     ids = byte_level.encode("🙂日", add_special_tokens=False).ids
     assert len(ids) > 2

@@ -38,7 +38,6 @@ WORDS = ["the", "of", "and", "to", "you", "is"]
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a checkpoint of each family."""
     return write_chat(tmp_path_factory.mktemp(request.param), **FAMILIES[request.param])
 
 
@@ -55,7 +54,6 @@ def count_alike(one: Sequence[int], other: Sequence[int]) -> int:
 def test_a_next_turn_reads_again_at_most_the_last_block_of_the_last(
     cold: GenerationEngine, warm: GenerationEngine, length: int
 ) -> None:
-    """Of its prompt and its answer. The greedy answers are those without a cache."""
     prompt, before = tokens(length, length), 1
     for turn, most in enumerate((150, 30, 70)):
         (told,) = answers(warm, [bare(prompt, max_tokens=most)])
@@ -82,7 +80,6 @@ def chat(messages: list[dict[str, Any]], sampling: Sampling) -> GenerateJob:
 def test_a_chats_next_turn_goes_on_from_its_last_through_the_template(
     warm: GenerationEngine, filler: int
 ) -> None:
-    """Wherever in a block the messages end."""
     sampling = spoken(warm)
     messages = [{"role": "user", "content": "tell me more " * 30 + "x " * filler}]
     (first,) = answers(warm, [chat(messages, sampling)])
@@ -130,7 +127,6 @@ def test_a_template_that_drops_earlier_thinking_costs_no_more_than_the_answer(
 
 @given(st.integers(1, 20), st.integers(1, 200))
 def test_the_ends_that_stay_of_an_answer_are_the_denser_the_later(first: int, blocks: int) -> None:
-    """At most so many; between where a next prompt differs and its state lie few blocks."""
     ends: list[int] = []
     for n in range(first, first + blocks):
         ends = spread([*ends, n * BLOCK])
@@ -164,7 +160,6 @@ def test_a_next_turn_that_writes_the_answers_end_anew_goes_on_within_it(
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_long_answer_keeps_few_states(tmp_path: Path, kind: str) -> None:
-    """However many blocks it has; they are counted, and nothing else is held."""
     engine = open_engine(write_chat(tmp_path, **FAMILIES[kind]), prefix_cache_bytes=PLENTY)
     asked = bare(tokens(100, 1), Sampling(temperature=0, ignore_eos=True), max_tokens=300)
     answers(engine, [asked])  # makes what passes leave behind: constants, masks
@@ -178,7 +173,6 @@ def test_a_long_answer_keeps_few_states(tmp_path: Path, kind: str) -> None:
     assert engine._prefixes.nbytes == sum(each.nbytes for each in kept.values())
     engine.clear_prefixes()
     assert active_memory() == before
-    engine.close()
 
 
 def test_a_cache_dropped_under_an_answer_is_not_filled_again_by_it(warm: GenerationEngine) -> None:
@@ -199,7 +193,6 @@ def test_a_cache_dropped_under_an_answer_is_not_filled_again_by_it(warm: Generat
 def test_a_fault_while_decoding_leaves_right_answers(
     folder: Path, cold: GenerationEngine, at: int
 ) -> None:
-    """Sequences are read again, and keep what they had come to."""
     engine = open_engine(folder, prefix_cache_bytes=PLENTY)
     jobs = [bare(tokens(each, each), max_tokens=150) for each in (50, 100)]
     model = engine._model
@@ -207,4 +200,3 @@ def test_a_fault_while_decoding_leaves_right_answers(
     assert ids(answers(engine, jobs)) == ids(answers(cold, jobs))
     exchange(engine, model)
     assert ids(answers(engine, jobs)) == ids(answers(cold, jobs))
-    engine.close()

@@ -1,7 +1,6 @@
 """Drafts by a smaller model: fewer passes of the larger one, and never another answer."""
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,16 +43,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of other weights, with room for more tokens than its tokenizer has."""
     folder = tmp_path_factory.mktemp("small")
     return write_chat(folder, seed=1, num_hidden_layers=1, vocab_size=4200)
 
 
 @pytest.fixture(scope="module")
-def plain(folder: Path) -> Iterator[GenerationEngine]:
-    engine = open_engine(folder)
-    yield engine
-    engine.close()
+def plain(folder: Path) -> GenerationEngine:
+    return open_engine(folder)
 
 
 @pytest.fixture(params=["twin", "stranger"])
@@ -91,7 +87,6 @@ def watch(engine: GenerationEngine, fails_after: int | None = None) -> list[int]
 def test_answers_are_those_without_a_draft_model(
     plain: GenerationEngine, folder: Path, drafted: Path, seed: int
 ) -> None:
-    """Greedy, seeded, penalised, with logprobs, stop strings, grammars and calls, in one batch."""
     chance = random.Random(seed)
     engine = open_engine(folder, 10_000_000, 8, draft=drafted)
     jobs = [
@@ -104,7 +99,6 @@ def test_answers_are_those_without_a_draft_model(
     for one, other, job in zip(expected, found, jobs, strict=True):
         assert other.says_as(one), job
     assert any(each.drafted for each in passes)
-    engine.close()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4])
@@ -120,7 +114,6 @@ def test_a_draft_model_that_is_right_saves_passes(
     accepted, drafted = (sum(getattr(p, k) for p in fewer) for k in ("accepted", "drafted"))
     assert accepted > 0.95 * drafted
     assert len(fewer) < len(passes) / (1 + min(MOST_AHEAD, 16 // rows - 1) / 2)
-    engine.close()
 
 
 def test_a_draft_model_that_is_wrong_is_asked_less_often(
@@ -133,7 +126,6 @@ def test_a_draft_model_that_is_wrong_is_asked_less_often(
     found, passes = answer_at_random(engine, jobs, random.Random(0))
     assert found[0].says_as(expected[0])
     assert 0 < sum(1 for each in passes if each.drafted) < 30
-    engine.close()
 
 
 def test_what_repeats_the_prompt_is_looked_up_first(
@@ -152,7 +144,6 @@ def test_what_repeats_the_prompt_is_looked_up_first(
     answer_at_random(engine, [("Hi", {"sampling": GREEDY, "max_tokens": 30})], random.Random(0))
     assert asked
     assert not any(room for rooms in asked for room in rooms.values())
-    engine.close()
 
 
 def test_a_long_prompt_is_read_in_chunks_and_its_neighbour_goes_on(
@@ -170,7 +161,6 @@ def test_a_long_prompt_is_read_in_chunks_and_its_neighbour_goes_on(
     assert sum(read) > CHUNK
     assert max(read) <= CHUNK
     assert any(each.accepted for each in passes)
-    engine.close()
 
 
 def test_a_prompt_that_begins_like_an_earlier_one_is_read_from_there_on(folder: Path) -> None:
@@ -182,7 +172,6 @@ def test_a_prompt_that_begins_like_an_earlier_one_is_read_from_there_on(folder: 
     assert max(read) < CHUNK / 2
     engine.clear_prefixes()
     assert engine.prefix_bytes == 0
-    engine.close()
 
 
 def test_rows_beyond_the_limit_get_no_drafts_and_the_model_catches_up(
@@ -209,7 +198,6 @@ def test_rows_beyond_the_limit_get_no_drafts_and_the_model_catches_up(
         accepted += engine.last_pass.accepted
     assert accepted > 50
     assert batch.answers[row].says_as(expected)
-    engine.close()
 
 
 @pytest.mark.parametrize("passes", [0, 1, 9])
@@ -229,7 +217,6 @@ def test_a_draft_model_that_fails_is_dropped_and_fails_no_answer(
     [fault] = engine._faults.take()
     assert fault.message == "draft model, off now: ValueError: no more"
     assert engine.nbytes() < bytes_with
-    engine.close()
 
 
 def test_nothing_is_drafted_near_the_end_of_the_draft_models_context(
@@ -263,7 +250,6 @@ def test_weights_and_kv_are_counted(plain: GenerationEngine, folder: Path) -> No
         each.leave(row)
     kv = sizes[0] - weights
     assert sizes[1] == 2 * (weights + kv)
-    engine.close()
 
 
 def test_another_vocabulary_is_refused_by_name(folder: Path, tmp_path: Path) -> None:

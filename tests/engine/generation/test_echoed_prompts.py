@@ -1,7 +1,7 @@
 """Prompts given back with their logprobs: equal to the model's own, however they are read."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,9 @@ PROMPTS = ["Hello there!", "What is 2 + 2? " * 12, "日本語のテキスト �
 @pytest.fixture(scope="module", params=[{}, SLIDING, STATEFUL], ids=["plain", "sliding", "states"])
 def engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[GenerationEngine]:
+) -> GenerationEngine:
     folder = write_chat(tmp_path_factory.mktemp("model"), **request.param)
-    engine = open_engine(folder, prefix_cache_bytes=1 << 24)
-    yield engine
-    engine.close()
+    return open_engine(folder, prefix_cache_bytes=1 << 24)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +82,6 @@ def check(engine: GenerationEngine, job: GenerateJob, prompt: EchoedPrompt) -> N
 
 @pytest.mark.parametrize("budget", [16, 100, 512])
 def test_a_prompts_logprobs_are_the_models_own(engine: GenerationEngine, budget: int) -> None:
-    """Alone and beside others, in chunks of any size; nothing is said."""
     jobs = [echo(prompt) for prompt in PROMPTS]
     for job, deltas in zip(jobs, told(engine, jobs, budget), strict=True):
         check(engine, job, echoed(deltas))
@@ -95,7 +92,6 @@ def test_a_prompts_logprobs_are_the_models_own(engine: GenerationEngine, budget:
 
 
 def test_beside_rows_that_only_write_nothing_changes_for_either(engine: GenerationEngine) -> None:
-    """Scored, scored and going on, and not scored: all at once."""
     writing = [echo(prompt, echo=False, logprobs=None, max_tokens=9) for prompt in PROMPTS]
     alone = ["".join(each.text for each in told(engine, [job])[0]) for job in writing]
     going_on = [echo(prompt, max_tokens=9) for prompt in PROMPTS]
@@ -110,7 +106,6 @@ def test_beside_rows_that_only_write_nothing_changes_for_either(engine: Generati
 
 
 def test_what_is_kept_of_prompts_hides_no_logprob(engine: GenerationEngine) -> None:
-    """A prompt that was read before is read again where it is to be scored."""
     text = "The same beginning, again and again. " * 8
     told(engine, [echo(text, echo=False, logprobs=None, max_tokens=2)])
     for _ in range(2):
@@ -121,7 +116,6 @@ def test_what_is_kept_of_prompts_hides_no_logprob(engine: GenerationEngine) -> N
 
 
 def test_a_prompt_of_one_token_has_nothing_to_score(engine: GenerationEngine) -> None:
-    """Its text is given back all the same."""
     for most in (0, 1):
         deltas = told(engine, [echo([5], max_tokens=most)])[0]
         prompt = echoed(deltas)
@@ -140,7 +134,6 @@ def test_a_choice_that_says_one_token_has_its_logprobs_too(engine: GenerationEng
 
 
 def test_without_logprobs_token_ids_come_back_as_text(engine: GenerationEngine) -> None:
-    """The texts are those of the tokens."""
     ids = engine.prepare(echo("Hello there, 日本!"))[0].prompt
     prompt = echoed(told(engine, [echo(ids, logprobs=None)])[0])
     assert "".join(prompt.texts) == "Hello there, 日本!"
@@ -148,18 +141,15 @@ def test_without_logprobs_token_ids_come_back_as_text(engine: GenerationEngine) 
 
 
 def test_a_prompt_that_leaves_no_room_can_be_scored_but_not_continued(plain: Path) -> None:
-    """The whole context may be prompt where nothing is to be said."""
     engine = open_engine(plain, max_context=64)
     assert len(echoed(told(engine, [echo([7] * 64)])[0]).logprobs) == 63
     with pytest.raises(ContextLengthExceeded):
         engine.prepare(echo([7] * 64, max_tokens=1))
     with pytest.raises(ContextLengthExceeded):
         engine.prepare(echo([7] * 65))
-    engine.close()
 
 
 def test_special_tokens_are_shown_where_they_were_written(plain: Path) -> None:
-    """Token ids are what they are; a text shows those it has."""
     engine = open_engine(plain)
     (token,) = [
         token
@@ -170,7 +160,6 @@ def test_special_tokens_are_shown_where_they_were_written(plain: Path) -> None:
     prompt = echoed(told(engine, [echo([token, 70, 71, token])])[0])
     assert prompt.texts[0] == prompt.texts[-1] == content
     assert "".join(echoed(told(engine, [echo(f"a{content}b")])[0]).texts) == f"a{content}b"
-    engine.close()
 
 
 class Watching:
@@ -220,7 +209,6 @@ class Failing:
 
 @pytest.mark.parametrize("at", [1, 2, 3, 5])
 def test_a_passing_fault_scores_no_token_twice(plain: Path, at: int) -> None:
-    """What was scored is scored again, with all the row reads again."""
     engine = open_engine(plain)
     model = engine._model
     exchange(engine, Failing(model, at))
@@ -229,7 +217,6 @@ def test_a_passing_fault_scores_no_token_twice(plain: Path, at: int) -> None:
     exchange(engine, model)
     for job, each in zip(jobs, deltas, strict=True):
         check(engine, job, echoed(each))
-    engine.close()
 
 
 def test_a_prompt_whose_logits_are_no_numbers_is_an_error(plain: Path) -> None:

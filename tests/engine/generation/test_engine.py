@@ -1,6 +1,5 @@
 """The generation engine on real MLX: a tiny llama with random weights."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +38,12 @@ from tests.simulated_device import TIMEOUT, SimulatedDevice
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the checkpoint once."""
     return write_chat(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture
-def engine(folder: Path) -> Iterator[GenerationEngine]:
-    """Load it."""
-    engine = open_engine(folder)
-    yield engine
-    engine.close()
+def engine(folder: Path) -> GenerationEngine:
+    return open_engine(folder)
 
 
 @pytest.mark.parametrize("act", ["park", "leave", "clear_prefixes"])
@@ -104,7 +99,6 @@ def test_the_probe_raises_what_the_device_does_and_leaves_rows_as_they_were(
 
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> dict[str, list[int]]:
-    """Ask mlx-lm's own generation the same: its greedy tokens, by text."""
     loaded: Any = load(str(folder))
     model, tokenizer = loaded[0], loaded[1]
     ids: dict[str, list[int]] = {}
@@ -124,7 +118,6 @@ def reference(folder: Path) -> dict[str, list[int]]:
 def test_greedy_tokens_equal_mlx_lms_in_a_mixed_batch(
     engine: GenerationEngine, reference: dict[str, list[int]], budget: int
 ) -> None:
-    """Whatever is padded beside it, and however its prompt is cut into chunks."""
     for text, answer in zip(TEXTS, answers(engine, [job(t) for t in TEXTS], budget), strict=True):
         assert answer.ids == reference[text]
 
@@ -132,7 +125,6 @@ def test_greedy_tokens_equal_mlx_lms_in_a_mixed_batch(
 def test_rows_that_join_and_leave_between_steps_change_nothing(
     engine: GenerationEngine, reference: dict[str, list[int]]
 ) -> None:
-    """The neighbours' tokens are the same."""
     run = Run(engine)
     (first,) = run.join(job(TEXTS[0]))
     run.step()
@@ -150,7 +142,6 @@ def test_rows_that_join_and_leave_between_steps_change_nothing(
 
 
 def test_a_row_can_leave_wherever_it_is(engine: GenerationEngine) -> None:
-    """Waiting, half read, running, or gone already."""
     run = Run(engine)
     (waiting,) = run.join(job("a"))
     engine.leave(waiting)
@@ -170,7 +161,6 @@ def test_a_row_can_leave_wherever_it_is(engine: GenerationEngine) -> None:
 
 
 def test_a_prompt_is_read_in_chunks_of_the_budget(engine: GenerationEngine) -> None:
-    """So that nobody waits for a long one to be read whole."""
     (row,) = engine.prepare(job(TEXTS[4]))
     join(engine, row)
     chunks = []
@@ -198,7 +188,6 @@ def test_the_end_of_a_prompt_is_read_with_its_last_chunk(engine: GenerationEngin
 def test_a_short_prompt_overtakes_long_ones(
     engine: GenerationEngine, reference: dict[str, list[int]]
 ) -> None:
-    """It waits for one chunk of each before it, not for all of them."""
     run = Run(engine)
     long = [run.join(job(TEXTS[4]))[0] for _ in range(3)]
     for _ in range(4):
@@ -254,7 +243,6 @@ def test_no_row_is_run_on_after_the_last_token_it_may_say(folder: Path) -> None:
 def test_a_row_that_ends_sooner_is_run_on_once_at_most(
     folder: Path, reference: dict[str, list[int]]
 ) -> None:
-    """The next pass is launched before its last token is known; its neighbour hears nothing."""
     engine = open_engine(folder)
     (eos,) = engine._chat.eos_ids
     silent = Sampling(temperature=0, logit_bias={eos: 1000.0})
@@ -271,7 +259,6 @@ def test_a_row_that_ends_sooner_is_run_on_once_at_most(
 
 
 def test_a_seeded_row_repeats_exactly_alone_and_in_a_batch(engine: GenerationEngine) -> None:
-    """Its keys are its own, so neighbours draw nothing from it."""
     (alone,) = answers(engine, [job("tell me", SEEDED)])
     (again,) = answers(engine, [job("tell me", SEEDED)])
     noisy = Sampling(temperature=1.0)
@@ -282,7 +269,6 @@ def test_a_seeded_row_repeats_exactly_alone_and_in_a_batch(engine: GenerationEng
 
 
 def test_unseeded_rows_differ_and_so_do_the_choices_of_one_job(engine: GenerationEngine) -> None:
-    """While a seeded job of several choices repeats as a whole."""
     free = Sampling(temperature=2.0)
     texts = [answer.text for answer in answers(engine, [job("go", free) for _ in range(4)])]
     assert len(set(texts)) > 1
@@ -296,7 +282,6 @@ def test_unseeded_rows_differ_and_so_do_the_choices_of_one_job(engine: Generatio
 
 
 def test_stop_strings_never_leak_wherever_they_fall(engine: GenerationEngine) -> None:
-    """Cut at every place of the answer, across tokens too."""
     (whole,) = answers(engine, [job(TEXTS[0])])
     stops = [whole.text[start : start + 3] for start in range(1, len(whole.text) - 3)]
     told = answers(engine, [job(TEXTS[0], stop=["never met", stop]) for stop in stops])
@@ -334,7 +319,6 @@ def test_max_tokens_is_clamped_to_the_context_and_a_longer_prompt_refused(folder
 
 
 def test_what_the_template_refuses_is_a_bad_request(engine: GenerationEngine) -> None:
-    """In the template's own words."""
     bad = GenerateJob(
         caller=caller(), messages=[{"role": "oracle", "content": "x"}], sampling=GREEDY
     )
@@ -375,7 +359,6 @@ class Faulty:
 def test_a_step_that_raises_ends_the_guilty_row_only(
     folder: Path, reference: dict[str, list[int]]
 ) -> None:
-    """The neighbours' greedy tokens are those of a run without the fault."""
     engine = open_engine(folder)
     guilty = "Hello there!"
     run = Run(engine)
@@ -408,7 +391,6 @@ def engine_rows(engine: GenerationEngine) -> list[Any]:
 def test_a_passing_fault_changes_no_answer(
     folder: Path, reference: dict[str, list[int]], at: int
 ) -> None:
-    """In a prefill or a step: every row is read again and goes on where it was."""
     engine = open_engine(folder)
     exchange(engine, Passing(engine._model, at))
     told = answers(engine, [job(text) for text in TEXTS] + [job("tell me", SEEDED)], 100)
@@ -434,7 +416,6 @@ def test_what_has_met_its_stop_string_is_not_read_again(folder: Path, at: int) -
 def test_a_row_whose_text_breaks_ends_alone(
     engine: GenerationEngine, reference: dict[str, list[int]]
 ) -> None:
-    """Its neighbours do not hear of it."""
     run = Run(engine)
     (broken,) = run.join(job(TEXTS[0]))
 
@@ -449,7 +430,6 @@ def test_a_row_whose_text_breaks_ends_alone(
 
 
 def test_output_that_is_no_number_is_an_error_that_says_so(tmp_path: Path) -> None:
-    """NaN weights must not become confident nonsense."""
     folder = write_chat(tmp_path)
     weights: Any = mx.load(str(folder / "model.safetensors"))
     weights["model.norm.weight"] = mx.full((64,), float("nan"))
@@ -465,7 +445,6 @@ class TestLoading:
     """What is refused, and how it is named."""
 
     def test_a_template_from_models_yaml_takes_the_place_of_the_models(self, folder: Path) -> None:
-        """And its arguments reach it."""
         template = "{{ greeting }} {{ messages[0].content }}"
         engine = open_engine(folder, chat_template=template, template_args={"greeting": "Yo"})
         (row,) = engine.prepare(job("you"))
@@ -481,14 +460,12 @@ class TestLoading:
         ],
     )
     def test_a_missing_file_is_named(self, tmp_path: Path, file: str, reason: str) -> None:
-        """So that it can be put there."""
         folder = write_chat(tmp_path)
         (folder / file).unlink()
         with pytest.raises(ModelLoadFailed, match=reason):
             open_engine(folder)
 
     def test_an_unknown_architecture_is_named(self, tmp_path: Path) -> None:
-        """And its own code is never run."""
         folder = write_chat(tmp_path)
         config = (folder / "config.json").read_text()
         (folder / "config.json").write_text(config.replace('"llama"', '"never_heard_of"'))
@@ -522,7 +499,6 @@ class TestLoadingInSlices:
     def test_every_step_but_the_last_gives_nothing(
         self, folder: Path, reference: dict[str, list[int]]
     ) -> None:
-        """The last one gives the engine."""
         setup = read_chat_setup(
             folder, name="tiny", max_context=None, chat_template=None, template_args={}
         )
@@ -534,7 +510,6 @@ class TestLoadingInSlices:
         assert answer.ids == reference[TEXTS[0]]
 
     def test_a_step_reads_one_slice(self, folder: Path) -> None:
-        """As many as the weights ask for."""
         checkpoint = Checkpoint("tiny", folder)
         model, _ = open_decoder(checkpoint, device=Device.CPU, dtype=None)
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
@@ -543,7 +518,6 @@ class TestLoadingInSlices:
 
     @given(st.lists(st.integers(1, 300), max_size=30), st.integers(1, 200))
     def test_a_slice_is_within_its_bytes_or_one_array(self, sizes: list[int], most: int) -> None:
-        """In their order, and none left out."""
         arrays = [mx.zeros((size,), dtype=mx.uint8) for size in sizes]
         cut = list(slices(arrays, most))
         assert [id(array) for some in cut for array in some] == [id(array) for array in arrays]
@@ -555,7 +529,6 @@ class TestLoadingInSlices:
 def test_a_row_that_fails_to_leave_changes_no_other_answer(
     engine: GenerationEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The batch is thrown away, and the others are read again."""
     expected = [answer.text for answer in answers(engine, [job(text) for text in TEXTS[:2]])]
     run = Run(engine)
     [leaving] = run.join(job(TEXTS[3]))

@@ -25,7 +25,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def set_bytes(folder: Path) -> int:
-    """Return what the states after a block weigh."""
     engine = open_engine(folder)
     size = engine.facts.kv_cost.states
     engine.close()
@@ -42,7 +41,6 @@ def cached(engine: GenerationEngine, prompt: list[int]) -> int:
 
 
 def test_a_shared_beginning_stays_while_answers_to_it_grow(folder: Path, set_bytes: int) -> None:
-    """However few sets of states there is room for: each request but the first goes on from it."""
     engine = open_engine(folder, prefix_cache_bytes=4 * set_bytes)
     run, hits, left = Run(engine), [], 12
     ids: list[int] = []
@@ -55,22 +53,18 @@ def test_a_shared_beginning_stays_while_answers_to_it_grow(folder: Path, set_byt
         run.step()
     hits = [run.answers[each].cached_tokens for each in ids]
     assert hits[4:] == [2 * BLOCK] * 8
-    engine.close()
 
 
 @pytest.mark.parametrize(("sets", "are_kept"), [(MIN_SETS - 1, False), (MIN_SETS, True)])
 def test_states_of_answers_under_way_are_kept_where_many_sets_fit(
     folder: Path, set_bytes: int, sets: int, are_kept: bool
 ) -> None:
-    """A few of them would take the place of all that prompts share."""
     engine = open_engine(folder, prefix_cache_bytes=sets * set_bytes)
     answers(engine, [bare(tokens(20, 1), FOREVER, max_tokens=4 * BLOCK)])
     assert (count_states(engine) > 0) is are_kept
-    engine.close()
 
 
 def test_answers_under_way_take_at_most_half_of_the_room(folder: Path, set_bytes: int) -> None:
-    """Four of them would keep sixteen sets; what a prompt left before is there afterwards."""
     engine = open_engine(folder, prefix_cache_bytes=(MIN_SETS + 2) * set_bytes)
     answers(engine, [bare(SHARED, FOREVER, max_tokens=1)])
     run = Run(engine)
@@ -83,18 +77,15 @@ def test_answers_under_way_take_at_most_half_of_the_room(folder: Path, set_bytes
     assert 3 * set_bytes < growing < (MIN_SETS / 2 + 2) * set_bytes
     run.finish()
     assert cached(engine, SHARED) == 2 * BLOCK
-    engine.close()
 
 
 def test_what_a_whole_answer_left_is_kept_as_prompts_are(folder: Path, set_bytes: int) -> None:
-    """Its next turn goes on from there, though others have grown meanwhile."""
     engine = open_engine(folder, prefix_cache_bytes=(MIN_SETS + 2) * set_bytes)
     prompt = tokens(20, 1)
     (told,) = answers(engine, [bare(prompt, FOREVER, max_tokens=2 * BLOCK)])
     assert not engine._prefixes._growing
     answers(engine, [bare(tokens(20, 2 + i), FOREVER, max_tokens=3 * BLOCK) for i in range(2)])
     assert cached(engine, [*prompt, *told.ids, *tokens(9, 9)]) == 2 * BLOCK
-    engine.close()
 
 
 def test_a_prompt_that_takes_up_a_growing_answer_makes_its_states_its_own(
@@ -112,4 +103,3 @@ def test_a_prompt_that_takes_up_a_growing_answer_makes_its_states_its_own(
     run.step()
     assert len(engine._prefixes._growing) == before - 1
     run.finish()
-    engine.close()

@@ -22,7 +22,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_a_parked_row_says_nothing_and_keeps_its_kv(folder: Path) -> None:
-    """A preempted one has none."""
     engine = open_engine(folder)
     weights = engine.nbytes()
     batch = Batch(engine)
@@ -40,7 +39,6 @@ def test_a_parked_row_says_nothing_and_keeps_its_kv(folder: Path) -> None:
 
 
 def test_a_row_parked_while_it_is_read_does_not_run(folder: Path) -> None:
-    """It has its first token by then, and goes on from there."""
     engine = open_engine(folder)
     batch = Batch(engine)
     row = batch.join("Hello", {"sampling": Sampling(temperature=0), "max_tokens": 40})
@@ -74,7 +72,6 @@ def test_a_fault_after_a_row_is_resumed_does_not_stop_it_again(folder: Path) -> 
 
 @pytest.mark.parametrize("act", ["park", "preempt", None])
 def test_a_bound_holds_wherever_the_row_is(folder: Path, act: str | None) -> None:
-    """Running, parked, preempted, or being read again."""
     engine = open_engine(folder)
     batch = Batch(engine)
     row = batch.join("Hi", {"sampling": Sampling(temperature=1, seed=1), "max_tokens": 40})
@@ -95,7 +92,6 @@ def test_a_bound_holds_wherever_the_row_is(folder: Path, act: str | None) -> Non
 def test_a_bound_that_a_row_has_reached_ends_it_at_once(
     folder: Path, tokens: int, is_batched: bool
 ) -> None:
-    """Running, or waiting for its turn beside others: it says no more, and its neighbour all."""
     engine = open_engine(folder, prefix_cache_bytes=1 << 24)
     engine.apply_verdict(Verdict(rows=is_batched, single=True, prefixes=True, window=True))
     batch = Batch(engine)
@@ -117,7 +113,6 @@ def test_a_bound_that_a_row_has_reached_ends_it_at_once(
 
 
 def test_a_row_that_is_stopped_can_end_where_it_stands(folder: Path) -> None:
-    """With `length`, and with the text that was held back for a stop string."""
     engine = open_engine(folder)
     whole, cut = Batch(engine), Batch(engine)
     greedy = {"sampling": Sampling(temperature=0), "max_tokens": 20}

@@ -42,18 +42,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain(folder: Path) -> Iterator[GenerationEngine]:
-    """An engine that reads every token by a pass of its own."""
-    engine = open_engine(folder)
-    yield engine
-    engine.close()
+def plain(folder: Path) -> GenerationEngine:
+    return open_engine(folder)
 
 
 @pytest.fixture(scope="module")
-def ahead(folder: Path) -> Iterator[GenerationEngine]:
-    engine = open_engine(folder, speculate_rows=8)
-    yield engine
-    engine.close()
+def ahead(folder: Path) -> GenerationEngine:
+    return open_engine(folder, speculate_rows=8)
 
 
 def generate(text: str) -> GenerateJob:
@@ -65,7 +60,6 @@ def generate(text: str) -> GenerateJob:
 def test_answers_are_those_without_reading_ahead(
     plain: GenerationEngine, ahead: GenerationEngine, seed: int
 ) -> None:
-    """Greedy, seeded, penalised, with logprobs, stop strings, grammars and calls, in one batch."""
     chance = random.Random(seed)
     jobs = [
         (chance.choice([*PROMPTS, ECHO]), chance.choice(JOBS)) for _ in range(chance.randint(1, 8))
@@ -117,7 +111,6 @@ def test_what_repeats_is_read_several_tokens_at_once(folder: Path, rows: int) ->
     for speculate_rows in (0, 8):
         engine = forget(open_engine(folder, speculate_rows=speculate_rows))
         told.append(answer_at_random(engine, jobs, random.Random(0)))
-        engine.close()
     (expected, passes), (found, fewer) = told
     assert all(other.says_as(one) for one, other in zip(expected, found, strict=True))
     accepted = sum(each.accepted for each in fewer)
@@ -170,7 +163,6 @@ def test_what_was_chosen_after_an_answers_end_saved_no_pass(folder: Path, place:
     assert any(each.accepted for each in passes)
     for each in passes:
         assert each.tokens == each.rows + each.accepted + each.forced
-    engine.close()
 
 
 class BrokenFrom:
@@ -213,7 +205,6 @@ def test_more_rows_than_allowed_read_nothing_ahead(folder: Path) -> None:
     batch.hear(engine.decode())
     assert engine.last_pass.rows == 2
     assert engine.last_pass.forced > 0
-    engine.close()
 
 
 def test_caches_that_cannot_go_back_read_nothing_ahead(
@@ -224,7 +215,6 @@ def test_caches_that_cannot_go_back_read_nothing_ahead(
     jobs = [("Hi", {"sampling": GREEDY, "max_tokens": 30, "grammar": FIXED})]
     _, passes = answer_at_random(engine, jobs, random.Random(0))
     assert not any(each.forced for each in passes)
-    engine.close()
 
 
 @given(st.integers(1, 40))
@@ -256,7 +246,6 @@ def test_a_draft_is_what_followed_the_same_tokens_before(context: list[int], mos
 
 
 def test_a_long_prompt_is_indexed_in_parts() -> None:
-    """The steps of others wait for each."""
     lookup, context = PromptLookup(), [0, 1, 2, *range(10, 20_000), 0, 1]
     assert lookup.draft(context, 2) == [2, 10]
     context += [19_000, 19_001]
@@ -266,7 +255,6 @@ def test_a_long_prompt_is_indexed_in_parts() -> None:
 
 
 def test_no_step_copies_the_prompt(folder: Path) -> None:
-    """It may have 100,000 tokens."""
 
     class Prompt(list[int]):
         copies = 0
@@ -284,7 +272,6 @@ def test_no_step_copies_the_prompt(folder: Path) -> None:
     while engine.is_decoding:
         engine.decode()
     assert prompt.copies == copies
-    engine.close()
 
 
 def test_a_lookup_that_is_wrong_waits_longer_each_time() -> None:

@@ -18,12 +18,10 @@ WIDE = Sampling(temperature=50.0, top_p=0.97, seed=11)
 @pytest.fixture(scope="module", params=[{}, SLIDING, STATEFUL], ids=["plain", "sliding", "states"])
 def engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[GenerationEngine]:
-    engine = open_engine(
+) -> GenerationEngine:
+    return open_engine(
         write_chat(tmp_path_factory.mktemp("model"), vocab_size=3000, **request.param)
     )
-    yield engine
-    engine.close()
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +45,6 @@ def whole(engine: GenerationEngine, text: str, **more: Any) -> Any:
 def test_a_window_that_was_too_small_changes_no_token_and_no_logprob(
     engine: GenerationEngine,
 ) -> None:
-    """The token is chosen again, and the pass that read the wrong one is taken back."""
     run = Run(engine)
     run.join(job(TEXTS[0], WIDE, logprobs=2))
     sampler = newest(engine).sampler
@@ -64,7 +61,6 @@ def test_a_window_that_was_too_small_changes_no_token_and_no_logprob(
 def test_an_answer_of_one_token_is_right_though_its_window_was_too_small(
     engine: GenerationEngine,
 ) -> None:
-    """It ends before any decode step."""
     texts = TEXTS[:3]
     jobs = [job(text, WIDE, max_tokens=1) for text in texts]
     found = [answers(engine, [each])[0].ids for each in jobs]

@@ -193,7 +193,6 @@ def answers(engine: GenerationEngine, prompts: list[list[int]], late: int = 2) -
 def test_a_model_that_is_wrong_in_a_batch_is_found_and_answers_as_alone(
     tmp_path: Path, kind: str
 ) -> None:
-    """One row at a time, whoever joins when, and twice, from the prefix cache if it is sound."""
     folder = write_chat(tmp_path / "m", **UNFIT[kind])
     engine = opened(folder)
     verdict = verdict_of(engine)
@@ -208,12 +207,10 @@ def test_a_model_that_is_wrong_in_a_batch_is_found_and_answers_as_alone(
         assert told.tokens == expected
         assert told.errors == [None] * len(PROMPTS)
         assert told.most_rows == 1
-    engine.close()
 
 
 @pytest.mark.parametrize("kind", a_few(FIT, "gemma3"))
 def test_a_model_that_is_right_in_a_batch_stays_batched(tmp_path: Path, kind: str) -> None:
-    """And is right: the same answers together as alone."""
     folder = write_chat(tmp_path / "m", **FIT[kind])
     engine = opened(folder)
     verdict = verdict_of(engine)
@@ -222,16 +219,13 @@ def test_a_model_that_is_right_in_a_batch_stays_batched(tmp_path: Path, kind: st
     told = answers(engine, PROMPTS)
     assert told.tokens == alone(folder, PROMPTS)
     assert told.most_rows > 1
-    engine.close()
 
 
 def test_rounding_is_no_mismatch(tmp_path: Path) -> None:
-    """The bound is that of the weights' own type."""
     folder = write_chat(tmp_path / "m", num_hidden_layers=8)
     for dtype in ("float16", "bfloat16"):
         engine = load_generation(folder, name="m", device=Device.CPU, dtype=dtype)
         assert not verdict_of(engine).problem
-        engine.close()
 
 
 def unfinished(engine: GenerationEngine) -> Verdict:
@@ -248,14 +242,12 @@ def unfinished(engine: GenerationEngine) -> Verdict:
 def test_until_a_test_is_whole_other_architectures_run_one_at_a_time(
     tmp_path: Path, kind: str
 ) -> None:
-    """Any step may be the last that there was time for; then they answer as alone."""
     folder = write_chat(tmp_path / "m", **UNFIT[kind])
     engine = opened(folder)
     engine.apply_verdict(unfinished(opened(folder)) if kind != "llama4" else Verdict())
     told = answers(engine, PROMPTS)
     assert told.tokens == alone(folder, PROMPTS)
     assert told.most_rows == 1
-    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -265,17 +257,14 @@ def test_until_a_test_is_whole_other_architectures_run_one_at_a_time(
 def test_architectures_that_are_known_to_be_equal_are_batched_at_once(
     tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:
-    """However their projections and their KV are kept."""
     wide = {"head_dim": 64} if "kv_bits" in options else {}
     folder = write_chat(tmp_path / "m", **{**FIT[kind], **wide})
     engine = load_generation(folder, name="m", device=Device.CPU, **options)
     engine.apply_verdict(unfinished(engine))
     assert engine.is_batched
-    engine.close()
 
 
 def test_rows_run_together_once_the_test_is_whole(tmp_path: Path) -> None:
-    """Those that waited for one another too."""
     folder = write_chat(tmp_path / "m")
     known = opened(folder)
     engine = GenerationEngine(
@@ -298,20 +287,16 @@ def test_rows_run_together_once_the_test_is_whole(tmp_path: Path) -> None:
     while engine.is_decoding:
         engine.decode()
     assert [row.tokens for row in found if row] == alone(folder, PROMPTS)
-    engine.close()
 
 
 def test_what_forbids_batches_holds_whatever_a_test_says_later(tmp_path: Path) -> None:
-    """As after faults of batches, while the test goes on in idle time."""
     engine = opened(write_chat(tmp_path / "m"))
     engine.apply_verdict(Verdict(rows=False))
     engine.apply_verdict(Verdict(single=True, rows=True, prefixes=True, window=True))
     assert not engine.is_batched
-    engine.close()
 
 
 def test_rows_and_their_padding_are_tested_first(tmp_path: Path) -> None:
-    """They are what most often is wrong."""
     engine = opened(write_chat(tmp_path / "m"))
     assert list(dict.fromkeys(engine.self_test())) == [
         Verdict(),
@@ -319,7 +304,6 @@ def test_rows_and_their_padding_are_tested_first(tmp_path: Path) -> None:
         Verdict(rows=True, single=True),
         Verdict(rows=True, single=True, prefixes=True, window=True),  # there is no window
     ]
-    engine.close()
 
 
 class Broken:
@@ -351,7 +335,6 @@ def broken(folder: Path, breaks: Callable[[mx.array], bool]) -> GenerationEngine
 def test_a_test_that_runs_out_of_memory_says_nothing_of_the_next(
     error: Exception, is_lasting: bool, tmp_path: Path
 ) -> None:
-    """It forbids batches for now, as any other failure does."""
 
     def breaks(tokens: mx.array) -> bool:
         if tokens.shape[0] > 1:
@@ -362,7 +345,6 @@ def test_a_test_that_runs_out_of_memory_says_nothing_of_the_next(
     *_, verdict = engine.self_test()
     assert verdict.rows is False
     assert verdict.is_lasting is is_lasting
-    engine.close()
 
 
 def test_batches_that_fail_though_no_row_does_are_given_up_after_a_few(tmp_path: Path) -> None:
@@ -381,18 +363,15 @@ def test_batches_that_fail_though_no_row_does_are_given_up_after_a_few(tmp_path:
 
 
 def test_a_row_that_breaks_its_batches_is_to_blame_itself(tmp_path: Path) -> None:
-    """However often it is sent: others would be slowed down by it."""
     folder = write_chat(tmp_path / "m")
     engine = broken(folder, lambda tokens: bool((tokens == 999).any().item()))
     for _ in range(2 * FAULTS):
         told = answers(engine, [PROMPTS[0], [5, 999, 6], PROMPTS[2]], late=1)
         assert [error is None for error in told.errors] == [True, False, True]
     assert engine.is_batched
-    engine.close()
 
 
 def test_a_row_that_leaves_proves_nothing() -> None:
-    """Nor does one that was alone from the first."""
     faults = Faults()
     for _ in range(2 * FAULTS):
         faults.record([1, 2], Fault.ROW, ValueError("x"))
@@ -405,7 +384,6 @@ def test_a_row_that_leaves_proves_nothing() -> None:
 
 
 def test_rows_that_run_one_at_a_time_can_leave_wherever_they_are(tmp_path: Path) -> None:
-    """Waiting for the one that runs, too."""
     engine = opened(write_chat(tmp_path / "m"))
     engine.apply_verdict(Verdict(rows=False))
     rows = [
@@ -425,7 +403,6 @@ def test_rows_that_run_one_at_a_time_can_leave_wherever_they_are(tmp_path: Path)
     while engine.is_decoding:
         ended |= {delta.row for delta in engine.decode() if delta.finish_reason}
     assert ended == {rows[1], rows[3]}
-    engine.close()
 
 
 @pytest.fixture
@@ -468,7 +445,6 @@ def test_padding_that_gets_into_states_is_found_in_every_type(name: str, dtype: 
 @pytest.mark.usefixtures("_uncompiled")
 @pytest.mark.parametrize("name", a_few(("mamba2", "lfm2", "falcon_h1"), "lfm2"))
 def test_padding_that_states_leave_out_is_no_mismatch(name: str) -> None:
-    """In the coarsest type."""
     config = tiny_config(name)
     model = tiny_model(config, width=1)
     model.set_dtype(mx.bfloat16)

@@ -78,7 +78,6 @@ class TestTheDecisions:
     def test_a_prompt_is_cut_wherever_its_states_are_kept(
         self, known: int, rest: int, branch: int
     ) -> None:
-        """Every piece but the last ends with a block."""
         start, end = known * BLOCK, known * BLOCK + rest
         pieces = cut_prompt(start, end, branch * BLOCK)
         ends = list(accumulate(pieces, initial=start))[1:]
@@ -89,12 +88,10 @@ class TestTheDecisions:
             assert kept in ends or not start < kept <= end
 
     def test_the_last_pieces_of_all_are_read_in_one_pass(self) -> None:
-        """Those with fewer pieces join later, so that nobody has nothing to read."""
         passes = plan_passes([[128, 64, 3], [64, 20], [64, 33], [7]])
         assert passes == [[128], [64, 64, 64], [3, 20, 33, 7]]
 
     def test_padding_is_counted_pass_by_pass(self) -> None:
-        """A hundred and twenty-eight, twice sixty-four and twice twenty are 296."""
         assert take_prompts([[128, 64, 3], [64, 20]], 296) == 2
         assert take_prompts([[128, 64, 3], [64, 20]], 295) == 1
 
@@ -105,7 +102,6 @@ class TestTheDecisions:
     def test_what_is_taken_is_within_the_budget(
         self, prompts: list[list[int]], budget: int
     ) -> None:
-        """But for a single one, and no more would be."""
         taken = take_prompts(prompts, budget)
 
         def padded(rows: int) -> int:
@@ -151,7 +147,6 @@ def apart(layers: Sequence[Any], others: Sequence[Any]) -> float:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_state_taken_out_of_a_padded_pass_is_that_of_its_row_alone(name: str) -> None:
-    """Wherever the row stops in its prompt, and whether or not it went on from a kept state."""
     model, vocab_size = made(name)
     drawn = (tokens(sum(cut), seed) for seed, cut in enumerate(CUTS))
     prompts = [[1 + each % (vocab_size - 1) for each in prompt] for prompt in drawn]
@@ -197,7 +192,6 @@ def test_a_state_taken_out_of_a_padded_pass_is_that_of_its_row_alone(name: str) 
 
 @pytest.fixture(scope="module", params=KINDS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a checkpoint of each family."""
     return write_chat(tmp_path_factory.mktemp(request.param), **KINDS[request.param])
 
 
@@ -232,7 +226,6 @@ class Widths:
 def test_answers_of_prompts_read_together_are_those_alone(
     cold: GenerationEngine, warm: GenerationEngine, budget: int, sampling: Sampling
 ) -> None:
-    """Greedy and seeded; new, then from what is kept, then beyond it."""
     prompts = [tokens(length, length) for length in LENGTHS]
     longer = [prompt + tokens(40 + 9 * i, i) for i, prompt in enumerate(prompts)]
     model = Widths(warm._model)
@@ -265,7 +258,6 @@ def test_a_burst_takes_three_passes_whatever_its_blocks(tmp_path: Path, kind: st
 def test_a_fault_in_any_pass_leaves_right_answers(
     folder: Path, cold: GenerationEngine, at: int
 ) -> None:
-    """Each is read again alone, and keeps what it comes to."""
     engine = open_engine(folder, prefix_cache_bytes=PLENTY)
     prompts = [tokens(length, length) for length in LENGTHS]
     expected = alone(cold, prompts)
@@ -276,17 +268,14 @@ def test_a_fault_in_any_pass_leaves_right_answers(
     told = answers(engine, [bare(prompt) for prompt in prompts], 4096)
     assert ids(told) == expected
     assert any(cached(told))
-    engine.close()
 
 
 @pytest.mark.parametrize("kind", ["plain", "sliding", "sinks", "hybrid"])  # whose ends are not tied
 def test_a_row_that_is_no_number_spoils_no_other(tmp_path: Path, kind: str) -> None:
-    """Nor is anything of it kept."""
     folder = write_chat(tmp_path, **KINDS[kind])
     prompts = [tokens(length, length) for length in LENGTHS]
     cold = open_engine(folder)
     expected = alone(cold, prompts)
-    cold.close()
     poison = min({*range(3, 300)} - {token for answer in expected for token in answer})
     weights: Any = mx.load(str(folder / "model.safetensors"))
     (name,) = [name for name in weights if "embed_tokens" in name]
@@ -299,7 +288,6 @@ def test_a_row_that_is_no_number_spoils_no_other(tmp_path: Path, kind: str) -> N
         assert "not a number" in (told[1].error or "")
         assert told[1].cached_tokens <= BLOCK
         assert ids([told[0], *told[2:]]) == expected
-    engine.close()
 
 
 @pytest.mark.parametrize("kind", STATES)

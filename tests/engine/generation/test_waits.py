@@ -177,7 +177,6 @@ class Following:
 def test_a_step_waits_once_and_launches_the_next_pass_before_tokens_are_appended(
     monkeypatch: pytest.MonkeyPatch, folders: dict[str, Path], kind: str, asked: str
 ) -> None:
-    """Also where a nucleus may be wider than its window, and no pass can be taken back."""
     engine = open_engine(folders[kind], None)
     batch = begun(engine, ASKED[asked])
     assert steps(monkeypatch, batch, 4) == [["eval"]] * 4
@@ -189,7 +188,6 @@ def test_a_step_waits_once_and_launches_the_next_pass_before_tokens_are_appended
         assert model.tokens.pop() == before
         assert not model.tokens
     assert not engine._faults.take()
-    engine.close()
 
 
 def test_a_draw_whose_window_was_too_small_waits_once_more(
@@ -212,13 +210,11 @@ def test_a_draw_whose_window_was_too_small_waits_once_more(
 def test_the_last_row_that_ends_is_no_wait_more(
     monkeypatch: pytest.MonkeyPatch, folders: dict[str, Path], kind: str
 ) -> None:
-    """Nothing of the others moves."""
     engine = open_engine(folders[kind], None)
     batch = begun(engine, ASKED["greedy"])
     end_soon(engine, -1)
     assert steps(monkeypatch, batch, 8) == [["eval"]] * 8
     assert len(batch.open) == len(ASKED["greedy"]) - 1
-    engine.close()
 
 
 def test_a_row_that_ends_before_others_waits_once_more(
@@ -289,4 +285,3 @@ def test_rows_that_come_and_go_wait_only_where_one_goes(
         before = len(batch.open)
         ((*calls,),) = steps(monkeypatch, batch, 1)
         assert len(calls) <= 1 + (len(batch.open) < before)
-    engine.close()

@@ -223,7 +223,6 @@ def test_a_step_copies_nothing() -> None:
 
 
 def test_what_a_long_row_needed_is_free_once_it_leaves() -> None:
-    """Though no more slots are free than may be, and the others leave and join."""
     cache = full_of(24, 8 * STEP)
     cache.rewind((0, *[8 * STEP - BLOCK] * 23))
     cache.filter(compact(range(1, 24)))

@@ -39,7 +39,6 @@ def row(prompt: int, max_tokens: int) -> SequenceParams:
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", [*KINDS, "drafted"])
 def test_rows_hold_no_more_kv_than_is_counted(tmp_path: Path, kind: str, seed: int) -> None:
-    """Whoever joins, leaves and stops, and whoever is long beside whoever is short."""
     chance = random.Random(seed)
     is_drafted = kind == "drafted"
     draft = write_chat(tmp_path / "d", seed=1, num_hidden_layers=6) if is_drafted else None
@@ -91,7 +90,6 @@ def test_rows_hold_no_more_kv_than_is_counted(tmp_path: Path, kind: str, seed: i
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_kv_is_counted_by_what_each_layer_keeps(tmp_path: Path, kind: str) -> None:
-    """Latent attention, windows and states too; never less than is held, nor a layer more."""
     folder = write_chat(tmp_path / "m", **ARCHITECTURES[kind])
     model, _ = load_model(folder)
     cost = measure_kv(model)
@@ -108,7 +106,6 @@ def test_kv_is_counted_by_what_each_layer_keeps(tmp_path: Path, kind: str) -> No
 
 
 def test_a_row_says_whether_its_caller_has_bounded_it(folder: Path) -> None:
-    """An open one may be as long as the context: its memory is counted otherwise."""
     engine = open_engine(folder)
     asked: dict[str, Any] = {
         "caller": caller(),

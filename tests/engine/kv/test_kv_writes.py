@@ -35,7 +35,6 @@ def filled(kind: RaggedKVCache, length: int) -> RaggedKVCache:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [1, 2, 8, 9])
 def test_each_row_of_a_batch_has_what_it_has_alone(kind: RaggedKVCache, tokens: int) -> None:
-    """In planes of every shape, with more slots than rows, past the end of what was reserved."""
     alone = [filled(kind, length) for length in LENGTHS]
     batch = kind.merge([*alone, filled(kind, 2)])
     batch.filter(range(len(LENGTHS)))

@@ -41,13 +41,11 @@ BASE = tokens(400, 0)
 
 @pytest.fixture(scope="module", params=KINDS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a checkpoint of each kind of cache."""
     return write_chat(tmp_path_factory.mktemp(request.param), **KINDS[request.param])
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write one whose cache is KV throughout."""
     return write_chat(tmp_path_factory.mktemp("only"))
 
 
@@ -72,7 +70,6 @@ CASES = {
 
 
 def test_what_a_prompt_adds_to_the_cache_is_counted_once(plain: Path) -> None:
-    """In whole blocks: with what was cached, all of the prompt but what no block holds."""
     engine = open_engine(plain, prefix_cache_bytes=PLENTY)
     longer = [*BASE, *tokens(100, 1)]
     told = [answers(engine, [bare(each)])[0] for each in (BASE, BASE, longer)]
@@ -82,10 +79,8 @@ def test_what_a_prompt_adds_to_the_cache_is_counted_once(plain: Path) -> None:
         (384, 0),
         (384, 64),
     ]
-    engine.close()
     without = open_engine(plain)
     assert answers(without, [bare(BASE)])[0].kept_tokens == 0
-    without.close()
 
 
 @pytest.mark.parametrize(
@@ -109,7 +104,6 @@ def test_the_greedy_tokens_are_those_without_it(
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_plain_prompt_goes_on_from_its_last_whole_block(plain: Path, case: str) -> None:
-    """At least its last token is read, so an exact repeat has one to go on from."""
     engine = open_engine(plain, prefix_cache_bytes=PLENTY)
     answers(engine, [bare(BASE)])
     jobs = [bare(prompt) for prompt in CASES[case]]
@@ -125,7 +119,6 @@ def test_a_plain_prompt_goes_on_from_its_last_whole_block(plain: Path, case: str
 def test_where_states_cannot_be_cut_a_prompt_goes_on_from_the_end_of_a_chunk(
     tmp_path: Path,
 ) -> None:
-    """Chunks end with blocks there, and one more ends with the prompt's last block."""
     engine = open_engine(write_chat(tmp_path, **SLIDING), prefix_cache_bytes=PLENTY)
     told = [
         answers(engine, [bare(prompt)], 150)[0].cached_tokens
@@ -135,7 +128,6 @@ def test_where_states_cannot_be_cut_a_prompt_goes_on_from_the_end_of_a_chunk(
 
 
 def test_a_sampled_answer_is_the_same(cold: GenerationEngine, warm: GenerationEngine) -> None:
-    """Its random numbers come from its seed and its place alone."""
     jobs = [bare(BASE, SEEDED), bare(BASE[:250], SEEDED)]
     expected = ids(answers(cold, jobs))
     for _ in range(2):
@@ -145,7 +137,6 @@ def test_a_sampled_answer_is_the_same(cold: GenerationEngine, warm: GenerationEn
 def test_the_choices_of_one_job_read_their_prompt_once(
     cold: GenerationEngine, warm: GenerationEngine
 ) -> None:
-    """But for what follows its last whole block."""
     asked = bare(BASE, Sampling(temperature=1.5, seed=3), n=3)
     told = answers(warm, [asked])
     assert cached(told) == [0, 384, 384]
@@ -168,7 +159,6 @@ class Counting:
 
 
 def test_a_burst_reads_what_it_shares_once(plain: Path) -> None:
-    """Eighteen requests that come together while nothing is kept yet."""
     engine = open_engine(plain, prefix_cache_bytes=PLENTY)
     model = Counting(engine._model)
     exchange(engine, model)
@@ -179,7 +169,6 @@ def test_a_burst_reads_what_it_shares_once(plain: Path) -> None:
 
 
 def test_who_waits_for_a_prompt_that_leaves_reads_on_alone(plain: Path) -> None:
-    """From where it was left."""
     engine = open_engine(plain, prefix_cache_bytes=PLENTY)
     run = Run(engine)
     begin = tokens(600, 1)
@@ -195,7 +184,6 @@ def test_who_waits_for_a_prompt_that_leaves_reads_on_alone(plain: Path) -> None:
 
 @pytest.mark.parametrize("limit", [1, PLENTY])
 def test_nobody_waits_longer_than_for_what_is_shared(plain: Path, limit: int) -> None:
-    """Not for the rest of the other prompt, even where the shared part found no room."""
     engine = open_engine(plain, prefix_cache_bytes=limit)
     run = Run(engine)
     begin = tokens(256, 1)
@@ -222,7 +210,6 @@ def test_a_next_turn_need_not_read_the_answer_again(plain: Path) -> None:
 def test_an_answer_that_met_a_stop_string_is_kept_too(
     plain: Path, others: int, speculate_rows: int
 ) -> None:
-    """Alone, and beside answers that go on."""
     engine = open_engine(plain, prefix_cache_bytes=PLENTY, speculate_rows=speculate_rows)
     (whole,) = answers(engine, [bare(BASE, max_tokens=150)])
     engine.clear_prefixes()
@@ -244,7 +231,6 @@ def test_an_answer_that_met_a_stop_string_is_kept_too(
     [("plain", 1), ("plain", 2), ("sliding", 2), ("stateful", 2)],
 )
 def test_the_bytes_kept_never_pass_the_bound(tmp_path: Path, kind: str, kv_heads: int) -> None:
-    """The engine counts them, and no more are held."""
     folder = write_chat(tmp_path, **KINDS[kind], num_key_value_heads=kv_heads)
     one = open_engine(folder, prefix_cache_bytes=PLENTY)
     weights = one.nbytes()
@@ -268,7 +254,6 @@ def test_the_bytes_kept_never_pass_the_bound(tmp_path: Path, kind: str, kv_heads
 
 
 def test_a_closed_engine_holds_no_prefix(plain: Path) -> None:
-    """Its memory is the next model's."""
     gc.collect()
     before = mx.get_active_memory()
     engine = open_engine(plain, prefix_cache_bytes=PLENTY)
@@ -281,7 +266,6 @@ def test_a_closed_engine_holds_no_prefix(plain: Path) -> None:
 
 @pytest.mark.parametrize("at", [1, 2, 6])
 def test_a_fault_leaves_nothing_behind(plain: Path, at: int) -> None:
-    """Whatever was kept may be what broke; the rows are read again without it."""
     engine = open_engine(plain, prefix_cache_bytes=PLENTY)
     jobs = [bare(BASE), bare(BASE[:300] + tokens(9, 1)), bare(tokens(200, 2), SEEDED)]
     expected = ids(answers(open_engine(plain), jobs))
@@ -294,7 +278,6 @@ def test_a_fault_leaves_nothing_behind(plain: Path, at: int) -> None:
 
 
 def test_a_broken_prefix_cannot_break_a_row_twice(plain: Path) -> None:
-    """A suspect is read whole, and says so."""
     engine = open_engine(plain, prefix_cache_bytes=PLENTY)
     (expected,) = answers(engine, [bare(BASE)])
     for key, kept in engine._prefixes._kept.items():
@@ -305,7 +288,6 @@ def test_a_broken_prefix_cannot_break_a_row_twice(plain: Path) -> None:
 
 
 def test_what_is_no_number_is_not_kept(tmp_path: Path) -> None:
-    """Wherever in the model it began."""
     folder = write_chat(tmp_path)
     weights: Any = mx.load(str(folder / "model.safetensors"))
     name = "model.layers.0.self_attn.v_proj.weight"
@@ -335,7 +317,6 @@ class Ending:
 
 @pytest.mark.parametrize("speculate_rows", [0, 4])
 def test_an_answer_that_becomes_no_number_is_not_kept(plain: Path, speculate_rows: int) -> None:
-    """Of its prompt, what was kept before stays."""
     engine = open_engine(plain, prefix_cache_bytes=PLENTY, speculate_rows=speculate_rows)
     engine._model = engine._prefill._model = Ending(engine._model, len(BASE) + 100)
     (told,) = answers(engine, [bare(BASE, max_tokens=150)])
@@ -379,18 +360,14 @@ def test_what_is_kept_is_bounded_right_and_within_reach(
 
 
 def test_a_routers_names_live_as_long_as_what_they_name(folder: Path) -> None:
-    """Each block of the beginning has its names, and loses them with its eviction."""
     names = [bytes([i]) for i in range(6)]
     engine = open_engine(folder, prefix_cache_bytes=PLENTY)
-    try:
-        prefix_names = PrefixNames(names, share=0.96)  # 384 tokens: six blocks
-        who = replace(caller(), prefix_names=prefix_names)
-        answers(engine, [replace(bare(BASE), caller=who)])
-        assert list(engine.prefix_names()) == names
-        engine.clear_prefixes()
-        assert not engine.prefix_names()
-    finally:
-        engine.close()
+    prefix_names = PrefixNames(names, share=0.96)  # 384 tokens: six blocks
+    who = replace(caller(), prefix_names=prefix_names)
+    answers(engine, [replace(bare(BASE), caller=who)])
+    assert list(engine.prefix_names()) == names
+    engine.clear_prefixes()
+    assert not engine.prefix_names()
 
 
 def test_names_end_where_their_share_of_the_prompt_does() -> None:

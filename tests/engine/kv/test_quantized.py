@@ -97,7 +97,6 @@ operations = st.one_of(
 def test_each_row_holds_its_own_tokens_quantised_whatever_the_others_do(
     bits: int, done: list[tuple[str, Any]]
 ) -> None:
-    """Beside a plain cache that undergoes the same."""
     both: list[RaggedKVCache] = [PackedKVCache(Packing(bits, SIZE)), RaggedKVCache()]
     for name, argument in done:
         plain = both[1]
@@ -161,7 +160,6 @@ def test_short_passes_attend_to_packed_keys_and_long_ones_to_floating_ones() -> 
 
 @pytest.fixture(scope="module", params=KINDS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a checkpoint of each kind of cache."""
     return write_chat(tmp_path_factory.mktemp(request.param), **KINDS[request.param])
 
 
@@ -172,11 +170,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_answers_are_mlx_lms_own(plain: Path, bits: int) -> None:
-    """By its QuantizedKVCache, the prompt read in one pass."""
     engine = open_engine(plain, bits)
     prompts = [tokens(length, length) for length in (5, 40, 130)]
     found = answers(engine, [bare(prompt, max_tokens=20) for prompt in prompts])
-    engine.close()
     model, _ = load_model(plain)
     for prompt, answer in zip(prompts, ids(found), strict=True):
         caches: Any = [QuantizedKVCache(group_size=32, bits=bits) for _ in model.layers]
@@ -234,7 +230,6 @@ def test_the_self_test_passes_and_proves_batches(folder: Path) -> None:
     *_, verdict = engine.self_test()
     assert verdict.problem == ""
     assert not verdict.forbids_batches
-    engine.close()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -242,7 +237,6 @@ def test_the_self_test_passes_and_proves_batches(folder: Path) -> None:
 def test_a_token_of_kv_takes_little_more_than_its_bits(
     tmp_path: Path, dtype: str, bits: int, most: float
 ) -> None:
-    """With heads of 64 numbers: their scales and biases are the rest."""
     folder = write_chat(tmp_path / "m", head_dim=64, num_hidden_layers=8)
     sizes = []
     for kv_bits in (None, bits):
@@ -256,7 +250,6 @@ def test_a_token_of_kv_takes_little_more_than_its_bits(
         sizes.append(
             (layer.nbytes / layer.planes[0].shape[2], engine.facts.kv_cost.token, held(engine))
         )
-        engine.close()
     (full, counted, _), (packed, less, holds) = sizes
     assert packed <= most * full
     assert 8 * packed + full <= less + 8  # the last one floating
@@ -266,7 +259,6 @@ def test_a_token_of_kv_takes_little_more_than_its_bits(
 
 @pytest.mark.parametrize("kind", ["plain", "sliding"])
 def test_rows_hold_no_more_than_is_counted(tmp_path: Path, kind: str) -> None:
-    """By the shapes of the caches, and by the files before that."""
     files = write_chat(tmp_path / "m", **KINDS[kind])
     model, _ = load_model(files)
     floating = measure_kv(model)
@@ -391,7 +383,6 @@ def test_another_fault_of_the_device_is_raised_as_it_is(
 
 
 def test_a_model_is_freed_when_it_is_closed(plain: Path) -> None:
-    """And not when Python next looks for circles."""
     engine = open_engine(plain)
     model = ref(engine._model)
     gc.collect()
@@ -413,5 +404,4 @@ def test_a_gguf_file_has_it_too(tmp_path: Path, bits: int) -> None:
         is_packed = [isinstance(each, PackedKVCache) for each in make_batch_caches(engine._model)]
         assert is_packed == [kv_bits is not None] * len(is_packed)
         told.append(alone(engine, PROMPTS[1], JOBS[0]))
-        engine.close()
     assert all(answer.tokens and not answer.errors for answer in told)

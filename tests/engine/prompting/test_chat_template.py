@@ -75,14 +75,12 @@ ASKED: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def box() -> Iterator[Sandbox]:
-    """Give the sandbox that templates are rendered in."""
     with sandbox("template", 60, quick_s=1.0) as box:
         yield box
 
 
 @pytest.fixture(scope="module")
 def brief() -> Iterator[Sandbox]:
-    """Give one with a short deadline, for what never ends."""
     with sandbox("template", 0.5) as brief:
         yield brief
 
@@ -107,7 +105,6 @@ def both(template: ChatTemplate, turns: Any, tools: Any, arguments: Any) -> tupl
 def test_it_is_what_transformers_renders(
     name: str, asked: str, box: Sandbox, tmp_path: Path
 ) -> None:
-    """To the byte, refusals too: tools, documents, dates, marks of generation, odd characters."""
     chat = family(tmp_path, template=TEMPLATES[name], template_sandbox=box)
     for turns in (TURNS, TURNS[:2], TURNS[4:]):
         for tools in ([], [TOOL]):
@@ -116,7 +113,6 @@ def test_it_is_what_transformers_renders(
 
 
 def test_of_several_templates_the_one_for_tools_is_rendered(box: Sandbox, tmp_path: Path) -> None:
-    """Where tools are sent; else the default."""
     family(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     config["chat_template"] = [
@@ -142,7 +138,6 @@ BAD = {
 def test_a_template_that_costs_too_much_is_refused_at_load(
     name: str, box: Sandbox, brief: Sandbox, tmp_path: Path
 ) -> None:
-    """With the model, and what it did."""
     box = brief if name == "endless" else box
     text, why = BAD[name]
     with pytest.raises(ModelLoadFailed, match=f"its chat template cannot be rendered.*{why}"):
@@ -150,7 +145,6 @@ def test_a_template_that_costs_too_much_is_refused_at_load(
 
 
 def test_a_template_that_wants_more_than_a_greeting_is_loaded(box: Sandbox, tmp_path: Path) -> None:
-    """A refusal costs nothing."""
     chat = family(tmp_path, template="{{ raise_exception('no') }}", template_sandbox=box)
     with pytest.raises(BadRequest, match="refuses these messages: no"):
         chat._template.render(TURNS, [], {})
@@ -160,7 +154,6 @@ def test_a_template_that_wants_more_than_a_greeting_is_loaded(box: Sandbox, tmp_
 def test_messages_that_make_a_template_cost_too_much_are_refused(
     name: str, box: Sandbox, brief: Sandbox, tmp_path: Path
 ) -> None:
-    """As a 400 that says so; the next ones are rendered."""
     box = brief if name == "endless" else box
     text, why = BAD[name]
     mild = "{% if messages[0].content == 'x' %}" + text + "{% else %}fine{% endif %}"
@@ -174,7 +167,6 @@ def test_messages_that_make_a_template_cost_too_much_are_refused(
 def test_who_comes_while_another_template_takes_its_time_is_told_to_come_back(
     tmp_path: Path,
 ) -> None:
-    """Overloaded, and not blamed."""
     chat = family(tmp_path)
     busy = ChatTemplate(chat._wrapper, lambda request, key: ("busy", "another"))
     with pytest.raises(Overloaded):
@@ -229,7 +221,6 @@ DROPS = f"{{% for m in messages %}}{{% if m.role != 'system' %}}{EACH}{{% endif 
 def test_system_turns_stay_where_they_stand(
     template: str, text: str, box: Sandbox, tmp_path: Path
 ) -> None:
-    """As the user's words where a template has no place for them."""
     chat = family(tmp_path, template=template, template_sandbox=box)
     assert chat._template.render(LATE, (), {"add_generation_prompt": True}) == text
     assert [turn["role"] for turn in LATE].count("system") == 3

@@ -36,13 +36,11 @@ def job(beginning: str, **given: Any) -> GenerateJob:
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
-    """Load a tokenizer that knows <think>, and a template that trims and closes messages."""
     folder = tmp_path_factory.mktemp("chat")
     return family(folder, added=("<think>", "</think>"), template=TEMPLATE)
 
 
 def test_the_prompt_ends_with_the_beginning(chat: ChatTokenizer) -> None:
-    """White space and all; nothing closes it, and nothing is asked after it."""
     prompt = chat.prompt(job(" Once upon a "))
     text = chat.backend.decode(prompt.ids, skip_special_tokens=False)
     assert text.endswith("<|assistant|> Once upon a ")
@@ -51,7 +49,6 @@ def test_the_prompt_ends_with_the_beginning(chat: ChatTokenizer) -> None:
 
 @pytest.mark.parametrize("mark", ["<think>", "</think>", "<|end|>", "<|user|>"])
 def test_special_tokens_in_the_beginning_are_plain_text(chat: ChatTokenizer, mark: str) -> None:
-    """A caller's text ends no turn, and opens or closes no thinking."""
     prompt = chat.prompt(job(f"a {mark} b"))
     whole = chat.prompt(job("a b")).ids
     token = chat.backend.token_to_id(mark)
@@ -69,7 +66,6 @@ def test_special_tokens_in_the_beginning_are_plain_text(chat: ChatTokenizer, mar
     st.lists(st.sampled_from(["<think>", "<|end|>", " ", "a", "<", "|>", "é", "\n"]), min_size=1)
 )
 def test_any_beginning_comes_through_whole(chat: ChatTokenizer, pieces: list[str]) -> None:
-    """Letter by letter, without a control token."""
     ids = chat.prompt(job("".join(pieces))).ids
     text = chat.backend.decode(ids, skip_special_tokens=False)
     assert text.endswith("<|assistant|>" + "".join(pieces))
@@ -80,12 +76,10 @@ def test_any_beginning_comes_through_whole(chat: ChatTokenizer, pieces: list[str
 
 
 def test_a_continued_answer_opens_no_thinking(chat: ChatTokenizer) -> None:
-    """It has text already; calls may follow."""
     assert said(chat, row(is_continued=True), "<think> is a tag")["text"] == "<think> is a tag"
 
 
 def test_a_continued_message_of_gpt_oss_is_its_final_one(tmp_path: Path) -> None:
-    """The template has written its header."""
     template = (
         "{% for m in messages %}<|start|>{{ m.role }}<|channel|>final<|message|>{{ m.content }}"
         "<|return|>{% endfor %}"
@@ -98,7 +92,6 @@ def test_a_continued_message_of_gpt_oss_is_its_final_one(tmp_path: Path) -> None
 
 
 def test_a_template_that_leaves_the_message_out_is_told(tmp_path: Path) -> None:
-    """It cannot continue it."""
     chat = family(tmp_path, template="{{ messages[0].content }}")
     with pytest.raises(BadRequest, match="cannot continue"):
         chat.prompt(job("Once"))
@@ -106,7 +99,6 @@ def test_a_template_that_leaves_the_message_out_is_told(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> GenerationEngine:
-    """Load a random model whose template opens a block of thinking."""
     folder = tmp_path_factory.mktemp("thinker")
     teach_thinking(write_chat(folder, vocab_size=1030), opens=True)
     return load_generation(
@@ -121,7 +113,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> GenerationEngine:
 
 
 def test_the_answer_leaves_the_beginning_out_and_is_no_reasoning(engine: GenerationEngine) -> None:
-    """Though the template opens a block of thinking for answers of its own."""
     (planned,) = engine.prepare(job("Once upon a time"))
     assert (planned.is_thinking, planned.may_think, planned.is_continued) == (False, False, True)
     join(engine, planned)
@@ -134,7 +125,6 @@ def test_the_answer_leaves_the_beginning_out_and_is_no_reasoning(engine: Generat
 
 
 def test_a_continued_answer_is_held_to_no_form(engine: GenerationEngine) -> None:
-    """Its beginning is not."""
     strict = Calling(functions=[Function("f", {"type": "object"}, strict=True)])
     for more in ({"grammar": Grammar("choice", json.dumps(["a"]))}, {"calling": strict}):
         with pytest.raises(BadRequest, match="continued"):

@@ -60,7 +60,6 @@ def test_texts_tools_and_template_arguments_bring_none(chat: ChatTokenizer) -> N
 
 
 def test_a_conversation_without_any_has_the_ids_it_had(chat: ChatTokenizer, tmp_path: Path) -> None:
-    """White space and all."""
     turns = [{"role": "user", "content": "  Hello,\n\n <b>there</b>  "}]
     other = family(tmp_path, added=("<think>", "</think>"), template=TEMPLATE)
     assert read(chat, messages=turns) == read(other, messages=turns)
