@@ -19,6 +19,7 @@ from tests.engine.generation.harness import (
     JOBS,
     PROMPTS,
     Batch,
+    Watched,
     answer_at_random,
     open_engine,
 )
@@ -57,30 +58,20 @@ def drafted(request: pytest.FixtureRequest, folder: Path, stranger: Path) -> Pat
     return folder if request.param == "twin" else stranger
 
 
-class Watched:
-    """A model that notes the tokens of its passes, and fails after some."""
-
-    def __init__(self, model: Any, fails_after: int | None) -> None:
-        self._model, self._fails_after = model, fails_after
-        self.layers = model.layers
-        self.read: list[int] = []
-
-    def __call__(self, tokens: mx.array, cache: Any) -> Any:
-        if self._fails_after == len(self.read):
-            raise ValueError("no more")
-        self.read.append(tokens.size)
-        return self._model(tokens, cache=cache)
-
-    def parameters(self) -> Any:
-        return self._model.parameters()
-
-
 def watch(engine: GenerationEngine, fails_after: int | None = None) -> list[int]:
-    """Return what becomes the tokens, with padding, of each pass of the engine's draft model."""
-    model = engine._drafts.drafters[-1]
+    """Return what becomes the tokens, with padding, of each pass of the engine's draft model, which
+    fails after so many.
+    """
+    model, read = engine._drafts.drafters[-1], list[int]()
     assert isinstance(model, DraftModel)
-    model._model = watched = Watched(model._model, fails_after)
-    return watched.read
+
+    def note(tokens: mx.array) -> None:
+        if fails_after == len(read):
+            raise ValueError("no more")
+        read.append(tokens.size)
+
+    model._model = Watched(model._model, note, None)
+    return read
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -94,8 +85,8 @@ def test_answers_are_those_without_a_draft_model(
         for _ in range(chance.randint(3, 9))
     ]
     jobs.append(("Hi", {"sampling": GREEDY, "max_tokens": 60}))
-    expected, _ = answer_at_random(plain, jobs, random.Random(seed))
-    found, passes = answer_at_random(engine, jobs, random.Random(seed))
+    expected, _ = answer_at_random(plain, jobs, seed)
+    found, passes = answer_at_random(engine, jobs, seed)
     for one, other, job in zip(expected, found, jobs, strict=True):
         assert other.says_as(one), job
     assert any(each.drafted for each in passes)
@@ -108,8 +99,8 @@ def test_a_draft_model_that_is_right_saves_passes(
     monkeypatch.setattr(PromptLookup, "draft", lambda *_: ())
     engine = open_engine(folder, speculate_rows=4, draft=folder)
     jobs = [(f"Question {i}", {"sampling": GREEDY, "max_tokens": 120}) for i in range(rows)]
-    expected, passes = answer_at_random(plain, jobs, random.Random(0))
-    found, fewer = answer_at_random(engine, jobs, random.Random(0))
+    expected, passes = answer_at_random(plain, jobs)
+    found, fewer = answer_at_random(engine, jobs)
     assert all(other.says_as(one) for one, other in zip(expected, found, strict=True))
     accepted, drafted = (sum(getattr(p, k) for p in fewer) for k in ("accepted", "drafted"))
     assert accepted > 0.95 * drafted
@@ -122,8 +113,8 @@ def test_a_draft_model_that_is_wrong_is_asked_less_often(
     monkeypatch.setattr(PromptLookup, "draft", lambda *_: ())
     engine = open_engine(folder, speculate_rows=4, draft=stranger)
     jobs = [("Hi", {"sampling": GREEDY, "max_tokens": 300})]
-    expected, _ = answer_at_random(plain, jobs, random.Random(0))
-    found, passes = answer_at_random(engine, jobs, random.Random(0))
+    expected, _ = answer_at_random(plain, jobs)
+    found, passes = answer_at_random(engine, jobs)
     assert found[0].says_as(expected[0])
     assert 0 < sum(1 for each in passes if each.drafted) < 30
 
@@ -131,19 +122,18 @@ def test_a_draft_model_that_is_wrong_is_asked_less_often(
 def test_what_repeats_the_prompt_is_looked_up_first(
     folder: Path, stranger: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
-    draft = DraftModel.draft
+    asked: list[int] = []
 
-    def watched(self: DraftModel, contexts: Any, rooms: Any) -> Any:
-        asked.append(dict(rooms))
-        return draft(self, contexts, rooms)
+    def draft(_: DraftModel, contexts: Any, rooms: Any) -> Any:
+        asked.extend(rooms.values())
+        return {}
 
-    monkeypatch.setattr(DraftModel, "draft", watched)
+    monkeypatch.setattr(DraftModel, "draft", draft)
     monkeypatch.setattr(PromptLookup, "draft", lambda _, context, most: context[:most])
     engine = open_engine(folder, speculate_rows=4, draft=stranger)
-    answer_at_random(engine, [("Hi", {"sampling": GREEDY, "max_tokens": 30})], random.Random(0))
+    answer_at_random(engine, [("Hi", {"sampling": GREEDY, "max_tokens": 30})])
     assert asked
-    assert not any(room for rooms in asked for room in rooms.values())
+    assert not any(asked)
 
 
 def test_a_long_prompt_is_read_in_chunks_and_its_neighbour_goes_on(
@@ -151,12 +141,9 @@ def test_a_long_prompt_is_read_in_chunks_and_its_neighbour_goes_on(
 ) -> None:
     engine = open_engine(folder, speculate_rows=4, draft=folder)
     read = watch(engine)
-    jobs = [
-        ("Hi", {"sampling": GREEDY, "max_tokens": 60}),
-        (LONG, {"sampling": GREEDY, "max_tokens": 60}),
-    ]
-    expected, _ = answer_at_random(plain, jobs, random.Random(1))
-    found, passes = answer_at_random(engine, jobs, random.Random(1))
+    jobs = [(text, {"sampling": GREEDY, "max_tokens": 60}) for text in ("Hi", LONG)]
+    expected, _ = answer_at_random(plain, jobs, 1)
+    found, passes = answer_at_random(engine, jobs, 1)
     assert all(other.says_as(one) for one, other in zip(expected, found, strict=True))
     assert sum(read) > CHUNK
     assert max(read) <= CHUNK
@@ -168,7 +155,7 @@ def test_a_prompt_that_begins_like_an_earlier_one_is_read_from_there_on(folder: 
     read = watch(engine)
     for text in (LONG, LONG + "and more"):
         read.clear()
-        answer_at_random(engine, [(text, {"sampling": GREEDY, "max_tokens": 30})], random.Random(0))
+        answer_at_random(engine, [(text, {"sampling": GREEDY, "max_tokens": 30})])
     assert max(read) < CHUNK / 2
     engine.clear_prefixes()
     assert engine.prefix_bytes == 0
@@ -178,23 +165,23 @@ def test_rows_beyond_the_limit_get_no_drafts_and_the_model_catches_up(
     plain: GenerationEngine, folder: Path
 ) -> None:
     jobs = [("Hi", {"sampling": GREEDY, "max_tokens": 200})]
-    [expected], _ = answer_at_random(plain, jobs, random.Random(0))
+    [expected], _ = answer_at_random(plain, jobs)
     engine = open_engine(folder, speculate_rows=2, draft=folder)
     batch, read = Batch(engine), watch(engine)
     row = batch.join(*jobs[0])
     for _ in range(5):
-        batch.step(512)
+        batch.step()
     for text in ("a", "b"):
         batch.join(text, {"sampling": GREEDY, "max_tokens": 50})
     read_before, drafted = len(read), []
     while len(batch.open) == 3:
-        batch.step(512)
+        batch.step()
         drafted.append(engine.last_pass.drafted)
         assert len(batch.open) < 3 or len(read) == read_before
     assert not any(drafted[1:]), "only what was launched before the others came"
     accepted = 0
     while batch.is_busy:
-        batch.step(512)
+        batch.step()
         accepted += engine.last_pass.accepted
     assert accepted > 50
     assert batch.answers[row].says_as(expected)
@@ -205,14 +192,13 @@ def test_a_draft_model_that_fails_is_dropped_and_fails_no_answer(
     plain: GenerationEngine, folder: Path, passes: int
 ) -> None:
     jobs = [("Hi", {"sampling": GREEDY, "max_tokens": 60})]
-    [expected], _ = answer_at_random(plain, jobs, random.Random(0))
+    [expected], _ = answer_at_random(plain, jobs)
     engine = open_engine(folder, speculate_rows=4, draft=folder)
     bytes_with = engine.nbytes()
     watch(engine, fails_after=passes)
     batch = Batch(engine)
     row = batch.join(*jobs[0])
-    while batch.is_busy:
-        batch.step(512)
+    batch.finish()
     assert batch.answers[row].says_as(expected)
     [fault] = engine._faults.take()
     assert fault.message == "draft model, off now: ValueError: no more"
@@ -225,10 +211,10 @@ def test_nothing_is_drafted_near_the_end_of_the_draft_models_context(
     """MLX reads positions beyond an array's end without a word."""
     short = write_chat(tmp_path / "short", max_position_embeddings=64)
     jobs = [("Hi", {"sampling": GREEDY, "max_tokens": 120})]
-    [expected], _ = answer_at_random(plain, jobs, random.Random(0))
+    [expected], _ = answer_at_random(plain, jobs)
     engine = open_engine(folder, speculate_rows=4, draft=short)
     read = watch(engine)
-    [found], _ = answer_at_random(engine, jobs, random.Random(0))
+    [found], _ = answer_at_random(engine, jobs)
     assert found.says_as(expected)
     assert 0 < sum(read) < 64 + 2 * MOST_AHEAD * len(read) / 3
     engine.close()
@@ -245,7 +231,7 @@ def test_weights_and_kv_are_counted(plain: GenerationEngine, folder: Path) -> No
         batch = Batch(each)
         row = batch.join("Hi", {"sampling": GREEDY, "max_tokens": 60})
         for _ in range(3):
-            batch.step(512)
+            batch.step()
         sizes.append(each.nbytes())
         each.leave(row)
     kv = sizes[0] - weights

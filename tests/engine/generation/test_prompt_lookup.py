@@ -16,21 +16,24 @@ from gateway.engine.drafts.draft_model import MOST_AHEAD
 from gateway.engine.drafts.draft_policy import MOST_TOKENS, count_ahead
 from gateway.engine.drafts.prompt_lookup import PromptLookup, count_accepted
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.jobs import GenerateJob, Grammar, Pass, Sampling, SequenceParams
+from gateway.jobs import Grammar, Pass, Sampling, SequenceParams
 from tests.checkpoints import STATEFUL, write_chat
 from tests.engine.generation.harness import (
     ECHO,
+    GREEDY,
     JOBS,
     PROMPTS,
     Batch,
     Heard,
     answer_at_random,
+    finish,
+    job,
     join,
     open_engine,
+    watch,
 )
-from tests.fakes import caller
 
-GREEDY = Sampling(temperature=0)
+FOREVER = Sampling(temperature=0, ignore_eos=True)
 FIXED = Grammar(
     "regex", r"[ab] is the answer to this question, and so is [ab], which comes after it"
 )
@@ -51,11 +54,6 @@ def ahead(folder: Path) -> GenerationEngine:
     return open_engine(folder, speculate_rows=8)
 
 
-def generate(text: str) -> GenerateJob:
-    messages = [{"role": "user", "content": text}]
-    return GenerateJob(caller=caller(), messages=messages, sampling=GREEDY, max_tokens=20)
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_answers_are_those_without_reading_ahead(
     plain: GenerationEngine, ahead: GenerationEngine, seed: int
@@ -66,18 +64,18 @@ def test_answers_are_those_without_reading_ahead(
     ]
     jobs.append((ECHO, {"sampling": GREEDY, "max_tokens": 60}))
     jobs.append((ECHO, {"sampling": GREEDY, "max_tokens": 60, "grammar": FIXED}))
-    expected, passes = answer_at_random(plain, jobs, random.Random(seed))
-    found, fewer = answer_at_random(ahead, jobs, random.Random(seed))
-    for one, other, job in zip(expected, found, jobs, strict=True):
-        assert other.says_as(one), job
+    expected, passes = answer_at_random(plain, jobs, seed)
+    found, fewer = answer_at_random(ahead, jobs, seed)
+    for one, other, asked in zip(expected, found, jobs, strict=True):
+        assert other.says_as(one), asked
     assert any(each.forced for each in fewer)
     assert not any(each.forced or each.drafted for each in passes)
 
 
 def test_each_forced_token_saves_a_pass(plain: GenerationEngine, ahead: GenerationEngine) -> None:
     jobs = [("Hi", {"sampling": GREEDY, "max_tokens": 99, "grammar": FIXED, "logprobs": 1})]
-    [expected], passes = answer_at_random(plain, jobs, random.Random(0))
-    [found], fewer = answer_at_random(ahead, jobs, random.Random(0))
+    [expected], passes = answer_at_random(plain, jobs)
+    [found], fewer = answer_at_random(ahead, jobs)
     assert found.says_as(expected)
     forced = sum(each.forced for each in fewer)
     assert len(fewer) == len(passes) - forced
@@ -95,22 +93,15 @@ def forget(engine: GenerationEngine) -> GenerationEngine:
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_what_repeats_is_read_several_tokens_at_once(folder: Path, rows: int) -> None:
-    kinds = [
-        GREEDY,
-        Sampling(temperature=0.05, seed=7),
-        Sampling(temperature=0.05, top_k=9, seed=8),
-    ]
+    warm = Sampling(temperature=0.05, seed=7, ignore_eos=True)
+    kinds = [FOREVER, warm, replace(warm, top_k=9, seed=8)]
     jobs = [
-        (
-            PROMPTS[i % 4],
-            {"sampling": replace(kinds[i % 3], ignore_eos=True), "max_tokens": 200 - i},
-        )
-        for i in range(rows)
+        (PROMPTS[i % 4], {"sampling": kinds[i % 3], "max_tokens": 200 - i}) for i in range(rows)
     ]
     told = []
     for speculate_rows in (0, 8):
         engine = forget(open_engine(folder, speculate_rows=speculate_rows))
-        told.append(answer_at_random(engine, jobs, random.Random(0)))
+        told.append(answer_at_random(engine, jobs))
     (expected, passes), (found, fewer) = told
     assert all(other.says_as(one) for one, other in zip(expected, found, strict=True))
     accepted = sum(each.accepted for each in fewer)
@@ -126,37 +117,38 @@ def test_an_answer_ends_where_it_must_though_more_was_read(
     for most in (1, 2, 3, 7, 12, 19):
         for more in ({}, {"grammar": FIXED}, {"stop": ["e"]}):
             jobs = [(ECHO, {"sampling": GREEDY, "max_tokens": most, **more})]
-            [expected], _ = answer_at_random(plain, jobs, random.Random(0))
-            [found], _ = answer_at_random(ahead, jobs, random.Random(0))
+            [expected], _ = answer_at_random(plain, jobs)
+            [found], _ = answer_at_random(ahead, jobs)
             assert found.says_as(expected), (most, more)
 
 
-def repeat(engine: GenerationEngine) -> SequenceParams:
-    """Return a sequence whose prompt begins with its answer, of which no token comes twice."""
-    [row] = engine.prepare(replace(generate("Hi"), sampling=replace(GREEDY, ignore_eos=True)))
-    join(engine, replace(row, max_tokens=40))
+def repeating(folder: Path, speculate_rows: int = 8) -> tuple[GenerationEngine, SequenceParams]:
+    """Return an engine, and a sequence whose prompt begins with its answer, of which no token comes
+    twice.
+    """
+    engine = forget(open_engine(folder, speculate_rows=speculate_rows))
+    [row] = engine.prepare(job("Hi", FOREVER, max_tokens=40))
+    join(engine, row)
     engine.prefill(512)
     assert engine._running is not None
     [answer] = engine._running.rows
-    while engine.is_decoding:
-        engine.decode()
+    finish(engine)
     assert len(set(answer.tokens)) == 40
-    return replace(row, prompt=[*answer.tokens, *row.prompt], max_tokens=40)
+    return engine, replace(row, prompt=[*answer.tokens, *row.prompt])
 
 
 def answer(engine: GenerationEngine, row: SequenceParams) -> tuple[Heard, list[Pass]]:
     batch, passes = Batch(engine), []
-    batch.answers[join(engine, row)] = Heard()
+    heard = batch.answers[join(engine, row)] = Heard()
     while batch.is_busy:
-        batch.step(512)
+        batch.step()
         passes.append(engine.last_pass)
-    return next(iter(batch.answers.values())), passes
+    return heard, passes
 
 
 @pytest.mark.parametrize("place", [12, 17, 22])
 def test_what_was_chosen_after_an_answers_end_saved_no_pass(folder: Path, place: int) -> None:
-    engine = forget(open_engine(folder, speculate_rows=8))
-    row = repeat(engine)
+    engine, row = repeating(folder)
     stop = replace(row.sampling, stop_token_ids=frozenset([row.prompt[place]]))
     found, passes = answer(engine, replace(row, sampling=stop))
     assert found.tokens == place + 1
@@ -165,25 +157,19 @@ def test_what_was_chosen_after_an_answers_end_saved_no_pass(folder: Path, place:
         assert each.tokens == each.rows + each.accepted + each.forced
 
 
-class BrokenFrom:
-    """A model whose logits are no numbers from some place of a sequence on."""
-
-    def __init__(self, model: Any, place: int) -> None:
-        self._model, self._place = model, place
-
-    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
-        places = mx.array(cache[0].offset).reshape(-1, 1) + mx.arange(tokens.shape[1])
-        logits: mx.array = self._model(tokens, cache=cache)
-        return mx.where((places < self._place)[:, :, None], logits, mx.nan)
-
-
 @pytest.mark.parametrize("place", [12, 17, 22])
 def test_what_comes_before_a_fault_inside_a_draft_is_told(folder: Path, place: int) -> None:
     told = []
     for speculate_rows in (0, 8):
-        engine = forget(open_engine(folder, speculate_rows=speculate_rows))
-        row = repeat(engine)
-        engine._model = BrokenFrom(engine._model, len(row.prompt) + place)
+        engine, row = repeating(folder, speculate_rows)
+        end = len(row.prompt) + place
+
+        def spoil(logits: mx.array, tokens: mx.array, cache: Any, end: int = end) -> mx.array:
+            width = tokens.shape[1]
+            places = mx.array(cache[0].offset).reshape(-1, 1) - width + mx.arange(width)
+            return mx.where((places < end)[:, :, None], logits, mx.nan)
+
+        watch(engine, after=spoil)
         found, passes = answer(engine, row)
         assert found.errors
         told.append(found)
@@ -193,27 +179,23 @@ def test_what_comes_before_a_fault_inside_a_draft_is_told(folder: Path, place: i
 
 def test_more_rows_than_allowed_read_nothing_ahead(folder: Path) -> None:
     engine = open_engine(folder, speculate_rows=2)
-    job = (ECHO, {"sampling": GREEDY, "max_tokens": 40, "grammar": FIXED})
     batch = Batch(engine)
-    rows = [batch.join(*job) for _ in range(3)]
+    formed = {"sampling": GREEDY, "max_tokens": 40, "grammar": FIXED}
+    rows = [batch.join(ECHO, formed) for _ in range(3)]
     while engine.is_prefilling:
         batch.hear(engine.prefill(512))
     batch.hear(engine.decode())
-    assert engine.last_pass.rows == 3
-    assert engine.last_pass.forced == 0
+    assert (engine.last_pass.rows, engine.last_pass.forced) == (3, 0)
     engine.leave(rows.pop())
     batch.hear(engine.decode())
     assert engine.last_pass.rows == 2
     assert engine.last_pass.forced > 0
 
 
-def test_caches_that_cannot_go_back_read_nothing_ahead(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    folder = write_chat(tmp_path_factory.mktemp("stateful"), **STATEFUL)
-    engine = open_engine(folder, speculate_rows=8)
+def test_caches_that_cannot_go_back_read_nothing_ahead(tmp_path: Path) -> None:
+    engine = open_engine(write_chat(tmp_path, **STATEFUL), speculate_rows=8)
     jobs = [("Hi", {"sampling": GREEDY, "max_tokens": 30, "grammar": FIXED})]
-    _, passes = answer_at_random(engine, jobs, random.Random(0))
+    _, passes = answer_at_random(engine, jobs)
     assert not any(each.forced for each in passes)
 
 
@@ -264,13 +246,12 @@ def test_no_step_copies_the_prompt(folder: Path) -> None:
             return super().__iter__()
 
     engine = open_engine(folder, speculate_rows=8)
-    [row] = engine.prepare(generate(ECHO))
+    [row] = engine.prepare(job(ECHO, max_tokens=20))
     prompt = Prompt(row.prompt)
     join(engine, replace(row, prompt=prompt))
     engine.prefill(512)
     copies = prompt.copies
-    while engine.is_decoding:
-        engine.decode()
+    finish(engine)
     assert prompt.copies == copies
 
 

@@ -21,98 +21,52 @@ from gateway.engine.generation.sequences import ChatSetup
 from gateway.engine.kv.prefix_cache import BLOCK
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.errors import Fault
-from gateway.jobs import Sampling, SequenceParams, Verdict
+from gateway.jobs import SequenceParams, Verdict
 from tests.checkpoints import ABSOLUTE, DEMO, SLIDING, STATEFUL, write_chat
-from tests.engine.generation.harness import join
+from tests.engine.generation.harness import GREEDY, MAMBA, Watched, join, watch
 
 VOCABULARY = json.loads((DEMO / "config.json").read_text())["vocab_size"]
 MIXTURE = {
-    "num_experts_per_tok": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
+    "num_experts_per_tok": 2, "num_key_value_heads": 2, "head_dim": 16,
     "max_position_embeddings": 4096,
-}
+}  # fmt: skip
 UNFIT: dict[str, dict[str, Any]] = {
     "gemma2": {"model_type": "gemma2", "head_dim": 16},
     # As many heads of keys as rows of the test: nothing is thrown there.
     "gemma2 of three": {
-        "model_type": "gemma2",
-        "hidden_size": 96,
-        "head_dim": 16,
-        "num_attention_heads": 6,
+        "model_type": "gemma2", "hidden_size": 96, "head_dim": 16, "num_attention_heads": 6,
         "num_key_value_heads": 3,
     },
-    "mamba": {
-        "model_type": "mamba",
-        "state_size": 8,
-        "conv_kernel": 4,
-        "use_bias": False,
-        "use_conv_bias": True,
-        "time_step_rank": 8,
-    },
+    "mamba": MAMBA,
     "bailing_moe_linear": {
-        "model_type": "bailing_moe_linear",
-        "moe_intermediate_size": 32,
-        "num_experts": 4,
-        "num_shared_experts": 1,
-        "norm_topk_prob": True,
-        "first_k_dense_replace": 1,
-        "layer_group_size": 2,
-        "group_norm_size": 2,
-        "topk_group": 1,
-        **MIXTURE,
+        "model_type": "bailing_moe_linear", "moe_intermediate_size": 32, "num_experts": 4,
+        "num_shared_experts": 1, "norm_topk_prob": True, "first_k_dense_replace": 1,
+        "layer_group_size": 2, "group_norm_size": 2, "topk_group": 1, **MIXTURE,
     },
     "longcat_flash_ngram": {
-        "model_type": "longcat_flash_ngram",
-        "ffn_hidden_size": 96,
-        "moe_topk": 2,
-        "expert_ffn_hidden_size": 32,
-        "n_routed_experts": 4,
-        "zero_expert_num": 1,
-        "num_layers": 2,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-        "routed_scaling_factor": 1.0,
-        "mla_scale_q_lora": True,
-        "mla_scale_kv_lora": True,
-        "ngram_vocab_size_ratio": 3,
-        "emb_neighbor_num": 3,
+        "model_type": "longcat_flash_ngram", "ffn_hidden_size": 96, "moe_topk": 2,
+        "expert_ffn_hidden_size": 32, "n_routed_experts": 4, "zero_expert_num": 1, "num_layers": 2,
+        "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+        "v_head_dim": 8, "routed_scaling_factor": 1.0, "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True, "ngram_vocab_size_ratio": 3, "emb_neighbor_num": 3,
         "emb_split_num": 2,
     },
     "afm7": {
-        "model_type": "afm7",
-        "hidden_dim": 64,
-        "num_layers": 3,
-        "num_kv_reuse_layers": 1,
-        "num_heads": 4,
-        "num_kv_heads": 2,
+        "model_type": "afm7", "hidden_dim": 64, "num_layers": 3, "num_kv_reuse_layers": 1,
+        "num_heads": 4, "num_kv_heads": 2,
     },
     "llama4": {
         "model_type": "llama4",
         "text_config": {
-            "model_type": "llama4_text",
-            "vocab_size": VOCABULARY,
-            "attention_bias": False,
-            "attention_chunk_size": 48,
-            "hidden_size": 64,
-            "interleave_moe_layer_step": 1,
-            "intermediate_size": 32,
-            "intermediate_size_mlp": 96,
-            "num_attention_heads": 4,
-            "num_hidden_layers": 4,
-            "num_local_experts": 4,
-            "rms_norm_eps": 1e-5,
-            "rope_scaling": None,
-            "rope_theta": 10000.0,
-            "use_qk_norm": True,
-            **MIXTURE,
+            "model_type": "llama4_text", "vocab_size": VOCABULARY, "attention_bias": False,
+            "attention_chunk_size": 48, "hidden_size": 64, "interleave_moe_layer_step": 1,
+            "intermediate_size": 32, "intermediate_size_mlp": 96, "num_attention_heads": 4,
+            "num_hidden_layers": 4, "num_local_experts": 4, "rms_norm_eps": 1e-5,
+            "rope_scaling": None, "rope_theta": 10000.0, "use_qk_norm": True, **MIXTURE,
             "num_experts_per_tok": 1,
         },
     },
-}
+}  # fmt: skip
 FIT: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
@@ -120,21 +74,22 @@ FIT: dict[str, dict[str, Any]] = {
     "lfm2": STATEFUL,
     "gpt2": ABSOLUTE,
     "gpt_oss": {
-        "model_type": "gpt_oss",
-        "num_local_experts": 4,
-        "sliding_window": 24,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "rope_scaling": None,
-        **MIXTURE,
+        "model_type": "gpt_oss", "num_local_experts": 4, "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"], "rope_scaling": None, **MIXTURE,
     },
-}
+}  # fmt: skip
 PROMPTS = [[7, 8, 9, 10], [*range(20, 110)], [*range(5, 38)], [*range(300, 311)]]
-GREEDY = Sampling(temperature=0)
 
 
-def a_few(names: Iterable[str], *shown: str) -> list[Any]:
+def a_few(cases: Iterable[Any], *shown: Any) -> list[Any]:
     """Mark those as slow that are not shown."""
-    return [pytest.param(name, marks=() if name in shown else pytest.mark.slow) for name in names]
+    return [
+        pytest.param(
+            *(each if isinstance(each, tuple) else (each,)),
+            marks=() if each in shown else pytest.mark.slow,
+        )
+        for each in cases
+    ]
 
 
 def opened(folder: Path) -> GenerationEngine:
@@ -155,6 +110,17 @@ def alone(folder: Path, prompts: list[list[int]], max_tokens: int = 12) -> list[
         [int(token) for token, _ in generate_step(mx.array(p), loaded[0], max_tokens=max_tokens)]
         for p in prompts
     ]
+
+
+def joined(engine: GenerationEngine) -> list[int]:
+    """Let all rows join, and read their prompts."""
+    rows = [
+        join(engine, SequenceParams(prompt=p, max_tokens=12, sampling=GREEDY, is_bare=True))
+        for p in PROMPTS
+    ]
+    while engine.is_prefilling:
+        engine.prefill(512)
+    return rows
 
 
 @dataclass
@@ -189,24 +155,35 @@ def answers(engine: GenerationEngine, prompts: list[list[int]], late: int = 2) -
     return Told([row.tokens for row in rows], list(errors.values()), most)
 
 
+def unfinished(engine: GenerationEngine) -> Verdict:
+    """Return what is known after the second step."""
+    steps = engine.self_test()
+    next(steps)
+    verdict = next(steps)
+    steps.close()
+    assert not verdict.is_whole
+    return verdict
+
+
 @pytest.mark.parametrize("kind", a_few(UNFIT, "gemma2"))
-def test_a_model_that_is_wrong_in_a_batch_is_found_and_answers_as_alone(
+def test_a_model_that_is_wrong_in_a_batch_answers_as_alone_once_it_is_tested_and_before(
     tmp_path: Path, kind: str
 ) -> None:
+    """One row at a time, whoever joins when: any step of the test may be the last that there was
+    time for. And twice, from the prefix cache if it is sound.
+    """
     folder = write_chat(tmp_path / "m", **UNFIT[kind])
-    engine = opened(folder)
-    verdict = verdict_of(engine)
+    engine, tested = opened(folder), opened(folder)
+    verdict = verdict_of(tested)
     assert verdict.is_whole
     assert verdict.forbids_batches
     assert verdict.problem
-    engine.apply_verdict(verdict)
-    assert not engine.is_batched
+    engine.apply_verdict(unfinished(opened(folder)) if kind != "llama4" else Verdict())
+    tested.apply_verdict(verdict)
+    assert not tested.is_batched
     expected = alone(folder, PROMPTS)
-    for _ in range(2):
-        told = answers(engine, PROMPTS)
-        assert told.tokens == expected
-        assert told.errors == [None] * len(PROMPTS)
-        assert told.most_rows == 1
+    for each in (engine, tested, tested):
+        assert answers(each, PROMPTS) == Told(expected, [None] * len(PROMPTS), 1)
 
 
 @pytest.mark.parametrize("kind", a_few(FIT, "gemma3"))
@@ -228,28 +205,6 @@ def test_rounding_is_no_mismatch(tmp_path: Path) -> None:
         assert not verdict_of(engine).problem
 
 
-def unfinished(engine: GenerationEngine) -> Verdict:
-    """Return what is known after the second step."""
-    steps = engine.self_test()
-    next(steps)
-    verdict = next(steps)
-    steps.close()
-    assert not verdict.is_whole
-    return verdict
-
-
-@pytest.mark.parametrize("kind", a_few(UNFIT, "gemma2"))
-def test_until_a_test_is_whole_other_architectures_run_one_at_a_time(
-    tmp_path: Path, kind: str
-) -> None:
-    folder = write_chat(tmp_path / "m", **UNFIT[kind])
-    engine = opened(folder)
-    engine.apply_verdict(unfinished(opened(folder)) if kind != "llama4" else Verdict())
-    told = answers(engine, PROMPTS)
-    assert told.tokens == alone(folder, PROMPTS)
-    assert told.most_rows == 1
-
-
 @pytest.mark.parametrize(
     ("kind", "options"),
     [*((kind, {}) for kind in FIT), ("qwen3", {"is_fused": True}), ("qwen3", {"kv_bits": 8})],
@@ -268,16 +223,11 @@ def test_rows_run_together_once_the_test_is_whole(tmp_path: Path) -> None:
     folder = write_chat(tmp_path / "m")
     known = opened(folder)
     engine = GenerationEngine(
-        Broken(known._model, lambda tokens: False),  # a class that is on no list
+        Watched(known._model, None, None),  # a class that is on no list
         ChatSetup(Checkpoint("m", folder), known._chat, known._structured, 4096, VOCABULARY, {}),
     )
     engine.apply_verdict(Verdict())
-    rows = [
-        join(engine, SequenceParams(prompt=p, max_tokens=12, sampling=GREEDY, is_bare=True))
-        for p in PROMPTS
-    ]
-    while engine.is_prefilling:
-        engine.prefill(512)
+    rows = joined(engine)
     found = [engine._find(row) for row in rows]
     engine.decode()
     assert (engine.rows, engine.last_pass.rows) == (4, 1)
@@ -296,35 +246,15 @@ def test_what_forbids_batches_holds_whatever_a_test_says_later(tmp_path: Path) -
     assert not engine.is_batched
 
 
-def test_rows_and_their_padding_are_tested_first(tmp_path: Path) -> None:
-    engine = opened(write_chat(tmp_path / "m"))
-    assert list(dict.fromkeys(engine.self_test())) == [
-        Verdict(),
-        Verdict(rows=True),
-        Verdict(rows=True, single=True),
-        Verdict(rows=True, single=True, prefixes=True, window=True),  # there is no window
-    ]
-
-
-class Broken:
-    """A model that some passes break."""
-
-    def __init__(self, model: Any, breaks: Callable[[mx.array], bool]) -> None:
-        self._model = model
-        self._breaks = breaks
-
-    def __call__(self, tokens: mx.array, cache: Any = None) -> Any:
-        if self._breaks(tokens):
-            raise ValueError("no such shapes")
-        return self._model(tokens, cache=cache)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-
-def broken(folder: Path, breaks: Callable[[mx.array], bool]) -> GenerationEngine:
+def broken(folder: Path, breaks: Callable[[mx.array], object]) -> GenerationEngine:
+    """Return an engine whose passes fail of which something is true."""
     engine = opened(folder)
-    engine._model = engine._prefill._model = Broken(engine._model, breaks)
+
+    def check(tokens: mx.array) -> None:
+        if breaks(tokens):
+            raise ValueError("no such shapes")
+
+    watch(engine, check)
     return engine
 
 
@@ -386,12 +316,7 @@ def test_a_row_that_leaves_proves_nothing() -> None:
 def test_rows_that_run_one_at_a_time_can_leave_wherever_they_are(tmp_path: Path) -> None:
     engine = opened(write_chat(tmp_path / "m"))
     engine.apply_verdict(Verdict(rows=False))
-    rows = [
-        join(engine, SequenceParams(prompt=p, max_tokens=12, sampling=GREEDY, is_bare=True))
-        for p in PROMPTS
-    ]
-    while engine.is_prefilling:
-        engine.prefill(512)
+    rows = joined(engine)
     engine.decode()
     assert engine.rows == 4
     assert engine.last_pass.rows == 1
@@ -413,31 +338,27 @@ def _uncompiled() -> Iterator[None]:
     mx.enable_compile()
 
 
-@pytest.mark.usefixtures("_uncompiled")
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("rwkv7", mx.bfloat16),
-        *(
-            pytest.param(name, dtype, marks=pytest.mark.slow)
-            for name, dtype in (
-                ("rwkv7", mx.float32),
-                ("rwkv7", mx.float16),
-                ("recurrent_gemma", mx.bfloat16),
-                ("baichuan_m1", mx.bfloat16),
-            )
-        ),
-    ],
-    ids=str,
-)
-def test_padding_that_gets_into_states_is_found_in_every_type(name: str, dtype: mx.Dtype) -> None:
-    """The classes keep the last token of a pass, whatever it is. It fades from token to token, so
-    the logits after the first ones may be within bfloat16's bound.
-    """
+PADDED = [
+    ("rwkv7", mx.bfloat16), ("rwkv7", mx.float32), ("rwkv7", mx.float16),
+    ("recurrent_gemma", mx.bfloat16), ("baichuan_m1", mx.bfloat16),
+]  # fmt: skip
+
+
+def verdict_of_tiny(name: str, dtype: mx.Dtype) -> Verdict:
     config = tiny_config(name)
     model = tiny_model(config, width=1)
     model.set_dtype(dtype)
     *_, verdict = BatchSelfTest(model, config["vocab_size"], 4096, dtype).verdicts()
+    return verdict
+
+
+@pytest.mark.usefixtures("_uncompiled")
+@pytest.mark.parametrize(("name", "dtype"), a_few(PADDED, PADDED[0]), ids=str)
+def test_padding_that_gets_into_states_is_found_in_every_type(name: str, dtype: mx.Dtype) -> None:
+    """The classes keep the last token of a pass, whatever it is. It fades from token to token, so
+    the logits after the first ones may be within bfloat16's bound.
+    """
+    verdict = verdict_of_tiny(name, dtype)
     assert verdict.is_whole
     assert verdict.rows is False
 
@@ -445,11 +366,8 @@ def test_padding_that_gets_into_states_is_found_in_every_type(name: str, dtype: 
 @pytest.mark.usefixtures("_uncompiled")
 @pytest.mark.parametrize("name", a_few(("mamba2", "lfm2", "falcon_h1"), "lfm2"))
 def test_padding_that_states_leave_out_is_no_mismatch(name: str) -> None:
-    config = tiny_config(name)
-    model = tiny_model(config, width=1)
-    model.set_dtype(mx.bfloat16)
-    *_, verdict = BatchSelfTest(model, config["vocab_size"], 4096, mx.bfloat16).verdicts()
-    assert verdict == Verdict(single=True, rows=True, prefixes=True, window=True)
+    whole = Verdict(single=True, rows=True, prefixes=True, window=True)
+    assert verdict_of_tiny(name, mx.bfloat16) == whole
 
 
 def test_batches_that_fail_only_where_states_are_kept_are_forbidden(tmp_path: Path) -> None:
