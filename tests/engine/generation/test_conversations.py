@@ -2,18 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from gateway.engine.generation.decode_batch import KEPT_ENDS, spread
+from gateway.engine.generation.decode_batch import KEPT_ENDS
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.kv.prefix_cache import BLOCK
-from gateway.jobs import GenerateJob, Sampling
+from gateway.jobs import Sampling
 from tests.checkpoints import HYBRID, SLIDING, teach_thinking, write_chat
 from tests.engine.generation.harness import (
     PLENTY,
@@ -27,7 +25,6 @@ from tests.engine.generation.harness import (
     open_engine,
     tokens,
 )
-from tests.fakes import caller
 
 pytestmark = pytest.mark.slow
 
@@ -63,53 +60,17 @@ def test_a_next_turn_reads_again_at_most_the_last_block_of_the_last(
         prompt = prompt + told.ids + tokens(50, turn)
 
 
-def spoken(engine: GenerationEngine) -> Sampling:
-    """Return what makes an answer of plain words, which are the same tokens in the next prompt."""
-    bias = {}
-    for word in WORDS:
-        (row,) = engine.prepare(replace(bare([1]), prompt=f" {word}"))
-        bias[row.prompt[-1]] = 100.0
-    return Sampling(temperature=0, logit_bias=bias)
-
-
-def chat(messages: list[dict[str, Any]], sampling: Sampling) -> GenerateJob:
-    return GenerateJob(caller=caller(), messages=messages, sampling=sampling, max_tokens=150)
-
-
-@pytest.mark.parametrize("filler", [0, 9])
-def test_a_chats_next_turn_goes_on_from_its_last_through_the_template(
-    warm: GenerationEngine, filler: int
-) -> None:
-    sampling = spoken(warm)
-    messages = [{"role": "user", "content": "tell me more " * 30 + "x " * filler}]
-    (first,) = answers(warm, [chat(messages, sampling)])
-    (asked,) = warm.prepare(chat(messages, sampling))
-    messages += [
-        {"role": "assistant", "content": first.text},
-        {"role": "user", "content": "and then?"},
-    ]
-    (again,) = warm.prepare(chat(messages, sampling))
-    alike = count_alike([*asked.prompt, *first.ids], again.prompt)
-    assert alike > len(asked.prompt) + 100
-    (second,) = answers(warm, [chat(messages, sampling)])
-    assert second.cached_tokens >= whole(alike - 1)
-
-
 @pytest.mark.parametrize("is_cut", [True, False])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_template_that_drops_earlier_thinking_costs_no_more_than_the_answer(
     tmp_path: Path, kind: str, is_cut: bool
 ) -> None:
-    """The next prompt differs from the last from where the thinking began: also where that `is_cut`
-    by the end of the prompt's last block.
-    """
     folder = write_chat(tmp_path, **FAMILIES[kind], vocab_size=1028)
     engine = open_engine(teach_thinking(folder, opens=True), prefix_cache_bytes=PLENTY)
     for filler in range(BLOCK):
         question = {"role": "user", "content": "tell me more " * 30 + "x " * filler}
         answer = {"role": "assistant", "content": "Yes."}
-        first = bare([1], messages=[question], max_tokens=90)
-        first = replace(first, prompt=None)
+        first = replace(bare([1], messages=[question], max_tokens=90), prompt=None)
         second = replace(first, messages=[question, answer, {"role": "user", "content": "why?"}])
         before, after = ([*engine.prepare(each)[0].prompt] for each in (first, second))
         alike = count_alike(before, after)
@@ -119,23 +80,8 @@ def test_a_template_that_drops_earlier_thinking_costs_no_more_than_the_answer(
     answers(engine, [first])
     (told,) = answers(engine, [second])
     assert told.cached_tokens == whole(alike)
-    engine.close()
     cold = open_engine(folder)
     assert told.ids == answers(cold, [second])[0].ids
-    cold.close()
-
-
-@given(st.integers(1, 20), st.integers(1, 200))
-def test_the_ends_that_stay_of_an_answer_are_the_denser_the_later(first: int, blocks: int) -> None:
-    ends: list[int] = []
-    for n in range(first, first + blocks):
-        ends = spread([*ends, n * BLOCK])
-        back = [n - end // BLOCK for end in reversed(ends)]
-        assert back[:2] == [0, 1][: len(back)]
-        assert len(back) == min(KEPT_ENDS, len(back)) == len(set(back))
-        assert all(far <= 2 * near + 2 for near, far in pairwise(back))
-        assert back[-1] >= min(n - first - 1, 2)
-        assert back[-1] >= 4 or n - first < 16
 
 
 @pytest.mark.parametrize("differs", [10, 200])
@@ -154,8 +100,6 @@ def test_a_next_turn_that_writes_the_answers_end_anew_goes_on_within_it(
     alike = len(prompt) + len(told.ids) - differs
     assert alike - again.cached_tokens <= differs + 3 * BLOCK
     assert again.cached_tokens > len(prompt)
-    engine.close()
-    cold.close()
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -177,8 +121,6 @@ def test_a_long_answer_keeps_few_states(tmp_path: Path, kind: str) -> None:
 
 def test_a_cache_dropped_under_an_answer_is_not_filled_again_by_it(warm: GenerationEngine) -> None:
     """Memory that others need was freed: it stays so until another prompt is read."""
-    if not warm._prefixes.needs_block_ends:
-        return
     run = Run(warm)
     run.join(bare(tokens(200, 1), max_tokens=300))
     for _ in range(20):

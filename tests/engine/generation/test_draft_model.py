@@ -119,23 +119,6 @@ def test_a_draft_model_that_is_wrong_is_asked_less_often(
     assert 0 < sum(1 for each in passes if each.drafted) < 30
 
 
-def test_what_repeats_the_prompt_is_looked_up_first(
-    folder: Path, stranger: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[int] = []
-
-    def draft(_: DraftModel, contexts: Any, rooms: Any) -> Any:
-        asked.extend(rooms.values())
-        return {}
-
-    monkeypatch.setattr(DraftModel, "draft", draft)
-    monkeypatch.setattr(PromptLookup, "draft", lambda _, context, most: context[:most])
-    engine = open_engine(folder, speculate_rows=4, draft=stranger)
-    answer_at_random(engine, [("Hi", {"sampling": GREEDY, "max_tokens": 30})])
-    assert asked
-    assert not any(asked)
-
-
 def test_a_long_prompt_is_read_in_chunks_and_its_neighbour_goes_on(
     plain: GenerationEngine, folder: Path
 ) -> None:
@@ -217,7 +200,6 @@ def test_nothing_is_drafted_near_the_end_of_the_draft_models_context(
     [found], _ = answer_at_random(engine, jobs)
     assert found.says_as(expected)
     assert 0 < sum(read) < 64 + 2 * MOST_AHEAD * len(read) / 3
-    engine.close()
 
 
 def test_weights_and_kv_are_counted(plain: GenerationEngine, folder: Path) -> None:

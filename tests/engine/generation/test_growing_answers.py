@@ -8,7 +8,7 @@ from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.kv.prefix_cache import BLOCK, MIN_SETS
 from gateway.jobs import Sampling
 from tests.checkpoints import SLIDING, write_chat
-from tests.engine.generation.harness import PLENTY, Run, answers, bare, open_engine, tokens
+from tests.engine.generation.harness import Run, answers, bare, open_engine, tokens
 
 pytestmark = pytest.mark.slow
 
@@ -25,10 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def set_bytes(folder: Path) -> int:
-    engine = open_engine(folder)
-    size = engine.facts.kv_cost.states
-    engine.close()
-    return size
+    return open_engine(folder).facts.kv_cost.states
 
 
 def count_states(engine: GenerationEngine) -> int:
@@ -77,29 +74,3 @@ def test_answers_under_way_take_at_most_half_of_the_room(folder: Path, set_bytes
     assert 3 * set_bytes < growing < (MIN_SETS / 2 + 2) * set_bytes
     run.finish()
     assert cached(engine, SHARED) == 2 * BLOCK
-
-
-def test_what_a_whole_answer_left_is_kept_as_prompts_are(folder: Path, set_bytes: int) -> None:
-    engine = open_engine(folder, prefix_cache_bytes=(MIN_SETS + 2) * set_bytes)
-    prompt = tokens(20, 1)
-    (told,) = answers(engine, [bare(prompt, FOREVER, max_tokens=2 * BLOCK)])
-    assert not engine._prefixes._growing
-    answers(engine, [bare(tokens(20, 2 + i), FOREVER, max_tokens=3 * BLOCK) for i in range(2)])
-    assert cached(engine, [*prompt, *told.ids, *tokens(9, 9)]) == 2 * BLOCK
-
-
-def test_a_prompt_that_takes_up_a_growing_answer_makes_its_states_its_own(
-    folder: Path, set_bytes: int
-) -> None:
-    engine = open_engine(folder, prefix_cache_bytes=PLENTY)
-    run = Run(engine)
-    prompt = tokens(20, 1)
-    (growing,) = run.join(bare(prompt, FOREVER, max_tokens=10 * BLOCK))
-    for _ in range(2 * BLOCK):
-        run.step()
-    before = len(engine._prefixes._growing)
-    assert before > 1
-    run.join(bare([*prompt, *run.answers[growing].ids], FOREVER, max_tokens=1))
-    run.step()
-    assert len(engine._prefixes._growing) == before - 1
-    run.finish()

@@ -65,23 +65,6 @@ def test_a_fault_after_a_row_is_resumed_does_not_stop_it_again(folder: Path) -> 
     assert not engine._parked
 
 
-@pytest.mark.parametrize("act", ["park", "preempt", None])
-def test_a_bound_holds_wherever_the_row_is(folder: Path, act: str | None) -> None:
-    engine = open_engine(folder)
-    batch = Batch(engine)
-    row = batch.join("Hi", {"sampling": Sampling(temperature=1, seed=1), "max_tokens": 40})
-    for _ in range(3):
-        batch.step()
-    if act is not None:
-        getattr(engine, act)(row)
-        assert engine.cap_tokens(row, 30) == []
-        engine.resume(row)
-    assert engine.cap_tokens(row, 8) == []
-    batch.finish()
-    assert batch.answers[row].ends == ["length"]
-    assert batch.answers[row].tokens == 8
-
-
 @pytest.mark.parametrize(("tokens", "is_batched"), [(1, False), (6, True)])
 def test_a_bound_that_a_row_has_reached_ends_it_at_once(
     folder: Path, tokens: int, is_batched: bool

@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -234,25 +233,6 @@ def test_a_long_prompt_is_indexed_in_parts() -> None:
     drafts = [lookup.draft(context, 2) for _ in range(9)]
     assert drafts[0] == ()
     assert drafts[-1] == [19_002, 19_003]
-
-
-def test_no_step_copies_the_prompt(folder: Path) -> None:
-
-    class Prompt(list[int]):
-        copies = 0
-
-        def __iter__(self) -> Iterator[int]:
-            self.copies += 1
-            return super().__iter__()
-
-    engine = open_engine(folder, speculate_rows=8)
-    [row] = engine.prepare(job(ECHO, max_tokens=20))
-    prompt = Prompt(row.prompt)
-    join(engine, replace(row, prompt=prompt))
-    engine.prefill(512)
-    copies = prompt.copies
-    finish(engine)
-    assert prompt.copies == copies
 
 
 def test_a_lookup_that_is_wrong_waits_longer_each_time() -> None:

@@ -85,22 +85,12 @@ def is_likely(counts: npt.NDArray[np.int64], expected: npt.NDArray[np.float64]) 
 
 
 CASES = [
-    {},
-    {"temperature": 0.5},
-    {"temperature": 2.0},
-    {"top_k": 5},
-    {"top_k": 70},
-    {"top_k": 1500},
-    {"top_p": 0.3},
-    {"top_p": 0.95},
-    {"top_p": 0.9999},
-    {"min_p": 0.1},
-    {"top_k": 20, "top_p": 0.8, "temperature": 0.7},
-    {"top_k": 100, "top_p": 0.9},
-    {"top_k": 20, "min_p": 0.2},
-    {"top_p": 0.9, "min_p": 0.05},
+    {}, {"temperature": 0.5}, {"temperature": 2.0}, {"top_k": 5}, {"top_k": 70}, {"top_k": 1500},
+    {"top_p": 0.3}, {"top_p": 0.95}, {"top_p": 0.9999}, {"min_p": 0.1},
+    {"top_k": 20, "top_p": 0.8, "temperature": 0.7}, {"top_k": 100, "top_p": 0.9},
+    {"top_k": 20, "min_p": 0.2}, {"top_p": 0.9, "min_p": 0.05},
     {"top_k": 40, "top_p": 0.95, "min_p": 0.02, "temperature": 1.3},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -239,13 +239,6 @@ def test_rows_run_together_once_the_test_is_whole(tmp_path: Path) -> None:
     assert [row.tokens for row in found if row] == alone(folder, PROMPTS)
 
 
-def test_what_forbids_batches_holds_whatever_a_test_says_later(tmp_path: Path) -> None:
-    engine = opened(write_chat(tmp_path / "m"))
-    engine.apply_verdict(Verdict(rows=False))
-    engine.apply_verdict(Verdict(single=True, rows=True, prefixes=True, window=True))
-    assert not engine.is_batched
-
-
 def broken(folder: Path, breaks: Callable[[mx.array], object]) -> GenerationEngine:
     """Return an engine whose passes fail of which something is true."""
     engine = opened(folder)
@@ -289,7 +282,6 @@ def test_batches_that_fail_though_no_row_does_are_given_up_after_a_few(tmp_path:
     assert FAULTS <= len(faults) <= FAULTS + 1
     assert all("no such shapes" in fault.message for fault in faults)
     assert engine._faults.take() == []
-    engine.close()
 
 
 def test_a_row_that_breaks_its_batches_is_to_blame_itself(tmp_path: Path) -> None:
@@ -378,4 +370,3 @@ def test_batches_that_fail_only_where_states_are_kept_are_forbidden(tmp_path: Pa
     verdict = verdict_of(engine)
     assert verdict.rows is False
     assert "no such shapes" in verdict.problem
-    engine.close()

@@ -56,4 +56,3 @@ def test_no_graph_grows_with_the_tokens_written(
         engine.synchronize()
         counts.append(unevaluated(engine))
     assert counts[0] == counts[1] == counts[2]
-    engine.close()

@@ -4,12 +4,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks.loading import load_generation
-from gateway.engine.device import Device
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
 from gateway.jobs import Calling, Function, GenerateJob, Grammar, Sampling
 from tests.checkpoints import write_chat
 from tests.engine.chat_formats import family, row, said
+from tests.engine.generation.harness import open_engine
 from tests.fakes import caller
 
 BOOK = Function("book", {"type": "object"})
@@ -67,16 +66,7 @@ def test_other_templates_are_shown_the_clients_ids(tmp_path: Path) -> None:
 
 
 def test_tools_without_a_known_form_are_told_of(tmp_path: Path) -> None:
-    engine = load_generation(
-        write_chat(tmp_path),
-        name="m",
-        device=Device.CPU,
-        dtype=None,
-        max_context=None,
-        chat_template=None,
-        template_args={},
-        tool_parser="none",
-    )
+    engine = open_engine(write_chat(tmp_path), tool_parser="none")
     for calling, calls_are_text in [
         (None, False),
         (Calling(functions=[BOOK]), True),

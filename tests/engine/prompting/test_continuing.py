@@ -5,18 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.loading import load_generation
-from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
 from gateway.errors import BadRequest
 from gateway.jobs import Calling, Function, GenerateJob, Grammar, Sampling
 from tests.checkpoints import teach_thinking, write_chat
 from tests.engine.chat_formats import family, row, said
-from tests.engine.generation.harness import join
+from tests.engine.generation.harness import answers, open_engine
 from tests.fakes import caller
 
 TEMPLATE = (
@@ -59,9 +57,7 @@ def test_special_tokens_in_the_beginning_are_plain_text(chat: ChatTokenizer, mar
     assert (prompt.is_thinking, prompt.may_think) == (False, False)
 
 
-@settings(
-    deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=50)
 @given(
     st.lists(st.sampled_from(["<think>", "<|end|>", " ", "a", "<", "|>", "é", "\n"]), min_size=1)
 )
@@ -99,29 +95,18 @@ def test_a_template_that_leaves_the_message_out_is_told(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> GenerationEngine:
-    folder = tmp_path_factory.mktemp("thinker")
-    teach_thinking(write_chat(folder, vocab_size=1030), opens=True)
-    return load_generation(
-        folder,
-        name="t",
-        device=Device.CPU,
-        dtype=None,
-        max_context=None,
-        chat_template=None,
-        template_args={},
-    )
+    """Load a random model whose template opens a block of thinking."""
+    folder = write_chat(tmp_path_factory.mktemp("thinker"), vocab_size=1030)
+    return open_engine(teach_thinking(folder, opens=True))
 
 
 def test_the_answer_leaves_the_beginning_out_and_is_no_reasoning(engine: GenerationEngine) -> None:
     (planned,) = engine.prepare(job("Once upon a time"))
     assert (planned.is_thinking, planned.may_think, planned.is_continued) == (False, False, True)
-    join(engine, planned)
-    deltas = []
-    while engine.is_prefilling or engine.is_decoding:
-        deltas += engine.prefill(512) if engine.is_prefilling else []
-        deltas += engine.decode()
-    assert "".join(delta.text for delta in deltas)
-    assert not any("Once upon" in delta.text or delta.reasoning for delta in deltas)
+    (answer,) = answers(engine, [job("Once upon a time")])
+    assert answer.text
+    assert not answer.reasoning
+    assert "Once upon" not in answer.text
 
 
 def test_a_continued_answer_is_held_to_no_form(engine: GenerationEngine) -> None:
