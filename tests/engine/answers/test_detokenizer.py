@@ -120,16 +120,11 @@ def test_the_first_word_of_a_text_that_goes_on_keeps_its_space() -> None:
     assert "".join(map(decoder().push, tokens)) == "Paris."
 
 
-def test_bytes_that_turn_out_to_be_none_do_not_end_the_answer() -> None:
-    tokens = ["▁Hello", "<0x0A>", "<0xF0>", "<0x9F>", "▁Hello", "a", "<0xE2>", "▁Hello"]
-    growing = decoder()
-    assert "".join(growing.push(piece(token)) for token in tokens) == ("Hello\n Helloa Hello")
-
-
 @pytest.mark.parametrize(
     ("tokens", "text"),
     [
         (["▁", "\ufffd"], "\ufffd"),
+        (["▁Hello", "<0x0A>", "<0xF0>", "<0x9F>", "▁Hello", "a", "<0xE2>", "a"], "Hello\n Helloaa"),
         (["▁", "<0xF0>", "▁Hello"], " Hello"),
         (["<0xF0>", "▁Hello"], " Hello"),
         (["▁Hello", "▁", "\ufffd"], "Hello \ufffd"),
@@ -168,7 +163,5 @@ def test_a_stop_string_ends_the_text_before_it(text: str, stops: list[str]) -> N
         ("", ["a"], 0),
     ],
 )
-def test_only_what_may_begin_a_stop_string_is_held_back(
-    text: str, stops: list[str], held: int
-) -> None:
+def test_only_what_may_begin_a_stop_is_held_back(text: str, stops: list[str], held: int) -> None:
     assert held_back(text, stops) == held

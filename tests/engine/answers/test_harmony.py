@@ -36,9 +36,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
 
 
 @pytest.mark.parametrize("end", ["", "<|return|>", "<|end|>"])
-def test_analysis_is_reasoning_and_the_final_message_is_the_answer(
-    chat: ChatTokenizer, end: str
-) -> None:
+def test_analysis_is_reasoning_and_the_final_message_text(chat: ChatTokenizer, end: str) -> None:
     heard = said(chat, row(), THOUGHT + FINAL + end)
     assert (heard["text"], heard["reasoning"]) == ("Four.", "User asks 2+2.")
 
@@ -68,7 +66,7 @@ def test_calls_may_be_several_and_without_arguments(chat: ChatTokenizer) -> None
     assert said(chat, row([BOOK]), empty)["calls"] == [("book", {})]
 
 
-def test_arguments_that_are_no_object_and_words_that_are_no_marks_are_text(
+def test_arguments_that_are_no_object_and_words_like_marks_are_text(
     chat: ChatTokenizer,
 ) -> None:
     heard = said(chat, row([BOOK]), "<|channel|>commentary to=functions.book<|message|>foo<|call|>")
@@ -134,9 +132,7 @@ ANSWER = "<|start|>assistant<|channel|>final<|message|>"
 
 
 @pytest.mark.parametrize("end", ["<|end|>", "<|return|>"])
-def test_the_answer_of_a_grammar_follows_the_thinking_in_an_engine(
-    tmp_path: Path, end: str
-) -> None:
+def test_the_answer_of_a_grammar_follows_thinking_in_an_engine(tmp_path: Path, end: str) -> None:
     template = (
         "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|start|>assistant{% endif %}"

@@ -40,14 +40,6 @@ def test_thinking_that_never_ends_is_reasoning() -> None:
     assert told == {"reasoning": "hm, hm </thi", "text": "", "calls": [], "ids": []}
 
 
-@given(CUTS)
-def test_calls_are_told_whole_with_ids_of_their_own(cuts: tuple[int, ...]) -> None:
-    told = read(f"Let me see. {CALL}\n{CALL}", cuts)
-    assert told["text"].strip() == "Let me see."
-    assert told["calls"] == [("f", {"a": 1})] * 2
-    assert len(set(told["ids"])) == 2
-
-
 @given(CUTS, st.sampled_from(["<tool_call>not json</tool_call>", '<tool_call>{"name": "f"']))
 def test_a_call_that_cannot_be_read_is_text(cuts: tuple[int, ...], broken: str) -> None:
     assert read(broken, cuts)["text"] == broken

@@ -114,7 +114,8 @@ FAMILIES = [
         ("<|python_tag|>",), words="Environment: ipython",
     ),
     Family(
-        "llama3_json", f'<|python_tag|>{{"type": "function", "name": "book", "parameters": {JSON}}}',
+        "llama3_json",
+        f'<|python_tag|>{{"type": "function", "name": "book", "parameters": {JSON}}}',
         ("<|python_tag|>",), words="<|python_tag|>",
     ),
     Family("llama4_pythonic", f"[{PYTHON}]", _PYTHON_MARKS, words="<|python_start|>"),
@@ -387,16 +388,12 @@ def test_text_values_mean_what_their_schema_says(
     assert heard["calls"] == [("f", {"a": value})]
 
 
-def test_models_yaml_takes_every_name_of_the_tables() -> None:
+def test_models_yaml_takes_every_name_of_the_tables_vllms_and_mlx_lms() -> None:
     assert {name for name in TOOL_PARSERS if known_tool_parser(name) is None} == set()
     assert {*TOOL_FORMATS, *ALIASES} <= TOOL_PARSERS
     assert set(REASONING_FORMATS) == REASONING_PARSERS
-
-
-def test_names_of_vllm_and_of_mlx_lm_are_known() -> None:
-    assert known_tool_parser("json_tools") == known_tool_parser("hermes") == "hermes"
-    assert known_tool_parser("qwen3_xml") == "qwen3_coder"
-    assert known_tool_parser("pythonic") == "llama4_pythonic"
+    aliases = {"json_tools": "hermes", "qwen3_xml": "qwen3_coder", "pythonic": "llama4_pythonic"}
+    assert {name: known_tool_parser(name) for name in aliases} == aliases
     assert known_tool_parser("no such") is None
     assert infer_tools((), "{{ messages }}", "llama", None) is None
 
@@ -412,14 +409,11 @@ def test_a_template_from_models_yaml_tells_the_format(tmp_path: Path) -> None:
     own = "{% if tools %}<tool_call>{{ tool_call.name }}{% endif %}"
     chat = family(tmp_path, words="[TOOL_CALLS]", chat_template=own)
     assert chat._tools is TOOL_FORMATS["hermes"]
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    config["chat_template"] = [
-        {"name": "default", "template": "{{ messages[0].content }}"},
-        {"name": "tool_use", "template": own},
-    ]
-    several = family(tmp_path / "several")
-    assert not several.reads_calls
-    (tmp_path / "several" / "tokenizer_config.json").write_text(json.dumps(config))
-    (tmp_path / "several" / "chat_template.jinja").unlink()
-    hermes = open_tokenizer(tmp_path / "several", eos_ids=2)
-    assert hermes._tools is TOOL_FORMATS["hermes"]
+    folder = tmp_path / "several"
+    assert not family(folder).reads_calls
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    templates = {"default": "{{ messages[0].content }}", "tool_use": own}
+    config["chat_template"] = [{"name": k, "template": v} for k, v in templates.items()]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").unlink()
+    assert open_tokenizer(folder, eos_ids=2)._tools is TOOL_FORMATS["hermes"]

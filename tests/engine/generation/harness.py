@@ -133,6 +133,41 @@ class Answer:
     kept_tokens: int = 0
     stop: str | None = None
 
+    def add(self, delta: Delta) -> None:
+        assert self.finish_reason is None, "nothing comes after the end"
+        assert self.error is None
+        self.text += delta.text
+        self.deltas.append(delta.text)
+        assert delta.cached_tokens == 0 or self.tokens == 0, "only the first delta tells"
+        self.cached_tokens += delta.cached_tokens
+        self.kept_tokens += delta.kept_tokens
+        self.stop = delta.stop
+        self.tokens += delta.tokens
+        self.reasoning += delta.reasoning
+        self.calls += [delta.call] if delta.call is not None else []
+        self.logprobs += delta.logprobs
+        self.finish_reason, self.error = delta.finish_reason, delta.error
+
+    @property
+    def ends(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def chosen(self) -> list[float]:
+        return [each.chosen.logprob for each in self.logprobs]
+
+    def says_as(self, other: "Answer") -> bool:
+        """Tell whether it is the same answer; logprobs may differ by rounding."""
+        names = ("text", "reasoning", "tokens", "finish_reason", "error")
+        same = all(getattr(self, name) == getattr(other, name) for name in names)
+        shown, others = (
+            [each.chosen.token for each in answer.logprobs] for answer in (self, other)
+        )
+        return same and shown == others and self.chosen == pytest.approx(other.chosen, abs=1e-3)
+
+
+Heard = Answer
+
 
 def job(text: str, sampling: Sampling = GREEDY, **more: Any) -> GenerateJob:
     more.setdefault("max_tokens", 24)
@@ -156,14 +191,35 @@ def newest(engine: GenerationEngine) -> Sequence:
     return row
 
 
-class Run:
+class Rows:
     """Rows under way, and what they were told so far."""
 
     def __init__(self, engine: GenerationEngine) -> None:
         self.engine = engine
         self.answers: dict[int, Answer] = {}
 
-    def join(self, job: GenerateJob) -> list[int]:
+    def hear(self, deltas: abc.Sequence[Delta]) -> None:
+        for delta in deltas:
+            self.answers[delta.row].add(delta)
+
+    def step(self, budget: int = 512) -> None:
+        self.hear(self.engine.prefill(budget) if self.engine.is_prefilling else [])
+        self.hear(self.engine.decode())
+
+    def finish(self, budget: int = 512) -> list[Answer]:
+        while self.is_busy:
+            self.step(budget)
+        return list(self.answers.values())
+
+    @property
+    def open(self) -> list[int]:
+        return [row for row, each in self.answers.items() if not each.ends and not each.error]
+
+    @property
+    def is_busy(self) -> bool:
+        return self.engine.is_prefilling or self.engine.is_decoding
+
+    def add(self, job: GenerateJob) -> list[int]:
         rows = []
         for row in self.engine.prepare(job):
             if row.grammar is not None:
@@ -172,28 +228,16 @@ class Run:
             self.answers[rows[-1]] = Answer(ids=newest(self.engine).tokens)
         return rows
 
-    def step(self, budget: int = 512) -> None:
-        deltas = self.engine.prefill(budget) if self.engine.is_prefilling else []
-        for delta in (*deltas, *self.engine.decode()):
-            answer = self.answers[delta.row]
-            assert answer.finish_reason is None, "nothing comes after the end"
-            assert answer.error is None
-            answer.text += delta.text
-            answer.deltas.append(delta.text)
-            assert delta.cached_tokens == 0 or answer.tokens == 0, "only the first delta tells"
-            answer.cached_tokens += delta.cached_tokens
-            answer.kept_tokens += delta.kept_tokens
-            answer.stop = delta.stop
-            answer.tokens += delta.tokens
-            answer.reasoning += delta.reasoning
-            answer.calls += [delta.call] if delta.call is not None else []
-            answer.logprobs += delta.logprobs
-            answer.finish_reason, answer.error = delta.finish_reason, delta.error
 
-    def finish(self, budget: int = 512) -> list[Answer]:
-        while self.engine.is_prefilling or self.engine.is_decoding:
-            self.step(budget)
-        return list(self.answers.values())
+class Run(Rows):
+    def join(self, job: GenerateJob) -> list[int]:
+        return self.add(job)
+
+
+class Batch(Rows):
+    def join(self, text: str, given: dict[str, Any]) -> int:
+        [number] = self.add(job(text, **{"max_tokens": None, **given}))
+        return number
 
 
 def answers(
@@ -287,77 +331,6 @@ def active_memory() -> int:
     gc.collect()
     mx.clear_cache()
     return mx.get_active_memory()
-
-
-@dataclass
-class Heard:
-    """All that a row was told, put together."""
-
-    text: str = ""
-    reasoning: str = ""
-    tokens: int = 0
-    cached: int = 0
-    ends: list[str | None] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-    chosen: list[tuple[str, float]] = field(default_factory=list)
-
-    def add(self, delta: Delta) -> None:
-        assert not self.ends, "nothing comes after the end"
-        self.text += delta.text
-        self.reasoning += delta.reasoning
-        self.cached += delta.cached_tokens
-        self.tokens += delta.tokens
-        self.ends += [delta.finish_reason] if delta.finish_reason is not None else []
-        self.errors += [delta.error] if delta.error is not None else []
-        self.chosen += [(each.chosen.token, each.chosen.logprob) for each in delta.logprobs]
-
-    def says_as(self, other: "Heard") -> bool:
-        """Tell whether it is the same answer; logprobs may differ by rounding."""
-        names = ("text", "reasoning", "tokens", "ends", "errors")
-        same = all(getattr(self, name) == getattr(other, name) for name in names)
-        logprobs = [logprob for _, logprob in self.chosen]
-        return (
-            same
-            and [token for token, _ in self.chosen] == [token for token, _ in other.chosen]
-            and logprobs == pytest.approx([each for _, each in other.chosen], abs=1e-3)
-        )
-
-
-class Batch:
-    """Rows of one engine and what they were told."""
-
-    def __init__(self, engine: GenerationEngine) -> None:
-        self.engine = engine
-        self.answers: dict[int, Heard] = {}
-
-    def join(self, text: str, given: dict[str, Any]) -> int:
-        job = GenerateJob(caller=caller(), messages=[{"role": "user", "content": text}], **given)
-        (row,) = self.engine.prepare(job)
-        if row.grammar is not None:
-            row = replace(row, compiled=compiled(self.engine, row.grammar))
-        number = join(self.engine, row)
-        self.answers[number] = Heard()
-        return number
-
-    def hear(self, deltas: abc.Sequence[Delta]) -> None:
-        for delta in deltas:
-            self.answers[delta.row].add(delta)
-
-    def step(self, budget: int = 512) -> None:
-        self.hear(self.engine.prefill(budget) if self.engine.is_prefilling else [])
-        self.hear(self.engine.decode())
-
-    def finish(self) -> None:
-        while self.is_busy:
-            self.step()
-
-    @property
-    def open(self) -> list[int]:
-        return [row for row, each in self.answers.items() if not each.ends and not each.errors]
-
-    @property
-    def is_busy(self) -> bool:
-        return self.engine.is_prefilling or self.engine.is_decoding
 
 
 @cache

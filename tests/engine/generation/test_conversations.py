@@ -10,7 +10,7 @@ import pytest
 
 from gateway.engine.generation.decode_batch import KEPT_ENDS
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.kv.prefix_cache import BLOCK
+from gateway.engine.kv.prefix_cache import BLOCK, MIN_SETS
 from gateway.jobs import Sampling
 from tests.checkpoints import HYBRID, SLIDING, teach_thinking, write_chat
 from tests.engine.generation.harness import (
@@ -29,6 +29,7 @@ from tests.engine.generation.harness import (
 pytestmark = pytest.mark.slow
 
 # A hybrid keeps plain KV and states; plain KV alone is in test_prefix_cache.
+FOREVER = Sampling(temperature=0, ignore_eos=True)
 FAMILIES: dict[str, dict[str, Any]] = {"sliding": SLIDING, "hybrid": HYBRID}
 WORDS = ["the", "of", "and", "to", "you", "is"]
 
@@ -85,15 +86,14 @@ def test_a_template_that_drops_earlier_thinking_costs_no_more_than_the_answer(
 
 
 @pytest.mark.parametrize("differs", [10, 200])
-def test_a_next_turn_that_writes_the_answers_end_anew_goes_on_within_it(
+def test_a_turn_that_writes_the_last_end_anew_goes_on_within_it(
     tmp_path: Path, differs: int
 ) -> None:
     """A template may write calls of tools another way than the model did."""
     folder = write_chat(tmp_path, **HYBRID)
     engine, cold = open_engine(folder, prefix_cache_bytes=PLENTY), open_engine(folder)
-    forever = Sampling(temperature=0, ignore_eos=True)
     prompt = tokens(100, 1)
-    (told,) = answers(engine, [bare(prompt, forever, max_tokens=600)])
+    (told,) = answers(engine, [bare(prompt, FOREVER, max_tokens=600)])
     following = [*prompt, *told.ids[:-differs], *tokens(60, 2)]
     (again,) = answers(engine, [bare(following)])
     assert again.ids == answers(cold, [bare(following)])[0].ids
@@ -105,7 +105,7 @@ def test_a_next_turn_that_writes_the_answers_end_anew_goes_on_within_it(
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_long_answer_keeps_few_states(tmp_path: Path, kind: str) -> None:
     engine = open_engine(write_chat(tmp_path, **FAMILIES[kind]), prefix_cache_bytes=PLENTY)
-    asked = bare(tokens(100, 1), Sampling(temperature=0, ignore_eos=True), max_tokens=300)
+    asked = bare(tokens(100, 1), FOREVER, max_tokens=300)
     answers(engine, [asked])  # makes what passes leave behind: constants, masks
     engine.clear_prefixes()
     weights, before = engine.nbytes(), active_memory()
@@ -132,9 +132,7 @@ def test_a_cache_dropped_under_an_answer_is_not_filled_again_by_it(warm: Generat
 
 
 @pytest.mark.parametrize("at", [3, 66])
-def test_a_fault_while_decoding_leaves_right_answers(
-    folder: Path, cold: GenerationEngine, at: int
-) -> None:
+def test_a_fault_in_a_step_changes_no_answer(folder: Path, cold: GenerationEngine, at: int) -> None:
     engine = open_engine(folder, prefix_cache_bytes=PLENTY)
     jobs = [bare(tokens(each, each), max_tokens=150) for each in (50, 100)]
     model = engine._model
@@ -142,3 +140,49 @@ def test_a_fault_while_decoding_leaves_right_answers(
     assert ids(answers(engine, jobs)) == ids(answers(cold, jobs))
     exchange(engine, model)
     assert ids(answers(engine, jobs)) == ids(answers(cold, jobs))
+
+
+# States kept of answers under way: they are of use to a next turn, and leave prompts' alone.
+# Seven layers of eight: what grows beside their states weighs little.
+MOSTLY_SLIDING = {**SLIDING, "num_hidden_layers": 8, "sliding_window_pattern": 8}
+SHARED = tokens(2 * BLOCK + 1, 0)
+
+
+@pytest.fixture(scope="module")
+def sliding(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat(tmp_path_factory.mktemp("sliding"), **MOSTLY_SLIDING)
+
+
+@pytest.fixture(scope="module")
+def set_bytes(sliding: Path) -> int:
+    return open_engine(sliding).facts.kv_cost.states
+
+
+def test_a_shared_beginning_stays_while_answers_to_it_grow(sliding: Path, set_bytes: int) -> None:
+    engine = open_engine(sliding, prefix_cache_bytes=4 * set_bytes)
+    run, hits, left = Run(engine), [], 12
+    ids: list[int] = []
+    while left or engine.is_decoding or engine.is_prefilling:
+        while left and engine.rows < 4:
+            left -= 1
+            ids += run.join(
+                bare([*SHARED, *tokens(20, left)], FOREVER, max_tokens=80 + 20 * (left % 4))
+            )
+        run.step()
+    hits = [run.answers[each].cached_tokens for each in ids]
+    assert hits[4:] == [2 * BLOCK] * 8
+
+
+def test_answers_under_way_take_at_most_half_of_the_room(sliding: Path, set_bytes: int) -> None:
+    engine = open_engine(sliding, prefix_cache_bytes=(MIN_SETS + 2) * set_bytes)
+    answers(engine, [bare(SHARED, FOREVER, max_tokens=1)])
+    run = Run(engine)
+    for seed in range(4):
+        run.join(bare(tokens(20, 1 + seed), FOREVER, max_tokens=6 * BLOCK))
+    for _ in range(5 * BLOCK):
+        run.step()
+    prefixes = engine._prefixes
+    growing = sum(prefixes._kept[key].nbytes for key in prefixes._growing)
+    assert 3 * set_bytes < growing < (MIN_SETS / 2 + 2) * set_bytes
+    run.finish()
+    assert answers(engine, [bare(SHARED)])[0].cached_tokens == 2 * BLOCK

@@ -37,11 +37,6 @@ def engine(
     return open_engine(folder, prefix_cache_bytes=1 << 24)
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat(tmp_path_factory.mktemp("plain"))
-
-
 def echo(prompt: str | Sequence[int], **asked: Any) -> GenerateJob:
     return GenerateJob(
         caller=caller(),
@@ -141,8 +136,8 @@ def test_without_logprobs_token_ids_come_back_as_text(engine: GenerationEngine) 
     assert list(prompt.logprobs) == []
 
 
-def test_a_prompt_that_leaves_no_room_can_be_scored_but_not_continued(plain: Path) -> None:
-    engine = open_engine(plain, max_context=64)
+def test_a_prompt_that_leaves_no_room_can_be_scored_but_not_continued(folder: Path) -> None:
+    engine = open_engine(folder, max_context=64)
     assert len(echoed(told(engine, [echo([7] * 64)])[0]).logprobs) == 63
     with pytest.raises(ContextLengthExceeded):
         engine.prepare(echo([7] * 64, max_tokens=1))
@@ -150,8 +145,8 @@ def test_a_prompt_that_leaves_no_room_can_be_scored_but_not_continued(plain: Pat
         engine.prepare(echo([7] * 65))
 
 
-def test_special_tokens_are_shown_where_they_were_written(plain: Path) -> None:
-    engine = open_engine(plain)
+def test_special_tokens_are_shown_where_they_were_written(folder: Path) -> None:
+    engine = open_engine(folder)
     token = 2
     content = engine._chat.backend.get_added_tokens_decoder()[token].content
     prompt = echoed(told(engine, [echo([token, 70, 71, token])])[0])
@@ -172,8 +167,8 @@ def test_the_logits_of_a_whole_prompt_are_never_there_at_once(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 5])
-def test_a_passing_fault_scores_no_token_twice(plain: Path, at: int) -> None:
-    engine = open_engine(plain)
+def test_a_passing_fault_scores_no_token_twice(folder: Path, at: int) -> None:
+    engine = open_engine(folder)
     model = engine._model
     exchange(engine, Passing(model, at))
     jobs = [echo(PROMPTS[1]), echo(PROMPTS[3], max_tokens=4)]

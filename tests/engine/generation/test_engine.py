@@ -38,10 +38,7 @@ from tests.engine.generation.harness import (
 from tests.fakes import caller
 from tests.simulated_device import TIMEOUT, SimulatedDevice
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat(tmp_path_factory.mktemp("tiny"))
+Reference = dict[str, list[int]]
 
 
 @pytest.fixture
@@ -50,9 +47,7 @@ def engine(folder: Path) -> GenerationEngine:
 
 
 @pytest.mark.parametrize("act", ["park", "leave", "clear_prefixes"])
-def test_an_error_of_the_step_under_way_is_kept_whoever_meets_it_first(
-    engine: GenerationEngine, act: str
-) -> None:
+def test_an_error_of_a_step_is_kept_whoever_meets_it(engine: GenerationEngine, act: str) -> None:
     alone = answers(engine, [job(text) for text in TEXTS[:2]])
     with SimulatedDevice().installed() as device:
         run = Run(engine)
@@ -79,7 +74,7 @@ def test_an_error_of_the_step_under_way_is_kept_whoever_meets_it_first(
         assert run.answers[row].error is None
 
 
-def test_the_probe_raises_what_the_device_does_and_leaves_rows_as_they_were(
+def test_the_probe_raises_what_the_device_does_and_changes_no_row(
     engine: GenerationEngine,
 ) -> None:
     alone = answers(engine, [job(text) for text in TEXTS[:2]])
@@ -98,7 +93,7 @@ def test_the_probe_raises_what_the_device_does_and_leaves_rows_as_they_were(
 
 
 @pytest.fixture(scope="module")
-def reference(folder: Path) -> dict[str, list[int]]:
+def reference(folder: Path) -> Reference:
     loaded: Any = load(str(folder))
     model, tokenizer = loaded[0], loaded[1]
     ids: dict[str, list[int]] = {}
@@ -116,7 +111,7 @@ def reference(folder: Path) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("budget", [16, 100, 512, 100_000])
 def test_greedy_tokens_equal_mlx_lms_in_a_mixed_batch(
-    engine: GenerationEngine, reference: dict[str, list[int]], budget: int
+    engine: GenerationEngine, reference: Reference, budget: int
 ) -> None:
     for text, answer in zip(TEXTS, answers(engine, [job(t) for t in TEXTS], budget), strict=True):
         assert answer.ids == reference[text]
@@ -164,9 +159,7 @@ def test_the_end_of_a_prompt_is_read_with_its_last_chunk(engine: GenerationEngin
         engine.leave(number)
 
 
-def test_a_short_prompt_overtakes_long_ones(
-    engine: GenerationEngine, reference: dict[str, list[int]]
-) -> None:
+def test_a_short_prompt_overtakes_long_ones(engine: GenerationEngine, reference: Reference) -> None:
     run = Run(engine)
     long = [run.join(job(TEXTS[4]))[0] for _ in range(3)]
     for _ in range(4):
@@ -201,7 +194,7 @@ def test_no_row_is_run_on_after_the_last_token_it_may_say(engine: GenerationEngi
 
 
 def test_a_row_that_ends_sooner_is_run_on_once_at_most(
-    engine: GenerationEngine, reference: dict[str, list[int]]
+    engine: GenerationEngine, reference: Reference
 ) -> None:
     (eos,) = engine._chat.eos_ids
     silent = Sampling(temperature=0, logit_bias={eos: 1000.0})
@@ -279,9 +272,7 @@ def test_what_the_template_refuses_is_a_bad_request(engine: GenerationEngine) ->
     "name",
     ["chat_template", "tokenize", "tools", "return_dict", "padding", "messages", "conversations"],
 )
-def test_a_request_cannot_set_what_is_not_the_templates(
-    engine: GenerationEngine, name: str
-) -> None:
+def test_a_request_cannot_set_what_is_not_a_templates(engine: GenerationEngine, name: str) -> None:
     """A template of the caller's own would run as a program, and might never end."""
     with pytest.raises(BadRequest, match=name) as caught:
         engine.prepare(job("x", template_args={name: "{{ 'a' * 10**10 }}"}))
@@ -289,7 +280,7 @@ def test_a_request_cannot_set_what_is_not_the_templates(
 
 
 def test_a_step_that_raises_ends_the_guilty_row_only(
-    engine: GenerationEngine, reference: dict[str, list[int]]
+    engine: GenerationEngine, reference: Reference
 ) -> None:
     guilty = TEXTS[0]
     poison = reference[guilty][5]
@@ -311,7 +302,7 @@ def test_a_step_that_raises_ends_the_guilty_row_only(
 
 @pytest.mark.parametrize("at", [1, 3, 9])
 def test_a_passing_fault_changes_no_answer(
-    engine: GenerationEngine, folder: Path, reference: dict[str, list[int]], at: int
+    engine: GenerationEngine, folder: Path, reference: Reference, at: int
 ) -> None:
     exchange(engine, Passing(engine._model, at))
     told = answers(engine, [job(text) for text in TEXTS] + [job("tell me", SEEDED)], 100)
@@ -333,9 +324,7 @@ def test_what_has_met_its_stop_string_is_not_read_again(engine: GenerationEngine
     assert (bounded.finish_reason, bounded.tokens) == ("length", 3)
 
 
-def test_a_row_whose_text_breaks_ends_alone(
-    engine: GenerationEngine, reference: dict[str, list[int]]
-) -> None:
+def test_a_row_whose_text_breaks_ends_alone(engine: GenerationEngine, reference: Reference) -> None:
     run = Run(engine)
     (broken,) = run.join(job(TEXTS[0]))
 

@@ -51,11 +51,6 @@ def engine(
     return open_engine(folder, prefix_cache_bytes=1 << 24)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat(tmp_path_factory.mktemp("plain"))
-
-
 @pytest.fixture
 def plain(folder: Path) -> GenerationEngine:
     return open_engine(folder, prefix_cache_bytes=1 << 24)
@@ -193,7 +188,7 @@ def test_the_thinking_that_a_template_opens_is_closed(tmp_path: Path) -> None:
     assert engine._chat.tokenizer.decode(row.prompt).endswith("<think>\n\n</think>\n\n")
 
 
-def test_labels_that_cannot_be_told_apart_or_are_too_many_are_refused(
+def test_labels_that_look_alike_or_are_too_many_are_refused(
     plain: GenerationEngine,
 ) -> None:
     for labels in (["a", "a"], ["a", ""]):

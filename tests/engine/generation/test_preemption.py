@@ -7,7 +7,7 @@ import pytest
 
 from gateway.jobs import Sampling, Verdict
 from tests.checkpoints import SLIDING, STATEFUL, teach_thinking, write_chat
-from tests.engine.generation.harness import Batch, Passing, exchange, open_engine, prefilling
+from tests.engine.generation.harness import Batch, Passing, exchange, open_engine
 
 GREEDY: dict[str, Any] = {"sampling": Sampling(temperature=0), "max_tokens": 40}
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "sliding": SLIDING, "stateful": STATEFUL}
@@ -36,21 +36,6 @@ def test_a_parked_row_says_nothing_and_keeps_its_kv(folder: Path) -> None:
     assert not batch.is_busy
 
 
-def test_a_row_parked_while_it_is_read_does_not_run(folder: Path) -> None:
-    engine = open_engine(folder)
-    batch = Batch(engine)
-    row = batch.join("Hello", GREEDY)
-    other = batch.join("Hello!", {**GREEDY, "max_tokens": 4})
-    assert prefilling(engine) == {row, other}
-    engine.park(row)
-    batch.finish()
-    assert (batch.answers[row].tokens, batch.answers[other].tokens) == (0, 4)
-    assert prefilling(engine) == frozenset()
-    engine.resume(row)
-    batch.finish()
-    assert batch.answers[row].tokens == 40 or batch.answers[row].ends == ["stop"]
-
-
 def test_a_fault_after_a_row_is_resumed_does_not_stop_it_again(folder: Path) -> None:
     """It was parked while it was read; the fault has it read again, and nobody resumes it twice."""
     engine = open_engine(folder)
@@ -66,9 +51,7 @@ def test_a_fault_after_a_row_is_resumed_does_not_stop_it_again(folder: Path) -> 
 
 
 @pytest.mark.parametrize(("tokens", "is_batched"), [(1, False), (6, True)])
-def test_a_bound_that_a_row_has_reached_ends_it_at_once(
-    folder: Path, tokens: int, is_batched: bool
-) -> None:
+def test_a_bound_that_is_reached_ends_a_row(folder: Path, tokens: int, is_batched: bool) -> None:
     engine = open_engine(folder, prefix_cache_bytes=1 << 24)
     engine.apply_verdict(Verdict(rows=is_batched, single=True, prefixes=True, window=True))
     batch = Batch(engine)
@@ -78,30 +61,10 @@ def test_a_bound_that_a_row_has_reached_ends_it_at_once(
     row, other = batch.join("Hi " * 200, sampling), batch.join("Hello!", sampling)
     while batch.answers[row].tokens < tokens:
         batch.step()
-    cached = batch.answers[row].cached
+    cached = batch.answers[row].cached_tokens
     assert cached
     batch.hear(engine.cap_tokens(row, tokens))
     batch.finish()
-    assert (batch.answers[row].ends, batch.answers[row].tokens) == (["length"], tokens)
-    assert batch.answers[row].cached == cached
+    assert (batch.answers[row].finish_reason, batch.answers[row].tokens) == ("length", tokens)
+    assert batch.answers[row].cached_tokens == cached
     assert batch.answers[other].tokens == 12
-
-
-def test_a_row_that_is_stopped_can_end_where_it_stands(folder: Path) -> None:
-    engine = open_engine(folder)
-    whole, cut = Batch(engine), Batch(engine)
-    first = whole.join("Hello", GREEDY)
-    for _ in range(8):
-        whole.step()
-    said = whole.answers[first]
-    engine.leave(first)
-    stop = said.text[-1] + "never said"
-    row = cut.join("Hello", {**GREEDY, "stop": [stop]})
-    while cut.answers[row].tokens < said.tokens:
-        cut.step()
-    assert cut.answers[row].text == said.text[:-1]
-    engine.preempt(row)
-    cut.hear(engine.cap_tokens(row, said.tokens))
-    assert (cut.answers[row].text, cut.answers[row].ends) == (said.text, ["length"])
-    assert cut.answers[row].tokens == said.tokens
-    assert not engine.rows

@@ -41,7 +41,7 @@ def whole(engine: GenerationEngine, text: str, **more: Any) -> Any:
     return answer
 
 
-def test_a_window_that_was_too_small_changes_no_token_and_no_logprob(
+def test_a_window_that_was_too_small_changes_no_token_or_logprob(
     engine: GenerationEngine,
 ) -> None:
     run = Run(engine)

@@ -45,7 +45,7 @@ def test_nothing_ends_an_answer_before_its_least_tokens(engine: GenerationEngine
     assert stop not in stopped.ids[:7]
 
 
-def test_text_before_the_least_tokens_is_not_searched_for_stop_strings(
+def test_text_before_the_least_tokens_is_not_searched_for_stops(
     engine: GenerationEngine,
 ) -> None:
     """As in vLLM; what comes after them is."""

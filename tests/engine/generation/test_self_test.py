@@ -17,13 +17,11 @@ from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.self_test import BatchSelfTest
 from gateway.engine.generation.sequence import FAULTS, Faults
-from gateway.engine.generation.sequences import ChatSetup
 from gateway.engine.kv.prefix_cache import BLOCK
-from gateway.engine.models.checkpoint import Checkpoint
 from gateway.errors import Fault
 from gateway.jobs import SequenceParams, Verdict
 from tests.checkpoints import ABSOLUTE, DEMO, SLIDING, STATEFUL, write_chat
-from tests.engine.generation.harness import GREEDY, MAMBA, Watched, join, watch
+from tests.engine.generation.harness import GREEDY, MAMBA, join, watch
 
 VOCABULARY = json.loads((DEMO / "config.json").read_text())["vocab_size"]
 MIXTURE = {
@@ -217,26 +215,6 @@ def test_architectures_that_are_known_to_be_equal_are_batched_at_once(
     engine = load_generation(folder, name="m", device=Device.CPU, **options)
     engine.apply_verdict(unfinished(engine))
     assert engine.is_batched
-
-
-def test_rows_run_together_once_the_test_is_whole(tmp_path: Path) -> None:
-    folder = write_chat(tmp_path / "m")
-    known = opened(folder)
-    engine = GenerationEngine(
-        Watched(known._model, None, None),  # a class that is on no list
-        ChatSetup(Checkpoint("m", folder), known._chat, known._structured, 4096, VOCABULARY, {}),
-    )
-    engine.apply_verdict(Verdict())
-    rows = joined(engine)
-    found = [engine._find(row) for row in rows]
-    engine.decode()
-    assert (engine.rows, engine.last_pass.rows) == (4, 1)
-    engine.apply_verdict(verdict_of(known))
-    engine.decode()
-    assert engine.last_pass.rows == 4
-    while engine.is_decoding:
-        engine.decode()
-    assert [row.tokens for row in found if row] == alone(folder, PROMPTS)
 
 
 def broken(folder: Path, breaks: Callable[[mx.array], object]) -> GenerationEngine:

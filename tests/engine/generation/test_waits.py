@@ -190,15 +190,6 @@ def test_a_draw_whose_window_was_too_small_waits_once_more(
     assert waited.count(2) <= 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_last_row_that_ends_is_no_wait_more(folders: dict[str, Path], kind: str) -> None:
-    engine = open_engine(folders[kind])
-    batch = begun(engine, ASKED["greedy"])
-    end_soon(engine, -1)
-    assert steps(batch, 8) == [["eval"]] * 8
-    assert len(batch.open) == len(ASKED["greedy"]) - 1
-
-
 def test_a_row_that_ends_before_others_waits_once_more(folders: dict[str, Path]) -> None:
     """If its slot stays free, the KV of the last row takes it. MLX writes into a buffer only while
     nothing under way reads it, and else copies all of it (`filter_layers`). With free slots
@@ -225,9 +216,7 @@ def test_an_answer_that_ends_and_is_kept_waits_once_a_block(folders: dict[str, P
 
 
 @pytest.mark.parametrize("kind", ["sliding", "stateful", "hybrid"])
-def test_states_are_waited_for_at_the_ends_of_blocks_alone(
-    folders: dict[str, Path], kind: str
-) -> None:
+def test_states_are_waited_for_at_ends_of_blocks_alone(folders: dict[str, Path], kind: str) -> None:
     """There they are copied, before the next pass writes over them."""
     engine = open_engine(folders[kind], prefix_cache_bytes=PLENTY)
     batch = begun(engine, [{"sampling": PLAIN}])

@@ -1,17 +1,25 @@
 """KV of rows of different lengths: what is there, what is masked, and what is copied."""
 
 import copy
+import io
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx_lm.generate import PromptProcessingBatch
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model
 
-from gateway.engine.kv.cache import SPARE, STEP, RaggedKVCache, compact
+from gateway.engine.kv.cache import SPARE, STEP, RaggedKVCache, compact, make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK
+from gateway.engine.kv.quantized import PackedKVCache, Packing
 from gateway.jobs import KvCost
 from gateway.serving.generation.memory import Layout, RowCosts
+from tests.checkpoints import write_chat
 
 import mlx.core as mx  # isort: skip  (after OpenBLAS, which the line above loads)
 
@@ -216,3 +224,40 @@ def test_keys_may_be_made_to_depend_on_what_a_model_sends() -> None:
     append(cache, [[4]])
     assert rows_of(cache) == [[1, 2, 3, 4]]
     assert rows_of(twin) == [[1, 2, 3]]
+
+
+LENGTHS = [4 * STEP - 3, 5, 1, 70, 9, 33, 64, 128]
+
+
+@pytest.mark.parametrize("kind", [RaggedKVCache(), PackedKVCache(Packing(8, 32))])
+def test_a_step_writes_to_the_buffers_that_are_there(kind: RaggedKVCache) -> None:
+    caches = [kind.with_rows((0,)) for _ in LENGTHS]
+    for cache, length in zip(caches, LENGTHS, strict=True):
+        cache.update_and_fetch(*[mx.random.normal((1, 3, length, 32))] * 2)
+    batch = kind.merge(caches)
+    new = mx.random.normal((len(LENGTHS), 3, 1, 32))
+    mx.eval(batch.state, new)
+    least = min(plane.nbytes for plane in batch.planes)
+    assert peak_of(lambda: batch.update_and_fetch(new, new), batch) < least / 4
+
+
+def count_nodes(model: Any, caches: list[list[Any]], lengths: list[int]) -> int:
+    """Count the operations of a step of rows that have read so many tokens."""
+    batch: Any = PromptProcessingBatch(model, list(range(len(lengths))), caches)
+    batch.prompt([[5] * length for length in lengths])
+    step = mx.array([[7]] * len(lengths))
+    mx.eval(model(step, cache=batch.prompt_cache), [layer.state for layer in batch.prompt_cache])
+    graph = io.StringIO()
+    mx.export_to_dot(graph, model(step, cache=batch.prompt_cache))
+    return graph.getvalue().count("shape=rectangle")
+
+
+def test_a_step_of_ragged_rows_has_no_more_operations_than_mlx_lms(
+    tmp_path: Path,
+) -> None:
+    """Each is a kernel to launch, on a GPU."""
+    model = load_model(write_chat(tmp_path, num_hidden_layers=4, hidden_size=128))[0]
+    lengths = list(range(9, 17))
+    ours = count_nodes(model, [make_batch_caches(model) for _ in lengths], lengths)
+    theirs = count_nodes(model, [make_prompt_cache(model) for _ in lengths], lengths)
+    assert 0 < ours <= theirs

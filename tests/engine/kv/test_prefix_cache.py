@@ -20,13 +20,11 @@ from tests.checkpoints import SLIDING, STATEFUL, write_chat
 from tests.engine.generation.harness import (
     PLENTY,
     SEEDED,
-    Passing,
     Run,
     active_memory,
     answers,
     bare,
     cached,
-    exchange,
     ids,
     open_engine,
     shapes,
@@ -130,9 +128,7 @@ def test_a_sampled_answer_is_the_same(cold: GenerationEngine, warm: GenerationEn
         assert ids(answers(warm, jobs)) == expected
 
 
-def test_the_choices_of_one_job_read_their_prompt_once(
-    cold: GenerationEngine, warm: GenerationEngine
-) -> None:
+def test_choices_read_their_prompt_once(cold: GenerationEngine, warm: GenerationEngine) -> None:
     asked = bare(BASE, Sampling(temperature=1.5, seed=3), n=3)
     told = answers(warm, [asked])
     assert cached(told) == [0, 384, 384]
@@ -177,9 +173,7 @@ def test_nobody_waits_longer_than_for_what_is_shared(plain: Path, limit: int) ->
 
 
 @pytest.mark.parametrize(("others", "speculate_rows"), [(0, 4), (2, 0)])
-def test_a_next_turn_need_not_read_an_answer_again(
-    plain: Path, others: int, speculate_rows: int
-) -> None:
+def test_a_next_turn_reads_no_answer_again(plain: Path, others: int, speculate_rows: int) -> None:
     """Nor one that met a stop string, alone or beside answers that go on."""
     engine = open_engine(plain, prefix_cache_bytes=PLENTY, speculate_rows=speculate_rows)
     (whole,) = answers(engine, [bare(BASE, max_tokens=150)])
@@ -235,19 +229,6 @@ def test_a_closed_engine_holds_no_prefix(plain: Path) -> None:
     assert mx.get_active_memory() - before < 1000
 
 
-@pytest.mark.parametrize("at", [1, 2, 6])
-def test_a_fault_leaves_nothing_behind(plain: Path, at: int) -> None:
-    engine = open_engine(plain, prefix_cache_bytes=PLENTY)
-    jobs = [bare(BASE), bare(BASE[:300] + tokens(9, 1)), bare(tokens(200, 2), SEEDED)]
-    expected = ids(answers(open_engine(plain), jobs))
-    answers(engine, jobs)
-    model = engine._model
-    exchange(engine, Passing(model, at))
-    assert ids(answers(engine, jobs, 150)) == expected
-    exchange(engine, model)
-    assert ids(answers(engine, jobs)) == expected
-
-
 def test_a_broken_prefix_cannot_break_a_row_twice(plain: Path) -> None:
     engine = open_engine(plain, prefix_cache_bytes=PLENTY)
     (expected,) = answers(engine, [bare(BASE)])
@@ -299,9 +280,7 @@ prompts = st.lists(
 
 @given(prompts, st.integers(0, 8))
 @settings(max_examples=60)
-def test_what_is_kept_is_bounded_right_and_within_reach(
-    prompts: list[list[int]], blocks: int
-) -> None:
+def test_what_is_kept_is_bounded_and_within_reach(prompts: list[list[int]], blocks: int) -> None:
     """A block never goes before those that follow it, which nobody would find again."""
     block = 2 * 4 * BLOCK + 8 * (BLOCK + 1)
     prefixes = PrefixCache([KVCache()], blocks * block)  # type: ignore[no-untyped-call]

@@ -46,7 +46,6 @@ from tests.engine.generation.harness import (
     answers,
     bare,
     cached,
-    held,
     ids,
     tokens,
 )
@@ -222,32 +221,6 @@ def test_the_self_test_passes_and_proves_batches(folder: Path) -> None:
     assert not verdict.forbids_batches
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("bits", "most"), [(8, 0.54), (4, 0.29)])
-def test_a_token_of_kv_takes_little_more_than_its_bits(
-    tmp_path: Path, dtype: str, bits: int, most: float
-) -> None:
-    folder = write_chat(tmp_path / "m", head_dim=64, num_hidden_layers=8)
-    sizes = []
-    for kv_bits in (None, bits):
-        engine = open_engine(folder, kv_bits, dtype=dtype, prefix_cache_bytes=PLENTY)
-        batch = Batch(engine)
-        forever = Sampling(temperature=0, ignore_eos=True)
-        batch.join(PROMPTS[0], {"sampling": forever, "max_tokens": 200})
-        while not engine.is_decoding:
-            batch.step()
-        assert engine._running is not None
-        layer = engine._running.cache[0]
-        sizes.append(
-            (layer.nbytes / layer.planes[0].shape[2], engine.facts.kv_cost.token, held(engine))
-        )
-    (full, counted, _), (packed, less, holds) = sizes
-    assert packed <= most * full
-    assert 8 * packed + full <= less + 8  # the last one floating
-    assert less < counted
-    assert holds < 0.8 * sizes[0][2]
-
-
 @pytest.mark.parametrize("kind", ["plain", "sliding"])
 def test_rows_hold_no_more_than_is_counted(tmp_path: Path, kind: str) -> None:
     files = write_chat(tmp_path / "m", **KINDS[kind])
@@ -287,7 +260,7 @@ def test_a_model_whose_kv_cannot_be_quantised_is_refused_by_name(tmp_path: Path,
     open_engine(files, None).close()
 
 
-def test_an_attention_that_reads_no_kv_of_ours_is_refused(
+def test_an_attention_that_cannot_read_is_refused(
     plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unfit(self: Any, planes: Sequence[mx.array]) -> Any:
@@ -340,9 +313,7 @@ def test_a_device_without_a_kernel_for_packed_keys_gets_floating_ones(
     assert most_packed(plain) == {0}
 
 
-def test_another_fault_of_the_device_is_raised_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, plain: Path
-) -> None:
+def test_another_fault_of_a_device_is_raised(monkeypatch: pytest.MonkeyPatch, plain: Path) -> None:
     def ill() -> mx.array:
         raise RuntimeError("cudaGraphLaunch(…) failed: an illegal memory access was encountered")
 
@@ -373,4 +344,4 @@ def test_a_gguf_file_has_it_too(tmp_path: Path, bits: int) -> None:
         is_packed = [isinstance(each, PackedKVCache) for each in make_batch_caches(engine._model)]
         assert is_packed == [kv_bits is not None] * len(is_packed)
         told.append(alone(engine, PROMPTS[1], GREEDY, 30))
-    assert all(answer.tokens and not answer.errors for answer in told)
+    assert all(answer.tokens and not answer.error for answer in told)

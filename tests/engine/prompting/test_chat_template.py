@@ -153,7 +153,7 @@ def test_messages_that_make_a_template_cost_too_much_are_refused(
     assert chat._template.render([{"role": "user", "content": "y"}], [], {}) == "fine"
 
 
-def test_who_comes_while_another_template_takes_its_time_is_told_to_come_back(
+def test_who_comes_while_another_template_is_slow_is_told_to_come_back(
     tmp_path: Path,
 ) -> None:
     chat = family(tmp_path)
@@ -191,9 +191,7 @@ DROPS = f"{{% for m in messages %}}{{% if m.role != 'system' %}}{EACH}{{% endif 
     [(ANYWHERE, WHOLE), (FIRST_ONLY, f"[system]Be kind.{MOVED}"), (DROPS, MOVED)],
     ids=["takes them", "refuses them", "drops them"],
 )
-def test_system_turns_stay_where_they_stand(
-    template: str, text: str, box: Sandbox, tmp_path: Path
-) -> None:
+def test_system_turns_stay_in_place(template: str, text: str, box: Sandbox, tmp_path: Path) -> None:
     chat = family(tmp_path, template=template, template_sandbox=box)
     assert chat._template.render(LATE, (), {"add_generation_prompt": True}) == text
     assert [turn["role"] for turn in LATE].count("system") == 3

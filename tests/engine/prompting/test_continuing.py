@@ -38,13 +38,6 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
     return family(folder, added=("<think>", "</think>"), template=TEMPLATE)
 
 
-def test_the_prompt_ends_with_the_beginning(chat: ChatTokenizer) -> None:
-    prompt = chat.prompt(job(" Once upon a "))
-    text = chat.backend.decode(prompt.ids, skip_special_tokens=False)
-    assert text.endswith("<|assistant|> Once upon a ")
-    assert (prompt.is_thinking, prompt.may_think) == (False, False)
-
-
 @pytest.mark.parametrize("mark", ["<think>", "</think>", "<|end|>", "<|user|>"])
 def test_special_tokens_in_the_beginning_are_plain_text(chat: ChatTokenizer, mark: str) -> None:
     prompt = chat.prompt(job(f"a {mark} b"))
