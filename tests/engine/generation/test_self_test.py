@@ -19,9 +19,9 @@ from gateway.engine.generation.self_test import BatchSelfTest
 from gateway.engine.generation.sequence import FAULTS, Faults
 from gateway.engine.kv.prefix_cache import BLOCK
 from gateway.errors import Fault
-from gateway.jobs import SequenceParams, Verdict
+from gateway.jobs import Verdict
 from tests.checkpoints import ABSOLUTE, DEMO, SLIDING, STATEFUL, write_chat
-from tests.engine.generation.harness import GREEDY, MAMBA, join, watch
+from tests.engine.generation.harness import MAMBA, Run, bare, watch
 
 VOCABULARY = json.loads((DEMO / "config.json").read_text())["vocab_size"]
 MIXTURE = {
@@ -112,10 +112,7 @@ def alone(folder: Path, prompts: list[list[int]], max_tokens: int = 12) -> list[
 
 def joined(engine: GenerationEngine) -> list[int]:
     """Let all rows join, and read their prompts."""
-    rows = [
-        join(engine, SequenceParams(prompt=p, max_tokens=12, sampling=GREEDY, is_bare=True))
-        for p in PROMPTS
-    ]
+    rows = [row for prompt in PROMPTS for row in Run(engine).join(bare(prompt))]
     while engine.is_prefilling:
         engine.prefill(512)
     return rows
@@ -132,25 +129,16 @@ class Told:
 
 def answers(engine: GenerationEngine, prompts: list[list[int]], late: int = 2) -> Told:
     """Run rows, the last of them joining a little later."""
-    rows: list[Any] = []
-    errors: dict[int, str | None] = {}
-    most = step = 0
-
-    def begin(prompt: list[int]) -> None:
-        job = SequenceParams(prompt=prompt, max_tokens=12, sampling=GREEDY, is_bare=True)
-        errors[join(engine, job)] = None
-        rows.append(engine._prefill._line[-1])
-
+    run, waiting, most, step = Run(engine), prompts[-late:], 0, 0
     for prompt in prompts[:-late]:
-        begin(prompt)
-    waiting = list(prompts[-late:])
-    while engine.is_prefilling or engine.is_decoding or waiting:
+        run.join(bare(prompt))
+    while run.is_busy or waiting:
         if step % 3 == 2 and waiting:
-            begin(waiting.pop(0))
-        for delta in [*engine.prefill(512), *engine.decode()]:
-            errors[delta.row] = delta.error or errors[delta.row]
+            run.join(bare(waiting.pop(0)))
+        run.step()
         most, step = max(most, engine.last_pass.rows), step + 1
-    return Told([row.tokens for row in rows], list(errors.values()), most)
+    told = run.answers.values()
+    return Told([row.ids for row in told], [row.error for row in told], most)
 
 
 def unfinished(engine: GenerationEngine) -> Verdict:
