@@ -66,9 +66,7 @@ def test_calls_may_be_several_and_without_arguments(chat: ChatTokenizer) -> None
     assert said(chat, row([BOOK]), empty)["calls"] == [("book", {})]
 
 
-def test_arguments_that_are_no_object_and_words_like_marks_are_text(
-    chat: ChatTokenizer,
-) -> None:
+def test_arguments_that_are_no_object_and_words_like_marks_are_text(chat: ChatTokenizer) -> None:
     heard = said(chat, row([BOOK]), "<|channel|>commentary to=functions.book<|message|>foo<|call|>")
     assert (heard["text"], heard["calls"]) == ("foo", [])
     answer = "The analysis channel comes before to=functions.book, and <think> is no token."

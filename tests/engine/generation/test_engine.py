@@ -74,9 +74,7 @@ def test_an_error_of_a_step_is_kept_whoever_meets_it(engine: GenerationEngine, a
         assert run.answers[row].error is None
 
 
-def test_the_probe_raises_what_the_device_does_and_changes_no_row(
-    engine: GenerationEngine,
-) -> None:
+def test_the_probe_raises_what_the_device_does_and_changes_no_row(engine: GenerationEngine) -> None:
     alone = answers(engine, [job(text) for text in TEXTS[:2]])
     with SimulatedDevice().installed() as device:
         run = Run(engine)
@@ -254,6 +252,7 @@ def test_max_tokens_is_clamped_to_the_context_and_a_longer_prompt_refused(folder
     assert row.max_tokens == 64 - len(row.prompt)
     (unbounded,) = engine.prepare(job("hi", max_tokens=None))
     assert unbounded.max_tokens == row.max_tokens
+    assert (row.is_open, unbounded.is_open) == (False, True)
     with pytest.raises(ContextLengthExceeded, match="64 tokens"):
         engine.prepare(job("long " * 64))
     (answer,) = answers(engine, [job("hi", max_tokens=16384)])

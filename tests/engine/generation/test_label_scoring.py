@@ -188,9 +188,7 @@ def test_the_thinking_that_a_template_opens_is_closed(tmp_path: Path) -> None:
     assert engine._chat.tokenizer.decode(row.prompt).endswith("<think>\n\n</think>\n\n")
 
 
-def test_labels_that_look_alike_or_are_too_many_are_refused(
-    plain: GenerationEngine,
-) -> None:
+def test_labels_that_look_alike_or_are_too_many_are_refused(plain: GenerationEngine) -> None:
     for labels in (["a", "a"], ["a", ""]):
         with pytest.raises(BadRequest) as caught:
             plain.prepare(judging(labels))

@@ -41,9 +41,7 @@ def whole(engine: GenerationEngine, text: str, **more: Any) -> Any:
     return answer
 
 
-def test_a_window_that_was_too_small_changes_no_token_or_logprob(
-    engine: GenerationEngine,
-) -> None:
+def test_a_window_that_was_too_small_changes_no_token_or_logprob(engine: GenerationEngine) -> None:
     run = Run(engine)
     run.join(job(TEXTS[0], WIDE, logprobs=2))
     sampler = newest(engine).sampler

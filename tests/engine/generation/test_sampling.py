@@ -109,9 +109,7 @@ def test_tokens_are_drawn_as_the_filters_say(asked: Mapping[str, Any], vocab_siz
 @pytest.mark.parametrize(
     "asked", [{"top_k": 6}, {"top_p": 0.7}, {"top_k": 8, "top_p": 0.6}], ids=str
 )
-def test_of_tokens_that_tie_at_the_edge_as_many_stay_as_fit(
-    asked: Mapping[str, Any],
-) -> None:
+def test_of_tokens_that_tie_at_the_edge_as_many_stay_as_fit(asked: Mapping[str, Any]) -> None:
     logits = np.full(300, -9.0, dtype=np.float32)
     logits[[5, 100]], logits[[7, 8, 40, 50, 200, 201, 202, 299]] = 2.0, 1.0
     counts, probabilities = drawn(logits, asked), exact(logits, asked)

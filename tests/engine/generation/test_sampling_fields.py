@@ -45,9 +45,7 @@ def test_nothing_ends_an_answer_before_its_least_tokens(engine: GenerationEngine
     assert stop not in stopped.ids[:7]
 
 
-def test_text_before_the_least_tokens_is_not_searched_for_stops(
-    engine: GenerationEngine,
-) -> None:
+def test_text_before_the_least_tokens_is_not_searched_for_stops(engine: GenerationEngine) -> None:
     """As in vLLM; what comes after them is."""
     free = said(engine, max_tokens=20)
     stop = free.text[1:3]

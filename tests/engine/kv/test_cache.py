@@ -252,9 +252,7 @@ def count_nodes(model: Any, caches: list[list[Any]], lengths: list[int]) -> int:
     return graph.getvalue().count("shape=rectangle")
 
 
-def test_a_step_of_ragged_rows_has_no_more_operations_than_mlx_lms(
-    tmp_path: Path,
-) -> None:
+def test_a_step_of_ragged_rows_has_no_more_operations_than_mlx_lms(tmp_path: Path) -> None:
     """Each is a kernel to launch, on a GPU."""
     model = load_model(write_chat(tmp_path, num_hidden_layers=4, hidden_size=128))[0]
     lengths = list(range(9, 17))

@@ -14,16 +14,11 @@ from gateway.engine.models.checkpoint import Checkpoint, kv_bytes, measure_kv
 from gateway.jobs import SequenceParams
 from gateway.serving.generation.memory import KV_STEP, Layout, RowCosts
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
-from tests.engine.generation.harness import ARCHITECTURES, GREEDY, held, job, join, open_engine
+from tests.engine.generation.harness import ARCHITECTURES, GREEDY, held, join, open_engine
 
 pytestmark = pytest.mark.slow
 
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "sliding": SLIDING, "stateful": STATEFUL}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat(tmp_path_factory.mktemp("chat"))
 
 
 def row(prompt: int, max_tokens: int) -> SequenceParams:
@@ -99,11 +94,3 @@ def test_kv_is_counted_by_what_each_layer_keeps(tmp_path: Path, kind: str) -> No
         assert cost.of(tokens) <= sum(nbytes) + max(nbytes)
     config = kv_bytes(Checkpoint("m", folder), Device.CPU, None, 600)
     assert (cost.of(600) < config) == (kind != "llama")
-
-
-def test_a_row_says_whether_its_caller_has_bounded_it(folder: Path) -> None:
-    engine = open_engine(folder)
-    (bounded,), (unbounded,) = (engine.prepare(job("Hello", max_tokens=n)) for n in (10, None))
-    assert (bounded.is_open, bounded.max_tokens) == (False, 10)
-    assert unbounded.is_open
-    assert unbounded.max_tokens == engine.facts.max_context - len(unbounded.prompt)

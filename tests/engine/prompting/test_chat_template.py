@@ -153,9 +153,7 @@ def test_messages_that_make_a_template_cost_too_much_are_refused(
     assert chat._template.render([{"role": "user", "content": "y"}], [], {}) == "fine"
 
 
-def test_who_comes_while_another_template_is_slow_is_told_to_come_back(
-    tmp_path: Path,
-) -> None:
+def test_who_comes_while_another_template_is_slow_is_told_to_come_back(tmp_path: Path) -> None:
     chat = family(tmp_path)
     busy = ChatTemplate(chat._wrapper, lambda request, key: ("busy", "another"))
     with pytest.raises(Overloaded):
