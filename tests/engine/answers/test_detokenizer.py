@@ -124,7 +124,10 @@ def test_the_first_word_of_a_text_that_goes_on_keeps_its_space() -> None:
     ("tokens", "text"),
     [
         (["▁", "\ufffd"], "\ufffd"),
-        (["▁Hello", "<0x0A>", "<0xF0>", "<0x9F>", "▁Hello", "a", "<0xE2>", "a"], "Hello\n Helloaa"),
+        (
+            ["▁Hello", "<0x0A>", "<0xF0>", "<0x9F>", "▁Hello", "<0xE2>", "▁Hello"],
+            "Hello\n Hello Hello",
+        ),
         (["▁", "<0xF0>", "▁Hello"], " Hello"),
         (["<0xF0>", "▁Hello"], " Hello"),
         (["▁Hello", "▁", "\ufffd"], "Hello \ufffd"),
