@@ -154,7 +154,7 @@ def test_kv_of_one_adapter_is_never_used_for_another(plain: World) -> None:
         for is_known in (False, True):
             found = [run(batch, [job], random.Random(0))[0] for job in jobs]
             assert [answer.text for answer in found] == expected
-            assert [answer.cached > 0 for answer in found] == [is_known] * len(jobs)
+            assert [answer.cached_tokens > 0 for answer in found] == [is_known] * len(jobs)
     finally:
         batch.engine.close()
 
@@ -195,7 +195,7 @@ def test_an_adapter_leaves_nothing_behind(plain: World) -> None:
         job = ("small", PROMPTS[1], JOBS[0])
         (found,) = run(batch, [job], random.Random(0))
         assert found.says_as(plain.alone(job))
-        assert not found.cached
+        assert not found.cached_tokens
     finally:
         engine.close()
 
