@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import orjson
 import pytest
+from httpx2 import AsyncClient, Response
 
 from gateway.registry import Catalog
 from tests.fakes import ScriptedEngines
@@ -17,11 +17,11 @@ TOOL = {"type": "function", "name": "clock", "parameters": {"type": "object", "p
 URL = "/v1/responses"
 
 
-async def post(client: httpx2.AsyncClient, given: Any, **more: Any) -> httpx2.Response:
+async def post(client: AsyncClient, given: Any, **more: Any) -> Response:
     return await client.post(URL, json={"model": "writer", "input": given, **more})
 
 
-async def answered(client: httpx2.AsyncClient, given: Any, **more: Any) -> Any:
+async def answered(client: AsyncClient, given: Any, **more: Any) -> Any:
     answer = await post(client, given, **more)
     assert answer.status_code == 200, answer.text
     return answer.json()
@@ -34,9 +34,8 @@ def prompts(engines: ScriptedEngines) -> list[list[tuple[str, str]]]:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_goes_on_from_the_response_it_names(
-    client: httpx2.AsyncClient, engines: ScriptedEngines, stream: bool
+    client: AsyncClient, engines: ScriptedEngines, stream: bool
 ) -> None:
-    """It reads the whole conversation; instructions and tools are not inherited."""
     if stream:
         first = await _streamed(client, "one", instructions="Shout.", tools=[TOOL])
     else:
@@ -54,16 +53,13 @@ async def test_a_request_goes_on_from_the_response_it_names(
     ]  # fmt: skip
 
 
-async def _streamed(client: httpx2.AsyncClient, given: Any, **more: Any) -> Any:
+async def _streamed(client: AsyncClient, given: Any, **more: Any) -> Any:
     answer = await post(client, given, stream=True, **more)
     last = answer.text.strip().rpartition("data: ")[2]
     return orjson.loads(last)["response"]
 
 
-async def test_an_item_is_sent_by_its_id(
-    client: httpx2.AsyncClient, engines: ScriptedEngines
-) -> None:
-    """With its type or, as the specification allows, without."""
+async def test_an_item_is_sent_by_its_id(client: AsyncClient, engines: ScriptedEngines) -> None:
     first = await answered(client, "one")
     (message,) = first["output"]
     for reference in ({"type": "item_reference", "id": message["id"]}, {"id": message["id"]}):
@@ -76,8 +72,7 @@ def _user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": [{"type": "input_text", "text": text}]}
 
 
-async def test_what_is_kept_is_shown_listed_and_forgotten(client: httpx2.AsyncClient) -> None:
-    """As OpenAI does."""
+async def test_what_is_kept_is_shown_listed_and_forgotten(client: AsyncClient) -> None:
     first = await answered(client, "one")
     second = await answered(client, [_user("two")], previous_response_id=first["id"])
     assert (await client.get(f"{URL}/{second['id']}")).json() == second
@@ -102,16 +97,14 @@ async def test_what_is_kept_is_shown_listed_and_forgotten(client: httpx2.AsyncCl
 
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=101", "limit=x", "order=up", "after=msg_1"])
-async def test_a_page_that_cannot_be_is_refused(client: httpx2.AsyncClient, query: str) -> None:
-    """By the parameter's name."""
+async def test_a_page_that_cannot_be_is_refused(client: AsyncClient, query: str) -> None:
     first = await answered(client, "one")
     answer = await client.get(f"{URL}/{first['id']}/input_items?{query}")
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == query.partition("=")[0]
 
 
-async def test_pages_of_items_with_one_id_come_to_an_end(client: httpx2.AsyncClient) -> None:
-    """Each item has an id of its own: the first keeps the client's, later ones get others."""
+async def test_pages_of_items_with_one_id_come_to_an_end(client: AsyncClient) -> None:
     first = await answered(client, [{"id": "msg_1", **_user(str(i))} for i in range(5)])
     second = await answered(
         client, [{"id": "msg_1", **_user("5")}], previous_response_id=first["id"]
@@ -132,8 +125,7 @@ async def test_pages_of_items_with_one_id_come_to_an_end(client: httpx2.AsyncCli
     assert len(set(ids)) == 7
 
 
-async def test_what_asks_not_to_be_kept_is_not(client: httpx2.AsyncClient) -> None:
-    """And says so."""
+async def test_what_asks_not_to_be_kept_is_not(client: AsyncClient) -> None:
     first = await answered(client, "one", store=False)
     assert first["store"] is False
     for path in (first["id"], f"{first['id']}/input_items"):
@@ -141,7 +133,7 @@ async def test_what_asks_not_to_be_kept_is_not(client: httpx2.AsyncClient) -> No
     assert (await answered(client, "one"))["store"] is True
 
 
-async def test_an_id_is_not_to_be_guessed(client: httpx2.AsyncClient) -> None:
+async def test_an_id_is_not_to_be_guessed(client: AsyncClient) -> None:
     """128 random bits at the least."""
     answer = await answered(client, "one")
     assert len(answer["id"].removeprefix("resp_")) >= 32
@@ -183,14 +175,13 @@ async def test_another_keys_response_is_as_good_as_none(
         assert shown.json() == mine
 
 
-def _refusal(answer: httpx2.Response, name: str) -> tuple[int, str, str]:
+def _refusal(answer: Response, name: str) -> tuple[int, str, str]:
     error = answer.json()["error"]
     assert name in error["message"]
     return answer.status_code, error["code"], error["param"]
 
 
 async def test_one_key_cannot_push_out_anothers(models: Catalog, engines: ScriptedEngines) -> None:
-    """Each has its share of what may be kept."""
     keys = {name: {"authorization": f"Bearer {name}"} for name in ("mine", "yours")}
     body = {"model": "writer", "input": "x"}
     async with served(models, engines, api_keys="mine,yours", responses_kept=4) as client:
@@ -210,7 +201,6 @@ async def test_one_key_cannot_push_out_anothers(models: Catalog, engines: Script
 
 
 async def test_a_gateway_may_keep_none(models: Catalog, engines: ScriptedEngines) -> None:
-    """`GATEWAY_RESPONSES_KEPT=0`."""
     async with served(models, engines, responses_kept=0) as client:
         first = await answered(client, "one", store=True)
         assert first["store"] is False
@@ -219,17 +209,15 @@ async def test_a_gateway_may_keep_none(models: Catalog, engines: ScriptedEngines
 
 
 async def test_an_answer_that_fails_is_not_kept(
-    client: httpx2.AsyncClient, engines: ScriptedEngines
+    client: AsyncClient, engines: ScriptedEngines
 ) -> None:
-    """There is nothing to go on from."""
     engines.chat.fail_at_step = 2
     last = await _streamed(client, "one")
     assert last["status"] == "failed"
     assert (await client.get(f"{URL}/{last['id']}")).status_code == 404
 
 
-async def test_what_no_response_is_made_in_is_refused(client: httpx2.AsyncClient) -> None:
-    """There is nothing in the background to cancel, and no stream to begin again."""
+async def test_what_no_response_is_made_in_is_refused(client: AsyncClient) -> None:
     first = await answered(client, "one")
     assert (await client.post(f"{URL}/{first['id']}/cancel")).status_code == 400
     answer = await client.get(f"{URL}/{first['id']}?stream=true")
@@ -239,9 +227,8 @@ async def test_what_no_response_is_made_in_is_refused(client: httpx2.AsyncClient
 
 
 async def test_a_prompts_tokens_are_counted_without_running_it(
-    client: httpx2.AsyncClient, engines: ScriptedEngines
+    client: AsyncClient, engines: ScriptedEngines
 ) -> None:
-    """The same as an answer's `input_tokens`, with what came before."""
     first = await answered(client, "hello")
     steps = len(engines.chat.steps)
     body = {"model": "writer", "input": "you", "previous_response_id": first["id"]}
@@ -258,7 +245,7 @@ CODEX = Path(__file__).with_name("codex_first_request.json")
 
 
 async def test_codexs_first_request_is_served(
-    client: httpx2.AsyncClient, engines: ScriptedEngines
+    client: AsyncClient, engines: ScriptedEngines
 ) -> None:
     """As version 0.169.0 of the CLI sends it, its texts left out: namespaces are unpacked, web
     search is skipped and named.

@@ -6,16 +6,14 @@ import random
 import socket
 from typing import Any
 
-import httpx2
 import orjson
 import pytest
-from openai import AsyncOpenAI, AuthenticationError
-from starlette.types import Receive, Scope, Send
+from httpx2 import AsyncClient
 
 from gateway.api.access import is_here, origin_pattern
 from gateway.api.middleware import PIECE_BYTES, split_body
 from gateway.registry import Catalog
-from tests.api.harness import error_of, protected
+from tests.api.harness import error_of
 from tests.fakes import ScriptedEngines
 from tests.serving_app import served
 
@@ -24,10 +22,7 @@ pytestmark = pytest.mark.anyio
 CHAT = {"model": "writer", "messages": [{"role": "user", "content": "hi"}]}
 
 
-async def test_every_answer_has_a_request_id_and_one_sent_is_echoed(
-    client: httpx2.AsyncClient,
-) -> None:
-    """Errors too; one that is no header value is replaced."""
+async def test_every_answer_has_a_request_id_and_one_sent_is_echoed(client: AsyncClient) -> None:
     assert (await client.get("/v1/models")).headers["x-request-id"].startswith("req-")
     sent = await client.get("/nowhere", headers={"x-request-id": "mine-7"})
     assert sent.headers["x-request-id"] == "mine-7"
@@ -36,8 +31,7 @@ async def test_every_answer_has_a_request_id_and_one_sent_is_echoed(
 
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])
-async def test_paths_work_with_and_without_v1(client: httpx2.AsyncClient, prefix: str) -> None:
-    """Base URLs come in both kinds."""
+async def test_paths_work_with_and_without_v1(client: AsyncClient, prefix: str) -> None:
     assert (await client.get(f"{prefix}/models")).status_code == 200
     assert (await client.post(f"{prefix}/chat/completions", json=CHAT)).status_code == 200
     body = {"model": "embed", "input": "a"}
@@ -59,7 +53,7 @@ async def test_paths_work_with_and_without_v1(client: httpx2.AsyncClient, prefix
     ],
 )
 async def test_wrong_paths_and_methods_are_told_in_the_envelope(
-    client: httpx2.AsyncClient, method: str, path: str, status: int, code: str
+    client: AsyncClient, method: str, path: str, status: int, code: str
 ) -> None:
     """Anything else loses its code on the way through an SDK."""
     answer = await client.request(method, path)
@@ -78,7 +72,7 @@ async def test_wrong_paths_and_methods_are_told_in_the_envelope(
     ],
 )  # fmt: skip
 async def test_what_llama_cpp_serves_of_its_own_is_not_there(
-    client: httpx2.AsyncClient, path: str
+    client: AsyncClient, path: str
 ) -> None:
     """No tools are run, no address is fetched, no state is written to a file."""
     for method in ("GET", "POST", "DELETE"):
@@ -93,15 +87,14 @@ async def test_what_llama_cpp_serves_of_its_own_is_not_there(
 )
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/chat/completions"])
 async def test_a_body_that_is_no_json_object_is_a_400(
-    client: httpx2.AsyncClient, path: str, body: bytes
+    client: AsyncClient, path: str, body: bytes
 ) -> None:
-    """With a sentence, not a traceback."""
     answer = await client.post(path, content=body)
     assert answer.status_code == 400
     assert error_of(answer)["type"] == "invalid_request_error"
 
 
-async def test_json_is_read_whatever_the_content_type_says(client: httpx2.AsyncClient) -> None:
+async def test_json_is_read_whatever_the_content_type_says(client: AsyncClient) -> None:
     """curl -d says it is a form."""
     answer = await client.post(
         "/v1/embeddings",
@@ -109,17 +102,6 @@ async def test_json_is_read_whatever_the_content_type_says(client: httpx2.AsyncC
         headers={"content-type": "application/x-www-form-urlencoded"},
     )
     assert answer.status_code == 200
-
-
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/chat/completions"])
-async def test_an_unknown_model_is_a_404_that_names_the_nearest(
-    client: httpx2.AsyncClient, path: str
-) -> None:
-    """A typing error is the likeliest cause."""
-    answer = await client.post(path, json={**CHAT, "input": "a", "model": "writr"})
-    assert answer.status_code == 404
-    assert error_of(answer)["code"] == "model_not_found"
-    assert "Did you mean `writer`?" in error_of(answer)["message"]
 
 
 async def test_a_body_over_the_limit_is_a_413(models: Catalog, engines: ScriptedEngines) -> None:
@@ -140,7 +122,6 @@ async def test_a_body_over_the_limit_is_a_413(models: Catalog, engines: Scripted
 async def test_a_body_that_does_not_come_is_a_408(
     models: Catalog, engines: ScriptedEngines
 ) -> None:
-    """A client that trickles holds nothing up for ever."""
     async with served(models, engines, body_timeout_s=0.2) as client:
         port = client.base_url.port
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -175,19 +156,6 @@ async def test_with_keys_only_their_holders_come_in(
             assert answer.status_code == 200
 
 
-async def test_the_sdk_comes_in_with_its_key_alone(
-    models: Catalog, engines: ScriptedEngines
-) -> None:
-    """Its own class of error says that the key is wrong."""
-    async with served(models, engines, api_keys="first") as client:
-        url = f"{client.base_url}/v1"
-        async with AsyncOpenAI(base_url=url, api_key="first", max_retries=0) as ours:
-            assert (await ours.models.retrieve("writer")).id == "writer"
-        async with AsyncOpenAI(base_url=url, api_key="other", max_retries=0) as other:
-            with pytest.raises(AuthenticationError):
-                await other.models.retrieve("writer")
-
-
 async def test_of_a_header_sent_twice_the_first_counts(
     models: Catalog, engines: ScriptedEngines
 ) -> None:
@@ -213,13 +181,13 @@ async def test_a_refusal_reaches_an_allowed_page_too(
             assert "x-request-id" in answer.headers["access-control-expose-headers"]
 
 
-async def test_without_keys_any_key_is_accepted(client: httpx2.AsyncClient) -> None:
+async def test_without_keys_any_key_is_accepted(client: AsyncClient) -> None:
     """SDKs must send one."""
     answer = await client.get("/v1/models", headers={"authorization": "Bearer whatever"})
     assert answer.status_code == 200
 
 
-async def test_a_rebound_host_or_a_foreign_origin_is_refused(client: httpx2.AsyncClient) -> None:
+async def test_a_rebound_host_or_a_foreign_origin_is_refused(client: AsyncClient) -> None:
     """A web page must not use a gateway that asks for no key."""
     rebound = await client.get("/v1/models", headers={"host": "evil.example"})
     assert rebound.status_code == 403
@@ -231,7 +199,6 @@ async def test_a_rebound_host_or_a_foreign_origin_is_refused(client: httpx2.Asyn
 
 
 async def test_hosts_and_origins_can_be_allowed(models: Catalog, engines: ScriptedEngines) -> None:
-    """And an allowed origin gets its CORS headers."""
     async with served(
         models, engines, allowed_hosts="gw.local", cors_origins="https://app.example"
     ) as client:
@@ -274,7 +241,7 @@ async def test_an_allowed_page_may_send_its_key(models: Catalog, engines: Script
         "vscode-file://vscode-app",
     ],
 )
-async def test_a_desktop_app_may_call(client: httpx2.AsyncClient, origin: str) -> None:
+async def test_a_desktop_app_may_call(client: AsyncClient, origin: str) -> None:
     """No web page can have its origin; its preflight is answered, its answer shown to it."""
     headers = {"origin": origin}
     asked = {
@@ -306,10 +273,7 @@ async def test_a_desktop_app_may_call(client: httpx2.AsyncClient, origin: str) -
         "chrome-extension://abc",
     ],
 )
-async def test_what_a_page_can_have_is_no_desktop_app(
-    client: httpx2.AsyncClient, origin: str
-) -> None:
-    """Neither called nor told that it may."""
+async def test_what_a_page_can_have_is_no_desktop_app(client: AsyncClient, origin: str) -> None:
     answer = await client.get("/v1/models", headers={"origin": origin})
     assert answer.status_code == 403
     asked = {"access-control-request-method": "POST", "origin": origin}
@@ -341,7 +305,6 @@ async def test_what_a_page_can_have_is_no_desktop_app(
     ],
 )
 def test_an_origin_may_be_a_pattern(allowed: str, taken: list[str], refused: list[str]) -> None:
-    """Of ports, hosts or names before a domain, and of nothing else."""
     pattern = origin_pattern([allowed])
     assert all(map(pattern.fullmatch, taken))
     assert not any(map(pattern.fullmatch, refused))
@@ -358,7 +321,7 @@ def test_an_origin_may_be_a_pattern(allowed: str, taken: list[str], refused: lis
     ],
 )
 async def test_a_container_and_this_machines_names_are_taken(
-    client: httpx2.AsyncClient, host: str
+    client: AsyncClient, host: str
 ) -> None:
     """No web page can have them, so none was led here by them."""
     body = {"model": "writer", "messages": [{"role": "user", "content": "hi"}]}
@@ -394,7 +357,6 @@ def test_this_machine_is_told_from_names_that_look_like_it(monkeypatch: pytest.M
 async def test_strict_fields_refuse_what_nobody_knows(
     models: Catalog, engines: ScriptedEngines
 ) -> None:
-    """For those who would rather hear of a typing error."""
     async with served(models, engines, strict_fields=True) as client:
         answer = await client.post("/v1/chat/completions", json={**CHAT, "temprature": 1})
         assert answer.status_code == 400
@@ -404,7 +366,6 @@ async def test_strict_fields_refuse_what_nobody_knows(
 @pytest.mark.parametrize("more", [False, True])
 @pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES])
 def test_a_large_body_is_sent_in_pieces(size: int, more: bool) -> None:
-    """All of it, in order; and what follows is said by the last of them alone."""
     body = random.Random(size).randbytes(size)
     message = {"type": "http.response.body", "body": body, "more_body": more}
     sent = list(split_body(message))
@@ -413,25 +374,10 @@ def test_a_large_body_is_sent_in_pieces(size: int, more: bool) -> None:
     assert [each["more_body"] for each in sent] == [True] * (len(sent) - 1) + [more]
 
 
-async def test_an_error_nobody_foresaw_is_a_500_in_the_envelope() -> None:
-    """Without a word of its insides."""
-
-    async def broken(scope: Scope, receive: Receive, send: Send) -> None:
-        raise RuntimeError("secret path")
-
-    transport = httpx2.ASGITransport(protected(broken))
-    async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        answer = await client.get("/")
-    assert answer.status_code == 500
-    assert error_of(answer)["type"] == "server_error"
-    assert "secret" not in answer.text
-
-
 @pytest.mark.parametrize("path", ["/chat/completions", "/messages", "/embed", "/rerank"])
 async def test_a_compressed_body_is_a_415_that_names_its_encoding(
-    client: httpx2.AsyncClient, path: str
+    client: AsyncClient, path: str
 ) -> None:
-    """And what to send; `identity` is no compression."""
     body = orjson.dumps({**CHAT, "max_tokens": 9, "inputs": "a", "query": "a", "documents": ["a"]})
     sent = {"content-encoding": "gzip"}
     answer = await client.post(path, content=gzip.compress(body), headers=sent)
@@ -444,7 +390,7 @@ async def test_a_compressed_body_is_a_415_that_names_its_encoding(
         assert plain.status_code == 200
 
 
-async def test_a_byte_order_mark_is_no_part_of_a_body(client: httpx2.AsyncClient) -> None:
+async def test_a_byte_order_mark_is_no_part_of_a_body(client: AsyncClient) -> None:
     """PowerShell writes one."""
     body = b"\xef\xbb\xbf" + orjson.dumps(CHAT)
     assert (await client.post("/v1/chat/completions", content=body)).status_code == 200
@@ -452,8 +398,7 @@ async def test_a_byte_order_mark_is_no_part_of_a_body(client: httpx2.AsyncClient
     assert twice.status_code == 400
 
 
-async def test_a_multipart_body_is_told_what_it_is(client: httpx2.AsyncClient) -> None:
-    """Not that a digit is missing after its first sign."""
+async def test_a_multipart_body_is_told_what_it_is(client: AsyncClient) -> None:
     answer = await client.post("/v1/chat/completions", files={"file": b"x"})
     assert answer.status_code == 400
     assert error_of(answer)["message"] == (
@@ -464,8 +409,7 @@ async def test_a_multipart_body_is_told_what_it_is(client: httpx2.AsyncClient) -
 @pytest.mark.parametrize(
     "path", ["/v1/messages/batches", "/v1/messages/batches/b1/results", "/v1/batches", "/batches"]
 )
-async def test_batches_are_said_not_to_be_served(client: httpx2.AsyncClient, path: str) -> None:
-    """By a 404 in the envelope of the path."""
+async def test_batches_are_said_not_to_be_served(client: AsyncClient, path: str) -> None:
     answer = await client.post(path, json={"requests": []})
     assert answer.status_code == 404
     assert "Batches are not served" in answer.json()["error"]["message"]

@@ -240,8 +240,7 @@ OWN: dict[str, dict[str, Grow]] = {
     "guided_json": SCHEMAS,
     "text": {
         name: within(
-            grow,
-            lambda schema: {"format": {"type": "json_schema", "name": "s", "schema": schema}},
+            grow, lambda schema: {"format": {"type": "json_schema", "name": "s", "schema": schema}}
         )
         for name, grow in SCHEMAS.items()
     },

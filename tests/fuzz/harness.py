@@ -122,13 +122,7 @@ def send_odd_values(ask: Ask, path: str) -> None:
 
 
 def send_documented(
-    ask: Ask,
-    models: Catalog,
-    path: str,
-    mode: GenerationMode,
-    examples: int,
-    *,
-    is_repeated: bool,
+    ask: Ask, models: Catalog, path: str, mode: GenerationMode, examples: int, *, is_repeated: bool
 ) -> None:
     """Send what schemathesis makes of the document; the same each time if `is_repeated`."""
     exposure = Exposure(has_keys=False, has_admin=False, has_dashboard=False)
