@@ -13,8 +13,10 @@ from httpx2 import AsyncClient, Response
 
 from gateway.app import gateway
 from gateway.errors import ModelLoadFailed
+from tests.api.harness import chat, error_of, held
 from tests.fakes import ScriptedEngines
 from tests.serving_app import catalog, served
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 ADMIN = {"authorization": "Bearer sesame"}
@@ -23,17 +25,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "org/embed": {"kind": "embedding", "source": "path:.", "aliases": ["embed"]},
     "writer": {"kind": "chat", "source": "path:.", "pinned": True},
 }
-CHAT = {"model": "writer", "messages": [{"role": "user", "content": "hi"}]}
+URL = "/v1/chat/completions"
 
 
 @pytest.fixture
 async def client(tmp_path: Path, engines: ScriptedEngines) -> AsyncIterator[AsyncClient]:
     """Serve with an admin key, and a key for users."""
-    given: dict[str, Any] = {
-        "models": tmp_path / "models.yaml",
-        "admin_key": "sesame",
-        "api_keys": "user",
-    }
+    given: dict[str, Any] = {"models": tmp_path / "models.yaml", "admin_key": "sesame"}
+    given["api_keys"] = "user"
     async with served(catalog(tmp_path, MODELS), engines, **given) as client:
         yield client
 
@@ -77,18 +76,12 @@ async def test_a_pinned_model_in_use_is_unloaded_when_its_answer_ends(
 ) -> None:
     given: dict[str, Any] = {"admin_key": "sesame", "load_wait_s": 0.1}
     async with served(catalog(tmp_path, MODELS), engines, **given) as client:
-        await client.post("/v1/chat/completions", json=CHAT)
-        engines.chat.gate.close()
-        answering = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT))
-        await asyncio.to_thread(engines.chat.gate.reached.wait, 20)
-        unloading = await post(client, "models/writer/unload")
-        assert (unloading.status_code, unloading.json()["state"]) == (202, "loaded")
-        engines.chat.gate.open()
-        answer = (await answering).json()
-        assert answer["choices"][0]["message"]["content"] == "hi"
-        async with asyncio.timeout(5):
-            while not engines.chat.is_closed:
-                await asyncio.sleep(0.01)
+        await client.post(URL, json=chat())
+        async with held(engines.chat.gate, client.post(URL, json=chat())) as answering:
+            unloading = await post(client, "models/writer/unload")
+            assert (unloading.status_code, unloading.json()["state"]) == (202, "loaded")
+        assert answering.result().json()["choices"][0]["message"]["content"] == "hi"
+        await until(lambda: engines.chat.is_closed)
         assert (await client.get("/v1/models/writer")).json()["state"] == "unloaded"
 
 
@@ -101,8 +94,8 @@ async def test_a_load_that_failed_a_moment_ago_is_tried_at_once(
     assert told["state"] == "failed"
     assert "model.safetensors is cut off" in told["error"]
     engines.failing.clear()
-    chat = await client.post("/v1/chat/completions", json=CHAT, headers=USER)
-    assert chat.json()["error"]["code"] == "model_load_failed"
+    answer = await client.post(URL, json=chat(), headers=USER)
+    assert answer.json()["error"]["code"] == "model_load_failed"
     assert (await post(client, "models/writer/load")).json()["error"] is None
     assert engines.loads == ["writer"] * 2
 
@@ -110,12 +103,8 @@ async def test_a_load_that_failed_a_moment_ago_is_tried_at_once(
 async def test_a_reload_tells_what_changed(client: AsyncClient, tmp_path: Path) -> None:
     catalog(tmp_path, {"writer": {**MODELS["writer"], "max_context": 9}, "new": MODELS["writer"]})
     answer = await post(client, "reload")
-    assert answer.json() == {
-        "object": "reload",
-        "added": ["new"],
-        "changed": ["writer"],
-        "removed": ["org/embed"],
-    }
+    names = {"added": ["new"], "changed": ["writer"], "removed": ["org/embed"]}
+    assert answer.json() == {"object": "reload", **names}
     listed = (await client.get("/v1/models", headers=USER)).json()["data"]
     assert {entry["id"] for entry in listed} == {"writer", "new"}
 
@@ -126,12 +115,11 @@ async def test_a_bad_file_changes_nothing_and_says_why(
     await post(client, "models/writer/load")
     file = tmp_path / "models.yaml"
     file.write_text("version: 1\nmodels:\n  a: {kind: chta, source: 'path:.'}\n")
-    answer = await post(client, "reload")
-    assert answer.status_code == 400
-    assert answer.json()["error"]["code"] == "models_file_invalid"
-    assert "models.yaml:3" in answer.json()["error"]["message"]
-    chat = await client.post("/v1/chat/completions", json=CHAT, headers=USER)
-    assert chat.status_code == 200
+    error = error_of(await post(client, "reload"))
+    assert error["code"] == "models_file_invalid"
+    assert "models.yaml:3" in error["message"]
+    answer = await client.post(URL, json=chat(), headers=USER)
+    assert answer.status_code == 200
     assert engines.loads == ["writer"]
     file.unlink()
     assert (await post(client, "reload")).status_code == 400
@@ -140,15 +128,13 @@ async def test_a_bad_file_changes_nothing_and_says_why(
 async def test_a_reload_drops_no_request(
     client: AsyncClient, tmp_path: Path, engines: ScriptedEngines
 ) -> None:
-    engines.chat.gate.close()
-    body = {**CHAT, "messages": [{"role": "user", "content": "a longer text"}]}
-    answering = asyncio.create_task(client.post("/v1/chat/completions", json=body, headers=USER))
-    await asyncio.to_thread(engines.chat.gate.reached.wait, 20)
-    catalog(tmp_path, {"writer": {**MODELS["writer"], "max_context": 500}})
-    assert (await post(client, "reload")).json()["changed"] == ["writer"]
-    engines.chat.gate.open()
-    assert (await answering).json()["choices"][0]["message"]["content"] == "a longer text"
-    assert (await client.post("/v1/chat/completions", json=CHAT, headers=USER)).status_code == 200
+    """An answer under way ends on the old spec; the next one is of the new."""
+    asking = client.post(URL, json=chat("a longer text"), headers=USER)
+    async with held(engines.chat.gate, asking) as answering:
+        catalog(tmp_path, {"writer": {**MODELS["writer"], "max_context": 500}})
+        assert (await post(client, "reload")).json()["changed"] == ["writer"]
+    assert answering.result().json()["choices"][0]["message"]["content"] == "a longer text"
+    assert (await client.post(URL, json=chat(), headers=USER)).status_code == 200
     assert engines.loads == ["writer", "writer"]
 
 
@@ -157,9 +143,7 @@ async def test_what_a_reload_wants_at_hand_is_loaded(
 ) -> None:
     catalog(tmp_path, {"writer": {**MODELS["writer"], "preload": True}})
     await post(client, "reload")
-    async with asyncio.timeout(5):
-        while engines.loads != ["writer"]:
-            await asyncio.sleep(0.01)
+    await until(lambda: engines.loads == ["writer"])
 
 
 async def read_of(pipe: Path, models: dict[str, Any]) -> None:

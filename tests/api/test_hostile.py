@@ -1,9 +1,10 @@
 """What somebody would send to break a gateway: each is a 400, and the next request is served."""
 
 import asyncio
+import contextlib
 import json
 import threading
-from collections.abc import MutableMapping, Sequence
+from collections.abc import AsyncIterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,15 +14,16 @@ import structlog
 from httpx2 import AsyncClient
 
 from gateway.registry import Catalog, Resolved
+from tests.api.harness import ASK, chat, error_of, messages, until_told
 from tests.fakes import ScriptedEngines
 from tests.serving_app import served
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
-USER = [{"role": "user", "content": "hi"}]
-CHAT: dict[str, Any] = {"model": "writer", "messages": USER}
+USER = messages()
+CHAT = chat()
 PATHS: dict[str, dict[str, Any]] = {
-    "chat/completions": CHAT,
+    "chat/completions": chat(),
     "completions": {"model": "writer", "prompt": "hi"},
     "responses": {"model": "writer", "input": "hi"},
     "embeddings": {"model": "embed", "input": "hi"},
@@ -47,12 +49,8 @@ FUNCTIONS = [{"name": "f"}]
     ("path", "fields"),
     [
         ("chat/completions", {"logit_bias": {"1" * 5000: 1}}),
-        ("chat/completions", {"guided_regex": ""}),
-        ("chat/completions", {"guided_choice": []}),
-        ("chat/completions", {"guided_grammar": ""}),
         ("chat/completions", {"chat_template_kwargs": nested(300)}),
         ("chat/completions", {"tools": [function(nested(900))]}),
-        ("chat/completions", {"structured_outputs": {}}),
         ("chat/completions", {"structured_outputs": {"structural_tag": "{}"}}),
         ("chat/completions", {"structured_outputs": {"json": None, "regex": None}}),
         ("chat/completions", {"response_format": {"type": "json_object", "schema": {}}}),
@@ -70,10 +68,10 @@ async def test_it_is_a_400_and_the_next_request_is_served(
     client: AsyncClient, path: str, fields: dict[str, Any]
 ) -> None:
     """Never a 500, never a hang, never free text where a form was asked for."""
-    body = {**PATHS[path], **fields}
-    answer = await client.post(f"/v1/{path}", content=json.dumps(body).encode())
-    assert answer.status_code == 400, answer.text[:200]
-    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    answer = await client.post(
+        f"/v1/{path}", content=json.dumps({**PATHS[path], **fields}).encode()
+    )
+    error_of(answer)
     assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
 
 
@@ -123,10 +121,9 @@ async def test_a_name_is_short_and_is_refused_before_it_is_looked_for(
     client: AsyncClient, path: str, body: dict[str, Any], param: str | None
 ) -> None:
     answer = await client.post(f"/v1/{path}", json={**PATHS[path], **body})
-    assert answer.status_code == 400, answer.text[:200]
+    error = error_of(answer)
     assert len(answer.content) < 700
-    if param is not None:
-        assert answer.json()["error"]["param"] == param
+    assert param in (None, error["param"])
 
 
 @pytest.mark.parametrize("path", ["models/", "nowhere/", "responses/"])
@@ -146,9 +143,9 @@ async def test_one_kept_item_meant_many_times_is_refused_before_all_are_read(
         items = (await client.get(f"/v1/responses/{kept['id']}/input_items")).json()
         meant = {"type": "item_reference", "id": items["data"][0]["id"]}
         answer = await client.post("/v1/responses", json={**asked, "input": [meant] * 40})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "input"
-    assert "refers to" in answer.json()["error"]["message"]
+    error = error_of(answer)
+    assert error["param"] == "input"
+    assert "refers to" in error["message"]
 
 
 class Watched(Catalog):
@@ -223,17 +220,16 @@ async def test_a_client_that_does_not_read_holds_no_place(
 ) -> None:
     """Its answer waits in memory; the row, the lease and the queue's place are free."""
     async with served(models, engines, queue_limit=1) as client:
-        body = orjson.dumps({**CHAT, "messages": [{"role": "user", "content": "x" * 90}]})
-        streamed = orjson.dumps({**orjson.loads(body), "stream": True, "n": 64})
-        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(streamed)}\r\n\r\n"  # noqa: E501
-        writer.write(head.encode() + streamed)
-        await writer.drain()
-        await reader.readline()  # it began; no more is read
-        async with asyncio.timeout(10):
-            while (await client.post("/v1/chat/completions", json=CHAT)).status_code != 200:
-                await asyncio.sleep(0.05)
-        writer.close()
+        async with sent(
+            client, "/v1/chat/completions", chat("x" * 90, stream=True, n=64)
+        ) as reader:
+            await reader.readline()  # it began; no more is read
+
+            async def is_served() -> bool:
+                answer = await client.post("/v1/chat/completions", json=CHAT)
+                return answer.status_code == 200
+
+            await until_told(is_served)
 
 
 @pytest.mark.parametrize("scheme", ["http", "file", "data"])
@@ -255,21 +251,31 @@ async def test_an_image_is_refused_and_nobody_looks_where_it_is(
             "messages": {"type": "image", "source": {"type": "url", "url": url}},
         }
         for path, part in parts.items():
-            said = [{"role": "user", "content": [part]}]
-            body = {"model": "writer", "max_tokens": 3, "messages": said}
-            if path == "responses":
-                body = {"model": "writer", "input": said}
+            name = "input" if path == "responses" else "messages"
+            body = {**ASK[f"/v1/{path}"]("x"), name: messages([part])}
             answer = await client.post(f"/v1/{path}", json=body)
             assert answer.status_code == 400
             assert part["type"] in answer.json()["error"]["message"]
             assert "secret" not in answer.text
-        for given in (
-            {"content": [{"type": "image_url", "image_url": {"url": url}}]},
-            [{"a": url}],
-        ):
-            answer = await client.post("/v1/embeddings", json={"model": "embed", "input": given})
-            assert answer.status_code == 400
+        for given in ({"content": [parts["chat/completions"]]}, [{"a": url}]):
+            error_of(await client.post("/v1/embeddings", json={"model": "embed", "input": given}))
     assert not visits
+
+
+@contextlib.asynccontextmanager
+async def sent(
+    client: AsyncClient, path: str, body: Any, *, method: str = "POST", is_shut: bool = False
+) -> AsyncIterator[asyncio.StreamReader]:
+    """Send a request over a connection of its own, whose sending side may be shut behind it."""
+    text = b"" if body is None else orjson.dumps(body)
+    head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(text)}\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+    writer.write(head.encode() + b"connection: close\r\n\r\n" + text)
+    if is_shut:
+        writer.write_eof()
+    async with asyncio.timeout(20):
+        yield reader
+    writer.close()
 
 
 def requests_in(lines: Sequence[MutableMapping[str, Any]]) -> list[MutableMapping[str, Any]]:
@@ -293,16 +299,10 @@ def requests_in(lines: Sequence[MutableMapping[str, Any]]) -> list[MutableMappin
 async def test_who_shuts_the_sending_side_hears_of_no_failure(
     client: AsyncClient, method: str, path: str, body: Any
 ) -> None:
-    text = b"" if body is None else orjson.dumps(body)
-    head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(text)}\r\n"
-    reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
     with structlog.testing.capture_logs() as lines:
-        writer.write(head.encode() + b"connection: close\r\n\r\n" + text)
-        writer.write_eof()
-        async with asyncio.timeout(10):
+        async with sent(client, path, body, method=method, is_shut=True) as reader:
             answer = await reader.read()
             await until(lambda: requests_in(lines))
-    writer.close()
     assert not answer or answer.startswith((b"HTTP/1.1 200", b"HTTP/1.1 404"))
     assert not [line for line in lines if line["log_level"] in ("error", "critical")]
     assert {line["status"] for line in requests_in(lines)} <= {200, 404, 499}
@@ -314,20 +314,13 @@ async def test_who_shuts_the_sending_side_has_left(
 ) -> None:
     """A closed connection looks the same. It is never told of a failure; the log says 499."""
     engines.chat.gate.close()
-    body = orjson.dumps(
-        {"model": "writer", "stream": stream, "messages": [{"role": "user", "content": "x" * 50}]}
-    )
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}"
     with structlog.testing.capture_logs() as lines:
-        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
-        writer.write(head.encode() + b"\r\n\r\n" + body)
-        writer.write_eof()
-        async with asyncio.timeout(10):
+        body = chat("x" * 50, stream=stream)
+        async with sent(client, "/v1/chat/completions", body, is_shut=True) as reader:
             # It has left before its row runs, mostly.
             await until(lambda: engines.chat.gate.reached.is_set() or requests_in(lines))
             engines.chat.gate.open()
             answer = await reader.read()
             await until(lambda: requests_in(lines))
-        writer.close()
     assert not answer
     assert [line["status"] for line in requests_in(lines)] == [499]

@@ -1,5 +1,6 @@
 """Responses that are kept: going on from them, by id or item by item, and forgetting them."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from httpx2 import AsyncClient, Response
 
 from gateway.registry import Catalog
+from tests.api.harness import error_of
 from tests.fakes import ScriptedEngines
 from tests.serving_app import served
 
@@ -15,10 +17,15 @@ pytestmark = pytest.mark.anyio
 
 TOOL = {"type": "function", "name": "clock", "parameters": {"type": "object", "properties": {}}}
 URL = "/v1/responses"
+MINE, YOURS = ({"authorization": f"Bearer {key}"} for key in ("mine", "yours"))
+
+
+def ask(given: Any, **more: Any) -> dict[str, Any]:
+    return {"model": "writer", "input": given, **more}
 
 
 async def post(client: AsyncClient, given: Any, **more: Any) -> Response:
-    return await client.post(URL, json={"model": "writer", "input": given, **more})
+    return await client.post(URL, json=ask(given, **more))
 
 
 async def answered(client: AsyncClient, given: Any, **more: Any) -> Any:
@@ -81,9 +88,8 @@ async def test_what_is_kept_is_shown_listed_and_forgotten(client: AsyncClient) -
     assert [item["content"][0]["text"] for item in page["data"]] == ["one", "one"]
     assert page["data"][1]["id"] == first["output"][0]["id"]
     assert (page["object"], page["has_more"]) == ("list", True)
-    rest = (
-        await client.get(f"{URL}/{second['id']}/input_items?order=asc&after={page['last_id']}")
-    ).json()
+    after = f"{URL}/{second['id']}/input_items?order=asc&after={page['last_id']}"
+    rest = (await client.get(after)).json()
     assert [item["content"][0]["text"] for item in rest["data"]] == ["two"]
     assert not rest["has_more"]
     newest = (await client.get(f"{URL}/{second['id']}/input_items?limit=1")).json()
@@ -106,9 +112,8 @@ async def test_a_page_that_cannot_be_is_refused(client: AsyncClient, query: str)
 
 async def test_pages_of_items_with_one_id_come_to_an_end(client: AsyncClient) -> None:
     first = await answered(client, [{"id": "msg_1", **_user(str(i))} for i in range(5)])
-    second = await answered(
-        client, [{"id": "msg_1", **_user("5")}], previous_response_id=first["id"]
-    )
+    items = [{"id": "msg_1", **_user("5")}]
+    second = await answered(client, items, previous_response_id=first["id"])
     url = f"{URL}/{second['id']}/input_items?order=asc&limit=2"
     texts: list[str] = []
     ids: list[str] = []
@@ -147,56 +152,43 @@ async def test_another_keys_response_is_as_good_as_none(
     models: Catalog, engines: ScriptedEngines, stream: bool
 ) -> None:
     """Found, followed, cited, listed, forgotten: the same 404 as for one that never was."""
-    keys = {name: {"authorization": f"Bearer {name}"} for name in ("mine", "yours")}
     async with served(models, engines, api_keys="mine,yours") as client:
-        made = await client.post(
-            URL, json={"model": "writer", "input": "secret"}, headers=keys["mine"]
-        )
+        made = await client.post(URL, json=ask("secret"), headers=MINE)
         mine = made.json()
-        item = mine["output"][0]["id"]
-        for response_id, item_id in ((mine["id"], item), ("resp_0", "msg_0")):
+        for response, item in ((mine["id"], mine["output"][0]["id"]), ("resp_0", "msg_0")):
+            ask_yours = partial(client.request, headers=YOURS)
             for method, path in (
                 ("GET", ""), ("DELETE", ""), ("GET", "/input_items"), ("POST", "/cancel"),
             ):  # fmt: skip
-                answer = await client.request(
-                    method, f"{URL}/{response_id}{path}", headers=keys["yours"]
-                )
-                assert _refusal(answer, response_id) == (404, "response_not_found", "response_id")
-            body = {"model": "writer", "input": "hi", "stream": stream}
-            followed = await client.post(
-                URL, json={**body, "previous_response_id": response_id}, headers=keys["yours"]
-            )
-            assert _refusal(followed, response_id)[::2] == (404, "previous_response_id")
-            cited = await client.post(
-                URL, json={**body, "input": [{"id": item_id}]}, headers=keys["yours"]
-            )
-            assert _refusal(cited, item_id) == (404, "item_not_found", "input[0].id")
-        shown = await client.get(f"{URL}/{mine['id']}", headers=keys["mine"])
-        assert shown.json() == mine
+                answer = await ask_yours(method, f"{URL}/{response}{path}")
+                assert _refusal(answer, response) == ("response_not_found", "response_id")
+            body = ask("hi", stream=stream, previous_response_id=response)
+            followed = await ask_yours("POST", URL, json=body)
+            assert _refusal(followed, response)[1] == "previous_response_id"
+            cited = await ask_yours("POST", URL, json=ask([{"id": item}], stream=stream))
+            assert _refusal(cited, item) == ("item_not_found", "input[0].id")
+        assert (await client.get(f"{URL}/{mine['id']}", headers=MINE)).json() == mine
 
 
-def _refusal(answer: Response, name: str) -> tuple[int, str, str]:
-    error = answer.json()["error"]
+def _refusal(answer: Response, name: str) -> tuple[str, str]:
+    error = error_of(answer, 404)
     assert name in error["message"]
-    return answer.status_code, error["code"], error["param"]
+    return error["code"], error["param"]
 
 
 async def test_one_key_cannot_push_out_anothers(models: Catalog, engines: ScriptedEngines) -> None:
-    keys = {name: {"authorization": f"Bearer {name}"} for name in ("mine", "yours")}
-    body = {"model": "writer", "input": "x"}
     async with served(models, engines, api_keys="mine,yours", responses_kept=4) as client:
-        mine = (await client.post(URL, json=body, headers=keys["mine"])).json()["id"]
-        theirs = [
-            (await client.post(URL, json=body, headers=keys["yours"])).json()["id"]
-            for _ in range(6)
-        ]
-        found = [
-            (await client.get(f"{URL}/{each}", headers=keys["yours"])).status_code
-            for each in theirs
-        ]
+
+        async def kept(headers: dict[str, str]) -> str:
+            made = await client.post(URL, json=ask("x"), headers=headers)
+            return f"{URL}/{made.json()['id']}"
+
+        mine = await kept(MINE)
+        theirs = [await kept(YOURS) for _ in range(6)]
+        found = [(await client.get(each, headers=YOURS)).status_code for each in theirs]
         assert found == [404] * 4 + [200] * 2
-        assert (await client.get(f"{URL}/{mine}", headers=keys["mine"])).status_code == 200
-        metrics = (await client.get("/metrics", headers=keys["mine"])).text
+        assert (await client.get(mine, headers=MINE)).status_code == 200
+        metrics = (await client.get("/metrics", headers=MINE)).text
         assert "gateway_responses_kept 3.0" in metrics
 
 

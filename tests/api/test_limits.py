@@ -38,8 +38,7 @@ async def test_a_head_over_the_limit_is_a_431(
 ) -> None:
     async with served(models, engines, max_header_bytes=1024) as client:
         refused = await client.get(path, headers=headers)
-        assert refused.status_code == 431
-        assert error_of(refused)["code"] == "request_header_fields_too_large"
+        assert error_of(refused, 431)["code"] == "request_header_fields_too_large"
         assert refused.headers["x-request-id"]
         assert (await client.get("/health")).status_code == 200
 
@@ -104,7 +103,6 @@ async def test_every_bound_is_a_setting(
         taken = await client.post(f"/v1/{path}", json={**BODIES[path], field: least})
         assert taken.status_code == 200, taken.text
         refused = await client.post(f"/v1/{path}", json={**BODIES[path], field: beyond})
-        assert refused.status_code == 400
         error_of(refused)
 
 
@@ -129,7 +127,6 @@ async def test_json_inside_a_string_may_not_be_deep_either(
 ) -> None:
     """It would be a way around the depth of the body, and a 500 where it is written again."""
     answer = await client.post("/v1/chat/completions", json={**CHAT, **given})
-    assert answer.status_code == 400
     error_of(answer)
 
 

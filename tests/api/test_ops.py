@@ -11,6 +11,7 @@ from httpx2 import AsyncClient
 
 from gateway.errors import ModelLoadFailed
 from gateway.registry import Catalog, ModelSpec
+from tests.api.harness import chat, error_of
 from tests.fakes import ScriptedEngines
 from tests.serving_app import catalog, ready, served
 
@@ -34,6 +35,9 @@ async def test_ready_waits_for_what_is_preloaded_while_health_does_not(tmp_path:
         assert (await client.get("/ready")).json()["models"] == {"writer": "loaded"}
 
 
+KEYS = {"api_keys": "k"}
+
+
 @pytest.mark.parametrize(
     ("given", "headers", "is_told"),
     [
@@ -41,17 +45,13 @@ async def test_ready_waits_for_what_is_preloaded_while_health_does_not(tmp_path:
         ({}, {"host": "evil.example"}, False),
         ({}, {"origin": "http://evil.example"}, False),
         ({"allowed_hosts": "ours.example"}, {"host": "ours.example"}, True),
-        ({"api_keys": "k"}, {}, False),
-        ({"api_keys": "k"}, {"authorization": "Bearer wrong"}, False),
-        ({"api_keys": "k"}, {"authorization": "Bearer k", "host": "any.example"}, True),
+        (KEYS, {}, False),
+        (KEYS, {"authorization": "Bearer wrong"}, False),
+        (KEYS, {"authorization": "Bearer k", "host": "any.example"}, True),
     ],
 )
 async def test_ready_names_models_to_those_who_may_list_them(
-    models: Catalog,
-    engines: ScriptedEngines,
-    given: dict[str, Any],
-    headers: dict[str, str],
-    is_told: bool,
+    models: Catalog, engines: ScriptedEngines, given: Any, headers: dict[str, str], is_told: bool
 ) -> None:
     """A probe needs no key and no host, and learns the status alone."""
     async with served(models, engines, **given) as client:
@@ -80,12 +80,9 @@ async def test_a_preload_that_fails_does_not_stop_the_others(tmp_path: Path) -> 
         states = {"broken": "failed", "writer": "loaded"}
         assert await unready(client) == {"code": 503, "status": "failed", "models": states}
         assert engines.loads == ["broken", "writer"]
-        body = {"model": "broken", "messages": [{"role": "user", "content": "hi"}]}
-        answer = await client.post("/v1/chat/completions", json=body)
-        assert answer.status_code == 500
-        assert "corrupt file" in answer.json()["error"]["message"]
-        answer = await client.post("/v1/chat/completions", json={**body, "model": "writer"})
-        assert answer.status_code == 200
+        answer = await client.post("/v1/chat/completions", json=chat(model="broken"))
+        assert "corrupt file" in error_of(answer, 500)["message"]
+        assert (await client.post("/v1/chat/completions", json=chat())).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -140,9 +137,8 @@ async def test_metrics_tell_how_long_prompts_and_answers_are_and_why_those_ended
         'gateway_prompt_length_tokens_sum{model="org/embed"}',
     )
     before = await values(client, *names)
-    asked = {"model": "writer", "messages": [{"role": "user", "content": "hello"}]}
-    await client.post("/v1/chat/completions", json={**asked, "n": 2, "max_tokens": 3})
-    await client.post("/v1/chat/completions", json=asked)
+    await client.post("/v1/chat/completions", json=chat("hello", n=2, max_tokens=3))
+    await client.post("/v1/chat/completions", json=chat("hello"))
     await client.post("/v1/embeddings", json={"model": "embed", "input": ["a", "bb"]})
     after = await values(client, *names)
     counted = [now - then for now, then in zip(after, before, strict=True)]
@@ -186,8 +182,8 @@ async def test_a_model_that_makes_room_is_counted(tmp_path: Path) -> None:
         name = 'gateway_model_evictions_total{model="one"}'
         counts = []
         for model in ("one", "two"):
-            body = {"model": model, "messages": [{"role": "user", "content": "hi"}]}
-            assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+            answer = await client.post("/v1/chat/completions", json=chat(model=model))
+            assert answer.status_code == 200
             assert f"\n{name} " in (await client.get("/metrics")).text
             counts += await values(client, name)
         headers = {"authorization": "Bearer k"}
@@ -200,13 +196,12 @@ async def test_who_only_looks_wakes_no_model(tmp_path: Path) -> None:
     """One that left after its time is as it was until somebody asks it; its counts stay."""
     engines = ScriptedEngines()
     entry = {"kind": "chat", "source": "path:.", "preload": False, "ttl_s": 0.02}
-    body = {"model": "sleeper", "messages": [{"role": "user", "content": "hello"}]}
+    body = chat("hello", model="sleeper")
     told = 'gateway_completion_tokens_total{model="sleeper"} '
     async with served(catalog(tmp_path, {"sleeper": entry}), engines) as client:
         assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
-        async with asyncio.timeout(10):
-            while (await client.get("/v1/models/sleeper")).json()["state"] != "unloaded":
-                await asyncio.sleep(0.01)
+        while (await client.get("/v1/models/sleeper")).json()["state"] != "unloaded":
+            await asyncio.sleep(0.01)
         for path in ("/health", "/ready", "/metrics", "/v1/models", "/v1/models/sleeper"):
             answer = await client.get(path)
             assert answer.status_code == 200

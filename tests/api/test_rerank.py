@@ -73,7 +73,11 @@ async def test_raw_scores_are_the_models_own(client: AsyncClient, fields: dict[s
 
 
 async def test_what_is_not_used_is_named(client: AsyncClient) -> None:
-    fields = {"score_threshold": 0.8, "truncate_prompt_tokens": 5, "instruction": "Be kind."}
+    fields: dict[str, Any] = {
+        "score_threshold": 0.8,
+        "truncate_prompt_tokens": 5,
+        "instruction": "Be kind.",
+    }
     documents = [{"text": "xx", "title": "t"}, "abc", {"text": "a", "id": 1, "url": None}]
     answer = await post(client, **COMMON, documents=documents, **fields)
     named = ["documents[0].title", "documents[2].id", *fields]

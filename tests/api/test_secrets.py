@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway import logs
 from gateway.registry import Catalog
-from tests.api.harness import protected
+from tests.api.harness import error_of, protected
 from tests.fakes import ScriptedEngines
 from tests.serving_app import served
 
@@ -96,7 +96,7 @@ async def test_a_traceback_shows_neither_key_nor_prompt(written: io.StringIO) ->
     transport = httpx2.ASGITransport(protected(broken, keys=[KEY]))
     async with AsyncClient(transport=transport, base_url="http://localhost") as client:
         answer = await client.post("/", json=CHAT, headers={"authorization": f"Bearer {KEY}"})
-    assert answer.status_code == 500
+    assert error_of(answer, 500)["type"] == "server_error"
     assert "were too much" in written.getvalue()
     assert "were too much" not in answer.text
     for secret in (KEY, PROMPT):

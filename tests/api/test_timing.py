@@ -59,19 +59,6 @@ async def test_a_stream_tells_up_to_its_first_token_and_the_rest_with_its_usage(
     assert told["total_ms"] > 0
 
 
-async def test_completions_tell_the_first_prompts_stages(client: AsyncClient) -> None:
-    """Prompts run side by side, and their times do not add up."""
-    asked = {
-        "model": "writer", "prompt": ["abc"] * 9, "stream": True,
-        "stream_options": {"include_usage": True},
-    }  # fmt: skip
-    answer = await client.post("/v1/completions", json=asked)
-    *_, last, _ = [line for line in answer.text.splitlines() if line.startswith("data: ")]
-    told = orjson.loads(last.removeprefix("data: "))["timings"]
-    total = told.pop("total_ms")
-    assert sum(told.values()) <= total + 0.1
-
-
 async def test_the_access_log_has_the_stages_and_tokens(client: AsyncClient) -> None:
     with structlog.testing.capture_logs() as lines:
         await client.post("/v1/chat/completions", json=CHAT)

@@ -373,7 +373,7 @@ async def test_an_answer_that_a_shutdown_cuts_is_an_error(taken: Taken) -> None:
     in_flight = InFlight()
     guarded = protected(stream, in_flight, tracer=tracer)
     scope: Scope = {"type": "http", "method": "GET", "path": "/x", "query_string": b""}
-    scope |= {"http_version": "2", "scheme": "http", "headers": []}
+    scope.update({"http_version": "2", "scheme": "http", "headers": []})
     scope["server"] = ("/run/gateway.sock", None)
     cut = asyncio.ensure_future(guarded(scope, receive, send))
     await has_begun.wait()

@@ -376,7 +376,11 @@ def test_a_failure_before_the_first_event_brings_the_first_events() -> None:
 
 def test_the_answer_repeats_its_request() -> None:
     text = {"format": {"type": "json_schema", "name": "n", "schema": {}}}
-    same = {"instructions": "Be brief.", "tool_choice": "required", "metadata": {"a": "b"}}
+    same: dict[str, Any] = {
+        "instructions": "Be brief.",
+        "tool_choice": "required",
+        "metadata": {"a": "b"},
+    }
     same |= {"max_output_tokens": 20, "user": "u"}
     asked = answer(**same, tools=[CLOCK], top_logprobs=2, reasoning={"effort": "low"}, text=text)
     whole = written(asked)
