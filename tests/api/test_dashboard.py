@@ -220,7 +220,7 @@ async def test_a_fifth_watcher_is_refused_and_one_that_leaves_makes_room(
 
 async def test_the_last_place_is_an_admins(admin: AsyncClient) -> None:
     """Who else watches cannot keep them from what they would cancel."""
-    async with watching(admin) as first, watching(admin), watching(admin):
+    async with asyncio.timeout(20), watching(admin) as first, watching(admin), watching(admin):
         await anext(first)
         assert (await admin.get("/dashboard/samples")).status_code == 429
         assert (await told(admin))["watchers"] == MOST_WATCHERS
