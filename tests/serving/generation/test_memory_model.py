@@ -5,7 +5,6 @@ import contextlib
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,30 +12,27 @@ import pytest
 from gateway.errors import GatewayError, ModelLoadFailed
 from gateway.jobs import KvCost
 from gateway.registry import Catalog, ModelSpec
-from gateway.registry.specs import ChatSpec
 from gateway.serving.budget import Budget
 from gateway.serving.generation.batcher import GenerationBatcher
-from gateway.serving.generation.grammars import GrammarCache
 from gateway.serving.generation.memory import KV_STEP, RowCosts, RowMemory
-from gateway.serving.generation.policy import GenerationLimits
 from gateway.serving.lane import Lane
 from gateway.serving.models.cache import Loaded, ModelCache, Prepared
-from gateway.serving.tokenize import ThreadPools
 from tests.fakes import ScriptedChat, generate_job
+from tests.serving.generation.harness import batching
+from tests.serving.models.harness import spec
 
 pytestmark = pytest.mark.anyio
 WEIGHTS = {"a": 1000, "b": 2000, "c": 3000, "d": 9000}
 LIMIT = 6000
-LIMITS = GenerationLimits(max_batch_size=3, prefill_chunk_tokens=64, memory_wait_s=0.1)
+LIMITS = {"max_batch_size": 3, "prefill_chunk_tokens": 64, "memory_wait_s": 0.1}
 
 
 class Shelf:
     """Gives batchers of scripted writers, some of which are larger than they seemed or fail."""
 
-    def __init__(self, chance: random.Random, lane: Lane, pool: ThreadPools) -> None:
+    def __init__(self, chance: random.Random, lane: Lane) -> None:
         self._chance = chance
         self._lane = lane
-        self._pool = pool
         self.budget = Budget(LIMIT)
         self.catalog = self.drawn()
         self.models: ModelCache[GenerationBatcher] = ModelCache(
@@ -51,15 +47,10 @@ class Shelf:
     def drawn(self) -> Catalog:
         """Draw how models are kept, and whether they load otherwise than before."""
         return Catalog(
-            ChatSpec.model_validate(
-                {
-                    "id": name,
-                    "kind": "chat",
-                    "source": "path:.",
-                    "pinned": self._chance.random() < 0.1,
-                    "max_context": self._chance.choice([1000, 1000, 1001]),
-                },
-                context={"folder": Path()},
+            spec(
+                name,
+                pinned=self._chance.random() < 0.1,
+                max_context=self._chance.choice([1000, 1000, 1001]),
             )
             for name in WEIGHTS
         )
@@ -83,11 +74,7 @@ class Shelf:
         included = self._chance.choice([0, 512])
         costs = RowCosts(KvCost(1), included, lambda: LIMIT - nbytes, answer_tokens=90)
         memory = RowMemory(self.budget, costs)
-        grammars = GrammarCache(spec.id, engine.compile, self._pool.run)
-        batcher = GenerationBatcher(
-            spec.id, engine, self._lane, self._pool, LIMITS, grammars, memory
-        )
-        async with batcher.running():
+        async with batching(engine, memory, lane=self._lane, **LIMITS) as batcher:
             yield Loaded(batcher, nbytes)
         assert not engine.rows
 
@@ -135,13 +122,12 @@ async def survived(shelf: Shelf, chance: random.Random) -> None:
 async def test_no_byte_row_or_lease_is_left_whatever_happens(seed: int) -> None:
     """Leases, rows, clients who leave, unloads and reloads; models that fail or are too large."""
     chance = random.Random(seed)
-    with ThreadPools() as pool:
-        async with Lane() as lane:
-            shelf = Shelf(chance, lane, pool)
-            async with shelf.models, asyncio.timeout(20):
-                for _ in range(8):
-                    await asyncio.gather(*(survived(shelf, chance) for _ in range(12)))
-                    assert all(entry.leases == 0 for entry in shelf.models.entries)
-                    assert all(batcher.tickets == 0 for batcher in shelf.models.loaded())
-            assert shelf.budget.free_bytes == LIMIT
-            assert not shelf.models.entries
+    async with Lane() as lane:
+        shelf = Shelf(chance, lane)
+        async with shelf.models, asyncio.timeout(20):
+            for _ in range(8):
+                await asyncio.gather(*(survived(shelf, chance) for _ in range(12)))
+                assert all(entry.leases == 0 for entry in shelf.models.entries)
+                assert all(batcher.tickets == 0 for batcher in shelf.models.loaded())
+        assert shelf.budget.free_bytes == LIMIT
+        assert not shelf.models.entries
