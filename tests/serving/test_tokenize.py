@@ -48,7 +48,6 @@ def texts(chars: int, count: int) -> list[str]:
 
 
 async def test_each_text_has_its_row(pool: ThreadPools) -> None:
-    """In order, however the request was cut."""
     asked = ["x" * (n * 997 % 60_000) for n in range(100)]
     encoder = Encoder()
     assert await tokenise(encoder, asked, pool) == [[len(text)] for text in asked]
@@ -57,7 +56,6 @@ async def test_each_text_has_its_row(pool: ThreadPools) -> None:
 
 
 async def test_a_short_request_passes_a_long_one(pool: ThreadPools) -> None:
-    """Whatever is being encoded."""
     encoder = Encoder()
     encoder.gate.clear()
     long = asyncio.create_task(tokenise(encoder, texts(LONG_CHARS, 100), pool))
@@ -83,7 +81,6 @@ async def test_long_requests_take_turns(pool: ThreadPools) -> None:
 
 
 async def test_what_nobody_waits_for_is_not_encoded(pool: ThreadPools) -> None:
-    """The slice under way ends; no other begins."""
     encoder = Encoder()
     encoder.gate.clear()
     left = asyncio.create_task(tokenise(encoder, texts(SLICE_CHARS, 50), pool))
@@ -97,7 +94,6 @@ async def test_what_nobody_waits_for_is_not_encoded(pool: ThreadPools) -> None:
 
 
 async def test_long_prompts_and_grammars_keep_no_short_prompt(pool: ThreadPools) -> None:
-    """Each kind of work has threads of its own."""
     gate = threading.Event()
     others: list[asyncio.Future[Any]] = [
         *(asyncio.ensure_future(pool.run(gate.wait, 10, kind="long prompts")) for _ in range(9)),

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -281,7 +282,7 @@ class Paced(ScriptedEmbedder):
 async def test_a_batch_that_would_take_long_is_cut_and_others_have_the_lane_between() -> None:
     """By what was measured; every input has its own vector all the same."""
     engine, order = Paced(), list[str]()
-    limits = {"max_batch_size": 64, "max_batch_tokens": 16_384, "pass_limit_s": 0.05}
+    limits: dict[str, Any] = {"max_batch_size": 64, "max_batch_tokens": 16_384}
     texts = [chr(ord("a") + n % 26) * (40 + n) for n in range(60)]
 
     async def decode(lane: Lane) -> None:
@@ -290,7 +291,7 @@ async def test_a_batch_that_would_take_long_is_cut_and_others_have_the_lane_betw
                 order.append(f"after {len(engine.batches)}")
                 await asyncio.sleep(0.002)
 
-    async with Lane() as lane, batching(engine, lane=lane, **limits) as batcher:
+    async with Lane() as lane, batching(engine, lane=lane, pass_limit_s=0.05, **limits) as batcher:
         beside = asyncio.create_task(decode(lane))
         embedded = await batcher.embed(embed_job(*texts))
         beside.cancel()

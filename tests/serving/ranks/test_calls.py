@@ -91,7 +91,6 @@ def test_a_call_arrives_as_it_was_sent(call: Call) -> None:
     ],
 )
 def test_what_is_no_call_is_refused(data: bytes) -> None:
-    """And nothing of it is run."""
     with pytest.raises(ValueError, match="not a call"):
         decode(data)
 
