@@ -87,11 +87,3 @@ def test_what_models_yaml_has_wrong_is_named(
     with pytest.raises(RegistryInvalid) as caught:
         catalog(tmp_path, {"judge": {**LABELS, "source": "path:.", **keys}})
     assert problem in " ".join(caught.value.problems)
-
-
-def test_labels_alone_make_qwen3s_reranker(tmp_path: Path) -> None:
-    models = catalog(
-        tmp_path, {"judge": {"kind": "rerank", "source": "path:.", "scoring": "labels"}}
-    )
-    spec: Any = models.resolve("judge").spec
-    assert (spec.labels, spec.template, spec.instruction) == (("yes", "no"), None, None)

@@ -41,7 +41,6 @@ def test_what_an_embedding_model_overrides_holds_for_it() -> None:
 
 
 def test_what_a_chat_model_overrides_holds_for_it() -> None:
-    """In each of its sections."""
     structured = {"rows": 7, "max_string_chars": 7}
     given = {"id": "m", "kind": "chat", "source": "hub:a/b", **BOTH}
     spec = ChatSpec.model_validate(

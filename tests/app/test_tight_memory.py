@@ -122,33 +122,6 @@ async def test_rows_that_do_not_fit_wait_and_answer_as_they_would_alone(tmp_path
         )
 
 
-async def test_an_idle_model_gives_way_to_rows(tmp_path: Path) -> None:
-    """Once it has been idle for a while; it is loaded again when it is asked for."""
-    async with tight(tmp_path, 2, Layout([100])) as gateway:
-        await gateway.client.post(
-            "/v1/completions", json={"model": "other", "prompt": "a", "max_tokens": 9}
-        )
-        states = {"chat": "unloaded", "other": "loaded"}
-        assert await _states(gateway.client) == states
-        answer = await gateway.ask("Hello", 600)
-        assert answer.status_code == 200, answer.text
-        assert await _states(gateway.client) == {"chat": "loaded", "other": "unloaded"}
-
-
-async def test_only_a_prompt_that_can_never_fit_is_refused(tmp_path: Path) -> None:
-    """At once; a bound on the answer is no need: it ends where memory does, if it comes so far."""
-    async with tight(tmp_path, 1, Layout([300])) as gateway:
-        refused = await gateway.ask("Hello there. " * 200)
-        assert refused.status_code == 507
-        assert refused.json()["error"]["code"] == "insufficient_memory"
-        for max_tokens in (3000, None):
-            answer = await gateway.ask("Hello", max_tokens)
-            assert answer.status_code == 200
-            assert answer.json()["choices"][0]["finish_reason"] in ("stop", "length")
-            usage = answer.json()["usage"]
-            assert usage["total_tokens"] <= 300
-
-
 FLAGS = {
     "type": "object",
     "properties": {
@@ -213,8 +186,3 @@ async def have_come(gateway: Tight, rows: int) -> None:
 
 def content(answer: httpx2.Response) -> Any:
     return answer.json()["choices"][0]["message"]["content"]
-
-
-async def _states(client: httpx2.AsyncClient) -> dict[str, str]:
-    listed = (await client.get("/v1/models")).json()["data"]
-    return {entry["id"]: entry["state"] for entry in listed}
