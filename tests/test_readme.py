@@ -29,7 +29,6 @@ PAGES = sorted(
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_generated_table_is_that_of_the_code(name: str) -> None:
-    """`make docs` writes them."""
     page, written, new = generated(name)
     assert written == new, page
 
@@ -39,7 +38,6 @@ def test_the_readme_is_read_in_one_sitting() -> None:
 
 
 def test_the_readme_begins_with_what_it_is_and_how_to_start_it() -> None:
-    """On the first screen: a sentence, the clone, the two commands and the way to the third."""
     head = "\n".join((ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:10])
     for said in ("OpenAI-compatible", "git clone", "make serve", "make test", ".venv/bin:$PATH"):
         assert said in head
@@ -100,7 +98,6 @@ def test_anchors_are_those_that_github_gives_headings() -> None:
 
 
 def test_every_model_key_is_explained() -> None:
-    """In the tables of docs/models-yaml.md, those of sections too."""
     page = (ROOT / "docs" / "models-yaml.md").read_text(encoding="utf-8")
     table = page.partition("| Key | Kinds | Meaning |")[2].partition("\n\n")[0]
     for key in {*EmbeddingSpec.model_fields, *ChatSpec.model_fields} - {"id"}:
@@ -114,7 +111,6 @@ def test_every_model_key_is_explained() -> None:
 
 
 def test_every_error_is_explained() -> None:
-    """In the table of docs/api.md, with its status."""
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d{3}) \| (.*?) \|", page, flags=re.M)
     explained = {

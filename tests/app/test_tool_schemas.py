@@ -38,9 +38,7 @@ WIDE = [function("look", word=LOOKING), function("grow", word=LARGE), function("
 
 
 @pytest.fixture(scope="module")
-async def client(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> AsyncIterator[httpx2.AsyncClient]:
+async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx2.AsyncClient]:
     """Serve a tiny chat model, to all of them."""
     folder = tmp_path_factory.mktemp("served")
     write_chat(folder / "tiny")
@@ -106,17 +104,3 @@ async def test_a_strict_function_is_refused_by_name(
         "be enforced here, and 'strict' asks for all of the schema."
     )
     assert (error["param"], error["code"]) == ("tools", "invalid_json_schema")
-
-
-async def test_an_answers_schema_beside_calls_is_named_without_a_function(
-    client: httpx2.AsyncClient,
-) -> None:
-    schema = function("")["parameters"] | {"properties": {"ok": {"type": "boolean"}, "w": LOOKING}}
-    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    answer = await chat(client, [function("plain")], "auto", response_format=form)
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["x-gateway-unenforced"] == "%23%2Fproperties%2Fw%2Fpattern"
-    form["json_schema"]["strict"] = True  # type: ignore[index]
-    answer = await chat(client, [function("plain")], "auto", response_format=form)
-    assert answer.status_code == 400
-    assert "`pattern` at #/properties/w cannot be enforced" in answer.json()["error"]["message"]

@@ -6,14 +6,7 @@ from textwrap import dedent
 
 import pytest
 
-from gateway.registry import (
-    ChatSpec,
-    HubSource,
-    ModelSpec,
-    PathSource,
-    Reading,
-    read_models,
-)
+from gateway.registry import ChatSpec, HubSource, ModelSpec, PathSource, Reading, read_models
 from gateway.registry.yaml_lines import ExpansionInvalid, expand
 
 
@@ -128,28 +121,6 @@ def test_expansion(text: str, expanded: str) -> None:
 def test_broken_expansions_are_refused(text: str) -> None:
     with pytest.raises(ExpansionInvalid, match="VAR:-default"):
         expand(text, {"A": "1"})
-
-
-NAMED = """\
-version: 1
-models:
-  shipped:
-    kind: chat
-    source: hub:a/b
-    aliases: ${SHIPPED:-usual, own}
-  other:
-    kind: chat
-    source: hub:a/c
-    aliases: ${OTHER:-}
-"""
-
-
-def test_a_name_that_two_have_is_a_problem(file: Path) -> None:
-    for variables in ({"SHIPPED": "x", "OTHER": "x"}, {"SHIPPED": "x, x"}):
-        [problem] = read(file, NAMED, variables).problems
-        assert "the alias 'x' is shipped's already, on line 6" in problem
-    [problem] = read(file, NAMED.replace("own", "shipped")).problems
-    assert "shipped: the alias 'shipped' is shipped's already, on line 3" in problem
 
 
 DRAFTED = """\

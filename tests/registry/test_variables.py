@@ -80,12 +80,6 @@ def test_where_keys_are_free_each_has_a_variable(file: Path) -> None:
     assert chat(file, {named: "false"}).chat_template_kwargs == {"enable_thinking": False}
 
 
-def test_a_key_that_takes_text_takes_any(file: Path) -> None:
-    assert chat(file, {"GATEWAY_MY_CHAT_0_6B_CHAT_TEMPLATE": "7"}).chat_template == "7"
-    assert embedder(file, {"GATEWAY_MY_EMBEDDER_ALIASES": "7"}).aliases[0].name == "7"
-    assert embedder(file, {"GATEWAY_MY_EMBEDDER_MATRYOSHKA": "7"}).matryoshka == (7,)
-
-
 def test_names_take_the_place_of_names(file: Path) -> None:
     spec = chat(file, {"GATEWAY_MY_CHAT_0_6B_ALIASES": "one, two"})
     assert [alias.name for alias in spec.aliases] == ["quiet", "one", "two"]

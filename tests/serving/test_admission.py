@@ -97,8 +97,7 @@ def test_what_went_long_ago_is_forgotten_by_halves() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(
-    ("noun", "gauge"),
-    [(Noun.REQUESTS, metrics.QUEUE_DEPTH), (Noun.TOKENS, metrics.QUEUE_TOKENS)],
+    ("noun", "gauge"), [(Noun.REQUESTS, metrics.QUEUE_DEPTH), (Noun.TOKENS, metrics.QUEUE_TOKENS)]
 )
 async def test_a_caller_who_leaves_gives_its_place_back(noun: Noun, gauge: Gauge) -> None:
     """And what two of one name hold adds up: one is on its way out, the other was just loaded."""

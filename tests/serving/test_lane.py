@@ -1,7 +1,6 @@
 """The lane: one thread, one turn at a time, in fair shares."""
 
 import asyncio
-import math
 import threading
 
 import pytest
@@ -193,38 +192,6 @@ def _exit() -> None:
 async def _one_turn(lane: Lane, kind: str = "test", hold_s: float = 0) -> None:
     async with lane.turn(kind):
         await asyncio.sleep(hold_s)
-
-
-async def test_a_turn_knows_how_long_nobody_else_had_one() -> None:
-    async with Lane() as lane:
-        async with lane.turn("decode", "mine") as turn:
-            assert turn.seconds_alone(()) == math.inf
-        async with lane.turn("embedding"):
-            pass
-        async with lane.turn("decode", "mine") as turn:
-            assert turn.seconds_alone(()) < math.inf
-            assert turn.seconds_alone(("embedding",)) == math.inf
-        async with lane.turn("decode", "another's"):
-            pass
-        async with lane.turn("decode", "mine") as turn:
-            assert turn.seconds_alone(("embedding",)) < math.inf
-
-
-async def test_a_turn_that_another_waits_for_is_not_alone() -> None:
-    async with Lane() as lane, lane.turn("decode", "mine") as turn:
-
-        async def want(owner: str) -> None:
-            async with lane.turn("decode", owner):
-                pass
-
-        own = asyncio.create_task(want("mine"))
-        await asyncio.sleep(0)
-        assert turn.seconds_alone(()) == math.inf
-        other = asyncio.create_task(want("another's"))
-        await asyncio.sleep(0)
-        assert turn.seconds_alone(()) == 0
-        for task in (own, other):
-            task.cancel()
 
 
 async def test_what_is_under_way_is_waited_for_before_another_owners_call() -> None:

@@ -133,12 +133,6 @@ def test_what_swells_is_ended(is_memory_bounded: bool) -> None:
         assert box(template("ok"), b"ok") == OK
 
 
-def test_many_at_once_are_all_served(templates: Sandbox) -> None:
-    with ThreadPoolExecutor(16) as threads:
-        calls = [threads.submit(templates, template(f"n{i}"), b"%d" % i) for i in range(200)]
-        assert [each.result() for each in calls] == [("rendered", f"n{i}") for i in range(200)]
-
-
 def test_a_process_of_a_large_gateway_is_kept() -> None:
     """What the gateway held when it began it is not its own."""
     weights = bytearray(600 << 20)

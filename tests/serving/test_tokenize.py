@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway.serving.tokenize import (
-    LONG_CHARS,
-    SLICE_CHARS,
-    ThreadPools,
-    prompt_kind,
-    tokenise,
-)
+from gateway.serving.tokenize import LONG_CHARS, SLICE_CHARS, ThreadPools, prompt_kind, tokenise
 from tests.fakes import generate_job
 from tests.waiting import until
 

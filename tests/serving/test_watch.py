@@ -85,29 +85,6 @@ async def test_a_stuck_call_is_a_stall_until_it_moves(capfd: pytest.CaptureFixtu
     assert "Current thread" in told
 
 
-async def test_those_inside_are_told_and_then_the_process_ends() -> None:
-    gate, told, left = Gate(), asyncio.Event(), asyncio.Event()
-    statuses: list[tuple[int, threading.Thread, bool]] = []
-    loop = asyncio.get_running_loop()
-    lane = Lane()
-
-    def leave(status: int) -> None:
-        statuses.append((status, threading.current_thread(), told.is_set()))
-        loop.call_soon_threadsafe(left.set)
-
-    with Watch(lane, SHORT, on_stall=told.set, exit_process=leave):
-        async with lane:
-            holding = await held(lane, gate)
-            async with asyncio.timeout(10):
-                await left.wait()
-            gate.open()
-            await holding
-    [(status, thread, were_told)] = statuses
-    assert status == STATUS_OF_A_STALL == 70
-    assert were_told
-    assert thread is not threading.main_thread()
-
-
 async def test_steps_of_one_call_are_signs_of_life() -> None:
     pause = threading.Event()
     lane = Lane()

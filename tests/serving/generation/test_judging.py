@@ -25,14 +25,6 @@ def judging(first: int, count: int, *, word: str = "q") -> GenerateJob:
     )
 
 
-async def test_every_question_has_its_labels_in_order() -> None:
-    async with batching(ScriptedChat()) as batcher:
-        logprobs, usage = await score_labels(batcher, [judging(0, 3), judging(3, 2)])
-    assert logprobs == [[-1.0, -2.0]] * 5
-    assert usage.prompt_tokens == 5 * len("inq0")
-    assert usage.cached_tokens == 0 + 1 + 2 + 3 + 4
-
-
 async def test_questions_leave_places_for_answers() -> None:
     """Those of one request may be thousands of rows, each of a long prompt."""
     engine = ScriptedChat()

@@ -72,18 +72,6 @@ async def test_prompts_that_have_the_device_to_themselves_are_read_in_longer_pas
     assert len(engine.budgets) < 10
 
 
-async def test_a_prompt_beside_an_answer_is_read_in_passes_of_the_usual_length(
-    engine: SlowReader,
-) -> None:
-    engine.unread = 0
-    async with batching(engine, pass_limit_s=0.05) as batcher:
-        async with batcher.generate(generate_job("x" * 9000)) as writing:
-            await anext(writing.deltas)
-            engine.budgets, engine.unread = [], 2000  # the answer's own prompt took no time
-            await text(batcher, generate_job("hello", max_tokens=3))
-    assert max(engine.budgets[2:]) <= 110
-
-
 async def test_short_prompts_share_a_longer_pass_beside_an_answer(engine: SlowReader) -> None:
     """One by one they would keep it waiting for longer, and each other too."""
     engine.unread = 0

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from gateway.errors import BadRequest, ModelLoadFailed, Unavailable
-from gateway.jobs import Grammar, Sampling, SequenceParams, StepPlan, StepResult
+from gateway.jobs import Sampling, SequenceParams, StepPlan, StepResult
 from gateway.serving.ports import GenerationEngine
 from gateway.serving.ranks.calls import Setup
 from gateway.serving.ranks.following import follow
 from gateway.serving.ranks.leading import LeadingEngine, lead_in_steps
 from gateway.serving.ranks.links import Follower, Invitation, Leader, Link, accept, inviting
-from tests.fakes import ScriptedChat, ScriptedGrammar
+from tests.fakes import ScriptedChat
 
 SETUP = Setup("spec", "files", 0, 0)
 
@@ -127,15 +127,6 @@ def test_the_other_rank_makes_every_call(ranks: Ranks) -> None:
     assert ranks.statuses == []
 
 
-def test_each_rank_compiles_the_grammar(ranks: Ranks) -> None:
-    ranks.follow()
-    engine = ranks.lead(ScriptedChat())
-    grammar = Grammar("regex", "a+")
-    join(engine, params("a", grammar=grammar, compiled=ScriptedGrammar(grammar)))
-    [other] = ranks.engines
-    assert other._jobs[1].compiled == ScriptedGrammar(grammar)
-
-
 def test_a_call_that_fails_everywhere_fails_for_its_caller_alone(ranks: Ranks) -> None:
     class Refusing(ScriptedChat):
         def join(self, row: int, job: SequenceParams) -> None:
@@ -170,16 +161,6 @@ def test_a_model_answers_while_others_load(ranks: Ranks) -> None:
     for load in loads:
         loaded = next(each for each in islice(load, 500) if each is not None)
         assert join(loaded, params("xyz")).decoding == 1
-
-
-def test_what_an_abandoned_load_comes_to_is_forgotten(ranks: Ranks) -> None:
-    ranks.follow()
-    load = lead_in_steps(ranks.leader, "n", SETUP, iter_engine(ScriptedChat()))
-    assert next(load) is None
-    load.close()
-    engine = ranks.lead(ScriptedChat())
-    join(engine, params("ab"))
-    assert not ranks.leader._sent
 
 
 def test_another_outcome_ends_the_group_before_anything_is_answered(ranks: Ranks) -> None:
