@@ -145,22 +145,6 @@ async def test_a_test_that_takes_too_long_is_ended_in_idle_time(
     assert slow.tests == 1
 
 
-async def test_until_its_test_is_whole_another_architecture_runs_its_rows_one_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Then they run together, if the test finds nothing wrong."""
-    monkeypatch.setattr(self_tests, "LANE_S", 0.3)
-    slow = Scrutinised(findings=[Verdict()] * 4 + [PASSED], step_s=0.15, is_listed=False)
-    async with serving(tmp_path, slow) as client:
-        assert await shown(client) == batching("one at a time", "unfinished")
-        await answered(client, 4)
-        assert set(slow.steps) == {1}
-        await until_shown(client, "rows", "together")
-        assert (await shown(client))["self_test"] == "passed"
-        await answered(client, 4)
-        assert max(slow.steps) == 4
-
-
 async def test_the_window_is_tested_while_nobody_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

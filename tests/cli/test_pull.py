@@ -4,7 +4,6 @@ import os
 import pty
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from tests.engine.test_downloads import MB, write_weights
 from tests.fake_hub import COMMIT, FakeHub, sha256
+from tests.processes import command, environment
 
 MODELS = f"""
 version: 1
@@ -41,27 +41,20 @@ Pull = Callable[..., "subprocess.Popen[str]"]
 @pytest.fixture
 def pull(hub: FakeHub, tmp_path: Path) -> Iterator[Pull]:
     """Give what starts the command, in a process of its own."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("GATEWAY_")}
     settings = {"GATEWAY_HUB_ENDPOINT": hub.url, "GATEWAY_HUB_CACHE": "cache", "NO_COLOR": "1"}
-    own = {"PYTHONPATH": str(Path(__file__).parents[2]), "GATEWAY_AUTO_PULL": "false"}
-
+    own = {**settings, "GATEWAY_AUTO_PULL": "false"}
     started: list[subprocess.Popen[str]] = []
 
     def start(
-        model: str,
-        *,
-        stderr: int = subprocess.PIPE,
-        before: Callable[[], None] | None = None,
-        **given: str,
+        model: str, *, stderr: int = subprocess.PIPE, **given: str
     ) -> "subprocess.Popen[str]":
         process = subprocess.Popen(
-            [sys.executable, "-m", "gateway", "pull", model],
+            command("pull", model),
             cwd=tmp_path,
-            env={**clean, **settings, **own, **given},
+            env=environment(**{**own, **given}),
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
-            preexec_fn=before,
         )
         started.append(process)
         return process

@@ -32,22 +32,9 @@ def test_sources_are_read(text: str, source: object) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "org/name",
-        "hub:",
-        "hub:name",
-        "hub:a/b/c",
-        "hub:../x",
-        "hub:a/b@",
-        "hub:a/b/../x.gguf",
-        "hub:a/b//x.gguf",
-        "hub:a/b/.gguf/",
-        "path:",
-        "package:",
-        "package:a.b/c",
-        "package:m/../x",
-        "package:m//x",
-        "https://example/x",
+        *("", "org/name", "https://example/x", "path:", "package:", "package:a.b/c"),
+        *("package:m/../x", "package:m//x", "hub:", "hub:name", "hub:a/b/c", "hub:../x"),
+        *("hub:a/b@", "hub:a/b/../x.gguf", "hub:a/b//x.gguf", "hub:a/b/.gguf/"),
     ],
 )
 def test_bad_sources_are_refused(text: str) -> None:
