@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.registry import HubSource, ModelSpec, load_catalog, read_models
-from gateway.settings import explain, load_settings, strays
+from gateway.settings import explain, load_settings
 
 SHIPPED = Path(__file__).parents[1] / "models.yaml"
 
@@ -236,25 +236,3 @@ def test_all_of_the_old_list_is_here() -> None:
     """As many as version 0.1 has, but for `structured_backend`: it had no effect."""
     assert len(SETTINGS) == 82
     assert len(EACH) == 151
-
-
-def test_the_variables_of_the_model_that_left_are_warned_of(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given = {
-        "GATEWAY_DEMO_CHAT_ALIASES": "demo",
-        "GATEWAY_QWEN3_4B_INSTRUCT_ALIASES": "gpt-4o-mini",
-    }
-    for name, text in given.items():
-        monkeypatch.setenv(name, text)
-    reading = read_models(SHIPPED, given)
-    assert reading.problems == ()
-    assert reading.catalog.resolve("gpt-4o-mini").spec.id == "qwen3-4b-instruct"
-    assert reading.catalog.resolve("gpt-4.1-mini").spec.id == "smollm2-135m"
-    (note,) = [note for note in reading.notes if "gpt-4o-mini" in note]
-    assert note.endswith(
-        "smollm2-135m: the alias 'gpt-4o-mini' is qwen3-4b-instruct's now "
-        "(set by GATEWAY_QWEN3_4B_INSTRUCT_ALIASES)"
-    )
-    (stray,) = strays(reading.variables)
-    assert stray == "GATEWAY_DEMO_CHAT_ALIASES is set, and nothing reads it"

@@ -14,7 +14,7 @@ from gateway.cli.doctor import bind_problem
 from gateway.errors import GatewayError
 from gateway.registry import ChatSpec, EmbeddingSpec
 from gateway.registry.specs import ChatBatching, EmbeddingBatching, Sampling, Structured
-from tests.docs_links import anchors, broken_links
+from tests.docs_links import broken_links
 from tests.docs_tables import TABLES, generated
 
 ROOT = Path(__file__).parents[1]
@@ -59,42 +59,6 @@ def test_every_page_of_docs_is_linked_from_the_readme() -> None:
             assert f"]({page.name})" in devices, name
         else:
             assert f"]({name})" in readme or name == "README.md", name
-
-
-@pytest.mark.parametrize(
-    ("text", "broken"),
-    [
-        ("[a](other.md) [b](other.md#two-words) [c](folder) [d](#here) [e](https://a.b/c#d)", []),
-        ("[a](missing.md)", ["missing.md"]),
-        ("[a](other.md#gone)", ["other.md#gone"]),
-        ("[a](#gone)", ["#gone"]),
-        ("[a](folder#gone)", ["folder#gone"]),
-        ("[a](../outside.md)", ["../outside.md"]),
-        ("[a](/other.md)", ["/other.md"]),
-        ("[a](other.md 'said')", []),
-        ('[a](<missing.md> "said")', ["missing.md"]),
-        ("[`code`](missing.md)", ["missing.md"]),
-        ("![a picture](missing.png)", ["missing.png"]),
-        ("[a][b]\n\n[b]: missing.md", ["missing.md"]),
-        ("[a][b] [c]\n\n[c]: other.md", ["[a][b]"]),
-        ("`[a](missing.md)`\n\n```\n[a](missing.md)\n```", []),
-        ("```\n# Not a heading\n```\n[a](#not-a-heading)", ["#not-a-heading"]),
-    ],
-)
-def test_a_link_that_leads_nowhere_is_found(tmp_path: Path, text: str, broken: list[str]) -> None:
-    (tmp_path / "outside.md").touch()
-    root = tmp_path / "root"
-    (root / "folder").mkdir(parents=True)
-    (root / "other.md").write_text("# Other\n\n## Two words\n")
-    page = root / "page.md"
-    page.write_text(f"# Here\n\n{text}\n")
-    assert broken_links(root, [page]) == [f"page.md: {link}" for link in broken]
-
-
-def test_anchors_are_those_that_github_gives_headings() -> None:
-    page = "# `GET /v1/models`, and more\n## A [link](x.md)\n## Twice\n## Twice\n## a_b – c-d"
-    expected = {"get-v1models-and-more", "a-link", "twice", "twice-1", "a_b--c-d"}
-    assert anchors(page) == expected
 
 
 def test_every_model_key_is_explained() -> None:

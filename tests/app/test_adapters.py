@@ -99,7 +99,6 @@ async def test_each_answers_as_its_merged_model_when_all_are_asked_at_once(
 
 
 async def test_models_are_listed_with_their_base(client: httpx2.AsyncClient) -> None:
-    """`bytes` are an adapter's own."""
     await said(client, "one")
     listed = {each["id"]: each for each in (await client.get("/v1/models")).json()["data"]}
     assert {name: each["parent"] for name, each in listed.items()} == {
@@ -131,7 +130,6 @@ async def test_an_adapter_is_unloaded_and_loaded_while_its_base_answers(
 
 
 async def test_an_adapter_that_does_not_fit_is_an_error_that_names_what(folder: Path) -> None:
-    """Its base and the others go on."""
     wide = write_chat(folder / "wide", hidden_size=128)
     write_adapter(folder / "broken", wide)
     broken = {**CHAT, "base": "base", "adapter": "path:broken"}
@@ -149,7 +147,6 @@ async def test_an_adapter_that_does_not_fit_is_an_error_that_names_what(folder: 
 
 
 async def test_an_adapter_is_fetched_from_the_hub(folder: Path, tmp_path: Path) -> None:
-    """Its files alone, without the trainer's earlier steps."""
     adapter = write_adapter(tmp_path / "repo", folder / "base")
     (adapter / "0000100_adapters.safetensors").write_bytes(b"earlier")
     far = {**CHAT, "base": "base", "adapter": "hub:org/far"}

@@ -62,7 +62,6 @@ def full_disk() -> Iterator[None]:
 async def test_a_full_disk_fails_the_model_that_needs_it(
     client: httpx2.AsyncClient, tmp_path: Path
 ) -> None:
-    """And leaves nothing that would be taken for a model."""
     with full_disk():
         status, said = await ask(client, "far")
         assert (await ask(client, "near"))[0] == 200

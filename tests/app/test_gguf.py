@@ -32,7 +32,6 @@ async def asked(client: httpx2.AsyncClient) -> str:
 
 
 async def test_a_file_is_a_model(tmp_path: Path) -> None:
-    """By `path:`; its self-test passes, so its rows share batches."""
     write_model(tmp_path / "tiny.gguf")
     given: dict[str, Any] = {"self_test": True, "self_test_folder": tmp_path / "verdicts"}
     engines = cpu_engines()

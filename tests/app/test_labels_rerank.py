@@ -42,7 +42,6 @@ def log_odds(folder: Path, instruction: str, query: str, document: str) -> float
 
 
 async def test_scores_are_the_models_own(folder: Path, tmp_path: Path) -> None:
-    """Together, one by one at once, and with an instruction; sigmoid by default."""
     models = catalog(tmp_path, {"judge": {**LABELS, "source": f"path:{folder}"}})
     expected = [log_odds(folder, "Be kind.", QUERY, each) for each in DOCUMENTS]
     body = {"model": "judge", "query": QUERY, "instruction": "Be kind.", "raw_scores": True}

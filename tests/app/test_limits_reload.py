@@ -83,7 +83,6 @@ async def test_a_chat_model_takes_over_its_limits_as_it_runs(tmp_path: Path) -> 
 
 
 async def test_an_embedding_model_takes_over_its_limits_as_it_runs(tmp_path: Path) -> None:
-    """Its batches and its cache of vectors too."""
     engines = ScriptedEngines()
     body = {"model": "embedder", "input": ["one", "two", "three"]}
     async with serving(tmp_path, engines, cache_max_models=1, embedder=EMBEDDER) as client:
@@ -101,7 +100,6 @@ async def test_an_embedding_model_takes_over_its_limits_as_it_runs(tmp_path: Pat
 
 
 async def test_what_a_load_depends_on_is_loaded_anew(tmp_path: Path) -> None:
-    """Its size, its template, its grammars' shape."""
     engines = ScriptedEngines()
     async with serving(tmp_path, engines, chat=CHAT) as client:
         for key, value in (

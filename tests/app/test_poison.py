@@ -161,7 +161,6 @@ def mend(folder: Path, good: Path) -> None:
 async def test_without_a_warm_up_weights_that_are_no_numbers_fail_the_request(
     tmp_path: Path, kind: str
 ) -> None:
-    """By name, rather than answer nonsense."""
     if kind == "chat":
         write_chat(tmp_path / "bad-chat")
     else:

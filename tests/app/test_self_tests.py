@@ -85,7 +85,6 @@ def batching(rows: str, outcome: str, problem: str | None = None) -> dict[str, s
 
 
 async def test_a_verdict_is_found_once_and_kept(tmp_path: Path) -> None:
-    """The next start reads it; another model's is another."""
     for expected in (1, 0):
         chat = Scrutinised()
         async with serving(tmp_path, chat) as client:
@@ -148,7 +147,6 @@ async def test_a_test_that_takes_too_long_is_ended_in_idle_time(
 async def test_the_window_is_tested_while_nobody_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One who comes goes first, and loses nothing of what was known."""
     known = replace(PASSED, window=None)
     waiting = Scrutinised(findings=[known, known, known, replace(known, window=False)])
     async with serving(tmp_path, waiting) as client:
@@ -227,7 +225,6 @@ class TestVerdicts:
         ],
     )
     def test_what_is_not_sound_is_not_known(self, tmp_path: Path, content: bytes) -> None:
-        """Then the test is made again."""
         (tmp_path / "d.json").write_bytes(content)
         (tmp_path / "e.json").mkdir()
         verdicts = VerdictStore(tmp_path)
@@ -237,7 +234,6 @@ class TestVerdicts:
 
 
 async def test_doctor_runs_all_of_a_test_whatever_is_kept(tmp_path: Path) -> None:
-    """Its verdict holds at once, and replaces the other on disk."""
 
     async def digest() -> str:
         return "d"

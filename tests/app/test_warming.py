@@ -81,7 +81,6 @@ class Untidy(ScriptedEngines):
 
 
 async def test_freed_memory_is_given_back_now_and_then(tmp_path: Path) -> None:
-    """Between requests, on the lane, as often as the setting says."""
     engines = Untidy()
     given = catalog(tmp_path, MODELS)
     async with served(given, engines, give_back_s=0.02) as client, asyncio.timeout(10):

@@ -89,17 +89,6 @@ async def test_nobody_there_is_told_in_one_line() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_key_is_sent_when_given(tmp_path: Path) -> None:
-    async with served(catalog(tmp_path, MODELS), engines(), api_keys=("k1",)) as client:
-        url = str(client.base_url)
-        arguments = ("embeddings", "--url", url, "--concurrency", "1", *QUICK)
-        without, _, err = await bench(*arguments)
-        with_key, _, _ = await bench(*arguments, "--api-key", "k1")
-    assert (without, with_key) == (1, 0)
-    assert "401" in err
-
-
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     "arguments",
     [

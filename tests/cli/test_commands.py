@@ -270,19 +270,3 @@ def test_tls_files_that_are_no_pem_are_wrong_settings(
     assert run(command) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("GATEWAY_TLS_CERT=CERT.pem and GATEWAY_TLS_KEY=KEY.pem: should be a ")
-
-
-@pytest.mark.usefixtures("no_gpu")
-def test_doctor_looks_at_the_gpu_and_the_tls_files_too(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (here / "models.yaml").write_text(GOOD)
-    (here / "none.pem").write_text("no PEM")
-    monkeypatch.setenv("GATEWAY_DEVICE", "gpu")
-    for name in ("CERT", "KEY"):
-        monkeypatch.setenv(f"GATEWAY_TLS_{name}", "none.pem")
-    assert run("doctor") == 1
-    printed = capsys.readouterr().out
-    assert "GATEWAY_TLS_CERT=none.pem and GATEWAY_TLS_KEY=none.pem: should be" in printed
-    assert "GATEWAY_DEVICE=gpu: this mlx sees neither Metal nor CUDA" in printed
-    assert "each is known and within its bounds" not in printed

@@ -81,7 +81,6 @@ def test_a_model_is_fetched_by_any_of_its_names(pull: Pull, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_draft_is_fetched_with_its_model(pull: Pull, tmp_path: Path) -> None:
-    """Unless nothing is drafted: then it is not loaded either."""
     own = f"drafted: 24 MiB in {tmp_path / 'repo'}\n"
     assert ended(pull("drafted", GATEWAY_SPECULATE_ROWS="0")) == (0, own, "")
     assert not snapshot(tmp_path).exists()

@@ -260,7 +260,6 @@ def test_a_rank_0_that_dies_ends_the_others(folder: Path, tmp_path: Path) -> Non
 
 
 def test_a_rank_that_is_told_to_stop_lets_the_group_drain(folder: Path, tmp_path: Path) -> None:
-    """The answer under way is whole, and both end with status 0."""
     with group(folder, tmp_path) as served:
         body = chat("tensor", "Long", max_tokens=60, stream=True, logit_bias=NO_END)
         with httpx2.stream(
@@ -275,7 +274,6 @@ def test_a_rank_that_is_told_to_stop_lets_the_group_drain(folder: Path, tmp_path
 
 
 def test_ranks_that_would_not_be_alike_refuse_to_load(folder: Path, tmp_path: Path) -> None:
-    """A rank whose models.yaml says something else is named, and the group goes on."""
     changed = MODELS.replace('"path:qwen2",', '"path:qwen2", dtype: float16,')
     assert changed != MODELS
     (folder / "changed.yaml").write_text(changed)

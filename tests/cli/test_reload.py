@@ -32,7 +32,6 @@ def wait_for(log: Path, event: str) -> None:
 
 
 def test_a_hangup_reads_the_models_again(tmp_path: Path) -> None:
-    """A file that is wrong is logged by line, and changes nothing; a whole one is served."""
     write_chat(tmp_path / "tiny")
     file = tmp_path / "models.yaml"
     file.write_text(MODELS)

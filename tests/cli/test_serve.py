@@ -137,7 +137,6 @@ async def test_a_socket_that_a_killed_process_left_is_replaced(tmp_path: Path) -
 
 @pytest.mark.anyio
 async def test_a_socket_that_is_listened_on_is_not_taken(tmp_path: Path) -> None:
-    """The second gateway is refused in one line, and the first goes on; nor is a file replaced."""
     path, file = tmp_path / "gw.sock", tmp_path / "file"
     file.write_text("mine")
     with serving(tmp_path, GATEWAY_BIND=f"unix:{path}"):

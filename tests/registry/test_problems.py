@@ -30,7 +30,6 @@ def of_model(file: Path, *lines: str) -> list[str]:
 
 
 def test_every_problem_is_told_with_its_line(file: Path) -> None:
-    """One wrong line doesn't hide another, nor is one told twice."""
     found = of_model(
         file,
         "poolng: mean",
@@ -235,7 +234,6 @@ def test_anchors_of_anchors_are_counted_before_they_are_built(file: Path, merge:
 
 
 def test_a_path_that_cannot_be_followed_is_a_problem(file: Path) -> None:
-    """A name that is too long; up to Python 3.12 a link to itself."""
     (file.parent / "loop").symlink_to("loop")
     entry = "version: 1\nmodels:\n  m: {kind: chat, source: 'path:%s'}"
     [problem] = problems(file, entry % ("a" * 5000))

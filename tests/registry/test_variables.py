@@ -138,7 +138,6 @@ def test_a_name_that_is_set_is_taken_from_the_model_that_has_it(file: Path) -> N
 
 
 def test_a_name_is_set_for_one_model(file: Path) -> None:
-    """Not for two, not twice for one, and not the id of another."""
     stem = "GATEWAY_MY_EMBEDDER_ALIASES"
     (problem,) = problems(file, {stem: "x", "GATEWAY_MY_CHAT_0_6B_ALIASES": "x"})
     assert problem == (
@@ -228,7 +227,6 @@ KINDS = st.sampled_from(sorted(SPECS))
 @settings(deadline=None)
 @given(st.dictionaries(IDS, KINDS, min_size=1, max_size=5))
 def test_no_variable_has_two_meanings(kinds: dict[str, str]) -> None:
-    """Whatever ids a file has: either it is refused, or each variable sets one thing."""
     known = [ModelVariables(name, {"kind": kind}, {}) for name, kind in kinds.items()]
     if any(list(each.clashes(known[:place])) for place, each in enumerate(known)):
         return

@@ -93,7 +93,6 @@ def test_what_takes_too_long_is_killed(templates: Sandbox) -> None:
 
 
 def test_what_gets_no_processor_is_not_blamed() -> None:
-    """Others have it: the work is given up, and not remembered, as it may be small."""
     with sandbox("template", 20, quick_s=0.2, wait_s=1) as box:
         assert box(template("ok"), b"ok") == OK
         with Killer(box, 1, signal.SIGSTOP):
@@ -225,7 +224,6 @@ def _state(pid: int) -> bytes:
 
 @pytest.mark.parametrize("kind", ["grammar", "template"])
 def test_it_imports_nothing_that_is_slow_or_holds_a_device(kind: str) -> None:
-    """Neither mlx nor anything of ours."""
     code = (
         f"import runpy, sys; runpy.run_path({sandbox_worker.__file__!r})['READY'][{kind!r}]();"
         "print(*{name.split('.')[0] for name in sys.modules})"

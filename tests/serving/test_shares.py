@@ -32,14 +32,12 @@ def test_kinds_of_equal_weight_get_equal_time_however_long_their_turns_are() -> 
 
 
 def test_weights_divide_the_time() -> None:
-    """Twice the weight is twice the time."""
     shares = FairQueue({"decode": 2.0})
     served = serve(shares, ["prefill", "decode"], {"prefill": 0.01, "decode": 0.01}, 30)
     assert served.count("decode") == 2 * served.count("prefill")
 
 
 def test_idleness_saves_nothing_up() -> None:
-    """Whoever comes after an hour does not get an hour."""
     shares = FairQueue({})
     serve(shares, ["decode"], {"decode": 0.01}, 1000)
     served = serve(shares, ["decode", "embedding"], {"decode": 0.01, "embedding": 0.01}, 10)
@@ -47,7 +45,6 @@ def test_idleness_saves_nothing_up() -> None:
 
 
 def test_a_load_of_minutes_counts_as_a_second() -> None:
-    """It must not make the next load wait as long as it took."""
     shares = FairQueue({}, {"load": 1.0})
     costs = {"load": 300.0, "decode": 0.1}
     served = serve(shares, ["load", "decode"], costs, 30)
@@ -94,7 +91,6 @@ def test_nobody_starves(waiting: list[str], weights: dict[str, float], data: st.
 
 
 def test_of_equals_the_first_to_wait_is_next() -> None:
-    """A tie is no lottery."""
     assert FairQueue({}).choose(["b", "a", "c"]) == 0
 
 

@@ -102,7 +102,6 @@ async def test_long_prompts_and_grammars_keep_no_short_prompt(pool: ThreadPools)
 
 
 def test_a_prompt_is_long_by_all_that_it_holds() -> None:
-    """Messages together, the arguments of earlier calls, and what is said of tools."""
     half = "x" * (LONG_CHARS // 2)
     assert prompt_kind(generate_job(half)) == "short prompts"
     assert prompt_kind(generate_job(half * 3)) == "long prompts"

@@ -55,7 +55,6 @@ def test_a_batch_never_exceeds_its_bounds_nor_stalls(
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 64))
 def test_shares_are_even(counts: list[int], rows: int) -> None:
-    """No request has two more than another that still had some to give."""
     taken = take_batch([[7] * count for count in counts], rows, 10**9)
     for mine, count in zip(taken, counts, strict=True):
         assert mine == count or mine >= max(taken) - 1
@@ -93,7 +92,6 @@ def test_waiting_inputs_wait_so_long_for_others(
 
 
 def test_the_window_follows_the_load_where_it_is_adaptive() -> None:
-    """Low below a quarter of a batch, high from a whole one on."""
     limits = replace(LIMITS, windows=Windows(low_s=0.001, medium_s=0.010, high_s=0.030))
     loads = (0, 7, 8, 31, 32, 500)
     assert [window(load, limits) for load in loads] == [0.001, 0.001, 0.010, 0.010, 0.030, 0.030]

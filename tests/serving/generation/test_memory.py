@@ -94,7 +94,6 @@ def test_a_row_is_counted_by_what_it_has_and_a_usual_answer() -> None:
 
 
 def test_a_prompt_that_never_fits_is_refused_and_no_other() -> None:
-    """Whatever it asks for: a bound is no need."""
     memory = RowMemory(Budget(1000), costs(most=1000))
     memory.check("m", row(743, 90_000))
     with pytest.raises(PromptTooLarge, match=r"744 tokens .* at most 743") as refused:
@@ -124,7 +123,6 @@ def test_a_model_whose_kv_is_unknown_counts_nothing() -> None:
 
 
 def test_a_share_holds_what_its_rows_take_and_gives_it_back() -> None:
-    """Beyond what the model's own share includes."""
     budget = Budget(10**6)
     memory = RowMemory(budget, costs(10, included=2 * KV_STEP * 10))
     memory.hold(Layout([KV_STEP]))
@@ -255,7 +253,6 @@ async def test_a_row_that_fits_passes_one_that_others_keep_waiting() -> None:
 async def test_a_row_that_cannot_grow_though_it_is_alone_ends_with_length(
     max_tokens: int | None,
 ) -> None:
-    """Where its memory does, as if it had been bounded so."""
     budget = Budget(240 + KV_STEP)
     engine = ScriptedChat(max_context=20_000)
     memory = RowMemory(budget, costs(answer_tokens=90))
@@ -292,7 +289,7 @@ async def test_when_memory_ends_the_youngest_gives_way_and_says_it_all_later(
     assert budget.free_bytes == budget.limit_bytes
 
 
-async def test_one_that_gave_way_and_finds_no_memory_again_ends_with_what_it_has_deltas() -> None:
+async def test_one_that_gave_way_and_finds_no_memory_again_ends_with_what_it_has_said() -> None:
     """With `length`, and never with an error: its caller has begun to read."""
     budget = Budget(2 * (260 + KV_STEP))
     other = budget.share()

@@ -1,6 +1,7 @@
 """The model cache: loaded once, kept while leased, the oldest idle one leaves."""
 
 import asyncio
+import contextlib
 import traceback
 
 import pytest
@@ -16,7 +17,7 @@ from gateway.errors import (
 from gateway.registry import Catalog
 from gateway.serving.budget import Budget
 from gateway.serving.models.eviction import RECENT_S
-from tests.serving.models.harness import Shelf, Users, cache, settle, spec, until, use
+from tests.serving.models.harness import Shelf, cache, settle, spec, until, use
 
 pytestmark = pytest.mark.anyio
 
@@ -51,18 +52,14 @@ async def test_the_least_recently_used_idle_model_makes_room() -> None:
 async def test_a_stray_request_takes_no_busy_model_from_its_callers() -> None:
     shelf = Shelf()
     async with cache(shelf, max_models=1) as models:
-        busy = Users(models, "a")
-        await busy.come()
-        stray = asyncio.create_task(use(models, "b"))
-        await settle()
-        await busy.come()
-        assert busy.inside == 2
-        with pytest.raises(NoRoom, match="`a`"):
-            await stray
-        await busy.come()
-        assert busy.inside == 3
-        assert models.states() == {"a": "loaded"}
-        await busy.go()
+        async with models.lease(spec("a")):
+            stray = asyncio.create_task(use(models, "b"))
+            await settle()
+            assert await use(models, "a") == "a"
+            assert not stray.done(), "it was served at once"
+            with pytest.raises(NoRoom, match="`a`"):
+                await stray
+            assert await use(models, "a") == "a"
         assert await use(models, "b") == "b"
     assert shelf.loads == ["a", "b"]
 
@@ -274,8 +271,8 @@ async def test_leaving_the_cache_ends_what_loads_or_waits_and_frees_the_rest() -
     shelf = Shelf()
     async with asyncio.timeout(50):
         async with cache(shelf, max_models=2, load_wait_s=60) as models:
-            users = Users(models, "a")
-            using = await users.come()
+            using = contextlib.AsyncExitStack()
+            await using.enter_async_context(models.lease(spec("a")))
             shelf.may_free.clear()
             await use(models, "b")
             evicting = asyncio.create_task(use(models, "c"))  # b is being freed for it
@@ -289,7 +286,6 @@ async def test_leaving_the_cache_ends_what_loads_or_waits_and_frees_the_rest() -
     for task in (evicting, waiting, unbegun):
         with pytest.raises(Unavailable, match="shutting down"):
             await task
-    await users.go()
-    await using
+    await using.aclose()
     assert shelf.loads == ["a", "b"]
     assert models.entries == ()
