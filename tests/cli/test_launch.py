@@ -211,7 +211,7 @@ async def test_a_stranger_on_the_port_is_no_gateway(home: Path) -> None:
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         asked.append(await reader.readuntil(b"\r\n\r\n"))
-        writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 15\r\n\r\n{"name": "else"')
+        writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 16\r\n\r\n{"name": "else"}')
         writer.close()
 
     stranger = await asyncio.start_server(answer, "127.0.0.1", 0)
