@@ -73,3 +73,22 @@ async def test_a_conversation_is_at_hand_after_others_that_begin_like_it_and_do_
     for prompt, (text, read, _) in told["cold"].items():
         assert told["kept"][prompt][:2] == (text, read)
         assert told["cold"][prompt][2] == 0
+
+
+async def test_what_decisions_cost_is_told_the_same_when_their_input_is_at_hand(
+    tmp_path: Path,
+) -> None:
+    """Only the tokens that were not read again are more; the answers are the same."""
+    name = "decided"
+    write_chat(tmp_path / name)
+    questions = [{"type": "predicate", "instructions": f"Is it {word}?"} for word in ("a", "b")]
+    body = {"model": name, "input": WISH, "questions": questions}
+    engines = cpu_engines(prefix_cache_bytes=1 << 26)
+    models = catalog(tmp_path, {name: {"kind": "chat", "source": f"path:{name}"}})
+    async with served(models, engines) as client:
+        cold, warm = [(await client.post("/v1/decisions", json=body)).json() for _ in range(2)]
+    cached = [each["usage"]["input_tokens_details"]["cached_tokens"] for each in (cold, warm)]
+    assert 0 < cached[0] < cached[1]
+    assert warm["usage"]["input_tokens"] == cold["usage"]["input_tokens"] > cached[1]
+    for one, other in zip(cold["answers"], warm["answers"], strict=True):
+        assert one["probability"] == pytest.approx(other["probability"], abs=1e-5)
