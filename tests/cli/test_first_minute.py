@@ -136,7 +136,7 @@ def test_the_greeting_names_an_address_that_answers(host: str, shown: str) -> No
     assert f"curl {shown}v1/chat/completions" in said
     assert '{"model": "smollm2-135m", "messages": ' in said
     (embedder, *_) = (spec for spec in specs if spec.kind == "embedding")
-    assert "/v1/embeddings -d" in write_greeting([Place(host, 80)], [embedder], open_to_all)
+    assert "/v1/embeddings" in write_greeting([Place(host, 80)], [embedder], open_to_all)
     assert "curl" not in write_greeting([Place(host, 80)], [], open_to_all)
 
 
