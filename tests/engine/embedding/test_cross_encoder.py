@@ -141,20 +141,6 @@ def test_a_tokenizer_that_cuts_on_the_left_keeps_a_document_s_end(tmp_path: Path
     assert cut.ids[-4:] == whole.ids[-4:]
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_padding_does_not_change_a_score(name: str) -> None:
-    """Among the longest, on a CPU and in a GPU's wider buckets, and whatever the padding."""
-    engine = golden(name)
-    short, *_ = engine.encode_pairs("hello", ["world"])
-    [long] = engine.encode_pairs("hello", ["word " * 700])
-    alone = engine.score([short])
-    among = engine.score([long] * 6 + [short] + [long] * 6)
-    assert np.abs(among[6] - alone[0]).max() <= 1e-5
-    *_, padded = engine._forward([short.ids, long.ids], [short.second, long.second])
-    assert np.abs(np.array(padded)[0] - alone[0]).max() <= 1e-5
-    assert np.abs(golden(name, Device.METAL).score([short]) - alone).max() <= 1e-5
-
-
 def test_token_types_change_a_score() -> None:
     """A BERT that knows two types is told which text is which; the others know one."""
     for name in TINY:

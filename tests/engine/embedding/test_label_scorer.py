@@ -13,7 +13,6 @@ import pytest
 from gateway.engine.device import Device
 from gateway.engine.embedding.label_scorer import (
     KEPT_TOKENS,
-    QWEN3,
     LabelHead,
     LabelRecipe,
     LabelScorer,
@@ -186,13 +185,6 @@ def test_one_label_scores_by_its_logit(folder: Path) -> None:
     [[token]] = scorer._tokenizer.encode(["y"], with_specials=False)
     right = scorer._model(mx.array([list(pair.ids)]))[0, -1, token].item()
     assert scorer.score([pair])[0, 0] == pytest.approx(right, abs=ROUNDING)
-
-
-def test_qwen3s_recipe_is_that_of_its_card() -> None:
-    before, after = QWEN3.template.split("{document}")
-    assert before.endswith("<Instruct>: {instruction}\n<Query>: {query}\n<Document>: ")
-    assert after == "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    assert QWEN3.labels == ("yes", "no")
 
 
 def test_a_label_of_several_tokens_is_refused(folder: Path) -> None:

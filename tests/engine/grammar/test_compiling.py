@@ -27,6 +27,7 @@ from tests.engine.grammar.drawn_rows import (
 from tests.sandboxes import sandbox
 
 TEXT = {"type": "string"}
+D7 = {"$schema": "http://json-schema.org/draft-07/schema#"}
 NAME = {"type": "string", "title": "Name", "description": "A name"}
 NULLABLE = {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}
 
@@ -113,19 +114,8 @@ SCHEMAS: dict[str, Any] = {
     "int64": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
     "items": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4},
     "no uniqueness": {"type": "array", "items": {"type": "null"}, "uniqueItems": False},
-    "tuple": {
-        "type": "array",
-        "prefixItems": [{"type": "integer"}, TEXT],
-        "items": False,
-        "minItems": 2,
-        "maxItems": 2,
-    },
-    "old tuple": {
-        "$schema": "http://json-schema.org/draft-07/schema#",
-        "type": "array",
-        "items": [{"type": "integer"}, {"type": "null"}],
-        "additionalItems": False,
-    },
+    "tuple": {"type": "array", "prefixItems": [{"type": "integer"}, TEXT], "items": False},
+    "old tuple": {**D7, "items": [{"type": "integer"}, TEXT], "additionalItems": False},
     "unicode": closed(**{"ключ": {"const": "значение"}, 'qu"ote\n': {"enum": ["日本", "ß"]}}),
     "any extra": thing(a={"type": "null"}),
     "extra schema": {**thing(a=TEXT), "additionalProperties": {"type": "integer"}},
@@ -164,14 +154,7 @@ def test_whatever_is_said_fits_the_schema(name: str) -> None:
 def test_any_text_goes_through_a_string_unchanged() -> None:
     """Unicode, escapes and control characters are all sayable, and come back as they were."""
     grammar = compiled(closed(a=TEXT))
-    for value in (
-        "héllo",
-        "日本語 😀",
-        'quote " slash \\ / tab \t',
-        "\u2028",
-        "a\nb",
-        "e\u0301",
-    ):
+    for value in ("héllo", "日本語 😀", 'quote " slash \\ / tab \t', "\u2028", "a\nb", "e\u0301"):
         for ascii_only in (False,) if value.isascii() is False else (False, True):
             said = json.dumps({"a": value}, ensure_ascii=ascii_only, separators=(",", ":"))
             matcher = grammar.matcher(ids(said))
@@ -197,14 +180,6 @@ def test_ends_come_exactly_where_the_grammar_may_end() -> None:
     assert matcher.is_over
 
 
-def test_json_is_compact_unless_asked_otherwise() -> None:
-    """White space could be said for ever; a caller who wants it says so."""
-    schema = closed(a=TEXT)
-    assert compiled(schema).matcher(ids('{ "a"')).error
-    roomy = {**schema, "x-guidance": {"whitespace_flexible": True}}
-    assert compiled(roomy).matcher(ids('{ "a" : "b" }')).is_over
-
-
 UNHELD: list[tuple[Any, str]] = [
     (closed(a={"not": {"multipleOf": 2}}), "#/properties/a/not"),
     (closed(a={"if": {"multipleOf": 2}, "then": {"minimum": 4}}), "#/properties/a/if"),
@@ -212,18 +187,8 @@ UNHELD: list[tuple[Any, str]] = [
     ({"type": "array", "contains": TEXT}, "#/contains"),
     ({"type": "object", "propertyNames": {"format": "email"}}, "#/propertyNames"),
     ({"type": "object", "dependentSchemas": {"a": {}}}, "#/dependentSchemas"),
-    (
-        {
-            "$schema": "http://json-schema.org/draft-07/schema#",
-            "type": "object",
-            "dependencies": {"a": {"required": ["b"]}},
-        },
-        "#/dependencies",
-    ),
-    (
-        {"allOf": [thing(a=TEXT)], "unevaluatedProperties": False},
-        "#/unevaluatedProperties",
-    ),
+    ({**D7, "type": "object", "dependencies": {"a": {"required": ["b"]}}}, "#/dependencies"),
+    ({"allOf": [thing(a=TEXT)], "unevaluatedProperties": False}, "#/unevaluatedProperties"),
     ({"type": "object", "minProperties": 2}, "#/minProperties"),
     (
         {"$ref": "#/components/U", "components": {"U": {"type": "array", "uniqueItems": True}}},
@@ -237,14 +202,7 @@ UNHELD: list[tuple[Any, str]] = [
     (closed(**{"a/b": {"oneOf": [TEXT, {"minLength": 2}]}}), "#/properties/a~1b/oneOf"),
     ({"const": 2**53 + 1}, "#/const"),
     ({"type": "integer", "minimum": 2**60}, "#/minimum"),
-    (
-        {
-            "$schema": "http://json-schema.org/draft-04/schema#",
-            "items": [{"type": "array", "uniqueItems": True}],
-            "additionalItems": {"not": {"multipleOf": 2}},
-        },
-        "#/items/0/uniqueItems",
-    ),
+    ({**D7, "items": [{"type": "array", "uniqueItems": True}]}, "#/items/0/uniqueItems"),
 ]
 
 
@@ -276,15 +234,14 @@ def test_definitions_that_nothing_leads_to_ask_for_nothing() -> None:
         ({"not": {}}, "allows no finite answer"),
         ({"$ref": "#/$defs/Gone"}, "`$ref` at # leads nowhere: `#/$defs/Gone`"),
         (closed(a={"$ref": "#b"}), "`$ref` at #/properties/a leads nowhere: `#b`"),
-        ({"type": "strin"}, "`type` at #/type"),
         (closed(**{"a/b": {"type": 1}}), "`type` at #/properties/a~1b/type"),
         ({"type": "integer", "minimum": 1, "exclusiveMinimum": True}, "exclusiveMinimum"),
-        ({"items": [TEXT]}, "`items` at #/items must be a boolean or an object in draft 2020-12"),
         ({"type": "integer", "minimum": 3, "maximum": 2}, "`minimum` at # is above `maximum`"),
         ({"enum": []}, "`enum` at # is empty"),
+        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "finite"),
+        ({"anyOf": [{"$ref": "#"}]}, "finite"),
         ({**closed(), "required": ["z"]}, "impossible"),
         ({"$ref": "#/$defs/A", "$defs": {"A": closed(x={"$ref": "#/$defs/A"})}}, "finite"),
-        ({**TEXT, "x-guidance": {"lenient": True}}, "x-guidance"),
         ({**TEXT, "x-guidance": {"coerce_one_of": True}}, "x-guidance"),
         (False, "false"),
     ],
@@ -314,12 +271,10 @@ def test_what_is_no_schema_or_has_no_answer_is_refused(
         ("json_schema", '{"title":"' + "x" * 300_000 + '"}', "bytes"),
         ("regex", "(?<=a)b", "look-around"),
         ("regex", "(a", "unclosed group"),
-        ("regex", r"\bword", "lookarounds"),
         ("regex", r"(a)\1", "backreferences"),
         ("regex", r"[^\s\S]", "no answer"),
         ("regex", "a" * 40_000, "characters"),
         ("choice", '["a",1]', "strings"),
-        ("choice", "[]", "strings"),
         ("choice", "a", "JSON array"),
         ("grammar", "start: X", '"X"'),
         ("grammar", "start: start", "no answer"),
@@ -352,6 +307,12 @@ def test_what_is_too_wide_to_follow_is_refused_at_once(schema: Any) -> None:
         compiled(schema, Shape())
 
 
+def calls(*functions: Function) -> Grammar:
+    grammar = answer_grammar(Calling(functions=list(functions), forced=True), None, None)
+    assert grammar is not None
+    return grammar
+
+
 def test_calls_may_be_longer_than_what_a_caller_writes() -> None:
     """Their schemas were bounded one by one; the whole has a bound of its own."""
     long = Grammar("calls", f'start: "a" // {"x" * 40_000}')
@@ -363,9 +324,7 @@ def test_calls_may_be_longer_than_what_a_caller_writes() -> None:
 def test_calls_leave_out_what_is_there_to_be_read() -> None:
     """Long descriptions cost nothing; a parameter called `description` stays."""
     parameters = closed(description={**TEXT, "description": "d" * 40_000, "title": "t"})
-    calling = Calling(functions=[Function("f", parameters)], forced=True)
-    grammar = answer_grammar(calling, None, None)
-    assert grammar is not None
+    grammar = calls(Function("f", parameters))
     assert compile_grammar(tokenizer(), grammar, bounds=GrammarBounds(max_calls_chars=500))
     said = '{"name":"f","arguments":{"description":"x"}}'
     assert compile_grammar(tokenizer(), grammar).matcher(ids(said)).is_over
@@ -405,11 +364,10 @@ def chain(length: int) -> Any:
 def test_a_grammar_that_ends_a_process_ends_the_sandbox(box: Sandbox) -> None:
     """Whatever bound it slipped by: here there is none. What comes after it is compiled."""
     bounds = GrammarBounds(max_path=10**6)
+    deadly = schema_grammar(chain(5000))
     for _ in range(2):  # the second time nothing is tried
         with pytest.raises(BadRequest, match=r"cannot be compiled: it ended the process.*SIG"):
-            compile_grammar(
-                tokenizer(), schema_grammar(chain(5000)), bounds=bounds, sandbox=box, shape=OPEN
-            )
+            compile_grammar(tokenizer(), deadly, bounds=bounds, sandbox=box, shape=OPEN)
     compiled = compile_grammar(tokenizer(), schema_grammar(ENTITY), sandbox=box)
     assert answer(compiled.matcher(), 1)
 
@@ -433,15 +391,10 @@ def test_a_grammar_that_takes_too_long_is_given_up() -> None:
 @pytest.mark.parametrize(
     ("grammar", "message"),
     [
-        (Grammar("regex", "("), "The regex cannot be compiled: unclosed group."),
-        (
-            Grammar("regex", "a{600}{600}{600}"),
-            "The regex cannot be compiled: lexer error: too many expressions constructed.",
-        ),
+        (Grammar("regex", "a{600}{600}{600}"), "lexer error: too many expressions constructed."),
         (
             Grammar("grammar", 'start: "a" b'),
-            'The grammar cannot be compiled: line 1, column 8: unknown name: "b", '
-            'in `start: "a" b`.',
+            'line 1, column 8: unknown name: "b", in `start: "a" b`.',
         ),
     ],
 )
@@ -451,18 +404,16 @@ def test_a_refusal_shows_no_line_that_the_caller_did_not_write(
     """Nor one of the compiler's own."""
     with pytest.raises(BadRequest) as refused:
         compile_grammar(tokenizer(), grammar)
-    assert refused.value.message == message
+    assert refused.value.message == f"The {grammar.kind} cannot be compiled: {message}"
 
 
 def test_parameters_that_cannot_be_held_to_are_refused_by_their_functions_name() -> None:
     """Not by the grammar that was made of all the functions."""
     odd = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=b)c"}}}
-    functions = [Function("plain", {"type": "object"}), Function('"od"d', odd, strict=True)]
-    calling = Calling(functions=functions, forced=True)
-    grammar = answer_grammar(calling, None, None)
-    assert grammar is not None
+    grammar = calls(Function("plain", {"type": "object"}), Function('"od"d', odd, strict=True))
     with pytest.raises(BadRequest) as refused:
         compile_grammar(tokenizer(), grammar)
+    assert refused.value.part == "tools"
     assert refused.value.message == (
         "The parameters of '\"od\"d': The JSON Schema keyword `pattern` at #/properties/a cannot "
         "be enforced here, and 'strict' asks for all of the schema."
@@ -471,23 +422,14 @@ def test_parameters_that_cannot_be_held_to_are_refused_by_their_functions_name()
 
 def test_calls_that_say_the_same_and_are_strict_in_one_are_two_grammars() -> None:
     """Or the first one's outcome would be the other's."""
-
-    def calls(*, strict: bool) -> Grammar | None:
-        functions = [Function("f", {"type": "object"}, strict=strict)]
-        calling = Calling(functions=functions, forced=True)
-        return answer_grammar(calling, None, None)
-
-    assert calls(strict=True) == calls(strict=True)
-    assert calls(strict=True) != calls(strict=False)
+    strict, same, other = (Function("f", {}, strict=is_strict) for is_strict in (True, True, False))
+    assert calls(strict) == calls(same) != calls(other)
 
 
 def test_only_the_functions_that_do_not_compile_lose_a_keyword() -> None:
     """What is left of them, and all of the others, is held."""
     odd = thing(a={"type": "string", "pattern": "(?=b)c", "maxLength": 3}, b={"type": "integer"})
-    functions = [Function("odd", odd), Function("plain", thing(a={"const": 1}))]
-    calling = Calling(functions=functions, forced=True)
-    grammar = answer_grammar(calling, None, None)
-    assert grammar is not None
+    grammar = calls(Function("odd", odd), Function("plain", thing(a={"const": 1})))
     compiled_calls = compile_grammar(tokenizer(), grammar, shape=OPEN)
     assert compiled_calls.unenforced == ("odd#/properties/a/pattern",)
     for said, fits in (

@@ -16,7 +16,6 @@ from tests.engine.grammar.drawn_rows import (
     answer,
     compiled,
     ids,
-    step,
     text,
     tokenizer,
 )
@@ -66,12 +65,6 @@ def test_ids_beyond_the_mask_are_forbidden(batch: int) -> None:
     assert np.isfinite(np.array(apply_masks(mx.zeros((batch, 7)), wide, [0]))).all()
 
 
-def test_no_grammar_rows_no_work() -> None:
-    """A batch of free rows keeps its logits."""
-    logits = mx.zeros((2, 8))
-    assert apply_masks(logits, np.zeros((0, 1), dtype=np.uint32), []) is logits
-
-
 def test_many_rows_are_filled_as_each_would_be_alone() -> None:
     """The parallel fill gives every row the mask of its own state, ended and failed ones too."""
     grammar = compiled(PERSON)
@@ -84,21 +77,6 @@ def test_many_rows_are_filled_as_each_would_be_alone() -> None:
         grammar.matcher(ids(start)).allowed(alone)
         np.testing.assert_array_equal(mask, alone)
     assert [matcher.error is None for matcher in matchers] == [True, True, True, True, False]
-
-
-def test_rows_of_one_grammar_do_not_touch_each_other() -> None:
-    """Two rows taken step by step in turns say what each says alone."""
-    grammar = compiled(PERSON)
-    alone = [answer(grammar.matcher(), seed) for seed in (1, 2)]
-    rows = [(grammar.matcher(), random.Random(seed), list[int]()) for seed in (1, 2)]
-    is_going = True
-    while is_going:
-        is_going = False
-        for matcher, rng, said in rows:
-            if (token := step(matcher, rng)) is not None:
-                said.append(token)
-                is_going = True
-    assert [text(said) for _, _, said in rows] == alone
 
 
 def test_a_row_can_be_read_again_from_what_it_said() -> None:

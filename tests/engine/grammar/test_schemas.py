@@ -6,13 +6,8 @@ from typing import Any
 
 import pytest
 
-from gateway.engine.grammar.schemas import bare, can_end, walk
-from gateway.engine.grammar.shaping import (
-    Shape,
-    bound_strings,
-    close_objects,
-    complete,
-)
+from gateway.engine.grammar.schemas import bare
+from gateway.engine.grammar.shaping import Shape, bound_strings, close_objects, complete
 from tests.engine.grammar.drawn_rows import allowed, answer, compiled, ids
 
 TEXT: dict[str, Any] = {"type": "string"}
@@ -67,9 +62,6 @@ def test_settled_strings_keep_their_own_bounds() -> None:
 
 def test_numbers_are_bounded_where_strings_are() -> None:
     """A small model goes on with digits as it does with letters."""
-    integer = bound_strings({"type": "integer"}, 3, 3)
-    assert integer == {"type": "integer", "minimum": -(2**53 - 1), "maximum": 2**53 - 1}
-    assert bound_strings({"type": "number"}, None, 3) == {"type": "number"}
     for seed in range(5):
         told = answer(compiled({"type": "number"}, Shape(max_string_chars=3)).matcher(), seed)
         assert len(told) <= 22
@@ -111,11 +103,8 @@ def test_numbers_keep_the_digits_that_their_bounds_need() -> None:
         {"type": "number", "minimum": 1e-9, "maximum": 2e-9},
     ):
         assert bound_strings(schema, None, None) == schema
-    assert (
-        compiled({"type": "number", "minimum": 1e-9, "maximum": 2e-9}, Shape())
-        .matcher(ids("0.0000000015"))
-        .may_end
-    )
+    finer = compiled({"type": "number", "minimum": 1e-9, "maximum": 2e-9}, Shape())
+    assert finer.matcher(ids("0.0000000015")).may_end
 
 
 def test_integers_are_always_exact() -> None:
@@ -138,21 +127,14 @@ def test_open_values_are_bounded_all_the_way_down() -> None:
     for schema in ({}, {"type": "object"}, thing(a={}, b=True)):
         grammar = compiled(schema, Shape(max_string_chars=4, max_array_items=2))
         for seed in range(5):
-            assert all(
-                _is_small(part) for part in _parts(json.loads(answer(grammar.matcher(), seed)))
-            )
+            assert is_small(json.loads(answer(grammar.matcher(), seed)))
 
 
-def _parts(value: Any) -> list[Any]:
-    children = list(value.values()) if isinstance(value, dict) else value
-    inner = (
-        [part for child in children for part in _parts(child)] if isinstance(children, list) else []
-    )
-    return [value, *inner]
-
-
-def _is_small(value: Any) -> bool:
-    return len(value) <= (4 if isinstance(value, str) else 2) if hasattr(value, "__len__") else True
+def is_small(value: Any) -> bool:
+    children = [*value.values()] if isinstance(value, dict) else value
+    if isinstance(children, list):
+        return len(children) <= 2 and all(map(is_small, children))
+    return not isinstance(value, str) or len(value) <= 4
 
 
 def test_properties_that_may_say_nothing_are_all_emitted() -> None:
@@ -187,18 +169,6 @@ def test_objects_are_closed_unless_others_speak_of_them() -> None:
         assert close_objects(schema) == schema
 
 
-def test_whether_an_answer_can_end() -> None:
-    """Required recursion cannot; recursion through null, an empty array or a choice can."""
-    again = {"$ref": "#"}
-    assert not can_end({**thing(a=again), "required": ["a"]})
-    assert not can_end({"type": "array", "items": again, "minItems": 1})
-    assert not can_end({"anyOf": [again]})
-    assert can_end(thing(a=again))
-    assert can_end({"type": "array", "items": again})
-    assert can_end({"anyOf": [again, {"type": "null"}]})
-    assert can_end({"$ref": "elsewhere"})
-
-
 def test_notes_are_left_out_and_names_are_not() -> None:
     """A property called `description` is no description; nor is what a constant holds."""
     noted = {**TEXT, "title": "T", "description": "D", "examples": ["a"], "$comment": "C"}
@@ -208,11 +178,3 @@ def test_notes_are_left_out_and_names_are_not() -> None:
     assert bare(schema) == {"$defs": {"title": TEXT}, **thing(description=TEXT, d=data)}
     assert bare(True) is True
     assert schema == before
-
-
-def test_walking_names_places() -> None:
-    """As JSON pointers, and only into schemas."""
-    schema = {"anyOf": [thing(a=TEXT), {"enum": [TEXT]}]}
-    assert [place for place, _ in walk(schema)] == [
-        *("#", "#/anyOf/0", "#/anyOf/0/properties/a", "#/anyOf/1")
-    ]

@@ -73,20 +73,12 @@ def misspelt() -> Tokenizer:
 
 
 def open_engine(folder: Path, tokenizer: Tokenizer) -> GenerationEngine:
-    write_chat(folder)
+    write_chat(folder, eos_token_id=2)
     tokenizer.add_special_tokens(["</s>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "eos_token": "</s>",
-                "unk_token": "<unk>",
-            }
-        )
-    )
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 2}))
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config = {**kind, "eos_token": "</s>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return load_generation(folder, name="m", device=Device.CPU)
 
 

@@ -245,17 +245,6 @@ def test_half_precision_is_adapted_by_row_too(plain: World, dtype: str) -> None:
         engine.close()
 
 
-def test_a_pass_without_adapters_computes_what_the_base_does(plain: World) -> None:
-    """To the last bit."""
-    bare, batch = open_engine(plain.base), plain.open()
-    try:
-        tokens = mx.array([[5, 6, 7, 8]])
-        assert mx.array_equal(bare._model(tokens), batch.engine._model(tokens))
-    finally:
-        bare.close()
-        batch.engine.close()
-
-
 def rewrite(folder: Path, change: Any) -> None:
     file = folder / "adapters.safetensors"
     weights: Any = mx.load(str(file))
@@ -274,6 +263,11 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 def set_factor(name: str, value: mx.array) -> Any:
     return lambda folder: rewrite(folder, lambda weights: weights.update({name: value}))
+
+
+def set_factors(name: str, inputs: int) -> Any:
+    factors = {f"{name}.lora_a": mx.zeros((inputs, 4)), f"{name}.lora_b": mx.zeros((4, 64))}
+    return lambda folder: rewrite(folder, lambda weights: weights.update(factors))
 
 
 def set_rank(rank: Any, scale: Any = 2.0) -> Any:
@@ -330,6 +324,14 @@ HOSTILE: dict[str, tuple[Any, str]] = {
         ),
         "not a whole safetensors file",
     ),
+    "a module that the base lacks": (
+        set_factors("model.layers.2.mlp.up_proj", 64),
+        r"its base has no model\.layers\.2\.mlp\.up_proj",
+    ),
+    "an embedding": (
+        set_factors("model.embed_tokens", 1026),
+        r"model\.embed_tokens is no linear projection",
+    ),
     "PEFT's": (
         lambda folder: (folder / "adapters.safetensors").rename(
             folder / "adapter_model.safetensors"
@@ -356,34 +358,11 @@ def test_what_is_wrong_with_an_adapter_is_named_and_nothing_of_it_stays(
         engine.close()
 
 
-def test_a_module_that_the_base_lacks_is_named(plain: World, tmp_path: Path) -> None:
-    deep = write_chat(tmp_path / "deep", num_hidden_layers=3)
-    folder = write_adapter(tmp_path / "adapter", deep, only="layers.2.mlp.up")
-    engine = open_engine(plain.base)
-    with pytest.raises(ModelLoadFailed, match=r"its base has no model\.layers\.2\.mlp\.up_proj"):
-        add(engine, "adapter", folder)
-    engine.close()
-
-
 def test_a_rank_beyond_the_projections_is_refused(plain: World, tmp_path: Path) -> None:
     """Before any of its weights is read."""
     folder = write_adapter(tmp_path / "adapter", plain.base, rank=65)
     engine = open_engine(plain.base)
     with pytest.raises(ModelLoadFailed, match="its rank is 65, and"):
-        add(engine, "adapter", folder)
-    engine.close()
-
-
-def test_an_embedding_is_no_linear_projection(plain: World, tmp_path: Path) -> None:
-    folder = write_adapter(tmp_path / "adapter", plain.base)
-    rows = json.loads((plain.base / "config.json").read_text())["vocab_size"]
-    extra = {
-        "model.embed_tokens.lora_a": mx.zeros((rows, 4)),
-        "model.embed_tokens.lora_b": mx.zeros((4, 64)),
-    }
-    rewrite(folder, lambda weights: weights.update(extra))
-    engine = open_engine(plain.base)
-    with pytest.raises(ModelLoadFailed, match=r"model\.embed_tokens is no linear projection"):
         add(engine, "adapter", folder)
     engine.close()
 

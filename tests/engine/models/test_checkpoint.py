@@ -22,16 +22,7 @@ def checkpoint(folder: Path) -> Checkpoint:
 
 
 def measured(folder: Path, dtype: str | None = None) -> int:
-    engine = load_generation(
-        folder,
-        name="mine",
-        device=Device.CPU,
-        dtype=dtype,
-        max_context=None,
-        chat_template=None,
-        template_args={},
-    )
-    return engine.nbytes()
+    return load_generation(folder, name="mine", device=Device.CPU, dtype=dtype).nbytes()
 
 
 def quantised(folder: Path, bits: int = 4, **own: Any) -> Path:
@@ -78,21 +69,6 @@ def test_an_embedding_model_is_measured_alike() -> None:
     engine = load_embedding(folder, name="mine", device=Device.CPU)
     size = weights_bytes(checkpoint(folder), Device.CPU, None)
     assert engine.nbytes() <= size <= engine.nbytes() * 1.2
-
-
-def test_shards_count_together(tmp_path: Path) -> None:
-    """Every file the index names."""
-    folder = write_chat(tmp_path / "one")
-    whole = weights_bytes(checkpoint(folder), Device.CPU, None)
-    arrays: Any = mx.load(str(folder / "model.safetensors"))
-    names = sorted(arrays)
-    halves = {"a.safetensors": names[:3], "b.safetensors": names[3:]}
-    for file, some in halves.items():
-        mx.save_safetensors(str(folder / file), {name: arrays[name] for name in some})
-    (folder / "model.safetensors").unlink()
-    index = {"weight_map": {name: file for file, some in halves.items() for name in some}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert weights_bytes(checkpoint(folder), Device.CPU, None) == whole
 
 
 def test_kv_is_counted_for_so_many_tokens_at_most_the_context(tmp_path: Path) -> None:

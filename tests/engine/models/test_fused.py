@@ -76,14 +76,6 @@ def test_projections_of_unlike_formats_stay_apart(tmp_path: Path) -> None:
     assert mx.allclose(model(TOKENS), own, rtol=1e-4, atol=1e-3)
 
 
-def test_an_input_is_not_kept_once_all_have_their_part(tmp_path: Path) -> None:
-    model = opened(write_chat(tmp_path / "tiny"), is_fused=True)
-    mx.eval(model(TOKENS))
-    idle = mx.get_active_memory()
-    mx.eval(model(mx.tile(TOKENS, (8, 4))))
-    assert mx.get_active_memory() == idle
-
-
 def test_each_group_that_is_fused_is_a_step_of_loading(tmp_path: Path) -> None:
     """Others may have the lane in between. A draft is fused if its own entry says so."""
     folder = write_chat(tmp_path / "tiny")

@@ -14,7 +14,7 @@ import pytest
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear, quantize
 from mlx.utils import tree_flatten
-from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
+from mlx_lm.models.mla import QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import load_model
 
@@ -37,7 +37,6 @@ NO_SHAPE = (
     'activation: bfloat16, bits: 4, group size: 32, mode: "affine".'
 )
 NO_BITS = "[quantized_matmul] 1-bit quantization is not supported."
-NO_EXPERTS = NO_SHAPE.replace("quantized_matmul", "gather_qmm")
 TOKENS = mx.arange(5, 25)[None]
 
 
@@ -130,60 +129,46 @@ def test_each_shape_is_tried_with_one_row_and_with_nine(
     assert not kinds(model) & {QuantizedLinear, QuantizedEmbedding}
 
 
-def test_a_tied_head_without_a_kernel_becomes_floating(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_dequantised_by_the_processor_where_the_device_cannot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a tied head, too."""
     model = made("llama", bits=1, tie_word_embeddings=True)
     expected = model(TOKENS)
     mx.eval(expected)
     lack(monkeypatch, "quantized_matmul", NO_BITS, lambda *_, **given: bool(given["bits"] == 1))
+    text = NO_BITS.replace("quantized_matmul", "dequantize")
+    lack(monkeypatch, "dequantize", text, lambda *_, stream=None, **given: stream is None)
     (report,) = replaced(model)
     assert "QuantizedEmbedding 64x320 of 1 bits, group 32, affine" in report.shapes
     assert mx.allclose(model(TOKENS), expected, rtol=1e-3, atol=1e-3)
 
 
-def test_weights_are_dequantised_by_the_processor_where_the_device_cannot(
-    monkeypatch: pytest.MonkeyPatch,
+LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "product", "given", "kind"),
+    [
+        # One row's product, or that of many sorted ones.
+        ("qwen3_moe", {}, "gather_qmm", ("sorted_indices", False), QuantizedSwitchLinear),
+        ("qwen3_moe", {}, "gather_qmm", ("sorted_indices", True), QuantizedSwitchLinear),
+        # Prefill multiplies with latent heads the other way round than a decode step.
+        ("deepseek_v3", LATENT, "quantized_matmul", ("transpose", False), QuantizedMultiLinear),
+    ],
+)
+def test_experts_and_latent_heads_without_a_kernel_become_floating(
+    monkeypatch: pytest.MonkeyPatch, name: str, config: Any, product: str, given: Any, kind: Any
 ) -> None:
-    model = made("llama", bits=1)
+    model = made(name, **config)
+    assert kind in kinds(model)
     expected = model(TOKENS)
     mx.eval(expected)
-    lack(monkeypatch, "quantized_matmul", NO_BITS, lambda *_, **given: True)
-    text = NO_BITS.replace("quantized_matmul", "dequantize")
-    lack(monkeypatch, "dequantize", text, lambda *_, stream=None, **given: stream is None)
+    key, value = given
+    text = NO_SHAPE.replace("quantized_matmul", product)
+    lack(monkeypatch, product, text, lambda *_, **given: given[key] is value)
     replaced(model)
-    assert mx.allclose(model(TOKENS), expected, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("is_sorted", [False, True])
-def test_experts_without_a_kernel_become_floating(
-    monkeypatch: pytest.MonkeyPatch, is_sorted: bool
-) -> None:
-    """One row's product, or that of many sorted ones."""
-    model = made("qwen3_moe")
-    expected = model(TOKENS)
-    mx.eval(expected)
-    lack(
-        monkeypatch,
-        "gather_qmm",
-        NO_EXPERTS,
-        lambda *_, **given: bool(given["sorted_indices"] == is_sorted),
-    )
-    (report,) = replaced(model)
-    assert report.layers == 4 * 3
-    assert QuantizedSwitchLinear not in kinds(model)
-    assert SwitchLinear in kinds(model)  # float32, which the CPU's mx.gather_mm knows
-    assert mx.allclose(model(TOKENS), expected, rtol=1e-3, atol=1e-3)
-
-
-def test_latent_heads_without_a_kernel_become_floating(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefill multiplies with them the other way round than a decode step."""
-    model = made("deepseek_v3", kv_lora_rank=32, qk_nope_head_dim=32, v_head_dim=32)
-    expected = model(TOKENS)
-    mx.eval(expected)
-    lack(monkeypatch, "quantized_matmul", NO_SHAPE, lambda *_, **given: given["transpose"] is False)
-    assert QuantizedMultiLinear in kinds(model)
-    replaced(model)
-    assert QuantizedMultiLinear not in kinds(model)
-    assert MultiLinear in kinds(model)
+    assert kind not in kinds(model)
     assert mx.allclose(model(TOKENS), expected, rtol=1e-3, atol=1e-3)
 
 

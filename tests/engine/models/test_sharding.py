@@ -11,6 +11,7 @@ from gateway.engine.models.decoders import parameters, read_decoder
 from gateway.engine.models.sharding import Parallel, RankShare, SharedListing
 from gateway.errors import ModelLoadFailed
 from tests.checkpoints import SLIDING, write_chat
+from tests.engine.models.gguf.opening import ended
 
 
 class FakeGroup:
@@ -31,12 +32,9 @@ def share(parallel: Parallel, rank: int = 0, size: int = 2) -> RankShare:
 
 
 def load(checkpoint: Checkpoint, its: RankShare) -> Any:
-    steps = read_decoder(checkpoint, device=Device.CPU, dtype=None, is_packed=False, share=its)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as done:
-            return done.value
+    return ended(
+        read_decoder(checkpoint, device=Device.CPU, dtype=None, is_packed=False, share=its)
+    )
 
 
 @pytest.mark.parametrize(("layers", "ranks"), [(2, 2), (7, 3), (5, 2), (4, 4)])
@@ -74,21 +72,8 @@ def test_the_size_of_a_share_is_known_before_it_is_loaded(
     [
         ("pipeline", {}, "cannot divide a llama by `parallel: pipeline`; use `parallel: tensor`"),
         ("tensor", SLIDING, "no model of its kind can be divided"),
-        (
-            "tensor",
-            {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48},
-            "its num_attention_heads, 3, cannot be divided among 2 ranks",
-        ),
-        (
-            "tensor",
-            {"num_key_value_heads": 1},
-            "its num_key_value_heads, 1, cannot be divided among 2 ranks",
-        ),
-        (
-            "pipeline",
-            {"model_type": "qwen2", "num_hidden_layers": 1},
-            "it has 1 layers, fewer than the 2 ranks",
-        ),
+        ("tensor", {"num_key_value_heads": 1}, "its num_key_value_heads, 1, cannot be divided"),
+        ("pipeline", {"model_type": "qwen2", "num_hidden_layers": 1}, "it has 1 layers, fewer"),
     ],
 )
 def test_a_model_that_cannot_be_divided_is_refused(

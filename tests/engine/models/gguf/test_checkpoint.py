@@ -97,57 +97,34 @@ def test_a_window_bounds_the_context(tmp_path: Path) -> None:
 
 def test_what_changes_nothing_is_passed_over(tmp_path: Path) -> None:
     """Keys that say what is so anyway, and those that others need."""
-    checkpoint(
-        tmp_path,
-        "llama",
-        **{
-            "general.type": "model",
-            "general.file_type": 3,
-            "split.count": Number("H", 0),
-            "llama.rope.dimension_count": 32,
-            "llama.expert_count": 0,
-            "llama.rope.scale_linear": 1.0,
-            "llama.attention.causal": True,
-            "llama.tensor_data_layout": "Meta AI original pth",
-            "another.key": 7,
-        },
-    )
+    general = {"general.type": "model", "split.count": Number("H", 0), "another.key": 7}
+    own = {"rope.dimension_count": 32, "expert_count": 0, "attention.causal": True}
+    checkpoint(tmp_path, **general, **{f"llama.{key}": value for key, value in own.items()})
 
 
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
         ({"general.architecture": "gemma3"}, "is 'gemma3', and .* llama, qwen2, qwen3 are served"),
-        ({"general.architecture": None}, "architecture is None"),
         ({"general.architecture": ["llama"]}, "architecture is"),
         ({"general.type": "mmproj"}, "general.type is 'mmproj': it holds no model"),
         ({"split.count": Number("H", 3)}, "one of 3 pieces: join them with"),
         ({"general.quantization_version": 1}, "quantised as of version 1"),
-        ({"llama.block_count": None}, "no llama.block_count"),
         ({"llama.block_count": 0}, "llama.block_count is 0"),
         ({"llama.block_count": "2"}, "llama.block_count is '2'"),
-        ({"llama.block_count": True}, "llama.block_count is True"),
-        ({"llama.block_count": (1 << 32) - 1}, "llama.block_count is"),
         ({"llama.block_count": (1 << 31) - 1}, "no tensors for 2,147,483,647 layers"),
         ({"llama.block_count": 3}, "weights are missing: blk.2.attn_k.weight, .* and 4 more"),
         ({"llama.block_count": 1}, "weights are unknown: blk.1.attn_k.weight"),
         ({"llama.embedding_length": 128}, "token_embd.weight is .263, 256., .* asks for .263, 128"),
-        ({"llama.feed_forward_length": 256}, "ffn_gate.weight is .512, 256."),
         ({"llama.feed_forward_length": [512, 512]}, "feed_forward_length is .512, 512."),
         ({"llama.attention.head_count": 0}, "head_count is 0"),
         ({"llama.attention.head_count": 7}, "7 heads cannot share 4"),
-        ({"llama.attention.head_count": 16}, "attn_k.weight is .128, 256."),
-        ({"llama.attention.key_length": 64, "llama.attention.value_length": 64}, "attn_"),
         ({"llama.attention.value_length": 64}, "of different lengths"),
         ({"llama.rope.dimension_count": 16}, "a part of each head"),
-        ({"llama.rope.freq_base": 0.0}, "freq_base is 0.0, which makes no sense"),
         ({"llama.rope.freq_base": float("nan")}, "freq_base is nan"),
-        ({"llama.rope.freq_base": float("inf")}, "freq_base is inf"),
-        ({"llama.rope.freq_base": "much"}, "freq_base is 'much'"),
         ({"llama.attention.layer_norm_rms_epsilon": None}, "no llama.attention.layer_norm_rms_eps"),
         ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "epsilon is -1.0"),
         ({"llama.rope.scaling.type": "longrope"}, "rope.scaling.type is 'longrope'"),
-        ({"llama.rope.scaling.type": "yarn"}, "no llama.rope.scaling.factor"),
         ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0},
          "no llama.rope.scaling.original_context_length"),
         ({"llama.rope.scaling.factor": 4.0}, "llama.rope.scaling.factor is 4.0, .* not served"),
@@ -155,38 +132,24 @@ def test_what_changes_nothing_is_passed_over(tmp_path: Path) -> None:
         ({"llama.expert_count": 8}, "llama.expert_count is 8, which is not served here"),
         ({"llama.attention.causal": True, "llama.pooling_type": 3}, "llama.pooling_type is 3"),
         ({"llama.logit_scale": 0.5}, "llama.logit_scale is 0.5"),
+        ({"qwen2.attention.key_length": 64, "qwen2.attention.value_length": 64},
+         "8 heads of 64 are not its 256 dimensions"),
+        ({"qwen3.pooling_type": 3}, "qwen3.pooling_type is 3"),
     ],
 )  # fmt: skip
 def test_what_is_missing_senseless_or_not_served_is_named(
     tmp_path: Path, changed: dict[str, Any], reason: str
 ) -> None:
     """Nothing is guessed, and no loop is as long as a number in the file."""
+    architecture = next(iter(changed)).partition(".")[0]
     with pytest.raises(ModelLoadFailed, match=reason):
-        checkpoint(tmp_path, "llama", **changed)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "changed", "reason"),
-    [
-        ("qwen2", {"qwen2.attention.key_length": 64, "qwen2.attention.value_length": 64},
-         "8 heads of 64 are not its 256 dimensions"),
-        ("qwen3", {"qwen3.pooling_type": 3}, "qwen3.pooling_type is 3"),
-        ("qwen3", {"general.architecture": "qwen3moe"}, "architecture is 'qwen3moe'"),
-    ],
-)  # fmt: skip
-def test_so_is_what_another_architecture_lacks(
-    tmp_path: Path, architecture: str, changed: dict[str, Any], reason: str
-) -> None:
-    """mlx-lm's qwen2 has no head_dim; an embedder is no chat model."""
-    with pytest.raises(ModelLoadFailed, match=reason):
-        checkpoint(tmp_path, architecture, **changed)
+        checkpoint(tmp_path, architecture if architecture in KINDS else "llama", **changed)
 
 
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
         ({"token_embd.weight": None}, "missing: token_embd.weight"),
-        ({"output_norm.weight": None}, "missing: output_norm.weight"),
         ({"blk.0.attn_q.bias": floats("F32", np.zeros(256, np.float32))},
          "missing: blk.0.attn_k.bias"),
         ({"blk.0.attn_qkv.weight": floats("F32", np.zeros((2, 2), np.float32))},
@@ -195,7 +158,6 @@ def test_so_is_what_another_architecture_lacks(
          "token_embd.weight is .67328,., where"),
         ({"blk.0.attn_q.weight": Stored("MXFP4", (256, 256), bytes(256 * 8 * 17))},
          "weights of MXFP4, which are not read here"),
-        ({"blk.0.attn_q.weight": Stored("I8", (256, 256), bytes(256 * 256))}, "weights of I8"),
         ({"rope_freqs.weight": floats("F32", np.ones(15, np.float32))}, "rope_freqs.weight is F32"),
         ({"rope_freqs.weight": floats("F32", np.zeros(16, np.float32))}, "make no sense"),
         ({"rope_freqs.weight": floats("F16", np.ones(16, np.float32))}, "is F16"),

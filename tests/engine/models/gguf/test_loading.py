@@ -55,20 +55,6 @@ def test_greedy_tokens_equal_mlx_lms(tmp_path: Path, architecture: str) -> None:
     engine.close()
 
 
-def test_weights_that_stay_quantised_give_the_same_tokens(tmp_path: Path) -> None:
-    """On a CPU, where their scales are float32: in a fraction of the memory."""
-    path = write_model(tmp_path / "a.gguf", "qwen2")
-    engines = [
-        load_generation(path, name="mine", device=Device.CPU, is_packed=is_packed)
-        for is_packed in (False, True)
-    ]
-    plain, packed = ([each.ids for each in answers(engine, [job("Hi")])] for engine in engines)
-    assert packed == plain
-    assert engines[1].nbytes() < engines[0].nbytes()
-    for engine in engines:
-        engine.close()
-
-
 def test_the_setup_is_what_the_file_says(tmp_path: Path) -> None:
     """The template and the ends of answers; the context that its positions were trained for."""
     found = read(write_model(tmp_path / "a.gguf"))

@@ -7,7 +7,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from gateway.engine.models.gguf.header import TYPES
 from gateway.engine.models.gguf.quants import FLOATS, GROUP, PACKED_BITS, READ, dequantize, pack
 
 # Written by tests/golden/make_gguf_numbers.py.
@@ -62,9 +61,3 @@ def test_floating_weights_are_not_narrowed() -> None:
     np.testing.assert_array_equal(dequantize("BF16", upper.view(np.uint8)), as_mlx)
     halves = numbers[:, :2].astype("<f2")
     np.testing.assert_array_equal(dequantize("F16", halves.view(np.uint8)), numbers[:, :2])
-
-
-def test_types_that_are_read_are_types_of_the_format() -> None:
-    """By name; those that can be packed are read in any case."""
-    assert {each.name for each in TYPES.values()} >= READ
-    assert set(PACKED_BITS) <= READ
