@@ -35,7 +35,6 @@ ASK = Call("m", BLOCKS)
 
 
 def test_those_that_have_the_model_come_first() -> None:
-    """However idle the others are, below what a load is worth."""
     found = chosen(ASK, replica("a", "other"), replica("b", "m", waiting=SPREAD))
     assert found == ("b", Reason.LOADED)
 

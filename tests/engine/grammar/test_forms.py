@@ -27,8 +27,7 @@ def spaced(**options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"item_separator": ";"}, {"whitespace_flexible": " ?"}, {"lenient": True}],
+    "options", [{"item_separator": ";"}, {"whitespace_flexible": " ?"}, {"lenient": True}]
 )
 def test_a_caller_may_ask_for_white_space_alone(options: dict[str, Any]) -> None:
     """All else is a 400 that names the keyword: it might make the answer no JSON."""
@@ -100,7 +99,6 @@ def test_their_faults_are_not_told_as_larks(source: str, problem: str) -> None:
 
 
 def test_a_text_with_their_sign_is_no_such_grammar() -> None:
-    """Only a rule is."""
     grammar = compile_grammar(tokenizer(), Grammar("grammar", 'start: "a ::= b"'))
     assert grammar.matcher(ids("a ::= b")).is_over
 

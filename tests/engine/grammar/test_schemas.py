@@ -1,12 +1,10 @@
 """Schemas are tightened as copies; what fits the copy fits the original."""
 
-import copy
 import json
 from typing import Any
 
 import pytest
 
-from gateway.engine.grammar.schemas import bare
 from gateway.engine.grammar.shaping import Shape, bound_strings, close_objects, complete
 from tests.engine.grammar.drawn_rows import allowed, answer, compiled, ids
 
@@ -19,7 +17,6 @@ def thing(**properties: Any) -> dict[str, Any]:
 
 
 def test_bounds_are_added_where_there_are_none() -> None:
-    """At every depth, and never over what the caller said."""
     schema = {
         "$defs": {"A": {"type": "array", "items": TEXT}},
         **thing(
@@ -81,7 +78,6 @@ def test_numbers_are_bounded_where_strings_are() -> None:
     ids=str,
 )
 def test_numbers_with_bounds_end(schema: Any, start: str, digits: int, shape: Shape) -> None:
-    """A model that never has enough of digits has to stop: at a few after the point."""
     matcher = compiled(schema, shape).matcher(ids(start))
     said = 0
     while not matcher.is_over and said <= digits:
@@ -108,7 +104,6 @@ def test_numbers_keep_the_digits_that_their_bounds_need() -> None:
 
 
 def test_integers_are_always_exact() -> None:
-    """Whatever the shape, on each side that the schema leaves open; not for one backend."""
     whole = {"minimum": -(2**53 - 1), "maximum": 2**53 - 1}
     assert bound_strings({"type": "integer"}, None, None) == {"type": "integer", **whole}
     assert bound_strings({"type": ["integer", "null"]}, None, None)["maximum"] == 2**53 - 1
@@ -123,7 +118,6 @@ def test_integers_are_always_exact() -> None:
 
 
 def test_open_values_are_bounded_all_the_way_down() -> None:
-    """`{}` and an object of anything: strings and arrays inside them end too."""
     for schema in ({}, {"type": "object"}, thing(a={}, b=True)):
         grammar = compiled(schema, Shape(max_string_chars=4, max_array_items=2))
         for seed in range(5):
@@ -167,14 +161,3 @@ def test_objects_are_closed_unless_others_speak_of_them() -> None:
         {**thing(a=TEXT), "required": ["z"]},
     ):
         assert close_objects(schema) == schema
-
-
-def test_notes_are_left_out_and_names_are_not() -> None:
-    """A property called `description` is no description; nor is what a constant holds."""
-    noted = {**TEXT, "title": "T", "description": "D", "examples": ["a"], "$comment": "C"}
-    data = {"const": {"description": "D"}}
-    schema = {"description": "D", "$defs": {"title": noted}, **thing(description=noted, d=data)}
-    before = copy.deepcopy(schema)
-    assert bare(schema) == {"$defs": {"title": TEXT}, **thing(description=TEXT, d=data)}
-    assert bare(True) is True
-    assert schema == before

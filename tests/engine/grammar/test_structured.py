@@ -73,7 +73,6 @@ def alone(engine: GenerationEngine, asked: GenerateJob) -> Answer:
 
 @pytest.mark.parametrize("at", [2, 4, 9])
 def test_a_grammar_survives_a_fault_of_the_engine(engine: GenerationEngine, at: int) -> None:
-    """The row is read again, and its grammar stands where it stood."""
     asked = hot("x", 7, grammar=JSON)
     expected = alone(engine, asked).ids
     model = engine._model
@@ -111,7 +110,6 @@ CLOCK = Function("clock", {"type": "object", "properties": {"utc": {"type": "boo
 
 
 def test_a_forced_call_fits_its_schema(engine: GenerationEngine) -> None:
-    """One of the functions, with arguments that parse, and finish_reason tool_calls."""
     names = set()
     for seed in range(8):
         calling = Calling(functions=[WEATHER, CLOCK], forced=True)
@@ -154,7 +152,6 @@ def mark(engine: GenerationEngine) -> int:
 
 
 def test_a_strict_call_fits_its_schema_wherever_it_comes(engine: GenerationEngine) -> None:
-    """Free text before it, the model's own marks around it."""
     opening = mark(engine)
     eager = Sampling(temperature=1.5, seed=5, logit_bias={opening: 12.0})
     calling = Calling(functions=[WEATHER], parallel=False)
@@ -168,7 +165,6 @@ def test_a_strict_call_fits_its_schema_wherever_it_comes(engine: GenerationEngin
 
 
 def test_a_call_and_a_form_may_be_asked_for_together(engine: GenerationEngine) -> None:
-    """The answer is one or the other, whole."""
     opening = mark(engine)
     calling = Calling(functions=[WEATHER])
     for bias, is_call in ((100.0, True), (-100.0, False)):
@@ -181,7 +177,6 @@ def test_a_call_and_a_form_may_be_asked_for_together(engine: GenerationEngine) -
 
 
 def test_a_grammars_exclusions_are_left_out_of_logprobs(engine: GenerationEngine) -> None:
-    """There is no -Infinity in JSON."""
     grammar = Grammar("choice", '["yes","no"]')
     answer = alone(engine, hot("x", 1, grammar=grammar, logprobs=20))
     assert 1 <= len(answer.logprobs[0].top) <= 4
@@ -234,7 +229,6 @@ def thinker(folder: Path, *, opens: bool) -> GenerationEngine:
 
 @pytest.mark.parametrize("opens", [True, False])
 def test_a_grammar_begins_after_the_thinking(tmp_path: Path, opens: bool) -> None:
-    """Whether the template opens the block or the model does; thoughts are never content."""
     engine = thinker(tmp_path, opens=opens)
     thoughts = "hm { hm</think>" if opens else "<think>hm { hm</think>"
     ids = engine._chat.backend.encode(thoughts, add_special_tokens=False).ids

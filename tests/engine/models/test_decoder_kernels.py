@@ -137,8 +137,9 @@ def test_masks_of_other_forms_are_mlx_lms(special: dict[str, Any]) -> None:
 
 
 def test_a_mask_that_is_none_is_refused() -> None:
+    queries, keys, values = heads(1, 32, 32)
     with pytest.raises(ValueError, match="mask"):
-        attend(*heads(1, 32, 32), None, SCALE, "sideways")
+        attend(queries, keys, values, None, SCALE, "sideways")
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
@@ -147,7 +148,6 @@ def test_a_mask_that_is_none_is_refused() -> None:
 def test_quantised_keys_give_what_mlx_lms_attention_gives(
     bits: int, size: int, dtype: mx.Dtype
 ) -> None:
-    """Of one query and of several, with heads that share keys, and rows of other lengths."""
     cache: Any = QuantizedKVCache(group_size=min(size, 64), bits=bits)
     keys, values = (normal(3, 2, 40, size, seed=seed).astype(dtype) for seed in (1, 2))
     stored = cache.update_and_fetch(keys, values)

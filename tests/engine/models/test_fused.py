@@ -63,7 +63,6 @@ def test_quantised_projections_are_fused_as_they_are(tmp_path: Path) -> None:
 
 
 def test_projections_of_unlike_formats_stay_apart(tmp_path: Path) -> None:
-    """As where a checkpoint keeps some of its layers in more bits."""
     model = opened(write_chat(tmp_path / "tiny"))
     mixed, half, *_ = model.layers
     mixed.mlp.up_proj = mixed.mlp.up_proj.to_quantized(group_size=32, bits=8)

@@ -67,16 +67,19 @@ def lack(
 
 def made(name: str, bits: int = 4, **config: Any) -> Any:
     model = tiny_model({**tiny_config(name), **config}, width=1)
-    quantize(
-        model,
-        group_size=32,
-        bits=bits,
-        class_predicate=lambda _, layer: (
-            hasattr(layer, "to_quantized") and layer.weight.shape[-1] % 32 == 0
-        ),
-    )
+
+    def can_be(_: str, layer: Any) -> bool:
+        return hasattr(layer, "to_quantized") and layer.weight.shape[-1] % 32 == 0
+
+    quantize(model, group_size=32, bits=bits, class_predicate=can_be)
     mx.eval(model.parameters())
     return model
+
+
+def said(model: Any) -> mx.array:
+    logits: mx.array = model(TOKENS)
+    mx.eval(logits)
+    return logits
 
 
 def replaced(model: Any, device: Device = Device.CUDA) -> list[WidenedWeights]:
@@ -96,10 +99,8 @@ def is_of(outputs: int) -> Callable[..., bool]:
 def test_layers_of_a_shape_without_a_kernel_become_floating_and_no_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And say what they said; passes find no shape out again."""
     model = made("llama")
-    expected = model(TOKENS)
-    mx.eval(expected)
+    expected = said(model)
     before = sum(array.nbytes for array in parameters(model))
     lacking = lack(monkeypatch, "quantized_matmul", NO_SHAPE, is_of(96))  # gate and up
     (report,) = replaced(model)
@@ -132,10 +133,8 @@ def test_each_shape_is_tried_with_one_row_and_with_nine(
 def test_weights_are_dequantised_by_the_processor_where_the_device_cannot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a tied head, too."""
     model = made("llama", bits=1, tie_word_embeddings=True)
-    expected = model(TOKENS)
-    mx.eval(expected)
+    expected = said(model)
     lack(monkeypatch, "quantized_matmul", NO_BITS, lambda *_, **given: bool(given["bits"] == 1))
     text = NO_BITS.replace("quantized_matmul", "dequantize")
     lack(monkeypatch, "dequantize", text, lambda *_, stream=None, **given: stream is None)
@@ -162,8 +161,7 @@ def test_experts_and_latent_heads_without_a_kernel_become_floating(
 ) -> None:
     model = made(name, **config)
     assert kind in kinds(model)
-    expected = model(TOKENS)
-    mx.eval(expected)
+    expected = said(model)
     key, value = given
     text = NO_SHAPE.replace("quantized_matmul", product)
     lack(monkeypatch, product, text, lambda *_, **given: given[key] is value)
@@ -228,7 +226,6 @@ def test_what_a_report_raises_ends_the_load_before_memory_is_taken(
 def test_a_loaded_model_says_what_it_said_whether_or_not_there_are_kernels(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Through the loader's own steps, fused too; a folder's model is read a slice a step."""
     config = {"quantization": {"group_size": 32, "bits": 4}}
     folder = write_chat(tmp_path / "tiny")
     model, _ = load_model(folder)
@@ -237,8 +234,7 @@ def test_a_loaded_model_says_what_it_said_whether_or_not_there_are_kernels(
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **config}))
-    expected = model(TOKENS)
-    mx.eval(expected)
+    expected = said(model)
     lack(monkeypatch, "quantized_matmul", NO_SHAPE, is_of(96))
     reports: list[WidenedWeights] = []
     steps = read_decoder(
@@ -256,7 +252,6 @@ def test_a_loaded_model_says_what_it_said_whether_or_not_there_are_kernels(
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 7, 80])
 def test_looped_experts_multiply_as_gathered_ones(tokens: int, has_bias: bool) -> None:
-    """Few rows and many, in order and sorted, one input a token and one an expert."""
     layer: Any = SwitchLinear(24, 40, 16, bias=has_bias)
     if has_bias:
         layer.bias = mx.random.normal((16, 40))

@@ -39,7 +39,6 @@ def load(checkpoint: Checkpoint, its: RankShare) -> Any:
 
 @pytest.mark.parametrize(("layers", "ranks"), [(2, 2), (7, 3), (5, 2), (4, 4)])
 def test_every_layer_is_in_one_stage(layers: int, ranks: int) -> None:
-    """In mlx-lm's order: rank 0 has the last ones, and the extra ones."""
     stages = [share("pipeline", rank, ranks).layers(layers) for rank in range(ranks)]
     assert sorted(layer for stage in stages for layer in stage) == list(range(layers))
     assert stages[0][-1] == layers - 1
@@ -51,7 +50,6 @@ def test_every_layer_is_in_one_stage(layers: int, ranks: int) -> None:
 def test_the_size_of_a_share_is_known_before_it_is_loaded(
     parallel: Parallel, rank: int, tmp_path: Path
 ) -> None:
-    """Weights within a fiftieth, and KV: two layers and one, or half the heads of all three."""
     checkpoint = Checkpoint("m", write_chat(tmp_path, model_type="qwen2", num_hidden_layers=3))
     its = share(parallel, rank)
     model = load(checkpoint, its)

@@ -49,7 +49,6 @@ def changed(path: Path, old: bytes, new: bytes) -> Path:
 
 @pytest.mark.parametrize("version", [2, 3])
 def test_metadata_are_plain_values(tmp_path: Path, version: int) -> None:
-    """Versions 2 and 3 have the same layout."""
     path = write_gguf(tmp_path / "a.gguf", METADATA, {}, version=version)
     metadata = read_header(path).metadata
     assert list(metadata) == list(METADATA)
@@ -83,7 +82,6 @@ def test_tensors_have_rows_before_columns_and_places_in_the_file(tmp_path: Path)
 
 @pytest.mark.parametrize("alignment", [8, 64, 4096])
 def test_another_alignment_is_followed(tmp_path: Path, alignment: int) -> None:
-    """The file's own, which its metadata states."""
     path = write_gguf(
         tmp_path / "a.gguf",
         {**METADATA, "general.alignment": alignment},
@@ -96,7 +94,6 @@ def test_another_alignment_is_followed(tmp_path: Path, alignment: int) -> None:
 
 
 def test_a_header_of_many_megabytes_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
-    """Long vocabularies lie across what is read at once."""
     tokens = [f"token {number}" for number in range(120_000)]
     path = write_gguf(tmp_path / "a.gguf", {"tokens": tokens, "after": 7}, {"small": SMALL})
     header = read_header(path)
@@ -124,7 +121,6 @@ class TestWhatIsWrongIsSaid:
         ],
     )
     def test_a_beginning_that_is_none(self, tmp_path: Path, content: bytes, reason: str) -> None:
-        """A file may hold anything."""
         path = tmp_path / "a.gguf"
         path.write_bytes(content)
         with pytest.raises(GgufError, match=reason):
@@ -163,7 +159,6 @@ class TestWhatIsWrongIsSaid:
         ],
     )
     def test_a_header_that_lies(self, tmp_path: Path, old: bytes, new: bytes, reason: str) -> None:
-        """Counts, lengths, types, dimensions, places."""
         with pytest.raises(GgufError, match=reason):
             read_header(changed(written(tmp_path), old, new))
 
@@ -181,7 +176,6 @@ class TestWhatIsWrongIsSaid:
             metadata["texts"]
 
     def test_every_file_that_is_cut_off(self, tmp_path: Path) -> None:
-        """Wherever the cut is."""
         path = write_gguf(tmp_path / "a.gguf", METADATA, {"small": SMALL})
         content = path.read_bytes()
         for size in range(len(content)):
@@ -197,7 +191,6 @@ class TestWhatIsWrongIsSaid:
             read_header(tmp_path / "a.gguf")
 
     def test_names_out_of_the_file_are_shown_on_one_line(self, tmp_path: Path) -> None:
-        """A log line is not for them to write."""
         path = write_gguf(tmp_path / "a.gguf", {}, {"a\nb": Stored("I8", (0,), b"")})
         with pytest.raises(GgufError) as caught:
             read_header(path)

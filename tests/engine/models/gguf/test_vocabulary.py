@@ -50,7 +50,6 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ids_are_those_of_llama_cpp(name: str) -> None:
-    """Of all golden texts, special tokens in a text read as such."""
     encode = tokenizer(name).encode
     wrong = [
         text
@@ -150,7 +149,6 @@ def test_texts_begin_and_end_as_the_file_or_its_kind_says(
 
 
 def test_special_tokens_are_those_of_their_types() -> None:
-    """Control tokens are left out of what is read; user-defined ones are text."""
     each = read_tokenizer(byte_level(padding_token_id=0))
     ids = each.encode("he<think><|im_end|>", add_special_tokens=False)
     assert ids == [259, 2, 1]
