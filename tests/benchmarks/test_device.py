@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from benchmarks.device.parity import (
     Comparison,
     Subject,
     compare,
-    compare_adapters,
     compare_ways,
     draw_rows,
 )
@@ -33,7 +31,6 @@ from benchmarks.device.shapes import SHAPES, folder_of
 from benchmarks.device.table import END, START, update
 from gateway.doctor.report import Checked, Finding, Report
 from gateway.engine.device import Device
-from gateway.engine.models.adapters import Adapters
 from gateway.registry import ChatSpec, PackageSource
 
 VERSIONS = ("macOS-26", "3.12.1", "0.32.4", "0.32.2", "c0ffee")
@@ -123,25 +120,6 @@ def test_logits_that_move_by_more_than_the_bound_are_noticed(
     comparison = together(subject, rows, lambda logits: logits + by * (mx.arange(4096) % 2))
     assert comparison.is_ok is is_ok
     assert comparison.where.startswith("row ")
-
-
-@pytest.mark.parametrize("is_applied", [True, False])
-def test_adapters_without_an_effect_are_wrong(
-    subject: Subject,
-    rows: list[Row],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    is_applied: bool,
-) -> None:
-    rows = [replace(row, tokens=row.tokens[:6]) for row in rows]
-    if not is_applied:
-        monkeypatch.setattr(Adapters, "applied", lambda self, numbers: nullcontext())
-    verdicts = {each.mode: each.is_ok for each in compare_adapters(subject, rows, tmp_path)}
-    assert verdicts == {
-        "adapters beside the base": is_applied,
-        "adapters together": True if is_applied else None,
-        "adapters late": True if is_applied else None,
-    }
 
 
 def test_what_is_no_number_is_wrong() -> None:

@@ -6,14 +6,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks import servers
-from benchmarks.checkpoints import write_chat, write_embedder, write_reranker
-from benchmarks.engine_alone import EmbeddingReference, RerankReference, open_reference
+from benchmarks.checkpoints import write_chat, write_embedder
 from benchmarks.targets.verdicts import Target, markdown, not_measured
-from benchmarks.workloads import PERSON, Form, Wording, chat
+from benchmarks.workloads import PERSON, Form, chat
 from gateway.bench.load import Peer
-from gateway.bench.requests import Texts, embeddings
-from gateway.registry import load_catalog
-from tests.serving_app import settings
+from gateway.bench.requests import embeddings
 
 TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
 MODELS = """
@@ -22,7 +19,6 @@ models:
   chat: {kind: chat, source: "path:chat", preload: true}
   near-free:
     {kind: embedding, source: "path:near-free", pooling: mean, normalize: true, preload: true}
-  reranker: {kind: rerank, source: "path:reranker"}
 """
 
 
@@ -32,16 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     write_chat(folder / "chat", **TINY)
     write_embedder(folder / "near-free")
-    write_reranker(folder / "reranker")
     (folder / "models.yaml").write_text(MODELS)
     return folder
-
-
-def wording(model: str, max_tokens: int = 20) -> Wording:
-    texts = Texts(3, [12])
-    return Wording(
-        model=model, texts=texts, texts_per_request=2, prompts=texts, max_tokens=max_tokens
-    )
 
 
 @pytest.mark.parametrize(
@@ -101,24 +89,6 @@ async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(servers.DidNotStart, match="chta"):
         async with servers.gateway(tmp_path / "models.yaml"):
             pass
-
-
-@pytest.mark.anyio
-async def test_engines_count_what_they_make(folder: Path) -> None:
-    chosen, catalog = (
-        settings(models=folder / "models.yaml"),
-        load_catalog(folder / "models.yaml", {}),
-    )
-    words = wording("near-free")
-    async with open_reference(chosen, catalog, words) as embedder:
-        assert isinstance(embedder, EmbeddingReference)
-        assert embedder.run(3) == 6
-        assert embedder.rate(2, 0.01) > 0
-        assert embedder.best(0.01).batch in (2, 4, 8, 16, 32, 64)
-    words = wording("reranker")
-    async with open_reference(chosen, catalog, words) as reranker:
-        assert isinstance(reranker, RerankReference)
-        assert reranker.run(3) == 6
 
 
 @pytest.mark.slow

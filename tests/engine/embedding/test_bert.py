@@ -23,6 +23,7 @@ from gateway.engine.models.encoder_kernels import (
     exp2,
     gelu,
     gelu_tanh,
+    layer_norm_by_products,
 )
 from gateway.errors import ModelLoadFailed
 from tests.engine.embedding.harness import GOLDEN, read_weights, rewrite, tiny, write_weights
@@ -103,6 +104,20 @@ def test_what_is_compiled_serves_every_thread_and_stream(function: Activation) -
     assert all(np.array_equal(each, results[0]) for each in results)
 
 
+@pytest.mark.parametrize("mean", [0.0, 50.0])
+def test_layer_norm_equals_mlx_layer_norm(mean: float) -> None:
+    """Averages by a product, whose rounding is no worse, far from zero as well."""
+    rng = np.random.default_rng(0)
+    x, weight, bias = (float32(rng.normal(size=s)) for s in ((7, 384), 384, 384))
+    wide = (x + mean, weight, bias, 1e-12)
+    exact = np.array(wide[0], dtype=np.float64)
+    exact = (exact - exact.mean(1, keepdims=True)) / exact.std(1, keepdims=True)
+    exact = exact * np.array(weight) + np.array(bias)
+    ours, theirs = layer_norm_by_products(384)(*wide), mx.fast.layer_norm(*wide)
+    assert np.abs(np.array(ours) - exact).max() <= 2e-6 * (1 + mean)
+    assert np.abs(np.array(theirs) - exact).max() <= 2e-6 * (1 + mean)
+
+
 @pytest.mark.parametrize("spread", [1.0, 30.0])
 def test_attention_equals_mlx_attention(spread: float) -> None:
     rng = np.random.default_rng(0)
@@ -150,13 +165,20 @@ def test_half_precision_asked_for_on_the_cpu_works() -> None:
     assert engine.nbytes() * 2 == load(GOLDEN / "bert").nbytes()
 
 
-@pytest.mark.parametrize(("name", "prefix"), [("bert", "bert."), ("xlm-roberta", "roberta.")])
-def test_names_with_a_prefix_and_a_head_load_alike(tmp_path: Path, name: str, prefix: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "prefix", "heads"),
+    [
+        ("bert", "bert.", ("cls.predictions.bias", "bert.embeddings.position_ids")),
+        ("xlm-roberta", "roberta.", ("lm_head.bias", "roberta.embeddings.position_ids")),
+        ("modernbert", "model.", ("head.norm.weight", "decoder.bias")),
+    ],
+)
+def test_names_with_a_prefix_and_a_head_load_alike(
+    tmp_path: Path, name: str, prefix: str, heads: tuple[str, ...]
+) -> None:
     folder = tiny(tmp_path, name)
     renamed = {prefix + n: a for n, a in read_weights(folder).items()}
-    renamed |= {"cls.predictions.bias": mx.zeros(3), "lm_head.bias": mx.zeros(3)}
-    renamed[f"{prefix}embeddings.position_ids"] = mx.arange(4)
-    write_weights(folder, renamed)
+    write_weights(folder, renamed | {head: mx.zeros(3) for head in heads})
     assert np.array_equal(vectors(load(folder)), vectors(load(GOLDEN / name)))
 
 

@@ -116,16 +116,6 @@ def test_a_tokenizer_that_cuts_on_the_left_keeps_a_document_s_end(tmp_path: Path
     assert cut.ids[-4:] == whole.ids[-4:]
 
 
-def test_token_types_change_a_score() -> None:
-    for name in TINY:
-        engine = golden(name)
-        [pair] = engine.encode_pairs("hello", ["one two three"])
-        assert 0 < pair.second < len(pair)
-        untyped = Pair(pair.ids, len(pair))
-        is_other = np.abs(engine.score([untyped]) - engine.score([pair])).max() > 1e-3
-        assert is_other == (name == "bert-reranker")
-
-
 def test_types_are_left_out_where_the_model_is_not_given_them(tmp_path: Path) -> None:
     folder = tiny(tmp_path)
     rewrite(folder / "tokenizer_config.json", model_input_names=["input_ids", "attention_mask"])

@@ -26,6 +26,7 @@ from tests.engine.grammar.drawn_rows import (
 from tests.sandboxes import sandbox
 
 TEXT = {"type": "string"}
+D4 = {"$schema": "http://json-schema.org/draft-04/schema#"}
 D7 = {"$schema": "http://json-schema.org/draft-07/schema#"}
 NAME = {"type": "string", "title": "Name", "description": "A name"}
 NULLABLE = {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}
@@ -248,6 +249,18 @@ def test_definitions_that_nothing_leads_to_ask_for_nothing() -> None:
         (False, "false"),
         ({**NAMED, "allOf": [{"patternProperties": {"b": TEXT}}]}, "two of its `patternPropert"),
         ({"$ref": "#/$defs/R", "$defs": {"R": LOOP}}, "beside a `$ref` that leads in a circle"),
+        ({"minimum": "1"}, "`minimum` at #/minimum must be a number in draft 2020-12"),
+        ({"required": "a"}, "`required` at #/required must be an array in draft 2020-12"),
+        ({"minLength": -1}, "`minLength` at #/minLength must be at least 0 in draft 2020-12"),
+        ({"minLength": 1.5}, "`minLength` at #/minLength must be an integer in draft 2020-12"),
+        ({"multipleOf": 0}, "`multipleOf` at #/multipleOf must be above 0 in draft 2020-12"),
+        ({"anyOf": []}, "`anyOf` at #/anyOf must have at least 1 item in draft 2020-12"),
+        ({"required": ["a", "a"]}, "must have no item twice in draft 2020-12"),
+        ({"properties": {"a": 1}}, "`a` at #/properties/a must be a boolean or an object in"),
+        ({"type": "strin"}, "`type` at #/type must be the name of a type, or an array of some"),
+        ({"items": [{}]}, "`items` at #/items must be a boolean or an object in draft 2020-12"),
+        ({**D4, "exclusiveMinimum": 1}, "#/exclusiveMinimum must be a boolean in draft 4"),
+        ({**D7, "items": 1}, "`items` at #/items is not allowed in draft 7"),
     ],
     ids=str,
 )
@@ -259,6 +272,7 @@ def test_what_is_no_schema_or_has_no_answer_is_refused(
         compiled(schema, Shape(max_string_chars=9), strict=strict)
     assert named in caught.value.message
     assert "coerce_one_of" not in caught.value.message
+    assert "https://" not in caught.value.message
     assert caught.value.code == "invalid_json_schema"
     assert caught.value.part == "answer_form"
 
@@ -340,6 +354,8 @@ def test_calls_leave_out_what_is_there_to_be_read() -> None:
         ("choice", '["red","grün","a\\nb","😀 x","(.*)"]', "red|grün|a\nb|😀 x|\\(\\.\\*\\)"),
         ("grammar", 'start: "a" start | "b"', "a*b"),
         ("grammar", 'root ::= "x" | "y" root', "y*x"),
+        ("grammar", 'root ::= ob\nob ::= "{" ws "}"\nws ::= [ \\t\\n]*', r"\{\s*\}"),
+        ("grammar", '# JSON\nroot   ::= "\\"" [^"\\\\]* "\\""', r'"[^"\\]*"'),
         ("grammar", 'start: "<|user|>" "!"', r"<\|user\|>!"),
     ],
 )

@@ -12,8 +12,6 @@ from gateway.errors import BadRequest
 from gateway.jobs import Grammar
 from tests.engine.grammar.drawn_rows import compiled, ids, tokenizer
 
-D4 = {"$schema": "http://json-schema.org/draft-04/schema#"}
-D7 = {"$schema": "http://json-schema.org/draft-07/schema#"}
 LIST = {
     "type": "object",
     "properties": {"a": {"type": "array", "items": {"type": "integer"}}},
@@ -36,46 +34,6 @@ def test_a_caller_may_ask_for_white_space_alone(options: dict[str, Any]) -> None
     with pytest.raises(BadRequest, match="`x-guidance`") as caught:
         compiled(spaced(**options))
     assert caught.value.code == "invalid_json_schema"
-
-
-@pytest.mark.parametrize(
-    ("schema", "message"),
-    [
-        ({"minimum": "1"}, "`minimum` at #/minimum must be a number in draft 2020-12"),
-        ({"required": "a"}, "`required` at #/required must be an array in draft 2020-12"),
-        ({"minLength": -1}, "`minLength` at #/minLength must be at least 0 in draft 2020-12"),
-        ({"minLength": 1.5}, "`minLength` at #/minLength must be an integer in draft 2020-12"),
-        ({"multipleOf": 0}, "`multipleOf` at #/multipleOf must be above 0 in draft 2020-12"),
-        ({"anyOf": []}, "`anyOf` at #/anyOf must have at least 1 item in draft 2020-12"),
-        ({"required": ["a", "a"]}, "must have no item twice in draft 2020-12"),
-        ({"properties": {"a": 1}}, "`a` at #/properties/a must be a boolean or an object in"),
-        ({"type": "strin"}, "`type` at #/type must be the name of a type, or an array of some"),
-        ({**D4, "exclusiveMinimum": 1}, "#/exclusiveMinimum must be a boolean in draft 4"),
-        ({**D7, "items": 1}, "`items` at #/items is not allowed in draft 7"),
-        ({"items": [{}]}, "`items` at #/items must be a boolean or an object in draft 2020-12"),
-    ],
-    ids=str,
-)
-def test_a_schema_that_is_none_is_told_what_it_must_be(schema: Any, message: str) -> None:
-    """By keyword, place and draft: an older one may have had it."""
-    with pytest.raises(BadRequest) as caught:
-        compiled(schema)
-    assert message in caught.value.message
-    assert "https://" not in caught.value.message
-
-
-@pytest.mark.parametrize(
-    ("source", "fits"),
-    [
-        ('root ::= "yes" | "no"', "no"),
-        ('root ::= object\nobject ::= "{" ws "}"\nws ::= [ \\t\\n]*', "{ }"),
-        ('# JSON\nroot   ::= "\\"" [^"\\\\]* "\\""', '"a"'),
-    ],
-)
-def test_llama_cpps_grammars_are_read(source: str, fits: str) -> None:
-    """GBNF: its classes may have quotes."""
-    grammar = compile_grammar(tokenizer(), Grammar("grammar", source))
-    assert grammar.matcher(ids(fits)).is_over or grammar.matcher(ids(fits)).may_end
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ def test_an_early_or_late_token_is_an_error() -> None:
     assert set(allowed(late)) == set(ENDS)
     late.consume(ids("1")[0])
     assert late.error is not None
+    assert not late.may_end
 
 
 @pytest.mark.parametrize("said", ["<|end|>", "<|user|>", "<tool_call>x", "a<|pad|>b"])

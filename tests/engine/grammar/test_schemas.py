@@ -43,6 +43,12 @@ def test_bounds_are_added_where_there_are_none() -> None:
     assert (names["additionalProperties"], names["maxProperties"]) == (False, 3)
 
 
+def test_a_bound_is_no_less_than_what_must_be_there() -> None:
+    many = bound_strings({"type": "array", "minItems": 9}, 5, 3)
+    assert isinstance(many, dict)
+    assert many["maxItems"] == 9
+
+
 def test_settled_strings_keep_their_own_bounds() -> None:
     """Enumerations, constants, formats, patterns; and data that only looks like a schema."""
     for schema in (

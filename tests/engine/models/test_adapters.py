@@ -1,6 +1,7 @@
 """LoRA adapters: rows of several in one batch say what merged models say alone."""
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -252,7 +253,9 @@ HOSTILE: dict[str, tuple[Any, str]] = {
         "lacks model.layers.9.self_attn.q_proj.lora_b",
     ),
     "not a number": (
-        set_factor(f"{Q_PROJ}.lora_a", mx.full((64, 4), float("nan"))),
+        set_factor(
+            f"{Q_PROJ}.lora_a", mx.concatenate([mx.full((1, 4), math.nan), mx.zeros((63, 4))])
+        ),
         rf"{Q_PROJ}.lora_a has values that are not numbers",
     ),
     "integers": (
