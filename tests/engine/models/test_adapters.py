@@ -274,6 +274,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "rank 0": (set_rank(0), "rank 0, not a whole number from 1 on"),
     "rank true": (set_rank(True), "rank True"),
     "no scale": (set_rank(4, None), "scale None, not a number"),
+    "an infinite scale": (set_rank(4, math.inf), "scale inf, not a number"),
     "an endless scale": (set_rank(4, 1e39), "lora_b has values that are not numbers"),
     "no config": (lambda folder: (folder / "adapter_config.json").unlink(), "no adapter_config"),
     "a broken config": (
