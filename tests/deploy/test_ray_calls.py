@@ -79,20 +79,20 @@ def test_what_cannot_be_read_is_for_anybody_to_refuse(body: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("odd", "owner"),
+    ("odd", "is_own"),
     [
-        ({"previous_response_id": new_id("resp", 24), "input": "on"}, OWN_NAME),
-        ({"input": [{"type": "item_reference", "id": new_id("msg", 16)}]}, OWN_NAME),
-        ({"previous_response_id": 3}, None),
-        ({"previous_response_id": "resp_short"}, None),
-        ({"input": [{"type": "item_reference", "id": None}, "text", None]}, None),
-        ({"input": {"type": "item_reference"}}, None),
+        ({"previous_response_id": new_id("resp", 24), "input": "on"}, True),
+        ({"input": [{"type": "item_reference", "id": new_id("msg", 16)}]}, True),
+        ({"previous_response_id": 3}, False),
+        ({"previous_response_id": "resp_short"}, False),
+        ({"input": [{"type": "item_reference", "id": None}, "text", None]}, False),
+        ({"input": {"type": "item_reference"}}, False),
     ],
 )
 def test_ids_name_who_keeps_what_they_are_of_and_odd_ones_nobody(
-    odd: dict[str, Any], owner: str | None
+    odd: dict[str, Any], is_own: bool
 ) -> None:
-    assert read({"model": "m", **odd}, "/responses").owner == owner
+    assert read({"model": "m", **odd}, "/responses").owner == (OWN_NAME if is_own else None)
 
 
 def test_paths_name_who_keeps_the_response() -> None:
