@@ -17,7 +17,7 @@ from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.models.checkpoint import Checkpoint, read_in_slices, slices
 from gateway.engine.models.decoders import open_decoder, parameters
 from gateway.errors import BadRequest, ContextLengthExceeded, ModelLoadFailed
-from gateway.jobs import GenerateJob, Sampling, StepPlan
+from gateway.jobs import Calling, Function, GenerateJob, Sampling, StepPlan
 from tests.checkpoints import write_chat
 from tests.engine.generation.harness import (
     GREEDY,
@@ -433,3 +433,23 @@ def test_a_row_that_fails_to_leave_changes_no_other_answer(
 
 def no_memory(*_: Any) -> None:
     raise RuntimeError("no memory to leave with")
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_an_answer_that_may_make_one_call_ends_with_it(tmp_path: Path, parallel: bool) -> None:
+    engine = open_engine(write_chat(tmp_path), tool_parser="hermes")
+    call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+    script = engine.tokens.backend.encode(call + call, add_special_tokens=False).ids
+    start = len(engine.prepare(job("Hi"))[0].prompt)
+
+    def follow_script(logits: mx.array, _: mx.array, cache: Any) -> mx.array:
+        place = int(cache[0].size()) - start
+        if 0 <= place < len(script):
+            logits[:, -1, script[place]] = 1e6
+        return logits
+
+    watch(engine, after=follow_script)
+    calling = Calling(functions=[Function("look", {"type": "object"})], parallel=parallel)
+    [answer] = answers(engine, [job("Hi", max_tokens=len(script), calling=calling)])
+    assert [delta.index for delta in answer.calls if delta.name] == [0, 1][: 1 + parallel]
+    assert answer.finish_reason == ("length" if parallel else "tool_calls")
