@@ -280,8 +280,13 @@ async def test_a_request_of_many_choices_keeps_nobody_waiting() -> None:
     async with batching(engine, max_batch_size=4) as batcher:
         big = asking(batcher, "x" * 20, n=1000)
         await until(lambda: len(engine.joined) >= 8)
-        before = len(engine.joined)
-        assert await asking(batcher, "small") == "small"
+        engine.gate.close()
+        await reached(engine)
+        before, waiting = len(engine.joined), batcher.tickets
+        small = asking(batcher, "small")
+        await until(lambda: batcher.tickets > waiting)
+        engine.gate.open()
+        assert await small == "small"
         assert len(engine.joined) - before < 20
         big.cancel()
         await asyncio.gather(big, return_exceptions=True)
