@@ -137,7 +137,7 @@ BUDGET: dict[str, int] = {
     "cli": 1266,
     "clock": 40,
     "doctor": 333,
-    "engine": 10563,
+    "engine": 10681,
     "errors": 255,
     "ids": 10,
     "jobs": 266,

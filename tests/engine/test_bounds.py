@@ -21,7 +21,7 @@ from gateway.engine.device import (
     KeptBuffers,
     read_bounds,
 )
-from gateway.engine.kv.cache import make_batch_caches
+from gateway.engine.kv.layers import make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache
 from gateway.engine.models.checkpoint import measure_kv
 from gateway.engine.models.decoders import LayerGroups

@@ -8,6 +8,7 @@ is asked for.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import sub
 from typing import Any, Final
 
 import mlx.core as mx
@@ -15,15 +16,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from gateway.engine.device import KeptBuffers, launch
 from gateway.engine.drafts.prompt_lookup import Patience, count_accepted
-from gateway.engine.kv.cache import (
-    SPARE,
-    RaggedKVCache,
-    cache_nbytes,
-    compact,
-    filter_layers,
-    make_batch_caches,
-    rewind_layers,
-)
+from gateway.engine.kv.cache import SPARE, RaggedKVCache, cache_nbytes, compact, filter_layers
+from gateway.engine.kv.layers import batch_of_one, hold_layers, make_batch_caches, padded
 from gateway.engine.kv.prefix_cache import PrefixCache
 from gateway.engine.models.checkpoint import measure_kv
 from gateway.engine.models.decoders import parameters
@@ -68,6 +62,8 @@ class DraftModel:
         self._prefixes = PrefixCache(make_prompt_cache(model), prefix_cache_bytes, buffers)
         self._rows: list[_Follower] = []
         self._cache: list[Any] = []
+        # What of it cannot take tokens off, as it was before the drafts under way, by place.
+        self._held: dict[int, Any] = {}
 
     def with_kv(self, cost: KvCost, rows: int) -> KvCost:
         """Return what a sequence's KV costs with this model's added, for up to `rows` of them. Both
@@ -100,11 +96,12 @@ class DraftModel:
         """Drop the KV of all other sequences."""
         staying = [i for i, row in enumerate(self._rows) if row.id in ids]
         if not staying:
-            self._rows, self._cache = [], []
+            self._rows, self._cache, self._held = [], [], {}
         elif len(staying) < len(self._rows):
             staying = compact(staying)
             self._rows = [self._rows[i] for i in staying]
             filter_layers(self._cache, staying)
+            filter_layers(list(self._held.values()), staying)
             launch([layer.state for layer in self._cache])
 
     def draft(
@@ -154,8 +151,8 @@ class DraftModel:
 
     def _join(self, sequence_id: int, context: Sequence[int]) -> None:
         """Follow a sequence, from what is kept of its prompt on."""
-        known, layers = self._prefixes.take(context[:-1])
-        layers = layers or make_batch_caches(self._model)
+        known, kept = self._prefixes.take(context[:-1])
+        layers = batch_of_one(kept or make_batch_caches(self._model))
         if self._rows:
             for layer, joining in zip(self._cache, layers, strict=True):
                 layer.extend(joining)
@@ -165,13 +162,23 @@ class DraftModel:
 
     def _take_back(self, contexts: Mapping[int, Sequence[int]]) -> None:
         """Take off the tokens of drafts that were not chosen. Each context keeps one to read."""
-        back = []
-        for row in self._rows:
-            rest = contexts[row.id][row.read :]
-            accepted = min(count_accepted(row.ahead, rest), len(rest) - 1)
-            back.append(len(row.ahead) - accepted)
-            row.read, row.ahead = row.read + accepted, ()
-        rewind_layers(self._cache, back)
+        rests = [contexts[row.id][row.read :] for row in self._rows]
+        chosen = [
+            min(count_accepted(row.ahead, rest), len(rest) - 1)
+            for row, rest in zip(self._rows, rests, strict=True)
+        ]
+        drafted = [len(row.ahead) for row in self._rows]
+        if self._held and chosen != drafted:
+            chosen = [0] * len(chosen)  # it is read again
+            for place, layer in self._held.items():
+                self._cache[place] = layer
+        back = tuple(map(sub, drafted, chosen))
+        for layer in self._cache:
+            if isinstance(layer, RaggedKVCache) and any(back):
+                layer.rewind(back)
+        for row, count in zip(self._rows, chosen, strict=True):
+            row.read, row.ahead = row.read + count, ()
+        self._held = {}
 
     def _catch_up(self, contexts: Mapping[int, Sequence[int]]) -> None:
         """Read what a draft's first pass would be too wide for, or a part of it."""
@@ -192,6 +199,7 @@ class DraftModel:
         """Continue every context by so many tokens, each the likeliest."""
         feeds = [contexts[row.id][row.read :][:FEED] for row in self._rows]
         logits = self._read(self._cache, feeds)
+        self._held = hold_layers(self._cache)
         ends = mx.array([len(feed) - 1 for feed in feeds])
         tokens = [self._likeliest(logits[mx.arange(len(feeds)), ends])]
         while len(tokens) < length:
@@ -212,14 +220,9 @@ class DraftModel:
         inputs = [
             [*(min(token, last) for token in feed), *[0] * (width - len(feed))] for feed in feeds
         ]
-        logits: mx.array = self._model(mx.array(inputs), cache=cache)
-        rewind_layers(cache, [width - len(feed) for feed in feeds])
+        with padded(cache, width, [width - len(feed) for feed in feeds]):
+            logits: mx.array = self._model(mx.array(inputs), cache=cache)
         return logits
 
     def _likeliest(self, logits: mx.array) -> mx.array:
         return mx.argmax(logits[:, : self._vocab_size], axis=-1)
-
-
-def can_go_back(model: Any) -> bool:
-    """Return True if all of a model's caches can drop tokens that were not chosen."""
-    return all(isinstance(layer, RaggedKVCache) for layer in make_batch_caches(model))

@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol
 
 from gateway.engine.drafts.draft_model import MOST_AHEAD, DraftModel
 from gateway.engine.drafts.prompt_lookup import LookupDrafter
-from gateway.engine.kv.cache import RaggedKVCache
+from gateway.engine.kv.layers import can_go_back
 
 # In a pass of all rows. On a CPU a pass of 8 tokens takes 1.5 times as long as one of 1 token.
 MOST_TOKENS: Final = 16
@@ -83,7 +83,7 @@ class DraftPolicy:
         """Return how many tokens a sequence may read ahead in the next pass; 0 if none does."""
         if not 0 < len(rows) <= self._rows or any(row.was_suspect for row in rows):
             return 0
-        if not all(isinstance(layer, RaggedKVCache) for layer in cache):
+        if not can_go_back(cache):
             return 0
         if any(row.matcher is not None or self._is_due(row) for row in rows):
             return count_ahead(len(rows))

@@ -29,8 +29,8 @@ from gateway.engine.kv.cache import (
     cache_nbytes,
     compact,
     filter_layers,
-    rewind_layers,
 )
+from gateway.engine.kv.layers import go_back
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache
 from gateway.jobs import Delta, FinishReason, Pass
 
@@ -143,23 +143,23 @@ class DecodeBatch:
     def nbytes(self) -> int:
         return cache_nbytes(self.cache)
 
-    def keep_block_ends(self, prefixes: PrefixCache) -> None:
-        """Store each sequence that has come to the end of a block, if it can be kept only there.
+    def keep_block_ends(self, prefixes: PrefixCache, lengths: abc.Sequence[int]) -> None:
+        """Store each sequence whose KV, of these lengths, has come to the end of a block, if it can
+        be kept only there.
 
-        To be called before the next pass is launched, while the KV has just what the contexts have.
-        The step under way is waited for.
+        To be called before the next pass is launched. The step under way is waited for.
         """
         if not prefixes.needs_block_ends:
             return
-        for i, row in enumerate(self.rows):
-            end, is_growing = len(row.context), bool(row.tokens)
+        for i, (row, end) in enumerate(zip(self.rows, lengths, strict=True)):
+            is_growing = end > len(row.job.prompt)
             if end % BLOCK or (is_growing and not prefixes.keeps_growing):
                 continue
             ends = [*row.kept_ends, end]
             staying = spread(ends)
             dropped = [end for end in ends if end not in staying]
             is_new = prefixes.store_next(
-                row.context, self.cache, i, dropped, row.root, is_growing=is_growing
+                row.context[:end], self.cache, i, dropped, row.root, is_growing=is_growing
             )
             if is_new and is_growing:  # what ends the prompt stays
                 row.kept_ends = staying
@@ -290,7 +290,8 @@ class DecodeBatch:
             end = 1 + count_accepted(draft[: max(0, numbers - 1)], chosen)
             outputs.append(SequenceOutput(row, chosen[:end], numbers > 0, scores.get(id(row))))
         pairs = zip(self.drafts, outputs, strict=True)
-        rewind_layers(self.cache, [1 + len(draft) - len(out.tokens) for draft, out in pairs])
+        dropped = [1 + len(draft) - len(out.tokens) for draft, out in pairs]
+        go_back(self.cache, dropped, [row.read_last for row in self.rows])
         self.drafts = [()] * len(self.rows)
         self.tokens = mx.array([output.tokens[-1] for output in outputs])
         self.finite = mx.array([output.is_finite for output in outputs])

@@ -11,12 +11,13 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_config
 
 from gateway.engine.device import Device, DeviceBounds
-from gateway.engine.drafts.draft_model import DraftModel, can_go_back
+from gateway.engine.drafts.draft_model import DraftModel
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.sequences import ChatSetup
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.structured import StructuredOutput
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
+from gateway.engine.kv.layers import batch_of_one, can_batch, can_go_back, make_batch_caches
 from gateway.engine.kv.quantized import quantize_kv
 from gateway.engine.models.checkpoint import Checkpoint, Listing, measure_kv
 from gateway.engine.models.context import lower_context, text_config
@@ -152,10 +153,10 @@ def load_generation_in_steps(
     if draft is not None:
         drafter = yield from _read_model(draft.checkpoint, draft.numbers, device, None, report)
         for decoder, checkpoint in ((model, setup.checkpoint), (drafter, draft.checkpoint)):
-            if not can_go_back(decoder):
+            if not (can_batch(decoder) and can_go_back(batch_of_one(make_batch_caches(decoder)))):
                 raise setup.checkpoint.failed(
-                    f"{checkpoint.name!r} has sliding windows or states, which cannot go back to "
-                    f"before a draft; it cannot have or be `draft: {draft.checkpoint.name}`"
+                    f"{checkpoint.name!r} has a kind of cache that cannot go back to before a "
+                    f"draft; it cannot have or be `draft: {draft.checkpoint.name}`"
                 )
         costs = measure_kv(drafter).token, measure_kv(model).token
         draft_bytes = prefix_cache_bytes * costs[0] // max(1, sum(costs))

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from gateway.engine.answers.output_parts import TokenScores
 from gateway.engine.generation.sampling import LOWEST_LOGPROB, score
 from gateway.engine.generation.sequence import Sequence
-from gateway.engine.kv.cache import make_batch_caches
+from gateway.engine.kv.layers import make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache, count_shared
 from gateway.engine.models.decoders import LayerGroups
 from gateway.jobs import Pass

@@ -21,7 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from gateway.engine.device import BLAS, Device
 from gateway.engine.device_faults import classify
-from gateway.engine.kv.cache import can_batch, make_batch_caches
+from gateway.engine.kv.layers import can_batch, make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache
 from gateway.engine.models.checkpoint import Listing
 from gateway.errors import Fault

@@ -13,6 +13,7 @@ from gateway.engine.device_faults import classify
 from gateway.engine.generation.sampling import Sampler
 from gateway.engine.grammar.compiling import CompiledGrammar
 from gateway.engine.grammar.matching import BoundRow, Matcher
+from gateway.engine.kv.prefix_cache import BLOCK
 from gateway.errors import Fault, PassFault
 from gateway.jobs import (
     Delta,
@@ -47,6 +48,8 @@ class Sequence:
         self.cached_tokens = 0  # of the prompt, from the prefix cache
         self.kept_tokens = 0  # of the prompt, new in it
         self.kept_ends: list[int] = []  # so many first tokens have states kept while decoding
+        self.read_last = 0  # tokens, by the last pass that read ahead
+        self.stops_at_blocks = False  # its states are kept at ends of blocks: it stops there
         self.is_suspect = False
         self.was_suspect = False
         self.is_broken = False
@@ -180,7 +183,11 @@ class Sequence:
         bound = self.bound(0)
         if bound is None:
             return []
-        return bound.forced(limit)
+        return bound.forced(self._ahead(limit))
+
+    def _ahead(self, limit: int) -> int:
+        """Return how many tokens it may read ahead, at most `limit`."""
+        return min(limit, -len(self.context) % BLOCK) if self.stops_at_blocks else limit
 
     def certainty(self, token: int) -> TokenScores | None:
         """Return the logprobs of a token that was forced, if logprobs are wanted."""
@@ -195,7 +202,7 @@ class Sequence:
         depends = self._matcher is not None or self.barred or len(self.sampler.adjustments)
         if depends or self.job.logprobs is not None or not self.sampler.is_certain:
             return 0
-        return max(0, min(limit, self.job.max_tokens - len(self.tokens) - 1))
+        return max(0, min(self._ahead(limit), self.job.max_tokens - len(self.tokens) - 1))
 
     def append(self, token: int) -> FinishReason | None:
         """Append the next token; return the finish reason if, text aside, it is the last."""

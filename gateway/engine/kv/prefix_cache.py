@@ -17,7 +17,8 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
 from gateway.engine.device import KeptBuffers
-from gateway.engine.kv.cache import RaggedKVCache, as_ragged, copy_rows
+from gateway.engine.kv.cache import RaggedKVCache, copy_rows
+from gateway.engine.kv.layers import for_batch
 
 # In tokens, and so the shortest prefix worth keeping: reading fewer takes a device hardly longer
 # than the one pass that a prompt needs anyway. At most this many are read again after a hit.
@@ -59,7 +60,7 @@ class PrefixCache:
         self._limit = limit  # bytes; 0 keeps nothing
         self._states = states  # the bytes of a set of states, at most
         self._buffers = buffers or KeptBuffers()  # the arrays that all models keep
-        self._empty = [as_ragged(layer) for layer in empty]
+        self._empty = [for_batch(layer) for layer in empty]
         self._is_plain = [isinstance(layer, RaggedKVCache) for layer in self._empty]
         self._numbers = count(ROOT + 1)
         # Least recently used first. A block counts as used just before the one that it follows,

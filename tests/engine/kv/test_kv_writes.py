@@ -9,7 +9,8 @@ from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from gateway.engine.kv.cache import STEP, RaggedKVCache, make_batch_caches
+from gateway.engine.kv.cache import STEP, RaggedKVCache
+from gateway.engine.kv.layers import make_batch_caches
 from gateway.engine.kv.quantized import PackedKVCache, Packing
 from tests.checkpoints import write_chat
 
