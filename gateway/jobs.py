@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,8 @@ from gateway.errors import PassFault
 Vectors: TypeAlias = npt.NDArray[np.float32]
 TokenIds: TypeAlias = Sequence[int]
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
+Drafter: TypeAlias = Literal["prompt_lookup", "draft_model"]
+DRAFTERS: Sequence[Drafter] = get_args(Drafter)
 
 
 class Tier(StrEnum):
@@ -402,6 +404,7 @@ class Pass:
     forced: int = 0  # by grammars
     drafted: int = 0
     accepted: int = 0  # of the drafted ones
+    drafter: Drafter | None = None  # of all of them; None of none, or if there were several
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,6 +453,7 @@ class StepPlan:
     preempting: Sequence[int] = ()  # their KV is freed; all their tokens are read again later
     capped: Sequence[tuple[int, int]] = ()  # rows, and how many tokens their answers have at most
     clear_prefixes: bool = False
+    drafters: Sequence[Drafter] = DRAFTERS  # whose drafts the pass after this one may read
     joining: Sequence[tuple[int, SequenceParams]] = ()
     parking: Sequence[int] = ()  # they keep their KV, and do not decode
     resuming: Sequence[int] = ()  # parked or preempted before; if parked too, once they are read

@@ -101,6 +101,11 @@ READ_AHEAD = Counter(
     "Tokens read several at a time: forced by a grammar, drafted, and accepted drafts.",
     ["model", "kind"],
 )
+DRAFT_GAIN = Gauge(
+    "gateway_draft_gain",
+    "Speed of passes with drafts, as a ratio to without, when last measured: below 1 they pause.",
+    ["model", "drafter"],
+)
 PREEMPTIONS = Counter(
     "gateway_preemptions", "Answers that gave their memory back, to continue later.", ["model"]
 )

@@ -6,6 +6,8 @@ github.com/apoorvumang/prompt-lookup-decoding).
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
+from gateway.jobs import Drafter
+
 _GRAMS: Final = (3, 2)  # how many tokens must have stood together before; the longer ones first
 _INDEXED_AT_ONCE: Final = 4096  # tokens, in 3 to 4 ms: a step of others waits for it
 _LONGEST_WAIT: Final = 64
@@ -69,6 +71,7 @@ class PromptLookup:
 class LookupDrafter:
     """Drafts for the sequences of a batch, each out of its own context."""
 
+    name: Drafter = "prompt_lookup"
     nbytes = 0
     prefix_bytes = 0
 

@@ -32,7 +32,7 @@ from gateway.engine.kv.cache import (
 )
 from gateway.engine.kv.layers import go_back
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache
-from gateway.jobs import Delta, FinishReason, Pass
+from gateway.jobs import Delta, Drafter, FinishReason, Pass
 
 # How many of the blocks of an answer a next prompt can continue after, if states are to be kept
 # with each: the last two, and two further back, the oldest four to seven. The last tokens may be
@@ -441,6 +441,7 @@ def count_ahead_pass(
     outputs: abc.Sequence[SequenceOutput],
     counts: abc.Sequence[int],
     drafts: abc.Sequence[abc.Sequence[int]],
+    drafter: Drafter | None,
 ) -> Pass:
     """Count a pass that read drafts; `outputs` are the tokens of each sequence that it gave."""
     # An answer may end inside a draft.
@@ -452,6 +453,7 @@ def count_ahead_pass(
         forced=sum(max(0, count - chosen) for count, chosen in pairs),
         drafted=sum(map(len, drafts)),
         accepted=sum(max(0, min(pair) - 1) for pair in pairs),
+        drafter=drafter if any(drafts) else None,
     )
 
 

@@ -105,6 +105,7 @@ class GenerationEngine(Sequences):
         """Change the batch as planned, then run a pass; return what came of both."""
         deltas = self._change(plan)
         self.last_pass, faults = Pass(), []
+        self._drafts.allowed = plan.drafters
         if plan.kind == "prefill":
             deltas += self.prefill(plan.token_budget)
         elif plan.kind == "decode":

@@ -330,7 +330,7 @@ class Sequences:
             counts.append(sum(delta.tokens for delta in new_deltas))
             if goes_on:
                 staying.append(i)
-        self.last_pass = count_ahead_pass(outputs, counts, drafts)
+        self.last_pass = count_ahead_pass(outputs, counts, drafts, self._drafts.drafter)
         rows = [outputs[i].row for i in staying]
         for i in staying:
             if drafts[i]:

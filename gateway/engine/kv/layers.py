@@ -17,7 +17,6 @@ from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache, KVCache, make
 
 from gateway.engine.kv.cache import RaggedKVCache
 
-
 _Base: Any = ArraysCache  # untyped in mlx-lm
 
 

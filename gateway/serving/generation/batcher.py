@@ -14,6 +14,7 @@ from gateway.jobs import (
     Adapter,
     Compiled,
     Delta,
+    Drafter,
     GenerateJob,
     Pass,
     Sampling,
@@ -29,6 +30,7 @@ from gateway.serving.budget import Budget
 from gateway.serving.faults import run_forever
 from gateway.serving.generation.answer_checks import AnswerChecker
 from gateway.serving.generation.choice import Choice, batch_shape
+from gateway.serving.generation.draft_gains import DraftGains
 from gateway.serving.generation.grammars import GrammarCache
 from gateway.serving.generation.memory import RowCosts, RowMemory, longest_chunk
 from gateway.serving.generation.policy import GenerationLimits, prefill_goes_first, rank
@@ -86,6 +88,7 @@ class GenerationBatcher:
         self._has_warned = False
         self._interrupt = threading.Event()  # rows have to leave: ends the turn after its pass
         self._pace = PrefillPace(limits)
+        self._gains = DraftGains()
         self._state = StepResult()  # of the engine, after the last pass
         self.verdict: Verdict | None = None  # of the model's self-test, if it has one
         self._was_batched = self.is_batched
@@ -341,6 +344,8 @@ class GenerationBatcher:
             if plan.kind == "prefill":
                 budget = self._pace.choose(is_decoding=result.decoding > 0)
                 plan = replace(plan, token_budget=budget)
+            else:
+                plan = replace(plan, drafters=self._gains.choose(result.decoding))
             result = self.engine.step(plan)
             seconds = clock.now() - started
             turn.beat()
@@ -351,6 +356,9 @@ class GenerationBatcher:
                 self._pace.note(result.size.padded_tokens, seconds)
                 has_more = bool(result.reading) and turn.is_contended
             else:
+                judged = self._gains.note(result.size, seconds)
+                if judged is not None:
+                    loop.call_soon_threadsafe(self._tell_gain, *judged)
                 decoded += max(1, result.size.padded_tokens // max(1, result.size.rows))
                 has_more = result.decoding > 0 and decoded < STEPS_PER_TURN
             if not has_more or self._interrupt.is_set() or turn.is_up:
@@ -404,6 +412,10 @@ class GenerationBatcher:
             padded_tokens=size.padded_tokens,
             ms=round(1000 * seconds, 2),
         )
+
+    def _tell_gain(self, drafter: Drafter, gain: float) -> None:
+        metrics.of(metrics.DRAFT_GAIN, self._name, drafter).set(gain)
+        log.info("draft_gain", model=self._name, drafter=drafter, gain=round(gain, 2))
 
     def end(self, error: GatewayError) -> None:
         """End every row with an error."""

@@ -353,7 +353,7 @@ def load_adapter(engine: GenerationEngine, name: str, folder: Path) -> Adapter:
 
 def held(engine: GenerationEngine) -> int:
     """Count the bytes of KV that rows hold: all but weights and prefixes."""
-    drafting = engine._drafts.drafters[-1]
+    drafting = engine._drafts.sources[-1]
     models = [engine._model]
     if isinstance(drafting, DraftModel):
         models.append(drafting._model)

@@ -141,14 +141,13 @@ class Settings:
     most_rows: int
 
     @classmethod
-    def draw(cls, chance: random.Random, kind: str) -> "Settings":
+    def draw(cls, chance: random.Random) -> "Settings":
         rows = chance.choice([0, 4, 12])
-        may_draft = kind == "plain" and rows
         return cls(
             chance.choice([0, 300_000, 1 << 30]),
             rows,
             chance.choice([None, None, 8]),
-            chance.choice(["", "base", "base", "stranger"]) if may_draft else "",
+            chance.choice(["", "base", "base", "stranger"]) if rows else "",
             has_adapters=chance.random() < 0.5,
             most_rows=chance.choice([3, 12]),
         )
@@ -249,7 +248,7 @@ class Mixture:
     def __init__(self, models: Models, kind: str, seed: int) -> None:
         self.kind, self.seed = kind, seed
         self.chance = random.Random(f"{kind} {seed}")
-        self.settings = Settings.draw(self.chance, kind)
+        self.settings = Settings.draw(self.chance)
         self.models = models
         self.engine = self._open(models.base)
         self.numbers: dict[str, int] = {}
