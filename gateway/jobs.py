@@ -52,6 +52,8 @@ class Caller:
     allowed_s: float  # from the request's beginning to the deadline
     tier: Tier = Tier.DEFAULT
     key_id: str | None = None
+    # What is kept of its prompts and texts is for callers with the same one (vLLM's name for it).
+    cache_salt: str = ""
     timings: Timings = field(default_factory=Timings)
     # Of the request: its id may be the client's own, and not unique.
     number: int = field(default_factory=itertools.count(1).__next__)
@@ -365,6 +367,7 @@ class SequenceParams:
     step: LabelStep | None = None  # the prompt is read and these are judged: nothing is sampled
     beginning: Sequence[tuple[int, bytes]] = ()  # where parts with a router's name end, and names
     adapter: Adapter | None = None
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,22 +131,22 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2593,
-    "app": 1125,
+    "api": 2597,
+    "app": 1126,
     "bench": 282,
     "cli": 1266,
     "clock": 40,
     "doctor": 333,
-    "engine": 10695,
+    "engine": 10703,
     "errors": 255,
     "ids": 10,
-    "jobs": 270,
+    "jobs": 272,
     "logs": 145,
     "metrics": 195,
     "registry": 1108,
     "server": 261,
-    "serving": 4140,
-    "settings": 327,
+    "serving": 4142,
+    "settings": 328,
     "wire": 3547,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))

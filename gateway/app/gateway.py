@@ -368,6 +368,7 @@ def access_rules(settings: Settings) -> AccessRules:
     return AccessRules(
         admin_key=admin_key,
         keys=[key.get_secret_value() for key in settings.api_keys],
+        shares_prefixes=settings.shared_prefixes,
         hosts=settings.allowed_hosts,
         origins=settings.cors_origins,
         allowance=Allowance(

@@ -154,6 +154,8 @@ class Settings(BaseSettings):
     # Who may ask
     api_keys: Secrets = ()
     """Keys, as a bearer token or in x-api-key; without any nobody needs one."""
+    shared_prefixes: bool = False
+    """Keys share kept prompts and embeddings: faster, and each key can tell what another asked."""
     admin_key: SecretStr | None = None
     """Bearer key of /admin; without it /admin is off (404)."""
     allow_unauthenticated: bool = False

@@ -15,10 +15,10 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from gateway.engine.device import KeptBuffers, launch
-from gateway.engine.drafts.prompt_lookup import Patience, count_accepted
+from gateway.engine.drafts.prompt_lookup import DraftRow, Patience, count_accepted
 from gateway.engine.kv.cache import SPARE, RaggedKVCache, cache_nbytes, compact, filter_layers
 from gateway.engine.kv.layers import batch_of_one, hold_layers, make_batch_caches, padded
-from gateway.engine.kv.prefix_cache import PrefixCache
+from gateway.engine.kv.prefix_cache import PrefixCache, Root
 from gateway.engine.models.checkpoint import measure_kv
 from gateway.engine.models.decoders import parameters
 from gateway.jobs import Drafter, KvCost
@@ -34,6 +34,7 @@ class _Follower:
     """The KV of one sequence: so many tokens of its context, then some of its last draft."""
 
     id: int
+    root: Root  # of what is kept of its prompt
     read: int = 0
     ahead: Sequence[int] = ()
     drafted: int = 0  # tokens of the draft that is being verified
@@ -107,17 +108,17 @@ class DraftModel:
             launch([layer.state for layer in self._cache])
 
     def draft(
-        self, contexts: Mapping[int, Sequence[int]], rooms: Mapping[int, int]
+        self, rows: Mapping[int, DraftRow], rooms: Mapping[int, int]
     ) -> dict[int, Sequence[int]]:
         """Return drafts of up to so many tokens; none of those whose prompt is still being read."""
         contexts = {
-            number: context for number, context in contexts.items() if len(context) <= self._longest
+            number: row.context for number, row in rows.items() if len(row.context) <= self._longest
         }
         self.keep(contexts)
         self._take_back(contexts)
-        for number, context in contexts.items():
+        for number in contexts:
             if self._find(number) is None:
-                self._join(number, context)
+                self._join(rows[number])
         due = {
             row.id
             for row in self._rows
@@ -151,16 +152,16 @@ class DraftModel:
     def _find(self, sequence_id: int) -> _Follower | None:
         return next((row for row in self._rows if row.id == sequence_id), None)
 
-    def _join(self, sequence_id: int, context: Sequence[int]) -> None:
+    def _join(self, joining_row: DraftRow) -> None:
         """Follow a sequence, from what is kept of its prompt on."""
-        known, kept = self._prefixes.take(context[:-1])
+        known, kept = self._prefixes.take(joining_row.context[:-1], joining_row.root)
         layers = batch_of_one(kept or make_batch_caches(self._model))
         if self._rows:
             for layer, joining in zip(self._cache, layers, strict=True):
                 layer.extend(joining)
         else:
             self._cache = layers
-        self._rows.append(_Follower(sequence_id, known))
+        self._rows.append(_Follower(joining_row.id, joining_row.root, known))
 
     def _take_back(self, contexts: Mapping[int, Sequence[int]]) -> None:
         """Take off the tokens of drafts that were not chosen. Each context keeps one to read."""
@@ -193,7 +194,7 @@ class DraftModel:
         launch([layer.state for layer in self._cache])
         for i, (row, feed) in enumerate(zip(self._rows, feeds, strict=True)):
             row.read += len(feed)
-            self._prefixes.store(contexts[row.id][: row.read], self._cache, i)
+            self._prefixes.store(contexts[row.id][: row.read], self._cache, i, root=row.root)
 
     def _generate(
         self, contexts: Mapping[int, Sequence[int]], length: int

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from gateway.engine.drafts.draft_model import MOST_AHEAD, DraftModel
-from gateway.engine.drafts.prompt_lookup import LookupDrafter
+from gateway.engine.drafts.prompt_lookup import DraftRow, LookupDrafter
 from gateway.engine.kv.layers import can_go_back
 from gateway.jobs import DRAFTERS, Drafter
 
@@ -31,10 +31,10 @@ class DraftSource(Protocol):
         """Return True if it may have a draft now."""
 
     def draft(
-        self, contexts: Mapping[int, Sequence[int]], rooms: Mapping[int, int]
+        self, rows: Mapping[int, DraftRow], rooms: Mapping[int, int]
     ) -> Mapping[int, Sequence[int]]:
-        """Return drafts of up to so many tokens; of some sequences none. The contexts of all that
-        may get drafts are given; each only grows between calls.
+        """Return drafts of up to so many tokens; of some sequences none. All that may get drafts
+        are given; the context of each only grows between calls.
         """
 
     def note(self, sequence_id: int, context: Sequence[int], accepted: int) -> bool:
@@ -47,21 +47,6 @@ class DraftSource(Protocol):
 
     def clear_prefixes(self) -> None:
         """Drop what is kept of prompts."""
-
-
-class DraftRow(Protocol):
-    """A sequence that may read ahead."""
-
-    id: int
-    context: list[int]
-    was_suspect: bool
-
-    @property
-    def matcher(self) -> object | None:
-        """Return what its next token must satisfy, if anything."""
-
-    def room(self, limit: int) -> int:
-        """Return how many tokens a draft may have, at most `limit`."""
 
 
 def count_ahead(rows: int) -> int:
@@ -96,18 +81,18 @@ class DraftPolicy:
 
     def draft(self, rows: Sequence[DraftRow], rooms: Sequence[int]) -> list[Sequence[int]]:
         """Return a draft for each sequence, of up to so many tokens."""
-        contexts = {row.id: row.context for row in rows if row.room(1)}
+        drafting = {row.id: row for row in rows if row.room(1)}
         free = {row.id: row.room(room) for row, room in zip(rows, rooms, strict=True)}
         drafts: dict[int, Sequence[int]] = {}
         names: list[Drafter] = []
         for source in self._allowed():
-            is_due = any(source.is_due(number, context) for number, context in contexts.items())
+            is_due = any(source.is_due(row.id, row.context) for row in drafting.values())
             if max(rooms) < 1 or not is_due:
                 continue
             # It follows the contexts of those, too, that have a draft already.
-            lengths = {number: 0 if number in drafts else free[number] for number in contexts}
+            lengths = {number: 0 if number in drafts else free[number] for number in drafting}
             try:
-                new_drafts = source.draft(contexts, lengths)
+                new_drafts = source.draft(drafting, lengths)
             except Exception as error:
                 # No answer needs its drafts: it is dropped.
                 self.sources.remove(source)

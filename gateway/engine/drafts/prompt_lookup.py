@@ -4,8 +4,9 @@ github.com/apoorvumang/prompt-lookup-decoding).
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Final
+from typing import Final, Protocol
 
+from gateway.engine.kv.prefix_cache import Root
 from gateway.jobs import Drafter
 
 _GRAMS: Final = (3, 2)  # how many tokens must have stood together before; the longer ones first
@@ -17,6 +18,25 @@ def count_accepted(draft: Sequence[int], chosen: Sequence[int]) -> int:
     """Count the draft's tokens that were chosen; `chosen` has one more, for the place after it."""
     pairs = zip(draft, chosen, strict=False)
     return next((i for i, (one, other) in enumerate(pairs) if one != other), len(draft))
+
+
+class DraftRow(Protocol):
+    """A sequence that may read ahead."""
+
+    id: int
+    context: list[int]
+    was_suspect: bool
+
+    @property
+    def root(self) -> Root:
+        """Return where what is kept of its prompt begins."""
+
+    @property
+    def matcher(self) -> object | None:
+        """Return what its next token must satisfy, if anything."""
+
+    def room(self, limit: int) -> int:
+        """Return how many tokens a draft may have, at most `limit`."""
 
 
 class Patience:
@@ -84,11 +104,11 @@ class LookupDrafter:
         return bool(self._find(sequence_id).draft(context, 1))
 
     def draft(
-        self, contexts: Mapping[int, Sequence[int]], rooms: Mapping[int, int]
+        self, rows: Mapping[int, DraftRow], rooms: Mapping[int, int]
     ) -> dict[int, Sequence[int]]:
         drafts = {
-            number: self._find(number).draft(context, rooms[number])
-            for number, context in contexts.items()
+            number: self._find(number).draft(row.context, rooms[number])
+            for number, row in rows.items()
         }
         self._drafted = {number for number, tokens in drafts.items() if tokens}
         return drafts

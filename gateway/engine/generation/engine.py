@@ -85,6 +85,7 @@ class GenerationEngine(Sequences):
             earlier_calls=sum(len(turn.get("tool_calls") or ()) for turn in job.messages),
             beginning=job.caller.prefix_names.ends(len(prompt.ids)),
             adapter=job.adapter,
+            cache_salt=job.caller.cache_salt,
         )
         return [
             replace(row, index=i, sampling=_sampling_of_choice(sampling, i)) for i in range(job.n)
@@ -156,7 +157,7 @@ class GenerationEngine(Sequences):
 
     def prefix_names(self, adapter: int = 0) -> Sequence[bytes]:
         """Return a router's names of the prefixes that are kept. Safe on any thread."""
-        return self._prefixes.names(-adapter)
+        return self._prefixes.names(adapter)
 
     def drop_adapter(self, number: int) -> None:
         """Free an adapter, with its sequences and the KV kept of their prompts."""
@@ -164,7 +165,7 @@ class GenerationEngine(Sequences):
         for row in self._sequences():
             if row.adapter == number:
                 self.leave(row.id)
-        self._prefixes.forget(-number)
+        self._prefixes.forget(number)
         self.adapters.drop(number)
         clear_cache()
 

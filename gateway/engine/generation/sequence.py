@@ -13,7 +13,7 @@ from gateway.engine.device_faults import classify
 from gateway.engine.generation.sampling import Sampler
 from gateway.engine.grammar.compiling import CompiledGrammar
 from gateway.engine.grammar.matching import BoundRow, Matcher
-from gateway.engine.kv.prefix_cache import BLOCK
+from gateway.engine.kv.prefix_cache import BLOCK, Root
 from gateway.errors import Fault, PassFault
 from gateway.jobs import (
     Delta,
@@ -76,9 +76,9 @@ class Sequence:
         return self.job.adapter.number
 
     @property
-    def root(self) -> int:
+    def root(self) -> Root:
         """Return where what is kept of its prompt begins: no two adapters have the same KV."""
-        return -self.adapter
+        return self.adapter, self.job.cache_salt
 
     @property
     def scores_prompt(self) -> bool:

@@ -1,10 +1,10 @@
 """The KV of prompts already read, in blocks, so that what two prompts begin with is read once.
 
 A block is identified by the block before it and its own tokens, so prompts share the blocks of all
-that they begin with. The first one's is a root: each adapter of a model has one of its own, as its
-KV is. Only plain KV can be cut into blocks. The other layers' caches, of sliding
-windows or states, are kept whole, with the block after which they were copied, and a prompt can
-continue only from such a block.
+that they begin with. The first one's is a root: each adapter of a model has its own, as its KV is,
+and so have callers who are to learn nothing of one another. Only plain KV can be cut into blocks.
+The other layers' caches, of sliding windows or states, are kept whole, with the block after which
+they were copied, and a prompt can continue only from such a block.
 """
 
 from collections import OrderedDict
@@ -28,9 +28,10 @@ BLOCK = 64
 MIN_SETS = 8
 GROWING_SHARE = 0.5
 _TOKEN_BYTES = 8  # in a key: so that no block, not even one without KV, weighs nothing
-ROOT = 0  # of the model itself; an adapter's is its number below it
 
 Key: TypeAlias = tuple[int, ...]  # the number of the block before, then a block's own tokens
+Root: TypeAlias = tuple[int, str]  # an adapter's number, 0 for none; and the callers' salt
+ROOT: Root = (0, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +63,14 @@ class PrefixCache:
         self._buffers = buffers or KeptBuffers()  # the arrays that all models keep
         self._empty = [for_batch(layer) for layer in empty]
         self._is_plain = [isinstance(layer, RaggedKVCache) for layer in self._empty]
-        self._numbers = count(ROOT + 1)
+        self._numbers = count(1)
+        self._roots: dict[Root, int] = {}  # the numbers of what no block comes before: 0 and below
         # Least recently used first. A block counts as used just before the one that it follows,
         # so the first of all has no block that follows it, and can be evicted.
         self._kept: OrderedDict[Key, _Kept] = OrderedDict()
         self.nbytes = 0
         self._growing: dict[Key, None] = {}  # the states of answers under way, the oldest first
-        self._names: dict[tuple[int, bytes], Key] = {}  # a router's, of what ends in a block
+        self._names: dict[tuple[Root, bytes], Key] = {}  # a router's, of what ends in a block
 
     @property
     def is_on(self) -> bool:
@@ -84,17 +86,17 @@ class PrefixCache:
         """Return True if states are kept of answers under way."""
         return self._limit >= MIN_SETS * self._states
 
-    def count_known(self, tokens: Sequence[int], root: int = ROOT) -> int:
+    def count_known(self, tokens: Sequence[int], root: Root = ROOT) -> int:
         """Count the first tokens that need not be read."""
         return BLOCK * len(self._usable(tokens, root))
 
-    def count_kept(self, tokens: Sequence[int], root: int = ROOT) -> int:
+    def count_kept(self, tokens: Sequence[int], root: Root = ROOT) -> int:
         """Count the first tokens that are those of another prompt, whose blocks are kept. More than
         are known if no states are kept where the prompts part.
         """
         return BLOCK * len(self._path(tokens, root))
 
-    def take(self, tokens: Sequence[int], root: int = ROOT) -> tuple[int, list[Any] | None]:
+    def take(self, tokens: Sequence[int], root: Root = ROOT) -> tuple[int, list[Any] | None]:
         """Return how many first tokens are known, and their prompt cache; 0 and None if none are.
 
         The cache is for merging into a batch, which copies it: what is kept is never written to.
@@ -114,10 +116,10 @@ class PrefixCache:
         layers = {True: map(_join, empty, pages), False: iter(states)}  # by whether they are plain
         return length, [next(layers[is_plain]) for is_plain in self._is_plain]
 
-    def names(self, root: int = ROOT) -> list[bytes]:
+    def names(self, adapter: int = 0) -> list[bytes]:
         """List the names of what is kept, the oldest first. Safe on any thread."""
         named = list(self._names.items())
-        return [name for (of, name), key in named if of == root and key in self._kept]
+        return [name for (root, name), key in named if root[0] == adapter and key in self._kept]
 
     def store(
         self,
@@ -125,7 +127,7 @@ class PrefixCache:
         layers: Sequence[Any],
         row: int,
         named: Sequence[tuple[int, bytes]] = (),
-        root: int = ROOT,
+        root: Root = ROOT,
         *,
         is_growing: bool = False,
     ) -> int:
@@ -164,7 +166,7 @@ class PrefixCache:
         layers: Sequence[Any],
         row: int,
         dropped: Sequence[int],
-        root: int = ROOT,
+        root: Root = ROOT,
         *,
         is_growing: bool = True,
     ) -> bool:
@@ -188,7 +190,7 @@ class PrefixCache:
                 self._drop(key)
         return True
 
-    def note_ended(self, tokens: Sequence[int], ends: Sequence[int], root: int = ROOT) -> None:
+    def note_ended(self, tokens: Sequence[int], ends: Sequence[int], root: Root = ROOT) -> None:
         """Count the states kept after the first `ends` tokens of an answer as used: it is whole."""
         path = self._path(tokens, root)
         for end in ends:
@@ -197,9 +199,9 @@ class PrefixCache:
                 self._use([key])
         self._use(path)
 
-    def forget(self, root: int) -> None:
+    def forget(self, adapter: int) -> None:
         """Drop all that is kept of an adapter."""
-        gone = {root}
+        gone = {number for root, number in self._roots.items() if root[0] == adapter}
         for key, block in sorted(self._kept.items(), key=lambda item: item[1].number):
             if key[0] in gone:  # it follows another that is gone
                 gone.add(block.number)
@@ -228,7 +230,7 @@ class PrefixCache:
             split[not is_plain].append(layer)
         return split
 
-    def _path(self, tokens: Sequence[int], root: int) -> list[Key]:
+    def _path(self, tokens: Sequence[int], root: Root) -> list[Key]:
         """List the kept blocks that the tokens begin with."""
         path: list[Key] = []
         for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
@@ -242,14 +244,14 @@ class PrefixCache:
         """Return True if a path ends where the tokens do, and a prompt can continue from there."""
         return BLOCK * len(path) == len(tokens) and self._state_key(path) in self._kept
 
-    def _usable(self, tokens: Sequence[int], root: int) -> list[Key]:
+    def _usable(self, tokens: Sequence[int], root: Root) -> list[Key]:
         """List those blocks up to the last one after which a prompt can continue."""
         path = self._path(tokens, root)
         while path and self.needs_block_ends and self._state_key(path) not in self._kept:
             path.pop()
         return path
 
-    def _name(self, path: Sequence[Key], named: Sequence[tuple[int, bytes]], root: int) -> None:
+    def _name(self, path: Sequence[Key], named: Sequence[tuple[int, bytes]], root: Root) -> None:
         """Remember in which block of a path each beginning ends, for as long as that is kept."""
         for end, name in named:
             if 0 < end <= BLOCK * len(path):
@@ -257,9 +259,11 @@ class PrefixCache:
         if len(self._names) > 2 * len(self._kept) + BLOCK:
             self._names = {name: key for name, key in self._names.items() if key in self._kept}
 
-    def _after(self, path: Sequence[Key], root: int = ROOT) -> int:
+    def _after(self, path: Sequence[Key], root: Root = ROOT) -> int:
         """Return the number that identifies what follows a path."""
-        return self._kept[path[-1]].number if path else root
+        if path:
+            return self._kept[path[-1]].number
+        return self._roots.setdefault(root, -len(self._roots))
 
     def _state_key(self, path: Sequence[Key]) -> Key:
         """Return the key of the other layers' caches after a path. No block follows them."""

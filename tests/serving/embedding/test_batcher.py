@@ -209,6 +209,16 @@ async def test_a_text_seen_before_is_answered_from_the_cache() -> None:
     assert engine.batches == [[1, 2], [3], [2]]
 
 
+async def test_a_text_of_other_callers_is_embedded_again() -> None:
+    """They could tell by the time that somebody has asked for it."""
+    engine = ScriptedEmbedder()
+    async with batching(engine, cache_size=9) as batcher:
+        for salt in ("key-1", "key-2", "key-1", ""):
+            job = embed_job("a")
+            await batcher.embed(replace(job, caller=replace(job.caller, cache_salt=salt)))
+    assert engine.batches == [[1], [1], [1]]
+
+
 async def test_a_cut_text_in_the_cache_is_still_refused_to_who_wants_no_cut() -> None:
     """And counted as cut for who does."""
     engine = ScriptedEmbedder(max_tokens=5)
