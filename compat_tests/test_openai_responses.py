@@ -146,10 +146,7 @@ def test_an_answer_cut_short_is_incomplete(client: OpenAI) -> None:
 
 def test_logprobs_are_told_when_included(client: OpenAI) -> None:
     answer = client.responses.create(
-        model="demo-chat",
-        input=FRANCE,
-        include=["message.output_text.logprobs"],
-        top_logprobs=2,
+        model="demo-chat", input=FRANCE, include=["message.output_text.logprobs"], top_logprobs=2
     )
     message = answer.output[0]
     assert message.type == "message"

@@ -55,10 +55,7 @@ def test_a_stream_says_the_same_as_a_whole_answer(client: OpenAI) -> None:
     whole = client.chat.completions.create(model="demo-chat", messages=FRANCE)
     chunks = list(
         client.chat.completions.create(
-            model="demo-chat",
-            messages=FRANCE,
-            stream=True,
-            stream_options={"include_usage": True},
+            model="demo-chat", messages=FRANCE, stream=True, stream_options={"include_usage": True}
         )
     )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)

@@ -38,12 +38,7 @@ def run(*command: str, cwd: Path = HERE, url: str = "", model: str = "") -> tupl
     done = subprocess.run(
         [str(PYTHON), *command],
         cwd=cwd,
-        env={
-            **environment,
-            "OPENAI_BASE_URL": url,
-            "TEST_API_BASE_URL": url,
-            "CHAT_MODEL": model,
-        },
+        env={**environment, "OPENAI_BASE_URL": url, "TEST_API_BASE_URL": url, "CHAT_MODEL": model},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         timeout=900,

@@ -36,6 +36,19 @@ def environment(**given: str) -> dict[str, str]:
     return {**clean, "PYTHONPATH": str(ROOT), **given}
 
 
+def ran(folder: Path, *arguments: str, **given: str) -> "subprocess.CompletedProcess[str]":
+    """Run a command of `mlx-gateway` in a folder until it ends."""
+    return subprocess.run(
+        command(*arguments),
+        cwd=folder,
+        env=environment(**{"NO_COLOR": "1", **given}),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
 def free_ports(count: int) -> list[int]:
     """Choose consecutive ports for servers that must be told theirs; nobody else draws them."""
     while True:

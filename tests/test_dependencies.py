@@ -38,6 +38,5 @@ def imported() -> set[str]:
 
 @pytest.mark.parametrize("package", sorted(imported()))
 def test_a_package_that_is_imported_is_declared(package: str) -> None:
-    """A dependency of a dependency may leave with its next release."""
     distributions = {normal(name) for name in DISTRIBUTIONS.get(package, ())}
     assert distributions & declared(), f"{package} is of none that pyproject.toml declares"

@@ -65,13 +65,8 @@ def test_the_wheel_holds_the_package_and_nothing_beside_it() -> None:
 def test_the_sdist_holds_all_that_the_wheel_is_built_of_and_that_tests_it() -> None:
     with tarfile.open(DIST / KINDS["sdist"]) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
-    rooms = {
-        "gateway/cli/serve.py",
-        "tests/test_dist.py",
-        "docs/api.md",
-        "demo/chat/model.safetensors",
-    }
-    assert {"pyproject.toml", "models.yaml", "LICENSE", "NOTICE", "Makefile", *rooms} <= names
+    rooms = {"gateway/cli/serve.py", "tests/test_dist.py", "docs/api.md", "LICENSE", "NOTICE"}
+    assert {"pyproject.toml", "models.yaml", "demo/chat/model.safetensors", *rooms} <= names
     assert not [name for name in names if name.startswith((".venv", ".ci", "dist"))]
 
 
@@ -106,15 +101,8 @@ def _metadata() -> email.message.Message:
 
 
 def _pip(programs: Path, *arguments: str) -> None:
-    pip: list[str | Path] = [
-        programs / "python",
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-    ]
-    subprocess.run([*pip, *arguments], check=True, cwd="/")
+    install = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    subprocess.run([programs / "python", *install, *arguments], check=True, cwd="/")
 
 
 def _answer(url: str, body: dict[str, Any]) -> Any:

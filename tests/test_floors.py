@@ -64,9 +64,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
         "device": {"blas"},
     },
     "serving": {
-        "generation": {
-            *("admission", "budget", "faults", "lane", "ports", "tokenize"),
-        },
+        "generation": {"admission", "budget", "faults", "lane", "ports", "tokenize"},
         "embedding": {"admission", "faults", "lane", "ports", "tokenize"},
         "models": {"admission", "budget"},
         "ranks": {"ports"},
@@ -75,14 +73,8 @@ INSIDE: dict[str, dict[str, set[str]]] = {
     },
     "api": {
         "app": {
-            "access",
-            "dashboard",
-            "endpoints",
-            "middleware",
-            "traces",
-            "requests",
-            "bodies",
-            "in_flight",
+            *("access", "dashboard", "endpoints", "middleware", "traces"),
+            *("requests", "bodies", "in_flight"),
         },
         "endpoints": {
             *("chat", "dashboard", "embeddings"),
@@ -223,14 +215,12 @@ def test_imports_go_down(file: Path) -> None:
 
 
 def test_every_room_is_in_the_picture() -> None:
-    """A new top-level module must be given its floor."""
     rooms = {room(file) for file in FILES} - {"__init__"}
     assert rooms <= ALLOWED.keys()
 
 
 @pytest.mark.parametrize("folder", PACKAGES, ids=lambda folder: str(folder.relative_to(GATEWAY)))
 def test_every_map_names_the_modules_of_its_folder(folder: Path) -> None:
-    """A package's docstring lists each of its modules and packages once, and no others."""
     text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
     names = [name for line in MAP_LINE.findall(text) for name in re.findall(r"\w+", line)]
     files = {file.stem for file in folder.glob("*.py")} - {"__init__"}
@@ -241,7 +231,6 @@ def test_every_map_names_the_modules_of_its_folder(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", INSIDE)
 def test_imports_go_down_inside_a_room(name: str) -> None:
-    """Of their neighbours, modules and rooms import only those below."""
     for file in (GATEWAY / name).rglob("*.py"):
         here = file.relative_to(GATEWAY / name).parts[0].removesuffix(".py")
         for each in imports(file):
@@ -253,7 +242,6 @@ def test_imports_go_down_inside_a_room(name: str) -> None:
 
 
 def test_no_import_leads_back_to_where_it_began() -> None:
-    """Not by way of others either, in any room."""
     below = {name: sorted(imported(name) & MODULES.keys()) for name in MODULES}
     TopologicalSorter(below).prepare()  # raises CycleError, with the modules
 
@@ -271,7 +259,6 @@ def test_no_module_is_a_sliver() -> None:
 
 @pytest.mark.parametrize("name", ["models", "embedding", "generation"])
 def test_the_rooms_of_serving_are_strangers(name: str) -> None:
-    """They stand on what serving has outside of them, which knows none of them."""
     serving = GATEWAY / "serving"
     others = [file for file in serving.rglob("*.py") if serving / name not in file.parents]
     known = {each for file in others for each in imports(file)}
@@ -279,21 +266,18 @@ def test_the_rooms_of_serving_are_strangers(name: str) -> None:
 
 
 def test_answers_are_read_without_mlx() -> None:
-    """The room of detokenizers and parsers can be tried in milliseconds, without a device."""
     files = (GATEWAY / "engine" / "answers").glob("*.py")
     libraries = {name.partition(".")[0] for file in files for name in imports(file)}
     assert not libraries & {"mlx", "mlx_lm", "transformers"}
 
 
 def test_no_module_is_two_things() -> None:
-    """Past five hundred lines there is a second noun to be found."""
     for file in FILES:
         assert lines(file) <= 500, file
 
 
 @pytest.mark.parametrize("name", BUDGET)
 def test_a_room_keeps_to_its_budget(name: str) -> None:
-    """It has no more lines of code than its budget, and that is lowered when it shrinks."""
     count = sum(code_lines(file) for file in FILES if room(file) == name)
     assert count <= BUDGET[name]
     assert BUDGET[name] - count <= 100, f"lower the budget of {name} to {count}"

@@ -6,8 +6,10 @@ import re
 import sys
 import unicodedata
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import pytest
 import structlog
@@ -16,36 +18,35 @@ from gateway import logs
 from tests.fakes import ScriptedEngines
 from tests.serving_app import catalog, served
 
+Style = Literal["json", "console"]
+
+
+@contextmanager
+def writing(style: Style, to: io.StringIO | None = None) -> Iterator[io.StringIO]:
+    """Give what is logged meanwhile."""
+    to = io.StringIO() if to is None else to
+    with patch.object(sys, "stderr", to):
+        try:
+            logs.configure("debug", style)
+            yield to
+        finally:
+            structlog.contextvars.clear_contextvars()
+            structlog.reset_defaults()
+
+
+@pytest.fixture
+def console() -> Iterator[io.StringIO]:
+    with writing("console") as to:
+        yield to
+
 
 @pytest.mark.parametrize("style", ["json", "console"])
-def test_a_logged_exception_shows_no_variables(
-    style: Literal["json", "console"], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They hold keys and prompts, and make lines of megabytes."""
-    written = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", written)
-    try:
-        logs.configure("info", style)
+def test_a_logged_exception_shows_no_variables(style: Style) -> None:
+    with writing(style) as to:
         _fail("sk-secret-key")
-    finally:
-        structlog.reset_defaults()
-    assert "ValueError" in written.getvalue()
-    assert "sk-secret" not in written.getvalue()
-    assert len(written.getvalue()) < 5000
-
-
-def test_a_line_is_written_whatever_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lone surrogate of a file's name, a huge number, an object: each in a line of JSON."""
-    written = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", written)
-    try:
-        logs.configure("info", "json")
-        for odd in ("\udcff", 2**80, object(), {("a", "b"): 1}):
-            logs.get("test").info("odd", said=odd)
-    finally:
-        structlog.reset_defaults()
-    lines = [json.loads(line) for line in written.getvalue().splitlines()]
-    assert [line["event"] for line in lines] == ["odd"] * 4
+    assert "ValueError" in to.getvalue()
+    assert "sk-secret" not in to.getvalue()
+    assert len(to.getvalue()) < 5000
 
 
 def _fail(key: str) -> None:
@@ -55,17 +56,24 @@ def _fail(key: str) -> None:
         logs.get("test").exception("failed")
 
 
-@pytest.fixture
-def console(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
-    """Give what a console is told."""
-    to = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", to)
-    try:
-        logs.configure("debug", "console")
-        yield to
-    finally:
-        structlog.contextvars.clear_contextvars()
-        structlog.reset_defaults()
+def test_a_line_is_written_whatever_it_says() -> None:
+    """A lone surrogate of a file's name, a huge number, an object: each in a line of JSON."""
+    with writing("json") as to:
+        for odd in ("\udcff", 2**80, object(), {("a", "b"): 1}):
+            logs.get("test").info("odd", said=odd)
+    lines = [json.loads(line) for line in to.getvalue().splitlines()]
+    assert [line["event"] for line in lines] == ["odd"] * 4
+
+
+def test_a_line_of_json_is_as_it_was() -> None:
+    """Keys, order and numbers: programs read it."""
+    with writing("json") as to:
+        asked(path="/x\n…", bytes=2**30)
+    line = re.sub(r'"timestamp":"[^"]+Z"', '"timestamp":"T"', to.getvalue())
+    assert line == (
+        '{"part":"http","method":"GET","path":"/x\\n…","status":200,"ms":1.25,"bytes":1073741824,'
+        '"event":"request","level":"info","timestamp":"T"}\n'
+    )
 
 
 def asked(**given: Any) -> None:
@@ -89,18 +97,11 @@ def test_a_consoles_line_of_a_request_begins_with_what_matters(console: io.Strin
 @pytest.mark.parametrize(
     "odd",
     [
-        "a" * 5000,
-        "漢" * 5000,
-        "e\u0301" * 3000,
-        '"' * 500,
-        "\x1b[2J" * 200,
-        "a b" * 100,
-        "\udcff" * 90,
-        "",
+        *("a" * 5000, "漢" * 5000, "e\u0301" * 3000, '"' * 500, "\x1b[2J" * 200, "a b" * 100),
+        *("\udcff" * 90, ""),
     ],
 )
 def test_a_consoles_line_fits_whatever_is_in_it(console: io.StringIO, odd: str) -> None:
-    """In a hundred columns, with all that it begins with."""
     structlog.contextvars.bind_contextvars(request_id=odd or "x")
     asked(path=odd, model=odd, tokens_in=10**9, method=odd[:50] or "GET", other=odd)
     logs.get("cache").info("model_loaded", model=odd, more={odd: [odd]}, bytes=5)
@@ -137,32 +138,24 @@ def test_nobody_writes_a_line_or_moves_the_cursor_of_a_console(
 @pytest.mark.parametrize(
     "end", ["\r\n", "\n", "\r", "\x0b", "\x7f", "\x85", "\x9b2K", "\u2028", "\u202e", "\x1b[1A"]
 )
-async def test_no_request_writes_a_line_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, style: Literal["json", "console"], end: str
-) -> None:
+async def test_no_request_writes_a_line_of_its_own(tmp_path: Path, style: Style, end: str) -> None:
     """By no path, name of a field or prompt, wherever a reader or a terminal ends lines."""
-    written = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", written)
     forged = f'{end}{{"event":"forged"}}'
-    entry = {"kind": "chat", "source": "path:.", "preload": False}
+    models = catalog(tmp_path, {"writer": {"kind": "chat", "source": "path:.", "preload": False}})
+    said = [{"role": "user", "content": f"p{forged}"}]
     bodies: list[tuple[str, dict[str, Any]]] = [
-        ("chat/completions", {"messages": [{"role": "user", "content": f"p{forged}"}]}),
+        ("chat/completions", {"messages": said}),
         ("responses", {"input": f"p{forged}"}),
         ("completions", {"prompt": f"p{forged}", f"field{forged}": 1}),
-        ("messages", {"max_tokens": 3, "messages": [{"role": "user", "content": f"p{forged}"}]}),
+        ("messages", {"max_tokens": 3, "messages": said}),
     ]
-    try:
-        logs.configure("debug", style)
-        async with served(
-            catalog(tmp_path, {"writer": entry}), ScriptedEngines(), log_prompts=True
-        ) as client:
+    with writing(style) as to:
+        async with served(models, ScriptedEngines(), log_prompts=True) as client:
             escaped = "".join(f"%{byte:02X}" for byte in forged.encode())
             await client.delete(f"/v1/stream{escaped}?conv_id={escaped}")
             for path, body in bodies:
                 await client.post(f"/v1/{path}", json={"model": "writer", **body})
-    finally:
-        structlog.reset_defaults()
-    lines = written.getvalue().removesuffix("\n").split("\n")
+    lines = to.getvalue().removesuffix("\n").split("\n")
     assert sum("forged" in line for line in lines) >= 5
     assert all(line.isprintable() for line in lines)
     assert not any(line.lstrip().startswith('{"event":"forged"') for line in lines)
@@ -171,13 +164,11 @@ async def test_no_request_writes_a_line_of_its_own(
 
 
 def test_a_path_cannot_pass_for_what_comes_after_it(console: io.StringIO) -> None:
-    """One with spaces is quoted."""
     asked(path='/x" 200 1.0 ms', status=404)
     assert console.getvalue().startswith('GET "/x\' 200 1.0 ms" 404 1.2 ms ')
 
 
 def test_what_a_console_warns_of_is_told_whole(console: io.StringIO) -> None:
-    """On as many lines as it needs, each of which fits."""
     hint = " ".join(f"word{number}" for number in range(60))
     logs.get("serve").warning("slow", hint=hint, glued="x" * 250)
     lines = console.getvalue().splitlines()
@@ -205,40 +196,18 @@ def test_a_console_tells_bytes_as_people_do(console: io.StringIO, count: float, 
     assert console.getvalue().rstrip().endswith(f" {said} kv_bytes={said}")
 
 
-def test_a_line_of_json_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys, order and numbers: programs read it."""
-    written = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", written)
-    try:
-        logs.configure("info", "json")
-        asked(path="/x\n…", bytes=2**30)
-    finally:
-        structlog.reset_defaults()
-    line = re.sub(r'"timestamp":"[^"]+Z"', '"timestamp":"T"', written.getvalue())
-    assert line == (
-        '{"part":"http","method":"GET","path":"/x\\n…","status":200,"ms":1.25,"bytes":1073741824,'
-        '"event":"request","level":"info","timestamp":"T"}\n'
-    )
-
-
 @pytest.mark.parametrize("style", ["json", "console"])
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("closed")])
 def test_a_line_that_cannot_be_written_stops_nothing_and_is_counted(
-    style: Literal["json", "console"], error: Exception, monkeypatch: pytest.MonkeyPatch
+    style: Style, error: Exception
 ) -> None:
-    """The disk is full, or the reader of the pipe has gone."""
 
     class Full(io.StringIO):
         def write(self, _: str) -> int:
             raise error
 
-    monkeypatch.setattr(sys, "stderr", Full())
     before = logs.lost_lines
-    try:
-        logs.configure("debug", style)
-        log = logs.get("test")
+    with writing(style, Full()):
         for level in ("debug", "info", "warning", "error", "critical", "exception"):
-            getattr(log, level)("event", key=1)
-    finally:
-        structlog.reset_defaults()
+            getattr(logs.get("test"), level)("event", key=1)
     assert logs.lost_lines == before + 6

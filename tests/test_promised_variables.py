@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gateway.registry import EmbeddingSpec, HubSource, ModelSpec, load_catalog, read_models
-from gateway.settings import explain, load_settings, strays
+from gateway.registry import HubSource, ModelSpec, load_catalog, read_models
+from gateway.settings import explain, load_settings
 
 SHIPPED = Path(__file__).parents[1] / "models.yaml"
 
@@ -158,23 +158,13 @@ FROM_THE_HUB: dict[str, tuple[str, str, Any]] = {
     "PRELOAD": ("true", "preload", True),
     "STRUCTURED_SCHEMA_IN_PROMPT": ("true", "structured.schema_in_prompt", True),
 }
+WITHOUT_PRELOAD = ("false", "preload", False)
+SCHEMA_IN_PROMPT = ("false", "structured.schema_in_prompt", False)
+MINILM = {**EMBEDDING, "PRELOAD": WITHOUT_PRELOAD, "OVERFLOW": ("error", "overflow", "error")}
+SMOLLM2 = {**CHAT, "PRELOAD": WITHOUT_PRELOAD, "STRUCTURED_SCHEMA_IN_PROMPT": SCHEMA_IN_PROMPT}
 MODELS: dict[str, tuple[str, dict[str, tuple[str, str, Any]]]] = {
-    "GATEWAY_ALL_MINILM_L6_V2": (
-        "all-minilm-l6-v2",
-        {
-            **EMBEDDING,
-            "PRELOAD": ("false", "preload", False),
-            "OVERFLOW": ("error", "overflow", "error"),
-        },
-    ),
-    "GATEWAY_SMOLLM2_135M": (
-        "smollm2-135m",
-        {
-            **CHAT,
-            "PRELOAD": ("false", "preload", False),
-            "STRUCTURED_SCHEMA_IN_PROMPT": ("false", "structured.schema_in_prompt", False),
-        },
-    ),
+    "GATEWAY_ALL_MINILM_L6_V2": ("all-minilm-l6-v2", MINILM),
+    "GATEWAY_SMOLLM2_135M": ("smollm2-135m", SMOLLM2),
     "GATEWAY_QWEN3_EMBEDDING_0_6B": ("qwen3-embedding-0.6b", EMBEDDING_WITH_PROMPTS),
     "GATEWAY_QWEN3_EMBEDDING_4B": ("qwen3-embedding-4b", EMBEDDING_WITH_PROMPTS),
     "GATEWAY_QWEN3_4B_INSTRUCT": ("qwen3-4b-instruct", FROM_THE_HUB),
@@ -200,7 +190,6 @@ def _empty_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_setting_is_set_by_its_variable(
     variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`config` prints another value than the default, from the environment."""
     for name in ("cert.pem", "key.pem"):
         (tmp_path / name).write_text("PEM")
     before = {knob.env: knob for knob in explain(load_settings(env_file=None), env_file=None)}
@@ -247,34 +236,3 @@ def test_all_of_the_old_list_is_here() -> None:
     """As many as version 0.1 has, but for `structured_backend`: it had no effect."""
     assert len(SETTINGS) == 82
     assert len(EACH) == 151
-
-
-def test_the_variables_of_the_model_that_left_are_warned_of(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The command of an older README still starts, and says which half of it does nothing now."""
-    given = {
-        "GATEWAY_DEMO_CHAT_ALIASES": "demo",
-        "GATEWAY_QWEN3_4B_INSTRUCT_ALIASES": "gpt-4o-mini",
-    }
-    for name, text in given.items():
-        monkeypatch.setenv(name, text)
-    reading = read_models(SHIPPED, given)
-    assert reading.problems == ()
-    assert reading.catalog.resolve("gpt-4o-mini").spec.id == "qwen3-4b-instruct"
-    assert reading.catalog.resolve("gpt-4.1-mini").spec.id == "smollm2-135m"
-    (note,) = [note for note in reading.notes if "gpt-4o-mini" in note]
-    assert note.endswith(
-        "smollm2-135m: the alias 'gpt-4o-mini' is qwen3-4b-instruct's now "
-        "(set by GATEWAY_QWEN3_4B_INSTRUCT_ALIASES)"
-    )
-    (stray,) = strays(reading.variables)
-    assert stray == "GATEWAY_DEMO_CHAT_ALIASES is set, and nothing reads it"
-
-
-def test_prompts_of_the_shipped_embedders_stay_beside_other_keys() -> None:
-    """A variable of one key leaves what the file says of the others."""
-    catalog = load_catalog(SHIPPED, {"GATEWAY_QWEN3_EMBEDDING_0_6B_PROMPTS_DOCUMENT": "d: "})
-    spec = catalog.resolve("qwen3-embedding-0.6b-query").spec
-    assert isinstance(spec, EmbeddingSpec)
-    assert spec.prompts.keys() == {"query", "document"}

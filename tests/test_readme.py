@@ -14,7 +14,7 @@ from gateway.cli.doctor import bind_problem
 from gateway.errors import GatewayError
 from gateway.registry import ChatSpec, EmbeddingSpec
 from gateway.registry.specs import ChatBatching, EmbeddingBatching, Sampling, Structured
-from tests.docs_links import anchors, broken_links
+from tests.docs_links import broken_links
 from tests.docs_tables import TABLES, generated
 
 ROOT = Path(__file__).parents[1]
@@ -29,7 +29,6 @@ PAGES = sorted(
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_generated_table_is_that_of_the_code(name: str) -> None:
-    """`make docs` writes them."""
     page, written, new = generated(name)
     assert written == new, page
 
@@ -39,7 +38,6 @@ def test_the_readme_is_read_in_one_sitting() -> None:
 
 
 def test_the_readme_begins_with_what_it_is_and_how_to_start_it() -> None:
-    """On the first screen: a sentence, the clone, the two commands and the way to the third."""
     head = "\n".join((ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:10])
     for said in ("OpenAI-compatible", "git clone", "make serve", "make test", ".venv/bin:$PATH"):
         assert said in head
@@ -63,44 +61,7 @@ def test_every_page_of_docs_is_linked_from_the_readme() -> None:
             assert f"]({name})" in readme or name == "README.md", name
 
 
-@pytest.mark.parametrize(
-    ("text", "broken"),
-    [
-        ("[a](other.md) [b](other.md#two-words) [c](folder) [d](#here) [e](https://a.b/c#d)", []),
-        ("[a](missing.md)", ["missing.md"]),
-        ("[a](other.md#gone)", ["other.md#gone"]),
-        ("[a](#gone)", ["#gone"]),
-        ("[a](folder#gone)", ["folder#gone"]),
-        ("[a](../outside.md)", ["../outside.md"]),
-        ("[a](/other.md)", ["/other.md"]),
-        ("[a](other.md 'said')", []),
-        ('[a](<missing.md> "said")', ["missing.md"]),
-        ("[`code`](missing.md)", ["missing.md"]),
-        ("![a picture](missing.png)", ["missing.png"]),
-        ("[a][b]\n\n[b]: missing.md", ["missing.md"]),
-        ("[a][b] [c]\n\n[c]: other.md", ["[a][b]"]),
-        ("`[a](missing.md)`\n\n```\n[a](missing.md)\n```", []),
-        ("```\n# Not a heading\n```\n[a](#not-a-heading)", ["#not-a-heading"]),
-    ],
-)
-def test_a_link_that_leads_nowhere_is_found(tmp_path: Path, text: str, broken: list[str]) -> None:
-    (tmp_path / "outside.md").touch()
-    root = tmp_path / "root"
-    (root / "folder").mkdir(parents=True)
-    (root / "other.md").write_text("# Other\n\n## Two words\n")
-    page = root / "page.md"
-    page.write_text(f"# Here\n\n{text}\n")
-    assert broken_links(root, [page]) == [f"page.md: {link}" for link in broken]
-
-
-def test_anchors_are_those_that_github_gives_headings() -> None:
-    page = "# `GET /v1/models`, and more\n## A [link](x.md)\n## Twice\n## Twice\n## a_b – c-d"
-    expected = {"get-v1models-and-more", "a-link", "twice", "twice-1", "a_b--c-d"}
-    assert anchors(page) == expected
-
-
 def test_every_model_key_is_explained() -> None:
-    """In the tables of docs/models-yaml.md, those of sections too."""
     page = (ROOT / "docs" / "models-yaml.md").read_text(encoding="utf-8")
     table = page.partition("| Key | Kinds | Meaning |")[2].partition("\n\n")[0]
     for key in {*EmbeddingSpec.model_fields, *ChatSpec.model_fields} - {"id"}:
@@ -114,7 +75,6 @@ def test_every_model_key_is_explained() -> None:
 
 
 def test_every_error_is_explained() -> None:
-    """In the table of docs/api.md, with its status."""
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d{3}) \| (.*?) \|", page, flags=re.M)
     explained = {

@@ -43,7 +43,6 @@ def test_every_constant_that_bounds_bytes_exists(cited: tuple[str, str]) -> None
 
 
 def test_every_place_that_holds_bytes_names_what_bounds_it() -> None:
-    """A setting or a constant, in each row."""
     rows = [line for line in BYTES.splitlines() if line.startswith("| ")]
     for row in rows:
         assert row.startswith(("| What is held |", "| --- |")) or re.search(
@@ -52,14 +51,12 @@ def test_every_place_that_holds_bytes_names_what_bounds_it() -> None:
 
 
 def test_every_setting_that_is_named_exists() -> None:
-    """A knob that is turned has to be there."""
     named = {name.lower() for name in re.findall(r"GATEWAY_([A-Z_]+)", TEXT + FOREIGN)}
     assert named
     assert named <= set(Settings.model_fields)
 
 
 def test_every_series_that_is_named_exists() -> None:
-    """By its name as Prometheus has it: a counter's ends with _total."""
     known = {each.name for each in vars(metrics).values() if isinstance(each, metrics.Level)}
     known |= {name for each in vars(metrics).values() if (name := getattr(each, "_name", None))}
     named = {name.removesuffix("_total") for name in re.findall(r"`(gateway_\w+)`", TEXT)}

@@ -6,17 +6,14 @@ from pathlib import Path
 import pytest
 
 from gateway.settings import (
-    Settings,
     SettingsInvalid,
     default_models_file,
     explain,
     is_local,
     load_settings,
     strays,
-    variable,
     variables,
 )
-from tests.docs_tables import environment_table
 
 
 @pytest.fixture(autouse=True)
@@ -35,17 +32,13 @@ def problems(**flags: object) -> list[str]:
 
 
 def test_defaults_listen_on_loopback_without_keys() -> None:
-    """Nothing set gives 127.0.0.1:8000 and no keys."""
     settings = load_settings()
-    assert settings.binds == ("127.0.0.1:8000",)
-    assert settings.api_keys == ()
-    assert settings.embedding_max_batch_size == 32
+    assert (settings.binds, settings.api_keys) == (("127.0.0.1:8000",), ())
 
 
 def test_a_flag_beats_the_environment_which_beats_dotenv(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each source hides the ones after it, and `explain` names the one that won."""
     (tmp_path / ".env").write_text("GATEWAY_PORT=1\nGATEWAY_HOST=::1\nGATEWAY_DRAIN_S=5\n")
     monkeypatch.setenv("GATEWAY_PORT", "2")
     monkeypatch.setenv("GATEWAY_HOST", "localhost")
@@ -60,7 +53,6 @@ def test_a_flag_beats_the_environment_which_beats_dotenv(
 
 
 def test_an_empty_variable_is_an_unset_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`GATEWAY_PORT=` leaves the next source in force."""
     (tmp_path / ".env").write_text("GATEWAY_PORT=81\n")
     monkeypatch.setenv("GATEWAY_PORT", "")
     settings = load_settings()
@@ -69,16 +61,7 @@ def test_an_empty_variable_is_an_unset_one(tmp_path: Path, monkeypatch: pytest.M
     assert variables()["GATEWAY_PORT"] == "81"
 
 
-def test_lists_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GATEWAY_BIND", "127.0.0.1:1, unix:/tmp/x.sock,")
-    monkeypatch.setenv("GATEWAY_API_KEYS", "one,two")
-    settings = load_settings()
-    assert settings.binds == ("127.0.0.1:1", "unix:/tmp/x.sock")
-    assert [key.get_secret_value() for key in settings.api_keys] == ["one", "two"]
-
-
 def test_secrets_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A key shows neither in `explain` nor in the settings' own text."""
     monkeypatch.setenv("GATEWAY_API_KEYS", "hunter2")
     settings = load_settings()
     assert "hunter2" not in repr(settings)
@@ -92,7 +75,6 @@ def test_a_urls_password_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_wrong_variable_gets_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line names the variable, its value and the bound; all are told at once."""
     (tmp_path / ".env").write_text("GATEWAY_QUEUE_LIMIT=0\n")
     monkeypatch.setenv("GATEWAY_PORT", "99999")
     monkeypatch.setenv("GATEWAY_LOG_LEVEL", "loud")
@@ -108,7 +90,6 @@ def test_every_wrong_variable_gets_a_line(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_half_of_tls_is_refused(tmp_path: Path) -> None:
-    """A certificate without its key is named as such."""
     cert = tmp_path / "cert.pem"
     cert.write_text("x")
     assert problems(tls_cert=cert) == [
@@ -117,7 +98,6 @@ def test_half_of_tls_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_dotenv_that_is_not_text_is_named(tmp_path: Path) -> None:
-    """Bytes that are not UTF-8 are one line, not a traceback."""
     (tmp_path / ".env").write_bytes(b"GATEWAY_PORT=\xff\xfe\n")
     assert problems() == [".env: not UTF-8 text"]
 
@@ -133,41 +113,22 @@ def test_listening_beyond_loopback_needs_keys(bind: str, monkeypatch: pytest.Mon
     assert load_settings({"host": bind}).host == bind
 
 
-@pytest.mark.parametrize(
-    "bind", ["127.0.0.1:80", "127.8.8.8", "localhost:1", "[::1]:80", "::1", "unix:/run/x.sock"]
-)
-def test_loopback_and_sockets_are_local(bind: str) -> None:
-    assert is_local(bind)
-
-
-@pytest.mark.parametrize("bind", ["", ":80", "0.0.0.0:80", "[::]:80", "fd://3", "localhost.evil"])
-def test_what_is_not_known_to_be_local_is_open(bind: str) -> None:
+def test_what_is_not_known_to_be_local_is_open() -> None:
     """Names and inherited sockets may lead anywhere."""
-    assert not is_local(bind)
-
-
-def test_an_ipv6_host_is_bracketed() -> None:
-    """Hypercorn reads `[::1]:8000`."""
-    assert load_settings({"host": "::1"}).binds == ("[::1]:8000",)
+    local = ["127.0.0.1:80", "127.8.8.8", "localhost:1", "[::1]:80", "::1", "unix:/run/x.sock"]
+    elsewhere = ["", ":80", "0.0.0.0:80", "[::]:80", "fd://3", "localhost.evil"]
+    assert [bind for bind in (*local, *elsewhere) if is_local(bind)] == local
 
 
 def test_a_bind_without_a_port_has_the_port() -> None:
-    """Sockets and full binds are passed on as they are."""
     binds = "127.0.0.1,::1,[::1],localhost:0,unix:/x,fd://3"
+    expected = "127.0.0.1:9,[::1]:9,[::1]:9,localhost:0,unix:/x,fd://3"
     settings = load_settings({"bind": binds, "port": 9, "allow_unauthenticated": True})
-    assert settings.binds == (
-        "127.0.0.1:9",
-        "[::1]:9",
-        "[::1]:9",
-        "localhost:0",
-        "unix:/x",
-        "fd://3",
-    )
+    assert ",".join(settings.binds) == expected
 
 
 @pytest.mark.parametrize("bind", ["localhost:http", "localhost:", "[::1]:70000"])
 def test_a_port_is_a_number(bind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bind that can't be opened is refused before anything is loaded."""
     monkeypatch.setenv("GATEWAY_BIND", bind)
     assert problems() == [f"GATEWAY_BIND={bind}: {bind!r} should end in a port between 0 and 65535"]
 
@@ -183,21 +144,11 @@ def test_paths_may_start_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_models_yaml_here_is_the_default(tmp_path: Path) -> None:
-    """A file in the current folder wins over the one that comes with the package."""
     shipped = default_models_file()
     assert shipped.is_absolute()
     assert shipped.is_file()
     (tmp_path / "models.yaml").write_text("version: 1\nmodels: {}\n")
     assert load_settings().models == Path("models.yaml")
-
-
-def test_a_misspelt_variable_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nothing reads is named, with the nearest that something does."""
-    monkeypatch.setenv("GATEWAY_PROT", "1")
-    monkeypatch.setenv("GATEWAY_DEMO_CHAT_PRELOAD", "false")
-    assert strays({"GATEWAY_DEMO_CHAT_PRELOAD"}) == [
-        "GATEWAY_PROT is set, and nothing reads it; did you mean GATEWAY_PORT?"
-    ]
 
 
 def test_a_letter_left_out_is_nearer_than_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,42 +159,12 @@ def test_a_letter_left_out_is_nearer_than_a_word(monkeypatch: pytest.MonkeyPatch
     ]
 
 
-def test_a_section_that_was_left_out_is_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name with words missing means the shortest that has them."""
-    known = {"GATEWAY_M_TTL_S", "GATEWAY_M_SAMPLING_TOP_K", "GATEWAY_M_SAMPLING_OTHER_TOP_K"}
-    monkeypatch.setenv("GATEWAY_M_TOP_K", "1")
-    assert strays(known) == [
-        "GATEWAY_M_TOP_K is set, and nothing reads it; did you mean GATEWAY_M_SAMPLING_TOP_K?"
-    ]
-
-
-def test_a_setting_that_is_gone_is_told_as_an_unknown_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GATEWAY_STRUCTURED_BACKEND", "llguidance")
-    (note,) = strays()
-    assert note.startswith("GATEWAY_STRUCTURED_BACKEND is set, and nothing reads it")
-
-
-def test_every_setting_has_a_line_in_the_table() -> None:
-    """The table of docs/settings.md has each variable, with a meaning, a type and its bound."""
-    table = environment_table()
-    for name in Settings.model_fields:
-        assert f"| `{variable(name)}` | " in table
-    assert "| `GATEWAY_PORT` | integer ≥ 0, ≤ 65,535 | `8000` | " in table
-    assert all(line.count("|") == 5 for line in table.splitlines())
-
-
 @pytest.mark.parametrize(
     "origin",
     [
-        "localhost:3000",
-        "http://localhost:3000/",
-        "https://app.example/path",
-        "http://localhost*",
-        "http://*:*:1",
-        "http://a*b.example",
-        "http://app.example:80",
-        "https://app.example:443",
-        "http://",
+        *("localhost:3000", "http://localhost:3000/", "https://app.example/path", "http://"),
+        *("http://localhost*", "http://*:*:1", "http://a*b.example"),
+        *("http://app.example:80", "https://app.example:443"),
     ],
 )
 def test_an_origin_that_can_never_match_is_refused(
@@ -257,7 +178,6 @@ def test_an_origin_that_can_never_match_is_refused(
 
 
 def test_origins_are_patterns() -> None:
-    """Written as browsers write them: without capitals."""
     given = "http://LOCALHOST:*, chrome-extension://*, https://*.ours.example:8443, http://[::1]:*"
     assert load_settings({"cors_origins": given}).cors_origins == (
         *("http://localhost:*", "chrome-extension://*", "https://*.ours.example:8443"),

@@ -21,9 +21,7 @@ async def main(url: str) -> None:
     set_tracing_disabled(True)
     client = AsyncOpenAI(base_url=url, api_key="unused", max_retries=0)
     agent = Agent(
-        name="assistant",
-        model=OpenAIResponsesModel("demo-chat", client),
-        tools=[get_weather],
+        name="assistant", model=OpenAIResponsesModel("demo-chat", client), tools=[get_weather]
     )
     first = await Runner.run(agent, "What is the weather in Paris?", auto_previous_response_id=True)
     assert ASKED == ["Paris"], ASKED

@@ -3,8 +3,8 @@
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import httpx2
 import pytest
+from httpx2 import AsyncClient
 
 from gateway.registry import Catalog
 from tests.fakes import ScriptedEngines
@@ -49,28 +49,22 @@ def some_models(folder: Path) -> Catalog:
 
 
 @pytest.fixture
-async def own_client(
-    models: Catalog, engines: ScriptedEngines
-) -> AsyncIterator[httpx2.AsyncClient]:
+async def own_client(models: Catalog, engines: ScriptedEngines) -> AsyncIterator[AsyncClient]:
     async with served(models, engines) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-async def shared_client(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> AsyncIterator[httpx2.AsyncClient]:
+async def shared_client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncClient]:
     async with served(some_models(tmp_path_factory.mktemp("models")), ScriptedEngines()) as client:
         yield client
 
 
 @pytest.fixture
-def client(request: pytest.FixtureRequest) -> httpx2.AsyncClient:
+def client(request: pytest.FixtureRequest) -> AsyncClient:
     """Give a client of a gateway without keys: the module's, unless the test has to do with the
     engines too.
     """
     is_shared = "engines" not in request.fixturenames
-    found: httpx2.AsyncClient = request.getfixturevalue(
-        "shared_client" if is_shared else "own_client"
-    )
+    found: AsyncClient = request.getfixturevalue("shared_client" if is_shared else "own_client")
     return found

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import httpx2
 import orjson
+from httpx2 import AsyncClient, Response
 from starlette.types import ASGIApp
 
 from gateway.api.access import AccessRules, protect
@@ -44,20 +44,20 @@ def protected(
     )
 
 
-def messages(text: str) -> list[dict[str, Any]]:
+def messages(text: Any = "hi") -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
 
 
+def chat(text: Any = "hi", **more: Any) -> dict[str, Any]:
+    return {"model": "writer", "messages": messages(text), **more}
+
+
 # A request for text, by the path of its protocol.
-ASK: dict[str, Callable[[str], dict[str, Any]]] = {
-    "/v1/chat/completions": lambda text: {"model": "writer", "messages": messages(text)},
+ASK: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "/v1/chat/completions": chat,
     "/v1/completions": lambda text: {"model": "writer", "prompt": text, "max_tokens": 90},
     "/v1/responses": lambda text: {"model": "writer", "input": text},
-    "/v1/messages": lambda text: {
-        "model": "writer",
-        "max_tokens": 90,
-        "messages": messages(text),
-    },
+    "/v1/messages": lambda text: {"model": "writer", "max_tokens": 90, "messages": messages(text)},
 }
 
 
@@ -85,8 +85,9 @@ TOOLS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def error_of(answer: httpx2.Response) -> dict[str, Any]:
-    """Return the error of an answer in OpenAI's envelope."""
+def error_of(answer: Response, status: int = 400) -> dict[str, Any]:
+    """Return the error of an answer of that status, in OpenAI's envelope."""
+    assert answer.status_code == status, answer.text[:300]
     body: dict[str, Any] = answer.json()["error"]
     assert set(body) == {"message", "type", "param", "code"}
     assert answer.headers["content-type"] == "application/json"
@@ -94,7 +95,7 @@ def error_of(answer: httpx2.Response) -> dict[str, Any]:
     return body
 
 
-def code_of(answer: httpx2.Response) -> str:
+def code_of(answer: Response) -> str:
     """Return the error's code, in OpenAI's envelope or Anthropic's."""
     return _code(answer.json()["error"])
 
@@ -107,7 +108,7 @@ def _code(error: dict[str, Any]) -> str:
 class Streamed:
     """A stream as it was read: what the lines of each event said, and the signs of life."""
 
-    answer: httpx2.Response
+    answer: Response
     keep_alives: int = 0
     is_kept_first: bool = False  # a sign of life came before any event
     names: list[str] = field(default_factory=list)  # of Responses' and Messages' events
@@ -126,7 +127,7 @@ class Streamed:
 
 
 async def stream(
-    client: httpx2.AsyncClient,
+    client: AsyncClient,
     path: str,
     body: dict[str, Any],
     *,
@@ -156,12 +157,24 @@ async def stream(
     return told
 
 
+async def reached(gate: Gate) -> None:
+    """Wait until the engine has come to a gate."""
+    assert await asyncio.to_thread(gate.reached.wait, 20)
+
+
+async def until_told(ask: Callable[[], Awaitable[object]]) -> None:
+    """Ask again and again, until the answer is true."""
+    async with asyncio.timeout(20):
+        while not await ask():
+            await asyncio.sleep(0.01)
+
+
 @contextlib.asynccontextmanager
-async def held(gate: Gate, asking: Awaitable[httpx2.Response]) -> AsyncIterator[asyncio.Task[Any]]:
+async def held(gate: Gate, asking: Awaitable[Response]) -> AsyncIterator[asyncio.Task[Any]]:
     """While entered, a request is held at a gate, which the engine has reached for it."""
     gate.close()
     task = asyncio.ensure_future(asking)
-    assert await asyncio.to_thread(gate.reached.wait, 20)
+    await reached(gate)
     try:
         yield task
     finally:

@@ -9,11 +9,14 @@ from typing import Any
 
 import httpx2
 import pytest
+from httpx2 import AsyncClient, Response
 
 from gateway.app import gateway
 from gateway.errors import ModelLoadFailed
+from tests.api.harness import chat, error_of, held
 from tests.fakes import ScriptedEngines
 from tests.serving_app import catalog, served
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 ADMIN = {"authorization": "Bearer sesame"}
@@ -22,28 +25,24 @@ MODELS: dict[str, dict[str, Any]] = {
     "org/embed": {"kind": "embedding", "source": "path:.", "aliases": ["embed"]},
     "writer": {"kind": "chat", "source": "path:.", "pinned": True},
 }
-CHAT = {"model": "writer", "messages": [{"role": "user", "content": "hi"}]}
+URL = "/v1/chat/completions"
 
 
 @pytest.fixture
-async def client(tmp_path: Path, engines: ScriptedEngines) -> AsyncIterator[httpx2.AsyncClient]:
+async def client(tmp_path: Path, engines: ScriptedEngines) -> AsyncIterator[AsyncClient]:
     """Serve with an admin key, and a key for users."""
-    given: dict[str, Any] = {
-        "models": tmp_path / "models.yaml",
-        "admin_key": "sesame",
-        "api_keys": "user",
-    }
+    given: dict[str, Any] = {"models": tmp_path / "models.yaml", "admin_key": "sesame"}
+    given["api_keys"] = "user"
     async with served(catalog(tmp_path, MODELS), engines, **given) as client:
         yield client
 
 
-async def post(client: httpx2.AsyncClient, path: str) -> httpx2.Response:
+async def post(client: AsyncClient, path: str) -> Response:
     return await client.post(f"/admin/{path}", headers=ADMIN)
 
 
 @pytest.mark.parametrize("path", ["/admin/reload", "/admin/models/writer/load"])
 async def test_without_an_admin_key_there_is_no_admin(tmp_path: Path, path: str) -> None:
-    """404, as for any path that is not served."""
     async with served(catalog(tmp_path, MODELS), ScriptedEngines()) as client:
         answer = await client.post(path, headers=ADMIN)
         assert answer.status_code == 404
@@ -51,19 +50,15 @@ async def test_without_an_admin_key_there_is_no_admin(tmp_path: Path, path: str)
 
 
 @pytest.mark.parametrize("headers", [{}, USER, {"authorization": "Bearer sesam"}])
-async def test_only_the_admin_key_opens_admin(
-    client: httpx2.AsyncClient, headers: dict[str, str]
-) -> None:
-    """A user's key does not; nor does the admin's open the rest."""
+async def test_only_the_admin_key_opens_admin(client: AsyncClient, headers: dict[str, str]) -> None:
     assert (await client.post("/admin/reload", headers=headers)).status_code == 401
     assert (await client.get("/v1/models", headers=ADMIN)).status_code == 401
     assert (await client.get("/v1/models", headers=USER)).status_code == 200
 
 
 async def test_a_model_is_loaded_and_unloaded_by_any_of_its_names(
-    client: httpx2.AsyncClient, engines: ScriptedEngines
+    client: AsyncClient, engines: ScriptedEngines
 ) -> None:
-    """The answer is its entry of /v1/models."""
     loaded = await post(client, "models/embed/load")
     assert loaded.status_code == 200
     assert (loaded.json()["id"], loaded.json()["state"]) == ("embed", "loaded")
@@ -79,97 +74,76 @@ async def test_a_model_is_loaded_and_unloaded_by_any_of_its_names(
 async def test_a_pinned_model_in_use_is_unloaded_when_its_answer_ends(
     tmp_path: Path, engines: ScriptedEngines
 ) -> None:
-    """202 until then, and the answer is whole."""
     given: dict[str, Any] = {"admin_key": "sesame", "load_wait_s": 0.1}
     async with served(catalog(tmp_path, MODELS), engines, **given) as client:
-        await client.post("/v1/chat/completions", json=CHAT)
-        engines.chat.gate.close()
-        answering = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT))
-        await asyncio.to_thread(engines.chat.gate.reached.wait, 20)
-        unloading = await post(client, "models/writer/unload")
-        assert (unloading.status_code, unloading.json()["state"]) == (202, "loaded")
-        engines.chat.gate.open()
-        answer = (await answering).json()
-        assert answer["choices"][0]["message"]["content"] == "hi"
-        async with asyncio.timeout(5):
-            while not engines.chat.is_closed:
-                await asyncio.sleep(0.01)
+        await client.post(URL, json=chat())
+        async with held(engines.chat.gate, client.post(URL, json=chat())) as answering:
+            unloading = await post(client, "models/writer/unload")
+            assert (unloading.status_code, unloading.json()["state"]) == (202, "loaded")
+        assert answering.result().json()["choices"][0]["message"]["content"] == "hi"
+        await until(lambda: engines.chat.is_closed)
         assert (await client.get("/v1/models/writer")).json()["state"] == "unloaded"
 
 
 async def test_a_load_that_failed_a_moment_ago_is_tried_at_once(
-    client: httpx2.AsyncClient, engines: ScriptedEngines
+    client: AsyncClient, engines: ScriptedEngines
 ) -> None:
-    """Its failure is told by the list too, until one succeeds."""
     engines.failing["writer"] = ModelLoadFailed("writer", "model.safetensors is cut off")
     assert (await post(client, "models/writer/load")).status_code == 500
     told = (await client.get("/v1/models/writer", headers=USER)).json()
     assert told["state"] == "failed"
     assert "model.safetensors is cut off" in told["error"]
     engines.failing.clear()
-    chat = await client.post("/v1/chat/completions", json=CHAT, headers=USER)
-    assert chat.json()["error"]["code"] == "model_load_failed"
+    answer = await client.post(URL, json=chat(), headers=USER)
+    assert answer.json()["error"]["code"] == "model_load_failed"
     assert (await post(client, "models/writer/load")).json()["error"] is None
     assert engines.loads == ["writer"] * 2
 
 
-async def test_a_reload_tells_what_changed(client: httpx2.AsyncClient, tmp_path: Path) -> None:
-    """New names answer at once, and old ones no more."""
+async def test_a_reload_tells_what_changed(client: AsyncClient, tmp_path: Path) -> None:
     catalog(tmp_path, {"writer": {**MODELS["writer"], "max_context": 9}, "new": MODELS["writer"]})
     answer = await post(client, "reload")
-    assert answer.json() == {
-        "object": "reload",
-        "added": ["new"],
-        "changed": ["writer"],
-        "removed": ["org/embed"],
-    }
+    names = {"added": ["new"], "changed": ["writer"], "removed": ["org/embed"]}
+    assert answer.json() == {"object": "reload", **names}
     listed = (await client.get("/v1/models", headers=USER)).json()["data"]
     assert {entry["id"] for entry in listed} == {"writer", "new"}
 
 
 async def test_a_bad_file_changes_nothing_and_says_why(
-    client: httpx2.AsyncClient, tmp_path: Path, engines: ScriptedEngines
+    client: AsyncClient, tmp_path: Path, engines: ScriptedEngines
 ) -> None:
-    """With its line; what is loaded stays."""
     await post(client, "models/writer/load")
     file = tmp_path / "models.yaml"
     file.write_text("version: 1\nmodels:\n  a: {kind: chta, source: 'path:.'}\n")
-    answer = await post(client, "reload")
-    assert answer.status_code == 400
-    assert answer.json()["error"]["code"] == "models_file_invalid"
-    assert "models.yaml:3" in answer.json()["error"]["message"]
-    chat = await client.post("/v1/chat/completions", json=CHAT, headers=USER)
-    assert chat.status_code == 200
+    error = error_of(await post(client, "reload"))
+    assert error["code"] == "models_file_invalid"
+    assert "models.yaml:3" in error["message"]
+    answer = await client.post(URL, json=chat(), headers=USER)
+    assert answer.status_code == 200
     assert engines.loads == ["writer"]
     file.unlink()
     assert (await post(client, "reload")).status_code == 400
 
 
 async def test_a_reload_drops_no_request(
-    client: httpx2.AsyncClient, tmp_path: Path, engines: ScriptedEngines
+    client: AsyncClient, tmp_path: Path, engines: ScriptedEngines
 ) -> None:
     """An answer under way ends on the old spec; the next one is of the new."""
-    engines.chat.gate.close()
-    body = {**CHAT, "messages": [{"role": "user", "content": "a longer text"}]}
-    answering = asyncio.create_task(client.post("/v1/chat/completions", json=body, headers=USER))
-    await asyncio.to_thread(engines.chat.gate.reached.wait, 20)
-    catalog(tmp_path, {"writer": {**MODELS["writer"], "max_context": 500}})
-    assert (await post(client, "reload")).json()["changed"] == ["writer"]
-    engines.chat.gate.open()
-    assert (await answering).json()["choices"][0]["message"]["content"] == "a longer text"
-    assert (await client.post("/v1/chat/completions", json=CHAT, headers=USER)).status_code == 200
+    asking = client.post(URL, json=chat("a longer text"), headers=USER)
+    async with held(engines.chat.gate, asking) as answering:
+        catalog(tmp_path, {"writer": {**MODELS["writer"], "max_context": 500}})
+        assert (await post(client, "reload")).json()["changed"] == ["writer"]
+    assert answering.result().json()["choices"][0]["message"]["content"] == "a longer text"
+    assert (await client.post(URL, json=chat(), headers=USER)).status_code == 200
     assert engines.loads == ["writer", "writer"]
 
 
 async def test_what_a_reload_wants_at_hand_is_loaded(
-    client: httpx2.AsyncClient, tmp_path: Path, engines: ScriptedEngines
+    client: AsyncClient, tmp_path: Path, engines: ScriptedEngines
 ) -> None:
-    """As at start, behind the requests."""
     catalog(tmp_path, {"writer": {**MODELS["writer"], "preload": True}})
     await post(client, "reload")
-    async with asyncio.timeout(5):
-        while engines.loads != ["writer"]:
-            await asyncio.sleep(0.01)
+    await until(lambda: engines.loads == ["writer"])
 
 
 async def read_of(pipe: Path, models: dict[str, Any]) -> None:
@@ -185,7 +159,7 @@ async def read_of(pipe: Path, models: dict[str, Any]) -> None:
 
 
 async def test_of_two_reloads_at_once_the_later_reads_the_later_file(
-    client: httpx2.AsyncClient, tmp_path: Path
+    client: AsyncClient, tmp_path: Path
 ) -> None:
     """It waits for the earlier: else what was read first might be what stays."""
     file = tmp_path / "models.yaml"
@@ -205,9 +179,8 @@ async def test_of_two_reloads_at_once_the_later_reads_the_later_file(
 
 
 async def test_a_file_that_does_not_answer_ends_its_reload_and_no_other(
-    client: httpx2.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within a time; one whose client has left is over at once."""
     file = tmp_path / "models.yaml"
     written = file.read_text()
     file.unlink()

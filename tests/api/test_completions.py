@@ -2,31 +2,22 @@
 
 import asyncio
 import time
-from dataclasses import replace
 from typing import Any
 
-import httpx2
 import pytest
+from httpx2 import AsyncClient, Response
 
 from gateway import metrics
-from gateway.jobs import Delta, GenerateJob, Likelihood, SequenceParams, TokenLogprob
+from gateway.jobs import GenerateJob, SequenceParams
 from gateway.registry import Catalog
 from gateway.serving.generation import fan_out
-from tests.api.harness import stream
+from tests.api.harness import error_of, held, stream
 from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.serving_app import served
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
-
-
-class ScoringWriter(ScriptedChat):
-    """Scores every character: its code point below zero, and the character after it less."""
-
-    def prepare(self, job: GenerateJob) -> list[SequenceParams]:
-        return [replace(row, logprobs=job.logprobs) for row in super().prepare(job)]
-
-    def _next(self, row: int) -> list[Delta]:
-        return [replace(delta, logprobs=_scores(delta.text)) for delta in super()._next(row)]
+URL = "/v1/completions"
 
 
 class SlowPlanner(ScriptedChat):
@@ -37,51 +28,23 @@ class SlowPlanner(ScriptedChat):
         return super().prepare(job)
 
 
-def _scores(text: str) -> list[TokenLogprob]:
-    return [
-        TokenLogprob(_scored(char, -1.0), (_scored(char, -1.0), _scored(chr(ord(char) + 1), -2.0)))
-        for char in text
-    ]
-
-
-def _scored(char: str, logprob: float) -> Likelihood:
-    return Likelihood(char, char.encode(), logprob)
-
-
 def ask(prompt: Any, **more: Any) -> dict[str, Any]:
     return {"model": "writer", "prompt": prompt, **more}
 
 
-async def post(client: httpx2.AsyncClient, prompt: Any, **more: Any) -> httpx2.Response:
-    return await client.post("/v1/completions", json=ask(prompt, **more))
+async def post(client: AsyncClient, prompt: Any, **more: Any) -> Response:
+    return await client.post(URL, json=ask(prompt, **more))
 
 
-async def events(client: httpx2.AsyncClient, prompt: Any, **more: Any) -> list[Any]:
-    return (await stream(client, "/v1/completions", ask(prompt, **more))).events
+async def events(client: AsyncClient, prompt: Any, **more: Any) -> list[Any]:
+    return (await stream(client, URL, ask(prompt, **more))).events
 
 
 def texts(answer: dict[str, Any]) -> list[str]:
     return [choice["text"] for choice in answer["choices"]]
 
 
-async def test_a_whole_answer_has_openais_shape(client: httpx2.AsyncClient) -> None:
-    """Every field the specification requires."""
-    answer = (await post(client, "hello")).json()
-    assert answer["id"].startswith("cmpl-")
-    assert answer["object"] == "text_completion"
-    assert answer["model"] == "writer"
-    assert answer["system_fingerprint"].endswith("-scripted")
-    assert answer["choices"] == [
-        {"text": "hello", "index": 0, "logprobs": None, "finish_reason": "stop"}
-    ]
-    assert answer["usage"]["prompt_tokens"] == 5
-    assert answer["usage"]["completion_tokens"] == 6
-    assert answer["usage"]["total_tokens"] == 11
-
-
-async def test_sixteen_tokens_are_written_unless_more_are_asked_for(
-    client: httpx2.AsyncClient,
-) -> None:
+async def test_sixteen_tokens_are_written_unless_more_are_asked_for(client: AsyncClient) -> None:
     """As OpenAI's documentation says."""
     answer = (await post(client, "x" * 40)).json()
     assert texts(answer) == ["x" * 16]
@@ -90,27 +53,20 @@ async def test_sixteen_tokens_are_written_unless_more_are_asked_for(
 
 
 @pytest.mark.parametrize("prompt", [["ab", "cde"], [[97, 98], [99, 100, 101]]])
-async def test_choices_are_in_the_order_of_prompts(client: httpx2.AsyncClient, prompt: Any) -> None:
-    """All of the first prompt's, then all of the second's; one usage for all."""
+async def test_choices_are_in_the_order_of_prompts(client: AsyncClient, prompt: Any) -> None:
     answer = (await post(client, prompt, n=2)).json()
     assert texts(answer) == ["ab", "ab", "cde", "cde"]
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
-    assert answer["usage"]["prompt_tokens"] == 5
-    assert answer["usage"]["completion_tokens"] == 3 + 3 + 4 + 4
-
-
-async def test_token_ids_are_a_prompt(client: httpx2.AsyncClient) -> None:
-    """Those of the served model itself."""
-    assert texts((await post(client, [104, 105])).json()) == ["hi"]
+    usage = {"prompt_tokens": 5, "completion_tokens": 3 + 3 + 4 + 4}
+    assert usage.items() <= answer["usage"].items()
 
 
 @pytest.mark.parametrize("prompt", ["abc", [97, 98, 99]])
 @pytest.mark.parametrize("max_tokens", [0, 1])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_prompt_is_scored(
-    client: httpx2.AsyncClient, prompt: Any, max_tokens: int, stream: bool
+    client: AsyncClient, prompt: Any, max_tokens: int, stream: bool
 ) -> None:
-    """Text or token ids, whole or streamed, with an answer or without one."""
     asked: dict[str, Any] = {"echo": True, "logprobs": 1, "max_tokens": max_tokens}
     if stream:
         chunks = await events(client, prompt, **asked)
@@ -129,8 +85,7 @@ async def test_a_prompt_is_scored(
     assert scored["text_offset"][:3] == [0, 1, 2]
 
 
-async def test_a_stream_tells_every_choice_whole(client: httpx2.AsyncClient) -> None:
-    """Mixed as they come, each with one finish reason, and usage last when asked for."""
+async def test_a_stream_tells_every_choice_whole(client: AsyncClient) -> None:
     chunks = await events(client, ["ab", "cde"], n=2, stream_options={"include_usage": True})
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"]["completion_tokens"] == 14
@@ -145,41 +100,9 @@ async def test_a_stream_tells_every_choice_whole(client: httpx2.AsyncClient) -> 
     assert all("usage" not in chunk for chunk in chunks[:-1])
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_echo_puts_the_prompt_first(client: httpx2.AsyncClient, stream: bool) -> None:
-    """Once for each choice."""
-    if stream:
-        chunks = await events(client, ["ab", "c"], echo=True)
-        told = [chunk["choices"][0] for chunk in chunks]
-        assert "".join(each["text"] for each in told if each["index"] == 0) == "abab"
-        assert "".join(each["text"] for each in told if each["index"] == 1) == "cc"
-    else:
-        assert texts((await post(client, ["ab", "c"], echo=True)).json()) == ["abab", "cc"]
-
-
-async def test_logprobs_are_told_by_token(
-    client: httpx2.AsyncClient, engines: ScriptedEngines
-) -> None:
-    """In the four parallel lists of this endpoint; a stream's chunks add up to the same."""
-    engines.chat = ScoringWriter()
-    answer = (await post(client, "ab", logprobs=2)).json()
-    expected: dict[str, Any] = {
-        "tokens": ["a", "b"],
-        "token_logprobs": [-1.0, -1.0],
-        "top_logprobs": [{"a": -1.0, "b": -2.0}, {"b": -1.0, "c": -2.0}],
-        "text_offset": [0, 1],
-    }
-    assert answer["choices"][0]["logprobs"] == expected
-    chunks = await events(client, "ab", logprobs=2)
-    told = [chunk["choices"][0]["logprobs"] for chunk in chunks]
-    for name, values in expected.items():
-        assert [value for each in told for value in each[name]] == values
-
-
 async def test_many_prompts_are_let_in_in_slices(
-    client: httpx2.AsyncClient, engines: ScriptedEngines, monkeypatch: pytest.MonkeyPatch
+    client: AsyncClient, engines: ScriptedEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that one request never fills the queue; the answer is in order all the same."""
     monkeypatch.setattr(fan_out, "JOBS_AT_ONCE", 3)
     prompts = [chr(97 + i) * (1 + i % 5) for i in range(20)]
     answer = (await post(client, prompts)).json()
@@ -192,7 +115,6 @@ async def test_many_prompts_are_let_in_in_slices(
 async def test_a_request_does_not_fill_the_queue_against_itself(
     models: Catalog, engines: ScriptedEngines, stream: bool, bound: dict[str, Any]
 ) -> None:
-    """However many its prompts, it is one; what they lack in tokens they wait for."""
     prompts = [chr(97 + i) * 3 for i in range(10)]
     async with served(models, engines, **bound) as client:
         if stream:
@@ -237,64 +159,43 @@ async def test_a_prompt_that_waits_for_room_is_read_once(
 ) -> None:
     """Not anew each time it asks: a few of them would keep every thread that reads prompts."""
     async with served(models, engines, queue_limit=4) as client:
-        engines.chat.gate.close()
-        asking = asyncio.create_task(post(client, ["ab", "cd", "ef"], n=3))
-        await asyncio.to_thread(engines.chat.gate.reached.wait, 5)
-        await asyncio.sleep(0.5)
-        engines.chat.gate.open()
-        answer = await asking
-    assert texts(answer.json()) == ["ab"] * 3 + ["cd"] * 3 + ["ef"] * 3
+        async with held(engines.chat.gate, post(client, ["ab", "cd", "ef"], n=3)) as asking:
+            await asyncio.sleep(0.5)
+    assert texts(asking.result().json()) == ["ab"] * 3 + ["cd"] * 3 + ["ef"] * 3
     assert len(engines.chat.jobs) == 3
 
 
 async def test_requests_that_share_an_id_have_a_place_each(
     models: Catalog, engines: ScriptedEngines
 ) -> None:
-    """An id that a client sends may be that of all it asks, or another's: it makes no one of them.
-
-    So they are not refused at half of the queue, as more prompts of one request are.
-    """
+    """They are not refused at half of the queue, as more prompts of one request are."""
     headers = {"x-request-id": "the-same"}
     async with served(models, engines, queue_limit=4) as client:
         engines.chat.gate.close()
-        asking = [
-            asyncio.create_task(client.post("/v1/completions", json=ask("ab"), headers=headers))
-            for _ in range(4)
-        ]
-        async with asyncio.timeout(10):
-            while len(engines.chat.jobs) < 4:
-                await asyncio.sleep(0.01)
+        asked = [client.post(URL, json=ask("ab"), headers=headers) for _ in range(4)]
+        asking = asyncio.gather(*asked)
+        await until(lambda: len(engines.chat.jobs) == 4)
         engines.chat.gate.open()
-        statuses = [answer.status_code for answer in await asyncio.gather(*asking)]
-    assert statuses == [200] * 4
+        assert [answer.status_code for answer in await asking] == [200] * 4
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_one_prompt_too_long_refuses_them_all(
-    client: httpx2.AsyncClient, engines: ScriptedEngines, stream: bool
-) -> None:
+async def test_one_prompt_too_long_refuses_them_all(client: AsyncClient, stream: bool) -> None:
     """As a status, before any text; the neighbours' rows are given back."""
-    answer = await post(client, ["fine", "x" * 101, "fine"], stream=stream)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["code"] == "context_length_exceeded"
-    assert answer.json()["error"]["param"] == "prompt"
+    error = error_of(await post(client, ["fine", "x" * 101, "fine"], stream=stream))
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
     assert (await post(client, "hi")).status_code == 200
 
 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 0, "logprobs": 1}, "max_tokens"),
         ({"n": 3, "best_of": 2}, "best_of"),
         ({"n": 128, "prompt": ["a"] * 100}, "n"),
-        ({"guided_regex": "a", "structured_outputs": {"regex": "b"}}, "guided_regex"),
     ],
 )
 async def test_what_does_not_go_together_is_refused(
-    client: httpx2.AsyncClient, fields: dict[str, Any], param: str
+    client: AsyncClient, fields: dict[str, Any], param: str
 ) -> None:
-    """Naming the one that is too many."""
-    answer = await client.post("/v1/completions", json=ask("hi") | fields)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == param
+    assert error_of(await client.post(URL, json=ask("hi") | fields))["param"] == param

@@ -8,7 +8,6 @@ import functools
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import httpx2
 import orjson
 import pytest
 from anthropic.types import (
@@ -18,12 +17,13 @@ from anthropic.types import (
     ModelInfo,
     RawMessageStreamEvent,
 )
+from httpx2 import AsyncClient
 from openai.types import Completion, CompletionChoice, CreateEmbeddingResponse, Decision, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
 from openai.types.responses.input_token_count_response import InputTokenCountResponse
 from openai.types.shared import ErrorObject
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter
 
 from gateway.registry import Catalog
 from tests.api.conftest import some_models
@@ -46,9 +46,8 @@ FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": UNIQUE}}
 TEXT = {"format": {"type": "json_schema", "name": "a", "schema": UNIQUE}}
 OUTPUT = {"format": {"type": "json_schema", "schema": UNIQUE}}
 THOUGHT = {"thinking": {"type": "adaptive"}}
-EVIDENCE = {"model": "writer", "input": "The sky is grey."}
 PREDICATE = {"type": "predicate", "instructions": "It rains."}
-DECISION = {**EVIDENCE, "questions": [PREDICATE]}
+DECISION = {"model": "writer", "input": "The sky is grey.", "questions": [PREDICATE]}
 ANTHROPICS = {"anthropic-version": "2023-06-01"}
 
 
@@ -98,13 +97,13 @@ NULLABLE: dict[str, set[str]] = {
     },
     "/decisions": {"answers.name"},
     "/models": {
-        *("capabilities", "deprecated_at", "line", "max_input_tokens", "max_tokens", "retires_at"),
+        *("capabilities", "deprecated_at", "line", "max_input_tokens", "max_tokens", "retires_at")
     },
 }
 
 
 @pytest.fixture(scope="module")
-async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx2.AsyncClient]:
+async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncClient]:
     """Give a client of the gateway that most cases share, which answers in every way there is."""
     engines = ScriptedEngines(chat=ManyVoices(max_context=1000))
     async with served(some_models(tmp_path_factory.mktemp("models")), engines) as client:
@@ -132,9 +131,9 @@ def check(path: str, kind: Any, raw: bytes) -> None:
     assert set(nulls(orjson.loads(raw))) <= NULLABLE.get(path, set())
 
 
-def events_of(answer: httpx2.Response) -> list[bytes]:
+def events_of(text: str) -> list[bytes]:
     """Give the data of a stream's events, without the mark of its end and Anthropic's pings."""
-    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+    lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
     told = [line for line in lines if line != "[DONE]"]
     return [line.encode() for line in told if orjson.loads(line).get("type") != "ping"]
 
@@ -184,7 +183,7 @@ EVENTS: dict[str, Any] = {
     ],
 )
 async def test_a_whole_answer_is_of_its_type(
-    client: httpx2.AsyncClient, path: str, body: Any, kind: Any
+    client: AsyncClient, path: str, body: Any, kind: Any
 ) -> None:
     """Text, reasoning, calls, logprobs, verdicts, answers that were cut."""
     answer = await client.post(f"/v1{path}", json=body)
@@ -193,12 +192,11 @@ async def test_a_whole_answer_is_of_its_type(
 
 
 @pytest.mark.parametrize(("path", "body"), WAYS)
-async def test_every_event_is_of_its_type(client: httpx2.AsyncClient, path: str, body: Any) -> None:
-    """From the first to the one before `[DONE]`, with usage where it is asked for."""
+async def test_every_event_is_of_its_type(client: AsyncClient, path: str, body: Any) -> None:
     usage = {"stream_options": {"include_usage": True}} if "completions" in path else {}
     answer = await client.post(f"/v1{path}", json={**body, **usage, "stream": True})
     assert answer.status_code == 200, answer.text
-    events = events_of(answer)
+    events = events_of(answer.text)
     assert len(events) > 2
     for event in events:
         check(path, EVENTS[path], event)
@@ -216,33 +214,18 @@ async def test_every_event_is_of_its_type(client: httpx2.AsyncClient, path: str,
 async def test_a_stream_that_fails_is_of_its_types_to_the_end(
     models: Catalog, path: str, body: Any, kind: Any
 ) -> None:
-    """Its last event is an error, as each vendor's SDK reads it."""
     engines = ScriptedEngines(chat=ManyVoices(max_context=1000, fail_at_step=4))
     async with served(models, engines) as client:
         answer = await client.post(f"/v1{path}", json={**body, "stream": True})
     assert answer.status_code == 200
-    *before, last = events_of(answer)
+    *before, last = events_of(answer.text)
     for event in before:
         check(path, EVENTS[path], event)
     adapter(kind).validate_json(last, strict=True)
-    assert b"engine_failed" in b"".join(events_of(answer)[-2:])
+    assert b"engine_failed" in b"".join(events_of(answer.text)[-2:])
 
 
-async def test_an_echoed_prompts_first_token_has_no_logprob(client: httpx2.AsyncClient) -> None:
-    """OpenAI's API writes a null there, of which its types know nothing."""
-    body = {**COMPLETION, "echo": True, "logprobs": 1}
-    whole = (await client.post("/v1/completions", json=body)).json()
-    (choice,) = whole["choices"]
-    for name, value in (("token_logprobs", -1.0), ("top_logprobs", {})):
-        assert choice["logprobs"][name][0] is None
-        choice["logprobs"][name][0] = value
-    check("/completions", Completion, orjson.dumps(whole))
-
-
-async def test_a_kept_response_and_its_items_are_of_their_types(
-    client: httpx2.AsyncClient,
-) -> None:
-    """As they were given, whenever they are asked for."""
+async def test_a_kept_response_and_its_items_are_of_their_types(client: AsyncClient) -> None:
     body = {**RESPONSE, "store": True, "tools": FLAT}
     kept = (await client.post("/v1/responses", json=body)).json()["id"]
     check("/responses", Response, (await client.get(f"/v1/responses/{kept}")).content)
@@ -250,8 +233,7 @@ async def test_a_kept_response_and_its_items_are_of_their_types(
     check("/responses", ResponseItemList, items.content)
 
 
-async def test_every_model_is_of_its_type(client: httpx2.AsyncClient) -> None:
-    """Of OpenAI's, besides what this gateway tells of each; and of Anthropic's."""
+async def test_every_model_is_of_its_type(client: AsyncClient) -> None:
     models = (await client.get("/v1/models")).json()["data"]
     assert models
     for model in models:
@@ -264,52 +246,13 @@ async def test_every_model_is_of_its_type(client: httpx2.AsyncClient) -> None:
         check("/models", ModelInfo, orjson.dumps(model))
 
 
-@pytest.mark.parametrize(
-    ("path", "kind", "allowed"),
-    [
-        ("/chat/completions", ErrorEvent, {"error.param", "error.code"}),
-        ("/completions", ErrorEvent, {"error.param", "error.code"}),
-        ("/responses", ErrorEvent, {"error.param", "error.code"}),
-        ("/embeddings", ErrorEvent, {"error.param", "error.code"}),
-        ("/messages", ErrorResponse, set[str]()),
-        ("/messages/count_tokens", ErrorResponse, set[str]()),
-    ],
-)
+@pytest.mark.parametrize("path", [*WHOLE, "/embeddings", "/messages/count_tokens"])
 @pytest.mark.parametrize("body", [b"[]", b"{}", b'{"model":"nobody","messages":1,"max_tokens":1}'])
-async def test_an_error_is_of_its_vendors_type(
-    client: httpx2.AsyncClient, path: str, kind: Any, allowed: set[str], body: bytes
-) -> None:
+async def test_an_error_is_of_its_vendors_type(client: AsyncClient, path: str, body: bytes) -> None:
     """OpenAI's has nulls for what is unknown, Anthropic's none."""
+    is_anthropics = path.startswith("/messages")
     answer = await client.post(f"/v1{path}", content=body)
     assert answer.status_code in (400, 404)
+    kind = ErrorResponse if is_anthropics else ErrorEvent
     adapter(kind).validate_json(answer.content, strict=True)
-    assert set(nulls(answer.json())) <= allowed
-
-
-@pytest.mark.parametrize(
-    ("path", "field"),
-    [
-        ("/chat/completions", ("choices", 0, "message", "tool_calls")),
-        ("/chat/completions", ("choices", 0, "message", "function_call")),
-        ("/chat/completions", ("service_tier",)),
-        ("/completions", ("usage",)),
-        ("/responses", ("output", 0, "summary")),
-        ("/responses", ("output", 1, "content", 0, "logprobs")),
-        ("/responses", ("user",)),
-        ("/messages", ("content", 0, "citations")),
-        ("/messages", ("usage", "output_tokens_details")),
-    ],
-)
-async def test_a_null_where_the_api_leaves_a_field_out_is_seen(
-    client: httpx2.AsyncClient, path: str, field: tuple[Any, ...]
-) -> None:
-    """The check itself: of a field that a type calls optional, and says may be null."""
-    body = next(body for way, body in WAYS if way == path)
-    whole = (await client.post(f"/v1{path}", json=body)).json()
-    check(path, WHOLE[path], orjson.dumps(whole))
-    at = whole
-    for step in field[:-1]:
-        at = at[step]
-    at[field[-1]] = None
-    with pytest.raises((AssertionError, ValidationError)):
-        check(path, WHOLE[path], orjson.dumps(whole))
+    assert set(nulls(answer.json())) <= (set() if is_anthropics else {"error.param", "error.code"})

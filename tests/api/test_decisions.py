@@ -6,8 +6,10 @@ from typing import Any
 
 import httpx2
 import pytest
+from httpx2 import AsyncClient, Response
 
 from gateway.registry import Catalog
+from tests.api.harness import error_of, held
 from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.serving_app import served
 
@@ -26,8 +28,8 @@ def ask(questions: Any, evidence: Any = "The sky is grey.", **more: Any) -> dict
 
 
 async def post(
-    client: httpx2.AsyncClient, questions: Any, evidence: Any = "The sky is grey.", **more: Any
-) -> httpx2.Response:
+    client: AsyncClient, questions: Any, evidence: Any = "The sky is grey.", **more: Any
+) -> Response:
     return await client.post("/v1/decisions", json=ask(questions, evidence, **more))
 
 
@@ -36,8 +38,7 @@ def shares(count: int) -> Any:
     return pytest.approx([weight / total for weight in WEIGHTS[:count]])
 
 
-async def test_answers_come_in_the_order_of_the_questions(client: httpx2.AsyncClient) -> None:
-    """One of each type, with its name and its probabilities."""
+async def test_answers_come_in_the_order_of_the_questions(client: AsyncClient) -> None:
     choices = [{"value": "late", "description": "after five"}, {"value": True}]
     levels = [{"label": "bad"}, {"label": "fair"}, {"label": "good"}]
     response = await post(
@@ -53,53 +54,21 @@ async def test_answers_come_in_the_order_of_the_questions(client: httpx2.AsyncCl
     predicate, choice, score = decision["answers"]
     two, three = shares(2).expected, shares(3).expected
     assert decision["model"] == "writer"
-    assert predicate == {
-        "type": "predicate",
-        "name": "rain",
-        "probability": pytest.approx(two[0]),
-    }
+    assert predicate == {"type": "predicate", "name": "rain", "probability": pytest.approx(two[0])}
     assert (choice["type"], choice["name"], choice["choice"]) == ("choice", None, "late")
     assert [each["value"] for each in choice["probabilities"]] == ["late", True]
     assert [each["probability"] for each in choice["probabilities"]] == shares(2)
     assert choice["confidence"] == pytest.approx(2 * two[0] - 1)
     assert (score["type"], score["name"]) == ("score", "mood")
-    assert [(each["label"], each["value"]) for each in score["probabilities"]] == [
-        ("bad", 0),
-        ("fair", 1),
-        ("good", 2),
-    ]
+    told = [(each["label"], each["value"]) for each in score["probabilities"]]
+    assert told == [("bad", 0), ("fair", 1), ("good", 2)]
     assert [each["probability"] for each in score["probabilities"]] == shares(3)
     assert score["score"] == pytest.approx(three[1] + 2 * three[2])
     assert score["confidence"] == pytest.approx((3 * three[0] - 1) / 2)
     usage = decision["usage"]
-    assert usage["input_tokens"] > 0
+    assert usage["total_tokens"] == usage["input_tokens"] > 0
     assert usage["input_tokens_details"] == {"cached_tokens": 0 + 1 + 2, "cache_write_tokens": 0}
     assert (usage["output_tokens"], usage["output_tokens_details"]["reasoning_tokens"]) == (0, 0)
-    assert usage["total_tokens"] == usage["input_tokens"]
-
-
-@pytest.mark.parametrize("count", [1, 64, 65, 400])
-async def test_as_many_questions_as_openai_takes(client: httpx2.AsyncClient, count: int) -> None:
-    """A long list is admitted in slices, and answered in order."""
-    questions = [{**PREDICATE, "name": f"q{i}"} for i in range(count)]
-    decision = (await post(client, questions)).json()
-    assert [each["name"] for each in decision["answers"]] == [f"q{i}" for i in range(count)]
-    assert decision["usage"]["input_tokens_details"]["cached_tokens"] == sum(range(count))
-
-
-async def test_fields_of_openai_that_change_nothing_are_accepted(
-    client: httpx2.AsyncClient,
-) -> None:
-    response = await post(
-        client,
-        [PREDICATE],
-        prompt_cache_key="k",
-        prompt_cache_options={"mode": "explicit", "ttl": "30m"},
-        safety_identifier="s",
-        unheard_of=1,
-    )
-    assert response.status_code == 200
-    assert response.headers["x-gateway-ignored"] == "unheard_of"
 
 
 def choice(*values: Any) -> dict[str, Any]:
@@ -132,20 +101,13 @@ BAD: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("questions", "param"), BAD)
-async def test_a_bad_question_is_named(
-    client: httpx2.AsyncClient, questions: Any, param: str
-) -> None:
-    response = await post(client, questions)
-    assert response.status_code == 400, response.text
-    assert response.json()["error"]["param"] == param
+async def test_a_bad_question_is_named(client: AsyncClient, questions: Any, param: str) -> None:
+    assert error_of(await post(client, questions))["param"] == param
 
 
 BAD_INPUTS: list[tuple[Any, str]] = [
     ([], "input"),
-    (
-        [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}],
-        "input[0].content",
-    ),
+    ([{"role": "user", "content": IMAGE}], "input[0].content"),
     ([{"type": "message", "content": "x"}, {"content": "y"}], "input[0].role"),
     ([{"type": "reasoning"}], "input[0].type"),
     ([{"type": "function_call_output", "call_id": "c", "output": "x"}], "input[0].call_id"),
@@ -154,41 +116,27 @@ BAD_INPUTS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("evidence", "param"), BAD_INPUTS)
-async def test_a_bad_item_is_named(client: httpx2.AsyncClient, evidence: Any, param: str) -> None:
-    response = await post(client, [PREDICATE], evidence)
-    assert response.status_code == 400, response.text
-    assert response.json()["error"]["param"] == param
+async def test_a_bad_item_is_named(client: AsyncClient, evidence: Any, param: str) -> None:
+    assert error_of(await post(client, [PREDICATE], evidence))["param"] == param
 
 
-async def test_an_input_of_items_is_one_text(
-    client: httpx2.AsyncClient, engines: ScriptedEngines
-) -> None:
+async def test_an_input_of_items_is_one_text(client: AsyncClient, engines: ScriptedEngines) -> None:
     """Each item has a line above it with its role or the function it belongs to."""
-    response = await post(
-        client,
-        [PREDICATE],
-        [
-            {"role": "developer", "content": "Be kind."},
-            {
-                "role": "user",
-                "content": [
-                    {"type": "input_text", "text": "Rain? "},
-                    {"type": "input_json", "data": {"town": "Ulm"}},
-                ],
-            },
-            {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
-            {"type": "function_call_output", "call_id": "c", "output": "wet"},
-            {"type": "custom_tool_call", "call_id": "c", "name": "run", "input": "ls"},
-            {
-                "type": "custom_tool_call_output",
-                "call_id": "c",
-                "output": [{"type": "input_text", "text": "a b"}],
-            },
-            {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
-        ],
-    )
-    assert response.status_code == 200, response.text
+    asked = {"type": "input_text", "text": "Rain? "}
+    data = {"type": "input_json", "data": {"town": "Ulm"}}
+    answered = [{"type": "input_text", "text": "a b"}]
+    items = [
+        {"role": "developer", "content": "Be kind."},
+        {"role": "user", "content": [asked, data]},
+        {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "wet"},
+        {"type": "custom_tool_call", "call_id": "c", "name": "run", "input": "ls"},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": answered},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+    ]
+    assert (await post(client, [PREDICATE], items)).status_code == 200
     (job,) = engines.chat.jobs
+    assert job.template_args["enable_thinking"] is False
     (message,) = job.messages
     assert message["content"] == (
         "Judge the following input by the question after it.\n\nInput:\n"
@@ -197,66 +145,46 @@ async def test_an_input_of_items_is_one_text(
     )
 
 
-async def test_a_boolean_is_no_string(client: httpx2.AsyncClient, engines: ScriptedEngines) -> None:
-    """`true` and `"true"` are two choices, with two labels."""
-    choices = [{"value": True}, {"value": "true"}, {"value": "other"}]
-    question = {"type": "choice", "instructions": "Which?", "choices": choices}
-    decision = (await post(client, [question])).json()
+async def test_a_boolean_is_no_string(client: AsyncClient, engines: ScriptedEngines) -> None:
+    decision = (await post(client, [choice(True, "true", "other")])).json()
     values = [each["value"] for each in decision["answers"][0]["probabilities"]]
     assert [type(value) for value in values] == [bool, str, str]
     assert decision["answers"][0]["choice"] is True
-    (asked,) = engines.chat.jobs[0].questions
-    assert asked.labels == ["true", '"true"', '"other"']
+    assert engines.chat.jobs[0].questions[0].labels == ["true", '"true"', '"other"']
 
 
-async def test_options_of_another_type_of_question_are_named(client: httpx2.AsyncClient) -> None:
-    """Its own are read; null counts as absent."""
-    choices, levels = [{"value": "a"}, {"value": "b"}], [{"label": "low"}, {"label": "high"}]
-    response = await post(
-        client,
-        [
-            {**PREDICATE, "choices": choices, "levels": levels},
-            {"type": "choice", "instructions": "x", "choices": choices, "levels": levels},
-            {"type": "score", "instructions": "x", "choices": choices, "levels": levels, "a": 1},
-            {"type": "score", "instructions": "x", "choices": None, "levels": levels},
-        ],
-    )
-    assert response.status_code == 200
-    assert response.headers["x-gateway-ignored"].split(",") == [
-        "questions[0].choices",
-        "questions[0].levels",
-        "questions[1].levels",
-        "questions[2].a",
-        "questions[2].choices",
+async def test_options_of_another_type_of_question_are_named(client: AsyncClient) -> None:
+    of_choice, of_score = choice("a", "b"), score("low", "high")
+    questions = [
+        of_choice | of_score | PREDICATE,
+        of_score | of_choice,
+        {**of_choice, **of_score, "a": 1},
+        {**of_score, "choices": None},
     ]
+    response = await post(client, questions)
+    assert response.status_code == 200
+    named = ["[0].choices", "[0].levels", "[1].levels", "[2].a", "[2].choices"]
+    assert response.headers["x-gateway-ignored"] == ",".join(f"questions{name}" for name in named)
 
 
-async def test_thinking_is_off(client: httpx2.AsyncClient, engines: ScriptedEngines) -> None:
-    await post(client, [PREDICATE])
-    assert engines.chat.jobs[0].template_args["enable_thinking"] is False
+async def test_an_embedding_model_cannot_decide(client: AsyncClient) -> None:
+    error = error_of(await post(client, [PREDICATE], model="embed"))
+    assert error["param"] == "model"
+    assert error["message"].endswith("cannot be used for decisions.")
 
 
-async def test_an_embedding_model_cannot_decide(client: httpx2.AsyncClient) -> None:
-    response = await client.post("/v1/decisions", json={**ask([PREDICATE]), "model": "embed"})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "model")
-    assert response.json()["error"]["message"].endswith("cannot be used for decisions.")
-
-
-async def test_an_input_too_long_is_refused_by_its_name(client: httpx2.AsyncClient) -> None:
-    response = await post(client, [PREDICATE], "x" * 20_000)
-    assert response.status_code == 400
-    error = response.json()["error"]
+async def test_an_input_too_long_is_refused_by_its_name(client: AsyncClient) -> None:
+    error = error_of(await post(client, [PREDICATE], "x" * 20_000))
     assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
 
 
-async def test_a_question_that_breaks_is_an_error(client: httpx2.AsyncClient) -> None:
-    """Others' answers are not shown without it; the next request is served."""
+async def test_a_question_that_breaks_is_an_error(client: AsyncClient) -> None:
     broken = await post(client, [PREDICATE, {**PREDICATE, "instructions": "poison"}])
     assert broken.status_code == 500
     assert (await post(client, [PREDICATE])).status_code == 200
 
 
-async def test_requests_at_once_each_have_their_answers(client: httpx2.AsyncClient) -> None:
+async def test_requests_at_once_each_have_their_answers(client: AsyncClient) -> None:
     counts = [1, 70, 3, 130]
     decisions = await asyncio.gather(
         *(post(client, [{**PREDICATE, "name": f"{count}"}] * count) for count in counts)
@@ -266,47 +194,29 @@ async def test_requests_at_once_each_have_their_answers(client: httpx2.AsyncClie
         assert names == [f"{count}"] * count
 
 
-async def test_questions_count_as_choices(models: Catalog, engines: ScriptedEngines) -> None:
-    """A full queue is a 429, and what was held is free again after the answer."""
-    engines.chat.gate.close()
-    async with served(models, engines, queue_limit=4) as client:
-        first = asyncio.create_task(post(client, [PREDICATE] * 4))
-        await asyncio.to_thread(engines.chat.gate.reached.wait, 5)
-        refused = await post(client, [PREDICATE])
-        assert refused.status_code == 429
-        assert "retry-after" in refused.headers
-        engines.chat.gate.open()
-        assert (await first).status_code == 200
-        assert (await post(client, [PREDICATE])).status_code == 200
-
-
-async def test_what_is_wrong_is_told_though_the_queue_is_full(
+async def test_questions_count_as_choices_and_what_is_wrong_is_told_though_the_queue_is_full(
     models: Catalog, engines: ScriptedEngines
 ) -> None:
-    """A 429 would have it sent again."""
-    engines.chat.gate.close()
+    """A 429 would have it sent again. What was held is free again after the answer."""
     async with served(models, engines, queue_limit=4) as client:
-        first = asyncio.create_task(post(client, [PREDICATE] * 4))
-        await asyncio.to_thread(engines.chat.gate.reached.wait, 5)
-        assert (await post(client, [PREDICATE])).status_code == 429
-        assert (await post(client, [{**PREDICATE, "type": "essay"}])).status_code == 400
-        assert (await client.post("/v1/decisions", content=b'{"model": ')).status_code == 400
-        unknown = await client.post("/v1/decisions", json={**ask([PREDICATE]), "model": "nobody"})
-        assert unknown.status_code == 404
-        engines.chat.gate.open()
-        assert (await first).status_code == 200
+        async with held(engines.chat.gate, post(client, [PREDICATE] * 4)) as first:
+            refused = await post(client, [PREDICATE])
+            assert refused.status_code == 429
+            assert "retry-after" in refused.headers
+            assert (await post(client, [{**PREDICATE, "type": "essay"}])).status_code == 400
+            assert (await client.post("/v1/decisions", content=b'{"model": ')).status_code == 400
+            assert (await post(client, [PREDICATE], model="nobody")).status_code == 404
+        assert first.result().status_code == 200
+        assert (await post(client, [PREDICATE])).status_code == 200
 
 
 async def test_a_question_too_long_refuses_all_of_them_and_holds_no_place(
     models: Catalog, engines: ScriptedEngines
 ) -> None:
-    """Wherever it stands among those that are not."""
     too_long = {**PREDICATE, "instructions": "x" * 20_000}
     async with served(models, engines, queue_limit=4) as client:
         for questions in ([too_long, PREDICATE, PREDICATE], [PREDICATE, PREDICATE, too_long]) * 2:
-            refused = await post(client, questions)
-            assert refused.status_code == 400
-            error = refused.json()["error"]
+            error = error_of(await post(client, questions))
             assert (error["param"], error["code"]) == ("questions", "context_length_exceeded")
         assert (await post(client, [PREDICATE] * 4)).status_code == 200
 

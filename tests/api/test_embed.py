@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import numpy as np
 import pytest
+from httpx2 import AsyncClient
 
 from tests.fakes import ScriptedEngines
 from tests.serving_app import catalog, served
@@ -33,9 +33,8 @@ def lengths(vectors: Any) -> Any:
     ],
 )
 async def test_texts_become_a_bare_array_of_vectors(
-    client: httpx2.AsyncClient, path: str, body: dict[str, Any]
+    client: AsyncClient, path: str, body: dict[str, Any]
 ) -> None:
-    """In their order, each of length 1; the same that /v1/embeddings gives."""
     answer = await client.post(path, json=body)
     assert answer.status_code == 200, answer.text
     vectors = answer.json()
@@ -49,16 +48,14 @@ async def test_texts_become_a_bare_array_of_vectors(
     assert np.array(vectors) == pytest.approx(right)
 
 
-async def test_one_text_is_an_array_of_one(client: httpx2.AsyncClient) -> None:
-    """As TEI answers it."""
+async def test_one_text_is_an_array_of_one(client: AsyncClient) -> None:
     answer = await client.post("/embed", json={"inputs": "abc", "prompt_name": "query"})
     vectors = answer.json()
     assert len(vectors) == 1
     assert vectors[0][1] / vectors[0][0] == pytest.approx(ord("?") / 4)
 
 
-async def test_what_is_wrong_is_told_as_tei_tells_it(client: httpx2.AsyncClient) -> None:
-    """By its statuses, types and texts."""
+async def test_what_is_wrong_is_told_as_tei_tells_it(client: AsyncClient) -> None:
     for body, status, kind, told in (
         ({}, 422, "Validation", "inputs"),
         ({"inputs": []}, 422, "Validation", "inputs"),
@@ -76,8 +73,7 @@ async def test_what_is_wrong_is_told_as_tei_tells_it(client: httpx2.AsyncClient)
 
 
 @pytest.mark.usefixtures("engines")  # a gateway of its own
-async def test_info_is_of_the_model_that_would_answer(client: httpx2.AsyncClient) -> None:
-    """Of the first one while none is loaded, then of the loaded one, with its limit."""
+async def test_info_is_of_the_model_that_would_answer(client: AsyncClient) -> None:
     first = (await client.get("/info")).json()
     assert (first["model_id"], first["max_input_length"]) == ("any-size", None)
     assert first["model_type"] == {"embedding": {"pooling": None}}
@@ -92,7 +88,6 @@ async def test_info_is_of_the_model_that_would_answer(client: httpx2.AsyncClient
 async def test_without_an_embedding_model_there_is_none_to_tell_of(
     tmp_path: Path, engines: ScriptedEngines
 ) -> None:
-    """Nor to ask."""
     models = catalog(tmp_path, {"writer": {"kind": "chat", "source": "path:.", "preload": False}})
     async with served(models, engines) as client:
         assert (await client.get("/info")).status_code == 400

@@ -1,27 +1,29 @@
 """What somebody would send to break a gateway: each is a 400, and the next request is served."""
 
 import asyncio
+import contextlib
 import json
 import threading
-from collections.abc import MutableMapping, Sequence
+from collections.abc import AsyncIterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import httpx2
 import orjson
 import pytest
 import structlog
+from httpx2 import AsyncClient
 
 from gateway.registry import Catalog, Resolved
+from tests.api.harness import ASK, chat, error_of, messages, until_told
 from tests.fakes import ScriptedEngines
 from tests.serving_app import served
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
-USER = [{"role": "user", "content": "hi"}]
-CHAT: dict[str, Any] = {"model": "writer", "messages": USER}
+USER = messages()
+CHAT = chat()
 PATHS: dict[str, dict[str, Any]] = {
-    "chat/completions": CHAT,
+    "chat/completions": chat(),
     "completions": {"model": "writer", "prompt": "hi"},
     "responses": {"model": "writer", "input": "hi"},
     "embeddings": {"model": "embed", "input": "hi"},
@@ -47,12 +49,8 @@ FUNCTIONS = [{"name": "f"}]
     ("path", "fields"),
     [
         ("chat/completions", {"logit_bias": {"1" * 5000: 1}}),
-        ("chat/completions", {"guided_regex": ""}),
-        ("chat/completions", {"guided_choice": []}),
-        ("chat/completions", {"guided_grammar": ""}),
         ("chat/completions", {"chat_template_kwargs": nested(300)}),
         ("chat/completions", {"tools": [function(nested(900))]}),
-        ("chat/completions", {"structured_outputs": {}}),
         ("chat/completions", {"structured_outputs": {"structural_tag": "{}"}}),
         ("chat/completions", {"structured_outputs": {"json": None, "regex": None}}),
         ("chat/completions", {"response_format": {"type": "json_object", "schema": {}}}),
@@ -67,13 +65,13 @@ FUNCTIONS = [{"name": "f"}]
     ],
 )
 async def test_it_is_a_400_and_the_next_request_is_served(
-    client: httpx2.AsyncClient, path: str, fields: dict[str, Any]
+    client: AsyncClient, path: str, fields: dict[str, Any]
 ) -> None:
     """Never a 500, never a hang, never free text where a form was asked for."""
-    body = {**PATHS[path], **fields}
-    answer = await client.post(f"/v1/{path}", content=json.dumps(body).encode())
-    assert answer.status_code == 400, answer.text[:200]
-    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    answer = await client.post(
+        f"/v1/{path}", content=json.dumps({**PATHS[path], **fields}).encode()
+    )
+    error_of(answer)
     assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
 
 
@@ -120,19 +118,16 @@ NAMED_CALL = "messages[0].tool_calls[0].function.name"
     ],
 )
 async def test_a_name_is_short_and_is_refused_before_it_is_looked_for(
-    client: httpx2.AsyncClient, path: str, body: dict[str, Any], param: str | None
+    client: AsyncClient, path: str, body: dict[str, Any], param: str | None
 ) -> None:
-    """By its place, in an answer that doesn't repeat it."""
     answer = await client.post(f"/v1/{path}", json={**PATHS[path], **body})
-    assert answer.status_code == 400, answer.text[:200]
+    error = error_of(answer)
     assert len(answer.content) < 700
-    if param is not None:
-        assert answer.json()["error"]["param"] == param
+    assert param in (None, error["param"])
 
 
 @pytest.mark.parametrize("path", ["models/", "nowhere/", "responses/"])
-async def test_what_is_repeated_of_a_path_is_cut(client: httpx2.AsyncClient, path: str) -> None:
-    """And a name of thousands of characters is like no other."""
+async def test_what_is_repeated_of_a_path_is_cut(client: AsyncClient, path: str) -> None:
     answer = await client.get(f"/v1/{path}{'writer' * 2000}")
     assert answer.status_code == 404
     assert len(answer.content) < 700
@@ -148,9 +143,9 @@ async def test_one_kept_item_meant_many_times_is_refused_before_all_are_read(
         items = (await client.get(f"/v1/responses/{kept['id']}/input_items")).json()
         meant = {"type": "item_reference", "id": items["data"][0]["id"]}
         answer = await client.post("/v1/responses", json={**asked, "input": [meant] * 40})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "input"
-    assert "refers to" in answer.json()["error"]["message"]
+    error = error_of(answer)
+    assert error["param"] == "input"
+    assert "refers to" in error["message"]
 
 
 class Watched(Catalog):
@@ -195,16 +190,15 @@ async def test_bodies_that_come_at_once_are_read_by_one_thread_for_each_size(
 @pytest.mark.parametrize("name", ["€", "a\r\nx-evil: 1", "b" * 100_000, "c,d", " "])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_names_that_no_header_can_hold_are_written_so_that_it_can(
-    client: httpx2.AsyncClient, name: str, stream: bool
+    client: AsyncClient, name: str, stream: bool
 ) -> None:
-    """And cut, and never make a header of their own."""
     answer = await client.post("/v1/chat/completions", json={**CHAT, name: 1, "stream": stream})
     assert answer.status_code == 200
     assert len(answer.headers["x-gateway-ignored"]) < 500
     assert "x-evil" not in answer.headers
 
 
-async def test_nulls_are_as_good_as_absent_at_any_depth(client: httpx2.AsyncClient) -> None:
+async def test_nulls_are_as_good_as_absent_at_any_depth(client: AsyncClient) -> None:
     """SDKs in other languages write every field they know."""
     call = {"id": "c", "type": None, "function": {"name": "f", "arguments": None}}
     body = {
@@ -226,62 +220,22 @@ async def test_a_client_that_does_not_read_holds_no_place(
 ) -> None:
     """Its answer waits in memory; the row, the lease and the queue's place are free."""
     async with served(models, engines, queue_limit=1) as client:
-        body = orjson.dumps({**CHAT, "messages": [{"role": "user", "content": "x" * 90}]})
-        streamed = orjson.dumps({**orjson.loads(body), "stream": True, "n": 64})
-        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(streamed)}\r\n\r\n"  # noqa: E501
-        writer.write(head.encode() + streamed)
-        await writer.drain()
-        await reader.readline()  # it began; no more is read
-        async with asyncio.timeout(10):
-            while (await client.post("/v1/chat/completions", json=CHAT)).status_code != 200:
-                await asyncio.sleep(0.05)
-        writer.close()
+        async with sent(
+            client, "/v1/chat/completions", chat("x" * 90, stream=True, n=64)
+        ) as reader:
+            await reader.readline()  # it began; no more is read
 
+            async def is_served() -> bool:
+                answer = await client.post("/v1/chat/completions", json=CHAT)
+                return answer.status_code == 200
 
-@pytest.mark.parametrize(
-    ("messages", "param"),
-    [
-        (None, "messages"), ("text", "messages"), ([123], "messages[0]"),
-        ([{}], "messages[0].role"), ([{"role": 123}], "messages[0].role"),
-        ([{"content": "hi"}], "messages[0].role"),
-        ([{"role": "system", "content": 123}], "messages[0].content"),
-        ([{"role": "system", "content": "hi"}, {}], "messages[1].role"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("stream", [False, True])
-async def test_what_is_no_conversation_is_refused_where_it_is_wrong(
-    client: httpx2.AsyncClient, messages: Any, param: str, stream: bool
-) -> None:
-    """As a status, for a stream too."""
-    body = {**CHAT, "messages": messages, "stream": stream}
-    answer = await client.post("/v1/chat/completions", json=body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == param
-
-
-@pytest.mark.parametrize("arguments", ["{", '{"a":1}{', "so", "[" * 5000])
-async def test_an_earlier_call_whose_arguments_are_no_json_is_refused_where_it_stands(
-    client: httpx2.AsyncClient, arguments: str
-) -> None:
-    """A model's broken call comes back with the history: no template has to bear it."""
-    call = {"name": "f", "arguments": arguments}
-    calls = [{"id": "c1", "type": "function", "function": call}]
-    said = [*USER, {"role": "assistant", "content": None, "tool_calls": calls}, *USER]
-    chat = await client.post("/v1/chat/completions", json={**CHAT, "messages": said})
-    items = [*USER, {"type": "function_call", "call_id": "c1", **call}]
-    responses = await client.post("/v1/responses", json={"model": "writer", "input": items})
-    for answer, param in ((chat, "messages[1].tool_calls"), (responses, "input[1].arguments")):
-        assert answer.status_code == 400
-        assert answer.json()["error"]["type"] == "invalid_request_error"
-        assert param in answer.json()["error"]["message"]
+            await until_told(is_served)
 
 
 @pytest.mark.parametrize("scheme", ["http", "file", "data"])
 async def test_an_image_is_refused_and_nobody_looks_where_it_is(
-    client: httpx2.AsyncClient, tmp_path: Path, scheme: str
+    client: AsyncClient, tmp_path: Path, scheme: str
 ) -> None:
-    """Neither in the network nor among the files of this machine."""
     visits: list[object] = []
     (tmp_path / "image.png").write_text("a secret", encoding="utf-8")
     async with await asyncio.start_server(lambda *_: visits.append(_), "127.0.0.1", 0) as there:
@@ -297,21 +251,31 @@ async def test_an_image_is_refused_and_nobody_looks_where_it_is(
             "messages": {"type": "image", "source": {"type": "url", "url": url}},
         }
         for path, part in parts.items():
-            said = [{"role": "user", "content": [part]}]
-            body = {"model": "writer", "max_tokens": 3, "messages": said}
-            if path == "responses":
-                body = {"model": "writer", "input": said}
+            name = "input" if path == "responses" else "messages"
+            body = {**ASK[f"/v1/{path}"]("x"), name: messages([part])}
             answer = await client.post(f"/v1/{path}", json=body)
             assert answer.status_code == 400
             assert part["type"] in answer.json()["error"]["message"]
             assert "secret" not in answer.text
-        for given in (
-            {"content": [{"type": "image_url", "image_url": {"url": url}}]},
-            [{"a": url}],
-        ):
-            answer = await client.post("/v1/embeddings", json={"model": "embed", "input": given})
-            assert answer.status_code == 400
+        for given in ({"content": [parts["chat/completions"]]}, [{"a": url}]):
+            error_of(await client.post("/v1/embeddings", json={"model": "embed", "input": given}))
     assert not visits
+
+
+@contextlib.asynccontextmanager
+async def sent(
+    client: AsyncClient, path: str, body: Any, *, method: str = "POST", is_shut: bool = False
+) -> AsyncIterator[asyncio.StreamReader]:
+    """Send a request over a connection of its own, whose sending side may be shut behind it."""
+    text = b"" if body is None else orjson.dumps(body)
+    head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(text)}\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+    writer.write(head.encode() + b"connection: close\r\n\r\n" + text)
+    if is_shut:
+        writer.write_eof()
+    async with asyncio.timeout(20):
+        yield reader
+    writer.close()
 
 
 def requests_in(lines: Sequence[MutableMapping[str, Any]]) -> list[MutableMapping[str, Any]]:
@@ -333,19 +297,12 @@ def requests_in(lines: Sequence[MutableMapping[str, Any]]) -> list[MutableMappin
     ],
 )
 async def test_who_shuts_the_sending_side_hears_of_no_failure(
-    client: httpx2.AsyncClient, method: str, path: str, body: Any
+    client: AsyncClient, method: str, path: str, body: Any
 ) -> None:
-    """On any endpoint: the answer, a refusal of its own, or nothing."""
-    text = b"" if body is None else orjson.dumps(body)
-    head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(text)}\r\n"
-    reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
     with structlog.testing.capture_logs() as lines:
-        writer.write(head.encode() + b"connection: close\r\n\r\n" + text)
-        writer.write_eof()
-        async with asyncio.timeout(10):
+        async with sent(client, path, body, method=method, is_shut=True) as reader:
             answer = await reader.read()
             await until(lambda: requests_in(lines))
-    writer.close()
     assert not answer or answer.startswith((b"HTTP/1.1 200", b"HTTP/1.1 404"))
     assert not [line for line in lines if line["log_level"] in ("error", "critical")]
     assert {line["status"] for line in requests_in(lines)} <= {200, 404, 499}
@@ -353,24 +310,17 @@ async def test_who_shuts_the_sending_side_hears_of_no_failure(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_who_shuts_the_sending_side_has_left(
-    client: httpx2.AsyncClient, engines: ScriptedEngines, stream: bool
+    client: AsyncClient, engines: ScriptedEngines, stream: bool
 ) -> None:
     """A closed connection looks the same. It is never told of a failure; the log says 499."""
     engines.chat.gate.close()
-    body = orjson.dumps(
-        {"model": "writer", "stream": stream, "messages": [{"role": "user", "content": "x" * 50}]}
-    )
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}"
     with structlog.testing.capture_logs() as lines:
-        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
-        writer.write(head.encode() + b"\r\n\r\n" + body)
-        writer.write_eof()
-        async with asyncio.timeout(10):
+        body = chat("x" * 50, stream=stream)
+        async with sent(client, "/v1/chat/completions", body, is_shut=True) as reader:
             # It has left before its row runs, mostly.
             await until(lambda: engines.chat.gate.reached.is_set() or requests_in(lines))
             engines.chat.gate.open()
             answer = await reader.read()
             await until(lambda: requests_in(lines))
-        writer.close()
     assert not answer
     assert [line["status"] for line in requests_in(lines)] == [499]

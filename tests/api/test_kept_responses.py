@@ -1,13 +1,15 @@
 """Responses that are kept: going on from them, by id or item by item, and forgetting them."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import orjson
 import pytest
+from httpx2 import AsyncClient, Response
 
 from gateway.registry import Catalog
+from tests.api.harness import error_of
 from tests.fakes import ScriptedEngines
 from tests.serving_app import served
 
@@ -15,13 +17,18 @@ pytestmark = pytest.mark.anyio
 
 TOOL = {"type": "function", "name": "clock", "parameters": {"type": "object", "properties": {}}}
 URL = "/v1/responses"
+MINE, YOURS = ({"authorization": f"Bearer {key}"} for key in ("mine", "yours"))
 
 
-async def post(client: httpx2.AsyncClient, given: Any, **more: Any) -> httpx2.Response:
-    return await client.post(URL, json={"model": "writer", "input": given, **more})
+def ask(given: Any, **more: Any) -> dict[str, Any]:
+    return {"model": "writer", "input": given, **more}
 
 
-async def answered(client: httpx2.AsyncClient, given: Any, **more: Any) -> Any:
+async def post(client: AsyncClient, given: Any, **more: Any) -> Response:
+    return await client.post(URL, json=ask(given, **more))
+
+
+async def answered(client: AsyncClient, given: Any, **more: Any) -> Any:
     answer = await post(client, given, **more)
     assert answer.status_code == 200, answer.text
     return answer.json()
@@ -34,9 +41,8 @@ def prompts(engines: ScriptedEngines) -> list[list[tuple[str, str]]]:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_goes_on_from_the_response_it_names(
-    client: httpx2.AsyncClient, engines: ScriptedEngines, stream: bool
+    client: AsyncClient, engines: ScriptedEngines, stream: bool
 ) -> None:
-    """It reads the whole conversation; instructions and tools are not inherited."""
     if stream:
         first = await _streamed(client, "one", instructions="Shout.", tools=[TOOL])
     else:
@@ -54,16 +60,13 @@ async def test_a_request_goes_on_from_the_response_it_names(
     ]  # fmt: skip
 
 
-async def _streamed(client: httpx2.AsyncClient, given: Any, **more: Any) -> Any:
+async def _streamed(client: AsyncClient, given: Any, **more: Any) -> Any:
     answer = await post(client, given, stream=True, **more)
     last = answer.text.strip().rpartition("data: ")[2]
     return orjson.loads(last)["response"]
 
 
-async def test_an_item_is_sent_by_its_id(
-    client: httpx2.AsyncClient, engines: ScriptedEngines
-) -> None:
-    """With its type or, as the specification allows, without."""
+async def test_an_item_is_sent_by_its_id(client: AsyncClient, engines: ScriptedEngines) -> None:
     first = await answered(client, "one")
     (message,) = first["output"]
     for reference in ({"type": "item_reference", "id": message["id"]}, {"id": message["id"]}):
@@ -76,8 +79,7 @@ def _user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": [{"type": "input_text", "text": text}]}
 
 
-async def test_what_is_kept_is_shown_listed_and_forgotten(client: httpx2.AsyncClient) -> None:
-    """As OpenAI does."""
+async def test_what_is_kept_is_shown_listed_and_forgotten(client: AsyncClient) -> None:
     first = await answered(client, "one")
     second = await answered(client, [_user("two")], previous_response_id=first["id"])
     assert (await client.get(f"{URL}/{second['id']}")).json() == second
@@ -86,9 +88,8 @@ async def test_what_is_kept_is_shown_listed_and_forgotten(client: httpx2.AsyncCl
     assert [item["content"][0]["text"] for item in page["data"]] == ["one", "one"]
     assert page["data"][1]["id"] == first["output"][0]["id"]
     assert (page["object"], page["has_more"]) == ("list", True)
-    rest = (
-        await client.get(f"{URL}/{second['id']}/input_items?order=asc&after={page['last_id']}")
-    ).json()
+    after = f"{URL}/{second['id']}/input_items?order=asc&after={page['last_id']}"
+    rest = (await client.get(after)).json()
     assert [item["content"][0]["text"] for item in rest["data"]] == ["two"]
     assert not rest["has_more"]
     newest = (await client.get(f"{URL}/{second['id']}/input_items?limit=1")).json()
@@ -102,20 +103,17 @@ async def test_what_is_kept_is_shown_listed_and_forgotten(client: httpx2.AsyncCl
 
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=101", "limit=x", "order=up", "after=msg_1"])
-async def test_a_page_that_cannot_be_is_refused(client: httpx2.AsyncClient, query: str) -> None:
-    """By the parameter's name."""
+async def test_a_page_that_cannot_be_is_refused(client: AsyncClient, query: str) -> None:
     first = await answered(client, "one")
     answer = await client.get(f"{URL}/{first['id']}/input_items?{query}")
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == query.partition("=")[0]
 
 
-async def test_pages_of_items_with_one_id_come_to_an_end(client: httpx2.AsyncClient) -> None:
-    """Each item has an id of its own: the first keeps the client's, later ones get others."""
+async def test_pages_of_items_with_one_id_come_to_an_end(client: AsyncClient) -> None:
     first = await answered(client, [{"id": "msg_1", **_user(str(i))} for i in range(5)])
-    second = await answered(
-        client, [{"id": "msg_1", **_user("5")}], previous_response_id=first["id"]
-    )
+    items = [{"id": "msg_1", **_user("5")}]
+    second = await answered(client, items, previous_response_id=first["id"])
     url = f"{URL}/{second['id']}/input_items?order=asc&limit=2"
     texts: list[str] = []
     ids: list[str] = []
@@ -132,8 +130,7 @@ async def test_pages_of_items_with_one_id_come_to_an_end(client: httpx2.AsyncCli
     assert len(set(ids)) == 7
 
 
-async def test_what_asks_not_to_be_kept_is_not(client: httpx2.AsyncClient) -> None:
-    """And says so."""
+async def test_what_asks_not_to_be_kept_is_not(client: AsyncClient) -> None:
     first = await answered(client, "one", store=False)
     assert first["store"] is False
     for path in (first["id"], f"{first['id']}/input_items"):
@@ -141,7 +138,7 @@ async def test_what_asks_not_to_be_kept_is_not(client: httpx2.AsyncClient) -> No
     assert (await answered(client, "one"))["store"] is True
 
 
-async def test_an_id_is_not_to_be_guessed(client: httpx2.AsyncClient) -> None:
+async def test_an_id_is_not_to_be_guessed(client: AsyncClient) -> None:
     """128 random bits at the least."""
     answer = await answered(client, "one")
     assert len(answer["id"].removeprefix("resp_")) >= 32
@@ -155,62 +152,47 @@ async def test_another_keys_response_is_as_good_as_none(
     models: Catalog, engines: ScriptedEngines, stream: bool
 ) -> None:
     """Found, followed, cited, listed, forgotten: the same 404 as for one that never was."""
-    keys = {name: {"authorization": f"Bearer {name}"} for name in ("mine", "yours")}
     async with served(models, engines, api_keys="mine,yours") as client:
-        made = await client.post(
-            URL, json={"model": "writer", "input": "secret"}, headers=keys["mine"]
-        )
+        made = await client.post(URL, json=ask("secret"), headers=MINE)
         mine = made.json()
-        item = mine["output"][0]["id"]
-        for response_id, item_id in ((mine["id"], item), ("resp_0", "msg_0")):
+        for response, item in ((mine["id"], mine["output"][0]["id"]), ("resp_0", "msg_0")):
+            ask_yours = partial(client.request, headers=YOURS)
             for method, path in (
                 ("GET", ""), ("DELETE", ""), ("GET", "/input_items"), ("POST", "/cancel"),
             ):  # fmt: skip
-                answer = await client.request(
-                    method, f"{URL}/{response_id}{path}", headers=keys["yours"]
-                )
-                assert _refusal(answer, response_id) == (404, "response_not_found", "response_id")
-            body = {"model": "writer", "input": "hi", "stream": stream}
-            followed = await client.post(
-                URL, json={**body, "previous_response_id": response_id}, headers=keys["yours"]
-            )
-            assert _refusal(followed, response_id)[::2] == (404, "previous_response_id")
-            cited = await client.post(
-                URL, json={**body, "input": [{"id": item_id}]}, headers=keys["yours"]
-            )
-            assert _refusal(cited, item_id) == (404, "item_not_found", "input[0].id")
-        shown = await client.get(f"{URL}/{mine['id']}", headers=keys["mine"])
-        assert shown.json() == mine
+                answer = await ask_yours(method, f"{URL}/{response}{path}")
+                assert _refusal(answer, response) == ("response_not_found", "response_id")
+            body = ask("hi", stream=stream, previous_response_id=response)
+            followed = await ask_yours("POST", URL, json=body)
+            assert _refusal(followed, response)[1] == "previous_response_id"
+            cited = await ask_yours("POST", URL, json=ask([{"id": item}], stream=stream))
+            assert _refusal(cited, item) == ("item_not_found", "input[0].id")
+        assert (await client.get(f"{URL}/{mine['id']}", headers=MINE)).json() == mine
 
 
-def _refusal(answer: httpx2.Response, name: str) -> tuple[int, str, str]:
-    error = answer.json()["error"]
+def _refusal(answer: Response, name: str) -> tuple[str, str]:
+    error = error_of(answer, 404)
     assert name in error["message"]
-    return answer.status_code, error["code"], error["param"]
+    return error["code"], error["param"]
 
 
 async def test_one_key_cannot_push_out_anothers(models: Catalog, engines: ScriptedEngines) -> None:
-    """Each has its share of what may be kept."""
-    keys = {name: {"authorization": f"Bearer {name}"} for name in ("mine", "yours")}
-    body = {"model": "writer", "input": "x"}
     async with served(models, engines, api_keys="mine,yours", responses_kept=4) as client:
-        mine = (await client.post(URL, json=body, headers=keys["mine"])).json()["id"]
-        theirs = [
-            (await client.post(URL, json=body, headers=keys["yours"])).json()["id"]
-            for _ in range(6)
-        ]
-        found = [
-            (await client.get(f"{URL}/{each}", headers=keys["yours"])).status_code
-            for each in theirs
-        ]
+
+        async def kept(headers: dict[str, str]) -> str:
+            made = await client.post(URL, json=ask("x"), headers=headers)
+            return f"{URL}/{made.json()['id']}"
+
+        mine = await kept(MINE)
+        theirs = [await kept(YOURS) for _ in range(6)]
+        found = [(await client.get(each, headers=YOURS)).status_code for each in theirs]
         assert found == [404] * 4 + [200] * 2
-        assert (await client.get(f"{URL}/{mine}", headers=keys["mine"])).status_code == 200
-        metrics = (await client.get("/metrics", headers=keys["mine"])).text
+        assert (await client.get(mine, headers=MINE)).status_code == 200
+        metrics = (await client.get("/metrics", headers=MINE)).text
         assert "gateway_responses_kept 3.0" in metrics
 
 
 async def test_a_gateway_may_keep_none(models: Catalog, engines: ScriptedEngines) -> None:
-    """`GATEWAY_RESPONSES_KEPT=0`."""
     async with served(models, engines, responses_kept=0) as client:
         first = await answered(client, "one", store=True)
         assert first["store"] is False
@@ -219,17 +201,15 @@ async def test_a_gateway_may_keep_none(models: Catalog, engines: ScriptedEngines
 
 
 async def test_an_answer_that_fails_is_not_kept(
-    client: httpx2.AsyncClient, engines: ScriptedEngines
+    client: AsyncClient, engines: ScriptedEngines
 ) -> None:
-    """There is nothing to go on from."""
     engines.chat.fail_at_step = 2
     last = await _streamed(client, "one")
     assert last["status"] == "failed"
     assert (await client.get(f"{URL}/{last['id']}")).status_code == 404
 
 
-async def test_what_no_response_is_made_in_is_refused(client: httpx2.AsyncClient) -> None:
-    """There is nothing in the background to cancel, and no stream to begin again."""
+async def test_what_no_response_is_made_in_is_refused(client: AsyncClient) -> None:
     first = await answered(client, "one")
     assert (await client.post(f"{URL}/{first['id']}/cancel")).status_code == 400
     answer = await client.get(f"{URL}/{first['id']}?stream=true")
@@ -239,9 +219,8 @@ async def test_what_no_response_is_made_in_is_refused(client: httpx2.AsyncClient
 
 
 async def test_a_prompts_tokens_are_counted_without_running_it(
-    client: httpx2.AsyncClient, engines: ScriptedEngines
+    client: AsyncClient, engines: ScriptedEngines
 ) -> None:
-    """The same as an answer's `input_tokens`, with what came before."""
     first = await answered(client, "hello")
     steps = len(engines.chat.steps)
     body = {"model": "writer", "input": "you", "previous_response_id": first["id"]}
@@ -258,7 +237,7 @@ CODEX = Path(__file__).with_name("codex_first_request.json")
 
 
 async def test_codexs_first_request_is_served(
-    client: httpx2.AsyncClient, engines: ScriptedEngines
+    client: AsyncClient, engines: ScriptedEngines
 ) -> None:
     """As version 0.169.0 of the CLI sends it, its texts left out: namespaces are unpacked, web
     search is skipped and named.

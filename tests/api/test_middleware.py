@@ -6,43 +6,28 @@ import random
 import socket
 from typing import Any
 
-import httpx2
 import orjson
 import pytest
-from openai import AsyncOpenAI, AuthenticationError
-from starlette.types import Receive, Scope, Send
+from httpx2 import AsyncClient
 
 from gateway.api.access import is_here, origin_pattern
 from gateway.api.middleware import PIECE_BYTES, split_body
 from gateway.registry import Catalog
-from tests.api.harness import error_of, protected
+from tests.api.harness import chat, error_of
 from tests.fakes import ScriptedEngines
 from tests.serving_app import served
 
 pytestmark = pytest.mark.anyio
 
-CHAT = {"model": "writer", "messages": [{"role": "user", "content": "hi"}]}
+CHAT = chat()
 
 
-async def test_every_answer_has_a_request_id_and_one_sent_is_echoed(
-    client: httpx2.AsyncClient,
-) -> None:
-    """Errors too; one that is no header value is replaced."""
+async def test_every_answer_has_a_request_id_and_one_sent_is_echoed(client: AsyncClient) -> None:
     assert (await client.get("/v1/models")).headers["x-request-id"].startswith("req-")
     sent = await client.get("/nowhere", headers={"x-request-id": "mine-7"})
     assert sent.headers["x-request-id"] == "mine-7"
     odd = await client.get("/health", headers={"x-request-id": "a b"})
     assert odd.headers["x-request-id"].startswith("req-")
-
-
-@pytest.mark.parametrize("prefix", ["", "/v1"])
-async def test_paths_work_with_and_without_v1(client: httpx2.AsyncClient, prefix: str) -> None:
-    """Base URLs come in both kinds."""
-    assert (await client.get(f"{prefix}/models")).status_code == 200
-    assert (await client.post(f"{prefix}/chat/completions", json=CHAT)).status_code == 200
-    body = {"model": "embed", "input": "a"}
-    assert (await client.post(f"{prefix}/embeddings", json=body)).status_code == 200
-    assert (await client.get(f"{prefix}/health")).json() == {"status": "ok"}
 
 
 @pytest.mark.parametrize(
@@ -59,33 +44,30 @@ async def test_paths_work_with_and_without_v1(client: httpx2.AsyncClient, prefix
     ],
 )
 async def test_wrong_paths_and_methods_are_told_in_the_envelope(
-    client: httpx2.AsyncClient, method: str, path: str, status: int, code: str
+    client: AsyncClient, method: str, path: str, status: int, code: str
 ) -> None:
     """Anything else loses its code on the way through an SDK."""
     answer = await client.request(method, path)
-    assert answer.status_code == status
-    assert error_of(answer)["code"] == code
+    assert error_of(answer, status)["code"] == code
     assert status != 405 or answer.headers["allow"]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/completion", "/infill", "/apply-template", "/embedding",
-        "/props", "/slots", "/slots/0?action=save", "/lora-adapters", "/predict", "/tools",
-        "/cors-proxy?url=http://127.0.0.1/", "/v1/stream?conv_id=%0D%0Aforged&from=0",
-        "/v1/audio/transcriptions",
-    ],
-)  # fmt: skip
+LLAMA_CPPS = [
+    *("/completion", "/infill", "/apply-template", "/embedding", "/props", "/slots", "/predict"),
+    *("/slots/0?action=save", "/lora-adapters", "/tools", "/cors-proxy?url=http://127.0.0.1/"),
+    *("/v1/stream?conv_id=%0D%0Aforged&from=0", "/v1/audio/transcriptions"),
+]
+
+
+@pytest.mark.parametrize("path", LLAMA_CPPS)
 async def test_what_llama_cpp_serves_of_its_own_is_not_there(
-    client: httpx2.AsyncClient, path: str
+    client: AsyncClient, path: str
 ) -> None:
     """No tools are run, no address is fetched, no state is written to a file."""
     for method in ("GET", "POST", "DELETE"):
-        answer = await client.request(method, path)
-        assert answer.status_code == 404
-        assert error_of(answer)["code"] == "unknown_url"
-        assert "\n" not in error_of(answer)["message"]
+        error = error_of(await client.request(method, path), 404)
+        assert error["code"] == "unknown_url"
+        assert "\n" not in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -93,41 +75,17 @@ async def test_what_llama_cpp_serves_of_its_own_is_not_there(
 )
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/chat/completions"])
 async def test_a_body_that_is_no_json_object_is_a_400(
-    client: httpx2.AsyncClient, path: str, body: bytes
+    client: AsyncClient, path: str, body: bytes
 ) -> None:
-    """With a sentence, not a traceback."""
-    answer = await client.post(path, content=body)
-    assert answer.status_code == 400
-    assert error_of(answer)["type"] == "invalid_request_error"
-
-
-async def test_json_is_read_whatever_the_content_type_says(client: httpx2.AsyncClient) -> None:
-    """curl -d says it is a form."""
-    answer = await client.post(
-        "/v1/embeddings",
-        content=b'{"model":"embed","input":"a"}',
-        headers={"content-type": "application/x-www-form-urlencoded"},
-    )
-    assert answer.status_code == 200
-
-
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/chat/completions"])
-async def test_an_unknown_model_is_a_404_that_names_the_nearest(
-    client: httpx2.AsyncClient, path: str
-) -> None:
-    """A typing error is the likeliest cause."""
-    answer = await client.post(path, json={**CHAT, "input": "a", "model": "writr"})
-    assert answer.status_code == 404
-    assert error_of(answer)["code"] == "model_not_found"
-    assert "Did you mean `writer`?" in error_of(answer)["message"]
+    error = error_of(await client.post(path, content=body))
+    assert error["type"] == "invalid_request_error"
 
 
 async def test_a_body_over_the_limit_is_a_413(models: Catalog, engines: ScriptedEngines) -> None:
     """And the client that is still sending gets to read it."""
     async with served(models, engines, max_body_bytes=1024) as client:
         declared = await client.post("/v1/embeddings", content=b"x" * 1025)
-        assert declared.status_code == 413
-        assert error_of(declared)["code"] == "request_too_large"
+        assert error_of(declared, 413)["code"] == "request_too_large"
 
         async def split_body() -> Any:
             for _ in range(20):
@@ -140,18 +98,13 @@ async def test_a_body_over_the_limit_is_a_413(models: Catalog, engines: Scripted
 async def test_a_body_that_does_not_come_is_a_408(
     models: Catalog, engines: ScriptedEngines
 ) -> None:
-    """A client that trickles holds nothing up for ever."""
     async with served(models, engines, body_timeout_s=0.2) as client:
-        port = client.base_url.port
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(
-            b"POST /v1/embeddings HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n{"
-        )
-        await writer.drain()
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+        head = b"POST /v1/embeddings HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n"
+        writer.write(head + b"{")
         async with asyncio.timeout(5):
             status = await reader.readline()
         writer.close()
-        await writer.wait_closed()
     assert b" 408 " in status
 
 
@@ -166,26 +119,12 @@ async def test_with_keys_only_their_holders_come_in(
             assert (await client.get(path)).status_code == 200
         for given in ("Bearer third", "Bearer", "first", "Basic first", "Bearer firs"):
             answer = await client.get("/v1/models", headers={"authorization": given})
-            assert answer.status_code == 401
-            assert error_of(answer)["code"] == "invalid_api_key"
+            assert error_of(answer, 401)["code"] == "invalid_api_key"
             assert answer.headers["www-authenticate"] == "Bearer"
             assert "third" not in answer.text
         for key in ("first", "second"):
             answer = await client.get("/v1/models", headers={"authorization": f"Bearer {key}"})
             assert answer.status_code == 200
-
-
-async def test_the_sdk_comes_in_with_its_key_alone(
-    models: Catalog, engines: ScriptedEngines
-) -> None:
-    """Its own class of error says that the key is wrong."""
-    async with served(models, engines, api_keys="first") as client:
-        url = f"{client.base_url}/v1"
-        async with AsyncOpenAI(base_url=url, api_key="first", max_retries=0) as ours:
-            assert (await ours.models.retrieve("writer")).id == "writer"
-        async with AsyncOpenAI(base_url=url, api_key="other", max_retries=0) as other:
-            with pytest.raises(AuthenticationError):
-                await other.models.retrieve("writer")
 
 
 async def test_of_a_header_sent_twice_the_first_counts(
@@ -213,25 +152,16 @@ async def test_a_refusal_reaches_an_allowed_page_too(
             assert "x-request-id" in answer.headers["access-control-expose-headers"]
 
 
-async def test_without_keys_any_key_is_accepted(client: httpx2.AsyncClient) -> None:
-    """SDKs must send one."""
-    answer = await client.get("/v1/models", headers={"authorization": "Bearer whatever"})
-    assert answer.status_code == 200
-
-
-async def test_a_rebound_host_or_a_foreign_origin_is_refused(client: httpx2.AsyncClient) -> None:
+async def test_a_rebound_host_or_a_foreign_origin_is_refused(client: AsyncClient) -> None:
     """A web page must not use a gateway that asks for no key."""
     rebound = await client.get("/v1/models", headers={"host": "evil.example"})
-    assert rebound.status_code == 403
-    assert "GATEWAY_ALLOWED_HOSTS" in error_of(rebound)["message"]
-    foreign = await client.get("/v1/models", headers={"origin": "https://evil.example"})
-    assert foreign.status_code == 403
+    assert "GATEWAY_ALLOWED_HOSTS" in error_of(rebound, 403)["message"]
+    error_of(await client.get("/v1/models", headers={"origin": "https://evil.example"}), 403)
     for host in ("localhost:8000", "127.0.0.1", "[::1]:8000"):
         assert (await client.get("/v1/models", headers={"host": host})).status_code == 200
 
 
 async def test_hosts_and_origins_can_be_allowed(models: Catalog, engines: ScriptedEngines) -> None:
-    """And an allowed origin gets its CORS headers."""
     async with served(
         models, engines, allowed_hosts="gw.local", cors_origins="https://app.example"
     ) as client:
@@ -274,14 +204,11 @@ async def test_an_allowed_page_may_send_its_key(models: Catalog, engines: Script
         "vscode-file://vscode-app",
     ],
 )
-async def test_a_desktop_app_may_call(client: httpx2.AsyncClient, origin: str) -> None:
+async def test_a_desktop_app_may_call(client: AsyncClient, origin: str) -> None:
     """No web page can have its origin; its preflight is answered, its answer shown to it."""
     headers = {"origin": origin}
-    asked = {
-        "access-control-request-method": "POST",
-        "access-control-request-headers": "authorization",
-        "access-control-request-private-network": "true",
-    }
+    asked = {"method": "POST", "headers": "authorization", "private-network": "true"}
+    asked = {f"access-control-request-{name}": value for name, value in asked.items()}
     preflight = await client.options("/v1/chat/completions", headers={**headers, **asked})
     assert preflight.status_code == 200
     assert preflight.headers["access-control-allow-origin"] == origin
@@ -297,19 +224,12 @@ async def test_a_desktop_app_may_call(client: httpx2.AsyncClient, origin: str) -
     "origin",
     [
         "null",  # of any page's sandboxed frame
-        "https://tauri.localhost.evil.example",
-        "http://tauri.localhost:1",
-        "https://evil.example",
-        "http://localhost:3000",
-        "xapp://a",
-        "app://a/tauri://b",
+        *("https://tauri.localhost.evil.example", "http://tauri.localhost:1"),
+        *("https://evil.example", "http://localhost:3000", "xapp://a", "app://a/tauri://b"),
         "chrome-extension://abc",
     ],
 )
-async def test_what_a_page_can_have_is_no_desktop_app(
-    client: httpx2.AsyncClient, origin: str
-) -> None:
-    """Neither called nor told that it may."""
+async def test_what_a_page_can_have_is_no_desktop_app(client: AsyncClient, origin: str) -> None:
     answer = await client.get("/v1/models", headers={"origin": origin})
     assert answer.status_code == 403
     asked = {"access-control-request-method": "POST", "origin": origin}
@@ -321,30 +241,19 @@ async def test_what_a_page_can_have_is_no_desktop_app(
 @pytest.mark.parametrize(
     ("allowed", "taken", "refused"),
     [
-        (
-            "http://localhost:*",
-            ["http://localhost", "http://localhost:3000", "http://localhost:65535"],
-            ["https://localhost:1", "http://localhost:x", "http://localhost.evil.example"],
-        ),
-        ("null", ["null"], ["https://evil.example"]),
-        ("chrome-extension://*", ["chrome-extension://abc"], ["https://abc"]),
-        (
-            "https://*.ours.example",
-            ["https://a.ours.example", "https://a.b.ours.example"],
-            [
-                "https://ours.example",
-                "https://evil.example:1.ours.example",
-                "https://aours.example",
-            ],
-        ),
-        ("*", ["https://evil.example", "null"], []),
+        ("http://localhost:*", "http://localhost http://localhost:3000 http://localhost:65535",
+         "https://localhost:1 http://localhost:x http://localhost.evil.example"),
+        ("null", "null", "https://evil.example"),
+        ("chrome-extension://*", "chrome-extension://abc", "https://abc"),
+        ("https://*.ours.example", "https://a.ours.example https://a.b.ours.example",
+         "https://ours.example https://evil.example:1.ours.example https://aours.example"),
+        ("*", "https://evil.example null", ""),
     ],
-)
-def test_an_origin_may_be_a_pattern(allowed: str, taken: list[str], refused: list[str]) -> None:
-    """Of ports, hosts or names before a domain, and of nothing else."""
+)  # fmt: skip
+def test_an_origin_may_be_a_pattern(allowed: str, taken: str, refused: str) -> None:
     pattern = origin_pattern([allowed])
-    assert all(map(pattern.fullmatch, taken))
-    assert not any(map(pattern.fullmatch, refused))
+    assert all(map(pattern.fullmatch, taken.split()))
+    assert not any(map(pattern.fullmatch, refused.split()))
 
 
 @pytest.mark.parametrize(
@@ -358,11 +267,10 @@ def test_an_origin_may_be_a_pattern(allowed: str, taken: list[str], refused: lis
     ],
 )
 async def test_a_container_and_this_machines_names_are_taken(
-    client: httpx2.AsyncClient, host: str
+    client: AsyncClient, host: str
 ) -> None:
     """No web page can have them, so none was led here by them."""
-    body = {"model": "writer", "messages": [{"role": "user", "content": "hi"}]}
-    answer = await client.post("/v1/chat/completions", json=body, headers={"host": host})
+    answer = await client.post("/v1/chat/completions", json=CHAT, headers={"host": host})
     assert answer.status_code == 200
     own_page = {"host": host, "origin": f"http://{host.lower()}"}
     assert (await client.get("/v1/models", headers=own_page)).status_code == 200
@@ -375,14 +283,8 @@ def test_this_machine_is_told_from_names_that_look_like_it(monkeypatch: pytest.M
     ours = ["localhost", "LOCALHOST:1", "127.9.9.9:80", "[::1]", "[::1]:80", "mac", "mac.local"]
     assert all(map(is_here, ours))
     theirs = [
-        *(
-            "",
-            "127.0.0.1.evil.example",
-            "localhost.evil.example",
-            "192.168.0.2",
-            "mac.evil.example",
-        ),
-        *("host.docker.internal.evil.example", "evilinternal", "internal.evil", "mac2.local"),
+        *("", "127.0.0.1.evil.example", "localhost.evil.example", "192.168.0.2", "internal.evil"),
+        *("host.docker.internal.evil.example", "evilinternal", "mac.evil.example", "mac2.local"),
     ]
     assert not any(map(is_here, theirs))
     monkeypatch.setattr(socket, "gethostname", lambda: "")
@@ -394,17 +296,14 @@ def test_this_machine_is_told_from_names_that_look_like_it(monkeypatch: pytest.M
 async def test_strict_fields_refuse_what_nobody_knows(
     models: Catalog, engines: ScriptedEngines
 ) -> None:
-    """For those who would rather hear of a typing error."""
     async with served(models, engines, strict_fields=True) as client:
         answer = await client.post("/v1/chat/completions", json={**CHAT, "temprature": 1})
-        assert answer.status_code == 400
         assert error_of(answer)["param"] == "temprature"
 
 
 @pytest.mark.parametrize("more", [False, True])
 @pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES])
 def test_a_large_body_is_sent_in_pieces(size: int, more: bool) -> None:
-    """All of it, in order; and what follows is said by the last of them alone."""
     body = random.Random(size).randbytes(size)
     message = {"type": "http.response.body", "body": body, "more_body": more}
     sent = list(split_body(message))
@@ -413,25 +312,10 @@ def test_a_large_body_is_sent_in_pieces(size: int, more: bool) -> None:
     assert [each["more_body"] for each in sent] == [True] * (len(sent) - 1) + [more]
 
 
-async def test_an_error_nobody_foresaw_is_a_500_in_the_envelope() -> None:
-    """Without a word of its insides."""
-
-    async def broken(scope: Scope, receive: Receive, send: Send) -> None:
-        raise RuntimeError("secret path")
-
-    transport = httpx2.ASGITransport(protected(broken))
-    async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        answer = await client.get("/")
-    assert answer.status_code == 500
-    assert error_of(answer)["type"] == "server_error"
-    assert "secret" not in answer.text
-
-
 @pytest.mark.parametrize("path", ["/chat/completions", "/messages", "/embed", "/rerank"])
 async def test_a_compressed_body_is_a_415_that_names_its_encoding(
-    client: httpx2.AsyncClient, path: str
+    client: AsyncClient, path: str
 ) -> None:
-    """And what to send; `identity` is no compression."""
     body = orjson.dumps({**CHAT, "max_tokens": 9, "inputs": "a", "query": "a", "documents": ["a"]})
     sent = {"content-encoding": "gzip"}
     answer = await client.post(path, content=gzip.compress(body), headers=sent)
@@ -439,12 +323,12 @@ async def test_a_compressed_body_is_a_415_that_names_its_encoding(
     assert "`gzip`" in answer.text
     if path == "/chat/completions":
         assert answer.headers["accept-encoding"] == "identity"
-        assert error_of(answer)["code"] == "unsupported_content_encoding"
+        assert error_of(answer, 415)["code"] == "unsupported_content_encoding"
         plain = await client.post(path, content=body, headers={"content-encoding": "identity"})
         assert plain.status_code == 200
 
 
-async def test_a_byte_order_mark_is_no_part_of_a_body(client: httpx2.AsyncClient) -> None:
+async def test_a_byte_order_mark_is_no_part_of_a_body(client: AsyncClient) -> None:
     """PowerShell writes one."""
     body = b"\xef\xbb\xbf" + orjson.dumps(CHAT)
     assert (await client.post("/v1/chat/completions", content=body)).status_code == 200
@@ -452,20 +336,16 @@ async def test_a_byte_order_mark_is_no_part_of_a_body(client: httpx2.AsyncClient
     assert twice.status_code == 400
 
 
-async def test_a_multipart_body_is_told_what_it_is(client: httpx2.AsyncClient) -> None:
-    """Not that a digit is missing after its first sign."""
+async def test_a_multipart_body_is_told_what_it_is(client: AsyncClient) -> None:
     answer = await client.post("/v1/chat/completions", files={"file": b"x"})
-    assert answer.status_code == 400
-    assert error_of(answer)["message"] == (
-        "The request body is multipart/form-data. It must be a JSON object."
-    )
+    told = "The request body is multipart/form-data. It must be a JSON object."
+    assert error_of(answer)["message"] == told
 
 
 @pytest.mark.parametrize(
     "path", ["/v1/messages/batches", "/v1/messages/batches/b1/results", "/v1/batches", "/batches"]
 )
-async def test_batches_are_said_not_to_be_served(client: httpx2.AsyncClient, path: str) -> None:
-    """By a 404 in the envelope of the path."""
+async def test_batches_are_said_not_to_be_served(client: AsyncClient, path: str) -> None:
     answer = await client.post(path, json={"requests": []})
     assert answer.status_code == 404
     assert "Batches are not served" in answer.json()["error"]["message"]

@@ -1,23 +1,20 @@
 """GET /v1/models: every name a client may send."""
 
-import asyncio
 import time
 from datetime import datetime
 
-import httpx2
 import pytest
-from openai import AsyncOpenAI
+from httpx2 import AsyncClient
 
-from gateway.errors import ModelLoadFailed
 from gateway.registry import Catalog
+from tests.api.harness import chat, held
 from tests.fakes import ScriptedEngines
 from tests.serving_app import served
 
 pytestmark = pytest.mark.anyio
 
 
-async def test_ids_and_aliases_are_listed(client: httpx2.AsyncClient) -> None:
-    """`root` names the id behind an alias."""
+async def test_ids_and_aliases_are_listed(client: AsyncClient) -> None:
     listing = (await client.get("/v1/models")).json()
     assert listing["object"] == "list"
     roots = {entry["id"]: entry["root"] for entry in listing["data"]}
@@ -31,56 +28,25 @@ async def test_ids_and_aliases_are_listed(client: httpx2.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/models/org%2Fembed", "/v1/models/org/embed", "/models/gpt"])
-async def test_one_model_is_found_by_any_name(client: httpx2.AsyncClient, path: str) -> None:
+async def test_one_model_is_found_by_any_name(client: AsyncClient, path: str) -> None:
     """Ids have slashes, which SDKs send as %2F."""
     assert (await client.get(path)).json()["root"] in ("org/embed", "writer")
 
 
-async def test_the_sdk_retrieves_an_id_with_a_slash(client: httpx2.AsyncClient) -> None:
-    """As it does for every mlx-community model."""
-    async with AsyncOpenAI(base_url=f"{client.base_url}/v1", api_key="x") as sdk:
-        assert (await sdk.models.retrieve("org/embed")).id == "org/embed"
-
-
-async def test_a_model_tells_whether_it_is_loaded(client: httpx2.AsyncClient) -> None:
-    """It is after its first use."""
-    assert (await client.get("/v1/models/writer")).json()["state"] == "unloaded"
-    body = {"model": "writer", "messages": [{"role": "user", "content": "hi"}]}
-    await client.post("/v1/chat/completions", json=body)
-    assert (await client.get("/v1/models/gpt")).json()["state"] == "loaded"
-
-
 @pytest.mark.usefixtures("engines")  # a gateway of its own
-async def test_a_loaded_model_tells_its_bytes_and_last_use(client: httpx2.AsyncClient) -> None:
-    """Both are null before, and so is the error while there is none."""
+async def test_a_loaded_model_tells_its_bytes_and_last_use(client: AsyncClient) -> None:
     before = (await client.get("/v1/models/writer")).json()
     assert (before["bytes"], before["last_used"], before["error"]) == (None, None, None)
-    body = {"model": "writer", "messages": [{"role": "user", "content": "hi"}]}
-    await client.post("/v1/chat/completions", json=body)
+    await client.post("/v1/chat/completions", json=chat())
     after = (await client.get("/v1/models/writer")).json()
     assert after["bytes"] == 1
     assert abs(after["last_used"] - time.time()) < 60
 
 
-async def test_a_failed_model_tells_why(
-    client: httpx2.AsyncClient, engines: ScriptedEngines
-) -> None:
-    """By each of its names, while the others are as they were."""
-    engines.failing["writer"] = ModelLoadFailed("writer", "corrupt")
-    body = {"model": "writer", "messages": [{"role": "user", "content": "hi"}]}
-    await client.post("/v1/chat/completions", json=body)
-    entries = {each["id"]: each for each in (await client.get("/v1/models")).json()["data"]}
-    assert entries["gpt"]["state"] == entries["writer"]["state"] == "failed"
-    assert "corrupt" in entries["gpt"]["error"]
-    assert entries["embed"]["state"] == "unloaded"
-
-
 async def test_a_model_beyond_the_budget_is_507(models: Catalog) -> None:
-    """Saying what it needs and what is allowed; others are served."""
     engines = ScriptedEngines(sizes={"writer": 2000})
     async with served(models, engines, cache_max_bytes=1000) as client:
-        body = {"model": "writer", "messages": [{"role": "user", "content": "hi"}]}
-        answer = await client.post("/v1/chat/completions", json=body)
+        answer = await client.post("/v1/chat/completions", json=chat())
         assert answer.status_code == 507
         assert answer.headers["x-should-retry"] == "false"
         error = answer.json()["error"]
@@ -92,27 +58,22 @@ async def test_a_model_beyond_the_budget_is_507(models: Catalog) -> None:
 
 
 async def test_a_model_that_waits_for_one_in_use_is_503_in_time(models: Catalog) -> None:
-    """With Retry-After; the one in use is not disturbed."""
     engines = ScriptedEngines(sizes={"writer": 600, "org/embed": 600})
     async with served(models, engines, cache_max_bytes=1000, load_wait_s=0.2) as client:
-        chat = {"model": "writer", "messages": [{"role": "user", "content": "hi"}]}
-        await client.post("/v1/chat/completions", json=chat)
-        engines.chat.gate.close()
-        answering = asyncio.create_task(client.post("/v1/chat/completions", json=chat))
-        await asyncio.to_thread(engines.chat.gate.reached.wait, 20)
-        answer = await client.post("/v1/embeddings", json={"model": "embed", "input": "hi"})
-        assert answer.status_code == 503
-        assert int(answer.headers["retry-after"]) >= 1
-        engines.chat.gate.open()
-        assert (await answering).status_code == 200
+        await client.post("/v1/chat/completions", json=chat())
+        asking = client.post("/v1/chat/completions", json=chat())
+        async with held(engines.chat.gate, asking) as answering:
+            answer = await client.post("/v1/embeddings", json={"model": "embed", "input": "hi"})
+            assert answer.status_code == 503
+            assert int(answer.headers["retry-after"]) >= 1
+        assert answering.result().status_code == 200
 
 
 ANTHROPIC = {"anthropic-version": "2023-06-01"}
 
 
 @pytest.mark.usefixtures("engines")  # a gateway of its own
-async def test_anthropics_clients_get_its_form(client: httpx2.AsyncClient) -> None:
-    """Of the models that /v1/messages can be asked."""
+async def test_anthropics_clients_get_its_form(client: AsyncClient) -> None:
     answer = await client.get("/v1/models", headers=ANTHROPIC)
     listing = answer.json()
     assert set(listing) == {"data", "has_more", "first_id", "last_id"}
@@ -122,26 +83,20 @@ async def test_anthropics_clients_get_its_form(client: httpx2.AsyncClient) -> No
     assert answer.headers["request-id"] == answer.headers["x-request-id"]
     one = (await client.get("/v1/models/gpt", headers=ANTHROPIC)).json()
     assert one == listing["data"][1]
-    assert one | {"created_at": ""} == {
+    nothing = ("max_input_tokens", "max_tokens", "capabilities", "line", "deprecated_at")
+    named = {
         "type": "model",
         "id": "gpt",
         "display_name": "gpt",
-        "created_at": "",
-        "max_input_tokens": None,
-        "max_tokens": None,
-        "capabilities": None,
-        "line": None,
         "lifecycle": "active",
-        "deprecated_at": None,
         "retires_at": None,
     }
+    assert one == {**named, **dict.fromkeys(nothing), "created_at": one["created_at"]}
     created = datetime.fromisoformat(one["created_at"]).timestamp()
     assert created == (await client.get("/v1/models/gpt")).json()["created"]
 
 
-async def test_its_list_is_read_page_by_page(client: httpx2.AsyncClient) -> None:
-    """Onwards from an id and back from one."""
-
+async def test_its_list_is_read_page_by_page(client: AsyncClient) -> None:
     async def page(query: str) -> tuple[list[str], bool]:
         found = (await client.get(f"/v1/models?{query}", headers=ANTHROPIC)).json()
         return [each["id"] for each in found["data"]], found["has_more"]
@@ -160,8 +115,7 @@ async def test_its_list_is_read_page_by_page(client: httpx2.AsyncClient) -> None
         *("?before_id=embed", "?after_id=writer&before_id=gpt", "/nobody"),
     ],
 )
-async def test_its_errors_are_anthropics(client: httpx2.AsyncClient, path: str) -> None:
-    """In its envelope, which its SDKs read."""
+async def test_its_errors_are_anthropics(client: AsyncClient, path: str) -> None:
     answer = await client.get(f"/v1/models{path}", headers=ANTHROPIC)
     body = answer.json()
     kind = "not_found_error" if path == "/nobody" else "invalid_request_error"

@@ -5,12 +5,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 import structlog
+from httpx2 import AsyncClient
 
 from gateway.errors import ModelLoadFailed
 from gateway.registry import Catalog, ModelSpec
+from tests.api.harness import chat, error_of
 from tests.fakes import ScriptedEngines
 from tests.serving_app import catalog, ready, served
 
@@ -34,6 +35,9 @@ async def test_ready_waits_for_what_is_preloaded_while_health_does_not(tmp_path:
         assert (await client.get("/ready")).json()["models"] == {"writer": "loaded"}
 
 
+KEYS = {"api_keys": "k"}
+
+
 @pytest.mark.parametrize(
     ("given", "headers", "is_told"),
     [
@@ -41,17 +45,13 @@ async def test_ready_waits_for_what_is_preloaded_while_health_does_not(tmp_path:
         ({}, {"host": "evil.example"}, False),
         ({}, {"origin": "http://evil.example"}, False),
         ({"allowed_hosts": "ours.example"}, {"host": "ours.example"}, True),
-        ({"api_keys": "k"}, {}, False),
-        ({"api_keys": "k"}, {"authorization": "Bearer wrong"}, False),
-        ({"api_keys": "k"}, {"authorization": "Bearer k", "host": "any.example"}, True),
+        (KEYS, {}, False),
+        (KEYS, {"authorization": "Bearer wrong"}, False),
+        (KEYS, {"authorization": "Bearer k", "host": "any.example"}, True),
     ],
 )
 async def test_ready_names_models_to_those_who_may_list_them(
-    models: Catalog,
-    engines: ScriptedEngines,
-    given: dict[str, Any],
-    headers: dict[str, str],
-    is_told: bool,
+    models: Catalog, engines: ScriptedEngines, given: Any, headers: dict[str, str], is_told: bool
 ) -> None:
     """A probe needs no key and no host, and learns the status alone."""
     async with served(models, engines, **given) as client:
@@ -64,7 +64,7 @@ async def test_ready_names_models_to_those_who_may_list_them(
 BROKEN = ModelLoadFailed("broken", "corrupt file")
 
 
-async def unready(client: httpx2.AsyncClient) -> dict[str, Any]:
+async def unready(client: AsyncClient) -> dict[str, Any]:
     """Give the first answer of /ready that is no longer "loading"."""
     while (answer := await client.get("/ready")).json()["status"] == "loading":
         await asyncio.sleep(0.02)
@@ -73,7 +73,6 @@ async def unready(client: httpx2.AsyncClient) -> dict[str, Any]:
 
 
 async def test_a_preload_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
-    """It is in the log, the next request for it says why, and /ready is 503 and names it."""
     engines = ScriptedEngines()
     engines.failing["broken"] = BROKEN
     models = catalog(tmp_path, {"broken": WRITER, "writer": WRITER})
@@ -81,12 +80,9 @@ async def test_a_preload_that_fails_does_not_stop_the_others(tmp_path: Path) -> 
         states = {"broken": "failed", "writer": "loaded"}
         assert await unready(client) == {"code": 503, "status": "failed", "models": states}
         assert engines.loads == ["broken", "writer"]
-        body = {"model": "broken", "messages": [{"role": "user", "content": "hi"}]}
-        answer = await client.post("/v1/chat/completions", json=body)
-        assert answer.status_code == 500
-        assert "corrupt file" in answer.json()["error"]["message"]
-        answer = await client.post("/v1/chat/completions", json={**body, "model": "writer"})
-        assert answer.status_code == 200
+        answer = await client.post("/v1/chat/completions", json=chat(model="broken"))
+        assert "corrupt file" in error_of(answer, 500)["message"]
+        assert (await client.post("/v1/chat/completions", json=chat())).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -95,7 +91,6 @@ async def test_a_preload_that_fails_does_not_stop_the_others(tmp_path: Path) -> 
 async def test_a_part_of_what_is_preloaded_is_enough_where_a_setting_says_so(
     tmp_path: Path, broken: list[str], status: str
 ) -> None:
-    """None is never enough."""
     engines = ScriptedEngines()
     engines.failing |= dict.fromkeys(broken, BROKEN)
     models = catalog(tmp_path, {"broken": WRITER, "b2": WRITER})
@@ -120,8 +115,6 @@ async def test_a_preload_that_failed_is_tried_again_until_it_is_ready(
 
 
 async def test_an_import_that_fails_stops_no_preload(tmp_path: Path) -> None:
-    """Whatever library it is of: what is loaded is ready."""
-
     class Unimportable(ScriptedEngines):
         async def import_for(self, specs: Iterable[ModelSpec]) -> None:
             raise OSError("a library could not be read")
@@ -130,32 +123,8 @@ async def test_an_import_that_fails_stops_no_preload(tmp_path: Path) -> None:
         assert (await client.get("/ready")).status_code == 200
 
 
-async def test_health_answers_while_the_lane_is_busy(
-    client: httpx2.AsyncClient, engines: ScriptedEngines
-) -> None:
-    """A long native call must not look like death."""
-    engines.embedder.gate.close()
-    asked = asyncio.create_task(
-        client.post("/v1/embeddings", json={"model": "embed", "input": "a"})
-    )
-    await asyncio.to_thread(engines.embedder.gate.reached.wait, 5)
-    assert (await client.get("/health")).status_code == 200
-    engines.embedder.gate.open()
-    assert (await asked).status_code == 200
-
-
-async def test_metrics_count_what_was_served(client: httpx2.AsyncClient) -> None:
-    """In Prometheus' text format, per model."""
-    await client.post("/v1/embeddings", json={"model": "embed", "input": ["a", "bb"]})
-    answer = await client.get("/metrics")
-    assert answer.headers["content-type"].startswith("text/plain")
-    assert 'gateway_prompt_tokens_total{model="org/embed"}' in answer.text
-    assert 'gateway_requests_total{route="/v1/embeddings",status="200"}' in answer.text
-    assert 'gateway_batch_rows_count{model="org/embed"}' in answer.text
-
-
 async def test_metrics_tell_how_long_prompts_and_answers_are_and_why_those_ended(
-    client: httpx2.AsyncClient,
+    client: AsyncClient,
 ) -> None:
     """Each answer of a request by itself; a prompt once, and texts together."""
     names = (
@@ -168,33 +137,15 @@ async def test_metrics_tell_how_long_prompts_and_answers_are_and_why_those_ended
         'gateway_prompt_length_tokens_sum{model="org/embed"}',
     )
     before = await values(client, *names)
-    asked = {"model": "writer", "messages": [{"role": "user", "content": "hello"}]}
-    await client.post("/v1/chat/completions", json={**asked, "n": 2, "max_tokens": 3})
-    await client.post("/v1/chat/completions", json=asked)
+    await client.post("/v1/chat/completions", json=chat("hello", n=2, max_tokens=3))
+    await client.post("/v1/chat/completions", json=chat("hello"))
     await client.post("/v1/embeddings", json={"model": "embed", "input": ["a", "bb"]})
     after = await values(client, *names)
     counted = [now - then for now, then in zip(after, before, strict=True)]
     assert counted == [1, 2, 3, 3 + 3 + 6, 5 + 5, 1, 3]
 
 
-async def test_decisions_are_no_answers_that_finished(
-    client: httpx2.AsyncClient, engines: ScriptedEngines
-) -> None:
-    """Nothing is generated for them."""
-    engines.chat.max_context = 1000
-    asked = {
-        "model": "writer",
-        "input": "hello",
-        "questions": [{"id": "q", "type": "predicate", "instructions": "yes?"}],
-    }
-    name = 'gateway_answer_length_tokens_count{model="writer"}'
-    before = await values(client, name)
-    answer = await client.post("/v1/decisions", json=asked)
-    assert answer.status_code == 200, answer.text
-    assert await values(client, name) == before
-
-
-async def values(client: httpx2.AsyncClient, *names: str) -> list[float]:
+async def values(client: AsyncClient, *names: str) -> list[float]:
     """Read series as they are written; one that is not there is 0."""
     lines = (await client.get("/metrics")).text.splitlines()
     series = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
@@ -202,7 +153,6 @@ async def values(client: httpx2.AsyncClient, *names: str) -> list[float]:
 
 
 async def test_metrics_tell_what_ready_and_the_watch_tell(tmp_path: Path) -> None:
-    """While a model loads the gateway is not ready, and its thread has been at it for a while."""
     engines = ScriptedEngines()
     engines.load_gate.close()
     models = catalog(tmp_path, {"writer": WRITER})
@@ -218,7 +168,6 @@ async def test_metrics_tell_what_ready_and_the_watch_tell(tmp_path: Path) -> Non
 
 
 async def test_the_bound_on_waiting_tokens_is_told_by_model(tmp_path: Path) -> None:
-    """Its own, or the one of the settings."""
     own = {**WRITER, "queue_max_tokens": 7}
     models = catalog(tmp_path, {"writer": WRITER, "other": own})
     async with served(models, ScriptedEngines(), queue_max_tokens=99) as client:
@@ -233,8 +182,8 @@ async def test_a_model_that_makes_room_is_counted(tmp_path: Path) -> None:
         name = 'gateway_model_evictions_total{model="one"}'
         counts = []
         for model in ("one", "two"):
-            body = {"model": model, "messages": [{"role": "user", "content": "hi"}]}
-            assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+            answer = await client.post("/v1/chat/completions", json=chat(model=model))
+            assert answer.status_code == 200
             assert f"\n{name} " in (await client.get("/metrics")).text
             counts += await values(client, name)
         headers = {"authorization": "Bearer k"}
@@ -247,13 +196,12 @@ async def test_who_only_looks_wakes_no_model(tmp_path: Path) -> None:
     """One that left after its time is as it was until somebody asks it; its counts stay."""
     engines = ScriptedEngines()
     entry = {"kind": "chat", "source": "path:.", "preload": False, "ttl_s": 0.02}
-    body = {"model": "sleeper", "messages": [{"role": "user", "content": "hello"}]}
+    body = chat("hello", model="sleeper")
     told = 'gateway_completion_tokens_total{model="sleeper"} '
     async with served(catalog(tmp_path, {"sleeper": entry}), engines) as client:
         assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
-        async with asyncio.timeout(10):
-            while (await client.get("/v1/models/sleeper")).json()["state"] != "unloaded":
-                await asyncio.sleep(0.01)
+        while (await client.get("/v1/models/sleeper")).json()["state"] != "unloaded":
+            await asyncio.sleep(0.01)
         for path in ("/health", "/ready", "/metrics", "/v1/models", "/v1/models/sleeper"):
             answer = await client.get(path)
             assert answer.status_code == 200

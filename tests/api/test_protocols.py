@@ -3,8 +3,8 @@
 import asyncio
 from typing import Any
 
-import httpx2
 import pytest
+from httpx2 import AsyncClient
 
 from gateway.errors import EngineFailed
 from gateway.registry import Catalog
@@ -19,8 +19,7 @@ PARAM = {"/v1/completions": "prompt", "/v1/responses": "input"}
 OVERLOADED = {"/v1/messages": 529}
 
 
-async def test_a_stream_ends_as_its_protocol_has_it(client: httpx2.AsyncClient, path: str) -> None:
-    """It tells a character an event, at least."""
+async def test_a_stream_ends_as_its_protocol_has_it(client: AsyncClient, path: str) -> None:
     told = await stream(client, path, ASK[path]("hey"))
     assert told.is_done
     assert len(told.events) > 3
@@ -30,9 +29,8 @@ async def test_a_stream_ends_as_its_protocol_has_it(client: httpx2.AsyncClient, 
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
 async def test_a_client_that_leaves_frees_its_rows(
-    client: httpx2.AsyncClient, engines: ScriptedEngines, path: str, is_streamed: bool
+    client: AsyncClient, engines: ScriptedEngines, path: str, is_streamed: bool
 ) -> None:
-    """Of every prompt, long before the answer would have been whole."""
     body = {**ASK[path]("x" * 90), "stream": is_streamed}
     if path == "/v1/completions":
         body["prompt"] = ["x" * 60, "y" * 60, "z" * 60]
@@ -52,7 +50,6 @@ async def test_a_slow_first_token_opens_the_stream_and_keeps_it_alive(
     path: str,
     fails: bool,
 ) -> None:
-    """With comments or pings, which clients skip; what fails then is an error event."""
     gate = engines.chat.gate
     monkeypatch.setattr("gateway.api.streams.KEEP_ALIVE_S", 0.02)
     engines.chat.fail_at_step = 1 if fails else None
@@ -67,9 +64,8 @@ async def test_a_slow_first_token_opens_the_stream_and_keeps_it_alive(
 
 
 async def test_a_failure_after_the_first_token_ends_the_stream_with_an_error(
-    client: httpx2.AsyncClient, engines: ScriptedEngines, path: str
+    client: AsyncClient, engines: ScriptedEngines, path: str
 ) -> None:
-    """The last of its events, or the last but one: no end of the answer follows."""
     engines.chat.fail_at_step = 3
     told = await stream(client, path, ASK[path]("hello"))
     assert told.answer.status_code == 200
@@ -86,9 +82,8 @@ async def test_a_failure_after_the_first_token_ends_the_stream_with_an_error(
 
 
 async def test_a_failure_of_an_unstreamed_answer_is_a_status(
-    client: httpx2.AsyncClient, engines: ScriptedEngines, path: str
+    client: AsyncClient, engines: ScriptedEngines, path: str
 ) -> None:
-    """Nothing of it has been sent."""
     engines.chat.fail_at_step = 3
     answer = await client.post(path, json=ASK[path]("hello"))
     assert (answer.status_code, code_of(answer)) == (500, EngineFailed.code)
@@ -96,9 +91,8 @@ async def test_a_failure_of_an_unstreamed_answer_is_a_status(
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
 async def test_what_is_refused_before_the_first_token_is_a_status(
-    client: httpx2.AsyncClient, path: str, is_streamed: bool
+    client: AsyncClient, path: str, is_streamed: bool
 ) -> None:
-    """A template's refusal, a prompt too long, models of another kind and of no name."""
     for text, more, status, code in (
         ("refuse me", {}, 400, None),
         ("x" * 101, {}, 400, "context_length_exceeded"),
@@ -114,9 +108,8 @@ async def test_what_is_refused_before_the_first_token_is_a_status(
 
 
 async def test_a_deadline_header_ends_the_wait(
-    client: httpx2.AsyncClient, engines: ScriptedEngines, path: str
+    client: AsyncClient, engines: ScriptedEngines, path: str
 ) -> None:
-    """With 504, and no retry; one that is no time is refused rather than guessed."""
     engines.chat.gate.close()
     headers = {"x-gateway-timeout-s": "0.1"}
     answer = await client.post(path, json=ASK[path]("hi"), headers=headers)
@@ -132,7 +125,6 @@ async def test_a_deadline_header_ends_the_wait(
 async def test_a_full_queue_refuses_with_a_time_to_come_again(
     models: Catalog, engines: ScriptedEngines, path: str, is_streamed: bool
 ) -> None:
-    """While one request holds the only place."""
     body = ASK[path]("hold")
     async with served(models, engines, queue_limit=1) as client:
         async with held(engines.chat.gate, client.post(path, json=body)) as holding:
@@ -145,9 +137,8 @@ async def test_a_full_queue_refuses_with_a_time_to_come_again(
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
 async def test_a_model_whose_form_of_calls_is_unknown_is_said_to_be(
-    client: httpx2.AsyncClient, engines: ScriptedEngines, path: str, is_streamed: bool
+    client: AsyncClient, engines: ScriptedEngines, path: str, is_streamed: bool
 ) -> None:
-    """Its calls come as text: a header tells, where there are tools."""
     engines.chat.calls_are_text = True
     body: dict[str, Any] = {**ASK[path]("hi"), "stream": is_streamed}
     assert "x-gateway-tool-format" not in (await client.post(path, json=body)).headers

@@ -3,8 +3,8 @@
 import asyncio
 from typing import Any
 
-import httpx2
 import pytest
+from httpx2 import AsyncClient, Response
 
 from gateway.api.access import format_duration
 from gateway.registry import Catalog
@@ -17,7 +17,7 @@ CHAT: dict[str, Any] = {"model": "writer", "messages": USER}
 EMBED = {"model": "embed", "input": "abc"}
 
 
-def ratelimits(answer: httpx2.Response) -> dict[str, str]:
+def ratelimits(answer: Response) -> dict[str, str]:
     prefix = "x-ratelimit-"
     return {
         name.removeprefix(prefix): value
@@ -44,15 +44,13 @@ def test_times_are_written_as_openai_writes_them(seconds: float, written: str) -
     assert format_duration(seconds) == written
 
 
-async def test_without_a_limit_nothing_is_said_of_one(client: httpx2.AsyncClient) -> None:
-    """There is nothing to say."""
+async def test_without_a_limit_nothing_is_said_of_one(client: AsyncClient) -> None:
     assert ratelimits(await client.post("/v1/embeddings", json=EMBED)) == {}
 
 
 async def test_requests_beyond_the_limit_are_told_when_to_come(
     models: Catalog, engines: ScriptedEngines
 ) -> None:
-    """The third of two, on any endpoint; what costs nothing is not counted."""
     async with served(models, engines, requests_per_minute=2) as client:
         first = await client.post("/v1/embeddings", json=EMBED)
         assert ratelimits(first) == {
@@ -77,7 +75,6 @@ async def test_requests_beyond_the_limit_are_told_when_to_come(
 async def test_a_request_that_only_counts_tokens_is_a_request(
     models: Catalog, engines: ScriptedEngines, path: str
 ) -> None:
-    """It takes a place in the model's queue, and the time of those who tokenise."""
     body = {"model": "writer", "input": "hi"} if "responses" in path else CHAT
     async with served(models, engines, requests_per_minute=1) as client:
         assert (await client.post(path, json=body)).status_code == 200
@@ -88,7 +85,6 @@ async def test_a_request_that_only_counts_tokens_is_a_request(
 async def test_tokens_are_charged_when_known_and_the_next_request_waits(
     models: Catalog, engines: ScriptedEngines
 ) -> None:
-    """Those read and those written; of a refused one, none."""
     async with served(models, engines, tokens_per_minute=6) as client:
         embedded = await client.post("/v1/embeddings", json=EMBED)
         assert ratelimits(embedded)["remaining-tokens"] == "3"
@@ -131,7 +127,6 @@ async def test_every_prompt_of_a_completion_is_charged(
 async def test_a_client_that_leaves_is_charged_what_was_made(
     models: Catalog, engines: ScriptedEngines
 ) -> None:
-    """Leaving is no way around the limit."""
     engines.chat.gate.close()
     async with served(models, engines, tokens_per_minute=10) as client:
         long = [{"role": "user", "content": "x" * 40}]
@@ -148,7 +143,6 @@ async def test_a_client_that_leaves_is_charged_what_was_made(
 
 
 async def test_one_keys_limit_is_not_anothers(models: Catalog, engines: ScriptedEngines) -> None:
-    """And a wrong key has none: it is refused before it is counted."""
     async with served(models, engines, api_keys="one,two", requests_per_minute=1) as client:
         statuses = []
         for key in ("one", "one", "two", "three"):
@@ -161,7 +155,6 @@ async def test_one_keys_limit_is_not_anothers(models: Catalog, engines: Scripted
 async def test_of_many_at_once_as_many_come_in_as_may(
     models: Catalog, engines: ScriptedEngines
 ) -> None:
-    """Each is counted as it is let in, not when it is answered."""
     async with served(models, engines, requests_per_minute=5) as client:
         answers = await asyncio.gather(
             *(client.post("/v1/embeddings", json=EMBED) for _ in range(20))

@@ -1,15 +1,17 @@
 """/v1/rerank, /v2/rerank and /v1/score over a socket, with scripted engines."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import numpy as np
 import pytest
+from httpx2 import AsyncClient, Response
 
 from gateway import metrics
 from gateway.registry import Catalog
+from tests.api.harness import error_of, held
 from tests.fakes import ScriptedEngines
 from tests.serving_app import catalog, served
 
@@ -23,9 +25,7 @@ def sigmoid(logit: float) -> float:
     return float(1 / (1 + np.exp(-logit)))
 
 
-async def post(
-    client: httpx2.AsyncClient, path: str = "/v1/rerank", **body: Any
-) -> httpx2.Response:
+async def post(client: AsyncClient, path: str = "/v1/rerank", **body: Any) -> Response:
     return await client.post(path, json=body)
 
 
@@ -44,7 +44,7 @@ async def post(
     ids=["cohere", "langchain", "cohere-v1", "infinity", "vllm", "dify", "llama.cpp"],
 )
 async def test_the_bodies_of_all_clients_are_understood(
-    client: httpx2.AsyncClient, path: str, fields: dict[str, Any]
+    client: AsyncClient, path: str, fields: dict[str, Any]
 ) -> None:
     answer = await post(client, path, **COMMON, **fields)
     assert answer.status_code == 200, answer.text
@@ -66,60 +66,41 @@ async def test_the_bodies_of_all_clients_are_understood(
     }
 
 
-async def test_the_best_documents_are_returned_as_sent(client: httpx2.AsyncClient) -> None:
-    """An object or nothing: Dify reads `document.text`."""
-    answer = await post(client, **COMMON, documents=DOCUMENTS, top_n=1, return_documents=True)
-    assert [each["document"] for each in answer.json()["results"]] == [{"text": "abc"}]
-
-
-@pytest.mark.parametrize(("top_n", "count"), [(None, 3), (1, 1), (2, 2), (3, 3), (99, 3)])
-async def test_as_many_documents_are_returned_as_asked_for_and_sent(
-    client: httpx2.AsyncClient, top_n: int | None, count: int
-) -> None:
-    """The best of them; all were read, and are counted."""
-    answer = (await post(client, **COMMON, documents=DOCUMENTS, top_n=top_n)).json()
-    assert [each["index"] for each in answer["results"]] == [1, 2, 0][:count]
-    assert answer["usage"] == {"prompt_tokens": 21, "total_tokens": 21}
-
-
 @pytest.mark.parametrize("fields", [{"raw_scores": True}, {"use_activation": False}])
-async def test_raw_scores_are_the_models_own(
-    client: httpx2.AsyncClient, fields: dict[str, Any]
-) -> None:
+async def test_raw_scores_are_the_models_own(client: AsyncClient, fields: dict[str, Any]) -> None:
     answer = await post(client, **COMMON, documents=DOCUMENTS, **fields)
     assert [each["relevance_score"] for each in answer.json()["results"]] == [3, 1, 0]
 
 
-async def test_what_is_not_used_is_named(client: httpx2.AsyncClient) -> None:
+async def test_what_is_not_used_is_named(client: AsyncClient) -> None:
     fields: dict[str, Any] = {
         "score_threshold": 0.8,
         "truncate_prompt_tokens": 5,
         "instruction": "Be kind.",
     }
-    answer = await post(client, **COMMON, documents=DOCUMENTS, **fields)
-    expected = "score_threshold,truncate_prompt_tokens,instruction"
-    assert answer.headers["x-gateway-ignored"] == expected
-
-
-async def test_what_a_document_has_beside_its_text_is_named(client: httpx2.AsyncClient) -> None:
     documents = [{"text": "xx", "title": "t"}, "abc", {"text": "a", "id": 1, "url": None}]
-    answer = await post(client, **COMMON, documents=documents, return_documents=True)
-    assert answer.headers["x-gateway-ignored"] == "documents[0].title,documents[2].id"
-    texts = [each["document"] for each in answer.json()["results"]]
-    assert texts == [{"text": "abc"}, {"text": "a"}, {"text": "xx"}]
+    answer = await post(client, **COMMON, documents=documents, **fields)
+    named = ["documents[0].title", "documents[2].id", *fields]
+    assert sorted(answer.headers["x-gateway-ignored"].split(",")) == sorted(named)
 
 
-async def test_documents_that_were_cut_are_counted(client: httpx2.AsyncClient) -> None:
-    cut = await post(client, **COMMON, documents=["a" * 99, "a" * 96, "a"])
-    assert cut.headers["x-gateway-truncated"] == "2"
-    by_request = await post(client, **COMMON, documents=DOCUMENTS, max_tokens_per_doc=1)
-    assert by_request.headers["x-gateway-truncated"] == "2"
-    by_model = await post(client, query="abc", model="short-judge", documents=DOCUMENTS)
-    assert by_model.headers["x-gateway-truncated"] == "1"
-    own = await post(
-        client, query="abc", model="short-judge", documents=DOCUMENTS, max_tokens_per_doc=3
-    )
-    assert "x-gateway-truncated" not in own.headers
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [
+        ({"documents": ["a" * 99, "a" * 96, "a"]}, "2"),
+        ({"max_tokens_per_doc": 1}, "2"),
+        ({"model": "short-judge"}, "1"),
+        ({"model": "short-judge", "max_tokens_per_doc": 3}, None),
+    ],
+)
+async def test_documents_that_were_cut_are_counted(
+    client: AsyncClient, fields: dict[str, Any], count: str | None
+) -> None:
+    answer = await post(client, **{**COMMON, "documents": DOCUMENTS, **fields})
+    assert answer.headers.get("x-gateway-truncated") == count
+
+
+COSINE = {"model": "any-size", "truncate": False}
 
 
 @pytest.mark.parametrize(
@@ -127,19 +108,19 @@ async def test_documents_that_were_cut_are_counted(client: httpx2.AsyncClient) -
     [
         ({"query": "x" * 101}, "query", "context_length_exceeded"),
         ({"documents": ["x" * 99], "truncate": False}, "documents", "context_length_exceeded"),
-        ({"documents": []}, "documents", "invalid_value"),
+        ({**COSINE, "query": "x" * 101}, "query", "context_length_exceeded"),
+        ({**COSINE, "documents": ["x" * 101], "max_tokens_per_doc": 200}, "documents",
+         "context_length_exceeded"),
         ({"documents": ["a"] * 2049}, "documents", "array_above_max_length"),
-        ({"documents": ["a", ""]}, "documents[1]", "invalid_value"),
         ({"query": ""}, "query", "invalid_value"),
+        ({"return_documents": "yes"}, "return_documents", "invalid_type"),
         ({"model": "writer"}, "model", "unsupported_model"),
     ],
-)
+)  # fmt: skip
 async def test_what_cannot_be_judged_is_refused_by_its_name(
-    client: httpx2.AsyncClient, fields: dict[str, Any], param: str, code: str
+    client: AsyncClient, fields: dict[str, Any], param: str, code: str
 ) -> None:
-    answer = await post(client, **{**COMMON, "documents": ["a"], **fields})
-    assert answer.status_code == 400
-    error = answer.json()["error"]
+    error = error_of(await post(client, **{**COMMON, "documents": ["a"], **fields}))
     assert (error["param"], error["code"]) == (param, code)
 
 
@@ -151,14 +132,14 @@ async def test_what_cannot_be_judged_is_refused_by_its_name(
     ],
 )
 async def test_a_rerank_model_does_nothing_else(
-    client: httpx2.AsyncClient, path: str, body: dict[str, Any]
+    client: AsyncClient, path: str, body: dict[str, Any]
 ) -> None:
     answer = await post(client, path, model="judge", **body)
     assert answer.status_code == 400
     assert "`judge` is a rerank model" in answer.json()["error"]["message"]
 
 
-async def test_an_embedding_model_scores_by_cosine(client: httpx2.AsyncClient) -> None:
+async def test_an_embedding_model_scores_by_cosine(client: AsyncClient) -> None:
     fields: dict[str, Any] = {"query": "aa", "documents": ["bb", "???", "z"], "model": "any-size"}
     scaled = (await post(client, **fields)).json()["results"]
     raw = (await post(client, **fields, raw_scores=True)).json()["results"]
@@ -170,7 +151,7 @@ async def test_an_embedding_model_scores_by_cosine(client: httpx2.AsyncClient) -
 
 @pytest.mark.parametrize("document", ["bad!", "odd?"])
 async def test_a_failed_pair_is_a_500_that_names_the_model(
-    client: httpx2.AsyncClient, engines: ScriptedEngines, document: str
+    client: AsyncClient, engines: ScriptedEngines, document: str
 ) -> None:
     engines.reranker.poison, engines.reranker.unsure = "!", "?"
     good, bad = await asyncio.gather(
@@ -183,39 +164,19 @@ async def test_a_failed_pair_is_a_500_that_names_the_model(
     assert "org/judge" in bad.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"query": "x" * 101}, "query"),
-        ({"documents": ["a", "x" * 101]}, "documents"),
-        ({"documents": ["a", "x" * 101], "max_tokens_per_doc": 200}, "documents"),
-    ],
-)
-async def test_a_text_too_long_for_the_cosine_is_refused_by_its_name(
-    client: httpx2.AsyncClient, fields: dict[str, Any], param: str
-) -> None:
-    body = {"model": "any-size", "query": "q", "documents": ["a"], "truncate": False, **fields}
-    answer = await post(client, **body)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert (error["param"], error["code"]) == (param, "context_length_exceeded")
-
-
 class TestTexts:
     """A body with `texts` is TEI's, and so is the answer."""
 
     @pytest.mark.parametrize("others", [{}, {"documents": None}])
     async def test_the_answer_is_a_bare_array(
-        self, client: httpx2.AsyncClient, others: dict[str, Any]
+        self, client: AsyncClient, others: dict[str, Any]
     ) -> None:
         answer = await post(client, "/rerank", query="abc", texts=DOCUMENTS, **others)
         assert answer.json() == [
             {"index": index, "score": pytest.approx(sigmoid(LOGITS[index]))} for index in (1, 2, 0)
         ]
 
-    async def test_raw_scores_and_texts_are_returned_on_request(
-        self, client: httpx2.AsyncClient
-    ) -> None:
+    async def test_raw_scores_and_texts_are_returned_on_request(self, client: AsyncClient) -> None:
         fields = {"raw_scores": True, "return_text": True, "truncate": True}
         direction = {"truncation_direction": "right"}
         answer = await post(client, "/rerank", query="abc", texts=["a"], **fields, **direction)
@@ -224,14 +185,10 @@ class TestTexts:
     @pytest.mark.parametrize(
         ("fields", "status", "error_type"),
         [
-            ({"texts": []}, 400, "Empty"),
             ({"texts": ["a", ""]}, 400, "Empty"),
-            ({"query": ""}, 400, "Empty"),
             ({"query": None}, 422, "Validation"),
-            ({"texts": "a"}, 422, "Validation"),
             ({"texts": ["a"] * 2049}, 422, "Validation"),
             ({"texts": ["x" * 99], "truncate": False}, 422, "Validation"),
-            ({"query": "x" * 101}, 422, "Validation"),
             ({"truncation_direction": "left"}, 422, "Validation"),
             ({"model": "nobody"}, 422, "Validation"),
             ({"model": "writer"}, 424, "Backend"),
@@ -240,7 +197,7 @@ class TestTexts:
     )
     async def test_errors_are_teis(
         self,
-        client: httpx2.AsyncClient,
+        client: AsyncClient,
         engines: ScriptedEngines,
         fields: dict[str, Any],
         status: int,
@@ -258,19 +215,17 @@ class TestTexts:
         self, models: Catalog, engines: ScriptedEngines
     ) -> None:
         async with served(models, engines, queue_max_tokens=10) as client:
-            await post(client, "/rerank", query="a", texts=["a"])
-            engines.reranker.gate.close()
-            first = asyncio.create_task(post(client, "/rerank", query="a", texts=["a"] * 2))
-            await asyncio.to_thread(engines.reranker.gate.reached.wait, 5)
-            rejected = metrics.of(metrics.REJECTED, "org/judge")
-            before = rejected._value.get()
-            refused = await post(client, "/rerank", query="a", texts=["a"] * 2)
-            engines.reranker.gate.open()
-            assert (await first).status_code == 200
+            ask = partial(post, client, "/rerank", query="a")
+            await ask(texts=["a"])
+            rejected = metrics.of(metrics.REJECTED, "org/judge")._value
+            before = rejected.get()
+            async with held(engines.reranker.gate, ask(texts=["a"] * 2)) as first:
+                refused = await ask(texts=["a"] * 2)
+            assert first.result().status_code == 200
         assert refused.status_code == 429
         assert refused.json()["error_type"] == "Overloaded"
         assert refused.headers["retry-after"]
-        assert rejected._value.get() == before + 1
+        assert rejected.get() == before + 1
 
 
 class TestWithoutModel:
@@ -278,7 +233,7 @@ class TestWithoutModel:
 
     @pytest.mark.usefixtures("engines")  # a gateway of its own
     async def test_it_is_the_first_rerank_model_unless_another_is_loaded(
-        self, client: httpx2.AsyncClient
+        self, client: AsyncClient
     ) -> None:
         await post(client, query="a", documents=["a"], model="short-judge")
         assert (await post(client, query="a", documents=["a"])).json()["model"] == "short-judge"
@@ -305,9 +260,7 @@ class TestScore:
     """As vLLM's."""
 
     @pytest.mark.parametrize("path", ["/v1/score", "/score"])
-    async def test_pairs_are_scored_in_their_order(
-        self, client: httpx2.AsyncClient, path: str
-    ) -> None:
+    async def test_pairs_are_scored_in_their_order(self, client: AsyncClient, path: str) -> None:
         answer = await post(client, path, model="judge", text_1="abc", text_2=DOCUMENTS)
         body = answer.json()
         assert body.pop("id").startswith("score-")
@@ -322,12 +275,12 @@ class TestScore:
             "usage": {"prompt_tokens": 21, "total_tokens": 21},
         }
 
-    async def test_as_many_texts_are_paired(self, client: httpx2.AsyncClient) -> None:
+    async def test_as_many_texts_are_paired(self, client: AsyncClient) -> None:
         texts = {"text_1": ["ab", "x"], "text_2": ["ab", "ab"]}
         answer = await post(client, "/score", **texts, use_activation=False)
         assert [each["score"] for each in answer.json()["data"]] == [2, 0]
 
-    async def test_errors_name_its_own_fields(self, client: httpx2.AsyncClient) -> None:
+    async def test_errors_name_its_own_fields(self, client: AsyncClient) -> None:
         long = await post(client, "/score", text_1="x" * 101, text_2="a")
         assert long.json()["error"]["param"] == "text_1"
         cut = await post(client, "/score", text_1="x", text_2="a" * 101, truncate=False)
@@ -337,12 +290,7 @@ class TestScore:
 
 
 @pytest.mark.parametrize(("flag", "is_told"), [("true", True), ("false", False), (True, True)])
-async def test_a_flag_may_be_a_word(client: httpx2.AsyncClient, flag: Any, is_told: bool) -> None:
-    """As RAGFlow sends it; other words are none."""
-    body = {"query": "hi", "documents": ["hi"], "return_documents": flag}
-    answer = await client.post("/v1/rerank", json=body)
-    assert answer.status_code == 200
+async def test_a_flag_may_be_a_word(client: AsyncClient, flag: Any, is_told: bool) -> None:
+    """As RAGFlow sends it."""
+    answer = await post(client, query="hi", documents=["hi"], return_documents=flag)
     assert ("document" in answer.json()["results"][0]) is is_told
-    refused = await client.post("/v1/rerank", json={**body, "return_documents": "yes"})
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "return_documents"

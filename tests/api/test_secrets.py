@@ -9,11 +9,12 @@ from typing import Any
 import httpx2
 import pytest
 import structlog
+from httpx2 import AsyncClient
 from starlette.types import Receive, Scope, Send
 
 from gateway import logs
 from gateway.registry import Catalog
-from tests.api.harness import protected
+from tests.api.harness import error_of, protected
 from tests.fakes import ScriptedEngines
 from tests.serving_app import served
 
@@ -63,7 +64,6 @@ def filled(template: Any, key: str) -> Any:
 async def test_a_key_in_the_wrong_place_is_told_nowhere(
     models: Catalog, engines: ScriptedEngines, written: io.StringIO, key: str
 ) -> None:
-    """Ours or another's; nor is one in the right place, nor one in a body."""
     told: list[str] = []
     holder = {"authorization": f"Bearer {KEY}"}
     async with served(models, engines, api_keys=KEY) as client:
@@ -89,16 +89,14 @@ async def test_a_key_in_the_wrong_place_is_told_nowhere(
 
 
 async def test_a_traceback_shows_neither_key_nor_prompt(written: io.StringIO) -> None:
-    """It is logged without variables."""
-
     async def broken(scope: Scope, receive: Receive, send: Send) -> None:
         message = await receive()
         raise RuntimeError(f"{len(message['body'])} bytes were too much")
 
     transport = httpx2.ASGITransport(protected(broken, keys=[KEY]))
-    async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+    async with AsyncClient(transport=transport, base_url="http://localhost") as client:
         answer = await client.post("/", json=CHAT, headers={"authorization": f"Bearer {KEY}"})
-    assert answer.status_code == 500
+    assert error_of(answer, 500)["type"] == "server_error"
     assert "were too much" in written.getvalue()
     assert "were too much" not in answer.text
     for secret in (KEY, PROMPT):
@@ -134,7 +132,6 @@ async def test_prompts_are_not_logged(
 async def test_prompts_are_logged_when_settings_say_so(
     models: Catalog, engines: ScriptedEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one event of each request, which has the request's id."""
     written = io.StringIO()
     monkeypatch.setattr(sys, "stderr", written)
     try:

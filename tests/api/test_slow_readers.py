@@ -56,7 +56,6 @@ async def read_at(rate: float, pieces: int, *, is_streamed: bool) -> int:
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
 async def test_a_client_that_reads_at_the_least_rate_gets_all(*, is_streamed: bool) -> None:
-    """However long it takes."""
     assert await read_at(LEAST_RATE, 400, is_streamed=is_streamed) == 400 * PIECE_BYTES
 
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-import httpx2
 import pytest
+from httpx2 import AsyncClient
 
 from gateway.registry import Catalog
 from gateway.wire.tokenization import MAX_TOKENS
@@ -27,9 +27,8 @@ USER = [{"role": "user", "content": "hi"}]
     ],
 )
 async def test_a_prompt_and_a_conversation_become_tokens(
-    client: httpx2.AsyncClient, path: str, body: dict[str, Any], tokens: list[int]
+    client: AsyncClient, path: str, body: dict[str, Any], tokens: list[int]
 ) -> None:
-    """In vLLM's form, by the model at hand."""
     answer = await client.post(path, json=body)
     assert answer.status_code == 200, answer.text
     assert answer.json() == {
@@ -40,22 +39,19 @@ async def test_a_prompt_and_a_conversation_become_tokens(
     }
 
 
-async def test_a_prompt_longer_than_the_context_is_tokenised(client: httpx2.AsyncClient) -> None:
-    """Its tokens are what was asked, with their strings."""
+async def test_a_prompt_longer_than_the_context_is_tokenised(client: AsyncClient) -> None:
     body = {"prompt": "a" * 200, "return_token_strs": True, "add_special_tokens": False}
     answer = (await client.post("/tokenize", json=body)).json()
     assert (answer["count"], answer["token_strs"]) == (200, ["a"] * 200)
 
 
-async def test_tokens_become_text(client: httpx2.AsyncClient) -> None:
-    """And none nothing."""
+async def test_tokens_become_text(client: AsyncClient) -> None:
     for text in ("hi", ""):
         answer = await client.post("/detokenize", json={"tokens": list(map(ord, text))})
         assert answer.json() == {"prompt": text}
 
 
-async def test_the_tokenizer_is_described(client: httpx2.AsyncClient) -> None:
-    """As lm-eval asks for it, and of a model by name."""
+async def test_the_tokenizer_is_described(client: AsyncClient) -> None:
     for path in ("/tokenizer_info", "/v1/tokenizer_info?model=gpt"):
         assert (await client.get(path)).json() == {
             "bos_token": "<s>",
@@ -85,16 +81,14 @@ async def test_the_tokenizer_is_described(client: httpx2.AsyncClient) -> None:
     ],
 )
 async def test_what_is_wrong_is_a_400_that_names_the_field(
-    client: httpx2.AsyncClient, path: str, body: dict[str, Any], param: str
+    client: AsyncClient, path: str, body: dict[str, Any], param: str
 ) -> None:
-    """Ids beyond the vocabulary, texts beyond the limit, both forms at once."""
     answer = await client.post(path, json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
 
 
 async def test_tokens_are_metered(models: Catalog, engines: ScriptedEngines) -> None:
-    """A request each, as a generation is."""
     async with served(models, engines, requests_per_minute=2) as client:
         body: dict[str, Any]
         for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [97]})):

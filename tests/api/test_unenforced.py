@@ -4,18 +4,20 @@ import asyncio
 import threading
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import orjson
 import pytest
+from httpx2 import AsyncClient, Response
 from prometheus_client import REGISTRY
 
 from gateway import clock
 from gateway.jobs import Caller
 from gateway.serving.admission import until_deadline
 from gateway.serving.generation import answer_checks
+from tests.api.harness import chat, stream
 from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.serving_app import catalog, served
 from tests.waiting import until
@@ -43,15 +45,10 @@ class SlowJudge(ScriptedChat):
 
 
 def ask(**more: Any) -> dict[str, Any]:
-    return {
-        "model": "writer",
-        "messages": [{"role": "user", "content": "[1]"}],
-        "response_format": FORM,
-        **more,
-    }
+    return chat("[1]", **{"response_format": FORM, **more})
 
 
-async def post(client: httpx2.AsyncClient, **more: Any) -> httpx2.Response:
+async def post(client: AsyncClient, **more: Any) -> Response:
     return await client.post("/v1/chat/completions", json=ask(**more))
 
 
@@ -61,9 +58,8 @@ def counted(outcome: str) -> float:
 
 
 async def test_what_is_not_enforced_is_named_and_checked(
-    client: httpx2.AsyncClient, engines: ScriptedEngines
+    client: AsyncClient, engines: ScriptedEngines
 ) -> None:
-    """By pointer, percent-quoted; the answer is judged by the whole schema, once."""
     before = counted("valid")
     answer = await post(client)
     assert answer.headers["x-gateway-unenforced"] == NAMED
@@ -76,72 +72,52 @@ async def test_what_is_not_enforced_is_named_and_checked(
 
 
 async def test_what_is_held_whole_is_checked_too(
-    client: httpx2.AsyncClient, engines: ScriptedEngines
+    client: AsyncClient, engines: ScriptedEngines
 ) -> None:
     """A compiler may err: the answer is written once more, and only a second fault is told."""
     whole = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "array"}}}
-    engines.chat.verdicts = [False]
-    answer = await post(client, response_format=whole)
-    assert len(engines.chat.judged) == 2
-    assert not {"x-gateway-unenforced", "x-gateway-schema-valid"} & answer.headers.keys()
-    engines.chat.verdicts = [False, False]
-    answer = await post(client, response_format=whole)
-    assert answer.headers["x-gateway-schema-valid"] == "false"
-
-
-@pytest.mark.parametrize(
-    "form", [{"guided_json": UNIQUE}, {"structured_outputs": {"json": UNIQUE}}]
-)
-async def test_it_is_so_in_every_way_to_ask(client: httpx2.AsyncClient, form: Any) -> None:
-    """vLLM's fields name it too."""
-    answer = await post(client, **{"response_format": None, **form})
-    assert answer.headers["x-gateway-unenforced"] == NAMED
+    for verdicts, told in (([False], None), ([False, False], "false")):
+        engines.chat.verdicts = list(verdicts)
+        answer = await post(client, response_format=whole)
+        assert "x-gateway-unenforced" not in answer.headers
+        assert answer.headers.get("x-gateway-schema-valid") == told
+    assert len(engines.chat.judged) == 4
 
 
 async def test_an_answer_that_violates_is_written_once_more(
-    client: httpx2.AsyncClient, engines: ScriptedEngines
+    client: AsyncClient, engines: ScriptedEngines
 ) -> None:
     """Usage counts both; the second stands, whatever it is."""
-    engines.chat.verdicts = [False]
     before = counted("invalid")
-    answer = await post(client)
-    assert answer.headers["x-gateway-schema-valid"] == "true"
-    assert answer.json()["usage"]["prompt_tokens"] == 6
-    assert answer.json()["usage"]["completion_tokens"] == 8
-    assert answer.json()["choices"][0]["message"]["content"] == "[1]"
-    engines.chat.verdicts = [False, False]
-    answer = await post(client)
-    assert answer.headers["x-gateway-schema-valid"] == "false"
+    for verdicts, told in (([False], "true"), ([False, False], "false")):
+        engines.chat.verdicts = list(verdicts)
+        answer = await post(client)
+        assert answer.headers["x-gateway-schema-valid"] == told
+        usage = {"prompt_tokens": 6, "completion_tokens": 8}
+        assert usage.items() <= answer.json()["usage"].items()
+        assert answer.json()["choices"][0]["message"]["content"] == "[1]"
     assert len(engines.chat.judged) == 4
     assert counted("invalid") == before + 3
 
 
-@pytest.mark.parametrize("more", [{"seed": 7}, {"temperature": 0}])
-async def test_what_would_come_out_the_same_is_not_written_again(
-    client: httpx2.AsyncClient, engines: ScriptedEngines, more: dict[str, Any]
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [({"seed": 7}, "false"), ({"temperature": 0}, "false"), ({"max_tokens": 2}, "unknown")],
+)
+async def test_what_would_come_out_the_same_or_was_cut_is_not_written_again(
+    client: AsyncClient, engines: ScriptedEngines, more: dict[str, Any], told: str
 ) -> None:
-    """A seed or no temperature: the verdict stands."""
+    """An answer breaks no schema by being too short: it is not judged at all."""
     engines.chat.verdicts = [False]
     answer = await post(client, **more)
-    assert answer.headers["x-gateway-schema-valid"] == "false"
-    assert len(engines.chat.jobs) == 1
-
-
-async def test_an_answer_that_was_cut_is_not_judged(
-    client: httpx2.AsyncClient, engines: ScriptedEngines
-) -> None:
-    """It breaks no schema by being too short, nor would another try be longer."""
-    answer = await post(client, max_tokens=2)
-    assert answer.json()["choices"][0]["finish_reason"] == "length"
-    assert answer.headers["x-gateway-schema-valid"] == "unknown"
-    assert not engines.chat.judged
+    assert answer.headers["x-gateway-schema-valid"] == told
+    assert len(engines.chat.judged) == (told == "false")
     assert len(engines.chat.jobs) == 1
 
 
 async def test_a_second_try_that_fails_leaves_the_first(
-    client: httpx2.AsyncClient, engines: ScriptedEngines
+    client: AsyncClient, engines: ScriptedEngines
 ) -> None:
-    """An engine that breaks meanwhile takes no answer back."""
     engines.chat.verdicts = [False]
     engines.chat.fail_at_step = 5  # the first answer takes four
     answer = await post(client)
@@ -152,23 +128,19 @@ async def test_a_second_try_that_fails_leaves_the_first(
 
 @pytest.mark.parametrize("with_usage", [False, True])
 async def test_a_stream_tells_the_verdict_with_its_end(
-    client: httpx2.AsyncClient, engines: ScriptedEngines, with_usage: bool
+    client: AsyncClient, engines: ScriptedEngines, with_usage: bool
 ) -> None:
-    """In the chunk that has the finish reason, and nowhere else; the header comes before."""
     engines.chat.verdicts = [False]
-    body = ask(stream=True, stream_options={"include_usage": with_usage})
-    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
-        assert answer.headers["x-gateway-unenforced"] == NAMED
-        lines = [line async for line in answer.aiter_lines() if line.startswith("data: {")]
-    chunks = [orjson.loads(line.removeprefix("data: ")) for line in lines]
-    told = [chunk for chunk in chunks if "gateway" in chunk]
-    assert [chunk["choices"][0]["finish_reason"] for chunk in told] == ["stop"]
-    assert told[0]["gateway"] == {"unenforced": POINTERS, "schema_valid": False}
+    body = ask(stream_options={"include_usage": with_usage})
+    told = await stream(client, "/v1/chat/completions", body)
+    assert told.answer.headers["x-gateway-unenforced"] == NAMED
+    [chunk] = [chunk for chunk in told.events if "gateway" in chunk]
+    assert chunk["choices"][0]["finish_reason"] == "stop"
+    assert chunk["gateway"] == {"unenforced": POINTERS, "schema_valid": False}
     assert len(engines.chat.jobs) == 1
 
 
-async def test_responses_tell_it_too(client: httpx2.AsyncClient, engines: ScriptedEngines) -> None:
-    """Whole, written once more where that violates, and in a stream's last event."""
+async def test_responses_tell_it_too(client: AsyncClient, engines: ScriptedEngines) -> None:
     engines.chat.verdicts = [False, True, False]
     form = {"format": {"type": "json_schema", "name": "a", "schema": UNIQUE}}
     body: dict[str, Any] = {"model": "writer", "input": "[1]", "text": form}
@@ -177,29 +149,24 @@ async def test_responses_tell_it_too(client: httpx2.AsyncClient, engines: Script
     assert answer.headers["x-gateway-schema-valid"] == "true"
     assert answer.json()["gateway"] == {"unenforced": POINTERS, "schema_valid": True}
     assert answer.json()["usage"]["input_tokens"] == 6
-    async with client.stream("POST", "/v1/responses", json={**body, "stream": True}) as streamed:
-        lines = [line async for line in streamed.aiter_lines() if line.startswith("data: {")]
-    last = orjson.loads(lines[-1].removeprefix("data: "))
-    assert last["type"] == "response.completed"
-    assert last["response"]["gateway"]["schema_valid"] is False
+    told = await stream(client, "/v1/responses", body)
+    assert told.is_done
+    assert told.events[-1]["response"]["gateway"]["schema_valid"] is False
 
 
 async def test_what_has_no_room_in_the_header_is_counted(
-    client: httpx2.AsyncClient, engines: ScriptedEngines
+    client: AsyncClient, engines: ScriptedEngines
 ) -> None:
     """No pointer is cut: there is room for sixteen, or for 1,024 characters."""
-    wide = {"enum": ["many unenforced"], **UNIQUE}
-    answer = await post(
-        client,
-        response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": wide}},
-    )
+    wide = {"name": "a", "schema": {"enum": ["many unenforced"], **UNIQUE}}
+    answer = await post(client, response_format={"type": "json_schema", "json_schema": wide})
     *names, rest = answer.headers["x-gateway-unenforced"].split(",")
     assert names == [f"%23%2F{i}%2F{'x' * 99}" for i in range(9)]
     assert rest == "%E2%80%A6+11"
 
 
 async def test_a_bare_prompts_schema_is_always_strict(
-    client: httpx2.AsyncClient, engines: ScriptedEngines
+    client: AsyncClient, engines: ScriptedEngines
 ) -> None:
     """An answer that does not fit is an error, whole or in a stream: there is no other verdict."""
     body = {"model": "writer", "prompt": "[1]", "guided_json": UNIQUE}
@@ -230,12 +197,8 @@ async def test_answers_that_are_slow_to_judge_keep_no_other_request(
     models = catalog(tmp_path, {"writer": {"kind": "chat", "source": "path:."}})
     async with served(models, ScriptedEngines(chat=judge)) as client:
         hurried = {"x-gateway-timeout-s": str(HURRIED_S)}
-        asking = [
-            asyncio.create_task(
-                client.post("/v1/chat/completions", json=ask(), headers=hurried if i else {})
-            )
-            for i in range(40)
-        ]
+        ask_one = partial(client.post, "/v1/chat/completions", json=ask())
+        asking = [asyncio.create_task(ask_one(headers=hurried if i else {})) for i in range(40)]
         try:
             async with asyncio.timeout(20):
                 await until(lambda: len(judge.jobs) == 40)

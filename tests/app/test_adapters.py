@@ -98,17 +98,7 @@ async def test_each_answers_as_its_merged_model_when_all_are_asked_at_once(
     assert forms == [held[name] for name in NAMES]
 
 
-async def test_a_client_that_leaves_changes_no_other_answer(client: httpx2.AsyncClient) -> None:
-    expected = await said(client, "one-merged")
-    leaving = asyncio.create_task(ask(client, "two", max_tokens=2000))
-    asked = asyncio.create_task(said(client, "one"))
-    await asyncio.sleep(0.05)
-    leaving.cancel()
-    assert await asked == expected
-
-
 async def test_models_are_listed_with_their_base(client: httpx2.AsyncClient) -> None:
-    """`bytes` are an adapter's own."""
     await said(client, "one")
     listed = {each["id"]: each for each in (await client.get("/v1/models")).json()["data"]}
     assert {name: each["parent"] for name, each in listed.items()} == {
@@ -139,32 +129,7 @@ async def test_an_adapter_is_unloaded_and_loaded_while_its_base_answers(
     assert await said(client, "one") == own
 
 
-async def test_tokens_are_counted_for_the_adapter(client: httpx2.AsyncClient) -> None:
-    def count(text: str, model: str) -> float:
-        found = re.search(rf'gateway_completion_tokens_total{{model="{model}"}} (\S+)', text)
-        return float(found[1]) if found is not None else 0.0
-
-    await said(client, "base")
-    before = (await client.get("/metrics")).text
-    await said(client, "two")
-    after = (await client.get("/metrics")).text
-    assert count(after, "two") > count(before, "two")
-    assert count(after, "base") == count(before, "base")
-
-
-async def test_one_prompt_of_two_adapters_has_two_prefixes(client: httpx2.AsyncClient) -> None:
-    async def cached(model: str) -> int:
-        body = (await ask(client, model, "the same long question " * 40, max_tokens=1)).json()
-        known: int = body["usage"]["prompt_tokens_details"]["cached_tokens"]
-        return known
-
-    for model in ("base", *NAMES):
-        assert await cached(model) == 0
-        assert await cached(model) > 0
-
-
 async def test_an_adapter_that_does_not_fit_is_an_error_that_names_what(folder: Path) -> None:
-    """Its base and the others go on."""
     wide = write_chat(folder / "wide", hidden_size=128)
     write_adapter(folder / "broken", wide)
     broken = {**CHAT, "base": "base", "adapter": "path:broken"}
@@ -182,7 +147,6 @@ async def test_an_adapter_that_does_not_fit_is_an_error_that_names_what(folder: 
 
 
 async def test_an_adapter_is_fetched_from_the_hub(folder: Path, tmp_path: Path) -> None:
-    """Its files alone, without the trainer's earlier steps."""
     adapter = write_adapter(tmp_path / "repo", folder / "base")
     (adapter / "0000100_adapters.safetensors").write_bytes(b"earlier")
     far = {**CHAT, "base": "base", "adapter": "hub:org/far"}

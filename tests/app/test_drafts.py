@@ -7,9 +7,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.checkpoints import teach_thinking, write_chat
+from tests.checkpoints import write_chat
 from tests.cpu_engines import cpu_engines
-from tests.gguf_files import write_model
 from tests.serving_app import catalog, served
 
 pytestmark = pytest.mark.anyio
@@ -40,7 +39,6 @@ async def ask(client: httpx2.AsyncClient, model: str) -> httpx2.Response:
 
 
 async def test_answers_are_those_without_it(folder: Path) -> None:
-    """The draft is served too, by its own name."""
     said, drafted = [], [0.0]
     for large in ({}, {"draft": None}):
         engines = cpu_engines(speculate_rows=4)
@@ -56,19 +54,7 @@ async def test_answers_are_those_without_it(folder: Path) -> None:
     assert drafted[2] == drafted[1]
 
 
-async def test_both_may_be_gguf_files(tmp_path: Path) -> None:
-    for name in ("large", "small"):
-        write_model(tmp_path / f"{name}.gguf")
-    models = entries(source="path:large.gguf")
-    models["small"]["source"] = "path:small.gguf"
-    engines = cpu_engines(speculate_rows=4)
-    async with served(catalog(tmp_path, models), engines) as client:
-        answer = await ask(client, "large")
-        assert answer.status_code == 200, answer.text
-
-
 async def test_its_weights_and_kv_are_part_of_the_models_size(folder: Path) -> None:
-    """Unless nothing is ever read ahead."""
     engines = cpu_engines(speculate_rows=4)
     specs = {each.id: each for each in catalog(folder, entries()).specs}
     alone = cpu_engines(speculate_rows=0)
@@ -79,15 +65,3 @@ async def test_its_weights_and_kv_are_part_of_the_models_size(folder: Path) -> N
     assert large.weights == without.weights + small.weights
     assert large.kv == without.kv + small.kv
     assert large.kv_token == without.kv_token + small.kv_token
-
-
-async def test_another_vocabulary_is_an_error_that_names_both(folder: Path) -> None:
-    teach_thinking(folder / "small", opens=False)
-    engines = cpu_engines(speculate_rows=4)
-    async with served(catalog(folder, entries()), engines) as client:
-        answer = await ask(client, "large")
-        assert answer.status_code == 500
-        error = answer.json()["error"]
-        assert error["code"] == "model_load_failed"
-        assert "its draft 'small' has another vocabulary" in error["message"]
-        assert (await ask(client, "small")).status_code == 200

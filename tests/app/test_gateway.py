@@ -47,7 +47,6 @@ async def ask(client: httpx2.AsyncClient, model: str) -> str:
 
 
 async def test_embeddings_and_chat_share_the_lane(client: httpx2.AsyncClient) -> None:
-    """Both at once, each answered right."""
     body = {"model": "minilm", "input": ["one text", "another, longer text"]}
     first = (await client.post("/v1/embeddings", json=body)).json()["data"]
     results = await asyncio.gather(
@@ -64,7 +63,6 @@ async def test_embeddings_and_chat_share_the_lane(client: httpx2.AsyncClient) ->
 
 
 async def test_a_model_is_downloaded_by_the_first_request_for_it(tmp_path: Path) -> None:
-    """Once, while all who asked wait."""
     with FakeHub({"org/tiny": write_chat(tmp_path / "repo")}).serving() as hub:
         models = catalog(tmp_path, {"tiny": {"kind": "chat", "source": "hub:org/tiny"}})
         place = Hub(endpoint=hub.url, cache=tmp_path / "cache")
@@ -75,7 +73,6 @@ async def test_a_model_is_downloaded_by_the_first_request_for_it(tmp_path: Path)
 
 
 async def test_a_hub_that_does_not_answer_is_a_503_in_time_and_remembered(tmp_path: Path) -> None:
-    """The second request does not wait for it again."""
     with FakeHub({}).serving() as hub:
         hub.delay_s = 3
         models = catalog(tmp_path, {"tiny": {"kind": "chat", "source": "hub:org/tiny"}})
@@ -90,7 +87,6 @@ async def test_a_hub_that_does_not_answer_is_a_503_in_time_and_remembered(tmp_pa
 
 
 async def test_a_download_that_hangs_does_not_keep_the_gateway_from_ending(tmp_path: Path) -> None:
-    """Nor the process: its thread is waited for by nobody."""
     with FakeHub({"org/tiny": write_chat(tmp_path / "repo")}).serving() as hub:
         models = catalog(tmp_path, {"tiny": {"kind": "chat", "source": "hub:org/tiny"}})
         place = Hub(endpoint=hub.url, cache=tmp_path / "cache", timeout_s=30)

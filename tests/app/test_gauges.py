@@ -60,20 +60,7 @@ async def test_who_runs_and_who_waits_is_told_and_comes_back_to_zero(tmp_path: P
         assert (after.active_bytes, after.cached_bytes) == (12, 34)
 
 
-async def test_a_request_that_waits_for_its_model_has_a_lease(tmp_path: Path) -> None:
-    """And a place in the queue of a model that is there, though not loaded yet."""
-    engines = ScriptedEngines()
-    async with served(catalog(tmp_path, MODELS), engines) as client:
-        engines.load_gate.close()
-        asked = embed(client, "a")
-        await until(client, leases=1, requests=1, tokens=0)
-        engines.load_gate.open()
-        assert (await asked).status_code == 200
-        await until(client, **NOBODY)
-
-
 async def test_a_gateway_that_has_ended_tells_nothing(tmp_path: Path) -> None:
-    """The next one in the process tells of itself alone, and so do two at once."""
     models = catalog(tmp_path, MODELS)
     for _ in range(2):
         async with served(models, ScriptedEngines()) as client:

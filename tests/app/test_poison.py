@@ -25,45 +25,24 @@ WEIGHTS = "model.safetensors"
 Spoil = Callable[[Path], object]
 
 
-def garbage(folder: Path) -> None:
-    (folder / WEIGHTS).write_bytes(b"\xff" * 5000)
+def weights(change: Callable[[bytes], bytes]) -> Spoil:
+    return lambda folder: (folder / WEIGHTS).write_bytes(change((folder / WEIGHTS).read_bytes()))
 
 
-def cut(folder: Path) -> None:
-    whole = (folder / WEIGHTS).read_bytes()
-    (folder / WEIGHTS).write_bytes(whole[:-100])
+def without(name: str) -> Spoil:
+    return lambda folder: (folder / name).unlink()
 
 
-def no_weights(folder: Path) -> None:
-    (folder / WEIGHTS).unlink()
+def written(name: str, text: str) -> Spoil:
+    return lambda folder: (folder / name).write_text(text)
 
 
-def no_tokenizer(folder: Path) -> None:
-    (folder / "tokenizer.json").unlink()
+def configured(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Spoil:
+    def spoil(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **change(config)}))
 
-
-def broken_tokenizer(folder: Path) -> None:
-    (folder / "tokenizer.json").write_text('{"version": "1.0"')
-
-
-def another_size(folder: Path) -> None:
-    """Write a config of another model: its weights have other shapes."""
-    config = json.loads((folder / "config.json").read_text())
-    config["intermediate_size"] *= 2
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def unknown_type(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "perpetuum"}))
-
-
-def no_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
-
-
-def broken_config(folder: Path) -> None:
-    (folder / "config.json").write_text("{")
+    return spoil
 
 
 def not_numbers(folder: Path) -> None:
@@ -73,36 +52,31 @@ def not_numbers(folder: Path) -> None:
     mx.save_safetensors(str(folder / WEIGHTS), spoilt)
 
 
-def gone(folder: Path) -> None:
-    shutil.rmtree(folder)
-
-
-def unreadable(folder: Path) -> None:
-    folder.chmod(0)
-
-
 def a_folder_in_place_of_a_file(folder: Path) -> None:
     """Nobody can read this, root included."""
     (folder / WEIGHTS).unlink()
     (folder / WEIGHTS).mkdir()
 
 
-SPOILT: list[tuple[Spoil, str]] = [
-    (garbage, WEIGHTS),
-    (cut, WEIGHTS),
-    (no_weights, WEIGHTS),
-    (no_tokenizer, "tokenizer"),
-    (broken_tokenizer, "tokenizer"),
-    (another_size, "shape"),
-    (unknown_type, "perpetuum"),
-    (no_config, "config.json"),
-    (broken_config, "config.json"),
-    (not_numbers, "not "),
-    (gone, "no folder"),
-    (a_folder_in_place_of_a_file, WEIGHTS),
-]
+SPOILT: dict[str, tuple[Spoil, str]] = {
+    "garbage": (weights(lambda _: b"\xff" * 5000), WEIGHTS),
+    "cut": (weights(lambda whole: whole[:-100]), WEIGHTS),
+    "no-weights": (without(WEIGHTS), WEIGHTS),
+    "no-tokenizer": (without("tokenizer.json"), "tokenizer"),
+    "broken-tokenizer": (written("tokenizer.json", '{"version": "1.0"'), "tokenizer"),
+    "another-size": (
+        configured(lambda config: {"intermediate_size": 2 * config["intermediate_size"]}),
+        "shape",
+    ),
+    "unknown-type": (configured(lambda _: {"model_type": "perpetuum"}), "perpetuum"),
+    "no-config": (without("config.json"), "config.json"),
+    "broken-config": (written("config.json", "{"), "config.json"),
+    "not-numbers": (not_numbers, "not "),
+    "gone": (shutil.rmtree, "no folder"),
+    "folder": (a_folder_in_place_of_a_file, WEIGHTS),
+}
 if os.geteuid() != 0:  # root reads everything
-    SPOILT.append((unreadable, "ermission"))
+    SPOILT["unreadable"] = (lambda folder: folder.chmod(0), "ermission")
 BODIES: dict[str, dict[str, Any]] = {
     "chat": {
         "messages": [{"role": "user", "content": "Hello!"}],
@@ -126,35 +100,34 @@ def write_models(folder: Path) -> dict[str, dict[str, Any]]:
     """Write a good model of each kind, and as many as there are ways to spoil one."""
     write_chat(folder / "good-chat", seed=1)
     shutil.copytree(GOLDEN / "bert", folder / "good-embedding")
-    for (spoil, _), kind in itertools.product(SPOILT, KINDS):
-        shutil.copytree(folder / f"good-{kind}", folder / f"{spoil.__name__}-{kind}")
-    qualities = ["good", *(spoil.__name__ for spoil, _ in SPOILT)]
+    for spoilt, kind in itertools.product(SPOILT, KINDS):
+        shutil.copytree(folder / f"good-{kind}", folder / f"{spoilt}-{kind}")
     return {
         f"{quality}-{kind}": {"kind": kind, "source": f"path:{quality}-{kind}"}
-        for quality, kind in itertools.product(qualities, KINDS)
+        for quality, kind in itertools.product(["good", *SPOILT], KINDS)
     }
 
 
 async def test_a_spoilt_model_is_told_by_name_while_the_others_go_on(tmp_path: Path) -> None:
     """Asked for at once with good ones; the list and /ready tell it too, and it can be mended."""
     read = catalog(tmp_path, write_models(tmp_path))
-    for (spoil, _), kind in itertools.product(SPOILT, KINDS):
-        spoil(tmp_path / f"{spoil.__name__}-{kind}")
+    for (name, (spoil, _)), kind in itertools.product(SPOILT.items(), KINDS):
+        spoil(tmp_path / f"{name}-{kind}")
     given: dict[str, Any] = {"warm_up": True, "cache_max_models": 60, "admin_key": "sesame"}
     async with served(read, cpu_engines(), **given) as client:
-        for spoil, said in SPOILT:
-            asked = [(kind, quality) for kind in KINDS for quality in ("good", spoil.__name__)] * 2
+        for spoilt, (_, said) in SPOILT.items():
+            asked = [(kind, quality) for kind in KINDS for quality in ("good", spoilt)] * 2
             answers = await asyncio.gather(*(ask(client, *each) for each in asked))
             for (kind, quality), answer in zip(asked, answers, strict=True):
                 if quality == "good":
-                    assert answer.status_code == 200, (spoil.__name__, answer.text)
+                    assert answer.status_code == 200, (spoilt, answer.text)
                 else:
                     check_told(answer, f"{quality}-{kind}", said)
         listed = {each["id"]: each for each in (await client.get("/v1/models")).json()["data"]}
         assert listed["good-chat"]["state"] == listed["good-embedding"]["state"] == "loaded"
         assert (await client.get("/ready")).status_code == 200
-        for (spoil, said), kind in itertools.product(SPOILT, KINDS):
-            name = f"{spoil.__name__}-{kind}"
+        for (spoilt, (_, said)), kind in itertools.product(SPOILT.items(), KINDS):
+            name = f"{spoilt}-{kind}"
             assert listed[name]["state"] == "failed"
             assert said in listed[name]["error"]
             mend(tmp_path / name, tmp_path / f"good-{kind}")
@@ -188,7 +161,6 @@ def mend(folder: Path, good: Path) -> None:
 async def test_without_a_warm_up_weights_that_are_no_numbers_fail_the_request(
     tmp_path: Path, kind: str
 ) -> None:
-    """By name, rather than answer nonsense."""
     if kind == "chat":
         write_chat(tmp_path / "bad-chat")
     else:

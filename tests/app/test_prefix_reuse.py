@@ -6,10 +6,7 @@ from typing import Any
 
 import httpx2
 import pytest
-import structlog
 
-from benchmarks.loading import load_generation
-from gateway.engine.device import Device
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
 from tests.cpu_engines import cpu_engines
 from tests.serving_app import catalog, served
@@ -44,21 +41,6 @@ class Asked:
         series = rf'gateway_cached_prompt_tokens_total{{model="{self._model}"}} (\S+)'
         found = re.search(series, (await self._client.get("/metrics")).text)
         return 0.0 if found is None else float(found[1])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_the_log_says_what_a_set_of_states_weighs(tmp_path: Path, kind: str) -> None:
-    """Of models that have some: what is kept of prompts has to hold several."""
-    folder = write_chat(tmp_path / kind, **KINDS[kind])
-    entry = {"kind": "chat", "source": f"path:{kind}", "preload": True}
-    with structlog.testing.capture_logs() as logged:
-        async with served(catalog(tmp_path, {kind: entry}), cpu_engines()):
-            pass
-    engine = load_generation(folder, name=kind, device=Device.CPU)
-    states = engine.facts.kv_cost.states
-    engine.close()
-    told = [(line["model"], line["bytes"]) for line in logged if line["event"] == "prefix_states"]
-    assert told == ([] if kind == "plain" else [(kind, states)])
 
 
 @pytest.mark.parametrize(

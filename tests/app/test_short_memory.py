@@ -15,7 +15,7 @@ from gateway.jobs import Delta, GenerateJob, KvCost, SequenceParams
 from gateway.registry import ChatSpec, ModelSpec
 from gateway.serving.generation.memory import Layout, RowCosts, longest_chunk
 from gateway.serving.ports import GenerationEngine
-from tests.fakes import Gate, ScriptedChat, ScriptedEmbedder, ScriptedEngines
+from tests.fakes import Gate, ScriptedChat, ScriptedEngines
 from tests.serving_app import catalog, served
 
 pytestmark = pytest.mark.anyio
@@ -43,16 +43,9 @@ class Large(ScriptedChat):
 
 
 @dataclass
-class LargeEmbedder(ScriptedEmbedder):
-    def nbytes(self) -> int:
-        return MODEL
-
-
-@dataclass
 class SizedEngines(ScriptedEngines):
     """Every chat model has a writer of its own."""
 
-    embedder: ScriptedEmbedder = field(default_factory=LargeEmbedder)
     chats: dict[str, Large] = field(default_factory=lambda: {name: Large() for name in CHATS})
 
     async def size(self, spec: ModelSpec, folder: Path) -> Size:
@@ -70,51 +63,6 @@ async def ask(client: httpx2.AsyncClient, model: str, max_tokens: int = 9) -> ht
         "max_tokens": max_tokens,
     }
     return await asyncio.wait_for(client.post("/v1/chat/completions", json=body), 15)
-
-
-async def test_a_row_has_the_memory_of_a_model_that_becomes_idle(tmp_path: Path) -> None:
-    """An embedding model has no rows whose end would tell."""
-    engines = SizedEngines()
-    models = {**CHATS, "embedder": {"kind": "embedding", "source": "path:."}}
-    body = {"model": "embedder", "input": "x"}
-    async with served(
-        catalog(tmp_path, models), engines, cache_max_bytes=2 * MODEL + SMALL, load_wait_s=4
-    ) as client:
-        assert (await ask(client, "one")).status_code == 200
-        engines.embedder.gate.close()
-        embedding = asyncio.create_task(client.post("/v1/embeddings", json=body))
-        await asyncio.to_thread(engines.embedder.gate.reached.wait, 20)
-        row = asyncio.create_task(ask(client, "one", LONG))
-        while len(engines.chats["one"].jobs) < 2:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)
-        engines.embedder.gate.open()
-        assert (await embedding).status_code == 200
-        assert (await row).status_code == 200
-
-
-async def test_rows_of_two_models_that_wait_for_each_other_do_not_for_ever(tmp_path: Path) -> None:
-    """Who has waited as long as a load may is told to come back, and the other has its room."""
-    engines = SizedEngines()
-    budget = 2 * MODEL + SMALL
-    async with served(
-        catalog(tmp_path, CHATS), engines, cache_max_bytes=budget, load_wait_s=3
-    ) as client:
-        for name in CHATS:
-            assert (await ask(client, name)).status_code == 200
-        planning = engines.chats["two"].planning
-        planning.close()
-        second = asyncio.create_task(ask(client, "two", LONG))
-        await asyncio.to_thread(planning.reached.wait, 20)
-        first = asyncio.create_task(ask(client, "one", LONG))
-        await asyncio.sleep(0.5)
-        planning.open()
-        refused = await first
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "no_room"
-        assert refused.headers["retry-after"] == "5"
-        assert (await second).status_code == 200
-        assert (await ask(client, "one")).status_code == 200
 
 
 @pytest.mark.parametrize("is_loaded", [False, True])
@@ -146,9 +94,7 @@ class Slow(Large):
         return super().decode()
 
 
-async def test_no_idle_model_goes_for_rows_that_wait_where_it_does_not_help(
-    tmp_path: Path,
-) -> None:
+async def test_no_idle_model_goes_for_rows_that_wait_where_it_does_not_help(tmp_path: Path) -> None:
     """Long answers hold what the others wait for; an embedding now and then keeps its model."""
     engines = SizedEngines()
     engines.chats["one"] = Slow()

@@ -38,9 +38,7 @@ WIDE = [function("look", word=LOOKING), function("grow", word=LARGE), function("
 
 
 @pytest.fixture(scope="module")
-async def client(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> AsyncIterator[httpx2.AsyncClient]:
+async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx2.AsyncClient]:
     """Serve a tiny chat model, to all of them."""
     folder = tmp_path_factory.mktemp("served")
     write_chat(folder / "tiny")
@@ -93,26 +91,10 @@ async def test_what_of_a_function_does_not_compile_is_named(
     assert answer.headers.get("x-gateway-unenforced") == named
 
 
-async def test_responses_name_it_too(client: httpx2.AsyncClient) -> None:
-    """In the header, and what is held stays held."""
-    body = {
-        "model": "tiny",
-        "input": "Hello there!",
-        "max_output_tokens": 200,
-        "tools": [{"type": "function", **each} for each in WIDE],
-        "tool_choice": {"type": "function", "name": "look"},
-    }
-    answer = await client.post("/v1/responses", json=body)
-    assert answer.status_code == 200, answer.text
-    named = answer.headers["x-gateway-unenforced"]
-    assert named == "look%23%2Fproperties%2Fword%2Fpattern"
-
-
 @pytest.mark.parametrize("choice", ["auto", "required", NAMED], ids=["auto", "required", "named"])
 async def test_a_strict_function_is_refused_by_name(
     client: httpx2.AsyncClient, choice: Any
 ) -> None:
-    """With the keyword and its place."""
     strict = [function("look", strict=True, word=LOOKING), function("plain", strict=True)]
     answer = await chat(client, strict, choice)
     assert answer.status_code == 400
@@ -122,35 +104,3 @@ async def test_a_strict_function_is_refused_by_name(
         "be enforced here, and 'strict' asks for all of the schema."
     )
     assert (error["param"], error["code"]) == ("tools", "invalid_json_schema")
-
-
-async def test_an_answers_schema_beside_calls_is_named_without_a_function(
-    client: httpx2.AsyncClient,
-) -> None:
-    """As where there are no tools."""
-    schema = function("")["parameters"] | {"properties": {"ok": {"type": "boolean"}, "w": LOOKING}}
-    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    answer = await chat(client, [function("plain")], "auto", response_format=form)
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["x-gateway-unenforced"] == "%23%2Fproperties%2Fw%2Fpattern"
-    form["json_schema"]["strict"] = True  # type: ignore[index]
-    answer = await chat(client, [function("plain")], "auto", response_format=form)
-    assert answer.status_code == 400
-    assert "`pattern` at #/properties/w cannot be enforced" in answer.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    "parameters",
-    [
-        {"type": "object", "properties": {}, "required": ["a"]},
-        {"type": "object", "minProperties": 1},
-        {"enum": [{"a": 1}]},
-        {"const": {"a": 1}},
-    ],
-)
-async def test_a_function_may_ask_for_what_it_does_not_declare(
-    client: httpx2.AsyncClient, parameters: Any
-) -> None:
-    """It is not closed then: it would have no answer."""
-    answer = await chat(client, [{"name": "f", "parameters": parameters}], "required")
-    assert answer.status_code == 200, answer.text

@@ -11,7 +11,6 @@ from gateway.serving.generation.batcher import STEPS_PER_TURN
 from gateway.serving.generation.policy import QUANTUM
 from tests.checkpoints import write_chat
 from tests.cpu_engines import cpu_engines
-from tests.fakes import ScriptedEngines
 from tests.serving_app import catalog, served
 
 pytestmark = pytest.mark.anyio
@@ -58,21 +57,3 @@ async def test_an_integer_beside_an_endless_string_waits_for_a_quantum(tmp_path:
         assert meanwhile <= QUANTUM + 4 * STEPS_PER_TURN, "of the 200 that the long one writes"
         await reading
         assert "".join(texts) == alone["choices"][0]["message"]["content"]
-
-
-async def test_choices_beyond_the_queue_limit_are_refused(tmp_path: Path) -> None:
-    """Unless they are all there is: one request may ask for any number that is allowed."""
-    engines = ScriptedEngines()
-    models = {"chat": {"kind": "chat", "source": "path:."}}
-    asked = {"model": "chat", "prompt": "ab", "n": 20}
-    async with served(catalog(tmp_path, models), engines, queue_limit=8) as client:
-        alone = await client.post("/v1/completions", json=asked | {"n": 1})
-        assert alone.status_code == 200
-        engines.chat.gate.close()
-        many = asyncio.create_task(client.post("/v1/completions", json=asked))
-        await asyncio.to_thread(engines.chat.gate.reached.wait, 20)
-        refused = await client.post("/v1/completions", json=asked | {"n": 1})
-        assert refused.status_code == 429
-        assert "retry-after" in refused.headers
-        engines.chat.gate.open()
-        assert len((await many).json()["choices"]) == 20

@@ -1,15 +1,11 @@
 """The simulator against queues that have a closed form, and against what must hold for any."""
 
-import itertools
-import math
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.simulation.__main__ import BASE_M
-from benchmarks.simulation.cluster import capacity, limits_of, predict, simulate
+from benchmarks.simulation.cluster import limits_of, simulate
 from benchmarks.simulation.device import Curve, Device, read_device, write_device
 from benchmarks.simulation.load import Mix, Request
 from benchmarks.simulation.replica import Limits
@@ -35,12 +31,6 @@ def limits(**settings: object) -> Limits:
     return limits_of(Settings(_env_file=None, **settings))  # type: ignore[call-arg, arg-type]
 
 
-def test_a_curve_is_straight_between_its_points_and_beyond_the_last() -> None:
-    curve = Curve([10, 20, 40], [1.0, 2.0, 3.0])
-    assert [curve(size) for size in (1, 10, 15, 30, 80)] == [1.0, 1.0, 1.5, 2.5, 5.0]
-    assert Curve([10], [1.0])(30) == 3.0
-
-
 @pytest.mark.parametrize("sizes", [[], [2, 1], [1, 1]])
 def test_a_curve_that_does_not_rise_is_refused(sizes: list[float]) -> None:
     with pytest.raises(ValueError, match="curve"):
@@ -57,11 +47,6 @@ def test_without_batching_the_wait_is_that_of_an_m_d_1_queue(busy: float) -> Non
     assert found.embeddings.requests == len(requests)
     mean_s = sum(waits) / len(waits) - PASS_S
     assert mean_s == pytest.approx(PASS_S * busy / (2 * (1 - busy)), rel=0.15)
-
-
-def test_with_batching_the_most_is_a_full_batch_a_pass() -> None:
-    most = capacity(lambda rate: predict(FLAT, EMBEDDINGS, rate, seconds=2, limits=limits()), 10)
-    assert most == pytest.approx(32 / PASS_S, rel=0.1)
 
 
 def test_a_lone_chat_takes_its_prompt_and_its_steps() -> None:
@@ -88,19 +73,6 @@ def test_two_kinds_that_always_wait_share_the_lane_by_their_weights() -> None:
     assert flood(3)[0] == pytest.approx(0.75, abs=0.06)
 
 
-@pytest.mark.parametrize("mix", [EMBEDDINGS, Mix(chats=1), Mix(chats=0.2)])
-def test_more_replicas_answer_no_fewer_and_no_later(mix: Mix) -> None:
-    found = [
-        predict(FLAT, mix, 40, seconds=20, limits=limits(), replicas=count) for count in (1, 2, 8)
-    ]
-    rates = [each.requests_per_s for each in found]
-    assert all(later >= 0.98 * first for first, later in itertools.pairwise(rates))
-    for kind in ("embeddings", "chats"):
-        spreads = [getattr(each, kind).latency for each in found]
-        times = [each.p95 for each in spreads if each is not None]
-        assert all(later <= 1.02 * first for first, later in itertools.pairwise(times))
-
-
 def test_what_is_in_flight_is_the_rate_times_the_time() -> None:
     """Little's law, over a run that begins and ends empty."""
     spent: list[float] = []
@@ -116,28 +88,11 @@ def test_what_is_in_flight_is_the_rate_times_the_time() -> None:
     assert area == pytest.approx(sum(spent))
 
 
-def test_python_beside_a_pass_delays_it_by_its_contention() -> None:
-    """The second request is read for 10 ms while the first one's pass runs."""
-    slow = replace(FLAT, embedding_s=0.02, contention=1.0)
-    spent: list[float] = []
-    requests = [Request(0.0, 20), Request(0.011, 20)]
-    simulate(slow, requests, Window(0.0, 10.0), limits=limits(), answered=spent.append)
-    assert spent[0] == pytest.approx(0.01 + PASS_S + 0.01 + 0.01)
-
-
 def test_a_full_queue_refuses() -> None:
     chats = [Request(0.0, 40, 64) for _ in range(300)]
     found = simulate(FLAT, chats, Window(0.0, 1e3), limits=limits())
     assert found.refused == 300 - 256
     assert cell(found) == "full"
-
-
-def test_the_same_seed_gives_the_same_requests() -> None:
-    def arrivals(seed: int) -> Iterator[float]:
-        return (each.arrived for each in EMBEDDINGS.requests(50, 10, seed))
-
-    assert list(arrivals(1)) == list(arrivals(1)) != list(arrivals(2))
-    assert math.isclose(len(list(arrivals(1))), 500, rel_tol=0.15)
 
 
 def test_a_device_reads_as_it_was_written(tmp_path: Path) -> None:

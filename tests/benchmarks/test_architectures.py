@@ -1,28 +1,15 @@
 """The table of architectures: what is made, compared and written."""
 
-from pathlib import Path
-
 import pytest
 
 from benchmarks import architectures
-from benchmarks.tiny_models import names, tiny_config
 from gateway.engine.generation.self_test import EQUAL
 
 GOOD = dict.fromkeys(("alone", "chunks", "together", "prefix", "self-test", "as served"), "")
 
 
-def test_most_of_mlx_lms_models_have_a_small_config() -> None:
-    """Named after their modules, those inside others too."""
-    assert len(names()) > 100
-    for name in ("llama", "gemma3", "llama4", "qwen3_5", "kimi_linear", "deepseek_v3"):
-        config = tiny_config(name)
-        assert config["model_type"] == name
-        assert (config.get("text_config") or config)["vocab_size"] < 1000
-
-
 @pytest.mark.slow
 def test_a_process_goes_on_with_the_next() -> None:
-    """Whatever becomes of one: what nobody knows is an error, and no end."""
     found = dict(architectures.each_tried(["nobody_knows", "llama"], 1))
     assert "error" in found["nobody_knows"]
     assert found["llama"] == GOOD
@@ -52,21 +39,3 @@ def test_the_list_in_the_package_is_that_of_the_document() -> None:
     ]
     assert equal.split("|")[1].strip().split(", ") == architectures.EQUAL.read_text().split()
     assert set(architectures.EQUAL.read_text().split()) == EQUAL
-
-
-def test_the_document_keeps_what_stands_around_the_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    document = tmp_path / "architectures.md"
-    document.write_text(f"before\n\n{architectures.START}\nold\n{architectures.END}\n\nafter\n")
-    monkeypatch.setattr(architectures, "DOCUMENT", document)
-    architectures.write("one")
-    architectures.write("two")
-    said = document.read_text()
-    assert said.startswith("before\n")
-    assert said.endswith("\n\nafter\n")
-    assert (said.count("two"), said.count("one"), said.count("old")) == (1, 0, 0)
-    assert (
-        architectures.START
-        in architectures.REPOSITORY.joinpath("docs/architectures.md").read_text()
-    )

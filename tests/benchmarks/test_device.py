@@ -2,21 +2,17 @@
 
 import json
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import gateway.engine  # noqa: F401  (first: OpenBLAS must be there before mlx)
 
 import mlx.core as mx  # isort: skip
-from mlx_lm.models.switch_layers import SwitchGLU
 
 from benchmarks.device import __main__ as device_main
-from benchmarks.device import parity
 from benchmarks.device.__main__ import main, run_parts, run_process
 from benchmarks.device.forcing import Outcome, Place, Row, answer, answer_alone
 from benchmarks.device.machine import Machine
@@ -26,42 +22,24 @@ from benchmarks.device.parity import (
     Comparison,
     Subject,
     compare,
-    compare_adapters,
-    compare_kv_bits,
-    compare_vectors,
     compare_ways,
     draw_rows,
-    run_self_test,
 )
-from benchmarks.device.parts import Part, parts
+from benchmarks.device.parts import Part
 from benchmarks.device.results import Figure, Result, State
 from benchmarks.device.shapes import SHAPES, folder_of
-from benchmarks.device.table import END, START, read_blocks, update
+from benchmarks.device.table import END, START, update
 from gateway.doctor.report import Checked, Finding, Report
 from gateway.engine.device import Device
-from gateway.engine.generation import sequences
-from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.kv.quantized import quantize_kv
-from gateway.engine.models.adapters import Adapters
-from gateway.jobs import Verdict
 from gateway.registry import ChatSpec, PackageSource
 
-MACHINE = Machine(
-    "A Chip", "metal", 24 << 30, 10, "macOS-26", "3.12.1", "0.32.4", "0.32.2", "c0ffee"
-)
+VERSIONS = ("macOS-26", "3.12.1", "0.32.4", "0.32.2", "c0ffee")
+MACHINE = Machine("A Chip", "metal", 24 << 30, 10, *VERSIONS)
 BOUND = Bound(0.1, 0.1)
 OK = Comparison("together", 1e-3, 10, 1e-5, 1e-6, "row 0, token 3", 0, is_ok=True)
 WRONG = replace(OK, mode="late", worst=0.5, is_ok=False)
-FIGURE = Figure(
-    "tokens",
-    812.5,
-    "tokens/s",
-    "gateway's engine",
-    "qwen3-8b, small",
-    "4bit (ours as float32)",
-    "8 streams",
-)
-TOGETHER = ("together", "prefix, together", "ahead, together")
+ON = ("qwen3-8b, small", "4bit (ours as float32)", "8 streams")
+FIGURE = Figure("tokens", 812.5, "tokens/s", "gateway's engine", *ON)
 THEIRS = replace(FIGURE, value=650.0, who="BatchGenerator")
 # A part's process: {} is what it does before it writes a result.
 PART = """
@@ -144,103 +122,12 @@ def test_logits_that_move_by_more_than_the_bound_are_noticed(
     assert comparison.where.startswith("row ")
 
 
-def test_another_likeliest_token_counts_where_it_was_likeliest_by_far() -> None:
-    near, far = Place(5, -1.0, 5, 0.001), Place(5, -1.0, 5, 0.2)
-    other = Outcome([[Place(5, -1.0, 6, 0.2)]])
-    assert compare("m", Outcome([[near]]), other, BOUND).is_ok
-    assert compare("m", Outcome([[far]]), other, BOUND).is_ok is False
-
-
-@pytest.mark.parametrize("is_broken", [False, True])
-def test_what_kv_bits_cost_has_a_bound_of_its_own(
-    folder: Path, rows: list[Row], monkeypatch: pytest.MonkeyPatch, is_broken: bool
-) -> None:
-    """Nonsense with kv_bits is wrong, and widens no bound."""
-    used: list[Bound] = []
-
-    def quantize(checkpoint: Any, model: Any, bits: int) -> None:
-        quantize_kv(checkpoint, model, bits)
-        if is_broken:
-            model.model.norm.weight = -model.model.norm.weight
-
-    def no_ways(subject: Subject, rows: list[Row], prefix: str, bound: Bound) -> list[Comparison]:
-        used.append(bound)
-        return []
-
-    monkeypatch.setattr(parity, "quantize_kv", quantize)
-    monkeypatch.setattr(parity, "compare_ways", no_ways)
-    (loss,) = compare_kv_bits(Subject.load(folder, Device.CPU, "float32"), rows[:1])
-    assert loss.is_ok is not is_broken
-    most = parity.LOSS_BOUNDS["float32"]
-    assert (loss.bound, loss.most_mean) == (None, most)
-    assert used[0].worst <= most
-    assert used[0].mean <= most
-
-
-def test_a_mixture_of_experts_has_another_bound_of_what_kv_bits_cost(subject: Subject) -> None:
-    experts = replace(subject, model=SwitchGLU(8, 8, 2))
-    assert experts.most_loss == parity.EXPERTS_LOSS_BOUNDS["float32"] > subject.most_loss
-
-
-@pytest.mark.parametrize("is_applied", [True, False])
-def test_adapters_without_an_effect_are_wrong(
-    subject: Subject,
-    rows: list[Row],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    is_applied: bool,
-) -> None:
-    rows = [replace(row, tokens=row.tokens[:6]) for row in rows]
-    if not is_applied:
-        monkeypatch.setattr(Adapters, "applied", lambda self, numbers: nullcontext())
-    verdicts = {each.mode: each.is_ok for each in compare_adapters(subject, rows, tmp_path)}
-    assert verdicts == {
-        "adapters beside the base": is_applied,
-        "adapters together": True if is_applied else None,
-        "adapters late": True if is_applied else None,
-    }
-
-
-@pytest.mark.parametrize(
-    ("verdict", "is_ok"),
-    [
-        (Verdict(), False),
-        (Verdict(True, True, True), False),
-        (Verdict(True, True, True, True), True),
-        (Verdict(True, False, True, True), False),
-    ],
-)
-def test_a_self_test_must_be_whole(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch, verdict: Verdict, is_ok: bool
-) -> None:
-    monkeypatch.setattr(GenerationEngine, "self_test", lambda self: iter([verdict]))
-    assert run_self_test(subject).is_ok is is_ok
-
-
-def test_rows_that_run_one_at_a_time_have_no_verdict_together(
-    subject: Subject, rows: list[Row], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sequences, "can_batch", lambda model: False)
-    for comparison in compare_ways(subject, rows[:2], "", subject.bound):
-        is_together = comparison.mode in ("late", *TOGETHER)
-        if is_together or comparison.mode == "alone again":
-            assert comparison.is_ok is (None if is_together else True), comparison.mode
-        assert ("rows run one at a time" in comparison.note) is is_together
-
-
 def test_what_is_no_number_is_wrong() -> None:
     alone = Outcome([[Place(5, -1.0, 5, 0.2)]])
     comparison = compare("m", alone, Outcome([[Place(5, float("nan"), 5, 0.2)]]), BOUND)
     assert comparison.is_ok is False
     saved = Result("done", comparisons=[comparison]).to_json()
     assert Result.from_json(json.loads(json.dumps(saved))).comparisons == [comparison]
-
-
-def test_vectors_that_differ_are_named() -> None:
-    alone = np.array([[0, 1], [0, 3]], np.float32)
-    comparison = compare_vectors("m", alone, np.array([[0, 1], [0, 2.5]], np.float32), 1e-3)
-    assert (comparison.is_ok, comparison.where, comparison.worst) == (False, "input 1", 0.5)
-    assert compare_vectors("m", alone[:, 1], alone[:, 1], 1e-3).is_ok  # scores
 
 
 def test_results_are_kept_and_those_of_other_versions_dropped(tmp_path: Path) -> None:
@@ -305,18 +192,6 @@ def test_a_run_without_a_verdict_has_not_passed(
     assert is_listed is (result.status != "done")
 
 
-def test_a_part_is_skipped_where_memory_is_too_small() -> None:
-    listed = {part.name: part for part in parts(is_small=False)}
-    assert "it needs 24 GiB" in listed["speed qwen3-8b bfloat16"].obstacle(16 << 30)
-    assert not listed["speed qwen3-8b bfloat16"].obstacle(64 << 30)
-
-
-def test_parts_are_listed_with_a_guess(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--parts", "--small"]) == 0
-    assert "  1  parity qwen3-0.6b float32 (about " in capsys.readouterr().out
-    assert main(["--part", "99", "--small"]) == 2
-
-
 def test_the_page_says_of_each_figure_what_it_was_measured_on() -> None:
     loss = replace(OK, mode="kv_bits", bound=None, mean=0.02, most_mean=0.08)
     results = {
@@ -335,38 +210,21 @@ def test_the_page_says_of_each_figure_what_it_was_measured_on() -> None:
     assert failures(results) == ["parity x: late"]
 
 
-def test_parity_that_did_not_run_is_a_failure() -> None:
-    assert failures({"parity x": Result("failed", error="status -6")}) == ["parity x"]
-
-
-def test_the_table_of_devices_is_made_from_their_pages(tmp_path: Path) -> None:
-    results = {"speed x": Result("done", 1, "", "", [OK], [FIGURE, THEIRS])}
-    page = write_page(MACHINE, results, "2027-01-02", is_small=False)
-    (tmp_path / "a-chip-2027-01-02.md").write_text(page)
-    (tmp_path / "other.md").write_text("no block")
-    (tmp_path / "README.md").write_text(f"before\n{START}\nold\n{END}\nafter\n")
-    assert list(read_blocks(tmp_path)) == ["a-chip-2027-01-02.md"]
-    update(tmp_path)
-    text = (tmp_path / "README.md").read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
-    assert "old" not in text
-    assert "[A Chip, 2027-01-02](a-chip-2027-01-02.md)" in text
-    assert "qwen3-8b, small, 4bit (ours as float32): 812 ÷ 650 = 1.25" in text
-    update(tmp_path)
-    assert (tmp_path / "README.md").read_text() == text
-
-
-def test_a_pasted_report_of_doctor_has_its_row(tmp_path: Path) -> None:
+def test_pages_and_pasted_reports_of_doctor_have_their_rows(tmp_path: Path) -> None:
     source = PackageSource("llm_small", "m.gguf")
     spec = ChatSpec(id="small", kind="chat", source=source)
     speed = Finding("speed", "ok", "", {"tokens_per_s": {"1": 12.3, "8": 40.0}})
     device = {"device": "metal", "device_name": "Apple M9", "memory_bytes": 32 << 30}
     block = Report(device, [], [Checked(spec, [speed])]).as_block("2027-01-02")
     (tmp_path / "apple-m9-2027-01-02.md").write_text(f"# Apple M9\n\n```json\n{block}\n```\n")
-    (tmp_path / "README.md").write_text(f"{START}\n{END}\n")
+    results = {"speed x": Result("done", 1, "", "", [OK], [FIGURE, THEIRS])}
+    page = write_page(MACHINE, results, "2027-01-02", is_small=False)
+    (tmp_path / "a-chip-2027-01-02.md").write_text(page)
+    (tmp_path / "README.md").write_text(f"before\n{START}\nold\n{END}\nafter\n")
     update(tmp_path)
     row = (tmp_path / "README.md").read_text()
+    assert (row[:7], row[-6:], row.count("old")) == ("before\n", "after\n", 0)
+    assert "qwen3-8b, small, 4bit (ours as float32): 812 ÷ 650 = 1.25" in row
     assert "[Apple M9, 2027-01-02](apple-m9-2027-01-02.md) | 32 GiB (metal)" in row
     assert "1 ok" in row
     assert "llm_small, unknown: 12 | llm_small, unknown: 40" in row

@@ -9,17 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import servers
-from benchmarks.raw_client import Streamed, stream_all
+from benchmarks.raw_client import stream_all
 from benchmarks.targets.chatting import MLX_LM_NAME
-from benchmarks.targets.host import (
-    Pair,
-    Round,
-    asks,
-    compared,
-    judged,
-    mixed_prompts,
-    write_model,
-)
+from benchmarks.targets.host import Round, asks, judged, write_model
 
 EVENTS = (
     b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n',
@@ -34,21 +26,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("host") / "host", layers=1)
 
 
-def test_both_sides_decode_rows_of_unequal_lengths(model: Path) -> None:
-    """Each gives a token a row and step: anything else would fail."""
-    prompts = mixed_prompts(3, seed=1)
-    assert [len(prompt) for prompt in prompts] == [20, 23, 26]
-    pair = Pair(model)
-    assert pair.own(prompts, 4) > 0
-    assert pair.other(prompts, 4) > 0
-    assert pair.engine.rows == 0
-    pair.close()
-
-
 @pytest.mark.slow
 @pytest.mark.anyio
 async def test_both_servers_stream_as_many_tokens_to_the_raw_client(model: Path) -> None:
-    """To several streams at once, of prompts of unequal lengths."""
     prompts = ["one two", "one two three four"]
     models = model.parent / "models.yaml"
     models.write_text(
@@ -104,22 +84,9 @@ async def test_the_raw_client_counts_whole_answers_alone(
     assert (streamed.token_s is None) is (tokens is None)
 
 
-def test_an_answer_of_another_length_is_a_wrong_one() -> None:
-    own, other = Streamed(1.0, [5, 4]), Streamed(2.0, [5, None])
-    assert compared(own, other, 5) == Round(1 / 9, 2 / 5, errors=1, lost=1)
-
-
 def test_the_first_round_counts_for_its_errors_alone() -> None:
-    """The ratio is of tokens a second; the seconds are told as microseconds a token."""
     rounds = [Round(9.0, 1.0), *[Round(1e-4, 3e-4, lost=1)] * 3]
     verdict = judged("work", rounds)
     assert verdict.value == pytest.approx(3.0)
     assert verdict.note == "100 / 300 µs a token; the other lost 3 requests"
     assert not judged("work", [Round(1.0, 1.0, errors=1), *rounds[1:]]).is_met
-
-
-def test_a_side_that_answered_nothing_leaves_nothing_to_compare() -> None:
-    for lone in (Round(None, 1.0), Round(1.0, None)):
-        verdict = judged("work", [Round(1.0, 1.0), lone])
-        assert verdict.value is None
-        assert "not measured" in verdict.note

@@ -22,7 +22,6 @@ REFUSED = {"id": "b", "schema": {"type": 12}, "tests": []}
 def test_schemas_and_their_instances_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From a file of lines as from a folder of files; what is no schema is refused, not fatal."""
     lines = tmp_path / "schemas.jsonl"
     lines.write_text("\n".join(map(json.dumps, (ROW, REFUSED))))
     structured_output.main([str(lines), "--examples", "1"])

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from gateway.bench.figures import Figures
-from gateway.cli.bench import EMBEDDER, WRITER, describe_problems
+from gateway.cli.bench import EMBEDDER, WRITER
 from tests.fakes import ScriptedChat, ScriptedEngines
+from tests.processes import ROOT, command, environment
 from tests.serving_app import catalog, served
 
-ROOT = Path(__file__).parents[2]
 MODELS: dict[str, dict[str, Any]] = {
     "embedder": {"kind": "embedding", "source": "path:.", "aliases": [EMBEDDER]},
     "writer": {"kind": "chat", "source": "path:.", "aliases": [WRITER]},
@@ -23,19 +21,12 @@ MODELS: dict[str, dict[str, Any]] = {
 QUICK = ("--duration", "0.3", "--warmup", "0", "--words", "3", "--prompt-words", "3")
 
 
-def environment() -> dict[str, str]:
-    names = ("GATEWAY_", "OPENAI_")
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(names)}
-    return {**clean, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
-
-
 async def bench(*arguments: str, stderr: int = subprocess.PIPE) -> tuple[int, str, str]:
     """Run the command beside the server under test; give status, stdout and stderr."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "gateway", "bench", *arguments),
+        *command("bench", *arguments),
         cwd=ROOT,
-        env=environment(),
+        env=environment(NO_COLOR="1"),
         stdout=subprocess.PIPE,
         stderr=stderr,
     )
@@ -50,7 +41,6 @@ def engines() -> ScriptedEngines:
 
 @pytest.mark.anyio
 async def test_a_line_for_each_number_of_clients(tmp_path: Path) -> None:
-    """Tabs off a terminal, nothing on stderr, status 0."""
     async with served(catalog(tmp_path, MODELS), engines()) as client:
         url = str(client.base_url)
         status, out, err = await bench("embeddings", "--url", url, "--concurrency", "1,3", *QUICK)
@@ -64,7 +54,6 @@ async def test_a_line_for_each_number_of_clients(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_json_says_all_that_was_measured(tmp_path: Path) -> None:
-    """Of a stream also its first token; the seed, so that a run can be repeated."""
     async with served(catalog(tmp_path, MODELS), engines()) as client:
         status, out, _ = await bench(
             *("chat", "--url", str(client.base_url), "--concurrency", "2", "--seed", "7"),
@@ -83,7 +72,6 @@ async def test_json_says_all_that_was_measured(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_errors_under_load_are_counted_by_name(tmp_path: Path) -> None:
-    """One at a time is answered, and three at once are too many."""
     async with served(catalog(tmp_path, MODELS), engines(), queue_limit=1) as client:
         url = str(client.base_url)
         status, out, _ = await bench("embeddings", "--url", url, "--concurrency", "3", *QUICK)
@@ -95,22 +83,9 @@ async def test_errors_under_load_are_counted_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_nobody_there_is_told_in_one_line() -> None:
-    """No traceback."""
     status, out, err = await bench("chat", "--url", "http://127.0.0.1:9", *QUICK)
     assert (status, out) == (1, "")
     assert err == "The first request failed: cannot connect.\n"
-
-
-@pytest.mark.anyio
-async def test_a_key_is_sent_when_given(tmp_path: Path) -> None:
-    """Else the server refuses."""
-    async with served(catalog(tmp_path, MODELS), engines(), api_keys=("k1",)) as client:
-        url = str(client.base_url)
-        arguments = ("embeddings", "--url", url, "--concurrency", "1", *QUICK)
-        without, _, err = await bench(*arguments)
-        with_key, _, _ = await bench(*arguments, "--api-key", "k1")
-    assert (without, with_key) == (1, 0)
-    assert "401" in err
 
 
 @pytest.mark.anyio
@@ -125,14 +100,12 @@ async def test_a_key_is_sent_when_given(tmp_path: Path) -> None:
     ],
 )
 async def test_wrong_usage_ends_with_2(arguments: tuple[str, ...]) -> None:
-    """Before anything is asked."""
     status, out, err = await bench(*arguments)
     assert (status, out) == (2, "")
     assert "Usage" in err
 
 
 def test_the_load_needs_no_mlx() -> None:
-    """It runs where there is no model."""
     code = """
 import sys
 from gateway.cli import main
@@ -154,7 +127,6 @@ WITHOUT_AIOHTTP = "import sys; sys.modules['aiohttp'] = None; from gateway.cli i
 
 
 def test_without_the_load_tools_extra_bench_names_it_in_one_line() -> None:
-    """Installed for serving alone, the package has no client to load a server with."""
     done = python(WITHOUT_AIOHTTP + "main(['bench', 'chat'])")
     assert (done.returncode, done.stdout) == (1, "")
     assert (
@@ -164,21 +136,9 @@ def test_without_the_load_tools_extra_bench_names_it_in_one_line() -> None:
 
 
 def test_what_serves_and_what_examines_the_engine_need_no_load_tool() -> None:
-    """They are whole without its extra."""
     rooms = "import gateway.app.gateway, gateway.cli.serve, gateway.doctor.trial"
     done = python(WITHOUT_AIOHTTP + rooms)
     assert done.returncode == 0, done.stderr
-
-
-def test_what_the_table_has_no_room_for_is_told_below() -> None:
-    """Errors by name, and what was too short to measure."""
-    failing = Figures(0, 0.0, 12.5, None, None, {"timed out": 1, "502": 2})
-    silent = Figures(0, 0.0, 0.0, None, None)
-    assert list(describe_problems([(2, failing), (1, silent)])) == [
-        "2 clients: 2 × 502",
-        "2 clients: 1 × timed out",
-        "1 clients: no request ended in time; raise --duration",
-    ]
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
@@ -186,7 +146,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
-        env=environment(),
+        env=environment(NO_COLOR="1"),
         capture_output=True,
         text=True,
         timeout=60,

@@ -1,10 +1,7 @@
 """doctor: a line for each check: ok, warn or fail, and what to do; its status."""
 
-import os
 import re
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +10,8 @@ import pytest
 from gateway.cli import doctor as checks
 from gateway.doctor.report import Finding
 from tests.checkpoints import write_chat
+from tests.processes import ROOT, ran
 
-ROOT = Path(__file__).parents[2]
 GOOD = "version: 1\nmodels:\n  mine: {kind: chat, source: 'path:tiny'}\n"
 GB = 10**9
 
@@ -30,17 +27,8 @@ def here(tmp_path: Path) -> Path:
 
 def doctor(here: Path, **given: str) -> tuple[int, dict[str, str]]:
     """Run it; give its status, and the state and words of each check."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("GATEWAY_")}
-    own = {"PYTHONPATH": str(ROOT), "TMPDIR": str(here / "tmp"), "GATEWAY_PORT": "0"}
-    done = subprocess.run(
-        [sys.executable, "-m", "gateway", "doctor"],
-        cwd=here,
-        env={**clean, **own, **given},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    own = {"TMPDIR": str(here / "tmp"), "GATEWAY_PORT": "0"}
+    done = ran(here, "doctor", **own, **given)
     assert done.stderr == ""
     found: dict[str, str] = {}
     for check, state, said in (line.split("\t") for line in done.stdout.splitlines()):
@@ -68,7 +56,6 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_machine_that_can_serve_ends_with_0(here: Path) -> None:
-    """Every check has its line, and no line fails."""
     status, found = doctor(here)
     assert status == 0
     first = ["packages", "files", "settings", "port", "device", "blas", "compiler", "tmpdir"]
@@ -83,7 +70,6 @@ def test_a_machine_that_can_serve_ends_with_0(here: Path) -> None:
 def test_a_port_in_use_fails(
     inside: Callable[[], dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And says what may be the matter."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
         monkeypatch.setenv("GATEWAY_PORT", str(number))
@@ -96,7 +82,6 @@ def test_a_port_in_use_fails(
 def test_a_broken_models_file_fails_in_checks_own_words(
     here: Path, inside: Callable[[], dict[str, str]]
 ) -> None:
-    """What the machine can do is told all the same."""
     (here / "models.yaml").write_text(GOOD.replace("chat", "chta"))
     found = inside()
     assert found["models"].startswith("fail models.yaml:3: mine: `kind` should be")
@@ -106,7 +91,6 @@ def test_a_broken_models_file_fails_in_checks_own_words(
 def test_wrong_settings_fail_each(
     inside: Callable[[], dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rest hangs on them."""
     monkeypatch.setenv("GATEWAY_PORT", "99999")
     found = inside()
     assert found["settings"].startswith("fail GATEWAY_PORT=99999: should be less than")
@@ -129,7 +113,6 @@ def test_an_mlx_that_does_not_work_fails(
     code: str,
     said: str,
 ) -> None:
-    """Even one whose import ends the process."""
     (here / "other" / "mlx").mkdir(parents=True)
     (here / "other" / "mlx" / "__init__.py").touch()
     (here / "other" / "mlx" / "core.py").write_text(code)
@@ -162,7 +145,6 @@ def test_a_model_that_cannot_be_had_or_is_too_large_is_a_warning(here: Path) -> 
 
 
 def test_a_slow_cpu_is_told_what_to_install() -> None:
-    """A GPU needs neither OpenBLAS nor g++."""
     slow = checks.check_blas("cpu", "reference BLAS", 2.5, "Install it.")
     assert slow == Finding("blas", "warn", "Install it.")
     assert checks.check_blas("metal", "mlx's own", 2e3, "Install it.").state == "ok"
@@ -172,7 +154,6 @@ def test_a_slow_cpu_is_told_what_to_install() -> None:
 
 
 def test_two_builds_of_mlx_are_one_too_many() -> None:
-    """Their files lie in the same places."""
     found = checks.check_packages(["mlx", "mlx-cpu", "mlx-cuda-12", "mlx-lm", "numpy"])
     assert found.state == "warn"
     assert found.message.startswith("mlx-cpu and mlx-cuda-12 are both installed.")
@@ -188,8 +169,7 @@ def test_two_builds_of_mlx_are_one_too_many() -> None:
     ("file", "build"), [("cuda.txt", "mlx-cuda-12"), ("cuda13.txt", "mlx-cuda-13")]
 )
 def test_pins_for_cuda_hold_one_build_of_the_version_of_mlx_itself(file: str, build: str) -> None:
-    """And no address of an index."""
-    text = (Path(__file__).parents[2] / "requirements" / file).read_text(encoding="utf-8")
+    text = (ROOT / "requirements" / file).read_text(encoding="utf-8")
     pins = dict(re.findall(r"^(mlx[a-z0-9-]*)==(\S+)", text, re.MULTILINE))
     assert [name for name in pins if name.startswith(("mlx-cpu", "mlx-cuda"))] == [build]
     assert pins[build] == pins["mlx"]
@@ -197,7 +177,6 @@ def test_pins_for_cuda_hold_one_build_of_the_version_of_mlx_itself(file: str, bu
 
 
 def test_binds_of_every_kind_are_tried(tmp_path: Path) -> None:
-    """A folder that is not there, an address of another machine, a name of none."""
     assert checks.check_port(f"unix:{tmp_path}/gw.sock").state == "ok"
     assert checks.check_port(f"unix:{tmp_path}/none/gw.sock").state == "fail"
     assert checks.check_port("fd://3").state == "ok"
@@ -216,13 +195,11 @@ def test_a_shared_folder_for_compiled_code_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_few_open_files_are_few_clients() -> None:
-    """macOS begins with 256."""
     assert checks.check_files(256).state == "warn"
     assert checks.check_files(65_536).state == "ok"
 
 
 def test_models_that_are_not_here_are_told_how_to_come() -> None:
-    """By the first request, or by hand."""
     assert checks.check_hub([], may_download=False, refusal=None).state == "ok"
     found = checks.check_hub(["a", "b"], may_download=True, refusal=None)
     said = "a and 1 more: fetched at the first request, or by `mlx-gateway pull a`."

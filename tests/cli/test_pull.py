@@ -2,17 +2,16 @@
 
 import os
 import pty
-import resource
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.engine.test_downloads import MB, WEIGHTS, write_weights
+from tests.engine.test_downloads import MB, write_weights
 from tests.fake_hub import COMMIT, FakeHub, sha256
+from tests.processes import command, environment
 
 MODELS = f"""
 version: 1
@@ -42,27 +41,20 @@ Pull = Callable[..., "subprocess.Popen[str]"]
 @pytest.fixture
 def pull(hub: FakeHub, tmp_path: Path) -> Iterator[Pull]:
     """Give what starts the command, in a process of its own."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("GATEWAY_")}
     settings = {"GATEWAY_HUB_ENDPOINT": hub.url, "GATEWAY_HUB_CACHE": "cache", "NO_COLOR": "1"}
-    own = {"PYTHONPATH": str(Path(__file__).parents[2]), "GATEWAY_AUTO_PULL": "false"}
-
+    own = {**settings, "GATEWAY_AUTO_PULL": "false"}
     started: list[subprocess.Popen[str]] = []
 
     def start(
-        model: str,
-        *,
-        stderr: int = subprocess.PIPE,
-        before: Callable[[], None] | None = None,
-        **given: str,
+        model: str, *, stderr: int = subprocess.PIPE, **given: str
     ) -> "subprocess.Popen[str]":
         process = subprocess.Popen(
-            [sys.executable, "-m", "gateway", "pull", model],
+            command("pull", model),
             cwd=tmp_path,
-            env={**clean, **settings, **own, **given},
+            env=environment(**{**own, **given}),
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
-            preexec_fn=before,
         )
         started.append(process)
         return process
@@ -89,7 +81,6 @@ def test_a_model_is_fetched_by_any_of_its_names(pull: Pull, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_draft_is_fetched_with_its_model(pull: Pull, tmp_path: Path) -> None:
-    """Unless nothing is drafted: then it is not loaded either."""
     own = f"drafted: 24 MiB in {tmp_path / 'repo'}\n"
     assert ended(pull("drafted", GATEWAY_SPECULATE_ROWS="0")) == (0, own, "")
     assert not snapshot(tmp_path).exists()
@@ -98,7 +89,6 @@ def test_a_draft_is_fetched_with_its_model(pull: Pull, tmp_path: Path) -> None:
 
 
 def test_a_killed_download_goes_on_where_it_was(pull: Pull, hub: FakeHub, tmp_path: Path) -> None:
-    """By the next one, which asks for the rest alone."""
     hub.gate.clear()
     process = pull("mine")
     assert hub.half_sent.wait(30)
@@ -118,19 +108,7 @@ def test_a_killed_download_goes_on_where_it_was(pull: Pull, hub: FakeHub, tmp_pa
 
 
 @pytest.mark.slow
-def test_what_went_bad_on_disk_is_mended(pull: Pull, tmp_path: Path) -> None:
-    """A pull of a model that is here checks it."""
-    assert ended(pull("mine"))[0] == 0
-    weights = snapshot(tmp_path) / "model.safetensors"
-    good = sha256(weights)
-    weights.resolve().write_bytes(bytes(WEIGHTS))
-    assert ended(pull("mine"))[0] == 0
-    assert sha256(weights) == good
-
-
-@pytest.mark.slow
 def test_a_model_that_is_no_hubs_needs_nothing(pull: Pull, tmp_path: Path) -> None:
-    """Or is missing, which is told."""
     assert ended(pull("own")) == (0, f"own: 24 MiB in {tmp_path / 'repo'}\n", "")
     status, out, err = ended(pull("gone"))
     assert (status, out) == (1, "")
@@ -138,59 +116,14 @@ def test_a_model_that_is_no_hubs_needs_nothing(pull: Pull, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_name_nobody_has_is_told_with_the_nearest(pull: Pull) -> None:
-    """Status 1, no traceback."""
-    status, out, err = ended(pull("mime"))
-    assert (status, out) == (1, "")
-    assert err.endswith("Did you mean `mine`?\n")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("status", "said"),
-    [
-        (404, "the hub has no public repository org/big; a private one needs HF_TOKEN."),
-        (401, "the hub lets nobody read org/big without a valid key in HF_TOKEN."),
-        (500, "org/big could not be fetched from the hub: Server error '500"),
-    ],
-)
-def test_what_the_hub_answers_is_told(pull: Pull, hub: FakeHub, status: int, said: str) -> None:
-    """In one line."""
-    if status == 404:
-        hub.repos.clear()
-    else:
-        hub.status = status
-    ending, out, err = ended(pull("mine"))
-    assert (ending, out, err.count("\n")) == (1, "", 1)
-    assert err.startswith(f"The model `mine` cannot be loaded: {said}")
-
-
-@pytest.mark.slow
 def test_no_network_is_told_at_once(pull: Pull) -> None:
-    """A port where nobody listens is as good as none."""
     status, _, err = ended(pull("mine", GATEWAY_HUB_ENDPOINT="http://127.0.0.1:9"))
     assert status == 1
     assert "could not be fetched from the hub: [Errno" in err
 
 
 @pytest.mark.slow
-def test_a_disk_that_takes_no_more_is_told(pull: Pull, tmp_path: Path) -> None:
-    """The limit on a file's size stands for a disk's; nothing is taken for a model."""
-
-    def lower() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (12 * MB, 12 * MB))
-
-    status, _, err = ended(pull("mine", before=lower))
-    assert status == 1
-    assert err == (
-        "The model `mine` cannot be loaded: org/big could not be stored: File too large.\n"
-    )
-    assert not snapshot(tmp_path).exists()
-
-
-@pytest.mark.slow
 def test_a_terminal_shows_how_far_it_is(pull: Pull, hub: FakeHub) -> None:
-    """On stderr, so that stdout can be kept."""
     shown, terminal = pty.openpty()
     hub.gate.clear()
     process = pull("mine", stderr=terminal, TERM="xterm", COLUMNS="100")

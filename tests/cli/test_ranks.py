@@ -46,6 +46,7 @@ SHAPE = {
     "required": ["on", "size"],
     "additionalProperties": False,
 }
+FORM = {"type": "json_schema", "json_schema": {"name": "size", "strict": True, "schema": SHAPE}}
 
 
 @pytest.fixture(scope="module")
@@ -133,41 +134,8 @@ QUESTIONS = [
 ] + [
     chat("tensor", "Hello", temperature=1, seed=7),
     chat("tensor", "Hello", logprobs=True, top_logprobs=2, max_tokens=5),
-    chat(
-        "tensor",
-        "A size",
-        max_tokens=20,
-        response_format={
-            "type": "json_schema",
-            "json_schema": {"name": "size", "strict": True, "schema": SHAPE},
-        },
-    ),
+    chat("tensor", "A size", max_tokens=20, response_format=FORM),
 ]
-
-
-def decision(url: str, model: str) -> Any:
-    """Ask three questions of one input, some of whose labels have several tokens."""
-    questions = [
-        {"type": "predicate", "instructions": "It is about a cat."},
-        {"type": "choice", "instructions": "Who?", "choices": [{"value": "cat"}, {"value": "dog"}]},
-        {"type": "score", "instructions": "How?", "levels": [{"label": "bad"}, {"label": "good"}]},
-    ]
-    body = {"model": model, "input": "The cat sat. " * 40, "questions": questions}
-    answer = httpx2.post(f"{url}/v1/decisions", json=body, timeout=60).json()
-    assert "answers" in answer, answer
-    return answer["answers"]
-
-
-def numbers(value: Any) -> Any:
-    """Return a JSON value that another equals if its numbers are about the same."""
-    match value:
-        case dict():
-            return {key: numbers(each) for key, each in value.items()}
-        case list():
-            return [numbers(each) for each in value]
-        case float():
-            return pytest.approx(value, abs=1e-5)
-    return value
 
 
 def ask(url: str, body: dict[str, Any]) -> str:
@@ -233,16 +201,14 @@ def launched(folder: Path, logs: Path) -> Iterator[str]:
 
 def test_two_ranks_answer_as_one(folder: Path, tmp_path: Path) -> None:
     """Tensor and pipeline, many at once: greedy, sampled, scored, held to a schema, of KV in fewer
-    bits, and decisions. Two of the models are loaded while the others answer.
+    bits. Two of the models are loaded while the others answer.
     """
     serve = command("serve", "--models", str(folder / "models.yaml"))
     with started(serve, tmp_path, GATEWAY_CACHE_MAX_MODELS="8") as alone:
         expected = texts(alone.url)
-        decided = {model: numbers(decision(alone.url, model)) for model in ("tensor", "pipeline")}
         assert alone.log.read_text().count('"event":"parallel_alone"') == 4
     with launched(folder, tmp_path) as url:
         assert texts(url) == expected
-        assert {model: decision(url, model) for model in decided} == decided
         refused = [
             httpx2.post(f"{url}/v1/chat/completions", json=chat(model, "Hello"), timeout=60)
             for model in ("odd", "llama")
@@ -294,7 +260,6 @@ def test_a_rank_0_that_dies_ends_the_others(folder: Path, tmp_path: Path) -> Non
 
 
 def test_a_rank_that_is_told_to_stop_lets_the_group_drain(folder: Path, tmp_path: Path) -> None:
-    """The answer under way is whole, and both end with status 0."""
     with group(folder, tmp_path) as served:
         body = chat("tensor", "Long", max_tokens=60, stream=True, logit_bias=NO_END)
         with httpx2.stream(
@@ -309,15 +274,13 @@ def test_a_rank_that_is_told_to_stop_lets_the_group_drain(folder: Path, tmp_path
 
 
 def test_ranks_that_would_not_be_alike_refuse_to_load(folder: Path, tmp_path: Path) -> None:
-    """A rank whose models.yaml says something else is named, and the group goes on."""
     changed = MODELS.replace('"path:qwen2",', '"path:qwen2", dtype: float16,')
     assert changed != MODELS
     (folder / "changed.yaml").write_text(changed)
     with group(folder, tmp_path, models=("models.yaml", "changed.yaml")) as served:
         url = f"{served.url}/v1/chat/completions"
-        message = httpx2.post(url, json=chat("pipeline", "Hello"), timeout=60).json()["error"][
-            "message"
-        ]
+        refused = httpx2.post(url, json=chat("pipeline", "Hello"), timeout=60)
+        message = refused.json()["error"]["message"]
         assert "rank 1: " in message
         assert "its models.yaml is not that of rank 0" in message
         assert httpx2.post(url, json=chat("tensor", "Hello"), timeout=60).status_code == 200

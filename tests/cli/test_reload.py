@@ -32,7 +32,6 @@ def wait_for(log: Path, event: str) -> None:
 
 
 def test_a_hangup_reads_the_models_again(tmp_path: Path) -> None:
-    """A file that is wrong is logged by line, and changes nothing; a whole one is served."""
     write_chat(tmp_path / "tiny")
     file = tmp_path / "models.yaml"
     file.write_text(MODELS)
@@ -52,7 +51,6 @@ def test_a_hangup_reads_the_models_again(tmp_path: Path) -> None:
 def test_a_hangup_that_cannot_be_obeyed_does_not_keep_the_next_from_being_heard(
     tmp_path: Path,
 ) -> None:
-    """A .env that is no text, say: it is logged."""
     (tmp_path / "models.yaml").write_text(IDLE)
     with started(command("serve"), tmp_path) as served:
         (tmp_path / ".env").write_bytes(b"\xff\xfe=1\n")
@@ -64,7 +62,6 @@ def test_a_hangup_that_cannot_be_obeyed_does_not_keep_the_next_from_being_heard(
 
 
 def test_a_models_file_that_does_not_answer_holds_up_no_exit(tmp_path: Path) -> None:
-    """On a disk that is somewhere else, say."""
     file = tmp_path / "models.yaml"
     file.write_text(IDLE)
     with started(command("serve"), tmp_path) as served:
@@ -96,7 +93,6 @@ def test_a_hangup_while_it_drains_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="nobody tells which signals wait")
 def test_a_hangup_while_it_starts_waits_until_it_serves(tmp_path: Path) -> None:
-    """It would end a process that has not asked for it, and imports take seconds."""
     (tmp_path / "models.yaml").write_text(IDLE)
     log = tmp_path / "log"
     given = environment(GATEWAY_PORT="0", GATEWAY_LOG_FORMAT="json")

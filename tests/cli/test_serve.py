@@ -16,7 +16,7 @@ import pytest
 
 from gateway.cli.serve import listen
 from tests.checkpoints import write_chat
-from tests.processes import command, environment, started
+from tests.processes import command, ran, started
 
 pytestmark = pytest.mark.slow
 
@@ -44,48 +44,28 @@ def serving(folder: Path, **given: str) -> Iterator[tuple["subprocess.Popen[byte
 
 
 def test_a_broken_file_is_refused_in_checks_own_words(tmp_path: Path) -> None:
-    """And with its status, before anything is loaded."""
     file = tmp_path / "models.yaml"
     file.write_text("version: 1\nmodels:\n  a: {kind: chta, source: 'path:nowhere'}\n")
-    told = [
-        subprocess.run(
-            command(name, "--models", str(file)),
-            cwd=tmp_path,
-            env=environment(),
-            capture_output=True,
-            timeout=60,
-            check=False,
-        )
-        for name in ("check", "serve")
-    ]
+    told = [ran(tmp_path, name, "--models", str(file)) for name in ("check", "serve")]
     assert [done.returncode for done in told] == [1, 1]
     check, serve = (done.stdout + done.stderr for done in told)
-    assert b"models.yaml:3" in serve
+    assert "models.yaml:3" in serve
     assert set(serve.splitlines()) <= set(check.splitlines())
 
 
 def test_a_port_in_use_is_told_in_one_line(tmp_path: Path) -> None:
-    """Once, with what to do, and no traceback."""
     with serving(tmp_path) as (_, url):
         port = url.rpartition(":")[2]
-        done = subprocess.run(
-            command("serve", "--port", port),
-            cwd=tmp_path,
-            env=environment(),
-            capture_output=True,
-            timeout=60,
-            check=False,
-        )
+        done = ran(tmp_path, "serve", "--port", port)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].decode() == (
+    assert done.stderr.splitlines()[-1] == (
         f"127.0.0.1:{port}: Address already in use. Is a gateway running already? If not, choose "
         "another port: GATEWAY_PORT."
     )
-    assert b"Traceback" not in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_sigterm_finishes_the_answer_under_way_and_refuses_the_next(tmp_path: Path) -> None:
-    """Then the process ends with status 0."""
     with serving(tmp_path) as (process, url):
         with (
             httpx2.Client(base_url=url, timeout=30) as client,
@@ -108,23 +88,7 @@ def test_sigterm_finishes_the_answer_under_way_and_refuses_the_next(tmp_path: Pa
         assert process.wait(20) == 0
 
 
-def test_what_the_drain_does_not_finish_is_told_so(tmp_path: Path) -> None:
-    """An error event, and then the end; the process still ends with status 0."""
-    with serving(tmp_path, GATEWAY_DRAIN_S="0.5") as (process, url):
-        with (
-            httpx2.Client(base_url=url, timeout=30) as client,
-            client.stream("POST", "/v1/chat/completions", json={**LONG, "max_tokens": 3000}) as it,
-        ):
-            lines = it.iter_lines()
-            next(lines)
-            process.send_signal(signal.SIGTERM)
-            told = [line for line in lines if line.startswith("data: ")]
-        assert json.loads(told[-1].removeprefix("data: "))["error"]["code"] == "service_unavailable"
-        assert process.wait(20) == 0
-
-
 def test_a_second_signal_ends_it_now(tmp_path: Path) -> None:
-    """However much is under way."""
     with serving(tmp_path) as (process, url):
         with (
             httpx2.Client(base_url=url, timeout=30) as client,
@@ -162,7 +126,6 @@ async def test_a_unix_socket_is_served_by_whatever_name_and_goes_at_exit(tmp_pat
 
 @pytest.mark.anyio
 async def test_a_socket_that_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
-    """Its file is there, and nobody answers."""
     path = tmp_path / "gw.sock"
     with serving(tmp_path, GATEWAY_BIND=f"unix:{path}") as (process, _):
         process.kill()
@@ -174,28 +137,19 @@ async def test_a_socket_that_a_killed_process_left_is_replaced(tmp_path: Path) -
 
 @pytest.mark.anyio
 async def test_a_socket_that_is_listened_on_is_not_taken(tmp_path: Path) -> None:
-    """The second gateway is refused in one line, and the first goes on; nor is a file replaced."""
     path, file = tmp_path / "gw.sock", tmp_path / "file"
     file.write_text("mine")
     with serving(tmp_path, GATEWAY_BIND=f"unix:{path}"):
         for bind in (path, file):
-            done = subprocess.run(  # noqa: ASYNC221
-                command("serve"),
-                cwd=tmp_path,
-                env=environment(GATEWAY_BIND=f"unix:{bind}"),
-                capture_output=True,
-                timeout=60,
-                check=False,
-            )
+            done = ran(tmp_path, "serve", GATEWAY_BIND=f"unix:{bind}")
             assert done.returncode == 2
-            assert b"in use" in done.stderr
-            assert b"Traceback" not in done.stderr
+            assert "in use" in done.stderr
+            assert "Traceback" not in done.stderr
         assert await asked(path) == 200
     assert file.read_text() == "mine"
 
 
 def test_a_socket_that_is_another_s_by_now_is_left(tmp_path: Path) -> None:
-    """Somebody removed ours and made their own."""
     path = tmp_path / "gw.sock"
     with listen([f"unix:{path}"], scheme="http") as (bind,):
         os.close(int(bind.removeprefix("fd://")))

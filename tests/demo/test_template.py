@@ -22,8 +22,8 @@ WEATHER: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
-HI = [{"role": "user", "content": "Hi"}]
-CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'
+ASKED = {"name": "get_weather", "arguments": {"city": "Paris"}}
+CALL = f"<tool_call>{json.dumps(ASKED)}</tool_call>"
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +38,10 @@ def _render(tokenizer: TokenizerWrapper, messages: list[dict[str, Any]], **optio
 
 
 def test_every_role_has_its_turn(tokenizer: TokenizerWrapper) -> None:
-    """System, user, assistant and tool turns come out in order, each with its end."""
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Weather in Paris?"},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{"function": {"name": "get_weather", "arguments": {"city": "Paris"}}}],
-        },
+        {"role": "assistant", "content": None, "tool_calls": [{"function": ASKED}]},
         {"role": "tool", "content": "18 degrees, sunny"},
     ]
     assert _render(tokenizer, messages, tools=[WEATHER], add_generation_prompt=True) == (
@@ -56,25 +51,11 @@ def test_every_role_has_its_turn(tokenizer: TokenizerWrapper) -> None:
     )
 
 
-def test_arguments_may_be_a_json_text(tokenizer: TokenizerWrapper) -> None:
-    """OpenAI clients send arguments back as a string: it is not quoted again."""
-    call = {"function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
-    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
-    assert CALL in _render(tokenizer, messages)
-
-
 def test_content_parts_are_joined(tokenizer: TokenizerWrapper) -> None:
-    """Content may be a list of text parts."""
     parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "there"}]
     assert _render(tokenizer, [{"role": "user", "content": parts}]) == (
         "<|begin|><|user|>Hello there<|end|>"
     )
-
-
-def test_a_tool_needs_no_parameters(tokenizer: TokenizerWrapper) -> None:
-    """Description and parameters are optional in OpenAI's API."""
-    tools = [{"type": "function", "function": {"name": "ping"}}]
-    assert "<|tools|>ping()<|end|>" in _render(tokenizer, HI, tools=tools)
 
 
 def test_mlx_lm_recognises_the_tool_calls(tokenizer: TokenizerWrapper) -> None:
@@ -82,11 +63,10 @@ def test_mlx_lm_recognises_the_tool_calls(tokenizer: TokenizerWrapper) -> None:
     assert tokenizer.tool_call_start == "<tool_call>"
     assert len(tokenizer.encode("<tool_call></tool_call>")) == 2
     inner = CALL.removeprefix("<tool_call>").removesuffix("</tool_call>")
-    assert tokenizer.tool_parser(inner) == {"name": "get_weather", "arguments": {"city": "Paris"}}
+    assert tokenizer.tool_parser(inner) == ASKED
 
 
 def test_training_renders_what_transformers_renders(tokenizer: TokenizerWrapper) -> None:
-    """The quick renderer of training and the saved template agree."""
     template = Template()
     for case in islice(conversations(5), 100):
         saved = _render(tokenizer, case.messages, tools=case.tools or None)
@@ -94,8 +74,7 @@ def test_training_renders_what_transformers_renders(tokenizer: TokenizerWrapper)
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["two  spaces ", "Grüße, 世界 👋🏽", "a\tb\r\nc", "don't , stop .", "12345 x 0.5", ""],
+    "text", ["two  spaces ", "Grüße, 世界 👋🏽", "a\tb\r\nc", "don't , stop .", "12345 x 0.5", ""]
 )
 def test_text_round_trips(tokenizer: TokenizerWrapper, text: str) -> None:
     """Any text comes back as it went in, white space included; so does a stream of it."""
@@ -108,19 +87,7 @@ def test_text_round_trips(tokenizer: TokenizerWrapper, text: str) -> None:
     assert detokenizer.text == text
 
 
-@pytest.mark.parametrize("text", ["  two spaces first", "\u0000", "\ufffd"])
-def test_odd_text_round_trips_whole(tokenizer: TokenizerWrapper, text: str) -> None:
-    """mlx-lm's stream drops a leading space and garbles NUL; decoding at once does neither."""
-    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
-
-
-def test_digits_are_tokens_of_their_own(tokenizer: TokenizerWrapper) -> None:
-    """Sums are learned digit by digit."""
-    assert len(tokenizer.encode("4711", add_special_tokens=False)) == 4
-
-
 def test_the_end_of_turn_ends_generation(tokenizer: TokenizerWrapper) -> None:
-    """All three files name the same end token."""
     end = tokenizer.convert_tokens_to_ids(END)
     assert tokenizer.eos_token_ids == {end}
     for name in ("config.json", "generation_config.json"):
@@ -128,7 +95,6 @@ def test_the_end_of_turn_ends_generation(tokenizer: TokenizerWrapper) -> None:
 
 
 def test_only_the_assistant_is_learned(tokenizer: TokenizerWrapper) -> None:
-    """The loss covers what the assistant says and the end of its turn, nothing else."""
     text = f"<|begin|><|user|>Hi<|end|>{ASSISTANT}Hello!{END}<|user|>Bye{END}"
     ids = tokenizer.encode(text, add_special_tokens=False)
     marks = learned(ids, *tokenizer.convert_tokens_to_ids([ASSISTANT, END]))
@@ -137,13 +103,5 @@ def test_only_the_assistant_is_learned(tokenizer: TokenizerWrapper) -> None:
 
 
 def test_the_folder_is_small_and_the_context_long() -> None:
-    """At most 8 MB to commit, and room for 16,384 tokens."""
     assert sum(file.stat().st_size for file in CHAT.iterdir()) <= 8 * 2**20
     assert json.loads((CHAT / "config.json").read_text("utf-8"))["max_position_embeddings"] >= 16384
-
-
-def test_the_card_says_what_was_measured() -> None:
-    """The card is there, with its licence and its command."""
-    card = (CHAT / "README.md").read_text("utf-8")
-    assert "Apache-2.0" in card
-    assert "python -m demo.evaluate" in card

@@ -72,7 +72,6 @@ def served(gateway: Served) -> int:
 @balanced
 @pytest.mark.slow
 def test_a_gateway_that_drains_or_dies_is_not_missed(tmp_path: Path) -> None:
-    """No request fails while one of two leaves, nor while only one is there."""
     write_chat(tmp_path / "tiny")
     (tmp_path / "models.yaml").write_text(MODELS)
     arguments = command("serve", "--models", str(tmp_path / "models.yaml"))
@@ -100,7 +99,6 @@ def test_a_gateway_that_drains_or_dies_is_not_missed(tmp_path: Path) -> None:
 
 
 def test_the_settings_of_a_bigger_mac_are_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page's command sets what it says, by `mlx-gateway config`'s own reading."""
     [line] = re.findall(
         r"^(GATEWAY_.*) mlx-gateway serve$", section("One bigger Mac"), re.MULTILINE
     )

@@ -2,7 +2,6 @@
 
 import json
 import re
-from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.deploy.promql import ALERTS, BOARD, EXPRESSIONS, FOLDER, PANELS, Wanted, wanted
+from tests.deploy.promql import ALERTS, BOARD, EXPRESSIONS, FOLDER, PANELS, wanted
 from tests.fakes import ScriptedEngines
 from tests.serving_app import catalog, served
 
@@ -41,18 +40,6 @@ async def test_every_series_asked_for_is_one_of_the_gateways(tmp_path: Path) -> 
     ]
     missing = {name: unknown(expression, known) for name, expression in EXPRESSIONS.items()}
     assert not {name: each for name, each in missing.items() if each}
-
-
-def test_what_an_expression_asks_for_is_found_wherever_it_stands() -> None:
-    """In calls, operators and brackets, with the labels that it is selected and grouped by."""
-    expression = 'sum by (le, x) (rate(a_bucket{y=~"b"}[5m])) > (c unless c offset 5m) * vector(2)'
-    assert list(wanted(expression)) == [
-        Wanted("a_bucket", 'a_bucket{y=~"b"}', frozenset({"le", "x", "y"})),
-        Wanted("c", "c", frozenset()),
-        Wanted("c", "c", frozenset()),
-    ]
-    with pytest.raises(ValueError, match="parenthesis"):
-        list(wanted("sum by (le (a)"))
 
 
 def test_grafanas_own_types_hold_all_of_the_board() -> None:
@@ -86,25 +73,7 @@ def _lost(given: Any, read: Any, path: str) -> list[str]:
     return [] if given == read else [path]
 
 
-def test_panels_have_ids_and_places_of_their_own() -> None:
-    """Twenty-four columns, no panel over another, none without a title and words on what it is."""
-    every = BOARD["panels"]
-    assert len({panel["id"] for panel in every}) == len(every)
-    for one, other in combinations([panel["gridPos"] for panel in every], 2):
-        assert (
-            one["x"] + one["w"] <= other["x"]
-            or other["x"] + other["w"] <= one["x"]
-            or one["y"] + one["h"] <= other["y"]
-            or other["y"] + other["h"] <= one["y"]
-        ), (one, other)
-    assert all(0 <= p["gridPos"]["x"] <= 24 - p["gridPos"]["w"] for p in every)
-    assert all(panel["title"] and panel["description"] for panel in PANELS)
-    rows = [panel["gridPos"]["y"] for panel in every if panel["type"] == "row"]
-    assert all(above < below for above, below in pairwise(rows))
-
-
 def test_every_target_asks_the_prometheus_and_the_gateways_that_are_chosen() -> None:
-    """By the variables on top of the board."""
     chosen = {variable["name"]: variable for variable in BOARD["templating"]["list"]}
     assert chosen["datasource"]["type"] == "datasource"
     source = {"type": "prometheus", "uid": "${datasource}"}
@@ -124,7 +93,6 @@ def test_every_target_asks_the_prometheus_and_the_gateways_that_are_chosen() -> 
 
 
 def test_the_readme_lists_every_alert() -> None:
-    """And each says how grave it is, what happened, and what to do."""
     text = (FOLDER / "README.md").read_text("utf-8")
     assert re.findall(r"^\| `(\w+)`", text, re.MULTILINE) == [rule["alert"] for rule in ALERTS]
     for rule in ALERTS:
@@ -149,7 +117,6 @@ def test_images_are_pinned_and_listen_on_loopback_alone() -> None:
 
 
 def test_what_is_mounted_is_there_and_is_what_is_named_inside() -> None:
-    """The configuration that Prometheus is started with, and the board that Grafana begins with."""
     mounts = dict(
         mount.removesuffix(":ro").split(":")
         for service in COMPOSE.values()

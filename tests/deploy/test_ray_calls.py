@@ -87,33 +87,26 @@ def test_what_cannot_be_read_is_for_anybody_to_refuse(body: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("odd", "owner"),
     [
-        {"model": "m", "previous_response_id": new_id("resp", 24), "input": "on"},
-        {"model": "m", "input": [{"type": "item_reference", "id": new_id("msg", 16)}]},
+        ({"previous_response_id": new_id("resp", 24), "input": "on"}, OWN_NAME),
+        ({"input": [{"type": "item_reference", "id": new_id("msg", 16)}]}, OWN_NAME),
+        ({"previous_response_id": 3}, None),
+        ({"previous_response_id": "resp_short"}, None),
+        ({"input": [{"type": "item_reference", "id": None}, "text", None]}, None),
+        ({"input": {"type": "item_reference"}}, None),
     ],
 )
-def test_ids_name_who_keeps_what_they_are_of(body: dict[str, Any]) -> None:
-    assert read(body, "/responses").owner == OWN_NAME
+def test_ids_name_who_keeps_what_they_are_of_and_odd_ones_nobody(
+    odd: dict[str, Any], owner: str | None
+) -> None:
+    assert read({"model": "m", **odd}, "/responses").owner == owner
 
 
 def test_paths_name_who_keeps_the_response() -> None:
     for rest in ("", "/input_items", "/cancel"):
         assert read(b"", f"/responses/{new_id('resp', 24)}{rest}").owner == OWN_NAME
     assert read(b"", "/responses/input_tokens").owner is None
-
-
-@pytest.mark.parametrize(
-    "odd",
-    [
-        {"previous_response_id": 3},
-        {"previous_response_id": "resp_short"},
-        {"input": [{"type": "item_reference", "id": None}, "text", None]},
-        {"input": {"type": "item_reference"}},
-    ],
-)
-def test_odd_ids_name_nobody(odd: dict[str, Any]) -> None:
-    assert read({"model": "m", **odd}, "/responses").owner is None
 
 
 @pytest.mark.parametrize(

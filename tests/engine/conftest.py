@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from gateway.engine.generation.engine import GenerationEngine
+from tests.checkpoints import write_chat
 from tests.engine.generation.harness import PLENTY, open_engine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a checkpoint of plain KV; modules of other kinds have a fixture of their own."""
+    return write_chat(tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture(scope="module")

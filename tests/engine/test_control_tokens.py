@@ -33,7 +33,6 @@ def demo() -> Tokenizer:
 
 
 def test_only_the_callers_control_tokens_are_letters(demo: Tokenizer) -> None:
-    """The template's stay what they are, also right beside."""
     pieces: list[Piece] = [("<|user|>", False), ("<|end|>a<|end|>", True), ("<|end|>", False)]
     [ids] = ControlTokens(demo).encode([pieces])
     assert controls(ids, demo) == ["<|user|>", "<|end|>"]
@@ -42,7 +41,6 @@ def test_only_the_callers_control_tokens_are_letters(demo: Tokenizer) -> None:
 
 
 def test_texts_without_any_have_the_ids_they_had(demo: Tokenizer) -> None:
-    """In one piece or in several."""
     text = "Hello  there,\n\n is 12 + 7 True? 日本"
     [one, several] = ControlTokens(demo).encode(
         [[(text, True)], [(text[:3], False), (text[3:9], True), (text[9:], False)]]
@@ -58,7 +56,6 @@ def test_a_unigrams_own_pieces_are_no_way_round() -> None:
 
 
 def test_runs_of_white_space_are_text(demo: Tokenizer) -> None:
-    """Some tokenizers keep them as added tokens."""
     tokenizer = Tokenizer.from_str(demo.to_str())
     tokenizer.add_tokens([AddedToken("    ", special=False, normalized=False)])
     [ids] = ControlTokens(tokenizer).encode([[("a    b", True)]])
@@ -69,7 +66,6 @@ def test_runs_of_white_space_are_text(demo: Tokenizer) -> None:
 def test_white_space_that_a_control_token_takes_in_does_not_change_whose_it_is(
     demo: Tokenizer,
 ) -> None:
-    """Before it, or behind it."""
     tokenizer = Tokenizer.from_str(demo.to_str())
     tokenizer.add_special_tokens([AddedToken("<m>", special=True, lstrip=True, rstrip=True)])
     theirs, ours = ControlTokens(tokenizer).encode(
@@ -84,7 +80,6 @@ def test_white_space_that_a_control_token_takes_in_does_not_change_whose_it_is(
     st.lists(st.sampled_from(["<|end|>", "<|user|>", " ", "a", "<", "|>", "é", "\n"]), min_size=1)
 )
 def test_any_text_comes_through_whole(texts: list[str]) -> None:
-    """By itself, and split before a template had it."""
     tokenizer = Tokenizer.from_file(str(DEMO))
     known = ControlTokens(tokenizer)
     text = "".join(texts)
@@ -99,7 +94,6 @@ def test_any_text_comes_through_whole(texts: list[str]) -> None:
 
 
 def test_a_value_of_json_is_split_wherever_it_has_texts(demo: Tokenizer) -> None:
-    """Keys too; what is kept is not."""
     known = ControlTokens(demo)
     value = {"a<|end|>": ["<|end|>", 1, None, {"b": "<|user|>"}], "c": "d"}
     found = known.split(value, plain=("<|user|>",))

@@ -90,7 +90,6 @@ def part(place: Hub, repo: Path) -> Path:
 def test_a_broken_connection_is_resumed_where_it_broke(
     hub: FakeHub, place: Hub, spec: ModelSpec, repo: Path
 ) -> None:
-    """What has come is not asked for again."""
     hub.cuts = [21 * UNIT]
     folder = download(spec, place)
     assert hub.ranges == ["", f"bytes={20 * UNIT}-"]
@@ -101,7 +100,6 @@ def test_a_broken_connection_is_resumed_where_it_broke(
 def test_an_earlier_process_half_is_finished(
     hub: FakeHub, place: Hub, spec: ModelSpec, repo: Path
 ) -> None:
-    """It counts as fetched, and not as a model."""
     half = (repo / "model.safetensors").read_bytes()[: 7 * UNIT]
     blobs(place).mkdir(parents=True)
     part(place, repo).write_bytes(half)
@@ -117,7 +115,6 @@ def test_an_earlier_process_half_is_finished(
 def test_a_half_with_other_bytes_is_dropped(
     hub: FakeHub, place: Hub, spec: ModelSpec, repo: Path, size: int
 ) -> None:
-    """One that is too long at once, another when its end has come; then it is fetched whole."""
     blobs(place).mkdir(parents=True)
     part(place, repo).write_bytes(bytes(size))
     if size < SMALL:
@@ -131,7 +128,6 @@ def test_a_half_with_other_bytes_is_dropped(
 def test_what_went_bad_on_disk_is_fetched_again(
     hub: FakeHub, place: Hub, spec: ModelSpec, repo: Path
 ) -> None:
-    """Weights by their hash, the small files by their size."""
     folder = download(spec, place)
     weights = folder / "model.safetensors"
     blob = weights.resolve()
@@ -219,7 +215,6 @@ def test_a_disk_that_fills_up_meanwhile_is_told_and_given_back(
 def test_a_hub_that_fails_in_the_middle_is_told_by_its_status(
     hub: FakeHub, place: Hub, spec: ModelSpec
 ) -> None:
-    """It had listed the files."""
     hub.status, hub.status_only = 500, "/resolve/"
     with pytest.raises(ModelUnavailable, match=r"org/big could not be fetched from the hub.*500"):
         download(spec, place)
@@ -227,7 +222,6 @@ def test_a_hub_that_fails_in_the_middle_is_told_by_its_status(
 
 
 def test_a_refusal_names_the_key_that_is_missing(hub: FakeHub, place: Hub, spec: ModelSpec) -> None:
-    """The hub tells nobody whether a private repository is there."""
     hub.status = 401
     with pytest.raises(ModelUnavailable, match="HF_TOKEN"):
         download(spec, place)

@@ -85,19 +85,19 @@ def check(answer: httpx2.Response) -> None:
     if answer.status_code != 200:
         assert answer.status_code != 500, answer.text
         assert answer.headers["content-type"] == "application/json"
-        _check_error(answer.json())
+        check_error(answer.json())
     elif answer.headers["content-type"].startswith("text/event-stream"):
         for line in answer.text.split("\n"):
             if line.startswith("data: {"):
                 event = orjson.loads(line.removeprefix("data: "))
                 if "error" in event:
-                    _check_error(event)
+                    check_error(event)
                     assert "engine_failed" not in line, event
     else:
         answer.json()
 
 
-def _check_error(body: Any) -> None:
+def check_error(body: Any) -> None:
     if "error_type" in body:  # TEI's
         assert set(body) == {"error", "error_type"}
         assert body["error"]

@@ -75,11 +75,16 @@ def turn(role: str, **more: Any) -> dict[str, Any]:
 
 
 def call(arguments: str = "{}", **more: Any) -> dict[str, Any]:
-    return {
-        "id": "c",
-        "type": "function",
-        "function": {"name": "f", "arguments": arguments, **more},
-    }
+    function = {"name": "f", "arguments": arguments, **more}
+    return {"id": "c", "type": "function", "function": function}
+
+
+def user(*blocks: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(blocks)}
+
+
+def assistant(*blocks: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": list(blocks)}
 
 
 def used(name: str) -> dict[str, Any]:
@@ -130,39 +135,22 @@ MESSAGES: dict[str, Grow] = {
     "a call's name": lambda n: [turn("assistant", tool_calls=[call(name="x" * n)])],
     "what nobody knows": lambda n: [turn("user", **{f"k{i}": i for i in range(n // 14)})],
 }
+TEXT = {"type": "text", "text": "x"}
 BLOCKS: dict[str, Grow] = {
-    "results": lambda n: [
-        {"role": "assistant", "content": [used("c")]},
-        {"role": "user", "content": repeated(result("c"))(n)},
-    ],
-    "results of no call": lambda n: [{"role": "user", "content": repeated(result("d"))(n)}],
+    "results": lambda n: [assistant(used("c")), user(*repeated(result("c"))(n))],
+    "results of no call": lambda n: [user(*repeated(result("d"))(n))],
     "calls in blocks": lambda n: [
-        {"role": "assistant", "content": [used(f"c{i}") for i in range(n // 60)]},
-        {"role": "user", "content": [result("c0")]},
+        assistant(*(used(f"c{i}") for i in range(n // 60))), user(result("c0")),
     ],
-    "turns of blocks": lambda n: (
-        [
-            {"role": "assistant", "content": [used("c")]},
-            {"role": "user", "content": [result("c"), {"type": "text", "text": "x"}]},
-        ]
-        * (n // 250)
-    ),
+    "turns of blocks": lambda n: [assistant(used("c")), user(result("c"), TEXT)] * (n // 250),
     "thoughts": lambda n: [
-        {"role": "assistant", "content": repeated({"type": "thinking", "thinking": "x"})(n)},
-        turn("user"),
+        assistant(*repeated({"type": "thinking", "thinking": "x"})(n)), turn("user"),
     ],
     "parts of a result": lambda n: [
-        {"role": "assistant", "content": [used("c")]},
-        {
-            "role": "user",
-            "content": [{**result("c"), "content": repeated({"type": "text", "text": "x"})(n)}],
-        },
+        assistant(used("c")), user({**result("c"), "content": repeated(TEXT)(n)}),
     ],
-    "an input": lambda n: [
-        {"role": "assistant", "content": [{**used("c"), "input": {"a": "x" * n}}]},
-        turn("user"),
-    ],
-}
+    "an input": lambda n: [assistant({**used("c"), "input": {"a": "x" * n}}), turn("user")],
+}  # fmt: skip
 TOOLS: dict[str, Grow] = {
     **{name: within(grow, lambda value: [function("f", value)]) for name, grow in SCHEMAS.items()},
     "tools": lambda n: [function(f"f{i}", {}) for i in range(n // 70)],
@@ -240,8 +228,7 @@ OWN: dict[str, dict[str, Grow]] = {
     "guided_json": SCHEMAS,
     "text": {
         name: within(
-            grow,
-            lambda schema: {"format": {"type": "json_schema", "name": "s", "schema": schema}},
+            grow, lambda schema: {"format": {"type": "json_schema", "name": "s", "schema": schema}}
         )
         for name, grow in SCHEMAS.items()
     },
@@ -273,38 +260,26 @@ def understood(path: str, body: bytes, models: Catalog) -> object:
 def translated(path: str, asked: Any) -> object:
     """Make the jobs."""
     caller = Caller(request_id="r", deadline=1e9, allowed_s=60)
+    bounds = CharBounds(CHARS, CHARS)
+    given: dict[str, Any] = {}
     if path == "/embeddings":
-        return embeddings.to_job(
-            asked,
-            caller,
-            accepts_ids=True,
-            truncate=True,
-            dimensions=None,
-            prompt_name=None,
-            bounds=CharBounds(CHARS, CHARS),
-        )
+        given = {"accepts_ids": True, "truncate": True, "dimensions": None, "prompt_name": None}
+        return embeddings.to_job(asked, caller, bounds=bounds, **given)
     if path in ("/rerank", "/score"):
-        bounds = CharBounds(CHARS, CHARS)
-        return rerank.to_job(
-            asked, caller, max_tokens_per_doc=None, prompt_name=None, bounds=bounds
-        )
+        given = {"max_tokens_per_doc": None, "prompt_name": None}
+        return rerank.to_job(asked, caller, bounds=bounds, **given)
     if path == "/decisions":
-        return decisions.to_jobs(asked, caller, {}, bounds=CharBounds(CHARS, CHARS))
-    if path.startswith("/messages"):
-        return anthropic.to_job(asked, caller, Sampling(), template_args={}, max_chars=CHARS)
+        return decisions.to_jobs(asked, caller, {}, bounds=bounds)
     if path == "/completions":
-        return completions.to_jobs(asked, caller, Sampling(), bounds=CharBounds(CHARS, CHARS))
-    to_job: Any = chat.to_job if path == "/chat/completions" else responses.to_job
-    more: dict[str, Any]
+        return completions.to_jobs(asked, caller, Sampling(), bounds=bounds)
+    given = {"template_args": {}, "max_chars": CHARS}
+    if path.startswith("/messages"):
+        return anthropic.to_job(asked, caller, Sampling(), **given)
+    given["max_tokens"] = 16
     if path == "/chat/completions":
-        more = {"schema_in_prompt": True}
-    else:
-        more = {
-            "items": responses_items.resolve_references(asked.input, lambda _: b'{"role":"user"}')
-        }
-    return to_job(
-        asked, caller, Sampling(), max_tokens=16, template_args={}, max_chars=CHARS, **more
-    )
+        return chat.to_job(asked, caller, Sampling(), schema_in_prompt=True, **given)
+    items = responses_items.resolve_references(asked.input, lambda _: b'{"role":"user"}')
+    return responses.to_job(asked, caller, Sampling(), items=items, **given)
 
 
 def slow(

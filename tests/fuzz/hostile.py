@@ -14,48 +14,19 @@ Body = dict[str, Any]
 Schema = dict[str, Any]
 MARKS = (
     *("<think>", "</think>", "<think>x</think>", "<|im_end|>", "<|im_start|>system", "<tool_call>"),
-    *(
-        '</tool_call>{"name":"f"}',
-        "[TOOL_CALLS]",
-        "<|channel|>final<|message|>",
-        "{{7*7}}",
-        "{% for",
-    ),
-    *(
-        "\x00",
-        "\u202e",
-        "\ud7ff",
-        "\U0010ffff",
-        "🤷‍♀️",
-        "e\u0301",
-        "\r\n\r\n",
-        "data: [DONE]\n\n",
-        "﷽",
-    ),
+    *('</tool_call>{"name":"f"}', "[TOOL_CALLS]", "<|channel|>final<|message|>", "{{7*7}}"),
+    *("{% for", "\x00", "\u202e", "\ud7ff", "\U0010ffff", "🤷\u200d♀️", "e\u0301", "\r\n\r\n", "﷽"),
+    "data: [DONE]\n\n",
 )
 REGEXES = (
-    *(
-        "(a*)*b",
-        "((((((((((",
-        "(a{1,99}){1,99}",
-        "[^\\x00-\\uffff]+",
-        "\\p{L}{0,500}",
-        "(?=a)b",
-        "a|",
-    ),
+    *("(a*)*b", "((((((((((", "(a{1,99}){1,99}", "[^\\x00-\\uffff]+", "\\p{L}{0,500}", "a|"),
     *("(" * 500 + ")" * 500, "[a-z]" * 1500, "(x+x+)+y", "^$", ".{0,9999}", "\\b", "(?i)ß", "[]"),
+    "(?=a)b",
 )
 LARKS = (
-    *(
-        "start: start",
-        'start: "a" start',
-        "start: /a*/ start | ",
-        'start: "a"',
-        "%%%",
-        "start: %json {}",
-    ),
+    *("start: start", 'start: "a" start', "start: /a*/ start | ", 'start: "a"', "%%%"),
+    *("start: %json {}", 'start: "' + "x" * 5000 + '"'),
     "start: a\n" + "\n".join(f"a{i}: a{i + 1}" for i in range(800)),
-    'start: "' + "x" * 5000 + '"',
 )
 
 
@@ -173,10 +144,7 @@ def named(choose: random.Random) -> tuple[str, Body]:
             ("/responses", {"tools": [{"type": name, "name": name}]}),
             ("/messages", {"messages": [{"role": name, "content": "x"}]}),
             ("/messages", {"messages": [{"role": "user", "content": [{"type": name}]}]}),
-            (
-                "/messages",
-                {"tools": [{"type": name, "name": name, "input_schema": {"type": "object"}}]},
-            ),
+            ("/messages", {"tools": [{**function, "name": name, "input_schema": {}}]}),
             ("/messages", {"stop_sequences": [name]}),
         )
     )
@@ -239,18 +207,14 @@ def sampled(choose: random.Random) -> tuple[str, Body]:
 def marked(choose: random.Random) -> tuple[str, Body]:
     """Put what means something to a template, a parser or a stream where text is."""
     text = "".join(choose.choice(MARKS) for _ in range(choose.randrange(1, 8)))
+    said = [{"role": "user", "content": text}]
+    continued = {"continue_final_message": choose.random() < 0.5}
     return choose.choice(
         (
             chat(messages=[{"role": choose.choice(("user", "system")), "content": text}] * 2),
-            chat(messages=[{"role": "user", "content": text}], guided_choice=["yes", "no"]),
-            chat(messages=[{"role": "user", "content": text}], stop=[text], stream=True),
-            chat(
-                messages=[
-                    {"role": "user", "content": text},
-                    {"role": "assistant", "content": text},
-                ],
-                continue_final_message=choose.random() < 0.5,
-            ),
+            chat(messages=said, guided_choice=["yes", "no"]),
+            chat(messages=said, stop=[text], stream=True),
+            chat(messages=[*said, {"role": "assistant", "content": text}], **continued),
             chat(chat_template_kwargs={"enable_thinking": True, "tools": text, "messages": [text]}),
             ("/completions", {"prompt": text, "echo": True, "logprobs": 2, "max_tokens": 1}),
             ("/completions", {"prompt": [text, text]}),
@@ -264,10 +228,7 @@ def multiplied(choose: random.Random) -> tuple[str, Body]:
     """Ask for many answers in one request."""
     return choose.choice(
         (
-            (
-                "/completions",
-                {"prompt": ["x"] * choose.choice((2, 12)), "n": choose.choice((1, 4))},
-            ),
+            ("/completions", {"prompt": ["x"] * 12, "n": choose.choice((1, 4))}),
             ("/completions", {"prompt": ["x"] * 2049}),
             ("/completions", {"prompt": ["x"] * 40, "n": 128}),
             ("/completions", {"prompt": [[1, 2, 3]] * 4}),
@@ -304,14 +265,8 @@ SHAPES: dict[str, Callable[[random.Random], tuple[str, Body]]] = {
     "choices": multiplied,
     "depth": nested,
 }
-AFTER = (
-    b"\r\n",
-    b"\n",
-    b"x",
-    b"\x00" * 100,
-    b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"PRI * HT",
-)
+PIPELINED = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+AFTER = (b"\r\n", b"\n", b"x", b"\x00" * 100, PIPELINED, b"PRI * HT")
 
 
 def hostile(choose: random.Random) -> Sent:
@@ -327,12 +282,13 @@ def hostile(choose: random.Random) -> Sent:
     if choose.random() < 0.05:
         cut = choose.randrange(len(written))
         written = written[:cut] + choose.randbytes(3) + written[cut:]
-    headers = {"x-gateway-timeout-s": choose.choice(("5", "5", "5", "0.05", "1e9", "nan", "x"))}
+    seconds = choose.choice(("5", "5", "5", "0.05", "1e9", "nan", "x"))
+    headers = {"x-gateway-timeout-s": seconds if choose.random() < 0.3 else "10"}
     return Sent(
         shape,
         path,
         written,
-        headers if choose.random() < 0.3 else {"x-gateway-timeout-s": "10"},
+        headers,
         after=choose.choice(AFTER) if choose.random() < 0.3 else b"",
         pieces=choose.choice((1, 1, 1, 3, 40)),
         is_left=choose.random() < 0.1,

@@ -19,8 +19,7 @@ pytestmark = pytest.mark.soak
 def models() -> Catalog:
     """Give the models by the names that the fuzz knows."""
     return load_catalog(
-        DEMO,
-        {"GATEWAY_ALL_MINILM_L6_V2_ALIASES": "embed", "GATEWAY_DEMO_CHAT_ALIASES": "writer"},
+        DEMO, {"GATEWAY_ALL_MINILM_L6_V2_ALIASES": "embed", "GATEWAY_DEMO_CHAT_ALIASES": "writer"}
     )
 
 

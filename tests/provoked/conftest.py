@@ -30,11 +30,7 @@ def models(tmp_path: Path) -> Catalog:
 async def client(models: Catalog, engines: HeldEngines) -> AsyncIterator[httpx2.AsyncClient]:
     """Give a client of a gateway that answers one chat at a time."""
     async with served(
-        models,
-        engines,
-        generation_max_batch_size=1,
-        load_wait_s=10,
-        exit_on_stall=False,
+        models, engines, generation_max_batch_size=1, load_wait_s=10, exit_on_stall=False
     ) as client:
         yield client
         engines.open()

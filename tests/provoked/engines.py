@@ -1,4 +1,4 @@
-"""Scripted engines that can be held at every stage, and break as their text tells them to."""
+"""Scripted engines that can be held at every stage, and hang or end as their text tells them."""
 
 import asyncio
 import threading
@@ -20,8 +20,6 @@ from gateway.jobs import (
 from gateway.registry import ModelSpec
 from tests.fakes import Gate, ScriptedChat, ScriptedEmbedder, ScriptedEngines
 
-POISON = "☠"  # a row that is to say it ends with an error; an input that has it raises
-NO_ENTRY = "⛔"  # a row with this cannot join
 EXIT = "⏻"  # the call with this ends its thread
 HANG = "⌛"  # the call with this never ends
 FAR_AWAY = "far-away"  # a model whose files never come
@@ -35,7 +33,6 @@ def gates() -> dict[Stage, Gate]:
 class HeldEmbedder(ScriptedEmbedder):
     """Tokenising and the pass have a gate each."""
 
-    poison: str | None = POISON
     pass_s: float = 0.0
     gates: dict[Stage, Gate] = field(default_factory=gates)
 
@@ -70,11 +67,6 @@ class HeldWriter(ScriptedChat):
         self.gates[Stage.COMPILE].pass_through()
         return super().compile(grammar)
 
-    def join(self, row: int, job: SequenceParams) -> None:
-        if ord(NO_ENTRY) in job.prompt:
-            raise RuntimeError("no entry")
-        super().join(row, job)
-
     def prefill(self, token_budget: int) -> list[Delta]:
         self.gates[Stage.PREFILL].pass_through()
         return super().prefill(token_budget)
@@ -87,12 +79,6 @@ class HeldWriter(ScriptedChat):
         self.gates[Stage.DECODE].pass_through()
         time.sleep(self.step_s)
         return super().decode()
-
-    def _next(self, row: int) -> list[Delta]:
-        if self._running[row][:1] == [ord(POISON)]:
-            del self._running[row]
-            return [self._delta(row, error="poisoned")]
-        return super()._next(row)
 
 
 @dataclass

@@ -36,12 +36,7 @@ class _Control(ctypes.Structure):
     """The memory that faults.c reads, field for field."""
 
     _fields_ = (
-        ("call", ctypes.c_int32),
-        ("error", ctypes.c_int32),
-        ("skipped", ctypes.c_int32),
-        ("left", ctypes.c_int32),
-        ("waits", ctypes.c_int32),
-        ("hits", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("call", "error", "skipped", "left", "waits", "hits")),
         ("shift_s", ctypes.c_int64),
     )
 

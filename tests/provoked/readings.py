@@ -18,56 +18,32 @@ WORK = {
 SETTLING_S = 20
 
 
+NUMBERS = {
+    "tasks": "gateway_tasks",
+    "resident_bytes": "process_resident_memory_bytes",
+    "active_bytes": "gateway_device_active_bytes",
+    "cached_bytes": "gateway_device_cached_bytes",
+    "held_bytes": "gateway_budget_held_bytes",
+    "limit_bytes": "gateway_budget_limit_bytes",
+    "cancelled": "gateway_cancelled_total",
+    "descriptors": "process_open_fds",
+}
+
+
 @dataclass(frozen=True)
 class Reading:
-    """Series by name, summed over their labels."""
+    """Series by name, summed over their labels; what is zero when nobody asks; and NUMBERS."""
 
     values: Mapping[str, float]
-
-    @property
-    def work(self) -> dict[str, int]:
-        """What is zero when nobody asks for anything."""
-        return {noun: int(self.values[name]) for noun, name in WORK.items()}
-
-    @property
-    def tasks(self) -> int:
-        """The event loop's tasks."""
-        return int(self.values["gateway_tasks"])
-
-    @property
-    def resident_bytes(self) -> int:
-        """The process's memory, as the system counts it."""
-        return int(self.values["process_resident_memory_bytes"])
-
-    @property
-    def active_bytes(self) -> int:
-        """The arrays there are."""
-        return int(self.values["gateway_device_active_bytes"])
-
-    @property
-    def cached_bytes(self) -> int:
-        """What was freed, and is kept for reuse."""
-        return int(self.values["gateway_device_cached_bytes"])
-
-    @property
-    def held_bytes(self) -> int:
-        """What of the budget is given away."""
-        return int(self.values["gateway_budget_held_bytes"])
-
-    @property
-    def limit_bytes(self) -> int:
-        """The budget."""
-        return int(self.values["gateway_budget_limit_bytes"])
-
-    @property
-    def cancelled(self) -> int:
-        """Requests whose caller left, wherever they stood."""
-        return int(self.values["gateway_cancelled_total"])
-
-    @property
-    def descriptors(self) -> int:
-        """Files and sockets that are open."""
-        return int(self.values["process_open_fds"])
+    work: Mapping[str, int]
+    tasks: int
+    resident_bytes: int
+    active_bytes: int
+    cached_bytes: int
+    held_bytes: int
+    limit_bytes: int
+    cancelled: int
+    descriptors: int
 
     def told(self, later: "Reading") -> list[str]:
         """Say what has become of each number."""
@@ -83,7 +59,8 @@ async def reading(client: httpx2.AsyncClient) -> Reading:
     for family in text_string_to_metric_families((await client.get("/metrics")).text):
         for sample in family.samples:
             values[sample.name] += sample.value
-    return Reading(values)
+    work = {noun: int(values[name]) for noun, name in WORK.items()}
+    return Reading(values, work, **{noun: int(values[name]) for noun, name in NUMBERS.items()})
 
 
 async def settled(url: str, tasks: int | None = None) -> Reading:

@@ -30,7 +30,6 @@ def is_told(answer: httpx2.Response) -> None:
 async def test_a_chat_that_takes_too_long(
     client: httpx2.AsyncClient, engines: HeldEngines, stage: Stage, stream: bool
 ) -> None:
-    """504, streamed or not, while nothing has been sent; and the next one is answered."""
     writer = engines.chat
     if stage is not Stage.LOAD:
         await ask(client, chat("loads it"))
@@ -55,7 +54,6 @@ async def test_a_chat_that_takes_too_long(
 async def test_an_embedding_that_takes_too_long(
     client: httpx2.AsyncClient, engines: HeldEngines, stage: Stage
 ) -> None:
-    """504; and the next one is answered."""
     if stage is not Stage.LOAD:
         await ask(client, embed("loads it"))
     gate: Gate = engines.load_gate if stage is Stage.LOAD else engines.embedder.gates[stage]
@@ -68,7 +66,6 @@ async def test_an_embedding_that_takes_too_long(
 async def test_a_stream_that_takes_too_long_after_its_first_token(
     client: httpx2.AsyncClient, engines: HeldEngines
 ) -> None:
-    """An error event, and no [DONE]."""
     engines.chat.hold_at_step = 5
     body, later = chat("a" * 90, stream=True), {"x-gateway-timeout-s": "1"}
     async with client.stream("POST", "/v1/chat/completions", json=body, headers=later) as answer:

@@ -104,19 +104,6 @@ async def test_a_prompt_that_fails_fifty_times_ends_nothing_and_harms_no_neighbo
     assert [said(await chat(client, text)) for text in TEXTS] == alone
 
 
-async def test_one_fault_of_the_device_changes_no_answer(
-    client: httpx2.AsyncClient, device: SimulatedDevice
-) -> None:
-    """It is raised late, by whatever waits next; those in the pass are read again."""
-    alone = [said(await chat(client, text)) for text in TEXTS]
-    for _ in range(5):
-        asked = [asyncio.create_task(chat(client, text)) for text in TEXTS]
-        await asyncio.sleep(0.02)
-        device.fail(TIMEOUT)
-        assert [said(answer) for answer in await asyncio.gather(*asked)] == alone
-    assert device.failures
-
-
 async def test_memory_that_ends_sheds_rows_and_all_are_answered(
     client: httpx2.AsyncClient, device: SimulatedDevice
 ) -> None:
@@ -163,22 +150,10 @@ async def test_after_a_fatal_fault_all_are_told_and_it_is_not_well(
     device.is_dead = False
 
 
-async def test_unknown_faults_are_fatal_once_the_models_own_prompt_fails_twice(
-    client: httpx2.AsyncClient, device: SimulatedDevice
-) -> None:
-    """Each pass fails for no known reason: the second fault asks the model's own prompt."""
-    device.fail(*[TIMEOUT] * 20)
-    answers = [await embed(client, text) for text in TEXTS]
-    assert [answer.status_code for answer in answers[:1]] == [500]
-    assert {answer.status_code for answer in answers[2:]} == {503}
-    is_refused(answers[-1], "device_lost")
-
-
 @pytest.mark.slow
 async def test_six_requests_after_a_fatal_fault_are_told_and_then_the_process_ends(
     tmp_path: Path,
 ) -> None:
-    """With status 70, so that a supervisor starts it again, within ten seconds."""
     write_chat(tmp_path / "tiny")
     models = {"writer": {"kind": "chat", "source": "path:tiny", "preload": True}}
     catalog(tmp_path, models)

@@ -23,14 +23,7 @@ import pytest
 
 from tests.checkpoints import write_chat
 from tests.processes import command, environment, free_port
-from tests.provoked.faults import (
-    CAN_BUILD,
-    FOR_A_WHILE,
-    Call,
-    Fault,
-    Injector,
-    kill_children,
-)
+from tests.provoked.faults import CAN_BUILD, FOR_A_WHILE, Call, Fault, Injector, kill_children
 
 pytestmark = [
     pytest.mark.slow,
@@ -49,26 +42,24 @@ ADMIN = {"authorization": "Bearer admin"}
 WHILE_S = 1.0
 RECOVERY_S = 100.0  # a failed preload is tried again after 30 s
 DOCUMENTED = {0, 1, 2, 70, 130}
+INTERRUPTED = (Call.OPEN, Call.WRITE, Call.ACCEPT, Call.GETRANDOM)
 
 FAULTS = {
     "open EMFILE": Fault(Call.OPEN, errno.EMFILE),
     "open ENOSPC": Fault(Call.OPEN, errno.ENOSPC),
-    "open EINTR": Fault(Call.OPEN, errno.EINTR),
     "write ENOSPC": Fault(Call.WRITE, errno.ENOSPC),
-    "write EINTR": Fault(Call.WRITE, errno.EINTR),
     "write short": Fault(Call.WRITE, 0),
     "fork EAGAIN": Fault(Call.FORK, errno.EAGAIN),
     "accept EMFILE": Fault(Call.ACCEPT, errno.EMFILE),
-    "accept EINTR": Fault(Call.ACCEPT, errno.EINTR),
     "accept ECONNABORTED": Fault(Call.ACCEPT, errno.ECONNABORTED),
     "mmap ENOMEM": Fault(Call.MMAP, errno.ENOMEM),
     "rename ENOSPC": Fault(Call.RENAME, errno.ENOSPC),
-    "getrandom EINTR": Fault(Call.GETRANDOM, errno.EINTR),
     "getrandom EAGAIN": Fault(Call.GETRANDOM, errno.EAGAIN),
     "clock +1 h": Fault(Call.CLOCK, shift_s=3600),
     "clock -1 h": Fault(Call.CLOCK, shift_s=-3600),
     "thread EAGAIN": Fault(Call.THREAD, errno.EAGAIN),
     "helpers SIGKILL": Fault(Call.NONE),  # as the kernel does first where memory is short
+    **{f"{call.name.lower()} EINTR": Fault(call, errno.EINTR) for call in INTERRUPTED},
 }
 STAGES = ("start", "load", "tokenise", "decode", "drain")
 _names = itertools.count()
@@ -348,5 +339,4 @@ def test_a_call_that_fails_costs_no_more_than_the_requests_it_meets(
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_call_at_every_stage(trial: Trial, stage: str, name: str, times: int) -> None:
-    """`-s` shows the outcome of each."""
     report(trial, stage, name, times)

@@ -53,9 +53,7 @@ def ways(schema: Schema) -> dict[str, Schema]:
     """Give the requests that have a schema, each in another field."""
     named = {"name": "x", "schema": schema}
     return {
-        "response_format": {
-            "response_format": {"type": "json_schema", "json_schema": named},
-        },
+        "response_format": {"response_format": {"type": "json_schema", "json_schema": named}},
         "guided_json": {"guided_json": schema},
         "structured_outputs": {"structured_outputs": {"json": schema}},
         "text.format": {"input": "hi", "text": {"format": {"type": "json_schema", **named}}},
@@ -86,7 +84,6 @@ def ask(served: Served, body: Schema) -> httpx2.Response:
     [*((kind, "response_format") for kind in CHAINS), *(("objects", way) for way in ways({}))],
 )
 def test_a_long_chain_of_references_is_refused(served: Served, kind: str, way: str) -> None:
-    """Whichever field it comes in, and whatever the links are made of."""
     answer = ask(served, ways(CHAINS[kind])[way])
     assert answer.status_code == 400, answer.text[:300]
     assert "subschemas" in answer.json()["error"]["message"]

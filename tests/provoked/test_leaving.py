@@ -41,7 +41,6 @@ pytestmark = pytest.mark.anyio
 async def test_a_chat_whose_client_leaves(
     client: httpx2.AsyncClient, engines: HeldEngines, stage: Stage, stream: bool
 ) -> None:
-    """It takes part in one more step at most, and the next one is answered."""
     writer, before = engines.chat, counted("writer", stage)
     assert (await ask(client, chat("loads it"))).status_code == 200
     ahead: asyncio.Task[Any] | None = None
@@ -74,35 +73,6 @@ async def test_a_chat_whose_client_leaves(
     assert said(await ask(client, chat("next"))) == "next"
 
 
-@pytest.mark.parametrize("stage", [Stage.TOKENISE, Stage.QUEUE, Stage.INFERENCE])
-async def test_an_embedding_whose_client_leaves(
-    client: httpx2.AsyncClient, engines: HeldEngines, stage: Stage
-) -> None:
-    """It is in no further pass, and the next one is answered."""
-    embedder, before = engines.embedder, counted("embedder", stage)
-    assert (await ask(client, embed("loads it"))).status_code == 200
-    held = Stage.INFERENCE if stage is Stage.QUEUE else stage
-    embedder.gates[held].close()
-    ahead: asyncio.Task[Any] | None = None
-    if stage is Stage.QUEUE:
-        ahead = asyncio.create_task(ask(client, embed("ahead")))
-        await reached(embedder.gates[held])
-    leaving = asyncio.create_task(ask(client, embed("a", "b")))
-    if stage is Stage.QUEUE:
-        await inside(client, 2)
-    else:
-        await reached(embedder.gates[held])
-    passes = len(embedder.batches)
-    await leave(leaving)
-    await until(lambda: counted("embedder", stage) == before + 1)
-    engines.open()
-    if ahead is not None:
-        assert (await ahead).status_code == 200
-    assert (await ask(client, embed("next"))).json()["data"][0]["embedding"][0] == 4
-    assert len(embedder.batches) == passes + (2 if stage is not Stage.TOKENISE else 1)
-    assert [1, 1] not in embedder.batches[passes + 1 :]
-
-
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_one_who_leaves_many_prompts_is_counted_once(
     client: httpx2.AsyncClient, engines: HeldEngines, stream: bool
@@ -123,7 +93,6 @@ async def test_one_who_leaves_many_prompts_is_counted_once(
 
 
 async def test_who_is_refused_has_not_left(client: httpx2.AsyncClient) -> None:
-    """The prompts beside one that is refused end with it, and nobody is counted."""
     before = {stage: counted("writer", stage) for stage in Stage}
     body = {"model": "writer", "prompt": ["fits", "x" * 20_000, "fits, too"], "max_tokens": 5}
     assert (await client.post("/v1/completions", json=body)).status_code == 400
@@ -134,7 +103,6 @@ async def test_who_is_refused_has_not_left(client: httpx2.AsyncClient) -> None:
 async def test_a_client_who_leaves_while_its_model_loads(
     client: httpx2.AsyncClient, engines: HeldEngines, body: dict[str, Any]
 ) -> None:
-    """The load goes on, for the next one."""
     before = counted(body["model"], Stage.LOAD)
     engines.load_gate.close()
     leaving = asyncio.create_task(ask(client, body))

@@ -59,7 +59,6 @@ async def outcome(client: httpx2.AsyncClient, body: dict[str, Any]) -> str:
 
 
 async def test_sigterm_under_load_ends_every_request_one_way_or_the_other(tmp_path: Path) -> None:
-    """Finished with the right answer, or told 503; nothing is cut off. Then status 0."""
     short, long = "s" * 40, "l" * 900
     bodies = [
         *(chat(text, stream=stream) for text in (short, long) for stream in (False, True)),
@@ -81,7 +80,6 @@ async def test_sigterm_under_load_ends_every_request_one_way_or_the_other(tmp_pa
 
 
 async def test_a_drain_cut_short_tells_those_who_are_in_no_queue_too(tmp_path: Path) -> None:
-    """A model whose files never come, a body that never ends: 503, and status 0."""
     with serving(tmp_path, GATEWAY_DRAIN_S="0.3") as served:
         host, _, port = served.url.removeprefix("http://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -102,7 +100,6 @@ async def test_a_drain_cut_short_tells_those_who_are_in_no_queue_too(tmp_path: P
 
 
 async def test_killed_in_mid_stream_is_a_broken_stream_and_a_clean_start(tmp_path: Path) -> None:
-    """Never a [DONE]; and the port is free for the next one."""
     port = str(free_port())
     with serving(tmp_path, GATEWAY_PORT=port) as served:
         lines: list[str] = []
@@ -145,9 +142,6 @@ async def test_clients_that_begin_no_tls_keep_nobody_out_and_no_shutdown_waiting
 
 
 async def test_a_stuck_lane_turns_health_to_503(tmp_path: Path) -> None:
-    """And /ready; where the process is to stay, it does until it is told to end, and the log has
-    every thread's stack.
-    """
     given = {"GATEWAY_STALL_LIMIT_S": "0.5", "GATEWAY_LOAD_STALL_LIMIT_S": "0.5"}
     given |= {"GATEWAY_EXIT_ON_STALL": "false", "GATEWAY_DRAIN_S": "0.2"}
     with serving(tmp_path, **given) as served:
@@ -167,7 +161,6 @@ async def test_a_stuck_lane_turns_health_to_503(tmp_path: Path) -> None:
 
 
 async def test_a_stuck_lane_ends_the_process_with_status_70(tmp_path: Path) -> None:
-    """Its supervisor starts it again; those inside are told before."""
     given = {"GATEWAY_STALL_LIMIT_S": "0.5", "GATEWAY_LOAD_STALL_LIMIT_S": "0.5"}
     with serving(tmp_path, **given) as served:
         async with httpx2.AsyncClient(base_url=served.url, timeout=30) as client:

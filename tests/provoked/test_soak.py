@@ -5,7 +5,7 @@ left, and nobody waits longer at the end than at the beginning.
 import asyncio
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from gateway.bench.figures import percentile
-from tests.processes import DEMO, Served, command, started
+from tests.processes import DEMO, command, started
 from tests.provoked.load import Ask, Clients, mixed
 from tests.provoked.readings import Reading, reading, settled
 
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.anyio
 AT_ONCE: Final = 16  # clients of whom each asks again at once: more of them get no more done
 LOAD: Final = 0.8
 MINUTES: Final = 10
+MEASURING_S, ASKING_S = 10, 50  # of each
 EARLY, LATE = slice(2, 4), slice(8, 10)  # of the minutes
 READINGS: Final = 30  # of memory, a minute
 SERVE: Final = command("serve", "--models", str(DEMO))
@@ -54,46 +55,12 @@ class Minute:
         return [each * self.yardstick for each in self.seconds]
 
 
-@dataclass(frozen=True)
-class Course:
-    """How all minutes went."""
+def p95(minutes: Sequence[Minute]) -> float:
+    return percentile([wait for minute in minutes for wait in minute.waits], 95)
 
-    minutes: Sequence[Minute]
 
-    def p95(self, window: slice) -> float:
-        """How long most waited, in products that the machine could have computed meanwhile."""
-        waits = [wait for minute in self.minutes[window] for wait in minute.waits]
-        return percentile(waits, 95)
-
-    def memory(self, window: slice) -> tuple[float, float]:
-        """Give the medians of resident bytes, and of those of arrays."""
-        readings = [each for minute in self.minutes[window] for each in minute.readings]
-        resident = median(each.resident_bytes for each in readings)
-        return resident, median(each.active_bytes for each in readings)
-
-    @property
-    def drift(self) -> float:
-        """How the last p95 compares with the first."""
-        return self.p95(LATE) / self.p95(EARLY)
-
-    @property
-    def growth(self) -> list[float]:
-        """How the last medians of memory compare with the first: resident, arrays."""
-        pairs = zip(self.memory(LATE), self.memory(EARLY), strict=True)
-        return [late / early for late, early in pairs]
-
-    def told(self) -> Iterator[str]:
-        """Say it in lines."""
-        for number, minute in enumerate(self.minutes):
-            resident, active = self.memory(slice(number, number + 1))
-            yield (
-                f"  minute {number}: {len(minute.seconds)} requests at {LOAD:.0%} of "
-                f"{minute.capacity:.1f}/s (machine: {minute.yardstick:,.0f}), "
-                f"p95 {percentile(minute.seconds, 95):.3f} s, "
-                f"resident {resident:,.0f}, arrays {active:,.0f} bytes"
-            )
-        resident, active = self.growth
-        yield f"  resident × {resident:.4f}, arrays × {active:.4f}, p95 × {self.drift:.3f}"
+def memory(minutes: Sequence[Minute], name: str) -> float:
+    return float(median(getattr(each, name) for minute in minutes for each in minute.readings))
 
 
 def yardstick(seconds: float) -> float:
@@ -161,36 +128,25 @@ class Soak:
         assert (wrong := await self.clients.stay(self.client, ask)) is None, wrong
 
 
-async def soaked(served: Served, *, measuring_s: float, seconds: float) -> Course:
-    """Ask for four fifths of what it can do, minute by minute (of so many seconds, and of so many
-    to measure in), and see that nothing is left of it.
-    """
-    clients = Clients(served.url)
-    await clients.learn()
-    before = await settled(served.url)
-    async with clients.connected() as client:
-        soak = Soak(clients, client, random.Random(7))
-        course = Course([await soak.minute(measuring_s, seconds) for _ in range(MINUTES)])
-    after = await settled(served.url, before.tasks)
-    print(*course.told(), *before.told(after), sep="\n")
-    assert not any(after.work.values()), after.work
-    assert after.tasks <= before.tasks
-    assert '"level":"error"' not in served.log.read_text()
-    return course
-
-
-@pytest.mark.slow
-async def test_a_short_while_leaves_nothing(tmp_path: Path) -> None:
-    """Every answer right; no row, ticket, lease or task left."""
-    with started(SERVE, tmp_path, **SETTINGS) as served:
-        course = await soaked(served, measuring_s=0.3, seconds=0.9)
-    assert sum(len(minute.seconds) for minute in course.minutes) > 50
-
-
 @pytest.mark.soak
 async def test_ten_minutes_leave_nothing_and_nothing_grows(tmp_path: Path) -> None:
     """The last two minutes are as minutes two to four: within 3 % in memory, 1.5 times in p95."""
     with started(SERVE, tmp_path, **SETTINGS) as served:
-        course = await soaked(served, measuring_s=10, seconds=50)
-    assert max(course.growth) <= MOST_GROWTH, course.growth
-    assert course.drift <= MOST_DRIFT
+        clients = Clients(served.url)
+        await clients.learn()
+        before = await settled(served.url)
+        async with clients.connected() as client:
+            soak = Soak(clients, client, random.Random(7))
+            minutes = [await soak.minute(MEASURING_S, ASKING_S) for _ in range(MINUTES)]
+        after = await settled(served.url, before.tasks)
+        assert '"level":"error"' not in served.log.read_text()
+    late, early = minutes[LATE], minutes[EARLY]
+    names = ("resident_bytes", "active_bytes")
+    growth = {name: memory(late, name) / memory(early, name) for name in names}
+    drift = p95(late) / p95(early)
+    rates = [f"{minute.capacity:.1f}/s, {len(minute.seconds)} asked" for minute in minutes]
+    print(*rates, growth, drift, *before.told(after), sep="\n")
+    assert not any(after.work.values()), after.work
+    assert after.tasks <= before.tasks
+    assert max(growth.values()) <= MOST_GROWTH, growth
+    assert drift <= MOST_DRIFT

@@ -71,7 +71,6 @@ async def of_reader(reader: Reader) -> AsyncIterator[httpx2.AsyncClient]:
 async def test_the_request_after_a_refused_body_in_many_chunks_is_answered(
     models: Catalog, engines: HeldEngines, after: bytes
 ) -> None:
-    """On the same connection, whether it comes with the body or after the answer."""
     async with served(models, engines, api_keys=["k"]) as client:
         async with connected(client) as (reader, writer):
             writer.write(CHUNKED + b"0\r\n\r\n" + after)
@@ -84,7 +83,6 @@ async def test_the_request_after_a_refused_body_in_many_chunks_is_answered(
 async def test_a_connection_whose_refused_body_goes_on_is_closed(
     models: Catalog, engines: HeldEngines
 ) -> None:
-    """After its answer; nothing waits for the rest."""
     async with served(models, engines, api_keys=["k"]) as client:
         async with connected(client) as (reader, writer):
             writer.write(CHUNKED)
@@ -136,7 +134,6 @@ async def drained(writer: asyncio.StreamWriter, data: bytes) -> None:
 async def test_a_client_that_ends_its_side_with_its_body_is_answered(
     of_reader: httpx2.AsyncClient, reader: Reader
 ) -> None:
-    """Over HTTP/1.1 the whole body is given to the app before the end of the connection."""
     async with connected(of_reader) as (answers, writer):
         body = b"1\r\nx\r\n" * MANY + b"0\r\n\r\n"
         head = b"POST /held HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -6,14 +6,7 @@ from textwrap import dedent
 
 import pytest
 
-from gateway.registry import (
-    ChatSpec,
-    HubSource,
-    ModelSpec,
-    PathSource,
-    Reading,
-    read_models,
-)
+from gateway.registry import ChatSpec, HubSource, ModelSpec, PathSource, Reading, read_models
 from gateway.registry.yaml_lines import ExpansionInvalid, expand
 
 
@@ -49,13 +42,11 @@ def test_aliases_may_be_texts_lists_and_mappings(file: Path) -> None:
 
 
 def test_nothing_written_is_nothing_said(file: Path) -> None:
-    """`aliases:` and `batching:` with nothing after them are as if they weren't there."""
     spec = one(file, "kind: chat\nsource: hub:a/b\naliases:\nbatching:\nsampling: {top_k: }")
     assert spec == one(file, "kind: chat\nsource: hub:a/b")
 
 
 def test_a_path_is_relative_to_the_file(file: Path) -> None:
-    """Wherever the gateway is started from."""
     (file.parent / "weights").mkdir()
     assert one(file, "kind: chat\nsource: path:weights").source == PathSource(
         file.parent.resolve() / "weights"
@@ -63,7 +54,6 @@ def test_a_path_is_relative_to_the_file(file: Path) -> None:
 
 
 def test_a_chat_template_may_be_a_file(file: Path) -> None:
-    """The spec carries the template's text either way."""
     (file.parent / "t.jinja").write_text("{{ messages }}")
     spec = one(file, "kind: chat\nsource: hub:a/b\nchat_template: file:t.jinja")
     assert isinstance(spec, ChatSpec)
@@ -74,7 +64,6 @@ def test_a_chat_template_may_be_a_file(file: Path) -> None:
 
 
 def test_anchors_and_merges_share_settings(file: Path) -> None:
-    """YAML's own way of saying a thing once; an own key beats a merged one."""
     reading = read(
         file,
         """\
@@ -103,21 +92,13 @@ def test_expanded_values_have_yaml_types(file: Path) -> None:
         preload: ${PRELOAD}
         dtype: "${DTYPE:-}"
         aliases: [a, "${MORE:-}"]
-        chat_template_kwargs: {n: "${N:-1}", f: !!bool "${F:-true}", m: "$$5"}""",
+        chat_template_kwargs: {n: "${N:-1}", f: !!bool "${F:-true}", m: "$$5", day: 2024-01-01}""",
         {"CONTEXT": "1024", "PRELOAD": "true"},
     )
     assert isinstance(spec, ChatSpec)
     assert (spec.max_context, spec.preload, spec.dtype) == (1024, True, "auto")
     assert [alias.name for alias in spec.aliases] == ["a"]
-    assert spec.chat_template_kwargs == {"n": "1", "f": True, "m": "$5"}
-
-
-def test_the_variables_asked_for_are_known(file: Path) -> None:
-    """`config` and the hints about strays need their names, set or not."""
-    reading = read(file, "version: 1\nmodels: {m: {kind: '${A:-chat}', source: '${B:-hub:a/b}'}}")
-    keys = {name for name in reading.variables if name.startswith("GATEWAY_M_")}
-    assert "GATEWAY_M_MAX_CONTEXT" in keys
-    assert reading.variables == {"A", "B"} | keys
+    assert spec.chat_template_kwargs == {"n": "1", "f": True, "m": "$5", "day": "2024-01-01"}
 
 
 @pytest.mark.parametrize(
@@ -138,53 +119,8 @@ def test_expansion(text: str, expanded: str) -> None:
 
 @pytest.mark.parametrize("text", ["${", "${A", "${1}", "${A-b}", "${A:-${B}}", "${A:-{}", "${}"])
 def test_broken_expansions_are_refused(text: str) -> None:
-    """What looks like a variable and isn't one is never passed on."""
     with pytest.raises(ExpansionInvalid, match="VAR:-default"):
         expand(text, {"A": "1"})
-
-
-NAMED = """\
-version: 1
-models:
-  shipped:
-    kind: chat
-    source: hub:a/b
-    aliases: ${SHIPPED:-usual, own}
-  other:
-    kind: chat
-    source: hub:a/c
-    aliases: ${OTHER:-}
-"""
-
-
-def test_a_name_that_two_have_is_a_problem(file: Path) -> None:
-    """Nor may a model have one twice, or its own id."""
-    for variables in ({"SHIPPED": "x", "OTHER": "x"}, {"SHIPPED": "x, x"}):
-        [problem] = read(file, NAMED, variables).problems
-        assert "the alias 'x' is shipped's already, on line 6" in problem
-    [problem] = read(file, NAMED.replace("own", "shipped")).problems
-    assert "shipped: the alias 'shipped' is shipped's already, on line 3" in problem
-
-
-def test_dates_are_text(file: Path) -> None:
-    """A template's argument that looks like a date stays as written."""
-    spec = one(file, "kind: chat\nsource: hub:a/b\nchat_template_kwargs: {today: 2024-01-01}")
-    assert isinstance(spec, ChatSpec)
-    assert spec.chat_template_kwargs == {"today": "2024-01-01"}
-
-
-def test_formats_of_calls_and_thinking_are_named(file: Path) -> None:
-    """By vLLM's names, each with its nearest where it is mistaken."""
-    spec = one(
-        file,
-        "kind: chat\nsource: hub:a/b\ntool_parser: hermes\nreasoning_parser: qwen3\n"
-        "split_special_tokens: true",
-    )
-    assert isinstance(spec, ChatSpec)
-    assert (spec.tool_parser, spec.reasoning_parser) == ("hermes", "qwen3")
-    assert spec.split_special_tokens
-    with pytest.raises(Exception, match="mistral"):
-        one(file, "kind: chat\nsource: hub:a/b\ntool_parser: mistrall")
 
 
 DRAFTED = """\
@@ -194,6 +130,8 @@ DRAFTED = """\
       small: {kind: chat, source: "hub:a/small", aliases: [tiny]}
       middle: {kind: chat, source: "hub:a/middle", draft: small}
       encoder: {kind: embedding, source: "hub:a/encoder"}
+      divided: {kind: chat, source: "hub:a/divided", parallel: tensor}
+      adapter: {kind: chat, base: small, adapter: "hub:a/adapter"}
     """
 
 
@@ -205,6 +143,9 @@ DRAFTED = """\
         ("large", "a model cannot be its own draft"),
         ("middle", "middle has a draft of its own, and cannot be one"),
         ("encoder", "encoder is of kind embedding, and a draft is a chat model"),
+        ("small, parallel: tensor", "a model with `parallel` neither has a draft nor is one"),
+        ("divided", "a model with `parallel` neither has a draft nor is one"),
+        ("adapter", "adapter is an adapter, and a draft is a model of its own"),
     ],
 )
 def test_a_draft_that_cannot_be_one_is_refused_by_name(
@@ -214,56 +155,40 @@ def test_a_draft_that_cannot_be_one_is_refused_by_name(
     assert f"models.yaml:3: large: `draft`: {problem}" in found
 
 
-@pytest.mark.parametrize("divided", ["hub:a/large", "hub:a/small"])
-def test_a_divided_model_neither_has_a_draft_nor_is_one(file: Path, divided: str) -> None:
-    text = (DRAFTED % "small").replace(f'"{divided}"', f'"{divided}", parallel: tensor')
-    found, *_ = read(file, text).problems
-    assert "large: `draft`: a model with `parallel` neither has a draft nor is one" in found
-
-
-def test_parallel_is_tensor_or_pipeline_of_a_chat_model_that_is_not_fused(file: Path) -> None:
-    spec = one(file, "kind: chat\nsource: hub:a/b\nparallel: pipeline")
-    assert isinstance(spec, ChatSpec)
-    assert spec.parallel == "pipeline"
-    for entry in (
-        "kind: chat\nsource: hub:a/b\nparallel: data",
-        "kind: embedding\nsource: hub:a/b\nparallel: tensor",
-        "kind: chat\nsource: hub:a/b\nparallel: tensor\nfuse_projections: true",
-    ):
-        with pytest.raises(Exception, match="parallel"):
-            one(file, entry)
-
-
-def test_kv_bits_are_8_or_4_of_a_chat_model(file: Path) -> None:
-    spec = one(file, "kind: chat\nsource: hub:a/b\nkv_bits: 4")
-    assert isinstance(spec, ChatSpec)
-    assert spec.kv_bits == 4
-    for entry in (
-        "kind: chat\nsource: hub:a/b\nkv_bits: 3",
-        "kind: embedding\nsource: hub:a/b\nkv_bits: 8",
-    ):
-        with pytest.raises(Exception, match="kv_bits"):
-            one(file, entry)
-
-
-def test_a_draft_whose_entry_is_wrong_is_one_problem(file: Path) -> None:
-    text = (DRAFTED % "small").replace('"hub:a/small"', "nothing")
-    assert all("small: `source`" in each for each in read(file, text).problems)
+@pytest.mark.parametrize(
+    ("kind", "keys", "wrong"),
+    [
+        ("chat", "parallel: pipeline", None),
+        ("chat", "kv_bits: 4", None),
+        ("chat", "tool_parser: hermes\nreasoning_parser: qwen3", None),
+        ("chat", "parallel: data", "parallel"),
+        ("chat", "parallel: tensor\nfuse_projections: true", "parallel"),
+        ("chat", "kv_bits: 3", "kv_bits"),
+        ("chat", "tool_parser: mistrall", "did you mean 'mistral'"),
+        ("embedding", "parallel: tensor", "parallel"),
+        ("embedding", "kv_bits: 8", "kv_bits"),
+    ],
+)
+def test_some_keys_have_few_values_and_are_of_chat_models(
+    file: Path, kind: str, keys: str, wrong: str | None
+) -> None:
+    body = f"kind: {kind}\nsource: hub:a/b\n{keys}".replace("\n", "\n    ")
+    problems = read(file, f"version: 1\nmodels:\n  m:\n    {body}\n").problems
+    assert len(problems) == (wrong is not None)
+    assert all(str(wrong) in problem for problem in problems)
 
 
 def test_a_model_is_loaded_anew_if_its_draft_is_another(file: Path) -> None:
     before = read(file, DRAFTED % "small").catalog
-    renamed = read(file, (DRAFTED % "small").replace("[tiny]", "[other]")).catalog
-    assert renamed.changes_since(before).changed == ()
-    small = '"hub:a/small", fuse_projections: true'
-    fused = read(file, (DRAFTED % "small").replace('"hub:a/small"', small)).catalog
-    assert fused.changes_since(before).changed == ("large", "small", "middle")
-    small = '"hub:a/small", kv_bits: 8'
-    fewer = read(file, (DRAFTED % "small").replace('"hub:a/small"', small)).catalog
-    assert fewer.changes_since(before).changed == ("large", "small", "middle")
-    moved = read(file, (DRAFTED % "small").replace("hub:a/small", "hub:b/small")).catalog
-    assert moved.changes_since(before).changed == ("large", "small", "middle")
-    assert read(file, DRAFTED % "null").catalog.changes_since(before).changed == ("large",)
+    all_three = ("large", "small", "middle")
+    for old, new, changed in (
+        ("[tiny]", "[other]", ()),
+        ('"hub:a/small"', '"hub:a/small", kv_bits: 8', all_three),
+        ("hub:a/small", "hub:b/small", all_three),
+        ("draft: small}", "draft: null}", ("large", "middle")),
+    ):
+        after = read(file, (DRAFTED % "small").replace(old, new)).catalog
+        assert set(after.changes_since(before).changed) - {"adapter"} == {*changed}, new
 
 
 ADAPTED = """
@@ -339,19 +264,12 @@ def test_what_is_wrong_with_an_adapters_entry_is_one_problem(
     assert ":4: a: " in found
 
 
-def test_an_adapter_cannot_draft(file: Path) -> None:
-    text = (ADAPTED % ("base", '"hub:a/pirate"')).replace("draft: small", "draft: other")
-    [found] = read(file, text).problems
-    assert "base: `draft`: other is an adapter, and a draft is a model of its own" in found
-
-
 def test_an_adapter_is_loaded_anew_if_its_base_is_another(file: Path) -> None:
-    """Its sampling is not loaded with it."""
     text = ADAPTED % ("base", '"hub:a/pirate"')
     first = read(file, text).catalog
-    changed = read(file, text.replace("hub:a/base", "hub:a/base2")).catalog
-    assert changed.changes_since(first).changed == ("pirate", "base", "other")
-    moved = read(file, text.replace("hub:a/pirate", "hub:a/pirate2")).catalog
-    assert moved.changes_since(first).changed == ("pirate",)
-    cooler = read(file, text.replace("temperature: 0", "temperature: 1")).catalog
-    assert cooler.changes_since(first).changed == ()
+    for old, new, changed in (
+        ("hub:a/base", "hub:a/base2", ("pirate", "base", "other")),
+        ("hub:a/pirate", "hub:a/pirate2", ("pirate",)),
+        ("temperature: 0", "temperature: 1", ()),
+    ):
+        assert read(file, text.replace(old, new)).catalog.changes_since(first).changed == changed

@@ -13,7 +13,6 @@ SHIPPED = Path(__file__).parents[2] / "models.yaml"
 
 
 def test_the_schema_accepts_the_shipped_file() -> None:
-    """Editors see no error in the file as it is written, variables and all."""
     schema = json.loads(json.dumps(json_schema()))
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(yaml.safe_load(SHIPPED.read_text()), schema)
@@ -32,7 +31,6 @@ def test_the_schema_accepts_the_shipped_file() -> None:
     ],
 )
 def test_the_schema_refuses_what_check_refuses(wrong: dict[str, object]) -> None:
-    """A misspelt key or value is marked while it is typed; a variable is not."""
     entry = {"kind": "embedding", "source": "hub:a/b", "max_context": "${X}", "aliases": None}
     schema = json_schema()
     jsonschema.validate({"version": 1, "models": {"m": entry}}, schema)
@@ -41,7 +39,6 @@ def test_the_schema_refuses_what_check_refuses(wrong: dict[str, object]) -> None
 
 
 def test_every_key_of_the_schema_is_described() -> None:
-    """What an editor shows on hover is there."""
     for name, definition in json_schema()["$defs"].items():
         for key, value in definition.get("properties", {}).items():
             assert "description" in value or "$ref" in str(value), f"{name}.{key}"

@@ -10,7 +10,6 @@ SHIPPED = Path(__file__).parents[2] / "models.yaml"
 
 
 def test_the_shipped_file_is_valid(tmp_path: Path) -> None:
-    """Ids, aliases and kinds are as documented (weights elsewhere, so none are needed)."""
     here = f"path:{tmp_path}"
     variables = {"GATEWAY_SMOLLM2_135M_SOURCE": here, "GATEWAY_ALL_MINILM_L6_V2_SOURCE": here}
     catalog = load_catalog(SHIPPED, variables)
@@ -26,7 +25,6 @@ def test_the_shipped_file_is_valid(tmp_path: Path) -> None:
 
 
 def test_shipped_hub_models_are_pinned_and_not_preloaded() -> None:
-    """What is downloaded is what was meant, and only when asked for."""
     hub = [
         entry
         for entry in yaml.safe_load(SHIPPED.read_text())["models"].values()
@@ -50,6 +48,5 @@ def test_rerank_models_are_valid_once_their_hash_is_deleted(tmp_path: Path) -> N
 
 
 def test_the_shipped_file_fits_on_a_page() -> None:
-    """It is the first that a user opens: variables need no line in it."""
     assert len(SHIPPED.read_text().splitlines()) < 80
     assert "${" not in SHIPPED.read_text()

@@ -25,7 +25,6 @@ from gateway.registry import HubSource, PackageSource, PathSource, package_folde
     ],
 )
 def test_sources_are_read(text: str, source: object) -> None:
-    """Each scheme has its type; a path is relative to the file's folder; `str` writes it again."""
     assert parse_source(text, Path("/models/here")) == source
     assert parse_source(str(source), Path("/")) == source
 
@@ -33,32 +32,17 @@ def test_sources_are_read(text: str, source: object) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "org/name",
-        "hub:",
-        "hub:name",
-        "hub:a/b/c",
-        "hub:../x",
-        "hub:a/b@",
-        "hub:a/b/../x.gguf",
-        "hub:a/b//x.gguf",
-        "hub:a/b/.gguf/",
-        "path:",
-        "package:",
-        "package:a.b/c",
-        "package:m/../x",
-        "package:m//x",
-        "https://example/x",
+        *("", "org/name", "https://example/x", "path:", "package:", "package:a.b/c"),
+        *("package:m/../x", "package:m//x", "hub:", "hub:name", "hub:a/b/c", "hub:../x"),
+        *("hub:a/b@", "hub:a/b/../x.gguf", "hub:a/b//x.gguf", "hub:a/b/.gguf/"),
     ],
 )
 def test_bad_sources_are_refused(text: str) -> None:
-    """The message shows how a source is written."""
     with pytest.raises(ValueError, match=r"hub:org/name|path: names no folder|package:module"):
         parse_source(text, Path("/"))
 
 
 def test_a_source_says_whether_it_is_one_file() -> None:
-    """By its name, before anything is there."""
     for text in ("hub:a/b/c.gguf", "path:a.gguf", "package:m/a.gguf"):
         assert parse_source(text, Path("/")).is_gguf
     for text in ("hub:a/b", "hub:a/b.gguf", "path:a", "package:m"):
@@ -83,7 +67,6 @@ def test_a_link_to_a_file_keeps_its_own_name(tmp_path: Path) -> None:
 def test_a_package_is_found_without_importing_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A package whose import would fail still has a folder."""
     package = tmp_path / "explosive_weights"
     package.mkdir()
     (package / "__init__.py").write_text("raise SystemError('imported')")

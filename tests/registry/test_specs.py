@@ -22,7 +22,6 @@ def overriding(model: type[BaseModel]) -> Iterator[tuple[FieldInfo, str]]:
 
 @pytest.mark.parametrize("kind", SPECS)
 def test_a_key_that_overrides_a_setting_has_its_type_bounds_and_words(kind: str) -> None:
-    """But it may be absent."""
     keys = list(overriding(SPECS[kind]))
     assert len(keys) == {"embedding": 10, "rerank": 10, "chat": 8}[kind]
     for field, setting in keys:

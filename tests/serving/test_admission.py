@@ -25,13 +25,11 @@ from gateway.serving.admission import Admission, Noun, retry_after_s, until_dead
 def test_the_drain_rate_says_when_to_come_back(
     waiting: float, finished: float, seconds: float, told: float
 ) -> None:
-    """What waits, over what leaves in a second; within bounds."""
     assert retry_after_s(waiting, finished, seconds) == pytest.approx(told, rel=0.01)
 
 
 @pytest.mark.parametrize("noun", list(Noun))
 def test_more_than_the_limit_is_refused_until_one_leaves(noun: Noun) -> None:
-    """With a time to come back at; a refusal leaves no trace."""
     admission = Admission("m", noun, 100)
     with ExitStack() as places:
         for amount in (60, 40):
@@ -55,10 +53,7 @@ def test_one_request_larger_than_the_bound_is_admitted_alone() -> None:
 
 
 class Seconds:
-    """A clock that stands still unless it is moved."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
+    now = 0.0
 
     def __call__(self) -> float:
         return self.now
@@ -70,7 +65,6 @@ def admission(limit: int) -> tuple[Admission, Seconds]:
 
 
 def test_time_in_which_nothing_could_leave_says_nothing_of_the_rate() -> None:
-    """While a model loads, say."""
     queue, seconds = admission(100)
     with queue.admit(50):
         with queue.admit(50):
@@ -82,7 +76,6 @@ def test_time_in_which_nothing_could_leave_says_nothing_of_the_rate() -> None:
 
 
 def test_idle_time_says_nothing_of_the_rate() -> None:
-    """A burst after a quiet night is told to come back soon."""
     queue, seconds = admission(10)
     with queue.admit(1):
         pass
@@ -104,8 +97,7 @@ def test_what_went_long_ago_is_forgotten_by_halves() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(
-    ("noun", "gauge"),
-    [(Noun.REQUESTS, metrics.QUEUE_DEPTH), (Noun.TOKENS, metrics.QUEUE_TOKENS)],
+    ("noun", "gauge"), [(Noun.REQUESTS, metrics.QUEUE_DEPTH), (Noun.TOKENS, metrics.QUEUE_TOKENS)]
 )
 async def test_a_caller_who_leaves_gives_its_place_back(noun: Noun, gauge: Gauge) -> None:
     """And what two of one name hold adds up: one is on its way out, the other was just loaded."""

@@ -6,7 +6,6 @@ from gateway.serving.budget import Budget
 
 
 def test_a_share_is_held_until_it_is_released() -> None:
-    """It grows and shrinks meanwhile, and what is in memory counts though it was not free."""
     budget = Budget(100)
     weights, rows = budget.share(), budget.share()
     weights.resize(60)
@@ -22,7 +21,6 @@ def test_a_share_is_held_until_it_is_released() -> None:
 
 @pytest.mark.parametrize("sizes", [[50, 20], [50, 0]])
 def test_whoever_listens_hears_of_bytes_that_come_back(sizes: list[int]) -> None:
-    """And not of those that go."""
     budget = Budget(100)
     heard: list[int] = []
     budget.listen(lambda: heard.append(budget.free_bytes))

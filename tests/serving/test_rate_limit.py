@@ -12,7 +12,6 @@ from gateway.serving.rate_limit import Accounts, Allowance, Bucket, refill, seco
 def test_a_bucket_fills_evenly_and_no_fuller_than_full(
     left: float, seconds: float, after: float
 ) -> None:
-    """Sixty a minute is one a second; what is owed is paid back first."""
     assert refill(left, 60, seconds) == after
 
 
@@ -23,7 +22,6 @@ def test_a_bucket_fills_evenly_and_no_fuller_than_full(
 def test_the_wait_is_what_filling_takes(
     wanted: float, left: float, limit: int, seconds: float
 ) -> None:
-    """So a client that waits as told is let in."""
     assert seconds_until(wanted, left, limit) == seconds
     assert refill(left, limit, seconds) >= min(wanted, limit)
 
@@ -39,7 +37,6 @@ def test_what_is_taken_beyond_what_was_left_is_owed() -> None:
 
 
 def test_every_key_has_buckets_of_its_own() -> None:
-    """And those without a key share theirs."""
     accounts = Accounts(Allowance(requests=5, tokens=None))
     accounts.of("key-1")["requests"].take(5)
     accounts.of(None)["requests"].take(1)

@@ -4,10 +4,7 @@ from gateway.serving.response_store import ResponseStore, StoredItem, StoredResp
 
 
 class Clock:
-    """A clock that stands still unless it is moved."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
+    now = 0.0
 
     def __call__(self) -> float:
         return self.now
@@ -15,12 +12,7 @@ class Clock:
 
 def store(clock: Clock | None = None, **bounds: int) -> ResponseStore:
     given = {"max_responses": 3, "max_bytes": 1000, "ttl_s": 60, **bounds}
-    return ResponseStore(
-        max_responses=given["max_responses"],
-        max_bytes=given["max_bytes"],
-        ttl_s=given["ttl_s"],
-        now=clock or Clock(),
-    )
+    return ResponseStore(**given, now=clock or Clock())
 
 
 def response(name: str, *context: str, size: int = 10) -> StoredResponse:
@@ -29,7 +21,6 @@ def response(name: str, *context: str, size: int = 10) -> StoredResponse:
 
 
 def test_what_is_kept_is_found_by_its_owner_alone() -> None:
-    """Another's id is as good as none, and its items too."""
     kept = store()
     kept.keep("a", response("r", "question"))
     found = kept.find("a", "r")
@@ -44,7 +35,6 @@ def test_what_is_kept_is_found_by_its_owner_alone() -> None:
 
 
 def test_an_owners_oldest_leaves_for_its_newest() -> None:
-    """And nobody else's."""
     kept = store()
     kept.keep("b", response("other"))
     for name in "1234":
@@ -69,7 +59,6 @@ def test_bytes_are_bounded_with_everything_counted() -> None:
 
 
 def test_an_item_is_found_while_any_response_holds_it() -> None:
-    """A conversation's items outlive its first response."""
     kept = store()
     kept.keep("a", response("1", "hello"))
     kept.keep("a", response("2", "hello", "1-out", "again"))
@@ -91,7 +80,6 @@ def test_an_item_of_two_responses_is_that_of_the_one_that_is_left() -> None:
 
 
 def test_an_item_that_stands_twice_in_one_response_is_forgotten_with_it() -> None:
-    """A client may send one id twice."""
     kept = store()
     kept.keep("a", response("1", "same", "same"))
     assert kept.item("a", "same") is not None
@@ -100,7 +88,6 @@ def test_an_item_that_stands_twice_in_one_response_is_forgotten_with_it() -> Non
 
 
 def test_what_is_old_is_forgotten() -> None:
-    """Asked for or not."""
     clock = Clock()
     kept = store(clock)
     kept.keep("a", response("1"))
@@ -115,7 +102,6 @@ def test_what_is_old_is_forgotten() -> None:
 
 
 def test_none_is_kept_where_none_may_be() -> None:
-    """A gateway that is to remember nothing."""
     kept = store(max_responses=0)
     assert not kept.is_on
     assert not kept.keep("a", response("1"))

@@ -21,21 +21,9 @@ from tests.sandboxes import SLOW, grammar, sandbox, template
 ROOT = Path(__file__).parents[2]
 OK = ("rendered", "ok")
 LONG = "{% for a in range(6000) %}{% for b in range(2000) %}{% endfor %}{% endfor %}"
-DEADLY = grammar(
-    json.dumps(
-        {
-            "grammars": [
-                {
-                    "json_schema": {
-                        "$ref": "#/0",
-                        **{str(i): {"items": {"$ref": f"#/{i + 1}"}} for i in range(5000)},
-                        "5000": {},
-                    }
-                }
-            ]
-        }
-    )
-)
+REFERENCES = {str(i): {"items": {"$ref": f"#/{i + 1}"}} for i in range(5000)}
+DEADLY_SCHEMA = {"$ref": "#/0", **REFERENCES, "5000": {}}
+DEADLY = grammar(json.dumps({"grammars": [{"json_schema": DEADLY_SCHEMA}]}))
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +93,6 @@ def test_what_takes_too_long_is_killed(templates: Sandbox) -> None:
 
 
 def test_what_gets_no_processor_is_not_blamed() -> None:
-    """Others have it: the work is given up, and not remembered, as it may be small."""
     with sandbox("template", 20, quick_s=0.2, wait_s=1) as box:
         assert box(template("ok"), b"ok") == OK
         with Killer(box, 1, signal.SIGSTOP):
@@ -138,18 +125,11 @@ def test_what_swells_is_ended(is_memory_bounded: bool) -> None:
     hungry = template("{% set x = 'é' * 400000000 %}" + SLOW) | {"max_bytes": 1 << 28}
     with sandbox("template", 30, is_memory_bounded=is_memory_bounded) as box:
         outcome, why = box(hungry, b"hungry")
-        assert (outcome, why) in (
-            ("large", "it needs more memory than it may have"),
-            ("died", "it needs more memory than it may have"),
+        assert (outcome in ("large", "died"), why) == (
+            True,
+            "it needs more memory than it may have",
         )
         assert box(template("ok"), b"ok") == OK
-
-
-def test_many_at_once_are_all_served(templates: Sandbox) -> None:
-    """From as many threads."""
-    with ThreadPoolExecutor(16) as threads:
-        calls = [threads.submit(templates, template(f"n{i}"), b"%d" % i) for i in range(200)]
-        assert [each.result() for each in calls] == [("rendered", f"n{i}") for i in range(200)]
 
 
 def test_a_process_of_a_large_gateway_is_kept() -> None:
@@ -164,7 +144,6 @@ def test_a_process_of_a_large_gateway_is_kept() -> None:
 
 
 def test_a_large_request_and_its_answer_arrive_whole(templates: Sandbox) -> None:
-    """Beyond what the socket holds at once."""
     text = "é" * 3_000_000
     assert templates(template("{{ text }}", text=text), b"large") == ("rendered", text)
 
@@ -181,9 +160,11 @@ def test_a_process_that_is_gone_is_replaced() -> None:
 
 
 def test_a_process_that_the_system_ends_leaves_no_zombie() -> None:
-    """Even if no call comes that would find it gone."""
     with sandbox("grammar") as box:
+        assert not box._idle, "a gateway without a chat model has none"
         box.warm()
+        box.warm()
+        assert len(box._idle) == 2
         pids = [each._process.pid for each in box._idle]
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
@@ -230,17 +211,6 @@ def test_a_killed_gateway_leaves_nothing(busy: tuple[str, ...]) -> None:
             socket.create_connection(("127.0.0.1", port))
 
 
-def test_no_process_starts_before_it_is_warmed() -> None:
-    """A gateway without a chat model has none."""
-    with sandbox("grammar") as box:
-        assert not box._idle
-        box.warm()
-        box.warm()
-        assert len(box._idle) == 2
-    box.warm()
-    assert not box._idle
-
-
 def _lives(pid: int) -> bool:
     """Tell whether a process runs; one that nobody has reaped does not."""
     return _state(pid) not in (b"", b"Z")
@@ -254,7 +224,6 @@ def _state(pid: int) -> bytes:
 
 @pytest.mark.parametrize("kind", ["grammar", "template"])
 def test_it_imports_nothing_that_is_slow_or_holds_a_device(kind: str) -> None:
-    """Neither mlx nor anything of ours."""
     code = (
         f"import runpy, sys; runpy.run_path({sandbox_worker.__file__!r})['READY'][{kind!r}]();"
         "print(*{name.split('.')[0] for name in sys.modules})"

@@ -32,14 +32,12 @@ def test_kinds_of_equal_weight_get_equal_time_however_long_their_turns_are() -> 
 
 
 def test_weights_divide_the_time() -> None:
-    """Twice the weight is twice the time."""
     shares = FairQueue({"decode": 2.0})
     served = serve(shares, ["prefill", "decode"], {"prefill": 0.01, "decode": 0.01}, 30)
     assert served.count("decode") == 2 * served.count("prefill")
 
 
 def test_idleness_saves_nothing_up() -> None:
-    """Whoever comes after an hour does not get an hour."""
     shares = FairQueue({})
     serve(shares, ["decode"], {"decode": 0.01}, 1000)
     served = serve(shares, ["decode", "embedding"], {"decode": 0.01, "embedding": 0.01}, 10)
@@ -47,7 +45,6 @@ def test_idleness_saves_nothing_up() -> None:
 
 
 def test_a_load_of_minutes_counts_as_a_second() -> None:
-    """It must not make the next load wait as long as it took."""
     shares = FairQueue({}, {"load": 1.0})
     costs = {"load": 300.0, "decode": 0.1}
     served = serve(shares, ["load", "decode"], costs, 30)
@@ -94,38 +91,28 @@ def test_nobody_starves(waiting: list[str], weights: dict[str, float], data: st.
 
 
 def test_of_equals_the_first_to_wait_is_next() -> None:
-    """A tie is no lottery."""
     assert FairQueue({}).choose(["b", "a", "c"]) == 0
 
 
-def test_a_pass_that_took_too_long_tells_how_much_fits() -> None:
-    """At once: the next is not to be as long."""
-    assert allowed_tokens(16_384, 16_384, 4.0, 0.25) == 1024
-    assert allowed_tokens(512, 512, 0.2, 0.25) == 640
-
-
-def test_a_quick_pass_lets_the_next_be_longer_and_not_many_times_as_long() -> None:
-    """Attention costs more for long rows than for short ones."""
-    assert allowed_tokens(512, 512, 0.1, 0.25) == 1280
-    assert allowed_tokens(512, 512, 0.001, 0.25) == MOST_GROWTH * 512
-
-
-def test_a_small_quick_pass_tells_nothing_of_large_ones() -> None:
-    """Eight tokens take nearly as long as eighty."""
-    assert allowed_tokens(2000, 8, 0.02, 0.25) == 2000
-    assert allowed_tokens(55, 5, 0.17, 0.25) == 55, "the end of a prompt, on a slow machine"
-
-
-def test_a_small_slow_pass_halves_at_most() -> None:
-    """A kernel was compiled, or the machine was busy."""
-    assert allowed_tokens(2000, 8, 0.5, 0.25) == 1000
-    assert allowed_tokens(512, 255, 0.25, 0.25) == 256, "and it was half of what it might have been"
-
-
-def test_a_pass_is_never_cut_to_nothing() -> None:
-    """Nor is anything learnt of a pass that had no tokens."""
-    assert allowed_tokens(512, 512, 1000, 0.25) == LEAST_TOKENS
-    assert allowed_tokens(512, 0, 0.1, 0.25) == 512
+@pytest.mark.parametrize(
+    ("before", "tokens", "seconds", "after"),
+    [
+        (16_384, 16_384, 4.0, 1024),  # it took too long: at once the next is shorter
+        (512, 512, 0.2, 640),
+        (512, 512, 0.1, 1280),  # it was quick: the next may be longer
+        (512, 512, 0.001, MOST_GROWTH * 512),  # but not many times as long
+        (2000, 8, 0.02, 2000),  # a small quick pass tells nothing of large ones
+        (55, 5, 0.17, 55),  # nor the end of a prompt, on a slow machine
+        (2000, 8, 0.5, 1000),  # a small slow one halves at most: a kernel was compiled
+        (512, 255, 0.25, 256),  # and it was half of what it might have been
+        (512, 512, 1000, LEAST_TOKENS),  # never nothing
+        (512, 0, 0.1, 512),  # without tokens
+    ],
+)
+def test_what_a_pass_took_tells_how_much_fits_in_the_next(
+    before: int, tokens: int, seconds: float, after: float
+) -> None:
+    assert allowed_tokens(before, tokens, seconds, 0.25) == after
 
 
 @given(st.floats(200, 100_000), st.floats(0, 0.05))

@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway.serving.tokenize import (
-    LONG_CHARS,
-    SLICE_CHARS,
-    ThreadPools,
-    prompt_kind,
-    tokenise,
-)
+from gateway.serving.tokenize import LONG_CHARS, SLICE_CHARS, ThreadPools, prompt_kind, tokenise
 from tests.fakes import generate_job
 from tests.waiting import until
 
@@ -48,7 +42,6 @@ def texts(chars: int, count: int) -> list[str]:
 
 
 async def test_each_text_has_its_row(pool: ThreadPools) -> None:
-    """In order, however the request was cut."""
     asked = ["x" * (n * 997 % 60_000) for n in range(100)]
     encoder = Encoder()
     assert await tokenise(encoder, asked, pool) == [[len(text)] for text in asked]
@@ -57,7 +50,6 @@ async def test_each_text_has_its_row(pool: ThreadPools) -> None:
 
 
 async def test_a_short_request_passes_a_long_one(pool: ThreadPools) -> None:
-    """Whatever is being encoded."""
     encoder = Encoder()
     encoder.gate.clear()
     long = asyncio.create_task(tokenise(encoder, texts(LONG_CHARS, 100), pool))
@@ -83,7 +75,6 @@ async def test_long_requests_take_turns(pool: ThreadPools) -> None:
 
 
 async def test_what_nobody_waits_for_is_not_encoded(pool: ThreadPools) -> None:
-    """The slice under way ends; no other begins."""
     encoder = Encoder()
     encoder.gate.clear()
     left = asyncio.create_task(tokenise(encoder, texts(SLICE_CHARS, 50), pool))
@@ -97,7 +88,6 @@ async def test_what_nobody_waits_for_is_not_encoded(pool: ThreadPools) -> None:
 
 
 async def test_long_prompts_and_grammars_keep_no_short_prompt(pool: ThreadPools) -> None:
-    """Each kind of work has threads of its own."""
     gate = threading.Event()
     others: list[asyncio.Future[Any]] = [
         *(asyncio.ensure_future(pool.run(gate.wait, 10, kind="long prompts")) for _ in range(9)),
@@ -112,7 +102,6 @@ async def test_long_prompts_and_grammars_keep_no_short_prompt(pool: ThreadPools)
 
 
 def test_a_prompt_is_long_by_all_that_it_holds() -> None:
-    """Messages together, the arguments of earlier calls, and what is said of tools."""
     half = "x" * (LONG_CHARS // 2)
     assert prompt_kind(generate_job(half)) == "short prompts"
     assert prompt_kind(generate_job(half * 3)) == "long prompts"

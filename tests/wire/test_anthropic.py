@@ -1,6 +1,5 @@
 """Messages requests → jobs, and deltas → content blocks and events."""
 
-from http import HTTPStatus
 from typing import Any, get_args
 
 import orjson
@@ -57,13 +56,9 @@ def read(messages: Any = HI, **fields: Any) -> MessagesRequest:
 
 
 def job(messages: Any = HI, *, own: dict[str, Any] | None = None, **fields: Any) -> GenerateJob:
-    return to_job(
-        read(messages, **fields),
-        caller(),
-        Sampling(temperature=0.3),
-        template_args=own or {},
-        max_chars=1000,
-    )
+    asked = read(messages, **fields)
+    sampling = Sampling(temperature=0.3)
+    return to_job(asked, caller(), sampling, template_args=own or {}, max_chars=1000)
 
 
 def refused(messages: Any = HI, **fields: Any) -> BadRequest:
@@ -77,25 +72,28 @@ def ignored(**fields: Any) -> tuple[str, ...]:
     return read_request(body, MessagesRequest, strict=False).ignored
 
 
+def user(*blocks: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(blocks)}
+
+
+def assistant(*blocks: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": list(blocks)}
+
+
 def text(*texts: str) -> list[dict[str, Any]]:
     return [{"type": "text", "text": each} for each in texts]
 
 
 def test_a_text_and_its_blocks_are_one_prompt() -> None:
-    """`system` too, which stands first."""
-    assert job(system="Be brief.").messages == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "hi"},
-    ]
-    blocks = [{"role": "user", "content": text("one", "two")}]
-    assert job(blocks, system=text("Be", "brief.")).messages == [
+    turns = job([user(*text("one", "two"))], system=text("Be", "brief.")).messages
+    assert turns == [
         {"role": "system", "content": "Be\n\nbrief."},
         {"role": "user", "content": "one\n\ntwo"},
     ]
+    assert job(system="Be brief.").messages == [{"role": "system", "content": "Be brief."}, *HI]
 
 
 def test_system_messages_stand_where_they_stood() -> None:
-    """Those at the beginning belong to the system prompt."""
     system = {"role": "system", "content": "now be bold"}
     turns = job([system, *HI, system, *HI], system="Be kind.").messages
     assert [turn["role"] for turn in turns] == ["system", "user", "system", "user"]
@@ -111,34 +109,26 @@ def test_a_header_in_the_system_prompt_is_not_for_the_model() -> None:
 
 
 def test_calls_thinking_and_results_become_turns() -> None:
-    """Results as turns of their own, named by their calls; words beside them stay the user's."""
     thought = {"type": "thinking", "thinking": "the weather…", "signature": "s"}
     hidden = {"type": "redacted_thinking", "data": "…"}
     other = {**CALL, "id": "c2", "input": {}}
-    turns = job(
-        [
-            {"role": "user", "content": "Ulm?"},
-            {"role": "assistant", "content": [thought, hidden, *text("Let me see."), CALL, other]},
-            {"role": "user", "content": [RESULT, {**RESULT, "tool_use_id": "c2",
-             "content": text("sun", "wind"), "is_error": False}, *text("And?")]},
-        ]
-    ).messages  # fmt: skip
+    results = [RESULT, {**RESULT, "tool_use_id": "c2", "content": text("sun", "wind")}]
+    said = assistant(thought, hidden, *text("Let me see."), CALL, other)
+    turns = job([*HI, said, user(*results, *text("And?"))]).messages
     assert [turn["role"] for turn in turns] == ["user", "assistant", "tool", "tool", "user"]
-    assert turns[1]["content"] == "Let me see."
-    assert turns[1]["reasoning_content"] == "the weather…"
+    assert (turns[1]["content"], turns[1]["reasoning_content"]) == ("Let me see.", "the weather…")
     assert [call["function"] for call in turns[1]["tool_calls"]] == [
         {"name": "weather", "arguments": {"city": "Ulm"}},
         {"name": "weather", "arguments": {}},
     ]
     assert turns[2] == {"role": "tool", "content": "rain", "tool_call_id": "c1", "name": "weather"}
-    assert turns[3]["content"] == "sun\n\nwind"
-    assert turns[4]["content"] == "And?"
+    assert (turns[3]["content"], turns[4]["content"]) == ("sun\n\nwind", "And?")
 
 
 def test_a_result_that_is_an_error_is_shown_and_words_before_it_stay_before() -> None:
     """A model reads why a call failed; what the user said first is said first."""
-    words = {"role": "user", "content": [*text("See:"), {**RESULT, "is_error": True}]}
-    turns = job([*HI, {"role": "assistant", "content": [CALL]}, words]).messages
+    error = {**RESULT, "is_error": True}
+    turns = job([*HI, assistant(CALL), user(*text("See:"), error)]).messages
     said = [(turn["role"], turn["content"]) for turn in turns[2:]]
     assert said == [("user", "See:"), ("tool", "rain")]
 
@@ -153,112 +143,102 @@ def test_messages_of_one_role_in_a_row_are_one_turn() -> None:
 
 
 def test_the_last_assistant_message_is_continued() -> None:
-    """Its prefill, in Anthropic's words."""
-    assert job([*HI, {"role": "assistant", "content": "The answer is"}]).continues
+    begun = [*HI, {"role": "assistant", "content": "The answer is"}]
+    assert job(begun).continues
+    assert job([*begun, user()]).continues
     assert not job().continues
-    silent = {"role": "user", "content": []}
-    assert job([*HI, {"role": "assistant", "content": "The answer is"}, silent]).continues
 
 
 @pytest.mark.parametrize(
     ("messages", "param"),
     [
-        ([{"role": "user", "content": [{"type": "image", "source": {}}]}],
-         "messages[0].content[0]"),
-        ([{"role": "user", "content": [*text("see"), {"type": "document", "source": {}}]}],
-         "messages[0].content[1]"),
-        ([{"role": "user", "content": [{"type": "of tomorrow"}]}], "messages[0].content[0]"),
-        ([{"role": "user", "content": [CALL]}], "messages[0].content[0]"),
-        ([*HI, {"role": "assistant", "content": [RESULT]}], "messages[1].content[0]"),
+        ([user({"type": "image", "source": {}})], "messages[0].content[0]"),
+        ([user(*text("see"), {"type": "document", "source": {}})], "messages[0].content[1]"),
+        ([user({"type": "of tomorrow"})], "messages[0].content[0]"),
+        ([user(CALL)], "messages[0].content[0]"),
+        ([*HI, assistant(RESULT)], "messages[1].content[0]"),
         ([*HI, {"role": "system", "content": [CALL]}], "messages[1].content[0]"),
-        ([{"role": "user", "content": [RESULT]}], "messages[0].content[0].tool_use_id"),
-        ([{"role": "user", "content": [{"type": "tool_result"}]}],
-         "messages[0].content[0].tool_use_id"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
-        ([*HI, {"role": "assistant", "content": [{"type": "tool_use", "id": "c"}]}, *HI],
-         "messages[1].content[0].name"),
-        ([*HI, {"role": "assistant", "content": [CALL]}], "messages[1]"),
-        ([*HI, {"role": "assistant", "content": [CALL]}, {"role": "assistant", "content": "So"}],
-         "messages[2]"),
+        ([user(RESULT)], "messages[0].content[0].tool_use_id"),
+        ([user({"type": "tool_result"})], "messages[0].content[0].tool_use_id"),
+        ([user({"type": "text"})], "messages[0].content[0].text"),
+        ([*HI, assistant({"type": "tool_use", "id": "c"}), *HI], "messages[1].content[0].name"),
+        ([*HI, assistant(CALL)], "messages[1]"),
+        ([*HI, assistant(CALL), {"role": "assistant", "content": "So"}], "messages[2]"),
         ([*HI, {"role": "assistant", "content": ""}], "messages[1]"),
         ([{"role": "developer", "content": "x"}], "messages[0].role"),
-        ([*HI, {"role": "assistant", "content": [CALL]},
-          {"role": "user", "content": [{**RESULT, "content": [{"type": "image"}]}]}],
+        ([*HI, assistant(CALL), user({**RESULT, "content": [{"type": "image"}]})],
          "messages[2].content[0].content[0]"),
         ([], "messages"),
-        ([{"role": "user", "content": []}], "messages"),
+        ([user()], "messages"),
     ],
 )  # fmt: skip
 def test_what_is_not_served_is_refused_where_it_stands(messages: Any, param: str) -> None:
-    """Images and documents by their names."""
     error = refused(messages)
     assert error.param == param
     if "image" in str(messages):
         assert "'image'" in error.message
 
 
-def test_system_blocks_are_text() -> None:
-    """And nothing else."""
-    assert refused(system=[{"type": "image"}]).param == "system[0]"
-    assert refused(system=[{"type": "text"}]).param == "system[0].text"
+CLOCK = {"type": "custom", "name": "c" * 128, "input_schema": {"type": "object"}}
+ONE_AT_ONCE = {"type": "auto", "disable_parallel_tool_use": True}
 
 
-def test_tools_are_shown_and_may_be_called() -> None:
-    """Several at once, unless the request forbids it."""
-    asked = job(tools=[WEATHER])
+@pytest.mark.parametrize(
+    ("choice", "count", "forced", "parallel"),
+    [
+        (None, 2, False, True),
+        (ONE_AT_ONCE, 2, False, False),
+        ({"type": "any"}, 2, True, True),
+        ({"type": "tool", "name": "weather"}, 1, True, False),
+    ],
+)
+def test_a_choice_of_tools_is_kept(choice: Any, count: int, forced: bool, parallel: bool) -> None:
+    asked = job(tools=[WEATHER, CLOCK], tool_choice=choice)
     assert asked.tools[0]["function"]["parameters"] == WEATHER["input_schema"]
     assert asked.calling is not None
-    assert (asked.calling.forced, asked.calling.parallel) == (False, True)
-    one = job(tools=[WEATHER], tool_choice={"type": "auto", "disable_parallel_tool_use": True})
-    assert one.calling is not None
-    assert (one.calling.forced, one.calling.parallel) == (False, False)
+    assert asked.calling.functions[0].name == "weather"
+    assert len(asked.calling.functions) == count
+    assert (asked.calling.forced, asked.calling.parallel) == (forced, parallel)
 
 
-def test_a_choice_of_tools_is_kept() -> None:
-    """Any of them, one by name, or none, which then are not shown."""
-    clock = {"type": "custom", "name": "c" * 128, "input_schema": {"type": "object"}}
-    tools = [WEATHER, clock]
-    some = job(tools=tools, tool_choice={"type": "any"}).calling
-    assert some is not None
-    assert (len(some.functions), some.forced, some.parallel) == (2, True, True)
-    named = job(tools=tools, tool_choice={"type": "tool", "name": "weather"}).calling
-    assert named is not None
-    assert ([each.name for each in named.functions], named.forced) == (["weather"], True)
-    none = job(tools=tools, tool_choice={"type": "none"})
+def test_tools_that_may_not_be_called_are_not_shown() -> None:
+    none = job(tools=[WEATHER], tool_choice={"type": "none"})
     assert (none.calling, none.tools) == (None, ())
 
 
-def test_a_choice_of_a_tool_that_is_not_there_is_refused() -> None:
-    """As is one that names none, and a tool with no schema or a name that is none."""
-    assert (
-        refused(tools=[WEATHER], tool_choice={"type": "tool", "name": "x"}).param == "tool_choice"
-    )
-    assert refused(tools=[WEATHER], tool_choice={"type": "tool"}).param == "tool_choice"
-    assert refused(tool_choice={"type": "any"}).param == "tools"
-    assert refused(tools=[WEATHER, WEATHER]).param == "tools"
-    assert refused(tools=[{"name": "x"}]).param == "tools[0].input_schema"
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice"),
+        ({"tool_choice": {"type": "any"}}, "tools"),
+        ({"tools": [WEATHER, WEATHER]}, "tools"),
+        ({"tools": [{"name": "x"}]}, "tools[0].input_schema"),
+        ({"tools": [{**WEATHER, "name": "two words"}]}, "tools[0].name"),
+        ({"tools": [{**WEATHER, "description": "x" * 1500}]}, "tools"),
+        ({"messages": [user(*text("x" * 1500))]}, "messages"),
+        ({"system": [{"type": "image"}]}, "system[0]"),
+        ({"system": [{"type": "text"}]}, "system[0].text"),
+    ],
+)
+def test_a_tool_or_a_text_that_cannot_be_used_is_refused_by_its_place(
+    fields: dict[str, Any], param: str
+) -> None:
+    assert refused(**fields).param == param
 
 
 @pytest.mark.parametrize(
     ("schema", "problem"),
-    [
-        ({}, "Field required"),
-        ({"properties": {}}, "Field required"),
-        ({"type": "string"}, "Input should be 'object'"),
-        ({"type": ["object", "null"]}, "Input should be 'object'"),
-    ],
+    [({}, "Field required"), ({"type": ["object", "null"]}, "Input should be 'object'")],
 )
 def test_a_tools_schema_is_of_an_object(schema: Any, problem: str) -> None:
     """What is none is refused in Anthropic's words, which name the first such tool."""
     fault = refused(tools=[WEATHER, {"name": "x", "input_schema": schema}])
     assert fault.message == f"tools.1.input_schema.type: {problem}"
     assert fault.param == "tools[1].input_schema"
-    assert error_body(fault, "r")["error"]["type"] == "invalid_request_error"
-    assert refused(tools=[{**WEATHER, "name": "two words"}]).param == "tools[0].name"
 
 
 def test_anthropics_own_tools_are_skipped_and_named() -> None:
-    """Alone, they are refused: there would be nothing to call."""
     search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
     assert ignored(tools=[search, WEATHER]) == ("tools.web_search_20250305",)
     assert len(job(tools=[search, WEATHER]).tools) == 1
@@ -266,7 +246,6 @@ def test_anthropics_own_tools_are_skipped_and_named() -> None:
 
 
 def test_limits_and_sampling_are_the_requests_own() -> None:
-    """Fields left out come from the model's defaults."""
     asked = job(temperature=1, top_p=0.5, top_k=3, stop_sequences=["x", ""], max_tokens=7)
     sampling = asked.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1, 0.5, 3)
@@ -287,7 +266,6 @@ def test_limits_and_sampling_are_the_requests_own() -> None:
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_refused_by_its_name(field: str, value: Any) -> None:
-    """Never taken for something else."""
     param = refused(**{field: value}).param
     assert param is not None
     assert param.split("[")[0].split(".")[0] == field
@@ -299,7 +277,7 @@ def test_what_changes_no_answer_is_taken_and_the_rest_is_named() -> None:
     assert ignored(
         metadata={"user_id": "u"}, service_tier="auto", system=[{**text("x")[0], **cached}],
         tools=[{**WEATHER, **cached, "eager_input_streaming": True}], mcp_servers=[], **cached,
-        messages=[{"role": "user", "content": [{**text("x")[0], **cached}]}],
+        messages=[user({**text("x")[0], **cached})],
     ) == ()  # fmt: skip
     assert ignored(
         context_management={"edits": []}, container="c", betas=["b"],
@@ -339,7 +317,6 @@ def test_thinking_is_the_requests_then_the_models(
 
 
 def test_a_form_is_held_by_a_grammar() -> None:
-    """By its name of today, or the older one."""
     schema = {"type": "object", "properties": {"title": {"type": "string"}}}
     form = {"type": "json_schema", "schema": schema}
     grammar = Grammar("json_schema", orjson.dumps(schema).decode(), must_fit=True)
@@ -349,23 +326,15 @@ def test_a_form_is_held_by_a_grammar() -> None:
     assert read(tools=[WEATHER]).param_of("answer_form") == "tools"
     prefill = [*HI, {"role": "assistant", "content": "{"}]
     assert refused(prefill, output_format=form).param == "output_format"
-    forced = {"tools": [WEATHER], "tool_choice": {"type": "any"}}
-    assert refused(prefill, **forced).param == "tool_choice"
+    assert refused(prefill, tools=[WEATHER], tool_choice={"type": "any"}).param == "tool_choice"
 
 
 def test_counting_needs_no_limit() -> None:
-    """And runs nothing."""
     body = orjson.dumps({"model": "m", "messages": HI, "tools": [WEATHER]})
     request = read_request(body, CountMessageTokensRequest, strict=False).request
     asked = to_job(request, caller(), Sampling(), template_args={}, max_chars=1000)
     assert asked.max_tokens is None
     assert len(asked.tools) == 1
-
-
-def test_too_much_text_is_refused() -> None:
-    """Before it is tokenised; tools count too."""
-    assert refused([{"role": "user", "content": "x" * 1500}]).param == "messages"
-    assert refused(tools=[{**WEATHER, "description": "x" * 1500}]).param == "tools"
 
 
 USAGE = Usage(100, 20, cached_tokens=64, reasoning_tokens=5, kept_tokens=32)
@@ -414,7 +383,6 @@ def _added_up(events: list[Any]) -> dict[str, Any]:
 
 
 def test_an_answer_is_its_blocks_in_order() -> None:
-    """Thinking with its signature, text, and calls one after another."""
     whole, events = written(
         Delta(0, reasoning="hm", tokens=1),
         Delta(0, reasoning="m", tokens=1),
@@ -440,7 +408,6 @@ def test_an_answer_is_its_blocks_in_order() -> None:
 
 
 def test_thinking_that_is_not_to_be_shown_is_signed_only() -> None:
-    """Or is not there at all, for who did not ask for it."""
     deltas = (Delta(0, reasoning="hm", tokens=1), Delta(0, "so", 1, "stop"))
     signed, _ = written(*deltas, thoughts="signed")
     shown, _ = written(*deltas)
@@ -470,16 +437,13 @@ def test_the_reason_of_the_end_is_anthropics(
 
 
 def test_an_answer_of_nothing_has_no_blocks() -> None:
-    """It has begun and ended."""
     whole, events = written(Delta(0, tokens=1, finish_reason="stop"))
     assert whole["content"] == []
-    assert [event["type"] for event in events] == [
-        "message_start", "message_delta", "message_stop",
-    ]  # fmt: skip
+    kinds = [event["type"] for event in events]
+    assert kinds == ["message_start", "message_delta", "message_stop"]
 
 
 def test_a_call_that_was_cut_has_no_input() -> None:
-    """What there is of it is no JSON."""
     writer = MessageWriter("m", max_tokens=1, thoughts="none", request_id="r")
     call = CallDelta(0, "c1", "weather", '{"city": "U')
     deltas = [Delta(0, call=call, tokens=1), Delta(0, finish_reason="length")]
@@ -490,10 +454,8 @@ def test_a_call_that_was_cut_has_no_input() -> None:
 def test_the_prompts_tokens_are_counted_once() -> None:
     """Read from the cache, newly kept in it, and neither: together they are the prompt."""
     usage = usage_dict(USAGE)
-    assert usage["cache_read_input_tokens"] == 64
-    assert usage["cache_creation_input_tokens"] == 32
-    assert usage["input_tokens"] == 4
-    assert (usage["output_tokens"], usage["service_tier"]) == (20, "standard")
+    names = ("cache_read_input_tokens", "cache_creation_input_tokens", "input_tokens")
+    assert [usage[name] for name in names] == [64, 32, 4]  # type: ignore[literal-required]
     twice = usage_dict(Usage(100, 1, cached_tokens=64, kept_tokens=96))
     assert (twice["input_tokens"], twice["cache_creation_input_tokens"]) == (0, 36)
 
@@ -519,29 +481,25 @@ def test_the_prompts_tokens_are_counted_once() -> None:
 def test_errors_have_anthropics_envelope(
     error: GatewayError, status: int, kind: str, code: str | None
 ) -> None:
-    """Its statuses and types; the gateway's code is among the details."""
     body: Any = error_body(error, "req-1")
     assert (body["type"], body["request_id"]) == ("error", "req-1")
-    assert body["error"]["message"] == error.message
+    assert (body["error"]["message"], body["error"]["type"]) == (error.message, kind)
     assert error_status(error) == error_status(type(error)) == status
-    assert body["error"]["type"] == kind
     assert kind in get_args(AnthropicErrorType)
     assert body["error"].get("details") == (None if code is None else {"error_code": code})
 
 
 def test_a_conversation_that_the_server_should_keep_is_refused_as_anthropic_would() -> None:
     """The SDKs' tool runners ask for it first, and go on with whole conversations."""
-    error = refused(thread={"type": "create"})
-    assert error_body(error, "r")["error"]["details"] == {
-        "error_code": "thread_unsupported_request"
-    }
+    body = error_body(refused(thread={"type": "create"}), "r")
+    assert body["error"]["details"] == {"error_code": "thread_unsupported_request"}
 
 
 def test_a_prompt_that_is_too_long_says_so_in_anthropics_words() -> None:
     """By which agents know that they have to shorten it."""
     body = error_body(ContextLengthExceeded(200, 209), "req-1")
     assert body["error"]["message"] == "prompt is too long: 209 tokens > 200 maximum"
-    assert error_status(ContextLengthExceeded) == HTTPStatus.BAD_REQUEST
+    assert error_status(ContextLengthExceeded) == 400
 
 
 PAPER = {
@@ -570,12 +528,9 @@ FOUND = {
     ],
 )
 def test_documents_of_text_and_what_a_search_found_are_text(block: Any, read: str) -> None:
-    """In a message, and in a tool's result."""
-    user = {"role": "user", "content": [block, *text("Why?")]}
-    assert job([user]).messages[-1]["content"] == f"{read}\n\nWhy?"
-    called = {"role": "assistant", "content": [CALL]}
-    result = {"role": "user", "content": [{**RESULT, "content": [block]}]}
-    assert job([*HI, called, result]).messages[-1]["content"] == read
+    assert job([user(block, *text("Why?"))]).messages[-1]["content"] == f"{read}\n\nWhy?"
+    result = {**RESULT, "content": [block]}
+    assert job([*HI, assistant(CALL), user(result)]).messages[-1]["content"] == read
 
 
 @pytest.mark.parametrize(
@@ -595,4 +550,4 @@ def test_documents_of_text_and_what_a_search_found_are_text(block: Any, read: st
 )  # fmt: skip
 def test_other_documents_are_refused_where_they_stand(block: Any, param: str) -> None:
     """PDFs, addresses, and what lacks its text; nobody looks at an address."""
-    assert refused([{"role": "user", "content": [block]}]).param == f"messages[0].content[0]{param}"
+    assert refused([user(block)]).param == f"messages[0].content[0]{param}"

@@ -18,12 +18,7 @@ from gateway.jobs import (
     Usage,
 )
 from gateway.wire.answers import Answer
-from gateway.wire.completions import (
-    CompletionRequest,
-    CompletionWriter,
-    TextChoiceWriter,
-    to_jobs,
-)
+from gateway.wire.completions import CompletionRequest, CompletionWriter, TextChoiceWriter, to_jobs
 from gateway.wire.generation import Heading
 from gateway.wire.validation import CharBounds, read_request
 from tests.fakes import caller
@@ -45,7 +40,6 @@ def writer(**fields: Any) -> CompletionWriter:
 
 
 def test_every_prompt_is_a_job_and_takes_no_template() -> None:
-    """With the same wishes each."""
     made = jobs(prompt=["a", "b"], n=2, stop="\n", logprobs=0, max_tokens=3)
     assert [job.prompt for job in made] == ["a", "b"]
     assert all(job.messages == () for job in made)
@@ -54,7 +48,6 @@ def test_every_prompt_is_a_job_and_takes_no_template() -> None:
 
 
 def test_what_is_left_out_comes_from_the_models_defaults() -> None:
-    """And what is given does not."""
     assert jobs()[0].sampling == Sampling(temperature=0.3, top_k=7)
     asked = jobs(temperature=0, top_p=0.5, top_k=-1, seed=-3, logit_bias={"5": -100})[0]
     assert asked.sampling == Sampling(temperature=0, top_p=0.5, seed=-3, logit_bias={5: -100})
@@ -70,7 +63,6 @@ SCORED = EchoedPrompt(
 
 
 def test_a_scored_prompt_is_the_beginning_of_text_and_logprobs() -> None:
-    """Its first token follows nothing; the answer's tokens go on where it ends."""
     choice = TextChoiceWriter(0, echo="abc", with_logprobs=True)
     said = TokenLogprob(Likelihood("d", b"d", -0.25))
     choice.add(Delta(0, "d", 1, None, logprobs=[said], prompt=SCORED))
@@ -86,7 +78,6 @@ def test_a_scored_prompt_is_the_beginning_of_text_and_logprobs() -> None:
 
 
 def test_a_prompt_of_token_ids_comes_back_as_its_tokens_texts() -> None:
-    """Nothing else knows what they say."""
     choice = TextChoiceWriter(0, echo="", with_logprobs=False)
     first = choice.add(Delta(0, "d", 1, "length", prompt=EchoedPrompt(["a", "", "bc"])))
     assert first["text"] == choice.to_dict()["text"] == "abcd"
@@ -103,7 +94,6 @@ def test_the_engine_gives_back_only_what_the_request_does_not_have() -> None:
 
 
 def test_a_bias_of_more_tokens_than_a_step_can_bear_is_refused() -> None:
-    """It names the bound, which is above OpenAI's."""
     most = {str(token): 1.0 for token in range(1024)}
     assert len(jobs(logit_bias=most)[0].sampling.logit_bias) == 1024
     with pytest.raises(BadRequest, match="at most 1024 entries, and has 1025") as refused:
@@ -138,7 +128,6 @@ def test_vllms_sampling_fields_are_taken_and_tell_what_nobody_has_set() -> None:
     ],
 )  # fmt: skip
 def test_vllms_sampling_fields_have_bounds(name: str, given: Any) -> None:
-    """The refusal names the field."""
     with pytest.raises(BadRequest) as refused:
         read(**{name: given})
     assert (refused.value.param or "").startswith(name)
@@ -170,19 +159,16 @@ def whole(schema: str) -> Grammar:
     ],
 )
 def test_an_answer_may_be_held_to_a_form(fields: dict[str, Any], grammar: Grammar | None) -> None:
-    """In vLLM's words, new and old, and in OpenAI's."""
     assert jobs(**fields)[0].grammar == grammar
 
 
 def test_a_prompt_beyond_the_limit_of_characters_is_refused() -> None:
-    """Before anybody tokenises it."""
     with pytest.raises(BadRequest) as caught:
         jobs(prompt=["a", "b" * 101])
     assert caught.value.param == "prompt"
 
 
 def test_choices_are_counted_prompt_by_prompt() -> None:
-    """And begin with their own prompt when it is echoed."""
     choices = [[Delta(index, "!", 1, "stop")] for index in range(4)]
     answer = writer(prompt=["a", "b"], n=2, echo=True).whole(Answer(choices, Usage(2, 4)))
     written = orjson.loads(orjson.dumps(answer))["choices"]
@@ -191,7 +177,6 @@ def test_choices_are_counted_prompt_by_prompt() -> None:
 
 
 def test_a_choice_adds_up_to_its_chunks() -> None:
-    """Text and all four lists of logprobs."""
     choice = TextChoiceWriter(0, echo="", with_logprobs=True)
     deltas = [Delta(0, text, 1, logprobs=[scored(text)]) for text in ("Grü", "ße")]
     chunks: list[Any] = [choice.add(delta) for delta in (*deltas, Delta(0, "", 1, "stop"))]
@@ -207,8 +192,7 @@ def test_a_choice_adds_up_to_its_chunks() -> None:
 def test_of_tokens_with_one_text_the_likelier_is_told_and_the_chosen_always() -> None:
     """This endpoint's top_logprobs are keyed by text."""
     token = TokenLogprob(
-        likelihood("z", -9.0),
-        (likelihood("a", -0.1), likelihood("b", -1.0), likelihood("b", -2.0)),
+        likelihood("z", -9.0), (likelihood("a", -0.1), likelihood("b", -1.0), likelihood("b", -2.0))
     )
     choice = TextChoiceWriter(0, echo="", with_logprobs=True)
     chunk: Any = choice.add(Delta(0, "z", 1, logprobs=[token]))
@@ -217,7 +201,6 @@ def test_of_tokens_with_one_text_the_likelier_is_told_and_the_chosen_always() ->
 
 
 def test_a_whole_answer_has_usage_and_a_chunk_has_not() -> None:
-    """The rest is the same."""
     delta = Delta(0, "a", 1, "length")
     (chunk,) = writer().add(delta)
     whole = orjson.loads(orjson.dumps(writer().whole(Answer([[delta]], Usage(2, 1)))))

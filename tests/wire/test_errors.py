@@ -83,7 +83,6 @@ def test_a_form_of_a_response_is_refused_with_a_code() -> None:
 
 
 def test_all_else_of_an_error_stays() -> None:
-    """Its class, its message, its headers; one about no part is the same."""
     long = ContextLengthExceeded(10, 12)
     located = chat().locate(long)
     assert isinstance(located, ContextLengthExceeded)

@@ -45,7 +45,6 @@ def test_four_times_as_many_user_turns_take_about_four_times_as_long() -> None:
 
 
 def test_an_assistants_calls_keep_their_arguments_as_values() -> None:
-    """And a content of null is an empty one."""
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a":[1]}'}}
     empty = {"id": "c2", "type": "function", "function": {"name": "g", "arguments": ""}}
     told = turns(
@@ -61,7 +60,6 @@ def test_an_assistants_calls_keep_their_arguments_as_values() -> None:
 
 
 def test_older_function_turns_are_tool_turns() -> None:
-    """With the name of what answered."""
     told = turns(
         {"role": "user", "content": "x"}, {"role": "function", "name": "f", "content": "1"}
     )
@@ -69,7 +67,6 @@ def test_older_function_turns_are_tool_turns() -> None:
 
 
 def test_a_refusal_is_text_again() -> None:
-    """When a client sends it back."""
     part = {"type": "refusal", "refusal": "No."}
     assert turns({"role": "assistant", "content": [part]})[0]["content"] == "No."
 
@@ -86,7 +83,6 @@ def test_a_refusal_is_text_again() -> None:
     ],
 )
 def test_what_is_not_text_is_refused_by_its_place(message: dict[str, Any]) -> None:
-    """Never left out in silence."""
     with pytest.raises(BadRequest) as caught:
         turns({"role": "user", "content": "x"}, message)
     assert (caught.value.param or "").startswith("messages[1].")
@@ -94,7 +90,6 @@ def test_what_is_not_text_is_refused_by_its_place(message: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("kind", ["text", "refusal"])
 def test_a_part_without_its_text_is_missing_it(kind: str) -> None:
-    """The field is named, and the place of the part."""
     parts = [{"type": "text", "text": ""}, {"type": kind}]
     with pytest.raises(BadRequest) as caught:
         turns({"role": "assistant", "content": parts})

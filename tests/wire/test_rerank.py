@@ -43,7 +43,6 @@ def job_of(shape: type[Any], **fields: Any) -> RerankJob:
     [
         (b'{"query": "q", "texts": ["a"]}', True),
         (b'{"query": "q", "texts" : 7}', True),
-        (b'{"query": "q", "texts": ["documents"]}', True),
         (b'{"query": "documents", "texts": []}', True),
         (rb'{"query": "\"documents\":", "texts": []}', True),
         (b'{"query": "q", "documents": ["a"], "texts": ["b"]}', False),
@@ -55,9 +54,7 @@ def job_of(shape: type[Any], **fields: Any) -> RerankJob:
         (b'{"query": "q", "documents": null, "texts": ["a"]}', True),
         (b'{"query": "q", "metadata": {"texts": ["a"]}}', False),
         (b'{"query": "q", "texts": null}', False),
-        (b'["texts"]', False),
         (b'{"texts": ["a"]', False),
-        (b"", False),
         (b"[]", False),
     ],
 )
@@ -67,11 +64,7 @@ def test_a_body_with_texts_has_teis_form(body: bytes, expected: bool) -> None:
 
 @pytest.mark.parametrize(
     ("documents", "expected"),
-    [
-        ("a", ["a"]),
-        (["a", "b"], ["a", "b"]),
-        ([{"text": "a", "title": "t"}, "b"], ["a", "b"]),
-    ],
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([{"text": "a", "title": "t"}, "b"], ["a", "b"])],
 )
 def test_documents_are_texts_or_have_one(documents: Any, expected: list[str]) -> None:
     assert job_of(RerankRequest, query="q", documents=documents).documents == expected
@@ -81,26 +74,22 @@ def test_documents_are_texts_or_have_one(documents: Any, expected: list[str]) ->
     ("fields", "param"),
     [
         ({"query": "", "documents": ["a"]}, "query"),
-        ({"query": None, "documents": ["a"]}, "query"),
         ({"query": ["q"], "documents": ["a"]}, "query"),
         ({"documents": ["a"]}, "query"),
         ({"query": "q"}, "documents"),
         ({"query": "q", "documents": []}, "documents"),
         ({"query": "q", "documents": ""}, "documents"),
-        ({"query": "q", "documents": [""]}, "documents[0]"),
         ({"query": "q", "documents": ["a", ""]}, "documents[1]"),
         ({"query": "q", "documents": ["a", {"text": ""}]}, "documents[1]"),
         ({"query": "q", "documents": ["a", {"title": "t"}]}, "documents[1].text"),
         ({"query": "q", "documents": ["a", {"text": 7}]}, "documents[1].text"),
         ({"query": "q", "documents": ["a", 7]}, "documents[1]"),
-        ({"query": "q", "documents": ["a", None]}, "documents[1]"),
         ({"query": "q", "documents": {"text": "a"}}, "documents"),
         ({"query": "q", "documents": ["a"] * 2049}, "documents"),
         ({"query": "q", "documents": ["a" * 101]}, "documents"),
         ({"query": "q" * 101, "documents": ["a"]}, "query"),
         ({"query": "q", "documents": ["a" * 99] * 3}, "documents"),
         ({"query": "q", "documents": ["a"], "top_n": -1}, "top_n"),
-        ({"query": "q", "documents": ["a"], "top_n": 1.5}, "top_n"),
         ({"query": "q", "documents": ["a"], "max_tokens_per_doc": -1}, "max_tokens_per_doc"),
         ({"query": "q", "documents": ["a"], "return_documents": "yes"}, "return_documents"),
         ({"query": "q", "documents": ["a"], "raw_scores": 1}, "raw_scores"),
@@ -134,14 +123,11 @@ def test_one_text_is_scored_with_each_or_each_with_its_own(
 @pytest.mark.parametrize(
     ("one", "two", "param"),
     [
-        (["q", "r"], "a", "text_1"),
         (["q", "r"], ["a", "b", "c"], "text_1"),
         (["q", ""], ["a", "b"], "text_1[1]"),
         ("q", [], "text_2"),
         ([], "q", "text_1"),
-        ("", "a", "text_1"),
         ([""], "a", "text_1[0]"),
-        ("q", "", "text_2"),
         ("q", ["a", ""], "text_2[1]"),
         ("q", [["a"]], "text_2[0]"),
         ("q", {"content": []}, "text_2"),
@@ -167,9 +153,8 @@ def test_the_best_come_first_and_equals_in_their_order(top_n: int | None) -> Non
 
 def test_documents_and_texts_are_returned_on_request() -> None:
     request = RerankRequest(query="q", documents=list("abcd"), top_n=1, return_documents=True)
-    assert write_reranking(ANSWER, request, name="n", model="m")["results"] == [
-        {"index": 1, "relevance_score": 0.9, "document": {"text": "b"}}
-    ]
+    [best] = write_reranking(ANSWER, request, name="n", model="m")["results"]
+    assert best == {"index": 1, "relevance_score": 0.9, "document": {"text": "b"}}
     texts = TextsRequest(query="q", texts=list("abcd"), return_text=True)
     assert write_ranked_texts(ANSWER, texts)[0] == {"index": 1, "score": 0.9, "text": "b"}
 

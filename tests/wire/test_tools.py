@@ -23,7 +23,6 @@ def read(**fields: Any) -> tuple[list[str], Calling | None]:
 
 
 def test_tools_may_be_called_unless_forbidden() -> None:
-    """Auto is the default; none shows the template no tool at all."""
     for choice in ({}, {"tool_choice": "auto"}, {"tool_choice": None}):
         shown, calling = read(tools=[WEATHER, CLOCK], **choice)
         assert shown == ["weather", "clock"]
@@ -35,7 +34,6 @@ def test_tools_may_be_called_unless_forbidden() -> None:
 
 
 def test_required_and_named_choices_force_a_call() -> None:
-    """Of any tool, or of the one."""
     _, required = read(tools=[WEATHER, CLOCK], tool_choice="required")
     assert required is not None
     assert required.forced
@@ -49,7 +47,6 @@ def test_required_and_named_choices_force_a_call() -> None:
 
 
 def test_allowed_tools_narrow_the_choice() -> None:
-    """The others are not even shown."""
     allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "clock"}}]}
     choice = {"type": "allowed_tools", "allowed_tools": allowed}
     shown, calling = read(tools=[WEATHER, CLOCK], tool_choice=choice)
@@ -59,7 +56,6 @@ def test_allowed_tools_narrow_the_choice() -> None:
 
 
 def test_older_names_mean_the_same() -> None:
-    """`functions` and `function_call`: one call at most."""
     shown, calling = read(functions=[WEATHER["function"]], function_call={"name": "weather"})
     assert shown == ["weather"]
     assert calling is not None
@@ -69,7 +65,6 @@ def test_older_names_mean_the_same() -> None:
 
 
 def test_strictness_and_parallel_calls_are_passed_on() -> None:
-    """A tool without parameters takes an empty object."""
     strict = {"type": "function", "function": {**CLOCK["function"], "strict": True}}  # type: ignore[dict-item]
     _, calling = read(tools=[WEATHER, strict], parallel_tool_calls=False)
     assert calling is not None
@@ -95,14 +90,12 @@ def test_strictness_and_parallel_calls_are_passed_on() -> None:
     ],
 )
 def test_a_choice_of_nothing_is_refused(fields: dict[str, Any]) -> None:
-    """With the field's name."""
     with pytest.raises(BadRequest) as caught:
         read(**fields)
     assert caught.value.param is not None
 
 
 def test_tools_of_other_types_are_skipped_beside_a_function() -> None:
-    """And named: with the type that the client gave them."""
     custom = {"type": "custom", "custom": {"name": "x"}}
     shown, calling = read(tools=[custom, CLOCK])
     assert calling is not None

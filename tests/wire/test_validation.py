@@ -37,22 +37,16 @@ def refused(path: str = "chat", **given: Any) -> BadRequest:
         ({"messages": "hi"}, "messages", "expected an array, but got a string"),
         ({"messages": ["hi"]}, "messages[0]", "expected an object, but got a string"),
         ({"messages": [[]]}, "messages[0]", "expected an object, but got an array"),
-        (
-            {"messages": [{"role": "user", "content": 5}]},
-            "messages[0].content",
-            "expected a string or an array, but got an integer",
-        ),
-        (
-            {"messages": [{"role": "user", "content": ["x"]}]},
-            "messages[0].content[0]",
-            "expected an object, but got a string",
-        ),
+        ({"messages": [{**USER, "content": 5}]}, "messages[0].content",
+         "expected a string or an array, but got an integer"),
+        ({"messages": [{**USER, "content": ["x"]}]}, "messages[0].content[0]",
+         "expected an object, but got a string"),
         ({"stream": 1}, "stream", "expected a boolean, but got an integer"),
         ({"temperature": "hot"}, "temperature", "expected a number, but got a string"),
         ({"n": 1.5}, "n", "expected an integer, but got a decimal"),
         ({"stream_options": True}, "stream_options", "expected an object, but got a boolean"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_type_is_told_by_the_names_json_has(
     given: dict[str, Any], param: str, said: str
 ) -> None:
@@ -66,19 +60,15 @@ def test_a_wrong_type_is_told_by_the_names_json_has(
     ("path", "given"),
     [
         ("chat", {"messages": [{"role": "wizard", "content": "x"}]}),
+        ("chat", {"messages": [{"content": "x"}]}),
         ("chat", {"tools": ["x"]}),
         ("chat", {"tools": [{"type": "function", "function": 5}]}),
-        ("chat", {"tool_choice": {"type": "function", "function": {}}}),
         ("chat", {"tool_choice": {"type": "function", "function": {"name": 5}}}),
-        ("chat", {"tool_choice": 5}),
         ("chat", {"response_format": {"type": "json_schema", "json_schema": {"colour": 1}}}),
         ("chat", {"function_call": {"name": 5}, "functions": [{"name": "f"}]}),
         ("chat", {"service_tier": "gold"}),
-        ("chat", {"max_tokens": "12"}),
-        ("chat", {"max_tokens": 12.5}),
         ("chat", {"stop": 5}),
         ("chat", {"logit_bias": {"1": "x"}}),
-        ("responses", {"input": [5]}),
         ("responses", {"input": [{"role": "user", "content": [5]}]}),
         ("responses", {"text": {"format": {"type": "json_schema"}}}),
         ("responses", {"include": ["everything"]}),
@@ -86,51 +76,29 @@ def test_a_wrong_type_is_told_by_the_names_json_has(
     ],
 )
 def test_no_message_speaks_python(path: str, given: dict[str, Any]) -> None:
-    """No class, no dictionary, no list, no None, no pydantic."""
     error = refused(path, **given)
     text = f"{error.message} {error.param}"
-    for word in (
-        "dictionary",
-        "instance",
-        "Input",
-        "list",
-        "None",
-        "bool",
-        "Param",
-        "Tool",
-        "Name",
-    ):
-        assert word not in text, text
+    words = ("dictionary", "instance", "Input", "list", "None", "bool", "Param", "Tool", "Name")
+    assert not [word for word in words if word in text], text
     assert error.param
     assert error.param.split(".")[0].split("[")[0] in given
-
-
-@pytest.mark.parametrize("temperature", [5, 2.5, -1])
-def test_the_field_says_whether_a_bound_is_of_decimals(temperature: float) -> None:
-    """Not the number that was sent."""
-    error = refused(temperature=temperature)
-    assert error.code in ("decimal_above_max_value", "decimal_below_min_value")
-    assert "than or equal to" in error.message
-    assert refused(n=0).code == "integer_below_min_value"
 
 
 @pytest.mark.parametrize(
     ("given", "code"),
     [
-        (2**70, "integer_above_max_value"),
-        (-(2**70), "integer_below_min_value"),
-        (2**63, "integer_above_max_value"),
+        ({"temperature": 5}, "decimal_above_max_value"),
+        ({"temperature": -1}, "decimal_below_min_value"),
+        ({"n": 0}, "integer_below_min_value"),
+        ({"seed": 2**70}, "integer_above_max_value"),
+        ({"seed": -(2**70)}, "integer_below_min_value"),
+        ({"seed": 2**63}, "integer_above_max_value"),
+        ({"seed": 2.0**53}, "invalid_type"),
     ],
 )
-def test_an_integer_that_is_too_large_is_no_decimal(given: int, code: str) -> None:
-    """JSON's integers have no end; those of 64 bits do."""
-    assert refused(seed=given).code == code
-
-
-@pytest.mark.parametrize("given", [5.0, 2.0**53])
-def test_a_decimal_is_no_seed(given: float) -> None:
-    """It is said to be one."""
-    assert refused(seed=given).message.endswith("expected an integer, but got a decimal instead.")
+def test_the_field_says_whether_a_bound_is_of_decimals(given: dict[str, Any], code: str) -> None:
+    """Not the number that was sent. JSON's integers have no end; those of 64 bits do."""
+    assert refused(**given).code == code
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
@@ -148,7 +116,6 @@ def test_a_number_of_tokens_may_be_written_in_other_ways(name: str) -> None:
 
 
 def test_stop_may_be_many_or_none() -> None:
-    """Each as long as a name; empty ones ask for nothing."""
     stops = [f"stop {i}" for i in range(MAX_STOPS)]
     assert read(stop=stops).request.stop == tuple(stops)
     assert [read(stop=none).request.stop for none in ([], "", [""], None)] == [()] * 4
@@ -166,7 +133,6 @@ def test_history_may_have_an_empty_list_of_calls() -> None:
 
 @pytest.mark.parametrize("content", [{}, {"content": None}])
 def test_a_user_says_something(content: dict[str, Any]) -> None:
-    """An empty text is something; nothing at all is a client's mistake. An assistant may call."""
     messages = read(messages=[USER, {"role": "user", **content}]).request.messages
     with pytest.raises(BadRequest) as caught:
         to_template(messages)
@@ -200,8 +166,10 @@ UNKNOWN = (
 )
 
 
+ALLOWED = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}] * 129}
+
+
 def test_what_nobody_knows_is_named_by_its_place() -> None:
-    """However deep it is; what answers have, and clients send back, is known."""
     assert read(**NESTED).ignored == UNKNOWN
     with pytest.raises(UnknownParameter) as caught:
         read(strict=True, **{**NESTED, "taste": None})
@@ -221,22 +189,11 @@ def test_of_what_nobody_knows_some_is_named() -> None:
         ({f"x{i}": 1 for i in range(1025)}, None, "more than 1024 fields"),
         ({"messages": [{**USER, "content": [{}] * 4097}]}, "messages[0].content", "4096"),
         ({"messages": [{**USER, "tool_calls": [{}] * 4097}]}, "messages[0].tool_calls", "4096"),
-        (
-            {
-                "tool_choice": {
-                    "type": "allowed_tools",
-                    "allowed_tools": {
-                        "mode": "auto",
-                        "tools": [{"type": "function", "function": {"name": "f"}}] * 129,
-                    },
-                }
-            },
-            "tool_choice.allowed_tools.tools",
-            "128",
-        ),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": ALLOWED}},
+         "tool_choice.allowed_tools.tools", "128"),
         ({"metadata": {f"x{i}": [] for i in range(100_001)}}, None, "more than 200000"),
     ],
-)
+)  # fmt: skip
 def test_what_a_request_holds_is_counted_before_it_is_read(
     given: dict[str, Any], param: str | None, said: str
 ) -> None:

@@ -5,24 +5,20 @@ tests/tool_parsers/test_openai_tool_parser.py; calls on the analysis channel are
 """
 
 import json
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.loading import load_generation
-from gateway.engine.device import Device
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
-from gateway.jobs import Calling, Function, GenerateJob, Grammar, Sampling
+from gateway.jobs import Function, Grammar
 from tests.checkpoints import write_chat
-from tests.engine.chat_formats import family, gathered, row, said
-from tests.engine.generation.harness import join
-from tests.fakes import caller
+from tests.engine.answers.harness import cut, pushed
+from tests.engine.chat_formats import family, row, said
+from tests.engine.generation.harness import answers, job, open_engine, watch
 
 TOKENS = (
     "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>", "<|return|>"
@@ -35,16 +31,12 @@ SCHEMA = Grammar("json_schema", "{}")
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
-    """Load a tokenizer with gpt-oss's tokens."""
     folder = tmp_path_factory.mktemp("harmony")
     return family(folder, tokens=TOKENS, model_type="gpt_oss")
 
 
 @pytest.mark.parametrize("end", ["", "<|return|>", "<|end|>"])
-def test_analysis_is_reasoning_and_the_final_message_is_the_answer(
-    chat: ChatTokenizer, end: str
-) -> None:
-    """However the last one ends."""
+def test_analysis_is_reasoning_and_the_final_message_text(chat: ChatTokenizer, end: str) -> None:
     heard = said(chat, row(), THOUGHT + FINAL + end)
     assert (heard["text"], heard["reasoning"]) == ("Four.", "User asks 2+2.")
 
@@ -60,14 +52,12 @@ def test_analysis_is_reasoning_and_the_final_message_is_the_answer(
     ],
 )
 def test_a_message_to_a_function_is_a_call(chat: ChatTokenizer, header: str) -> None:
-    """On any channel, wherever the header names it."""
     heard = said(chat, row([BOOK]), f'{THOUGHT}{header}{{"seats":3}}<|call|>')
     assert heard["calls"] == [("book", {"seats": 3})]
     assert (heard["text"], heard["reasoning"]) == ("", "User asks 2+2.")
 
 
 def test_calls_may_be_several_and_without_arguments(chat: ChatTokenizer) -> None:
-    """Each in its message; text that the user may read before them is text."""
     call = "<|start|>assistant<|channel|>commentary to=functions.book<|message|>{}<|call|>"
     heard = said(chat, row([BOOK]), f"<|channel|>commentary<|message|>Booking.<|end|>{call}{call}")
     assert heard["text"] == "Booking."
@@ -76,33 +66,20 @@ def test_calls_may_be_several_and_without_arguments(chat: ChatTokenizer) -> None
     assert said(chat, row([BOOK]), empty)["calls"] == [("book", {})]
 
 
-def test_arguments_that_are_no_object_are_text(chat: ChatTokenizer) -> None:
-    """Nothing a model said is lost."""
+def test_arguments_that_are_no_object_and_words_like_marks_are_text(chat: ChatTokenizer) -> None:
     heard = said(chat, row([BOOK]), "<|channel|>commentary to=functions.book<|message|>foo<|call|>")
     assert (heard["text"], heard["calls"]) == ("foo", [])
-
-
-def test_an_answer_that_speaks_of_channels_is_text(chat: ChatTokenizer) -> None:
-    """Words are not tokens."""
     answer = "The analysis channel comes before to=functions.book, and <think> is no token."
     heard = said(chat, row([BOOK]), f"<|channel|>final<|message|>{answer}")
     assert (heard["text"], heard["calls"], heard["reasoning"]) == (answer, [], "")
 
 
-@settings(
-    deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, 40), max_size=8))
 def test_pieces_may_be_cut_anywhere(chat: ChatTokenizer, cuts: list[int]) -> None:
-    """Between tokens that are marks and within text."""
     text = "It is four, as two and two are."
-    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    pattern = chat._marks.pattern
-    parser = chat.output_processor(row([BOOK])).parser
-    parts = parser.push(pattern(THOUGHT + "<|channel|>final<|message|>"))
-    for a, b in pairwise(edges):
-        parts += parser.push(text[a:b])
-    heard = gathered([*parts, *parser.flush()])
+    marks = chat._marks.pattern(THOUGHT + "<|channel|>final<|message|>")
+    heard = pushed(chat.output_processor(row([BOOK])).parser, [marks, *cut(text, cuts)])
     assert (heard["text"], heard["reasoning"]) == (text, "User asks 2+2.")
 
 
@@ -124,20 +101,9 @@ def test_a_grammar_begins_with_the_final_message(chat: ChatTokenizer, header: st
 
 
 def test_only_the_final_message_is_the_answer_of_a_grammar(chat: ChatTokenizer) -> None:
-    """A preamble would break the JSON."""
     text = "<|channel|>commentary<|message|>I'll write JSON.<|end|><|start|>assistant"
     heard = said(chat, row(grammar=SCHEMA), text + '<|channel|>final<|message|>{"a":1}')
     assert heard["text"] == '{"a":1}'
-
-
-def test_a_forced_call_is_written_in_the_final_message(chat: ChatTokenizer) -> None:
-    """In the form that its grammar has for every model."""
-    calling = Calling(functions=[BOOK], forced=True)
-    job = row(calling=calling, grammar=SCHEMA)
-    call = '<|channel|>final<|message|>{"name":"book","arguments":{"a":1}}'
-    heard = said(chat, job, THOUGHT + call)
-    assert heard["calls"] == [("book", {"a": 1})]
-    assert json.dumps(heard["text"]) == '""'
 
 
 def test_the_ends_of_answers_are_known(chat: ChatTokenizer) -> None:
@@ -147,7 +113,6 @@ def test_the_ends_of_answers_are_known(chat: ChatTokenizer) -> None:
 
 
 def test_a_row_with_a_form_to_come_may_not_end_before(chat: ChatTokenizer) -> None:
-    """Unless it calls, where it may."""
     names = chat.backend.id_to_token
     stops = chat.thinking(row(grammar=SCHEMA, is_thinking=True)).stops
     assert {"<|return|>", "<|call|>"} <= {names(token) for token in stops}
@@ -156,24 +121,8 @@ def test_a_row_with_a_form_to_come_may_not_end_before(chat: ChatTokenizer) -> No
 
 
 def test_a_named_parser_is_enough(tmp_path: Path) -> None:
-    """In models.yaml, for a checkpoint of another type."""
     chat = family(tmp_path, tokens=TOKENS[:-1], reasoning_parser="openai_gptoss")
     assert said(chat, row(), THOUGHT + FINAL)["text"] == "Four."
-
-
-class Urged:
-    """A model that says these tokens, one after another, wherever it may, and then wants to end."""
-
-    def __init__(self, model: Any, tokens: list[int], end: int) -> None:
-        self._model = model
-        self._tokens = iter(tokens)
-        self._end = end
-
-    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        logits: mx.array = self._model(tokens, cache=cache)
-        if tokens.shape[1] == 1:  # a decode step, not a prompt
-            logits[:, :, next(self._tokens, self._end)] += 1000
-        return logits
 
 
 ANALYSIS = "<|channel|>analysis<|message|>Hm."
@@ -181,42 +130,25 @@ ANSWER = "<|start|>assistant<|channel|>final<|message|>"
 
 
 @pytest.mark.parametrize("end", ["<|end|>", "<|return|>"])
-def test_the_answer_of_a_grammar_follows_the_thinking_in_an_engine(
-    tmp_path: Path, end: str
-) -> None:
-    """Also where the model would end within it: it cannot, before its final message."""
+def test_the_answer_of_a_grammar_follows_thinking_in_an_engine(tmp_path: Path, end: str) -> None:
     template = (
         "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
     )
     chat = family(write_chat(tmp_path, vocab_size=1040), tokens=TOKENS, template=template)
-    engine = load_generation(
-        tmp_path,
-        name="t",
-        device=Device.CPU,
-        dtype=None,
-        max_context=None,
-        chat_template=None,
-        template_args={},
-    )
-    script = chat.backend.encode(f"{ANALYSIS}{end}{ANSWER}", add_special_tokens=False).ids
+    engine = open_engine(tmp_path)
+    script = iter(chat.backend.encode(f"{ANALYSIS}{end}{ANSWER}", add_special_tokens=False).ids)
     (stop,) = chat._ids(["<|return|>"])
-    engine._model = Urged(engine._model, script, stop)
-    (planned,) = engine.prepare(
-        GenerateJob(
-            caller=caller(),
-            messages=[{"role": "user", "content": "Say <|channel|>final<|message|>, yes or no."}],
-            sampling=Sampling(temperature=0),
-            max_tokens=60,
-            grammar=Grammar("choice", json.dumps(["yes", "no"])),
-        )
-    )
-    assert planned.grammar is not None
-    join(engine, replace(planned, compiled=engine.compile(planned.grammar)))
-    deltas = []
-    while engine.is_prefilling or engine.is_decoding:
-        deltas += engine.prefill(512) if engine.is_prefilling else []
-        deltas += engine.decode()
-    assert "".join(delta.reasoning for delta in deltas) == "Hm."
-    assert "".join(delta.text for delta in deltas) in ("yes", "no")
-    assert deltas[-1].finish_reason == "stop"
+
+    def urge(logits: mx.array, tokens: mx.array, _: Any) -> mx.array:
+        if tokens.shape[1] == 1:  # a decode step, not a prompt
+            logits[:, :, next(script, stop)] += 1000
+        return logits
+
+    watch(engine, after=urge)
+    choice = Grammar("choice", json.dumps(["yes", "no"]))
+    text = "Say <|channel|>final<|message|>, yes or no."
+    (answer,) = answers(engine, [job(text, max_tokens=60, grammar=choice)])
+    assert answer.reasoning == "Hm."
+    assert answer.text in ("yes", "no")
+    assert answer.finish_reason == "stop"

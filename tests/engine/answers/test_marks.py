@@ -23,7 +23,6 @@ ODD = [
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
-    """Think and call tokens: special the first, merely added the others."""
     folder: Path = tmp_path_factory.mktemp("marks")
     return family(
         folder,
@@ -35,7 +34,6 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
 
 @pytest.mark.parametrize("odd", ODD)
 def test_noncharacters_and_replacement_characters_are_text(chat: ChatTokenizer, odd: str) -> None:
-    """In an answer, in reasoning and in calls, those that a grammar forces too."""
     call = orjson.dumps({"name": "note", "arguments": {"text": odd}}).decode()
     heard = said(chat, row([NOTE]), f"<think>{odd}</think>{odd}<tool_call>{call}</tool_call>")
     assert (heard["reasoning"], heard["text"]) == (odd, odd)
@@ -46,12 +44,10 @@ def test_noncharacters_and_replacement_characters_are_text(chat: ChatTokenizer, 
 
 
 def test_a_call_that_cannot_be_read_is_shown_to_the_letter(chat: ChatTokenizer) -> None:
-    """Its marks among it."""
     text = "<tool_call>\ufdd0\ufffd</tool_call>"
     assert said(chat, row([NOTE]), text)["text"] == text
 
 
 def test_the_logprobs_of_such_a_text_have_its_bytes(chat: ChatTokenizer) -> None:
-    """Together they are the text's."""
     ids = chat.backend.encode("".join(ODD), add_special_tokens=False).ids
     assert b"".join(map(chat.vocabulary.bytes, ids)) == "".join(ODD).encode()

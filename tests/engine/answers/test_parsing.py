@@ -1,7 +1,6 @@
 """What a model says, told apart: text, reasoning, calls, wherever the pieces are cut."""
 
 import json
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ from hypothesis import strategies as st
 
 from gateway.engine.answers.output_parts import Mode
 from gateway.engine.answers.parsing import Markup, Parser
+from tests.engine.answers.harness import cut, pushed
 
 MARKUP = Markup(
     opens=("<think>",),
@@ -17,92 +17,48 @@ MARKUP = Markup(
     calls=(("<tool_call>", "</tool_call>"),),
     read=lambda text: [json.loads(text)],
 )
+CUTS = st.lists(st.integers(0, 200), max_size=12).map(tuple)
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 
 def read(
     text: str, cuts: tuple[int, ...] = (), mode: Mode = "free", *, is_thinking: bool = False
 ) -> dict[str, Any]:
-    """Push a text in pieces and gather what was told."""
-    parser = Parser(MARKUP, mode, is_thinking=is_thinking)
-    places = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
-    parts = []
-    for start, end in pairwise(places):
-        parts += parser.push(text[start:end])
-    parts += parser.flush()
-    calls: dict[int, dict[str, str]] = {}
-    for part in parts:
-        if part.call is not None:
-            call = calls.setdefault(part.call.index, {"id": "", "name": "", "arguments": ""})
-            call["id"] += part.call.id or ""
-            call["name"] += part.call.name or ""
-            call["arguments"] += part.call.arguments
-    return {
-        "text": "".join(part.text for part in parts),
-        "reasoning": "".join(part.reasoning for part in parts),
-        "calls": [(c["name"], c["arguments"]) for c in calls.values()],
-        "ids": [c["id"] for c in calls.values()],
-    }
+    return pushed(Parser(MARKUP, mode, is_thinking=is_thinking), cut(text, cuts))
 
 
-CUTS = st.lists(st.integers(0, 200), max_size=12).map(tuple)
-CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-
-
-@given(CUTS)
-def test_thinking_is_reasoning_and_the_rest_is_text(cuts: tuple[int, ...]) -> None:
-    """The marks are neither, nor the white space after them."""
-    told = read("<think>\nhm, hm\n</think>\n\nAnswer <b>", cuts)
-    assert told["reasoning"] == "hm, hm\n"
-    assert told["text"] == "Answer <b>"
-
-
-@given(CUTS)
-def test_a_prompt_that_opened_the_thinking_needs_no_mark(cuts: tuple[int, ...]) -> None:
-    """Templates of thinking models do that."""
-    told = read("hm</think>Answer", cuts, is_thinking=True)
-    assert (told["reasoning"], told["text"]) == ("hm", "Answer")
+@given(CUTS, st.booleans())
+def test_thinking_is_reasoning_and_the_rest_is_text(cuts: tuple[int, ...], opened: bool) -> None:
+    """Also where the prompt has opened it. White space after a mark is nothing."""
+    text = "hm, hm\n</think>\n\nAnswer <b>"
+    told = read(text if opened else f"<think>\n{text}", cuts, is_thinking=opened)
+    assert (told["reasoning"], told["text"]) == ("hm, hm\n", "Answer <b>")
 
 
 def test_thinking_that_never_ends_is_reasoning() -> None:
-    """Cut by max_tokens; it never becomes the answer."""
     told = read("hm, hm </thi", is_thinking=True)
     assert told == {"reasoning": "hm, hm </thi", "text": "", "calls": [], "ids": []}
 
 
-@given(CUTS)
-def test_calls_are_told_whole_with_ids_of_their_own(cuts: tuple[int, ...]) -> None:
-    """Text before them is text; white space between them is nothing."""
-    told = read(f"Let me see. {CALL}\n{CALL}", cuts)
-    assert told["text"].strip() == "Let me see."
-    assert told["calls"] == [("f", '{"a":1}')] * 2
-    assert len(set(told["ids"])) == 2
-
-
-@given(CUTS)
-def test_a_call_that_cannot_be_read_is_text(cuts: tuple[int, ...]) -> None:
-    """Nothing a model said is lost."""
-    broken = "<tool_call>not json</tool_call>"
+@given(CUTS, st.sampled_from(["<tool_call>not json</tool_call>", '<tool_call>{"name": "f"']))
+def test_a_call_that_cannot_be_read_is_text(cuts: tuple[int, ...], broken: str) -> None:
     assert read(broken, cuts)["text"] == broken
-    unfinished = '<tool_call>{"name": "f"'
-    assert read(unfinished, cuts)["text"] == unfinished
 
 
 def test_marks_are_text_where_calls_are_not_asked_for() -> None:
-    """A model may write about them."""
     assert read(CALL, mode="none") == {"text": CALL, "reasoning": "", "calls": [], "ids": []}
 
 
-@given(CUTS)
-def test_a_forced_call_is_told_as_it_is_made(cuts: tuple[int, ...]) -> None:
-    """Its arguments are exactly what stands between."""
-    arguments = '{"city":"Paris","deep":{"x":"}"}}'
-    told = read(f'{{"name":"get","arguments":{arguments}}}', cuts, "forced")
-    assert told["calls"] == [("get", arguments)]
-    assert told["text"] == ""
+@given(CUTS, st.booleans())
+def test_a_forced_call_is_told_as_it_is_made(cuts: tuple[int, ...], thinks: bool) -> None:
+    """Its arguments are what stands between, and thoughts before it no part of it."""
+    call = '{"name":"get","arguments":{"city":"Paris","deep":{"x":"}"}}}'
+    told = read(f"hm</think>\n{call}" if thinks else call, cuts, "forced", is_thinking=thinks)
+    assert told["calls"] == [("get", {"city": "Paris", "deep": {"x": "}"}})]
+    assert (told["text"], told["reasoning"]) == ("", "hm" if thinks else "")
 
 
 def test_forced_arguments_stream_before_they_end() -> None:
-    """Token by token."""
     parser = Parser(MARKUP, "forced", is_thinking=False)
     parser.push('{"name":"get","arguments":{"city":')
     (part,) = parser.push('"Par')
@@ -110,16 +66,8 @@ def test_forced_arguments_stream_before_they_end() -> None:
     assert part.call.arguments == ':"Pa'
 
 
-def test_a_forced_call_may_be_thought_about_first() -> None:
-    """The reasoning is no part of it."""
-    told = read('hm</think>\n{"name":"f","arguments":{}}', (), "forced", is_thinking=True)
-    assert told["calls"] == [("f", "{}")]
-    assert told["reasoning"] == "hm"
-
-
 @pytest.mark.parametrize("text", ["", "plain", "a < b", "<", "<think", "<tool_cal", "</think>x"])
 def test_text_that_only_looks_like_a_mark_is_text(text: str) -> None:
-    """Held back until it is certain, and then told."""
     assert read(text, tuple(range(len(text))))["text"] == text
 
 

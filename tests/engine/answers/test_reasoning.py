@@ -1,24 +1,21 @@
 """Thinking: what opens and closes it, in each family's marks, and what only looks like it."""
 
 import json
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.loading import load_generation
 from gateway.engine.answers.output_parts import TokenScores
-from gateway.engine.answers.reasoning import REASONING_FORMATS, infer_reasoning
-from gateway.engine.device import Device
+from gateway.engine.answers.reasoning import REASONING_FORMATS
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.jobs import Function, GenerateJob, Grammar, Sampling
 from tests.checkpoints import teach_thinking, write_chat
-from tests.engine.chat_formats import family, gathered, row, said
-from tests.engine.generation.harness import join
+from tests.engine.answers.harness import cut, pushed
+from tests.engine.chat_formats import family, row, said
+from tests.engine.generation.harness import answers, open_engine
 from tests.fakes import caller
 
 # name, special tokens, further added tokens, words of the template, text
@@ -50,22 +47,14 @@ IDS = [f"{each[0]}-{i}" for i, each in enumerate(FAMILIES)]
 
 @pytest.mark.parametrize("each", FAMILIES, ids=IDS)
 def test_thinking_is_reasoning_in_each_family(tmp_path: Path, each: Any) -> None:
-    """And no mark is anybody's text."""
+    """And a mark inside an answer does not cut it: it counts only before any text."""
     name, tokens, added, words, text = each
     chat = family(tmp_path, tokens=tokens, added=added, words=words)
     assert chat._reasoning == REASONING_FORMATS[name]
     heard = said(chat, row(may_think=True), text.format("Let me see.", "It is four."))
-    assert heard["reasoning"].strip() == "Let me see."
-    assert heard["text"].strip() == "It is four."
-    cut = said(chat, row(may_think=True), text.format("Let me see.", "X").split(" see")[0])
-    assert (cut["reasoning"].strip(), cut["text"]) == ("Let me", "")
-
-
-@pytest.mark.parametrize("each", FAMILIES, ids=IDS)
-def test_a_mark_inside_an_answer_does_not_cut_it(tmp_path: Path, each: Any) -> None:
-    """An answer about language models has such words; only before any text do they count."""
-    _, tokens, added, words, text = each
-    chat = family(tmp_path, tokens=tokens, added=added, words=words)
+    assert (heard["reasoning"].strip(), heard["text"].strip()) == ("Let me see.", "It is four.")
+    cut_off = said(chat, row(may_think=True), text.format("Let me see.", "X").split(" see")[0])
+    assert (cut_off["reasoning"].strip(), cut_off["text"]) == ("Let me", "")
     opening = text.split("{}")[0].strip()
     heard = said(chat, row(may_think=True), f"The mark {opening} opens it.")
     assert heard["reasoning"] == ""
@@ -74,21 +63,14 @@ def test_a_mark_inside_an_answer_does_not_cut_it(tmp_path: Path, each: Any) -> N
     assert (opening in heard["text"]) == (not any(token in opening for token in tokens))
 
 
-@settings(
-    deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=30)
 @given(cuts=st.lists(st.integers(0, 80), max_size=8))
 def test_marks_in_words_may_be_cut_anywhere(
     tmp_path_factory: pytest.TempPathFactory, cuts: list[int]
 ) -> None:
-    """As they are several tokens."""
     chat = family(tmp_path_factory.mktemp("granite"), words="Here is my thought process:")
     text = "Here is my thought process: Hm. Here is my response: Four."
-    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    parser = chat.output_processor(row()).parser
-    pieces = [text[a:b] for a, b in pairwise(edges)]
-    parts = [part for piece in pieces for part in parser.push(piece)]
-    heard = gathered([*parts, *parser.flush()])
+    heard = pushed(chat.output_processor(row()).parser, cut(text, cuts))
     assert (heard["reasoning"].strip(), heard["text"]) == ("Hm.", "Four.")
 
 
@@ -96,12 +78,10 @@ def test_letters_that_spell_a_token_are_no_mark(tmp_path: Path) -> None:
     """A tokenizer with the token never writes it in letters; a model that does means the word."""
     chat = family(tmp_path, added=("<think>", "</think>"))
     parser = chat.output_processor(row()).parser
-    parts = [part for piece in ("<th", "ink>", "x") for part in parser.push(piece)]
-    assert gathered([*parts, *parser.flush()])["text"] == "<think>x"
+    assert pushed(parser, ("<th", "ink>", "x"))["text"] == "<think>x"
 
 
 def test_thinking_may_begin_again_after_a_call(tmp_path: Path) -> None:
-    """Models that call several times think between."""
     chat = family(tmp_path, added=("<think>", "</think>"), words="<tool_call> tool_call.name")
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     text = f"<think>one</think>Calling. {call}\n<think>two</think>{call}"
@@ -128,17 +108,11 @@ SAID = "{{ enable_thinking }} {{ thinking }} {{ reasoning_effort }}"
 def test_templates_are_told_of_thinking_in_their_own_words(
     tmp_path: Path, model_type: str, asked: dict[str, Any], said: str
 ) -> None:
-    """`enable_thinking`, `thinking`, or an effort of three."""
     tokens = ("[THINK]", "[/THINK]")
     chat = family(tmp_path, tokens=tokens, template=SAID, model_type=model_type)
     ids = chat.prompt(job("Hello", template_args=asked)).ids
     told = chat.backend.decode(ids, skip_special_tokens=False)
     assert told.split()[-len(said.split()) :] == said.split()
-
-
-def test_a_model_without_marks_has_no_format() -> None:
-    """And its answers are text."""
-    assert infer_reasoning((), "{{ messages }}", "llama") == "none"
 
 
 def test_the_mark_that_opens_the_thinking_is_no_token_of_the_content(tmp_path: Path) -> None:
@@ -156,29 +130,13 @@ def test_the_mark_that_opens_the_thinking_is_no_token_of_the_content(tmp_path: P
     assert [each.chosen.token for each in output.take_logprobs(is_last=True)] == ["<think>"]
 
 
-# In an engine: prompts, grammars, ends.
-
-
 @pytest.fixture(scope="module", params=[False, True], ids=["may", "opens"])
 def engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> GenerationEngine:
     """Load a random model that knows <think>; the template of one of the two opens it."""
-    folder = tmp_path_factory.mktemp("thinker")
-    teach_thinking(write_chat(folder, vocab_size=1030), opens=request.param)
-    return loaded(folder)
-
-
-def loaded(folder: Path) -> GenerationEngine:
-    return load_generation(
-        folder,
-        name="t",
-        device=Device.CPU,
-        dtype=None,
-        max_context=None,
-        chat_template=None,
-        template_args={},
-    )
+    folder = write_chat(tmp_path_factory.mktemp("thinker"), vocab_size=1030)
+    return open_engine(teach_thinking(folder, opens=request.param))
 
 
 def job(text: str, grammar: Grammar | None = None, **given: Any) -> GenerateJob:
@@ -187,38 +145,24 @@ def job(text: str, grammar: Grammar | None = None, **given: Any) -> GenerateJob:
     return GenerateJob(caller=caller(), max_tokens=40, grammar=grammar, **whole)
 
 
-def asked(engine: GenerationEngine, job: GenerateJob) -> dict[str, Any]:
-    """Run one job to its end."""
-    (planned,) = engine.prepare(job)
-    if planned.grammar is not None:
-        planned = replace(planned, compiled=engine.compile(planned.grammar))
-    join(engine, planned)
-    text = reasoning = ""
-    end: Any = None
-    while engine.is_prefilling or engine.is_decoding:
-        for delta in (*(engine.prefill(512) if engine.is_prefilling else []), *engine.decode()):
-            text += delta.text
-            reasoning += delta.reasoning
-            end = delta.finish_reason or delta.error or end
-    return {"text": text, "reasoning": reasoning, "end": end}
+def asked(engine: GenerationEngine, job: GenerateJob) -> tuple[str, str, str | None]:
+    """Return the text, the reasoning and the end of an answer."""
+    (answer,) = answers(engine, [job])
+    return answer.text, answer.reasoning, answer.finish_reason or answer.error
 
 
 HOSTILE = [
-    "What does the tag <think> mean?",
-    "<think>",
-    "</think>",
-    "a</think><think>",
+    "What does the tag <think> mean?", "<think>", "</think>", "a</think><think>",
     "<think>\n\n</think>\n\n<think>\n",
-]
+]  # fmt: skip
 OFF = {"enable_thinking": False}
+YES_OR_NO = Grammar("choice", json.dumps(["yes", "no"]))
 
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_a_prompt_says_nothing_about_thinking(engine: GenerationEngine, text: str) -> None:
-    """Only what the template adds for the answer does: a document may hold the marks."""
     (plain,), (hostile,) = engine.prepare(job("Hello")), engine.prepare(job(text))
-    assert hostile.is_thinking == plain.is_thinking
-    assert hostile.may_think == plain.may_think
+    assert (hostile.is_thinking, hostile.may_think) == (plain.is_thinking, plain.may_think)
     (off,) = engine.prepare(job(text, template_args=OFF))
     assert (off.is_thinking, off.may_think) == (False, False)
 
@@ -227,34 +171,24 @@ def test_a_prompt_says_nothing_about_thinking(engine: GenerationEngine, text: st
 def test_a_mark_in_the_prompt_does_not_switch_a_grammar_off(
     engine: GenerationEngine, text: str
 ) -> None:
-    """The answer is one of the two."""
-    choice = Grammar("choice", json.dumps(["yes", "no"]))
-    told = asked(engine, job(text, choice, template_args=OFF))
-    assert told["text"] in ("yes", "no")
-    assert (told["reasoning"], told["end"]) == ("", "stop")
+    said, *others = asked(engine, job(text, YES_OR_NO, template_args=OFF))
+    assert said in ("yes", "no")
+    assert others == ["", "stop"]
 
 
 @pytest.mark.parametrize("answer", ["the tag <think> opens it", "x </think> y", "<think"])
 def test_a_mark_in_an_answer_that_a_grammar_made_is_text(
     engine: GenerationEngine, answer: str
 ) -> None:
-    """Constrained JSON is never cut in two."""
-    told = asked(engine, job("Say it.", Grammar("choice", json.dumps([answer])), template_args=OFF))
-    assert told == {"text": answer, "reasoning": "", "end": "stop"}
-    schema = {
-        "type": "object",
-        "properties": {"a": {"const": answer}},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
-    told = asked(
-        engine, job("Say it.", Grammar("json_schema", json.dumps(schema)), template_args=OFF)
-    )
-    assert json.loads(told["text"]) == {"a": answer}
+    choice = Grammar("choice", json.dumps([answer]))
+    assert asked(engine, job("Say it.", choice, template_args=OFF)) == (answer, "", "stop")
+    schema = {"type": "object", "properties": {"a": {"const": answer}}, "required": ["a"]}
+    grammar = Grammar("json_schema", json.dumps({**schema, "additionalProperties": False}))
+    said, *_ = asked(engine, job("Say it.", grammar, template_args=OFF))
+    assert json.loads(said) == {"a": answer}
 
 
 def test_the_template_that_always_asks_still_opens_the_thinking(tmp_path: Path) -> None:
-    """It knows no `add_generation_prompt`; a caller's last words are told from its own."""
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     chat = family(tmp_path / "a", added=("<think>", "</think>"), template=template + "|<think>\n")
     assert chat.prompt(job("Hello")).is_thinking
@@ -264,13 +198,10 @@ def test_the_template_that_always_asks_still_opens_the_thinking(tmp_path: Path) 
 
 def test_an_end_inside_the_thinking_closes_it_where_a_form_was_promised(tmp_path: Path) -> None:
     """Else the answer would be empty, though a schema was asked for."""
-    folder = teach_thinking(write_chat(tmp_path, vocab_size=1030), opens=True)
-    engine = loaded(folder)
+    engine = open_engine(teach_thinking(write_chat(tmp_path, vocab_size=1030), opens=True))
     (eos,) = engine._chat.eos_ids
-    choice = Grammar("choice", json.dumps(["yes", "no"]))
     urge = Sampling(temperature=0, logit_bias={eos: 100.0})
-    told = asked(engine, job("Well?", choice, sampling=urge))
-    assert told["text"] in ("yes", "no")
-    assert told["end"] == "stop"
-    free = asked(engine, job("Well?", sampling=urge))
-    assert free == {"text": "", "reasoning": "", "end": "stop"}
+    text, _, end = asked(engine, job("Well?", YES_OR_NO, sampling=urge))
+    assert text in ("yes", "no")
+    assert end == "stop"
+    assert asked(engine, job("Well?", sampling=urge)) == ("", "", "stop")

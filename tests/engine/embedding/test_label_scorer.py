@@ -13,7 +13,6 @@ import pytest
 from gateway.engine.device import Device
 from gateway.engine.embedding.label_scorer import (
     KEPT_TOKENS,
-    QWEN3,
     LabelHead,
     LabelRecipe,
     LabelScorer,
@@ -67,7 +66,6 @@ def expected(scorer: LabelScorer, pair: Pair, labels: Sequence[str] = ("y", "n")
 
 
 def test_a_score_is_the_difference_of_the_labels_logits(scorer: LabelScorer) -> None:
-    """Alone and in a batch, of one query or several, sharing their beginnings or not."""
     pairs = [
         *scorer.encode_pairs(QUERY, DOCUMENTS),
         *scorer.encode_pairs("Which fruit?", DOCUMENTS[:2]),
@@ -84,7 +82,6 @@ def test_a_score_is_the_difference_of_the_labels_logits(scorer: LabelScorer) -> 
 
 
 def test_a_prompt_is_encoded_as_one_text(scorer: LabelScorer) -> None:
-    """Its parts have the tokens that the whole has."""
     for document, pair in zip(DOCUMENTS, scorer.encode_pairs(QUERY, DOCUMENTS), strict=True):
         whole = RECIPE.template.format(instruction="", query=QUERY, document=document)
         assert scorer._tokenizer._tokenizer.decode(pair.ids) == whole
@@ -129,7 +126,6 @@ def test_a_shared_beginning_is_read_once(folder: Path, monkeypatch: Any) -> None
 
 
 def test_a_beginning_is_kept_from_pass_to_pass(folder: Path, monkeypatch: Any) -> None:
-    """Until another query's is read."""
     scorer = load(folder)
     pairs = [
         *scorer.encode_pairs(QUERY, ["a", "bb", "ccc"]),
@@ -146,7 +142,6 @@ def test_a_beginning_is_kept_from_pass_to_pass(folder: Path, monkeypatch: Any) -
 
 
 def test_a_long_beginning_is_not_kept(folder: Path, monkeypatch: Any) -> None:
-    """Its KV would stay in memory."""
     scorer = load(folder)
     [pair] = scorer.encode_pairs("word " * KEPT_TOKENS, ["a"])
     read = watch(scorer, monkeypatch)
@@ -180,19 +175,11 @@ def test_quantised_rows_give_the_quantised_models_scores(tmp_path: Path, tied: b
 
 
 def test_one_label_scores_by_its_logit(folder: Path) -> None:
-    """As bge-reranker-v2-gemma does."""
     scorer = load(folder, recipe=LabelRecipe(RECIPE.template, ("y",)))
     [pair] = scorer.encode_pairs(QUERY, ["Paris."])
     [[token]] = scorer._tokenizer.encode(["y"], with_specials=False)
     right = scorer._model(mx.array([list(pair.ids)]))[0, -1, token].item()
     assert scorer.score([pair])[0, 0] == pytest.approx(right, abs=ROUNDING)
-
-
-def test_qwen3s_recipe_is_that_of_its_card() -> None:
-    before, after = QWEN3.template.split("{document}")
-    assert before.endswith("<Instruct>: {instruction}\n<Query>: {query}\n<Document>: ")
-    assert after == "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    assert QWEN3.labels == ("yes", "no")
 
 
 def test_a_label_of_several_tokens_is_refused(folder: Path) -> None:

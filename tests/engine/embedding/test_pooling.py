@@ -58,14 +58,8 @@ def test_a_listing_without_normalize_means_not_normalised(tmp_path: Path) -> Non
     """modules.json is complete: what it does not list does not happen."""
     checkpoint = folder(tmp_path, ALL[:2], {"pooling_mode": "mean"})
     assert read_recipe(checkpoint, None, None).normalize is False
-    assert read_recipe(checkpoint, None, True).normalize is True
-
-
-def test_what_models_yaml_says_wins(tmp_path: Path) -> None:
-    """An explicit setting is no guess."""
-    checkpoint = folder(tmp_path, ALL, {"pooling_mode": "mean"})
-    recipe = read_recipe(checkpoint, "cls", False)
-    assert (recipe.pooling, recipe.normalize) == ("cls", False)
+    recipe = read_recipe(checkpoint, "cls", True)
+    assert (recipe.pooling, recipe.normalize) == ("cls", True)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +69,6 @@ def test_what_models_yaml_says_wins(tmp_path: Path) -> None:
 def test_a_bare_folder_is_refused_naming_the_key_to_set(
     tmp_path: Path, pooling: str | None, normalize: bool | None, key: str
 ) -> None:
-    """Pooling and normalising are never guessed."""
     with pytest.raises(ModelLoadFailed, match=key):
         read_recipe(folder(tmp_path, None), pooling, normalize)
 
@@ -119,22 +112,16 @@ def test_a_module_path_outside_the_folder_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["{", '{"a": 1}', '[{"path": ""}]'])
-def test_a_broken_listing_is_refused(tmp_path: Path, content: str) -> None:
-    """Not JSON, no list, or no types: the file is named."""
+def test_a_broken_listing_and_an_unknown_setting_are_refused(tmp_path: Path, content: str) -> None:
+    with pytest.raises(ModelLoadFailed, match="mean, cls or last"):
+        read_recipe(folder(tmp_path, None), "average", True)
     (tmp_path / "modules.json").write_text(content)
     with pytest.raises(ModelLoadFailed, match=r"modules\.json"):
         read_recipe(Checkpoint("it", tmp_path), None, None)
 
 
-def test_an_unknown_setting_is_refused(tmp_path: Path) -> None:
-    """The message lists the three there are."""
-    with pytest.raises(ModelLoadFailed, match="mean, cls or last"):
-        read_recipe(folder(tmp_path, None), "average", True)
-
-
 @pytest.mark.parametrize("mode", ["mean", "cls", "last"])
 def test_padding_never_reaches_the_vector(mode: Mode) -> None:
-    """Each mode looks at real tokens only, whatever stands in the padding."""
     hidden = np.random.default_rng(0).normal(size=(2, 4, 3)).astype(np.float32)
     lengths = np.array([4, 2])
     mask = np.arange(4)[None] < lengths[:, None]
@@ -156,7 +143,6 @@ def test_half_precision_states_are_pooled_in_float32() -> None:
 
 
 def test_unit_vectors_have_length_one_and_zero_stays_zero() -> None:
-    """A zero vector is not divided by zero."""
     vectors = np.array(unit(mx.array([[3.0, 4.0], [0.0, 0.0]])))
     assert np.allclose(vectors, [[0.6, 0.8], [0.0, 0.0]])
 

@@ -1,6 +1,5 @@
 import json
 import random
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ from tokenizers import Tokenizer
 from gateway.engine.embedding.tokenizer import TextTokenizer, load_text_tokenizer
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.errors import ModelLoadFailed
+from tests.engine.embedding import harness
+from tests.engine.embedding.harness import GOLDEN, TEXTS, rewrite
 
-GOLDEN = Path(__file__).parents[2] / "golden"
-TEXTS: list[str] = json.loads((GOLDEN / "texts.json").read_text())
 ARCHITECTURES = ["bert", "roberta", "xlm-roberta", "modernbert", "qwen3"]
 
 
@@ -23,27 +22,17 @@ def load(folder: Path, *, lower_case: bool = False) -> TextTokenizer:
 
 def tiny(path: Path, name: str, **config: Any) -> Path:
     """Copy a tiny model's tokenizer, with changes to tokenizer_config.json."""
-    folder = Path(shutil.copytree(GOLDEN / name, path / name))
-    file = folder / "tokenizer_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **config}))
+    folder = harness.tiny(path, name)
+    rewrite(folder / "tokenizer_config.json", **config)
     return folder
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_cut_texts_equal_those_of_sentence_transformers(name: str) -> None:
-    """Token by token, over every golden text, special tokens at both ends."""
     expected = json.loads((GOLDEN / name / "ids.json").read_text())
     limit = max(map(len, expected))
     tokenizer = load(GOLDEN / name)
     assert [tokenizer.truncate(ids, limit) for ids in tokenizer.encode(TEXTS)] == expected
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_encoding_never_cuts_and_never_pads(name: str) -> None:
-    """Whatever the file says: the caller must learn how long a text really is."""
-    short, long = load(GOLDEN / name).encode(["a", "a " * 2000])
-    assert len(long) > 2000
-    assert len(short) < 8
 
 
 def test_a_file_that_cuts_and_pads_by_itself_is_stopped(tmp_path: Path) -> None:
@@ -58,7 +47,6 @@ def test_a_file_that_cuts_and_pads_by_itself_is_stopped(tmp_path: Path) -> None:
 
 
 def test_a_text_within_the_limit_is_left_as_it_is() -> None:
-    """And a limit below the special tokens keeps just those."""
     tokenizer = load(GOLDEN / "bert")
     [ids] = tokenizer.encode(["a a a"])
     assert tokenizer.truncate(ids, len(ids)) == ids
@@ -66,7 +54,6 @@ def test_a_text_within_the_limit_is_left_as_it_is() -> None:
 
 
 def test_a_tokenizer_that_cuts_on_the_left_keeps_the_end(tmp_path: Path) -> None:
-    """truncation_side of tokenizer_config.json."""
     tokenizer = load(tiny(tmp_path, "bert", truncation_side="left"))
     [ids] = tokenizer.encode(["one two three four five"])
     assert tokenizer.truncate(ids, 5) == [ids[0], *ids[-4:]]
@@ -116,7 +103,6 @@ def test_an_ending_only_the_config_asks_for_is_appended(tmp_path: Path, token: A
 
 @pytest.mark.parametrize("token", [None, "<nosuch>"])
 def test_an_ending_nobody_knows_is_refused(tmp_path: Path, token: str | None) -> None:
-    """Asked for, but not a token."""
     folder = tiny(tmp_path, "qwen3", add_eos_token=True, eos_token=token)
     with pytest.raises(ModelLoadFailed, match="add_eos_token"):
         load(folder)
@@ -154,20 +140,8 @@ PIECES = (
         "日本語",
         "ᄒ",
     ),
-    *(
-        "\u200d",
-        "👩‍👩‍👧",
-        "\n",
-        "\t",
-        "\r\n",
-        "\u00a0",
-        "\u3000",
-        "\x00",
-        "[SEP]",
-        "</s>",
-        "<|im_end|>",
-    ),
-    *("!", "--", "...", "@@", "Ａ", "ﬁ", "\u0301", "ि", "İ", "Σ", "ς"),
+    *("\u200d", "👩‍👩‍👧", "\n", "\t", "\r\n", "\u00a0", "\u3000", "\x00", "[SEP]", "</s>"),
+    *("ᄒ", "<|im_end|>", "!", "--", "...", "@@", "Ａ", "ﬁ", "\u0301", "ि", "İ", "Σ", "ς"),
 )
 
 
@@ -194,14 +168,12 @@ def test_a_text_is_cut_before_it_is_encoded_only_where_that_changes_nothing(
 
 
 def test_a_long_text_that_is_cut_costs_what_is_kept() -> None:
-    """Not what is thrown away."""
     tokenizer = load(GOLDEN / "bert")
     [start] = tokenizer.encode_start(["some words " * 90_000], 16)
     assert 16 < len(start) < 16 * 16
 
 
 def test_what_is_cut_on_the_left_is_encoded_whole(tmp_path: Path) -> None:
-    """Its last tokens are those that count."""
     tokenizer = load(tiny(tmp_path, "bert", truncation_side="left"))
     text = "some words " * 900 + "the end"
     assert tokenizer.encode_start([text], 8) == tokenizer.encode([text])

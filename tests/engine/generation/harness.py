@@ -37,6 +37,8 @@ from gateway.jobs import (
 from tests.checkpoints import HYBRID, SLIDING, STATEFUL
 from tests.fakes import caller
 
+Before = abc.Callable[[mx.array], object]  # of a pass's tokens
+After = abc.Callable[[mx.array, mx.array, Any], mx.array]  # of its logits, tokens and cache
 _numbers = count(1)
 GREEDY = Sampling(temperature=0)
 TEXTS = ["Hello there!", "x", "What is 2 + 2? " * 9, "日本語のテキスト 🙂", "a b c " * 150]
@@ -77,35 +79,23 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma3_text": SLIDING,
     "lfm2": STATEFUL,
     "deepseek_v3": {
-        "model_type": "deepseek_v3",
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 24,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 16,
-        "first_k_dense_replace": 1,
-        "n_group": 2,
-        "topk_group": 1,
+        "model_type": "deepseek_v3", "moe_intermediate_size": 32, "n_routed_experts": 4,
+        "n_shared_experts": 1, "num_experts_per_tok": 2, "num_key_value_heads": 4,
+        "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+        "v_head_dim": 16, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
         "routed_scaling_factor": 1.0,
     },
     "qwen3_next": HYBRID,
     "gpt_oss": {
-        "model_type": "gpt_oss",
-        "num_hidden_layers": 4,
-        "head_dim": 16,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": 32,
-        "intermediate_size": 32,
-        "rope_scaling": None,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "model_type": "gpt_oss", "num_hidden_layers": 4, "head_dim": 16, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "sliding_window": 32, "intermediate_size": 32,
+        "rope_scaling": None, "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
-}
+}  # fmt: skip
+MAMBA = {
+    "model_type": "mamba", "state_size": 8, "conv_kernel": 4, "use_bias": False,
+    "use_conv_bias": True, "time_step_rank": 8,
+}  # fmt: skip
 
 
 def join(engine: GenerationEngine, params: SequenceParams) -> int:
@@ -143,11 +133,55 @@ class Answer:
     kept_tokens: int = 0
     stop: str | None = None
 
+    def add(self, delta: Delta) -> None:
+        assert self.finish_reason is None, "nothing comes after the end"
+        assert self.error is None
+        self.text += delta.text
+        self.deltas.append(delta.text)
+        assert delta.cached_tokens == 0 or self.tokens == 0, "only the first delta tells"
+        self.cached_tokens += delta.cached_tokens
+        self.kept_tokens += delta.kept_tokens
+        self.stop = delta.stop
+        self.tokens += delta.tokens
+        self.reasoning += delta.reasoning
+        self.calls += [delta.call] if delta.call is not None else []
+        self.logprobs += delta.logprobs
+        self.finish_reason, self.error = delta.finish_reason, delta.error
+
+    @property
+    def ends(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def chosen(self) -> list[float]:
+        return [each.chosen.logprob for each in self.logprobs]
+
+    def says_as(self, other: "Answer") -> bool:
+        """Tell whether it is the same answer; logprobs may differ by rounding."""
+        names = ("text", "reasoning", "tokens", "finish_reason", "error")
+        same = all(getattr(self, name) == getattr(other, name) for name in names)
+        shown, others = (
+            [each.chosen.token for each in answer.logprobs] for answer in (self, other)
+        )
+        return same and shown == others and self.chosen == pytest.approx(other.chosen, abs=1e-3)
+
+
+Heard = Answer
+
 
 def job(text: str, sampling: Sampling = GREEDY, **more: Any) -> GenerateJob:
     more.setdefault("max_tokens", 24)
     messages = [{"role": "user", "content": text}]
     return GenerateJob(caller=caller(), messages=messages, sampling=sampling, **more)
+
+
+def finish(engine: GenerationEngine, budget: int = 512) -> list[Delta]:
+    """Bring all rows to their ends; return what they were told."""
+    deltas: list[Delta] = []
+    while engine.is_prefilling or engine.is_decoding:
+        deltas += engine.prefill(budget) if engine.is_prefilling else []
+        deltas += engine.decode()
+    return deltas
 
 
 def newest(engine: GenerationEngine) -> Sequence:
@@ -157,42 +191,53 @@ def newest(engine: GenerationEngine) -> Sequence:
     return row
 
 
-class Run:
+class Rows:
     """Rows under way, and what they were told so far."""
 
     def __init__(self, engine: GenerationEngine) -> None:
         self.engine = engine
         self.answers: dict[int, Answer] = {}
 
-    def join(self, job: GenerateJob) -> list[int]:
+    def hear(self, deltas: abc.Sequence[Delta]) -> None:
+        for delta in deltas:
+            self.answers[delta.row].add(delta)
+
+    def step(self, budget: int = 512) -> None:
+        self.hear(self.engine.prefill(budget) if self.engine.is_prefilling else [])
+        self.hear(self.engine.decode())
+
+    def finish(self, budget: int = 512) -> list[Answer]:
+        while self.is_busy:
+            self.step(budget)
+        return list(self.answers.values())
+
+    @property
+    def open(self) -> list[int]:
+        return [row for row, each in self.answers.items() if not each.ends and not each.error]
+
+    @property
+    def is_busy(self) -> bool:
+        return self.engine.is_prefilling or self.engine.is_decoding
+
+    def add(self, job: GenerateJob) -> list[int]:
         rows = []
         for row in self.engine.prepare(job):
+            if row.grammar is not None:
+                row = replace(row, compiled=compiled(self.engine, row.grammar))
             rows.append(join(self.engine, row))
             self.answers[rows[-1]] = Answer(ids=newest(self.engine).tokens)
         return rows
 
-    def step(self, budget: int = 512) -> None:
-        deltas = self.engine.prefill(budget) if self.engine.is_prefilling else []
-        for delta in (*deltas, *self.engine.decode()):
-            answer = self.answers[delta.row]
-            assert answer.finish_reason is None, "nothing comes after the end"
-            assert answer.error is None
-            answer.text += delta.text
-            answer.deltas.append(delta.text)
-            assert delta.cached_tokens == 0 or answer.tokens == 0, "only the first delta tells"
-            answer.cached_tokens += delta.cached_tokens
-            answer.kept_tokens += delta.kept_tokens
-            answer.stop = delta.stop
-            answer.tokens += delta.tokens
-            answer.reasoning += delta.reasoning
-            answer.calls += [delta.call] if delta.call is not None else []
-            answer.logprobs += delta.logprobs
-            answer.finish_reason, answer.error = delta.finish_reason, delta.error
 
-    def finish(self, budget: int = 512) -> list[Answer]:
-        while self.engine.is_prefilling or self.engine.is_decoding:
-            self.step(budget)
-        return list(self.answers.values())
+class Run(Rows):
+    def join(self, job: GenerateJob) -> list[int]:
+        return self.add(job)
+
+
+class Batch(Rows):
+    def join(self, text: str, given: dict[str, Any]) -> int:
+        [number] = self.add(job(text, **{"max_tokens": None, **given}))
+        return number
 
 
 def answers(
@@ -209,21 +254,56 @@ def exchange(engine: GenerationEngine, model: Any) -> None:
     engine._model = engine._prefill._model = model
 
 
-class Passing:
-    """A model whose call number `at` raises, once: a fault that is nobody's."""
+class Watched:
+    """A model whose passes are shown before they run, and whose logits may be changed after."""
 
-    def __init__(self, model: Any, at: int) -> None:
-        self._model = model
-        self._left = at
+    def __init__(self, model: Any, before: Before | None, after: After | None) -> None:
+        self._model, self._before, self._after = model, before, after
 
     def __call__(self, tokens: mx.array, cache: Any = None) -> Any:
-        self._left -= 1
-        if self._left == 0:
-            raise RuntimeError("out of luck")
-        return self._model(tokens, cache=cache)
+        if self._before is not None:
+            self._before(tokens)
+        logits = self._model(tokens, cache=cache)
+        return logits if self._after is None else self._after(logits, tokens, cache)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+def watch(
+    engine: GenerationEngine, before: Before | None = None, after: After | None = None
+) -> Any:
+    """Watch an engine's model from the next prompt on; return the model that was there."""
+    model = engine._model
+    exchange(engine, Watched(model, before, after))
+    return model
+
+
+def shapes(engine: GenerationEngine) -> list[tuple[int, int]]:
+    """Return what becomes the rows and the tokens, with padding, of each pass."""
+    passes: list[tuple[int, int]] = []
+    watch(engine, lambda tokens: passes.append((tokens.shape[0], tokens.shape[1])))
+    return passes
+
+
+def spoil(folder: Path, name: str, value: float, at: Any = ...) -> None:
+    """Write a number into the weights of a checkpoint."""
+    weights: Any = mx.load(str(folder / "model.safetensors"))
+    weights[name][at] = value
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+
+
+class Passing(Watched):
+    """A model whose call number `at` raises, once: a fault that is nobody's."""
+
+    def __init__(self, model: Any, at: int) -> None:
+        super().__init__(model, self._count, None)
+        self._left = at
+
+    def _count(self, _: mx.array) -> None:
+        self._left -= 1
+        if self._left == 0:
+            raise RuntimeError("out of luck")
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -253,87 +333,16 @@ def active_memory() -> int:
     return mx.get_active_memory()
 
 
-@dataclass
-class Heard:
-    """All that a row was told, put together."""
-
-    text: str = ""
-    reasoning: str = ""
-    tokens: int = 0
-    cached: int = 0
-    ends: list[str | None] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-    chosen: list[tuple[str, float]] = field(default_factory=list)
-
-    def add(self, delta: Delta) -> None:
-        assert not self.ends, "nothing comes after the end"
-        self.text += delta.text
-        self.reasoning += delta.reasoning
-        self.cached += delta.cached_tokens
-        self.tokens += delta.tokens
-        self.ends += [delta.finish_reason] if delta.finish_reason is not None else []
-        self.errors += [delta.error] if delta.error is not None else []
-        self.chosen += [(each.chosen.token, each.chosen.logprob) for each in delta.logprobs]
-
-    def says_as(self, other: "Heard") -> bool:
-        """Tell whether it is the same answer; logprobs may differ by rounding."""
-        same = (self.text, self.reasoning, self.tokens, self.ends, self.errors) == (
-            other.text,
-            other.reasoning,
-            other.tokens,
-            other.ends,
-            other.errors,
-        )
-        logprobs = [logprob for _, logprob in self.chosen]
-        return (
-            same
-            and [token for token, _ in self.chosen] == [token for token, _ in other.chosen]
-            and logprobs == pytest.approx([each for _, each in other.chosen], abs=1e-3)
-        )
-
-
-class Batch:
-    """Rows of one engine and what they were told."""
-
-    def __init__(self, engine: GenerationEngine) -> None:
-        self.engine = engine
-        self.answers: dict[int, Heard] = {}
-
-    def join(self, text: str, given: dict[str, Any]) -> int:
-        job = GenerateJob(caller=caller(), messages=[{"role": "user", "content": text}], **given)
-        (row,) = self.engine.prepare(job)
-        if row.grammar is not None:
-            row = replace(row, compiled=compiled(self.engine, row.grammar))
-        number = join(self.engine, row)
-        self.answers[number] = Heard()
-        return number
-
-    def hear(self, deltas: abc.Sequence[Delta]) -> None:
-        for delta in deltas:
-            self.answers[delta.row].add(delta)
-
-    def step(self, budget: int) -> None:
-        self.hear(self.engine.prefill(budget) if self.engine.is_prefilling else [])
-        self.hear(self.engine.decode())
-
-    @property
-    def open(self) -> list[int]:
-        return [row for row, each in self.answers.items() if not each.ends and not each.errors]
-
-    @property
-    def is_busy(self) -> bool:
-        return self.engine.is_prefilling or self.engine.is_decoding
-
-
 @cache
 def compiled(engine: GenerationEngine, grammar: Grammar) -> Compiled:
     return engine.compile(grammar)
 
 
 def answer_at_random(
-    engine: GenerationEngine, jobs: abc.Sequence[tuple[str, dict[str, Any]]], chance: random.Random
+    engine: GenerationEngine, jobs: abc.Sequence[tuple[str, dict[str, Any]]], seed: int = 0
 ) -> tuple[list[Heard], list[Pass]]:
-    """Heard jobs that join at random moments; return the answers, and the decode steps."""
+    """Let jobs join at random moments; return the answers, and the decode steps."""
+    chance = random.Random(seed)
     batch, waiting, rows, passes = Batch(engine), list(jobs), [], []
     while waiting or batch.is_busy:
         if waiting and (not batch.is_busy or chance.random() < 0.3):

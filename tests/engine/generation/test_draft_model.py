@@ -1,7 +1,6 @@
 """Drafts by a smaller model: fewer passes of the larger one, and never another answer."""
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from tests.engine.generation.harness import (
     PLENTY,
     PROMPTS,
     Batch,
+    Watched,
     answer_at_random,
     open_engine,
 )
@@ -39,22 +39,14 @@ ALL_JOBS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat(tmp_path_factory.mktemp("large"))
-
-
-@pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of other weights, with room for more tokens than its tokenizer has."""
     folder = tmp_path_factory.mktemp("small")
     return write_chat(folder, seed=1, num_hidden_layers=1, vocab_size=4200)
 
 
 @pytest.fixture(scope="module")
-def plain(folder: Path) -> Iterator[GenerationEngine]:
-    engine = open_engine(folder)
-    yield engine
-    engine.close()
+def plain(folder: Path) -> GenerationEngine:
+    return open_engine(folder)
 
 
 @pytest.fixture(params=["twin", "stranger"])
@@ -62,37 +54,26 @@ def drafted(request: pytest.FixtureRequest, folder: Path, stranger: Path) -> Pat
     return folder if request.param == "twin" else stranger
 
 
-class Watched:
-    """A model that notes the tokens of its passes, and fails after some."""
-
-    def __init__(self, model: Any, fails_after: int | None) -> None:
-        self._model, self._fails_after = model, fails_after
-        self.layers = model.layers
-        self.read: list[int] = []
-
-    def __call__(self, tokens: mx.array, cache: Any) -> Any:
-        if self._fails_after == len(self.read):
-            raise ValueError("no more")
-        self.read.append(tokens.size)
-        return self._model(tokens, cache=cache)
-
-    def parameters(self) -> Any:
-        return self._model.parameters()
-
-
 def watch(engine: GenerationEngine, fails_after: int | None = None) -> list[int]:
-    """Return what becomes the tokens, with padding, of each pass of the engine's draft model."""
-    model = engine._drafts.sources[-1]
+    """Return what becomes the tokens, with padding, of each pass of the engine's draft model, which
+    fails after so many.
+    """
+    model, read = engine._drafts.sources[-1], list[int]()
     assert isinstance(model, DraftModel)
-    model._model = watched = Watched(model._model, fails_after)
-    return watched.read
+
+    def note(tokens: mx.array) -> None:
+        if fails_after == len(read):
+            raise ValueError("no more")
+        read.append(tokens.size)
+
+    model._model = Watched(model._model, note, None)
+    return read
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_answers_are_those_without_a_draft_model(
     plain: GenerationEngine, folder: Path, drafted: Path, seed: int
 ) -> None:
-    """Greedy, seeded, penalised, with logprobs, stop strings, grammars and calls, in one batch."""
     chance = random.Random(seed)
     engine = open_engine(folder, 10_000_000, 8, draft=drafted)
     jobs = [
@@ -100,12 +81,11 @@ def test_answers_are_those_without_a_draft_model(
         for _ in range(chance.randint(3, 9))
     ]
     jobs.append(("Hi", {"sampling": GREEDY, "max_tokens": 60}))
-    expected, _ = answer_at_random(plain, jobs, random.Random(seed))
-    found, passes = answer_at_random(engine, jobs, random.Random(seed))
+    expected, _ = answer_at_random(plain, jobs, seed)
+    found, passes = answer_at_random(engine, jobs, seed)
     for one, other, job in zip(expected, found, jobs, strict=True):
         assert other.says_as(one), job
     assert any(each.drafted for each in passes)
-    engine.close()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4])
@@ -115,63 +95,26 @@ def test_a_draft_model_that_is_right_saves_passes(
     monkeypatch.setattr(PromptLookup, "draft", lambda *_: ())
     engine = open_engine(folder, speculate_rows=4, draft=folder)
     jobs = [(f"Question {i}", {"sampling": GREEDY, "max_tokens": 120}) for i in range(rows)]
-    expected, passes = answer_at_random(plain, jobs, random.Random(0))
-    found, fewer = answer_at_random(engine, jobs, random.Random(0))
+    expected, passes = answer_at_random(plain, jobs)
+    found, fewer = answer_at_random(engine, jobs)
     assert all(other.says_as(one) for one, other in zip(expected, found, strict=True))
     accepted, drafted = (sum(getattr(p, k) for p in fewer) for k in ("accepted", "drafted"))
     assert accepted > 0.95 * drafted
     assert len(fewer) < len(passes) / (1 + min(MOST_AHEAD, 16 // rows - 1) / 2)
-    engine.close()
 
 
-def test_a_draft_model_that_is_wrong_is_asked_less_often(
-    plain: GenerationEngine, folder: Path, stranger: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(PromptLookup, "draft", lambda *_: ())
-    engine = open_engine(folder, speculate_rows=4, draft=stranger)
-    jobs = [("Hi", {"sampling": GREEDY, "max_tokens": 300})]
-    expected, _ = answer_at_random(plain, jobs, random.Random(0))
-    found, passes = answer_at_random(engine, jobs, random.Random(0))
-    assert found[0].says_as(expected[0])
-    assert 0 < sum(1 for each in passes if each.drafted) < 30
-    engine.close()
-
-
-def test_what_repeats_the_prompt_is_looked_up_first(
-    folder: Path, stranger: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-    draft = DraftModel.draft
-
-    def watched(self: DraftModel, contexts: Any, rooms: Any) -> Any:
-        asked.append(dict(rooms))
-        return draft(self, contexts, rooms)
-
-    monkeypatch.setattr(DraftModel, "draft", watched)
-    monkeypatch.setattr(PromptLookup, "draft", lambda _, context, most: context[:most])
-    engine = open_engine(folder, speculate_rows=4, draft=stranger)
-    answer_at_random(engine, [("Hi", {"sampling": GREEDY, "max_tokens": 30})], random.Random(0))
-    assert asked
-    assert not any(room for rooms in asked for room in rooms.values())
-    engine.close()
-
-
-def test_a_long_prompt_is_read_in_chunks_and_its_neighbour_goes_on(
+def test_a_long_prompt_is_read_in_chunks_beside_a_row(
     plain: GenerationEngine, folder: Path
 ) -> None:
     engine = open_engine(folder, speculate_rows=4, draft=folder)
     read = watch(engine)
-    jobs = [
-        ("Hi", {"sampling": GREEDY, "max_tokens": 60}),
-        (LONG, {"sampling": GREEDY, "max_tokens": 60}),
-    ]
-    expected, _ = answer_at_random(plain, jobs, random.Random(1))
-    found, passes = answer_at_random(engine, jobs, random.Random(1))
+    jobs = [(text, {"sampling": GREEDY, "max_tokens": 60}) for text in ("Hi", LONG)]
+    expected, _ = answer_at_random(plain, jobs, 1)
+    found, passes = answer_at_random(engine, jobs, 1)
     assert all(other.says_as(one) for one, other in zip(expected, found, strict=True))
     assert sum(read) > CHUNK
     assert max(read) <= CHUNK
     assert any(each.accepted for each in passes)
-    engine.close()
 
 
 def test_a_prompt_that_begins_like_an_earlier_one_is_read_from_there_on(folder: Path) -> None:
@@ -179,38 +122,36 @@ def test_a_prompt_that_begins_like_an_earlier_one_is_read_from_there_on(folder: 
     read = watch(engine)
     for text in (LONG, LONG + "and more"):
         read.clear()
-        answer_at_random(engine, [(text, {"sampling": GREEDY, "max_tokens": 30})], random.Random(0))
+        answer_at_random(engine, [(text, {"sampling": GREEDY, "max_tokens": 30})])
     assert max(read) < CHUNK / 2
     engine.clear_prefixes()
     assert engine.prefix_bytes == 0
-    engine.close()
 
 
 def test_rows_beyond_the_limit_get_no_drafts_and_the_model_catches_up(
     plain: GenerationEngine, folder: Path
 ) -> None:
     jobs = [("Hi", {"sampling": GREEDY, "max_tokens": 200})]
-    [expected], _ = answer_at_random(plain, jobs, random.Random(0))
+    [expected], _ = answer_at_random(plain, jobs)
     engine = open_engine(folder, speculate_rows=2, draft=folder)
     batch, read = Batch(engine), watch(engine)
     row = batch.join(*jobs[0])
     for _ in range(5):
-        batch.step(512)
+        batch.step()
     for text in ("a", "b"):
         batch.join(text, {"sampling": GREEDY, "max_tokens": 50})
     read_before, drafted = len(read), []
     while len(batch.open) == 3:
-        batch.step(512)
+        batch.step()
         drafted.append(engine.last_pass.drafted)
         assert len(batch.open) < 3 or len(read) == read_before
     assert not any(drafted[1:]), "only what was launched before the others came"
     accepted = 0
     while batch.is_busy:
-        batch.step(512)
+        batch.step()
         accepted += engine.last_pass.accepted
     assert accepted > 50
     assert batch.answers[row].says_as(expected)
-    engine.close()
 
 
 @pytest.mark.parametrize("passes", [0, 1, 9])
@@ -218,19 +159,17 @@ def test_a_draft_model_that_fails_is_dropped_and_fails_no_answer(
     plain: GenerationEngine, folder: Path, passes: int
 ) -> None:
     jobs = [("Hi", {"sampling": GREEDY, "max_tokens": 60})]
-    [expected], _ = answer_at_random(plain, jobs, random.Random(0))
+    [expected], _ = answer_at_random(plain, jobs)
     engine = open_engine(folder, speculate_rows=4, draft=folder)
     bytes_with = engine.nbytes()
     watch(engine, fails_after=passes)
     batch = Batch(engine)
     row = batch.join(*jobs[0])
-    while batch.is_busy:
-        batch.step(512)
+    batch.finish()
     assert batch.answers[row].says_as(expected)
     [fault] = engine._faults.take()
     assert fault.message == "draft model, off now: ValueError: no more"
     assert engine.nbytes() < bytes_with
-    engine.close()
 
 
 def test_nothing_is_drafted_near_the_end_of_the_draft_models_context(
@@ -239,13 +178,12 @@ def test_nothing_is_drafted_near_the_end_of_the_draft_models_context(
     """MLX reads positions beyond an array's end without a word."""
     short = write_chat(tmp_path / "short", max_position_embeddings=64)
     jobs = [("Hi", {"sampling": GREEDY, "max_tokens": 120})]
-    [expected], _ = answer_at_random(plain, jobs, random.Random(0))
+    [expected], _ = answer_at_random(plain, jobs)
     engine = open_engine(folder, speculate_rows=4, draft=short)
     read = watch(engine)
-    [found], _ = answer_at_random(engine, jobs, random.Random(0))
+    [found], _ = answer_at_random(engine, jobs)
     assert found.says_as(expected)
     assert 0 < sum(read) < 64 + 2 * MOST_AHEAD * len(read) / 3
-    engine.close()
 
 
 def test_weights_and_kv_are_counted(plain: GenerationEngine, folder: Path) -> None:
@@ -259,12 +197,11 @@ def test_weights_and_kv_are_counted(plain: GenerationEngine, folder: Path) -> No
         batch = Batch(each)
         row = batch.join("Hi", {"sampling": GREEDY, "max_tokens": 60})
         for _ in range(3):
-            batch.step(512)
+            batch.step()
         sizes.append(each.nbytes())
         each.leave(row)
     kv = sizes[0] - weights
     assert sizes[1] == 2 * (weights + kv)
-    engine.close()
 
 
 def test_another_vocabulary_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
@@ -290,9 +227,9 @@ def test_windows_and_states_draft_and_are_drafted_for(
     near = write_chat(tmp_path / "near", **{**kind, "rms_norm_eps": 1e-3, "norm_eps": 1e-3})
     jobs = [(text, {"sampling": GREEDY, "max_tokens": 90}) for text in (*PROMPTS[:3], LONG)]
     plain, drafted = open_engine(base), open_engine(base, PLENTY, 4, draft=near)
-    expected, _ = answer_at_random(plain, jobs, random.Random(0))
+    expected, _ = answer_at_random(plain, jobs)
     for _ in range(2):  # the second time prompts are kept
-        found, fewer = answer_at_random(drafted, jobs, random.Random(0))
+        found, fewer = answer_at_random(drafted, jobs)
         assert all(other.says_as(one) for one, other in zip(expected, found, strict=True))
         assert 0 < sum(size.accepted for size in fewer) < sum(size.drafted for size in fewer)
     plain.close()

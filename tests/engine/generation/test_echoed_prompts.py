@@ -1,7 +1,7 @@
 """Prompts given back with their logprobs: equal to the model's own, however they are read."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,31 +10,31 @@ import numpy as np
 import pytest
 
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.prefill import MOST_BYTES, max_scored_tokens
-from gateway.engine.models.decoders import parameters
+from gateway.engine.generation.prefill import MOST_BYTES
 from gateway.errors import ContextLengthExceeded
-from gateway.jobs import Delta, EchoedPrompt, GenerateJob, Sampling
+from gateway.jobs import Delta, EchoedPrompt, GenerateJob
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
-from tests.engine.generation.harness import exchange, join, open_engine
+from tests.engine.generation.harness import (
+    GREEDY,
+    Passing,
+    exchange,
+    finish,
+    join,
+    open_engine,
+    shapes,
+    spoil,
+)
 from tests.fakes import caller
 
-GREEDY = Sampling(temperature=0)
 PROMPTS = ["Hello there!", "What is 2 + 2? " * 12, "日本語のテキスト 🙂", "a b c " * 60]
 
 
 @pytest.fixture(scope="module", params=[{}, SLIDING, STATEFUL], ids=["plain", "sliding", "states"])
 def engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[GenerationEngine]:
+) -> GenerationEngine:
     folder = write_chat(tmp_path_factory.mktemp("model"), **request.param)
-    engine = open_engine(folder, prefix_cache_bytes=1 << 24)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat(tmp_path_factory.mktemp("plain"))
+    return open_engine(folder, prefix_cache_bytes=1 << 24)
 
 
 def echo(prompt: str | Sequence[int], **asked: Any) -> GenerateJob:
@@ -48,14 +48,9 @@ def echo(prompt: str | Sequence[int], **asked: Any) -> GenerateJob:
 def told(
     engine: GenerationEngine, jobs: Sequence[GenerateJob], budget: int = 512
 ) -> list[list[Delta]]:
-    """Run jobs of one row each, and collect what each was told."""
     rows = [join(engine, engine.prepare(each)[0]) for each in jobs]
-    deltas: dict[int, list[Delta]] = {row: [] for row in rows}
-    while engine.is_prefilling or engine.is_decoding:
-        some = engine.prefill(budget) if engine.is_prefilling else []
-        for delta in (*some, *engine.decode()):
-            deltas[delta.row].append(delta)
-    return [deltas[row] for row in rows]
+    deltas = finish(engine, budget)
+    return [[delta for delta in deltas if delta.row == row] for row in rows]
 
 
 def echoed(deltas: Sequence[Delta]) -> EchoedPrompt:
@@ -84,7 +79,6 @@ def check(engine: GenerationEngine, job: GenerateJob, prompt: EchoedPrompt) -> N
 
 @pytest.mark.parametrize("budget", [16, 100, 512])
 def test_a_prompts_logprobs_are_the_models_own(engine: GenerationEngine, budget: int) -> None:
-    """Alone and beside others, in chunks of any size; nothing is said."""
     jobs = [echo(prompt) for prompt in PROMPTS]
     for job, deltas in zip(jobs, told(engine, jobs, budget), strict=True):
         check(engine, job, echoed(deltas))
@@ -95,7 +89,6 @@ def test_a_prompts_logprobs_are_the_models_own(engine: GenerationEngine, budget:
 
 
 def test_beside_rows_that_only_write_nothing_changes_for_either(engine: GenerationEngine) -> None:
-    """Scored, scored and going on, and not scored: all at once."""
     writing = [echo(prompt, echo=False, logprobs=None, max_tokens=9) for prompt in PROMPTS]
     alone = ["".join(each.text for each in told(engine, [job])[0]) for job in writing]
     going_on = [echo(prompt, max_tokens=9) for prompt in PROMPTS]
@@ -110,7 +103,6 @@ def test_beside_rows_that_only_write_nothing_changes_for_either(engine: Generati
 
 
 def test_what_is_kept_of_prompts_hides_no_logprob(engine: GenerationEngine) -> None:
-    """A prompt that was read before is read again where it is to be scored."""
     text = "The same beginning, again and again. " * 8
     told(engine, [echo(text, echo=False, logprobs=None, max_tokens=2)])
     for _ in range(2):
@@ -121,11 +113,9 @@ def test_what_is_kept_of_prompts_hides_no_logprob(engine: GenerationEngine) -> N
 
 
 def test_a_prompt_of_one_token_has_nothing_to_score(engine: GenerationEngine) -> None:
-    """Its text is given back all the same."""
     for most in (0, 1):
         deltas = told(engine, [echo([5], max_tokens=most)])[0]
-        prompt = echoed(deltas)
-        assert (len(prompt.texts), list(prompt.logprobs)) == (1, [])
+        assert (len(echoed(deltas).texts), list(echoed(deltas).logprobs)) == (1, [])
         assert deltas[-1].finish_reason == "length"
 
 
@@ -140,105 +130,58 @@ def test_a_choice_that_says_one_token_has_its_logprobs_too(engine: GenerationEng
 
 
 def test_without_logprobs_token_ids_come_back_as_text(engine: GenerationEngine) -> None:
-    """The texts are those of the tokens."""
     ids = engine.prepare(echo("Hello there, 日本!"))[0].prompt
     prompt = echoed(told(engine, [echo(ids, logprobs=None)])[0])
     assert "".join(prompt.texts) == "Hello there, 日本!"
     assert list(prompt.logprobs) == []
 
 
-def test_a_prompt_that_leaves_no_room_can_be_scored_but_not_continued(plain: Path) -> None:
-    """The whole context may be prompt where nothing is to be said."""
-    engine = open_engine(plain, max_context=64)
+def test_a_prompt_that_leaves_no_room_can_be_scored_but_not_continued(folder: Path) -> None:
+    engine = open_engine(folder, max_context=64)
     assert len(echoed(told(engine, [echo([7] * 64)])[0]).logprobs) == 63
     with pytest.raises(ContextLengthExceeded):
         engine.prepare(echo([7] * 64, max_tokens=1))
     with pytest.raises(ContextLengthExceeded):
         engine.prepare(echo([7] * 65))
-    engine.close()
 
 
-def test_special_tokens_are_shown_where_they_were_written(plain: Path) -> None:
-    """Token ids are what they are; a text shows those it has."""
-    engine = open_engine(plain)
-    (token,) = [
-        token
-        for token, each in engine._chat.backend.get_added_tokens_decoder().items()
-        if each.special and token == 2
-    ]
-    content = engine._chat.backend.id_to_token(token)
+def test_special_tokens_are_shown_where_they_were_written(folder: Path) -> None:
+    engine = open_engine(folder)
+    token = 2
+    content = engine._chat.backend.get_added_tokens_decoder()[token].content
     prompt = echoed(told(engine, [echo([token, 70, 71, token])])[0])
     assert prompt.texts[0] == prompt.texts[-1] == content
     assert "".join(echoed(told(engine, [echo(f"a{content}b")])[0]).texts) == f"a{content}b"
-    engine.close()
-
-
-class Watching:
-    """A model that remembers the most logits it was asked for at once, in bytes."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self.most = 0
-        self.layers = model.layers
-
-    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
-        logits: mx.array = self._model(tokens, cache=cache)
-        self.most = max(self.most, 4 * logits.size)
-        return logits
 
 
 def test_the_logits_of_a_whole_prompt_are_never_there_at_once(tmp_path: Path) -> None:
     """With a real vocabulary a prompt is read in passes of some hundred tokens."""
     folder = write_chat(tmp_path, vocab_size=131_072, hidden_size=16, tie_word_embeddings=True)
     engine = open_engine(folder)
-    watching = Watching(engine._model)
-    exchange(engine, watching)
+    passes = shapes(engine)
     jobs = [echo([5 + i % 900 for i in range(length)]) for length in (140, 20, 21)]
     deltas = told(engine, jobs, budget=4096)
-    assert 0 < watching.most <= MOST_BYTES
-    assert max_scored_tokens(131_072) == 128
+    assert 0 < max(4 * rows * width * 131_072 for rows, width in passes) <= MOST_BYTES
     for job, each in zip(jobs, deltas, strict=True):
         check(engine, job, echoed(each))
-    engine.close()
-
-
-class Failing:
-    """A model whose pass number `at` raises."""
-
-    def __init__(self, model: Any, at: int) -> None:
-        self._model, self._at = model, at
-        self.calls = 0
-        self.layers = model.layers
-
-    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
-        self.calls += 1
-        if self.calls == self._at:
-            raise RuntimeError("a passing fault")
-        logits: mx.array = self._model(tokens, cache=cache)
-        return logits
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 5])
-def test_a_passing_fault_scores_no_token_twice(plain: Path, at: int) -> None:
-    """What was scored is scored again, with all the row reads again."""
-    engine = open_engine(plain)
+def test_a_passing_fault_scores_no_token_twice(folder: Path, at: int) -> None:
+    engine = open_engine(folder)
     model = engine._model
-    exchange(engine, Failing(model, at))
+    exchange(engine, Passing(model, at))
     jobs = [echo(PROMPTS[1]), echo(PROMPTS[3], max_tokens=4)]
     deltas = told(engine, jobs, budget=50)
     exchange(engine, model)
     for job, each in zip(jobs, deltas, strict=True):
         check(engine, job, echoed(each))
-    engine.close()
 
 
-def test_a_prompt_whose_logits_are_no_numbers_is_an_error(plain: Path) -> None:
+def test_a_prompt_whose_logits_are_no_numbers_is_an_error(tmp_path: Path) -> None:
     """JSON has no word for them, and a guess would be worse."""
-    engine = open_engine(plain)
-    for array in parameters(engine._model):
-        array[:] = math.nan
+    folder = write_chat(tmp_path)
+    spoil(folder, "model.norm.weight", math.nan)
     for most in (0, 3):
-        (delta,) = told(engine, [echo("abc", max_tokens=most)])[0]
-        assert delta.error is not None
-        assert "not a number" in delta.error
-    engine.close()
+        (delta,) = told(open_engine(folder), [echo("abc", max_tokens=most)])[0]
+        assert "not a number" in (delta.error or "")

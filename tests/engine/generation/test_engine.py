@@ -1,6 +1,6 @@
 """The generation engine on real MLX: a tiny llama with random weights."""
 
-from collections.abc import Iterator
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from mlx_lm.generate import generate_step
 from gateway.engine.device import Device
 from gateway.engine.generation.decode_batch import DecodeBatch
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.loading import load_generation_in_steps, read_chat_setup
 from gateway.engine.models.checkpoint import Checkpoint, read_in_slices, slices
 from gateway.engine.models.decoders import open_decoder, parameters
 from gateway.errors import BadRequest, ContextLengthExceeded, ModelLoadFailed
@@ -32,32 +31,23 @@ from tests.engine.generation.harness import (
     join,
     newest,
     open_engine,
+    shapes,
+    spoil,
+    watch,
 )
 from tests.fakes import caller
 from tests.simulated_device import TIMEOUT, SimulatedDevice
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the checkpoint once."""
-    return write_chat(tmp_path_factory.mktemp("tiny"))
+Reference = dict[str, list[int]]
 
 
 @pytest.fixture
-def engine(folder: Path) -> Iterator[GenerationEngine]:
-    """Load it."""
-    engine = open_engine(folder)
-    yield engine
-    engine.close()
+def engine(folder: Path) -> GenerationEngine:
+    return open_engine(folder)
 
 
 @pytest.mark.parametrize("act", ["park", "leave", "clear_prefixes"])
-def test_an_error_of_the_step_under_way_is_kept_whoever_meets_it_first(
-    engine: GenerationEngine, act: str
-) -> None:
-    """A row that is parked, leaves, or has its prefixes cleared has a step under way, whose tokens
-    were never written.
-    """
+def test_an_error_of_a_step_is_kept_whoever_meets_it(engine: GenerationEngine, act: str) -> None:
     alone = answers(engine, [job(text) for text in TEXTS[:2]])
     with SimulatedDevice().installed() as device:
         run = Run(engine)
@@ -84,9 +74,7 @@ def test_an_error_of_the_step_under_way_is_kept_whoever_meets_it_first(
         assert run.answers[row].error is None
 
 
-def test_the_probe_raises_what_the_device_does_and_leaves_rows_as_they_were(
-    engine: GenerationEngine,
-) -> None:
+def test_the_probe_raises_what_the_device_does_and_changes_no_row(engine: GenerationEngine) -> None:
     alone = answers(engine, [job(text) for text in TEXTS[:2]])
     with SimulatedDevice().installed() as device:
         run = Run(engine)
@@ -103,8 +91,7 @@ def test_the_probe_raises_what_the_device_does_and_leaves_rows_as_they_were(
 
 
 @pytest.fixture(scope="module")
-def reference(folder: Path) -> dict[str, list[int]]:
-    """Ask mlx-lm's own generation the same: its greedy tokens, by text."""
+def reference(folder: Path) -> Reference:
     loaded: Any = load(str(folder))
     model, tokenizer = loaded[0], loaded[1]
     ids: dict[str, list[int]] = {}
@@ -122,35 +109,13 @@ def reference(folder: Path) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("budget", [16, 100, 512, 100_000])
 def test_greedy_tokens_equal_mlx_lms_in_a_mixed_batch(
-    engine: GenerationEngine, reference: dict[str, list[int]], budget: int
+    engine: GenerationEngine, reference: Reference, budget: int
 ) -> None:
-    """Whatever is padded beside it, and however its prompt is cut into chunks."""
     for text, answer in zip(TEXTS, answers(engine, [job(t) for t in TEXTS], budget), strict=True):
         assert answer.ids == reference[text]
 
 
-def test_rows_that_join_and_leave_between_steps_change_nothing(
-    engine: GenerationEngine, reference: dict[str, list[int]]
-) -> None:
-    """The neighbours' tokens are the same."""
-    run = Run(engine)
-    (first,) = run.join(job(TEXTS[0]))
-    run.step()
-    run.step()
-    (left,) = run.join(job(TEXTS[2]))
-    (second,) = run.join(job(TEXTS[3]))
-    run.step()
-    run.step()
-    engine.leave(left)
-    (third,) = run.join(job(TEXTS[4]))
-    run.finish()
-    for row, text in ((first, TEXTS[0]), (second, TEXTS[3]), (third, TEXTS[4])):
-        assert run.answers[row].ids == reference[text]
-    assert run.answers[left].finish_reason is None
-
-
 def test_a_row_can_leave_wherever_it_is(engine: GenerationEngine) -> None:
-    """Waiting, half read, running, or gone already."""
     run = Run(engine)
     (waiting,) = run.join(job("a"))
     engine.leave(waiting)
@@ -161,16 +126,13 @@ def test_a_row_can_leave_wherever_it_is(engine: GenerationEngine) -> None:
     assert not engine.is_prefilling
     (running,) = run.join(job("b"))
     run.step()
-    assert engine.rows == 1
     engine.leave(running)
     engine.leave(running)
-    assert engine.rows == 0
-    assert not engine.is_decoding
+    assert (engine.rows, engine.is_decoding) == (0, False)
     assert engine.nbytes() < 1_000_000
 
 
 def test_a_prompt_is_read_in_chunks_of_the_budget(engine: GenerationEngine) -> None:
-    """So that nobody waits for a long one to be read whole."""
     (row,) = engine.prepare(job(TEXTS[4]))
     join(engine, row)
     chunks = []
@@ -195,10 +157,7 @@ def test_the_end_of_a_prompt_is_read_with_its_last_chunk(engine: GenerationEngin
         engine.leave(number)
 
 
-def test_a_short_prompt_overtakes_long_ones(
-    engine: GenerationEngine, reference: dict[str, list[int]]
-) -> None:
-    """It waits for one chunk of each before it, not for all of them."""
+def test_a_short_prompt_overtakes_long_ones(engine: GenerationEngine, reference: Reference) -> None:
     run = Run(engine)
     long = [run.join(job(TEXTS[4]))[0] for _ in range(3)]
     for _ in range(4):
@@ -218,85 +177,51 @@ def test_one_token_rows_end_without_a_decode_step(engine: GenerationEngine) -> N
     run = Run(engine)
     for _ in range(8):
         run.join(job("Hello", max_tokens=1))
-    run.engine.prefill(10_000)
+    run.step(10_000)
     assert not engine.is_decoding
-    told = answers(engine, [job("Hello", max_tokens=1), job("Hello", max_tokens=3)])
-    assert [answer.tokens for answer in told] == [1, 3]
-    assert all(answer.finish_reason == "length" for answer in told)
+    ends = {(answer.tokens, answer.finish_reason) for answer in run.answers.values()}
+    assert ends == {(1, "length")}
 
 
-class Counting:
-    """A model that counts the tokens of each pass of the decode step."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self.rows: list[int] = []
-
-    def __call__(self, tokens: mx.array, cache: Any = None) -> Any:
-        if tokens.shape[1] == 1:
-            self.rows.append(tokens.shape[0])
-        return self._model(tokens, cache=cache)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-
-def test_no_row_is_run_on_after_the_last_token_it_may_say(folder: Path) -> None:
+def test_no_row_is_run_on_after_the_last_token_it_may_say(engine: GenerationEngine) -> None:
     """That it is the last is known before it is: a pass each for five tokens, and for two."""
-    engine = open_engine(folder)
-    counting = Counting(engine._model)
-    exchange(engine, counting)
+    passes = shapes(engine)
     told = answers(engine, [job("Hello", max_tokens=5), job("Hello", max_tokens=2)])
     assert [answer.tokens for answer in told] == [5, 2]
-    assert counting.rows == [2, 2, 1, 1, 1]
+    assert [rows for rows, width in passes if width == 1] == [2, 2, 1, 1, 1]
 
 
 def test_a_row_that_ends_sooner_is_run_on_once_at_most(
-    folder: Path, reference: dict[str, list[int]]
+    engine: GenerationEngine, reference: Reference
 ) -> None:
-    """The next pass is launched before its last token is known; its neighbour hears nothing."""
-    engine = open_engine(folder)
     (eos,) = engine._chat.eos_ids
     silent = Sampling(temperature=0, logit_bias={eos: 1000.0})
-    counting = Counting(engine._model)
-    exchange(engine, counting)
-    (alone,) = answers(engine, [job("Hello", silent)])
-    assert (alone.ids, alone.finish_reason) == ([eos], "stop")
-    assert counting.rows == [1, 1]
-    counting.rows.clear()
+    passes = shapes(engine)
     told = answers(engine, [job("Hello", silent), job(TEXTS[0])])
-    assert told[0].ids == [eos]
+    assert (told[0].ids, told[0].finish_reason) == ([eos], "stop")
     assert told[1].ids == reference[TEXTS[0]]
-    assert counting.rows[:3] == [2, 2, 1]
+    assert [rows for rows, width in passes if width == 1][:3] == [2, 2, 1]
 
 
 def test_a_seeded_row_repeats_exactly_alone_and_in_a_batch(engine: GenerationEngine) -> None:
-    """Its keys are its own, so neighbours draw nothing from it."""
     (alone,) = answers(engine, [job("tell me", SEEDED)])
-    (again,) = answers(engine, [job("tell me", SEEDED)])
     noisy = Sampling(temperature=1.0)
     batch = answers(engine, [job("x", noisy), job("tell me", SEEDED), job("y", noisy)])
-    assert alone.text == again.text == batch[1].text
-    (other,) = answers(engine, [job("tell me", Sampling(temperature=1.3, seed=8))])
-    assert other.text != alone.text
+    assert alone.text == batch[1].text
 
 
-def test_unseeded_rows_differ_and_so_do_the_choices_of_one_job(engine: GenerationEngine) -> None:
-    """While a seeded job of several choices repeats as a whole."""
-    free = Sampling(temperature=2.0)
-    texts = [answer.text for answer in answers(engine, [job("go", free) for _ in range(4)])]
-    assert len(set(texts)) > 1
-    seeded = Sampling(temperature=2.0, seed=3)
-    once = [answer.text for answer in answers(engine, [job("go", seeded, n=3)])]
-    twice = [answer.text for answer in answers(engine, [job("go", seeded, n=3)])]
+def test_choices_and_rows_without_a_seed_differ(engine: GenerationEngine) -> None:
+    free, seeded = Sampling(temperature=2.0), Sampling(temperature=2.0, seed=3)
+    assert len({each.text for each in answers(engine, [job("go", free) for _ in range(4)])}) > 1
+    once, twice = (
+        [each.text for each in answers(engine, [job("go", seeded, n=3)])] for _ in range(2)
+    )
     assert once == twice
     assert len(set(once)) == 3
-    (single,) = answers(engine, [job("go", seeded)])
-    assert single.text == once[0]
+    assert answers(engine, [job("go", seeded)])[0].text == once[0]
 
 
 def test_stop_strings_never_leak_wherever_they_fall(engine: GenerationEngine) -> None:
-    """Cut at every place of the answer, across tokens too."""
     (whole,) = answers(engine, [job(TEXTS[0])])
     stops = [whole.text[start : start + 3] for start in range(1, len(whole.text) - 3)]
     told = answers(engine, [job(TEXTS[0], stop=["never met", stop]) for stop in stops])
@@ -327,6 +252,7 @@ def test_max_tokens_is_clamped_to_the_context_and_a_longer_prompt_refused(folder
     assert row.max_tokens == 64 - len(row.prompt)
     (unbounded,) = engine.prepare(job("hi", max_tokens=None))
     assert unbounded.max_tokens == row.max_tokens
+    assert (row.is_open, unbounded.is_open) == (False, True)
     with pytest.raises(ContextLengthExceeded, match="64 tokens"):
         engine.prepare(job("long " * 64))
     (answer,) = answers(engine, [job("hi", max_tokens=16384)])
@@ -334,7 +260,6 @@ def test_max_tokens_is_clamped_to_the_context_and_a_longer_prompt_refused(folder
 
 
 def test_what_the_template_refuses_is_a_bad_request(engine: GenerationEngine) -> None:
-    """In the template's own words."""
     bad = GenerateJob(
         caller=caller(), messages=[{"role": "oracle", "content": "x"}], sampling=GREEDY
     )
@@ -346,70 +271,38 @@ def test_what_the_template_refuses_is_a_bad_request(engine: GenerationEngine) ->
     "name",
     ["chat_template", "tokenize", "tools", "return_dict", "padding", "messages", "conversations"],
 )
-def test_a_request_cannot_set_what_is_not_the_templates(
-    engine: GenerationEngine, name: str
-) -> None:
+def test_a_request_cannot_set_what_is_not_a_templates(engine: GenerationEngine, name: str) -> None:
     """A template of the caller's own would run as a program, and might never end."""
     with pytest.raises(BadRequest, match=name) as caught:
         engine.prepare(job("x", template_args={name: "{{ 'a' * 10**10 }}"}))
     assert caught.value.part == "template_args"
 
 
-class Faulty:
-    """A model that raises whenever one of its inputs is the poisoned token."""
-
-    def __init__(self, model: Any, poison: int) -> None:
-        self._model = model
-        self._poison = poison
-        self.is_armed = True
-
-    def __call__(self, tokens: mx.array, cache: Any = None) -> Any:
-        if self.is_armed and tokens.shape[1] == 1 and (tokens == self._poison).any().item():
-            raise RuntimeError("poisoned token")
-        return self._model(tokens, cache=cache)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-
 def test_a_step_that_raises_ends_the_guilty_row_only(
-    folder: Path, reference: dict[str, list[int]]
+    engine: GenerationEngine, reference: Reference
 ) -> None:
-    """The neighbours' greedy tokens are those of a run without the fault."""
-    engine = open_engine(folder)
-    guilty = "Hello there!"
-    run = Run(engine)
-    (row,) = run.join(job(guilty))
-    while len(spoken := engine_rows(engine)[0].tokens if engine.is_decoding else []) < 6:
-        run.step()
-    poison = spoken[5]
-    engine.leave(row)
-    faulty = Faulty(engine._model, poison)
-    exchange(engine, faulty)
-    run = Run(engine)
-    rows = {text: run.join(job(text))[0] for text in TEXTS}
-    run.finish()
-    failed = {text for text, row in rows.items() if run.answers[row].error}
+    guilty = TEXTS[0]
+    poison = reference[guilty][5]
+
+    def check(tokens: mx.array) -> None:
+        if tokens.shape[1] == 1 and (tokens == poison).any().item():
+            raise RuntimeError("poisoned token")
+
+    sound = watch(engine, check)
+    told = dict(zip(TEXTS, answers(engine, [job(text) for text in TEXTS]), strict=True))
+    failed = {text for text, answer in told.items() if answer.error}
     assert guilty in failed
     assert len(failed) < len(TEXTS)
     for text in set(TEXTS) - failed:
-        assert run.answers[rows[text]].ids == reference[text]
-    faulty.is_armed = False
-    (after,) = answers(engine, [job(guilty)])
-    assert after.ids == reference[guilty]
-
-
-def engine_rows(engine: GenerationEngine) -> list[Any]:
-    assert engine._running is not None
-    return list(engine._running.rows)
+        assert told[text].ids == reference[text]
+    exchange(engine, sound)
+    assert answers(engine, [job(guilty)])[0].ids == reference[guilty]
 
 
 @pytest.mark.parametrize("at", [1, 3, 9])
 def test_a_passing_fault_changes_no_answer(
-    folder: Path, reference: dict[str, list[int]], at: int
+    engine: GenerationEngine, folder: Path, reference: Reference, at: int
 ) -> None:
-    """In a prefill or a step: every row is read again and goes on where it was."""
-    engine = open_engine(folder)
     exchange(engine, Passing(engine._model, at))
     told = answers(engine, [job(text) for text in TEXTS] + [job("tell me", SEEDED)], 100)
     for text, answer in zip(TEXTS, told, strict=False):
@@ -420,9 +313,8 @@ def test_a_passing_fault_changes_no_answer(
 
 
 @pytest.mark.parametrize("at", range(1, 9))
-def test_what_has_met_its_stop_string_is_not_read_again(folder: Path, at: int) -> None:
+def test_what_has_met_its_stop_string_is_not_read_again(engine: GenerationEngine, at: int) -> None:
     """Nor is anything told of it, when the pass after it goes wrong."""
-    engine = open_engine(folder)
     (whole,) = answers(engine, [job("Hello there!", max_tokens=3)])
     exchange(engine, Passing(engine._model, at))
     stopping = job("Hello there!", stop=[whole.deltas[2]])
@@ -431,10 +323,7 @@ def test_what_has_met_its_stop_string_is_not_read_again(folder: Path, at: int) -
     assert (bounded.finish_reason, bounded.tokens) == ("length", 3)
 
 
-def test_a_row_whose_text_breaks_ends_alone(
-    engine: GenerationEngine, reference: dict[str, list[int]]
-) -> None:
-    """Its neighbours do not hear of it."""
+def test_a_row_whose_text_breaks_ends_alone(engine: GenerationEngine, reference: Reference) -> None:
     run = Run(engine)
     (broken,) = run.join(job(TEXTS[0]))
 
@@ -449,113 +338,82 @@ def test_a_row_whose_text_breaks_ends_alone(
 
 
 def test_output_that_is_no_number_is_an_error_that_says_so(tmp_path: Path) -> None:
-    """NaN weights must not become confident nonsense."""
     folder = write_chat(tmp_path)
-    weights: Any = mx.load(str(folder / "model.safetensors"))
-    weights["model.norm.weight"] = mx.full((64,), float("nan"))
-    mx.save_safetensors(str(folder / "model.safetensors"), weights)
-    engine = open_engine(folder)
-    for limit in (1, 5):
-        (answer,) = answers(engine, [job("hi", max_tokens=limit)])
-        assert answer.error is not None
-        assert "not a number" in answer.error
+    spoil(folder, "model.norm.weight", math.nan)
+    for answer in answers(open_engine(folder), [job("hi", max_tokens=n) for n in (1, 5)]):
+        assert "not a number" in (answer.error or "")
 
 
-class TestLoading:
-    """What is refused, and how it is named."""
+def test_a_template_from_models_yaml_takes_the_place_of_the_models(folder: Path) -> None:
+    template = "{{ greeting }} {{ messages[0].content }}"
+    engine = open_engine(folder, chat_template=template, template_args={"greeting": "Yo"})
+    (row,) = engine.prepare(job("you"))
+    assert engine._chat.backend.decode(list(row.prompt)) == "Yo you"
 
-    def test_a_template_from_models_yaml_takes_the_place_of_the_models(self, folder: Path) -> None:
-        """And its arguments reach it."""
-        template = "{{ greeting }} {{ messages[0].content }}"
-        engine = open_engine(folder, chat_template=template, template_args={"greeting": "Yo"})
-        (row,) = engine.prepare(job("you"))
-        assert engine._chat.backend.decode(list(row.prompt)) == "Yo you"
 
-    @pytest.mark.parametrize(
-        ("file", "reason"),
-        [
-            ("tokenizer.json", "tokenizer.json"),
-            ("config.json", "config.json"),
-            ("model.safetensors", "safetensors"),
-            ("chat_template.jinja", "chat_template"),
-        ],
-    )
-    def test_a_missing_file_is_named(self, tmp_path: Path, file: str, reason: str) -> None:
-        """So that it can be put there."""
-        folder = write_chat(tmp_path)
-        (folder / file).unlink()
-        with pytest.raises(ModelLoadFailed, match=reason):
-            open_engine(folder)
-
-    def test_an_unknown_architecture_is_named(self, tmp_path: Path) -> None:
-        """And its own code is never run."""
-        folder = write_chat(tmp_path)
-        config = (folder / "config.json").read_text()
-        (folder / "config.json").write_text(config.replace('"llama"', '"never_heard_of"'))
-        with pytest.raises(ModelLoadFailed, match="never_heard_of"):
-            open_engine(folder)
-        (folder / "config.json").write_text('{"model_file": "evil.py", ' + config[1:])
-        (folder / "evil.py").write_text("raise SystemExit('ran')")
-        with pytest.raises(ModelLoadFailed, match=r"evil\.py"):
-            open_engine(folder)
-
-    def test_a_truncated_file_is_named(self, tmp_path: Path) -> None:
-        """Half a download is the usual cause."""
-        folder = write_chat(tmp_path)
-        file = folder / "model.safetensors"
-        file.write_bytes(file.read_bytes()[:1000])
+@pytest.mark.parametrize(
+    ("file", "reason"),
+    [
+        ("tokenizer.json", "tokenizer.json"),
+        ("config.json", "config.json"),
+        ("model.safetensors", "safetensors"),
+        ("chat_template.jinja", "chat_template"),
+    ],
+)
+def test_a_missing_or_truncated_file_is_named(tmp_path: Path, file: str, reason: str) -> None:
+    folder = write_chat(tmp_path)
+    if file == "model.safetensors":  # half a download is the usual cause
+        whole = (folder / file).read_bytes()
+        (folder / file).write_bytes(whole[:1000])
         with pytest.raises(ModelLoadFailed, match=r"model\.safetensors"):
             open_engine(folder)
-
-    def test_half_precision_becomes_float32_on_the_cpu(self, tmp_path: Path) -> None:
-        """Where it is ten times as fast; quantised weights likewise."""
-        folder = write_chat(tmp_path)
-        weights: Any = mx.load(str(folder / "model.safetensors"))
-        halves = {name: array.astype(mx.bfloat16) for name, array in weights.items()}
-        mx.save_safetensors(str(folder / "model.safetensors"), halves)
-        assert open_engine(folder).nbytes() == 2 * sum(a.nbytes for a in halves.values())
+    (folder / file).unlink()
+    with pytest.raises(ModelLoadFailed, match=reason):
+        open_engine(folder)
 
 
-class TestLoadingInSlices:
-    """Others have the lane between two of them."""
+def test_an_unknown_architecture_is_named_and_its_own_code_never_run(tmp_path: Path) -> None:
+    folder = write_chat(tmp_path)
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace('"llama"', '"never_heard_of"'))
+    with pytest.raises(ModelLoadFailed, match="never_heard_of"):
+        open_engine(folder)
+    (folder / "config.json").write_text('{"model_file": "evil.py", ' + config[1:])
+    (folder / "evil.py").write_text("raise SystemExit('ran')")
+    with pytest.raises(ModelLoadFailed, match=r"evil\.py"):
+        open_engine(folder)
 
-    def test_every_step_but_the_last_gives_nothing(
-        self, folder: Path, reference: dict[str, list[int]]
-    ) -> None:
-        """The last one gives the engine."""
-        setup = read_chat_setup(
-            folder, name="tiny", max_context=None, chat_template=None, template_args={}
-        )
-        steps = load_generation_in_steps(setup, device=Device.CPU, dtype=None)
-        *before, engine = steps
-        assert before == [None]  # the weights
-        assert engine is not None
-        (answer,) = answers(engine, [job(TEXTS[0])])
-        assert answer.ids == reference[TEXTS[0]]
 
-    def test_a_step_reads_one_slice(self, folder: Path) -> None:
-        """As many as the weights ask for."""
-        checkpoint = Checkpoint("tiny", folder)
-        model, _ = open_decoder(checkpoint, device=Device.CPU, dtype=None)
-        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        steps = list(read_in_slices(checkpoint, parameters(model), slice_bytes=size // 3))
-        assert 3 <= len(steps) <= 6
+def test_half_precision_becomes_float32_on_the_cpu(tmp_path: Path) -> None:
+    """Where it is ten times as fast."""
+    folder = write_chat(tmp_path)
+    weights: Any = mx.load(str(folder / "model.safetensors"))
+    halves = {name: array.astype(mx.bfloat16) for name, array in weights.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), halves)
+    assert open_engine(folder).nbytes() == 2 * sum(a.nbytes for a in halves.values())
 
-    @given(st.lists(st.integers(1, 300), max_size=30), st.integers(1, 200))
-    def test_a_slice_is_within_its_bytes_or_one_array(self, sizes: list[int], most: int) -> None:
-        """In their order, and none left out."""
-        arrays = [mx.zeros((size,), dtype=mx.uint8) for size in sizes]
-        cut = list(slices(arrays, most))
-        assert [id(array) for some in cut for array in some] == [id(array) for array in arrays]
-        for some in cut:
-            assert some
-            assert len(some) == 1 or sum(array.nbytes for array in some) <= most
+
+def test_a_step_of_loading_reads_one_slice_of_the_weights(folder: Path) -> None:
+    checkpoint = Checkpoint("tiny", folder)
+    model, _ = open_decoder(checkpoint, device=Device.CPU, dtype=None)
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    steps = list(read_in_slices(checkpoint, parameters(model), slice_bytes=size // 3))
+    assert 3 <= len(steps) <= 6
+
+
+@given(st.lists(st.integers(1, 300), max_size=30), st.integers(1, 200))
+def test_a_slice_is_within_its_bytes_or_one_array(sizes: list[int], most: int) -> None:
+    arrays = [mx.zeros((size,), dtype=mx.uint8) for size in sizes]
+    cut = list(slices(arrays, most))
+    assert [id(array) for some in cut for array in some] == [id(array) for array in arrays]
+    for some in cut:
+        assert some
+        assert len(some) == 1 or sum(array.nbytes for array in some) <= most
 
 
 def test_a_row_that_fails_to_leave_changes_no_other_answer(
     engine: GenerationEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The batch is thrown away, and the others are read again."""
     expected = [answer.text for answer in answers(engine, [job(text) for text in TEXTS[:2]])]
     run = Run(engine)
     [leaving] = run.join(job(TEXTS[3]))

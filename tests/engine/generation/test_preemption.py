@@ -5,13 +5,11 @@ from typing import Any
 
 import pytest
 
-from gateway.jobs import (
-    Sampling,
-    Verdict,
-)
+from gateway.jobs import Sampling, Verdict
 from tests.checkpoints import SLIDING, STATEFUL, teach_thinking, write_chat
-from tests.engine.generation.harness import Batch, Passing, exchange, open_engine, prefilling
+from tests.engine.generation.harness import Batch, Passing, exchange, open_engine
 
+GREEDY: dict[str, Any] = {"sampling": Sampling(temperature=0), "max_tokens": 40}
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "sliding": SLIDING, "stateful": STATEFUL}
 
 
@@ -22,12 +20,11 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_a_parked_row_says_nothing_and_keeps_its_kv(folder: Path) -> None:
-    """A preempted one has none."""
     engine = open_engine(folder)
     weights = engine.nbytes()
     batch = Batch(engine)
-    row = batch.join("Hello", {"sampling": Sampling(temperature=0), "max_tokens": 40})
-    batch.step(512)
+    row = batch.join("Hello", GREEDY)
+    batch.step()
     engine.park(row)
     assert not batch.is_busy
     assert engine.nbytes() > weights
@@ -39,100 +36,35 @@ def test_a_parked_row_says_nothing_and_keeps_its_kv(folder: Path) -> None:
     assert not batch.is_busy
 
 
-def test_a_row_parked_while_it_is_read_does_not_run(folder: Path) -> None:
-    """It has its first token by then, and goes on from there."""
-    engine = open_engine(folder)
-    batch = Batch(engine)
-    row = batch.join("Hello", {"sampling": Sampling(temperature=0), "max_tokens": 40})
-    other = batch.join("Hello!", {"sampling": Sampling(temperature=0), "max_tokens": 4})
-    assert prefilling(engine) == {row, other}
-    engine.park(row)
-    while batch.is_busy:
-        batch.step(512)
-    assert (batch.answers[row].tokens, batch.answers[other].tokens) == (0, 4)
-    assert prefilling(engine) == frozenset()
-    engine.resume(row)
-    while batch.is_busy:
-        batch.step(512)
-    assert batch.answers[row].tokens == 40 or batch.answers[row].ends == ["stop"]
-
-
 def test_a_fault_after_a_row_is_resumed_does_not_stop_it_again(folder: Path) -> None:
     """It was parked while it was read; the fault has it read again, and nobody resumes it twice."""
     engine = open_engine(folder)
     batch = Batch(engine)
-    row = batch.join("Hello", {"sampling": Sampling(temperature=0), "max_tokens": 12})
+    row = batch.join("Hello", {**GREEDY, "max_tokens": 12})
     engine.park(row)
-    batch.step(512)
+    batch.step()
     engine.resume(row)
     exchange(engine, Passing(engine._model, 2))
-    while batch.is_busy:
-        batch.step(512)
+    batch.finish()
     assert batch.answers[row].ends
     assert not engine._parked
 
 
-@pytest.mark.parametrize("act", ["park", "preempt", None])
-def test_a_bound_holds_wherever_the_row_is(folder: Path, act: str | None) -> None:
-    """Running, parked, preempted, or being read again."""
-    engine = open_engine(folder)
-    batch = Batch(engine)
-    row = batch.join("Hi", {"sampling": Sampling(temperature=1, seed=1), "max_tokens": 40})
-    for _ in range(3):
-        batch.step(512)
-    if act is not None:
-        getattr(engine, act)(row)
-        assert engine.cap_tokens(row, 30) == []
-        engine.resume(row)
-    assert engine.cap_tokens(row, 8) == []
-    while batch.is_busy:
-        batch.step(512)
-    assert batch.answers[row].ends == ["length"]
-    assert batch.answers[row].tokens == 8
-
-
 @pytest.mark.parametrize(("tokens", "is_batched"), [(1, False), (6, True)])
-def test_a_bound_that_a_row_has_reached_ends_it_at_once(
-    folder: Path, tokens: int, is_batched: bool
-) -> None:
-    """Running, or waiting for its turn beside others: it says no more, and its neighbour all."""
+def test_a_bound_that_is_reached_ends_a_row(folder: Path, tokens: int, is_batched: bool) -> None:
     engine = open_engine(folder, prefix_cache_bytes=1 << 24)
     engine.apply_verdict(Verdict(rows=is_batched, single=True, prefixes=True, window=True))
     batch = Batch(engine)
     sampling = {"sampling": Sampling(temperature=1, seed=1, ignore_eos=True), "max_tokens": 12}
     batch.join("Hi " * 200, sampling)
-    while batch.is_busy:
-        batch.step(512)
+    batch.finish()
     row, other = batch.join("Hi " * 200, sampling), batch.join("Hello!", sampling)
     while batch.answers[row].tokens < tokens:
-        batch.step(512)
-    cached = batch.answers[row].cached
+        batch.step()
+    cached = batch.answers[row].cached_tokens
     assert cached
     batch.hear(engine.cap_tokens(row, tokens))
-    while batch.is_busy:
-        batch.step(512)
-    assert (batch.answers[row].ends, batch.answers[row].tokens) == (["length"], tokens)
-    assert batch.answers[row].cached == cached
+    batch.finish()
+    assert (batch.answers[row].finish_reason, batch.answers[row].tokens) == ("length", tokens)
+    assert batch.answers[row].cached_tokens == cached
     assert batch.answers[other].tokens == 12
-
-
-def test_a_row_that_is_stopped_can_end_where_it_stands(folder: Path) -> None:
-    """With `length`, and with the text that was held back for a stop string."""
-    engine = open_engine(folder)
-    whole, cut = Batch(engine), Batch(engine)
-    greedy = {"sampling": Sampling(temperature=0), "max_tokens": 20}
-    first = whole.join("Hello", greedy)
-    for _ in range(8):
-        whole.step(512)
-    said = whole.answers[first]
-    engine.leave(first)
-    stop = said.text[-1] + "never said"
-    row = cut.join("Hello", {**greedy, "stop": [stop]})
-    while cut.answers[row].tokens < said.tokens:
-        cut.step(512)
-    assert cut.answers[row].text == said.text[:-1]
-    engine.preempt(row)
-    cut.hear(engine.cap_tokens(row, said.tokens))
-    assert (cut.answers[row].text, cut.answers[row].ends) == (said.text, ["length"])
-    assert cut.answers[row].tokens == said.tokens
-    assert not engine.rows

@@ -8,8 +8,7 @@ import pytest
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.jobs import Sampling
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
-from tests.engine.generation.harness import TEXTS, Run, answers, job, newest, open_engine
-from tests.engine.generation.ties import assert_alike
+from tests.engine.generation.harness import TEXTS, Run, job, newest, open_engine
 
 # Random weights say anything: half of what top_p keeps is beyond the first window.
 WIDE = Sampling(temperature=50.0, top_p=0.97, seed=11)
@@ -18,12 +17,10 @@ WIDE = Sampling(temperature=50.0, top_p=0.97, seed=11)
 @pytest.fixture(scope="module", params=[{}, SLIDING, STATEFUL], ids=["plain", "sliding", "states"])
 def engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[GenerationEngine]:
-    engine = open_engine(
+) -> GenerationEngine:
+    return open_engine(
         write_chat(tmp_path_factory.mktemp("model"), vocab_size=3000, **request.param)
     )
-    yield engine
-    engine.close()
 
 
 @pytest.fixture(autouse=True)
@@ -44,10 +41,7 @@ def whole(engine: GenerationEngine, text: str, **more: Any) -> Any:
     return answer
 
 
-def test_a_window_that_was_too_small_changes_no_token_and_no_logprob(
-    engine: GenerationEngine,
-) -> None:
-    """The token is chosen again, and the pass that read the wrong one is taken back."""
+def test_a_window_that_was_too_small_changes_no_token_or_logprob(engine: GenerationEngine) -> None:
     run = Run(engine)
     run.join(job(TEXTS[0], WIDE, logprobs=2))
     sampler = newest(engine).sampler
@@ -59,13 +53,3 @@ def test_a_window_that_was_too_small_changes_no_token_and_no_logprob(
     assert answer.text == expected.text
     told = [each.chosen.logprob for each in answer.logprobs]
     assert told == pytest.approx([each.chosen.logprob for each in expected.logprobs], abs=1e-4)
-
-
-def test_an_answer_of_one_token_is_right_though_its_window_was_too_small(
-    engine: GenerationEngine,
-) -> None:
-    """It ends before any decode step."""
-    texts = TEXTS[:3]
-    jobs = [job(text, WIDE, max_tokens=1) for text in texts]
-    found = [answers(engine, [each])[0].ids for each in jobs]
-    assert_alike(engine, jobs, found, [whole(engine, text, max_tokens=1).ids for text in texts])

@@ -17,102 +17,54 @@ from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.self_test import BatchSelfTest
 from gateway.engine.generation.sequence import FAULTS, Faults
-from gateway.engine.generation.sequences import ChatSetup
 from gateway.engine.kv.prefix_cache import BLOCK
-from gateway.engine.models.checkpoint import Checkpoint
 from gateway.errors import Fault
-from gateway.jobs import Sampling, SequenceParams, Verdict
+from gateway.jobs import Verdict
 from tests.checkpoints import ABSOLUTE, DEMO, SLIDING, STATEFUL, write_chat
-from tests.engine.generation.harness import join
+from tests.engine.generation.harness import MAMBA, Run, bare, watch
 
 VOCABULARY = json.loads((DEMO / "config.json").read_text())["vocab_size"]
 MIXTURE = {
-    "num_experts_per_tok": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
+    "num_experts_per_tok": 2, "num_key_value_heads": 2, "head_dim": 16,
     "max_position_embeddings": 4096,
-}
+}  # fmt: skip
 UNFIT: dict[str, dict[str, Any]] = {
     "gemma2": {"model_type": "gemma2", "head_dim": 16},
     # As many heads of keys as rows of the test: nothing is thrown there.
     "gemma2 of three": {
-        "model_type": "gemma2",
-        "hidden_size": 96,
-        "head_dim": 16,
-        "num_attention_heads": 6,
+        "model_type": "gemma2", "hidden_size": 96, "head_dim": 16, "num_attention_heads": 6,
         "num_key_value_heads": 3,
     },
-    "mamba": {
-        "model_type": "mamba",
-        "state_size": 8,
-        "conv_kernel": 4,
-        "use_bias": False,
-        "use_conv_bias": True,
-        "time_step_rank": 8,
-    },
+    "mamba": MAMBA,
     "bailing_moe_linear": {
-        "model_type": "bailing_moe_linear",
-        "moe_intermediate_size": 32,
-        "num_experts": 4,
-        "num_shared_experts": 1,
-        "norm_topk_prob": True,
-        "first_k_dense_replace": 1,
-        "layer_group_size": 2,
-        "group_norm_size": 2,
-        "topk_group": 1,
-        **MIXTURE,
+        "model_type": "bailing_moe_linear", "moe_intermediate_size": 32, "num_experts": 4,
+        "num_shared_experts": 1, "norm_topk_prob": True, "first_k_dense_replace": 1,
+        "layer_group_size": 2, "group_norm_size": 2, "topk_group": 1, **MIXTURE,
     },
     "longcat_flash_ngram": {
-        "model_type": "longcat_flash_ngram",
-        "ffn_hidden_size": 96,
-        "moe_topk": 2,
-        "expert_ffn_hidden_size": 32,
-        "n_routed_experts": 4,
-        "zero_expert_num": 1,
-        "num_layers": 2,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-        "routed_scaling_factor": 1.0,
-        "mla_scale_q_lora": True,
-        "mla_scale_kv_lora": True,
-        "ngram_vocab_size_ratio": 3,
-        "emb_neighbor_num": 3,
+        "model_type": "longcat_flash_ngram", "ffn_hidden_size": 96, "moe_topk": 2,
+        "expert_ffn_hidden_size": 32, "n_routed_experts": 4, "zero_expert_num": 1, "num_layers": 2,
+        "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+        "v_head_dim": 8, "routed_scaling_factor": 1.0, "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True, "ngram_vocab_size_ratio": 3, "emb_neighbor_num": 3,
         "emb_split_num": 2,
     },
     "afm7": {
-        "model_type": "afm7",
-        "hidden_dim": 64,
-        "num_layers": 3,
-        "num_kv_reuse_layers": 1,
-        "num_heads": 4,
-        "num_kv_heads": 2,
+        "model_type": "afm7", "hidden_dim": 64, "num_layers": 3, "num_kv_reuse_layers": 1,
+        "num_heads": 4, "num_kv_heads": 2,
     },
     "llama4": {
         "model_type": "llama4",
         "text_config": {
-            "model_type": "llama4_text",
-            "vocab_size": VOCABULARY,
-            "attention_bias": False,
-            "attention_chunk_size": 48,
-            "hidden_size": 64,
-            "interleave_moe_layer_step": 1,
-            "intermediate_size": 32,
-            "intermediate_size_mlp": 96,
-            "num_attention_heads": 4,
-            "num_hidden_layers": 4,
-            "num_local_experts": 4,
-            "rms_norm_eps": 1e-5,
-            "rope_scaling": None,
-            "rope_theta": 10000.0,
-            "use_qk_norm": True,
-            **MIXTURE,
+            "model_type": "llama4_text", "vocab_size": VOCABULARY, "attention_bias": False,
+            "attention_chunk_size": 48, "hidden_size": 64, "interleave_moe_layer_step": 1,
+            "intermediate_size": 32, "intermediate_size_mlp": 96, "num_attention_heads": 4,
+            "num_hidden_layers": 4, "num_local_experts": 4, "rms_norm_eps": 1e-5,
+            "rope_scaling": None, "rope_theta": 10000.0, "use_qk_norm": True, **MIXTURE,
             "num_experts_per_tok": 1,
         },
     },
-}
+}  # fmt: skip
 FIT: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
@@ -120,21 +72,22 @@ FIT: dict[str, dict[str, Any]] = {
     "lfm2": STATEFUL,
     "gpt2": ABSOLUTE,
     "gpt_oss": {
-        "model_type": "gpt_oss",
-        "num_local_experts": 4,
-        "sliding_window": 24,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "rope_scaling": None,
-        **MIXTURE,
+        "model_type": "gpt_oss", "num_local_experts": 4, "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"], "rope_scaling": None, **MIXTURE,
     },
-}
+}  # fmt: skip
 PROMPTS = [[7, 8, 9, 10], [*range(20, 110)], [*range(5, 38)], [*range(300, 311)]]
-GREEDY = Sampling(temperature=0)
 
 
-def a_few(names: Iterable[str], *shown: str) -> list[Any]:
+def a_few(cases: Iterable[Any], *shown: Any) -> list[Any]:
     """Mark those as slow that are not shown."""
-    return [pytest.param(name, marks=() if name in shown else pytest.mark.slow) for name in names]
+    return [
+        pytest.param(
+            *(each if isinstance(each, tuple) else (each,)),
+            marks=() if each in shown else pytest.mark.slow,
+        )
+        for each in cases
+    ]
 
 
 def opened(folder: Path) -> GenerationEngine:
@@ -157,6 +110,14 @@ def alone(folder: Path, prompts: list[list[int]], max_tokens: int = 12) -> list[
     ]
 
 
+def joined(engine: GenerationEngine) -> list[int]:
+    """Let all rows join, and read their prompts."""
+    rows = [row for prompt in PROMPTS for row in Run(engine).join(bare(prompt))]
+    while engine.is_prefilling:
+        engine.prefill(512)
+    return rows
+
+
 @dataclass
 class Told:
     """What rows have said, and the most that were decoded in a pass."""
@@ -168,70 +129,16 @@ class Told:
 
 def answers(engine: GenerationEngine, prompts: list[list[int]], late: int = 2) -> Told:
     """Run rows, the last of them joining a little later."""
-    rows: list[Any] = []
-    errors: dict[int, str | None] = {}
-    most = step = 0
-
-    def begin(prompt: list[int]) -> None:
-        job = SequenceParams(prompt=prompt, max_tokens=12, sampling=GREEDY, is_bare=True)
-        errors[join(engine, job)] = None
-        rows.append(engine._prefill._line[-1])
-
+    run, waiting, most, step = Run(engine), prompts[-late:], 0, 0
     for prompt in prompts[:-late]:
-        begin(prompt)
-    waiting = list(prompts[-late:])
-    while engine.is_prefilling or engine.is_decoding or waiting:
+        run.join(bare(prompt))
+    while run.is_busy or waiting:
         if step % 3 == 2 and waiting:
-            begin(waiting.pop(0))
-        for delta in [*engine.prefill(512), *engine.decode()]:
-            errors[delta.row] = delta.error or errors[delta.row]
+            run.join(bare(waiting.pop(0)))
+        run.step()
         most, step = max(most, engine.last_pass.rows), step + 1
-    return Told([row.tokens for row in rows], list(errors.values()), most)
-
-
-@pytest.mark.parametrize("kind", a_few(UNFIT, "gemma2"))
-def test_a_model_that_is_wrong_in_a_batch_is_found_and_answers_as_alone(
-    tmp_path: Path, kind: str
-) -> None:
-    """One row at a time, whoever joins when, and twice, from the prefix cache if it is sound."""
-    folder = write_chat(tmp_path / "m", **UNFIT[kind])
-    engine = opened(folder)
-    verdict = verdict_of(engine)
-    assert verdict.is_whole
-    assert verdict.forbids_batches
-    assert verdict.problem
-    engine.apply_verdict(verdict)
-    assert not engine.is_batched
-    expected = alone(folder, PROMPTS)
-    for _ in range(2):
-        told = answers(engine, PROMPTS)
-        assert told.tokens == expected
-        assert told.errors == [None] * len(PROMPTS)
-        assert told.most_rows == 1
-    engine.close()
-
-
-@pytest.mark.parametrize("kind", a_few(FIT, "gemma3"))
-def test_a_model_that_is_right_in_a_batch_stays_batched(tmp_path: Path, kind: str) -> None:
-    """And is right: the same answers together as alone."""
-    folder = write_chat(tmp_path / "m", **FIT[kind])
-    engine = opened(folder)
-    verdict = verdict_of(engine)
-    assert verdict == Verdict(single=True, rows=True, prefixes=True, window=True)
-    engine.apply_verdict(verdict)
-    told = answers(engine, PROMPTS)
-    assert told.tokens == alone(folder, PROMPTS)
-    assert told.most_rows > 1
-    engine.close()
-
-
-def test_rounding_is_no_mismatch(tmp_path: Path) -> None:
-    """The bound is that of the weights' own type."""
-    folder = write_chat(tmp_path / "m", num_hidden_layers=8)
-    for dtype in ("float16", "bfloat16"):
-        engine = load_generation(folder, name="m", device=Device.CPU, dtype=dtype)
-        assert not verdict_of(engine).problem
-        engine.close()
+    told = run.answers.values()
+    return Told([row.ids for row in told], [row.error for row in told], most)
 
 
 def unfinished(engine: GenerationEngine) -> Verdict:
@@ -245,17 +152,43 @@ def unfinished(engine: GenerationEngine) -> Verdict:
 
 
 @pytest.mark.parametrize("kind", a_few(UNFIT, "gemma2"))
-def test_until_a_test_is_whole_other_architectures_run_one_at_a_time(
+def test_a_model_that_is_wrong_in_a_batch_answers_as_alone_once_it_is_tested_and_before(
     tmp_path: Path, kind: str
 ) -> None:
-    """Any step may be the last that there was time for; then they answer as alone."""
+    """One row at a time, whoever joins when: any step of the test may be the last that there was
+    time for. And twice, from the prefix cache if it is sound.
+    """
     folder = write_chat(tmp_path / "m", **UNFIT[kind])
-    engine = opened(folder)
+    engine, tested = opened(folder), opened(folder)
+    verdict = verdict_of(tested)
+    assert verdict.is_whole
+    assert verdict.forbids_batches
+    assert verdict.problem
     engine.apply_verdict(unfinished(opened(folder)) if kind != "llama4" else Verdict())
+    tested.apply_verdict(verdict)
+    assert not tested.is_batched
+    expected = alone(folder, PROMPTS)
+    for each in (engine, tested, tested):
+        assert answers(each, PROMPTS) == Told(expected, [None] * len(PROMPTS), 1)
+
+
+@pytest.mark.parametrize("kind", a_few(FIT, "gemma3"))
+def test_a_model_that_is_right_in_a_batch_stays_batched(tmp_path: Path, kind: str) -> None:
+    folder = write_chat(tmp_path / "m", **FIT[kind])
+    engine = opened(folder)
+    verdict = verdict_of(engine)
+    assert verdict == Verdict(single=True, rows=True, prefixes=True, window=True)
+    engine.apply_verdict(verdict)
     told = answers(engine, PROMPTS)
     assert told.tokens == alone(folder, PROMPTS)
-    assert told.most_rows == 1
-    engine.close()
+    assert told.most_rows > 1
+
+
+def test_rounding_is_no_mismatch(tmp_path: Path) -> None:
+    folder = write_chat(tmp_path / "m", num_hidden_layers=8)
+    for dtype in ("float16", "bfloat16"):
+        engine = load_generation(folder, name="m", device=Device.CPU, dtype=dtype)
+        assert not verdict_of(engine).problem
 
 
 @pytest.mark.parametrize(
@@ -265,82 +198,22 @@ def test_until_a_test_is_whole_other_architectures_run_one_at_a_time(
 def test_architectures_that_are_known_to_be_equal_are_batched_at_once(
     tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:
-    """However their projections and their KV are kept."""
     wide = {"head_dim": 64} if "kv_bits" in options else {}
     folder = write_chat(tmp_path / "m", **{**FIT[kind], **wide})
     engine = load_generation(folder, name="m", device=Device.CPU, **options)
     engine.apply_verdict(unfinished(engine))
     assert engine.is_batched
-    engine.close()
 
 
-def test_rows_run_together_once_the_test_is_whole(tmp_path: Path) -> None:
-    """Those that waited for one another too."""
-    folder = write_chat(tmp_path / "m")
-    known = opened(folder)
-    engine = GenerationEngine(
-        Broken(known._model, lambda tokens: False),  # a class that is on no list
-        ChatSetup(Checkpoint("m", folder), known._chat, known._structured, 4096, VOCABULARY, {}),
-    )
-    engine.apply_verdict(Verdict())
-    rows = [
-        join(engine, SequenceParams(prompt=p, max_tokens=12, sampling=GREEDY, is_bare=True))
-        for p in PROMPTS
-    ]
-    while engine.is_prefilling:
-        engine.prefill(512)
-    found = [engine._find(row) for row in rows]
-    engine.decode()
-    assert (engine.rows, engine.last_pass.rows) == (4, 1)
-    engine.apply_verdict(verdict_of(known))
-    engine.decode()
-    assert engine.last_pass.rows == 4
-    while engine.is_decoding:
-        engine.decode()
-    assert [row.tokens for row in found if row] == alone(folder, PROMPTS)
-    engine.close()
-
-
-def test_what_forbids_batches_holds_whatever_a_test_says_later(tmp_path: Path) -> None:
-    """As after faults of batches, while the test goes on in idle time."""
-    engine = opened(write_chat(tmp_path / "m"))
-    engine.apply_verdict(Verdict(rows=False))
-    engine.apply_verdict(Verdict(single=True, rows=True, prefixes=True, window=True))
-    assert not engine.is_batched
-    engine.close()
-
-
-def test_rows_and_their_padding_are_tested_first(tmp_path: Path) -> None:
-    """They are what most often is wrong."""
-    engine = opened(write_chat(tmp_path / "m"))
-    assert list(dict.fromkeys(engine.self_test())) == [
-        Verdict(),
-        Verdict(rows=True),
-        Verdict(rows=True, single=True),
-        Verdict(rows=True, single=True, prefixes=True, window=True),  # there is no window
-    ]
-    engine.close()
-
-
-class Broken:
-    """A model that some passes break."""
-
-    def __init__(self, model: Any, breaks: Callable[[mx.array], bool]) -> None:
-        self._model = model
-        self._breaks = breaks
-
-    def __call__(self, tokens: mx.array, cache: Any = None) -> Any:
-        if self._breaks(tokens):
-            raise ValueError("no such shapes")
-        return self._model(tokens, cache=cache)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-
-def broken(folder: Path, breaks: Callable[[mx.array], bool]) -> GenerationEngine:
+def broken(folder: Path, breaks: Callable[[mx.array], object]) -> GenerationEngine:
+    """Return an engine whose passes fail of which something is true."""
     engine = opened(folder)
-    engine._model = engine._prefill._model = Broken(engine._model, breaks)
+
+    def check(tokens: mx.array) -> None:
+        if breaks(tokens):
+            raise ValueError("no such shapes")
+
+    watch(engine, check)
     return engine
 
 
@@ -351,7 +224,6 @@ def broken(folder: Path, breaks: Callable[[mx.array], bool]) -> GenerationEngine
 def test_a_test_that_runs_out_of_memory_says_nothing_of_the_next(
     error: Exception, is_lasting: bool, tmp_path: Path
 ) -> None:
-    """It forbids batches for now, as any other failure does."""
 
     def breaks(tokens: mx.array) -> bool:
         if tokens.shape[0] > 1:
@@ -362,7 +234,6 @@ def test_a_test_that_runs_out_of_memory_says_nothing_of_the_next(
     *_, verdict = engine.self_test()
     assert verdict.rows is False
     assert verdict.is_lasting is is_lasting
-    engine.close()
 
 
 def test_batches_that_fail_though_no_row_does_are_given_up_after_a_few(tmp_path: Path) -> None:
@@ -377,22 +248,18 @@ def test_batches_that_fail_though_no_row_does_are_given_up_after_a_few(tmp_path:
     assert FAULTS <= len(faults) <= FAULTS + 1
     assert all("no such shapes" in fault.message for fault in faults)
     assert engine._faults.take() == []
-    engine.close()
 
 
 def test_a_row_that_breaks_its_batches_is_to_blame_itself(tmp_path: Path) -> None:
-    """However often it is sent: others would be slowed down by it."""
     folder = write_chat(tmp_path / "m")
     engine = broken(folder, lambda tokens: bool((tokens == 999).any().item()))
     for _ in range(2 * FAULTS):
         told = answers(engine, [PROMPTS[0], [5, 999, 6], PROMPTS[2]], late=1)
         assert [error is None for error in told.errors] == [True, False, True]
     assert engine.is_batched
-    engine.close()
 
 
 def test_a_row_that_leaves_proves_nothing() -> None:
-    """Nor does one that was alone from the first."""
     faults = Faults()
     for _ in range(2 * FAULTS):
         faults.record([1, 2], Fault.ROW, ValueError("x"))
@@ -405,15 +272,9 @@ def test_a_row_that_leaves_proves_nothing() -> None:
 
 
 def test_rows_that_run_one_at_a_time_can_leave_wherever_they_are(tmp_path: Path) -> None:
-    """Waiting for the one that runs, too."""
     engine = opened(write_chat(tmp_path / "m"))
     engine.apply_verdict(Verdict(rows=False))
-    rows = [
-        join(engine, SequenceParams(prompt=p, max_tokens=12, sampling=GREEDY, is_bare=True))
-        for p in PROMPTS
-    ]
-    while engine.is_prefilling:
-        engine.prefill(512)
+    rows = joined(engine)
     engine.decode()
     assert engine.rows == 4
     assert engine.last_pass.rows == 1
@@ -425,7 +286,6 @@ def test_rows_that_run_one_at_a_time_can_leave_wherever_they_are(tmp_path: Path)
     while engine.is_decoding:
         ended |= {delta.row for delta in engine.decode() if delta.finish_reason}
     assert ended == {rows[1], rows[3]}
-    engine.close()
 
 
 @pytest.fixture
@@ -436,31 +296,27 @@ def _uncompiled() -> Iterator[None]:
     mx.enable_compile()
 
 
-@pytest.mark.usefixtures("_uncompiled")
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("rwkv7", mx.bfloat16),
-        *(
-            pytest.param(name, dtype, marks=pytest.mark.slow)
-            for name, dtype in (
-                ("rwkv7", mx.float32),
-                ("rwkv7", mx.float16),
-                ("recurrent_gemma", mx.bfloat16),
-                ("baichuan_m1", mx.bfloat16),
-            )
-        ),
-    ],
-    ids=str,
-)
-def test_padding_that_gets_into_states_is_found_in_every_type(name: str, dtype: mx.Dtype) -> None:
-    """The classes keep the last token of a pass, whatever it is. It fades from token to token, so
-    the logits after the first ones may be within bfloat16's bound.
-    """
+PADDED = [
+    ("rwkv7", mx.bfloat16), ("rwkv7", mx.float32), ("rwkv7", mx.float16),
+    ("recurrent_gemma", mx.bfloat16), ("baichuan_m1", mx.bfloat16),
+]  # fmt: skip
+
+
+def verdict_of_tiny(name: str, dtype: mx.Dtype) -> Verdict:
     config = tiny_config(name)
     model = tiny_model(config, width=1)
     model.set_dtype(dtype)
     *_, verdict = BatchSelfTest(model, config["vocab_size"], 4096, dtype).verdicts()
+    return verdict
+
+
+@pytest.mark.usefixtures("_uncompiled")
+@pytest.mark.parametrize(("name", "dtype"), a_few(PADDED, PADDED[0]), ids=str)
+def test_padding_that_gets_into_states_is_found_in_every_type(name: str, dtype: mx.Dtype) -> None:
+    """The classes keep the last token of a pass, whatever it is. It fades from token to token, so
+    the logits after the first ones may be within bfloat16's bound.
+    """
+    verdict = verdict_of_tiny(name, dtype)
     assert verdict.is_whole
     assert verdict.rows is False
 
@@ -468,12 +324,8 @@ def test_padding_that_gets_into_states_is_found_in_every_type(name: str, dtype: 
 @pytest.mark.usefixtures("_uncompiled")
 @pytest.mark.parametrize("name", a_few(("mamba2", "lfm2", "falcon_h1"), "lfm2"))
 def test_padding_that_states_leave_out_is_no_mismatch(name: str) -> None:
-    """In the coarsest type."""
-    config = tiny_config(name)
-    model = tiny_model(config, width=1)
-    model.set_dtype(mx.bfloat16)
-    *_, verdict = BatchSelfTest(model, config["vocab_size"], 4096, mx.bfloat16).verdicts()
-    assert verdict == Verdict(single=True, rows=True, prefixes=True, window=True)
+    whole = Verdict(single=True, rows=True, prefixes=True, window=True)
+    assert verdict_of_tiny(name, mx.bfloat16) == whole
 
 
 def test_batches_that_fail_only_where_states_are_kept_are_forbidden(tmp_path: Path) -> None:
@@ -484,4 +336,3 @@ def test_batches_that_fail_only_where_states_are_kept_are_forbidden(tmp_path: Pa
     verdict = verdict_of(engine)
     assert verdict.rows is False
     assert "no such shapes" in verdict.problem
-    engine.close()

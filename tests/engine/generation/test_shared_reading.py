@@ -40,6 +40,8 @@ from tests.engine.generation.harness import (
     exchange,
     ids,
     open_engine,
+    shapes,
+    spoil,
     tokens,
 )
 
@@ -57,64 +59,39 @@ STATES = [kind for kind in KINDS if kind != "plain"]
 # convolutions; gated delta rules; SSMs, beside KV too; states and KV of one layer in a list. Not
 # those whose states take padding in: test_self_test.py.
 ARCHITECTURES = [
-    "gemma3_text",
-    "gpt_oss",
-    "lfm2",
-    "qwen3_next",
-    "qwen3_5",
-    "kimi_linear",
-    "mamba2",
-    "falcon_h1",
+    "gemma3_text", "gpt_oss", "lfm2", "qwen3_next", "qwen3_5", "kimi_linear", "mamba2", "falcon_h1",
     "granitemoehybrid",
-]
+]  # fmt: skip
 # Of different lengths and numbers of pieces; the last but one goes on from a kept block.
 CUTS = [[128, 64, 3], [64, 64, 11], [192, 20], [64, 79], [64, 64], [64, 1], [37]]
 LENGTHS = (150, 200, 20, 131, 64, 65, 193, 77, 320)
 
 
-class TestTheDecisions:
-    """With numbers."""
+@given(st.integers(0, 9), st.integers(1, 700), st.integers(0, 12))
+def test_a_prompt_is_cut_wherever_its_states_are_kept(known: int, rest: int, branch: int) -> None:
+    start, end = known * BLOCK, known * BLOCK + rest
+    pieces = cut_prompt(start, end, branch * BLOCK)
+    ends = list(accumulate(pieces, initial=start))[1:]
+    assert min(pieces) > 0
+    assert ends[-1] == end
+    assert not any(each % BLOCK for each in ends[:-1])
+    for kept in (branch * BLOCK, (end - OPENING) // BLOCK * BLOCK, end // BLOCK * BLOCK):
+        assert kept in ends or not start < kept <= end
 
-    @given(st.integers(0, 9), st.integers(1, 700), st.integers(0, 12))
-    def test_a_prompt_is_cut_wherever_its_states_are_kept(
-        self, known: int, rest: int, branch: int
-    ) -> None:
-        """Every piece but the last ends with a block."""
-        start, end = known * BLOCK, known * BLOCK + rest
-        pieces = cut_prompt(start, end, branch * BLOCK)
-        ends = list(accumulate(pieces, initial=start))[1:]
-        assert min(pieces) > 0
-        assert ends[-1] == end
-        assert not any(each % BLOCK for each in ends[:-1])
-        for kept in (branch * BLOCK, (end - OPENING) // BLOCK * BLOCK, end // BLOCK * BLOCK):
-            assert kept in ends or not start < kept <= end
 
-    def test_the_last_pieces_of_all_are_read_in_one_pass(self) -> None:
-        """Those with fewer pieces join later, so that nobody has nothing to read."""
-        passes = plan_passes([[128, 64, 3], [64, 20], [64, 33], [7]])
-        assert passes == [[128], [64, 64, 64], [3, 20, 33, 7]]
+@given(
+    st.lists(st.lists(st.integers(1, 300), min_size=1, max_size=4), min_size=1, max_size=20),
+    st.integers(1, 3000),
+)
+def test_what_is_taken_is_within_the_budget(prompts: list[list[int]], budget: int) -> None:
+    taken = take_prompts(prompts, budget)
 
-    def test_padding_is_counted_pass_by_pass(self) -> None:
-        """A hundred and twenty-eight, twice sixty-four and twice twenty are 296."""
-        assert take_prompts([[128, 64, 3], [64, 20]], 296) == 2
-        assert take_prompts([[128, 64, 3], [64, 20]], 295) == 1
+    def padded(rows: int) -> int:
+        some = sorted(prompts[:rows], key=len, reverse=True)
+        return sum(len(sizes) * max(sizes) for sizes in plan_passes(some))
 
-    @given(
-        st.lists(st.lists(st.integers(1, 300), min_size=1, max_size=4), min_size=1, max_size=20),
-        st.integers(1, 3000),
-    )
-    def test_what_is_taken_is_within_the_budget(
-        self, prompts: list[list[int]], budget: int
-    ) -> None:
-        """But for a single one, and no more would be."""
-        taken = take_prompts(prompts, budget)
-
-        def padded(rows: int) -> int:
-            some = sorted(prompts[:rows], key=len, reverse=True)
-            return sum(len(sizes) * max(sizes) for sizes in plan_passes(some))
-
-        assert taken == 1 or padded(taken) <= budget
-        assert taken == len(prompts) or padded(taken + 1) > budget
+    assert taken == 1 or padded(taken) <= budget
+    assert taken == len(prompts) or padded(taken + 1) > budget
 
 
 def made(name: str) -> tuple[Any, int]:
@@ -152,7 +129,6 @@ def apart(layers: Sequence[Any], others: Sequence[Any]) -> float:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_state_taken_out_of_a_padded_pass_is_that_of_its_row_alone(name: str) -> None:
-    """Wherever the row stops in its prompt, and whether or not it went on from a kept state."""
     model, vocab_size = made(name)
     drawn = (tokens(sum(cut), seed) for seed, cut in enumerate(CUTS))
     prompts = [[1 + each % (vocab_size - 1) for each in prompt] for prompt in drawn]
@@ -198,7 +174,6 @@ def test_a_state_taken_out_of_a_padded_pass_is_that_of_its_row_alone(name: str) 
 
 @pytest.fixture(scope="module", params=KINDS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a checkpoint of each family."""
     return write_chat(tmp_path_factory.mktemp(request.param), **KINDS[request.param])
 
 
@@ -213,60 +188,37 @@ def answered(cold: GenerationEngine, prompt: tuple[int, ...], is_seeded: bool) -
     return answers(cold, [bare(prompt, SEEDED if is_seeded else GREEDY)])[0].ids
 
 
-class Widths:
-    """A model that notes the rows of each pass over prompts."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self.rows: list[int] = []
-
-    def __call__(self, given: mx.array, cache: Any = None) -> Any:
-        if given.shape[1] > 1:
-            self.rows.append(given.shape[0])
-        return self._model(given, cache=cache)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-
 @pytest.mark.parametrize(("budget", "sampling"), [(400, SEEDED), (100_000, GREEDY)])
 def test_answers_of_prompts_read_together_are_those_alone(
     cold: GenerationEngine, warm: GenerationEngine, budget: int, sampling: Sampling
 ) -> None:
-    """Greedy and seeded; new, then from what is kept, then beyond it."""
     prompts = [tokens(length, length) for length in LENGTHS]
     longer = [prompt + tokens(40 + 9 * i, i) for i, prompt in enumerate(prompts)]
-    model = Widths(warm._model)
-    exchange(warm, model)
+    passes = shapes(warm)
     for asked in (prompts, prompts, longer, longer):
         told = answers(warm, [bare(prompt, sampling) for prompt in asked], budget)
         assert ids(told) == alone(cold, asked, sampling)
     whole = [(len(each) - 1) // BLOCK * BLOCK for each in longer]
     assert cached(told) == whole
-    assert max(model.rows) == len(prompts) or budget < 100_000
+    assert max(passes)[0] == len(prompts) or budget < 100_000
 
 
 @pytest.mark.parametrize("kind", STATES)
 def test_a_burst_takes_three_passes_whatever_its_blocks(tmp_path: Path, kind: str) -> None:
     """Where each prompt was read by itself, it took two or three a prompt."""
     engine = open_engine(write_chat(tmp_path, **KINDS[kind]), prefix_cache_bytes=PLENTY)
-    model = Widths(engine._model)
-    exchange(engine, model)
+    passes = shapes(engine)
     prompts = [tokens(140 + 9 * i, i) for i in range(8)]
     answers(engine, [bare(each) for each in prompts], 4096)
-    assert len(model.rows) == 3
-    assert model.rows[-1] == len(prompts)
+    rows = [rows for rows, width in passes if width > 1]
+    assert (len(rows), rows[-1]) == (3, len(prompts))
     assert cached(answers(engine, [bare(each) for each in prompts])) == [
         (len(each) - 1) // BLOCK * BLOCK for each in prompts
     ]
-    engine.close()
 
 
 @pytest.mark.parametrize("at", [1, 3, 7])
-def test_a_fault_in_any_pass_leaves_right_answers(
-    folder: Path, cold: GenerationEngine, at: int
-) -> None:
-    """Each is read again alone, and keeps what it comes to."""
+def test_a_fault_of_a_pass_changes_no_answer(folder: Path, cold: GenerationEngine, at: int) -> None:
     engine = open_engine(folder, prefix_cache_bytes=PLENTY)
     prompts = [tokens(length, length) for length in LENGTHS]
     expected = alone(cold, prompts)
@@ -277,22 +229,16 @@ def test_a_fault_in_any_pass_leaves_right_answers(
     told = answers(engine, [bare(prompt) for prompt in prompts], 4096)
     assert ids(told) == expected
     assert any(cached(told))
-    engine.close()
 
 
 @pytest.mark.parametrize("kind", ["plain", "sliding", "sinks", "hybrid"])  # whose ends are not tied
 def test_a_row_that_is_no_number_spoils_no_other(tmp_path: Path, kind: str) -> None:
-    """Nor is anything of it kept."""
     folder = write_chat(tmp_path, **KINDS[kind])
     prompts = [tokens(length, length) for length in LENGTHS]
     cold = open_engine(folder)
     expected = alone(cold, prompts)
-    cold.close()
     poison = min({*range(3, 300)} - {token for answer in expected for token in answer})
-    weights: Any = mx.load(str(folder / "model.safetensors"))
-    (name,) = [name for name in weights if "embed_tokens" in name]
-    weights[name][poison] = float("nan")
-    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    spoil(folder, "model.embed_tokens.weight", float("nan"), poison)
     engine = open_engine(folder, prefix_cache_bytes=PLENTY)
     broken = [*prompts[1][:100], poison, *prompts[1][100:]]
     for _ in range(2):
@@ -300,12 +246,13 @@ def test_a_row_that_is_no_number_spoils_no_other(tmp_path: Path, kind: str) -> N
         assert "not a number" in (told[1].error or "")
         assert told[1].cached_tokens <= BLOCK
         assert ids([told[0], *told[2:]]) == expected
-    engine.close()
 
 
 @pytest.mark.parametrize("kind", STATES)
-def test_a_burst_that_begins_alike_goes_on_from_one_state(tmp_path: Path, kind: str) -> None:
-    """The first stops where the others leave it, and they are read together from there."""
+def test_prompts_that_begin_alike_go_on_from_one_state(tmp_path: Path, kind: str) -> None:
+    """In a burst the first stops where the others leave it. One after another, the second shows
+    where they part, and stops there for the ones that come after.
+    """
     folder = write_chat(tmp_path, **KINDS[kind])
     engine, cold = open_engine(folder, prefix_cache_bytes=PLENTY), open_engine(folder)
     begin = tokens(300, 1)
@@ -314,19 +261,7 @@ def test_a_burst_that_begins_alike_goes_on_from_one_state(tmp_path: Path, kind: 
     told = answers(engine, [bare(each) for each in prompts], 2000)
     assert ids(told) == alone(cold, prompts)
     assert cached(told) == [0, *[256] * 6, 128]
-    engine.close()
-    cold.close()
-
-
-@pytest.mark.parametrize("kind", STATES)
-def test_the_third_prompt_that_begins_alike_goes_on_from_there(tmp_path: Path, kind: str) -> None:
-    """The second shows where they part, and stops there for the ones that come after."""
-    folder = write_chat(tmp_path, **KINDS[kind])
-    engine, cold = open_engine(folder, prefix_cache_bytes=PLENTY), open_engine(folder)
-    begin = tokens(300, 1)
-    prompts = [begin + tokens(90, 10 + i) for i in range(4)]
-    told = [answers(engine, [bare(each)])[0] for each in prompts]
-    assert ids(told) == alone(cold, prompts)
+    engine.clear_prefixes()
+    told = [answers(engine, [bare(each)])[0] for each in prompts[:4]]
+    assert ids(told) == alone(cold, prompts[:4])
     assert cached(told) == [0, 0, 256, 256]
-    engine.close()
-    cold.close()

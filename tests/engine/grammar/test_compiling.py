@@ -15,7 +15,6 @@ from gateway.errors import BadRequest
 from gateway.jobs import Calling, Function, Grammar
 from gateway.serving.sandbox import Sandbox
 from tests.engine.grammar.drawn_rows import (
-    ENDS,
     OPEN,
     allowed,
     answer,
@@ -27,6 +26,8 @@ from tests.engine.grammar.drawn_rows import (
 from tests.sandboxes import sandbox
 
 TEXT = {"type": "string"}
+D4 = {"$schema": "http://json-schema.org/draft-04/schema#"}
+D7 = {"$schema": "http://json-schema.org/draft-07/schema#"}
 NAME = {"type": "string", "title": "Name", "description": "A name"}
 NULLABLE = {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}
 
@@ -113,19 +114,8 @@ SCHEMAS: dict[str, Any] = {
     "int64": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
     "items": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4},
     "no uniqueness": {"type": "array", "items": {"type": "null"}, "uniqueItems": False},
-    "tuple": {
-        "type": "array",
-        "prefixItems": [{"type": "integer"}, TEXT],
-        "items": False,
-        "minItems": 2,
-        "maxItems": 2,
-    },
-    "old tuple": {
-        "$schema": "http://json-schema.org/draft-07/schema#",
-        "type": "array",
-        "items": [{"type": "integer"}, {"type": "null"}],
-        "additionalItems": False,
-    },
+    "tuple": {"type": "array", "prefixItems": [{"type": "integer"}, TEXT], "items": False},
+    "old tuple": {**D7, "items": [{"type": "integer"}, TEXT], "additionalItems": False},
     "unicode": closed(**{"ключ": {"const": "значение"}, 'qu"ote\n': {"enum": ["日本", "ß"]}}),
     "any extra": thing(a={"type": "null"}),
     "extra schema": {**thing(a=TEXT), "additionalProperties": {"type": "integer"}},
@@ -147,7 +137,6 @@ FORMATS = jsonschema.FormatChecker()
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_whatever_is_said_fits_the_schema(name: str) -> None:
-    """Random rows parse, validate with formats, and end; shaped ones fit the caller's schema."""
     schema = SCHEMAS[name]
     validator = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
     checker = validator(schema, format_checker=FORMATS)
@@ -162,16 +151,8 @@ def test_whatever_is_said_fits_the_schema(name: str) -> None:
 
 
 def test_any_text_goes_through_a_string_unchanged() -> None:
-    """Unicode, escapes and control characters are all sayable, and come back as they were."""
     grammar = compiled(closed(a=TEXT))
-    for value in (
-        "héllo",
-        "日本語 😀",
-        'quote " slash \\ / tab \t',
-        "\u2028",
-        "a\nb",
-        "e\u0301",
-    ):
+    for value in ("héllo", "日本語 😀", 'quote " slash \\ / tab \t', "\u2028", "a\nb", "e\u0301"):
         for ascii_only in (False,) if value.isascii() is False else (False, True):
             said = json.dumps({"a": value}, ensure_ascii=ascii_only, separators=(",", ":"))
             matcher = grammar.matcher(ids(said))
@@ -186,25 +167,7 @@ def test_special_tokens_are_never_text() -> None:
     assert not set(inside) & {*range(8), 1024, 1025, 1026, 1027, 1028, 1029}
 
 
-def test_ends_come_exactly_where_the_grammar_may_end() -> None:
-    """All end-of-sequence ids at once, and only there."""
-    matcher = compiled({"type": "integer", "minimum": 10, "maximum": 99}).matcher()
-    assert not set(allowed(matcher)) & set(ENDS)
-    matcher.replay(ids("1"))
-    assert not set(allowed(matcher)) & set(ENDS)
-    matcher.replay(ids("2"))
-    assert set(allowed(matcher)) == set(ENDS)
-    assert matcher.is_over
-
-
-def test_json_is_compact_unless_asked_otherwise() -> None:
-    """White space could be said for ever; a caller who wants it says so."""
-    schema = closed(a=TEXT)
-    assert compiled(schema).matcher(ids('{ "a"')).error
-    roomy = {**schema, "x-guidance": {"whitespace_flexible": True}}
-    assert compiled(roomy).matcher(ids('{ "a" : "b" }')).is_over
-
-
+INNER = {"$defs": {"c": {"$id": "c.json", "type": "integer"}}}
 UNHELD: list[tuple[Any, str]] = [
     (closed(a={"not": {"multipleOf": 2}}), "#/properties/a/not"),
     (closed(a={"if": {"multipleOf": 2}, "then": {"minimum": 4}}), "#/properties/a/if"),
@@ -212,18 +175,8 @@ UNHELD: list[tuple[Any, str]] = [
     ({"type": "array", "contains": TEXT}, "#/contains"),
     ({"type": "object", "propertyNames": {"format": "email"}}, "#/propertyNames"),
     ({"type": "object", "dependentSchemas": {"a": {}}}, "#/dependentSchemas"),
-    (
-        {
-            "$schema": "http://json-schema.org/draft-07/schema#",
-            "type": "object",
-            "dependencies": {"a": {"required": ["b"]}},
-        },
-        "#/dependencies",
-    ),
-    (
-        {"allOf": [thing(a=TEXT)], "unevaluatedProperties": False},
-        "#/unevaluatedProperties",
-    ),
+    ({**D7, "type": "object", "dependencies": {"a": {"required": ["b"]}}}, "#/dependencies"),
+    ({"allOf": [thing(a=TEXT)], "unevaluatedProperties": False}, "#/unevaluatedProperties"),
     ({"type": "object", "minProperties": 2}, "#/minProperties"),
     (
         {"$ref": "#/components/U", "components": {"U": {"type": "array", "uniqueItems": True}}},
@@ -236,19 +189,24 @@ UNHELD: list[tuple[Any, str]] = [
     ({"type": "string", "pattern": "(a)\\1"}, "#/pattern"),
     (closed(**{"a/b": {"oneOf": [TEXT, {"minLength": 2}]}}), "#/properties/a~1b/oneOf"),
     ({"const": 2**53 + 1}, "#/const"),
+    # Exclusive bounds less than 1 apart, and alternatives that differ further inside.
+    ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "#/exclusiveMinimum"),
+    ({"type": "number", "exclusiveMinimum": 5, "exclusiveMaximum": 5.5}, "#/exclusiveMinimum"),
+    ({"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}, "#/exclusiveMaximum"),
+    ({"oneOf": [thing(a=thing(k={"const": k})) for k in "xy"]}, "#/oneOf"),
+    # U+007F, which llguidance leaves out of what it writes.
+    ({"enum": ["a\x7fb", "zz"]}, "#/enum"),
+    ({"items": {"enum": [["\x7f"]]}}, "#/items/enum"),
+    ({"const": [{"\x7f": 1}]}, "#/const"),
+    # llguidance may follow a reference beside an inner address to another place.
+    *(({"allOf": [{"$ref": ref}], **INNER}, "#/allOf/0/$ref") for ref in ("#/$defs/c", "c.json")),
+    ({"allOf": [{"$ref": "#here"}], **INNER}, "#/allOf/0/$ref"),
     ({"type": "integer", "minimum": 2**60}, "#/minimum"),
-    (
-        {
-            "$schema": "http://json-schema.org/draft-04/schema#",
-            "items": [{"type": "array", "uniqueItems": True}],
-            "additionalItems": {"not": {"multipleOf": 2}},
-        },
-        "#/items/0/uniqueItems",
-    ),
+    ({**D7, "items": [{"type": "array", "uniqueItems": True}]}, "#/items/0/uniqueItems"),
 ]
 
 
-@pytest.mark.parametrize(("schema", "pointer"), UNHELD, ids=str)
+@pytest.mark.parametrize(("schema", "pointer"), UNHELD, ids=ascii)
 def test_what_no_grammar_holds_is_named_and_a_strict_schema_refused(
     schema: Any, pointer: str
 ) -> None:
@@ -262,8 +220,11 @@ def test_what_no_grammar_holds_is_named_and_a_strict_schema_refused(
     assert caught.value.part == "answer_form"
 
 
+LOOP = {**thing(a={"$ref": "#/$defs/R", "required": ["b"]}), "required": []}
+NAMED = {"type": "object", "patternProperties": {"^a": TEXT}}
+
+
 def test_definitions_that_nothing_leads_to_ask_for_nothing() -> None:
-    """What is not enforced there is nobody's affair."""
     unique = {"type": "array", "uniqueItems": True}
     assert not compiled({**closed(a=TEXT), "$defs": {"u": unique}}).unenforced
     led_to = {**closed(a={"$ref": "#/$defs/o/anyOf/0"}), "$defs": {"o": {"anyOf": [unique]}}}
@@ -276,17 +237,30 @@ def test_definitions_that_nothing_leads_to_ask_for_nothing() -> None:
         ({"not": {}}, "allows no finite answer"),
         ({"$ref": "#/$defs/Gone"}, "`$ref` at # leads nowhere: `#/$defs/Gone`"),
         (closed(a={"$ref": "#b"}), "`$ref` at #/properties/a leads nowhere: `#b`"),
-        ({"type": "strin"}, "`type` at #/type"),
         (closed(**{"a/b": {"type": 1}}), "`type` at #/properties/a~1b/type"),
         ({"type": "integer", "minimum": 1, "exclusiveMinimum": True}, "exclusiveMinimum"),
-        ({"items": [TEXT]}, "`items` at #/items must be a boolean or an object in draft 2020-12"),
         ({"type": "integer", "minimum": 3, "maximum": 2}, "`minimum` at # is above `maximum`"),
         ({"enum": []}, "`enum` at # is empty"),
+        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "finite"),
+        ({"anyOf": [{"$ref": "#"}]}, "finite"),
         ({**closed(), "required": ["z"]}, "impossible"),
         ({"$ref": "#/$defs/A", "$defs": {"A": closed(x={"$ref": "#/$defs/A"})}}, "finite"),
-        ({**TEXT, "x-guidance": {"lenient": True}}, "x-guidance"),
         ({**TEXT, "x-guidance": {"coerce_one_of": True}}, "x-guidance"),
         (False, "false"),
+        ({**NAMED, "allOf": [{"patternProperties": {"b": TEXT}}]}, "two of its `patternPropert"),
+        ({"$ref": "#/$defs/R", "$defs": {"R": LOOP}}, "beside a `$ref` that leads in a circle"),
+        ({"minimum": "1"}, "`minimum` at #/minimum must be a number in draft 2020-12"),
+        ({"required": "a"}, "`required` at #/required must be an array in draft 2020-12"),
+        ({"minLength": -1}, "`minLength` at #/minLength must be at least 0 in draft 2020-12"),
+        ({"minLength": 1.5}, "`minLength` at #/minLength must be an integer in draft 2020-12"),
+        ({"multipleOf": 0}, "`multipleOf` at #/multipleOf must be above 0 in draft 2020-12"),
+        ({"anyOf": []}, "`anyOf` at #/anyOf must have at least 1 item in draft 2020-12"),
+        ({"required": ["a", "a"]}, "must have no item twice in draft 2020-12"),
+        ({"properties": {"a": 1}}, "`a` at #/properties/a must be a boolean or an object in"),
+        ({"type": "strin"}, "`type` at #/type must be the name of a type, or an array of some"),
+        ({"items": [{}]}, "`items` at #/items must be a boolean or an object in draft 2020-12"),
+        ({**D4, "exclusiveMinimum": 1}, "#/exclusiveMinimum must be a boolean in draft 4"),
+        ({**D7, "items": 1}, "`items` at #/items is not allowed in draft 7"),
     ],
     ids=str,
 )
@@ -294,11 +268,11 @@ def test_definitions_that_nothing_leads_to_ask_for_nothing() -> None:
 def test_what_is_no_schema_or_has_no_answer_is_refused(
     schema: Any, named: str, strict: bool
 ) -> None:
-    """In our words, with keyword and place where there is one."""
     with pytest.raises(BadRequest) as caught:
         compiled(schema, Shape(max_string_chars=9), strict=strict)
     assert named in caught.value.message
     assert "coerce_one_of" not in caught.value.message
+    assert "https://" not in caught.value.message
     assert caught.value.code == "invalid_json_schema"
     assert caught.value.part == "answer_form"
 
@@ -314,12 +288,10 @@ def test_what_is_no_schema_or_has_no_answer_is_refused(
         ("json_schema", '{"title":"' + "x" * 300_000 + '"}', "bytes"),
         ("regex", "(?<=a)b", "look-around"),
         ("regex", "(a", "unclosed group"),
-        ("regex", r"\bword", "lookarounds"),
         ("regex", r"(a)\1", "backreferences"),
         ("regex", r"[^\s\S]", "no answer"),
         ("regex", "a" * 40_000, "characters"),
         ("choice", '["a",1]', "strings"),
-        ("choice", "[]", "strings"),
         ("choice", "a", "JSON array"),
         ("grammar", "start: X", '"X"'),
         ("grammar", "start: start", "no answer"),
@@ -333,7 +305,6 @@ def test_what_is_no_schema_or_has_no_answer_is_refused(
 def test_what_cannot_be_compiled_is_refused_with_the_reason(
     kind: Any, source: str, named: str
 ) -> None:
-    """The message says what the compiler said."""
     with pytest.raises(BadRequest) as caught:
         compile_grammar(tokenizer(), Grammar(kind, source))
     assert named in caught.value.message
@@ -352,6 +323,12 @@ def test_what_is_too_wide_to_follow_is_refused_at_once(schema: Any) -> None:
         compiled(schema, Shape())
 
 
+def calls(*functions: Function) -> Grammar:
+    grammar = answer_grammar(Calling(functions=list(functions), forced=True), None, None)
+    assert grammar is not None
+    return grammar
+
+
 def test_calls_may_be_longer_than_what_a_caller_writes() -> None:
     """Their schemas were bounded one by one; the whole has a bound of its own."""
     long = Grammar("calls", f'start: "a" // {"x" * 40_000}')
@@ -363,9 +340,7 @@ def test_calls_may_be_longer_than_what_a_caller_writes() -> None:
 def test_calls_leave_out_what_is_there_to_be_read() -> None:
     """Long descriptions cost nothing; a parameter called `description` stays."""
     parameters = closed(description={**TEXT, "description": "d" * 40_000, "title": "t"})
-    calling = Calling(functions=[Function("f", parameters)], forced=True)
-    grammar = answer_grammar(calling, None, None)
-    assert grammar is not None
+    grammar = calls(Function("f", parameters))
     assert compile_grammar(tokenizer(), grammar, bounds=GrammarBounds(max_calls_chars=500))
     said = '{"name":"f","arguments":{"description":"x"}}'
     assert compile_grammar(tokenizer(), grammar).matcher(ids(said)).is_over
@@ -379,11 +354,12 @@ def test_calls_leave_out_what_is_there_to_be_read() -> None:
         ("choice", '["red","grün","a\\nb","😀 x","(.*)"]', "red|grün|a\nb|😀 x|\\(\\.\\*\\)"),
         ("grammar", 'start: "a" start | "b"', "a*b"),
         ("grammar", 'root ::= "x" | "y" root', "y*x"),
+        ("grammar", 'root ::= ob\nob ::= "{" ws "}"\nws ::= [ \\t\\n]*', r"\{\s*\}"),
+        ("grammar", '# JSON\nroot   ::= "\\"" [^"\\\\]* "\\""', r'"[^"\\]*"'),
         ("grammar", 'start: "<|user|>" "!"', r"<\|user\|>!"),
     ],
 )
 def test_regexes_choices_and_grammars(kind: Any, source: str, fits: str) -> None:
-    """Each answer is, whole, in the language asked for."""
     grammar = compile_grammar(tokenizer(), Grammar(kind, source))
     for seed in range(10):
         assert re.fullmatch(fits, answer(grammar.matcher(), seed))
@@ -405,11 +381,10 @@ def chain(length: int) -> Any:
 def test_a_grammar_that_ends_a_process_ends_the_sandbox(box: Sandbox) -> None:
     """Whatever bound it slipped by: here there is none. What comes after it is compiled."""
     bounds = GrammarBounds(max_path=10**6)
+    deadly = schema_grammar(chain(5000))
     for _ in range(2):  # the second time nothing is tried
         with pytest.raises(BadRequest, match=r"cannot be compiled: it ended the process.*SIG"):
-            compile_grammar(
-                tokenizer(), schema_grammar(chain(5000)), bounds=bounds, sandbox=box, shape=OPEN
-            )
+            compile_grammar(tokenizer(), deadly, bounds=bounds, sandbox=box, shape=OPEN)
     compiled = compile_grammar(tokenizer(), schema_grammar(ENTITY), sandbox=box)
     assert answer(compiled.matcher(), 1)
 
@@ -433,36 +408,27 @@ def test_a_grammar_that_takes_too_long_is_given_up() -> None:
 @pytest.mark.parametrize(
     ("grammar", "message"),
     [
-        (Grammar("regex", "("), "The regex cannot be compiled: unclosed group."),
-        (
-            Grammar("regex", "a{600}{600}{600}"),
-            "The regex cannot be compiled: lexer error: too many expressions constructed.",
-        ),
+        (Grammar("regex", "a{600}{600}{600}"), "lexer error: too many expressions constructed."),
         (
             Grammar("grammar", 'start: "a" b'),
-            'The grammar cannot be compiled: line 1, column 8: unknown name: "b", '
-            'in `start: "a" b`.',
+            'line 1, column 8: unknown name: "b", in `start: "a" b`.',
         ),
     ],
 )
 def test_a_refusal_shows_no_line_that_the_caller_did_not_write(
     grammar: Grammar, message: str
 ) -> None:
-    """Nor one of the compiler's own."""
     with pytest.raises(BadRequest) as refused:
         compile_grammar(tokenizer(), grammar)
-    assert refused.value.message == message
+    assert refused.value.message == f"The {grammar.kind} cannot be compiled: {message}"
 
 
 def test_parameters_that_cannot_be_held_to_are_refused_by_their_functions_name() -> None:
-    """Not by the grammar that was made of all the functions."""
     odd = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=b)c"}}}
-    functions = [Function("plain", {"type": "object"}), Function('"od"d', odd, strict=True)]
-    calling = Calling(functions=functions, forced=True)
-    grammar = answer_grammar(calling, None, None)
-    assert grammar is not None
+    grammar = calls(Function("plain", {"type": "object"}), Function('"od"d', odd, strict=True))
     with pytest.raises(BadRequest) as refused:
         compile_grammar(tokenizer(), grammar)
+    assert refused.value.part == "tools"
     assert refused.value.message == (
         "The parameters of '\"od\"d': The JSON Schema keyword `pattern` at #/properties/a cannot "
         "be enforced here, and 'strict' asks for all of the schema."
@@ -471,23 +437,14 @@ def test_parameters_that_cannot_be_held_to_are_refused_by_their_functions_name()
 
 def test_calls_that_say_the_same_and_are_strict_in_one_are_two_grammars() -> None:
     """Or the first one's outcome would be the other's."""
-
-    def calls(*, strict: bool) -> Grammar | None:
-        functions = [Function("f", {"type": "object"}, strict=strict)]
-        calling = Calling(functions=functions, forced=True)
-        return answer_grammar(calling, None, None)
-
-    assert calls(strict=True) == calls(strict=True)
-    assert calls(strict=True) != calls(strict=False)
+    strict, same, other = (Function("f", {}, strict=is_strict) for is_strict in (True, True, False))
+    assert calls(strict) == calls(same) != calls(other)
 
 
 def test_only_the_functions_that_do_not_compile_lose_a_keyword() -> None:
     """What is left of them, and all of the others, is held."""
     odd = thing(a={"type": "string", "pattern": "(?=b)c", "maxLength": 3}, b={"type": "integer"})
-    functions = [Function("odd", odd), Function("plain", thing(a={"const": 1}))]
-    calling = Calling(functions=functions, forced=True)
-    grammar = answer_grammar(calling, None, None)
-    assert grammar is not None
+    grammar = calls(Function("odd", odd), Function("plain", thing(a={"const": 1})))
     compiled_calls = compile_grammar(tokenizer(), grammar, shape=OPEN)
     assert compiled_calls.unenforced == ("odd#/properties/a/pattern",)
     for said, fits in (

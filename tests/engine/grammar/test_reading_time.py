@@ -34,7 +34,6 @@ def seconds(work: Callable[[str], object], text: str) -> float:
 def test_a_pattern_of_many_brackets(
     work: Callable[[str], object], form: tuple[str, str, str]
 ) -> None:
-    """Four times as many take four times as long, not sixteen: nine allows for a busy machine."""
     before, many, after = form
     short, long = (seconds(work, before + many * n + after) for n in (SHORT, LONG))
     assert long < 9 * short + 0.05
@@ -42,7 +41,6 @@ def test_a_pattern_of_many_brackets(
 
 @pytest.mark.parametrize("form", [('"', '\\"'), ("/", "\\/"), ("", '"a" '), ("", "/a/ ")])
 def test_a_grammar_of_many_quotes(form: tuple[str, str]) -> None:
-    """The same."""
     before, many = form
     short, long = (
         seconds(lambda text: _check_lark(text), f"start: {before}{many * n}") for n in (SHORT, LONG)

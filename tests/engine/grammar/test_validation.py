@@ -41,14 +41,10 @@ CASES: list[tuple[Any, Any, bool | None]] = [
 def test_answers_are_judged_by_the_schemas_own_draft(
     schema: Any, answer: Any, verdict: bool | None
 ) -> None:
-    """Formats say nothing; nobody can tell what a reference out of the schema allows, but for what
-    is wrong beside it.
-    """
     assert fits(json.dumps(schema), json.dumps(answer), None) is verdict
 
 
 def test_what_is_no_json_fits_no_schema() -> None:
-    """Where a stop string cut it, say."""
     assert fits("{}", "[1,", None) is False
 
 

@@ -11,27 +11,21 @@ from mlx_lm.utils import load_model
 
 from gateway.engine.device import Device
 from gateway.engine.models.checkpoint import Checkpoint, kv_bytes, measure_kv
-from gateway.jobs import GenerateJob, Sampling, SequenceParams
+from gateway.jobs import SequenceParams
 from gateway.serving.generation.memory import KV_STEP, Layout, RowCosts
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
-from tests.engine.generation.harness import ARCHITECTURES, held, join, open_engine
-from tests.fakes import caller
+from tests.engine.generation.harness import ARCHITECTURES, GREEDY, held, join, open_engine
 
 pytestmark = pytest.mark.slow
 
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "sliding": SLIDING, "stateful": STATEFUL}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat(tmp_path_factory.mktemp("chat"))
-
-
 def row(prompt: int, max_tokens: int) -> SequenceParams:
     return SequenceParams(
         prompt=[2 + i % 40 for i in range(prompt)],
         max_tokens=max_tokens,
-        sampling=Sampling(temperature=0),
+        sampling=GREEDY,
         is_bare=True,
     )
 
@@ -39,7 +33,6 @@ def row(prompt: int, max_tokens: int) -> SequenceParams:
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", [*KINDS, "drafted"])
 def test_rows_hold_no_more_kv_than_is_counted(tmp_path: Path, kind: str, seed: int) -> None:
-    """Whoever joins, leaves and stops, and whoever is long beside whoever is short."""
     chance = random.Random(seed)
     is_drafted = kind == "drafted"
     draft = write_chat(tmp_path / "d", seed=1, num_hidden_layers=6) if is_drafted else None
@@ -54,25 +47,22 @@ def test_rows_hold_no_more_kv_than_is_counted(tmp_path: Path, kind: str, seed: i
     most = 0
     for _ in range(150):
         if chance.random() < 0.25 and len(used) < 6:
-            job = row(chance.choice([3, 20, 300, 700]), chance.choice([1, 2, 30, 200]))
-            joined = join(engine, job)
-            used[joined], whole[joined] = len(job.prompt), len(job.prompt) + job.max_tokens
+            asked = row(chance.choice([3, 20, 300, 700]), chance.choice([1, 2, 30, 200]))
+            joined = join(engine, asked)
+            used[joined], whole[joined] = len(asked.prompt), len(asked.prompt) + asked.max_tokens
         if used and chance.random() < 0.2:
             one = chance.choice(list(used))
-            match chance.choice(["park", "preempt", "resume", "leave"]):
+            match act := chance.choice(["park", "preempt", "resume", "leave"]):
                 case "park":
-                    engine.park(one)
                     apart.add(one)
                 case "preempt":
-                    engine.preempt(one)
                     gone.add(one)
                 case "resume":
-                    engine.resume(one)
                     apart.discard(one)
                     gone.discard(one)
                 case "leave":
-                    engine.leave(one)
                     del used[one]
+            getattr(engine, act)(one)
         deltas = engine.prefill(256) if engine.is_prefilling else []
         for delta in (*deltas, *engine.decode()):
             assert delta.error is None
@@ -91,7 +81,6 @@ def test_rows_hold_no_more_kv_than_is_counted(tmp_path: Path, kind: str, seed: i
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_kv_is_counted_by_what_each_layer_keeps(tmp_path: Path, kind: str) -> None:
-    """Latent attention, windows and states too; never less than is held, nor a layer more."""
     folder = write_chat(tmp_path / "m", **ARCHITECTURES[kind])
     model, _ = load_model(folder)
     cost = measure_kv(model)
@@ -105,18 +94,3 @@ def test_kv_is_counted_by_what_each_layer_keeps(tmp_path: Path, kind: str) -> No
         assert cost.of(tokens) <= sum(nbytes) + max(nbytes)
     config = kv_bytes(Checkpoint("m", folder), Device.CPU, None, 600)
     assert (cost.of(600) < config) == (kind != "llama")
-
-
-def test_a_row_says_whether_its_caller_has_bounded_it(folder: Path) -> None:
-    """An open one may be as long as the context: its memory is counted otherwise."""
-    engine = open_engine(folder)
-    asked: dict[str, Any] = {
-        "caller": caller(),
-        "messages": [{"role": "user", "content": "Hello"}],
-        "sampling": Sampling(temperature=0),
-    }
-    (bounded,) = engine.prepare(GenerateJob(**asked, max_tokens=10))
-    (unbounded,) = engine.prepare(GenerateJob(**asked))
-    assert (bounded.is_open, bounded.max_tokens) == (False, 10)
-    assert unbounded.is_open
-    assert unbounded.max_tokens == engine.facts.max_context - len(unbounded.prompt)

@@ -14,7 +14,6 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
-from benchmarks.loading import load_generation
 from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.kv.cache import RaggedKVCache, compact
@@ -35,9 +34,11 @@ from tests.checkpoints import (
     STATEFUL,
     write_chat,
 )
+from tests.engine.generation import harness
 from tests.engine.generation.harness import (
     ARCHITECTURES,
     GREEDY,
+    MAMBA,
     PLENTY,
     PROMPTS,
     SEEDED,
@@ -46,7 +47,6 @@ from tests.engine.generation.harness import (
     answers,
     bare,
     cached,
-    held,
     ids,
     tokens,
 )
@@ -69,7 +69,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def open_engine(files: Path, kv_bits: int | None = 8, **given: Any) -> GenerationEngine:
-    return load_generation(files, name="tiny", device=Device.CPU, kv_bits=kv_bits, **given)
+    return harness.open_engine(files, kv_bits=kv_bits, **given)
 
 
 def normal(*shape: int) -> mx.array:
@@ -94,11 +94,10 @@ operations = st.one_of(
 
 @pytest.mark.parametrize("bits", [8, 4])
 @given(done=st.lists(operations, max_size=10))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_each_row_holds_its_own_tokens_quantised_whatever_the_others_do(
     bits: int, done: list[tuple[str, Any]]
 ) -> None:
-    """Beside a plain cache that undergoes the same."""
     both: list[RaggedKVCache] = [PackedKVCache(Packing(bits, SIZE)), RaggedKVCache()]
     for name, argument in done:
         plain = both[1]
@@ -162,7 +161,6 @@ def test_short_passes_attend_to_packed_keys_and_long_ones_to_floating_ones() -> 
 
 @pytest.fixture(scope="module", params=KINDS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a checkpoint of each kind of cache."""
     return write_chat(tmp_path_factory.mktemp(request.param), **KINDS[request.param])
 
 
@@ -173,11 +171,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_answers_are_mlx_lms_own(plain: Path, bits: int) -> None:
-    """By its QuantizedKVCache, the prompt read in one pass."""
     engine = open_engine(plain, bits)
     prompts = [tokens(length, length) for length in (5, 40, 130)]
     found = answers(engine, [bare(prompt, max_tokens=20) for prompt in prompts])
-    engine.close()
     model, _ = load_model(plain)
     for prompt, answer in zip(prompts, ids(found), strict=True):
         caches: Any = [QuantizedKVCache(group_size=32, bits=bits) for _ in model.layers]
@@ -189,21 +185,10 @@ def test_answers_are_mlx_lms_own(plain: Path, bits: int) -> None:
             assert mx.argmax(logits).item() == token
 
 
-# What is read again may round a number to the next code, which moves logprobs by up to 1e-4 here:
-# more than the tie is worth that another seed's draws come to.
-JOBS: list[dict[str, Any]] = [
-    {"sampling": GREEDY, "max_tokens": 30},
-    {"sampling": Sampling(temperature=0, ignore_eos=True), "max_tokens": 50},
-    {"sampling": Sampling(temperature=0.7, seed=11, ignore_eos=True), "max_tokens": 40},
-    {"sampling": GREEDY, "max_tokens": 1},
-]
-
-
-def alone(engine: GenerationEngine, text: str, given_: dict[str, Any]) -> Heard:
+def alone(engine: GenerationEngine, text: str, sampling: Sampling, max_tokens: int) -> Heard:
     batch = Batch(engine)
-    row = batch.join(text, given_)
-    while batch.is_busy:
-        batch.step(512)
+    row = batch.join(text, {"sampling": sampling, "max_tokens": max_tokens})
+    batch.finish()
     return batch.answers[row]
 
 
@@ -235,39 +220,10 @@ def test_the_self_test_passes_and_proves_batches(folder: Path) -> None:
     *_, verdict = engine.self_test()
     assert verdict.problem == ""
     assert not verdict.forbids_batches
-    engine.close()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("bits", "most"), [(8, 0.54), (4, 0.29)])
-def test_a_token_of_kv_takes_little_more_than_its_bits(
-    tmp_path: Path, dtype: str, bits: int, most: float
-) -> None:
-    """With heads of 64 numbers: their scales and biases are the rest."""
-    folder = write_chat(tmp_path / "m", head_dim=64, num_hidden_layers=8)
-    sizes = []
-    for kv_bits in (None, bits):
-        engine = open_engine(folder, kv_bits, dtype=dtype, prefix_cache_bytes=PLENTY)
-        batch = Batch(engine)
-        batch.join(PROMPTS[0], {"sampling": JOBS[1]["sampling"], "max_tokens": 200})
-        while not engine.is_decoding:
-            batch.step(512)
-        assert engine._running is not None
-        layer = engine._running.cache[0]
-        sizes.append(
-            (layer.nbytes / layer.planes[0].shape[2], engine.facts.kv_cost.token, held(engine))
-        )
-        engine.close()
-    (full, counted, _), (packed, less, holds) = sizes
-    assert packed <= most * full
-    assert 8 * packed + full <= less + 8  # the last one floating
-    assert less < counted
-    assert holds < 0.8 * sizes[0][2]
 
 
 @pytest.mark.parametrize("kind", ["plain", "sliding"])
 def test_rows_hold_no_more_than_is_counted(tmp_path: Path, kind: str) -> None:
-    """By the shapes of the caches, and by the files before that."""
     files = write_chat(tmp_path / "m", **KINDS[kind])
     model, _ = load_model(files)
     floating = measure_kv(model)
@@ -292,17 +248,7 @@ def test_rows_hold_no_more_than_is_counted(tmp_path: Path, kind: str) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "small heads": ({}, "its heads have 16 numbers; `kv_bits` needs a multiple of 32"),
     "latent": (ARCHITECTURES["deepseek_v3"], "as latent attention has them"),
-    "no KV": (
-        {
-            "model_type": "mamba",
-            "state_size": 8,
-            "conv_kernel": 4,
-            "use_bias": False,
-            "use_conv_bias": True,
-            "time_step_rank": 8,
-        },
-        "no layer of it keeps plain KV, which `kv_bits` is for",
-    ),
+    "no KV": (MAMBA, "no layer of it keeps plain KV, which `kv_bits` is for"),
 }
 
 
@@ -310,13 +256,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_model_whose_kv_cannot_be_quantised_is_refused_by_name(tmp_path: Path, kind: str) -> None:
     config, reason = REFUSED[kind]
     files = write_chat(tmp_path / "m", **config)
-    with pytest.raises(ModelLoadFailed, match=reason) as refused:
+    with pytest.raises(ModelLoadFailed, match=f"tiny.*{reason}"):
         open_engine(files)
-    assert "'tiny'" in str(refused.value) or "tiny" in str(refused.value)
     open_engine(files, None).close()
 
 
-def test_an_attention_that_reads_no_kv_of_ours_is_refused(
+def test_an_attention_that_cannot_read_is_refused(
     plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unfit(self: Any, planes: Sequence[mx.array]) -> Any:
@@ -360,29 +305,16 @@ def most_packed(files: Path, **given_: Any) -> set[int]:
 def test_a_device_without_a_kernel_for_packed_keys_gets_floating_ones(
     monkeypatch: pytest.MonkeyPatch, plain: Path
 ) -> None:
-    def missing() -> mx.array:
-        raise RuntimeError("[quantized_matmul] No implementation for problem shape: 1x7x32x2, …")
-
-    attend_packed_by(monkeypatch, missing)
-    assert most_packed(plain) == {0}
-
-
-def test_what_shows_only_once_a_pass_is_evaluated_shows_at_the_load(
-    monkeypatch: pytest.MonkeyPatch, plain: Path
-) -> None:
-    """By a product that MLX's CPU really lacks: mx.gather_mm in 16 bits. Passes of a model that
-    others share are not evaluated.
+    """By a product that MLX's CPU really lacks, and that shows only once a pass is evaluated:
+    mx.gather_mm in 16 bits. Passes of a model that others share are not evaluated.
     """
     half = mx.zeros((1, 8, 8), mx.bfloat16)
-    index = mx.array([0])
-    attend_packed_by(monkeypatch, lambda: mx.gather_mm(half, half, rhs_indices=index))
+    attend_packed_by(monkeypatch, lambda: mx.gather_mm(half, half, rhs_indices=mx.array([0])))
     assert most_packed(plain, is_shared=True) == {MOST_PACKED}
     assert most_packed(plain) == {0}
 
 
-def test_another_fault_of_the_device_is_raised_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, plain: Path
-) -> None:
+def test_another_fault_of_a_device_is_raised(monkeypatch: pytest.MonkeyPatch, plain: Path) -> None:
     def ill() -> mx.array:
         raise RuntimeError("cudaGraphLaunch(…) failed: an illegal memory access was encountered")
 
@@ -392,7 +324,6 @@ def test_another_fault_of_the_device_is_raised_as_it_is(
 
 
 def test_a_model_is_freed_when_it_is_closed(plain: Path) -> None:
-    """And not when Python next looks for circles."""
     engine = open_engine(plain)
     model = ref(engine._model)
     gc.collect()
@@ -413,6 +344,5 @@ def test_a_gguf_file_has_it_too(tmp_path: Path, bits: int) -> None:
         engine = open_engine(file, kv_bits)
         is_packed = [isinstance(each, PackedKVCache) for each in make_batch_caches(engine._model)]
         assert is_packed == [kv_bits is not None] * len(is_packed)
-        told.append(alone(engine, PROMPTS[1], JOBS[0]))
-        engine.close()
-    assert all(answer.tokens and not answer.errors for answer in told)
+        told.append(alone(engine, PROMPTS[1], GREEDY, 30))
+    assert all(answer.tokens and not answer.error for answer in told)

@@ -1,7 +1,7 @@
 """LoRA adapters: rows of several in one batch say what merged models say alone."""
 
 import json
-import random
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,10 @@ from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.models.adapters import read_adapter
 from gateway.errors import ModelLoadFailed
 from gateway.jobs import Adapter, Sampling
-from tests.checkpoints import SLIDING, STATEFUL, merge_adapter, write_adapter, write_chat
-from tests.engine.generation.harness import (
-    JOBS,
-    PROMPTS,
-    SCHEMA,
-    Batch,
-    Heard,
-    load_adapter,
-    open_engine,
-)
+from tests.checkpoints import merge_adapter, write_adapter, write_chat
+from tests.engine.generation.harness import JOBS, PROMPTS, Batch, Heard, load_adapter, open_engine
 
 GREEDY = Sampling(temperature=0)
-ECHO = "one two three four five six seven " * 8
 PLENTY = 1 << 30
 # By name: no two alike in rank, scale and projections.
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -37,7 +28,6 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "large": {"seed": 2, "rank": 9, "scale": 1.0},
     "queries": {"seed": 3, "rank": 4, "scale": 4.0, "only": "q_proj"},
 }
-KINDS: dict[str, dict[str, Any]] = {"sliding": SLIDING, "stateful": STATEFUL}
 
 Asked = tuple[str, str, dict[str, Any]]
 """An adapter's name or none, a text, and what else a job has."""
@@ -94,12 +84,10 @@ def add(engine: GenerationEngine, name: str, folder: Path) -> int:
     return load_adapter(engine, name, folder).number
 
 
-def run(batch: Adapted, jobs: Sequence[Asked], chance: random.Random) -> list[Heard]:
-    """Heard jobs that join at random moments."""
-    waiting, rows = list(jobs), []
-    while waiting or batch.is_busy:
-        if waiting and (not batch.is_busy or chance.random() < 0.3):
-            rows.append(batch.ask(waiting.pop(0)))
+def run(batch: Adapted, jobs: Sequence[Asked]) -> list[Heard]:
+    """Hear some jobs together."""
+    rows = [batch.ask(job) for job in jobs]
+    while batch.is_busy:
         batch.step(64)
     assert not batch.engine._faults.take()
     return [batch.answers[row] for row in rows]
@@ -112,31 +100,20 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     world.close()
 
 
-@pytest.mark.parametrize(
-    ("kind", "ahead"),
-    [("plain", 8), ("stateful", 0), pytest.param("sliding", 8, marks=pytest.mark.slow)],
-)
-def test_rows_of_several_adapters_in_one_batch_say_what_merged_models_say_alone(
-    plain: World, tmp_path: Path, kind: str, ahead: int
-) -> None:
-    """Greedy, with logprobs and with a grammar; read ahead or not; prefixes kept."""
-    world = plain if kind == "plain" else World(tmp_path, KINDS[kind])
-    chance = random.Random(0)
-    kinds = [{"sampling": GREEDY, "max_tokens": 30}, JOBS[1], JOBS[2]]
-    kinds.append({"sampling": GREEDY, "max_tokens": 60, "grammar": SCHEMA})
-    names = ["", *ADAPTERS]
-    jobs = [
-        (chance.choice(names), chance.choice([*PROMPTS, ECHO]), chance.choice(kinds))
-        for _ in range(7)
-    ]
-    batch = world.open(speculate_rows=ahead, prefix_cache_bytes=PLENTY)
-    try:
-        for job, found in zip(jobs, run(batch, jobs, chance), strict=True):
-            assert found.says_as(world.alone(job)), job
-    finally:
-        batch.engine.close()
-        if world is not plain:
-            world.close()
+@pytest.fixture
+def engine(plain: World) -> Iterator[GenerationEngine]:
+    """Open the base alone."""
+    engine = open_engine(plain.base)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def batch(plain: World) -> Iterator[Adapted]:
+    """Open it with all adapters, and room for every prompt."""
+    batch = plain.open(prefix_cache_bytes=PLENTY)
+    yield batch
+    batch.engine.close()
 
 
 def test_each_adapter_says_something_of_its_own(plain: World) -> None:
@@ -145,63 +122,47 @@ def test_each_adapter_says_something_of_its_own(plain: World) -> None:
     assert len(said) == 1 + len(ADAPTERS)
 
 
-def test_kv_of_one_adapter_is_never_used_for_another(plain: World) -> None:
+def test_kv_of_one_adapter_is_never_used_for_another(plain: World, batch: Adapted) -> None:
     """The second time each finds its own, and only then."""
-    batch = plain.open(prefix_cache_bytes=PLENTY)
-    try:
-        jobs = [(name, PROMPTS[1], JOBS[0]) for name in ("", *ADAPTERS)]
-        expected = [plain.alone(job).text for job in jobs]
-        for is_known in (False, True):
-            found = [run(batch, [job], random.Random(0))[0] for job in jobs]
-            assert [answer.text for answer in found] == expected
-            assert [answer.cached > 0 for answer in found] == [is_known] * len(jobs)
-    finally:
-        batch.engine.close()
+    jobs = [(name, PROMPTS[1], JOBS[0]) for name in ("", *ADAPTERS)]
+    expected = [plain.alone(job).text for job in jobs]
+    for is_known in (False, True):
+        found = [run(batch, [job])[0] for job in jobs]
+        assert [answer.text for answer in found] == expected
+        assert [answer.cached_tokens > 0 for answer in found] == [is_known] * len(jobs)
 
 
-def test_nobody_waits_for_the_prompt_of_another_adapter(plain: World) -> None:
+def test_nobody_waits_for_the_prompt_of_another_adapter(batch: Adapted) -> None:
     """What is read for one cannot be continued by the others: they are read together."""
-    batch = plain.open(prefix_cache_bytes=PLENTY)
-    try:
-        for name in ADAPTERS:
-            batch.ask((name, PROMPTS[1], JOBS[0]))
-        batch.engine.prefill(4096)
-        assert batch.engine.last_pass.rows == len(ADAPTERS)
-    finally:
-        batch.engine.close()
+    for name in ADAPTERS:
+        batch.ask((name, PROMPTS[1], JOBS[0]))
+    batch.engine.prefill(4096)
+    assert batch.engine.last_pass.rows == len(ADAPTERS)
 
 
-def test_an_adapter_leaves_nothing_behind(plain: World) -> None:
+def test_an_adapter_leaves_nothing_behind(
+    plain: World, batch: Adapted, engine: GenerationEngine
+) -> None:
     """Neither rows, KV, bytes nor modules; one that is added later has another number."""
-    batch = plain.open(prefix_cache_bytes=PLENTY)
-    engine = batch.engine
-    try:
-        before = open_engine(plain.base)
-        bare = before.nbytes()
-        before.close()
-        run(batch, [(name, PROMPTS[1], JOBS[0]) for name in ADAPTERS], random.Random(0))
-        rows = [batch.ask((name, "Hi", JOBS[0])) for name in ADAPTERS]
-        batch.step(64)
-        for name in ADAPTERS:
-            engine.drop_adapter(batch.numbers[name])
-        assert engine.rows == 0
-        assert engine.prefix_bytes == 0
-        assert engine.nbytes() == bare
-        assert not [each for each in engine._model.modules() if hasattr(each, "lora_a")]
-        assert not any(batch.answers[row].ends for row in rows)
-        again = add(engine, "small", plain.folders["small"])
-        assert again not in batch.numbers.values()
-        batch.numbers["small"] = again
-        job = ("small", PROMPTS[1], JOBS[0])
-        (found,) = run(batch, [job], random.Random(0))
-        assert found.says_as(plain.alone(job))
-        assert not found.cached
-    finally:
-        engine.close()
+    bare, engine = engine.nbytes(), batch.engine
+    run(batch, [(name, PROMPTS[1], JOBS[0]) for name in ADAPTERS])
+    rows = [batch.ask((name, "Hi", JOBS[0])) for name in ADAPTERS]
+    batch.step(64)
+    for name in ADAPTERS:
+        engine.drop_adapter(batch.numbers[name])
+    assert (engine.rows, engine.prefix_bytes, engine.nbytes()) == (0, 0, bare)
+    assert not [each for each in engine._model.modules() if hasattr(each, "lora_a")]
+    assert not any(batch.answers[row].ends for row in rows)
+    again = add(engine, "small", plain.folders["small"])
+    assert again not in batch.numbers.values()
+    batch.numbers["small"] = again
+    job = ("small", PROMPTS[1], JOBS[0])
+    (found,) = run(batch, [job])
+    assert found.says_as(plain.alone(job))
+    assert not found.cached_tokens
 
 
 def test_a_quantised_base_is_adapted_too(plain: World) -> None:
-    """As mlx-lm adapts it: by products beside the quantised one."""
     engine, reference = open_engine(plain.base), open_engine(plain.base)
     layers: Any = nn  # untyped
     for each in (engine, reference):
@@ -245,17 +206,6 @@ def test_half_precision_is_adapted_by_row_too(plain: World, dtype: str) -> None:
         engine.close()
 
 
-def test_a_pass_without_adapters_computes_what_the_base_does(plain: World) -> None:
-    """To the last bit."""
-    bare, batch = open_engine(plain.base), plain.open()
-    try:
-        tokens = mx.array([[5, 6, 7, 8]])
-        assert mx.array_equal(bare._model(tokens), batch.engine._model(tokens))
-    finally:
-        bare.close()
-        batch.engine.close()
-
-
 def rewrite(folder: Path, change: Any) -> None:
     file = folder / "adapters.safetensors"
     weights: Any = mx.load(str(file))
@@ -274,6 +224,11 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 def set_factor(name: str, value: mx.array) -> Any:
     return lambda folder: rewrite(folder, lambda weights: weights.update({name: value}))
+
+
+def set_factors(name: str, inputs: int) -> Any:
+    factors = {f"{name}.lora_a": mx.zeros((inputs, 4)), f"{name}.lora_b": mx.zeros((4, 64))}
+    return lambda folder: rewrite(folder, lambda weights: weights.update(factors))
 
 
 def set_rank(rank: Any, scale: Any = 2.0) -> Any:
@@ -298,7 +253,9 @@ HOSTILE: dict[str, tuple[Any, str]] = {
         "lacks model.layers.9.self_attn.q_proj.lora_b",
     ),
     "not a number": (
-        set_factor(f"{Q_PROJ}.lora_a", mx.full((64, 4), float("nan"))),
+        set_factor(
+            f"{Q_PROJ}.lora_a", mx.concatenate([mx.full((1, 4), math.nan), mx.zeros((63, 4))])
+        ),
         rf"{Q_PROJ}.lora_a has values that are not numbers",
     ),
     "integers": (
@@ -317,6 +274,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "rank 0": (set_rank(0), "rank 0, not a whole number from 1 on"),
     "rank true": (set_rank(True), "rank True"),
     "no scale": (set_rank(4, None), "scale None, not a number"),
+    "an infinite scale": (set_rank(4, math.inf), "scale inf, not a number"),
     "an endless scale": (set_rank(4, 1e39), "lora_b has values that are not numbers"),
     "no config": (lambda folder: (folder / "adapter_config.json").unlink(), "no adapter_config"),
     "a broken config": (
@@ -330,6 +288,14 @@ HOSTILE: dict[str, tuple[Any, str]] = {
         ),
         "not a whole safetensors file",
     ),
+    "a module that the base lacks": (
+        set_factors("model.layers.2.mlp.up_proj", 64),
+        r"its base has no model\.layers\.2\.mlp\.up_proj",
+    ),
+    "an embedding": (
+        set_factors("model.embed_tokens", 1026),
+        r"model\.embed_tokens is no linear projection",
+    ),
     "PEFT's": (
         lambda folder: (folder / "adapters.safetensors").rename(
             folder / "adapter_model.safetensors"
@@ -341,87 +307,53 @@ HOSTILE: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_is_wrong_with_an_adapter_is_named_and_nothing_of_it_stays(
-    plain: World, tmp_path: Path, name: str
+    plain: World, engine: GenerationEngine, tmp_path: Path, name: str
 ) -> None:
     damage, message = HOSTILE[name]
     folder = write_adapter(tmp_path / "broken", plain.base)
     damage(folder)
-    engine = open_engine(plain.base)
-    try:
-        before = engine.nbytes()
-        with pytest.raises(ModelLoadFailed, match=message):
-            add(engine, "broken", folder)
-        assert engine.nbytes() == before
-    finally:
-        engine.close()
+    before = engine.nbytes()
+    with pytest.raises(ModelLoadFailed, match=message):
+        add(engine, "broken", folder)
+    assert engine.nbytes() == before
 
 
-def test_a_module_that_the_base_lacks_is_named(plain: World, tmp_path: Path) -> None:
-    deep = write_chat(tmp_path / "deep", num_hidden_layers=3)
-    folder = write_adapter(tmp_path / "adapter", deep, only="layers.2.mlp.up")
-    engine = open_engine(plain.base)
-    with pytest.raises(ModelLoadFailed, match=r"its base has no model\.layers\.2\.mlp\.up_proj"):
-        add(engine, "adapter", folder)
-    engine.close()
-
-
-def test_a_rank_beyond_the_projections_is_refused(plain: World, tmp_path: Path) -> None:
-    """Before any of its weights is read."""
+def test_a_rank_beyond_the_projections_is_refused(
+    plain: World, engine: GenerationEngine, tmp_path: Path
+) -> None:
     folder = write_adapter(tmp_path / "adapter", plain.base, rank=65)
-    engine = open_engine(plain.base)
     with pytest.raises(ModelLoadFailed, match="its rank is 65, and"):
         add(engine, "adapter", folder)
-    engine.close()
 
 
-def test_an_embedding_is_no_linear_projection(plain: World, tmp_path: Path) -> None:
-    folder = write_adapter(tmp_path / "adapter", plain.base)
-    rows = json.loads((plain.base / "config.json").read_text())["vocab_size"]
-    extra = {
-        "model.embed_tokens.lora_a": mx.zeros((rows, 4)),
-        "model.embed_tokens.lora_b": mx.zeros((4, 64)),
-    }
-    rewrite(folder, lambda weights: weights.update(extra))
-    engine = open_engine(plain.base)
-    with pytest.raises(ModelLoadFailed, match=r"model\.embed_tokens is no linear projection"):
-        add(engine, "adapter", folder)
-    engine.close()
-
-
-def test_a_load_that_is_given_up_leaves_nothing(plain: World, monkeypatch: Any) -> None:
+def test_a_load_that_is_given_up_leaves_nothing(
+    plain: World, engine: GenerationEngine, monkeypatch: Any
+) -> None:
     """A step for each module here; the second one never comes."""
     monkeypatch.setattr("gateway.engine.models.adapters.SLICE_BYTES", 0)
-    engine = open_engine(plain.base)
-    try:
-        before = engine.nbytes()
-        steps = engine.adapters.add_in_steps(read_adapter("small", plain.folders["small"]))
-        assert next(steps) is None
-        assert engine.nbytes() > before
-        steps.close()
-        assert engine.nbytes() == before
-    finally:
-        engine.close()
+    before = engine.nbytes()
+    steps = engine.adapters.add_in_steps(read_adapter("small", plain.folders["small"]))
+    assert next(steps) is None
+    assert engine.nbytes() > before
+    steps.close()
+    assert engine.nbytes() == before
 
 
 @pytest.mark.parametrize("order", [("small", "queries", "large"), ("large", "queries", "small")])
 def test_an_adapter_adds_the_bytes_that_were_asked_for_whatever_ranks_others_have(
-    plain: World, order: Sequence[str]
+    plain: World, engine: GenerationEngine, order: Sequence[str]
 ) -> None:
     """Its weights' bytes are asked of the memory budget before it is added, and so is no more."""
-    engine = open_engine(plain.base)
-    try:
-        adapters = {}
-        for name in order:
-            before, files = engine.nbytes(), read_adapter(name, plain.folders[name])
-            adapters[name] = load_adapter(engine, name, plain.folders[name])
-            asked = files.weights * engine.adapters.dtype.size
-            assert adapters[name].nbytes == engine.nbytes() - before == asked
-        for name in order:
-            before = engine.nbytes()
-            engine.drop_adapter(adapters[name].number)
-            assert before - engine.nbytes() == adapters[name].nbytes
-    finally:
-        engine.close()
+    adapters = {}
+    for name in order:
+        before, files = engine.nbytes(), read_adapter(name, plain.folders[name])
+        adapters[name] = load_adapter(engine, name, plain.folders[name])
+        asked = files.weights * engine.adapters.dtype.size
+        assert adapters[name].nbytes == engine.nbytes() - before == asked
+    for name in order:
+        before = engine.nbytes()
+        engine.drop_adapter(adapters[name].number)
+        assert before - engine.nbytes() == adapters[name].nbytes
 
 
 def test_a_device_that_cannot_gather_adds_adapters_all_the_same(
@@ -438,7 +370,7 @@ def test_a_device_that_cannot_gather_adds_adapters_all_the_same(
     jobs = [
         (name, PROMPTS[0], {"sampling": GREEDY, "max_tokens": 20}) for name in ("small", "large")
     ]
-    found = run(adapted, jobs, random.Random(0))
+    found = run(adapted, jobs)
     for answer, job in zip(found, jobs, strict=True):
         assert answer.says_as(plain.alone(job))
     adapted.engine.close()

@@ -22,16 +22,7 @@ def checkpoint(folder: Path) -> Checkpoint:
 
 
 def measured(folder: Path, dtype: str | None = None) -> int:
-    engine = load_generation(
-        folder,
-        name="mine",
-        device=Device.CPU,
-        dtype=dtype,
-        max_context=None,
-        chat_template=None,
-        template_args={},
-    )
-    return engine.nbytes()
+    return load_generation(folder, name="mine", device=Device.CPU, dtype=dtype).nbytes()
 
 
 def quantised(folder: Path, bits: int = 4, **own: Any) -> Path:
@@ -46,7 +37,6 @@ def quantised(folder: Path, bits: int = 4, **own: Any) -> Path:
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_the_size_is_what_the_engine_measures(tmp_path: Path, dtype: str | None) -> None:
-    """In the dtype asked for."""
     folder = write_chat(tmp_path / "plain")
     assert weights_bytes(checkpoint(folder), Device.CPU, dtype) == measured(folder, dtype)
 
@@ -62,7 +52,6 @@ def test_quantised_weights_count_as_what_they_become(tmp_path: Path, bits: int) 
 
 
 def test_a_layer_may_have_a_group_size_of_its_own(tmp_path: Path) -> None:
-    """As mixed quantisation has."""
     own = {"group_size": 64, "bits": 4}
 
     def predicate(path: str, module: Any) -> Any:
@@ -73,26 +62,10 @@ def test_a_layer_may_have_a_group_size_of_its_own(tmp_path: Path) -> None:
 
 
 def test_an_embedding_model_is_measured_alike() -> None:
-    """Its pooler is not read; half precision becomes float32."""
     folder = GOLDEN / "bert"
     engine = load_embedding(folder, name="mine", device=Device.CPU)
     size = weights_bytes(checkpoint(folder), Device.CPU, None)
     assert engine.nbytes() <= size <= engine.nbytes() * 1.2
-
-
-def test_shards_count_together(tmp_path: Path) -> None:
-    """Every file the index names."""
-    folder = write_chat(tmp_path / "one")
-    whole = weights_bytes(checkpoint(folder), Device.CPU, None)
-    arrays: Any = mx.load(str(folder / "model.safetensors"))
-    names = sorted(arrays)
-    halves = {"a.safetensors": names[:3], "b.safetensors": names[3:]}
-    for file, some in halves.items():
-        mx.save_safetensors(str(folder / file), {name: arrays[name] for name in some})
-    (folder / "model.safetensors").unlink()
-    index = {"weight_map": {name: file for file, some in halves.items() for name in some}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert weights_bytes(checkpoint(folder), Device.CPU, None) == whole
 
 
 def test_kv_is_counted_for_so_many_tokens_at_most_the_context(tmp_path: Path) -> None:
@@ -105,7 +78,6 @@ def test_kv_is_counted_for_so_many_tokens_at_most_the_context(tmp_path: Path) ->
 
 
 def test_a_config_in_other_words_has_no_kv_to_count(tmp_path: Path) -> None:
-    """Rather none than a guess."""
     folder = write_chat(tmp_path / "plain", **STATEFUL)
     config = json.loads((folder / "config.json").read_text())
     del config["num_attention_heads"]
@@ -115,7 +87,6 @@ def test_a_config_in_other_words_has_no_kv_to_count(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kept", [0, 5, 100, -1])
 def test_a_file_that_is_cut_off_is_named(tmp_path: Path, kept: int) -> None:
-    """Wherever the cut is: nothing of it is loaded."""
     file = write_chat(tmp_path / "plain") / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
     with pytest.raises(ModelLoadFailed, match=r"model.safetensors is not a whole safetensors"):
@@ -124,14 +95,12 @@ def test_a_file_that_is_cut_off_is_named(tmp_path: Path, kept: int) -> None:
 
 @pytest.mark.parametrize("header", [b"[]", b"{}", b"not json", b'{"a": {}}', b'{"a": 1}'])
 def test_a_header_that_is_none_is_named(tmp_path: Path, header: bytes) -> None:
-    """Whatever its bytes say."""
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(ModelLoadFailed, match=r"model.safetensors"):
         weights_bytes(checkpoint(tmp_path), Device.CPU, None)
 
 
 def test_quantised_weights_without_a_group_size_are_refused(tmp_path: Path) -> None:
-    """Naming the file to mend."""
     folder = quantised(write_chat(tmp_path / "packed"))
     config = json.loads((folder / "config.json").read_text())
     config = {key: value for key, value in config.items() if "quantization" not in key}

@@ -105,26 +105,11 @@ def test_rows_of_different_lengths_attend_to_their_own_places() -> None:
     assert mx.allclose(got, theirs, rtol=1e-5, atol=2e-6)
 
 
-def test_a_mask_of_one_row_is_for_all_queries() -> None:
-    given: Any = heads(1, 70, 70)
-    got, own = (f(*given, None, SCALE, mx.arange(70)[None, None, None] < 9) for f in BOTH)
-    assert mx.allclose(got, own, rtol=1e-5, atol=2e-6)
-
-
 def test_a_score_below_all_others_is_still_above_what_is_masked() -> None:
     queries, keys, values = heads(1, 32, 32)
     asked: Any = {"cache": None, "scale": 1e10, "mask": "causal"}
     got, own = (f(queries, keys, values, **asked) for f in BOTH)
     assert mx.allclose(got, own, rtol=1e-4, atol=1e-4)
-
-
-def test_masks_of_other_forms_are_mlx_lms() -> None:
-    queries, keys, values = heads(1, 32, 32)
-    flat = mx.arange(32) < 9
-    got, own = (f(queries, keys, values, None, SCALE, flat) for f in BOTH)
-    assert mx.array_equal(got, own)
-    with pytest.raises(ValueError, match="mask"):
-        attend(queries, keys, values, None, SCALE, "sideways")
 
 
 def test_a_row_that_is_not_a_number_stays_so_and_alone() -> None:
@@ -135,13 +120,26 @@ def test_a_row_that_is_not_a_number_stays_so_and_alone() -> None:
     assert mx.isnan(got[1]).all()
 
 
-def test_masks_that_are_added_and_sinks_are_mlx_lms() -> None:
+@pytest.mark.parametrize(
+    "special",
+    [
+        {"mask": normal(1, 6, 32, 32, seed=9)},
+        {"mask": "causal", "sinks": normal(6)},
+        {"mask": mx.arange(32) < 9},
+        {"mask": mx.arange(32)[None, None, None] < 9},
+    ],
+    ids=["added", "sinks", "flat", "of one row"],
+)
+def test_masks_of_other_forms_are_mlx_lms(special: dict[str, Any]) -> None:
     queries, keys, values = heads(1, 32, 32)
-    slopes = normal(1, 6, 32, 32, seed=9)
-    asked: dict[str, Any] = {"cache": None, "scale": SCALE}
-    for special in ({"mask": slopes}, {"mask": "causal", "sinks": normal(6)}):
-        got, own = (f(queries, keys, values, **asked, **special) for f in (attend, own_attention))
-        assert mx.array_equal(got, own)
+    got, own = (f(queries, keys, values, cache=None, scale=SCALE, **special) for f in BOTH)
+    assert mx.allclose(got, own, rtol=1e-5, atol=2e-6)
+
+
+def test_a_mask_that_is_none_is_refused() -> None:
+    queries, keys, values = heads(1, 32, 32)
+    with pytest.raises(ValueError, match="mask"):
+        attend(queries, keys, values, None, SCALE, "sideways")
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
@@ -150,7 +148,6 @@ def test_masks_that_are_added_and_sinks_are_mlx_lms() -> None:
 def test_quantised_keys_give_what_mlx_lms_attention_gives(
     bits: int, size: int, dtype: mx.Dtype
 ) -> None:
-    """Of one query and of several, with heads that share keys, and rows of other lengths."""
     cache: Any = QuantizedKVCache(group_size=min(size, 64), bits=bits)
     keys, values = (normal(3, 2, 40, size, seed=seed).astype(dtype) for seed in (1, 2))
     stored = cache.update_and_fetch(keys, values)

@@ -63,7 +63,6 @@ def test_quantised_projections_are_fused_as_they_are(tmp_path: Path) -> None:
 
 
 def test_projections_of_unlike_formats_stay_apart(tmp_path: Path) -> None:
-    """As where a checkpoint keeps some of its layers in more bits."""
     model = opened(write_chat(tmp_path / "tiny"))
     mixed, half, *_ = model.layers
     mixed.mlp.up_proj = mixed.mlp.up_proj.to_quantized(group_size=32, bits=8)
@@ -74,14 +73,6 @@ def test_projections_of_unlike_formats_stay_apart(tmp_path: Path) -> None:
     assert type(mixed.mlp.gate_proj) is type(half.self_attn.v_proj) is Linear
     assert isinstance(half.self_attn.k_proj, FusedProjection)
     assert mx.allclose(model(TOKENS), own, rtol=1e-4, atol=1e-3)
-
-
-def test_an_input_is_not_kept_once_all_have_their_part(tmp_path: Path) -> None:
-    model = opened(write_chat(tmp_path / "tiny"), is_fused=True)
-    mx.eval(model(TOKENS))
-    idle = mx.get_active_memory()
-    mx.eval(model(mx.tile(TOKENS, (8, 4))))
-    assert mx.get_active_memory() == idle
 
 
 def test_each_group_that_is_fused_is_a_step_of_loading(tmp_path: Path) -> None:

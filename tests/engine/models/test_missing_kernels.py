@@ -14,7 +14,7 @@ import pytest
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear, quantize
 from mlx.utils import tree_flatten
-from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
+from mlx_lm.models.mla import QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import load_model
 
@@ -37,7 +37,6 @@ NO_SHAPE = (
     'activation: bfloat16, bits: 4, group size: 32, mode: "affine".'
 )
 NO_BITS = "[quantized_matmul] 1-bit quantization is not supported."
-NO_EXPERTS = NO_SHAPE.replace("quantized_matmul", "gather_qmm")
 TOKENS = mx.arange(5, 25)[None]
 
 
@@ -68,16 +67,19 @@ def lack(
 
 def made(name: str, bits: int = 4, **config: Any) -> Any:
     model = tiny_model({**tiny_config(name), **config}, width=1)
-    quantize(
-        model,
-        group_size=32,
-        bits=bits,
-        class_predicate=lambda _, layer: (
-            hasattr(layer, "to_quantized") and layer.weight.shape[-1] % 32 == 0
-        ),
-    )
+
+    def can_be(_: str, layer: Any) -> bool:
+        return hasattr(layer, "to_quantized") and layer.weight.shape[-1] % 32 == 0
+
+    quantize(model, group_size=32, bits=bits, class_predicate=can_be)
     mx.eval(model.parameters())
     return model
+
+
+def said(model: Any) -> mx.array:
+    logits: mx.array = model(TOKENS)
+    mx.eval(logits)
+    return logits
 
 
 def replaced(model: Any, device: Device = Device.CUDA) -> list[WidenedWeights]:
@@ -97,10 +99,8 @@ def is_of(outputs: int) -> Callable[..., bool]:
 def test_layers_of_a_shape_without_a_kernel_become_floating_and_no_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And say what they said; passes find no shape out again."""
     model = made("llama")
-    expected = model(TOKENS)
-    mx.eval(expected)
+    expected = said(model)
     before = sum(array.nbytes for array in parameters(model))
     lacking = lack(monkeypatch, "quantized_matmul", NO_SHAPE, is_of(96))  # gate and up
     (report,) = replaced(model)
@@ -130,60 +130,43 @@ def test_each_shape_is_tried_with_one_row_and_with_nine(
     assert not kinds(model) & {QuantizedLinear, QuantizedEmbedding}
 
 
-def test_a_tied_head_without_a_kernel_becomes_floating(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_dequantised_by_the_processor_where_the_device_cannot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = made("llama", bits=1, tie_word_embeddings=True)
-    expected = model(TOKENS)
-    mx.eval(expected)
+    expected = said(model)
     lack(monkeypatch, "quantized_matmul", NO_BITS, lambda *_, **given: bool(given["bits"] == 1))
+    text = NO_BITS.replace("quantized_matmul", "dequantize")
+    lack(monkeypatch, "dequantize", text, lambda *_, stream=None, **given: stream is None)
     (report,) = replaced(model)
     assert "QuantizedEmbedding 64x320 of 1 bits, group 32, affine" in report.shapes
     assert mx.allclose(model(TOKENS), expected, rtol=1e-3, atol=1e-3)
 
 
-def test_weights_are_dequantised_by_the_processor_where_the_device_cannot(
-    monkeypatch: pytest.MonkeyPatch,
+LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "product", "given", "kind"),
+    [
+        # One row's product, or that of many sorted ones.
+        ("qwen3_moe", {}, "gather_qmm", ("sorted_indices", False), QuantizedSwitchLinear),
+        ("qwen3_moe", {}, "gather_qmm", ("sorted_indices", True), QuantizedSwitchLinear),
+        # Prefill multiplies with latent heads the other way round than a decode step.
+        ("deepseek_v3", LATENT, "quantized_matmul", ("transpose", False), QuantizedMultiLinear),
+    ],
+)
+def test_experts_and_latent_heads_without_a_kernel_become_floating(
+    monkeypatch: pytest.MonkeyPatch, name: str, config: Any, product: str, given: Any, kind: Any
 ) -> None:
-    model = made("llama", bits=1)
-    expected = model(TOKENS)
-    mx.eval(expected)
-    lack(monkeypatch, "quantized_matmul", NO_BITS, lambda *_, **given: True)
-    text = NO_BITS.replace("quantized_matmul", "dequantize")
-    lack(monkeypatch, "dequantize", text, lambda *_, stream=None, **given: stream is None)
+    model = made(name, **config)
+    assert kind in kinds(model)
+    expected = said(model)
+    key, value = given
+    text = NO_SHAPE.replace("quantized_matmul", product)
+    lack(monkeypatch, product, text, lambda *_, **given: given[key] is value)
     replaced(model)
-    assert mx.allclose(model(TOKENS), expected, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("is_sorted", [False, True])
-def test_experts_without_a_kernel_become_floating(
-    monkeypatch: pytest.MonkeyPatch, is_sorted: bool
-) -> None:
-    """One row's product, or that of many sorted ones."""
-    model = made("qwen3_moe")
-    expected = model(TOKENS)
-    mx.eval(expected)
-    lack(
-        monkeypatch,
-        "gather_qmm",
-        NO_EXPERTS,
-        lambda *_, **given: bool(given["sorted_indices"] == is_sorted),
-    )
-    (report,) = replaced(model)
-    assert report.layers == 4 * 3
-    assert QuantizedSwitchLinear not in kinds(model)
-    assert SwitchLinear in kinds(model)  # float32, which the CPU's mx.gather_mm knows
-    assert mx.allclose(model(TOKENS), expected, rtol=1e-3, atol=1e-3)
-
-
-def test_latent_heads_without_a_kernel_become_floating(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefill multiplies with them the other way round than a decode step."""
-    model = made("deepseek_v3", kv_lora_rank=32, qk_nope_head_dim=32, v_head_dim=32)
-    expected = model(TOKENS)
-    mx.eval(expected)
-    lack(monkeypatch, "quantized_matmul", NO_SHAPE, lambda *_, **given: given["transpose"] is False)
-    assert QuantizedMultiLinear in kinds(model)
-    replaced(model)
-    assert QuantizedMultiLinear not in kinds(model)
-    assert MultiLinear in kinds(model)
+    assert kind not in kinds(model)
     assert mx.allclose(model(TOKENS), expected, rtol=1e-3, atol=1e-3)
 
 
@@ -243,7 +226,6 @@ def test_what_a_report_raises_ends_the_load_before_memory_is_taken(
 def test_a_loaded_model_says_what_it_said_whether_or_not_there_are_kernels(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Through the loader's own steps, fused too; a folder's model is read a slice a step."""
     config = {"quantization": {"group_size": 32, "bits": 4}}
     folder = write_chat(tmp_path / "tiny")
     model, _ = load_model(folder)
@@ -252,8 +234,7 @@ def test_a_loaded_model_says_what_it_said_whether_or_not_there_are_kernels(
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **config}))
-    expected = model(TOKENS)
-    mx.eval(expected)
+    expected = said(model)
     lack(monkeypatch, "quantized_matmul", NO_SHAPE, is_of(96))
     reports: list[WidenedWeights] = []
     steps = read_decoder(
@@ -271,7 +252,6 @@ def test_a_loaded_model_says_what_it_said_whether_or_not_there_are_kernels(
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 7, 80])
 def test_looped_experts_multiply_as_gathered_ones(tokens: int, has_bias: bool) -> None:
-    """Few rows and many, in order and sorted, one input a token and one an expert."""
     layer: Any = SwitchLinear(24, 40, 16, bias=has_bias)
     if has_bias:
         layer.bias = mx.random.normal((16, 40))

@@ -11,6 +11,7 @@ from gateway.engine.models.decoders import parameters, read_decoder
 from gateway.engine.models.sharding import Parallel, RankShare, SharedListing
 from gateway.errors import ModelLoadFailed
 from tests.checkpoints import SLIDING, write_chat
+from tests.engine.models.gguf.opening import ended
 
 
 class FakeGroup:
@@ -31,17 +32,13 @@ def share(parallel: Parallel, rank: int = 0, size: int = 2) -> RankShare:
 
 
 def load(checkpoint: Checkpoint, its: RankShare) -> Any:
-    steps = read_decoder(checkpoint, device=Device.CPU, dtype=None, is_packed=False, share=its)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as done:
-            return done.value
+    return ended(
+        read_decoder(checkpoint, device=Device.CPU, dtype=None, is_packed=False, share=its)
+    )
 
 
 @pytest.mark.parametrize(("layers", "ranks"), [(2, 2), (7, 3), (5, 2), (4, 4)])
 def test_every_layer_is_in_one_stage(layers: int, ranks: int) -> None:
-    """In mlx-lm's order: rank 0 has the last ones, and the extra ones."""
     stages = [share("pipeline", rank, ranks).layers(layers) for rank in range(ranks)]
     assert sorted(layer for stage in stages for layer in stage) == list(range(layers))
     assert stages[0][-1] == layers - 1
@@ -53,7 +50,6 @@ def test_every_layer_is_in_one_stage(layers: int, ranks: int) -> None:
 def test_the_size_of_a_share_is_known_before_it_is_loaded(
     parallel: Parallel, rank: int, tmp_path: Path
 ) -> None:
-    """Weights within a fiftieth, and KV: two layers and one, or half the heads of all three."""
     checkpoint = Checkpoint("m", write_chat(tmp_path, model_type="qwen2", num_hidden_layers=3))
     its = share(parallel, rank)
     model = load(checkpoint, its)
@@ -74,21 +70,8 @@ def test_the_size_of_a_share_is_known_before_it_is_loaded(
     [
         ("pipeline", {}, "cannot divide a llama by `parallel: pipeline`; use `parallel: tensor`"),
         ("tensor", SLIDING, "no model of its kind can be divided"),
-        (
-            "tensor",
-            {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48},
-            "its num_attention_heads, 3, cannot be divided among 2 ranks",
-        ),
-        (
-            "tensor",
-            {"num_key_value_heads": 1},
-            "its num_key_value_heads, 1, cannot be divided among 2 ranks",
-        ),
-        (
-            "pipeline",
-            {"model_type": "qwen2", "num_hidden_layers": 1},
-            "it has 1 layers, fewer than the 2 ranks",
-        ),
+        ("tensor", {"num_key_value_heads": 1}, "its num_key_value_heads, 1, cannot be divided"),
+        ("pipeline", {"model_type": "qwen2", "num_hidden_layers": 1}, "it has 1 layers, fewer"),
     ],
 )
 def test_a_model_that_cannot_be_divided_is_refused(

@@ -4,12 +4,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks.loading import load_generation
-from gateway.engine.device import Device
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
 from gateway.jobs import Calling, Function, GenerateJob, Grammar, Sampling
 from tests.checkpoints import write_chat
 from tests.engine.chat_formats import family, row, said
+from tests.engine.generation.harness import open_engine
 from tests.fakes import caller
 
 BOOK = Function("book", {"type": "object"})
@@ -53,7 +52,6 @@ def test_mistrals_templates_are_shown_ids_of_nine_characters(tmp_path: Path) -> 
 
 
 def test_kimis_template_is_shown_its_own_ids(tmp_path: Path) -> None:
-    """`functions.name:place`, counted through the conversation."""
     chat = family(tmp_path, tokens=_KIMI, words="<|tool_calls_section_begin|>", template=SHOWN)
     calls, results = shown_ids(chat, "functions.book:0", "call_0123456789abcdef")
     assert calls == results == ["functions.book:0", "functions.book:1"]
@@ -63,23 +61,12 @@ def test_kimis_template_is_shown_its_own_ids(tmp_path: Path) -> None:
 
 
 def test_other_templates_are_shown_the_clients_ids(tmp_path: Path) -> None:
-    """Whatever they are."""
     chat = family(tmp_path, words="<tool_call>", template=SHOWN)
     assert shown_ids(chat, "any", "other") == (["any", "other"], ["any", "other"])
 
 
 def test_tools_without_a_known_form_are_told_of(tmp_path: Path) -> None:
-    """Unless a grammar forces the call into ours."""
-    engine = load_generation(
-        write_chat(tmp_path),
-        name="m",
-        device=Device.CPU,
-        dtype=None,
-        max_context=None,
-        chat_template=None,
-        template_args={},
-        tool_parser="none",
-    )
+    engine = open_engine(write_chat(tmp_path), tool_parser="none")
     for calling, calls_are_text in [
         (None, False),
         (Calling(functions=[BOOK]), True),

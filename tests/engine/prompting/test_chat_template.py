@@ -1,17 +1,18 @@
 """Chat templates are rendered as transformers renders them, whatever they cost."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from gateway.engine.prompting.chat_template import ChatTemplate
 from gateway.errors import BadRequest, ModelLoadFailed, Overloaded
-from gateway.jobs import Caller, GenerateJob, Sampling
+from gateway.jobs import GenerateJob, Sampling
 from gateway.serving.sandbox import Sandbox
-from tests.engine.chat_formats import DEMO, family
+from tests.engine.chat_formats import DEMO, family, open_tokenizer
+from tests.fakes import caller
 from tests.sandboxes import SLOW, sandbox
 
 TOOL = {
@@ -57,12 +58,8 @@ MISTRAL = """{{ bos_token }}{% if messages[0].role == 'system' %}
 {% for m in rest %}{% if m.role == 'user' %}{{ '[INST] ' ~ m.content ~ ' [/INST]' }}
 {% elif m.role == 'tool' %}{{ raise_exception('tools must alternate') }}
 {% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"""
-TEMPLATES = {
-    "demo": (DEMO / "chat_template.jinja").read_text(),
-    "qwen": QWEN,
-    "llama": LLAMA,
-    "mistral": MISTRAL,
-}
+DEMO_TEMPLATE = (DEMO / "chat_template.jinja").read_text()
+TEMPLATES = {"demo": DEMO_TEMPLATE, "qwen": QWEN, "llama": LLAMA, "mistral": MISTRAL}
 ASKED: dict[str, dict[str, Any]] = {
     "plain": {},
     "asking": {"add_generation_prompt": True},
@@ -75,14 +72,12 @@ ASKED: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def box() -> Iterator[Sandbox]:
-    """Give the sandbox that templates are rendered in."""
     with sandbox("template", 60, quick_s=1.0) as box:
         yield box
 
 
 @pytest.fixture(scope="module")
 def brief() -> Iterator[Sandbox]:
-    """Give one with a short deadline, for what never ends."""
     with sandbox("template", 0.5) as brief:
         yield brief
 
@@ -107,7 +102,6 @@ def both(template: ChatTemplate, turns: Any, tools: Any, arguments: Any) -> tupl
 def test_it_is_what_transformers_renders(
     name: str, asked: str, box: Sandbox, tmp_path: Path
 ) -> None:
-    """To the byte, refusals too: tools, documents, dates, marks of generation, odd characters."""
     chat = family(tmp_path, template=TEMPLATES[name], template_sandbox=box)
     for turns in (TURNS, TURNS[:2], TURNS[4:]):
         for tools in ([], [TOOL]):
@@ -116,17 +110,8 @@ def test_it_is_what_transformers_renders(
 
 
 def test_of_several_templates_the_one_for_tools_is_rendered(box: Sandbox, tmp_path: Path) -> None:
-    """Where tools are sent; else the default."""
-    family(tmp_path)
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    config["chat_template"] = [
-        {"name": "default", "template": "plain"},
-        {"name": "tool_use", "template": "with tools"},
-    ]
     chat = family(tmp_path, template_sandbox=box)
-    chat.tokenizer.chat_template = {
-        each["name"]: each["template"] for each in config["chat_template"]
-    }
+    chat.tokenizer.chat_template = {"default": "plain", "tool_use": "with tools"}
     assert both(chat._template, TURNS, [], {}) == ("plain", "plain")
     assert both(chat._template, TURNS, [TOOL], {}) == ("with tools", "with tools")
 
@@ -142,7 +127,6 @@ BAD = {
 def test_a_template_that_costs_too_much_is_refused_at_load(
     name: str, box: Sandbox, brief: Sandbox, tmp_path: Path
 ) -> None:
-    """With the model, and what it did."""
     box = brief if name == "endless" else box
     text, why = BAD[name]
     with pytest.raises(ModelLoadFailed, match=f"its chat template cannot be rendered.*{why}"):
@@ -150,7 +134,6 @@ def test_a_template_that_costs_too_much_is_refused_at_load(
 
 
 def test_a_template_that_wants_more_than_a_greeting_is_loaded(box: Sandbox, tmp_path: Path) -> None:
-    """A refusal costs nothing."""
     chat = family(tmp_path, template="{{ raise_exception('no') }}", template_sandbox=box)
     with pytest.raises(BadRequest, match="refuses these messages: no"):
         chat._template.render(TURNS, [], {})
@@ -160,7 +143,6 @@ def test_a_template_that_wants_more_than_a_greeting_is_loaded(box: Sandbox, tmp_
 def test_messages_that_make_a_template_cost_too_much_are_refused(
     name: str, box: Sandbox, brief: Sandbox, tmp_path: Path
 ) -> None:
-    """As a 400 that says so; the next ones are rendered."""
     box = brief if name == "endless" else box
     text, why = BAD[name]
     mild = "{% if messages[0].content == 'x' %}" + text + "{% else %}fine{% endif %}"
@@ -171,10 +153,7 @@ def test_messages_that_make_a_template_cost_too_much_are_refused(
     assert chat._template.render([{"role": "user", "content": "y"}], [], {}) == "fine"
 
 
-def test_who_comes_while_another_template_takes_its_time_is_told_to_come_back(
-    tmp_path: Path,
-) -> None:
-    """Overloaded, and not blamed."""
+def test_who_comes_while_another_template_is_slow_is_told_to_come_back(tmp_path: Path) -> None:
     chat = family(tmp_path)
     busy = ChatTemplate(chat._wrapper, lambda request, key: ("busy", "another"))
     with pytest.raises(Overloaded):
@@ -182,22 +161,17 @@ def test_who_comes_while_another_template_takes_its_time_is_told_to_come_back(
 
 
 def _job(content: str) -> GenerateJob:
-    return GenerateJob(
-        caller=Caller(request_id="r", deadline=1e9, allowed_s=1e9),
-        messages=[{"role": "user", "content": content}],
-        max_tokens=1,
-        sampling=Sampling(),
-    )
+    turns = [{"role": "user", "content": content}]
+    return GenerateJob(caller=caller(), messages=turns, max_tokens=1, sampling=Sampling())
 
 
 LATE = [
-    {"role": "system", "content": "Be kind."},
-    {"role": "user", "content": "hi"},
-    {"role": "system", "content": "Be brief."},
-    {"role": "assistant", "content": "hello"},
-    {"role": "system", "content": "Be bold."},
-    {"role": "user", "content": "bye"},
-]
+    {"role": role, "content": content}
+    for role, content in [
+        ("system", "Be kind."), ("user", "hi"), ("system", "Be brief."), ("assistant", "hello"),
+        ("system", "Be bold."), ("user", "bye"),
+    ]
+]  # fmt: skip
 EACH = "[{{ m.role }}]{{ m.content }}"
 LATE_ONE = "m.role == 'system' and not loop.first"
 ANYWHERE = f"{{% for m in messages %}}{EACH}{{% endfor %}}"
@@ -205,31 +179,45 @@ FIRST_ONLY = (
     f"{{% for m in messages %}}{{% if {LATE_ONE} %}}{{{{ raise_exception('not first') }}}}"
     f"{{% endif %}}{EACH}{{% endfor %}}"
 )
+WHOLE = "[system]Be kind.[user]hi[system]Be brief.[assistant]hello[system]Be bold.[user]bye"
+MOVED = "[user]hi\n\nBe brief.[assistant]hello[user]Be bold.\n\nbye"
 DROPS = f"{{% for m in messages %}}{{% if m.role != 'system' %}}{EACH}{{% endif %}}{{% endfor %}}"
 
 
 @pytest.mark.parametrize(
     ("template", "text"),
-    [
-        pytest.param(
-            ANYWHERE,
-            "[system]Be kind.[user]hi[system]Be brief.[assistant]hello[system]Be bold.[user]bye",
-            id="takes them",
-        ),
-        pytest.param(
-            FIRST_ONLY,
-            "[system]Be kind.[user]hi\n\nBe brief.[assistant]hello[user]Be bold.\n\nbye",
-            id="refuses them",
-        ),
-        pytest.param(
-            DROPS, "[user]hi\n\nBe brief.[assistant]hello[user]Be bold.\n\nbye", id="drops them"
-        ),
-    ],
+    [(ANYWHERE, WHOLE), (FIRST_ONLY, f"[system]Be kind.{MOVED}"), (DROPS, MOVED)],
+    ids=["takes them", "refuses them", "drops them"],
 )
-def test_system_turns_stay_where_they_stand(
-    template: str, text: str, box: Sandbox, tmp_path: Path
-) -> None:
-    """As the user's words where a template has no place for them."""
+def test_system_turns_stay_in_place(template: str, text: str, box: Sandbox, tmp_path: Path) -> None:
     chat = family(tmp_path, template=template, template_sandbox=box)
     assert chat._template.render(LATE, (), {"add_generation_prompt": True}) == text
     assert [turn["role"] for turn in LATE].count("system") == 3
+
+
+class Batched:
+    """A tokenizer that refuses the calls which keep the GIL: tokenizers' batch calls release it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, *_: Any, **__: Any) -> None:
+        pytest.fail("the event loop waits for it: a megabyte takes seconds")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"prompt": "hello"},
+        {"messages": [{"role": "user", "content": "hi"}]},
+        {"messages": [{"role": "assistant", "content": "hi"}], "continues": True},
+    ],
+)
+def test_other_threads_run_while_a_prompt_is_encoded(given: dict[str, Any]) -> None:
+    chat = open_tokenizer(DEMO, eos_ids=2)
+    backend: Any = Batched(chat.backend)
+    chat.backend = chat.controls._tokenizer = backend
+    assert chat.prompt(GenerateJob(caller=caller(), sampling=Sampling(), **given)).ids

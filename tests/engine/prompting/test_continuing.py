@@ -5,18 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.loading import load_generation
-from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
 from gateway.errors import BadRequest
 from gateway.jobs import Calling, Function, GenerateJob, Grammar, Sampling
 from tests.checkpoints import teach_thinking, write_chat
 from tests.engine.chat_formats import family, row, said
-from tests.engine.generation.harness import join
+from tests.engine.generation.harness import answers, open_engine
 from tests.fakes import caller
 
 TEMPLATE = (
@@ -36,22 +34,12 @@ def job(beginning: str, **given: Any) -> GenerateJob:
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
-    """Load a tokenizer that knows <think>, and a template that trims and closes messages."""
     folder = tmp_path_factory.mktemp("chat")
     return family(folder, added=("<think>", "</think>"), template=TEMPLATE)
 
 
-def test_the_prompt_ends_with_the_beginning(chat: ChatTokenizer) -> None:
-    """White space and all; nothing closes it, and nothing is asked after it."""
-    prompt = chat.prompt(job(" Once upon a "))
-    text = chat.backend.decode(prompt.ids, skip_special_tokens=False)
-    assert text.endswith("<|assistant|> Once upon a ")
-    assert (prompt.is_thinking, prompt.may_think) == (False, False)
-
-
 @pytest.mark.parametrize("mark", ["<think>", "</think>", "<|end|>", "<|user|>"])
 def test_special_tokens_in_the_beginning_are_plain_text(chat: ChatTokenizer, mark: str) -> None:
-    """A caller's text ends no turn, and opens or closes no thinking."""
     prompt = chat.prompt(job(f"a {mark} b"))
     whole = chat.prompt(job("a b")).ids
     token = chat.backend.token_to_id(mark)
@@ -62,14 +50,11 @@ def test_special_tokens_in_the_beginning_are_plain_text(chat: ChatTokenizer, mar
     assert (prompt.is_thinking, prompt.may_think) == (False, False)
 
 
-@settings(
-    deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=50)
 @given(
     st.lists(st.sampled_from(["<think>", "<|end|>", " ", "a", "<", "|>", "é", "\n"]), min_size=1)
 )
 def test_any_beginning_comes_through_whole(chat: ChatTokenizer, pieces: list[str]) -> None:
-    """Letter by letter, without a control token."""
     ids = chat.prompt(job("".join(pieces))).ids
     text = chat.backend.decode(ids, skip_special_tokens=False)
     assert text.endswith("<|assistant|>" + "".join(pieces))
@@ -80,12 +65,10 @@ def test_any_beginning_comes_through_whole(chat: ChatTokenizer, pieces: list[str
 
 
 def test_a_continued_answer_opens_no_thinking(chat: ChatTokenizer) -> None:
-    """It has text already; calls may follow."""
     assert said(chat, row(is_continued=True), "<think> is a tag")["text"] == "<think> is a tag"
 
 
 def test_a_continued_message_of_gpt_oss_is_its_final_one(tmp_path: Path) -> None:
-    """The template has written its header."""
     template = (
         "{% for m in messages %}<|start|>{{ m.role }}<|channel|>final<|message|>{{ m.content }}"
         "<|return|>{% endfor %}"
@@ -98,7 +81,6 @@ def test_a_continued_message_of_gpt_oss_is_its_final_one(tmp_path: Path) -> None
 
 
 def test_a_template_that_leaves_the_message_out_is_told(tmp_path: Path) -> None:
-    """It cannot continue it."""
     chat = family(tmp_path, template="{{ messages[0].content }}")
     with pytest.raises(BadRequest, match="cannot continue"):
         chat.prompt(job("Once"))
@@ -107,34 +89,20 @@ def test_a_template_that_leaves_the_message_out_is_told(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> GenerationEngine:
     """Load a random model whose template opens a block of thinking."""
-    folder = tmp_path_factory.mktemp("thinker")
-    teach_thinking(write_chat(folder, vocab_size=1030), opens=True)
-    return load_generation(
-        folder,
-        name="t",
-        device=Device.CPU,
-        dtype=None,
-        max_context=None,
-        chat_template=None,
-        template_args={},
-    )
+    folder = write_chat(tmp_path_factory.mktemp("thinker"), vocab_size=1030)
+    return open_engine(teach_thinking(folder, opens=True))
 
 
 def test_the_answer_leaves_the_beginning_out_and_is_no_reasoning(engine: GenerationEngine) -> None:
-    """Though the template opens a block of thinking for answers of its own."""
     (planned,) = engine.prepare(job("Once upon a time"))
     assert (planned.is_thinking, planned.may_think, planned.is_continued) == (False, False, True)
-    join(engine, planned)
-    deltas = []
-    while engine.is_prefilling or engine.is_decoding:
-        deltas += engine.prefill(512) if engine.is_prefilling else []
-        deltas += engine.decode()
-    assert "".join(delta.text for delta in deltas)
-    assert not any("Once upon" in delta.text or delta.reasoning for delta in deltas)
+    (answer,) = answers(engine, [job("Once upon a time")])
+    assert answer.text
+    assert not answer.reasoning
+    assert "Once upon" not in answer.text
 
 
 def test_a_continued_answer_is_held_to_no_form(engine: GenerationEngine) -> None:
-    """Its beginning is not."""
     strict = Calling(functions=[Function("f", {"type": "object"}, strict=True)])
     for more in ({"grammar": Grammar("choice", json.dumps(["a"]))}, {"calling": strict}):
         with pytest.raises(BadRequest, match="continued"):

@@ -1,6 +1,5 @@
 """`split_special_tokens: true`: no control token of a chat's prompt comes of what callers send."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,13 +56,6 @@ def test_texts_tools_and_template_arguments_bring_none(chat: ChatTokenizer) -> N
     assert (found == own) is chat._splits_controls
     assert text.count(EVIL) == 8
     assert "split" not in text
-
-
-def test_a_conversation_without_any_has_the_ids_it_had(chat: ChatTokenizer, tmp_path: Path) -> None:
-    """White space and all."""
-    turns = [{"role": "user", "content": "  Hello,\n\n <b>there</b>  "}]
-    other = family(tmp_path, added=("<think>", "</think>"), template=TEMPLATE)
-    assert read(chat, messages=turns) == read(other, messages=turns)
 
 
 def test_a_continued_answer_follows_texts_that_are_split(chat: ChatTokenizer) -> None:

@@ -1,44 +1,19 @@
 """The rerank batcher: whose pairs share a pass, who is refused, what a failure costs."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
-from gateway.errors import ContextLengthExceeded, DeadlineExceeded, EngineFailed, Overloaded
+from gateway.errors import ContextLengthExceeded, EngineFailed, Overloaded
 from gateway.jobs import Stage
-from gateway.serving.embedding.batcher import EmbeddingBatcher
-from gateway.serving.embedding.policy import EmbeddingLimits
-from gateway.serving.embedding.reranker import RerankBatcher, relevance
-from gateway.serving.lane import Lane
-from gateway.serving.tokenize import SLICE_CHARS, ThreadPools
+from gateway.serving.embedding.reranker import relevance
+from gateway.serving.tokenize import SLICE_CHARS
 from tests.fakes import ScriptedEmbedder, ScriptedReranker, rerank_job
+from tests.serving.embedding.harness import batching, reranking
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
-LIMITS = EmbeddingLimits(max_batch_size=32, max_batch_tokens=1000, batch_window_s=0.05)
-
-
-@asynccontextmanager
-async def reranking(engine: ScriptedReranker, **limits: Any) -> AsyncIterator[RerankBatcher]:
-    with ThreadPools() as pool:
-        async with Lane() as lane:
-            batcher = RerankBatcher("m", engine, lane, pool, replace(LIMITS, **limits))
-            async with batcher.running():
-                yield batcher
-
-
-@asynccontextmanager
-async def embedding(engine: ScriptedEmbedder, **limits: Any) -> AsyncIterator[EmbeddingBatcher]:
-    with ThreadPools() as pool:
-        async with Lane() as lane:
-            batcher = EmbeddingBatcher("m", engine, lane, pool, replace(LIMITS, **limits))
-            async with batcher.running():
-                yield batcher
 
 
 def sigmoid(logit: float) -> float:
@@ -104,55 +79,24 @@ async def test_the_tokens_of_all_pairs_count_against_the_queue() -> None:
         await batcher.rerank(rerank_job("abc", "abc"))
 
 
-async def test_a_caller_that_leaves_takes_part_in_no_pass() -> None:
-    engine = ScriptedReranker()
-    async with reranking(engine) as batcher:
-        engine.gate.close()
-        first = asyncio.create_task(batcher.rerank(rerank_job("a", "b")))
-        await asyncio.to_thread(engine.gate.reached.wait, 5)
-        leaving = asyncio.create_task(batcher.rerank(rerank_job("a", "b", "c")))
-        await until(lambda: batcher.tickets == 1)
-        leaving.cancel()
-        await asyncio.wait([leaving])
-        engine.gate.open()
-        await first
-    assert engine.batches == [[4]]
-
-
-async def test_a_deadline_ends_the_wait() -> None:
-    engine = ScriptedReranker()
-    async with reranking(engine) as batcher:
-        engine.gate.close()
-        try:
-            with pytest.raises(DeadlineExceeded):
-                await batcher.rerank(rerank_job("a", "b", deadline=0))
-        finally:
-            engine.gate.open()
-
-
 async def test_documents_are_cut_to_fit_and_counted() -> None:
     async with reranking(ScriptedReranker(max_tokens=8)) as batcher:
         cut = await batcher.rerank(rerank_job("abc", "xxxabc", "abc", "abcd", is_raw=True))
         shorter = await batcher.rerank(rerank_job("abc", "abc", "a", max_tokens_per_doc=1))
         with pytest.raises(ContextLengthExceeded) as too_long:
             await batcher.rerank(rerank_job("abc", "abcd", truncate=False))
+        with pytest.raises(ContextLengthExceeded) as no_room:
+            await batcher.rerank(rerank_job("x" * 9, "a"))
         asked = rerank_job("abc", "abcd", truncate=False, max_tokens_per_doc=1)
         assert (await batcher.rerank(asked)).truncated == 1
     assert cut.scores.tolist() == [0, 3, 3]
     assert cut.truncated == 2
     assert shorter.truncated == 1
-    assert too_long.value.part == "documents"
-
-
-async def test_a_query_that_leaves_no_room_is_refused() -> None:
-    async with reranking(ScriptedReranker(max_tokens=8)) as batcher:
-        with pytest.raises(ContextLengthExceeded) as too_long:
-            await batcher.rerank(rerank_job("x" * 9, "a"))
-    assert too_long.value.part == "prompt"
+    assert (too_long.value.part, no_room.value.part) == ("documents", "prompt")
 
 
 async def test_a_query_too_long_only_with_its_prompt_is_not_blamed_on_the_documents() -> None:
-    async with embedding(ScriptedEmbedder(max_tokens=8)) as batcher:
+    async with batching(ScriptedEmbedder(max_tokens=8)) as batcher:
         assert batcher.engine.prompts == {"query": "?"}
         with pytest.raises(ContextLengthExceeded) as too_long:
             await batcher.rerank(rerank_job("x" * 8, "a", truncate=False))
@@ -176,7 +120,7 @@ async def test_each_document_may_have_a_query_of_its_own() -> None:
     job = rerank_job("", "ab", "cd", is_raw=True, queries=["a", "cd"])
     async with reranking(ScriptedReranker()) as batcher:
         assert (await batcher.rerank(job)).scores.tolist() == [1, 2]
-    async with embedding(ScriptedEmbedder()) as embedder:
+    async with batching(ScriptedEmbedder()) as embedder:
         scores = (await embedder.rerank(job)).scores
     assert scores[1] > 0.999
 
@@ -188,12 +132,9 @@ async def test_of_several_labels_the_last_one_is_relevance() -> None:
     assert relevance(logits, is_raw=False) == pytest.approx(softmax, abs=1e-6)
     raw = relevance(logits, is_raw=True)
     assert 1 / (1 + np.exp(-raw)) == pytest.approx(softmax, abs=1e-6)
-
-
-def test_certain_scores_keep_their_order_and_nothing_overflows() -> None:
-    logits = np.array([[17.0], [18.0], [1000.0], [-1000.0]], dtype=np.float32)
+    certain = np.array([[17.0], [18.0], [1000.0], [-1000.0]], dtype=np.float32)
     with np.errstate(over="raise"):
-        scores = relevance(logits, is_raw=False)
+        scores = relevance(certain, is_raw=False)
     assert scores[0] < scores[1] < scores[2] == 1
     assert scores[3] == 0
 
@@ -202,7 +143,7 @@ class TestCosine:
     """An embedding model scores by cosine, with its prompts for queries and documents."""
 
     async def test_scores_keep_the_order_of_cosines_and_are_in_0_to_1(self) -> None:
-        async with embedding(ScriptedEmbedder(prompts={})) as batcher:
+        async with batching(ScriptedEmbedder(prompts={})) as batcher:
             raw = await batcher.rerank(rerank_job("abc", "abc", "z", "abc" * 9, is_raw=True))
             scaled = await batcher.rerank(rerank_job("abc", "abc", "z", "abc" * 9))
         assert raw.scores[0] == pytest.approx(1)
@@ -212,35 +153,22 @@ class TestCosine:
     @pytest.mark.parametrize("name", ["document", "passage"])
     async def test_texts_have_the_models_prompts(self, name: str) -> None:
         engine = ScriptedEmbedder(prompts={"query": "?" * 20, name: "!" * 30})
-        async with embedding(engine) as batcher:
+        async with batching(engine) as batcher:
             await batcher.rerank(rerank_job("a", "b", "c"))
         assert engine.batches == [[21, 31, 31]]
 
     async def test_without_such_prompts_the_default_one_is_used(self) -> None:
         engine = ScriptedEmbedder(prompts={"x": "...", "y": "."}, default_prompt_name="x")
-        async with embedding(engine) as batcher:
+        async with batching(engine) as batcher:
             await batcher.rerank(rerank_job("a", "b"))
             await batcher.rerank(rerank_job("a", "b", prompt_name="y"))
         assert engine.batches == [[4, 4], [2, 2]]
 
     async def test_documents_are_cut_and_their_prompt_does_not_count(self) -> None:
         engine = ScriptedEmbedder(prompts={"document": "!!"}, max_tokens=50)
-        async with embedding(engine, cache_size=10) as batcher:
+        async with batching(engine, cache_size=10) as batcher:
             whole = await batcher.rerank(rerank_job("a", "b" * 60, "b"))
             cut = await batcher.rerank(rerank_job("a", "b" * 60, "bb", max_tokens_per_doc=4))
             far = await batcher.rerank(rerank_job("a", "b" * 60, "bb", max_tokens_per_doc=4096))
         assert (whole.truncated, cut.truncated, far.truncated) == (1, 1, 1)
         assert engine.batches == [[1, 3, 50], [1, 4, 6], [1, 4, 50]]
-
-    async def test_vectors_are_cached_as_those_of_embeddings_are(self) -> None:
-        engine = ScriptedEmbedder(prompts={})
-        async with embedding(engine, cache_size=10) as batcher:
-            await batcher.rerank(rerank_job("a", "b", "cc"))
-            await batcher.rerank(rerank_job("dddd", "b", "cc"))
-        assert engine.batches == [[1, 1, 2], [4]]
-
-    async def test_a_failure_is_an_engines(self) -> None:
-        async with embedding(ScriptedEmbedder(poison="!")) as batcher:
-            with pytest.raises(EngineFailed):
-                await batcher.rerank(rerank_job("a", "b", "c!"))
-            await batcher.rerank(rerank_job("a", "b", "c"))

@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -40,61 +41,46 @@ class Compiler:
         return grammar.source.upper()
 
 
-@pytest.fixture
-def compiler() -> Compiler:
-    return Compiler()
+Made = tuple[GrammarCache[str], Compiler]
+Make = Callable[..., Made]
 
 
 @pytest.fixture
-def pool() -> Iterator[ThreadPools]:
+def make() -> Iterator[Make]:
+    """Give what makes a cache, and the compiler it asks."""
     with ThreadPools() as pool:
-        yield pool
+
+        def one(**given: Any) -> Made:
+            compiler = Compiler()
+            return GrammarCache("m", compiler, pool.compile, **given), compiler
+
+        yield one
 
 
-async def test_equal_grammars_compile_once(compiler: Compiler, pool: ThreadPools) -> None:
+async def test_equal_grammars_compile_once_though_who_asked_first_leaves(make: Make) -> None:
     """In flight or afterwards; counted by outcome."""
-    cache = GrammarCache("once", compiler, pool.run)
-    compiler.gate.clear()
-    waiting = [asyncio.create_task(cache.get(regex("a"))) for _ in range(5)]
-    await until(lambda: compiler.asked)
-    compiler.gate.set()
-    assert await asyncio.gather(*waiting) == ["A"] * 5
-    assert await cache.get(regex("a")) == "A"
-    assert compiler.asked == ["a"]
     counted = {
-        outcome: metrics.GRAMMARS.labels("once", outcome)._value.get()
-        for outcome in ("miss", "joined", "hit")
+        each: metrics.GRAMMARS.labels("m", each)._value for each in ("miss", "joined", "hit")
     }
-    assert counted == {"miss": 1, "joined": 4, "hit": 1}
-
-
-async def test_kinds_are_not_mixed_up(compiler: Compiler, pool: ThreadPools) -> None:
-    """The same text as a regex and as a choice is two grammars."""
-    cache = GrammarCache("kinds", compiler, pool.run)
-    await cache.get(regex("a"))
-    await cache.get(Grammar("choice", "a"))
-    assert compiler.asked == ["a", "a"]
-
-
-async def test_one_who_leaves_does_not_stop_the_others(
-    compiler: Compiler, pool: ThreadPools
-) -> None:
-    """Not even the one who asked first."""
-    cache = GrammarCache("leaving", compiler, pool.run)
+    before = {outcome: value.get() for outcome, value in counted.items()}
+    cache, compiler = make()
     compiler.gate.clear()
-    first, second = (asyncio.create_task(cache.get(regex("a"))) for _ in range(2))
+    first, *others = (asyncio.create_task(cache.get(regex("a"))) for _ in range(5))
     await until(lambda: compiler.asked)
     first.cancel()
     await asyncio.wait([first])
     compiler.gate.set()
-    assert await second == "A"
+    assert await asyncio.gather(*others) == ["A"] * 4
     assert first.cancelled()
+    assert await cache.get(regex("a")) == "A"
     assert compiler.asked == ["a"]
+    assert [value.get() - before[outcome] for outcome, value in counted.items()] == [1, 4, 1]
+    await cache.get(Grammar("choice", "a"))
+    assert compiler.asked == ["a", "a"], "of another kind it is another"
 
 
-async def test_the_least_recently_used_leaves(compiler: Compiler, pool: ThreadPools) -> None:
-    """The cache is bounded."""
-    cache = GrammarCache("bounded", compiler, pool.run, size=2)
+async def test_the_least_recently_used_leaves(make: Make) -> None:
+    cache, compiler = make(size=2)
     for source in ("a", "b", "a", "c", "a", "b"):
         await cache.get(regex(source))
     assert compiler.asked == ["a", "b", "c", "b"]
@@ -102,24 +88,25 @@ async def test_the_least_recently_used_leaves(compiler: Compiler, pool: ThreadPo
 
 
 async def test_refusals_are_remembered_for_a_while(
-    compiler: Compiler, pool: ThreadPools, monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each asker hears it; wire gives it the field of their own request."""
-    cache = GrammarCache("refusing", compiler, pool.run)
+    """That of a trial which ended by its own clock says how much was allowed."""
+    cache, compiler = make(timeout_s=7)
     for _ in range(2):
         with pytest.raises(BadRequest, match="no such thing") as caught:
             await cache.get(regex("bad"))
         assert (caught.value.part, caught.value.code) == ("answer_form", "invalid_grammar")
-    assert compiler.asked == ["bad"]
+        with pytest.raises(BadRequest, match="7 seconds of processor time"):
+            await cache.get(regex("costly"))
+    assert compiler.asked == ["bad", "costly"]
     monkeypatch.setattr(grammars, "ERRORS_LAST_S", -1.0)
     with pytest.raises(BadRequest):
         await cache.get(regex("bad"))
-    assert compiler.asked == ["bad", "bad"]
+    assert compiler.asked == ["bad", "costly", "bad"]
 
 
-async def test_bugs_are_not_remembered(compiler: Compiler, pool: ThreadPools) -> None:
-    """What is not the grammar's fault is tried again."""
-    cache = GrammarCache("bugs", compiler, pool.run)
+async def test_bugs_are_not_remembered(make: Make) -> None:
+    cache, compiler = make()
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             await cache.get(regex("bug"))
@@ -127,11 +114,9 @@ async def test_bugs_are_not_remembered(compiler: Compiler, pool: ThreadPools) ->
     assert compiler.asked == ["bug", "bug"]
 
 
-async def test_who_waits_too_long_is_told_to_ask_again(
-    compiler: Compiler, pool: ThreadPools
-) -> None:
+async def test_who_waits_too_long_is_told_to_ask_again(make: Make) -> None:
     """And then waits for the same compilation, which goes on; so is who waits behind it."""
-    cache = GrammarCache("slow", compiler, pool.run, timeout_s=0.1, at_once=1)
+    cache, compiler = make(timeout_s=0.1, at_once=1)
     compiler.gate.clear()
     for _ in range(2):
         with pytest.raises(Unavailable) as caught:
@@ -145,20 +130,8 @@ async def test_who_waits_too_long_is_told_to_ask_again(
     assert compiler.asked == ["a", "b"]
 
 
-async def test_what_costs_too_much_is_refused_for_a_while(
-    compiler: Compiler, pool: ThreadPools
-) -> None:
-    """A trial that ended by its own clock is the grammar's fault, and says how much was allowed."""
-    cache = GrammarCache("costly", compiler, pool.run, timeout_s=7)
-    for _ in range(2):
-        with pytest.raises(BadRequest, match="7 seconds of processor time"):
-            await cache.get(regex("costly"))
-    assert compiler.asked == ["costly"]
-
-
-async def test_a_slow_grammar_keeps_no_other(compiler: Compiler, pool: ThreadPools) -> None:
-    """Another is compiled beside it."""
-    cache = GrammarCache("beside", compiler, pool.compile)
+async def test_a_slow_grammar_keeps_no_other(make: Make) -> None:
+    cache, compiler = make()
     compiler.gate.clear()
     slow = asyncio.create_task(cache.get(regex("a")))
     await until(lambda: compiler.asked)

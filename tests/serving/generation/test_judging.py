@@ -4,20 +4,20 @@ import asyncio
 
 import pytest
 
-from gateway.errors import DeadlineExceeded, EngineFailed, Overloaded
+from gateway.errors import EngineFailed, Overloaded
 from gateway.jobs import GenerateJob, LabelStep, Question, Sampling, SequenceParams
 from gateway.serving.generation.fan_out import score_labels
 from gateway.serving.generation.queue import JobQueue
-from tests.fakes import FAR, ScriptedChat, caller, generate_job
-from tests.serving.generation.test_batcher import batching, text
+from tests.fakes import ScriptedChat, caller
+from tests.serving.generation.harness import asking, batching, reached
 
 pytestmark = pytest.mark.anyio
 
 
-def judging(first: int, count: int, *, deadline: float = FAR, word: str = "q") -> GenerateJob:
+def judging(first: int, count: int, *, word: str = "q") -> GenerateJob:
     questions = [Question(first + i, f"{word}{i}", ["yes", "no"]) for i in range(count)]
     return GenerateJob(
-        caller=caller(deadline),
+        caller=caller(),
         messages=[{"role": "user", "content": "in"}],
         questions=questions,
         sampling=Sampling(),
@@ -25,58 +25,27 @@ def judging(first: int, count: int, *, deadline: float = FAR, word: str = "q") -
     )
 
 
-async def test_every_question_has_its_labels_in_order() -> None:
-    """Across the jobs of a request; each prompt is counted."""
-    async with batching(ScriptedChat()) as batcher:
-        logprobs, usage = await score_labels(batcher, [judging(0, 3), judging(3, 2)])
-    assert logprobs == [[-1.0, -2.0]] * 5
-    assert usage.prompt_tokens == 5 * len("inq0")
-    assert usage.cached_tokens == 0 + 1 + 2 + 3 + 4
-
-
-async def test_questions_and_answers_share_the_engine() -> None:
-    async with batching(ScriptedChat(), rows=4) as batcher:
-        (judged, _), answer, (other, _) = await asyncio.gather(
-            score_labels(batcher, [judging(0, 9)]),
-            text(batcher, generate_job("hello")),
-            score_labels(batcher, [judging(0, 2)]),
-        )
-    assert (len(judged), answer, len(other)) == (9, "hello", 2)
-
-
 async def test_questions_leave_places_for_answers() -> None:
     """Those of one request may be thousands of rows, each of a long prompt."""
     engine = ScriptedChat()
     engine.gate.close()
-    async with batching(engine, rows=8) as batcher:
+    async with batching(engine, max_batch_size=8) as batcher:
         judging_many = asyncio.create_task(score_labels(batcher, [judging(0, 50)]))
-        await asyncio.to_thread(engine.gate.reached.wait, 5)
+        await reached(engine)
         assert engine.rows == 6
-        answer = asyncio.create_task(text(batcher, generate_job("hello")))
+        answer = asking(batcher, "hello")
         engine.gate.open()
         assert await answer == "hello"
         assert not judging_many.done()
         await judging_many
 
 
-async def test_a_full_queue_refuses_questions() -> None:
-    engine = ScriptedChat()
-    engine.gate.close()
-    async with batching(engine, choices=4) as batcher:
-        first = asyncio.create_task(score_labels(batcher, [judging(0, 4)]))
-        await asyncio.to_thread(engine.gate.reached.wait, 5)
-        with pytest.raises(Overloaded):
-            await score_labels(batcher, [judging(0, 1)])
-        engine.gate.open()
-        await first
-
-
 async def test_cancelled_questions_leave_the_engine() -> None:
     engine = ScriptedChat()
     engine.gate.close()
-    async with batching(engine, choices=4) as batcher:
+    async with batching(engine, queue_limit=4) as batcher:
         task = asyncio.create_task(score_labels(batcher, [judging(0, 4)]))
-        await asyncio.to_thread(engine.gate.reached.wait, 5)
+        await reached(engine)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -84,12 +53,6 @@ async def test_cancelled_questions_leave_the_engine() -> None:
         judged, _ = await score_labels(batcher, [judging(0, 4)])
     assert len(judged) == 4
     assert engine.rows == 0
-
-
-async def test_questions_past_their_deadline_end() -> None:
-    async with batching(ScriptedChat()) as batcher:
-        with pytest.raises(DeadlineExceeded):
-            await score_labels(batcher, [judging(0, 2, deadline=0)])
 
 
 async def test_a_question_that_fails_ends_its_request_alone() -> None:

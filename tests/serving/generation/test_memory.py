@@ -3,30 +3,26 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from gateway import clock, metrics
+from gateway import metrics
 from gateway.errors import NoRoom, PromptTooLarge
-from gateway.jobs import Delta, GenerateJob, Grammar, KvCost, Sampling, SequenceParams
+from gateway.jobs import Grammar, KvCost, Sampling, SequenceParams
 from gateway.serving.budget import Budget
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.generation.choice import Choice
-from gateway.serving.generation.grammars import GrammarCache
 from gateway.serving.generation.memory import KV_STEP, Layout, RowCosts, RowMemory
 from gateway.serving.generation.policy import GenerationLimits
 from gateway.serving.generation.scheduler import Scheduler
-from gateway.serving.lane import Lane
-from gateway.serving.tokenize import ThreadPools
 from tests.fakes import ScriptedChat, generate_job
+from tests.serving.generation.harness import asking, batching, deltas, joined
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
-LIMITS = GenerationLimits(max_batch_size=32, prefill_chunk_tokens=512)
 
 
 def row(prompt: int, max_tokens: int, *, is_open: bool = False) -> SequenceParams:
@@ -98,21 +94,16 @@ def test_a_row_is_counted_by_what_it_has_and_a_usual_answer() -> None:
 
 
 def test_a_prompt_that_never_fits_is_refused_and_no_other() -> None:
-    """Whatever it asks for: a bound is no need."""
     memory = RowMemory(Budget(1000), costs(most=1000))
     memory.check("m", row(743, 90_000))
     with pytest.raises(PromptTooLarge, match=r"744 tokens .* at most 743") as refused:
         memory.check("m", row(744, 1))
     assert (refused.value.status, refused.value.code) == (507, "insufficient_memory")
     RowMemory(Budget(0), RowCosts()).check("m", row(10**6, 10**6))
-
-
-def test_what_must_stay_leaves_the_less_for_rows() -> None:
-    """A pinned model may be loaded while this one is."""
     most = [1000]
     memory = RowMemory(Budget(1000), RowCosts(KvCost(1), most=lambda: most[0]))
     memory.check("m", row(700, 1))
-    most[0] = 900
+    most[0] = 900  # a model that is pinned has been loaded
     with pytest.raises(PromptTooLarge):
         memory.check("m", row(700, 1))
 
@@ -126,14 +117,12 @@ def test_a_model_larger_than_it_seemed_has_room_for_the_rows_its_share_includes(
 
 
 def test_a_model_whose_kv_is_unknown_counts_nothing() -> None:
-    """It is served as if there were memory for all."""
     memory = RowMemory(Budget(0), RowCosts())
     assert memory.fits(Layout([10**6] * 99))
     assert memory.grant_length(5, 10**6, 0) == 261
 
 
 def test_a_share_holds_what_its_rows_take_and_gives_it_back() -> None:
-    """Beyond what the model's own share includes."""
     budget = Budget(10**6)
     memory = RowMemory(budget, costs(10, included=2 * KV_STEP * 10))
     memory.hold(Layout([KV_STEP]))
@@ -142,50 +131,20 @@ def test_a_share_holds_what_its_rows_take_and_gives_it_back() -> None:
     assert budget.free_bytes == 10**6 - 4 * KV_STEP * 10
     memory.hold(Layout())
     assert budget.free_bytes == 10**6
-
-
-def test_rows_fit_in_what_nobody_has() -> None:
-    """What was larger than it seemed overdraws a budget."""
-    budget = Budget(4 * KV_STEP)
     other = budget.share()
-    memory = RowMemory(budget, costs())
-    other.resize(2 * KV_STEP)
+    other.resize(10**6 - 2 * KV_STEP * 10)
     assert memory.fits(Layout([KV_STEP]))
+    assert not memory.fits(Layout([KV_STEP + 1] * 2))
+    other.resize(10**6 + 1)  # it was larger than it seemed
     assert not memory.fits(Layout([KV_STEP + 1]))
-    other.resize(9 * KV_STEP)
-    assert not memory.fits(Layout([1]))
-
-
-@asynccontextmanager
-async def batching(
-    engine: ScriptedChat, memory: RowMemory, limits: GenerationLimits = LIMITS
-) -> AsyncIterator[GenerationBatcher]:
-    with ThreadPools() as pool:
-        grammars = GrammarCache("m", engine.compile, pool.run)
-        async with Lane() as lane:
-            batcher = GenerationBatcher("m", engine, lane, pool, limits, grammars, memory)
-            async with batcher.running():
-                yield batcher
-
-
-async def said(batcher: GenerationBatcher, job: GenerateJob) -> list[Delta]:
-    async with batcher.generate(job) as generation:
-        return [delta async for delta in generation.deltas]
-
-
-def text(deltas: list[Delta]) -> str:
-    return "".join(delta.text for delta in deltas)
 
 
 async def test_rows_beyond_the_budget_wait_and_are_all_answered() -> None:
-    """Three at once, where so many fit."""
     budget = Budget(3 * (28 + KV_STEP))
     engine = ScriptedChat()
     async with batching(engine, RowMemory(budget, costs())) as batcher:
-        answers = await asyncio.gather(
-            *(said(batcher, generate_job(f"number {i}", max_tokens=20)) for i in range(10))
-        )
-    assert [text(answer) for answer in answers] == [f"number {i}" for i in range(10)]
+        asked = [asking(batcher, f"number {i}", max_tokens=20) for i in range(10)]
+        assert await asyncio.gather(*asked) == [f"number {i}" for i in range(10)]
     assert max(engine.steps) == 3
     assert budget.free_bytes == budget.limit_bytes
 
@@ -217,12 +176,12 @@ async def test_a_row_joins_when_another_holder_gives_bytes_back() -> None:
     budget.attach(Models(evict))
     memory = RowMemory(budget, costs(most=2 * KV_STEP))
     async with batching(ScriptedChat(), memory) as batcher:
-        waiting = asyncio.create_task(said(batcher, generate_job("late", max_tokens=9)))
+        waiting = asking(batcher, "late", max_tokens=9)
         await until(lambda: cleared)
         assert not waiting.done()
         assert set(cleared) == {13 + KV_STEP}, "so much must be free, not so much more"
         other.release()
-        assert text(await asyncio.wait_for(waiting, 5)) == "late"
+        assert await asyncio.wait_for(waiting, 5) == "late"
 
 
 async def test_a_row_joins_when_another_model_that_gives_way_becomes_idle() -> None:
@@ -241,11 +200,11 @@ async def test_a_row_joins_when_another_model_that_gives_way_becomes_idle() -> N
     budget.attach(Models(evict))
     memory = RowMemory(budget, costs(most=2 * KV_STEP))
     async with batching(ScriptedChat(), memory) as batcher:
-        waiting = asyncio.create_task(said(batcher, generate_job("late", max_tokens=9)))
+        waiting = asking(batcher, "late", max_tokens=9)
         await until(lambda: asked)
         is_idle = True
         budget.notify()
-        assert text(await asyncio.wait_for(waiting, 5)) == "late"
+        assert await asyncio.wait_for(waiting, 5) == "late"
 
 
 async def test_a_row_that_waits_for_others_alone_is_told_so_in_time() -> None:
@@ -254,47 +213,24 @@ async def test_a_row_that_waits_for_others_alone_is_told_so_in_time() -> None:
     other = budget.share()
     other.resize(2 * KV_STEP)
     memory = RowMemory(budget, costs(most=4 * KV_STEP))
-    limits = replace(LIMITS, memory_wait_s=0.05)
-    async with batching(ScriptedChat(max_context=1000), memory, limits) as batcher:
-        big = generate_job("b" * 200, max_tokens=80)
-        answers = await asyncio.gather(
-            said(batcher, big),
-            said(batcher, generate_job("small", max_tokens=9)),
-            return_exceptions=True,
-        )
-        assert isinstance(answers[0], NoRoom)
-        assert isinstance(answers[1], list), "it did fit"
-        assert text(answers[1]) == "small"
+    engine = ScriptedChat(max_context=1000)
+    async with batching(engine, memory, memory_wait_s=0.05) as batcher:
+        big = asking(batcher, "b" * 200, max_tokens=80)
+        assert await asking(batcher, "small", max_tokens=9) == "small", "it did fit"
+        with pytest.raises(NoRoom):
+            await big
         other.release()
-        assert len(text(await said(batcher, big))) == 80
+        assert len(await asking(batcher, "b" * 200, max_tokens=80)) == 80
     assert budget.free_bytes == budget.limit_bytes
 
 
-async def test_what_is_kept_of_prompts_goes_when_others_are_short() -> None:
-    """Once: what is kept after that stays, though nobody runs."""
-    budget = Budget(10**6)
-    engine = ScriptedChat(prefix_bytes=1000)
-    async with batching(engine, RowMemory(budget, costs(most=10**6))) as batcher:
-        await said(batcher, generate_job("one", max_tokens=9))
-        while budget.free_bytes != budget.limit_bytes - 1000:
-            await asyncio.sleep(0.001)  # the row's own bytes are on their way back
-        budget.recall()
-        while budget.free_bytes < budget.limit_bytes or engine.prefix_bytes:
-            await asyncio.sleep(0.001)  # the engine frees them on the lane
-        engine.prefix_bytes = 500
-        await said(batcher, generate_job("two", max_tokens=9))
-        assert engine.prefix_bytes == 500
-
-
 async def test_what_is_kept_of_prompts_gives_way_to_rows() -> None:
-    """Prefixes only save time."""
     budget = Budget(2 * KV_STEP)
     engine = ScriptedChat(prefix_bytes=KV_STEP)
     memory = RowMemory(budget, costs(most=2 * KV_STEP))
     memory.set_prefix_bytes(KV_STEP)
     async with batching(engine, memory) as batcher:
-        answer = await asyncio.wait_for(said(batcher, generate_job("now", max_tokens=9)), 5)
-    assert text(answer) == "now"
+        assert await asyncio.wait_for(asking(batcher, "now", max_tokens=9), 5) == "now"
     assert engine.prefix_bytes == 0
 
 
@@ -304,48 +240,26 @@ async def test_a_row_that_fits_passes_one_that_others_keep_waiting() -> None:
     other = budget.share()
     other.resize(2 * KV_STEP)
     async with batching(ScriptedChat(max_context=1000), RowMemory(budget, costs())) as batcher:
-        big = asyncio.create_task(said(batcher, generate_job("b" * 200, max_tokens=80)))
+        big = asking(batcher, "b" * 200, max_tokens=80)
         await until(lambda: batcher.tickets)
-        small = said(batcher, generate_job("small", max_tokens=9))
-        assert text(await asyncio.wait_for(small, 5)) == "small"
+        small = asking(batcher, "small", max_tokens=9)
+        assert await asyncio.wait_for(small, 5) == "small"
         assert not big.done()
         other.release()
-        assert len(text(await asyncio.wait_for(big, 5))) == 80
-
-
-async def test_each_row_that_is_stuck_waits_its_own_time() -> None:
-    """One that has just come is not refused with one that came long before."""
-    budget = Budget(2 * KV_STEP)
-    other = budget.share()
-    other.resize(2 * KV_STEP)
-    limits = replace(LIMITS, memory_wait_s=0.15)
-    ends: dict[str, float] = {}
-
-    async def refused(batcher: GenerationBatcher, word: str) -> None:
-        began = clock.now()
-        with pytest.raises(NoRoom):
-            await said(batcher, generate_job(word, max_tokens=9))
-        ends[word] = clock.now() - began
-
-    async with batching(ScriptedChat(), RowMemory(budget, costs()), limits) as batcher:
-        first = asyncio.create_task(refused(batcher, "first"))
-        await asyncio.sleep(0.1)
-        await asyncio.gather(first, refused(batcher, "second"))
-    assert min(ends.values()) >= 0.15
+        assert len(await asyncio.wait_for(big, 5)) == 80
 
 
 @pytest.mark.parametrize("max_tokens", [None, 16_384])
 async def test_a_row_that_cannot_grow_though_it_is_alone_ends_with_length(
     max_tokens: int | None,
 ) -> None:
-    """Where its memory does, as if it had been bounded so."""
     budget = Budget(240 + KV_STEP)
     engine = ScriptedChat(max_context=20_000)
     memory = RowMemory(budget, costs(answer_tokens=90))
     async with batching(engine, memory) as batcher:
         job = generate_job("a" * 150, max_tokens=max_tokens)
-        answer = await asyncio.wait_for(said(batcher, job), 10)
-    assert text(answer) == "a" * 90
+        answer = await asyncio.wait_for(deltas(batcher, job), 10)
+    assert joined(answer) == "a" * 90
     assert answer[-1].finish_reason == "length"
     assert engine.preempted == []
     assert budget.free_bytes == budget.limit_bytes
@@ -355,7 +269,6 @@ async def test_a_row_that_cannot_grow_though_it_is_alone_ends_with_length(
 async def test_when_memory_ends_the_youngest_gives_way_and_says_it_all_later(
     max_tokens: int | None,
 ) -> None:
-    """Both have begun; only one can go on to its end."""
     budget = Budget(2 * (260 + KV_STEP))
     engine = ScriptedChat(max_context=20_000)
     counted = metrics.of(metrics.PREEMPTIONS, "m")._value
@@ -363,11 +276,11 @@ async def test_when_memory_ends_the_youngest_gives_way_and_says_it_all_later(
     jobs = [generate_job(letter * 150, max_tokens=max_tokens) for letter in "ab"]
     async with batching(engine, RowMemory(budget, costs(answer_tokens=90))) as batcher:
         engine.gate.close()
-        asked = [asyncio.create_task(said(batcher, job)) for job in jobs]
+        asked = [asyncio.create_task(deltas(batcher, job)) for job in jobs]
         await until(lambda: engine.rows + batcher.tickets == 2)
         engine.gate.open()
         answers = await asyncio.wait_for(asyncio.gather(*asked), 10)
-    assert [text(answer) for answer in answers] == ["a" * 150, "b" * 150]
+    assert [joined(answer) for answer in answers] == ["a" * 150, "b" * 150]
     assert [answer[-1].finish_reason for answer in answers] == ["stop", "stop"]
     assert max(engine.steps) == 2
     assert engine.preempted == [2]
@@ -376,53 +289,22 @@ async def test_when_memory_ends_the_youngest_gives_way_and_says_it_all_later(
     assert budget.free_bytes == budget.limit_bytes
 
 
-async def test_one_that_gave_way_waits_ahead_of_newcomers() -> None:
-    """It came before them, and its caller has begun to read."""
-    budget = Budget(2 * (260 + KV_STEP))
-    engine = ScriptedChat(max_context=20_000)
-    ends: list[str] = []
-
-    async def ask(batcher: GenerationBatcher, letter: str) -> None:
-        assert text(await said(batcher, generate_job(letter * 150))) == letter * 150
-        ends.append(letter)
-
-    async with batching(engine, RowMemory(budget, costs(answer_tokens=90))) as batcher:
-        asked = [asyncio.create_task(ask(batcher, letter)) for letter in "ab"]
-        await until(lambda: engine.preempted)
-        asked += [asyncio.create_task(ask(batcher, letter)) for letter in "cd"]
-        await asyncio.wait_for(asyncio.gather(*asked), 10)
-    assert ends[:2] == ["a", "b"]
-
-
-async def test_a_client_may_leave_while_its_row_waits_to_be_read_again() -> None:
-    """Nothing of it is left, in the engine either."""
-    budget = Budget(2 * (260 + KV_STEP))
-    engine = ScriptedChat(max_context=20_000)
-    async with batching(engine, RowMemory(budget, costs(answer_tokens=90))) as batcher:
-        asked = [asyncio.create_task(said(batcher, generate_job(letter * 150))) for letter in "ab"]
-        await until(lambda: engine.preempted)
-        asked[1].cancel()
-        assert text(await asyncio.wait_for(asked[0], 10)) == "a" * 150
-        await asyncio.gather(*asked, return_exceptions=True)
-        await until(lambda: 2 in engine.left)
-    assert not engine._preempted
-    assert budget.free_bytes == budget.limit_bytes
-
-
 async def test_one_that_gave_way_and_finds_no_memory_again_ends_with_what_it_has_said() -> None:
     """With `length`, and never with an error: its caller has begun to read."""
     budget = Budget(2 * (260 + KV_STEP))
     other = budget.share()
     engine = ScriptedChat(max_context=20_000)
-    limits = replace(LIMITS, memory_wait_s=0.05)
-    async with batching(engine, RowMemory(budget, costs(answer_tokens=90)), limits) as batcher:
-        asked = [asyncio.create_task(said(batcher, generate_job(letter * 150))) for letter in "ab"]
+    memory = RowMemory(budget, costs(answer_tokens=90))
+    async with batching(engine, memory, memory_wait_s=0.05) as batcher:
+        asked = [
+            asyncio.create_task(deltas(batcher, generate_job(letter * 150))) for letter in "ab"
+        ]
         await until(lambda: engine.preempted)
         other.resize(budget.limit_bytes - 600)  # the first has what it needs, and no more
         answers = await asyncio.wait_for(asyncio.gather(*asked), 10)
-    assert text(answers[0]) == "a" * 150
+    assert joined(answers[0]) == "a" * 150
     assert answers[1][-1].finish_reason == "length"
-    assert 0 < len(text(answers[1])) < 150
+    assert 0 < len(joined(answers[1])) < 150
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -432,7 +314,7 @@ async def test_no_answer_is_lost_when_memory_ends_again_and_again(seed: int) -> 
     budget = Budget(chance.choice([1500, 2500, 4000]))
     engine = ScriptedChat(max_context=20_000)
     memory = RowMemory(budget, costs(answer_tokens=chance.choice([16, 64])))
-    limits = replace(LIMITS, structured_rows=chance.choice([1, 2]))
+    bound = chance.choice([1, 2])
 
     async def ask(batcher: GenerationBatcher, number: int) -> None:
         words = chr(65 + number) * chance.choice([5, 60, 200, 400])
@@ -440,7 +322,7 @@ async def test_no_answer_is_lost_when_memory_ends_again_and_again(seed: int) -> 
         job = generate_job(words, n=chance.choice([1, 1, 3]), max_tokens=16_384)
         if chance.random() < 0.4:
             job = replace(job, grammar=Grammar("choice", '["a"]'))
-        asking = asyncio.create_task(said(batcher, job))
+        asking = asyncio.create_task(deltas(batcher, job))
         if chance.random() < 0.2:
             await asyncio.sleep(0.02)
             asking.cancel()
@@ -449,10 +331,10 @@ async def test_no_answer_is_lost_when_memory_ends_again_and_again(seed: int) -> 
         answer = await asking
         for index in range(job.n):
             mine = [delta for delta in answer if delta.index == index]
-            assert text(mine) == words
+            assert joined(mine) == words
             assert mine[-1].finish_reason == "stop"
 
-    async with batching(engine, memory, limits) as batcher, asyncio.timeout(30):
+    async with batching(engine, memory, structured_rows=bound) as batcher, asyncio.timeout(30):
         await asyncio.gather(*(ask(batcher, number) for number in range(20)))
         assert batcher.tickets == 0
     assert max(Counter(engine.preempted).values(), default=0) <= 2
@@ -469,19 +351,19 @@ async def test_forty_calls_with_a_huge_bound_run_as_many_as_really_fit() -> None
     engine = ScriptedChat(max_context=20_000, script=[{"text": "x", "tokens": 1}] * answer)
     engine.script[-1] = {"text": "x", "tokens": 1, "finish_reason": "stop"}
     async with batching(engine, RowMemory(budget, costs())) as batcher, asyncio.timeout(30):
-        answers = await asyncio.gather(
-            *(said(batcher, generate_job("p" * prompt, max_tokens=16_384)) for _ in range(40))
-        )
-    steps = engine.steps
-    print(f"rows in a step: {max(steps)} at the most, {sum(steps) / len(steps):.1f} on average")
-    assert [text(each) for each in answers] == ["x" * answer] * 40
+        asked = [asking(batcher, "p" * prompt, max_tokens=16_384) for _ in range(40)]
+        assert await asyncio.gather(*asked) == ["x" * answer] * 40
     assert max(engine.steps) >= 12
     assert sum(engine.steps) / len(engine.steps) >= 12
 
 
 def test_rows_that_leave_after_a_shortage_make_room_for_others() -> None:
     """However they leave; once none is left, as many may run as before."""
-    scheduler = Scheduler("m", LIMITS, RowMemory(Budget(0), RowCosts()))
+    scheduler = Scheduler(
+        "m",
+        GenerationLimits(max_batch_size=32, prefill_chunk_tokens=512),
+        RowMemory(Budget(0), RowCosts()),
+    )
     choices = [Choice(row(1, 9), asyncio.Queue()) for _ in range(9)]
     for number, choice in enumerate(choices[:8]):
         choice.row = number

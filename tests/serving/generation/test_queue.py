@@ -23,8 +23,8 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_job_that_may_wait_has_the_place_of_one_that_leaves_at_once() -> None:
-    """No time passes between the two."""
+async def test_a_job_that_may_wait_has_the_place_of_one_that_leaves_or_a_higher_limit() -> None:
+    """At once: no time passes between the two. One that may not wait is refused."""
     queue = JobQueue("m", max_tokens=10, max_choices=9)
     refusals: list[str] = []
 
@@ -33,22 +33,14 @@ async def test_a_job_that_may_wait_has_the_place_of_one_that_leaves_at_once() ->
             pass
 
     async with queue.place(caller(), JOB):
+        with pytest.raises(Overloaded, match="6 tokens waiting already"):
+            async with queue.place(caller(), JOB):
+                pass
         waiting = asyncio.create_task(wait())
         await settle()
         assert refusals == ["full"]
     await settle()
     assert waiting.done()
-    assert refusals == ["full"]
-
-
-async def test_a_job_that_waits_is_admitted_by_a_higher_limit() -> None:
-    """Of a catalog that is read again meanwhile."""
-    queue = JobQueue("m", max_tokens=10, max_choices=9)
-
-    async def wait() -> None:
-        async with queue.place(caller(), JOB, lambda: None):
-            pass
-
     async with queue.place(caller(), JOB):
         waiting = asyncio.create_task(wait())
         await settle()
@@ -56,21 +48,10 @@ async def test_a_job_that_waits_is_admitted_by_a_higher_limit() -> None:
         queue.adopt(max_tokens=12, max_choices=9)
         await settle()
         assert waiting.done()
-
-
-async def test_a_job_that_may_not_wait_is_refused() -> None:
-    """And holds nothing."""
-    queue = JobQueue("m", max_tokens=10, max_choices=9)
-    async with queue.place(caller(), JOB):
-        with pytest.raises(Overloaded, match="6 tokens waiting already"):
-            async with queue.place(caller(), JOB):
-                pass
-    async with queue.place(caller(), JOB):
-        pass
+    assert refusals == ["full"] * 2
 
 
 async def test_a_job_waits_no_longer_than_its_deadline() -> None:
-    """Then it is an error of its own."""
     queue = JobQueue("m", max_tokens=10, max_choices=9)
     async with queue.place(caller(), JOB):
         late = replace(caller(), deadline=clock.now())
@@ -121,7 +102,6 @@ def names(choices: list[Choice]) -> str:
 
 
 async def test_requests_give_one_row_in_turn() -> None:
-    """The first first; one with many rows takes what the others leave."""
     waiting = filled(a=(1.0, 9), b=(2.0, 2), c=(3.0, 1))
     assert names(choose(waiting, 7)) == "abcabaa"
     assert len(waiting) == 12, "they were only asked"
@@ -140,7 +120,6 @@ async def test_one_with_few_rows_inside_goes_before_one_with_many() -> None:
 
 
 async def test_the_preempted_go_first_by_rank() -> None:
-    """They have begun, and their callers read."""
     waiting = filled(a=(1.0, 2))
     for request, rank in (("y", 9.0), ("x", 5.0)):
         late = a_choice(request, rank)
@@ -152,21 +131,7 @@ async def test_the_preempted_go_first_by_rank() -> None:
     assert (len(waiting), names(list(waiting))) == (1, "a")
 
 
-async def test_a_request_that_is_passed_is_not_asked_again() -> None:
-    """Nor does it keep the others."""
-    waiting = filled(a=(1.0, 5), b=(2.0, 2))
-    asked: list[str] = []
-
-    def decide(choice: Choice) -> Joins:
-        asked.append(choice.request)
-        return Joins.LATER if choice.request == "a" else Joins.NOW
-
-    waiting.offer({}, decide)
-    assert asked == ["a", "b", "b"]
-
-
 async def test_who_is_given_up_is_met_no_more() -> None:
-    """Wherever it stood in its line."""
     waiting = filled(a=(1.0, 5), b=(2.0, 1))
     gone = [each for each in waiting if each.request == "b" or each.index in (0, 1, 3)]
     waiting.remove(gone)

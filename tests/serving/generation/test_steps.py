@@ -12,7 +12,7 @@ from gateway.jobs import Delta, Pass
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.lane import START_TOKENS, Lane
 from tests.fakes import ScriptedChat, generate_job
-from tests.serving.generation.test_batcher import batching, text
+from tests.serving.generation.harness import batching, text
 
 pytestmark = pytest.mark.anyio
 
@@ -55,7 +55,6 @@ async def batching_after(kind: str, engine: ScriptedChat) -> AsyncIterator[Gener
 
 
 async def test_chunks_of_a_prompt_are_as_long_as_their_time_allows(engine: SlowReader) -> None:
-    """By what was measured: on a device where the setting's tokens take longer, they are fewer."""
     async with batching_after("embedding", engine) as batcher:
         assert await text(batcher, generate_job("hello", max_tokens=3)) == "hel"
     assert engine.budgets[0] == START_TOKENS
@@ -73,19 +72,6 @@ async def test_prompts_that_have_the_device_to_themselves_are_read_in_longer_pas
     assert len(engine.budgets) < 10
 
 
-async def test_a_prompt_beside_an_answer_is_read_in_passes_of_the_usual_length(
-    engine: SlowReader,
-) -> None:
-    """The answer would only wait."""
-    engine.unread = 0
-    async with batching(engine, pass_limit_s=0.05) as batcher:
-        async with batcher.generate(generate_job("x" * 9000)) as writing:
-            await anext(writing.deltas)
-            engine.budgets, engine.unread = [], 2000  # the answer's own prompt took no time
-            await text(batcher, generate_job("hello", max_tokens=3))
-    assert max(engine.budgets[2:]) <= 110
-
-
 async def test_short_prompts_share_a_longer_pass_beside_an_answer(engine: SlowReader) -> None:
     """One by one they would keep it waiting for longer, and each other too."""
     engine.unread = 0
@@ -97,15 +83,3 @@ async def test_short_prompts_share_a_longer_pass_beside_an_answer(engine: SlowRe
             await asyncio.gather(*(text(batcher, job) for job in jobs))
     assert all(110 < budget <= 440 for budget in engine.budgets[2:])
     assert len(engine.budgets) < 10
-
-
-async def test_what_a_pass_takes_is_known_before_others_need_the_device(engine: SlowReader) -> None:
-    """The first chunk beside them is as long as a pass may be."""
-    async with Lane() as lane:
-        async with batching(engine, pass_limit_s=0.05, lane=lane) as batcher:
-            await text(batcher, generate_job("hello", max_tokens=3))
-            async with lane.turn("embedding"):
-                pass
-            engine.budgets, engine.unread = [], 1000
-            await text(batcher, generate_job("hello", max_tokens=3))
-    assert max(engine.budgets) <= 110

@@ -92,37 +92,6 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-class Users:
-    """Callers of one model, each for as long as the test says."""
-
-    def __init__(self, models: ModelCache[str], name: str) -> None:
-        self._models = models
-        self._name = name
-        self._release = asyncio.Event()
-        self.inside = 0
-        self.tasks: list[asyncio.Task[None]] = []
-
-    async def come(self) -> asyncio.Task[None]:
-        """Ask once more."""
-        self.tasks.append(asyncio.create_task(self._use()))
-        await settle()
-        return self.tasks[-1]
-
-    async def go(self) -> None:
-        """Have those inside leave; those who come later stay until the next time."""
-        self._release.set()
-        self._release = asyncio.Event()
-        await settle()
-
-    async def _use(self) -> None:
-        async with self._models.lease(spec(self._name), caller()):
-            self.inside += 1
-            try:
-                await self._release.wait()
-            finally:
-                self.inside -= 1
-
-
 async def until(condition: Callable[[], bool]) -> None:
     """Let virtual time pass until a condition holds."""
     async with asyncio.timeout(100):

@@ -22,7 +22,6 @@ def shelf_of_large_bases() -> Shelf:
 
 
 async def test_a_base_in_use_by_an_adapter_is_not_evicted() -> None:
-    """Idle, it leaves after its adapters, and comes back with the first that is asked for."""
     shelf = shelf_of_large_bases()
     async with cache(shelf, Budget(125)) as models:
         await use(models, TWO)
@@ -37,7 +36,6 @@ async def test_a_base_in_use_by_an_adapter_is_not_evicted() -> None:
 
 
 async def test_an_idle_adapter_makes_room_for_another_and_the_base_stays() -> None:
-    """What does not fit beside the base is refused at once."""
     shelf = shelf_of_large_bases()
     async with cache(shelf, Budget(110)) as models:
         async with models.lease(BASE):
@@ -50,7 +48,6 @@ async def test_an_idle_adapter_makes_room_for_another_and_the_base_stays() -> No
 
 
 async def test_unloading_a_base_frees_its_adapters_too() -> None:
-    """After the last request to any of them. Unloading an adapter leaves its base."""
     shelf = Shelf(BASE, ONE)
     async with cache(shelf) as models:
         async with models.lease(ONE):
@@ -82,7 +79,6 @@ async def test_a_pinned_adapter_keeps_its_base() -> None:
 
 
 async def test_an_adapter_that_fails_leaves_its_base_and_the_others() -> None:
-    """Nor is the base loaded for it while the failure is remembered."""
     shelf = Shelf(BASE, ONE, TWO)
     shelf.failures["one"] = ModelLoadFailed("one", "it is broken.")
     async with cache(shelf, ttl_s=1) as models:
@@ -97,22 +93,7 @@ async def test_an_adapter_that_fails_leaves_its_base_and_the_others() -> None:
         assert shelf.loads == ["base", "two", "one"]
 
 
-async def test_an_adapter_and_a_model_that_waits_for_its_base_are_both_served() -> None:
-    """The adapter, which holds the base, does not wait for who waits for the base."""
-    shelf = shelf_of_large_bases()
-    shelf.may_load.clear()
-    async with cache(shelf, Budget(120)) as models:
-        adapted = asyncio.create_task(use(models, ONE))
-        await settle()
-        newcomer = asyncio.create_task(use(models, OTHER))
-        await settle()
-        shelf.may_load.set()
-        assert (await adapted, await newcomer) == ("base+one", "other")
-    assert shelf.loads == ["base", "one", "other"]
-
-
 async def test_a_new_catalog_moves_an_adapter_to_its_new_base() -> None:
-    """Requests under way end with what they have; other adapters of an unchanged base stay."""
     shelf = Shelf(BASE, OTHER, ONE, TWO)
     moved = adapter("one", OTHER)
     async with cache(shelf) as models:
@@ -124,16 +105,3 @@ async def test_a_new_catalog_moves_an_adapter_to_its_new_base() -> None:
             assert "base+one" in shelf.open
         await settle()
         assert shelf.open == ["base", "base+two", "other", "other+one"]
-
-
-async def test_leaving_the_cache_frees_adapters_before_their_base() -> None:
-    """Also where another one is being loaded."""
-    shelf = Shelf(BASE, ONE, TWO)
-    async with cache(shelf) as models:
-        await use(models, ONE)
-        shelf.may_load.clear()
-        loading = asyncio.create_task(use(models, TWO))
-        await settle()
-    await asyncio.wait([loading])
-    assert "shutting down" in str(loading.exception())
-    assert shelf.freed == ["one", "base"]

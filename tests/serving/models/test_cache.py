@@ -1,7 +1,7 @@
 """The model cache: loaded once, kept while leased, the oldest idle one leaves."""
 
 import asyncio
-import time
+import contextlib
 import traceback
 
 import pytest
@@ -16,22 +16,13 @@ from gateway.errors import (
 )
 from gateway.registry import Catalog
 from gateway.serving.budget import Budget
-from gateway.serving.models.cache import Status
 from gateway.serving.models.eviction import RECENT_S
-from tests.serving.models.harness import Shelf, Users, cache, settle, spec, until, use
+from tests.serving.models.harness import Shelf, cache, settle, spec, until, use
 
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_load_is_shared_by_all_who_wait_for_it() -> None:
-    shelf = Shelf()
-    async with cache(shelf) as models:
-        assert await asyncio.gather(*(use(models, "a") for _ in range(5))) == ["a"] * 5
-    assert shelf.loads == ["a"]
-
-
 async def test_no_more_wait_for_a_load_than_the_queue_holds() -> None:
-    """The next is refused at once; one that leaves gives way."""
     shelf = Shelf()
     async with cache(shelf, queue_limit=2) as models:
         shelf.may_load.clear()
@@ -45,11 +36,10 @@ async def test_no_more_wait_for_a_load_than_the_queue_holds() -> None:
         await settle()
         shelf.may_load.set()
         assert await asyncio.gather(*waiting) == ["a"] * 2
-    assert shelf.loads == ["a"]
+    assert shelf.loads == ["a"], "it is shared"
 
 
 async def test_the_least_recently_used_idle_model_makes_room() -> None:
-    """And its memory is back before the next is loaded."""
     shelf = Shelf()
     async with cache(shelf) as models:
         for name in "abac":
@@ -59,40 +49,22 @@ async def test_the_least_recently_used_idle_model_makes_room() -> None:
     assert shelf.open == []
 
 
-async def test_a_leased_model_is_never_evicted() -> None:
-    """Whoever needs room waits for the lease to end."""
+async def test_a_stray_request_takes_no_busy_model_from_its_callers() -> None:
     shelf = Shelf()
     async with cache(shelf, max_models=1) as models:
         async with models.lease(spec("a")):
-            waiting = asyncio.create_task(use(models, "b"))
-            await asyncio.sleep(1)
-            assert shelf.open == ["a"]
-        assert await waiting == "b"
-    assert shelf.most_open == 1
-
-
-async def test_a_stray_request_takes_no_busy_model_from_its_callers() -> None:
-    """They are served at once while it waits, and after it is refused."""
-    shelf = Shelf()
-    async with cache(shelf, max_models=1) as models:
-        busy = Users(models, "a")
-        await busy.come()
-        stray = asyncio.create_task(use(models, "b"))
-        await settle()
-        await busy.come()
-        assert busy.inside == 2
-        with pytest.raises(NoRoom, match="`a`"):
-            await stray
-        await busy.come()
-        assert busy.inside == 3
-        assert models.states() == {"a": "loaded"}
-        await busy.go()
+            stray = asyncio.create_task(use(models, "b"))
+            await settle()
+            assert await use(models, "a") == "a"
+            assert not stray.done(), "it was served at once"
+            with pytest.raises(NoRoom, match="`a`"):
+                await stray
+            assert await use(models, "a") == "a"
         assert await use(models, "b") == "b"
     assert shelf.loads == ["a", "b"]
 
 
 async def test_the_load_that_finds_no_room_names_who_is_in_use() -> None:
-    """To each caller in its own time, with Retry-After."""
     shelf = Shelf()
     async with cache(shelf, max_models=1, load_wait_s=2) as models:
         async with models.lease(spec("a")):
@@ -107,7 +79,6 @@ async def test_the_load_that_finds_no_room_names_who_is_in_use() -> None:
 
 
 async def test_a_caller_who_hangs_up_leaves_no_model_in_the_line() -> None:
-    """A smaller model behind it has the room that there is."""
     shelf = Shelf()
     shelf.sizes = {"a": 60, "b": 90, "c": 30}
     async with cache(shelf, Budget(100), load_wait_s=60) as models:
@@ -124,7 +95,6 @@ async def test_a_caller_who_hangs_up_leaves_no_model_in_the_line() -> None:
 
 
 async def test_waiting_for_a_load_ends_in_503_while_the_load_goes_on() -> None:
-    """With Retry-After; the next request finds it loaded."""
     shelf = Shelf()
     shelf.may_load.clear()
     async with cache(shelf) as models:
@@ -163,28 +133,7 @@ async def test_a_failed_load_is_told_to_all_and_again_for_a_while() -> None:
         assert models.status(spec("a")).failure is None
 
 
-async def test_an_error_that_is_not_ours_names_the_model() -> None:
-    shelf = Shelf()
-    shelf.failures["a"] = PermissionError(13, "Permission denied", "/models/a")
-    async with cache(shelf) as models:
-        with pytest.raises(ModelLoadFailed, match=r"`a`.*Permission denied.*/models/a"):
-            await use(models, "a")
-
-
-async def test_three_models_on_two_places_thrash_without_a_wrong_answer() -> None:
-    shelf = Shelf()
-    async with cache(shelf) as models:
-
-        async def use_often(name: str) -> None:
-            for _ in range(30):
-                assert await use(models, name) == name
-
-        await asyncio.gather(*(use_often(name) for name in "abcabc"))
-    assert shelf.most_open <= 2
-
-
 async def test_a_model_that_can_never_fit_is_refused_at_once() -> None:
-    """Saying what it needs and what is allowed; it is never loaded."""
     shelf = Shelf()
     shelf.sizes["a"] = 1234
     async with cache(shelf, load_wait_s=60) as models:
@@ -197,7 +146,6 @@ async def test_a_model_that_can_never_fit_is_refused_at_once() -> None:
 
 
 async def test_a_model_that_measures_more_than_it_seemed_counts_as_measured() -> None:
-    """The next one finds less room."""
     shelf = Shelf()
     shelf.sizes, shelf.measured = {"a": 30, "b": 50}, {"a": 60}
     async with cache(shelf, Budget(100)) as models:
@@ -207,22 +155,7 @@ async def test_a_model_that_measures_more_than_it_seemed_counts_as_measured() ->
         assert shelf.open == ["b"]
 
 
-async def test_rows_may_have_idle_models_leave() -> None:
-    """As few as suffice, never those in use, and nobody where all would not suffice."""
-    shelf = Shelf()
-    budget = Budget(30)
-    async with cache(shelf, budget, max_models=3) as models:
-        await use(models, "a")
-        await use(models, "b")
-        async with models.lease(spec("c")):
-            for nbytes, open_then in ((21, ["a", "b", "c"]), (5, ["b", "c"]), (20, ["c"])):
-                budget.evict_idle(nbytes, is_pressing=True)
-                await settle()
-                assert shelf.open == open_then
-
-
 async def test_a_model_used_a_moment_ago_does_not_leave_for_rows_beside_others() -> None:
-    """It would be back at once; rows that run give their memory back, or ask again."""
     shelf = Shelf()
     budget = Budget(20)
     async with cache(shelf, budget) as models:
@@ -231,13 +164,16 @@ async def test_a_model_used_a_moment_ago_does_not_leave_for_rows_beside_others()
         await settle()
         assert shelf.open == ["a"]
         await asyncio.sleep(RECENT_S + 1)
-        budget.evict_idle(15, is_pressing=False)
-        await settle()
-        assert shelf.open == []
+        async with models.lease(spec("b")):
+            budget.evict_idle(5, is_pressing=False)
+            await settle()
+            assert shelf.open == ["b"]
+            budget.evict_idle(15, is_pressing=True)
+            await settle()
+            assert shelf.open == ["b"], "it is in use"
 
 
 async def test_nobody_leaves_while_a_download_is_under_way() -> None:
-    """Room is made when the files are here. Without a caller nothing is loaded."""
     shelf = Shelf()
     async with cache(shelf, max_models=1) as models:
         await use(models, "a")
@@ -258,7 +194,6 @@ async def test_nobody_leaves_while_a_download_is_under_way() -> None:
 
 
 async def test_an_idle_model_leaves_after_its_time() -> None:
-    """It begins with the end of the last lease; a model's own wins over the setting."""
     shelf = Shelf(spec("a"), spec("b", ttl_s=90))
     async with cache(shelf, ttl_s=30) as models:
         async with models.lease(spec("a")):
@@ -276,7 +211,6 @@ async def test_an_idle_model_leaves_after_its_time() -> None:
 
 
 async def test_a_pinned_model_stays() -> None:
-    """However long it is idle and whoever needs its room, until it is unloaded by hand."""
     pinned = spec("a", pinned=True)
     shelf = Shelf(pinned, spec("b"), spec("c"))
     shelf.sizes["b"] = 95
@@ -299,7 +233,6 @@ async def test_a_pinned_model_stays() -> None:
 
 
 async def test_a_model_in_use_is_unloaded_when_its_last_lease_ends() -> None:
-    """New leases load it anew meanwhile; twice is as once."""
     shelf = Shelf()
     async with cache(shelf) as models:
         async with models.lease(spec("a")):
@@ -312,7 +245,6 @@ async def test_a_model_in_use_is_unloaded_when_its_last_lease_ends() -> None:
 
 
 async def test_old_leases_finish_on_the_old_spec() -> None:
-    """New ones load the new one; what did not change stays loaded."""
     shelf = Shelf()
     old, new = spec("a"), spec("a", max_context=99)
     async with cache(shelf, max_models=3) as models:
@@ -320,64 +252,18 @@ async def test_old_leases_finish_on_the_old_spec() -> None:
         async with models.lease(old):
             shelf.catalog = Catalog([new, spec("b", aliases="beta", ttl_s=60)])
             models.reconsider()
+            assert shelf.adopted == [shelf.catalog.by_id("b")]
             async with models.lease(new):
                 assert shelf.open == ["b", "a", "a"]
             async with models.lease(old):  # resolved before the reload, leased after it
                 assert shelf.loads == ["b", "a", "a"]
         await settle()
         assert shelf.open == ["b", "a"]
-        await use(models, "b")
-    assert shelf.loads == ["b", "a", "a"]
-
-
-async def test_a_loaded_model_adopts_the_keys_that_need_no_load() -> None:
-    """Also those that change while it loads."""
-    shelf = Shelf()
-    first, second = spec("a", ttl_s=60), spec("a", ttl_s=90)
-    async with cache(shelf) as models:
-        shelf.may_load.clear()
-        loading = asyncio.create_task(use(models, "a"))
-        await settle()
-        shelf.catalog = Catalog([first])
+        assert shelf.loads == ["b", "a", "a"]
+        shelf.catalog = Catalog([new])
         models.reconsider()
-        shelf.may_load.set()
-        await loading
-        shelf.catalog = Catalog([second])
-        models.reconsider()
-        assert shelf.adopted == [first, second]
-    assert shelf.loads == ["a"]
-
-
-async def test_a_model_that_is_in_the_file_no_more_goes_when_it_is_idle() -> None:
-    """A late request for it is served, and then it goes again."""
-    shelf = Shelf()
-    async with cache(shelf) as models:
-        await use(models, "a")
-        async with models.lease(spec("b")):
-            shelf.catalog = Catalog([])
-            models.reconsider()
-            await settle()
-            assert shelf.open == ["b"]
-        assert await use(models, "a") == "a"
         await settle()
-        assert shelf.open == []
-
-
-async def test_a_loaded_model_tells_its_bytes_and_when_it_was_used() -> None:
-    """A Unix time; one that is loading tells neither."""
-    shelf = Shelf()
-    async with cache(shelf) as models:
-        assert models.status(spec("a")).state == "unloaded"
-        shelf.may_load.clear()
-        loading = asyncio.create_task(use(models, "a"))
-        await settle()
-        assert models.status(spec("a")) == Status("loading")
-        shelf.may_load.set()
-        await loading
-        status = models.status(spec("a"))
-    assert (status.state, status.nbytes) == ("loaded", 10)
-    assert status.last_used is not None
-    assert abs(time.time() - status.last_used) < 60
+        assert shelf.open == ["a"], "the file has it no more"
 
 
 async def test_leaving_the_cache_ends_what_loads_or_waits_and_frees_the_rest() -> None:
@@ -385,8 +271,8 @@ async def test_leaving_the_cache_ends_what_loads_or_waits_and_frees_the_rest() -
     shelf = Shelf()
     async with asyncio.timeout(50):
         async with cache(shelf, max_models=2, load_wait_s=60) as models:
-            users = Users(models, "a")
-            using = await users.come()
+            using = contextlib.AsyncExitStack()
+            await using.enter_async_context(models.lease(spec("a")))
             shelf.may_free.clear()
             await use(models, "b")
             evicting = asyncio.create_task(use(models, "c"))  # b is being freed for it
@@ -400,7 +286,6 @@ async def test_leaving_the_cache_ends_what_loads_or_waits_and_frees_the_rest() -
     for task in (evicting, waiting, unbegun):
         with pytest.raises(Unavailable, match="shutting down"):
             await task
-    await users.go()
-    await using
+    await using.aclose()
     assert shelf.loads == ["a", "b"]
     assert models.entries == ()

@@ -17,19 +17,16 @@ def plan(free: int, rows: int = 0, *, places: int = 9, **residents: Any) -> Evic
 
 
 def test_a_model_that_fits_is_admitted() -> None:
-    """And so is the next, beside it."""
     assert plan(20, a=(WAITING, 10), b=(WAITING, 10)) == EvictionPlan(admitted=("a", "b"))
 
 
 def test_nobody_overtakes_a_model_that_waits() -> None:
-    """A smaller one that came later is not admitted to what the first waits for."""
     assert plan(10, a=(LEAVING, 10), b=(WAITING, 20), c=(WAITING, 5)).admitted == ()
     assert plan(10, a=(USED, 30), b=(WAITING, 20), c=(WAITING, 5)).admitted == ()
     assert plan(25, places=1, a=(USED, 0), b=(WAITING, 20)).admitted == ()
 
 
 def test_the_idle_model_used_longest_ago_leaves_and_no_more_than_need_be() -> None:
-    """By bytes and by places."""
     idle: dict[str, Any] = {"a": (IDLE, 10, 3.0), "b": (IDLE, 30, 1.0), "c": (IDLE, 50, 2.0)}
     assert plan(0, **idle, d=(WAITING, 5)).leaving == ("b",)
     assert plan(0, **idle, d=(WAITING, 31)).leaving == ("b", "c")
@@ -42,18 +39,15 @@ def test_nobody_leaves_where_all_that_could_would_not_suffice() -> None:
 
 
 def test_a_model_that_is_leaving_is_waited_for() -> None:
-    """Nobody else leaves, and no row takes its bytes."""
     assert plan(5, a=(LEAVING, 10), b=(IDLE, 10), c=(WAITING, 12)) == EvictionPlan(claimed_bytes=2)
 
 
 def test_what_leaves_for_a_model_and_what_is_free_is_kept_from_rows() -> None:
-    """Or it would leave for nothing."""
     expected: EvictionPlan[str] = EvictionPlan(leaving=("a",), claimed_bytes=10)
     assert plan(15, a=(IDLE, 10), b=(WAITING, 20)) == expected
 
 
 def test_bytes_that_rows_give_back_are_waited_for() -> None:
-    """New rows wait, so that they come back."""
     expected: EvictionPlan[str] = EvictionPlan(claimed_bytes=20, recalls=True)
     assert plan(5, rows=30, a=(USED, 60), b=(WAITING, 20)) == expected
 
@@ -73,7 +67,6 @@ def test_a_model_that_nobody_asks_for_any_more_takes_idle_models_room_alone() ->
 
 
 def test_two_that_wait_are_counted_together() -> None:
-    """One idle model is room for one of them."""
     given = plan(0, a=(IDLE, 10), b=(USED, 10), c=(WAITING, 10), d=(WAITING, 10))
     assert given.leaving == ("a",)
 
@@ -86,7 +79,6 @@ def test_an_adapter_is_admitted_before_a_model_that_waits_for_its_base() -> None
 
 
 def test_pick_takes_as_many_as_are_needed() -> None:
-    """And none when nothing is lacking; no adapter where a place is."""
     idle = {
         "a": Resident(IDLE, 10, 1.0, is_adapter=True),
         "b": Resident(IDLE, 30, 2.0),

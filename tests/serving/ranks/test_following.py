@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from gateway.errors import BadRequest, ModelLoadFailed, Unavailable
-from gateway.jobs import Grammar, Sampling, SequenceParams, StepPlan, StepResult
+from gateway.jobs import Sampling, SequenceParams, StepPlan, StepResult
 from gateway.serving.ports import GenerationEngine
 from gateway.serving.ranks.calls import Setup
 from gateway.serving.ranks.following import follow
 from gateway.serving.ranks.leading import LeadingEngine, lead_in_steps
 from gateway.serving.ranks.links import Follower, Invitation, Leader, Link, accept, inviting
-from tests.fakes import ScriptedChat, ScriptedGrammar
+from tests.fakes import ScriptedChat
 
 SETUP = Setup("spec", "files", 0, 0)
 
@@ -103,7 +103,6 @@ def connected() -> Iterator[Ranks]:
 
 
 def test_the_other_rank_makes_every_call(ranks: Ranks) -> None:
-    """In order, with what was random drawn once."""
     ranks.follow()
     mine = ScriptedChat()
     engine = ranks.lead(mine)
@@ -126,16 +125,6 @@ def test_the_other_rank_makes_every_call(ranks: Ranks) -> None:
     ranks.thread.join(10)
     assert other.is_closed
     assert ranks.statuses == []
-
-
-def test_each_rank_compiles_the_grammar(ranks: Ranks) -> None:
-    """A compiled one is not sent: it is memory of its process."""
-    ranks.follow()
-    engine = ranks.lead(ScriptedChat())
-    grammar = Grammar("regex", "a+")
-    join(engine, params("a", grammar=grammar, compiled=ScriptedGrammar(grammar)))
-    [other] = ranks.engines
-    assert other._jobs[1].compiled == ScriptedGrammar(grammar)
 
 
 def test_a_call_that_fails_everywhere_fails_for_its_caller_alone(ranks: Ranks) -> None:
@@ -172,16 +161,6 @@ def test_a_model_answers_while_others_load(ranks: Ranks) -> None:
     for load in loads:
         loaded = next(each for each in islice(load, 500) if each is not None)
         assert join(loaded, params("xyz")).decoding == 1
-
-
-def test_what_an_abandoned_load_comes_to_is_forgotten(ranks: Ranks) -> None:
-    ranks.follow()
-    load = lead_in_steps(ranks.leader, "n", SETUP, iter_engine(ScriptedChat()))
-    assert next(load) is None
-    load.close()
-    engine = ranks.lead(ScriptedChat())
-    join(engine, params("ab"))
-    assert not ranks.leader._sent
 
 
 def test_another_outcome_ends_the_group_before_anything_is_answered(ranks: Ranks) -> None:
@@ -254,23 +233,18 @@ def test_a_rank_that_is_told_to_stop_asks_rank_0(ranks: Ranks) -> None:
     assert ranks.leader.lost is None
 
 
-@pytest.mark.parametrize(
-    "hello",
-    [b"", b"\0\0\0\2{}", b"\xff\xff\xff\xff", b'\0\0\0\x09["no", 1]', b"GET / HTTP/1.1\r\n\r\n"],
-)
-def test_a_stranger_is_turned_away(hello: bytes) -> None:
-    """One without the word that went over the ranks' own connections."""
-    with inviting("127.0.0.1") as (invitation, listener):
+@contextmanager
+def waited_for(strangers: int) -> Iterator[list[socket.socket]]:
+    """Give connections of strangers while rank 1 is waited for; it has to be let in after them."""
+    with contextlib.ExitStack() as stack:
+        invitation, listener = stack.enter_context(inviting("127.0.0.1"))
+        address = (invitation.host, invitation.port)
         joined: list[Leader] = []
         thread = threading.Thread(
             target=lambda: joined.append(accept(listener, invitation, [1])), daemon=True
         )
         thread.start()
-        with socket.create_connection((invitation.host, invitation.port)) as link:
-            with contextlib.suppress(OSError):  # it may be turned away in the middle of that
-                link.sendall(hello)
-                link.shutdown(socket.SHUT_WR)
-                assert link.recv(1) == b""
+        yield [stack.enter_context(socket.create_connection(address)) for _ in range(strangers)]
         follower = Follower.connect(invitation, 1, lambda _: None)
         thread.join(10)
         [leader] = joined
@@ -278,40 +252,37 @@ def test_a_stranger_is_turned_away(hello: bytes) -> None:
         assert follower.next_frame(10) == b""
 
 
+@pytest.mark.parametrize(
+    "hello",
+    [b"", b"\0\0\0\2{}", b"\xff\xff\xff\xff", b'\0\0\0\x09["no", 1]', b"GET / HTTP/1.1\r\n\r\n"],
+)
+def test_a_stranger_is_turned_away(hello: bytes) -> None:
+    """One without the word that went over the ranks' own connections."""
+    with waited_for(1) as [link]:
+        with contextlib.suppress(OSError):  # it may be turned away in the middle of that
+            link.sendall(hello)
+            link.shutdown(socket.SHUT_WR)
+            assert link.recv(1) == b""
+
+
 def test_strangers_that_never_end_what_they_say_hold_up_no_rank() -> None:
     """One says a byte now and then, others nothing at all."""
-    with contextlib.ExitStack() as strangers, inviting("127.0.0.1") as (invitation, listener):
-        address = (invitation.host, invitation.port)
-        links = [strangers.enter_context(socket.create_connection(address)) for _ in range(3)]
+    is_over = threading.Event()
+
+    def dribble(link: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # it is turned away
+            while not is_over.wait(0.05):
+                link.sendall(b" ")
+
+    with waited_for(3) as links:
         links[0].sendall((60_000).to_bytes(4, "big"))
-        joined: list[Leader] = []
-        is_over = threading.Event()
-
-        def dribble() -> None:
-            with contextlib.suppress(OSError):  # it is turned away
-                while not is_over.wait(0.05):
-                    links[0].sendall(b" ")
-
-        threads = [
-            threading.Thread(target=dribble, daemon=True),
-            threading.Thread(
-                target=lambda: joined.append(accept(listener, invitation, [1])), daemon=True
-            ),
-        ]
-        for thread in threads:
-            thread.start()
-        follower = Follower.connect(invitation, 1, lambda _: None)
-        threads[1].join(10)
-        is_over.set()
-        threads[0].join(10)
-        [leader] = joined
-        assert links[1].recv(1) == b""
-        leader.close()
-        assert follower.next_frame(10) == b""
+        dribbling = threading.Thread(target=dribble, args=(links[0],), daemon=True)
+        dribbling.start()
+    is_over.set()
+    dribbling.join(10)
 
 
 def test_ranks_that_do_not_connect_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever else may have."""
     monkeypatch.setattr("gateway.serving.ranks.links.JOIN_S", 0.1)
     with (
         inviting("127.0.0.1") as (invitation, listener),
@@ -324,17 +295,5 @@ def test_ranks_that_do_not_connect_are_named(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_oldest_of_many_strangers_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.serving.ranks.links.MOST_UNKNOWN", 2)
-    with contextlib.ExitStack() as strangers, inviting("127.0.0.1") as (invitation, listener):
-        address = (invitation.host, invitation.port)
-        links = [strangers.enter_context(socket.create_connection(address)) for _ in range(3)]
-        joined: list[Leader] = []
-        thread = threading.Thread(
-            target=lambda: joined.append(accept(listener, invitation, [1])), daemon=True
-        )
-        thread.start()
+    with waited_for(3) as links:
         assert links[0].recv(1) == b""
-        follower = Follower.connect(invitation, 1, lambda _: None)
-        thread.join(10)
-        [leader] = joined
-        leader.close()
-        assert follower.next_frame(10) == b""

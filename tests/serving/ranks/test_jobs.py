@@ -23,7 +23,7 @@ from gateway.jobs import (
     StepResult,
     Verdict,
 )
-from gateway.serving.ranks.calls import Call, DropCall, EngineCall, StepCall, decode, encode
+from gateway.serving.ranks.calls import Call, DropCall, EngineCall, decode
 from gateway.serving.ranks.following import FollowingEngine
 from gateway.serving.ranks.leading import LeadingEngine
 from tests.checkpoints import teach_thinking, write_chat
@@ -156,21 +156,6 @@ def prepare(engine: LeadingEngine, **job: Any) -> list[SequenceParams]:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_a_job_arrives_as_it_was_sent(name: str, rows: dict[str, list[SequenceParams]]) -> None:
-    """Whatever sequence of ids its prompt is: that of a question's step is made of parts."""
-    for sent in rows[name]:
-        params = replace(sent, prompt=list(sent.prompt))  # that of a question is made of parts
-        frame = encode(StepCall("m", StepPlan(joining=[(7, params)])))
-        call = decode(frame)
-        assert isinstance(call, StepCall)
-        [(number, arrived)] = call.plan.joining
-        assert number == 7
-        assert list(arrived.prompt) == list(sent.prompt)
-        assert arrived.grammar == sent.grammar  # the key of a cache
-        assert encode(call) == frame
-
-
-@pytest.mark.parametrize("name", JOBS)
 def test_a_job_is_answered_alike_on_every_rank(
     name: str, pairs: dict[str, Pair], rows: dict[str, list[SequenceParams]]
 ) -> None:
@@ -188,7 +173,6 @@ def test_a_job_is_answered_alike_on_every_rank(
 def test_every_call_that_changes_an_engine_is_made_on_every_rank(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """A new one is to be sent, or to be listed here as one that changes nothing."""
     folder = write_chat(tmp_path_factory.mktemp("calls"))
     pair = Pair(partial(open_engine, folder, prefix_cache_bytes=1 << 24))
     engine = pair.engine

@@ -15,7 +15,6 @@ from gateway.errors import ModelLoadFailed
 from tests.engine.models.gguf.opening import open_decoder_of
 from tests.gguf_files import (
     CONTEXT,
-    HIDDEN,
     KINDS,
     LAYERS,
     Number,
@@ -39,28 +38,6 @@ def test_a_path_says_whether_it_is_a_folder_or_a_file(tmp_path: Path) -> None:
     assert isinstance(open_checkpoint("mine", tmp_path), Checkpoint)
 
 
-@pytest.mark.parametrize("architecture", KINDS)
-def test_the_config_is_what_config_json_would_say(tmp_path: Path, architecture: str) -> None:
-    """In its words; llama's rotations turn neighbours, as its rows were put for the file."""
-    config = checkpoint(tmp_path, architecture).config()
-    expected = {
-        "model_type": architecture,
-        "hidden_size": HIDDEN,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 128 if architecture == "qwen3" else 32,
-        "max_position_embeddings": CONTEXT,
-        "rope_theta": 20_000.0,
-        "rope_traditional": architecture == "llama",
-        "rope_scaling": None,
-        "vocab_size": 263,
-        "tie_word_embeddings": architecture != "qwen2",
-    }
-    assert {key: config[key] for key in expected} == expected
-    assert config["rms_norm_eps"] == pytest.approx(1e-5)
-
-
 @pytest.mark.parametrize(
     ("keys", "scaling"),
     [
@@ -80,7 +57,6 @@ def test_the_config_is_what_config_json_would_say(tmp_path: Path, architecture: 
 def test_rotations_are_scaled_as_the_file_says(
     tmp_path: Path, architecture: str, keys: dict[str, Any], scaling: Any
 ) -> None:
-    """In mlx-lm's words, which its models can be built with."""
     named = {f"{architecture}.rope.scaling.{key}": value for key, value in keys.items()}
     file = checkpoint(tmp_path, architecture, **named)
     assert file.config()["rope_scaling"] == scaling
@@ -96,58 +72,35 @@ def test_a_window_bounds_the_context(tmp_path: Path) -> None:
 
 
 def test_what_changes_nothing_is_passed_over(tmp_path: Path) -> None:
-    """Keys that say what is so anyway, and those that others need."""
-    checkpoint(
-        tmp_path,
-        "llama",
-        **{
-            "general.type": "model",
-            "general.file_type": 3,
-            "split.count": Number("H", 0),
-            "llama.rope.dimension_count": 32,
-            "llama.expert_count": 0,
-            "llama.rope.scale_linear": 1.0,
-            "llama.attention.causal": True,
-            "llama.tensor_data_layout": "Meta AI original pth",
-            "another.key": 7,
-        },
-    )
+    own = {"rope.dimension_count": 32, "expert_count": 0, "attention.causal": True}
+    keys: dict[str, Any] = {f"llama.{key}": value for key, value in own.items()}
+    keys |= {"general.type": "model", "split.count": Number("H", 0), "another.key": 7}
+    checkpoint(tmp_path, **keys)
 
 
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
         ({"general.architecture": "gemma3"}, "is 'gemma3', and .* llama, qwen2, qwen3 are served"),
-        ({"general.architecture": None}, "architecture is None"),
         ({"general.architecture": ["llama"]}, "architecture is"),
         ({"general.type": "mmproj"}, "general.type is 'mmproj': it holds no model"),
         ({"split.count": Number("H", 3)}, "one of 3 pieces: join them with"),
         ({"general.quantization_version": 1}, "quantised as of version 1"),
-        ({"llama.block_count": None}, "no llama.block_count"),
         ({"llama.block_count": 0}, "llama.block_count is 0"),
         ({"llama.block_count": "2"}, "llama.block_count is '2'"),
-        ({"llama.block_count": True}, "llama.block_count is True"),
-        ({"llama.block_count": (1 << 32) - 1}, "llama.block_count is"),
         ({"llama.block_count": (1 << 31) - 1}, "no tensors for 2,147,483,647 layers"),
         ({"llama.block_count": 3}, "weights are missing: blk.2.attn_k.weight, .* and 4 more"),
         ({"llama.block_count": 1}, "weights are unknown: blk.1.attn_k.weight"),
         ({"llama.embedding_length": 128}, "token_embd.weight is .263, 256., .* asks for .263, 128"),
-        ({"llama.feed_forward_length": 256}, "ffn_gate.weight is .512, 256."),
         ({"llama.feed_forward_length": [512, 512]}, "feed_forward_length is .512, 512."),
         ({"llama.attention.head_count": 0}, "head_count is 0"),
         ({"llama.attention.head_count": 7}, "7 heads cannot share 4"),
-        ({"llama.attention.head_count": 16}, "attn_k.weight is .128, 256."),
-        ({"llama.attention.key_length": 64, "llama.attention.value_length": 64}, "attn_"),
         ({"llama.attention.value_length": 64}, "of different lengths"),
         ({"llama.rope.dimension_count": 16}, "a part of each head"),
-        ({"llama.rope.freq_base": 0.0}, "freq_base is 0.0, which makes no sense"),
         ({"llama.rope.freq_base": float("nan")}, "freq_base is nan"),
-        ({"llama.rope.freq_base": float("inf")}, "freq_base is inf"),
-        ({"llama.rope.freq_base": "much"}, "freq_base is 'much'"),
         ({"llama.attention.layer_norm_rms_epsilon": None}, "no llama.attention.layer_norm_rms_eps"),
         ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "epsilon is -1.0"),
         ({"llama.rope.scaling.type": "longrope"}, "rope.scaling.type is 'longrope'"),
-        ({"llama.rope.scaling.type": "yarn"}, "no llama.rope.scaling.factor"),
         ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0},
          "no llama.rope.scaling.original_context_length"),
         ({"llama.rope.scaling.factor": 4.0}, "llama.rope.scaling.factor is 4.0, .* not served"),
@@ -155,38 +108,23 @@ def test_what_changes_nothing_is_passed_over(tmp_path: Path) -> None:
         ({"llama.expert_count": 8}, "llama.expert_count is 8, which is not served here"),
         ({"llama.attention.causal": True, "llama.pooling_type": 3}, "llama.pooling_type is 3"),
         ({"llama.logit_scale": 0.5}, "llama.logit_scale is 0.5"),
+        ({"qwen2.attention.key_length": 64, "qwen2.attention.value_length": 64},
+         "8 heads of 64 are not its 256 dimensions"),
+        ({"qwen3.pooling_type": 3}, "qwen3.pooling_type is 3"),
     ],
 )  # fmt: skip
 def test_what_is_missing_senseless_or_not_served_is_named(
     tmp_path: Path, changed: dict[str, Any], reason: str
 ) -> None:
-    """Nothing is guessed, and no loop is as long as a number in the file."""
+    architecture = next(iter(changed)).partition(".")[0]
     with pytest.raises(ModelLoadFailed, match=reason):
-        checkpoint(tmp_path, "llama", **changed)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "changed", "reason"),
-    [
-        ("qwen2", {"qwen2.attention.key_length": 64, "qwen2.attention.value_length": 64},
-         "8 heads of 64 are not its 256 dimensions"),
-        ("qwen3", {"qwen3.pooling_type": 3}, "qwen3.pooling_type is 3"),
-        ("qwen3", {"general.architecture": "qwen3moe"}, "architecture is 'qwen3moe'"),
-    ],
-)  # fmt: skip
-def test_so_is_what_another_architecture_lacks(
-    tmp_path: Path, architecture: str, changed: dict[str, Any], reason: str
-) -> None:
-    """mlx-lm's qwen2 has no head_dim; an embedder is no chat model."""
-    with pytest.raises(ModelLoadFailed, match=reason):
-        checkpoint(tmp_path, architecture, **changed)
+        checkpoint(tmp_path, architecture if architecture in KINDS else "llama", **changed)
 
 
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
         ({"token_embd.weight": None}, "missing: token_embd.weight"),
-        ({"output_norm.weight": None}, "missing: output_norm.weight"),
         ({"blk.0.attn_q.bias": floats("F32", np.zeros(256, np.float32))},
          "missing: blk.0.attn_k.bias"),
         ({"blk.0.attn_qkv.weight": floats("F32", np.zeros((2, 2), np.float32))},
@@ -195,7 +133,6 @@ def test_so_is_what_another_architecture_lacks(
          "token_embd.weight is .67328,., where"),
         ({"blk.0.attn_q.weight": Stored("MXFP4", (256, 256), bytes(256 * 8 * 17))},
          "weights of MXFP4, which are not read here"),
-        ({"blk.0.attn_q.weight": Stored("I8", (256, 256), bytes(256 * 256))}, "weights of I8"),
         ({"rope_freqs.weight": floats("F32", np.ones(15, np.float32))}, "rope_freqs.weight is F32"),
         ({"rope_freqs.weight": floats("F32", np.zeros(16, np.float32))}, "make no sense"),
         ({"rope_freqs.weight": floats("F16", np.ones(16, np.float32))}, "is F16"),
@@ -204,7 +141,6 @@ def test_so_is_what_another_architecture_lacks(
 def test_other_tensors_than_the_models_are_named(
     tmp_path: Path, changed: dict[str, Stored | None], reason: str
 ) -> None:
-    """Names, shapes and types: what is loaded is what was listed, or nothing."""
     tensors = {**weigh("llama"), **changed}
     there = {name: stored for name, stored in tensors.items() if stored is not None}
     path = write_gguf(tmp_path / "a.gguf", describe("llama"), there)
@@ -234,7 +170,6 @@ def test_factors_of_rotations_are_llamas_alone(tmp_path: Path) -> None:
 def test_the_size_is_known_before_anything_is_read(
     tmp_path: Path, architecture: str, device: Device, dtype: str | None, is_packed: bool
 ) -> None:
-    """To the byte, as each device holds the weights."""
     file = checkpoint(tmp_path, architecture)
     model = open_decoder_of(file, device=device, dtype=dtype, is_packed=is_packed)
     named: Any = tree_flatten(model.parameters())
@@ -254,7 +189,6 @@ def test_what_a_gpu_holds_is_listed_as_mlx_lm_would_write_it(tmp_path: Path) -> 
 
 
 def test_kv_is_counted_by_the_config(tmp_path: Path) -> None:
-    """Two layers and one being copied, four heads of 32, keys and values, float32 on a CPU."""
     file = checkpoint(tmp_path)
     assert kv_bytes(file, Device.CPU, None, 100) == 100 * 2 * 3 * 4 * 32 * 4
     assert kv_bytes(file, Device.METAL, None, 100) == 100 * 2 * 3 * 4 * 32 * 2
@@ -271,7 +205,6 @@ def test_weights_stay_quantised_on_a_cpu_only_where_there_is_no_room(tmp_path: P
 
 
 def test_what_no_device_holds_quantised_is_told_with_its_cost(tmp_path: Path) -> None:
-    """Q2_K, Q3_K and Q6_K have groups of 16."""
     cost = checkpoint(tmp_path).widen_types()
     assert cost is not None
     assert cost.types == ("Q2_K", "Q3_K", "Q6_K")

@@ -65,7 +65,6 @@ def test_a_gpu_keeps_the_numbers_of_the_older_types(tmp_path: Path) -> None:
 
 
 def test_bfloat16_is_kept_as_it_is(tmp_path: Path) -> None:
-    """Bit for bit, wherever a device likes it."""
     file = checkpoint(tmp_path, "qwen3")
     model = open_decoder_of(file, device=Device.METAL)
     weight = model.model.embed_tokens.weight
@@ -107,7 +106,6 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> Non
 
 
 def test_llama_3_rotates_as_slowly_as_its_file_says(tmp_path: Path) -> None:
-    """Its factors say what mlx-lm's rule for config.json says."""
     rule = {
         "rope_type": "llama3",
         "factor": 8.0,

@@ -34,6 +34,5 @@ def test_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(1, 9))
 def test_many_more_damaged_files_are(tmp_path: Path, seed: int) -> None:
-    """The same, for minutes."""
     ends = fuzz(tmp_path, seed, 20_000, 2000)
     assert sum(ends.values()) == 22_000

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gateway.engine.models.gguf.header import MOST_ITEMS, TYPES, GgufError, read_header
-from tests.gguf_files import TYPES as WRITTEN
+from gateway.engine.models.gguf.header import MOST_ITEMS, GgufError, read_header
 from tests.gguf_files import Number, Stored, blocks, floats, text, write_gguf
 
 METADATA: dict[str, Any] = {
@@ -35,6 +34,11 @@ def written(tmp_path: Path, **changed: Any) -> Path:
     )
 
 
+def field(name: str, layout: str, old: tuple[int, ...], new: tuple[int, ...]) -> list[bytes]:
+    """Give what follows a name in the file, and what is to take its place."""
+    return [text(name) + struct.pack(layout, *values) for values in (old, new)]
+
+
 def changed(path: Path, old: bytes, new: bytes) -> Path:
     """Replace some bytes that the file has once."""
     content = path.read_bytes()
@@ -45,7 +49,6 @@ def changed(path: Path, old: bytes, new: bytes) -> Path:
 
 @pytest.mark.parametrize("version", [2, 3])
 def test_metadata_are_plain_values(tmp_path: Path, version: int) -> None:
-    """Versions 2 and 3 have the same layout."""
     path = write_gguf(tmp_path / "a.gguf", METADATA, {}, version=version)
     metadata = read_header(path).metadata
     assert list(metadata) == list(METADATA)
@@ -79,7 +82,6 @@ def test_tensors_have_rows_before_columns_and_places_in_the_file(tmp_path: Path)
 
 @pytest.mark.parametrize("alignment", [8, 64, 4096])
 def test_another_alignment_is_followed(tmp_path: Path, alignment: int) -> None:
-    """The file's own, which its metadata states."""
     path = write_gguf(
         tmp_path / "a.gguf",
         {**METADATA, "general.alignment": alignment},
@@ -92,20 +94,12 @@ def test_another_alignment_is_followed(tmp_path: Path, alignment: int) -> None:
 
 
 def test_a_header_of_many_megabytes_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
-    """Long vocabularies lie across what is read at once."""
     tokens = [f"token {number}" for number in range(120_000)]
     path = write_gguf(tmp_path / "a.gguf", {"tokens": tokens, "after": 7}, {"small": SMALL})
     header = read_header(path)
     assert header.metadata["tokens"] == tokens
     assert header.metadata["after"] == 7
     assert list(header.tensors) == ["small"]
-
-
-def test_every_type_has_the_formats_number_and_block(tmp_path: Path) -> None:
-    """By the table that the tests write files by."""
-    for name, (number, weights, nbytes) in WRITTEN.items():
-        known = TYPES[number]
-        assert (known.name, known.weights, known.nbytes) == (name, weights, nbytes)
 
 
 class TestWhatIsWrongIsSaid:
@@ -127,7 +121,6 @@ class TestWhatIsWrongIsSaid:
         ],
     )
     def test_a_beginning_that_is_none(self, tmp_path: Path, content: bytes, reason: str) -> None:
-        """A file may hold anything."""
         path = tmp_path / "a.gguf"
         path.write_bytes(content)
         with pytest.raises(GgufError, match=reason):
@@ -141,50 +134,31 @@ class TestWhatIsWrongIsSaid:
             (text("a.true"), struct.pack("<Q", 65_535) + b"a.true", "cut off"),
             (text("dræi"), struct.pack("<Q", HUGE - 7) + "dræi".encode(), "cut off"),
             (text("one"), struct.pack("<Q", 1 << 62) + b"one", "cut off"),
-            (text("texts") + struct.pack("<IIQ", 9, 8, 3),
-             text("texts") + struct.pack("<IIQ", 9, 8, HUGE), "items"),
-            (text("texts") + struct.pack("<IIQ", 9, 8, 3),
-             text("texts") + struct.pack("<IIQ", 9, 8, MOST_ITEMS), "cut off"),
-            (text("floats") + struct.pack("<IIQ", 9, 6, 2),
-             text("floats") + struct.pack("<IIQ", 9, 6, MOST_ITEMS), "cut off"),
+            (*field("texts", "<IIQ", (9, 8, 3), (9, 8, HUGE)), "items"),
+            (*field("floats", "<IIQ", (9, 6, 2), (9, 6, MOST_ITEMS)), "cut off"),
             # Types and values.
-            (text("a.true") + struct.pack("<I", 7), text("a.true") + struct.pack("<I", 13),
-             "a.true is of type 13"),
-            (text("a.true") + struct.pack("<IB", 7, 1), text("a.true") + struct.pack("<IB", 7, 2),
-             "a.true is neither true nor false"),
-            (text("truths") + struct.pack("<IIQBB", 9, 7, 2, 1, 0),
-             text("truths") + struct.pack("<IIQBB", 9, 7, 2, 1, 9), "neither true nor false"),
-            (text("texts") + struct.pack("<II", 9, 8), text("texts") + struct.pack("<II", 9, 9),
-             "array of arrays"),
-            (text("texts") + struct.pack("<II", 9, 8), text("texts") + struct.pack("<II", 9, 77),
-             "items of type 77"),
+            (*field("a.true", "<I", (7,), (13,)), "a.true is of type 13"),
+            (*field("a.true", "<IB", (7, 1), (7, 2)), "a.true is neither true nor false"),
+            (*field("truths", "<IIQBB", (9, 7, 2, 1, 0), (9, 7, 2, 1, 9)), "neither true nor f"),
+            (*field("texts", "<II", (9, 8), (9, 9)), "array of arrays"),
+            (*field("texts", "<II", (9, 8), (9, 77)), "items of type 77"),
             (text("a.true"), text("a.byte"), "a.byte twice"),
             (text("a.true"), struct.pack("<Q", 6) + b"a.\xfftru", "not UTF-8"),
             # Tensors.
             (text("small"), text("other"), "tensor other twice"),
             (text("small"), struct.pack("<Q", 65) + b"small", "a tensor's name has 65 bytes"),
-            (text("small") + struct.pack("<I", 2), text("small") + struct.pack("<I", 5),
-             "small has 5 dimensions"),
-            (text("small") + struct.pack("<I", 2), text("small") + struct.pack("<I", 0),
-             "small has 0 dimensions"),
-            (text("small") + struct.pack("<IQQ", 2, 3, 2), text("small")
-             + struct.pack("<IQQ", 2, 3, HUGE), "cut off: small"),
-            (text("small") + struct.pack("<IQQ", 2, 3, 2), text("small")
-             + struct.pack("<IQQ", 2, 0, 2), "rows of 0"),
-            (text("small") + struct.pack("<IQQI", 2, 3, 2, 0), text("small")
-             + struct.pack("<IQQI", 2, 3, 2, 4), "type 4, which is not known"),
-            (text("small") + struct.pack("<IQQI", 2, 3, 2, 0), text("small")
-             + struct.pack("<IQQI", 2, 3, 2, 12), "rows of 3, which Q4_K cannot hold"),
-            (text("other") + struct.pack("<IQQIQ", 2, 3, 2, 0, 32), text("other")
-             + struct.pack("<IQQIQ", 2, 3, 2, 0, 8), "multiple of 32"),
-            (text("other") + struct.pack("<IQQIQ", 2, 3, 2, 0, 32), text("other")
-             + struct.pack("<IQQIQ", 2, 3, 2, 0, 0), "in the place of another"),
-            (text("other") + struct.pack("<IQQIQ", 2, 3, 2, 0, 32), text("other")
-             + struct.pack("<IQQIQ", 2, 3, 2, 0, 1 << 63), "cut off: other"),
+            (*field("small", "<I", (2,), (5,)), "small has 5 dimensions"),
+            (*field("small", "<I", (2,), (0,)), "small has 0 dimensions"),
+            (*field("small", "<IQQ", (2, 3, 2), (2, 3, HUGE)), "cut off: small"),
+            (*field("small", "<IQQ", (2, 3, 2), (2, 0, 2)), "rows of 0"),
+            (*field("small", "<IQQI", (2, 3, 2, 0), (2, 3, 2, 4)), "type 4, which is not known"),
+            (*field("small", "<IQQI", (2, 3, 2, 0), (2, 3, 2, 12)), "of 3, which Q4_K cannot hold"),
+            (*field("other", "<IQQIQ", (2, 3, 2, 0, 32), (2, 3, 2, 0, 8)), "multiple of 32"),
+            (*field("other", "<IQQIQ", (2, 3, 2, 0, 32), (2, 3, 2, 0, 0)), "place of another"),
+            (*field("other", "<IQQIQ", (2, 3, 2, 0, 32), (2, 3, 2, 0, 1 << 63)), "cut off: other"),
         ],
-    )  # fmt: skip
+    )
     def test_a_header_that_lies(self, tmp_path: Path, old: bytes, new: bytes, reason: str) -> None:
-        """Counts, lengths, types, dimensions, places."""
         with pytest.raises(GgufError, match=reason):
             read_header(changed(written(tmp_path), old, new))
 
@@ -202,7 +176,6 @@ class TestWhatIsWrongIsSaid:
             metadata["texts"]
 
     def test_every_file_that_is_cut_off(self, tmp_path: Path) -> None:
-        """Wherever the cut is."""
         path = write_gguf(tmp_path / "a.gguf", METADATA, {"small": SMALL})
         content = path.read_bytes()
         for size in range(len(content)):
@@ -218,7 +191,6 @@ class TestWhatIsWrongIsSaid:
             read_header(tmp_path / "a.gguf")
 
     def test_names_out_of_the_file_are_shown_on_one_line(self, tmp_path: Path) -> None:
-        """A log line is not for them to write."""
         path = write_gguf(tmp_path / "a.gguf", {}, {"a\nb": Stored("I8", (0,), b"")})
         with pytest.raises(GgufError) as caught:
             read_header(path)

