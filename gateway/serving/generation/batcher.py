@@ -415,7 +415,8 @@ class GenerationBatcher:
 
     def _tell_gain(self, drafter: Drafter, gain: float) -> None:
         metrics.of(metrics.DRAFT_GAIN, self._name, drafter).set(gain)
-        log.info("draft_gain", model=self._name, drafter=drafter, gain=round(gain, 2))
+        if gain < 1:
+            log.info("drafts_pause", model=self._name, drafter=drafter, gain=round(gain, 2))
 
     def end(self, error: GatewayError) -> None:
         """End every row with an error."""
