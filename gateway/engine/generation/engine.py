@@ -66,6 +66,7 @@ class GenerationEngine(Sequences):
                 part="prompt",
             )
         forced = job.calling is not None and job.calling.forced
+        has_thoughts = job.prompt is None and chat.ends_thoughts
         row = SequenceParams(
             prompt=prompt.ids,
             max_tokens=max_tokens,
@@ -80,6 +81,7 @@ class GenerationEngine(Sequences):
             is_continued=job.continues,
             is_thinking=prompt.is_thinking,
             may_think=prompt.may_think,
+            thinking_budget=job.thinking_budget if has_thoughts else None,
             is_either=job.grammar is not None,
             calls_are_text=job.calling is not None and not forced and not chat.reads_calls,
             earlier_calls=sum(len(turn.get("tool_calls") or ()) for turn in job.messages),
