@@ -131,23 +131,23 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2593,
+    "api": 2609,
     "app": 1125,
     "bench": 282,
     "cli": 1266,
     "clock": 40,
     "doctor": 333,
-    "engine": 10694,
+    "engine": 10696,
     "errors": 255,
     "ids": 10,
     "jobs": 268,
     "logs": 145,
     "metrics": 190,
-    "registry": 1108,
+    "registry": 1125,
     "server": 261,
-    "serving": 4072,
+    "serving": 4070,
     "settings": 327,
-    "wire": 3547,
+    "wire": 3598,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))
 # A line of a map: names, two spaces or more, and what they are.

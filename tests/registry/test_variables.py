@@ -116,6 +116,15 @@ def test_a_mode_alone_is_a_section(file: Path, written: str) -> None:
     assert (own.mode, own.max_batch_size) == ("off", 3)
 
 
+def test_a_budget_for_thinking_is_a_section_too(file: Path) -> None:
+    """A number alone is its default; efforts are set beside it."""
+    text = "version: 1\nmodels: {m: {kind: chat, source: 'hub:a/b', thinking_budget: 7}}"
+    own = chat(file, {"GATEWAY_M_THINKING_BUDGET_LOW": "3"}, text).thinking_budget
+    assert (own.default, own.low) == (7, 3)
+    own = chat(file, {"GATEWAY_M_THINKING_BUDGET": "9"}, text).thinking_budget
+    assert (own.default, own.low) == (9, None)
+
+
 def test_a_wrong_section_is_told_as_it_is(file: Path) -> None:
     """A variable of a key in it changes nothing."""
     text = "version: 1\nmodels: {m: {kind: chat, source: 'hub:a/b', sampling: 5}}"
