@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from benchmarks.loading import load_generation
 from gateway.engine.device import Device
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
-from gateway.jobs import Calling, Function, GenerateJob, Grammar, Sampling
+from gateway.jobs import Calling, Delta, Function, GenerateJob, Grammar, Sampling
 from tests.checkpoints import write_chat
 from tests.engine.chat_formats import family, gathered, row, said
 from tests.engine.generation.harness import join
@@ -180,11 +180,8 @@ ANALYSIS = "<|channel|>analysis<|message|>Hm."
 ANSWER = "<|start|>assistant<|channel|>final<|message|>"
 
 
-@pytest.mark.parametrize("end", ["<|end|>", "<|return|>"])
-def test_the_answer_of_a_grammar_follows_the_thinking_in_an_engine(
-    tmp_path: Path, end: str
-) -> None:
-    """Also where the model would end within it: it cannot, before its final message."""
+def yes_or_no(tmp_path: Path, script: str, budget: int | None = None) -> list[Delta]:
+    """Ask a model that is urged to say a text and to end, for one of two words."""
     template = (
         "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
@@ -199,9 +196,8 @@ def test_the_answer_of_a_grammar_follows_the_thinking_in_an_engine(
         chat_template=None,
         template_args={},
     )
-    script = chat.backend.encode(f"{ANALYSIS}{end}{ANSWER}", add_special_tokens=False).ids
     (stop,) = chat._ids(["<|return|>"])
-    engine._model = Urged(engine._model, script, stop)
+    engine._model = Urged(engine._model, chat._unspell(script), stop)
     (planned,) = engine.prepare(
         GenerateJob(
             caller=caller(),
@@ -209,14 +205,33 @@ def test_the_answer_of_a_grammar_follows_the_thinking_in_an_engine(
             sampling=Sampling(temperature=0),
             max_tokens=60,
             grammar=Grammar("choice", json.dumps(["yes", "no"])),
+            thinking_budget=budget,
         )
     )
     assert planned.grammar is not None
     join(engine, replace(planned, compiled=engine.compile(planned.grammar)))
-    deltas = []
+    deltas: list[Delta] = []
     while engine.is_prefilling or engine.is_decoding:
         deltas += engine.prefill(512) if engine.is_prefilling else []
         deltas += engine.decode()
-    assert "".join(delta.reasoning for delta in deltas) == "Hm."
     assert "".join(delta.text for delta in deltas) in ("yes", "no")
     assert deltas[-1].finish_reason == "stop"
+    return deltas
+
+
+@pytest.mark.parametrize("end", ["<|end|>", "<|return|>"])
+def test_the_answer_of_a_grammar_follows_the_thinking_in_an_engine(
+    tmp_path: Path, end: str
+) -> None:
+    """Also where the model would end within it: it cannot, before its final message."""
+    deltas = yes_or_no(tmp_path, f"{ANALYSIS}{end}{ANSWER}")
+    assert "".join(delta.reasoning for delta in deltas) == "Hm."
+
+
+@pytest.mark.parametrize("budget", [0, 2, 9])
+def test_the_answer_of_a_grammar_follows_a_budget_in_an_engine(tmp_path: Path, budget: int) -> None:
+    """Whatever the model would go on to think."""
+    deltas = yes_or_no(tmp_path, f"{ANALYSIS}{' and so on' * 20}", budget)
+    thought = [delta.reasoning for delta in deltas if delta.reasoning]
+    assert f"Hm.{' and so on' * 20}".startswith("".join(thought))
+    assert len(thought) == budget

@@ -12,6 +12,7 @@ import pytest
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.jobs import Calling, Function, GenerateJob, Grammar, Sampling
 from tests.checkpoints import teach_thinking, write_chat
+from tests.engine.chat_formats import PLAIN
 from tests.engine.generation.harness import (
     GREEDY,
     Answer,
@@ -160,3 +161,28 @@ def test_a_bare_prompt_and_a_model_that_does_not_think_have_no_budget(
     assert row.thinking_budget is None
     plain = open_engine(write_chat(tmp_path))
     assert plain.prepare(job("Hello", 4))[0].thinking_budget is None
+
+
+def test_a_model_that_would_think_again_answers(engine: GenerationEngine) -> None:
+    """The mark that opens a thought is no token of the answer then."""
+    (opens,) = engine._chat._ids(["<think>"])
+    urged = Sampling(temperature=0, logit_bias={opens: 100.0})
+    (told,) = answers(engine, [job("a", 3, sampling=urged)])
+    assert told.ids[:3] == [opens] * 3
+    assert opens not in told.ids[4:]
+    assert told.text
+
+
+def test_a_mark_that_a_grammar_makes_is_not_ended(tmp_path: Path) -> None:
+    """What is forced there would break the form."""
+    words = PLAIN + "{% if false %}<think></think>{% endif %}"
+    plain = open_engine(write_chat(tmp_path), chat_template=words)
+    grammar = Grammar("choice", json.dumps(["<think>yes"]))
+    (row,) = plain.prepare(job("a", 0, grammar=grammar))
+    assert row.thinking_budget == 0
+    run = Run(plain)
+    number = join(plain, replace(row, compiled=plain.compile(grammar)))
+    run.answers[number] = Answer(ids=newest(plain).tokens)
+    (told,) = run.finish()
+    assert (told.error, told.finish_reason) == (None, "stop")
+    assert plain._chat.decode(told.ids).startswith("<think>yes")
