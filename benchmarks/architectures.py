@@ -28,6 +28,7 @@ from typing import Any, Final
 
 import gateway
 from benchmarks.tiny_models import names, tiny_config, tiny_model
+from gateway.jobs import Drafter
 
 REPOSITORY: Final = Path(__file__).parents[1]
 DOCUMENT: Final = REPOSITORY / "docs" / "architectures.md"
@@ -172,7 +173,7 @@ def compare(folder: Path, reference: Reference, vocab_size: int) -> dict[str, st
 class Guesses:
     """Drafts of the reference's own tokens, every third of which is another one."""
 
-    name = "prompt_lookup"
+    name: Drafter = "prompt_lookup"
     nbytes = prefix_bytes = 0
 
     def __init__(self, reference: Reference, prompts: Sequence[Sequence[int]]) -> None:

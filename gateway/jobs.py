@@ -244,6 +244,8 @@ class GenerateJob:
     logprobs: int | None = None
     # The last message is the beginning of the answer.
     continues: bool = False
+    # Thoughts are ended after so many tokens; None: where the model ends them.
+    thinking_budget: int | None = None
     # The prompt is returned, with its logprobs if there are any; `max_tokens` may then be 0.
     echo: bool = False
     # If there are any, no answer is written: each question's text completes the last message, and
@@ -364,6 +366,7 @@ class SequenceParams:
     is_continued: bool = False  # the prompt ends with the answer's beginning, which is not empty
     is_thinking: bool = False  # the prompt ends inside a block of thinking
     may_think: bool = False  # the model may open one before its answer
+    thinking_budget: int | None = None  # also None for a model whose thoughts cannot be ended
     step: LabelStep | None = None  # the prompt is read and these are judged: nothing is sampled
     beginning: Sequence[tuple[int, bytes]] = ()  # where parts with a router's name end, and names
     adapter: Adapter | None = None

@@ -123,23 +123,23 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2597,
+    "api": 2613,
     "app": 1126,
     "bench": 282,
     "cli": 1266,
     "clock": 40,
     "doctor": 333,
-    "engine": 10703,
+    "engine": 10836,
     "errors": 255,
     "ids": 10,
-    "jobs": 272,
+    "jobs": 274,
     "logs": 145,
     "metrics": 195,
-    "registry": 1108,
+    "registry": 1125,
     "server": 261,
-    "serving": 4142,
+    "serving": 4141,
     "settings": 328,
-    "wire": 3547,
+    "wire": 3598,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))
 # A line of a map: names, two spaces or more, and what they are.

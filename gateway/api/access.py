@@ -35,6 +35,7 @@ EXPOSED_HEADERS = [
         "x-gateway-tool-format",
         "x-gateway-unenforced",
         "x-gateway-schema-valid",
+        "x-gateway-thinking-budget",
     ),
     *("server-timing", "retry-after", "x-should-retry"),
     *(f"x-ratelimit-{name}-{kind}" for name in ("limit", "remaining", "reset") for kind in KINDS),

@@ -18,6 +18,7 @@ from gateway.engine.generation.sampling import (
     adjust_logits,
     bar_tokens,
     choose,
+    force_tokens,
     is_finite,
     keep_open,
     score,
@@ -337,13 +338,14 @@ def constrain(structured: StructuredOutput, rows: list[Sequence], logits: mx.arr
         thinking = row.thinking_first
         if thinking is not None:
             logits = keep_open(logits, i, thinking)
-    free = [(i, row.barred) for i, row in enumerate(rows) if row.matcher is None]
+    free = [(i, row.unwanted) for i, row in enumerate(rows) if row.matcher is None]
     if free:
         logits = bar_tokens(logits, free)
     bound = list(filter(None, (row.bound(i) for i, row in enumerate(rows))))
     if bound:
         logits = structured.mask(logits, bound)
-    return logits
+    ends = [(i, row.forced_end) for i, row in enumerate(rows)]
+    return force_tokens(logits, [(i, token) for i, token in ends if token is not None])
 
 
 def redraw_unsure(running: DecodeBatch) -> bool:

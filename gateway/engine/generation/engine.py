@@ -66,6 +66,9 @@ class GenerationEngine(Sequences):
                 part="prompt",
             )
         forced = job.calling is not None and job.calling.forced
+        budget = job.thinking_budget
+        if budget is not None and (job.prompt is not None or not chat.ends_thoughts):
+            budget = None
         row = SequenceParams(
             prompt=prompt.ids,
             max_tokens=max_tokens,
@@ -80,6 +83,7 @@ class GenerationEngine(Sequences):
             is_continued=job.continues,
             is_thinking=prompt.is_thinking,
             may_think=prompt.may_think,
+            thinking_budget=budget,
             is_either=job.grammar is not None,
             calls_are_text=job.calling is not None and not forced and not chat.reads_calls,
             earlier_calls=sum(len(turn.get("tool_calls") or ()) for turn in job.messages),

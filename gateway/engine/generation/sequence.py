@@ -133,6 +133,22 @@ class Sequence:
         return frozenset()
 
     @property
+    def forced_end(self) -> int | None:
+        """Return the token that must be next to end the thinking, whose budget is spent."""
+        budget = self._thinking.budget
+        if budget is None or self.matcher is not None or budget.forced in self.barred:
+            return None
+        return budget.forced
+
+    @property
+    def unwanted(self) -> frozenset[int]:
+        """Return the tokens that no grammar, but something else forbids to be next."""
+        budget = self._thinking.budget
+        if budget is None or self._matcher is not None:
+            return self.barred
+        return self.barred | budget.barred
+
+    @property
     def thinking_first(self) -> Thinking | None:
         """Return the thinking under way if an answer held to a grammar must follow it."""
         if self._matcher is None or not self._thinking.is_on:
@@ -202,7 +218,9 @@ class Sequence:
         depends = self._matcher is not None or self.barred or len(self.sampler.adjustments)
         if depends or self.job.logprobs is not None or not self.sampler.is_certain:
             return 0
-        return max(0, min(self._ahead(limit), self.job.max_tokens - len(self.tokens) - 1))
+        room = max(0, min(self._ahead(limit), self.job.max_tokens - len(self.tokens) - 1))
+        budget = self._thinking.budget
+        return room if budget is None else budget.room(room)
 
     def append(self, token: int) -> FinishReason | None:
         """Append the next token; return the finish reason if, text aside, it is the last."""

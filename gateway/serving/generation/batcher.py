@@ -17,7 +17,6 @@ from gateway.jobs import (
     Drafter,
     GenerateJob,
     Pass,
-    Sampling,
     SequenceParams,
     Stage,
     StepPlan,
@@ -49,14 +48,12 @@ RETRY_PAUSE_S = 0.1  # after a turn that failed, as the next may fail too
 
 @dataclass(slots=True)
 class Generation:
-    """A job under way: its usage, its sampling, and its deltas as they come."""
+    """A job under way: its usage, its parameters, and its deltas as they come."""
 
     usage: Usage
     deltas: AsyncGenerator[Delta, None]
-    sampling: Sampling
+    params: SequenceParams  # of its first choice
     checker: AnswerChecker  # of choices, each after its last delta
-    # The model may call functions, but the format of its calls is unknown.
-    calls_are_text: bool = False
 
 
 class GenerationBatcher:
@@ -180,9 +177,8 @@ class GenerationBatcher:
             checker = AnswerChecker(name, self.engine, self._pool, job, unenforced)
             deltas = self._deltas(job, inbox, len(choices), checker)
             self._warn_of_text_calls(rows[0])
-            calls_are_text = rows[0].calls_are_text
             try:
-                yield Generation(usage, deltas, rows[0].sampling, checker, calls_are_text)
+                yield Generation(usage, deltas, rows[0], checker)
             finally:
                 stages = (choice.stage for choice in choices if not choice.is_over)
                 timings.stage = next(stages, None)

@@ -232,7 +232,9 @@ def draw_job(chance: random.Random, heads: Sequence[str], past: Sequence[list[in
         ]
         more = [chance.randrange(8, 1000) for _ in range(chance.choice([0, 1, 3, 3, 70]))]
         return ask(prompt=[*ids, *more][:LONGEST], **given)
-    given["template_args"] = {"enable_thinking": chance.random() < 0.2}
+    given["template_args"] = {"enable_thinking": chance.random() < 0.35}
+    if chance.random() < 0.5:
+        given["thinking_budget"] = chance.choice([0, 1, 3, 10, 30])
     if kind == "form":
         given["grammar"] = chance.choice(GRAMMARS)
     if kind == "calls":
@@ -466,6 +468,8 @@ def _describe(params: SequenceParams) -> str:
     asked = [f"{len(params.prompt)} + {params.max_tokens} tokens", str(params.sampling)]
     asked += [f"grammar {params.grammar.source[:40]}"] if params.grammar is not None else []
     asked += [f"logprobs {params.logprobs}"] if params.logprobs is not None else []
+    if params.thinking_budget is not None:
+        asked += [f"{params.thinking_budget} tokens of thinking"]
     asked += [f"stop {params.stop}"] if params.stop else []
     return "; ".join(asked)
 

@@ -68,7 +68,11 @@ JOBS: dict[str, dict[str, Any]] = {
         "tools": TOOLS,
     },
     "continued": {"messages": [*HELLO, {"role": "assistant", "content": "Yes"}], "continues": True},
-    "thinking": {"messages": HELLO, "template_args": {"enable_thinking": True}},
+    "thinking": {
+        "messages": HELLO,
+        "template_args": {"enable_thinking": True},
+        "thinking_budget": 5,
+    },
     "not thinking": {"messages": HELLO, "template_args": {"enable_thinking": False}},
     "questions": {
         "messages": [{"role": "user", "content": "It rains.\n"}],
