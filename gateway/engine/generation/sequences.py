@@ -31,7 +31,7 @@ from gateway.engine.generation.self_test import ALONE, count_tokens, is_listed
 from gateway.engine.generation.sequence import Faults, Sequence
 from gateway.engine.grammar.structured import StructuredOutput
 from gateway.engine.kv.cache import compact
-from gateway.engine.kv.layers import can_batch, hold_states, padded, row_lengths
+from gateway.engine.kv.layers import can_batch, hold_states, is_plain, padded, row_lengths
 from gateway.engine.kv.prefix_cache import PrefixCache
 from gateway.engine.models.adapters import Adapters
 from gateway.engine.models.checkpoint import Checkpoint, measure_kv
@@ -93,6 +93,8 @@ class Sequences:
         self._running: DecodeBatch | None = None
         self._queued: deque[DecodeBatch] = deque()  # of one sequence each, if not batched
         self._faults = Faults()
+        if not (is_listed(model) or all(is_plain(layer) for layer in empty)):
+            speculate_rows = 0  # no one has compared what goes back with what never went
         self._drafts = DraftPolicy(speculate_rows, draft_model, self._faults.record_draft)
         self._may_batch = True  # no verdict forbids it
         if not can_batch(model):

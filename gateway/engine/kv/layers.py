@@ -90,6 +90,11 @@ def batch_of_one(layers: Sequence[Any]) -> list[Any]:
     return [layer.merge([layer]) for layer in layers]
 
 
+def is_plain(layer: Any) -> bool:
+    """Return True for mlx-lm's cache of all tokens' keys and values, and for its successors."""
+    return isinstance(for_batch(layer), RaggedKVCache)
+
+
 def for_batch(layer: Any) -> Any:
     """Return the cache, an empty one, that takes the place of mlx-lm's in a batch."""
     if type(layer) is KVCache:
