@@ -20,10 +20,6 @@ class Drafter(Protocol):
     def nbytes(self) -> int:
         """Return the bytes on the device: weights, KV and prefixes."""
 
-    @property
-    def prefix_bytes(self) -> int:
-        """Return the bytes of KV kept of prompts that others may begin with."""
-
     def is_due(self, sequence_id: int, context: Sequence[int]) -> bool:
         """Return True if it may have a draft now."""
 
@@ -105,6 +101,7 @@ class DraftPolicy:
             except Exception as error:
                 # No answer needs its drafts: it is dropped.
                 self.drafters.remove(drafter)
+                drafter.clear_prefixes()
                 self._on_fault(error)
                 continue
             drafts |= {number: tokens for number, tokens in new_drafts.items() if tokens}
@@ -117,10 +114,6 @@ class DraftPolicy:
     @property
     def nbytes(self) -> int:
         return sum(drafter.nbytes for drafter in self.drafters)
-
-    @property
-    def prefix_bytes(self) -> int:
-        return sum(drafter.prefix_bytes for drafter in self.drafters)
 
     def clear_prefixes(self) -> None:
         for drafter in self.drafters:
@@ -138,6 +131,7 @@ class DraftPolicy:
             drafter.keep(ids)
 
     def close(self) -> None:
+        self.forget()
         self.drafters.clear()
 
     def _is_due(self, row: DraftRow) -> bool:

@@ -70,7 +70,6 @@ class LookupDrafter:
     """Drafts for the sequences of a batch, each out of its own context."""
 
     nbytes = 0
-    prefix_bytes = 0
 
     def __init__(self) -> None:
         self._lookups: dict[int, PromptLookup] = {}

@@ -84,6 +84,7 @@ class GenerationBatcher:
         self._wake_events = {kind: asyncio.Event() for kind in ("prefill", "decode")}
         self._decode_waits_since: float | None = None
         self._has_warned = False
+        self._has_unkept = False  # a prompt that was too long for the prefix cache
         self._interrupt = threading.Event()  # rows have to leave: ends the turn after its pass
         self._pace = PrefillPace(limits)
         self._state = StepResult()  # of the engine, after the last pass
@@ -247,8 +248,17 @@ class GenerationBatcher:
             if delta.cached_tokens:
                 timings.cached_tokens += delta.cached_tokens
                 metrics.of(metrics.CACHED_TOKENS, name).inc(delta.cached_tokens)
+            self._count_unkept(delta, name)
             checker.add(delta)
             yield delta
+
+    def _count_unkept(self, delta: Delta, name: str) -> None:
+        """Count the tokens of a prompt that could not be kept, and log the first such prompt."""
+        metrics.of(metrics.UNKEPT_TOKENS, name).inc(delta.unkept_tokens)
+        if delta.unkept_tokens and not self._has_unkept:
+            self._has_unkept = True
+            hint = "see GATEWAY_PREFIX_CACHE_BYTES"
+            log.warning("prompt_not_kept", model=name, tokens=delta.unkept_tokens, hint=hint)
 
     def _wait(self, choices: Iterable[Choice]) -> None:
         self._scheduler.wait(choices)
@@ -261,8 +271,8 @@ class GenerationBatcher:
             self._wake()
 
     def _on_memory_change(self) -> None:
-        """Wake the workers if rows wait for memory, or the prefix cache has to be freed."""
-        if self.tickets or self._memory.must_clear_prefixes:
+        """Wake the workers if rows wait for memory, or what is kept of prompts has to go."""
+        if self.tickets or self._memory.must_shrink_prefixes:
             self._wake()
 
     def _wake(self) -> None:
@@ -376,7 +386,7 @@ class GenerationBatcher:
         for fault in result.faults:
             self._on_fault(fault)
         self._state = result
-        self._memory.set_prefix_bytes(result.prefix_bytes)
+        self._memory.note_prefixes(result.prefix_bytes)
         self._scheduler.note_reading(result.reading)
         if result.size.rows:
             self._observe(kind, result.size, seconds)

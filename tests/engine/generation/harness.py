@@ -141,6 +141,7 @@ class Answer:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     cached_tokens: int = 0
     kept_tokens: int = 0
+    unkept_tokens: int = 0
     stop: str | None = None
 
 
@@ -182,6 +183,7 @@ class Run:
             assert delta.cached_tokens == 0 or answer.tokens == 0, "only the first delta tells"
             answer.cached_tokens += delta.cached_tokens
             answer.kept_tokens += delta.kept_tokens
+            answer.unkept_tokens += delta.unkept_tokens
             answer.stop = delta.stop
             answer.tokens += delta.tokens
             answer.reasoning += delta.reasoning
