@@ -433,18 +433,18 @@ class GenerationBatcher:
             asyncio.create_task(run_forever(f"{kind} {self._name}", work, end))
             for kind, work in (("prefill", self._prefill), ("decode", self._decode))
         ]
-        try:
-            with self._memory.watch(self._on_memory_change):
-                yield self
-        finally:
-            self._interrupt.set()  # a running turn ends after its pass
-            for worker in workers:
-                worker.cancel()
-            await asyncio.wait(workers)
-            self._scheduler.end_all(
-                Unavailable(f"The model `{self._name}` was unloaded meanwhile.", retry_after_s=1)
-            )
-            self._memory.release()
+        with self._memory.prefixes.in_use():
+            try:
+                with self._memory.watch(self._on_memory_change):
+                    yield self
+            finally:
+                self._interrupt.set()  # a running turn ends after its pass
+                for worker in workers:
+                    worker.cancel()
+                await asyncio.wait(workers)
+                gone = f"The model `{self._name}` was unloaded meanwhile."
+                self._scheduler.end_all(Unavailable(gone, retry_after_s=1))
+                self._memory.release()
 
 
 class AdaptedBatcher:

@@ -172,8 +172,7 @@ class RowMemory:
         """
         self._budget.listen(on_change)
         try:
-            with self.prefixes.in_use():
-                yield
+            yield
         finally:
             self._budget.unlisten(on_change)
 
