@@ -108,6 +108,7 @@ def compare(folder: Path, reference: Reference, vocab_size: int) -> dict[str, st
     from gateway.engine.generation.sequences import ChatSetup
     from gateway.engine.grammar.shaping import Shape
     from gateway.engine.grammar.structured import StructuredOutput
+    from gateway.engine.kv.prefix_cache import PrefixPool
     from gateway.engine.models.checkpoint import Checkpoint
     from gateway.engine.models.decoders import open_decoder
     from gateway.engine.prompting.chat_tokenizer import chat_tokenizer, wrap_folder_tokenizer
@@ -126,9 +127,8 @@ def compare(folder: Path, reference: Reference, vocab_size: int) -> dict[str, st
         model, _ = open_decoder(checkpoint, device=Device.CPU, dtype=None)
         structured = StructuredOutput(None, Shape(), None, problem="not needed")
         setup = ChatSetup(checkpoint, chat, structured, 4096, vocab_size, {})
-        return GenerationEngine(
-            model, setup, prefix_cache_bytes=prefix_cache_bytes, speculate_rows=speculate_rows
-        )
+        pool = PrefixPool(prefix_cache_bytes)
+        return GenerationEngine(model, setup, prefixes=pool, speculate_rows=speculate_rows)
 
     def judged(told: Sequence[Sequence[int]], asked: Sequence[Sequence[int]]) -> str:
         found = (reference.differs(*each) for each in zip(asked, told, strict=True))

@@ -336,6 +336,7 @@ class Delta:
     reasoning_tokens: int = 0
     cached_tokens: int = 0  # of the prompt, not read again: in the first delta
     kept_tokens: int = 0  # of the prompt, new in the prefix cache: in the first delta
+    unkept_tokens: int = 0  # of the prompt, which the prefix cache has no room for: likewise
     stop: str | None = None  # the stop string that ended it: in the last delta
     prompt: EchoedPrompt | None = None  # in the first delta, if it is echoed
     judgement: Judgement | None = None
@@ -458,7 +459,8 @@ class StepPlan:
     leaving: Sequence[int] = ()  # in whatever state they are
     preempting: Sequence[int] = ()  # their KV is freed; all their tokens are read again later
     capped: Sequence[tuple[int, int]] = ()  # rows, and how many tokens their answers have at most
-    clear_prefixes: bool = False
+    clear_prefixes: bool = False  # of this model
+    prefix_limit: int | None = None  # bytes, from now on, of all models that share them
     drafters: Sequence[Drafter] = DRAFTERS  # whose drafts the pass after this one may read
     joining: Sequence[tuple[int, SequenceParams]] = ()
     parking: Sequence[int] = ()  # they keep their KV, and do not decode
@@ -474,4 +476,4 @@ class StepResult:
     faults: Sequence[PassFault] = ()  # what its pass has raised; no answer is changed by it
     reading: frozenset[int] = frozenset()  # rows with prompt left to read
     decoding: int = 0  # rows that decode
-    prefix_bytes: int = 0  # of KV that is kept of prompts
+    prefix_bytes: int = 0  # of KV that is kept of prompts, by all models that share a limit

@@ -313,6 +313,8 @@ class ScriptedChat:
             deltas += self.cap_tokens(row, limit)
         if plan.clear_prefixes:
             self.clear_prefixes()
+        if plan.prefix_limit is not None:
+            self.prefix_bytes = min(self.prefix_bytes, plan.prefix_limit)
         for row, job in plan.joining:
             try:
                 self.join(row, job)

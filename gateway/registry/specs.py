@@ -33,7 +33,7 @@ from gateway.registry.fields import (
 )
 from gateway.registry.names import did_you_mean, nearest
 from gateway.registry.sources import Source
-from gateway.settings import Settings
+from gateway.settings import PrefixBytes, Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class ChatBatching(Section):
 
     max_batch_size: int | None = override("generation_max_batch_size")
     prefill_chunk_tokens: int | None = override("prefill_chunk_tokens")
-    prefix_cache_bytes: int | None = override("prefix_cache_bytes")
+    prefix_cache_bytes: PrefixBytes | None = override("prefix_cache_bytes")
     speculate_rows: int | None = override("speculate_rows")
     mode: Annotated[BatchingMode, BeforeValidator(_mode, json_schema_input_type=Modes)] = "auto"
     """Whether answers are decoded together: as a self-test allows, always, or one at a time."""

@@ -14,11 +14,11 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from gateway.engine.device import KeptBuffers, launch
+from gateway.engine.device import launch
 from gateway.engine.drafts.prompt_lookup import DraftRow, Patience, count_accepted
 from gateway.engine.kv.cache import SPARE, RaggedKVCache, cache_nbytes, compact, filter_layers
 from gateway.engine.kv.layers import batch_of_one, hold_layers, make_batch_caches, padded
-from gateway.engine.kv.prefix_cache import PrefixCache, Root
+from gateway.engine.kv.prefix_cache import PrefixCache, PrefixPool, Root
 from gateway.engine.models.checkpoint import measure_kv
 from gateway.engine.models.decoders import parameters
 from gateway.jobs import Drafter, KvCost
@@ -55,14 +55,13 @@ class DraftModel:
         *,
         vocab_size: int,  # other tokens are read as its last one, and never drafted
         max_context: int,  # no drafts for contexts that come near it
-        prefix_cache_bytes: int = 0,
-        buffers: KeptBuffers | None = None,
+        prefixes: PrefixPool,  # shared with its target
     ) -> None:
         self._model = model
         self._vocab_size = vocab_size
         # MLX reads positions beyond an array's end without a word.
         self._longest = max_context - FEED
-        self._prefixes = PrefixCache(make_prompt_cache(model), prefix_cache_bytes, buffers)
+        self._prefixes = PrefixCache(make_prompt_cache(model), prefixes)
         self._rows: list[_Follower] = []
         self._cache: list[Any] = []
         # What of it cannot take tokens off, as it was before the drafts under way, by place.
@@ -78,12 +77,7 @@ class DraftModel:
     def nbytes(self) -> int:
         """Count the bytes on the device: weights, KV and prefixes."""
         weights = sum(array.nbytes for array in parameters(self._model))
-        return weights + cache_nbytes(self._cache) + self.prefix_bytes
-
-    @property
-    def prefix_bytes(self) -> int:
-        """Count the bytes of KV kept of prompts that others may begin with."""
-        return self._prefixes.nbytes
+        return weights + cache_nbytes(self._cache) + self._prefixes.nbytes
 
     def clear_prefixes(self) -> None:
         self._prefixes.clear()

@@ -23,10 +23,6 @@ class DraftSource(Protocol):
     def nbytes(self) -> int:
         """Return the bytes on the device: weights, KV and prefixes."""
 
-    @property
-    def prefix_bytes(self) -> int:
-        """Return the bytes of KV kept of prompts that others may begin with."""
-
     def is_due(self, sequence_id: int, context: Sequence[int]) -> bool:
         """Return True if it may have a draft now."""
 
@@ -96,6 +92,7 @@ class DraftPolicy:
             except Exception as error:
                 # No answer needs its drafts: it is dropped.
                 self.sources.remove(source)
+                source.clear_prefixes()
                 self._on_fault(error)
                 continue
             if any(new_drafts.values()):
@@ -111,10 +108,6 @@ class DraftPolicy:
     @property
     def nbytes(self) -> int:
         return sum(source.nbytes for source in self.sources)
-
-    @property
-    def prefix_bytes(self) -> int:
-        return sum(source.prefix_bytes for source in self.sources)
 
     def clear_prefixes(self) -> None:
         for source in self.sources:
@@ -132,6 +125,7 @@ class DraftPolicy:
             source.keep(ids)
 
     def close(self) -> None:
+        self.forget()
         self.sources.clear()
 
     def _is_due(self, row: DraftRow) -> bool:

@@ -93,7 +93,6 @@ class LookupDrafter:
 
     name: Drafter = "prompt_lookup"
     nbytes = 0
-    prefix_bytes = 0
 
     def __init__(self) -> None:
         self._lookups: dict[int, PromptLookup] = {}

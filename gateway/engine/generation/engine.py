@@ -132,6 +132,8 @@ class GenerationEngine(Sequences):
         ]
         if plan.clear_prefixes:
             self.clear_prefixes()
+        if plan.prefix_limit is not None:
+            self.limit_prefixes(plan.prefix_limit)
         for number, params in plan.joining:
             try:
                 self.join(number, params)
@@ -154,10 +156,19 @@ class GenerationEngine(Sequences):
         self._drafts.clear_prefixes()
         clear_cache()
 
+    def limit_prefixes(self, nbytes: int) -> None:
+        """Keep at most so much of prompts from now on, with the models that share the room."""
+        pool = self._prefixes.pool
+        pool.limit = nbytes
+        if pool.nbytes > nbytes:
+            self.synchronize()
+            pool.shrink()
+            clear_cache()
+
     @property
     def prefix_bytes(self) -> int:
-        """Count the bytes of KV kept of prompts that others may begin with."""
-        return self._prefixes.nbytes + self._drafts.prefix_bytes
+        """Count the bytes of KV kept of prompts, by all models that share the room."""
+        return self._prefixes.pool.nbytes
 
     def prefix_names(self, adapter: int = 0) -> Sequence[bytes]:
         """Return a router's names of the prefixes that are kept. Safe on any thread."""

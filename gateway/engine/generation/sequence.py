@@ -47,6 +47,7 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprob] = []  # of all the prompt's tokens but the first
         self.cached_tokens = 0  # of the prompt, from the prefix cache
         self.kept_tokens = 0  # of the prompt, new in it
+        self.unkept_tokens = 0  # of the prompt, for which it has no room
         self.kept_ends: list[int] = []  # so many first tokens have states kept while decoding
         self.read_last = 0  # tokens, by the last pass that read ahead
         self.stops_at_blocks = False  # its states are kept at ends of blocks: it stops there
@@ -295,6 +296,7 @@ class Sequence:
                 deltas[0],
                 cached_tokens=self.cached_tokens,
                 kept_tokens=self.kept_tokens,
+                unkept_tokens=self.unkept_tokens,
                 prompt=self._echo(),
             )
         return deltas

@@ -32,7 +32,7 @@ from gateway.engine.generation.sequence import Faults, Sequence
 from gateway.engine.grammar.structured import StructuredOutput
 from gateway.engine.kv.cache import compact
 from gateway.engine.kv.layers import can_batch, hold_states, is_plain, padded, row_lengths
-from gateway.engine.kv.prefix_cache import PrefixCache
+from gateway.engine.kv.prefix_cache import PrefixCache, PrefixPool
 from gateway.engine.models.adapters import Adapters
 from gateway.engine.models.checkpoint import Checkpoint, measure_kv
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint
@@ -64,7 +64,7 @@ class Sequences:
         model: Any,
         setup: ChatSetup,
         *,
-        prefix_cache_bytes: int = 0,
+        prefixes: PrefixPool | None = None,  # that its prompts are kept in; None keeps none
         speculate_rows: int = 0,
         draft_model: DraftModel | None = None,
         bounds: DeviceBounds | None = None,
@@ -81,7 +81,7 @@ class Sequences:
             kv_cost = draft_model.with_kv(kv_cost, speculate_rows)
         tested_tokens = count_tokens(model, setup.max_context)
         self.facts = EngineFacts(setup.max_context, kv_cost, tested_tokens)
-        self._prefixes = PrefixCache(empty, prefix_cache_bytes, bounds.kept, states)
+        self._prefixes = PrefixCache(empty, prefixes or PrefixPool(0), states)
         self.adapters = Adapters(model)
         self._prefill = Prefill(
             model,

@@ -1,10 +1,11 @@
 """The KV of prompts already read, in blocks, so that what two prompts begin with is read once.
 
 A block is identified by the block before it and its own tokens, so prompts share the blocks of all
-that they begin with. The first one's is a root: each adapter of a model has its own, as its KV is,
-and so have callers who are to learn nothing of one another. Only plain KV can be cut into blocks.
-The other layers' caches, of sliding windows or states, are kept whole, with the block after which
-they were copied, and a prompt can continue only from such a block.
+that they begin with. The first one's is a root: each model of those that share a pool has its own,
+so has each adapter, as its KV is, and so have callers who are to learn nothing of one another. Only
+plain KV can be cut into blocks. The other layers' caches, of sliding windows or states, are kept
+whole, with the block after which they were copied, and a prompt can continue only from such a
+block.
 """
 
 from collections import OrderedDict
@@ -38,43 +39,82 @@ ROOT: Root = (0, "")
 class _Kept:
     """The plain layers' planes of one block, or the other layers' caches after a block."""
 
+    owner: "PrefixCache"
     number: int
     layers: Sequence[Any]
     nbytes: int
     buffers: int
 
 
-class PrefixCache:
-    """The KV of one model's prompts, least recently used evicted first.
+class PrefixPool:
+    """The room that the caches of one or more models share: what was used longest ago goes first,
+    whosever it is.
 
     States of answers under way are evicted before all others, the oldest first: most are never
     taken up, and those of a prompt that many share would have to make room for them.
     """
 
+    def __init__(self, limit: int, buffers: KeptBuffers | None = None) -> None:
+        self.limit = limit  # bytes; 0 keeps nothing
+        self.nbytes = 0
+        self.numbers = count(1)  # of blocks
+        self.roots = count(0, -1)  # the numbers of what no block comes before
+        # Least recently used first. A block counts as used just before the one that it follows,
+        # so the first of a cache has no block that follows it, and can be evicted.
+        self.kept: OrderedDict[Key, _Kept] = OrderedDict()
+        self.growing: dict[Key, None] = {}  # the states of answers under way, the oldest first
+        self._buffers = buffers or KeptBuffers()  # the arrays that all pools keep
+
+    def shrink(self) -> None:
+        """Drop what exceeds the limit."""
+        while self.nbytes > self.limit:
+            self.drop(next(chain(self.growing, self.kept)))
+
+    def has_room(self, nbytes: int, buffers: int) -> bool:
+        has_buffers = self._buffers.count + buffers <= self._buffers.limit
+        return has_buffers and self.nbytes + nbytes <= self.limit
+
+    def next_evicted(self, nbytes: int, *, is_growing: bool) -> Key | None:
+        """Return what has to go first for so many bytes more."""
+        growing = sum(self.kept[key].nbytes for key in self.growing)
+        if not is_growing or growing + nbytes > GROWING_SHARE * self.limit:
+            keys: Iterable[Key] = chain(self.growing, self.kept)
+        else:
+            keys = (key for key in self.kept if key not in self.growing)
+        return next(iter(keys), None)
+
+    def add(self, key: Key, kept: _Kept) -> None:
+        self.kept[key] = kept
+        self._count(kept, 1)
+
+    def drop(self, key: Key) -> None:
+        self.growing.pop(key, None)
+        self._count(self.kept.pop(key), -1)
+
+    def _count(self, kept: _Kept, times: int) -> None:
+        self.nbytes += times * kept.nbytes
+        kept.owner.nbytes += times * kept.nbytes
+        self._buffers.count += times * kept.buffers
+
+
+class PrefixCache:
+    """The KV of one model's prompts."""
+
     def __init__(
         self,
         empty: Sequence[Any],  # the model's prompt cache before anything was read
-        limit: int,
-        buffers: KeptBuffers | None = None,
+        pool: PrefixPool,
         states: int = 0,
     ) -> None:
-        self._limit = limit  # bytes; 0 keeps nothing
+        self.pool = pool
+        self.is_on = pool.limit > 0
+        self.nbytes = 0
         self._states = states  # the bytes of a set of states, at most
-        self._buffers = buffers or KeptBuffers()  # the arrays that all models keep
         self._empty = [for_batch(layer) for layer in empty]
         self._is_plain = [isinstance(layer, RaggedKVCache) for layer in self._empty]
-        self._numbers = count(1)
-        self._roots: dict[Root, int] = {}  # the numbers of what no block comes before: 0 and below
-        # Least recently used first. A block counts as used just before the one that it follows,
-        # so the first of all has no block that follows it, and can be evicted.
-        self._kept: OrderedDict[Key, _Kept] = OrderedDict()
-        self.nbytes = 0
-        self._growing: dict[Key, None] = {}  # the states of answers under way, the oldest first
+        self._roots: dict[Root, int] = {}  # the numbers of what no block comes before
+        self._kept, self._growing = pool.kept, pool.growing
         self._names: dict[tuple[Root, bytes], Key] = {}  # a router's, of what ends in a block
-
-    @property
-    def is_on(self) -> bool:
-        return self._limit > 0
 
     @property
     def needs_block_ends(self) -> bool:
@@ -84,7 +124,7 @@ class PrefixCache:
     @property
     def keeps_growing(self) -> bool:
         """Return True if states are kept of answers under way."""
-        return self._limit >= MIN_SETS * self._states
+        return self.pool.limit >= MIN_SETS * self._states
 
     def count_known(self, tokens: Sequence[int], root: Root = ROOT) -> int:
         """Count the first tokens that need not be read."""
@@ -187,7 +227,7 @@ class PrefixCache:
         for end in dropped:
             key = self._state_key(path[: end // BLOCK])
             if key in self._kept:
-                self._drop(key)
+                self.pool.drop(key)
         return True
 
     def note_ended(self, tokens: Sequence[int], ends: Sequence[int], root: Root = ROOT) -> None:
@@ -205,23 +245,17 @@ class PrefixCache:
         for key, block in sorted(self._kept.items(), key=lambda item: item[1].number):
             if key[0] in gone:  # it follows another that is gone
                 gone.add(block.number)
-                self._drop(key)
+                self.pool.drop(key)
 
     def stop(self) -> None:
         """Drop everything, and keep nothing from now on."""
-        self._limit = 0
+        self.is_on = False
         self.clear()
 
     def clear(self) -> None:
-        for key in list(self._kept):
-            self._drop(key)
+        for key in [key for key, kept in self._kept.items() if kept.owner is self]:
+            self.pool.drop(key)
         self._names.clear()
-
-    def _drop(self, key: Key) -> None:
-        dropped = self._kept.pop(key)
-        self._growing.pop(key, None)
-        self.nbytes -= dropped.nbytes
-        self._buffers.count -= dropped.buffers
 
     def _split(self, layers: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Separate the plain layers from the others."""
@@ -263,7 +297,9 @@ class PrefixCache:
         """Return the number that identifies what follows a path."""
         if path:
             return self._kept[path[-1]].number
-        return self._roots.setdefault(root, -len(self._roots))
+        if root not in self._roots:
+            self._roots[root] = next(self.pool.roots)
+        return self._roots[root]
 
     def _state_key(self, path: Sequence[Key]) -> Key:
         """Return the key of the other layers' caches after a path. No block follows them."""
@@ -286,36 +322,23 @@ class PrefixCache:
         elif not is_growing:
             self._use([key])
 
-    def _next_evicted(self, nbytes: int, *, is_growing: bool) -> Key | None:
-        """Return what has to go first for so many bytes more."""
-        growing = sum(self._kept[key].nbytes for key in self._growing)
-        if not is_growing or growing + nbytes > GROWING_SHARE * self._limit:
-            keys: Iterable[Key] = chain(self._growing, self._kept)
-        else:
-            keys = (key for key in self._kept if key not in self._growing)
-        return next(iter(keys), None)
-
     def _put(self, key: Key, layers: Sequence[Any], path: list[Key], *, is_growing: bool) -> bool:
         """Keep layers after a path if they are finite and fit; return whether they were kept."""
         arrays = [array for layer in layers for array in _arrays(layer)]
         nbytes = sum(array.nbytes for array in arrays) + _TOKEN_BYTES * len(key)
-        while (
-            self.nbytes + nbytes > self._limit
-            or self._buffers.count + len(arrays) > self._buffers.limit
-        ):
-            evicted = self._next_evicted(nbytes, is_growing=is_growing)
+        while not self.pool.has_room(nbytes, len(arrays)):
+            evicted = self.pool.next_evicted(nbytes, is_growing=is_growing)
             if evicted is None or evicted in path:
                 return False
-            self._drop(evicted)
+            self.pool.drop(evicted)
         # NaN in one layer is NaN in all after it: checking the last one is enough.
         are_finite = [mx.isfinite(array).all() for array in _arrays(layers[-1])] if layers else []
         # Before it is kept: an error belongs to the sequence that was read. One wait for all.
         mx.eval(arrays, are_finite)
         if not all(is_finite.item() for is_finite in are_finite):
             return False
-        self._kept[key] = _Kept(next(self._numbers), layers, nbytes, len(arrays))
-        self.nbytes += nbytes
-        self._buffers.count += len(arrays)
+        number = next(self.pool.numbers)
+        self.pool.add(key, _Kept(self, number, layers, nbytes, len(arrays)))
         path.append(key)
         return True
 

@@ -82,7 +82,7 @@ class GenerationBatcher:
         self._scheduler = Scheduler(name, self._cap_batch(limits), self._memory)
         self._wake_events = {kind: asyncio.Event() for kind in ("prefill", "decode")}
         self._decode_waits_since: float | None = None
-        self._has_warned = False
+        self._warnings: set[str] = set()  # that were logged already
         self._interrupt = threading.Event()  # rows have to leave: ends the turn after its pass
         self._pace = PrefillPace(limits)
         self._gains = DraftGains()
@@ -176,7 +176,8 @@ class GenerationBatcher:
             unenforced = () if compiled is None else compiled.unenforced
             checker = AnswerChecker(name, self.engine, self._pool, job, unenforced)
             deltas = self._deltas(job, inbox, len(choices), checker)
-            self._warn_of_text_calls(rows[0])
+            if rows[0].calls_are_text:
+                self._warn_once("tool_format_unknown", hint="set `tool_parser:`")
             try:
                 yield Generation(usage, deltas, rows[0], checker)
             finally:
@@ -206,11 +207,10 @@ class GenerationBatcher:
         """Return the model that a job is for: an adapter of this one has a name of its own."""
         return job.adapter.model if job.adapter is not None else self._name
 
-    def _warn_of_text_calls(self, row: SequenceParams) -> None:
-        """Log, once, that calls will be text."""
-        if row.calls_are_text and not self._has_warned:
-            self._has_warned = True
-            log.warning("tool_format_unknown", model=self._name, hint="set `tool_parser:`")
+    def _warn_once(self, event: str, **details: str | int) -> None:
+        if event not in self._warnings:
+            self._warnings.add(event)
+            log.warning(event, model=self._name, **details)
 
     async def _compile(
         self, job: GenerateJob, rows: Sequence[SequenceParams]
@@ -246,6 +246,10 @@ class GenerationBatcher:
             if delta.cached_tokens:
                 timings.cached_tokens += delta.cached_tokens
                 metrics.of(metrics.CACHED_TOKENS, name).inc(delta.cached_tokens)
+            metrics.of(metrics.UNKEPT_TOKENS, name).inc(delta.unkept_tokens)
+            if delta.unkept_tokens:
+                hint = "see GATEWAY_PREFIX_CACHE_BYTES"
+                self._warn_once("prompt_not_kept", tokens=delta.unkept_tokens, hint=hint)
             checker.add(delta)
             yield delta
 
@@ -260,8 +264,8 @@ class GenerationBatcher:
             self._wake()
 
     def _on_memory_change(self) -> None:
-        """Wake the workers if rows wait for memory, or the prefix cache has to be freed."""
-        if self.tickets or self._memory.must_clear_prefixes:
+        """Wake the workers if rows wait for memory, or what is kept of prompts has to go."""
+        if self.tickets or self._memory.must_shrink_prefixes:
             self._wake()
 
     def _wake(self) -> None:
@@ -380,7 +384,7 @@ class GenerationBatcher:
         for fault in result.faults:
             self._on_fault(fault)
         self._state = result
-        self._memory.set_prefix_bytes(result.prefix_bytes)
+        self._memory.note_prefixes(result.prefix_bytes)
         self._scheduler.note_reading(result.reading)
         if result.size.rows:
             self._observe(kind, result.size, seconds)
@@ -432,18 +436,18 @@ class GenerationBatcher:
             asyncio.create_task(run_forever(f"{kind} {self._name}", work, end))
             for kind, work in (("prefill", self._prefill), ("decode", self._decode))
         ]
-        try:
-            with self._memory.watch(self._on_memory_change):
-                yield self
-        finally:
-            self._interrupt.set()  # a running turn ends after its pass
-            for worker in workers:
-                worker.cancel()
-            await asyncio.wait(workers)
-            self._scheduler.end_all(
-                Unavailable(f"The model `{self._name}` was unloaded meanwhile.", retry_after_s=1)
-            )
-            self._memory.release()
+        with self._memory.prefixes.in_use():
+            try:
+                with self._memory.watch(self._on_memory_change):
+                    yield self
+            finally:
+                self._interrupt.set()  # a running turn ends after its pass
+                for worker in workers:
+                    worker.cancel()
+                await asyncio.wait(workers)
+                gone = f"The model `{self._name}` was unloaded meanwhile."
+                self._scheduler.end_all(Unavailable(gone, retry_after_s=1))
+                self._memory.release()
 
 
 class AdaptedBatcher:
