@@ -18,6 +18,7 @@ from gateway.serving.generation.choice import Choice
 from gateway.serving.generation.memory import KV_STEP, Layout, RowCosts, RowMemory
 from gateway.serving.generation.policy import GenerationLimits
 from gateway.serving.generation.scheduler import Scheduler
+from gateway.serving.lane import Lane
 from tests.fakes import ScriptedChat, generate_job
 from tests.serving.generation.harness import asking, batching, deltas, joined
 from tests.waiting import until
@@ -275,7 +276,11 @@ async def test_what_models_with_a_room_of_their_own_keep_is_had_back_for_another
     keeper = ScriptedChat(prefix_bytes=2 * KV_STEP)
     memories = [RowMemory(budget, costs(most=2 * KV_STEP)) for _ in range(2)]
     memories[0].note_prefixes(keeper.prefix_bytes)
-    async with batching(keeper, memories[0]), batching(ScriptedChat(), memories[1]) as batcher:
+    async with (
+        Lane() as lane,
+        batching(keeper, memories[0], lane=lane),
+        batching(ScriptedChat(), memories[1], lane=lane) as batcher,
+    ):
         answer = await asyncio.wait_for(asking(batcher, "now", max_tokens=9), 5)
         assert answer == "now"
         assert 0 < keeper.prefix_bytes < KV_STEP
