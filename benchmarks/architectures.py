@@ -28,6 +28,7 @@ from typing import Any, Final
 
 import gateway
 from benchmarks.tiny_models import names, tiny_config, tiny_model
+from gateway.jobs import Drafter
 
 REPOSITORY: Final = Path(__file__).parents[1]
 DOCUMENT: Final = REPOSITORY / "docs" / "architectures.md"
@@ -86,6 +87,10 @@ class Reference:
                 return "" if gap < TIE else f"token {at}, by {gap:.2g}"
         return ""
 
+    def tokens(self, prompt: Sequence[int]) -> list[int]:
+        """Return what it says after a prompt."""
+        return [token for token, _ in self._said(prompt)]
+
     def _said(self, prompt: Sequence[int]) -> list[tuple[int, Any]]:
         import mlx.core as mx
         from mlx_lm.generate import generate_step
@@ -103,6 +108,7 @@ def compare(folder: Path, reference: Reference, vocab_size: int) -> dict[str, st
     from gateway.engine.generation.sequences import ChatSetup
     from gateway.engine.grammar.shaping import Shape
     from gateway.engine.grammar.structured import StructuredOutput
+    from gateway.engine.kv.prefix_cache import PrefixPool
     from gateway.engine.models.checkpoint import Checkpoint
     from gateway.engine.models.decoders import open_decoder
     from gateway.engine.prompting.chat_tokenizer import chat_tokenizer, wrap_folder_tokenizer
@@ -116,12 +122,13 @@ def compare(folder: Path, reference: Reference, vocab_size: int) -> dict[str, st
     longer = [*prompts[3], *prompts[2]]
     reference.say([*prompts, longer])
 
-    def opened(prefix_cache_bytes: int = 0) -> GenerationEngine:
+    def opened(prefix_cache_bytes: int = 0, speculate_rows: int = 0) -> GenerationEngine:
         checkpoint = Checkpoint("tiny", folder)
         model, _ = open_decoder(checkpoint, device=Device.CPU, dtype=None)
         structured = StructuredOutput(None, Shape(), None, problem="not needed")
         setup = ChatSetup(checkpoint, chat, structured, 4096, vocab_size, {})
-        return GenerationEngine(model, setup, prefix_cache_bytes=prefix_cache_bytes)
+        pool = PrefixPool(prefix_cache_bytes)
+        return GenerationEngine(model, setup, prefixes=pool, speculate_rows=speculate_rows)
 
     def judged(told: Sequence[Sequence[int]], asked: Sequence[Sequence[int]]) -> str:
         found = (reference.differs(*each) for each in zip(asked, told, strict=True))
@@ -154,7 +161,50 @@ def compare(folder: Path, reference: Reference, vocab_size: int) -> dict[str, st
     again = judged(answers(engine, [beside[:2], beside[2:]], 512), beside)
     result["as served"] = result["as served"] or again
     engine.close()
+    engine = opened(1 << 26, speculate_rows=4)
+    engine.apply_verdict(verdict)
+    engine._drafts.sources = [Guesses(reference, beside)]
+    told = answers(engine, [beside[:2], beside[2:]], 512)
+    result["ahead"] = judged(told, beside)
+    engine.close()
     return result
+
+
+class Guesses:
+    """Drafts of the reference's own tokens, every third of which is another one."""
+
+    name: Drafter = "prompt_lookup"
+    nbytes = prefix_bytes = 0
+
+    def __init__(self, reference: Reference, prompts: Sequence[Sequence[int]]) -> None:
+        self._wholes = [[*prompt, *reference.tokens(prompt)] for prompt in prompts]
+
+    def is_due(self, *_: Any) -> bool:
+        """Return True: there is always a guess."""
+        return True
+
+    def draft(self, rows: Mapping[int, Any], rooms: Mapping[int, int]) -> dict[int, list[int]]:
+        """Return up to so many tokens for each row."""
+        return {n: self._guess(row.context, max(0, rooms[n])) for n, row in rows.items()}
+
+    def note(self, *_: Any) -> bool:
+        """Return True: there is no other drafter."""
+        return True
+
+    def keep(self, *_: Any) -> None:
+        """Do nothing: nothing is held of a row."""
+
+    clear_prefixes = keep
+
+    def _guess(self, context: Sequence[int], room: int) -> list[int]:
+        size = len(context)
+        for whole in self._wholes:
+            if whole[:size] == list(context):
+                rest = whole[size : size + room]
+                return [
+                    token ^ 1 if (size + at) % 3 == 2 else token for at, token in enumerate(rest)
+                ]
+        return []
 
 
 def answers(engine: Any, groups: Iterable[Sequence[Sequence[int]]], budget: int) -> list[list[int]]:
@@ -265,7 +315,7 @@ def each_tried(wanted: Sequence[str], jobs: int) -> Iterator[tuple[str, dict[str
 
 def table(results: Mapping[str, Mapping[str, str]]) -> str:
     """Write what was found as Markdown: those that are equal in one row, the others each in one."""
-    columns = ("alone", "together", "prefix", "self-test", "as served")
+    columns = ("alone", "together", "prefix", "self-test", "as served", "ahead")
     made = {name: each for name, each in results.items() if "error" not in each}
     equal = equal_in_all(results)
     lines = [
@@ -273,9 +323,9 @@ def table(results: Mapping[str, Mapping[str, str]]) -> str:
         f"{len(results)} architectures: {len(made)} could be made, {len(equal)} are equal in all.",
         "",
         "| Architecture | Alone, and in chunks of 32 | Joined late, beside others | "
-        "From the prefix cache | Self-test | As served |",
-        "| --- | --- | --- | --- | --- | --- |",
-        f"| {', '.join(equal)} | equal | equal | equal | passed | equal |",
+        "From the prefix cache | Self-test | As served | Reading ahead |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        f"| {', '.join(equal)} | equal | equal | equal | passed | equal | equal |",
     ]
     for name, each in made.items():
         if name in equal:

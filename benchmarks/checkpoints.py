@@ -16,7 +16,7 @@ import gateway.engine  # noqa: F401  (first: OpenBLAS must be there before mlx)
 
 import mlx.core as mx  # isort: skip
 from mlx.utils import tree_flatten
-from mlx_lm.models.llama import Model, ModelArgs
+from mlx_lm.utils import _get_classes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from gateway.bench.requests import Texts
@@ -47,6 +47,32 @@ LLAMA = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
+}
+# One layer of four attends to all tokens: the others see 512 of them, or keep a state of linear
+# attention, as do Gemma 3's and Qwen3-Next's.
+SLIDING = {
+    "model_type": "gemma3_text",
+    "head_dim": 64,
+    "query_pre_attn_scalar": 64,
+    "sliding_window": 512,
+    "sliding_window_pattern": 4,
+}
+HYBRID = {
+    "model_type": "qwen3_next",
+    "full_attention_interval": 4,
+    "head_dim": 64,
+    "partial_rotary_factor": 0.25,
+    "linear_num_value_heads": 8,
+    "linear_num_key_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 0,
+    "num_experts_per_tok": 0,
+    "decoder_sparse_step": 1,
+    "shared_expert_intermediate_size": 0,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 0,
 }
 NEAR_FREE = {
     "model_type": "bert",
@@ -84,18 +110,30 @@ BGE_BASE = {
 }
 
 
-def write_chat(folder: Path, vocabulary: int = VOCABULARY, **config: Any) -> Path:
+def write_chat(
+    folder: Path, vocabulary: int = VOCABULARY, *, repeats: int | None = None, **config: Any
+) -> Path:
     """Write a llama of 8 layers by 512, as far as `config` says no other.
 
-    It takes 175 MB on disk, and some seconds.
+    It takes 175 MB on disk, and some seconds. An answer `repeats` itself every so many tokens,
+    though as much is computed for each: none depends on what comes before the last one.
     """
     tokenizer = write_chat_tokenizer(folder, vocabulary)
     whole = {**LLAMA, "vocab_size": tokenizer.get_vocab_size(), **config}
     _write(folder / "config.json", whole)
     mx.random.seed(0)
-    sizes: Any = ModelArgs  # untyped
-    weights = dict(tree_flatten(Model(sizes.from_dict(whole)).parameters()))
-    weights["lm_head.weight"] *= mark_plain(tokenizer)[:, None]
+    classes: Any = _get_classes(whole)
+    model = classes[0](classes[1].from_dict(whole))
+    weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
+    plain = mark_plain(tokenizer)[:, None]
+    weights["lm_head.weight"] *= plain
+    if repeats is not None:
+        for name, weight in weights.items():
+            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+                weights[name] = mx.zeros_like(weight)
+        ids = mx.arange(plain.size)
+        earlier = ids - 1 + repeats * (ids % repeats == 0)  # in a circle of `repeats` tokens
+        weights["lm_head.weight"] = 99 * plain * weights["model.embed_tokens.weight"][earlier]
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     return folder
 

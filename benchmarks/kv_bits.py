@@ -20,7 +20,7 @@ from typing import Any, Final
 from benchmarks.loading import load_generation
 from gateway.engine.device import Device, choose_device, configure, prepare_malloc
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.kv.cache import make_batch_caches
+from gateway.engine.kv.layers import make_batch_caches
 from gateway.jobs import Caller, GenerateJob, Sampling, SequenceParams
 from gateway.registry import package_folder
 

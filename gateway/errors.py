@@ -24,7 +24,7 @@ def shorten(text: str) -> str:
 # The part of a job that an error is about; wire has each endpoint's own name for it.
 Part = Literal[
     "prompt", "documents", "questions", "prompt_name", "template_args", "tools", "answer_form",
-    "min_tokens",
+    "min_tokens", "thinking_budget",
 ]  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,8 @@ from gateway.errors import PassFault
 Vectors: TypeAlias = npt.NDArray[np.float32]
 TokenIds: TypeAlias = Sequence[int]
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
+Drafter: TypeAlias = Literal["prompt_lookup", "draft_model"]
+DRAFTERS: Sequence[Drafter] = get_args(Drafter)
 
 
 class Tier(StrEnum):
@@ -50,6 +52,8 @@ class Caller:
     allowed_s: float  # from the request's beginning to the deadline
     tier: Tier = Tier.DEFAULT
     key_id: str | None = None
+    # What is kept of its prompts and texts is for callers with the same one (vLLM's name for it).
+    cache_salt: str = ""
     timings: Timings = field(default_factory=Timings)
     # Of the request: its id may be the client's own, and not unique.
     number: int = field(default_factory=itertools.count(1).__next__)
@@ -240,6 +244,8 @@ class GenerateJob:
     logprobs: int | None = None
     # The last message is the beginning of the answer.
     continues: bool = False
+    # Thoughts are ended after so many tokens; None: where the model ends them.
+    thinking_budget: int | None = None
     # The prompt is returned, with its logprobs if there are any; `max_tokens` may then be 0.
     echo: bool = False
     # If there are any, no answer is written: each question's text completes the last message, and
@@ -330,6 +336,7 @@ class Delta:
     reasoning_tokens: int = 0
     cached_tokens: int = 0  # of the prompt, not read again: in the first delta
     kept_tokens: int = 0  # of the prompt, new in the prefix cache: in the first delta
+    unkept_tokens: int = 0  # of the prompt, which the prefix cache has no room for: likewise
     stop: str | None = None  # the stop string that ended it: in the last delta
     prompt: EchoedPrompt | None = None  # in the first delta, if it is echoed
     judgement: Judgement | None = None
@@ -360,9 +367,11 @@ class SequenceParams:
     is_continued: bool = False  # the prompt ends with the answer's beginning, which is not empty
     is_thinking: bool = False  # the prompt ends inside a block of thinking
     may_think: bool = False  # the model may open one before its answer
+    thinking_budget: int | None = None  # also None for a model whose thoughts cannot be ended
     step: LabelStep | None = None  # the prompt is read and these are judged: nothing is sampled
     beginning: Sequence[tuple[int, bytes]] = ()  # where parts with a router's name end, and names
     adapter: Adapter | None = None
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,6 +411,7 @@ class Pass:
     forced: int = 0  # by grammars
     drafted: int = 0
     accepted: int = 0  # of the drafted ones
+    drafter: Drafter | None = None  # of all of them; None of none, or if there were several
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,7 +459,9 @@ class StepPlan:
     leaving: Sequence[int] = ()  # in whatever state they are
     preempting: Sequence[int] = ()  # their KV is freed; all their tokens are read again later
     capped: Sequence[tuple[int, int]] = ()  # rows, and how many tokens their answers have at most
-    clear_prefixes: bool = False
+    clear_prefixes: bool = False  # of this model
+    prefix_limit: int | None = None  # bytes, from now on, of all models that share them
+    drafters: Sequence[Drafter] = DRAFTERS  # whose drafts the pass after this one may read
     joining: Sequence[tuple[int, SequenceParams]] = ()
     parking: Sequence[int] = ()  # they keep their KV, and do not decode
     resuming: Sequence[int] = ()  # parked or preempted before; if parked too, once they are read
@@ -464,4 +476,4 @@ class StepResult:
     faults: Sequence[PassFault] = ()  # what its pass has raised; no answer is changed by it
     reading: frozenset[int] = frozenset()  # rows with prompt left to read
     decoding: int = 0  # rows that decode
-    prefix_bytes: int = 0  # of KV that is kept of prompts
+    prefix_bytes: int = 0  # of KV that is kept of prompts, by all models that share a limit

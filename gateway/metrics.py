@@ -96,10 +96,20 @@ EMBEDDING_CACHE = Counter(
 CACHED_TOKENS = Counter(
     "gateway_cached_prompt_tokens", "Prompt tokens found in the prefix cache.", ["model"]
 )
+UNKEPT_TOKENS = Counter(
+    "gateway_prefix_unkept_tokens",
+    "Prompt tokens that the prefix cache had no room for.",
+    ["model"],
+)
 READ_AHEAD = Counter(
     "gateway_tokens_read_ahead",
     "Tokens read several at a time: forced by a grammar, drafted, and accepted drafts.",
     ["model", "kind"],
+)
+DRAFT_GAIN = Gauge(
+    "gateway_draft_gain",
+    "Speed of passes with drafts, as a ratio to without, when last measured: below 1 they pause.",
+    ["model", "drafter"],
 )
 PREEMPTIONS = Counter(
     "gateway_preemptions", "Answers that gave their memory back, to continue later.", ["model"]

@@ -62,7 +62,11 @@ def environment_table() -> str:
 
 def _type(schema: Mapping[str, Any]) -> str:
     options = [each for each in schema.get("anyOf", [schema]) if each.get("type") != "null"]
+    if len(options) > 1:
+        return " or ".join(_type(each) for each in options)
     one: Mapping[str, Any] = options[0]
+    if "const" in one:
+        return f"`{one['const']}`"
     if "enum" in one:
         return ", ".join(f"`{each}`" for each in one["enum"])
     if one["type"] == "array":

@@ -200,6 +200,7 @@ class ScriptedChat:
     names: list[bytes] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
     calls_are_text: bool = False
+    thinks: bool = True
     judged: list[tuple[str, str]] = field(default_factory=list)
     verdicts: list[bool | None] = field(default_factory=list)  # True after these
     curtailed: dict[int, int] = field(default_factory=dict)
@@ -252,6 +253,8 @@ class ScriptedChat:
             is_open=job.max_tokens is None,
             calls_are_text=self.calls_are_text and job.calling is not None,
             logprobs=job.logprobs,
+            thinking_budget=job.thinking_budget if self.thinks else None,
+            is_thinking=self.thinks,
             echoed=list(text) if job.echo else None,
         )
         return [replace(row, index=i) for i in range(job.n)]
@@ -310,6 +313,8 @@ class ScriptedChat:
             deltas += self.cap_tokens(row, limit)
         if plan.clear_prefixes:
             self.clear_prefixes()
+        if plan.prefix_limit is not None:
+            self.prefix_bytes = min(self.prefix_bytes, plan.prefix_limit)
         for row, job in plan.joining:
             try:
                 self.join(row, job)

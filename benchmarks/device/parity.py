@@ -24,6 +24,7 @@ from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.loading import read_chat_setup
 from gateway.engine.generation.sequences import ChatSetup
+from gateway.engine.kv.prefix_cache import PrefixPool
 from gateway.engine.kv.quantized import quantize_kv
 from gateway.engine.models.decoders import floating_dtype, read_decoder
 from gateway.errors import GatewayError
@@ -118,7 +119,7 @@ class Subject:
         return GenerationEngine(
             self.model,
             replace(self.setup, sampling_defaults={}),
-            prefix_cache_bytes=prefix_bytes,
+            prefixes=PrefixPool(prefix_bytes),
             speculate_rows=speculate_rows,
         )
 

@@ -52,6 +52,7 @@ MEASUREMENTS: dict[str, Measurement] = {
     "structured": structured.together,
     "structured-stream": structured.stream,
     "speculation": speculation.speculation,
+    "speculation-kinds": speculation.kinds,
     "beside": beside.beside,
     "prefill": prefix.cold,
     "prefix": prefix.prefix,

@@ -1,8 +1,12 @@
-"""Tokens read ahead of their choice, on SmolLM2: one stream each with it, without it, and free."""
+"""Tokens read ahead of their choice: one stream each with it, without it, and free."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import yaml
+
+from benchmarks.checkpoints import HYBRID, SLIDING, write_chat
 from benchmarks.targets.onboard import TOKENS
 from benchmarks.targets.rig import SMOLLM2, SMOLLM2_PACKAGE, Rig, errors, rate, rest
 from benchmarks.targets.verdicts import Target, Verdict, not_measured, ratio
@@ -17,6 +21,15 @@ FREE_STREAM = Target(
 ENTITIES = Target("SmolLM2, entities by a schema: reading ahead / not, tokens/s")
 REWRITING = Target("SmolLM2, a text rewritten: reading ahead / not, tokens/s", 1.3)
 FREE = Target("SmolLM2, free chat: reading ahead / not, tokens/s", 0.97)
+TINY: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sliding": SLIDING,
+    "hybrid": HYBRID,
+    "tiny plain": TINY,
+    "tiny sliding": {**SLIDING, **TINY},
+    "tiny hybrid": {**HYBRID, **TINY},
+}
 PEOPLE = ("Alice Johnson", "Robert Smith", "Carla Diaz", "Kofi Mensah", "Yuki Tanaka")
 CITIES = ("Berlin", "Hamburg", "Lyon", "Accra", "Osaka")
 SCHEMA: dict[str, Any] = {
@@ -71,6 +84,47 @@ async def speculation(rig: Rig) -> list[Verdict]:
             await _compare(rig, FREE_STREAM, entities, ahead, ahead, other=free),
             await _compare(rig, REWRITING, rewriting, ahead, plain),
             await _compare(rig, FREE, free, ahead, plain),
+        ]
+
+
+async def kinds(rig: Rig) -> list[Verdict]:
+    """Models of each kind of cache, with random weights: small and tiny ones, and of each a twin
+    whose answers repeat themselves.
+    """
+    verdicts = []
+    for name, shape in SHAPES.items():
+        here = replace(rig, folder=rig.folder / name.replace(" ", "-"))
+        write_chat(here.folder / "free", **shape)
+        write_chat(here.folder / "repeating", repeats=32, **shape)
+        entries = {
+            model: {"kind": "chat", "source": f"path:{model}", "preload": True}
+            for model in ("free", "repeating")
+        }
+        here.models.write_text(yaml.safe_dump({"version": 1, "models": entries}), encoding="utf-8")
+        verdicts += await _compare_kind(here, name)
+    return verdicts
+
+
+async def _compare_kind(rig: Rig, name: str) -> list[Verdict]:
+    tokens, form = max(64, round(rig.seconds(TOKENS))), Form(SCHEMA)
+
+    def entities(number: int) -> Ask:
+        return chat("free", _story(number), max_tokens=1024, form=form)
+
+    def free(number: int) -> Ask:
+        return chat("free", _story(number), max_tokens=tokens)
+
+    def repeating(number: int) -> Ask:
+        return chat("repeating", _story(number), max_tokens=tokens)
+
+    stream = Target(f"{name}, entities by a schema / a free stream, tokens/s", 1.5)
+    repeated = Target(f"{name}, a text that repeats itself: reading ahead / not, tokens/s", 1.3)
+    fresh = Target(f"{name}, free text: reading ahead / not, tokens/s", 0.97)
+    async with rig.gateway() as ahead, rig.gateway(GATEWAY_SPECULATE_ROWS="0") as plain:
+        return [
+            await _compare(rig, stream, entities, ahead, ahead, other=free),
+            await _compare(rig, repeated, repeating, ahead, plain),
+            await _compare(rig, fresh, free, ahead, plain),
         ]
 
 

@@ -18,12 +18,19 @@ TOKEN_BYTES: Final = 4
 _CONVERSATION: Final = ("instructions", "system", "tools", "messages", "prompt", "input")
 
 
-def read_call(path: str, body: bytes, salt: bytes, find_model: Callable[[str], str | None]) -> Call:
+def read_call(
+    path: str,
+    body: bytes,
+    salt: bytes,
+    find_model: Callable[[str], str | None],
+    cache_salt: str = "",
+) -> Call:
     """Return what a request to a path, without /v1, asks for. A body that is not an object, names
     no model, or is beyond the gateway's bounds asks for nothing in particular: whoever gets it
     refuses it.
 
-    `find_model` returns the id of a model by any of its names, or None.
+    `find_model` returns the id of a model by any of its names, or None. Of callers with another
+    `cache_salt` nothing kept is of use, and its digests are others.
     """
     owner = _owner_in(path)
     try:
@@ -35,7 +42,7 @@ def read_call(path: str, body: bytes, salt: bytes, find_model: Callable[[str], s
     name = request.get("model")
     model = find_model(name) if isinstance(name, str) else None
     tokens = max(1, len(body) // TOKEN_BYTES)
-    blocks = () if model is None else digests(request, model.encode(), salt)
+    blocks = () if model is None else digests(request, f"{model}\0{cache_salt}".encode(), salt)
     return Call(model, blocks, owner or _owner_of_parts(request), tokens)
 
 

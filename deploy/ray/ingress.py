@@ -119,10 +119,11 @@ class Ingress:
             return
         if not await board.BOARD.wait_for_any(limits.load_wait_s):
             raise _nobody()
+        cache_salt = scope.get("gateway.cache_salt", "")
         if len(body) > LONG_BYTES:
-            call = await asyncio.to_thread(self._read, path, body)
+            call = await asyncio.to_thread(self._read, path, body, cache_salt)
         else:
-            call = self._read(path, body)
+            call = self._read(path, body, cache_salt)
         relay = _Relay(self._handle, scope, send, limits.request_timeout_s + GRACE_S)
         async with while_connected(receive):
             await relay.run(call, sent_on, body)
@@ -145,8 +146,8 @@ class Ingress:
                 log.info("ready")
             await asyncio.sleep(0.1)
 
-    def _read(self, path: str, body: bytes) -> Call:
-        return read_call(path, body, self._salt, self._find_model)
+    def _read(self, path: str, body: bytes, cache_salt: str) -> Call:
+        return read_call(path, body, self._salt, self._find_model, cache_salt)
 
     def _find_model(self, name: str) -> str | None:
         try:

@@ -35,6 +35,7 @@ EXPOSED_HEADERS = [
         "x-gateway-tool-format",
         "x-gateway-unenforced",
         "x-gateway-schema-valid",
+        "x-gateway-thinking-budget",
     ),
     *("server-timing", "retry-after", "x-should-retry"),
     *(f"x-ratelimit-{name}-{kind}" for name in ("limit", "remaining", "reset") for kind in KINDS),
@@ -52,6 +53,7 @@ class AccessRules:
 
     admin_key: str | None  # for what is under /admin, where no other key counts
     keys: Sequence[str]
+    shares_prefixes: bool  # between keys
     hosts: Sequence[str]
     origins: Sequence[str]
     allowance: Allowance  # of each key
@@ -113,6 +115,7 @@ class Guard:
         self._in_flight = in_flight
         self._keys = [_digest(key.encode()) for key in rules.keys]
         self._admin_keys = [_digest(rules.admin_key.encode())] if rules.admin_key else self._keys
+        self._has_salts = len(self._keys) > 1 and not rules.shares_prefixes
         self._hosts = frozenset(host.lower() for host in rules.hosts)
         self._origins = origins
         self._open_paths = open_paths
@@ -135,7 +138,8 @@ class Guard:
         headers: Mapping[bytes, bytes] = scope["gateway.headers"]
         keys = self._admin_keys if scope["path"].startswith(ADMIN) else self._keys
         if keys:
-            scope["gateway.key_id"] = _key_id(headers, keys)
+            key_id = scope["gateway.key_id"] = _key_id(headers, keys)
+            scope["gateway.cache_salt"] = key_id if self._has_salts else ""
             return
         self._check_page(scope, headers)
 

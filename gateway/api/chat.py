@@ -10,7 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from gateway.api.exchange import Exchange, default_sampling, read_exchange, template_args
+from gateway.api.exchange import (
+    Exchange,
+    default_sampling,
+    read_exchange,
+    template_args,
+    thinking_budgets,
+)
 from gateway.api.in_flight import while_connected
 from gateway.api.requests import Service, ignored_header, reply, serialise, time_stage
 from gateway.jobs import GenerateJob, Stage
@@ -33,6 +39,7 @@ async def answer(service: Service, request: Request) -> ASGIApp:
             max_tokens=spec.sampling.max_tokens,
             template_args=template_args(resolved, spec),
             max_chars=service.rules.max_input_chars,
+            budgets=thinking_budgets(spec),
             schema_in_prompt=spec.structured.schema_in_prompt,
         )
         heading = _heading("chatcmpl", wire_request.model, service.fingerprint(spec))
@@ -109,6 +116,7 @@ def _message_exchange(
         default_sampling(spec),
         template_args=template_args(resolved, spec),
         max_chars=service.rules.max_input_chars,
+        budgets=thinking_budgets(spec),
     )
     writer = MessageWriter(
         wire_request.model,

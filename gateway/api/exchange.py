@@ -18,10 +18,9 @@ from gateway.api.in_flight import while_connected
 from gateway.api.requests import Service, first_names, ignored_header, named_header, serialise
 from gateway.api.streams import ACCEPTED, COMMENT, DONE, EventStream, frame
 from gateway.errors import GatewayError, SchemaViolated
-from gateway.jobs import Delta, GenerateJob, Sampling, Stage, Usage
+from gateway.jobs import Delta, GenerateJob, Sampling, SequenceParams, Stage, Usage
 from gateway.registry import ChatSpec, Resolved
 from gateway.serving.generation.answer_checks import AnswerChecker, Fit
-from gateway.serving.generation.batcher import Generation
 from gateway.serving.generation.fan_out import generate_many
 from gateway.wire.answers import Answer, AnswerWriter, Event
 from gateway.wire.generation import SchemaVerdict
@@ -169,14 +168,23 @@ class Exchange:
         async with self.service.lease(self.spec, jobs[0].caller, self.request) as batcher:
             if self.is_checked:
                 async with batcher.generate(jobs[0]) as generation, aclosing(generation.deltas):
-                    self.headers.update(_answer_headers(generation))
-                    self.writer.accept(generation.sampling)
+                    self.headers.update(_answer_headers(generation.checker, generation.params))
+                    if generation.params.thinking_budget is None:
+                        self._name_ignored_budget()
+                    self.writer.accept(generation.params.sampling)
                     yield _Run(generation.usage, generation.deltas, generation.checker)
             else:
                 async with aclosing(generate_many(batcher, jobs)) as updates:
                     usage = await anext(updates)
                     assert isinstance(usage, Usage)
                     yield _Run(usage, updates)
+
+    def _name_ignored_budget(self) -> None:
+        """Name a budget of the request's, of which only the model could tell that it has no use."""
+        name, header = self.request.param_of("thinking_budget"), "x-gateway-ignored"
+        names = self.headers.get(header, "").split(",")
+        if self.request.thinking_budget is not None and name not in names:
+            self.headers[header] = ",".join([*filter(None, names), name])
 
     def _frame(self, event: Event) -> bytes:
         name = event["type"] if self.writer.names_events else ""
@@ -212,6 +220,11 @@ def template_args(resolved: Resolved, spec: ChatSpec) -> dict[str, Any]:
     if thinking is None:
         return dict(spec.chat_template_kwargs)
     return {"enable_thinking": thinking, **spec.chat_template_kwargs}
+
+
+def thinking_budgets(spec: ChatSpec) -> dict[str, int]:
+    """Return the tokens of thinking by effort, and the default."""
+    return spec.thinking_budget.model_dump(exclude_none=True)
 
 
 def _count_parts(job: GenerateJob, answer: _Attempt) -> int:
@@ -257,13 +270,17 @@ def _verdict_json(fit: Fit | None, unenforced: Sequence[str]) -> SchemaVerdict |
     return {"unenforced": list(first_names(unenforced)), "schema_valid": fit.is_valid}
 
 
-def _answer_headers(generation: Generation) -> dict[str, str]:
-    """Return the headers for calls that stay text, as the model's format of them is unknown, and
-    for the parts of the schema that no grammar enforces, as JSON pointers.
+def _answer_headers(checker: AnswerChecker, params: SequenceParams) -> dict[str, str]:
+    """Return the headers for calls that stay text, as the model's format of them is unknown, for
+    the parts of the schema that no grammar enforces, as JSON pointers, and for a budget of thinking
+    that leaves no token for the answer.
     """
-    headers = named_header("x-gateway-unenforced", generation.checker.unenforced)
-    if generation.calls_are_text:
+    headers = named_header("x-gateway-unenforced", checker.unenforced)
+    if params.calls_are_text:
         headers["x-gateway-tool-format"] = "unknown"
+    may_think, budget = params.is_thinking or params.may_think, params.thinking_budget
+    if may_think and budget is not None and budget >= params.max_tokens:
+        headers["x-gateway-thinking-budget"] = "takes-max-tokens"
     return headers
 
 

@@ -153,6 +153,7 @@ class Service:
             allowed_s=allowed_s,
             tier=tier,
             key_id=request.scope.get("gateway.key_id"),
+            cache_salt=request.scope.get("gateway.cache_salt", ""),
             timings=request.scope["gateway.timings"],
             prefix_names=request.scope.get("gateway.prefix_names", PrefixNames()),
         )

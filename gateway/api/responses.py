@@ -15,6 +15,7 @@ from gateway.api.exchange import (
     default_sampling,
     read_exchange,
     template_args,
+    thinking_budgets,
 )
 from gateway.api.requests import Service, reply
 from gateway.errors import BadRequest, ResponseNotFound, shorten
@@ -116,6 +117,7 @@ def _exchange(service: Service, request: Request, wire_request: wire.ResponsesRe
         max_tokens=spec.sampling.max_tokens,
         template_args=template_args(resolved, spec),
         max_chars=service.rules.max_input_chars,
+        budgets=thinking_budgets(spec),
     )
     is_kept = wire_request.store and service.responses.is_on
     response = wire.new_response(

@@ -26,6 +26,7 @@ from gateway.engine.generation.loading import (
 from gateway.engine.generation.self_test import self_test_digest
 from gateway.engine.generation.sequences import ChatSetup
 from gateway.engine.grammar.shaping import Shape
+from gateway.engine.kv.prefix_cache import PrefixPool
 from gateway.engine.models.adapters import read_adapter
 from gateway.engine.models.checkpoint import (
     Checkpoint,
@@ -39,6 +40,7 @@ from gateway.engine.models.missing_kernels import Report
 from gateway.engine.models.sharding import RankShare, SharedListing
 from gateway.jobs import Adapter
 from gateway.registry import ChatSpec, RerankSpec
+from gateway.serving.budget import LEAST_PREFIXES
 from gateway.serving.ports import GenerationEngine, RerankEngine
 from gateway.serving.ranks.calls import Setup
 from gateway.serving.ranks.leading import lead_in_steps
@@ -61,6 +63,7 @@ class ChatEngines:
     grammars: Sandbox
     templates: Sandbox
     ranks: Ranks | None
+    prefixes: PrefixPool  # of the models that share it
     report: Report  # called with weights that the device has no kernel for
 
     def digest(self, spec: ChatSpec, files: Path) -> str:
@@ -109,8 +112,11 @@ class ChatEngines:
     ) -> Generator[GenerationEngine | None, None, None]:
         """Read a chat model's tokenizer, off the lane; return the steps that load the rest."""
         settings = settings_of(spec, self.settings)
-        kept_bytes, rows = settings.prefix_cache_bytes, settings.speculate_rows
-        steps = await self.follow(spec, files, draft, kept_bytes, rows)
+        kept_bytes, rows, pool = settings.prefix_cache_bytes, settings.speculate_rows, None
+        if kept_bytes == "auto":
+            kept_bytes = LEAST_PREFIXES  # until the first step says more
+            pool = self.prefixes if spec.parallel is None else None
+        steps = await self.follow(spec, files, draft, kept_bytes, rows, pool)
         if spec.parallel is None:
             return steps
         if self.ranks is None or self.ranks.leader is None:
@@ -128,6 +134,7 @@ class ChatEngines:
         draft: DraftFiles | None,
         prefix_cache_bytes: int,
         speculate_rows: int,
+        prefixes: PrefixPool | None = None,
     ) -> Generator[GenerationEngine | None, None, None]:
         """Load as `generation` does, with these two settings, and tell no other rank of it."""
         read = partial(
@@ -161,6 +168,7 @@ class ChatEngines:
             is_fused=spec.fuse_projections,
             kv_bits=spec.kv_bits,
             prefix_cache_bytes=prefix_cache_bytes,
+            prefixes=prefixes,
             speculate_rows=speculate_rows,
             draft=draft_setup,
             share=self._share(spec),

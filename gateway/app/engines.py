@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 from gateway import logs
 from gateway.app.daemon_threads import run_in_daemon_thread
 from gateway.app.hub import hub_of
-from gateway.app.limits import budget_bytes, dtype_of
+from gateway.app.limits import budget_bytes, dtype_of, prefix_share, settings_of
 from gateway.app.loading import Size
 from gateway.app.ranks import Ranks
 from gateway.engine import device, sandbox_worker
@@ -35,10 +35,18 @@ from gateway.engine.embedding.cross_encoder import find_transformer, load_cross_
 from gateway.engine.embedding.engine import load_embedding_in_steps
 from gateway.engine.embedding.pooling import read_recipe
 from gateway.engine.hub import ask_hub, download, fetched_bytes, on_disk
-from gateway.engine.models.checkpoint import Checkpoint, weights_bytes
+from gateway.engine.models.checkpoint import (
+    Checkpoint,
+    kv_bytes,
+    must_stay_packed,
+    weights_bytes,
+)
+from gateway.engine.models.context import text_config
 from gateway.errors import Fault, ModelLoadFailed, ModelUnavailable
 from gateway.jobs import Adapter
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
+from gateway.serving.budget import LEAST_PREFIXES, bound_prefixes
+from gateway.serving.generation.memory import PREFIX_ROW
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine, RerankEngine
 from gateway.serving.sandbox import Sandbox
 from gateway.settings import Settings
@@ -259,7 +267,9 @@ class MlxEngines:
 
     @cached_property
     def _chat(self) -> "ChatEngines":
-        from gateway.app.chat_engines import ChatEngines  # mlx-lm takes a second or two
+        # mlx-lm takes a second or two.
+        from gateway.app.chat_engines import ChatEngines
+        from gateway.engine.kv.prefix_cache import PrefixPool
 
         return ChatEngines(
             device=self._device,
@@ -269,6 +279,7 @@ class MlxEngines:
             grammars=self._grammars,
             templates=self._templates,
             ranks=self._ranks,
+            prefixes=PrefixPool(LEAST_PREFIXES, self._bounds.kept),
             report=self._report,
         )
 
@@ -279,6 +290,30 @@ class MlxEngines:
             needed, room = map(logs.human_bytes, (widened.total_bytes, self._budget_bytes))
             reason = f"without kernels for its quantised weights it needs {needed}"
             raise ModelLoadFailed(widened.model, f"{reason}, and models may hold {room}")
+
+
+def count_kept(spec: ChatSpec, files: Path, settings: Settings) -> int | None:
+    """Return about how many at most, while no other model is loaded; None if its KV is unknown.
+
+    Raises ModelLoadFailed, and ValueError if there is no such device.
+    """
+    from gateway.engine.models.gguf.checkpoint import open_checkpoint  # mlx-lm takes a second
+
+    used, dtype = device.choose_device(settings.device), dtype_of(spec)
+    checkpoint, memory = open_checkpoint(spec.id, files), memory_bytes(used)
+    token = kv_bytes(checkpoint, used, dtype, 1, spec.kv_bits)
+    # Windows and states do not grow by the token.
+    layers = text_config(checkpoint.config()).get("layer_types") or ["full_attention"]
+    token = token * layers.count("full_attention") // len(layers)
+    if not token:
+        return None
+    kept = settings_of(spec, settings).prefix_cache_bytes
+    if kept == "auto":
+        limit = budget_bytes(settings, memory)
+        is_packed = must_stay_packed(checkpoint, used, dtype, limit)
+        room = limit - weights_bytes(checkpoint, used, dtype, is_packed=is_packed)
+        kept = bound_prefixes(prefix_share(memory), room, token * PREFIX_ROW)
+    return kept // token
 
 
 def _scores_labels(spec: ModelSpec) -> bool:

@@ -21,7 +21,7 @@ from gateway.api.bodies import Bodies
 from gateway.api.in_flight import InFlight, Watchers
 from gateway.api.requests import Exposure, Rules, Service
 from gateway.app.daemon_threads import run_in_daemon_thread
-from gateway.app.limits import budget_bytes
+from gateway.app.limits import budget_bytes, sized_prefixes
 from gateway.app.loading import Batcher, Engines, ModelLoader
 from gateway.errors import (
     GatewayError,
@@ -98,7 +98,13 @@ class Gateway:
         self._bodies = Bodies(settings.max_bodies_bytes)
         self._budget = Budget(budget_bytes(settings, engines.memory_bytes))
         loader = ModelLoader(
-            settings, engines, self._lane, self._pool, self._arrivals, self._budget
+            settings,
+            engines,
+            self._lane,
+            self._pool,
+            self._arrivals,
+            self._budget,
+            sized_prefixes(self._budget, engines.memory_bytes),
         )
         self._models: ModelCache[Batcher] = ModelCache(
             loader,
@@ -368,6 +374,7 @@ def access_rules(settings: Settings) -> AccessRules:
     return AccessRules(
         admin_key=admin_key,
         keys=[key.get_secret_value() for key in settings.api_keys],
+        shares_prefixes=settings.shared_prefixes,
         hosts=settings.allowed_hosts,
         origins=settings.cors_origins,
         allowance=Allowance(

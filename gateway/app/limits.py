@@ -1,16 +1,28 @@
 """The limits of each model: the settings, overridden by the model's keys of models.yaml."""
 
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
+from gateway.serving.budget import LEAST_PREFIXES, Budget, Prefixes
 from gateway.serving.embedding.policy import EmbeddingLimits, Windows
 from gateway.serving.generation.policy import GenerationLimits
 from gateway.settings import Settings
 
 CACHE_SHARE = 0.75  # of the device's memory; the rest is for passes and everything else
+PREFIX_SHARE = 0.25  # of it, for what is kept of all prompts
 
 
 def budget_bytes(settings: Settings, memory_bytes: int) -> int:
     """Return the bytes that models and their KV may hold of the device's memory."""
     return settings.cache_max_bytes or int(CACHE_SHARE * memory_bytes)
+
+
+def sized_prefixes(budget: Budget, memory_bytes: int) -> Prefixes:
+    """Return the room for what is kept of prompts, by the size of machine and models."""
+    return Prefixes(budget, prefix_share(memory_bytes), leaves_room=True)
+
+
+def prefix_share(memory_bytes: int) -> int:
+    """Return the most bytes that may be kept of prompts, however small models are."""
+    return max(int(PREFIX_SHARE * memory_bytes), LEAST_PREFIXES)
 
 
 def dtype_of(spec: ModelSpec) -> str | None:

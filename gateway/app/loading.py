@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from gateway import logs
-from gateway.app.limits import embedding_limits, generation_limits
+from gateway.app.limits import embedding_limits, generation_limits, settings_of, sized_prefixes
 from gateway.app.self_tests import SelfTest, verdict_store
 from gateway.errors import EngineFailed, Fault, ModelLoadFailed
 from gateway.jobs import Adapter, Compiled, KvCost, Sampling, SequenceParams, StepPlan
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
 from gateway.serving.admission import Arrivals
-from gateway.serving.budget import Budget
+from gateway.serving.budget import Budget, Prefixes
 from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.serving.embedding.reranker import RerankBatcher
 from gateway.serving.faults import DeviceHealth
@@ -160,6 +160,7 @@ class ModelLoader:
     pool: ThreadPools
     arrivals: Arrivals
     budget: Budget
+    prefixes: Prefixes  # of all chat models that have no room of their own for them
 
     async def prepare(self, spec: ModelSpec, base: Batcher | None = None) -> Prepared[Batcher]:
         """Find or download a model's files, and read its size. An adapter's `base` is loaded."""
@@ -248,8 +249,9 @@ class ModelLoader:
                 largest=self.engines.buffer_bytes,
                 answer_tokens=settings.kv_answer_tokens,
                 chunk_tokens=longest_chunk(limits.prefill_chunk_tokens),
+                max_context=engine.facts.max_context,
             )
-            memory = RowMemory(budget, costs)
+            memory = RowMemory(budget, costs, self._prefixes_of(spec))
             test = SelfTest(
                 spec,
                 engine,
@@ -268,6 +270,15 @@ class ModelLoader:
             with self.lane.health.shedding(clear):
                 async with batcher.running(), test.run_when_idle(batcher):
                     yield batcher, nbytes + included
+
+    def _prefixes_of(self, spec: ChatSpec) -> Prefixes:
+        """Return the room for what is kept of a model's prompts."""
+        kept = settings_of(spec, self.settings).prefix_cache_bytes
+        if kept != "auto":
+            return Prefixes(self.budget, kept)
+        if spec.parallel is not None:  # whose ranks load no other models
+            return sized_prefixes(self.budget, self.engines.memory_bytes)
+        return self.prefixes
 
     @contextlib.asynccontextmanager
     async def _open_adapter(

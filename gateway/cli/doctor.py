@@ -28,6 +28,7 @@ import typer
 from gateway import logs
 from gateway.cli import lazy
 from gateway.cli.terminal import ModelsFile, show
+from gateway.cli.tools import AGENT_CONTEXT
 from gateway.doctor.report import COLUMNS, Checked, Finding, Report
 from gateway.errors import GatewayError, ModelNotFound, ModelUnavailable
 from gateway.logs import human_bytes
@@ -166,6 +167,7 @@ def _check_machine(models: Path | None) -> Iterator[Finding]:
     yield check_temporary(Path(tempfile.gettempdir()), probe.device)
     sizes = {name: size for name, size in probe.sizes.items() if isinstance(size, int)}
     yield check_memory(probe.limit_bytes, sizes)
+    yield check_kept({name: kept for name, kept in probe.kept.items() if kept is not None})
     if not reading.problems:
         yield from _check_models(reading.catalog, probe.sizes, settings)
 
@@ -229,6 +231,8 @@ class Probe:
     limit_bytes: int
     # Each model's bytes, or its problem; None if it is not on disk.
     sizes: Mapping[str, int | str | None]
+    # How many tokens of a prompt each keeps at most; None if that is not known.
+    kept: Mapping[str, int | None]
     # The library that multiplies on a CPU, and what to do if it is a slow one.
     blas: str
     blas_hint: str | None
@@ -291,6 +295,18 @@ def check_memory(limit_bytes: int, sizes: Mapping[str, int]) -> Finding:
         return Finding("memory", "ok", f"{may}.")
     message = f"{name} would hold {human_bytes(sizes[name])}, and {may}. Use a smaller one."
     return Finding("memory", "warn", message)
+
+
+def check_kept(kept: Mapping[str, int]) -> Finding:
+    """Check that of an agent's first prompt all is kept, for those that follow."""
+    few = [f"{name} {tokens:,}" for name, tokens in kept.items() if tokens < AGENT_CONTEXT]
+    if not few:
+        return Finding("prefixes", "ok", f"each keeps {AGENT_CONTEXT:,} tokens of a prompt.")
+    message = (
+        f"of a prompt so many tokens are kept, and an agent's has {AGENT_CONTEXT:,}: "
+        f"{', '.join(few)}. Use a smaller model or `kv_bits`, or raise GATEWAY_PREFIX_CACHE_BYTES."
+    )
+    return Finding("prefixes", "warn", message)
 
 
 def check_hub(missing: Sequence[str], *, may_download: bool, refusal: str | None) -> Finding:

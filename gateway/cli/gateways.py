@@ -101,6 +101,19 @@ def _context(spec: ModelSpec | None, settings: Settings) -> int | None:
     return lazy.context.read_context(files, whole.max_context)
 
 
+def kept_tokens(model: str, catalog: Catalog, settings: Settings) -> int | None:
+    """Return about how many tokens of a prompt a model keeps at most; None if nobody knows."""
+    spec = catalog.by_id(model)
+    if not isinstance(spec, ChatSpec):
+        return None
+    whole = spec.base_spec or spec
+    try:
+        files = lazy.hub.on_disk(whole, lazy.hub_of(settings, may_download=False))
+        return None if files is None else lazy.count_kept(whole, files, settings)
+    except (GatewayError, ValueError):  # the load says what is wrong
+        return None
+
+
 def wait_ready(url: str) -> None:
     """Wait until a gateway that was found is ready; raises NoGateway if it goes away."""
     while True:

@@ -22,6 +22,7 @@ from gateway.cli.gateways import (
     catalog_offers,
     find,
     first_key,
+    kept_tokens,
     list_offers,
     started,
     wait_ready,
@@ -122,6 +123,10 @@ def _choose_models(
     else:
         offers = list_offers(url, settings, catalog)
     large = choose(offers, model, tool)
+    kept = kept_tokens(large.id, catalog, settings) if tool.least_context else None
+    if kept is not None and large.context is not None and kept < large.context:
+        message = f"{large.name} keeps about {kept:,} of its {large.context:,} tokens of a prompt"
+        print(f"{message}; those after are read again in each turn.", file=sys.stderr)
     small = large if small_model is None else choose(offers, small_model, tool)
     return Service(url or address(settings) or "", large.name, small.name, large.context)
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gateway.app import engines as engines
     from gateway.app import gateway as gateway
     from gateway.app import ranks as ranks
+    from gateway.app.engines import count_kept as count_kept
     from gateway.app.hub import hub_of as hub_of
     from gateway.bench import load as load
     from gateway.doctor import trial as trial
@@ -45,6 +46,7 @@ _PLACES = {
     "gateway": "gateway.app.gateway",
     "ranks": "gateway.app.ranks",
     "hub_of": "gateway.app.hub:hub_of",
+    "count_kept": "gateway.app.engines:count_kept",
     "load": "gateway.bench.load",
     "trial": "gateway.doctor.trial",
     "device": "gateway.engine.device",

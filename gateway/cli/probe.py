@@ -13,6 +13,7 @@ from pathlib import Path
 from gateway.app.engines import MlxEngines
 from gateway.app.hub import hub_of
 from gateway.app.limits import budget_bytes
+from gateway.cli.gateways import kept_tokens
 from gateway.engine.blas import BLAS
 from gateway.engine.device import gflops, multiply
 from gateway.engine.hub import on_disk
@@ -27,13 +28,16 @@ def main() -> None:
     engines = MlxEngines(settings)
     engines.begin()
     multiply()
-    specs = read_models(settings.models, variables()).catalog.specs
+    catalog = read_models(settings.models, variables()).catalog
+    specs = catalog.specs
     sizes = {spec.id: _size(spec, engines, settings) for spec in specs}
+    kept = {spec.id: kept_tokens(spec.id, catalog, settings) for spec in specs}
     limit_bytes = budget_bytes(settings, engines.memory_bytes)
     facts = {
         "device": engines.device,
         "limit_bytes": limit_bytes,
         "sizes": sizes,
+        "kept": kept,
         "blas": BLAS.described,
         "blas_hint": BLAS.hint,
         "gflops": gflops(),

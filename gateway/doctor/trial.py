@@ -14,7 +14,7 @@ import numpy as np
 
 from gateway.api.exchange import template_args
 from gateway.app.engines import MlxEngines
-from gateway.app.limits import budget_bytes
+from gateway.app.limits import budget_bytes, sized_prefixes
 from gateway.app.loading import Batcher, ModelLoader
 from gateway.app.self_tests import SelfTest, verdict_store
 from gateway.bench.requests import Texts
@@ -81,6 +81,7 @@ async def check_models(specs: Sequence[ModelSpec], settings: Settings, on_stage:
                 pool,
                 Arrivals(),
                 budget,
+                sized_prefixes(budget, engines.memory_bytes),
             )
             place = Workplace(settings, engines, lane, budget, loader)
             async with lane.turn("load") as run:

@@ -14,8 +14,8 @@ ADOPTABLE: Final[Mapping[str, Any]] = {
     **dict.fromkeys(
         ("aliases", "preload", "pinned", "ttl_s", "queue_limit", "queue_max_tokens"), True
     ),
-    **dict.fromkeys(("sampling", "thinking", "overflow", "matryoshka", "token_ids"), True),
-    **dict.fromkeys(("default_prompt_name", "max_tokens_per_doc"), True),
+    **dict.fromkeys(("sampling", "thinking", "thinking_budget", "overflow"), True),
+    **dict.fromkeys(("matryoshka", "token_ids", "default_prompt_name", "max_tokens_per_doc"), True),
     "structured": {"rows", "schema_in_prompt"},
     "batching": {
         *("max_batch_size", "max_batch_tokens", "batch_window_ms", "adaptive_window"),

@@ -3,7 +3,7 @@
 A key that overrides a setting takes its type, bounds and description.
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, Literal
@@ -33,7 +33,7 @@ from gateway.registry.fields import (
 )
 from gateway.registry.names import did_you_mean, nearest
 from gateway.registry.sources import Source
-from gateway.settings import Settings
+from gateway.settings import PrefixBytes, Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class ChatBatching(Section):
 
     max_batch_size: int | None = override("generation_max_batch_size")
     prefill_chunk_tokens: int | None = override("prefill_chunk_tokens")
-    prefix_cache_bytes: int | None = override("prefix_cache_bytes")
+    prefix_cache_bytes: PrefixBytes | None = override("prefix_cache_bytes")
     speculate_rows: int | None = override("speculate_rows")
     mode: Annotated[BatchingMode, BeforeValidator(_mode, json_schema_input_type=Modes)] = "auto"
     """Whether answers are decoded together: as a self-test allows, always, or one at a time."""
@@ -152,10 +152,39 @@ class Sampling(Section):
     """Longest answer, tokens."""
 
 
+class ThinkingBudget(Section):
+    """Tokens of thinking, by the effort that a request asks for."""
+
+    default: int | None = Field(default=None, ge=0)
+    """Where a request has no effort, or one that is not set here."""
+    low: int | None = Field(default=None, ge=0)
+    """With low effort."""
+    medium: int | None = Field(default=None, ge=0)
+    """With medium effort."""
+    high: int | None = Field(default=None, ge=0)
+    """With high effort."""
+    xhigh: int | None = Field(default=None, ge=0)
+    """With xhigh effort."""
+    max: int | None = Field(default=None, ge=0)
+    """With max effort."""
+
+
+def read_thinking_budget(value: object) -> object:
+    """Read a number on its own as the default."""
+    is_number = isinstance(value, int | str) and not isinstance(value, bool)
+    return {"default": value} if is_number else value
+
+
 def read_batching(value: object) -> object:
     """Read a mode on its own as the section that it stands for."""
     value = _mode(value)
     return {"mode": value} if isinstance(value, str) else value
+
+
+SHORT_FORMS: Mapping[str, Callable[[object], object]] = MappingProxyType(
+    {"batching": read_batching, "thinking_budget": read_thinking_budget}
+)
+"""The sections that may be written as one value, with what reads it."""
 
 
 def split_names(text: str) -> list[str]:
@@ -309,7 +338,7 @@ class RerankSpec(_Spec):
 ADAPTER_KEYS: Final = frozenset(
     {
         *("id", "kind", "source", "base", "adapter", "aliases", "preload", "pinned", "ttl_s"),
-        *("queue_limit", "sampling", "thinking"),
+        *("queue_limit", "sampling", "thinking", "thinking_budget"),
     }
 )
 """The keys of an adapter's entry: all others are those of its base, with which it is run."""
@@ -339,6 +368,11 @@ class ChatSpec(_Spec):
     """Whether control tokens in what callers send are plain letters."""
     thinking: bool | None = None
     """Whether the model thinks aloud; absent, its template decides."""
+    thinking_budget: Annotated[
+        ThinkingBudget,
+        BeforeValidator(read_thinking_budget, json_schema_input_type=ThinkingBudget | int),
+    ] = Field(default_factory=ThinkingBudget)
+    """After how many tokens its thinking is ended; a number stands for `{default: …}`."""
     draft: Name | None = None
     """The id of a smaller chat model with the same tokenizer, whose guesses this one checks several
     at a time. Answers stay the same.

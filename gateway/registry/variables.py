@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from gateway.registry.specs import SPECS, read_batching
+from gateway.registry.specs import SHORT_FORMS, SPECS
 from gateway.registry.yaml_lines import read_plain_value
 from gateway.settings import PREFIX, VARIABLES
 
@@ -59,8 +59,8 @@ class ModelVariables:
             value = self._value(path, variables[names[path]])
             key, *inside = path
             section = entry.get(key)
-            if key == "batching":
-                section = read_batching(section)
+            if key in SHORT_FORMS:
+                section = SHORT_FORMS[key](section)
             if key == "aliases":
                 entry[key] = _replace_aliases(section, value)
             elif not inside:

@@ -1,7 +1,10 @@
 """The bytes that models and their sequences may hold, and those they hold."""
 
-from collections.abc import Callable
-from typing import Protocol
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Final, Protocol
+
+LEAST_PREFIXES: Final = 1 << 30  # bytes for what is kept of prompts, where models leave so many
 
 
 class Evictable(Protocol):
@@ -12,6 +15,9 @@ class Evictable(Protocol):
 
     def pinned_bytes(self, *, without: str) -> int:
         """Return the bytes of all pinned models but this one."""
+
+    def model_bytes(self) -> int:
+        """Return the bytes of all models, without those of rows and of what is kept of prompts."""
 
 
 class Budget:
@@ -24,7 +30,8 @@ class Budget:
         self.claimed_bytes = 0
         self._held_bytes = 0
         self._models: Evictable | None = None
-        self._listeners: dict[Callable[[], None], Callable[[], None]] = {}
+        self._listeners: dict[Callable[[], None], None] = {}
+        self.prefixes: list[Prefixes] = []  # in the order in which they give bytes back
 
     @property
     def free_bytes(self) -> int:
@@ -39,7 +46,7 @@ class Budget:
     def claim(self, nbytes: int) -> None:
         """Reserve bytes, free now or later, for a model that waits."""
         before, self.claimed_bytes = self.claimed_bytes, nbytes
-        if nbytes < before:
+        if nbytes < before or (nbytes > before and self.prefix_bytes):
             self.notify()
 
     def share(self) -> "Share":
@@ -61,27 +68,46 @@ class Budget:
             return 0
         return self._models.pinned_bytes(without=without)
 
-    def listen(
-        self, on_change: Callable[[], None], on_recall: Callable[[], None] = lambda: None
-    ) -> None:
-        """Call `on_change` whenever bytes are freed, or could be because a model became idle, and
-        `on_recall` when cached prefixes have to be freed.
+    @property
+    def model_bytes(self) -> int:
+        return 0 if self._models is None else self._models.model_bytes()
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Return the bytes that are kept of prompts: whoever needs them has them."""
+        return sum(prefixes.nbytes for prefixes in self.prefixes)
+
+    def recall(self, nbytes: int, *, besides: "Prefixes") -> bool:
+        """Have so many bytes freed that others than these keep of prompts; False if they keep none.
+
+        They are freed in turns of those, after which listeners are called.
         """
-        self._listeners[on_change] = on_recall
+        is_new = is_due = False
+        for prefixes in self.prefixes:
+            if prefixes is not besides:
+                given = min(nbytes, prefixes.nbytes)
+                nbytes -= given
+                is_due = is_due or given > 0
+                is_new = is_new or given > prefixes.recalled
+                prefixes.recalled = max(given, prefixes.recalled)
+        if is_new:  # once, or who waits would call this again at once
+            self.notify()
+        return is_due
+
+    def listen(self, on_change: Callable[[], None]) -> None:
+        """Call `on_change` whenever bytes are freed, or could be because a model became idle, and
+        when what is kept of prompts has to go.
+        """
+        self._listeners[on_change] = None
 
     def unlisten(self, on_change: Callable[[], None]) -> None:
-        """Remove a listener, and its `on_recall`."""
+        """Remove a listener."""
         del self._listeners[on_change]
 
     def notify(self) -> None:
         """Call every `on_change`."""
         for on_change in tuple(self._listeners):
             on_change()
-
-    def recall(self) -> None:
-        """Call every `on_recall`."""
-        for on_recall in tuple(self._listeners.values()):
-            on_recall()
 
     def _change(self, by: int) -> None:
         self._held_bytes += by
@@ -104,3 +130,69 @@ class Share:
     def release(self) -> None:
         """Hold nothing."""
         self.resize(0)
+
+
+class Prefixes:
+    """The bytes that models keep of prompts in one room: the first to go when others need them."""
+
+    # At most `most` bytes; with `leaves_room`, as many as leave room for models and a row.
+    def __init__(self, budget: Budget, most: int, *, leaves_room: bool = False) -> None:
+        self._budget = budget
+        self._share = budget.share()
+        self._most = most
+        self._leaves_room = leaves_room
+        self._users = 0
+        self.recalled = 0  # bytes that rows of models with another room wait for
+
+    @property
+    def nbytes(self) -> int:
+        return self._share.nbytes
+
+    @property
+    def excess_bytes(self) -> int:
+        """Return the bytes that have to go: none that those before these can give."""
+        wanted = -self._budget.spare_bytes
+        for prefixes in self._budget.prefixes:
+            if prefixes is self:
+                break
+            wanted -= prefixes.nbytes
+        return max(0, min(self.nbytes, max(wanted, self.recalled)))
+
+    def limit(self, row_bytes: int) -> int:
+        """Return the bytes that may be kept from now on, beside a row of so many, and count no more
+        than these as kept: the next step frees the others.
+        """
+        most = self._most
+        if self._leaves_room:
+            room = self._budget.limit_bytes - self._budget.model_bytes
+            most = bound_prefixes(most, room, row_bytes)
+        change = -self.excess_bytes or max(0, self._budget.spare_bytes)
+        most = min(most, self.nbytes + change)
+        self.recalled = 0
+        self.note(min(self.nbytes, most))
+        return most
+
+    def note(self, nbytes: int) -> None:
+        """Note the bytes that are kept."""
+        self._share.resize(nbytes)
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """While entered, a model may keep prompts here. Of the last one nothing is left."""
+        if not self._users:
+            self._budget.prefixes.append(self)
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._budget.prefixes.remove(self)
+                self.note(0)
+
+
+def bound_prefixes(most: int, room: int, row_bytes: int) -> int:
+    """Return how many of the bytes beside models may be kept of prompts: they leave room for a row,
+    unless that makes them less than LEAST_PREFIXES.
+    """
+    return max(0, min(most, max(room - row_bytes, min(room, LEAST_PREFIXES))))

@@ -9,6 +9,7 @@ override settings are declared.
 
 from gateway.settings.settings import (
     PREFIX,
+    PrefixBytes,
     Settings,
     default_models_file,
     is_local,
@@ -33,6 +34,7 @@ __all__ = [
     "PREFIX",
     "VARIABLES",
     "Knob",
+    "PrefixBytes",
     "Settings",
     "SettingsInvalid",
     "default_models_file",

@@ -9,7 +9,7 @@ import ipaddress
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -102,6 +102,7 @@ Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 Origins = Annotated[
     tuple[Annotated[str, AfterValidator(_read_origin)], ...], NoDecode, BeforeValidator(_split)
 ]
+PrefixBytes: TypeAlias = Literal["auto"] | Annotated[int, Field(ge=0)]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)]
 
 
@@ -154,6 +155,8 @@ class Settings(BaseSettings):
     # Who may ask
     api_keys: Secrets = ()
     """Keys, as a bearer token or in x-api-key; without any nobody needs one."""
+    shared_prefixes: bool = False
+    """Keys share kept prompts and embeddings: faster, and each key can tell what another asked."""
     admin_key: SecretStr | None = None
     """Bearer key of /admin; without it /admin is off (404)."""
     allow_unauthenticated: bool = False
@@ -267,8 +270,11 @@ class Settings(BaseSettings):
     """Prompt tokens read in one pass: prompts times their longest piece. What is left of a prompt
     is read with its last piece if it is at most a quarter of one.
     """
-    prefix_cache_bytes: int = Field(default=1024 * 1024 * 1024, ge=0)
-    """KV kept of prompts, for others that begin alike, per chat model; 0 keeps none."""
+    prefix_cache_bytes: PrefixBytes = "auto"
+    """KV kept of prompts, for others that begin alike: auto is up to a quarter of the device's
+    memory, as far as models and a row of 32,768 tokens leave it, for all chat models together; a
+    number is for each of them, and 0 keeps none.
+    """
     speculate_rows: int = Field(default=4, ge=0, le=8)
     """Up to so many answers at once, tokens are read ahead: those that a grammar leaves no choice
     of, and guesses from the prompt or a draft model; 0 is never.

@@ -19,9 +19,11 @@ from gateway.wire.anthropic_blocks import (
 )
 from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label, Schema
 from gateway.wire.generation import (
+    NO_BUDGETS,
     SchemaVerdict,
     StopTexts,
     json_schema,
+    read_budget,
     read_sampling,
     read_stops,
     require_free,
@@ -42,9 +44,13 @@ Thoughts = Literal["whole", "signed", "none"]
 class ThinkingConfig(Part):
     """Whether the model may think before it answers, and whether the thinking is shown."""
 
-    # `adaptive` leaves the rest to the model, as `enabled` does here: no budget is kept.
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Annotated[int, Field(ge=1024)] | None = None  # as Anthropic's own API bounds it
     display: Literal["summarized", "omitted"] = "summarized"
+
+    @property
+    def unread(self) -> frozenset[str]:
+        return frozenset() if self.type == "enabled" else frozenset({"budget_tokens"})
 
 
 class OutputFormat(Part):
@@ -75,7 +81,11 @@ class CountMessageTokensRequest(Request):
         "thread": "This gateway keeps no conversations: send the whole one as 'messages'.",
     }
     neutral: ClassVar = {"mcp_servers": ([],)}
-    params: ClassVar = {"prompt": "messages", "template_args": "thinking"}
+    params: ClassVar = {
+        "prompt": "messages",
+        "template_args": "thinking",
+        "thinking_budget": "thinking.budget_tokens",
+    }
     example: ClassVar = {"messages": [{"role": "user", "content": "Hello!"}]}
 
     model: Annotated[Label, Field(min_length=1)]
@@ -128,6 +138,12 @@ class CountMessageTokensRequest(Request):
             return "signed"
         return "whole"
 
+    @property
+    def thinking_budget(self) -> int | None:
+        if self.thinking is None or self.thinking.type != "enabled":
+            return None
+        return self.thinking.budget_tokens
+
     def template_args(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """Return the chat template's arguments, of which the model's `own` are the default."""
         # A request without `thinking` has none, unless the model is set up to think.
@@ -151,6 +167,15 @@ class MessagesRequest(CountMessageTokensRequest):
     top_k: Annotated[int, Field(ge=0)] | None = None
     stream: bool = False
 
+    @model_validator(mode="after")
+    def _check_budget(self) -> "MessagesRequest":
+        if (self.thinking_budget or 0) >= self.max_tokens:
+            raise BadRequest(
+                "'max_tokens' must be greater than 'thinking.budget_tokens'.",
+                param="thinking.budget_tokens",
+            )
+        return self
+
     def sampling(self, defaults: Sampling) -> Sampling:
         return read_sampling(self, {"temperature", "top_p", "top_k"}, defaults)
 
@@ -162,6 +187,7 @@ def to_job(
     *,
     template_args: Mapping[str, Any],
     max_chars: int,
+    budgets: Mapping[str, int] = NO_BUDGETS,
 ) -> GenerateJob:
     """Return the job of a request; fields left out come from the model's defaults."""
     turns = to_turns(request.system, request.messages)
@@ -181,6 +207,7 @@ def to_job(
         template_args=request.template_args(template_args),
         grammar=grammar,
         continues=continues,
+        thinking_budget=read_budget(request.thinking_budget, request.output_config.effort, budgets),
     )
     # Only to count its tokens: the job has no bound, and is never run.
     if not isinstance(request, MessagesRequest):

@@ -23,6 +23,8 @@ from gateway.jobs import FinishReason as Finish
 from gateway.wire.answers import Answer, ChunkWriter, Event
 from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label
 from gateway.wire.generation import (
+    NO_BUDGETS,
+    THINKING_BUDGET,
     ChoiceLogprobs,
     CompletionUsage,
     Effort,
@@ -32,7 +34,9 @@ from gateway.wire.generation import (
     ServiceTier,
     StreamOptions,
     StructuredRequest,
+    ThinkingTokenBudget,
     logprobs_dict,
+    read_budget,
     require_free,
     schema_from_prompt,
     thinking_args,
@@ -73,7 +77,11 @@ class ChatRequest(StructuredRequest):
         "moderation": "This gateway does not moderate.",
     }
     neutral: ClassVar = {"modalities": (["text"], [])}
-    params: ClassVar = {"prompt": "messages", "template_args": "chat_template_kwargs"}
+    params: ClassVar = {
+        "prompt": "messages",
+        "template_args": "chat_template_kwargs",
+        "thinking_budget": THINKING_BUDGET,
+    }
     example: ClassVar = {"messages": [{"role": "user", "content": "Hello!"}]}
 
     model: Annotated[Label, Field(min_length=1)]
@@ -95,6 +103,7 @@ class ChatRequest(StructuredRequest):
     ]
     function_call: Literal["none", "auto"] | FunctionName | None = None
     reasoning_effort: Effort | None = None
+    thinking_token_budget: ThinkingTokenBudget = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
     # vLLM's: the last message is the beginning of the answer.
     continue_final_message: bool = False
@@ -164,6 +173,10 @@ class ChatRequest(StructuredRequest):
     def calling(self) -> tuple[Sequence[Mapping[str, Any]], Calling | None]:
         return read_tools(self.requested_tools(), self.selection())
 
+    @property
+    def thinking_budget(self) -> int | None:
+        return self.thinking_token_budget
+
     def template_args(self) -> dict[str, Any]:
         """Return the chat template's arguments: thinking by effort, then the request's own."""
         is_one_token = (self.max_completion_tokens or self.max_tokens) == 1
@@ -180,6 +193,7 @@ def to_job(
     template_args: Mapping[str, Any],
     max_chars: int,
     schema_in_prompt: bool = False,
+    budgets: Mapping[str, int] = NO_BUDGETS,
 ) -> GenerateJob:
     """Return the job of a request; fields left out come from the model's defaults."""
     messages = to_template(request.messages)
@@ -203,6 +217,7 @@ def to_job(
         template_args={**template_args, **request.template_args()},
         grammar=grammar,
         continues=request.continues,
+        thinking_budget=read_budget(request.thinking_budget, request.reasoning_effort, budgets),
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
 

@@ -1,7 +1,8 @@
 """Shared by the endpoints that generate text: sampling, structured output, usage, logprobs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -322,6 +323,19 @@ class StreamOptions(Part):
     harmless = frozenset({"include_obfuscation"})
 
     include_usage: bool = False
+
+
+THINKING_BUDGET = "thinking_token_budget"  # vLLM's name; 0 ends thoughts at once
+ThinkingTokenBudget = Annotated[int, Field(ge=0)] | None
+NO_BUDGETS: Mapping[str, int] = MappingProxyType({})
+
+
+def read_budget(asked: int | None, effort: str | None, own: Mapping[str, int]) -> int | None:
+    """Return the tokens of thinking: the request's, else the model's `own` by effort."""
+    if asked is not None:
+        return asked
+    default = own.get("default")
+    return default if effort is None else own.get(effort, default)
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

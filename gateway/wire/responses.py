@@ -18,13 +18,17 @@ from gateway.jobs import Caller, GenerateJob, Grammar, Sampling, Usage
 from gateway.wire.bounds import FAIL_FAST, Label, Name, Schema
 from gateway.wire.generation import (
     ANY_OBJECT,
+    NO_BUDGETS,
+    THINKING_BUDGET,
     ChatTokenLogprob,
     Effort,
     MaxTokens,
     SampledRequest,
     SchemaVerdict,
     ServiceTier,
+    ThinkingTokenBudget,
     json_schema,
+    read_budget,
     thinking_args,
 )
 from gateway.wire.messages import to_template
@@ -135,6 +139,7 @@ class ResponsesRequest(SampledRequest):
     params: ClassVar = {
         "prompt": "input",
         "template_args": "chat_template_kwargs",
+        "thinking_budget": THINKING_BUDGET,
         "answer_form": "text.format.schema",
     }
     example: ClassVar = {"input": "Hello!"}
@@ -150,6 +155,7 @@ class ResponsesRequest(SampledRequest):
     tool_choice: ResponseToolChoice = "auto"
     parallel_tool_calls: bool = True
     reasoning: Reasoning = Reasoning()
+    thinking_token_budget: ThinkingTokenBudget = None
     include: Annotated[list[Includable], FAIL_FAST, Field(default_factory=list, max_length=64)]
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     truncation: Literal["auto", "disabled"] = "disabled"
@@ -198,6 +204,10 @@ class ResponsesRequest(SampledRequest):
         """Return how many of the likeliest tokens to list at each place; None for no logprobs."""
         return self.top_logprobs if LOGPROBS in self.include or self.top_logprobs else None
 
+    @property
+    def thinking_budget(self) -> int | None:
+        return self.thinking_token_budget
+
     def template_args(self) -> dict[str, Any]:
         """Return the chat template's arguments: thinking by effort, then the request's own."""
         is_scored = self.max_output_tokens == 1 and self.logprobs is not None
@@ -214,6 +224,7 @@ def to_job(
     max_tokens: int | None,
     template_args: Mapping[str, Any],
     max_chars: int,
+    budgets: Mapping[str, int] = NO_BUDGETS,
 ) -> GenerateJob:
     """Return the job of a request; fields left out come from the model's defaults."""
     # The items are the whole conversation; the request's own input is the end of it.
@@ -237,6 +248,7 @@ def to_job(
         template_args={**template_args, **request.template_args()},
         grammar=request.text.format.grammar() if request.text.format is not None else None,
         logprobs=request.logprobs,
+        thinking_budget=read_budget(request.thinking_budget, request.reasoning.effort, budgets),
     )
 
 

@@ -78,6 +78,11 @@ class Request(BaseModel):
         changed = {name: value for name, value in fields_set.items() if value not in (None, False)}
         return {_TRACED[name]: value for name, value in changed.items()}
 
+    @property
+    def thinking_budget(self) -> int | None:
+        """Return the most tokens of thinking that it asks for itself."""
+        return None
+
     def unserved_tools(self) -> Sequence[str]:
         """Return the names of the tools that are skipped, as the header lists them."""
         return ()

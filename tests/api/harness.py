@@ -26,6 +26,7 @@ def protected(
     given = {
         "admin_key": None,
         "keys": (),
+        "shares_prefixes": False,
         "hosts": (),
         "origins": (),
         "allowance": Allowance(requests=None, tokens=None),

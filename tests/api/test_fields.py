@@ -67,6 +67,7 @@ VALUES: dict[str, Any] = {
     "guided_grammar": 'start: "a"', "tools": [{"type": "function", "function": FUNCTION}],
     "tool_choice": "auto", "parallel_tool_calls": False, "functions": [FUNCTION],
     "function_call": "auto", "reasoning_effort": "low", "chat_template_kwargs": {"a": 1},
+    "thinking_token_budget": 9,
     "instructions": "Be brief.", "text": {"format": {"type": "json_object"}},
     "reasoning": {"effort": "low"}, "include": ["message.output_text.logprobs"],
     "truncation": "disabled", "metadata": {"a": "b"}, "background": True,

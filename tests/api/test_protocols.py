@@ -107,6 +107,43 @@ async def test_what_is_refused_before_the_first_token_is_a_status(
             assert answer.json()["error"]["param"] == PARAM.get(path, "messages")
 
 
+BUDGET: dict[str, tuple[dict[str, Any], str]] = {
+    "/v1/chat/completions": ({"thinking_token_budget": 99}, "thinking_token_budget"),
+    "/v1/responses": ({"thinking_token_budget": 99}, "thinking_token_budget"),
+    "/v1/messages": (
+        {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000},
+        "thinking.budget_tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+async def test_what_a_budget_for_thinking_cannot_do_is_told(
+    client: AsyncClient, engines: ScriptedEngines, path: str, is_streamed: bool
+) -> None:
+    """A model that does not think ignores it; one that does may have no token left to answer."""
+    if path not in BUDGET:
+        return
+    asked, name = BUDGET[path]
+    engines.chat.thinks = False
+    body = {**ASK[path]("hi"), **asked, "stream": is_streamed}
+    named = (await client.post(path, json={**body, "colour": "red"})).headers
+    assert named["x-gateway-ignored"] == f"colour,{name}"
+    assert "x-gateway-thinking-budget" not in named
+    assert "x-gateway-ignored" not in (await client.post(path, json=ASK[path]("hi"))).headers
+    engines.chat.thinks = True
+    headers = (await client.post(path, json=body)).headers
+    assert "x-gateway-ignored" not in headers
+    assert headers["x-gateway-thinking-budget"] == "takes-max-tokens"
+    if "messages" not in path:
+        short = (await client.post(path, json={**body, "thinking_token_budget": 9})).headers
+        assert "x-gateway-thinking-budget" not in short
+        for wrong in (-1, 1.5, "9"):
+            refused = await client.post(path, json={**body, "thinking_token_budget": wrong})
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == "thinking_token_budget"
+
+
 async def test_a_deadline_header_ends_the_wait(
     client: AsyncClient, engines: ScriptedEngines, path: str
 ) -> None:

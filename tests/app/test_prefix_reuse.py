@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx2
 import pytest
+import structlog
 
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
 from tests.cpu_engines import cpu_engines
@@ -15,6 +16,7 @@ pytestmark = pytest.mark.anyio
 
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "sliding": SLIDING, "stateful": STATEFUL}
 CHUNK = 128
+OWN = {"batching": {"prefix_cache_bytes": 1 << 20}}
 SEA = "tell me of the sea and of the old man and his boat " * 8
 WISH = SEA + "who caught a silver fish that could speak " * 5
 STORM = SEA + "when the wind rose and the gulls were afraid " * 5
@@ -73,6 +75,45 @@ async def test_a_conversation_is_at_hand_after_others_that_begin_like_it_and_do_
     for prompt, (text, read, _) in told["cold"].items():
         assert told["kept"][prompt][:2] == (text, read)
         assert told["cold"][prompt][2] == 0
+
+
+async def test_a_prompt_that_cannot_be_kept_is_counted_and_logged_once(tmp_path: Path) -> None:
+    """Beside one that can."""
+    name = "unkept"
+    write_chat(tmp_path / name)
+    models = catalog(tmp_path, {name: {"kind": "chat", "source": f"path:{name}"}})
+    with structlog.testing.capture_logs() as logged:
+        kept: Any = {"prefix_cache_bytes": 1 << 15}
+        async with served(models, cpu_engines(**kept), **kept) as client:
+            asked = Asked(client, name)
+            for prompt in ("short", WISH, STORM):
+                await asked.say(prompt)
+            metrics = (await client.get("/metrics")).text
+    (told,) = [line for line in logged if line["event"] == "prompt_not_kept"]
+    found = re.search(rf'gateway_prefix_unkept_tokens_total{{model="{name}"}} (\S+)', metrics)
+    assert found is not None
+    assert float(found[1]) > told["tokens"] > 0
+
+
+async def test_models_share_what_the_machine_has_room_for(tmp_path: Path) -> None:
+    """By default, and no more than the budget has beside them; one with a number has its own."""
+    entries = {name: {"kind": "chat", "source": f"path:{name}"} for name in ("one", "two", "own")}
+    for name in entries:
+        write_chat(tmp_path / name)
+    models = catalog(tmp_path, {**entries, "own": {**entries["own"], **OWN}})
+    engines = cpu_engines(prefix_cache_bytes="auto")
+    weights = (await engines.size(models.specs[0], tmp_path / "one")).weights
+    budget = 3 * weights + (4 << 20)
+    async with served(models, engines, cache_max_bytes=budget, kv_allowance_tokens=0) as client:
+        asked = {name: Asked(client, name) for name in entries}
+        for _ in range(2):
+            for each in asked.values():
+                await each.say(WISH)
+        pool = engines._chat.prefixes
+        assert {each.cached[0] for each in asked.values()} == {0}
+        assert min(each.cached[1] for each in asked.values()) > 0
+        assert len({kept.owner for kept in pool.kept.values()}) == 2
+        assert 0 < pool.nbytes <= pool.limit <= budget - 3 * weights
 
 
 async def test_what_decisions_cost_is_told_the_same_when_their_input_is_at_hand(

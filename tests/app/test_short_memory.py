@@ -72,10 +72,8 @@ async def test_what_a_pinned_model_keeps_of_prompts_gives_way(
     """To another model's load, and to its rows: the pinned model itself stays."""
     engines = SizedEngines()
     models = {**CHATS, "one": {**CHATS["one"], "pinned": True}}
-    budget = 2 * MODEL + ROW
-    async with served(
-        catalog(tmp_path, models), engines, cache_max_bytes=budget, load_wait_s=5
-    ) as client:
+    limits: Any = {"cache_max_bytes": 2 * MODEL + ROW, "prefix_cache_bytes": MODEL}
+    async with served(catalog(tmp_path, models), engines, **limits, load_wait_s=5) as client:
         if is_loaded:
             assert (await ask(client, "two")).status_code == 200
         engines.chats["one"].prefix_bytes = ROW if is_loaded else MODEL

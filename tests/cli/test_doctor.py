@@ -51,7 +51,7 @@ def inside(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[str
 @pytest.fixture
 def probed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Find a device that works and a model, without a process."""
-    probe = checks.Probe("cpu", GB, {"mine": 1000}, "openblas", None, 100.0)
+    probe = checks.Probe("cpu", GB, {"mine": 1000}, {"mine": 40_000}, "openblas", None, 100.0)
     monkeypatch.setattr(checks, "run_probe", lambda _: probe)
 
 
@@ -59,7 +59,7 @@ def test_a_machine_that_can_serve_ends_with_0(here: Path) -> None:
     status, found = doctor(here)
     assert status == 0
     first = ["packages", "files", "settings", "port", "device", "blas", "compiler", "tmpdir"]
-    assert list(found) == [*first, "memory", "models", "hub"]
+    assert list(found) == [*first, "memory", "prefixes", "models", "hub"]
     assert not [said for said in found.values() if said.startswith("fail")]
     assert found["device"].startswith("ok mlx computes on ")
     assert found["models"] == "ok 1 of 1 are on disk."
@@ -207,3 +207,11 @@ def test_models_that_are_not_here_are_told_how_to_come() -> None:
     found = checks.check_hub(["a"], may_download=False, refusal=None)
     assert found.state == "warn"
     assert "GATEWAY_AUTO_PULL is off" in found.message
+
+
+def test_a_model_that_keeps_less_than_an_agents_prompt_is_named() -> None:
+    """With how much it keeps: the rest is read again in each turn."""
+    found = checks.check_kept({"large": 6848, "small": 100_000})
+    assert (found.state, "large 6,848" in found.message) == ("warn", True)
+    assert "small" not in found.message.partition(".")[0]
+    assert checks.check_kept({"small": 100_000}).state == "ok"

@@ -25,6 +25,7 @@ from gateway.cli.gateways import NoGateway, started
 from gateway.cli.launch import Signals
 from gateway.cli.tools import AGENT_CONTEXT, TOOLS, NoModel, Offer, Service, choose
 from gateway.settings import Settings
+from tests.checkpoints import write_chat
 from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.processes import ROOT, command, environment
 from tests.serving_app import catalog, served, settings
@@ -257,6 +258,28 @@ async def test_a_tool_that_is_not_installed_or_not_known_is_named(home: Path) ->
     outcome = await ran(home, "launch", "cluade")
     assert outcome.status == 2
     assert "claude, codex, opencode, llm" in re.sub(r"[│\s]+", " ", outcome.err)
+
+
+@pytest.mark.parametrize(("given", "kept"), [("1000000", "about 1,302 of"), ("auto", None)])
+async def test_what_is_kept_of_a_prompt_is_said_before_an_agent_runs(
+    home: Path, given: str, kept: str | None
+) -> None:
+    """Where that is less than its context: a token of this model has 768 bytes of KV."""
+    write_chat(home / "large", max_position_embeddings=40_960)
+    async with found(home) as client:
+        port = port_of(client)
+        ended = await ran(
+            home,
+            "launch",
+            "claude",
+            "--model",
+            "large",
+            port=port,
+            GATEWAY_PREFIX_CACHE_BYTES=given,
+        )
+    assert ended.status == 0
+    assert (kept or "") in ended.err
+    assert ("read again in each turn" in ended.err) is (kept is not None)
 
 
 async def test_files_of_a_tool_are_private_and_removed(home: Path) -> None:

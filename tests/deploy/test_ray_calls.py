@@ -45,6 +45,14 @@ def test_aliases_and_sampling_do_not_matter_and_models_do() -> None:
     assert not set(digests(body, b"m", SALT)) & set(digests(body, b"n", SALT))
 
 
+def test_two_keys_have_no_digest_in_common() -> None:
+    """A router would send one to where the other's prompt is, of which it may use nothing."""
+    raw, find = orjson.dumps(chat("hello")), {"m": "m"}.get
+    one, other = (read_call("/chat/completions", raw, SALT, find, key) for key in ("1", "2"))
+    assert one.blocks
+    assert not set(one.blocks) & set(other.blocks)
+
+
 def test_digests_need_the_salt_and_say_nothing_of_the_text() -> None:
     body = chat("a secret" * 99)
     ours, theirs = digests(body, b"m", SALT), digests(body, b"m", b"another's")

@@ -21,8 +21,8 @@ from gateway.engine.device import (
     KeptBuffers,
     read_bounds,
 )
-from gateway.engine.kv.cache import make_batch_caches
-from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache
+from gateway.engine.kv.layers import make_batch_caches
+from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache, PrefixPool
 from gateway.engine.models.checkpoint import measure_kv
 from gateway.engine.models.decoders import LayerGroups
 from tests.checkpoints import write_chat
@@ -145,7 +145,7 @@ def test_metal_states_its_bounds_and_others_have_none() -> None:
 def test_kept_prompts_of_all_models_share_the_buffers_that_there_may_be() -> None:
     kept = KeptBuffers(limit=8)  # two planes a block: four blocks
     empty: Any = KVCache
-    caches = [PrefixCache([empty()], 1 << 30, kept) for _ in range(2)]
+    caches = [PrefixCache([empty()], PrefixPool(1 << 30, kept)) for _ in range(2)]
     layers = make_layers(3 * BLOCK)
     for cache in caches:
         cache.store(range(3 * BLOCK), layers, 0)

@@ -123,6 +123,22 @@ def test_broken_expansions_are_refused(text: str) -> None:
         expand(text, {"A": "1"})
 
 
+def test_a_budget_for_thinking_is_a_number_or_one_for_each_effort(file: Path) -> None:
+    """Which a variable may change."""
+    chat = "kind: chat\nsource: hub:a/b\nthinking_budget: "
+    for written, expected in [
+        ("4096", {"default": 4096}),
+        ("'${NONE:-7}'", {"default": 7}),
+        ("{low: 0, high: 16384}", {"low": 0, "high": 16384}),
+    ]:
+        spec = one(file, f"{chat}{written}")
+        assert isinstance(spec, ChatSpec)
+        assert spec.thinking_budget.model_dump(exclude_none=True) == expected
+    for wrong in ("-1", "true", "{low: 1.5}", "{none: 0}", "[1]"):
+        with pytest.raises(Exception, match=r"thinking_budget|unknown key"):
+            one(file, f"{chat}{wrong}")
+
+
 DRAFTED = """\
     version: 1
     models:

@@ -1,8 +1,8 @@
 """Keys that override settings: declared once, by the setting."""
 
 from collections.abc import Iterator
-from types import NoneType
-from typing import Any, get_args
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 import pytest
 from pydantic import BaseModel
@@ -34,5 +34,5 @@ def test_a_key_that_overrides_a_setting_has_its_type_bounds_and_words(kind: str)
 
 
 def _types(annotation: Any) -> tuple[Any, ...]:
-    is_union = NoneType in get_args(annotation)
+    is_union = get_origin(annotation) in (Union, UnionType)
     return get_args(annotation) if is_union else (annotation,)

@@ -97,6 +97,15 @@ def test_a_mode_alone_is_a_section(file: Path, written: str) -> None:
     assert (own.mode, own.max_batch_size) == ("off", 3)
 
 
+def test_a_budget_for_thinking_is_a_section_too(file: Path) -> None:
+    """A number alone is its default; efforts are set beside it."""
+    text = "version: 1\nmodels: {m: {kind: chat, source: 'hub:a/b', thinking_budget: 7}}"
+    own = chat(file, {"GATEWAY_M_THINKING_BUDGET_LOW": "3"}, text).thinking_budget
+    assert (own.default, own.low) == (7, 3)
+    own = chat(file, {"GATEWAY_M_THINKING_BUDGET": "9"}, text).thinking_budget
+    assert (own.default, own.low) == (9, None)
+
+
 def test_a_wrong_value_is_told_with_its_variable(file: Path) -> None:
     given = {
         "GATEWAY_MY_CHAT_0_6B_SAMPLING_TOP_K": "-1",

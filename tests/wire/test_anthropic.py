@@ -261,6 +261,9 @@ def test_limits_and_sampling_are_the_requests_own() -> None:
         ("stop_sequences", ["x"] * 65), ("stop_sequences", ["x" * 257]), ("stream", 1),
         ("model", ""), ("messages", {}), ("system", 3), ("tools", {}), ("tool_choice", "auto"),
         ("thinking", "enabled"), ("thinking", {"type": "hard"}), ("output_config", []),
+        ("thinking", {"type": "enabled", "budget_tokens": 1023}),
+        ("thinking", {"type": "enabled", "budget_tokens": 1024.5}),
+        ("thinking", {"type": "enabled", "budget_tokens": 2000}),  # max_tokens is less
         ("output_config", {"effort": "utmost"}), ("output_config", {"format": {"type": "xml"}}),
         ("mcp_servers", [{"type": "url", "url": "http://x"}]),
     ],
@@ -281,7 +284,7 @@ def test_what_changes_no_answer_is_taken_and_the_rest_is_named() -> None:
     ) == ()  # fmt: skip
     assert ignored(
         context_management={"edits": []}, container="c", betas=["b"],
-        thinking={"type": "enabled", "budget_tokens": 2000},
+        thinking={"type": "adaptive", "budget_tokens": 2000},
         tools=[{**WEATHER, "defer_loading": True}],
     ) == (
         "betas", "container", "context_management", "tools[0].defer_loading",
@@ -298,7 +301,8 @@ def test_what_changes_no_answer_is_taken_and_the_rest_is_named() -> None:
         ({}, {}, {"enable_thinking": False}, "none"),
         ({"enable_thinking": True}, {}, {"enable_thinking": True}, "none"),
         ({"a": 1}, {"thinking": {"type": "adaptive"}}, {"enable_thinking": True, "a": 1}, "whole"),
-        ({"enable_thinking": False}, {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+        ({"enable_thinking": False},
+         {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 1025},
          {"enable_thinking": True}, "whole"),
         ({"enable_thinking": True}, {"thinking": {"type": "disabled"}},
          {"enable_thinking": False}, "none"),
@@ -314,6 +318,21 @@ def test_thinking_is_the_requests_then_the_models(
     """It is shown to those who asked for it."""
     assert dict(job(own=own, **fields).template_args) == given
     assert read(**fields).thoughts == thoughts
+
+
+def test_thinking_has_a_budget_by_itself_or_by_effort() -> None:
+    """The one that the request names comes first."""
+    own = {"low": 5, "default": 9}
+    enabled = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 1025}
+    low = {"output_config": {"effort": "low"}}
+    request = read(**enabled, **low)
+    budgets = [
+        to_job(each, caller(), Sampling(), template_args={}, max_chars=99, budgets=own)
+        for each in (request, read(**low), read())
+    ]
+    assert [each.thinking_budget for each in budgets] == [1024, 5, 9]
+    assert request.param_of("thinking_budget") == "thinking.budget_tokens"
+    assert job(thinking={"type": "adaptive", "budget_tokens": 1024}).thinking_budget is None
 
 
 def test_a_form_is_held_by_a_grammar() -> None:

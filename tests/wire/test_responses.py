@@ -217,6 +217,27 @@ def test_effort_steers_thinking(fields: dict[str, Any], args: dict[str, Any]) ->
     assert job(**fields).template_args == {"a": 1, **args}
 
 
+@pytest.mark.parametrize(
+    ("fields", "budget"),
+    [
+        ({}, None),
+        ({"reasoning": {"effort": "high"}}, 90),
+        ({"reasoning": {"effort": "xhigh"}}, None),
+        ({"reasoning": {"effort": "high"}, "thinking_token_budget": 0}, 0),
+    ],
+)
+def test_effort_has_a_budget_where_the_model_has_one(
+    fields: dict[str, Any], budget: int | None
+) -> None:
+    """One of the request's own comes first."""
+    request = read(**fields)
+    asked = to_job(
+        request, caller(), Sampling(), items=request.input, max_tokens=None, template_args={},
+        max_chars=99, budgets={"high": 90},
+    )  # fmt: skip
+    assert asked.thinking_budget == budget
+
+
 def test_an_answers_length_is_asked_for_or_the_models() -> None:
     assert job().max_tokens == 50
     assert job(max_output_tokens=7).max_tokens == 7

@@ -41,6 +41,16 @@ def answer_begins(pattern: Callable[[str], str]) -> re.Pattern[str]:
     return re.compile(rf"{final}|to=user{message}")
 
 
+def thought_end(*, is_spark: bool, may_call: bool) -> str:
+    """Return what ends a thought and begins the answer; if functions may be called, only the next
+    message, since that may be a call.
+    """
+    end, answer = "<|end|>", "<|channel|>final<|message|>"
+    if is_spark:
+        end, answer = "<|eom|>", " to=user<|message|>"
+    return f"{end}<|start|>assistant" + ("" if may_call else answer)
+
+
 class HarmonyParser(AnswerParser):
     """Reads the messages of one sequence as they grow."""
 
@@ -69,6 +79,10 @@ class HarmonyParser(AnswerParser):
     def is_thinking(self) -> bool:
         """Return True if what comes next is not part of the answer."""
         return self._body in ("header", "reasoning", "none")
+
+    @property
+    def is_in_thought(self) -> bool:
+        return self._body == "reasoning"
 
     def push(self, piece: str) -> list[OutputPart]:
         parts: list[OutputPart] = []

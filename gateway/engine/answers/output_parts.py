@@ -240,6 +240,11 @@ class AnswerParser(ABC):
     def is_thinking(self) -> bool:
         """Return True if what comes next is reasoning."""
 
+    @property
+    def is_in_thought(self) -> bool:
+        """Return True inside a thought, where an end mark would end it."""
+        return self.is_thinking
+
     @abstractmethod
     def push(self, piece: str) -> list[OutputPart]:
         """Take new text; return the parts that are certain now."""

@@ -5,11 +5,13 @@ the model families.
 """
 
 import re
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from gateway.engine.answers.harmony import HARMONY_TOKENS
+from gateway.engine.answers.output_parts import AnswerParser
+from gateway.engine.answers.stop_strings import held_back
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +102,91 @@ def _has_tokens(mark: str, vocabulary: Container[str]) -> bool:
     return bool(tokens) and all(token in vocabulary for token in tokens)
 
 
+_TAIL = 256  # characters that are kept of an answer: more than the longest mark
+
+
+class ThinkingBudget:
+    """Ends the thoughts of a sequence after so many tokens. The marks' own tokens are counted only
+    inside a thought; all follows from the sequence's tokens.
+
+    `ends` are marks that end a thought, and `tail` the end of the prompt, both in spelled tokens.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        parser: AnswerParser,
+        spell: Callable[[int], str],
+        encode: Callable[[str], Sequence[int]],
+        ends: Sequence[str],
+        *,
+        opens: frozenset[int] = frozenset(),
+        opens_after: str = "",
+        tail: str = "",
+    ) -> None:
+        self._left = limit
+        self._parser = parser  # one of its own: the answer's lags behind while a step is launched
+        self._spell = spell
+        self._encode = encode
+        self._ends = ends
+        self._opens = opens  # the tokens, after `opens_after`, that open a thought
+        self._opens_after = opens_after
+        self._tail = tail
+        self._has_thought = parser.is_in_thought
+        self._has_answered = not parser.is_thinking
+        self._forced: list[int] = []
+        self._force()
+
+    @property
+    def forced(self) -> int | None:
+        """Return the token that must be next, if one must."""
+        return self._forced[0] if self._forced else None
+
+    @property
+    def barred(self) -> frozenset[int]:
+        """Return the tokens that would open another thought, once no token is left for it."""
+        if self._left or not self._has_thought or self._parser.is_in_thought:
+            return frozenset()
+        return self._opens if self._tail.endswith(self._opens_after) else frozenset()
+
+    def room(self, limit: int) -> int:
+        """Return how many of `limit` tokens may follow the next one before any may be forced."""
+        if self.barred and not self._opens_after:
+            return limit
+        return max(0, min(limit, self._left - 1))
+
+    def take(self, token: int) -> None:
+        """Take the next token."""
+        if self._parser.is_in_thought:
+            self._left = max(0, self._left - 1)
+        text = self._spell(token)
+        self._parser.push(text)
+        self._tail = (self._tail + text)[-_TAIL:]
+        self._has_thought = self._has_thought or self._parser.is_in_thought
+        self._has_answered = self._has_answered or not self._parser.is_thinking
+        self._forced = self._forced[1:] if token == self.forced else []
+        self._force()
+
+    def _force(self) -> None:
+        """Force the rest of an end mark, as the model may have begun it, if none is under way."""
+        if self._left or self._forced:
+            return
+        begun = {end: held_back(self._tail, (end,)) for end in self._ends}
+        end = max(begun, key=begun.__getitem__)
+        # Between two messages only the rest of a mark ends the thinking, and a header stays whole.
+        is_between = self._parser.is_thinking and not self._has_answered and begun[end] > 0
+        if not (self._parser.is_in_thought or is_between):
+            return
+        rest = end[begun[end] :]
+        ids = list(self._encode(rest))
+        # Some tokenizers put a space before each text that they encode.
+        if "".join(map(self._spell, ids)) != rest:
+            ids = list(self._encode(end))
+        self._forced = ids
+
+
 class Thinking:
     """Tracks whether a sequence is thinking; a grammar that it has applies only afterwards."""
-
-    _TAIL = 256  # characters: more than the longest end
 
     def __init__(
         self,
@@ -114,8 +197,10 @@ class Thinking:
         opens_with: int | None = None,
         closes_with: int | None = None,
         stops: Collection[int] = (),
+        budget: ThinkingBudget | None = None,
     ) -> None:
         self.is_on = is_on
+        self.budget = budget
         self.stops = sorted(stops)  # the tokens that would end the answer
         # The token that begins a block of thinking if it is the answer's first, and the one that
         # ends it; None if there is no such single token.
@@ -128,10 +213,12 @@ class Thinking:
     def take(self, token: int) -> bool:
         """Take the next token; return True if the grammar does not apply to it."""
         was_on = self.is_on
+        if self.budget is not None:
+            self.budget.take(token)
         if token == self.opens_with:
             self.is_on = True
         elif was_on and self._ends is not None:
-            self._tail = (self._tail + self._spell(token))[-self._TAIL :]
+            self._tail = (self._tail + self._spell(token))[-_TAIL:]
             self.is_on = self._ends.search(self._tail) is None
         self.opens_with = None
         return was_on or self.is_on

@@ -8,26 +8,20 @@ is asked for.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import sub
 from typing import Any, Final
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from gateway.engine.device import KeptBuffers, launch
-from gateway.engine.drafts.prompt_lookup import Patience, count_accepted
-from gateway.engine.kv.cache import (
-    SPARE,
-    RaggedKVCache,
-    cache_nbytes,
-    compact,
-    filter_layers,
-    make_batch_caches,
-    rewind_layers,
-)
-from gateway.engine.kv.prefix_cache import PrefixCache
+from gateway.engine.device import launch
+from gateway.engine.drafts.prompt_lookup import DraftRow, Patience, count_accepted
+from gateway.engine.kv.cache import SPARE, RaggedKVCache, cache_nbytes, compact, filter_layers
+from gateway.engine.kv.layers import batch_of_one, hold_layers, make_batch_caches, padded
+from gateway.engine.kv.prefix_cache import PrefixCache, PrefixPool, Root
 from gateway.engine.models.checkpoint import measure_kv
 from gateway.engine.models.decoders import parameters
-from gateway.jobs import KvCost
+from gateway.jobs import Drafter, KvCost
 
 MOST_AHEAD: Final = 7  # tokens a row: a turn's steps stay within the memory held for it
 CHUNK: Final = 512  # tokens, padding included, that catch up in one step
@@ -40,6 +34,7 @@ class _Follower:
     """The KV of one sequence: so many tokens of its context, then some of its last draft."""
 
     id: int
+    root: Root  # of what is kept of its prompt
     read: int = 0
     ahead: Sequence[int] = ()
     drafted: int = 0  # tokens of the draft that is being verified
@@ -52,22 +47,25 @@ class _Follower:
 class DraftModel:
     """A model, and its KV of the sequences that it drafts for."""
 
+    name: Drafter = "draft_model"
+
     def __init__(
         self,
         model: Any,
         *,
         vocab_size: int,  # other tokens are read as its last one, and never drafted
         max_context: int,  # no drafts for contexts that come near it
-        prefix_cache_bytes: int = 0,
-        buffers: KeptBuffers | None = None,
+        prefixes: PrefixPool,  # shared with its target
     ) -> None:
         self._model = model
         self._vocab_size = vocab_size
         # MLX reads positions beyond an array's end without a word.
         self._longest = max_context - FEED
-        self._prefixes = PrefixCache(make_prompt_cache(model), prefix_cache_bytes, buffers)
+        self._prefixes = PrefixCache(make_prompt_cache(model), prefixes)
         self._rows: list[_Follower] = []
         self._cache: list[Any] = []
+        # What of it cannot take tokens off, as it was before the drafts under way, by place.
+        self._held: dict[int, Any] = {}
 
     def with_kv(self, cost: KvCost, rows: int) -> KvCost:
         """Return what a sequence's KV costs with this model's added, for up to `rows` of them. Both
@@ -79,12 +77,7 @@ class DraftModel:
     def nbytes(self) -> int:
         """Count the bytes on the device: weights, KV and prefixes."""
         weights = sum(array.nbytes for array in parameters(self._model))
-        return weights + cache_nbytes(self._cache) + self.prefix_bytes
-
-    @property
-    def prefix_bytes(self) -> int:
-        """Count the bytes of KV kept of prompts that others may begin with."""
-        return self._prefixes.nbytes
+        return weights + cache_nbytes(self._cache) + self._prefixes.nbytes
 
     def clear_prefixes(self) -> None:
         self._prefixes.clear()
@@ -100,25 +93,26 @@ class DraftModel:
         """Drop the KV of all other sequences."""
         staying = [i for i, row in enumerate(self._rows) if row.id in ids]
         if not staying:
-            self._rows, self._cache = [], []
+            self._rows, self._cache, self._held = [], [], {}
         elif len(staying) < len(self._rows):
             staying = compact(staying)
             self._rows = [self._rows[i] for i in staying]
             filter_layers(self._cache, staying)
+            filter_layers(list(self._held.values()), staying)
             launch([layer.state for layer in self._cache])
 
     def draft(
-        self, contexts: Mapping[int, Sequence[int]], rooms: Mapping[int, int]
+        self, rows: Mapping[int, DraftRow], rooms: Mapping[int, int]
     ) -> dict[int, Sequence[int]]:
         """Return drafts of up to so many tokens; none of those whose prompt is still being read."""
         contexts = {
-            number: context for number, context in contexts.items() if len(context) <= self._longest
+            number: row.context for number, row in rows.items() if len(row.context) <= self._longest
         }
         self.keep(contexts)
         self._take_back(contexts)
-        for number, context in contexts.items():
+        for number in contexts:
             if self._find(number) is None:
-                self._join(number, context)
+                self._join(rows[number])
         due = {
             row.id
             for row in self._rows
@@ -152,26 +146,36 @@ class DraftModel:
     def _find(self, sequence_id: int) -> _Follower | None:
         return next((row for row in self._rows if row.id == sequence_id), None)
 
-    def _join(self, sequence_id: int, context: Sequence[int]) -> None:
+    def _join(self, joining_row: DraftRow) -> None:
         """Follow a sequence, from what is kept of its prompt on."""
-        known, layers = self._prefixes.take(context[:-1])
-        layers = layers or make_batch_caches(self._model)
+        known, kept = self._prefixes.take(joining_row.context[:-1], joining_row.root)
+        layers = batch_of_one(kept or make_batch_caches(self._model))
         if self._rows:
             for layer, joining in zip(self._cache, layers, strict=True):
                 layer.extend(joining)
         else:
             self._cache = layers
-        self._rows.append(_Follower(sequence_id, known))
+        self._rows.append(_Follower(joining_row.id, joining_row.root, known))
 
     def _take_back(self, contexts: Mapping[int, Sequence[int]]) -> None:
         """Take off the tokens of drafts that were not chosen. Each context keeps one to read."""
-        back = []
-        for row in self._rows:
-            rest = contexts[row.id][row.read :]
-            accepted = min(count_accepted(row.ahead, rest), len(rest) - 1)
-            back.append(len(row.ahead) - accepted)
-            row.read, row.ahead = row.read + accepted, ()
-        rewind_layers(self._cache, back)
+        rests = [contexts[row.id][row.read :] for row in self._rows]
+        chosen = [
+            min(count_accepted(row.ahead, rest), len(rest) - 1)
+            for row, rest in zip(self._rows, rests, strict=True)
+        ]
+        drafted = [len(row.ahead) for row in self._rows]
+        if self._held and chosen != drafted:
+            chosen = [0] * len(chosen)  # it is read again
+            for place, layer in self._held.items():
+                self._cache[place] = layer
+        back = tuple(map(sub, drafted, chosen))
+        for layer in self._cache:
+            if isinstance(layer, RaggedKVCache) and any(back):
+                layer.rewind(back)
+        for row, count in zip(self._rows, chosen, strict=True):
+            row.read, row.ahead = row.read + count, ()
+        self._held = {}
 
     def _catch_up(self, contexts: Mapping[int, Sequence[int]]) -> None:
         """Read what a draft's first pass would be too wide for, or a part of it."""
@@ -184,7 +188,7 @@ class DraftModel:
         launch([layer.state for layer in self._cache])
         for i, (row, feed) in enumerate(zip(self._rows, feeds, strict=True)):
             row.read += len(feed)
-            self._prefixes.store(contexts[row.id][: row.read], self._cache, i)
+            self._prefixes.store(contexts[row.id][: row.read], self._cache, i, root=row.root)
 
     def _generate(
         self, contexts: Mapping[int, Sequence[int]], length: int
@@ -192,6 +196,7 @@ class DraftModel:
         """Continue every context by so many tokens, each the likeliest."""
         feeds = [contexts[row.id][row.read :][:FEED] for row in self._rows]
         logits = self._read(self._cache, feeds)
+        self._held = hold_layers(self._cache)
         ends = mx.array([len(feed) - 1 for feed in feeds])
         tokens = [self._likeliest(logits[mx.arange(len(feeds)), ends])]
         while len(tokens) < length:
@@ -212,14 +217,9 @@ class DraftModel:
         inputs = [
             [*(min(token, last) for token in feed), *[0] * (width - len(feed))] for feed in feeds
         ]
-        logits: mx.array = self._model(mx.array(inputs), cache=cache)
-        rewind_layers(cache, [width - len(feed) for feed in feeds])
+        with padded(cache, width, [width - len(feed) for feed in feeds]):
+            logits: mx.array = self._model(mx.array(inputs), cache=cache)
         return logits
 
     def _likeliest(self, logits: mx.array) -> mx.array:
         return mx.argmax(logits[:, : self._vocab_size], axis=-1)
-
-
-def can_go_back(model: Any) -> bool:
-    """Return True if all of a model's caches can drop tokens that were not chosen."""
-    return all(isinstance(layer, RaggedKVCache) for layer in make_batch_caches(model))

@@ -6,32 +6,31 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from gateway.engine.drafts.draft_model import MOST_AHEAD, DraftModel
-from gateway.engine.drafts.prompt_lookup import LookupDrafter
-from gateway.engine.kv.cache import RaggedKVCache
+from gateway.engine.drafts.prompt_lookup import DraftRow, LookupDrafter
+from gateway.engine.kv.layers import can_go_back
+from gateway.jobs import DRAFTERS, Drafter
 
 # In a pass of all rows. On a CPU a pass of 8 tokens takes 1.5 times as long as one of 1 token.
 MOST_TOKENS: Final = 16
 
 
-class Drafter(Protocol):
+class DraftSource(Protocol):
     """What guesses the next tokens of sequences, each known by a number."""
+
+    name: Drafter
 
     @property
     def nbytes(self) -> int:
         """Return the bytes on the device: weights, KV and prefixes."""
 
-    @property
-    def prefix_bytes(self) -> int:
-        """Return the bytes of KV kept of prompts that others may begin with."""
-
     def is_due(self, sequence_id: int, context: Sequence[int]) -> bool:
         """Return True if it may have a draft now."""
 
     def draft(
-        self, contexts: Mapping[int, Sequence[int]], rooms: Mapping[int, int]
+        self, rows: Mapping[int, DraftRow], rooms: Mapping[int, int]
     ) -> Mapping[int, Sequence[int]]:
-        """Return drafts of up to so many tokens; of some sequences none. The contexts of all that
-        may get drafts are given; each only grows between calls.
+        """Return drafts of up to so many tokens; of some sequences none. All that may get drafts
+        are given; the context of each only grows between calls.
         """
 
     def note(self, sequence_id: int, context: Sequence[int], accepted: int) -> bool:
@@ -44,21 +43,6 @@ class Drafter(Protocol):
 
     def clear_prefixes(self) -> None:
         """Drop what is kept of prompts."""
-
-
-class DraftRow(Protocol):
-    """A sequence that may read ahead."""
-
-    id: int
-    context: list[int]
-    was_suspect: bool
-
-    @property
-    def matcher(self) -> object | None:
-        """Return what its next token must satisfy, if anything."""
-
-    def room(self, limit: int) -> int:
-        """Return how many tokens a draft may have, at most `limit`."""
 
 
 def count_ahead(rows: int) -> int:
@@ -75,15 +59,17 @@ class DraftPolicy:
         self._rows = rows
         self._on_fault = on_fault
         # The first has the first word: its drafts are free.
-        self.drafters: list[Drafter] = [LookupDrafter()]
+        self.sources: list[DraftSource] = [LookupDrafter()]
         if model is not None:
-            self.drafters.append(model)
+            self.sources.append(model)
+        self.allowed: Collection[Drafter] = DRAFTERS
+        self.drafter: Drafter | None = None  # whose drafts are being read, if they are of one
 
     def count_ahead(self, rows: Sequence[DraftRow], cache: Sequence[Any]) -> int:
         """Return how many tokens a sequence may read ahead in the next pass; 0 if none does."""
         if not 0 < len(rows) <= self._rows or any(row.was_suspect for row in rows):
             return 0
-        if not all(isinstance(layer, RaggedKVCache) for layer in cache):
+        if not can_go_back(cache):
             return 0
         if any(row.matcher is not None or self._is_due(row) for row in rows):
             return count_ahead(len(rows))
@@ -91,40 +77,41 @@ class DraftPolicy:
 
     def draft(self, rows: Sequence[DraftRow], rooms: Sequence[int]) -> list[Sequence[int]]:
         """Return a draft for each sequence, of up to so many tokens."""
-        contexts = {row.id: row.context for row in rows if row.room(1)}
+        drafting = {row.id: row for row in rows if row.room(1)}
         free = {row.id: row.room(room) for row, room in zip(rows, rooms, strict=True)}
         drafts: dict[int, Sequence[int]] = {}
-        for drafter in tuple(self.drafters):
-            is_due = any(drafter.is_due(number, context) for number, context in contexts.items())
+        names: list[Drafter] = []
+        for source in self._allowed():
+            is_due = any(source.is_due(row.id, row.context) for row in drafting.values())
             if max(rooms) < 1 or not is_due:
                 continue
             # It follows the contexts of those, too, that have a draft already.
-            lengths = {number: 0 if number in drafts else free[number] for number in contexts}
+            lengths = {number: 0 if number in drafts else free[number] for number in drafting}
             try:
-                new_drafts = drafter.draft(contexts, lengths)
+                new_drafts = source.draft(drafting, lengths)
             except Exception as error:
                 # No answer needs its drafts: it is dropped.
-                self.drafters.remove(drafter)
+                self.sources.remove(source)
+                source.clear_prefixes()
                 self._on_fault(error)
                 continue
+            if any(new_drafts.values()):
+                names.append(source.name)
             drafts |= {number: tokens for number, tokens in new_drafts.items() if tokens}
+        self.drafter = names[0] if len(names) == 1 else None
         return [drafts.get(row.id, ()) for row in rows]
 
     def note(self, row: DraftRow, accepted: int) -> None:
         """Note how much of a sequence's draft was chosen, once that is appended."""
-        any(drafter.note(row.id, row.context, accepted) for drafter in self.drafters)
+        any(source.note(row.id, row.context, accepted) for source in self.sources)
 
     @property
     def nbytes(self) -> int:
-        return sum(drafter.nbytes for drafter in self.drafters)
-
-    @property
-    def prefix_bytes(self) -> int:
-        return sum(drafter.prefix_bytes for drafter in self.drafters)
+        return sum(source.nbytes for source in self.sources)
 
     def clear_prefixes(self) -> None:
-        for drafter in self.drafters:
-            drafter.clear_prefixes()
+        for source in self.sources:
+            source.clear_prefixes()
 
     def forget(self) -> None:
         """Drop all that is held of sequences and prompts."""
@@ -134,13 +121,17 @@ class DraftPolicy:
     def keep(self, rows: Sequence[DraftRow]) -> None:
         """Drop what is held of all other sequences."""
         ids = {row.id for row in rows}
-        for drafter in self.drafters:
-            drafter.keep(ids)
+        for source in self.sources:
+            source.keep(ids)
 
     def close(self) -> None:
-        self.drafters.clear()
+        self.forget()
+        self.sources.clear()
 
     def _is_due(self, row: DraftRow) -> bool:
         return row.room(1) > 0 and any(
-            drafter.is_due(row.id, row.context) for drafter in self.drafters
+            source.is_due(row.id, row.context) for source in self._allowed()
         )
+
+    def _allowed(self) -> list[DraftSource]:
+        return [source for source in self.sources if source.name in self.allowed]

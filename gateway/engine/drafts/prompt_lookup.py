@@ -4,7 +4,10 @@ github.com/apoorvumang/prompt-lookup-decoding).
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Final
+from typing import Final, Protocol
+
+from gateway.engine.kv.prefix_cache import Root
+from gateway.jobs import Drafter
 
 _GRAMS: Final = (3, 2)  # how many tokens must have stood together before; the longer ones first
 _INDEXED_AT_ONCE: Final = 4096  # tokens, in 3 to 4 ms: a step of others waits for it
@@ -15,6 +18,25 @@ def count_accepted(draft: Sequence[int], chosen: Sequence[int]) -> int:
     """Count the draft's tokens that were chosen; `chosen` has one more, for the place after it."""
     pairs = zip(draft, chosen, strict=False)
     return next((i for i, (one, other) in enumerate(pairs) if one != other), len(draft))
+
+
+class DraftRow(Protocol):
+    """A sequence that may read ahead."""
+
+    id: int
+    context: list[int]
+    was_suspect: bool
+
+    @property
+    def root(self) -> Root:
+        """Return where what is kept of its prompt begins."""
+
+    @property
+    def matcher(self) -> object | None:
+        """Return what its next token must satisfy, if anything."""
+
+    def room(self, limit: int) -> int:
+        """Return how many tokens a draft may have, at most `limit`."""
 
 
 class Patience:
@@ -69,8 +91,8 @@ class PromptLookup:
 class LookupDrafter:
     """Drafts for the sequences of a batch, each out of its own context."""
 
+    name: Drafter = "prompt_lookup"
     nbytes = 0
-    prefix_bytes = 0
 
     def __init__(self) -> None:
         self._lookups: dict[int, PromptLookup] = {}
@@ -81,11 +103,11 @@ class LookupDrafter:
         return bool(self._find(sequence_id).draft(context, 1))
 
     def draft(
-        self, contexts: Mapping[int, Sequence[int]], rooms: Mapping[int, int]
+        self, rows: Mapping[int, DraftRow], rooms: Mapping[int, int]
     ) -> dict[int, Sequence[int]]:
         drafts = {
-            number: self._find(number).draft(context, rooms[number])
-            for number, context in contexts.items()
+            number: self._find(number).draft(row.context, rooms[number])
+            for number, row in rows.items()
         }
         self._drafted = {number for number, tokens in drafts.items() if tokens}
         return drafts

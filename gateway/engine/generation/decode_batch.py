@@ -18,6 +18,7 @@ from gateway.engine.generation.sampling import (
     adjust_logits,
     bar_tokens,
     choose,
+    force_tokens,
     is_finite,
     keep_open,
     score,
@@ -29,10 +30,10 @@ from gateway.engine.kv.cache import (
     cache_nbytes,
     compact,
     filter_layers,
-    rewind_layers,
 )
+from gateway.engine.kv.layers import go_back
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache
-from gateway.jobs import Delta, FinishReason, Pass
+from gateway.jobs import Delta, Drafter, FinishReason, Pass
 
 # How many of the blocks of an answer a next prompt can continue after, if states are to be kept
 # with each: the last two, and two further back, the oldest four to seven. The last tokens may be
@@ -143,23 +144,23 @@ class DecodeBatch:
     def nbytes(self) -> int:
         return cache_nbytes(self.cache)
 
-    def keep_block_ends(self, prefixes: PrefixCache) -> None:
-        """Store each sequence that has come to the end of a block, if it can be kept only there.
+    def keep_block_ends(self, prefixes: PrefixCache, lengths: abc.Sequence[int]) -> None:
+        """Store each sequence whose KV, of these lengths, has come to the end of a block, if it can
+        be kept only there.
 
-        To be called before the next pass is launched, while the KV has just what the contexts have.
-        The step under way is waited for.
+        To be called before the next pass is launched. The step under way is waited for.
         """
         if not prefixes.needs_block_ends:
             return
-        for i, row in enumerate(self.rows):
-            end, is_growing = len(row.context), bool(row.tokens)
+        for i, (row, end) in enumerate(zip(self.rows, lengths, strict=True)):
+            is_growing = end > len(row.job.prompt)
             if end % BLOCK or (is_growing and not prefixes.keeps_growing):
                 continue
             ends = [*row.kept_ends, end]
             staying = spread(ends)
             dropped = [end for end in ends if end not in staying]
             is_new = prefixes.store_next(
-                row.context, self.cache, i, dropped, row.root, is_growing=is_growing
+                row.context[:end], self.cache, i, dropped, row.root, is_growing=is_growing
             )
             if is_new and is_growing:  # what ends the prompt stays
                 row.kept_ends = staying
@@ -290,7 +291,8 @@ class DecodeBatch:
             end = 1 + count_accepted(draft[: max(0, numbers - 1)], chosen)
             outputs.append(SequenceOutput(row, chosen[:end], numbers > 0, scores.get(id(row))))
         pairs = zip(self.drafts, outputs, strict=True)
-        rewind_layers(self.cache, [1 + len(draft) - len(out.tokens) for draft, out in pairs])
+        dropped = [1 + len(draft) - len(out.tokens) for draft, out in pairs]
+        go_back(self.cache, dropped, [row.read_last for row in self.rows])
         self.drafts = [()] * len(self.rows)
         self.tokens = mx.array([output.tokens[-1] for output in outputs])
         self.finite = mx.array([output.is_finite for output in outputs])
@@ -336,13 +338,14 @@ def constrain(structured: StructuredOutput, rows: list[Sequence], logits: mx.arr
         thinking = row.thinking_first
         if thinking is not None:
             logits = keep_open(logits, i, thinking)
-    free = [(i, row.barred) for i, row in enumerate(rows) if row.matcher is None]
+    free = [(i, row.unwanted) for i, row in enumerate(rows) if row.matcher is None]
     if free:
         logits = bar_tokens(logits, free)
     bound = list(filter(None, (row.bound(i) for i, row in enumerate(rows))))
     if bound:
         logits = structured.mask(logits, bound)
-    return logits
+    ends = [(i, row.forced_end) for i, row in enumerate(rows)]
+    return force_tokens(logits, [(i, token) for i, token in ends if token is not None])
 
 
 def redraw_unsure(running: DecodeBatch) -> bool:
@@ -440,6 +443,7 @@ def count_ahead_pass(
     outputs: abc.Sequence[SequenceOutput],
     counts: abc.Sequence[int],
     drafts: abc.Sequence[abc.Sequence[int]],
+    drafter: Drafter | None,
 ) -> Pass:
     """Count a pass that read drafts; `outputs` are the tokens of each sequence that it gave."""
     # An answer may end inside a draft.
@@ -451,6 +455,7 @@ def count_ahead_pass(
         forced=sum(max(0, count - chosen) for count, chosen in pairs),
         drafted=sum(map(len, drafts)),
         accepted=sum(max(0, min(pair) - 1) for pair in pairs),
+        drafter=drafter if any(drafts) else None,
     )
 
 

@@ -66,6 +66,9 @@ class GenerationEngine(Sequences):
                 part="prompt",
             )
         forced = job.calling is not None and job.calling.forced
+        budget = job.thinking_budget
+        if budget is not None and (job.prompt is not None or not chat.ends_thoughts):
+            budget = None
         row = SequenceParams(
             prompt=prompt.ids,
             max_tokens=max_tokens,
@@ -80,11 +83,13 @@ class GenerationEngine(Sequences):
             is_continued=job.continues,
             is_thinking=prompt.is_thinking,
             may_think=prompt.may_think,
+            thinking_budget=budget,
             is_either=job.grammar is not None,
             calls_are_text=job.calling is not None and not forced and not chat.reads_calls,
             earlier_calls=sum(len(turn.get("tool_calls") or ()) for turn in job.messages),
             beginning=job.caller.prefix_names.ends(len(prompt.ids)),
             adapter=job.adapter,
+            cache_salt=job.caller.cache_salt,
         )
         return [
             replace(row, index=i, sampling=_sampling_of_choice(sampling, i)) for i in range(job.n)
@@ -105,6 +110,7 @@ class GenerationEngine(Sequences):
         """Change the batch as planned, then run a pass; return what came of both."""
         deltas = self._change(plan)
         self.last_pass, faults = Pass(), []
+        self._drafts.allowed = plan.drafters
         if plan.kind == "prefill":
             deltas += self.prefill(plan.token_budget)
         elif plan.kind == "decode":
@@ -126,6 +132,8 @@ class GenerationEngine(Sequences):
         ]
         if plan.clear_prefixes:
             self.clear_prefixes()
+        if plan.prefix_limit is not None:
+            self.limit_prefixes(plan.prefix_limit)
         for number, params in plan.joining:
             try:
                 self.join(number, params)
@@ -148,14 +156,23 @@ class GenerationEngine(Sequences):
         self._drafts.clear_prefixes()
         clear_cache()
 
+    def limit_prefixes(self, nbytes: int) -> None:
+        """Keep at most so much of prompts from now on, with the models that share the room."""
+        pool = self._prefixes.pool
+        pool.limit = nbytes
+        if pool.nbytes > nbytes:
+            self.synchronize()
+            pool.shrink()
+            clear_cache()
+
     @property
     def prefix_bytes(self) -> int:
-        """Count the bytes of KV kept of prompts that others may begin with."""
-        return self._prefixes.nbytes + self._drafts.prefix_bytes
+        """Count the bytes of KV kept of prompts, by all models that share the room."""
+        return self._prefixes.pool.nbytes
 
     def prefix_names(self, adapter: int = 0) -> Sequence[bytes]:
         """Return a router's names of the prefixes that are kept. Safe on any thread."""
-        return self._prefixes.names(-adapter)
+        return self._prefixes.names(adapter)
 
     def drop_adapter(self, number: int) -> None:
         """Free an adapter, with its sequences and the KV kept of their prompts."""
@@ -163,7 +180,7 @@ class GenerationEngine(Sequences):
         for row in self._sequences():
             if row.adapter == number:
                 self.leave(row.id)
-        self._prefixes.forget(-number)
+        self._prefixes.forget(number)
         self.adapters.drop(number)
         clear_cache()
 

@@ -11,14 +11,16 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_config
 
 from gateway.engine.device import Device, DeviceBounds
-from gateway.engine.drafts.draft_model import DraftModel, can_go_back
+from gateway.engine.drafts.draft_model import DraftModel
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.sequences import ChatSetup
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.structured import StructuredOutput
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
+from gateway.engine.kv.layers import batch_of_one, can_batch, can_go_back, make_batch_caches
+from gateway.engine.kv.prefix_cache import PrefixPool
 from gateway.engine.kv.quantized import quantize_kv
-from gateway.engine.models.checkpoint import Checkpoint, Listing, measure_kv
+from gateway.engine.models.checkpoint import Checkpoint, Listing
 from gateway.engine.models.context import lower_context, text_config
 from gateway.engine.models.decoders import read_decoder
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, open_checkpoint
@@ -130,7 +132,8 @@ def load_generation_in_steps(
     setup: ChatSetup,
     *,
     device: Device,
-    prefix_cache_bytes: int = 0,  # of the KV that is kept of prompts; a draft model has its part
+    prefix_cache_bytes: int = 0,  # of the KV that is kept of prompts, a draft model's too
+    prefixes: PrefixPool | None = None,  # that is shared with other models, instead
     speculate_rows: int = 0,  # in batches of up to so many, tokens may be read ahead
     draft: DraftSetup | None = None,
     share: RankShare | None = None,  # this rank's part of the model; every rank must make its calls
@@ -148,28 +151,26 @@ def load_generation_in_steps(
     if share is not None and share.parallel == "pipeline":
         prefix_cache_bytes = 0  # ranks have other layers, so they would keep other prompts
     bounds = bounds or DeviceBounds()
-    draft_model, draft_bytes = None, 0
+    prefixes = prefixes or PrefixPool(prefix_cache_bytes, bounds.kept)
+    draft_model = None
     if draft is not None:
         drafter = yield from _read_model(draft.checkpoint, draft.numbers, device, None, report)
         for decoder, checkpoint in ((model, setup.checkpoint), (drafter, draft.checkpoint)):
-            if not can_go_back(decoder):
+            if not (can_batch(decoder) and can_go_back(batch_of_one(make_batch_caches(decoder)))):
                 raise setup.checkpoint.failed(
-                    f"{checkpoint.name!r} has sliding windows or states, which cannot go back to "
-                    f"before a draft; it cannot have or be `draft: {draft.checkpoint.name}`"
+                    f"{checkpoint.name!r} has a kind of cache that cannot go back to before a "
+                    f"draft; it cannot have or be `draft: {draft.checkpoint.name}`"
                 )
-        costs = measure_kv(drafter).token, measure_kv(model).token
-        draft_bytes = prefix_cache_bytes * costs[0] // max(1, sum(costs))
         draft_model = DraftModel(
             drafter,
             vocab_size=min(draft.vocab_size, setup.vocab_size),
             max_context=draft.max_context,
-            prefix_cache_bytes=draft_bytes,
-            buffers=bounds.kept,
+            prefixes=prefixes,
         )
     yield GenerationEngine(
         model,
         setup,
-        prefix_cache_bytes=prefix_cache_bytes - draft_bytes,
+        prefixes=prefixes,
         speculate_rows=speculate_rows,
         draft_model=draft_model,
         bounds=bounds,

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from gateway.engine.answers.output_parts import TokenScores
 from gateway.engine.generation.sampling import LOWEST_LOGPROB, score
 from gateway.engine.generation.sequence import Sequence
-from gateway.engine.kv.cache import make_batch_caches
+from gateway.engine.kv.layers import make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache, count_shared
 from gateway.engine.models.decoders import LayerGroups
 from gateway.jobs import Pass
@@ -232,6 +232,12 @@ class Prefill:
             row.kept_tokens += self._prefixes.store(
                 row.context[:position], batch.lm_batch.prompt_cache, i, row.job.beginning, row.root
             )
+            if position == len(row.context) - 1 and self._prefixes.is_on and not row.scores_prompt:
+                unkept = position // BLOCK * BLOCK - self._prefixes.count_known(
+                    row.context[:-1], row.root
+                )
+                # States are kept at most two blocks before the end.
+                row.unkept_tokens = unkept if unkept > 2 * BLOCK else 0
 
     def _batches(self) -> list[PrefillBatch]:
         return [entry for entry in self._line if isinstance(entry, PrefillBatch)]

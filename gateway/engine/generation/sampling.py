@@ -204,6 +204,18 @@ def bar_tokens(logits: mx.array, tokens: Sequence[tuple[int, Collection[int]]]) 
     return logits
 
 
+def force_tokens(logits: mx.array, tokens: Sequence[tuple[int, int]]) -> mx.array:
+    """Leave one token, given by row, in logits, (rows, vocabulary)."""
+    pairs = [(row, token) for row, token in tokens if token < logits.shape[-1]]
+    if not pairs:
+        return logits
+    at = mx.array(pairs)
+    logits = mx.array(logits)
+    logits[at[:, 0]] = mx.array(-mx.inf, dtype=logits.dtype)
+    logits[at[:, 0], at[:, 1]] = mx.array(0, dtype=logits.dtype)
+    return logits
+
+
 def keep_open(logits: mx.array, row: int, thinking: Thinking) -> mx.array:
     """Return logits, (rows, vocabulary), with which a row that thinks cannot end its answer."""
     stops = mx.array(thinking.stops)

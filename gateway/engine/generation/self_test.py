@@ -21,8 +21,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from gateway.engine.device import BLAS, Device
 from gateway.engine.device_faults import classify
-from gateway.engine.kv.cache import can_batch, make_batch_caches
-from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache
+from gateway.engine.kv.layers import can_batch, make_batch_caches
+from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache, PrefixPool
 from gateway.engine.models.checkpoint import Listing
 from gateway.errors import Fault
 from gateway.jobs import Verdict
@@ -117,7 +117,7 @@ class BatchSelfTest:
         else:
             long = self._draw_tokens(BLOCK + LENGTHS[0])
             yield from self._alone(long)
-            prefixes = PrefixCache(make_prompt_cache(self._model), 1 << 40)
+            prefixes = PrefixCache(make_prompt_cache(self._model), PrefixPool(1 << 40))
             tested, trial = [long], self._from_a_prefix(long, prefixes)
             has_room = 2 * BLOCK + LENGTHS[0] + ANSWER_TOKENS <= self._longest
             if prefixes.needs_block_ends and self.verdict.rows and has_room:

@@ -13,6 +13,7 @@ from gateway.engine.device_faults import classify
 from gateway.engine.generation.sampling import Sampler
 from gateway.engine.grammar.compiling import CompiledGrammar
 from gateway.engine.grammar.matching import BoundRow, Matcher
+from gateway.engine.kv.prefix_cache import BLOCK, Root
 from gateway.errors import Fault, PassFault
 from gateway.jobs import (
     Delta,
@@ -46,7 +47,10 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprob] = []  # of all the prompt's tokens but the first
         self.cached_tokens = 0  # of the prompt, from the prefix cache
         self.kept_tokens = 0  # of the prompt, new in it
+        self.unkept_tokens = 0  # of the prompt, for which it has no room
         self.kept_ends: list[int] = []  # so many first tokens have states kept while decoding
+        self.read_last = 0  # tokens, by the last pass that read ahead
+        self.stops_at_blocks = False  # its states are kept at ends of blocks: it stops there
         self.is_suspect = False
         self.was_suspect = False
         self.is_broken = False
@@ -73,9 +77,9 @@ class Sequence:
         return self.job.adapter.number
 
     @property
-    def root(self) -> int:
+    def root(self) -> Root:
         """Return where what is kept of its prompt begins: no two adapters have the same KV."""
-        return -self.adapter
+        return self.adapter, self.job.cache_salt
 
     @property
     def scores_prompt(self) -> bool:
@@ -130,6 +134,22 @@ class Sequence:
         return frozenset()
 
     @property
+    def forced_end(self) -> int | None:
+        """Return the token that must be next to end the thinking, whose budget is spent."""
+        budget = self._thinking.budget
+        if budget is None or self.matcher is not None or budget.forced in self.barred:
+            return None
+        return budget.forced
+
+    @property
+    def unwanted(self) -> frozenset[int]:
+        """Return the tokens that no grammar, but something else forbids to be next."""
+        budget = self._thinking.budget
+        if budget is None or self._matcher is not None:
+            return self.barred
+        return self.barred | budget.barred
+
+    @property
     def thinking_first(self) -> Thinking | None:
         """Return the thinking under way if an answer held to a grammar must follow it."""
         if self._matcher is None or not self._thinking.is_on:
@@ -180,7 +200,11 @@ class Sequence:
         bound = self.bound(0)
         if bound is None:
             return []
-        return bound.forced(limit)
+        return bound.forced(self._ahead(limit))
+
+    def _ahead(self, limit: int) -> int:
+        """Return how many tokens it may read ahead, at most `limit`."""
+        return min(limit, -len(self.context) % BLOCK) if self.stops_at_blocks else limit
 
     def certainty(self, token: int) -> TokenScores | None:
         """Return the logprobs of a token that was forced, if logprobs are wanted."""
@@ -195,7 +219,9 @@ class Sequence:
         depends = self._matcher is not None or self.barred or len(self.sampler.adjustments)
         if depends or self.job.logprobs is not None or not self.sampler.is_certain:
             return 0
-        return max(0, min(limit, self.job.max_tokens - len(self.tokens) - 1))
+        room = max(0, min(self._ahead(limit), self.job.max_tokens - len(self.tokens) - 1))
+        budget = self._thinking.budget
+        return room if budget is None else budget.room(room)
 
     def append(self, token: int) -> FinishReason | None:
         """Append the next token; return the finish reason if, text aside, it is the last."""
@@ -270,6 +296,7 @@ class Sequence:
                 deltas[0],
                 cached_tokens=self.cached_tokens,
                 kept_tokens=self.kept_tokens,
+                unkept_tokens=self.unkept_tokens,
                 prompt=self._echo(),
             )
         return deltas

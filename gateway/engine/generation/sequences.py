@@ -30,8 +30,9 @@ from gateway.engine.generation.sampling import Sampler
 from gateway.engine.generation.self_test import ALONE, count_tokens, is_listed
 from gateway.engine.generation.sequence import Faults, Sequence
 from gateway.engine.grammar.structured import StructuredOutput
-from gateway.engine.kv.cache import can_batch, compact, rewind_layers
-from gateway.engine.kv.prefix_cache import PrefixCache
+from gateway.engine.kv.cache import compact
+from gateway.engine.kv.layers import can_batch, hold_states, is_plain, padded, row_lengths
+from gateway.engine.kv.prefix_cache import PrefixCache, PrefixPool
 from gateway.engine.models.adapters import Adapters
 from gateway.engine.models.checkpoint import Checkpoint, measure_kv
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint
@@ -63,7 +64,7 @@ class Sequences:
         model: Any,
         setup: ChatSetup,
         *,
-        prefix_cache_bytes: int = 0,
+        prefixes: PrefixPool | None = None,  # that its prompts are kept in; None keeps none
         speculate_rows: int = 0,
         draft_model: DraftModel | None = None,
         bounds: DeviceBounds | None = None,
@@ -80,7 +81,7 @@ class Sequences:
             kv_cost = draft_model.with_kv(kv_cost, speculate_rows)
         tested_tokens = count_tokens(model, setup.max_context)
         self.facts = EngineFacts(setup.max_context, kv_cost, tested_tokens)
-        self._prefixes = PrefixCache(empty, prefix_cache_bytes, bounds.kept, states)
+        self._prefixes = PrefixCache(empty, prefixes or PrefixPool(0), states)
         self.adapters = Adapters(model)
         self._prefill = Prefill(
             model,
@@ -92,6 +93,8 @@ class Sequences:
         self._running: DecodeBatch | None = None
         self._queued: deque[DecodeBatch] = deque()  # of one sequence each, if not batched
         self._faults = Faults()
+        if not (is_listed(model) or all(is_plain(layer) for layer in empty)):
+            speculate_rows = 0  # no one has compared what goes back with what never went
         self._drafts = DraftPolicy(speculate_rows, draft_model, self._faults.record_draft)
         self._may_batch = True  # no verdict forbids it
         if not can_batch(model):
@@ -142,7 +145,9 @@ class Sequences:
         """Return the sequence of these parameters, with nothing read yet."""
         chat, sampler = self._chat, Sampler(params.sampling, self._vocab_size, params.prompt)
         output, thinking = chat.output_processor(params), chat.thinking(params)
-        return Sequence(number, params, sampler, output, chat.eos_ids, thinking)
+        row = Sequence(number, params, sampler, output, chat.eos_ids, thinking)
+        row.stops_at_blocks = self._prefixes.needs_block_ends and self._prefixes.keeps_growing
+        return row
 
     def leave(self, sequence_id: int) -> None:
         """Drop a sequence, in whatever state it is. An unknown id is ignored."""
@@ -259,7 +264,7 @@ class Sequences:
         read them: None if it must wait.
         """
         running.check()
-        running.keep_block_ends(self._prefixes)
+        running.keep_block_ends(self._prefixes, [len(row.context) for row in running.rows])
         if not running.can_take_back:
             redraw_unsure(running)
         logits = None
@@ -327,13 +332,14 @@ class Sequences:
             counts.append(sum(delta.tokens for delta in new_deltas))
             if goes_on:
                 staying.append(i)
-        self.last_pass = count_ahead_pass(outputs, counts, drafts)
+        self.last_pass = count_ahead_pass(outputs, counts, drafts, self._drafts.drafter)
         rows = [outputs[i].row for i in staying]
         for i in staying:
             if drafts[i]:
                 self._drafts.note(outputs[i].row, len(outputs[i].tokens) - 1)
         try:
             ended = [i for i, output in enumerate(outputs) if output.is_finite and i not in staying]
+            running.keep_block_ends(self._prefixes, row_lengths(running.cache))
             running.keep_answers(self._prefixes, ended)
             self._keep(staying)
             if self._running is not None:
@@ -345,10 +351,14 @@ class Sequences:
 
     def _read_ahead(self, running: DecodeBatch, limit: int) -> DecodeBatch:
         """Launch the pass that reads up to `limit` tokens ahead; return the choice that follows."""
-        lengths = running.cache[0].lengths.counts
+        lengths = row_lengths(running.cache)
         reading = plan_reading(running.rows, lengths, limit, self._drafts.draft)
-        logits = self._launch_pass(running.rows, mx.array(reading.inputs), running.cache)
-        rewind_layers(running.cache, reading.padding)
+        for row, tokens, padding in zip(running.rows, reading.inputs, reading.padding, strict=True):
+            row.read_last = len(tokens) - padding
+        if any(reading.drafts):
+            hold_states(running.cache)
+        inputs = mx.array(reading.inputs)
+        logits = self._launch_pass(running.rows, inputs, running.cache, reading.padding)
         logits = logits.reshape(-1, logits.shape[-1])[mx.array(reading.places)]
         return choose_tokens(self._structured, running.rows, running.cache, logits, reading.drafts)
 
@@ -428,10 +438,19 @@ class Sequences:
             self.apply_verdict(Verdict(rows=False))
 
     def _launch_pass(
-        self, rows: abc.Sequence[Sequence], tokens: mx.array, cache: list[Any]
+        self,
+        rows: abc.Sequence[Sequence],
+        tokens: mx.array,
+        cache: list[Any],
+        padding: abc.Sequence[int] = (),
     ) -> mx.array:
-        """Launch the pass that reads tokens, (rows, n); return logits, (rows, n, vocabulary)."""
-        with self.adapters.applied([row.adapter for row in rows]):
+        """Launch the pass that reads tokens, (rows, n), so many of which are padding at each row's
+        end; return logits, (rows, n, vocabulary).
+        """
+        with (
+            self.adapters.applied([row.adapter for row in rows]),
+            padded(cache, tokens.shape[1], padding),
+        ):
             logits: mx.array = self._model(tokens, cache=cache)
         # The caches too: what no logits depend on, such as the lengths kept with a state, would
         # grow a graph by a node a token, and on Metal a buffer each (mlx-lm #1845).

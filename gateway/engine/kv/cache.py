@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
-from mlx_lm.models.cache import KVCache, _BaseCache, make_prompt_cache
+from mlx_lm.models.cache import _BaseCache
 
 STEP: Final = 256  # tokens by which a buffer grows, as mlx-lm's do
 SPARE: Final = 8  # one slot for so many rows may be kept free; memory is counted so
@@ -342,23 +342,6 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         self.planes = [_place(buffer, rows, first) for buffer, rows in pairs]
 
 
-def can_batch(model: Any) -> bool:
-    """Return True if mlx-lm can put rows of this model side by side."""
-    return all(hasattr(layer, "merge") for layer in make_prompt_cache(model))
-
-
-def make_batch_caches(model: Any) -> list[Any]:
-    """Return the empty caches of one sequence, to be merged with others'."""
-    return [as_ragged(layer) for layer in make_prompt_cache(model)]
-
-
-def as_ragged(layer: Any) -> Any:
-    """Return the cache, an empty one, that takes the place of mlx-lm's in a batch."""
-    if type(layer) is KVCache:
-        return RaggedKVCache()
-    return layer
-
-
 def filter_layers(layers: Sequence[Any], rows: Sequence[int]) -> None:
     """Keep these rows of a model's caches, in this order. If that is `compact`'s, a `RaggedKVCache`
     copies only the rows that fill the places of others.
@@ -374,13 +357,6 @@ def filter_layers(layers: Sequence[Any], rows: Sequence[int]) -> None:
     for layer in layers:
         if not isinstance(layer, RaggedKVCache):
             layer.filter(rows)
-
-
-def rewind_layers(layers: Sequence[Any], counts: Sequence[int]) -> None:
-    """Take so many tokens off each row's end. Every layer is a `RaggedKVCache`."""
-    if any(counts):
-        for layer in layers:
-            layer.rewind(tuple(counts))
 
 
 def compact(rows: Sequence[int]) -> list[int]:

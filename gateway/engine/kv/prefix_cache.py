@@ -1,10 +1,11 @@
 """The KV of prompts already read, in blocks, so that what two prompts begin with is read once.
 
 A block is identified by the block before it and its own tokens, so prompts share the blocks of all
-that they begin with. The first one's is a root: each adapter of a model has one of its own, as its
-KV is. Only plain KV can be cut into blocks. The other layers' caches, of sliding
-windows or states, are kept whole, with the block after which they were copied, and a prompt can
-continue only from such a block.
+that they begin with. The first one's is a root: each model of those that share a pool has its own,
+so has each adapter, as its KV is, and so have callers who are to learn nothing of one another. Only
+plain KV can be cut into blocks. The other layers' caches, of sliding windows or states, are kept
+whole, with the block after which they were copied, and a prompt can continue only from such a
+block.
 """
 
 from collections import OrderedDict
@@ -17,7 +18,8 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
 from gateway.engine.device import KeptBuffers
-from gateway.engine.kv.cache import RaggedKVCache, as_ragged, copy_rows
+from gateway.engine.kv.cache import RaggedKVCache, copy_rows
+from gateway.engine.kv.layers import for_batch
 
 # In tokens, and so the shortest prefix worth keeping: reading fewer takes a device hardly longer
 # than the one pass that a prompt needs anyway. At most this many are read again after a hit.
@@ -27,51 +29,92 @@ BLOCK = 64
 MIN_SETS = 8
 GROWING_SHARE = 0.5
 _TOKEN_BYTES = 8  # in a key: so that no block, not even one without KV, weighs nothing
-ROOT = 0  # of the model itself; an adapter's is its number below it
 
 Key: TypeAlias = tuple[int, ...]  # the number of the block before, then a block's own tokens
+Root: TypeAlias = tuple[int, str]  # an adapter's number, 0 for none; and the callers' salt
+ROOT: Root = (0, "")
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
     """The plain layers' planes of one block, or the other layers' caches after a block."""
 
+    owner: "PrefixCache"
     number: int
     layers: Sequence[Any]
     nbytes: int
     buffers: int
 
 
-class PrefixCache:
-    """The KV of one model's prompts, least recently used evicted first.
+class PrefixPool:
+    """The room that the caches of one or more models share: what was used longest ago goes first,
+    whosever it is.
 
     States of answers under way are evicted before all others, the oldest first: most are never
     taken up, and those of a prompt that many share would have to make room for them.
     """
 
+    def __init__(self, limit: int, buffers: KeptBuffers | None = None) -> None:
+        self.limit = limit  # bytes; 0 keeps nothing
+        self.nbytes = 0
+        self.numbers = count(1)  # of blocks
+        self.roots = count(0, -1)  # the numbers of what no block comes before
+        # Least recently used first. A block counts as used just before the one that it follows,
+        # so the first of a cache has no block that follows it, and can be evicted.
+        self.kept: OrderedDict[Key, _Kept] = OrderedDict()
+        self.growing: dict[Key, None] = {}  # the states of answers under way, the oldest first
+        self._buffers = buffers or KeptBuffers()  # the arrays that all pools keep
+
+    def shrink(self) -> None:
+        """Drop what exceeds the limit."""
+        while self.nbytes > self.limit:
+            self.drop(next(chain(self.growing, self.kept)))
+
+    def has_room(self, nbytes: int, buffers: int) -> bool:
+        has_buffers = self._buffers.count + buffers <= self._buffers.limit
+        return has_buffers and self.nbytes + nbytes <= self.limit
+
+    def next_evicted(self, nbytes: int, *, is_growing: bool) -> Key | None:
+        """Return what has to go first for so many bytes more."""
+        growing = sum(self.kept[key].nbytes for key in self.growing)
+        if not is_growing or growing + nbytes > GROWING_SHARE * self.limit:
+            keys: Iterable[Key] = chain(self.growing, self.kept)
+        else:
+            keys = (key for key in self.kept if key not in self.growing)
+        return next(iter(keys), None)
+
+    def add(self, key: Key, kept: _Kept) -> None:
+        self.kept[key] = kept
+        self._count(kept, 1)
+
+    def drop(self, key: Key) -> None:
+        self.growing.pop(key, None)
+        self._count(self.kept.pop(key), -1)
+
+    def _count(self, kept: _Kept, times: int) -> None:
+        self.nbytes += times * kept.nbytes
+        kept.owner.nbytes += times * kept.nbytes
+        self._buffers.count += times * kept.buffers
+
+
+class PrefixCache:
+    """The KV of one model's prompts."""
+
     def __init__(
         self,
         empty: Sequence[Any],  # the model's prompt cache before anything was read
-        limit: int,
-        buffers: KeptBuffers | None = None,
+        pool: PrefixPool,
         states: int = 0,
     ) -> None:
-        self._limit = limit  # bytes; 0 keeps nothing
-        self._states = states  # the bytes of a set of states, at most
-        self._buffers = buffers or KeptBuffers()  # the arrays that all models keep
-        self._empty = [as_ragged(layer) for layer in empty]
-        self._is_plain = [isinstance(layer, RaggedKVCache) for layer in self._empty]
-        self._numbers = count(ROOT + 1)
-        # Least recently used first. A block counts as used just before the one that it follows,
-        # so the first of all has no block that follows it, and can be evicted.
-        self._kept: OrderedDict[Key, _Kept] = OrderedDict()
+        self.pool = pool
+        self.is_on = pool.limit > 0
         self.nbytes = 0
-        self._growing: dict[Key, None] = {}  # the states of answers under way, the oldest first
-        self._names: dict[tuple[int, bytes], Key] = {}  # a router's, of what ends in a block
-
-    @property
-    def is_on(self) -> bool:
-        return self._limit > 0
+        self._states = states  # the bytes of a set of states, at most
+        self._empty = [for_batch(layer) for layer in empty]
+        self._is_plain = [isinstance(layer, RaggedKVCache) for layer in self._empty]
+        self._roots: dict[Root, int] = {}  # the numbers of what no block comes before
+        self._kept, self._growing = pool.kept, pool.growing
+        self._names: dict[tuple[Root, bytes], Key] = {}  # a router's, of what ends in a block
 
     @property
     def needs_block_ends(self) -> bool:
@@ -81,19 +124,19 @@ class PrefixCache:
     @property
     def keeps_growing(self) -> bool:
         """Return True if states are kept of answers under way."""
-        return self._limit >= MIN_SETS * self._states
+        return self.pool.limit >= MIN_SETS * self._states
 
-    def count_known(self, tokens: Sequence[int], root: int = ROOT) -> int:
+    def count_known(self, tokens: Sequence[int], root: Root = ROOT) -> int:
         """Count the first tokens that need not be read."""
         return BLOCK * len(self._usable(tokens, root))
 
-    def count_kept(self, tokens: Sequence[int], root: int = ROOT) -> int:
+    def count_kept(self, tokens: Sequence[int], root: Root = ROOT) -> int:
         """Count the first tokens that are those of another prompt, whose blocks are kept. More than
         are known if no states are kept where the prompts part.
         """
         return BLOCK * len(self._path(tokens, root))
 
-    def take(self, tokens: Sequence[int], root: int = ROOT) -> tuple[int, list[Any] | None]:
+    def take(self, tokens: Sequence[int], root: Root = ROOT) -> tuple[int, list[Any] | None]:
         """Return how many first tokens are known, and their prompt cache; 0 and None if none are.
 
         The cache is for merging into a batch, which copies it: what is kept is never written to.
@@ -113,10 +156,10 @@ class PrefixCache:
         layers = {True: map(_join, empty, pages), False: iter(states)}  # by whether they are plain
         return length, [next(layers[is_plain]) for is_plain in self._is_plain]
 
-    def names(self, root: int = ROOT) -> list[bytes]:
+    def names(self, adapter: int = 0) -> list[bytes]:
         """List the names of what is kept, the oldest first. Safe on any thread."""
         named = list(self._names.items())
-        return [name for (of, name), key in named if of == root and key in self._kept]
+        return [name for (root, name), key in named if root[0] == adapter and key in self._kept]
 
     def store(
         self,
@@ -124,7 +167,7 @@ class PrefixCache:
         layers: Sequence[Any],
         row: int,
         named: Sequence[tuple[int, bytes]] = (),
-        root: int = ROOT,
+        root: Root = ROOT,
         *,
         is_growing: bool = False,
     ) -> int:
@@ -163,7 +206,7 @@ class PrefixCache:
         layers: Sequence[Any],
         row: int,
         dropped: Sequence[int],
-        root: int = ROOT,
+        root: Root = ROOT,
         *,
         is_growing: bool = True,
     ) -> bool:
@@ -184,10 +227,10 @@ class PrefixCache:
         for end in dropped:
             key = self._state_key(path[: end // BLOCK])
             if key in self._kept:
-                self._drop(key)
+                self.pool.drop(key)
         return True
 
-    def note_ended(self, tokens: Sequence[int], ends: Sequence[int], root: int = ROOT) -> None:
+    def note_ended(self, tokens: Sequence[int], ends: Sequence[int], root: Root = ROOT) -> None:
         """Count the states kept after the first `ends` tokens of an answer as used: it is whole."""
         path = self._path(tokens, root)
         for end in ends:
@@ -196,29 +239,23 @@ class PrefixCache:
                 self._use([key])
         self._use(path)
 
-    def forget(self, root: int) -> None:
+    def forget(self, adapter: int) -> None:
         """Drop all that is kept of an adapter."""
-        gone = {root}
+        gone = {number for root, number in self._roots.items() if root[0] == adapter}
         for key, block in sorted(self._kept.items(), key=lambda item: item[1].number):
             if key[0] in gone:  # it follows another that is gone
                 gone.add(block.number)
-                self._drop(key)
+                self.pool.drop(key)
 
     def stop(self) -> None:
         """Drop everything, and keep nothing from now on."""
-        self._limit = 0
+        self.is_on = False
         self.clear()
 
     def clear(self) -> None:
-        for key in list(self._kept):
-            self._drop(key)
+        for key in [key for key, kept in self._kept.items() if kept.owner is self]:
+            self.pool.drop(key)
         self._names.clear()
-
-    def _drop(self, key: Key) -> None:
-        dropped = self._kept.pop(key)
-        self._growing.pop(key, None)
-        self.nbytes -= dropped.nbytes
-        self._buffers.count -= dropped.buffers
 
     def _split(self, layers: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Separate the plain layers from the others."""
@@ -227,7 +264,7 @@ class PrefixCache:
             split[not is_plain].append(layer)
         return split
 
-    def _path(self, tokens: Sequence[int], root: int) -> list[Key]:
+    def _path(self, tokens: Sequence[int], root: Root) -> list[Key]:
         """List the kept blocks that the tokens begin with."""
         path: list[Key] = []
         for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
@@ -241,14 +278,14 @@ class PrefixCache:
         """Return True if a path ends where the tokens do, and a prompt can continue from there."""
         return BLOCK * len(path) == len(tokens) and self._state_key(path) in self._kept
 
-    def _usable(self, tokens: Sequence[int], root: int) -> list[Key]:
+    def _usable(self, tokens: Sequence[int], root: Root) -> list[Key]:
         """List those blocks up to the last one after which a prompt can continue."""
         path = self._path(tokens, root)
         while path and self.needs_block_ends and self._state_key(path) not in self._kept:
             path.pop()
         return path
 
-    def _name(self, path: Sequence[Key], named: Sequence[tuple[int, bytes]], root: int) -> None:
+    def _name(self, path: Sequence[Key], named: Sequence[tuple[int, bytes]], root: Root) -> None:
         """Remember in which block of a path each beginning ends, for as long as that is kept."""
         for end, name in named:
             if 0 < end <= BLOCK * len(path):
@@ -256,9 +293,13 @@ class PrefixCache:
         if len(self._names) > 2 * len(self._kept) + BLOCK:
             self._names = {name: key for name, key in self._names.items() if key in self._kept}
 
-    def _after(self, path: Sequence[Key], root: int = ROOT) -> int:
+    def _after(self, path: Sequence[Key], root: Root = ROOT) -> int:
         """Return the number that identifies what follows a path."""
-        return self._kept[path[-1]].number if path else root
+        if path:
+            return self._kept[path[-1]].number
+        if root not in self._roots:
+            self._roots[root] = next(self.pool.roots)
+        return self._roots[root]
 
     def _state_key(self, path: Sequence[Key]) -> Key:
         """Return the key of the other layers' caches after a path. No block follows them."""
@@ -281,36 +322,23 @@ class PrefixCache:
         elif not is_growing:
             self._use([key])
 
-    def _next_evicted(self, nbytes: int, *, is_growing: bool) -> Key | None:
-        """Return what has to go first for so many bytes more."""
-        growing = sum(self._kept[key].nbytes for key in self._growing)
-        if not is_growing or growing + nbytes > GROWING_SHARE * self._limit:
-            keys: Iterable[Key] = chain(self._growing, self._kept)
-        else:
-            keys = (key for key in self._kept if key not in self._growing)
-        return next(iter(keys), None)
-
     def _put(self, key: Key, layers: Sequence[Any], path: list[Key], *, is_growing: bool) -> bool:
         """Keep layers after a path if they are finite and fit; return whether they were kept."""
         arrays = [array for layer in layers for array in _arrays(layer)]
         nbytes = sum(array.nbytes for array in arrays) + _TOKEN_BYTES * len(key)
-        while (
-            self.nbytes + nbytes > self._limit
-            or self._buffers.count + len(arrays) > self._buffers.limit
-        ):
-            evicted = self._next_evicted(nbytes, is_growing=is_growing)
+        while not self.pool.has_room(nbytes, len(arrays)):
+            evicted = self.pool.next_evicted(nbytes, is_growing=is_growing)
             if evicted is None or evicted in path:
                 return False
-            self._drop(evicted)
+            self.pool.drop(evicted)
         # NaN in one layer is NaN in all after it: checking the last one is enough.
         are_finite = [mx.isfinite(array).all() for array in _arrays(layers[-1])] if layers else []
         # Before it is kept: an error belongs to the sequence that was read. One wait for all.
         mx.eval(arrays, are_finite)
         if not all(is_finite.item() for is_finite in are_finite):
             return False
-        self._kept[key] = _Kept(next(self._numbers), layers, nbytes, len(arrays))
-        self.nbytes += nbytes
-        self._buffers.count += len(arrays)
+        number = next(self.pool.numbers)
+        self.pool.add(key, _Kept(self, number, layers, nbytes, len(arrays)))
         path.append(key)
         return True
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from gateway.engine.answers.detokenizer import Detokenizer, Vocabulary, texts_of
-from gateway.engine.answers.harmony import STOPS, HarmonyParser, answer_begins
+from gateway.engine.answers.harmony import STOPS, HarmonyParser, answer_begins, thought_end
 from gateway.engine.answers.output_parts import (
     AnswerParser,
     CallWriter,
@@ -24,6 +24,7 @@ from gateway.engine.answers.output_parts import (
     Mode,
     OutputProcessor,
     own_ids,
+    spell_out,
 )
 from gateway.engine.answers.parsing import Markup, Parser
 from gateway.engine.answers.reasoning import (
@@ -31,6 +32,7 @@ from gateway.engine.answers.reasoning import (
     REASONING_FORMATS,
     ReasoningFormat,
     Thinking,
+    ThinkingBudget,
     infer_reasoning,
 )
 from gateway.engine.answers.stop_strings import StopScanner
@@ -308,6 +310,7 @@ class ChatTokenizer:
                 is_on=job.is_thinking,
                 closes_with=self.backend.token_to_id("<|end|>"),
                 stops=stops,
+                budget=self._budget(job),
             )
         if not self._reasoning.ends:
             return Thinking(spell, None, is_on=job.is_thinking, stops=self.eos_ids)
@@ -321,7 +324,43 @@ class ChatTokenizer:
             opens_with=opens_with,
             closes_with=self.backend.token_to_id(self._reasoning.ends[0]),
             stops=self.eos_ids,
+            budget=self._budget(job),
         )
+
+    @property
+    def ends_thoughts(self) -> bool:
+        """Return True if the tokenizer has tokens for the end of the model's thinking."""
+        ends = self._thought_ends(may_call=False)
+        return any(end in "".join(map(self._spell, self._unspell(end))) for end in ends)
+
+    def _thought_ends(self, *, may_call: bool) -> list[str]:
+        ends: Sequence[str] = self._reasoning.ends
+        if self._is_harmony:
+            ends = [thought_end(is_spark=bool(self._ids(("<|eom|>",))), may_call=may_call)]
+        return [self._marks.pattern(end) for end in ends]
+
+    def _budget(self, job: SequenceParams) -> ThinkingBudget | None:
+        if job.thinking_budget is None:
+            return None
+        may_call = job.calling is not None and not job.calling.forced
+        opens, opens_after, tail = self._ids(self._reasoning.starts), "", ""
+        if self._is_harmony:
+            opens, opens_after = frozenset(self._unspell("analysis")[:1]), "<|channel|>"
+            [tail] = self._thought_ends(may_call=True)  # as an earlier message ended
+        return ThinkingBudget(
+            job.thinking_budget,
+            self._parser(job),
+            self._spell,
+            self._unspell,
+            self._thought_ends(may_call=may_call),
+            opens=opens,
+            opens_after=self._marks.pattern(opens_after),
+            tail=tail,
+        )
+
+    def _unspell(self, text: str) -> list[int]:
+        """Return the ids of spelled tokens."""
+        return list(self.backend.encode(spell_out(text), add_special_tokens=False).ids)
 
     def _spell(self, token: int) -> str:
         return self._marks.spelled(token) or self.vocabulary.text(token)

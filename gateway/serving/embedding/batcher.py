@@ -106,7 +106,8 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
         )
 
     async def _embed(self, job: EmbedJob, texts: Sequence[str], arrival: Arrival) -> Embedded:
-        kept_rows = [self._cache.get(text, truncate=job.truncate) for text in texts]
+        salt = job.caller.cache_salt
+        kept_rows = [self._cache.get(text, salt, truncate=job.truncate) for text in texts]
         kept_rows = kept_rows or [None] * len(job.token_rows)
         missing = [index for index, row in enumerate(kept_rows) if row is None]
         if missing:
@@ -116,7 +117,7 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
             for index, row in zip(missing, new, strict=True):
                 kept_rows[index] = row
                 if texts:
-                    self._cache.put(texts[index], row)
+                    self._cache.put(texts[index], salt, row)
         rows = [row for row in kept_rows if row is not None]
         tokens = sum(row.tokens for row in rows)
         truncated = sum(row.is_truncated for row in rows)

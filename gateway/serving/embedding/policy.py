@@ -124,7 +124,9 @@ class TextVector:
 
 
 class EmbeddingCache:
-    """An LRU cache of at most `size` vectors, by a digest of the text with its prompt."""
+    """An LRU cache of at most `size` vectors, by a digest of the text with its prompt, and of the
+    callers' salt, up to 16 bytes.
+    """
 
     def __init__(self, model: str, size: int) -> None:
         self._size = size
@@ -138,11 +140,11 @@ class EmbeddingCache:
         while len(self._vectors) > size:
             self._vectors.popitem(last=False)
 
-    def get(self, text: str, *, truncate: bool) -> TextVector | None:
+    def get(self, text: str, salt: str, *, truncate: bool) -> TextVector | None:
         """Return a text's vector; that of a truncated text only if `truncate`."""
         if not self._size:
             return None
-        key = _digest(text)
+        key = _digest(text, salt)
         vector = self._vectors.get(key)
         if vector is None or (vector.is_truncated and not truncate):
             self._misses.inc()
@@ -151,11 +153,11 @@ class EmbeddingCache:
         self._hits.inc()
         return vector
 
-    def put(self, text: str, vector: TextVector) -> None:
+    def put(self, text: str, salt: str, vector: TextVector) -> None:
         """Keep a text's vector, evicting the least recently used one if full."""
         if not self._size:
             return
-        key = _digest(text)
+        key = _digest(text, salt)
         # A copy: the array is a view of its whole request's.
         self._vectors[key] = replace(vector, vector=vector.vector.copy())
         self._vectors.move_to_end(key)
@@ -163,8 +165,9 @@ class EmbeddingCache:
             self._vectors.popitem(last=False)
 
 
-def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+def _digest(text: str, salt: str) -> bytes:
+    data = text.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(data, digest_size=16, salt=salt.encode()).digest()
 
 
 def add_prompts(engine: EmbeddingEngine, model: str, job: EmbedJob) -> list[str]:

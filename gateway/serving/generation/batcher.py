@@ -14,9 +14,9 @@ from gateway.jobs import (
     Adapter,
     Compiled,
     Delta,
+    Drafter,
     GenerateJob,
     Pass,
-    Sampling,
     SequenceParams,
     Stage,
     StepPlan,
@@ -29,6 +29,7 @@ from gateway.serving.budget import Budget
 from gateway.serving.faults import run_forever
 from gateway.serving.generation.answer_checks import AnswerChecker
 from gateway.serving.generation.choice import Choice, batch_shape
+from gateway.serving.generation.draft_gains import DraftGains
 from gateway.serving.generation.grammars import GrammarCache
 from gateway.serving.generation.memory import RowCosts, RowMemory, longest_chunk
 from gateway.serving.generation.policy import GenerationLimits, prefill_goes_first, rank
@@ -47,14 +48,12 @@ RETRY_PAUSE_S = 0.1  # after a turn that failed, as the next may fail too
 
 @dataclass(slots=True)
 class Generation:
-    """A job under way: its usage, its sampling, and its deltas as they come."""
+    """A job under way: its usage, its parameters, and its deltas as they come."""
 
     usage: Usage
     deltas: AsyncGenerator[Delta, None]
-    sampling: Sampling
+    params: SequenceParams  # of its first choice
     checker: AnswerChecker  # of choices, each after its last delta
-    # The model may call functions, but the format of its calls is unknown.
-    calls_are_text: bool = False
 
 
 class GenerationBatcher:
@@ -83,9 +82,10 @@ class GenerationBatcher:
         self._scheduler = Scheduler(name, self._cap_batch(limits), self._memory)
         self._wake_events = {kind: asyncio.Event() for kind in ("prefill", "decode")}
         self._decode_waits_since: float | None = None
-        self._has_warned = False
+        self._warnings: set[str] = set()  # that were logged already
         self._interrupt = threading.Event()  # rows have to leave: ends the turn after its pass
         self._pace = PrefillPace(limits)
+        self._gains = DraftGains()
         self._state = StepResult()  # of the engine, after the last pass
         self.verdict: Verdict | None = None  # of the model's self-test, if it has one
         self._was_batched = self.is_batched
@@ -176,10 +176,10 @@ class GenerationBatcher:
             unenforced = () if compiled is None else compiled.unenforced
             checker = AnswerChecker(name, self.engine, self._pool, job, unenforced)
             deltas = self._deltas(job, inbox, len(choices), checker)
-            self._warn_of_text_calls(rows[0])
-            calls_are_text = rows[0].calls_are_text
+            if rows[0].calls_are_text:
+                self._warn_once("tool_format_unknown", hint="set `tool_parser:`")
             try:
-                yield Generation(usage, deltas, rows[0].sampling, checker, calls_are_text)
+                yield Generation(usage, deltas, rows[0], checker)
             finally:
                 stages = (choice.stage for choice in choices if not choice.is_over)
                 timings.stage = next(stages, None)
@@ -207,11 +207,10 @@ class GenerationBatcher:
         """Return the model that a job is for: an adapter of this one has a name of its own."""
         return job.adapter.model if job.adapter is not None else self._name
 
-    def _warn_of_text_calls(self, row: SequenceParams) -> None:
-        """Log, once, that calls will be text."""
-        if row.calls_are_text and not self._has_warned:
-            self._has_warned = True
-            log.warning("tool_format_unknown", model=self._name, hint="set `tool_parser:`")
+    def _warn_once(self, event: str, **details: str | int) -> None:
+        if event not in self._warnings:
+            self._warnings.add(event)
+            log.warning(event, model=self._name, **details)
 
     async def _compile(
         self, job: GenerateJob, rows: Sequence[SequenceParams]
@@ -247,6 +246,10 @@ class GenerationBatcher:
             if delta.cached_tokens:
                 timings.cached_tokens += delta.cached_tokens
                 metrics.of(metrics.CACHED_TOKENS, name).inc(delta.cached_tokens)
+            metrics.of(metrics.UNKEPT_TOKENS, name).inc(delta.unkept_tokens)
+            if delta.unkept_tokens:
+                hint = "see GATEWAY_PREFIX_CACHE_BYTES"
+                self._warn_once("prompt_not_kept", tokens=delta.unkept_tokens, hint=hint)
             checker.add(delta)
             yield delta
 
@@ -261,8 +264,8 @@ class GenerationBatcher:
             self._wake()
 
     def _on_memory_change(self) -> None:
-        """Wake the workers if rows wait for memory, or the prefix cache has to be freed."""
-        if self.tickets or self._memory.must_clear_prefixes:
+        """Wake the workers if rows wait for memory, or what is kept of prompts has to go."""
+        if self.tickets or self._memory.must_shrink_prefixes:
             self._wake()
 
     def _wake(self) -> None:
@@ -341,6 +344,8 @@ class GenerationBatcher:
             if plan.kind == "prefill":
                 budget = self._pace.choose(is_decoding=result.decoding > 0)
                 plan = replace(plan, token_budget=budget)
+            else:
+                plan = replace(plan, drafters=self._gains.choose(result.decoding))
             result = self.engine.step(plan)
             seconds = clock.now() - started
             turn.beat()
@@ -351,6 +356,9 @@ class GenerationBatcher:
                 self._pace.note(result.size.padded_tokens, seconds)
                 has_more = bool(result.reading) and turn.is_contended
             else:
+                judged = self._gains.note(result.size, seconds)
+                if judged is not None:
+                    loop.call_soon_threadsafe(self._tell_gain, *judged)
                 decoded += max(1, result.size.padded_tokens // max(1, result.size.rows))
                 has_more = result.decoding > 0 and decoded < STEPS_PER_TURN
             if not has_more or self._interrupt.is_set() or turn.is_up:
@@ -376,7 +384,7 @@ class GenerationBatcher:
         for fault in result.faults:
             self._on_fault(fault)
         self._state = result
-        self._memory.set_prefix_bytes(result.prefix_bytes)
+        self._memory.note_prefixes(result.prefix_bytes)
         self._scheduler.note_reading(result.reading)
         if result.size.rows:
             self._observe(kind, result.size, seconds)
@@ -405,6 +413,11 @@ class GenerationBatcher:
             ms=round(1000 * seconds, 2),
         )
 
+    def _tell_gain(self, drafter: Drafter, gain: float) -> None:
+        metrics.of(metrics.DRAFT_GAIN, self._name, drafter).set(gain)
+        if gain < 1:
+            log.info("drafts_pause", model=self._name, drafter=drafter, gain=round(gain, 2))
+
     def end(self, error: GatewayError) -> None:
         """End every row with an error."""
         self._scheduler.end_all(error)
@@ -423,18 +436,18 @@ class GenerationBatcher:
             asyncio.create_task(run_forever(f"{kind} {self._name}", work, end))
             for kind, work in (("prefill", self._prefill), ("decode", self._decode))
         ]
-        try:
-            with self._memory.watch(self._on_memory_change):
-                yield self
-        finally:
-            self._interrupt.set()  # a running turn ends after its pass
-            for worker in workers:
-                worker.cancel()
-            await asyncio.wait(workers)
-            self._scheduler.end_all(
-                Unavailable(f"The model `{self._name}` was unloaded meanwhile.", retry_after_s=1)
-            )
-            self._memory.release()
+        with self._memory.prefixes.in_use():
+            try:
+                with self._memory.watch(self._on_memory_change):
+                    yield self
+            finally:
+                self._interrupt.set()  # a running turn ends after its pass
+                for worker in workers:
+                    worker.cancel()
+                await asyncio.wait(workers)
+                gone = f"The model `{self._name}` was unloaded meanwhile."
+                self._scheduler.end_all(Unavailable(gone, retry_after_s=1))
+                self._memory.release()
 
 
 class AdaptedBatcher:

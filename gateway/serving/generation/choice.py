@@ -124,8 +124,8 @@ class Choice:
         if delta.finish_reason is not None and self.params.step is None:
             metrics.of(metrics.FINISHED, model, delta.finish_reason).inc()
             metrics.of(metrics.ANSWER_LENGTH, model).observe(self.tokens)
-        if (delta.cached_tokens or delta.kept_tokens) and not self.counts_prompt:
-            delta = replace(delta, cached_tokens=0, kept_tokens=0)
+        if not self.counts_prompt:
+            delta = replace(delta, cached_tokens=0, kept_tokens=0, unkept_tokens=0)
         self.inbox.put_nowait(delta)
 
     def _time(self, timings: Timings, model: str) -> None:

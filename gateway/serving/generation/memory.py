@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 
 from gateway.errors import PromptTooLarge
 from gateway.jobs import KvCost, SequenceParams
-from gateway.serving.budget import Budget
+from gateway.serving.budget import Budget, Prefixes
 
 KV_STEP = 256  # tokens by which KV caches grow: they may hold as many unused ones
 SPARE_ROWS = 8  # for so many rows in a batch, KV may have the room of one more
 GROWTH = 256  # tokens by which a row's reservation grows while memory is free
 MARGIN = 32  # tokens: more than a turn's steps and the pass launched ahead of its last
+PREFIX_ROW = 32 * 1024  # tokens: a row up to so long has room beside what is kept of prompts
 LONGEST = 1 << 24  # tokens, beyond every model's context
 
 
@@ -31,6 +32,7 @@ class RowCosts:
     largest: int | None = None  # that one buffer may have, if that is bounded
     answer_tokens: int = 256  # for which a row that joins has room
     chunk_tokens: int = 0  # of prompts, which are read in chunks
+    max_context: int = LONGEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +85,29 @@ def longest_chunk(chunk_tokens: int) -> int:
 class RowMemory:
     """The share of the budget of one model's rows."""
 
-    def __init__(self, budget: Budget, costs: RowCosts) -> None:
+    def __init__(self, budget: Budget, costs: RowCosts, prefixes: Prefixes | None = None) -> None:
         self._budget = budget
         self._costs = costs
         self._share = budget.share()
-        self.prefix_bytes = 0  # of the prefix cache, which is freed when rows or models need memory
-        self._is_recalled = False
+        # What is kept of prompts is freed when rows or models need memory.
+        self.prefixes = prefixes or Prefixes(budget, budget.limit_bytes)
 
     @property
-    def must_clear_prefixes(self) -> bool:
-        """Return True if the prefix cache has memory that others need, or exceeds the budget."""
-        return self.prefix_bytes > 0 and (self._is_recalled or self._budget.free_bytes < 0)
+    def must_shrink_prefixes(self) -> bool:
+        """Return True if what is kept of prompts has memory that others need."""
+        return bool(self._costs.kv) and self.prefixes.excess_bytes > 0
+
+    def note_prefixes(self, nbytes: int) -> None:
+        """Note the bytes that are kept of prompts."""
+        if self._costs.kv:
+            self.prefixes.note(nbytes)
+
+    def limit_prefixes(self) -> int | None:
+        """Return the bytes that may be kept of prompts; None if bytes are not counted."""
+        if not self._costs.kv:
+            return None
+        row = Layout([min(self._costs.max_context, PREFIX_ROW)]).nbytes(self._costs)
+        return self.prefixes.limit(max(0, row - self._costs.included))
 
     def adopt(self, chunk_tokens: int) -> None:
         """Apply a new size of chunks."""
@@ -125,53 +139,38 @@ class RowMemory:
         usual = used + (self._costs.answer_tokens << preemptions)
         return min(max_length, max(used + 1, min(usual, self.longest)))
 
-    def fits(self, layout: Layout, *, has_grown: bool = False, with_prefixes: bool = True) -> bool:
-        """Return True if there is memory for the model's rows, laid out like this, and its prefix
-        cache.
+    def fits(self, layout: Layout, *, has_grown: bool = False) -> bool:
+        """Return True if there is memory for the model's rows, laid out like this, once what is
+        kept of prompts is gone.
         """
         # Rows that have only grown may take bytes that a model waits for; new rows may not.
         available = self._budget.free_bytes if has_grown else self._budget.spare_bytes
-        prefix_bytes = self.prefix_bytes if with_prefixes else 0
-        has_bytes = self._missing_bytes(layout, available, prefix_bytes) <= 0
+        has_bytes = self._missing_bytes(layout, available) <= 0
         return has_bytes and layout.has_buffers(self._costs)
 
     def hold(self, layout: Layout) -> None:
-        """Reserve the bytes of these rows, and those of the prefix cache."""
+        """Reserve the bytes of these rows."""
         if self._costs.kv:
-            rows = max(0, layout.nbytes(self._costs) - self._costs.included)
-            self._share.resize(rows + self.prefix_bytes)
+            self._share.resize(max(0, layout.nbytes(self._costs) - self._costs.included))
 
     def make_room(self, layout: Layout, *, is_pressing: bool) -> None:
-        """Evict idle models if these rows fit then. It is pressing if no row runs whose end would
-        free memory.
+        """Free what others keep of prompts or, if there is nothing, evict idle models if these rows
+        fit then. It is pressing if no row runs whose end would free memory.
         """
         # While a model waits for bytes, no model is evicted for rows.
         free = self._budget.free_bytes
-        missing = self._missing_bytes(layout, free, self.prefix_bytes)
-        if not self._budget.claimed_bytes and missing > 0:
+        missing = self._missing_bytes(layout, free)
+        if self._budget.claimed_bytes or missing <= 0:
+            return
+        if not self._budget.recall(missing, besides=self.prefixes):
             self._budget.evict_idle(missing + max(0, free), is_pressing=is_pressing)
-
-    def clear_prefixes(self) -> None:
-        """Record that the prefix cache is freed in this turn."""
-        self._is_recalled = False
-        self.prefix_bytes = 0
-
-    def set_prefix_bytes(self, nbytes: int) -> None:
-        """Record the bytes of the prefix cache."""
-        self.prefix_bytes = nbytes
 
     @contextlib.contextmanager
     def watch(self, on_change: Callable[[], None]) -> Iterator[None]:
         """While entered, call `on_change` whenever there may be bytes for waiting rows, and when
-        the prefix cache has to be freed.
+        what is kept of prompts has to go.
         """
-
-        def on_recall() -> None:
-            if self.prefix_bytes:
-                self._is_recalled = True
-                on_change()
-
-        self._budget.listen(on_change, on_recall)
+        self._budget.listen(on_change)
         try:
             yield
         finally:
@@ -181,9 +180,11 @@ class RowMemory:
         """Hold nothing."""
         self._share.release()
 
-    def _missing_bytes(self, layout: Layout, available: int, prefix_bytes: int) -> int:
-        """Return the bytes that the model's rows need beyond `available`, laid out like this."""
+    def _missing_bytes(self, layout: Layout, available: int) -> int:
+        """Return the bytes that the model's rows need beyond `available` and what it, and those
+        that share the room, keep of prompts, laid out like this.
+        """
         if not self._costs.kv:
             return 0
-        needed = layout.nbytes(self._costs) - self._costs.included + prefix_bytes
-        return needed - self._share.nbytes - max(0, available)
+        needed = layout.nbytes(self._costs) - self._costs.included
+        return needed - self._share.nbytes - max(0, available + self.prefixes.nbytes)

@@ -194,7 +194,6 @@ class Growth:
 
     lengths: dict[Choice, int] = field(default_factory=dict)
     preempting: list[Choice] = field(default_factory=list)
-    clears_prefixes: bool = False
     capped: Choice | None = None  # it is alone and has no memory: it ends there
     room: Layout | None = None  # for which idle models should go
 
@@ -206,7 +205,7 @@ def plan_growth(batch: Batch) -> Growth:
     growth, rows, memory = Growth(), list(batch.rows), batch.memory
 
     def fits(layout: Layout) -> bool:
-        return memory.fits(layout, has_grown=True, with_prefixes=not growth.clears_prefixes)
+        return memory.fits(layout, has_grown=True)
 
     for row in sorted(batch.active, key=lambda row: row.age):
         if row not in rows or not row.needs_more:
@@ -219,15 +218,12 @@ def plan_growth(batch: Batch) -> Growth:
             growth.room = lay_out(rows, lengths)  # perhaps in time for its next turn
         lengths[row] = min(row.max_length, row.used + MARGIN)
         while row in rows and not fits(lay_out(rows, lengths)):
-            if memory.prefix_bytes and not growth.clears_prefixes:
-                growth.clears_prefixes = True
-            elif len(rows) == 1:
+            if len(rows) == 1:
                 growth.capped, lengths[row] = row, before
                 break
-            else:
-                youngest = choose_youngest(rows)
-                rows.remove(youngest)
-                growth.preempting.append(youngest)
+            youngest = choose_youngest(rows)
+            rows.remove(youngest)
+            growth.preempting.append(youngest)
     return growth
 
 

@@ -37,7 +37,6 @@ class PlanChanges:
     leaving: list[int] = field(default_factory=list)
     preempting: list[int] = field(default_factory=list)
     capped: list[tuple[int, int]] = field(default_factory=list)
-    clear_prefixes: bool = False
     joining: list[tuple[int, SequenceParams]] = field(default_factory=list)
     parking: list[int] = field(default_factory=list)
     resuming: list[int] = field(default_factory=list)
@@ -117,11 +116,8 @@ class Scheduler:
 
     @property
     def may_join(self) -> bool:
-        """Return True if a row joins now, or the prefix cache has to be freed."""
-        if self.memory.must_clear_prefixes:
-            return True
-        joining = Joining(self.batch, self._waiting)
-        return bool(joining.rows) or (self.memory.prefix_bytes > 0 and joining.blocked is not None)
+        """Return True if a row joins now, or what is kept of prompts has to be freed."""
+        return self.memory.must_shrink_prefixes or bool(Joining(self.batch, self._waiting).rows)
 
     @property
     def must_move(self) -> bool:
@@ -237,15 +233,13 @@ class Scheduler:
             self._preempt(choose_youngest(list(self._batch.values())), changes)
         self._grow(changes)
         if may_join:
-            if self.memory.must_clear_prefixes:
-                self._clear_prefixes(changes)
-            joiners = self._choose_joining()
-            if not joiners and self.is_short_of_memory and self.memory.prefix_bytes:
-                self._clear_prefixes(changes)
-                joiners = self._choose_joining()
-            self._join(joiners, changes, turn)
+            self._join(self._choose_joining(), changes, turn)
         self.hold()
-        return StepPlan(kind="prefill" if may_join else "decode", **vars(changes))
+        return StepPlan(
+            kind="prefill" if may_join else "decode",
+            prefix_limit=self.memory.limit_prefixes(),
+            **vars(changes),
+        )
 
     def hold(self) -> None:
         """Reserve the memory of the rows in the batch."""
@@ -322,8 +316,6 @@ class Scheduler:
             choice.length = length
         if growth.room is not None:
             self.memory.make_room(growth.room, is_pressing=True)
-        if growth.clears_prefixes:
-            self._clear_prefixes(changes)
         if growth.capped is not None:
             assert growth.capped.row is not None
             changes.capped.append((growth.capped.row, growth.capped.cap_at_memory()))
@@ -338,10 +330,6 @@ class Scheduler:
         choice.preempt()
         self._waiting.add_preempted(choice)
         metrics.of(metrics.PREEMPTIONS, self._model).inc()
-
-    def _clear_prefixes(self, changes: PlanChanges) -> None:
-        changes.clear_prefixes = True
-        self.memory.clear_prefixes()
 
     def _gives_up_at(self, choice: Choice) -> float:
         """Return when, on the loop's clock, a stuck row ends."""

@@ -54,15 +54,19 @@ class EvictionPlan(Generic[K]):
     leaving: tuple[K, ...] = ()
     abandoned: tuple[K, ...] = ()  # they need the room of models in use, and have no callers
     claimed_bytes: int = 0  # kept from new rows
-    recalls: bool = False  # cached prefixes have to be freed
 
 
 def make_plan(
-    residents: Mapping[K, Resident], *, max_models: int, free_bytes: int, rows_bytes: int
+    residents: Mapping[K, Resident],
+    *,
+    max_models: int,
+    free_bytes: int,
+    rows_bytes: int,
+    prefix_bytes: int = 0,  # of those, what is kept of prompts: claimed, it is freed
 ) -> EvictionPlan[K]:
     """Admit the waiting models that there is room for, in order of arrival. None overtakes another.
 
-    For the first without room, the fewest possible idle models leave.
+    For the first without room, what is kept of prompts goes, then the fewest possible idle models.
     """
     admitted: list[K] = []
     abandoned: list[K] = []
@@ -82,22 +86,22 @@ def make_plan(
         places -= sum(model.places for model in going)
         nbytes -= sum(model.nbytes for model in going)
         claimed_bytes = max(0, nbytes + free_bytes)
-        victims = pick(idle, places=places, nbytes=nbytes)
+        victims = pick(idle, places=places, nbytes=nbytes - prefix_bytes)
         victims_bytes = sum(idle[victim].nbytes for victim in victims)
         places -= sum(idle[victim].places for victim in victims)
         nbytes -= victims_bytes
-        if places <= 0 and nbytes <= 0:
+        if places <= 0 and nbytes <= prefix_bytes:
             claimed_bytes = max(0, claimed_bytes - victims_bytes)
             return EvictionPlan((*admitted,), (*victims,), (*abandoned,), claimed_bytes)
         # Where that would not be enough, it is abandoned if nobody asks for it any more.
         if not newcomer.is_requested:
             abandoned.append(key)
             continue
-        # Else it waits until models in use are idle, prefixes are freed and, if the end of rows
-        # makes enough room, no new ones take it.
+        # Else it waits until models in use are idle and, if the end of rows makes enough room, no
+        # new ones take it.
         if places > 0 or nbytes > rows_bytes:
             claimed_bytes = 0
-        return EvictionPlan((*admitted,), (), (*abandoned,), claimed_bytes, recalls=nbytes > 0)
+        return EvictionPlan((*admitted,), (), (*abandoned,), claimed_bytes)
     return EvictionPlan((*admitted,), (), (*abandoned,))
 
 
@@ -185,6 +189,10 @@ class Room(Generic[M]):
             if entry.spec.id != without and self._is_pinned(entry)
         )
 
+    def model_bytes(self) -> int:
+        """Return the bytes of all models, without those of rows and of what is kept of prompts."""
+        return sum(entry.nbytes for entry in self._queue)
+
     def users(self) -> list[str]:
         """Return the models that are in use."""
         return [entry.spec.id for entry in self._queue if entry.share is not None and entry.leases]
@@ -201,6 +209,7 @@ class Room(Generic[M]):
             max_models=self._max_models,
             free_bytes=self._budget.free_bytes,
             rows_bytes=self._rows_bytes(),
+            prefix_bytes=self._budget.prefix_bytes,
         )
         for entry in plan.leaving:
             _evict(entry)
@@ -209,8 +218,6 @@ class Room(Generic[M]):
         for entry in plan.abandoned:
             entry.move_to(State.LEAVING)
         self._budget.claim(plan.claimed_bytes)
-        if plan.recalls:
-            self._budget.recall()
 
     def _residents(self) -> dict[Entry[M], Resident]:
         return {
@@ -236,7 +243,7 @@ class Room(Generic[M]):
     def _rows_bytes(self) -> int:
         """Return the bytes of rows and of cached prefixes."""
         used_bytes = self._budget.limit_bytes - self._budget.free_bytes
-        return max(0, used_bytes - sum(entry.nbytes for entry in self._queue))
+        return max(0, used_bytes - self.model_bytes())
 
     def _admit(self, entry: Entry[M]) -> None:
         assert entry.admission is not None

@@ -18,7 +18,7 @@ from gateway.jobs import Function, Grammar
 from tests.checkpoints import write_chat
 from tests.engine.answers.harness import cut, pushed
 from tests.engine.chat_formats import family, row, said
-from tests.engine.generation.harness import answers, job, open_engine, watch
+from tests.engine.generation.harness import Answer, answers, job, open_engine, watch
 
 TOKENS = (
     "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>", "<|return|>"
@@ -129,15 +129,15 @@ ANALYSIS = "<|channel|>analysis<|message|>Hm."
 ANSWER = "<|start|>assistant<|channel|>final<|message|>"
 
 
-@pytest.mark.parametrize("end", ["<|end|>", "<|return|>"])
-def test_the_answer_of_a_grammar_follows_thinking_in_an_engine(tmp_path: Path, end: str) -> None:
+def yes_or_no(tmp_path: Path, script_text: str, budget: int | None = None) -> Answer:
+    """Ask a model that is urged to say a text and to end, for one of two words."""
     template = (
         "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
     )
     chat = family(write_chat(tmp_path, vocab_size=1040), tokens=TOKENS, template=template)
     engine = open_engine(tmp_path)
-    script = iter(chat.backend.encode(f"{ANALYSIS}{end}{ANSWER}", add_special_tokens=False).ids)
+    script = iter(chat.backend.encode(script_text, add_special_tokens=False).ids)
     (stop,) = chat._ids(["<|return|>"])
 
     def urge(logits: mx.array, tokens: mx.array, _: Any) -> mx.array:
@@ -148,7 +148,21 @@ def test_the_answer_of_a_grammar_follows_thinking_in_an_engine(tmp_path: Path, e
     watch(engine, after=urge)
     choice = Grammar("choice", json.dumps(["yes", "no"]))
     text = "Say <|channel|>final<|message|>, yes or no."
-    (answer,) = answers(engine, [job(text, max_tokens=60, grammar=choice)])
-    assert answer.reasoning == "Hm."
+    (answer,) = answers(engine, [job(text, max_tokens=60, grammar=choice, thinking_budget=budget)])
     assert answer.text in ("yes", "no")
     assert answer.finish_reason == "stop"
+    return answer
+
+
+@pytest.mark.parametrize("end", ["<|end|>", "<|return|>"])
+def test_the_answer_of_a_grammar_follows_thinking_in_an_engine(tmp_path: Path, end: str) -> None:
+    answer = yes_or_no(tmp_path, f"{ANALYSIS}{end}{ANSWER}")
+    assert answer.reasoning == "Hm."
+
+
+@pytest.mark.parametrize("budget", [0, 2, 9])
+def test_the_answer_of_a_grammar_follows_a_budget_in_an_engine(tmp_path: Path, budget: int) -> None:
+    """Whatever the model would go on to think."""
+    answer = yes_or_no(tmp_path, f"{ANALYSIS}{' and so on' * 20}", budget)
+    assert f"Hm.{' and so on' * 20}".startswith(answer.reasoning)
+    assert bool(answer.reasoning) == bool(budget)

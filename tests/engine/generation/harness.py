@@ -131,6 +131,7 @@ class Answer:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     cached_tokens: int = 0
     kept_tokens: int = 0
+    unkept_tokens: int = 0
     stop: str | None = None
 
     def add(self, delta: Delta) -> None:
@@ -141,6 +142,7 @@ class Answer:
         assert delta.cached_tokens == 0 or self.tokens == 0, "only the first delta tells"
         self.cached_tokens += delta.cached_tokens
         self.kept_tokens += delta.kept_tokens
+        self.unkept_tokens += delta.unkept_tokens
         self.stop = delta.stop
         self.tokens += delta.tokens
         self.reasoning += delta.reasoning
@@ -362,7 +364,7 @@ def load_adapter(engine: GenerationEngine, name: str, folder: Path) -> Adapter:
 
 def held(engine: GenerationEngine) -> int:
     """Count the bytes of KV that rows hold: all but weights and prefixes."""
-    drafting = engine._drafts.drafters[-1]
+    drafting = engine._drafts.sources[-1]
     models = [engine._model]
     if isinstance(drafting, DraftModel):
         models.append(drafting._model)

@@ -141,14 +141,13 @@ class Settings:
     most_rows: int
 
     @classmethod
-    def draw(cls, chance: random.Random, kind: str) -> "Settings":
+    def draw(cls, chance: random.Random) -> "Settings":
         rows = chance.choice([0, 4, 12])
-        may_draft = kind == "plain" and rows
         return cls(
             chance.choice([0, 300_000, 1 << 30]),
             rows,
             chance.choice([None, None, 8]),
-            chance.choice(["", "base", "base", "stranger"]) if may_draft else "",
+            chance.choice(["", "base", "base", "stranger"]) if rows else "",
             has_adapters=chance.random() < 0.5,
             most_rows=chance.choice([3, 12]),
         )
@@ -233,7 +232,9 @@ def draw_job(chance: random.Random, heads: Sequence[str], past: Sequence[list[in
         ]
         more = [chance.randrange(8, 1000) for _ in range(chance.choice([0, 1, 3, 3, 70]))]
         return ask(prompt=[*ids, *more][:LONGEST], **given)
-    given["template_args"] = {"enable_thinking": chance.random() < 0.2}
+    given["template_args"] = {"enable_thinking": chance.random() < 0.35}
+    if chance.random() < 0.5:
+        given["thinking_budget"] = chance.choice([0, 1, 3, 10, 30])
     if kind == "form":
         given["grammar"] = chance.choice(GRAMMARS)
     if kind == "calls":
@@ -249,7 +250,7 @@ class Mixture:
     def __init__(self, models: Models, kind: str, seed: int) -> None:
         self.kind, self.seed = kind, seed
         self.chance = random.Random(f"{kind} {seed}")
-        self.settings = Settings.draw(self.chance, kind)
+        self.settings = Settings.draw(self.chance)
         self.models = models
         self.engine = self._open(models.base)
         self.numbers: dict[str, int] = {}
@@ -467,6 +468,8 @@ def _describe(params: SequenceParams) -> str:
     asked = [f"{len(params.prompt)} + {params.max_tokens} tokens", str(params.sampling)]
     asked += [f"grammar {params.grammar.source[:40]}"] if params.grammar is not None else []
     asked += [f"logprobs {params.logprobs}"] if params.logprobs is not None else []
+    if params.thinking_budget is not None:
+        asked += [f"{params.thinking_budget} tokens of thinking"]
     asked += [f"stop {params.stop}"] if params.stop else []
     return "; ".join(asked)
 

@@ -13,10 +13,11 @@ from gateway.engine.drafts.prompt_lookup import PromptLookup
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.errors import ModelLoadFailed
 from gateway.jobs import Sampling
-from tests.checkpoints import SLIDING, STATEFUL, teach_thinking, write_chat
+from tests.checkpoints import HYBRID, SLIDING, STATEFUL, teach_thinking, write_chat
 from tests.engine.generation.harness import (
     ECHO,
     JOBS,
+    PLENTY,
     PROMPTS,
     Batch,
     Watched,
@@ -57,7 +58,7 @@ def watch(engine: GenerationEngine, fails_after: int | None = None) -> list[int]
     """Return what becomes the tokens, with padding, of each pass of the engine's draft model, which
     fails after so many.
     """
-    model, read = engine._drafts.drafters[-1], list[int]()
+    model, read = engine._drafts.sources[-1], list[int]()
     assert isinstance(model, DraftModel)
 
     def note(tokens: mx.array) -> None:
@@ -215,12 +216,27 @@ def test_another_vocabulary_is_refused_by_name(folder: Path, tmp_path: Path) -> 
         open_engine(folder, speculate_rows=4, draft=other)
 
 
-@pytest.mark.parametrize("kind", [SLIDING, STATEFUL])
-def test_caches_that_cannot_go_back_are_refused_by_name(
-    folder: Path, tmp_path: Path, kind: Any
-) -> None:
-    other = write_chat(tmp_path / "other", **kind)
-    with pytest.raises(ModelLoadFailed, match="'other' has sliding windows or states"):
+def test_caches_that_cannot_go_back_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    other = write_chat(tmp_path / "other", **{**SLIDING, "sliding_window_pattern": 9})
+    with pytest.raises(ModelLoadFailed, match="'other' has a kind of cache that cannot go back"):
         open_engine(folder, speculate_rows=4, draft=other)
-    with pytest.raises(ModelLoadFailed, match="'tiny' has sliding windows or states"):
+    with pytest.raises(ModelLoadFailed, match="'tiny' has a kind of cache that cannot go back"):
         open_engine(other, speculate_rows=4, draft=folder)
+
+
+@pytest.mark.parametrize("kind", [SLIDING, STATEFUL, HYBRID])
+def test_windows_and_states_draft_and_are_drafted_for(
+    tmp_path: Path, kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PromptLookup, "draft", lambda *_: ())
+    base = write_chat(tmp_path / "base", **kind)
+    near = write_chat(tmp_path / "near", **{**kind, "rms_norm_eps": 1e-3, "norm_eps": 1e-3})
+    jobs = [(text, {"sampling": GREEDY, "max_tokens": 90}) for text in (*PROMPTS[:3], LONG)]
+    plain, drafted = open_engine(base), open_engine(base, PLENTY, 4, draft=near)
+    expected, _ = answer_at_random(plain, jobs)
+    for _ in range(2):  # the second time prompts are kept
+        found, fewer = answer_at_random(drafted, jobs)
+        assert all(other.says_as(one) for one, other in zip(expected, found, strict=True))
+        assert 0 < sum(size.accepted for size in fewer) < sum(size.drafted for size in fewer)
+    plain.close()
+    drafted.close()

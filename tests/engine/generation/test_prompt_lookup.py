@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 
 from gateway.engine.drafts.prompt_lookup import PromptLookup
 from gateway.engine.generation.engine import GenerationEngine
+from gateway.engine.generation.sequence import Sequence
 from gateway.jobs import Grammar, Pass, Sampling, SequenceParams
-from tests.checkpoints import STATEFUL, write_chat
+from tests.checkpoints import HYBRID, SLIDING, STATEFUL, write_chat
 from tests.engine.generation.harness import (
     ECHO,
     GREEDY,
     JOBS,
+    PLENTY,
     PROMPTS,
     Batch,
     Heard,
@@ -184,11 +186,46 @@ def test_more_rows_than_allowed_read_nothing_ahead(folder: Path) -> None:
     assert engine.last_pass.forced > 0
 
 
-def test_caches_that_cannot_go_back_read_nothing_ahead(tmp_path: Path) -> None:
-    engine = open_engine(write_chat(tmp_path, **STATEFUL), speculate_rows=8)
-    jobs = [("Hi", {"sampling": GREEDY, "max_tokens": 30, "grammar": FIXED})]
-    _, passes = answer_at_random(engine, jobs)
-    assert not any(each.forced for each in passes)
+@pytest.mark.parametrize("prefix_bytes", [0, PLENTY])
+@pytest.mark.parametrize("kind", [{}, SLIDING, STATEFUL, HYBRID])
+def test_drafts_that_are_right_in_part_change_no_answer(
+    kind: dict[str, Any], prefix_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of several lengths, beside one that a grammar forces; what states keep goes back."""
+    folder, chance = write_chat(tmp_path, **kind), random.Random(1)
+    on = replace(GREEDY, ignore_eos=True)
+    jobs = [(text, {"sampling": on, "max_tokens": 40 + 9 * i}) for i, text in enumerate(PROMPTS)]
+    jobs.append((ECHO, {"sampling": GREEDY, "max_tokens": 60, "grammar": FIXED}))
+    plain = open_engine(folder, prefix_bytes)
+    wholes: dict[tuple[int, ...], list[int]] = {}
+    append = Sequence.append
+
+    def watched(row: Sequence, token: int) -> Any:
+        wholes[tuple(row.job.prompt)] = row.context
+        return append(row, token)
+
+    with monkeypatch.context() as watch:
+        watch.setattr(Sequence, "append", watched)
+        expected, _ = answer_at_random(plain, jobs)
+    plain.close()
+
+    def draft(_: PromptLookup, context: list[int], limit: int) -> list[int]:
+        size = len(context)
+        [rest] = [whole[size:] for whole in wholes.values() if whole[:size] == context]
+        tokens = rest[: max(0, limit)]
+        if tokens and chance.random() < 0.6:
+            place = chance.randrange(len(tokens))
+            tokens[place] = (tokens[place] + 1) % 300
+        return tokens
+
+    monkeypatch.setattr(PromptLookup, "draft", draft)
+    ahead = open_engine(folder, prefix_bytes, 8)
+    found, passes = answer_at_random(ahead, jobs)
+    assert all(other.says_as(one) for one, other in zip(expected, found, strict=True))
+    accepted = sum(size.accepted for size in passes)
+    assert 20 < accepted < sum(size.drafted for size in passes)
+    assert any(size.forced for size in passes)
+    ahead.close()
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 7))

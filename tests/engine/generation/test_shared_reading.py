@@ -23,7 +23,8 @@ from gateway.engine.generation.prefill import (
     plan_passes,
     take_prompts,
 )
-from gateway.engine.kv.cache import RaggedKVCache, make_batch_caches
+from gateway.engine.kv.cache import RaggedKVCache
+from gateway.engine.kv.layers import make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK
 from gateway.jobs import Sampling
 from tests.checkpoints import HYBRID, SLIDING, STATEFUL, write_chat

@@ -14,7 +14,8 @@ from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from gateway.engine.kv.cache import SPARE, STEP, RaggedKVCache, compact, make_batch_caches
+from gateway.engine.kv.cache import SPARE, STEP, RaggedKVCache, compact
+from gateway.engine.kv.layers import make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK
 from gateway.engine.kv.quantized import PackedKVCache, Packing
 from gateway.jobs import KvCost

@@ -14,8 +14,8 @@ from mlx_lm.models.cache import KVCache
 
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.kv.cache import RaggedKVCache
-from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache, count_shared
-from gateway.jobs import PrefixNames, Sampling
+from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache, PrefixPool, count_shared
+from gateway.jobs import PrefixNames, Sampling, StepPlan
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
 from tests.engine.generation.harness import (
     PLENTY,
@@ -218,6 +218,41 @@ def test_the_bytes_kept_never_pass_the_bound(tmp_path: Path, kind: str, kv_heads
         engine.close()
 
 
+def test_models_share_a_room_by_use(plain: Path) -> None:
+    """What was used longest ago goes first, whosever it is; each finds its own alone."""
+    pool = PrefixPool(PLENTY)
+    one, two = (open_engine(plain, prefixes=pool) for _ in range(2))
+    other = tokens(400, 9)
+    first = answers(one, [bare(BASE, max_tokens=1), bare(other, max_tokens=1)])
+    assert [each.cached_tokens for each in answers(two, [bare(BASE, max_tokens=1)])] == [0]
+    assert ids(answers(one, [bare(BASE, max_tokens=1)])) == ids(first[:1])
+    assert one.prefix_bytes == two.prefix_bytes == one._prefixes.nbytes + two._prefixes.nbytes
+    whole, before = pool.nbytes, active_memory()
+    two.step(StepPlan(prefix_limit=2 * whole // 3))
+    assert 0.6 * whole < pool.nbytes <= 2 * whole // 3
+    assert before - active_memory() >= 0.9 * (whole - pool.nbytes)
+    assert [one._prefixes.count_known(each) for each in (BASE, other)] == [384, 0]
+    two.step(StepPlan(prefix_limit=0))
+    assert one._prefixes.nbytes == two._prefixes.nbytes == pool.nbytes == 0
+    assert ids(answers(one, [bare(BASE, max_tokens=1)])) == ids(first[:1])
+    assert pool.nbytes == 0, "the limit holds"
+    one.step(StepPlan(prefix_limit=PLENTY))
+    answers(one, [bare(BASE)])
+    one.close()
+    assert pool.nbytes == 0
+
+
+def test_what_of_a_prompt_has_no_room_is_told(folder: Path) -> None:
+    """Not that others' prompts took it; of a model that keeps nothing, nothing."""
+    engine = open_engine(folder, prefix_cache_bytes=PLENTY)
+    (told,) = answers(engine, [bare(BASE)])
+    assert told.unkept_tokens == 0
+    for room, unkept in ((1, 384), (0, 0)):
+        engine = open_engine(folder, prefix_cache_bytes=room)
+        (told,) = answers(engine, [bare(BASE)])
+        assert told.unkept_tokens == unkept
+
+
 def test_a_closed_engine_holds_no_prefix(plain: Path) -> None:
     gc.collect()
     before = mx.get_active_memory()
@@ -283,7 +318,7 @@ prompts = st.lists(
 def test_what_is_kept_is_bounded_and_within_reach(prompts: list[list[int]], blocks: int) -> None:
     """A block never goes before those that follow it, which nobody would find again."""
     block = 2 * 4 * BLOCK + 8 * (BLOCK + 1)
-    prefixes = PrefixCache([KVCache()], blocks * block)  # type: ignore[no-untyped-call]
+    prefixes = PrefixCache([KVCache()], PrefixPool(blocks * block))  # type: ignore[no-untyped-call]
     for prompt in prompts:
         prefixes.store(prompt, [batch(len(prompt))], 0)
         assert prefixes.nbytes == block * len(prefixes._kept) <= blocks * block

@@ -16,7 +16,8 @@ from mlx_lm.utils import load_model
 
 from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.kv.cache import RaggedKVCache, compact, make_batch_caches
+from gateway.engine.kv.cache import RaggedKVCache, compact
+from gateway.engine.kv.layers import make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK
 from gateway.engine.kv.quantized import (
     MOST_PACKED,

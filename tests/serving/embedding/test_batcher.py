@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,16 @@ async def test_a_text_seen_before_is_answered_from_the_cache() -> None:
         assert answer.prompt_tokens == 6
         await batcher.embed(embed_job("bb"))  # made room for ccc
     assert engine.batches == [[1, 2], [3], [2]]
+
+
+async def test_a_text_of_other_callers_is_embedded_again() -> None:
+    """They could tell by the time that somebody has asked for it."""
+    engine = ScriptedEmbedder()
+    async with batching(engine, cache_size=9) as batcher:
+        for salt in ("key-1", "key-2", "key-1", ""):
+            job = embed_job("a")
+            await batcher.embed(replace(job, caller=replace(job.caller, cache_salt=salt)))
+    assert engine.batches == [[1], [1], [1]]
 
 
 async def test_a_cut_text_in_the_cache_is_still_refused_to_who_wants_no_cut() -> None:

@@ -104,7 +104,7 @@ def test_the_cache_keeps_no_text() -> None:
     text = "a" * 1000
     holders = sys.getrefcount(text)
     vector = TextVector(np.ones(2, np.float32), tokens=1, is_truncated=False)
-    cache.put(text, vector)
+    cache.put(text, "", vector)
     assert sys.getrefcount(text) == holders
-    assert cache.get("a" * 1000, truncate=False) is not None
-    assert cache.get("a" * 999 + "b", truncate=False) is None
+    assert cache.get("a" * 1000, "", truncate=False) is not None
+    assert cache.get("a" * 999 + "b", "", truncate=False) is None

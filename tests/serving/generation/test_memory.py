@@ -12,12 +12,13 @@ import pytest
 from gateway import metrics
 from gateway.errors import NoRoom, PromptTooLarge
 from gateway.jobs import Grammar, KvCost, Sampling, SequenceParams
-from gateway.serving.budget import Budget
+from gateway.serving.budget import LEAST_PREFIXES, Budget, Prefixes
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.generation.choice import Choice
 from gateway.serving.generation.memory import KV_STEP, Layout, RowCosts, RowMemory
 from gateway.serving.generation.policy import GenerationLimits
 from gateway.serving.generation.scheduler import Scheduler
+from gateway.serving.lane import Lane
 from tests.fakes import ScriptedChat, generate_job
 from tests.serving.generation.harness import asking, batching, deltas, joined
 from tests.waiting import until
@@ -154,12 +155,16 @@ class Models:
 
     def __init__(self, evict: Callable[[int, bool], None]) -> None:
         self._evict = evict
+        self.nbytes = 0
 
     def evict_idle(self, nbytes: int, *, is_pressing: bool) -> None:
         self._evict(nbytes, is_pressing)
 
     def pinned_bytes(self, *, without: str) -> int:
         return 0
+
+    def model_bytes(self) -> int:
+        return self.nbytes
 
 
 async def test_a_row_joins_when_another_holder_gives_bytes_back() -> None:
@@ -224,14 +229,94 @@ async def test_a_row_that_waits_for_others_alone_is_told_so_in_time() -> None:
     assert budget.free_bytes == budget.limit_bytes
 
 
+async def test_what_a_waiting_model_claims_is_freed_of_what_is_kept_of_prompts() -> None:
+    """So much, and once: what is kept after that stays, though nobody runs."""
+    budget = Budget(10**6)
+    engine = ScriptedChat(prefix_bytes=1000)
+    async with batching(engine, RowMemory(budget, costs(most=10**6))) as batcher:
+        await asking(batcher, "one", max_tokens=9)
+        await until(lambda: budget.free_bytes == budget.limit_bytes - 1000)  # the row has ended
+        budget.claim(budget.limit_bytes - 400)
+        await until(lambda: engine.prefix_bytes == 400 and budget.spare_bytes == 0)
+        budget.claim(0)
+        engine.prefix_bytes = 500
+        await asking(batcher, "two", max_tokens=9)
+        assert engine.prefix_bytes == 500
+
+
 async def test_what_is_kept_of_prompts_gives_way_to_rows() -> None:
-    budget = Budget(2 * KV_STEP)
-    engine = ScriptedChat(prefix_bytes=KV_STEP)
-    memory = RowMemory(budget, costs(most=2 * KV_STEP))
-    memory.set_prefix_bytes(KV_STEP)
+    """Before a model does, and as far as they need it: it only saves time."""
+    budget, evicted = Budget(3 * KV_STEP), list[int]()
+    budget.attach(Models(lambda nbytes, _: evicted.append(nbytes)))
+    engine = ScriptedChat(prefix_bytes=3 * KV_STEP)
+    async with batching(engine, RowMemory(budget, costs(most=3 * KV_STEP))) as batcher:
+        answer = await asyncio.wait_for(asking(batcher, "now", max_tokens=9), 5)
+    assert answer == "now"
+    assert 0 < engine.prefix_bytes == 2 * KV_STEP - len("now") - 9
+    assert not evicted
+
+
+async def test_a_row_that_grows_takes_what_is_kept_of_prompts_before_another_rows_place() -> None:
+    """Nobody is preempted while there are prefixes."""
+    budget = Budget(2 * (300 + KV_STEP))
+    engine = ScriptedChat(max_context=1000, prefix_bytes=10**6)
+    memory = RowMemory(budget, costs(answer_tokens=9))
     async with batching(engine, memory) as batcher:
-        assert await asyncio.wait_for(asking(batcher, "now", max_tokens=9), 5) == "now"
-    assert engine.prefix_bytes == 0
+        asked = [asking(batcher, "x" * 130, max_tokens=130) for _ in range(2)]
+        answers = await asyncio.gather(*asked)
+    assert [len(answer) for answer in answers] == [130, 130]
+    assert not engine.preempted
+    assert engine.prefix_bytes < budget.limit_bytes
+
+
+async def test_what_models_with_a_room_of_their_own_keep_is_had_back_for_anothers_row() -> None:
+    """By a turn of theirs, before a model is evicted for it."""
+    budget, evicted = Budget(2 * KV_STEP), list[int]()
+    budget.attach(Models(lambda nbytes, _: evicted.append(nbytes)))
+    keeper = ScriptedChat(prefix_bytes=2 * KV_STEP)
+    memories = [RowMemory(budget, costs(most=2 * KV_STEP)) for _ in range(2)]
+    memories[0].note_prefixes(keeper.prefix_bytes)
+    async with (
+        Lane() as lane,
+        batching(keeper, memories[0], lane=lane),
+        batching(ScriptedChat(), memories[1], lane=lane) as batcher,
+    ):
+        answer = await asyncio.wait_for(asking(batcher, "now", max_tokens=9), 5)
+        assert answer == "now"
+        assert 0 < keeper.prefix_bytes < KV_STEP
+    assert not evicted
+    assert budget.free_bytes == budget.limit_bytes
+
+
+def test_rooms_give_in_turn_and_no_more_than_is_wanted() -> None:
+    """The second only what the first has not."""
+    budget = Budget(1000)
+    one, two = Prefixes(budget, 1000), Prefixes(budget, 1000)
+    with one.in_use(), two.in_use():
+        one.note(300)
+        two.note(700)
+        budget.claim(400)
+        assert (one.excess_bytes, two.excess_bytes) == (300, 100)
+        assert (one.limit(0), two.limit(0)) == (0, 600)
+        assert budget.spare_bytes == 0
+    assert budget.free_bytes == 1000, "of a model that is gone nothing is left"
+
+
+def test_what_is_kept_is_sized_by_models_and_a_row() -> None:
+    """At most its bound; at least LEAST_PREFIXES, where models leave as much."""
+    least = LEAST_PREFIXES
+    for limit, models, row, expected in (
+        (40 * least, 20 * least, 5 * least, 10 * least),  # a quarter of the machine
+        (30 * least, 20 * least, 5 * least, 5 * least),
+        (22 * least, 20 * least, 5 * least, least),
+        (20 * least, 20 * least, 5 * least, 0),
+    ):
+        budget = Budget(limit)
+        loaded = Models(lambda nbytes, _: None)
+        loaded.nbytes = models
+        budget.attach(loaded)
+        budget.share().resize(models)
+        assert Prefixes(budget, 10 * least, leaves_room=True).limit(row) == expected
 
 
 async def test_a_row_that_fits_passes_one_that_others_keep_waiting() -> None:

@@ -7,13 +7,21 @@ from gateway.serving.models.eviction import EvictionPlan, Phase, Resident, make_
 WAITING, USED, IDLE, LEAVING = Phase
 
 
-def plan(free: int, rows: int = 0, *, places: int = 9, **residents: Any) -> EvictionPlan[str]:
+def plan(
+    free: int, rows: int = 0, *, places: int = 9, prefixes: int = 0, **residents: Any
+) -> EvictionPlan[str]:
     """EvictionPlan for residents, given as they are or as (phase, bytes, last used)."""
     given = {
         name: resident if isinstance(resident, Resident) else Resident(*resident)
         for name, resident in residents.items()
     }
-    return make_plan(given, max_models=places, free_bytes=free, rows_bytes=rows)
+    return make_plan(
+        given,
+        max_models=places,
+        free_bytes=free,
+        rows_bytes=rows + prefixes,
+        prefix_bytes=prefixes,
+    )
 
 
 def test_a_model_that_fits_is_admitted() -> None:
@@ -35,7 +43,7 @@ def test_the_idle_model_used_longest_ago_leaves_and_no_more_than_need_be() -> No
 
 def test_nobody_leaves_where_all_that_could_would_not_suffice() -> None:
     """It would be for nothing: what is lacking is held by who is in use, loading or pinned."""
-    assert plan(0, a=(IDLE, 10), b=(USED, 90), c=(WAITING, 20)) == EvictionPlan(recalls=True)
+    assert plan(0, a=(IDLE, 10), b=(USED, 90), c=(WAITING, 20)) == EvictionPlan()
 
 
 def test_a_model_that_is_leaving_is_waited_for() -> None:
@@ -47,8 +55,19 @@ def test_what_leaves_for_a_model_and_what_is_free_is_kept_from_rows() -> None:
     assert plan(15, a=(IDLE, 10), b=(WAITING, 20)) == expected
 
 
+def test_what_is_kept_of_prompts_goes_before_an_idle_model() -> None:
+    """It is claimed, and a model leaves only for what it does not suffice for, or for a place."""
+    idle: dict[str, Any] = {"a": (IDLE, 10, 1.0), "b": (IDLE, 10, 2.0)}
+    expected: EvictionPlan[str] = EvictionPlan(claimed_bytes=30)
+    assert plan(5, prefixes=25, **idle, c=(WAITING, 30)) == expected
+    both: EvictionPlan[str] = EvictionPlan(leaving=("a",), claimed_bytes=30)
+    assert plan(5, prefixes=25, **idle, c=(WAITING, 40)) == both
+    place: EvictionPlan[str] = EvictionPlan(leaving=("a",), claimed_bytes=20)
+    assert plan(5, places=2, prefixes=25, **idle, c=(WAITING, 30)) == place
+
+
 def test_bytes_that_rows_give_back_are_waited_for() -> None:
-    expected: EvictionPlan[str] = EvictionPlan(claimed_bytes=20, recalls=True)
+    expected: EvictionPlan[str] = EvictionPlan(claimed_bytes=20)
     assert plan(5, rows=30, a=(USED, 60), b=(WAITING, 20)) == expected
 
 

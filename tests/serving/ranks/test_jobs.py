@@ -68,7 +68,11 @@ JOBS: dict[str, dict[str, Any]] = {
         "tools": TOOLS,
     },
     "continued": {"messages": [*HELLO, {"role": "assistant", "content": "Yes"}], "continues": True},
-    "thinking": {"messages": HELLO, "template_args": {"enable_thinking": True}},
+    "thinking": {
+        "messages": HELLO,
+        "template_args": {"enable_thinking": True},
+        "thinking_budget": 5,
+    },
     "not thinking": {"messages": HELLO, "template_args": {"enable_thinking": False}},
     "questions": {
         "messages": [{"role": "user", "content": "It rains.\n"}],
@@ -151,7 +155,8 @@ def rows(pairs: dict[str, Pair]) -> dict[str, list[SequenceParams]]:
 
 
 def prepare(engine: LeadingEngine, **job: Any) -> list[SequenceParams]:
-    asking = replace(caller(), prefix_names=PrefixNames([b"\x00\xff"], 0.5))
+    names = PrefixNames([b"\x00\xff"], 0.5)
+    asking = replace(caller(), prefix_names=names, cache_salt="key-1")
     return engine.prepare(GenerateJob(**{"caller": asking, "sampling": Sampling(), **job}))
 
 

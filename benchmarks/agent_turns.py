@@ -1,0 +1,138 @@
+"""An agent's turns, at default settings: how much of each prompt is cached, and how long it takes.
+
+A gateway serves a model of random weights whose KV has the size of a real one's, here 144 KiB a
+token, as of Qwen3-4B. The first prompt, of a recorded agent, takes more than 1 GiB of it; each of
+the others is the one before, its answer and what a tool has printed.
+
+    python -m benchmarks.agent_turns
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.conversations import COMMON, write_model
+from gateway.cli.gateways import started
+from gateway.settings import load_settings
+
+RECORDED: Final = Path(__file__).parents[1] / "tests" / "api" / "codex_first_request.json"
+TURNS: Final = 10
+HEADS: Final = 144  # of 128 numbers, keys and values, in float32: 144 KiB a token
+WIDE: Final[dict[str, Any]] = {
+    **COMMON,
+    "hidden_size": 144,
+    "intermediate_size": 256,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "head_dim": 128,
+    "max_position_embeddings": 32_768,
+}
+KINDS: Final[dict[str, dict[str, Any]]] = {
+    "plain KV (llama)": {
+        **WIDE,
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "num_attention_heads": HEADS // 2,
+        "num_key_value_heads": HEADS // 2,
+        "rope_theta": 10000.0,
+    },
+    "sliding windows (gemma3)": {
+        **WIDE,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 2,
+        "query_pre_attn_scalar": 128,
+        "sliding_window": 1024,
+        "sliding_window_pattern": 2,
+    },
+    "hybrid (qwen3_5)": {
+        "model_type": "qwen3_5",
+        "text_config": {
+            **WIDE,
+            "model_type": "qwen3_5_text",
+            "num_hidden_layers": 4,
+            "linear_num_value_heads": 16,
+            "linear_num_key_heads": 8,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "full_attention_interval": 4,
+        },
+    },
+}
+
+
+def ask(url: str, messages: Sequence[dict[str, str]], max_tokens: int) -> tuple[Any, float]:
+    """Return a chat's answer, and the seconds that it took."""
+    body = {"model": "agent", "messages": messages, "max_tokens": max_tokens, "temperature": 0}
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    began = time.perf_counter()
+    with urllib.request.urlopen(request) as response:
+        answer = json.load(response)
+    return answer, time.perf_counter() - began
+
+
+def converse(url: str, tokens: int, answer_tokens: int) -> list[tuple[int, int, float]]:
+    """Return of each turn the prompt's tokens, those cached, and the seconds."""
+    recorded, turns = RECORDED.read_text(encoding="utf-8"), []
+    probe, _ = ask(url, [{"role": "system", "content": recorded[:4000]}], 1)
+    chars = 4000 * tokens // probe["usage"]["prompt_tokens"]
+    first = (recorded * (1 + chars // len(recorded)))[-chars:]
+    messages = [{"role": "system", "content": first}, {"role": "user", "content": "List the files"}]
+    for turn in range(TURNS):
+        answer, seconds = ask(url, messages, answer_tokens)
+        usage = answer["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        turns.append((usage["prompt_tokens"], cached, seconds))
+        messages.append(
+            {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}
+        )
+        messages.append({"role": "user", "content": f"exit {turn}"})
+    return turns
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description="An agent's turns.")
+    parser.add_argument("--tokens", type=int, default=7_900, help="of the first prompt, about")
+    parser.add_argument("--answer", type=int, default=8, help="tokens of each answer")
+    given = parser.parse_args(arguments)
+    head = (
+        "Model",
+        "first prompt",
+        f"turns 2 to {TURNS}: cached",
+        "of what had been read",
+        "seconds",
+    )
+    print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}")
+    for name, config in KINDS.items():
+        with tempfile.TemporaryDirectory() as root:
+            write_model(Path(root) / "agent", config)
+            models = Path(root) / "models.yaml"
+            models.write_text("version: 1\nmodels: {agent: {kind: chat, source: 'path:agent'}}\n")
+            with started(load_settings({"models": models})) as gateway:
+                turns = converse(gateway.url, given.tokens, given.answer)
+        shares = [cached / prompt for prompt, cached, _ in turns[1:]]
+        again = [after[1] / before[0] for before, after in pairwise(turns)]
+        spent = [seconds for _, _, seconds in turns[1:]]
+        cells = (
+            f"{turns[0][0]:,} tokens, {turns[0][2]:.0f} s",
+            f"{min(shares):.1%} to {max(shares):.1%}",
+            f"{min(again):.1%} at least",
+            f"{statistics.median(spent):.2g} ({min(spent):.2g}–{max(spent):.2g})",
+        )
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

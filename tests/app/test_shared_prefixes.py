@@ -1,0 +1,39 @@
+"""By default nothing tells one API key what another has asked."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.checkpoints import write_chat
+from tests.cpu_engines import cpu_engines
+from tests.serving_app import catalog, served
+
+pytestmark = pytest.mark.anyio
+
+SECRET = "The password of the vault is correct horse battery staple, and nobody may know. " * 12
+ONE, OTHER = ({"authorization": f"Bearer {key}"} for key in ("one", "other"))
+
+
+async def ask(client: httpx2.AsyncClient, key: Mapping[str, str]) -> int:
+    """Return how many of the prompt's tokens were at hand."""
+    body = {"model": "m", "prompt": SECRET, "max_tokens": 1}
+    answer = (await client.post("/v1/completions", json=body, headers=key)).json()
+    cached: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return cached
+
+
+@pytest.mark.parametrize("shared", [False, True])
+async def test_another_keys_prompt_is_not_at_hand_unless_they_share(
+    tmp_path: Path, shared: bool
+) -> None:
+    write_chat(tmp_path / "m")
+    given = catalog(tmp_path, {"m": {"kind": "chat", "source": "path:m"}})
+    settings: dict[str, Any] = {"api_keys": ["one", "other"], "shared_prefixes": shared}
+    async with served(given, cpu_engines(prefix_cache_bytes=1 << 26), **settings) as client:
+        assert await ask(client, ONE) == 0
+        assert bool(await ask(client, OTHER)) is shared
+        assert await ask(client, ONE) > 0
+        assert await ask(client, OTHER) > 0  # what it asked itself
