@@ -180,7 +180,7 @@ def test_nothing_is_drafted_near_the_end_of_the_draft_models_context(
     jobs = [("Hi", {"sampling": GREEDY, "max_tokens": 120})]
     [expected], _ = answer_at_random(plain, jobs)
     engine, ends = open_engine(folder, speculate_rows=4, draft=short), list[int]()
-    model = engine._drafts.drafters[-1]
+    model = engine._drafts.sources[-1]
     assert isinstance(model, DraftModel)
 
     def note(tokens: mx.array) -> None:
