@@ -384,6 +384,8 @@ class KvCost:
     windows: tuple[tuple[int, int], ...] = ()  # of each: bytes a token, and most tokens kept
     constant: int = 0  # of what does not grow, such as states
     draft: tuple[int, int] = (0, 0)  # beside: bytes a token, and of at most so many sequences
+    # Of sequences that read ahead, beside too: bytes that do not grow, and of at most so many.
+    ahead: tuple[int, int] = (0, 0)
     plane: int = 0  # a token's, in the largest array
     states: int = 0  # of all full windows and states
 
@@ -477,3 +479,4 @@ class StepResult:
     reading: frozenset[int] = frozenset()  # rows with prompt left to read
     decoding: int = 0  # rows that decode
     prefix_bytes: int = 0  # of KV that is kept of prompts, by all models that share a limit
+    drafter: Drafter | None = None  # whose drafts the pass under way reads, if they are of one

@@ -41,7 +41,7 @@ from gateway.engine.models.checkpoint import (
     must_stay_packed,
     weights_bytes,
 )
-from gateway.engine.models.context import text_config
+from gateway.engine.models.context import full_attention_share, text_config
 from gateway.errors import Fault, ModelLoadFailed, ModelUnavailable
 from gateway.jobs import Adapter
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
@@ -303,8 +303,7 @@ def count_kept(spec: ChatSpec, files: Path, settings: Settings) -> int | None:
     checkpoint, memory = open_checkpoint(spec.id, files), memory_bytes(used)
     token = kv_bytes(checkpoint, used, dtype, 1, spec.kv_bits)
     # Windows and states do not grow by the token.
-    layers = text_config(checkpoint.config()).get("layer_types") or ["full_attention"]
-    token = token * layers.count("full_attention") // len(layers)
+    token = int(token * full_attention_share(text_config(checkpoint.config())))
     if not token:
         return None
     kept = settings_of(spec, settings).prefix_cache_bytes

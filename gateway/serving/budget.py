@@ -77,6 +77,10 @@ class Budget:
         """Return the bytes that are kept of prompts: whoever needs them has them."""
         return sum(prefixes.nbytes for prefixes in self.prefixes)
 
+    def kept_besides(self, own: "Prefixes") -> int:
+        """Return the bytes that are kept of prompts in other rooms."""
+        return sum(prefixes.nbytes for prefixes in self.prefixes if prefixes is not own)
+
     def recall(self, nbytes: int, *, besides: "Prefixes") -> bool:
         """Have so many bytes freed that others than these keep of prompts; False if they keep none.
 
@@ -111,7 +115,8 @@ class Budget:
 
     def _change(self, by: int) -> None:
         self._held_bytes += by
-        if by < 0:
+        # Whoever keeps prompts frees what is missing.
+        if by < 0 or (self.free_bytes < 0 and self.prefix_bytes):
             self.notify()
 
 

@@ -68,16 +68,18 @@ class DraftModel:
         self._held: dict[int, Any] = {}
 
     def with_kv(self, cost: KvCost, rows: int) -> KvCost:
-        """Return what a sequence's KV costs with this model's added, for up to `rows` of them. Both
-        grow by the token.
-        """
-        return replace(cost, draft=(measure_kv(self._model).token, rows + rows // SPARE))
+        """Return what a sequence's KV costs with this model's added, for up to `rows` of them."""
+        own, rows = measure_kv(self._model), rows + rows // SPARE
+        held = 2 * (own.constant + sum(token * most for token, most in own.windows))
+        nbytes = cost.ahead[0] + held
+        return replace(cost, draft=(own.token, rows), ahead=(nbytes, rows) if nbytes else (0, 0))
 
     @property
     def nbytes(self) -> int:
         """Count the bytes on the device: weights, KV and prefixes."""
         weights = sum(array.nbytes for array in parameters(self._model))
-        return weights + cache_nbytes(self._cache) + self._prefixes.nbytes
+        kv = cache_nbytes([*self._cache, *self._held.values()])
+        return weights + kv + self._prefixes.nbytes
 
     def clear_prefixes(self) -> None:
         self._prefixes.clear()
@@ -148,14 +150,16 @@ class DraftModel:
 
     def _join(self, joining_row: DraftRow) -> None:
         """Follow a sequence, from what is kept of its prompt on."""
-        known, kept = self._prefixes.take(joining_row.context[:-1], joining_row.root)
+        _, salt = joining_row.root
+        root = 0, salt  # no adapter is this model's
+        known, kept = self._prefixes.take(joining_row.context[:-1], root)
         layers = batch_of_one(kept or make_batch_caches(self._model))
         if self._rows:
             for layer, joining in zip(self._cache, layers, strict=True):
                 layer.extend(joining)
         else:
             self._cache = layers
-        self._rows.append(_Follower(joining_row.id, joining_row.root, known))
+        self._rows.append(_Follower(joining_row.id, root, known))
 
     def _take_back(self, contexts: Mapping[int, Sequence[int]]) -> None:
         """Take off the tokens of drafts that were not chosen. Each context keeps one to read."""

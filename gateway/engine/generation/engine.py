@@ -119,7 +119,10 @@ class GenerationEngine(Sequences):
             faults = self._faults.take()
         reading = frozenset(row.id for row in self._prefill.rows)
         decoding = self.rows - len(self._prefill)
-        return StepResult(deltas, self.last_pass, faults, reading, decoding, self.prefix_bytes)
+        drafter = self._drafts.drafter if plan.kind == "decode" else None
+        return StepResult(
+            deltas, self.last_pass, faults, reading, decoding, self.prefix_bytes, drafter
+        )
 
     def _change(self, plan: StepPlan) -> list[Delta]:
         """Move sequences; return the deltas of those that end by it, or cannot join."""

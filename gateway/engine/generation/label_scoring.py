@@ -77,6 +77,7 @@ def prepare_questions(
                     index=len(rows),
                     step=step,
                     adapter=job.adapter,
+                    cache_salt=job.caller.cache_salt,
                 )
             )
     return rows

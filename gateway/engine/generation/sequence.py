@@ -145,7 +145,7 @@ class Sequence:
     def unwanted(self) -> frozenset[int]:
         """Return the tokens that no grammar, but something else forbids to be next."""
         budget = self._thinking.budget
-        if budget is None or self._matcher is not None:
+        if budget is None or self.matcher is not None:
             return self.barred
         return self.barred | budget.barred
 

@@ -6,7 +6,7 @@ separate calls (mlx-lm's `next()` does both in one).
 
 from collections import abc, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -75,8 +75,12 @@ class Sequences:
         self._structured = setup.structured
         self._vocab_size = setup.vocab_size
         self._sampling_defaults = setup.sampling_defaults
-        kv_cost = measure_kv(model)
-        empty, states = make_prompt_cache(model), kv_cost.states
+        kv_cost, empty = measure_kv(model), make_prompt_cache(model)
+        states = kv_cost.states
+        if not (is_listed(model) or all(is_plain(layer) for layer in empty)):
+            speculate_rows = 0  # no one has compared what goes back with what never went
+        if kv_cost.constant and speculate_rows:  # states are kept as before the pass under way
+            kv_cost = replace(kv_cost, ahead=(kv_cost.constant, speculate_rows))
         if draft_model is not None:
             kv_cost = draft_model.with_kv(kv_cost, speculate_rows)
         tested_tokens = count_tokens(model, setup.max_context)
@@ -93,8 +97,6 @@ class Sequences:
         self._running: DecodeBatch | None = None
         self._queued: deque[DecodeBatch] = deque()  # of one sequence each, if not batched
         self._faults = Faults()
-        if not (is_listed(model) or all(is_plain(layer) for layer in empty)):
-            speculate_rows = 0  # no one has compared what goes back with what never went
         self._drafts = DraftPolicy(speculate_rows, draft_model, self._faults.record_draft)
         self._may_batch = True  # no verdict forbids it
         if not can_batch(model):
@@ -240,6 +242,7 @@ class Sequences:
         limit = self._drafts.count_ahead(running.rows, running.cache)
         if limit or any(running.drafts):
             return self._decode_ahead(running, limit)
+        self._drafts.drafter = None
         try:
             outputs, logits = self._read_and_launch(running)
         except Exception as error:

@@ -28,6 +28,11 @@ class StatesCache(_Base):  # type: ignore[misc]
         self.cache: list[mx.array | None]
         self.earlier: list[mx.array | None] | None = None
 
+    @property
+    def nbytes(self) -> int:
+        arrays = [*self.cache, *(self.earlier or ())]
+        return sum(array.nbytes for array in arrays if array is not None)
+
     def hold(self) -> None:
         """Keep the states as they are before a pass; MLX writes a pass's states to new arrays."""
         self.earlier = list(self.cache)

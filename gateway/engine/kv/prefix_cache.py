@@ -55,7 +55,8 @@ class PrefixPool:
     """
 
     def __init__(self, limit: int, buffers: KeptBuffers | None = None) -> None:
-        self.limit = limit  # bytes; 0 keeps nothing
+        self.limit = limit  # bytes, for now
+        self.is_on = limit > 0  # for good
         self.nbytes = 0
         self.numbers = count(1)  # of blocks
         self.roots = count(0, -1)  # the numbers of what no block comes before
@@ -107,7 +108,7 @@ class PrefixCache:
         states: int = 0,
     ) -> None:
         self.pool = pool
-        self.is_on = pool.limit > 0
+        self.is_on = pool.is_on
         self.nbytes = 0
         self._states = states  # the bytes of a set of states, at most
         self._empty = [for_batch(layer) for layer in empty]

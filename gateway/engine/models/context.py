@@ -16,6 +16,18 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return text
 
 
+def full_attention_share(config: Mapping[str, Any]) -> float:
+    """Return the share of the layers whose KV grows by the token: the others have windows, or
+    states.
+    """
+    layers = config.get("layer_types")
+    if layers:
+        return float(layers.count("full_attention") / len(layers))
+    # Gemma's name, and Qwen's: one layer of so many.
+    every: int = config.get("sliding_window_pattern") or config.get("full_attention_interval") or 1
+    return 1 / every
+
+
 def lower_context(config: Mapping[str, Any], lowered: int | None) -> int | None:
     """Return the tokens that a prompt and its answer may have in all; None if nobody says."""
     stated = text_config(config).get("max_position_embeddings")

@@ -356,7 +356,9 @@ class GenerationBatcher:
                 self._pace.note(result.size.padded_tokens, seconds)
                 has_more = bool(result.reading) and turn.is_contended
             else:
-                judged = self._gains.note(result.size, seconds)
+                # Another's turn may have been the time in which the first step's pass ran.
+                is_whole = decoded > 0 or not turn.is_contended
+                judged = self._gains.note(result, seconds) if is_whole else None
                 if judged is not None:
                     loop.call_soon_threadsafe(self._tell_gain, *judged)
                 decoded += max(1, result.size.padded_tokens // max(1, result.size.rows))

@@ -3,35 +3,37 @@ without.
 
 A draft costs a wider pass, or one of another model, and what is not chosen of it was for nothing.
 What a pass of several tokens costs differs by device and model, so it is measured: tokens that a
-draft's pass gives, at the price that they have one by one, against the seconds that it took.
+drafter's passes give, at the price that they have one by one, against the seconds of all steps that
+made or read its drafts. Steps without are timed while nobody may draft.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Final
 
-from gateway.jobs import DRAFTERS, Drafter, Pass
+from gateway.jobs import DRAFTERS, Drafter, StepResult
 
-WINDOW: Final = 32  # passes with drafts of one source, after which it is judged
-BASELINES: Final = 4  # steps without drafts that are timed, for each count of rows
+WINDOW: Final = 32  # passes with drafts of one drafter, after which it is judged
+BASELINES: Final = 5  # steps without drafts that are timed, for each count of rows
 STALE: Final = 512  # steps after which the time without drafts is measured anew
 SHORTEST_PAUSE: Final = 512  # steps; each loss after another doubles it
 LONGEST_PAUSE: Final = 1 << 15
-_WEIGHT: Final = 0.2  # of a new step in the average
 
 
 @dataclass(slots=True)
 class _Baseline:
-    """The seconds of a step without drafts, for one count of rows."""
+    """The seconds of the newest steps without drafts, for one count of rows."""
 
-    seconds: float = 0.0
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=BASELINES))
     missing: int = BASELINES  # steps until it is known
     used: int = 0  # steps since it was
 
 
 @dataclass(slots=True)
 class _Source:
-    """What the passes with one drafter's tokens have cost, and would have one by one."""
+    """What the steps with one drafter's tokens have cost, and would have one by one."""
 
     spent_s: float = 0.0
     worth_s: float = 0.0
@@ -48,45 +50,45 @@ class DraftGains:
     _sources: dict[Drafter, _Source] = field(
         default_factory=lambda: {name: _Source() for name in DRAFTERS}
     )
+    _has_drafters: bool = False  # somebody may draft in the step under way
 
     def choose(self, rows: int) -> Sequence[Drafter]:
-        """Return whose drafts the next step of so many rows may read."""
+        """Return who may draft in the next step, of so many rows."""
         baseline = self._baselines.setdefault(rows, _Baseline())
         baseline.used += 1
         if baseline.used > STALE:
-            baseline.used, baseline.missing = 0, 1
+            baseline.used, baseline.missing = 0, BASELINES
         for source in self._sources.values():
             source.paused = max(0, source.paused - 1)
+        allowed = [name for name, source in self._sources.items() if not source.paused]
         if baseline.missing:
-            return ()
-        return [name for name, source in self._sources.items() if not source.paused]
+            allowed = []
+        self._has_drafters = bool(allowed)
+        return allowed
 
-    def note(self, size: Pass, seconds: float) -> tuple[Drafter, float] | None:
+    def note(self, result: StepResult, seconds: float) -> tuple[Drafter, float] | None:
         """Note a step. Return a drafter's gain, a ratio of times, if it has just been judged."""
+        size = result.size
+        if not size.rows:
+            return None
         baseline = self._baselines.setdefault(size.rows, _Baseline())
-        if not size.drafted:
-            if not size.forced:
-                _average(baseline, seconds)
+        drafter = size.drafter or result.drafter
+        if not (size.drafted or drafter):
+            if not (size.forced or self._has_drafters):
+                baseline.seconds.append(seconds)
+                baseline.missing = max(0, baseline.missing - 1)
             return None
-        if size.drafter is None or not baseline.seconds:
+        if drafter is None or not baseline.seconds:
             return None
-        source = self._sources[size.drafter]
-        source.passes += 1
+        source = self._sources[drafter]
+        source.passes += size.drafted > 0
         source.spent_s += seconds
-        source.worth_s += baseline.seconds * (size.rows + size.accepted) / size.rows
+        source.worth_s += median(baseline.seconds) * (size.rows + size.accepted) / size.rows
         if source.passes < WINDOW:
             return None
         gain = source.worth_s / source.spent_s
-        if gain < 1:
-            paused = _Source(paused=source.pause, pause=min(LONGEST_PAUSE, 2 * source.pause))
-            self._sources[size.drafter] = paused
-        else:
-            self._sources[size.drafter] = _Source()
-        return size.drafter, gain
-
-
-def _average(baseline: _Baseline, seconds: float) -> None:
-    if baseline.seconds:
-        seconds = baseline.seconds + _WEIGHT * (seconds - baseline.seconds)
-    baseline.seconds = seconds
-    baseline.missing = max(0, baseline.missing - 1)
+        pause = min(LONGEST_PAUSE, 2 * source.pause)
+        self._sources[drafter] = _Source(paused=source.pause, pause=pause)
+        if gain >= 1:
+            self._sources[drafter] = _Source()
+        return drafter, gain

@@ -62,7 +62,9 @@ class Layout:
         drafted = min(max_rows, slots + len(self.single))
         drafts = draft_token * (drafted * (max(longest, *self.single, 0) + KV_STEP) + chunk)
         single = sum(kv.of(length + KV_STEP, chunk) for length in self.single)
-        return rectangle + drafts + single + kv.of(chunk)
+        ahead_bytes, ahead_rows = kv.ahead
+        ahead = ahead_bytes * min(ahead_rows, slots + len(self.single))
+        return rectangle + drafts + ahead + single + kv.of(chunk)
 
     def has_buffers(self, costs: RowCosts) -> bool:
         """Return True if no buffer is larger than the device can have."""
@@ -143,8 +145,11 @@ class RowMemory:
         """Return True if there is memory for the model's rows, laid out like this, once what is
         kept of prompts is gone.
         """
-        # Rows that have only grown may take bytes that a model waits for; new rows may not.
-        available = self._budget.free_bytes if has_grown else self._budget.spare_bytes
+        available = self._budget.spare_bytes
+        if has_grown:
+            # They may take bytes that a model waits for, and what is kept in other rooms, which is
+            # freed in the next turns there. New rows wait for both.
+            available = self._budget.free_bytes + self._budget.kept_besides(self.prefixes)
         has_bytes = self._missing_bytes(layout, available) <= 0
         return has_bytes and layout.has_buffers(self._costs)
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
-from gateway.jobs import Function, Grammar
+from gateway.jobs import Calling, Function, Grammar
 from tests.checkpoints import write_chat
 from tests.engine.answers.harness import cut, pushed
 from tests.engine.chat_formats import family, row, said
@@ -166,3 +166,34 @@ def test_the_answer_of_a_grammar_follows_a_budget_in_an_engine(tmp_path: Path, b
     answer = yes_or_no(tmp_path, f"{ANALYSIS}{' and so on' * 20}", budget)
     assert f"Hm.{' and so on' * 20}".startswith(answer.reasoning)
     assert bool(answer.reasoning) == bool(budget)
+
+
+def test_thoughts_end_for_good_where_calls_and_a_form_may_follow(tmp_path: Path) -> None:
+    """A model that would think in every message that it begins thinks in one of them."""
+    template = (
+        "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    )
+    chat = family(write_chat(tmp_path, vocab_size=1040), tokens=TOKENS, template=template)
+    engine = open_engine(tmp_path)
+    hm, *_ = chat.backend.encode(" Hm", add_special_tokens=False).ids
+    headers = ["<|start|>assistant", "<|channel|>", "analysis", "<|message|>"]
+    header = [chat.backend.encode(part, add_special_tokens=False).ids for part in headers]
+    opening = [token for part in header for token in part]
+    written = opening[: len(header[0]) - 1]  # the prompt's end, but for the token that is read last
+
+    def urge(logits: mx.array, tokens: mx.array, _: Any) -> mx.array:
+        if tokens.shape[1] == 1:
+            written.append(int(tokens[0, 0]))
+            begun = [n for n in range(1, len(opening)) if written[-n:] == opening[:n]]
+            logits[:, :, opening[begun[-1]] if begun else hm] += 1000
+        return logits
+
+    watch(engine, after=urge)
+    form = Grammar("choice", json.dumps(["yes", "no"]))
+    calling = Calling(functions=[BOOK])
+    request = job("Hi", max_tokens=60, thinking_budget=3, grammar=form, calling=calling)
+    (answer,) = answers(engine, [request])
+    thought = [*header[1], *header[2]]
+    said = [answer.ids[at : at + len(thought)] for at in range(len(answer.ids))]
+    assert said.count(thought) == 1

@@ -233,6 +233,7 @@ def test_windows_and_states_draft_and_are_drafted_for(
     near = write_chat(tmp_path / "near", **{**kind, "rms_norm_eps": 1e-3, "norm_eps": 1e-3})
     jobs = [(text, {"sampling": GREEDY, "max_tokens": 90}) for text in (*PROMPTS[:3], LONG)]
     plain, drafted = open_engine(base), open_engine(base, PLENTY, 4, draft=near)
+    assert drafted.facts.kv_cost.ahead >= (3 * plain.facts.kv_cost.constant, 4)
     expected, _ = answer_at_random(plain, jobs)
     for _ in range(2):  # the second time prompts are kept
         found, fewer = answer_at_random(drafted, jobs)

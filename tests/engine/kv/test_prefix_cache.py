@@ -242,6 +242,16 @@ def test_models_share_a_room_by_use(plain: Path) -> None:
     assert pool.nbytes == 0
 
 
+def test_a_room_without_a_byte_is_not_closed_to_who_comes_then(plain: Path) -> None:
+    """Nothing is spare while a model waits to load: it keeps prompts once there is."""
+    pool = PrefixPool(PLENTY)
+    pool.limit = 0
+    engine = open_engine(plain, prefixes=pool)
+    pool.limit = PLENTY
+    answers(engine, [bare(BASE)])
+    assert answers(engine, [bare(BASE)])[0].cached_tokens > 0
+
+
 def test_what_of_a_prompt_has_no_room_is_told(folder: Path) -> None:
     """Not that others' prompts took it; of a model that keeps nothing, nothing."""
     engine = open_engine(folder, prefix_cache_bytes=PLENTY)

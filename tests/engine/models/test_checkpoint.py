@@ -11,6 +11,7 @@ from mlx_lm.utils import load_model, quantize_model, save_model
 from benchmarks.loading import load_embedding, load_generation
 from gateway.engine.device import Device
 from gateway.engine.models.checkpoint import Checkpoint, kv_bytes, weights_bytes
+from gateway.engine.models.context import full_attention_share
 from gateway.errors import ModelLoadFailed
 from tests.checkpoints import STATEFUL, write_chat
 
@@ -107,3 +108,16 @@ def test_quantised_weights_without_a_group_size_are_refused(tmp_path: Path) -> N
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelLoadFailed, match=r"config.json does not say the group_size"):
         weights_bytes(checkpoint(folder), Device.CPU, None)
+
+
+@pytest.mark.parametrize(
+    ("config", "share"),
+    [
+        ({}, 1.0),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, 0.5),
+        ({"sliding_window_pattern": 4}, 0.25),
+        ({"full_attention_interval": 4}, 0.25),
+    ],
+)
+def test_a_share_of_the_layers_keeps_every_token(config: dict[str, Any], share: float) -> None:
+    assert full_attention_share(config) == share

@@ -288,6 +288,25 @@ async def test_what_models_with_a_room_of_their_own_keep_is_had_back_for_another
     assert budget.free_bytes == budget.limit_bytes
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+async def test_what_an_idle_model_keeps_gives_way_to_rows_that_grow(rows: int) -> None:
+    """None of them is cut or preempted for it."""
+    budget = Budget(2 * 10**6)
+    keeper, grower = ScriptedChat(prefix_bytes=2000), ScriptedChat(max_context=1000)
+    memories = [RowMemory(budget, costs(answer_tokens=9)) for _ in range(2)]
+    memories[0].note_prefixes(2000)
+    budget.limit_bytes = rows * (150 + KV_STEP) + 2000 + 10
+    async with (
+        Lane() as lane,
+        batching(keeper, memories[0], lane=lane),
+        batching(grower, memories[1], lane=lane) as batcher,
+    ):
+        asked = [asking(batcher, "x" * 130, max_tokens=130) for _ in range(rows)]
+        assert [len(answer) for answer in await asyncio.gather(*asked)] == [130] * rows
+    assert not grower.preempted
+    assert keeper.prefix_bytes < 2000
+
+
 def test_rooms_give_in_turn_and_no_more_than_is_wanted() -> None:
     """The second only what the first has not."""
     budget = Budget(1000)
