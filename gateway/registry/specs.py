@@ -152,7 +152,7 @@ class Sampling(Section):
     """Longest answer, tokens."""
 
 
-class ThinkingBudget(Section):
+class ThinkingBudgets(Section):
     """Tokens of thinking, by the effort that a request asks for."""
 
     default: int | None = Field(default=None, ge=0)
@@ -369,9 +369,9 @@ class ChatSpec(_Spec):
     thinking: bool | None = None
     """Whether the model thinks aloud; absent, its template decides."""
     thinking_budget: Annotated[
-        ThinkingBudget,
-        BeforeValidator(read_thinking_budget, json_schema_input_type=ThinkingBudget | int),
-    ] = Field(default_factory=ThinkingBudget)
+        ThinkingBudgets,
+        BeforeValidator(read_thinking_budget, json_schema_input_type=ThinkingBudgets | int),
+    ] = Field(default_factory=ThinkingBudgets)
     """After how many tokens its thinking is ended; a number stands for `{default: …}`."""
     draft: Name | None = None
     """The id of a smaller chat model with the same tokenizer, whose guesses this one checks several

@@ -74,7 +74,7 @@ class Budget:
 
     @property
     def prefix_bytes(self) -> int:
-        """Return the bytes that are kept of prompts: whoever needs them has them."""
+        """Return the bytes that are kept of prompts, which are freed when others need them."""
         return sum(prefixes.nbytes for prefixes in self.prefixes)
 
     def kept_besides(self, own: "Prefixes") -> int:

@@ -144,14 +144,17 @@ class DecodeBatch:
     def nbytes(self) -> int:
         return cache_nbytes(self.cache)
 
-    def keep_block_ends(self, prefixes: PrefixCache, lengths: abc.Sequence[int]) -> None:
-        """Store each sequence whose KV, of these lengths, has come to the end of a block, if it can
-        be kept only there.
+    def keep_block_ends(
+        self, prefixes: PrefixCache, lengths: abc.Sequence[int] | None = None
+    ) -> None:
+        """Store each sequence whose KV, of these lengths or of just what the contexts have, has
+        come to the end of a block, if it can be kept only there.
 
         To be called before the next pass is launched. The step under way is waited for.
         """
         if not prefixes.needs_block_ends:
             return
+        lengths = lengths or [len(row.context) for row in self.rows]
         for i, (row, end) in enumerate(zip(self.rows, lengths, strict=True)):
             is_growing = end > len(row.job.prompt)
             if end % BLOCK or (is_growing and not prefixes.keeps_growing):
@@ -208,9 +211,12 @@ class DecodeBatch:
         spans = self._places()
         places = mx.array([place for i in indices for place in spans[i]])
         self.tokens, self.finite = self.tokens[places], self.finite[places]
+        had_drafts = any(self.drafts)
         self.rows = [self.rows[i] for i in indices]
         self.drafts = [self.drafts[i] for i in indices]
         filter_layers(self.cache, indices)
+        if had_drafts and not any(self.drafts):  # nobody is left who may go back
+            go_back(self.cache, [0] * len(indices), [0] * len(indices))
         # At once: larger caches are held until then, and the memory counted as free may already be
         # given to new sequences.
         launch([layer.state for layer in self.cache])

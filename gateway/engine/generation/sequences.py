@@ -267,7 +267,7 @@ class Sequences:
         read them: None if it must wait.
         """
         running.check()
-        running.keep_block_ends(self._prefixes, [len(row.context) for row in running.rows])
+        running.keep_block_ends(self._prefixes)
         if not running.can_take_back:
             redraw_unsure(running)
         logits = None

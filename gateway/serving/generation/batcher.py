@@ -246,8 +246,8 @@ class GenerationBatcher:
             if delta.cached_tokens:
                 timings.cached_tokens += delta.cached_tokens
                 metrics.of(metrics.CACHED_TOKENS, name).inc(delta.cached_tokens)
-            metrics.of(metrics.UNKEPT_TOKENS, name).inc(delta.unkept_tokens)
             if delta.unkept_tokens:
+                metrics.of(metrics.UNKEPT_TOKENS, name).inc(delta.unkept_tokens)
                 hint = "see GATEWAY_PREFIX_CACHE_BYTES"
                 self._warn_once("prompt_not_kept", tokens=delta.unkept_tokens, hint=hint)
             checker.add(delta)

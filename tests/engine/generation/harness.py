@@ -168,9 +168,6 @@ class Answer:
         return same and shown == others and self.chosen == pytest.approx(other.chosen, abs=1e-3)
 
 
-Heard = Answer
-
-
 def job(text: str, sampling: Sampling = GREEDY, **more: Any) -> GenerateJob:
     more.setdefault("max_tokens", 24)
     messages = [{"role": "user", "content": text}]
@@ -342,7 +339,7 @@ def compiled(engine: GenerationEngine, grammar: Grammar) -> Compiled:
 
 def answer_at_random(
     engine: GenerationEngine, jobs: abc.Sequence[tuple[str, dict[str, Any]]], seed: int = 0
-) -> tuple[list[Heard], list[Pass]]:
+) -> tuple[list[Answer], list[Pass]]:
     """Let jobs join at random moments; return the answers, and the decode steps."""
     chance = random.Random(seed)
     batch, waiting, rows, passes = Batch(engine), list(jobs), [], []

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from gateway.engine.drafts.prompt_lookup import PromptLookup
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.sequence import Sequence
+from gateway.engine.kv.layers import StatesCache
 from gateway.jobs import Grammar, Pass, Sampling, SequenceParams
 from tests.checkpoints import HYBRID, SLIDING, STATEFUL, write_chat
 from tests.engine.generation.harness import (
@@ -22,8 +23,8 @@ from tests.engine.generation.harness import (
     JOBS,
     PLENTY,
     PROMPTS,
+    Answer,
     Batch,
-    Heard,
     answer_at_random,
     finish,
     job,
@@ -131,9 +132,9 @@ def repeating(folder: Path, speculate_rows: int = 8) -> tuple[GenerationEngine, 
     return engine, replace(row, prompt=[*answer.tokens, *row.prompt])
 
 
-def answer(engine: GenerationEngine, row: SequenceParams) -> tuple[Heard, list[Pass]]:
+def answer(engine: GenerationEngine, row: SequenceParams) -> tuple[Answer, list[Pass]]:
     batch, passes = Batch(engine), []
-    heard = batch.answers[join(engine, row)] = Heard()
+    heard = batch.answers[join(engine, row)] = Answer()
     while batch.is_busy:
         batch.step()
         passes.append(engine.last_pass)
@@ -263,3 +264,31 @@ def test_a_lookup_that_is_wrong_waits_longer_each_time() -> None:
     assert waits == [1, 3, 7, 15, 31, 63, 64, 64]
     lookup.note(context, 1)
     assert lookup.draft(context, 1)
+
+
+def test_who_leaves_with_a_draft_leaves_no_states_to_go_back_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(write_chat(tmp_path, **HYBRID), speculate_rows=8)
+    batch = Batch(engine)
+    drafted, other = (
+        batch.join(text, {"sampling": GREEDY, "max_tokens": 40}) for text in ("Hi", "a b c")
+    )
+    while engine.is_prefilling:
+        batch.hear(engine.prefill(512))
+    assert engine._running is not None
+    prompt = next(row.job.prompt for row in engine._running.rows if row.id == drafted)
+
+    def draft(_: PromptLookup, context: list[int], limit: int) -> list[int]:
+        return [1] * (limit > 0 and context[: len(prompt)] == list(prompt))
+
+    monkeypatch.setattr(PromptLookup, "draft", draft)
+    batch.hear(engine.decode())
+    states = [layer for layer in engine._running.cache if isinstance(layer, StatesCache)]
+    assert states
+    assert all(layer.earlier is not None for layer in states)
+    engine.leave(drafted)
+    assert all(layer.earlier is None for layer in states)
+    while engine.is_decoding:
+        batch.hear(engine.decode())
+    assert batch.answers[other].ends

@@ -42,8 +42,8 @@ from tests.engine.generation.harness import (
     PLENTY,
     PROMPTS,
     SEEDED,
+    Answer,
     Batch,
-    Heard,
     answers,
     bare,
     cached,
@@ -185,7 +185,7 @@ def test_answers_are_mlx_lms_own(plain: Path, bits: int) -> None:
             assert mx.argmax(logits).item() == token
 
 
-def alone(engine: GenerationEngine, text: str, sampling: Sampling, max_tokens: int) -> Heard:
+def alone(engine: GenerationEngine, text: str, sampling: Sampling, max_tokens: int) -> Answer:
     batch = Batch(engine)
     row = batch.join(text, {"sampling": sampling, "max_tokens": max_tokens})
     batch.finish()

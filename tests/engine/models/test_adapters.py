@@ -18,7 +18,7 @@ from gateway.engine.models.adapters import read_adapter
 from gateway.errors import ModelLoadFailed
 from gateway.jobs import Adapter, Sampling
 from tests.checkpoints import merge_adapter, write_adapter, write_chat
-from tests.engine.generation.harness import JOBS, PROMPTS, Batch, Heard, load_adapter, open_engine
+from tests.engine.generation.harness import JOBS, PROMPTS, Answer, Batch, load_adapter, open_engine
 
 GREEDY = Sampling(temperature=0)
 PLENTY = 1 << 30
@@ -48,8 +48,8 @@ class World:
         }
         self.merged[""] = open_engine(self.base)
 
-    def alone(self, asked: Asked) -> Heard:
-        """Heard a job by the merged model, alone."""
+    def alone(self, asked: Asked) -> Answer:
+        """Answer a job by the merged model, alone."""
         name, text, given = asked
         batch = Batch(self.merged[name])
         row = batch.join(text, given)
@@ -84,7 +84,7 @@ def add(engine: GenerationEngine, name: str, folder: Path) -> int:
     return load_adapter(engine, name, folder).number
 
 
-def run(batch: Adapted, jobs: Sequence[Asked]) -> list[Heard]:
+def run(batch: Adapted, jobs: Sequence[Asked]) -> list[Answer]:
     """Hear some jobs together."""
     rows = [batch.ask(job) for job in jobs]
     while batch.is_busy:
