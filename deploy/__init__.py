@@ -1,1 +1,1 @@
-"""What runs the gateway elsewhere: units, a container, boards, and Ray Serve (ray)."""
+"""What runs the gateway elsewhere: units, containers, boards, Ray Serve (ray); and the site."""

@@ -61,6 +61,14 @@ def test_every_page_of_docs_is_linked_from_the_readme() -> None:
             assert f"]({name})" in readme or name == "README.md", name
 
 
+def test_the_versions_that_go_together_are_those_of_the_pins() -> None:
+    page = (ROOT / "docs" / "versioning.md").read_text(encoding="utf-8")
+    told = re.findall(r"^\| ([\w-]+) \| ([\d.]+) \|", page, flags=re.M)
+    pins = (ROOT / "requirements" / "runtime.txt").read_text(encoding="utf-8")
+    assert {"mlx", "mlx-lm"} <= {name for name, _ in told}
+    assert {*told} <= {*re.findall(r"^([\w-]+)==([\d.]+)", pins, flags=re.M)}
+
+
 def test_every_model_key_is_explained() -> None:
     page = (ROOT / "docs" / "models-yaml.md").read_text(encoding="utf-8")
     table = page.partition("| Key | Kinds | Meaning |")[2].partition("\n\n")[0]

@@ -1,0 +1,1 @@
+"""The documentation's site (`make site`): its hooks, and the reference made from /openapi.json."""
