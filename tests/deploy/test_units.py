@@ -2,6 +2,7 @@
 
 import os
 import plistlib
+import re
 import shutil
 import signal
 import subprocess
@@ -120,6 +121,25 @@ def test_launchd_is_told_of_success_where_no_restart_helps(
     """It starts again whatever has failed, and a wrong setting stays wrong."""
     with launched(f'[ "$*" = serve ] && exit {status}; exit 99', tmp_path) as supervised:
         assert supervised.wait(20) == told
+
+
+def test_what_docs_say_of_each_status_is_what_the_units_do(tmp_path: Path) -> None:
+    """A process that a signal ended has, for the shell between, 128 and the signal's number."""
+    page = (DEPLOY.parent / "docs" / "reliability.md").read_text(encoding="utf-8")
+    table = page.partition("\n## What the supervisor does\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (\d+|killed by .*?\)) \|.*\| (.*?) \|$", table, re.MULTILINE)
+    told = {
+        int(status): action.startswith("Restart")
+        for cell, action in rows
+        for status in re.findall(r"\d+", cell.partition("(")[2] or cell)
+    }
+    assert {status for status, restarts in told.items() if not restarts} == {0, 2}
+    assert {1, 70, 137} <= told.keys()
+    prevented = {0, *map(int, options()["RestartPreventExitStatus"])}
+    for status, restarts in told.items():
+        assert (status not in prevented) == restarts
+        with launched(f"exit {status}", tmp_path) as supervised:
+            assert (supervised.wait(20) != 0) == restarts
 
 
 def test_launchds_signals_reach_the_gateway(tmp_path: Path) -> None:
