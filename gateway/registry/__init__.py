@@ -12,7 +12,7 @@ names        the nearest valid name, for messages about an unknown one
 """
 
 from gateway.registry.catalog import Catalog, Changes, Resolved, load_alike
-from gateway.registry.models_yaml import Reading, load_catalog, read_models
+from gateway.registry.models_yaml import Entries, Reading, load_catalog, read_models
 from gateway.registry.schema import json_schema
 from gateway.registry.sources import (
     HubSource,
@@ -22,6 +22,7 @@ from gateway.registry.sources import (
     is_gguf,
     package_folder,
     parse_source,
+    stays_inside,
 )
 from gateway.registry.specs import (
     Alias,
@@ -42,6 +43,7 @@ __all__ = [
     "ChatSpec",
     "EmbeddingBatching",
     "EmbeddingSpec",
+    "Entries",
     "HubSource",
     "ModelSpec",
     "PackageSource",
@@ -58,4 +60,5 @@ __all__ = [
     "package_folder",
     "parse_source",
     "read_models",
+    "stays_inside",
 ]
