@@ -28,6 +28,7 @@ from gateway.engine.hub import (
     blobs_of,
     cause,
     list_repository,
+    require_download,
     room_needed,
     wanted_files,
 )
@@ -67,8 +68,9 @@ def look(source: HubSource, hub: Hub, model: str) -> Offer:
     known.
     """
     try:
+        require_download(source, hub, model)
         return _look(source, hub, model)
-    except ModelRefused:
+    except (ModelRefused, ModelUnavailable):
         raise
     except Exception as error:
         raise ModelUnavailable(model, cause(source, error)) from error
