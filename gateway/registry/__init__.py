@@ -12,7 +12,7 @@ names        the nearest valid name, for messages about an unknown one
 """
 
 from gateway.registry.catalog import Catalog, Changes, Resolved, load_alike
-from gateway.registry.models_yaml import Reading, load_catalog, read_models
+from gateway.registry.models_yaml import Entries, Reading, load_catalog, read_models
 from gateway.registry.schema import json_schema
 from gateway.registry.sources import (
     HubSource,
@@ -22,6 +22,8 @@ from gateway.registry.sources import (
     is_gguf,
     package_folder,
     parse_source,
+    source_id,
+    stays_inside,
 )
 from gateway.registry.specs import (
     Alias,
@@ -33,6 +35,7 @@ from gateway.registry.specs import (
     RerankSpec,
     Sampling,
 )
+from gateway.registry.variables import kind_variable
 
 __all__ = [
     "Alias",
@@ -42,6 +45,7 @@ __all__ = [
     "ChatSpec",
     "EmbeddingBatching",
     "EmbeddingSpec",
+    "Entries",
     "HubSource",
     "ModelSpec",
     "PackageSource",
@@ -53,9 +57,12 @@ __all__ = [
     "Source",
     "is_gguf",
     "json_schema",
+    "kind_variable",
     "load_alike",
     "load_catalog",
     "package_folder",
     "parse_source",
     "read_models",
+    "source_id",
+    "stays_inside",
 ]
