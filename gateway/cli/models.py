@@ -1,10 +1,11 @@
-"""The commands about models.yaml and its models' files: check, config, models, pull and schema."""
+"""The commands about models.yaml and its models' files."""
 
 import json
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -28,6 +29,7 @@ from gateway.settings import (
     explain,
     load_settings,
     origin,
+    shipped_models_file,
     strays,
     variables,
 )
@@ -97,6 +99,19 @@ def _is_secret(word: str) -> bool:
     return word in _SECRET or (word != "TOKENS" and word.removesuffix("S") in _SECRET)
 
 
+def init() -> None:
+    """Write the models.yaml that the gateway comes with into this folder, to be edited."""
+    file = Path("models.yaml")
+    try:
+        with file.open("x", encoding="utf-8") as own:
+            own.write(shipped_models_file().read_text(encoding="utf-8"))
+    except FileExistsError:
+        fail(f"{file} is here already, and stays as it is.")
+    except OSError as error:
+        fail(f"{file} could not be written: {error.strerror}")
+    print(f"Wrote {file}. `mlx-gateway serve` reads it here; `mlx-gateway check` validates it.")
+
+
 def models(models: ModelsFile = None) -> None:
     """List the models: id, kind, aliases, source, whether they are on disk, and their size."""
     settings = load_settings({"models": models})
@@ -162,7 +177,7 @@ def _needed(spec: ModelSpec, speculate_rows: int) -> Iterator[ModelSpec]:
 
 def _fetch(spec: ModelSpec, hub: "Hub") -> None:
     """Download one model, and print where it is."""
-    if isinstance(spec.source, HubSource):
+    if isinstance(spec.source, HubSource) and not lazy.hub.is_installed(spec.source):
         total = lazy.hub.ask_hub(spec, hub)
         with _progress(spec.id, total, lambda: lazy.hub.fetched_bytes(spec, hub)):
             lazy.hub.download(spec, hub)

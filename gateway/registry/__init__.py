@@ -19,8 +19,10 @@ from gateway.registry.sources import (
     PackageSource,
     PathSource,
     Source,
+    install_command,
     is_gguf,
     package_folder,
+    packaged,
     parse_source,
 )
 from gateway.registry.specs import (
@@ -51,11 +53,13 @@ __all__ = [
     "Resolved",
     "Sampling",
     "Source",
+    "install_command",
     "is_gguf",
     "json_schema",
     "load_alike",
     "load_catalog",
     "package_folder",
+    "packaged",
     "parse_source",
     "read_models",
 ]
