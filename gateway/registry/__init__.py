@@ -12,7 +12,7 @@ names        the nearest valid name, for messages about an unknown one
 """
 
 from gateway.registry.catalog import Catalog, Changes, Resolved, load_alike
-from gateway.registry.models_yaml import Reading, load_catalog, read_models
+from gateway.registry.models_yaml import Entries, Reading, load_catalog, read_models
 from gateway.registry.schema import json_schema
 from gateway.registry.sources import (
     HubSource,
@@ -24,6 +24,7 @@ from gateway.registry.sources import (
     package_folder,
     packaged,
     parse_source,
+    stays_inside,
 )
 from gateway.registry.specs import (
     Alias,
@@ -44,6 +45,7 @@ __all__ = [
     "ChatSpec",
     "EmbeddingBatching",
     "EmbeddingSpec",
+    "Entries",
     "HubSource",
     "ModelSpec",
     "PackageSource",
@@ -62,4 +64,5 @@ __all__ = [
     "packaged",
     "parse_source",
     "read_models",
+    "stays_inside",
 ]

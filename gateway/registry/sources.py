@@ -125,14 +125,14 @@ def parse_source(text: str, folder: Path) -> Source:
             raise ValueError(f"{shorten(text)!r} is no path: {reason}") from None
     if scheme == "hub":
         match = _HUB.fullmatch(rest)
-        if not match or not _stays_inside(match["file"] or ""):
+        if not match or not stays_inside(match["file"] or ""):
             raise ValueError(
                 f"{text!r} should read hub:org/name or hub:org/name/file.gguf, "
                 "and may end in @revision"
             )
         return HubSource(match["repo"], match["revision"], match["file"])
     match = _PACKAGE.fullmatch(rest)
-    if not match or not _stays_inside(match["inside"] or ""):
+    if not match or not stays_inside(match["inside"] or ""):
         raise ValueError(f"{text!r} should read package:module/folder, without dots")
     return PackageSource(match["module"], match["inside"] or "")
 
@@ -142,7 +142,8 @@ def is_gguf(name: str) -> bool:
     return name.lower().endswith(".gguf")
 
 
-def _stays_inside(path: str) -> bool:
+def stays_inside(path: str) -> bool:
+    """Return True if a path with slashes leads nowhere outside of where it begins."""
     return not path or not {"", ".", ".."} & set(path.split("/"))
 
 
