@@ -162,7 +162,7 @@ dist: setup-dev ## Build wheel and sdist into dist/, and serve from each (minute
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist .
 	$(BIN)/python -m twine check --strict dist/*
-	$(BIN)/python -m pytest tests/test_dist.py -m dist
+	NEWER=$(NEWER) $(BIN)/python -m pytest tests/test_dist.py -m dist
 
 bench: setup ## Measure the project's targets (a quarter of an hour; three minutes with ARGS=--quick)
 	$(BIN)/python -m benchmarks.targets $(ARGS)

@@ -22,6 +22,7 @@ class FakeHub:
     `delay_s` holds answers up, and `status` replaces them: of paths that contain `slow_only` and
     `status_only`. Of weights that are asked for, `cuts` says how many bytes come before the
     connection breaks, a number for each time; `gate` is passed before the second half is sent.
+    `commit` is what it calls every revision in its listing, instead of the one that it serves.
     """
 
     def __init__(self, repos: dict[str, Path]) -> None:
@@ -33,6 +34,7 @@ class FakeHub:
         self.status: int | None = None
         self.status_only = ""
         self.cuts: list[int] = []
+        self.commit = ""
         self.half_sent, self.gate = threading.Event(), threading.Event()
         self.gate.set()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -63,10 +65,11 @@ class FakeHub:
             if path.startswith((f"/api/models/{repo}/tree/",)):
                 return _json(_tree(folder))
             if path.startswith(f"/api/models/{repo}"):
-                return _json(_info(repo, folder))
+                asked = path.rpartition("/revision/")[2]
+                return _json(_info(repo, folder, self.commit or _commit(asked)))
             if path.startswith(f"/{repo}/resolve/"):
-                name = path.removeprefix(f"/{repo}/resolve/").partition("/")[2]
-                return _part(_file(folder / name), wanted)
+                asked, _, name = path.removeprefix(f"/{repo}/resolve/").partition("/")
+                return _part(_file(folder / name, _commit(asked)), wanted)
         return 404, {"x-error-code": "RepoNotFound"}, b"{}"
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
@@ -118,12 +121,19 @@ def _files(folder: Path) -> dict[str, Path]:
     return {str(file.relative_to(folder)): file for file in files}
 
 
-def _info(repo: str, folder: Path) -> dict[str, object]:
+def _commit(revision: str) -> str:
+    """Give the commit of a revision, which is its own if it is one."""
+    if re.fullmatch("[0-9a-f]{40}", revision):
+        return revision
+    return COMMIT
+
+
+def _info(repo: str, folder: Path, commit: str = COMMIT) -> dict[str, object]:
     siblings = [
         {"rfilename": name, "size": file.stat().st_size, "blobId": "0" * 40, **_lfs(file)}
         for name, file in _files(folder).items()
     ]
-    return {"_id": "1", "id": repo, "modelId": repo, "sha": COMMIT, "siblings": siblings}
+    return {"_id": "1", "id": repo, "modelId": repo, "sha": commit, "siblings": siblings}
 
 
 def _tree(folder: Path) -> list[dict[str, object]]:
@@ -152,10 +162,10 @@ def _etag(file: Path) -> str:
     return hashlib.sha1(file.read_bytes()).hexdigest()
 
 
-def _file(file: Path) -> Answer:
+def _file(file: Path, commit: str) -> Answer:
     if not file.is_file():
         return 404, {"x-error-code": "EntryNotFound"}, b""
-    headers = {"etag": f'"{_etag(file)}"', "x-repo-commit": COMMIT}
+    headers = {"etag": f'"{_etag(file)}"', "x-repo-commit": commit}
     return 200, headers, file.read_bytes()
 
 

@@ -3,7 +3,9 @@
 import email.message
 import email.parser
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -11,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,9 @@ import pytest
 
 import gateway
 from gateway.api.dashboard import FILES
+from gateway.registry import HubSource, load_catalog, package_folder
+from gateway.settings import shipped_models_file
+from tests.fake_hub import FakeHub
 from tests.processes import ROOT, Served, started
 
 pytestmark = pytest.mark.dist
@@ -33,22 +38,26 @@ CHAT = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[*KINDS, "wheel on a newer Python"])
 def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The programs of an empty environment into which pip installed one of the two."""
-    folder: Path = tmp_path_factory.mktemp(request.param)
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    _pip(folder / "bin", str(DIST / KINDS[request.param]))
+    kind, _, is_newer = request.param.partition(" ")
+    python = sys.executable
+    if is_newer:
+        python = os.environ.get("NEWER", "python3.13")
+        if shutil.which(python) is None:
+            pytest.skip(f"{python} is not installed")
+    folder: Path = tmp_path_factory.mktemp(kind)
+    subprocess.run([python, "-m", "venv", folder], check=True)
+    _pip(folder / "bin", str(DIST / KINDS[kind]))
     return folder / "bin"
 
 
-@pytest.fixture(scope="module")
-def serving(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """It serves what it carries, from a folder that is empty; no model is there yet."""
+def _serving(installed: Path, folder: Path, hub: str) -> AbstractContextManager[Served]:
+    """Serve what was installed, from a folder that is empty."""
     command = [str(installed / "mlx-gateway"), "serve"]
-    folder = tmp_path_factory.mktemp("serving")
-    with started(command, folder, PYTHONPATH="") as served:
-        yield served
+    place = {"GATEWAY_HUB_ENDPOINT": hub, "GATEWAY_HUB_CACHE": str(folder / "cache")}
+    return started(command, folder, PYTHONPATH="", **place)
 
 
 def test_the_wheel_holds_the_package_and_nothing_beside_it() -> None:
@@ -78,19 +87,39 @@ def test_its_metadata_says_what_it_is() -> None:
     assert "pytest" not in str(said.get_all("Requires-Dist"))
 
 
-def test_both_models_are_named_with_the_command_that_adds_them(
-    serving: Served, installed: Path
-) -> None:
+def test_both_models_come_from_the_hub(installed: Path, tmp_path: Path) -> None:
+    """Without a clone, a models.yaml or a package of weights."""
+    repos = {}
+    for name in ("all-minilm-l6-v2", "smollm2-135m"):
+        source = load_catalog(shipped_models_file(), {}).resolve(name).spec.source
+        assert isinstance(source, HubSource)
+        assert source.package is not None
+        files = package_folder(source.package.module)
+        assert files is not None, "the tests' own environment has the weights"
+        repos[source.repo] = files / source.package.inside if source.file is None else files
+    with FakeHub(repos).serving() as hub, _serving(installed, tmp_path, hub.url) as served:
+        _require_answers(served.url)
+        log = served.log.read_text()
+    assert log.count('"event":"model_download"') >= 2
+    assert {file.name for file in tmp_path.iterdir()} == {"cache", "log"}
+
+
+def test_without_a_hub_the_command_that_adds_them_is_named(installed: Path, tmp_path: Path) -> None:
     """And half a minute after these commands both answer, without a restart."""
-    for path, body in (("embeddings", EMBEDDINGS), ("chat/completions", CHAT)):
-        status, answer = _post(f"{serving.url}/v1/{path}", body)
-        assert status == 503
-        command = re.search(r"Run: pip install (--no-deps [\w-]+)", answer["error"]["message"])
-        assert command, answer
-        _pip(installed, *command[1].split())
-    vectors = _answer(f"{serving.url}/v1/embeddings", EMBEDDINGS)
+    with _serving(installed, tmp_path, "http://127.0.0.1:9") as served:
+        for path, body in (("embeddings", EMBEDDINGS), ("chat/completions", CHAT)):
+            status, answer = _post(f"{served.url}/v1/{path}", body)
+            assert status == 503
+            command = re.search(r"Run: pip install (--no-deps [\w-]+)", answer["error"]["message"])
+            assert command, answer
+            _pip(installed, *command[1].split())
+        _require_answers(served.url)
+
+
+def _require_answers(url: str) -> None:
+    vectors = _answer(f"{url}/v1/embeddings", EMBEDDINGS)
     assert len(vectors["data"][0]["embedding"]) == 384
-    answer = _answer(f"{serving.url}/v1/chat/completions", CHAT)
+    answer = _answer(f"{url}/v1/chat/completions", CHAT)
     assert "Paris" in answer["choices"][0]["message"]["content"]
 
 

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 log = logs.get("engines")
 
 RENDER_S: Final = 5.0  # an ordinary conversation takes a millisecond
+PROGRESS_S: Final = 5.0  # between two lines of the log about a download
 # The stack of all threads started later, such as those that compile grammars, and the lane, which
 # builds matchers again. The sandbox has a quarter of it, so a grammar that does not overflow its
 # stack does not overflow these either.
@@ -164,11 +165,19 @@ class MlxEngines:
                 f"the hub did not answer within {self._hub.timeout_s:g} seconds.",
             ) from None
         log.info("model_download", model=spec.id, source=str(spec.source))
+        telling = asyncio.create_task(self._tell_percents(spec))
         try:
             return await run_in_daemon_thread(download, spec, self._hub)
         finally:
+            telling.cancel()
             # A download for an earlier spec of this id may have removed it.
             self._sizes.pop(spec.id, None)
+
+    async def _tell_percents(self, spec: ModelSpec) -> None:
+        while True:
+            await asyncio.sleep(PROGRESS_S)
+            percent = await run_in_daemon_thread(self.fetched_percent, spec)
+            log.info("model_download", model=spec.id, percent=percent)
 
     async def digest(self, spec: ChatSpec, files: Path) -> str:
         """Return a digest of all that a self-test depends on; raises ModelLoadFailed."""

@@ -1,7 +1,7 @@
 """The command line: a function for each command, of the same name.
 
 serve      the gateway itself, until it is stopped
-models     check, config, models, pull and schema: models.yaml, and the files of its models
+models     check, config, init, models, pull and schema: models.yaml, and the files of its models
 doctor     checks the machine, by a function each, or with --engine the models
 probe      a process for doctor's facts that need mlx
 bench      measures a server
@@ -36,6 +36,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     models.config,
     launch.connect,
     doctor.doctor,
+    models.init,
     launch.launch,
     models.models,
     models.pull,

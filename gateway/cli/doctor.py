@@ -36,8 +36,8 @@ from gateway.registry import (
     Catalog,
     ChatSpec,
     ModelSpec,
-    PackageSource,
     load_catalog,
+    packaged,
     read_models,
 )
 from gateway.settings import Settings, SettingsInvalid, load_settings, strays, variables
@@ -108,9 +108,7 @@ def choose(specs: Iterable[ModelSpec], is_here: Callable[[ModelSpec], bool]) -> 
     first: dict[str, ModelSpec] = {}
     # An adapter is no model by itself.
     whole = [spec for spec in specs if not isinstance(spec, ChatSpec) or spec.base is None]
-    for spec in sorted(
-        whole, key=lambda spec: (not isinstance(spec.source, PackageSource), not is_here(spec))
-    ):
+    for spec in sorted(whole, key=lambda spec: (not packaged(spec.source), not is_here(spec))):
         first.setdefault(spec.kind, spec)
     return [first[kind] for kind in sorted(first, reverse=True)]
 

@@ -1,4 +1,4 @@
-"""The commands about models.yaml and its models' files: check, config, models, pull and schema."""
+"""The commands about models.yaml and its models' files."""
 
 import json
 import sys
@@ -30,6 +30,7 @@ from gateway.settings import (
     explain,
     load_settings,
     origin,
+    shipped_models_file,
     strays,
     variables,
 )
@@ -104,6 +105,19 @@ def _of_models(reading: Reading) -> Iterator[tuple[str, str, str]]:
 
 def _is_secret(word: str) -> bool:
     return word in _SECRET or (word != "TOKENS" and word.removesuffix("S") in _SECRET)
+
+
+def init() -> None:
+    """Write the models.yaml that the gateway comes with into this folder, to be edited."""
+    file = Path("models.yaml")
+    try:
+        with file.open("x", encoding="utf-8") as own:
+            own.write(shipped_models_file().read_text(encoding="utf-8"))
+    except FileExistsError:
+        fail(f"{file} is here already, and stays as it is.")
+    except OSError as error:
+        fail(f"{file} could not be written: {error.strerror}")
+    print(f"Wrote {file}. `mlx-gateway serve` reads it here; `mlx-gateway check` validates it.")
 
 
 def models(
@@ -195,7 +209,7 @@ def _needed(spec: ModelSpec, speculate_rows: int) -> Iterator[ModelSpec]:
 
 def fetch(spec: ModelSpec, hub: "Hub") -> Path:
     """Download one model, and return where it is."""
-    if isinstance(spec.source, HubSource):
+    if isinstance(spec.source, HubSource) and not lazy.hub.is_installed(spec.source):
         total = lazy.hub.ask_hub(spec, hub)
         with _progress(spec.id, total, lambda: lazy.hub.fetched_bytes(spec, hub)):
             lazy.hub.download(spec, hub)

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 
 from gateway import __version__
 from gateway.logs import human_bytes
-from gateway.registry import ModelSpec, PackageSource
+from gateway.registry import ModelSpec, packaged
 
 State = Literal["ok", "warn", "fail", "skip"]
 
@@ -200,9 +200,9 @@ class Report:
             measured = {finding.check: finding.measured for finding in model.findings}
             dtype = measured.get("load", {}).get("dtype", "unknown")
             # An id may be a user's own; the name of a package is not.
-            source, name = model.spec.source, "own model"
-            if isinstance(source, PackageSource):
-                name = source.module
+            package, name = packaged(model.spec.source), "own model"
+            if package is not None:
+                name = package.module
             for unit, rates in measured.get("speed", {}).items():
                 for rows, rate in rates.items():
                     streams = "1 stream" if rows == "1" else f"{rows} streams"

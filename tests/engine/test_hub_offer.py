@@ -100,8 +100,8 @@ def test_a_listing_that_lies_is_refused(
 ) -> None:
     honest = fake_hub._info
 
-    def lying(repo: str, folder: Path) -> dict[str, object]:
-        info = honest(repo, folder)
+    def lying(repo: str, folder: Path, commit: str) -> dict[str, object]:
+        info = honest(repo, folder, commit)
         siblings: Any = info["siblings"]
         others = [file for file in siblings if file["rfilename"] != lie["rfilename"]]
         return {**info, "siblings": [*others, lie]}

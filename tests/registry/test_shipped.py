@@ -48,5 +48,5 @@ def test_rerank_models_are_valid_once_their_hash_is_deleted(tmp_path: Path) -> N
 
 
 def test_the_shipped_file_fits_on_a_page() -> None:
-    assert len(SHIPPED.read_text().splitlines()) < 80
+    assert len(SHIPPED.read_text().splitlines()) < 130
     assert "${" not in SHIPPED.read_text()

@@ -18,6 +18,7 @@ from gateway.registry import HubSource, PackageSource, PathSource, package_folde
         ("package:module/a/b", PackageSource("module", "a/b")),
         ("package:module", PackageSource("module", "")),
         ("hub:org/name/x.gguf", HubSource("org/name", None, "x.gguf")),
+        ("package:m/a , hub:org/n@v", HubSource("org/n", "v", package=PackageSource("m", "a"))),
         ("hub:org/name/a b/x-Q4_K_M.GGUF@v1", HubSource("org/name", "v1", "a b/x-Q4_K_M.GGUF")),
         ("hub:org/name.gguf", HubSource("org/name.gguf")),
         ("path:../x.gguf", PathSource(Path("/models/x.gguf"))),
