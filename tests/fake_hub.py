@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -22,6 +23,7 @@ class FakeHub:
     `delay_s` holds answers up, and `status` replaces them: of paths that contain `slow_only` and
     `status_only`. Of weights that are asked for, `cuts` says how many bytes come before the
     connection breaks, a number for each time; `gate` is passed before the second half is sent.
+    `says` replaces some of what is said of a repository.
     """
 
     def __init__(self, repos: dict[str, Path]) -> None:
@@ -33,6 +35,7 @@ class FakeHub:
         self.status: int | None = None
         self.status_only = ""
         self.cuts: list[int] = []
+        self.says: dict[str, dict[str, Any]] = {}
         self.half_sent, self.gate = threading.Event(), threading.Event()
         self.gate.set()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -63,7 +66,7 @@ class FakeHub:
             if path.startswith((f"/api/models/{repo}/tree/",)):
                 return _json(_tree(folder))
             if path.startswith(f"/api/models/{repo}"):
-                return _json(_info(repo, folder))
+                return _json({**_info(repo, folder), **self.says.get(repo, {})})
             if path.startswith(f"/{repo}/resolve/"):
                 name = path.removeprefix(f"/{repo}/resolve/").partition("/")[2]
                 return _part(_file(folder / name), wanted)
