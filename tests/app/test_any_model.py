@@ -170,13 +170,16 @@ async def test_downloads_wait_for_one_another_and_a_key_has_one(
         await until(lambda: len(hub.ranges) == 2)  # it goes on though its client has left
 
 
-async def test_a_pull_without_events_answers_at_its_end(client: httpx2.AsyncClient) -> None:
-    for _ in range(2):  # the second finds it on the disk
-        body = {"model": "hub:else/a", "stream": False}  # which no pattern allows to callers
-        answer = await client.post("/admin/models/pull", json=body, headers=ADMIN)
-        assert answer.json()["status"] == "success"
-    assert "else/a" in await listed(client)
-    assert (await ask(client, "else/a")).status_code == 200
+async def test_a_pull_without_events_answers_at_its_end_and_counts_to_no_rate(
+    hub: FakeHub, tmp_path: Path
+) -> None:
+    async with serving(hub, tmp_path, requests_per_minute=1) as client:
+        for _ in range(2):  # the second finds it on the disk
+            body = {"model": "hub:else/a", "stream": False}  # which no pattern allows to callers
+            answer = await client.post("/admin/models/pull", json=body, headers=ADMIN)
+            assert answer.json()["status"] == "success"
+        assert "else/a" in await listed(client)
+        assert (await ask(client, "else/a")).status_code == 200
 
 
 async def test_what_is_wrong_with_a_pull_is_an_answer_or_an_event(

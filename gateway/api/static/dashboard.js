@@ -278,7 +278,8 @@ find("#pull").addEventListener("submit", async (event) => {
   const [field, result] = [form.elements.model, find(".result", form)];
   find("button", form).disabled = true;
   try {
-    for await (const pull of pullModel(field.value.trim())) say(result, progress(pull));
+    say(result, "");
+    for await (const pull of pullModel(field.value.trim())) if (pull.status === "success") say(result, progress(pull));
     field.value = "";
   } catch (error) {
     say(result, error.message);

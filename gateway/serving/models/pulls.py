@@ -131,7 +131,7 @@ class Pulls:
             nbytes = max(0, self._store.fetched(spec).completed - before)
             metrics.of(metrics.PULLED_BYTES, key).inc(nbytes)
             seconds = round(clock.now() - started, 2)
-            log.info("model_pulled", model=spec.id, key=key, bytes=nbytes, seconds=seconds)
+            log.info("pull_ended", model=spec.id, key=key, bytes=nbytes, seconds=seconds)
 
     async def __aenter__(self) -> "Pulls":
         return self
