@@ -204,8 +204,10 @@ class ModelNotFound(RequestError):
     status = HTTPStatus.NOT_FOUND
     code = "model_not_found"
 
-    def __init__(self, name: str, nearest: str | None = None) -> None:
+    def __init__(self, name: str, nearest: str | None = None, patterns: Sequence[str] = ()) -> None:
         hint = f" Did you mean `{nearest}`?" if nearest else ""
+        if patterns:
+            hint = f" Others that may be named here: {', '.join(patterns)}."
         super().__init__(
             f"The model `{shorten(name)}` does not exist or you do not have access to it.{hint}",
             param="model",
@@ -359,6 +361,16 @@ class InsufficientMemory(GatewayError):
         super().__init__(
             f"The model `{model}` does not fit in memory: {reason}", should_retry=False
         )
+
+
+class InsufficientDisk(GatewayError):
+    """The model's files would leave less room on the disk than is to stay: it has the bytes."""
+
+    status = HTTPStatus.INSUFFICIENT_STORAGE
+    code = "insufficient_disk"
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(f"The model `{model}` is not fetched: {reason}", should_retry=False)
 
 
 class PromptTooLarge(GatewayError):

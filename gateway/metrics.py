@@ -120,6 +120,11 @@ QUEUE_TOKENS = Gauge("gateway_queue_tokens", "Tokens of requests waiting or runn
 QUEUE_TOKENS_LIMIT = Gauge("gateway_queue_tokens_limit", "Limit of queued tokens.", ["model"])
 MODELS_LOADED = Gauge("gateway_models_loaded", "Models held in the cache.")
 MODEL_LOADS = Counter("gateway_model_loads", "Loads by outcome.", ["model", "outcome"])
+PULLED_BYTES = Counter(
+    "gateway_pulled_bytes",
+    "Bytes of models that were downloaded, by the key they count to.",
+    ["key"],
+)
 EVICTIONS = Counter("gateway_model_evictions", "Models freed to make room.", ["model"])
 LANE_WAIT = Histogram("gateway_lane_wait_seconds", "Device waited for.", ["kind"], buckets=_SECONDS)
 LANE_HOLD = Histogram("gateway_lane_hold_seconds", "Device in use.", ["kind"], buckets=_SECONDS)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -22,7 +23,7 @@ class FakeHub:
     `delay_s` holds answers up, and `status` replaces them: of paths that contain `slow_only` and
     `status_only`. Of weights that are asked for, `cuts` says how many bytes come before the
     connection breaks, a number for each time; `gate` is passed before the second half is sent.
-    `commit` is what it calls every revision in its listing, instead of the one that it serves.
+    `says` replaces some of what is said of a repository.
     """
 
     def __init__(self, repos: dict[str, Path]) -> None:
@@ -34,7 +35,7 @@ class FakeHub:
         self.status: int | None = None
         self.status_only = ""
         self.cuts: list[int] = []
-        self.commit = ""
+        self.says: dict[str, dict[str, Any]] = {}
         self.half_sent, self.gate = threading.Event(), threading.Event()
         self.gate.set()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -66,7 +67,7 @@ class FakeHub:
                 return _json(_tree(folder))
             if path.startswith(f"/api/models/{repo}"):
                 asked = path.rpartition("/revision/")[2]
-                return _json(_info(repo, folder, self.commit or _commit(asked)))
+                return _json({**_info(repo, folder, _commit(asked)), **self.says.get(repo, {})})
             if path.startswith(f"/{repo}/resolve/"):
                 asked, _, name = path.removeprefix(f"/{repo}/resolve/").partition("/")
                 return _part(_file(folder / name, _commit(asked)), wanted)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from gateway.app.loading import Size
-from gateway.errors import BadRequest, ContextLengthExceeded, Fault, PassFault
+from gateway.errors import BadRequest, ContextLengthExceeded, Fault, ModelUnavailable, PassFault
 from gateway.jobs import (
     Adapter,
     Caller,
@@ -40,6 +40,8 @@ from gateway.jobs import (
     Verdict,
 )
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
+from gateway.serving.models.named import Candidate
+from gateway.serving.models.pulls import Fetched
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine, RerankEngine
 
 FAR = 1e12  # a deadline beyond every test
@@ -554,8 +556,14 @@ class ScriptedEngines:
     async def import_for(self, specs: Iterable[ModelSpec]) -> None:
         self.imported |= {spec.id for spec in specs}
 
-    async def files(self, spec: ModelSpec) -> Path:
+    async def find(self, spec: ModelSpec) -> Path | None:
         return Path()
+
+    async def files(self, spec: ModelSpec, *, is_pull: bool = False) -> Path:
+        return Path()
+
+    async def offer(self, repo: str, is_pull: bool) -> Candidate:
+        raise ModelUnavailable(repo, "no hub is scripted.")
 
     async def size(self, spec: ModelSpec, folder: Path) -> Size:
         return Size(self.sizes.get(spec.id, 1))
@@ -563,8 +571,8 @@ class ScriptedEngines:
     async def digest(self, spec: ChatSpec, folder: Path) -> str:
         return f"digest-of-{spec.id}"
 
-    def fetched_percent(self, spec: ModelSpec) -> int | None:
-        return None
+    def fetched(self, spec: ModelSpec) -> Fetched:
+        return Fetched(0)
 
     def embedding(
         self, spec: EmbeddingSpec, folder: Path

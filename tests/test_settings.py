@@ -113,6 +113,22 @@ def test_listening_beyond_loopback_needs_keys(bind: str, monkeypatch: pytest.Mon
     assert load_settings({"host": bind}).host == bind
 
 
+@pytest.mark.parametrize("bind", ["0.0.0.0", "127.0.0.1,192.168.1.2"])
+def test_any_model_needs_keys_or_loopback(bind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever says that nobody else needs a key."""
+    given = {"any_model": "org/*,other/one-*", "bind": bind, "allow_unauthenticated": True}
+    (said,) = problems(**given)
+    assert "GATEWAY_ANY_MODEL" in said
+    assert load_settings({**given, "bind": "localhost"}).any_model == ("org/*", "other/one-*")
+    monkeypatch.setenv("GATEWAY_API_KEYS", "k")
+    assert load_settings(given).any_model
+
+
+@pytest.mark.parametrize("pattern", ["org", "org/", "/*", "a/b/c", "../*/x", "https://hub/org"])
+def test_a_pattern_that_no_repository_fits_is_refused(pattern: str) -> None:
+    assert problems(any_model=pattern)
+
+
 def test_what_is_not_known_to_be_local_is_open() -> None:
     """Names and inherited sockets may lead anywhere."""
     local = ["127.0.0.1:80", "127.8.8.8", "localhost:1", "[::1]:80", "::1", "unix:/run/x.sock"]

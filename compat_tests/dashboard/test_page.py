@@ -6,12 +6,15 @@ import threading
 import urllib.error
 import urllib.request
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from compat_tests.dashboard.conftest import ADMIN, HOSTILE, looking, serve
 from compat_tests.dashboard.harness import QUESTION, ask, chat, metrics, soon
+from tests.fake_hub import FakeHub
+from tests.processes import ROOT
 
 TEXTS = ["A dog in the park.", "A puppy on the grass."]
 
@@ -115,6 +118,39 @@ def test_a_model_is_loaded_unloaded_and_pinned(page: Any, url: str) -> None:
     row.get_by_role("button", name="load all-minilm-l6-v2", exact=True).click()
     row.locator("[data-is=loaded]").wait_for()
     ask(url, "/v1/embeddings", {"model": "all-minilm-l6-v2", "input": TEXTS})
+
+
+def test_a_model_is_downloaded_by_name(browser: Any, tmp_path: Path) -> None:
+    """Its progress is seen also by who did not ask, and what is wrong with a name is said."""
+    with FakeHub({"org/demo": ROOT / "demo" / "chat"}).serving() as hub:
+        hub.gate.clear()
+        given = {"GATEWAY_HUB_ENDPOINT": hub.url, "GATEWAY_DISK_RESERVE_BYTES": "0"}
+        with (
+            serve(tmp_path, **given) as url,
+            looking(browser, url, ADMIN) as page,
+            looking(browser, url) as other,
+        ):
+            form = page.locator("#pull")
+            form.get_by_label("Model to download").fill("hub:org/demo")
+            form.get_by_role("button").click()
+            for each in (page, other):
+                each.locator("#pulls li", has_text=re.compile(r"^org/demo: \d+ ?% of ")).wait_for()
+            assert not other.locator("#pull").is_visible()
+            hub.gate.set()
+            form.get_by_text("org/demo is here.").wait_for()
+            page.locator('#models tr[data-key="org/demo"]').wait_for()
+            page.locator("#pulls").wait_for(state="hidden")
+
+
+def test_what_is_wrong_with_a_download_is_said(browser: Any, url: str) -> None:
+    context = browser.new_context()  # the console tells of the status, which `looking` forbids
+    context.add_init_script(f"sessionStorage.setItem('mlx-gateway.admin-key', {ADMIN!r})")
+    page = context.new_page()
+    page.goto(f"{url}/dashboard")
+    page.get_by_label("Model to download").fill("demo-chad")
+    page.get_by_role("button", name="Download").click()
+    page.get_by_text("Did you mean `demo-chat`?").wait_for()
+    context.close()
 
 
 def test_a_name_and_an_error_that_are_markup_are_texts(browser: Any, url: str) -> None:

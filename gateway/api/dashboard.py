@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 
 from gateway import __version__, clock, metrics
 from gateway.api.in_flight import RequestInFlight, count_cancelled, while_connected
-from gateway.api.models import describe_model
+from gateway.api.models import describe_model, describe_pull
 from gateway.api.requests import Service, reply
 from gateway.errors import Forbidden, RequestCancelled, RequestNotFound
 from gateway.jobs import Timings
@@ -127,6 +127,7 @@ def _sample(service: Service, is_admin: bool) -> bytes:
         "has_admin": service.exposure.has_admin,
         "watchers": service.watchers.count,
         "models": _models(service),
+        "pulls": [describe_pull(service, pull) for pull in service.pulls.under_way],
         "values": readings.values,
         "histograms": readings.histograms,
     }

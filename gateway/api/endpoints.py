@@ -28,6 +28,7 @@ from gateway.errors import (
     BadRequest,
     DeadlineExceeded,
     Forbidden,
+    InsufficientDisk,
     ModelNotFound,
     ModelsFileInvalid,
     Overloaded,
@@ -49,6 +50,7 @@ from gateway.wire.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
 from gateway.wire.completions import Completion, CompletionRequest
 from gateway.wire.decisions import Decision, DecisionsRequest
 from gateway.wire.embeddings import Embeddings, EmbeddingsRequest, Info, InputsRequest, Vectors
+from gateway.wire.pulls import PullProgress, PullRequest
 from gateway.wire.rerank import (
     RankedText,
     Reranking,
@@ -348,6 +350,19 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         errors=(*PAGE_ERRORS, UnknownUrl),
         is_open=True,
         is_page=True,
+    ),
+    Endpoint(
+        "POST /admin/models/pull",
+        models.pull,
+        summary="Download a model's files",
+        details="A model of models.yaml, or `org/name` of the hub, which is served from then on, "
+        "until the gateway ends. Unless `stream` is false, an event each second has the bytes so "
+        "far; it goes on if the client leaves. One model at a time: others wait.",
+        request=PullRequest,
+        answer=PullProgress,
+        events=PullProgress,
+        errors=(InsufficientDisk, Overloaded),
+        is_admin=True,
     ),
     Endpoint(
         "POST /admin/models/{name:path}/load",

@@ -1,20 +1,29 @@
-"""GET /v1/models and /v1/models/{id}; with the admin key: load, unload, pin, reload."""
+"""GET /v1/models and /v1/models/{id}; with the admin key: pull, load, unload, pin, reload."""
 
+import asyncio
+from collections.abc import AsyncGenerator
 from http import HTTPStatus
 from typing import Annotated, Literal
 
+import orjson
 from pydantic import Field, WithJsonSchema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 from typing_extensions import TypeAliasType, TypedDict
 
-from gateway.api.in_flight import while_connected
-from gateway.api.requests import Service, reply
+from gateway.api.in_flight import shutting_down, while_connected
+from gateway.api.requests import Service, ignored_header, reply
+from gateway.api.streams import COMMENT, DONE, EventStream, frame
 from gateway.registry import ChatSpec, ModelSpec, Resolved
 from gateway.serving.generation.batcher import ChatBatcher, GenerationBatcher
+from gateway.serving.models.pulls import Pull
 from gateway.wire.anthropic import AnthropicModel, AnthropicModels, model_info, model_page
+from gateway.wire.pulls import PullProgress, PullRequest
+from gateway.wire.validation import read_request
 
+PULL_PERIOD_S = 1.0  # between two events of a pull
 STATES = ["unloaded", "loading", "loaded", "failed"]
 
 
@@ -137,6 +146,57 @@ def _batching(batcher: object) -> Batching | None:
         "rows": "together" if batcher.is_batched else "one at a time",
         "self_test": outcome,
         "problem": problem,
+    }
+
+
+async def pull(service: Service, request: Request) -> ASGIApp:
+    """Fetch a model's files: events of the progress, or the end of it.
+
+    It goes on if the client leaves; to pull the model again is to watch it again.
+    """
+    body, rules = await service.read_body(request), service.rules
+    parsed = read_request(body, PullRequest, strict=rules.strict_fields, bounds=rules.bounds)
+    headers, asked = ignored_header(parsed.ignored), parsed.request
+    pull = await service.named.pull(asked.model)
+    if not asked.stream:
+        async with while_connected(request.receive):
+            return reply(await _finish(service, pull), headers=headers)
+    stream = EventStream(
+        _watch(service, pull),
+        headers,
+        request,
+        write_error=lambda error: frame(orjson.dumps(error.body())),
+        keep_alive=COMMENT,
+    )
+    return await stream.prime(rules.stream_open_after_s)
+
+
+async def _watch(service: Service, pull: Pull) -> AsyncGenerator[bytes, None]:
+    """Yield the progress of a pull until it has succeeded. Raises its error."""
+    while not pull.task.done():
+        if service.in_flight.is_draining:  # the next process goes on with what is there
+            raise shutting_down()
+        yield frame(orjson.dumps(describe_pull(service, pull)))
+        await asyncio.wait({pull.task}, timeout=PULL_PERIOD_S)
+    yield frame(orjson.dumps(await _finish(service, pull)))
+    yield DONE
+
+
+async def _finish(service: Service, pull: Pull) -> PullProgress:
+    files = await pull.wait()
+    return {**describe_pull(service, pull), "status": "success", "path": str(files)}
+
+
+def describe_pull(service: Service, pull: Pull) -> PullProgress:
+    """Return how far a pull under way has got."""
+    completed, total = service.pulls.fetched(pull)
+    return {
+        "object": "pull",
+        "model": pull.spec.id,
+        "status": pull.status,
+        "completed": completed,
+        "total": total,
+        "path": None,
     }
 
 

@@ -118,7 +118,7 @@ class Endpoint:
     @property
     def is_metered(self) -> bool:
         """Return True if its requests count against the caller's rate limits."""
-        return RateLimited in self.all_errors
+        return RateLimited in self.all_errors and not self.is_admin
 
     @property
     def is_bare(self) -> bool:
@@ -253,7 +253,8 @@ def _operation(endpoint: Endpoint, path: str, names: Names) -> Schema:
         if endpoint.form is not None:
             schema = {"anyOf": [schema, reference(endpoint.form.request)]}
         content = {"schema": schema, "example": example}
-        operation["parameters"] = [TIMEOUT]
+        if not endpoint.is_admin:
+            operation["parameters"] = [TIMEOUT]
         operation["requestBody"] = {"required": True, "content": {"application/json": content}}
     if endpoint.is_admin:
         operation["security"] = [{"admin_key": []}]

@@ -35,6 +35,8 @@ from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.serving.embedding.reranker import RerankBatcher
 from gateway.serving.generation.batcher import ChatBatcher
 from gateway.serving.models.cache import ModelCache
+from gateway.serving.models.named import NamedModels
+from gateway.serving.models.pulls import NOBODY, Pulls
 from gateway.serving.response_store import ResponseStore
 from gateway.serving.tokenize import Kind, ThreadPools
 from gateway.wire.bounds import Bounds
@@ -87,6 +89,8 @@ class Service:
 
     catalog: Callable[[], Catalog]
     models: ModelCache[EmbeddingBatcher | RerankBatcher | ChatBatcher]
+    named: NamedModels
+    pulls: Pulls
     arrivals: Arrivals
     pool: ThreadPools
     rules: Rules
@@ -128,6 +132,9 @@ class Service:
         with time_stage(request, Stage.PARSE):
             # A thread costs more than a small body, and a large one would stop the loop.
             parsed = await self.run_on_body(body, parse)
+            name = getattr(parsed.request, "model", None)
+            if name is not None:  # which may be a model of the hub that nobody has named yet
+                await self.named.admit(name, request.scope.get("gateway.key_id", NOBODY))
             if len(body) > LONG_BYTES or is_large(parsed.request):
                 job = await self.pool.run(translate, parsed.request, kind=_body_kind(body))
             else:

@@ -8,8 +8,8 @@ import asyncio
 import contextlib
 import sys
 import threading
-from collections.abc import Generator, Iterable
-from dataclasses import asdict
+from collections.abc import AsyncIterator, Generator, Iterable
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -34,7 +34,8 @@ from gateway.engine.device_faults import classify
 from gateway.engine.embedding.cross_encoder import find_transformer, load_cross_encoder_in_steps
 from gateway.engine.embedding.engine import load_embedding_in_steps
 from gateway.engine.embedding.pooling import read_recipe
-from gateway.engine.hub import ask_hub, download, fetched_bytes, on_disk
+from gateway.engine.hub import ask_hub, download, fetched_bytes, free_bytes, on_disk
+from gateway.engine.hub_offer import look, require_public
 from gateway.engine.models.checkpoint import (
     Checkpoint,
     kv_bytes,
@@ -42,14 +43,24 @@ from gateway.engine.models.checkpoint import (
     weights_bytes,
 )
 from gateway.engine.models.context import full_attention_share, text_config
-from gateway.errors import Fault, ModelLoadFailed, ModelUnavailable
+from gateway.errors import Fault, ModelLoadFailed, ModelRefused, ModelUnavailable
 from gateway.jobs import Adapter
-from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
+from gateway.registry import (
+    Alias,
+    ChatSpec,
+    EmbeddingSpec,
+    HubSource,
+    ModelSpec,
+    RerankSpec,
+    read_models,
+)
 from gateway.serving.budget import LEAST_PREFIXES, bound_prefixes
 from gateway.serving.generation.memory import PREFIX_ROW
+from gateway.serving.models.named import Candidate
+from gateway.serving.models.pulls import Fetched
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine, RerankEngine
 from gateway.serving.sandbox import Sandbox
-from gateway.settings import Settings
+from gateway.settings import Settings, variables
 
 if TYPE_CHECKING:
     from gateway.app.chat_engines import ChatEngines
@@ -57,6 +68,7 @@ if TYPE_CHECKING:
 
 log = logs.get("engines")
 
+LOOK_ANSWERS: Final = 3  # times the hub's timeout: to look at a model takes several small answers
 RENDER_S: Final = 5.0  # an ordinary conversation takes a millisecond
 PROGRESS_S: Final = 5.0  # between two lines of the log about a download
 # The stack of all threads started later, such as those that compile grammars, and the lane, which
@@ -147,27 +159,29 @@ class MlxEngines:
             with device.keep_file_limits():
                 _ = self._chat
 
-    async def files(self, spec: ModelSpec) -> Path:
+    async def find(self, spec: ModelSpec) -> Path | None:
+        """Return the place of a model's files if they, and its draft's, are on this disk."""
+        draft = self._draft_of(spec)
+        if draft is not None and await self.find(draft) is None:
+            return None
+        return await run_in_daemon_thread(on_disk, spec, self._hub)
+
+    async def files(self, spec: ModelSpec, *, is_pull: bool = False) -> Path:
         """Find or download a model's files; raises ModelUnavailable if the hub does not answer."""
         draft = self._draft_of(spec)
         if draft is not None:  # it is loaded with the model
-            await self.files(draft)
+            await self.files(draft, is_pull=is_pull)
         files = await run_in_daemon_thread(on_disk, spec, self._hub)
         if files is not None:
             return files
-        try:
-            # The hub's client has no limit for a whole answer.
-            async with asyncio.timeout(self._hub.timeout_s):
-                self._sizes[spec.id] = await run_in_daemon_thread(ask_hub, spec, self._hub)
-        except TimeoutError:
-            raise ModelUnavailable(
-                spec.id,
-                f"the hub did not answer within {self._hub.timeout_s:g} seconds.",
-            ) from None
+        hub = replace(self._hub, may_download=self._hub.may_download or is_pull)
+        # The hub's client has no limit for a whole answer.
+        async with _answered_within(hub.timeout_s, spec.id):
+            self._sizes[spec.id] = await run_in_daemon_thread(ask_hub, spec, hub)
         log.info("model_download", model=spec.id, source=str(spec.source))
         telling = asyncio.create_task(self._tell_percents(spec))
         try:
-            return await run_in_daemon_thread(download, spec, self._hub)
+            return await run_in_daemon_thread(download, spec, hub)
         finally:
             telling.cancel()
             # A download for an earlier spec of this id may have removed it.
@@ -176,20 +190,47 @@ class MlxEngines:
     async def _tell_percents(self, spec: ModelSpec) -> None:
         while True:
             await asyncio.sleep(PROGRESS_S)
-            percent = await run_in_daemon_thread(self.fetched_percent, spec)
-            log.info("model_download", model=spec.id, percent=percent)
+            completed, total = await run_in_daemon_thread(self.fetched, spec)
+            if total:
+                percent = min(99, 100 * completed // total)
+                log.info("model_download", model=spec.id, percent=percent)
 
     async def digest(self, spec: ChatSpec, files: Path) -> str:
         """Return a digest of all that a self-test depends on; raises ModelLoadFailed."""
         return await run_in_daemon_thread(lambda: self._chat.digest(spec, files))
 
-    def fetched_percent(self, spec: ModelSpec) -> int | None:
-        """Return how much of a model's download is done; None if none is under way."""
-        # Its draft is downloaded before it.
-        for part in (self._draft_of(spec), spec):
-            if part is not None and (size := self._sizes.get(part.id)):
-                return min(99, 100 * fetched_bytes(part, self._hub) // size)
-        return None
+    def fetched(self, spec: ModelSpec) -> Fetched:
+        """Return how much of a model is on disk; while its draft is downloaded, of that."""
+        draft = self._draft_of(spec)
+        if draft is not None and draft.id in self._sizes:
+            return self.fetched(draft)
+        if not isinstance(spec.source, HubSource):
+            return Fetched(0)
+        return Fetched(fetched_bytes(spec, self._hub), self._sizes.get(spec.id))
+
+    async def offer(self, repo: str, is_pull: bool) -> Candidate:
+        """Ask the hub for a repository, which is to be served under its own name.
+
+        Raises ModelUnavailable, and ModelRefused for what may not or cannot be served.
+        """
+        async with _answered_within(LOOK_ANSWERS * self._hub.timeout_s, repo):
+            return await run_in_daemon_thread(self._offer, repo, is_pull)
+
+    def _offer(self, repo: str, is_pull: bool) -> Candidate:
+        source, hub = HubSource(repo), self._hub
+        if not is_pull:  # the hub's key opens what is for its owner
+            require_public(source, hub, repo)
+        offer = look(source, hub, repo)
+        if offer.has_code:
+            raise ModelRefused(repo, "it carries Python code, which is never run.")
+        pinned = str(replace(source, revision=offer.commit or None))
+        entry = {"kind": offer.kind, "source": pinned}
+        reading = read_models(None, variables(), found={repo: entry})
+        spec = reading.catalog.by_id(repo)
+        if spec is None:
+            raise ModelRefused(repo, f"{reading.left_out.get(repo)}.")
+        spec = spec.model_copy(update={"aliases": (Alias(name=f"hub:{repo}"),)})
+        return Candidate(spec, offer.size, offer.missing, free_bytes(hub))
 
     async def size(self, spec: ModelSpec, files: Path) -> Size:
         """Read a model's size from its files' headers; raises ModelLoadFailed if they are wrong."""
@@ -299,6 +340,17 @@ class MlxEngines:
             needed, room = map(logs.human_bytes, (widened.total_bytes, self._budget_bytes))
             reason = f"without kernels for its quantised weights it needs {needed}"
             raise ModelLoadFailed(widened.model, f"{reason}, and models may hold {room}")
+
+
+@contextlib.asynccontextmanager
+async def _answered_within(seconds: float, model: str) -> AsyncIterator[None]:
+    """Raise ModelUnavailable if the hub takes longer."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        reason = f"the hub did not answer within {seconds:g} seconds."
+        raise ModelUnavailable(model, reason) from None
 
 
 def count_kept(spec: ChatSpec, files: Path, settings: Settings) -> int | None:

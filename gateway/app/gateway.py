@@ -38,6 +38,8 @@ from gateway.serving.faults import DeviceHealth, run_forever
 from gateway.serving.generation.batcher import ChatBatcher, GenerationBatcher
 from gateway.serving.lane import Lane
 from gateway.serving.models.cache import ModelCache
+from gateway.serving.models.named import NamedModels
+from gateway.serving.models.pulls import Pulls
 from gateway.serving.rate_limit import Allowance
 from gateway.serving.response_store import ResponseStore
 from gateway.serving.tokenize import ThreadPools
@@ -81,7 +83,7 @@ class Gateway:
         lost: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._settings = settings
-        self._catalog = catalog
+        self._file = self._catalog = catalog  # of models.yaml; with models that callers name
         self._engines = engines
         self.is_preloaded = asyncio.Event()
         self._has_tried = False  # to load what models.yaml preloads
@@ -98,6 +100,7 @@ class Gateway:
         self.in_flight = InFlight()
         self._bodies = Bodies(settings.max_bodies_bytes)
         self._budget = Budget(budget_bytes(settings, engines.memory_bytes))
+        self._pulls = Pulls(engines)
         loader = ModelLoader(
             settings,
             engines,
@@ -106,6 +109,7 @@ class Gateway:
             self._arrivals,
             self._budget,
             sized_prefixes(self._budget, engines.memory_bytes),
+            self._pulls,
         )
         self._models: ModelCache[Batcher] = ModelCache(
             loader,
@@ -115,6 +119,16 @@ class Gateway:
             queue_limit=settings.queue_limit,
             load_wait_s=settings.load_wait_s,
             ttl_s=settings.model_ttl_s,
+        )
+        self._named = NamedModels(
+            pulls=self._pulls,
+            patterns=settings.any_model,
+            memory_bytes=self._budget.limit_bytes,
+            reserve_bytes=settings.disk_reserve_bytes,
+            offer=engines.offer,
+            catalog=lambda: self._catalog,
+            publish=self._publish,
+            states=self._models.states,
         )
         self._responses = _make_response_store(settings)
         self._tracer = _make_tracer()
@@ -138,12 +152,20 @@ class Gateway:
                 raise _invalid([message]) from None
             except RegistryInvalid as error:
                 raise _invalid(error.problems) from None
-            changes, self._catalog = catalog.changes_since(self._catalog), catalog
+            before, self._file = self._catalog, catalog
+            self._publish()
+            changes = self._catalog.changes_since(before)
         # Requests under way finish with the models they have.
         self._models.reconsider()
         self._has_reloaded.set()
         log.info("reloaded", **changes.by_kind())
         return changes
+
+    def _publish(self) -> None:
+        """Serve the models of models.yaml, which wins a name, and those that callers have named."""
+        taken, named = {*self._file.names()}, self._named.specs.values()
+        rest = [spec for spec in named if taken.isdisjoint((spec.id, f"hub:{spec.id}"))]
+        self._catalog = Catalog([*self._file.specs, *rest])
 
     async def drain(self) -> None:
         """Refuse new requests and wait for those under way, for at most the drain time."""
@@ -173,6 +195,8 @@ class Gateway:
         return Service(
             catalog=lambda: self._catalog,
             models=self._models,
+            named=self._named,
+            pulls=self._pulls,
             arrivals=self._arrivals,
             pool=self._pool,
             rules=Rules(
@@ -216,7 +240,7 @@ class Gateway:
                 async with lane.turn("load") as run:
                     await run(self._engines.begin)
                 log.info("memory_budget", bytes=self._budget.limit_bytes)
-                async with self._models:
+                async with self._pulls, self._models:
                     background = [
                         asyncio.create_task(run_forever("preload", self._preload), name="preload"),
                         asyncio.create_task(run_forever("tidy", self._tidy), name="tidy"),

@@ -24,6 +24,8 @@ from gateway.serving.generation.grammars import GrammarCache
 from gateway.serving.generation.memory import RowCosts, RowMemory, longest_chunk
 from gateway.serving.lane import Lane
 from gateway.serving.models.cache import Loaded, Prepared
+from gateway.serving.models.named import Candidate
+from gateway.serving.models.pulls import Pulls, Store
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine, RerankEngine
 from gateway.serving.tokenize import ThreadPools
 from gateway.settings import Settings
@@ -74,7 +76,7 @@ class Size:
     kv_token: int = 0
 
 
-class Engines(Protocol):
+class Engines(Store, Protocol):
     """Loads engines. MlxEngines is the real one; tests have scripted ones."""
 
     @property
@@ -112,17 +114,16 @@ class Engines(Protocol):
     async def import_for(self, specs: Iterable[ModelSpec]) -> None:
         """Import what loads and runs these models, off the loop and the lane."""
 
-    async def files(self, spec: ModelSpec) -> Path:
-        """Find or download a model's files, off the lane."""
+    async def offer(self, repo: str, is_pull: bool) -> Candidate:
+        """Ask the hub for a repository. Refuse what may not or cannot be served, for requests also
+        what is not public.
+        """
 
     async def size(self, spec: ModelSpec, files: Path) -> Size:
         """Read a model's size from its files' headers, off the lane."""
 
     async def digest(self, spec: ChatSpec, files: Path) -> str:
         """Return a digest of all that a chat model's self-test depends on, off the lane."""
-
-    def fetched_percent(self, spec: ModelSpec) -> int | None:
-        """Return how much of a model's download is done; None if none is under way."""
 
     def embedding(
         self, spec: EmbeddingSpec, files: Path
@@ -161,10 +162,11 @@ class ModelLoader:
     arrivals: Arrivals
     budget: Budget
     prefixes: Prefixes  # of all chat models that have no room of their own for them
+    pulls: Pulls
 
     async def prepare(self, spec: ModelSpec, base: Batcher | None = None) -> Prepared[Batcher]:
         """Find or download a model's files, and read its size. An adapter's `base` is loaded."""
-        files = await self.engines.files(spec)
+        files = await self.pulls.files(spec)
         if base is not None:
             assert isinstance(spec, ChatSpec)
             assert isinstance(base, GenerationBatcher)
@@ -175,7 +177,7 @@ class ModelLoader:
 
     def fetched_percent(self, spec: ModelSpec) -> int | None:
         """Return how much of a model's download is done; None if none is under way."""
-        return self.engines.fetched_percent(spec)
+        return self.pulls.percent(spec)
 
     @contextlib.asynccontextmanager
     async def _open(

@@ -42,6 +42,7 @@ from gateway.serving.embedding.reranker import RerankBatcher
 from gateway.serving.faults import DeviceHealth
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.lane import Lane
+from gateway.serving.models.pulls import Pulls
 from gateway.serving.tokenize import ThreadPools
 from gateway.settings import Settings
 
@@ -82,6 +83,7 @@ async def check_models(specs: Sequence[ModelSpec], settings: Settings, on_stage:
                 Arrivals(),
                 budget,
                 sized_prefixes(budget, engines.memory_bytes),
+                Pulls(engines),
             )
             place = Workplace(settings, engines, lane, budget, loader)
             async with lane.turn("load") as run:

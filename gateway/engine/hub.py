@@ -15,6 +15,7 @@ import contextlib
 import errno
 import glob
 import hashlib
+import io
 import json
 import re
 import shutil
@@ -41,6 +42,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
     logging,
 )
 from safetensors import SafetensorError, safe_open
+from typing_extensions import Buffer
 
 from gateway.errors import ModelLoadFailed, ModelUnavailable
 from gateway.registry import (
@@ -80,11 +82,28 @@ def room_needed(files: Iterable[HubFile], blobs: Path) -> int:
 
 def require_room(needed: int, folder: Path) -> None:
     """Raise OSError (ENOSPC) if the disk cannot take so many bytes, before any is written."""
-    there = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
-    free = shutil.disk_usage(there).free
+    there, free = _free(folder)
     if needed > free:
         problem = f"{needed:,} bytes are to be fetched, and {there} has room for {free:,}"
         raise OSError(errno.ENOSPC, problem)
+
+
+def _free(folder: Path) -> tuple[Path, int]:
+    """Return the folder that is there to hold another, and the bytes that are free in it."""
+    there = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+    return there, shutil.disk_usage(there).free
+
+
+class _Bounded(io.BufferedWriter):
+    """A part file, which takes no more bytes than the hub says it has."""
+
+    most: int
+
+    def write(self, data: Buffer) -> int:
+        """Raise Damaged for a byte too many."""
+        if self.tell() + memoryview(data).nbytes > self.most:
+            raise Damaged(f"{Path(str(self.name)).stem} is longer than the hub says.")
+        return super().write(data)
 
 
 def fetch(url: str, file: HubFile, blobs: Path) -> None:
@@ -138,7 +157,8 @@ def _fetch_rest(url: str, file: HubFile, part: Path) -> None:
     if part.is_file() and part.stat().st_size > file.size:
         part.unlink()
     try:
-        with part.open("ab") as out:
+        with _Bounded(io.FileIO(part, "a")) as out:
+            out.most = file.size
             http_get(
                 url,
                 out,
@@ -147,6 +167,9 @@ def _fetch_rest(url: str, file: HubFile, part: Path) -> None:
                 expected_size=file.size,
                 displayed_filename=file.name,
             )
+    except Damaged:
+        part.unlink()
+        raise
     except OSError as error:
         if error.errno in _FULL:
             part.unlink()  # others need the disk too
@@ -195,6 +218,11 @@ class Hub:
     cache: Path | None = None
     timeout_s: float = 4.0
     may_download: bool = True
+
+
+def free_bytes(hub: Hub) -> int:
+    """Return the bytes that are free where the hub's files are cached."""
+    return _free(hub.cache or Path(constants.HF_HUB_CACHE))[1]
 
 
 def on_disk(spec: ModelSpec, hub: Hub) -> Path | None:

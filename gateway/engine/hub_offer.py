@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import hf_hub_url
+from huggingface_hub import HfApi, hf_hub_url
 from huggingface_hub.file_download import http_get
 from huggingface_hub.utils import (  # type: ignore[attr-defined]
     build_hf_headers,
@@ -59,6 +59,16 @@ class _Bounded(io.BytesIO):
         if self.tell() + memoryview(data).nbytes > MOST_BYTES:
             raise Unfit(f"a file that should be small has over {MOST_BYTES:,} bytes.")
         return super().write(data)
+
+
+def require_public(source: HubSource, hub: Hub, model: str) -> None:
+    """Raise ModelRefused for a repository that is not for everybody; ModelUnavailable as `look`."""
+    try:
+        info = HfApi(endpoint=hub.endpoint).model_info(source.repo, timeout=hub.timeout_s)
+    except Exception as error:
+        raise ModelUnavailable(model, cause(source, error)) from error
+    if info.private or info.gated:
+        raise ModelRefused(model, f"{source.repo} is not public, but gated or private.")
 
 
 def look(source: HubSource, hub: Hub, model: str) -> Offer:

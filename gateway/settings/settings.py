@@ -102,6 +102,11 @@ Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 Origins = Annotated[
     tuple[Annotated[str, AfterValidator(_read_origin)], ...], NoDecode, BeforeValidator(_split)
 ]
+Patterns = Annotated[
+    tuple[Annotated[str, Field(pattern=r"^[\w.*-]+/[\w.*-]+$")], ...],
+    NoDecode,
+    BeforeValidator(_split),
+]
 PrefixBytes: TypeAlias = Literal["auto"] | Annotated[int, Field(ge=0)]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)]
 
@@ -207,6 +212,12 @@ class Settings(BaseSettings):
     """
     auto_pull: bool = True
     """Download a hub model at its first request."""
+    any_model: Patterns = ()
+    """Hub models that a request may name besides those of the file, as `mlx-community/*`: they are
+    downloaded. Needs API keys, or loopback alone.
+    """
+    disk_reserve_bytes: int = Field(default=10 * 1024**3, ge=0)
+    """Free disk that a model which models.yaml does not list must leave."""
     hub_endpoint: str | None = Field(default=None, pattern=r"^https?://")
     """Another model hub, such as a mirror."""
     hub_timeout_s: float = Field(default=4, gt=0, le=600)
@@ -405,6 +416,15 @@ class Settings(BaseSettings):
             raise ValueError(
                 f"{', '.join(open_binds)} is beyond loopback and there are no keys: set "
                 "GATEWAY_API_KEYS, or GATEWAY_ALLOW_UNAUTHENTICATED=true to let anyone in"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _any_model_is_for_those_known(self) -> "Settings":
+        if self.any_model and not self.api_keys and not all(map(is_local, self.binds)):
+            raise ValueError(
+                "GATEWAY_ANY_MODEL lets callers fill this disk: set GATEWAY_API_KEYS, or listen on "
+                "loopback alone"
             )
         return self
 

@@ -11,6 +11,7 @@ anthropic                          Messages request → job; the answer's shape;
 anthropic_stream                   deltas → content blocks, and their events; its errors
 anthropic_blocks                   its input blocks → turns
 tokenization                       a prompt to tokenize; its tokens, and the text of some
+pulls                              a model to download, and how far that has got
 messages, tools                    chat messages, and tools of all APIs → what templates read
 generation                         of chat, completions, responses: sampling, forms, usage, logprobs
 validation, bounds                 bytes → a checked request, or the 400 that names the field

@@ -23,6 +23,7 @@ ROOMY = 1000  # tokens: a question takes more than the scripted model has room f
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
 USER = [{"role": "user", "content": "hi"}]
 MINIMAL: dict[str, dict[str, Any]] = {
+    "/admin/models/pull": {"model": "writer"},
     "/v1/embeddings": {"model": "any-size", "input": "hi"},
     "/v1/chat/completions": {"model": "writer", "messages": USER},
     "/v1/completions": {"model": "writer", "prompt": "hi"},
@@ -145,7 +146,9 @@ WRONG: dict[str, list[tuple[str, Any]]] = {
 async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncClient]:
     """Give a client of the gateway that all cases share."""
     engines = ScriptedEngines(chat=ScriptedChat(max_context=ROOMY))
-    async with served(some_models(tmp_path_factory.mktemp("models")), engines) as client:
+    models = some_models(tmp_path_factory.mktemp("models"))
+    async with served(models, engines, admin_key="sesame") as client:
+        client.headers["authorization"] = "Bearer sesame"
         yield client
 
 

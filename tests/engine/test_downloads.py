@@ -229,7 +229,7 @@ def test_a_refusal_names_the_key_that_is_missing(hub: FakeHub, place: Hub, spec:
 
 def test_a_hub_whose_commits_never_agree_is_left(hub: FakeHub, place: Hub, spec: ModelSpec) -> None:
     """A branch that moves is asked again, and no more than a few times."""
-    hub.commit = "f" * 40
+    hub.says["org/big"] = {"sha": "f" * 40}
     with pytest.raises(ModelUnavailable, match="names another commit of org/big each time"):
         download(spec, place)
 

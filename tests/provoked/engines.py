@@ -88,7 +88,10 @@ class HeldEngines(ScriptedEngines):
     embedder: HeldEmbedder = field(default_factory=HeldEmbedder)
     chat: HeldWriter = field(default_factory=HeldWriter)
 
-    async def files(self, spec: ModelSpec) -> Path:
+    async def find(self, spec: ModelSpec) -> Path | None:
+        return None if spec.id == FAR_AWAY else Path()
+
+    async def files(self, spec: ModelSpec, *, is_pull: bool = False) -> Path:
         if spec.id == FAR_AWAY:
             await asyncio.Event().wait()
         return await super().files(spec)

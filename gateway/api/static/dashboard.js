@@ -1,6 +1,6 @@
 // The dashboard: watches the gateway while the page is visible, and shows each sample.
 
-import { cancelRequest, changeModel, keys, samples } from "./gateway.js";
+import { cancelRequest, changeModel, keys, pullModel, samples } from "./gateway.js";
 import { button, fill, find, list, make, say, sparkline } from "./elements.js";
 import * as read from "./readings.js";
 import { offerModels } from "./try_it.js";
@@ -122,6 +122,7 @@ function show(sample) {
   say(find("#uptime"), `up ${read.duration(sample.at - sample.started)}`);
   showTiles(sample);
   showModels(sample);
+  showPulls(sample);
   showLane(sample);
   showSpan(sample);
   showBatches(sample);
@@ -256,6 +257,37 @@ function actionsFor({ state, pinned }) {
 function actionButton(id, action) {
   return button(action, () => changeModel(id, action), failed, { "aria-label": `${action} ${id}` });
 }
+
+// ── Downloads ────────────────────────────────────────────────────────────────────────────────────
+
+function showPulls({ pulls }) {
+  find("#pulls").hidden = !pulls.length;
+  find("#pull").hidden = !keys.get("admin");
+  list(find("#pulls"), pulls, (each) => each.model, () => make("li"), (item, pull) => say(item, progress(pull)));
+}
+
+function progress({ model, status, completed, total }) {
+  if (status === "success") return `${model} is here.`;
+  if (status === "waiting" || !total) return `${model}: ${status}`;
+  return `${model}: ${read.percent(completed / total)} of ${read.bytes(total)}`;
+}
+
+find("#pull").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const form = event.target;
+  const [field, result] = [form.elements.model, find(".result", form)];
+  find("button", form).disabled = true;
+  try {
+    say(result, "");
+    for await (const pull of pullModel(field.value.trim())) if (pull.status === "success") say(result, progress(pull));
+    field.value = "";
+  } catch (error) {
+    say(result, error.message);
+    if (error.status === 401) failed(error);
+  } finally {
+    find("button", form).disabled = false;
+  }
+});
 
 const laneLines = new Map();
 

@@ -84,8 +84,8 @@ export async function* samples(signal) {
 }
 
 /** Yield the events of a streamed answer; throws CallError for one that is an error. */
-export async function* events(path, body, signal) {
-  for await (const line of lines(await call(path, { body, signal }))) {
+export async function* events(path, body, { kind, signal } = {}) {
+  for await (const line of lines(await call(path, { kind, body, signal }))) {
     if (!line.startsWith("data: ") || line === "data: [DONE]") continue;
     const event = JSON.parse(line.slice("data: ".length));
     if (event.error) throw new CallError(200, event.error.code, event.error.message);
@@ -97,6 +97,11 @@ export async function* events(path, body, signal) {
 export function changeModel(id, action) {
   const path = id.split("/").map(encodeURIComponent).join("/");
   return call(`admin/models/${path}/${action}`, { kind: "admin", method: "POST" });
+}
+
+/** Have a model downloaded, and yield how far it is. It goes on if nobody reads that. */
+export function pullModel(model) {
+  return events("admin/models/pull", { model }, { kind: "admin" });
 }
 
 export function cancelRequest(number) {

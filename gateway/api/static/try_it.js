@@ -102,7 +102,7 @@ on("chat", async (result, elapsed) => {
   let [answer, usage, timings, firstS] = ["", null, null, null];
   try {
     const body = { model: model.value, messages, stream: true, stream_options: { include_usage: true } };
-    for await (const event of events("v1/chat/completions", body, writing.signal)) {
+    for await (const event of events("v1/chat/completions", body, { signal: writing.signal })) {
       usage = event.usage ?? usage;
       timings = event.timings ?? timings;
       const delta = event.choices[0]?.delta ?? {};

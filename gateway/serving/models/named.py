@@ -1,0 +1,152 @@
+"""Models that models.yaml does not list: a request or an admin has named them, on a hub."""
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Final
+
+from gateway.errors import (
+    GatewayError,
+    InsufficientDisk,
+    InsufficientMemory,
+    ModelNotFound,
+    Overloaded,
+)
+from gateway.logs import human_bytes
+from gateway.registry import Catalog, ModelSpec
+from gateway.serving.models.entry import copy_error
+from gateway.serving.models.pulls import ADMIN, Pull, Pulls
+
+MOST_NAMED: Final = 16
+RETRY_S: Final = 5.0
+_REPO = re.compile(r"(?:hub:)?([\w-][\w.-]*/[\w-][\w.-]*)", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A model that the hub offers. Sizes in bytes."""
+
+    spec: ModelSpec
+    weights: int
+    missing: int  # of its files, on this disk
+    free: int  # on it
+
+
+def repository(name: str) -> str | None:
+    """Return the `org/name` that a model's name, perhaps after `hub:`, says; None if it is none."""
+    match = _REPO.fullmatch(name)
+    if match is None or ".." in name or len(name) > 200:
+        return None
+    return match[1]
+
+
+def check_sizes(candidate: Candidate, *, pending: int, memory: int, reserve: int) -> None:
+    """Raise InsufficientMemory or InsufficientDisk for a model that should not be fetched.
+
+    `pending` bytes are still to be fetched for others; `reserve` bytes of the disk stay free.
+    """
+    model, missing, free = candidate.spec.id, candidate.missing, candidate.free
+    if candidate.weights > memory:
+        weights, room = map(human_bytes, (candidate.weights, memory))
+        raise InsufficientMemory(model, f"its files are {weights}, and models may hold {room}.")
+    if missing and free - pending - missing < reserve:
+        needed, there, kept = map(human_bytes, (missing + pending, free, reserve))
+        reason = f"{needed} are to be fetched, and of {there} free on the disk {kept} are to stay."
+        raise InsufficientDisk(model, reason)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class NamedModels:
+    """The models by name, at most MOST_NAMED: an idle one goes for the next."""
+
+    pulls: Pulls
+    patterns: Sequence[str]  # of what requests may name
+    memory_bytes: int
+    reserve_bytes: int
+    # Asks the hub for a repository, for a request or an admin; refuses what is not to be served.
+    offer: Callable[[str, bool], Awaitable[Candidate]]
+    catalog: Callable[[], Catalog]
+    publish: Callable[[], None]  # adds `specs` to it
+    states: Callable[[], Mapping[str, str]]  # of models, by the model cache
+    specs: dict[str, ModelSpec] = field(default_factory=dict)
+    _looks: dict[str, asyncio.Task[ModelSpec]] = field(default_factory=dict)
+    _missing: dict[str, int] = field(default_factory=dict)  # bytes, of those on their way
+    _busy: dict[str, str] = field(default_factory=dict)  # by key: what is on its way for it
+
+    async def admit(self, name: str, key: str) -> None:
+        """Serve a model that a request names, if it may be named, and begin to fetch it.
+
+        Raises ModelNotFound, Overloaded while another is on its way for this key, what the hub's
+        answer raises, and as `check_sizes` does.
+        """
+        repo = repository(name)
+        if not self.patterns or repo is None or {name, repo} & {*self.catalog().names()}:
+            return  # it is there, or gets the ordinary 404
+        if not any(fnmatchcase(repo, pattern) for pattern in self.patterns):
+            raise ModelNotFound(name, patterns=self.patterns)
+        busy = self._busy.get(key, repo)
+        if busy != repo:
+            message = f"`{busy}` is on its way for this key. Try again once it is here."
+            raise Overloaded(message, retry_after_s=RETRY_S)
+        await self._add(repo, key)
+
+    async def pull(self, name: str) -> Pull:
+        """Return the pull of any model of the catalog or of the hub. Raises as `admit` does."""
+        repo, catalog = repository(name), self.catalog()
+        known = next((each for each in (name, repo) if each in catalog.names()), None)
+        if known is None and repo is not None:
+            return self.pulls.begin(await self._add(repo, ADMIN), ADMIN)
+        return self.pulls.begin(catalog.resolve(known or name).spec, ADMIN)
+
+    async def _add(self, repo: str, key: str) -> ModelSpec:
+        """Add a model, or wait until another caller has."""
+        task = self._looks.get(repo)
+        if task is None:
+            task = self._looks[repo] = asyncio.create_task(self._look(repo, key))
+            if key != ADMIN:
+                self._busy[key] = repo
+        try:
+            return await asyncio.shield(task)
+        except GatewayError as error:  # others wait for it too
+            raise copy_error(error) from error
+
+    async def _look(self, repo: str, key: str) -> ModelSpec:
+        settle = partial(self._settle, repo, key)
+        try:
+            candidate = await self.offer(repo, key == ADMIN)
+            pending = sum(self._missing.values())
+            limits = {"memory": self.memory_bytes, "reserve": self.reserve_bytes}
+            check_sizes(candidate, pending=pending, **limits)
+            self._make_place()
+        except BaseException:
+            settle()
+            raise
+        finally:
+            del self._looks[repo]
+        self.specs[repo], self._missing[repo] = candidate.spec, candidate.missing
+        self.publish()
+        self.pulls.begin(candidate.spec, key).task.add_done_callback(settle)
+        return candidate.spec
+
+    def _make_place(self) -> None:
+        """Let go of an idle model if there are MOST_NAMED. Raises Overloaded if none is idle."""
+        if len(self.specs) < MOST_NAMED:
+            return
+        used = {model for model, state in self.states().items() if state != "failed"}
+        idle = next((repo for repo in self.specs if repo not in used | {*self._missing}), None)
+        if idle is None:
+            message = f"{MOST_NAMED} models have been named, and all are in use."
+            raise Overloaded(message, retry_after_s=RETRY_S)
+        del self.specs[idle]
+
+    def _settle(self, repo: str, key: str, task: "asyncio.Task[object] | None" = None) -> None:
+        """Note that a model is here. One that could not be fetched is asked for anew next time."""
+        self._missing.pop(repo, None)
+        if self._busy.get(key) == repo:
+            del self._busy[key]
+        if task is not None and (task.cancelled() or task.exception() is not None):
+            self.specs.pop(repo, None)
+            self.publish()

@@ -1,0 +1,151 @@
+"""Downloads of models' files: one at a time, in the order they were asked for, each watched by all
+who wait for it.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
+
+from gateway import clock, logs, metrics
+from gateway.errors import GatewayError, Unavailable
+from gateway.registry import ChatSpec, ModelSpec
+from gateway.serving.models.entry import copy_error
+
+log = logs.get("pulls")
+ADMIN = "admin"  # whom an admin's pull is counted to, where others have the id of a key
+NOBODY = "none"
+
+
+class Fetched(NamedTuple):
+    """How much of a model is on disk, in bytes."""
+
+    completed: int
+    # Of all its files; None until the hub has said it.
+    total: int | None = None
+
+
+class Store(Protocol):
+    """Where models' files are, and where they come from."""
+
+    async def find(self, spec: ModelSpec) -> Path | None:
+        """Return the place of a model's files if all that it loads is on this disk."""
+
+    async def files(self, spec: ModelSpec, *, is_pull: bool = False) -> Path:
+        """Find or download a model's files. An admin's pull may download whatever the settings."""
+
+    def fetched(self, spec: ModelSpec) -> Fetched:
+        """Return how much of a model is on disk."""
+
+
+@dataclass(slots=True, eq=False)
+class Pull:
+    """A model whose files are fetched, or wait for those of another to be there."""
+
+    spec: ModelSpec
+    key: str
+    status: Literal["waiting", "downloading"] = "waiting"
+    task: "asyncio.Task[Path]" = field(init=False)
+
+    async def wait(self) -> Path:
+        """Return the place of the files. A caller that is cancelled does not stop the download.
+
+        Raises ModelUnavailable, ModelLoadFailed, and Unavailable at a shutdown.
+        """
+        try:
+            return await asyncio.shield(self.task)
+        except GatewayError as error:  # others wait for it too
+            raise copy_error(error) from error
+        except asyncio.CancelledError:
+            if self.task.cancelled():
+                raise Unavailable("The gateway is shutting down.", retry_after_s=1) from None
+            raise
+
+
+class Pulls:
+    """The downloads under way. A context manager: leaving it ends them, and what is there stays."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._turn = asyncio.Lock()  # which is fair
+        self._pulls: dict[object, Pull] = {}
+
+    @property
+    def under_way(self) -> Sequence[Pull]:
+        """Return the downloads under way, the oldest first."""
+        return tuple(self._pulls.values())
+
+    def fetched(self, pull: Pull) -> Fetched:
+        """Return how much of a pull's model is on disk."""
+        completed, total = self._store.fetched(pull.spec)  # beside what an older revision left
+        return Fetched(min(completed, total or completed), total)
+
+    async def files(self, spec: ModelSpec) -> Path:
+        """Return the place of a model's files, fetched if need be. Raises as `Pull.wait` does."""
+        files = await self._store.find(spec)
+        if files is None:
+            files = await self.begin(spec).wait()
+        return files
+
+    def begin(self, spec: ModelSpec, key: str = NOBODY) -> Pull:
+        """Return the pull of a model that is under way, or begin one that is counted to a key."""
+        name = (spec.id, spec.source)
+        pull = self._pulls.get(name)
+        if pull is None:
+            pull = self._pulls[name] = Pull(spec, key)
+            pull.task = asyncio.create_task(self._run(pull), name=f"pull {spec.id}")
+            pull.task.add_done_callback(lambda _: self._end(name))
+        return pull
+
+    def percent(self, spec: ModelSpec) -> int | None:
+        """Return how much of a model's download is done; None if none is under way."""
+        pull = self._pulls.get((spec.id, spec.source))
+        completed, total = self.fetched(pull) if pull is not None else Fetched(0)
+        if not total:
+            return None
+        return min(99, 100 * completed // total)
+
+    def _end(self, name: object) -> None:
+        task = self._pulls.pop(name).task
+        if not task.cancelled():
+            task.exception()  # so that asyncio does not log it if nobody waits any more
+
+    async def _run(self, pull: Pull) -> Path:
+        files = await self._store.find(pull.spec)
+        if files is not None:
+            return files
+        async with self._turn:
+            pull.status = "downloading"
+            for part in _parts(pull.spec):
+                files = await self._fetch(part, pull.key)
+            assert files is not None
+            return files
+
+    async def _fetch(self, spec: ModelSpec, key: str) -> Path:
+        """Fetch one model's files, if another's download has not brought them by now."""
+        started, before = clock.now(), self._store.fetched(spec).completed
+        try:
+            return await self._store.files(spec, is_pull=key == ADMIN)
+        finally:
+            nbytes = max(0, self._store.fetched(spec).completed - before)
+            metrics.of(metrics.PULLED_BYTES, key).inc(nbytes)
+            seconds = round(clock.now() - started, 2)
+            log.info("pull_ended", model=spec.id, key=key, bytes=nbytes, seconds=seconds)
+
+    async def __aenter__(self) -> "Pulls":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        tasks = [pull.task for pull in self._pulls.values()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+
+def _parts(spec: ModelSpec) -> Sequence[ModelSpec]:
+    """Return a model, after the base whose weights it shares."""
+    if isinstance(spec, ChatSpec) and spec.base_spec is not None:
+        return (spec.base_spec, spec)
+    return (spec,)
