@@ -7,7 +7,7 @@ QUIET ?= --quiet
 PIP := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-fast test-all test-signals doctor soak compat compat-ci screenshots lint format setup setup-dev setup-compat setup-clients setup-cuda setup-otel setup-ray setup-site ray pins dist docs site architectures bench bench-structured device simulate demo-train demo-evaluate clean
+.PHONY: help serve test test-fast test-all test-signals doctor soak compat compat-ci screenshots lint format setup setup-dev setup-compat setup-clients setup-aider setup-cuda setup-otel setup-ray setup-site ray pins dist docs site architectures bench bench-structured device simulate demo-train demo-evaluate clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-16s %s\n", $$1, $$2}'
@@ -49,7 +49,7 @@ doctor: setup ## Try the engine on this machine (a minute)
 soak: setup-dev ## Run the long forms of what provokes failures (half an hour)
 	$(BIN)/python -m pytest tests -m soak
 
-compat: setup-compat setup-clients ## Run every test with real clients, the long ones too (minutes)
+compat: setup-compat setup-clients setup-aider ## Run every test with real clients, the long ones too (minutes)
 	$(BIN)/python -m pytest compat_tests -m "compat or not compat"
 
 compat-ci: setup-compat ## Run Graphiti with one short episode, and the dashboard in Chromium
@@ -71,6 +71,7 @@ setup: $(VENV)/.setup ## Install what serving needs
 setup-dev: $(VENV)/.setup-dev ## Install what tests and checks need
 setup-compat: $(VENV)/.setup-compat ## Install Graphiti and playwright, for their tests
 setup-clients: $(VENV)-clients/.setup ## Install more Python clients, in an environment of their own
+setup-aider: $(VENV)-aider/.setup ## Install aider, which wants versions of its own
 setup-ray: $(VENV)-ray/.setup ## Install Ray Serve and the gateway, in an environment of their own
 setup-site: $(VENV)-site/.setup ## Install what builds the site, in an environment of its own
 
@@ -99,6 +100,13 @@ $(VENV)-clients/.setup: requirements/clients.txt | $(VENV)/bin/python
 	@$(PYTHON) -m venv $(VENV)-clients
 	@$(VENV)-clients/bin/python -m pip install $(QUIET) --disable-pip-version-check \
 		--require-hashes --no-deps -r requirements/clients.txt
+	@touch $@
+
+$(VENV)-aider/.setup: requirements/aider.txt | $(VENV)/bin/python
+	@echo "Installing aider into $(VENV)-aider: some 690 MB."
+	@$(PYTHON) -m venv $(VENV)-aider
+	@$(VENV)-aider/bin/python -m pip install $(QUIET) --disable-pip-version-check \
+		--require-hashes --no-deps -r requirements/aider.txt
 	@touch $@
 
 # The gateway's own pins are in there too.
@@ -152,6 +160,7 @@ pins: setup-dev ## Choose the newest versions and write requirements/
 	$(COMPILE) --extra ray -c requirements/runtime.txt -o requirements/ray.txt
 	$(LOCK) --group clients -o requirements/clients.txt
 	$(LOCK) --group site -o requirements/site.txt
+	$(LOCK) --group aider -o requirements/aider.txt
 	$(COMPILE) --extra cuda --no-emit-package mlx-cpu -c requirements/runtime.txt \
 		-o requirements/cuda.txt
 	$(COMPILE) --extra cuda13 --no-emit-package mlx-cpu -c requirements/runtime.txt \
@@ -186,7 +195,7 @@ demo-evaluate: setup ## Measure demo-chat on wordings that training never saw
 	$(BIN)/python -m demo.evaluate
 
 clean: ## Remove what the commands above made
-	rm -rf $(VENV) $(VENV)-newer $(VENV)-clients $(VENV)-ray $(VENV)-site site .site .mypy_cache .ruff_cache .pytest_cache .hypothesis dist demo-chat
+	rm -rf $(VENV) $(VENV)-newer $(VENV)-clients $(VENV)-aider $(VENV)-ray $(VENV)-site site .site .mypy_cache .ruff_cache .pytest_cache .hypothesis dist demo-chat
 
 docs: setup ## Write the generated tables of docs/
 	$(BIN)/python -m tests.docs_tables

@@ -20,8 +20,14 @@ from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.serving_app import catalog, served
 
 MODEL = "scripted"
-SHELLS = {"Bash": "command", "exec_command": "cmd", "bash": "command"}
-"""The tools that run a command, of Claude Code, Codex and opencode, and what each calls it."""
+SHELLS = {
+    "Bash": "command",  # of Claude Code and cn
+    "exec_command": "cmd",  # of Codex
+    "bash": "command",  # of opencode, pi and Copilot
+    "run_shell_command": "command",  # of Qwen Code
+    "run_commands": "commands",  # of Cline, a list
+}
+"""The tools that run a command, and what each calls it."""
 COMMAND = re.compile(r"`(echo [^`]+)`")
 
 
@@ -77,10 +83,11 @@ def _plan(conversation: Mapping[str, Any]) -> list[dict[str, Any]]:
         words = re.split(r"(?<= )", f"It printed: {last['content'].strip()}")
         return [*({"text": word} for word in words), {"finish_reason": "stop"}]
     command = COMMAND.findall(last["content"])[-1]
-    given = {
-        SHELLS[shell]: command,
-        **({} if shell == "exec_command" else {"description": "Run it"}),
-    }
+    given: dict[str, Any] = {SHELLS[shell]: command}
+    if SHELLS[shell] == "commands":
+        given = {"commands": [command]}
+    elif SHELLS[shell] == "command":
+        given["description"] = "Run it"
     arguments = orjson.dumps(given).decode()
     middle = len(arguments) // 2
     return [

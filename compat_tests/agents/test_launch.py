@@ -17,6 +17,8 @@ from tests.processes import ROOT, environment
 
 pytestmark = [pytest.mark.anyio, pytest.mark.compat]
 LLM = ROOT / ".venv-clients" / "bin" / "llm"
+AIDER = ROOT / ".venv-aider" / "bin" / "aider"
+KEY = "the-gateways-key"
 ASKED = "Run `echo hello from $((40 + 2))` and say what it prints."
 CLAUDE = ("-p", ASKED, "--allowedTools", "Bash", "--output-format", "json")
 # The tests' own folder is the sandbox.
@@ -36,7 +38,14 @@ ALONE = {  # nothing is asked of any other host
     "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     "OPENCODE_DISABLE_AUTOUPDATE": "1",
     "OPENCODE_DISABLE_MODELS_FETCH": "1",
+    "COPILOT_OFFLINE": "true",
+    "PI_OFFLINE": "1",
+    "CONTINUE_METRICS_ENABLED": "0",
+    "AIDER_ANALYTICS": "false",
+    "AIDER_CHECK_UPDATE": "false",
 }
+MACHINE = {"x86_64": "x64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
+SYSTEM = f"{sys.platform}-{MACHINE}"
 
 
 async def run(
@@ -53,7 +62,7 @@ async def run(
             PYTHON=sys.executable,
             HOME=str(home),
             GATEWAY_PORT=str(port),
-            GATEWAY_API_KEYS="k",
+            GATEWAY_API_KEYS=KEY,
             **ALONE,
         ),
         stdin=asyncio.subprocess.DEVNULL,
@@ -71,6 +80,12 @@ async def run(
     return printed
 
 
+def files_with_key(folder: Path) -> list[Path]:
+    """List the files below a folder that have the gateway's key."""
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    return [file for file in files if KEY.encode() in file.read_bytes()]
+
+
 @NEEDS_NODE
 async def test_claude_code_runs_a_command(installed: Path, tmp_path: Path) -> None:
     """With a key, by the model that launch chose."""
@@ -78,7 +93,7 @@ async def test_claude_code_runs_a_command(installed: Path, tmp_path: Path) -> No
     wrapper = installed / "@anthropic-ai" / "claude-code" / "cli-wrapper.cjs"
     claude.write_text(f'#!/bin/sh\nexec node "{wrapper}" "$@"\n')
     claude.chmod(0o755)
-    async with serving(tmp_path, api_keys="k") as (client, _):
+    async with serving(tmp_path, api_keys=KEY) as (client, _):
         outcome = orjson.loads(await run(claude, tmp_path, client, *CLAUDE))
     assert outcome["result"] == "It printed: hello from 42", outcome
     assert set(outcome["modelUsage"]) == {MODEL}
@@ -87,7 +102,7 @@ async def test_claude_code_runs_a_command(installed: Path, tmp_path: Path) -> No
 @NEEDS_NODE
 async def test_codex_runs_a_command(installed: Path, tmp_path: Path) -> None:
     """By /v1/responses: its call, the call's result, and the answer to that."""
-    async with serving(tmp_path, api_keys="k") as (client, chat):
+    async with serving(tmp_path, api_keys=KEY) as (client, chat):
         printed = await run(installed / ".bin" / "codex", tmp_path, client, *CODEX)
     items = [line["item"] for line in map(orjson.loads, printed.splitlines()) if "item" in line]
     assert [item["text"] for item in items if item["type"] == "agent_message"][-1].endswith(
@@ -102,11 +117,10 @@ async def test_codex_runs_a_command(installed: Path, tmp_path: Path) -> None:
 @BOTH
 async def test_opencode_runs_a_command(installed: Path, tmp_path: Path, by: str) -> None:
     """By /v1/chat/completions, with its own tool and by our model alone."""
-    machine = {"x86_64": "x64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
-    program = installed / f"opencode-{sys.platform}-{machine}" / "bin" / "opencode"
+    program = installed / f"opencode-{SYSTEM}" / "bin" / "opencode"
     if not program.exists():
-        pytest.skip(f"package-lock.json has no opencode for {sys.platform} on {machine}")
-    async with serving(tmp_path, api_keys="k") as (client, chat):
+        pytest.skip(f"package-lock.json has no opencode for {SYSTEM}")
+    async with serving(tmp_path, api_keys=KEY) as (client, chat):
         printed = await run(program, tmp_path, client, *OPENCODE, by=by)
     parts = [line["part"] for line in map(orjson.loads, printed.splitlines()) if "part" in line]
     texts = [part["text"] for part in parts if part["type"] == "text"]
@@ -121,10 +135,53 @@ async def test_opencode_runs_a_command(installed: Path, tmp_path: Path, by: str)
 async def test_llm_calls_a_function(tmp_path: Path, by: str) -> None:
     """One of its user's own, streamed; its folder in the user's home stays as it was."""
     arguments = ("--functions", SHELL, "--tools-debug", ASKED)
-    async with serving(tmp_path, api_keys="k") as (client, chat):
+    async with serving(tmp_path, api_keys=KEY) as (client, chat):
         printed = (await run(LLM, tmp_path, client, *arguments, by=by)).decode()
     assert printed.strip().endswith("It printed: hello from 42"), printed
     first, second = chat.jobs
     assert [tool["function"]["name"] for tool in first.tools] == ["bash"]
     assert [turn["role"] for turn in second.messages] == ["user", "assistant", "tool"]
     assert not (tmp_path / ".config" / "io.datasette.llm").exists()
+
+
+@NEEDS_NODE
+@BOTH
+@pytest.mark.parametrize(
+    ("path", "arguments"),
+    [
+        (f"@github/copilot-{SYSTEM}/copilot", ("-s", "--allow-all-tools", "-p", ASKED)),
+        (".bin/qwen", ("-y", ASKED)),
+        (".bin/pi", ("-p", ASKED)),  # by the Node beside it, 22
+        (".bin/cn", ("--auto", "-p", ASKED)),
+        (f"@cline/cli-{SYSTEM}/bin/cline", (ASKED,)),
+    ],
+    ids=["copilot", "qwen", "pi", "cn", "cline"],
+)
+async def test_an_agent_runs_a_command_and_writes_no_key(
+    installed: Path, tmp_path: Path, path: str, arguments: tuple[str, ...], by: str
+) -> None:
+    """By /v1/chat/completions, and never asks for more than a quarter of the context."""
+    if not (installed / path).exists():
+        pytest.skip(f"package-lock.json has no {path}")
+    async with serving(tmp_path, api_keys=KEY) as (client, chat):
+        printed = (await run(installed / path, tmp_path, client, *arguments, by=by)).decode()
+    assert "It printed: " in printed, printed
+    assert "hello from 42" in printed
+    assert any(
+        [turn["role"] for turn in job.messages][-2:] == ["assistant", "tool"] for job in chat.jobs
+    )
+    assert all((job.max_tokens or 0) <= chat.max_context // 4 for job in chat.jobs)
+    assert not files_with_key(tmp_path)
+
+
+@pytest.mark.skipif(not AIDER.exists(), reason="`make setup-aider` installs it")
+@BOTH
+async def test_aider_asks_whatever_the_project_says(tmp_path: Path, by: str) -> None:
+    """A project's .env goes before the environment, but not before what launch gives."""
+    (tmp_path / ".env").write_text("OPENAI_API_BASE=http://127.0.0.1:9/v1\nOPENAI_API_KEY=theirs\n")
+    arguments = ("--no-git", "--yes-always", "--message", "Hello")
+    async with serving(tmp_path, api_keys=KEY) as (client, chat):
+        printed = (await run(AIDER, tmp_path, client, *arguments, by=by)).decode()
+    assert f"Model: openai/{MODEL}" in printed
+    assert "There is nothing to run." in printed
+    assert chat.jobs[-1].messages[-1]["content"].startswith("Hello")

@@ -30,7 +30,7 @@ from gateway.cli.gateways import (
 )
 from gateway.cli.serve import key_in_shell
 from gateway.cli.terminal import ModelsFile, fail
-from gateway.cli.tools import NO_KEY, TOOLS, NoModel, Service, Setup, Tool, choose
+from gateway.cli.tools import NO_KEY, TOOLS, NoModel, Service, Tool, choose
 from gateway.settings import Settings, load_settings, origin, variable
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -62,15 +62,16 @@ def launch(
     chosen, settings = _read_tool(tool), load_settings({"models": models})
     program = shutil.which(chosen.command)
     if program is None:
-        fail(f"{chosen.command} is not installed. Install it: `{chosen.install}`.")
+        commands = f"  {chosen.install}\n  mlx-gateway launch {chosen.command}"
+        fail(f"{chosen.command} is not installed. Run:\n{commands}")
     signals = Signals()
     with signals.handled():
         try:
             url = find(settings)
             service = _choose_models(url, settings, chosen, model, small_model)
             with _gateway(url, settings, signals) as ready:
-                setup = chosen.set_up(replace(service, url=ready))
-                status = _run(chosen, (program, *(arguments or ())), setup, settings, signals)
+                command = (program, *(arguments or ()))
+                status = _run(chosen, command, replace(service, url=ready), settings, signals)
         except (NoGateway, NoModel) as error:
             fail(error)
     raise SystemExit(status)
@@ -122,12 +123,13 @@ def _choose_models(
         offers = catalog_offers(catalog, settings)
     else:
         offers = list_offers(url, settings, catalog)
-    large = choose(offers, model, tool)
+    file = settings.models if "models" in settings.model_fields_set else None
+    large = choose(offers, model, tool, file)
     kept = kept_tokens(large.id, catalog, settings) if tool.least_context else None
     if kept is not None and large.context is not None and kept < large.context:
         message = f"{large.name} keeps about {kept:,} of its {large.context:,} tokens of a prompt"
         print(f"{message}; those after are read again in each turn.", file=sys.stderr)
-    small = large if small_model is None else choose(offers, small_model, tool)
+    small = large if small_model is None else choose(offers, small_model, tool, file)
     return Service(url or address(settings) or "", large.name, small.name, large.context)
 
 
@@ -218,15 +220,16 @@ def _gateway(found: str | None, settings: Settings, signals: Signals) -> Iterato
 
 
 def _run(
-    tool: Tool, command: Sequence[str], setup: Setup, settings: Settings, signals: Signals
+    tool: Tool, command: Sequence[str], service: Service, settings: Settings, signals: Signals
 ) -> int:
     """Run a tool until it ends, and return its status as shells have it."""
     with contextlib.ExitStack() as stack:
         with signals.deferred():
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mlx-gateway-"))
+        setup = tool.set_up(replace(service, folder=folder))
         for name, text in setup.files.items():
             (Path(folder) / name).write_text(text, encoding="utf-8")
-        environment = tool.environment(setup, first_key(settings), os.environ, folder)
+        environment = tool.environment(setup, first_key(settings), os.environ)
         status = signals.start([command[0], *setup.arguments, *command[1:]], environment)
     if status < 0:  # a signal ended it
         return 128 - status

@@ -8,11 +8,14 @@ import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 # Tokens that agents need. Claude Code's first request has 23,500 before the question
 # (docs/agents.md).
 AGENT_CONTEXT: Final = 32_000
+SMALL_CONTEXT: Final = 16_000  # for agents whose own instructions and tools have less than 6,000
+FOLDER: Final = "{private folder}"  # stands for its path; no model's name has a space
 NO_KEY: Final = "unused"  # what a gateway without keys is sent, by tools that insist on one
 _OWN_KEYS: Final = frozenset({"GATEWAY_API_KEYS", "GATEWAY_ADMIN_KEY"})
 
@@ -24,7 +27,13 @@ class Service:
     url: str
     model: str
     small_model: str
-    context: int | None  # None if nobody knows it yet
+    context: int | None  # None if nobody knows it yet, which tools with a `least_context` never get
+    folder: str = FOLDER  # where the files of a setup will be
+
+    @property
+    def answer(self) -> int:
+        """Return how many tokens an agent is to ask for; the rest is for its prompt."""
+        return (self.context or AGENT_CONTEXT) // 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +42,7 @@ class Setup:
 
     variables: Mapping[str, str | None] = field(default_factory=dict)  # None unsets one
     arguments: Sequence[str] = ()  # before the tool's own
-    files: Mapping[str, str] = field(default_factory=dict)  # in the folder that `Tool.folder` names
+    files: Mapping[str, str] = field(default_factory=dict)  # in the service's folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,44 +51,40 @@ class Tool:
 
     command: str
     install: str
-    key: str  # the variable in which it reads its key
     set_up: Callable[[Service], Setup]
+    key: str = "MLX_GATEWAY_KEY"  # the variable in which it reads its key
     least_context: int = AGENT_CONTEXT
-    folder: str | None = None  # the variable that names a private folder
 
     def environment(
-        self, setup: Setup, key: str | None, around: Mapping[str, str], folder: str
+        self, setup: Setup, key: str | None, around: Mapping[str, str]
     ) -> dict[str, str]:
         """Return the variables to run the tool with, and none of them the gateway's own keys."""
         outer = {name: value for name, value in around.items() if name.upper() not in _OWN_KEYS}
         variables = {**outer, **setup.variables, self.key: key or NO_KEY}
-        if self.folder:
-            variables[self.folder] = folder
         return {name: value for name, value in variables.items() if value is not None}
 
     def shell_lines(self, setup: Setup, key: str) -> list[str]:
         """Return lines for a shell that do as `launch` does; `key` is what the shell expands to
         the key.
         """
-        lines = []
+        folder = f"MLX_GATEWAY_{self.command.upper()}"
+        expanded = f"'\"${folder}\"'"  # what has FOLDER is in single quotes
+        lines = [f'{folder}="$(mktemp -d)"'] if setup.files else []
+        for name, text in setup.files.items():
+            lines.append(f"printf '%s\\n' {shlex.quote(text)} > \"${folder}/{name}\"")
         for name, value in setup.variables.items():
             if value is None:
                 lines.append(f"unset {name}")
             else:
-                lines.append(f"export {name}={shlex.quote(value)}")
+                lines.append(f"export {name}={shlex.quote(value).replace(FOLDER, expanded)}")
         lines.append(f"export {self.key}={key}")
-        if self.folder:
-            lines.append(f'export {self.folder}="$(mktemp -d)"')
-        for name, text in setup.files.items():
-            lines.append(f"printf '%s\\n' {shlex.quote(text)} > \"${self.folder}/{name}\"")
         if setup.arguments:
-            words = shlex.join(setup.arguments)
+            words = shlex.join(setup.arguments).replace(FOLDER, expanded)
             lines.append(f'{self.command}() {{ command {self.command} {words} "$@"; }}')
         return lines
 
 
 def _claude(service: Service) -> Setup:
-    context = None if service.context is None else str(service.context)
     return Setup(
         {
             "ANTHROPIC_BASE_URL": service.url,
@@ -91,7 +96,7 @@ def _claude(service: Service) -> Setup:
             "ANTHROPIC_SMALL_FAST_MODEL": service.small_model,
             # It compacts a conversation in time if it knows the context, which it reads as
             # 100,000 tokens at the least.
-            "CLAUDE_CODE_AUTO_COMPACT_WINDOW": context,
+            "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(service.context),
             "ANTHROPIC_API_KEY": None,
             "CLAUDE_CODE_USE_BEDROCK": None,
             "CLAUDE_CODE_USE_VERTEX": None,
@@ -109,9 +114,8 @@ def _codex(service: Service) -> Setup:
         "model_providers.mlx-gateway.wire_api": "responses",
         "model_providers.mlx-gateway.env_key": "MLX_GATEWAY_KEY",
         "review_model": service.model,
+        "model_context_window": service.context,
     }
-    if service.context is not None:
-        options["model_context_window"] = service.context
     arguments = []
     for name, value in options.items():  # a text in JSON is one in TOML
         arguments += ["-c", f"{name}={json.dumps(value, ensure_ascii=False)}"]
@@ -119,9 +123,8 @@ def _codex(service: Service) -> Setup:
 
 
 def _opencode(service: Service) -> Setup:
-    model: dict[str, Any] = {"name": service.model}
-    if service.context is not None:
-        model["limit"] = {"context": service.context, "output": service.context // 4}
+    limit = {"context": service.context, "output": service.answer}
+    model = {"name": service.model, "limit": limit}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "mlx-gateway",
@@ -146,19 +149,107 @@ def _llm(service: Service) -> Setup:
     }
     names = (service.model, service.small_model)
     models = [{"model_id": name, "model_name": name, **about} for name in names]
-    # JSON is YAML.
+    # It reads models from a file in its folder of the user, where its keys and logs are too.
     return Setup(
-        {"LLM_MODEL": service.model}, files={"extra-openai-models.yaml": json.dumps(models)}
+        {"LLM_MODEL": service.model, "LLM_USER_PATH": service.folder},
+        files={"extra-openai-models.yaml": json.dumps(models)},  # JSON is YAML
     )
+
+
+def _copilot(service: Service) -> Setup:
+    # `copilot help providers` of 1.0.102. What is unset would change protocol, model or key.
+    names = ("TYPE", "WIRE_API", "TRANSPORT", "MODEL_ID", "WIRE_MODEL", "BEARER_TOKEN")
+    unset = {f"COPILOT_PROVIDER_{name}": None for name in (*names, "API_KEY_COMMAND")}
+    prompt = (service.context or AGENT_CONTEXT) - service.answer
+    return Setup(
+        {
+            **unset,
+            "COPILOT_PROVIDER_BASE_URL": f"{service.url}/v1",
+            "COPILOT_MODEL": service.model,
+            "COPILOT_PROVIDER_MAX_PROMPT_TOKENS": str(prompt),
+            "COPILOT_PROVIDER_MAX_OUTPUT_TOKENS": str(service.answer),
+        }
+    )
+
+
+def _qwen(service: Service) -> Setup:
+    # The system's settings go before those of the user and of the project, in 0.24.4.
+    model = {"id": service.model, "baseUrl": f"{service.url}/v1", "envKey": "MLX_GATEWAY_KEY"}
+    tokens = {"max_tokens": service.answer}
+    limits = {"contextWindowSize": service.context, "samplingParams": tokens}
+    settings = {
+        "security": {"auth": {"selectedType": "openai"}},
+        "model": {"name": service.model},
+        "modelProviders": {"openai": [{**model, "generationConfig": limits}]},
+    }
+    variables = {"QWEN_CODE_SYSTEM_SETTINGS_PATH": f"{service.folder}/settings.json"}
+    return Setup(variables, files={"settings.json": json.dumps(settings)})
+
+
+def _pi(service: Service) -> Setup:
+    # An extension: it reads a models.json only from the folder in which the user's sessions are.
+    model: dict[str, Any] = {"id": service.model, "name": service.model, "reasoning": False}
+    model |= {"contextWindow": service.context, "maxTokens": service.answer, "input": ["text"]}
+    model["cost"] = dict.fromkeys(("input", "output", "cacheRead", "cacheWrite"), 0)
+    about = {"baseUrl": f"{service.url}/v1", "api": "openai-completions", "models": [model]}
+    about["apiKey"] = "$MLX_GATEWAY_KEY"  # 0.77 and later expand it
+    code = f"export default (pi) => pi.registerProvider('mlx-gateway', {json.dumps(about)});"
+    arguments = ["-e", f"{service.folder}/mlx.mjs", "--provider", "mlx-gateway"]
+    return Setup(arguments=[*arguments, "--model", service.model], files={"mlx.mjs": code})
+
+
+def _continue(service: Service) -> Setup:
+    model = {
+        "name": service.model,
+        "provider": "openai",
+        "model": service.model,
+        "apiBase": f"{service.url}/v1",
+        "apiKey": "${{ secrets.MLX_GATEWAY_KEY }}",  # 1.5.47 finds it in the environment
+        "capabilities": ["tool_use"],
+    }
+    limits = {"contextLength": service.context, "maxTokens": service.answer}
+    models = [{**model, "defaultCompletionOptions": limits}]
+    config = {"name": "mlx-gateway", "version": "1.0.0", "schema": "v1", "models": models}
+    arguments = ["--config", f"{service.folder}/config.yaml"]
+    return Setup(arguments=arguments, files={"config.yaml": json.dumps(config)})
+
+
+def _cline(service: Service) -> Setup:
+    name = "openai-compatible"
+    model = {"provider": name, "model": service.model, "baseUrl": f"{service.url}/v1"}
+    limits = {"contextWindow": service.context, "maxTokens": service.answer}
+    about = {"settings": {**model, **limits}, "updatedAt": "2026-11-26T00:00:00Z"}
+    providers = {"version": 1, "lastUsedProvider": name, "providers": {name: about}}
+    variables = {
+        "CLINE_PROVIDER_SETTINGS_PATH": f"{service.folder}/providers.json",
+        # Else 3.0.65 starts a process that stays, with this provider for whoever asks it later.
+        "CLINE_SESSION_BACKEND_MODE": "local",
+    }
+    return Setup(variables, files={"providers.json": json.dumps(providers)})
+
+
+def _aider(service: Service) -> Setup:
+    # Arguments, and the key's variable, go before what a project's .env has, in 0.86.2.
+    model, small = f"openai/{service.model}", f"openai/{service.small_model}"
+    limits = {"max_input_tokens": service.context, "max_output_tokens": service.answer}
+    about = {"litellm_provider": "openai", "mode": "chat", **limits}
+    arguments = ["--openai-api-base", f"{service.url}/v1", "--model", model, "--weak-model", small]
+    arguments += ["--model-metadata-file", f"{service.folder}/models.json"]
+    return Setup(arguments=arguments, files={"models.json": json.dumps({model: about})})
 
 
 _TABLE: Final = (
     # A token needs no approval, as a key does that it finds in the environment.
-    Tool("claude", "npm install -g @anthropic-ai/claude-code", "ANTHROPIC_AUTH_TOKEN", _claude),
-    Tool("codex", "npm install -g @openai/codex", "MLX_GATEWAY_KEY", _codex),
-    Tool("opencode", "npm install -g opencode-ai", "MLX_GATEWAY_KEY", _opencode),
-    # It reads models from a file in its folder of the user, where its keys and logs are too.
-    Tool("llm", "pip install llm", "OPENAI_API_KEY", _llm, least_context=0, folder="LLM_USER_PATH"),
+    Tool("claude", "npm install -g @anthropic-ai/claude-code", _claude, "ANTHROPIC_AUTH_TOKEN"),
+    Tool("codex", "npm install -g @openai/codex", _codex),
+    Tool("opencode", "npm install -g opencode-ai", _opencode),
+    Tool("copilot", "npm install -g @github/copilot", _copilot, "COPILOT_PROVIDER_API_KEY"),
+    Tool("qwen", "npm install -g @qwen-code/qwen-code", _qwen),
+    Tool("pi", "npm install -g @earendil-works/pi-coding-agent", _pi, least_context=SMALL_CONTEXT),
+    Tool("cn", "npm install -g @continuedev/cli", _continue, least_context=SMALL_CONTEXT),
+    Tool("cline", "npm install -g cline", _cline, "OPENAI_API_KEY", SMALL_CONTEXT),
+    Tool("aider", "pip install aider-chat", _aider, "AIDER_OPENAI_API_KEY", SMALL_CONTEXT),
+    Tool("llm", "pip install llm", _llm, "OPENAI_API_KEY", least_context=0),
 )
 TOOLS: Final[Mapping[str, Tool]] = {tool.command: tool for tool in _TABLE}
 
@@ -177,21 +268,40 @@ class Offer:
     context: int | None = None
 
 
-def choose(offers: Sequence[Offer], wanted: str | None, tool: Tool) -> Offer:
-    """Return the offer of the wanted name, or else the first that suits a tool; raises NoModel."""
+def choose(
+    offers: Sequence[Offer], wanted: str | None, tool: Tool, file: Path | None = None
+) -> Offer:
+    """Return the offer of the wanted name, or else the first that suits a tool.
+
+    Raises NoModel, with the commands that do it; `file` is the models file they have to name.
+    """
     chats = [offer for offer in offers if offer.kind == "chat"]
     candidates = [offer for offer in chats if wanted in (None, offer.name)]
-    names = ", ".join(offer.name for offer in chats) or "none"
-    if not candidates and wanted is not None:
-        raise NoModel(f"{wanted}: there is no such chat model. The chat models are: {names}.")
-    for offer in candidates:
-        if _problem(offer, tool) is None:
+    usable = [offer for offer in chats if _problem(offer, tool) is None]
+    for offer in usable:
+        if offer in candidates:
             return offer
-    lines = [f"{tool.command} can use none of the chat models:"]
-    lines += [
-        f"  {_problem(offer, tool)}" for offer in candidates if offer.name in (offer.id, wanted)
-    ]
-    raise NoModel("\n".join([*lines, "docs/models.md has larger ones, for models.yaml."]))
+    names = ", ".join(offer.name for offer in chats) or "none"
+    lines = [f"{wanted}: there is no such chat model. The chat models are: {names}."]
+    if candidates or wanted is None:
+        lines = [f"{tool.command} can use none of the chat models:"]
+    shown = [offer for offer in candidates if offer.name in (offer.id, wanted)]
+    lines += [f"  {_problem(offer, tool)}" for offer in shown]
+    absent = [offer for offer in candidates if offer.context is None]
+    lines += _commands([*absent, *usable, *chats], tool, file)
+    raise NoModel("\n".join(lines))
+
+
+def _commands(offers: Sequence[Offer], tool: Tool, file: Path | None) -> list[str]:
+    """Return what to run, with the first model that suits or that may once it is on disk."""
+    option = "" if file is None else f" --models {shlex.quote(str(file))}"
+    for offer in offers:
+        launch = f"  mlx-gateway launch {tool.command}{option} --model {shlex.quote(offer.name)}"
+        if _problem(offer, tool) is None:
+            return ["Run:", launch]
+        if offer.context is None:
+            return ["Run:", f"  mlx-gateway pull{option} {shlex.quote(offer.id)}", launch]
+    return ["docs/models.md has larger ones, for models.yaml."]
 
 
 def _problem(offer: Offer, tool: Tool) -> str | None:
@@ -199,8 +309,7 @@ def _problem(offer: Offer, tool: Tool) -> str | None:
     if not tool.least_context:
         return None
     if offer.context is None:
-        pull = f"mlx-gateway pull {shlex.quote(offer.id)}"
-        return f"{offer.name}: it is not on disk, so its context is not known. Run: {pull}"
+        return f"{offer.name}: it is not on disk, so its context is not known"
     if offer.context < tool.least_context:
         needed = f"{tool.command} needs {tool.least_context:,}"
         return f"{offer.name}: its context is {offer.context:,} tokens, and {needed}"

@@ -32,6 +32,7 @@ from tests.serving_app import catalog, served, settings
 
 pytestmark = pytest.mark.anyio
 CLAUDE = TOOLS["claude"]
+OURS = ("AIDER", "ANTHROPIC", "CLINE", "COPILOT", "LLM", "MLX", "OPENAI", "OPENCODE", "QWEN")
 NOBODY = "1"  # a port at which nothing answers
 LARGE: dict[str, Any] = {"kind": "chat", "source": "path:large"}
 SMALL = {"kind": "chat", "source": "path:small"}
@@ -42,7 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "large": {**LARGE, "aliases": ["big"]},
 }
 FAKE = f"""#!{sys.executable}
-import json, os, signal, sys, time, urllib.request
+import json, os, re, signal, sys, time, urllib.request
 if "--wait" in sys.argv:
     def end(number, _):
         print("got", number, flush=True)
@@ -54,8 +55,9 @@ if "--wait" in sys.argv:
 if "--die" in sys.argv:
     os.kill(os.getpid(), signal.SIGKILL)
 files, there = {{}}, None
-if folder := os.environ.get("LLM_USER_PATH"):
-    files = {{each: open(os.path.join(folder, each)).read() for each in os.listdir(folder)}}
+for given in (*sys.argv, *os.environ.values()):
+    for folder in re.findall(os.environ["TMPDIR"] + "/(?:mlx-gateway-|tmp[.])[^/]+", given):
+        files |= {{each: open(os.path.join(folder, each)).read() for each in os.listdir(folder)}}
 if "--ask" in sys.argv:
     there = json.load(urllib.request.urlopen(os.environ["ANTHROPIC_BASE_URL"] + "/ready"))
 if "--kill" in sys.argv:
@@ -190,6 +192,7 @@ async def test_a_gateway_that_was_found_says_what_it_serves(home: Path) -> None:
     assert unheard.status == 1
     assert unheard.err == (
         "unheard: there is no such chat model. The chat models are: large, big, small.\n"
+        "Run:\n  mlx-gateway launch claude --model large\n"
     )
 
 
@@ -254,10 +257,12 @@ async def test_a_tool_that_is_not_installed_or_not_known_is_named(home: Path) ->
     (home / "bin" / "codex").unlink()
     outcome = await ran(home, "launch", "codex", PATH=str(home / "bin"))
     assert (outcome.status, outcome.out) == (1, "")
-    assert outcome.err == "codex is not installed. Install it: `npm install -g @openai/codex`.\n"
+    assert outcome.err == (
+        "codex is not installed. Run:\n  npm install -g @openai/codex\n  mlx-gateway launch codex\n"
+    )
     outcome = await ran(home, "launch", "cluade")
     assert outcome.status == 2
-    assert "claude, codex, opencode, llm" in re.sub(r"[│\s]+", " ", outcome.err)
+    assert ", ".join(TOOLS) in re.sub(r"[│\s]+", " ", outcome.err)
 
 
 @pytest.mark.parametrize(("given", "kept"), [("1000000", "about 1,302 of"), ("auto", None)])
@@ -406,12 +411,18 @@ async def test_what_connect_prints_does_in_a_shell_what_launch_does(home: Path, 
         cwd=home,
         stdout=subprocess.PIPE,
     )
-    one, other = launched.seen, json.loads((await shell.communicate())[0])
+    out = (await shell.communicate())[0].decode()
+    one, other = (
+        json.loads(re.sub(r"/(mlx-gateway-|tmp\.)\w+", "/FOLDER", each))
+        for each in (launched.out, out)
+    )
     assert one["arguments"] == other["arguments"]
     assert {key: text.strip() for key, text in other["files"].items()} == one["files"]
-    ours = [each for each in one["variables"] if each.startswith(("ANTHROPIC", "OPENCODE", "MLX"))]
-    assert ours or name == "llm"
-    assert [one["variables"][each] for each in ours] == [other["variables"][each] for each in ours]
+    given = {each for each in one["variables"] if each.startswith(OURS)}
+    assert {TOOLS[name].key} <= given
+    assert {each: one["variables"][each] for each in given} == {
+        each: text for each, text in other["variables"].items() if each.startswith(OURS)
+    }
 
 
 async def test_connect_shows_a_key_only_when_asked(home: Path) -> None:
@@ -438,16 +449,71 @@ def test_a_model_is_chosen_by_its_context() -> None:
     with pytest.raises(NoModel) as refused:
         choose(offers[:-1], None, CLAUDE)
     assert str(refused.value).splitlines()[1:] == [
-        "  unknown: it is not on disk, so its context is not known. Run: mlx-gateway pull unknown",
+        "  unknown: it is not on disk, so its context is not known",
         "  short: its context is 31,999 tokens, and claude needs 32,000",
-        "docs/models.md has larger ones, for models.yaml.",
+        "Run:",
+        "  mlx-gateway pull unknown",
+        "  mlx-gateway launch claude --model unknown",
     ]
-    with pytest.raises(NoModel, match="unknown: it is not on disk"):
-        choose(offers, "unknown", CLAUDE)
-    with pytest.raises(NoModel, match="vectors: there is no such chat model"):
-        choose(offers, "vectors", CLAUDE)
-    with pytest.raises(NoModel, match="none of the chat models"):
-        choose([], None, CLAUDE)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "reason", "commands"),
+    [
+        ("alias", "alias: it is not on disk", ["pull unknown", "launch claude --model alias"]),
+        ("short", "short: its context is 8,192", ["launch claude --model right"]),
+        ("vectors", "vectors: there is no such chat model", ["launch claude --model right"]),
+    ],
+)
+def test_a_refusal_ends_with_the_commands_that_do_it(
+    wanted: str, reason: str, commands: list[str]
+) -> None:
+    """With the model that was asked for, if its download may do; with the models file, if given."""
+    offers = [
+        Offer("vectors", "vectors", "embedding"),
+        Offer("alias", "unknown", "chat"),
+        Offer("short", "short", "chat", 8192),
+        Offer("right", "right", "chat", AGENT_CONTEXT),
+    ]
+    with pytest.raises(NoModel, match=reason) as refused:
+        choose(offers, wanted, CLAUDE)
+    lines = str(refused.value).split("Run:\n")[-1].splitlines()
+    assert lines == [f"  mlx-gateway {each}" for each in commands]
+    with pytest.raises(NoModel, match=r"launch claude --models 'a file' --model"):
+        choose(offers, wanted, CLAUDE, Path("a file"))
+    with pytest.raises(NoModel, match=r"docs/models\.md has larger ones"):
+        choose(offers[2:3], wanted, CLAUDE)
+
+
+async def test_the_commands_of_a_refusal_name_the_models_file(home: Path) -> None:
+    (home / "models.yaml").rename(home / "mine.yaml")
+    given = ("--models", "mine.yaml", "--model", "small")
+    outcome = await ran(home, "launch", "claude", *given)
+    *_, advice = outcome.err.splitlines()
+    assert advice == "  mlx-gateway launch claude --models mine.yaml --model large"
+    outcome = await ran(home, *advice.split()[1:])
+    assert outcome.seen["variables"]["ANTHROPIC_MODEL"] == "large"
+
+
+def test_no_file_of_a_tool_has_a_key() -> None:
+    """Nor do its arguments: it is in the variable alone, whose name an entry has."""
+    service = Service("http://x", "m", "s", 40_000, "/folder")
+    for tool in TOOLS.values():
+        setup = tool.set_up(service)
+        variables = tool.environment(setup, "secret", {"GATEWAY_API_KEYS": "secret"})
+        assert [name for name, text in variables.items() if "secret" in text] == [tool.key]
+        placed = [*setup.arguments, *setup.variables.values()]
+        assert any("/folder" in (each or "") for each in placed) is bool(setup.files)
+
+
+@pytest.mark.parametrize("name", ["aider", "cline", "cn", "copilot", "opencode", "pi", "qwen"])
+def test_an_agent_is_told_how_many_tokens_it_has(name: str) -> None:
+    """A quarter of the context is for an answer; where a prompt is asked for, the rest."""
+    given = str(TOOLS[name].set_up(Service("http://x", "m", "s", 40_000)))
+    assert re.findall(r"\b[1-9]0000\b", given) == [
+        "30000" if name == "copilot" else "40000",
+        "10000",
+    ]
 
 
 def test_setups_quote_what_would_be_code() -> None:
