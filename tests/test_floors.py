@@ -129,7 +129,7 @@ BUDGET: dict[str, int] = {
     "cli": 1295,
     "clock": 40,
     "doctor": 334,
-    "engine": 10890,
+    "engine": 11150,
     "errors": 255,
     "ids": 10,
     "jobs": 278,
