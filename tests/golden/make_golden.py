@@ -347,6 +347,10 @@ def embeddinggemma() -> None:
         query_pre_attn_scalar=16,
         sliding_window=8,
         layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 50_000.0, "factor": 2.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
         use_bidirectional_attention=True,
     )
     torch.manual_seed(SEED)

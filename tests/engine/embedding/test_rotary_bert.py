@@ -48,6 +48,13 @@ def test_the_config_of_nomics_own_code_is_read_alike(tmp_path: Path) -> None:
     assert np.array_equal(load(folder).embed(ROWS), load(GOLDEN / "nomic-bert").embed(ROWS))
 
 
+@pytest.mark.parametrize("name", ["nomic-bert", "jina-v3"])
+def test_a_config_without_rotations_has_those_of_its_family(tmp_path: Path, name: str) -> None:
+    folder = tiny(tmp_path, name)
+    rewrite(folder / "config.json", rope_parameters=None)
+    assert np.array_equal(load(folder).embed(ROWS), load(GOLDEN / name).embed(ROWS))
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "named"),
     [
