@@ -133,7 +133,7 @@ BUDGET: dict[str, int] = {
     "cli": 1443,
     "clock": 40,
     "doctor": 335,
-    "engine": 11146,
+    "engine": 11406,
     "errors": 268,
     "ids": 10,
     "jobs": 278,

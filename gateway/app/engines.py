@@ -33,7 +33,7 @@ from gateway.engine.device import (
 from gateway.engine.device_faults import classify
 from gateway.engine.embedding.cross_encoder import find_transformer, load_cross_encoder_in_steps
 from gateway.engine.embedding.engine import load_embedding_in_steps
-from gateway.engine.embedding.pooling import read_recipe
+from gateway.engine.embedding.pooling import weight_folders
 from gateway.engine.hub import ask_hub, download, fetched_bytes, free_bytes, on_disk
 from gateway.engine.hub_offer import look, require_public
 from gateway.engine.models.checkpoint import (
@@ -240,13 +240,13 @@ class MlxEngines:
         self._import_for(spec)  # here, and not while the loop or the lane waits
         if isinstance(spec, ChatSpec):
             return self._chat.size(spec, files, self._find_draft(spec))
-        transformer = Checkpoint(spec.id, files)
+        checkpoint = Checkpoint(spec.id, files)
+        parts = [checkpoint]
         if isinstance(spec, EmbeddingSpec):
-            recipe = read_recipe(transformer, spec.pooling, spec.normalize)
-            transformer = transformer.inside(recipe.transformer)
+            parts = weight_folders(checkpoint, spec.pooling, spec.normalize)
         elif not _scores_labels(spec):
-            transformer = find_transformer(transformer)
-        return Size(weights_bytes(transformer, self._device, dtype_of(spec)))
+            parts = [find_transformer(checkpoint)]
+        return Size(sum(weights_bytes(each, self._device, dtype_of(spec)) for each in parts))
 
     def _draft_of(self, spec: ModelSpec) -> ChatSpec | None:
         """Return the model that drafts for a chat model, if it has one and tokens are drafted."""

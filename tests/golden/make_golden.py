@@ -4,7 +4,7 @@
 their vectors and scores as sentence-transformers computes them.
 
 Needs what the gateway itself does not: an environment with
-    torch==2.13.0 sentence-transformers==6.2.0 transformers==5.23.0
+    torch==2.13.0 sentence-transformers==6.2.0 transformers==5.24.0
 Run:  python tests/golden/make_golden.py <folder of all-MiniLM-L6-v2>
 """
 
@@ -12,14 +12,14 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from sentence_transformers import CrossEncoder, SentenceTransformer
-from sentence_transformers.base.modules import Transformer
+from sentence_transformers.base.modules import Dense, Transformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
 from tokenizers import (
     Tokenizer,
@@ -34,9 +34,19 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertModel,
+    EuroBertConfig,
+    EuroBertModel,
+    Gemma3TextConfig,
+    Gemma3TextModel,
+    GteConfig,
+    GteModel,
+    JinaEmbeddingsV3Config,
+    JinaEmbeddingsV3Model,
     ModernBertConfig,
     ModernBertForSequenceClassification,
     ModernBertModel,
+    NomicBertConfig,
+    NomicBertModel,
     PreTrainedModel,
     Qwen3Config,
     Qwen3Model,
@@ -51,6 +61,7 @@ HERE = Path(__file__).parent
 TEXTS = json.loads((HERE / "texts.json").read_text(encoding="utf-8"))
 PAIRS = [tuple(pair) for pair in json.loads((HERE / "pairs.json").read_text(encoding="utf-8"))]
 SEED = 7
+OF_TOKENIZERS = ("bert", "roberta", "xlm-roberta", "qwen3", "modernbert")  # embedders with ids
 LEARNT = TEXTS[:4] + TEXTS[28:32] + TEXTS[35:36]  # what tokenizers are trained on
 
 SIZE = {
@@ -100,6 +111,14 @@ MODERNBERT_TOKENIZER = {
     "model_input_names": ["input_ids", "attention_mask"],
     **BERT_NAMES,
 }
+GEMMA_SPECIAL = ["<pad>", "<eos>", "<bos>"]
+GEMMA_TOKENIZER = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "pad_token": "<pad>",
+    "eos_token": "<eos>",
+    "bos_token": "<bos>",
+}
+GEMMA_PROMPTS = {"query": "task: search result | query: ", "document": "title: none | text: "}
 QWEN3_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 QWEN3_TOKENIZER = {
     "tokenizer_class": "PreTrainedTokenizerFast",
@@ -175,15 +194,20 @@ def save(
         tokenizer.save(f"{plain}/tokenizer.json")
         Path(plain, "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
         load(plain).save_pretrained(str(folder), create_model_card=False)
-    (folder / "model.safetensors").chmod(0o644)
+    for file in folder.rglob("*.safetensors"):
+        file.chmod(0o644)
     return folder
 
 
 def save_vectors(model: SentenceTransformer, folder: Path) -> None:
-    """Write the vectors, and the ids as cut by the model itself."""
-    ids = [model[0].preprocess([text])["input_ids"][0].tolist() for text in TEXTS]
+    """Write the vectors."""
     vectors = model.encode(TEXTS, batch_size=1, convert_to_numpy=True)
     np.save(folder / "vectors.npy", vectors.astype(np.float32))
+
+
+def save_ids(model: SentenceTransformer, folder: Path) -> None:
+    """Write the ids as cut by the model itself, of tokenizers that tests are about."""
+    ids = [model[0].preprocess([text])["input_ids"][0].tolist() for text in TEXTS]
     (folder / "ids.json").write_text(json.dumps(ids) + "\n")
 
 
@@ -194,17 +218,24 @@ def embedder(
     tokenizer_config: dict[str, object],
     pooling: str,
     max_seq_length: int,
-) -> None:
-    """Write a tiny embedder and its vectors."""
+    dense: Sequence[Dense] = (),
+    prompts: dict[str, str] | None = None,
+) -> SentenceTransformer:
+    """Write a tiny embedder and its vectors; return it."""
 
     def load(plain: str) -> SentenceTransformer:
         transformer = Transformer(plain, max_seq_length=max_seq_length)
         pooled = Pooling(net.config.hidden_size, pooling)
-        return SentenceTransformer(modules=[transformer, pooled, Normalize()], device="cpu")
+        parts = [transformer, pooled, *dense, Normalize()]
+        return SentenceTransformer(modules=parts, prompts=prompts, device="cpu")
 
     folder = save(name, net, tokenizer, tokenizer_config, load)
     # The saved tokenizer.json keeps whatever transformers made of it; read back what we serve.
-    save_vectors(SentenceTransformer(str(folder), device="cpu"), folder)
+    model = SentenceTransformer(str(folder), device="cpu")
+    save_vectors(model, folder)
+    if name in OF_TOKENIZERS:
+        save_ids(model, folder)
+    return model
 
 
 def reranker(
@@ -283,6 +314,78 @@ def qwen3() -> None:
     embedder("qwen3", Qwen3Model(config), tokenizer, QWEN3_TOKENIZER, "lasttoken", 96)
 
 
+def looking_ahead() -> None:
+    """The vectors of that Qwen3 if its tokens look ahead; EuroBERT, which always does."""
+    with tempfile.TemporaryDirectory() as ahead:
+        folder = Path(shutil.copytree(HERE / "qwen3", ahead, dirs_exist_ok=True))
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"is_causal": False}))
+        model = SentenceTransformer(ahead, device="cpu")
+    vectors = model.encode(TEXTS, batch_size=1, convert_to_numpy=True)
+    np.save(HERE / "qwen3" / "vectors-both-ways.npy", vectors.astype(np.float32))
+    tokenizer = framed(byte_level(QWEN3_SPECIAL), "$A <|endoftext|>")
+    size = {"vocab_size": tokenizer.get_vocab_size(), "num_key_value_heads": 2}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "mask_token_id": 1}
+    rope = {"rope_type": "default", "rope_theta": 250_000.0}
+    config = EuroBertConfig(
+        **SIZE, **size, **ids, max_position_embeddings=128, rope_parameters=rope
+    )
+    embedder("eurobert", EuroBertModel(config), tokenizer, QWEN3_TOKENIZER, "mean", 96)
+
+
+def embeddinggemma() -> None:
+    """Gemma 3 that looks ahead, in a window of 8 tokens in most layers; then two linear layers, of
+    which EmbeddingGemma's have neither a bias nor an activation.
+    """
+    tokenizer = framed(byte_level(GEMMA_SPECIAL), "<bos> $A <eos>")
+    config = Gemma3TextConfig(
+        **{**SIZE, "intermediate_size": 32},
+        vocab_size=tokenizer.get_vocab_size(),
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=700,
+        query_pre_attn_scalar=16,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 50_000.0, "factor": 2.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+        use_bidirectional_attention=True,
+    )
+    torch.manual_seed(SEED)
+    dense = [
+        Dense(32, 64, bias=False, activation_function=torch.nn.Identity()),
+        Dense(64, 24, bias=True, activation_function=torch.nn.Tanh()),
+    ]
+    model = embedder(
+        *("embeddinggemma", Gemma3TextModel(config), tokenizer, GEMMA_TOKENIZER, "mean", 640),
+        dense=dense,
+        prompts=GEMMA_PROMPTS,
+    )
+    short = model.encode(TEXTS[:12], prompt_name="query", truncate_dim=8, normalize_embeddings=True)
+    np.save(HERE / "embeddinggemma" / "queries-of-8-dimensions.npy", short.astype(np.float32))
+
+
+def rotary_bert() -> None:
+    """nomic-bert, GTE and jina-embeddings-v3."""
+    tokenizer = framed(word_piece(), "[CLS] $A [SEP]", BERT_PAIR)
+    size = {**SIZE, "vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 128}
+    embedder(
+        *("nomic-bert", NomicBertModel(NomicBertConfig(**size)), tokenizer, BERT_TOKENIZER),
+        *("mean", 96),
+    )
+    # As GTE's own code has it, ntk by a factor of 4 on a theta of 20,000, with heads of 8.
+    rope = {"rope_type": "linear", "rope_theta": 80_000.0, "factor": 4 ** (2 / 8)}
+    tokenizer = framed(unigram(), "<s> $A </s>")
+    size["vocab_size"] = tokenizer.get_vocab_size()
+    config = GteConfig(**size, type_vocab_size=0, rope_parameters=rope)
+    embedder("gte", GteModel(config), tokenizer, ROBERTA_TOKENIZER, "cls", 96)
+    config = JinaEmbeddingsV3Config(**size)
+    net = JinaEmbeddingsV3Model(config, add_pooling_layer=False)
+    embedder("jina-v3", net, tokenizer, ROBERTA_TOKENIZER, "mean", 96)
+
+
 def modernbert() -> None:
     """ModernBERT as an embedder and with both heads; a window of 8 tokens, texts of up to 640."""
     tokenizer = framed(byte_level(BERT_SPECIAL), "[CLS] $A [SEP]", BERT_PAIR)
@@ -299,8 +402,11 @@ def main() -> None:
     """Write everything anew, but for texts and pairs."""
     minilm = HERE / "minilm"
     minilm.mkdir(exist_ok=True)
-    save_vectors(SentenceTransformer(sys.argv[1], device="cpu"), minilm)
-    for make in (bert, roberta, xlm_roberta, qwen3, modernbert):
+    model = SentenceTransformer(sys.argv[1], device="cpu")
+    save_vectors(model, minilm)
+    save_ids(model, minilm)
+    decoders = (qwen3, looking_ahead, embeddinggemma)
+    for make in (bert, roberta, xlm_roberta, modernbert, rotary_bert, *decoders):
         make()
 
 

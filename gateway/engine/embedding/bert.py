@@ -19,7 +19,9 @@ from gateway.engine.models.encoder_kernels import (
     Arithmetic,
     Attention,
     Normalization,
+    Rotation,
     arithmetic,
+    make_rotation,
 )
 
 
@@ -79,6 +81,8 @@ class BertLayer:
     heads: int
     attend: Attention
     activation: Activation
+    gate: Dense | None = None  # whose activation multiplies what `up` gives
+    rotate: Rotation | None = None  # where positions are not in the embedding
 
     def __call__(self, x: mx.array, bias: mx.array | None, rows: int) -> mx.array:
         """Map (rows * tokens, dimensions) to the same: flat, so that each product is one GEMM."""
@@ -86,9 +90,13 @@ class BertLayer:
         # One copy puts all three into the layout the products want; views would be copied thrice.
         split = self.qkv(x).reshape(rows, flat // rows, 3, self.heads, width // self.heads)
         q, k, v = mx.contiguous(split.transpose(2, 0, 3, 1, 4))
+        if self.rotate is not None:
+            q, k = self.rotate(q), self.rotate(k)
         mixed = self.attend(q, k, v, bias).transpose(0, 2, 1, 3).reshape(flat, width)
         x = self.attention_norm(x + self.attention_out(mixed))
-        return self.norm(x + self.down(self.activation(self.up(x))))
+        if self.gate is None:
+            return self.norm(x + self.down(self.activation(self.up(x))))
+        return self.norm(x + self.down(self.activation(self.gate(x)) * self.up(x)))
 
 
 def make_dense(weights: Mapping[str, mx.array], name: str) -> Dense:
@@ -108,16 +116,21 @@ def make_layer(
     choice: Arithmetic,
     heads: int,
     epsilon: float,
+    rotate: Rotation | None = None,
 ) -> BertLayer:
     """Make a layer from its weights, named as in the checkpoint below `encoder.layer.N.`."""
 
     scales = {"query": choice.query_scale, "key": 1.0, "value": 1.0}
-    weight, bias = (
-        mx.concatenate([weights[f"attention.self.{n}.{part}"] * s for n, s in scales.items()])
+    qkv = {
+        f"qkv.{part}": mx.concatenate(
+            [weights[f"attention.self.{n}.{part}"] * s for n, s in scales.items()]
+        )
         for part in ("weight", "bias")
-    )
+        if f"attention.self.query.{part}" in weights
+    }
+    is_gated = "intermediate.gate.weight" in weights
     return BertLayer(
-        qkv=Dense(weight.T, bias),
+        qkv=make_dense(qkv, "qkv"),
         attention_out=make_dense(weights, "attention.output.dense"),
         attention_norm=make_norm(weights, "attention.output.LayerNorm", choice, epsilon),
         up=make_dense(weights, "intermediate.dense"),
@@ -126,9 +139,13 @@ def make_layer(
         heads=heads,
         attend=choice.attend,
         activation=choice.activation,
+        gate=make_dense(weights, "intermediate.gate") if is_gated else None,
+        rotate=rotate,
     )
 
 
+POSITIONS: Final = "embeddings.position_embeddings.weight"
+TYPES: Final = "embeddings.token_type_embeddings.weight"
 # Buffers, and what sits on top of the encoder in checkpoints saved with a head.
 IGNORED: Final = (
     "embeddings.position_ids",
@@ -155,6 +172,11 @@ class BertConfig:
     epsilon: float
     activation: str
     quantization: Mapping[str, Any]
+    # Of rotary families: the base of the rotations, and what positions are divided by.
+    theta: float | None = None
+    factor: float = 1.0
+    is_gated: bool = False
+    unbiased: tuple[str, ...] = ()  # what names of products without a bias begin with
 
 
 def modern_name(name: str) -> str:
@@ -202,23 +224,29 @@ def weight_shapes(config: BertConfig) -> dict[str, tuple[int, ...]]:
     d, i = config.dimensions, config.intermediate
     shapes: dict[str, tuple[int, ...]] = {
         "embeddings.word_embeddings.weight": (config.vocabulary, d),
-        "embeddings.position_embeddings.weight": (config.positions, d),
-        "embeddings.token_type_embeddings.weight": (config.token_types, d),
         "embeddings.LayerNorm.weight": (d,),
         "embeddings.LayerNorm.bias": (d,),
     }
+    if config.theta is None:
+        shapes[POSITIONS] = (config.positions, d)
+    if config.token_types:
+        shapes[TYPES] = (config.token_types, d)
+    products = {
+        "attention.self.query": (d, d),
+        "attention.self.key": (d, d),
+        "attention.self.value": (d, d),
+        "attention.output.dense": (d, d),
+        "intermediate.dense": (i, d),
+        "output.dense": (d, i),
+    }
+    if config.is_gated:
+        products["intermediate.gate"] = (i, d)
     for index in range(config.layers):
         layer = f"encoder.layer.{index}."
-        for name, (rows, columns) in {
-            "attention.self.query": (d, d),
-            "attention.self.key": (d, d),
-            "attention.self.value": (d, d),
-            "attention.output.dense": (d, d),
-            "intermediate.dense": (i, d),
-            "output.dense": (d, i),
-        }.items():
+        for name, (rows, columns) in products.items():
             shapes[f"{layer}{name}.weight"] = (rows, columns)
-            shapes[f"{layer}{name}.bias"] = (rows,)
+            if not name.startswith(config.unbiased):
+                shapes[f"{layer}{name}.bias"] = (rows,)
         for name in ("attention.output.LayerNorm", "output.LayerNorm"):
             shapes[f"{layer}{name}.weight"] = shapes[f"{layer}{name}.bias"] = (d,)
     return shapes
@@ -235,9 +263,9 @@ class Bert:
     def __init__(
         self, checkpoint: Checkpoint, raw: Mapping[str, Any], device: Device, dtype: str | None
     ) -> None:
-        config = read_config(checkpoint, raw)
+        config = self._read_config(checkpoint, raw)
         packed = dequantize(checkpoint, checkpoint.weights(), config.quantization)
-        arrays = {modern_name(n.removeprefix(self.prefix)): a for n, a in packed.items()}
+        arrays = self._bert_names(packed)
         weights = fit_weights(checkpoint, arrays, weight_shapes(config), IGNORED)
         weights_dtype = pick_dtype(
             device, dtype, weights["embeddings.word_embeddings.weight"].dtype
@@ -253,19 +281,25 @@ class Bert:
         self.max_tokens = self._max_tokens(config)
         self._dtype = weights_dtype
         self._words = weights["embeddings.word_embeddings.weight"]
+        none = mx.zeros((1, config.dimensions), weights_dtype)
+        types = weights.get(TYPES, none)
         # Most tokens are of type 0, so its vector is part of every position.
-        types = weights["embeddings.token_type_embeddings.weight"]
-        self._positions = weights["embeddings.position_embeddings.weight"] + types[0]
+        self._positions = weights.get(POSITIONS, none) + types[0]
         self._second = None
         if config.token_types > 1:
             self._second = types[1] - types[0]
         self._norm = make_norm(weights, "embeddings.LayerNorm", choice, config.epsilon)
+        rotate = None
+        if config.theta is not None:
+            size = config.dimensions // config.heads
+            rotate = make_rotation(device, config.theta, size, config.positions, config.factor)
         self._layers = [
             make_layer(
                 {name.removeprefix(prefix): w for name, w in weights.items() if prefix in name},
                 choice,
                 config.heads,
                 config.epsilon,
+                rotate,
             )
             for prefix in (f"encoder.layer.{index}." for index in range(config.layers))
         ]
@@ -299,6 +333,14 @@ class Bert:
     @staticmethod
     def _max_tokens(config: BertConfig) -> int:
         return config.positions
+
+    @classmethod
+    def _read_config(cls, checkpoint: Checkpoint, raw: Mapping[str, Any]) -> BertConfig:
+        return read_config(checkpoint, raw)
+
+    @classmethod
+    def _bert_names(cls, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        return {modern_name(name.removeprefix(cls.prefix)): a for name, a in arrays.items()}
 
 
 class Roberta(Bert):

@@ -75,7 +75,7 @@ HEADS: Final = {
     "camembert": _OF_ROBERTA,
     "modernbert": HeadNames("head.dense", "classifier", norm="head.norm"),
 }
-assert HEADS.keys() == ENCODERS.keys()
+assert HEADS.keys() <= ENCODERS.keys()
 
 
 class CrossEncoderEngine(EncoderEngine):
@@ -200,11 +200,12 @@ def find_transformer(checkpoint: Checkpoint) -> Checkpoint:
     modules = checkpoint.read_modules()
     if modules is None:
         return checkpoint
-    if list(modules) != ["Transformer"]:
+    names = [name for name, _ in modules]
+    if names != ["Transformer"]:
         raise checkpoint.failed(
-            f"modules.json lists {', '.join(modules)}, where a reranker has a Transformer alone"
+            f"modules.json lists {', '.join(names)}, where a reranker has a Transformer alone"
         )
-    return checkpoint.inside(modules["Transformer"])
+    return checkpoint.inside(modules[0][1])
 
 
 def _refuse_other_tasks(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:

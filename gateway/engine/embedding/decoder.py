@@ -1,19 +1,57 @@
-"""Embedding models built on a decoder (Qwen3-Embedding and its like), through mlx_lm's classes.
+"""Embedding models built on a decoder (Qwen3-Embedding, EmbeddingGemma), through mlx_lm's classes.
 
-Attention is causal and padding is on the right, so padding never reaches a real token.
+Where attention is causal, padding never reaches a real token, for it is on the right. Some decoders
+were retrained to look ahead: a key of config.json says so.
 """
 
 from collections.abc import Generator, Iterator, Mapping
-from typing import Any
+from math import sqrt
+from typing import Any, Final
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.utils import _get_classes
 
 from gateway.engine.device import Device
+from gateway.engine.embedding.pooling import INSIDE
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.models.decoders import floating_dtype, open_decoder, parameters
 from gateway.engine.models.missing_kernels import Report, replace_missing
+
+SAME_AS: Final = {"eurobert": "llama"}  # architectures that mlx-lm has by another name
+# By key: its value if no token looks ahead, and what looks ahead by it in transformers, of those
+# whose mlx-lm class takes its mask from the caches.
+_AHEAD: Final = {
+    "is_causal": (True, ("eurobert", "llama", "mistral", "qwen2", "qwen3")),
+    "use_bidirectional_attention": (False, ("gemma3_text",)),
+    "bidirectional": (False, ()),
+}
+
+
+class BothWays:
+    """In the place of a layer's cache: keeps nothing, and lets tokens see those after them."""
+
+    offset = 0
+
+    def __init__(self, mask: mx.array | None) -> None:
+        self._mask = mask
+
+    def make_mask(
+        self, tokens: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | None:
+        """Return which tokens each sees: (rows or 1, 1, tokens or 1, tokens), None for all."""
+        seen = None if self._mask is None else self._mask[:, None, None, :]
+        if window_size is None or tokens <= window_size // 2 + 1:
+            return seen
+        # Half a window to either side: transformers, models/gemma3/configuration_gemma3.py.
+        distance = mx.abs(mx.arange(tokens)[:, None] - mx.arange(tokens)[None])[None, None]
+        near = distance <= window_size // 2
+        if seen is None:
+            return near
+        return (near & seen) | (distance == 0)  # padding sees itself: nothing at all would be NaN
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return keys, values
 
 
 class Decoder:
@@ -25,16 +63,21 @@ class Decoder:
     def __init__(
         self, checkpoint: Checkpoint, raw: Mapping[str, Any], device: Device, dtype: str | None
     ) -> None:
-        _refuse_bidirectional(checkpoint, raw)
+        with checkpoint.reading_config():
+            self._looks_ahead = _looks_ahead(checkpoint, raw)
         model, _ = open_decoder(checkpoint, device=device, dtype=dtype, classes=_headless_classes)
         self._model = model
         self._states = getattr(model, "model", None)
+        self._rounding: float | None = None
         self.padding_id = 0
         try:
             self.vocabulary = int(raw["vocab_size"])
             self.max_tokens = int(raw["max_position_embeddings"])
             self.dimensions = int(raw["hidden_size"])
-            probed = self._hidden(mx.zeros((1, 1), dtype=mx.int32)).shape
+            if raw.get("model_type") == "gemma3_text":
+                rounded: Any = mx.array(sqrt(self.dimensions), mx.bfloat16).item()
+                self._rounding = sqrt(self.dimensions) / rounded
+            probed = self._hidden(mx.zeros((1, 1), dtype=mx.int32), None).shape
         except KeyError as error:
             raise checkpoint.failed(f"config.json has no {error.args[0]}") from error
         except (TypeError, ValueError, AttributeError) as error:
@@ -45,8 +88,8 @@ class Decoder:
     def __call__(
         self, tokens: mx.array, mask: mx.array | None, types: mx.array | None = None
     ) -> Iterator[mx.array]:
-        """Yield the hidden states. `mask` is not needed: no token sees those after it."""
-        yield self._hidden(tokens)
+        """Yield the hidden states. `mask` matters only to a model that looks ahead."""
+        yield self._hidden(tokens, mask)
 
     def parameters(self) -> list[mx.array]:
         """List every array the decoder holds."""
@@ -56,23 +99,58 @@ class Decoder:
         """Replace layers that the device has no kernel for, in steps."""
         return replace_missing(name, self._model, device, floating_dtype(self._model), report)
 
-    def _hidden(self, tokens: mx.array) -> mx.array:
+    def _hidden(self, tokens: mx.array, mask: mx.array | None) -> mx.array:
         if self._states is None:
             raise ValueError("the mlx_lm class has no `model` below its head")
-        states = self._states(tokens)
+        arguments: dict[str, Any] = {}
+        if self._looks_ahead:
+            arguments["cache"] = [BothWays(mask)] * len(self._states.layers)
+        if self._rounding is not None:
+            # mlx-lm rounds what it multiplies Gemma's embeddings by to bfloat16, whatever the
+            # weights' type; transformers doesn't.
+            arguments["input_embeddings"] = self._states.embed_tokens(tokens) * self._rounding
+        states = self._states(tokens, **arguments)
         assert isinstance(states, mx.array)
         return states
 
 
-def _refuse_bidirectional(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> None:
-    """Raise for decoders that were retrained to look ahead: mlx_lm's classes are causal."""
-    for key, causal in (
-        ("is_causal", True),
-        ("use_bidirectional_attention", False),
-        ("bidirectional", False),
-    ):
-        if raw.get(key, causal) not in (causal, None):
-            raise checkpoint.failed(f"config.json: {key} {raw[key]} is not supported")
+def _looks_ahead(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> bool:
+    """Return True if a decoder was retrained to look ahead; raise if in a way not computed here."""
+    kind = raw.get("model_type")
+    is_ahead = kind == "eurobert"
+    for key, (causal, kinds) in _AHEAD.items():
+        if raw.get(key) in (causal, None):
+            continue
+        if kind not in kinds:
+            raise checkpoint.failed(f"config.json: {key} {raw[key]} is not supported for `{kind}`")
+        is_ahead = True
+    window = "sliding_attention" in (raw.get("layer_types") or ()) or raw.get("use_sliding_window")
+    if kind == "mistral":
+        window = raw.get("sliding_window")
+    if is_ahead and window and kind != "gemma3_text":
+        raise checkpoint.failed(f"a `{kind}` that looks ahead in sliding windows is not supported")
+    return is_ahead
+
+
+def _write_for_mlx_lm(config: dict[str, Any]) -> None:
+    """Add the keys that mlx-lm's classes read in the place of those that transformers 5 writes.
+
+    Raises ValueError for layers that such a class has no key for.
+    """
+    config["model_type"] = kind = SAME_AS.get(config["model_type"], config["model_type"])
+    rope = config.get("rope_parameters") or {}
+    local, rope = rope.get("sliding_attention") or {}, rope.get("full_attention") or rope
+    own = {"rope_theta": rope.get("rope_theta"), "rope_local_base_freq": local.get("rope_theta")}
+    if rope.get("rope_type", "default") != "default":
+        own["rope_scaling"] = rope
+    config.update({k: value for k, value in own.items() if value and config.get(k) is None})
+    types = config.get("layer_types")
+    if kind == "gemma3_text" and types:
+        pattern = types.index("full_attention") + 1
+        config["sliding_window_pattern"] = pattern
+        expected = ["sliding_attention"] * (pattern - 1) + ["full_attention"]
+        if types != (expected * len(types))[: len(types)]:
+            raise ValueError(f"layer_types are not {pattern - 1} sliding_attention for each full")
 
 
 def _headless_classes(config: dict[str, Any]) -> tuple[type[Module], type]:
@@ -80,10 +158,12 @@ def _headless_classes(config: dict[str, Any]) -> tuple[type[Module], type]:
 
     Embedding checkpoints are saved from the bare model: no head, and no `model.` before names.
     """
+    _write_for_mlx_lm(config)
     whole, arguments = _get_classes(config)
 
     class Headless(whole):  # type: ignore[misc, valid-type]
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+            weights = {n: a for n, a in weights.items() if not n.startswith(INSIDE)}
             if not any(name.startswith("model.") for name in weights):
                 weights = {f"model.{name}": array for name, array in weights.items()}
             if hasattr(whole, "sanitize"):

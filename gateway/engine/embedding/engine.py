@@ -23,9 +23,18 @@ from gateway.engine.device import (
     keep_file_limits,
     single_threaded_blas,
 )
-from gateway.engine.embedding.bert import Bert, Roberta
+from gateway.engine.embedding.bert import Bert, Roberta, arrays_of
 from gateway.engine.embedding.modernbert import ModernBert
-from gateway.engine.embedding.pooling import Recipe, pool, read_recipe, shorten, unit
+from gateway.engine.embedding.pooling import (
+    Projection,
+    Recipe,
+    pool,
+    read_projections,
+    read_recipe,
+    shorten,
+    unit,
+)
+from gateway.engine.embedding.rotary_bert import Gte, JinaV3, NomicBert
 from gateway.engine.embedding.tokenizer import TextTokenizer, load_text_tokenizer
 from gateway.engine.models.checkpoint import Checkpoint, join_names, read_in_slices
 from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed
@@ -128,6 +137,10 @@ ENCODERS: Final[dict[str, type[Bert] | type[ModernBert]]] = {
     "xlm-roberta": Roberta,
     "camembert": Roberta,
     "modernbert": ModernBert,
+    "nomic_bert": NomicBert,
+    "gte": Gte,
+    "new": Gte,  # what its repositories had before transformers had the class
+    "jina_embeddings_v3": JinaV3,
 }
 
 
@@ -286,10 +299,10 @@ def open_encoder(
 
 def _find_decoder(checkpoint: Checkpoint, kind: str) -> "type[Decoder]":
     with keep_file_limits():
-        from gateway.engine.embedding.decoder import Decoder
+        from gateway.engine.embedding.decoder import SAME_AS, Decoder
         from gateway.engine.models.decoders import is_known  # with mlx-lm, which takes a second
 
-    if not is_known(kind):
+    if not is_known(SAME_AS.get(kind, kind)):
         raise checkpoint.failed(
             f"its architecture, `{kind}`, is not supported: encoders are {', '.join(ENCODERS)}, "
             f"and decoders those of mlx-lm {version('mlx-lm')}, such as llama, mistral and qwen3"
@@ -342,6 +355,7 @@ class EmbeddingEngine(EncoderEngine):
         encoder: Encoder,
         tokenizer: TextTokenizer,
         recipe: Recipe,
+        projections: Sequence[Projection] = (),
         *,
         device: Device,
         max_tokens: int,
@@ -351,9 +365,21 @@ class EmbeddingEngine(EncoderEngine):
         super().__init__(name, encoder, device=device, max_tokens=max_tokens)
         self.tokenizer = tokenizer
         self.dimensions = encoder.dimensions
+        if projections:
+            self.dimensions = int(projections[-1].dense.weight.shape[1])
         self.prompts = prompts
         self.default_prompt_name = default_prompt_name
         self._recipe = recipe
+        self._projections = projections
+
+    def close(self) -> None:
+        """Release every array."""
+        self._projections = ()
+        super().close()
+
+    def nbytes(self) -> int:
+        """Count the bytes of the weights."""
+        return super().nbytes() + sum(a.nbytes for a in arrays_of(list(self._projections)))
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenise, special tokens included. Safe on any thread."""
@@ -386,6 +412,8 @@ class EmbeddingEngine(EncoderEngine):
 
     def _finish(self, hidden: mx.array, counts: mx.array, mask: mx.array | None) -> mx.array:
         vectors = pool(hidden, counts, mask, self._recipe.pooling)
+        for project in self._projections:
+            vectors = project(vectors)
         if self._recipe.normalize:
             return unit(vectors)
         return vectors
@@ -420,8 +448,11 @@ def load_embedding_in_steps(
     limits = read_transformer_settings(inner, "feature-extraction", "token_embeddings")
     tokenizer = load_text_tokenizer(inner, lower_case=bool(limits.get("do_lower_case")))
     yield None
+    if (inner.folder / "adapter_config.json").is_file():
+        raise inner.failed("its folder has a LoRA adapter, which is not added to embedding models")
     encoder = open_encoder(inner, inner.read_object("config.json"), device, dtype)
-    yield from read_in_slices(inner, encoder.parameters())
+    projections = read_projections(checkpoint, recipe, encoder.dimensions)
+    yield from read_in_slices(inner, [*encoder.parameters(), *arrays_of(projections)])
     # Of a decoder alone; no other needs mlx-lm, which takes a second.
     if hasattr(encoder, "replace_missing"):
         yield from encoder.replace_missing(name, device, report)
@@ -430,6 +461,7 @@ def load_embedding_in_steps(
         encoder,
         tokenizer,
         recipe,
+        projections,
         device=device,
         max_tokens=read_max_tokens(inner, encoder.max_tokens, limits, max_context),
         prompts=prompts or {key: text or "" for key, text in (saved.get("prompts") or {}).items()},

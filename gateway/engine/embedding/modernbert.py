@@ -5,12 +5,11 @@ heads are not used here. Layers normalise what they read (pre-norm), but for the
 what the embedding has normalised. Biases are off in every published checkpoint, and refused.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import mlx.core as mx
-import numpy as np
 
 from gateway.engine.device import Device, pick_dtype
 from gateway.engine.embedding.bert import Dense, Norm, arrays_of, make_dense, make_norm
@@ -21,7 +20,9 @@ from gateway.engine.models.encoder_kernels import (
     Activation,
     Arithmetic,
     Attention,
+    Rotation,
     arithmetic,
+    make_rotation,
 )
 
 # Queries that attend at once where there is a window, which wastes few of their scores.
@@ -31,8 +32,6 @@ BLOCK: Final = 128
 HALF_PADDING_SCORE: Final = -3e4
 # What sits on top of the encoder in checkpoints saved with a head.
 IGNORED: Final = ("head.", "decoder.", "classifier.")
-
-Rotation = Callable[[mx.array], mx.array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,24 +222,6 @@ def make_layer(
     )
 
 
-def rotation_table(theta: float, size: int, positions: int) -> mx.array:
-    """Return (2, positions, size): what multiplies a head, and what its swapped halves."""
-    # RoFormer, arXiv:2104.09864, with the halves of a head as the two coordinates.
-    frequencies = theta ** -(np.arange(0, size, 2) / size)
-    angles = np.arange(positions)[:, None] * frequencies
-    cosine, sine = np.cos(angles), np.sin(angles)
-    table = np.stack([np.hstack([cosine, cosine]), np.hstack([-sine, sine])])
-    return mx.array(table.astype(np.float32))  # evaluated: later several streams read it
-
-
-def rotate_by_table(x: mx.array, table: mx.array) -> mx.array:
-    """Rotate heads (…, tokens, size) by their positions; cos and sin are slow on a CPU."""
-    tokens, half = x.shape[-2], x.shape[-1] // 2
-    swapped = mx.concatenate([x[..., half:], x[..., :half]], axis=-1)
-    cosine, sine = table[:, :tokens].astype(x.dtype)
-    return x * cosine + swapped * sine
-
-
 class ModernBert:
     """The encoder: (rows, tokens) ids to (rows, tokens, dimensions) hidden states.
 
@@ -265,7 +246,6 @@ class ModernBert:
         self.padding_id = config.padding_id
         self.max_tokens = config.positions
         self._dtype = weights_dtype
-        self._on_cpu = device is Device.CPU
         self._words = weights["embeddings.tok_embeddings.weight"]
         self._norms = [
             make_norm(weights, name, choice, config.epsilon)
@@ -280,11 +260,11 @@ class ModernBert:
             )
             for prefix in (f"layers.{index}." for index in range(len(config.windows)))
         ]
-        self._head_size = config.dimensions // config.heads
-        self._tables: dict[float, mx.array] = {}
-        if self._on_cpu:
-            for theta in set(config.thetas):
-                self._tables[theta] = rotation_table(theta, self._head_size, config.positions)
+        size = config.dimensions // config.heads
+        self._rotations = {
+            theta: make_rotation(device, theta, size, config.positions)
+            for theta in set(config.thetas)
+        }
 
     def __call__(
         self, tokens: mx.array, mask: mx.array | None, types: mx.array | None = None
@@ -301,7 +281,7 @@ class ModernBert:
         yield x.reshape(shape)
         layers = zip(self._layers, self.config.thetas, self.config.windows, strict=True)
         for layer, theta, window in layers:
-            x = layer(x, rows, self._rotation(theta), spans[window])
+            x = layer(x, rows, self._rotations[theta], spans[window])
             yield x.reshape(shape)
         yield last(x).reshape(shape)
 
@@ -313,10 +293,3 @@ class ModernBert:
         if window is None:
             return make_spans(length, mask, window, length, self._dtype)
         return make_spans(length, mask, window, BLOCK, self._dtype)
-
-    def _rotation(self, theta: float) -> Rotation:
-        if self._on_cpu:
-            return lambda x: rotate_by_table(x, self._tables[theta])
-        return lambda x: mx.fast.rope(
-            x, self._head_size, traditional=False, base=theta, scale=1.0, offset=0
-        )

@@ -3,7 +3,8 @@
 Pooling is never guessed: the wrong one gives plausible vectors that find the wrong texts.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast, get_args
 
@@ -11,8 +12,17 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from gateway.engine.models.checkpoint import Checkpoint, join_names
+from gateway.engine.embedding.bert import Dense, make_dense
+from gateway.engine.models.checkpoint import Checkpoint, dequantize, fit_weights, join_names
+from gateway.engine.models.encoder_kernels import Activation
 
+INSIDE: Final = "dense."  # before the names of linear layers that are in the model's own file
+_VECTOR: Final = "sentence_embedding"  # sentence-transformers' name of a text's vector
+# By a Dense module's `activation_function`; torch has no shorter names.
+_ACTIVATIONS: Final[Mapping[str, Activation]] = {
+    "torch.nn.modules.linear.Identity": lambda x: x,
+    "torch.nn.modules.activation.Tanh": mx.tanh,
+}
 Mode = Literal["mean", "cls", "last"]
 _MODES: Final = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 # sentence-transformers before 6: one boolean a mode.
@@ -28,11 +38,14 @@ _OLD_KEYS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What happens around the model: its subfolder, the pooling, whether to normalise."""
+    """What happens around the model: its subfolder, the pooling, the layers after it, whether to
+    normalise.
+    """
 
     transformer: str
     pooling: Mode
     normalize: bool
+    dense: Sequence[str] = ()  # the subfolders of the linear layers after the pooling
 
 
 def read_recipe(checkpoint: Checkpoint, pooling: str | None, normalize: bool | None) -> Recipe:
@@ -43,7 +56,8 @@ def read_recipe(checkpoint: Checkpoint, pooling: str | None, normalize: bool | N
     """
     if pooling is not None and pooling not in get_args(Mode):
         raise checkpoint.failed(f"`pooling:` in models.yaml is `{pooling}`, not mean, cls or last")
-    paths = _modules(checkpoint)
+    modules = _modules(checkpoint)
+    paths = dict(modules)
     if pooling is None and "Pooling" in paths:
         pooling = _read_pooling(checkpoint.inside(paths["Pooling"]))
     if normalize is None and paths:
@@ -58,30 +72,37 @@ def read_recipe(checkpoint: Checkpoint, pooling: str | None, normalize: bool | N
             "its folder does not say whether vectors are normalised: "
             "set `normalize:` (true or false) in models.yaml"
         )
-    return Recipe(paths.get("Transformer", ""), cast(Mode, pooling), normalize)
+    dense = [path for name, path in modules if name == "Dense"]
+    return Recipe(paths.get("Transformer", ""), cast(Mode, pooling), normalize, dense)
 
 
-def _modules(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return each module's path by its class name, in order; empty if there is no modules.json."""
-    paths = checkpoint.read_modules()
-    if paths is None:
-        return {}
-    names = list(paths)
-    unknown = [n for n in names if n not in ("Transformer", "Pooling", "Normalize")]
+def weight_folders(
+    checkpoint: Checkpoint, pooling: str | None, normalize: bool | None
+) -> list[Checkpoint]:
+    """Return the folders that a model's weights are in."""
+    recipe = read_recipe(checkpoint, pooling, normalize)
+    dense = [checkpoint.inside(path) for path in recipe.dense]
+    return [checkpoint.inside(recipe.transformer), *(d for d in dense if d.folder.is_dir())]
+
+
+def _modules(checkpoint: Checkpoint) -> list[tuple[str, str]]:
+    """Return each module's class name and path, in order; none if there is no modules.json."""
+    modules = checkpoint.read_modules() or []
+    names = [name for name, _ in modules]
+    unknown = [n for n in names if n not in ("Transformer", "Pooling", "Dense", "Normalize")]
     if unknown:
         raise checkpoint.failed(f"modules.json lists what is not supported: {join_names(unknown)}")
-    if names not in (
-        ["Transformer"],
-        ["Transformer", "Pooling"],
-        ["Transformer", "Pooling", "Normalize"],
-    ):
+    if not re.fullmatch("(Transformer( Pooling( Dense)*( Normalize)?)?)?", " ".join(names)):
         raise checkpoint.failed(f"modules.json lists modules in no known order: {', '.join(names)}")
-    if "Normalize" in paths:
-        config = checkpoint.inside(paths["Normalize"]).read_object("config.json")
-        key = config.get("module_input_name", "sentence_embedding")
-        if key != "sentence_embedding":
-            raise checkpoint.failed(f"its Normalize module works on {key}, which is not supported")
-    return paths
+    for name, path in modules:
+        config = checkpoint.inside(path).read_object("config.json")
+        for key in ("module_input_name", "module_output_name"):
+            works_on = config.get(key) or _VECTOR
+            if name in ("Dense", "Normalize") and works_on != _VECTOR:
+                raise checkpoint.failed(
+                    f"its {name} module works on {works_on}, which is not supported"
+                )
+    return modules
 
 
 def _read_pooling(folder: Checkpoint) -> str:
@@ -101,6 +122,70 @@ def _read_pooling(folder: Checkpoint) -> str:
     if config.get("include_prompt") is False:
         raise folder.failed(f"{where}: include_prompt: false is not supported")
     return _MODES[modes[0]]
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A linear layer after the pooling, in float32."""
+
+    dense: Dense
+    activation: Activation
+
+    def __call__(self, vectors: mx.array) -> mx.array:
+        """Map (rows, inputs) to (rows, outputs)."""
+        return self.activation(self.dense(vectors))
+
+
+def read_projections(checkpoint: Checkpoint, recipe: Recipe, dimensions: int) -> list[Projection]:
+    """Open the linear layers after the pooling, whose vectors have so many dimensions. The weights
+    are read when evaluated. Raises ModelLoadFailed.
+    """
+    layers = _projections_inside(checkpoint.inside(recipe.transformer))
+    if not layers:
+        layers = [_read_projection(checkpoint.inside(path)) for path in recipe.dense]
+    for layer in layers:
+        inputs, outputs = layer.dense.weight.shape
+        if inputs != dimensions:
+            raise checkpoint.failed(
+                f"a linear layer after its pooling has {inputs} inputs, where vectors have "
+                f"{dimensions} dimensions"
+            )
+        dimensions = outputs
+    return layers
+
+
+def _read_projection(folder: Checkpoint) -> Projection:
+    """Read a Dense module of sentence-transformers."""
+    config = folder.read_object("config.json")
+    name = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
+    if name not in _ACTIVATIONS:
+        raise folder.failed(f"its Dense module's activation, {name}, is not supported")
+    if config.get("use_residual"):
+        raise folder.failed("its Dense module's use_residual is not supported")
+    with folder.reading_config():
+        shape = int(config["out_features"]), int(config["in_features"])
+    shapes: dict[str, tuple[int, ...]] = {"linear.weight": shape}
+    if config.get("bias", True):
+        shapes["linear.bias"] = shape[:1]
+    return _projection(fit_weights(folder, folder.weights(), shapes), "linear", name)
+
+
+def _projections_inside(transformer: Checkpoint) -> list[Projection]:
+    """Open the layers that mlx-embeddings moves into the model's own file, perhaps quantised: those
+    of EmbeddingGemma, which have no activation.
+    """
+    named = {n: a for n, a in transformer.weights().items() if n.startswith(INSIDE)}
+    arrays = dequantize(transformer, named, transformer.config().get("quantization") or {})
+    with transformer.blame():
+        return [
+            _projection(arrays, module, "torch.nn.modules.linear.Identity")
+            for module in sorted({name.rpartition(".")[0] for name in arrays})
+        ]
+
+
+def _projection(weights: Mapping[str, mx.array], module: str, activation: str) -> Projection:
+    arrays = {name: array.astype(mx.float32) for name, array in weights.items()}
+    return Projection(make_dense(arrays, module), _ACTIVATIONS[activation])
 
 
 def pool(hidden: mx.array, lengths: mx.array, mask: mx.array | None, mode: Mode) -> mx.array:

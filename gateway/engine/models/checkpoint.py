@@ -110,15 +110,15 @@ class Checkpoint:
         except (TypeError, ValueError, AttributeError) as error:
             raise self.failed(f"config.json has a value that is no number: {error}") from error
 
-    def read_modules(self) -> dict[str, str] | None:
-        """Return sentence-transformers' modules, each path by its class name, in order; None if
+    def read_modules(self) -> list[tuple[str, str]] | None:
+        """Return sentence-transformers' modules in order, class name and path of each; None if
         there is no modules.json.
         """
         listing = self.read_json("modules.json")
         if listing is None:
             return None
         try:
-            return {str(part["type"]).rpartition(".")[2]: str(part["path"]) for part in listing}
+            return [(str(part["type"]).rpartition(".")[2], str(part["path"])) for part in listing]
         except (TypeError, KeyError) as error:
             raise self.failed("modules.json is no list of modules with type and path") from error
 

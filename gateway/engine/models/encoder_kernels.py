@@ -15,6 +15,7 @@ from functools import partial
 from typing import Final
 
 import mlx.core as mx
+import numpy as np
 from mlx.nn.layers import activations
 
 from gateway.engine.device import Device
@@ -131,6 +132,11 @@ def gelu_tanh(x: mx.array) -> mx.array:
     return x / (1.0 + exp2(inner))
 
 
+def silu(x: mx.array) -> mx.array:
+    """SiLU, x times its sigmoid."""
+    return x / (1.0 + exp2(x * -LOG2_E))
+
+
 def attend_base2(q: mx.array, k: mx.array, v: mx.array, bias: mx.array | None) -> mx.array:
     """Attention over float32 heads whose scores come in base 2: log2(e) is in the query weights.
 
@@ -181,11 +187,44 @@ _ON_CPU: Final[dict[str, Activation]] = {
     "gelu_new": gelu_tanh,
     "gelu_pytorch_tanh": gelu_tanh,
     "relu": _relu,
+    "silu": silu,
 }
 _OF_MLX: Final[dict[str, Activation]] = {
     "gelu": activations.gelu,
     "gelu_new": activations.gelu_approx,
     "gelu_pytorch_tanh": activations.gelu_approx,
     "relu": activations.relu,
+    "silu": activations.silu,
 }
 ACTIVATIONS: Final = tuple(_ON_CPU)
+
+Rotation = Callable[[mx.array], mx.array]
+
+
+def make_rotation(
+    device: Device, theta: float, size: int, positions: int, factor: float = 1.0
+) -> Rotation:
+    """Make what rotates heads (…, tokens, size) by their positions, each divided by `factor`."""
+    if device is Device.CPU:
+        return partial(rotate_by_table, table=rotation_table(theta, size, positions, factor))
+    return partial(
+        mx.fast.rope, dims=size, traditional=False, base=theta, scale=1.0 / factor, offset=0
+    )
+
+
+def rotation_table(theta: float, size: int, positions: int, factor: float = 1.0) -> mx.array:
+    """Return (2, positions, size): what multiplies a head, and what its swapped halves."""
+    # RoFormer, arXiv:2104.09864, with the halves of a head as the two coordinates.
+    frequencies = theta ** -(np.arange(0, size, 2) / size)
+    angles = np.arange(positions)[:, None] / factor * frequencies
+    cosine, sine = np.cos(angles), np.sin(angles)
+    table = np.stack([np.hstack([cosine, cosine]), np.hstack([-sine, sine])])
+    return mx.array(table.astype(np.float32))  # evaluated: later several streams read it
+
+
+def rotate_by_table(x: mx.array, table: mx.array) -> mx.array:
+    """Rotate heads (…, tokens, size) by their positions; cos and sin are slow on a CPU."""
+    tokens, half = x.shape[-2], x.shape[-1] // 2
+    swapped = mx.concatenate([x[..., half:], x[..., :half]], axis=-1)
+    cosine, sine = table[:, :tokens].astype(x.dtype)
+    return x * cosine + swapped * sine

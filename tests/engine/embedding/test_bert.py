@@ -253,7 +253,7 @@ def test_missing_and_unknown_weights_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"hidden_act": "silu"}, "silu"),
+        ({"hidden_act": "mish"}, "mish"),
         ({"position_embedding_type": "relative_key"}, "relative_key"),
         ({"is_decoder": True}, "is_decoder"),
         ({"intermediate_size": 65}, "shape"),

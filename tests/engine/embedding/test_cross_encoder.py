@@ -188,7 +188,7 @@ def test_a_folder_with_more_modules_is_refused(tmp_path: Path) -> None:
         ("bert-reranker", {"model_type": "qwen3"}, "not supported for reranking"),
         ("bert-reranker", {"architectures": ["BertForTokenClassification"]}, "TokenClass"),
         ("modernbert-cls-reranker", {"classifier_pooling": "max"}, "classifier_pooling"),
-        ("modernbert-cls-reranker", {"classifier_activation": "silu"}, "classifier_activation"),
+        ("modernbert-cls-reranker", {"classifier_activation": "mish"}, "classifier_activation"),
         ("modernbert-cls-reranker", {"classifier_bias": True}, r"head\.dense\.bias"),
     ],
 )

