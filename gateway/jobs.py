@@ -217,6 +217,16 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixPiece:
+    """Blocks that are kept of prompts and follow one another, as many as a file has."""
+
+    salt: str  # of the callers who may go on from it
+    tokens: Sequence[int]  # from the prompt's first to its own last
+    first: int  # tokens before its own blocks
+    nbytes: int  # of its arrays
+
+
+@dataclass(frozen=True, slots=True)
 class Question:
     """Number `number` of a request's questions: its text, and the answers that are judged."""
 

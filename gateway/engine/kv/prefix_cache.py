@@ -8,7 +8,8 @@ whole, with the block after which they were copied, and a prompt can continue on
 block.
 """
 
-from collections import OrderedDict
+import copy
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, takewhile
@@ -20,6 +21,8 @@ from mlx.utils import tree_flatten, tree_map
 from gateway.engine.device import KeptBuffers
 from gateway.engine.kv.cache import RaggedKVCache, copy_rows
 from gateway.engine.kv.layers import for_batch
+from gateway.engine.kv.prefix_pieces import PIECE_BYTES, Piece
+from gateway.jobs import PrefixPiece
 
 # In tokens, and so the shortest prefix worth keeping: reading fewer takes a device hardly longer
 # than the one pass that a prompt needs anyway. At most this many are read again after a hit.
@@ -248,6 +251,75 @@ class PrefixCache:
                 gone.add(block.number)
                 self.pool.drop(key)
 
+    def pieces(self, adapter: int = 0) -> list[PrefixPiece]:
+        """List what is kept of an adapter's prompts in pieces for files, the one used last first:
+        so each comes after those that it follows.
+
+        A piece ends where prompts part, after states, and at places that depend on nothing else.
+        """
+        following: dict[int, list[Key]] = defaultdict(list)
+        for key, kept in self._kept.items():
+            if kept.owner is self:
+                following[key[0]].append(key)
+        pieces: dict[Key, PrefixPiece] = {}  # by their last block
+        starts: list[tuple[str, int, tuple[int, ...]]] = [
+            (salt, root, ()) for (number, salt), root in self._roots.items() if number == adapter
+        ]
+        while starts:
+            salt, after, before = starts.pop()
+            for key in [key for key in following[after] if len(key) > 1]:
+                run = self._run(key, following, len(before) // BLOCK)
+                tokens = tuple(chain(before, *(key[1:] for key in run)))
+                last = self._kept[run[-1]].number
+                run += [key for key in following[last] if len(key) == 1]
+                nbytes = sum(self._kept[key].nbytes for key in run)
+                pieces[run[0]] = PrefixPiece(salt, tokens, len(before), nbytes)
+                starts.append((salt, last, tokens))
+        return [pieces[key] for key in reversed(self._kept) if key in pieces]
+
+    def _run(self, key: Key, following: dict[int, list[Key]], place: int) -> list[Key]:
+        """Return a block, which has so many before it, and those of its piece that follow it."""
+        most = max(1, PIECE_BYTES // self._kept[key].nbytes)
+        run = [key]
+        while (place + len(run)) % most:
+            after = following[self._kept[run[-1]].number]
+            if len(after) != 1 or len(after[0]) == 1:
+                break
+            run += after
+        return run
+
+    def copy_piece(self, tokens: Sequence[int], first: int, root: Root) -> Piece | None:
+        """Return a piece; None if some of it has gone meanwhile."""
+        path = self._path(tokens, root)
+        if BLOCK * len(path) < len(tokens):
+            return None
+        blocks = [self._kept[key].layers for key in path[first // BLOCK :]]
+        states = self._kept.get(self._state_key(path))
+        if states is None:
+            return tokens, first, blocks, None
+        return tokens, first, blocks, [layer.state for layer in states.layers]
+
+    def put_piece(self, piece: Piece, root: Root) -> bool:
+        """Keep a piece, as what was used before all that is kept; False if there is no room for all
+        of it. Nothing is kept of one that follows what is not there.
+        """
+        tokens, first, blocks, states = piece
+        path = self._path(tokens, root)
+        if not self.is_on or BLOCK * len(path) < first:
+            return self.is_on
+        for start in range(BLOCK * len(path), len(tokens), BLOCK):
+            key = (self._after(path, root), *tokens[start : start + BLOCK])
+            pages = blocks[(start - first) // BLOCK]
+            if not self._put(key, pages, path, is_growing=False, is_oldest=True):
+                return False
+        key = self._state_key(path)
+        if states is None or key in self._kept:
+            return True
+        _, layers = self._split(copy.deepcopy(self._empty))
+        for layer, state in zip(layers, states, strict=True):
+            layer.state = state
+        return self._put(key, layers, path, is_growing=False, is_oldest=True)
+
     def stop(self) -> None:
         """Drop everything, and keep nothing from now on."""
         self.is_on = False
@@ -323,13 +395,23 @@ class PrefixCache:
         elif not is_growing:
             self._use([key])
 
-    def _put(self, key: Key, layers: Sequence[Any], path: list[Key], *, is_growing: bool) -> bool:
-        """Keep layers after a path if they are finite and fit; return whether they were kept."""
+    def _put(
+        self,
+        key: Key,
+        layers: Sequence[Any],
+        path: list[Key],
+        *,
+        is_growing: bool,
+        is_oldest: bool = False,
+    ) -> bool:
+        """Keep layers after a path if they are finite and fit; return whether they were kept. What
+        `is_oldest` takes no room of what is there.
+        """
         arrays = [array for layer in layers for array in _arrays(layer)]
         nbytes = sum(array.nbytes for array in arrays) + _TOKEN_BYTES * len(key)
         while not self.pool.has_room(nbytes, len(arrays)):
             evicted = self.pool.next_evicted(nbytes, is_growing=is_growing)
-            if evicted is None or evicted in path:
+            if is_oldest or evicted is None or evicted in path:
                 return False
             self.pool.drop(evicted)
         # NaN in one layer is NaN in all after it: checking the last one is enough.
@@ -340,6 +422,8 @@ class PrefixCache:
             return False
         number = next(self.pool.numbers)
         self.pool.add(key, _Kept(self, number, layers, nbytes, len(arrays)))
+        if is_oldest:
+            self._kept.move_to_end(key, last=False)
         path.append(key)
         return True
 
