@@ -223,7 +223,6 @@ class PrefixPiece:
     salt: str  # of the callers who may go on from it
     tokens: Sequence[int]  # from the prompt's first to its own last
     first: int  # tokens before its own blocks
-    nbytes: int  # of its arrays
 
 
 @dataclass(frozen=True, slots=True)

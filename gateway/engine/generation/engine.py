@@ -191,7 +191,7 @@ class GenerationEngine(Sequences):
         copied = self._prefixes.copy_piece(piece.tokens, piece.first, (adapter, piece.salt))
         return None if copied is None else encode(copied)
 
-    def put_prefix(self, adapter: int, salt: str, content: memoryview) -> bool:
+    def put_prefix(self, adapter: int, salt: str, content: bytes) -> bool:
         """Keep the content of a piece of prompts that were read before; False if there is no more
         room. Raises anything for what `copy_prefix` did not return for this model.
         """

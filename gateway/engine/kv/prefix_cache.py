@@ -261,7 +261,7 @@ class PrefixCache:
         for key, kept in self._kept.items():
             if kept.owner is self:
                 following[key[0]].append(key)
-        pieces: dict[Key, PrefixPiece] = {}  # by their last block
+        pieces: dict[Key, PrefixPiece] = {}  # by their first block
         starts: list[tuple[str, int, tuple[int, ...]]] = [
             (salt, root, ()) for (number, salt), root in self._roots.items() if number == adapter
         ]
@@ -270,11 +270,8 @@ class PrefixCache:
             for key in [key for key in following[after] if len(key) > 1]:
                 run = self._run(key, following, len(before) // BLOCK)
                 tokens = tuple(chain(before, *(key[1:] for key in run)))
-                last = self._kept[run[-1]].number
-                run += [key for key in following[last] if len(key) == 1]
-                nbytes = sum(self._kept[key].nbytes for key in run)
-                pieces[run[0]] = PrefixPiece(salt, tokens, len(before), nbytes)
-                starts.append((salt, last, tokens))
+                pieces[key] = PrefixPiece(salt, tokens, len(before))
+                starts.append((salt, self._kept[run[-1]].number, tokens))
         return [pieces[key] for key in reversed(self._kept) if key in pieces]
 
     def _run(self, key: Key, following: dict[int, list[Key]], place: int) -> list[Key]:
@@ -300,25 +297,30 @@ class PrefixCache:
         return tokens, first, blocks, [layer.state for layer in states.layers]
 
     def put_piece(self, piece: Piece, root: Root) -> bool:
-        """Keep a piece, as what was used before all that is kept; False if there is no room for all
-        of it. Nothing is kept of one that follows what is not there.
+        """Keep a piece, as what was used before all that is kept; False if there is no room for it.
+        Nothing is kept of one that follows what is not there.
         """
         tokens, first, blocks, states = piece
+        arrays = _arrays([blocks, states])
+        nbytes = sum(array.nbytes for array in arrays) + _TOKEN_BYTES * 2 * len(tokens)
+        if not self.is_on or not self.pool.has_room(nbytes, len(arrays)):
+            return False
         path = self._path(tokens, root)
-        if not self.is_on or BLOCK * len(path) < first:
-            return self.is_on
+        if BLOCK * len(path) < first:
+            return True
         for start in range(BLOCK * len(path), len(tokens), BLOCK):
             key = (self._after(path, root), *tokens[start : start + BLOCK])
-            pages = blocks[(start - first) // BLOCK]
-            if not self._put(key, pages, path, is_growing=False, is_oldest=True):
-                return False
+            if not self._put(key, blocks[(start - first) // BLOCK], path, is_growing=False):
+                return True
+            self._kept.move_to_end(key, last=False)
         key = self._state_key(path)
-        if states is None or key in self._kept:
-            return True
-        _, layers = self._split(copy.deepcopy(self._empty))
-        for layer, state in zip(layers, states, strict=True):
-            layer.state = state
-        return self._put(key, layers, path, is_growing=False, is_oldest=True)
+        if states is not None and key not in self._kept:
+            _, layers = self._split(copy.deepcopy(self._empty))
+            for layer, state in zip(layers, states, strict=True):
+                layer.state = state
+            if self._put(key, layers, path, is_growing=False):
+                self._kept.move_to_end(key, last=False)
+        return True
 
     def stop(self) -> None:
         """Drop everything, and keep nothing from now on."""
@@ -395,23 +397,13 @@ class PrefixCache:
         elif not is_growing:
             self._use([key])
 
-    def _put(
-        self,
-        key: Key,
-        layers: Sequence[Any],
-        path: list[Key],
-        *,
-        is_growing: bool,
-        is_oldest: bool = False,
-    ) -> bool:
-        """Keep layers after a path if they are finite and fit; return whether they were kept. What
-        `is_oldest` takes no room of what is there.
-        """
+    def _put(self, key: Key, layers: Sequence[Any], path: list[Key], *, is_growing: bool) -> bool:
+        """Keep layers after a path if they are finite and fit; return whether they were kept."""
         arrays = [array for layer in layers for array in _arrays(layer)]
         nbytes = sum(array.nbytes for array in arrays) + _TOKEN_BYTES * len(key)
         while not self.pool.has_room(nbytes, len(arrays)):
             evicted = self.pool.next_evicted(nbytes, is_growing=is_growing)
-            if is_oldest or evicted is None or evicted in path:
+            if evicted is None or evicted in path:
                 return False
             self.pool.drop(evicted)
         # NaN in one layer is NaN in all after it: checking the last one is enough.
@@ -422,8 +414,6 @@ class PrefixCache:
             return False
         number = next(self.pool.numbers)
         self.pool.add(key, _Kept(self, number, layers, nbytes, len(arrays)))
-        if is_oldest:
-            self._kept.move_to_end(key, last=False)
         path.append(key)
         return True
 

@@ -4,6 +4,7 @@ A header in JSON has the prompt's tokens, and the arrays' types and shapes where
 lists and numbers; the arrays follow it.
 """
 
+import io
 import json
 import math
 from collections.abc import Sequence
@@ -25,18 +26,18 @@ def encode(piece: Piece) -> bytes:
     """Return what `decode` reads; the arrays are evaluated."""
     arrays: list[mx.array] = []
     header = json.dumps(_outline(piece, arrays)).encode()
-    numbers: Any = [mx.contiguous(each).reshape(-1).view(mx.uint8) for each in arrays if each.size]
+    numbers: Any = [mx.contiguous(array).reshape(-1).view(mx.uint8) for array in arrays]
     parts = [memoryview(each) for each in numbers]
     return b"".join([len(header).to_bytes(_LENGTH, "little"), header, *parts])
 
 
-def decode(content: memoryview) -> Piece:
+def decode(content: bytes) -> Piece:
     """Return what `encode` was given, with lists for tuples. Raises anything for what does not come
     from there.
     """
-    start = _LENGTH + int.from_bytes(content[:_LENGTH], "little")
-    outline = json.loads(bytes(content[_LENGTH:start]))
-    tokens, first, blocks, states = _Filler(content[start:]).fill(outline)
+    file = io.BytesIO(content)
+    outline = json.loads(file.read(int.from_bytes(file.read(_LENGTH), "little")))
+    tokens, first, blocks, states = _fill(outline, file)
     return tokens, first, blocks, states
 
 
@@ -50,21 +51,12 @@ def _outline(tree: Any, arrays: list[mx.array]) -> Any:
     return tree
 
 
-class _Filler:
-    """The arrays of a file, taken in order."""
-
-    def __init__(self, content: memoryview) -> None:
-        self._content = content
-
-    def fill(self, outline: Any) -> Any:
-        """Return the tree of an outline."""
-        if isinstance(outline, list):
-            return [self.fill(leaf) for leaf in outline]
-        if not isinstance(outline, dict):
-            return outline
-        dtype, shape = _DTYPES[outline["dtype"]], outline["shape"]
-        nbytes = dtype.size * math.prod(shape)
-        if not nbytes:
-            return mx.zeros(shape, dtype)
-        taken, self._content = self._content[:nbytes], self._content[nbytes:]
-        return mx.array(np.frombuffer(taken, np.uint8)).view(dtype).reshape(shape)
+def _fill(outline: Any, file: io.BytesIO) -> Any:
+    """Return the tree of an outline, with the file's next arrays."""
+    if isinstance(outline, list):
+        return [_fill(leaf, file) for leaf in outline]
+    if not isinstance(outline, dict):
+        return outline
+    dtype, shape = _DTYPES[outline["dtype"]], outline["shape"]
+    numbers = np.frombuffer(file.read(dtype.size * math.prod(shape)), np.uint8)
+    return mx.array(numbers).view(dtype).reshape(shape)

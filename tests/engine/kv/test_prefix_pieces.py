@@ -45,7 +45,7 @@ def move(engine: GenerationEngine, other: GenerationEngine) -> list[int]:
     for piece in engine.prefix_pieces(0):
         content = engine.copy_prefix(0, piece)
         assert content is not None
-        assert other.put_prefix(0, piece.salt, memoryview(content))
+        assert other.put_prefix(0, piece.salt, content)
         sizes.append(len(content))
     return sizes
 
@@ -107,15 +107,15 @@ def test_what_has_no_room_pushes_nothing_out(tmp_path: Path) -> None:
     pieces = [(piece, one.copy_prefix(0, piece)) for piece in one.prefix_pieces(0)]
     other = open_engine(folder, prefix_cache_bytes=one.prefix_bytes // 2)
     answers(other, [bare(PROMPTS[2])])
-    has_room = [other.put_prefix(0, "", memoryview(content or b"")) for _, content in pieces]
+    has_room = [other.put_prefix(0, "", content or b"") for _, content in pieces]
     assert has_room[0]
     assert not has_room[-1]
     assert answers(other, [bare(PROMPTS[2])])[0].cached_tokens > 100
     empty = open_engine(folder, prefix_cache_bytes=PLENTY)
     last, content = next(each for each in pieces if each[0].first)
-    assert empty.put_prefix(0, "", memoryview(content or b""))
+    assert empty.put_prefix(0, "", content or b"")
     assert (empty.prefix_bytes, empty.copy_prefix(0, last)) == (0, None)
-    assert not open_engine(folder).put_prefix(0, "", memoryview(pieces[0][1] or b""))
+    assert not open_engine(folder).put_prefix(0, "", pieces[0][1] or b"")
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.uint32, mx.bool_, mx.int64])
@@ -127,7 +127,7 @@ def test_any_arrays_come_back_as_they_were(dtype: mx.Dtype) -> None:
     ]
     arrays.append(mx.arange(24).astype(dtype).reshape(4, 6)[:, ::2])
     given = ((7,), 0, [arrays], [None, (3, "name", arrays)])
-    tokens, first, [pages], states = decode(memoryview(encode(given)))
+    tokens, first, [pages], states = decode(encode(given))
     assert (tokens, first) == ([7], 0)
     assert states is not None
     assert (states[0], states[1][:2]) == (None, [3, "name"])
