@@ -216,13 +216,21 @@ class Adapter:
     nbytes: int = 0  # that it has added
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PrefixPiece:
     """Blocks that are kept of prompts and follow one another, as many as a file has."""
 
     salt: str  # of the callers who may go on from it
-    tokens: Sequence[int]  # from the prompt's first to its own last
-    first: int  # tokens before its own blocks
+    own: TokenIds
+    before: "PrefixPiece | None" = None  # that it follows
+
+    @property
+    def tokens(self) -> list[int]:
+        """Return all tokens from the prompt's first to its own last."""
+        pieces = [self]
+        while pieces[-1].before is not None:
+            pieces.append(pieces[-1].before)
+        return [token for piece in reversed(pieces) for token in piece.own]
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ class PrefixFolder:
 
     def name(self, key: str, piece: PrefixPiece) -> str:
         """Return the name of a piece's file."""
-        told = array("I", [piece.first, *piece.tokens]).tobytes()
+        told = array("I", [len(piece.own), *piece.tokens]).tobytes()
         return f"{key}-{self._owners[piece.salt]}-{self._hash(told).hex()[:32]}{SUFFIX}"
 
     def names(self, key: str) -> dict[str, str | None]:

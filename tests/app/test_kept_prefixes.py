@@ -1,11 +1,13 @@
 """What is kept of prompts outlives a restart, whatever becomes of its files."""
 
+import asyncio
 import errno
 import os
 import signal
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,6 @@ import structlog
 
 from gateway.app.gateway import Gateway
 from gateway.app.kept_prefixes import PrefixFolder
-from gateway.jobs import PrefixPiece
 from gateway.settings import SettingsInvalid
 from tests.checkpoints import HYBRID, SLIDING, write_adapter, write_chat
 from tests.cpu_engines import cpu_engines
@@ -27,7 +28,6 @@ KINDS: dict[str, dict[str, Any]] = {"plain": {}, "sliding": SLIDING, "hybrid": H
 ADMIN = {"authorization": "Bearer sesame"}
 SEA = "tell me of the sea and of the old man and his boat " * 12
 GIVEN: dict[str, Any] = {"admin_key": "sesame", "prefix_folder_bytes": 1 << 26}
-PIECE = PrefixPiece("", [1, 2, 3], 0)
 
 
 async def ask(client: httpx2.AsyncClient, prompt: str, model: str = "m", key: str = "") -> Any:
@@ -179,6 +179,40 @@ async def test_a_full_disk_is_told_and_leaves_nothing_behind(
         assert "No space left" in told.json()["error"]["message"]
         assert os.listdir(tmp_path / "kept") == ["secret"]
         assert (await save(client)).json()["files"] == 1
+
+
+async def test_two_save_at_once_beside_requests(tmp_path: Path) -> None:
+    write_chat(tmp_path / "m")
+    async with gateway(tmp_path) as client:
+        answer, _ = await ask(client, SEA)
+        told = await asyncio.gather(
+            save(client), ask(client, SEA[3:]), save(client), ask(client, SEA)
+        )
+        assert [each.status_code for each in (told[0], told[2])] == [200, 200]
+        assert told[3] == (answer, told[3][1])
+        assert (await save(client)).json()["files"] == 2
+    async with gateway(tmp_path) as client:
+        assert min([(await ask(client, prompt))[1] for prompt in (SEA, SEA[3:])]) > 100
+
+
+async def test_a_disk_that_stands_still_does_not_hold_up_a_drain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_chat(tmp_path / "m")
+    models = catalog(tmp_path, {"m": {"kind": "chat", "source": "path:m"}})
+    given = settings(prefix_folder=tmp_path / "kept", drain_s=0)
+    kept = Gateway(given, models, cpu_engines(prefix_cache_bytes=1 << 26))
+    is_over = threading.Event()
+    monkeypatch.setattr("gateway.app.gateway.DRAIN_S", 0.05)
+    async with served_app(kept.asgi, given) as client:
+        await ready(client)
+        await ask(client, SEA)
+        monkeypatch.setattr(os, "fsync", lambda _: is_over.wait())
+        with structlog.testing.capture_logs() as logged:
+            await kept.drain()
+        is_over.set()
+    (told,) = [line for line in logged if line["event"] == "prefixes_saved"]
+    assert "no time" in told["problem"]
 
 
 KILLED = """

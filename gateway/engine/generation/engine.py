@@ -188,7 +188,9 @@ class GenerationEngine(Sequences):
 
     def copy_prefix(self, adapter: int, piece: PrefixPiece) -> bytes | None:
         """Return a piece's content; None if some of it has gone meanwhile."""
-        copied = self._prefixes.copy_piece(piece.tokens, piece.first, (adapter, piece.salt))
+        tokens = piece.tokens
+        first = len(tokens) - len(piece.own)
+        copied = self._prefixes.copy_piece(tokens, first, (adapter, piece.salt))
         return None if copied is None else encode(copied)
 
     def put_prefix(self, adapter: int, salt: str, content: bytes) -> bool:

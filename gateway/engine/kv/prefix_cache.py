@@ -262,16 +262,17 @@ class PrefixCache:
             if kept.owner is self:
                 following[key[0]].append(key)
         pieces: dict[Key, PrefixPiece] = {}  # by their first block
-        starts: list[tuple[str, int, tuple[int, ...]]] = [
-            (salt, root, ()) for (number, salt), root in self._roots.items() if number == adapter
+        starts: list[tuple[str, int, PrefixPiece | None, int]] = [
+            (salt, root, None, 0) for (of, salt), root in self._roots.items() if of == adapter
         ]
         while starts:
-            salt, after, before = starts.pop()
+            salt, after, before, place = starts.pop()
             for key in [key for key in following[after] if len(key) > 1]:
-                run = self._run(key, following, len(before) // BLOCK)
-                tokens = tuple(chain(before, *(key[1:] for key in run)))
-                pieces[key] = PrefixPiece(salt, tokens, len(before))
-                starts.append((salt, self._kept[run[-1]].number, tokens))
+                run = self._run(key, following, place)
+                own = [token for key in run for token in key[1:]]
+                pieces[key] = PrefixPiece(salt, own, before)
+                last = self._kept[run[-1]].number
+                starts.append((salt, last, pieces[key], place + len(run)))
         return [pieces[key] for key in reversed(self._kept) if key in pieces]
 
     def _run(self, key: Key, following: dict[int, list[Key]], place: int) -> list[Key]:

@@ -112,7 +112,7 @@ def test_what_has_no_room_pushes_nothing_out(tmp_path: Path) -> None:
     assert not has_room[-1]
     assert answers(other, [bare(PROMPTS[2])])[0].cached_tokens > 100
     empty = open_engine(folder, prefix_cache_bytes=PLENTY)
-    last, content = next(each for each in pieces if each[0].first)
+    last, content = next(each for each in pieces if each[0].before)
     assert empty.put_prefix(0, "", content or b"")
     assert (empty.prefix_bytes, empty.copy_prefix(0, last)) == (0, None)
     assert not open_engine(folder).put_prefix(0, "", pieces[0][1] or b"")
