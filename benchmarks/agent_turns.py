@@ -4,11 +4,16 @@ A gateway serves a model of random weights whose KV has the size of a real one's
 token, as of Qwen3-4B. The first prompt, of a recorded agent, takes more than 1 GiB of it; each of
 the others is the one before, its answer and what a tool has printed.
 
+With --restart, the first prompt is asked of a gateway, and again of a new one once that has ended:
+without a folder for kept prompts, and with one.
+
     python -m benchmarks.agent_turns
+    python -m benchmarks.agent_turns --restart --tokens 6000
 """
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -82,13 +87,18 @@ def ask(url: str, messages: Sequence[dict[str, str]], max_tokens: int) -> tuple[
     return answer, time.perf_counter() - began
 
 
-def converse(url: str, tokens: int, answer_tokens: int) -> list[tuple[int, int, float]]:
-    """Return of each turn the prompt's tokens, those cached, and the seconds."""
-    recorded, turns = RECORDED.read_text(encoding="utf-8"), []
+def begin(url: str, tokens: int) -> list[dict[str, str]]:
+    """Return the first messages of a recorded agent, of about so many tokens."""
+    recorded = RECORDED.read_text(encoding="utf-8")
     probe, _ = ask(url, [{"role": "system", "content": recorded[:4000]}], 1)
     chars = 4000 * tokens // probe["usage"]["prompt_tokens"]
     first = (recorded * (1 + chars // len(recorded)))[-chars:]
-    messages = [{"role": "system", "content": first}, {"role": "user", "content": "List the files"}]
+    return [{"role": "system", "content": first}, {"role": "user", "content": "List the files"}]
+
+
+def converse(url: str, tokens: int, answer_tokens: int) -> list[tuple[int, int, float]]:
+    """Return of each turn the prompt's tokens, those cached, and the seconds."""
+    messages, turns = begin(url, tokens), []
     for turn in range(TURNS):
         answer, seconds = ask(url, messages, answer_tokens)
         usage = answer["usage"]
@@ -101,36 +111,75 @@ def converse(url: str, tokens: int, answer_tokens: int) -> list[tuple[int, int, 
     return turns
 
 
+def restart(models: Path, root: Path, tokens: int) -> list[str]:
+    """Return how long a prompt takes until its first token: cold, and after a restart, without and
+    with a folder for what is kept of it.
+    """
+    spent: list[float] = []
+    for folder in (None, root / "kept"):
+        os.environ.pop("GATEWAY_PREFIX_FOLDER", None)
+        if folder is not None:
+            os.environ["GATEWAY_PREFIX_FOLDER"] = str(folder)
+        for _ in range(2):
+            with started(load_settings({"models": models})) as gateway:
+                ask(gateway.url, [{"role": "user", "content": "Hi"}], 1)  # loads the model
+                prompt, seconds = ask_first(gateway.url, tokens)
+            spent.append(seconds)
+    nbytes = sum(file.stat().st_size for file in (root / "kept").iterdir())
+    cold, without, _, kept = spent
+    ratios = [f"{after:.2f} s, {after / cold:.3f}" for after in (without, kept)]
+    return [f"{prompt:,} tokens, {cold:.1f} s", *ratios, f"{nbytes >> 20:,} MiB"]
+
+
+def ask_first(url: str, tokens: int) -> tuple[int, float]:
+    """Return the tokens of an agent's first prompt, and the seconds to its first token."""
+    answer, seconds = ask(url, begin(url, tokens), 1)
+    return answer["usage"]["prompt_tokens"], seconds
+
+
 def main(arguments: Sequence[str]) -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description="An agent's turns.")
     parser.add_argument("--tokens", type=int, default=7_900, help="of the first prompt, about")
     parser.add_argument("--answer", type=int, default=8, help="tokens of each answer")
+    parser.add_argument("--restart", action="store_true", help="ask again after a restart")
     given = parser.parse_args(arguments)
-    head = (
+    head: tuple[str, ...] = (
         "Model",
         "first prompt",
         f"turns 2 to {TURNS}: cached",
         "of what had been read",
         "seconds",
     )
+    if given.restart:
+        head = (
+            "Model",
+            "first prompt, cold",
+            "after a restart, ÷ cold",
+            "with a folder, ÷ cold",
+            "on disk",
+        )
     print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}")
     for name, config in KINDS.items():
         with tempfile.TemporaryDirectory() as root:
             write_model(Path(root) / "agent", config)
             models = Path(root) / "models.yaml"
             models.write_text("version: 1\nmodels: {agent: {kind: chat, source: 'path:agent'}}\n")
+            if given.restart:
+                cells = restart(models, Path(root), given.tokens)
+                print(f"| {name} | {' | '.join(cells)} |", flush=True)
+                continue
             with started(load_settings({"models": models})) as gateway:
                 turns = converse(gateway.url, given.tokens, given.answer)
         shares = [cached / prompt for prompt, cached, _ in turns[1:]]
         again = [after[1] / before[0] for before, after in pairwise(turns)]
         spent = [seconds for _, _, seconds in turns[1:]]
-        cells = (
+        cells = [
             f"{turns[0][0]:,} tokens, {turns[0][2]:.0f} s",
             f"{min(shares):.1%} to {max(shares):.1%}",
             f"{min(again):.1%} at least",
             f"{statistics.median(spent):.2g} ({min(spent):.2g}–{max(spent):.2g})",
-        )
+        ]
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 

@@ -216,6 +216,23 @@ class Adapter:
     nbytes: int = 0  # that it has added
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixPiece:
+    """Blocks that are kept of prompts and follow one another, as many as a file has."""
+
+    salt: str  # of the callers who may go on from it
+    own: TokenIds
+    before: "PrefixPiece | None" = None  # that it follows
+
+    @property
+    def tokens(self) -> list[int]:
+        """Return all tokens from the prompt's first to its own last."""
+        pieces = [self]
+        while pieces[-1].before is not None:
+            pieces.append(pieces[-1].before)
+        return [token for piece in reversed(pieces) for token in piece.own]
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
     """Number `number` of a request's questions: its text, and the answers that are judged."""

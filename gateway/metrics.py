@@ -101,6 +101,9 @@ UNKEPT_TOKENS = Counter(
     "Prompt tokens that the prefix cache had no room for.",
     ["model"],
 )
+PREFIX_FILES_READ = Counter(
+    "gateway_prefix_files_read", "Files of kept prompts, read or dropped at loads.", ["outcome"]
+)
 READ_AHEAD = Counter(
     "gateway_tokens_read_ahead",
     "Tokens read several at a time: forced by a grammar, drafted, and accepted drafts.",
@@ -182,6 +185,8 @@ LEASES = Level("gateway_leases", "Requests that use a model, or wait for it to b
 TASKS = Level("gateway_tasks", "Tasks of the event loop.")
 BUDGET_HELD = Level("gateway_budget_held_bytes", "Bytes that models and answers hold.")
 BUDGET_LIMIT = Level("gateway_budget_limit_bytes", "Bytes that they may hold at most.")
+PREFIX_FILES = Level("gateway_prefix_files", "Files of kept prompts in GATEWAY_PREFIX_FOLDER.")
+PREFIX_FILE_BYTES = Level("gateway_prefix_file_bytes", "Their bytes.")
 DEVICE_ACTIVE = Level("gateway_device_active_bytes", "Bytes of MLX's arrays.")
 DEVICE_CACHED = Level("gateway_device_cached_bytes", "Freed bytes that MLX keeps for reuse.")
 RESPONSES_KEPT = Level("gateway_responses_kept", "Responses kept for clients to go on from.")

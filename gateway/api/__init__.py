@@ -7,7 +7,7 @@ chat                          chat completions, completions, Anthropic's message
 responses                     /v1/responses, and answers that are kept
 embeddings, rerank            vectors and scores
 tokenization                  tokens of prompts, and texts of tokens
-models                        the list of models; /admin to load, unload, pin and reload
+models                        the list of models; /admin to load, unload, pin, reload, save prefixes
 dashboard                     the page /dashboard, and the samples that it shows
 ops                           /health, /ready, /metrics, /openapi.json
 exchange                      a request for text → jobs → deltas → an answer or a stream of events

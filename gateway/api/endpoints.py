@@ -428,6 +428,15 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         errors=(ModelsFileInvalid,),
         is_admin=True,
     ),
+    Endpoint(
+        "POST /admin/prefixes/save",
+        models.save_prefixes,
+        summary="Save what is kept of prompts",
+        details="To `GATEWAY_PREFIX_FOLDER`, as a drain does.",
+        answer=models.SavedPrefixes,
+        errors=(Unavailable,),
+        is_admin=True,
+    ),
 )
 
 

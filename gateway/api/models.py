@@ -1,4 +1,6 @@
-"""GET /v1/models and /v1/models/{id}; with the admin key: pull, load, unload, pin, reload."""
+"""GET /v1/models and /v1/models/{id}; with the admin key: pull, load, unload, pin, reload,
+save what is kept of prompts.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -209,6 +211,13 @@ class Reload(TypedDict):
     removed: list[str]
 
 
+class SavedPrefixes(TypedDict):
+    """How many files have what is kept of prompts."""
+
+    object: Literal["prefixes"]
+    files: int
+
+
 async def load(service: Service, request: Request) -> Response:
     """Load a model as a request would, and describe it. A failed load is retried at once."""
     resolved = service.catalog().resolve(request.path_params["name"])
@@ -243,4 +252,10 @@ async def reload(service: Service, request: Request) -> Response:
         "changed": list(changes.changed),
         "removed": list(changes.removed),
     }
+    return reply(body)
+
+
+async def save_prefixes(service: Service, request: Request) -> Response:
+    """Save what loaded models keep of prompts; answer with how many files have it."""
+    body: SavedPrefixes = {"object": "prefixes", "files": await service.save_prefixes()}
     return reply(body)

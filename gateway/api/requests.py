@@ -100,6 +100,7 @@ class Service:
     health: Callable[[], str]
     readiness: Callable[[], str]
     reload: Callable[[], Coroutine[Any, Any, Changes]]
+    save_prefixes: Callable[[], Coroutine[Any, Any, int]]
     in_flight: InFlight
     watchers: Watchers
     exposure: Exposure

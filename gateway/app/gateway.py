@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp
 
-from gateway import __version__, logs, metrics
+from gateway import __version__, clock, logs, metrics
 from gateway.api import app, endpoints
 from gateway.api.access import AccessRules
 from gateway.api.bodies import Bodies
 from gateway.api.in_flight import InFlight, Watchers
 from gateway.api.requests import Exposure, Rules, Service
 from gateway.app.daemon_threads import run_in_daemon_thread
+from gateway.app.kept_prefixes import DRAIN_S, KeptPrefixes
 from gateway.app.limits import budget_bytes, sized_prefixes
 from gateway.app.loading import Batcher, Engines, ModelLoader
 from gateway.app.named import load_served
@@ -101,6 +102,7 @@ class Gateway:
         self._bodies = Bodies(settings.max_bodies_bytes)
         self._budget = Budget(budget_bytes(settings, engines.memory_bytes))
         self._pulls = Pulls(engines)
+        self._kept = KeptPrefixes(settings, self._lane)
         loader = ModelLoader(
             settings,
             engines,
@@ -110,6 +112,7 @@ class Gateway:
             self._budget,
             sized_prefixes(self._budget, engines.memory_bytes),
             self._pulls,
+            self._kept,
         )
         self._models: ModelCache[Batcher] = ModelCache(
             loader,
@@ -168,13 +171,27 @@ class Gateway:
         self._catalog = Catalog([*self._file.specs, *rest])
 
     async def drain(self) -> None:
-        """Refuse new requests and wait for those under way, for at most the drain time."""
+        """Refuse new requests, wait for those under way for at most the drain time, and save what
+        is kept of prompts in what is left of it.
+        """
+        until = clock.now() + self._settings.drain_s
         if not await self.in_flight.drain(self._settings.drain_s):
             log.warning("drain_cut_short", seconds=self._settings.drain_s)
             self._end_all("The gateway is shutting down.")
             await self.in_flight.drain(GRACE_S)
             self.in_flight.cancel()  # those waiting for a model, or for a very slow body
             await self.in_flight.drain(GRACE_S)
+        await self._kept.save(max(DRAIN_S, until - clock.now()))
+
+    async def save_prefixes(self) -> int:
+        """Save what is kept of prompts; return how many files have it.
+
+        Raises Unavailable unless all could be saved.
+        """
+        problem, folder = await self._kept.save(), self._kept.folder
+        if folder is None or problem:
+            raise Unavailable(f"Not all that is kept of prompts was saved: {problem}.")
+        return len(folder.files)
 
     def _end_all(self, message: str) -> None:
         for batcher in self._models.loaded():
@@ -221,6 +238,7 @@ class Gateway:
             health=lambda: self.health,
             readiness=self._status,
             reload=self.reload,
+            save_prefixes=self.save_prefixes,
             in_flight=self.in_flight,
             watchers=Watchers(),
             exposure=Exposure(
@@ -276,6 +294,10 @@ class Gateway:
         yield metrics.RESPONSES_KEPT.read(len(self._responses))
         yield metrics.RESPONSES_BYTES.read(self._responses.nbytes)
         yield metrics.BODY_BYTES.read(self._bodies.nbytes)
+        folder = self._kept.folder
+        if folder is not None:
+            yield metrics.PREFIX_FILES.read(len(folder.files))
+            yield metrics.PREFIX_FILE_BYTES.read(folder.nbytes)
         yield metrics.DEVICE_CACHED.read(self._engines.cached_bytes)
 
     async def _tidy(self) -> None:

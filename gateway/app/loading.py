@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from gateway import logs
+from gateway.app.kept_prefixes import KeptPrefixes
 from gateway.app.limits import embedding_limits, generation_limits, settings_of, sized_prefixes
 from gateway.app.self_tests import SelfTest, verdict_store
 from gateway.errors import EngineFailed, Fault, ModelLoadFailed
@@ -163,6 +164,7 @@ class ModelLoader:
     budget: Budget
     prefixes: Prefixes  # of all chat models that have no room of their own for them
     pulls: Pulls
+    kept: KeptPrefixes
 
     async def prepare(self, spec: ModelSpec, base: Batcher | None = None) -> Prepared[Batcher]:
         """Find or download a model's files, and read its size. An adapter's `base` is loaded."""
@@ -171,7 +173,7 @@ class ModelLoader:
             assert isinstance(spec, ChatSpec)
             assert isinstance(base, GenerationBatcher)
             nbytes, steps = await self.engines.adapter(spec, files, base.engine)
-            return Prepared(nbytes, partial(self._open_adapter, base, steps))
+            return Prepared(nbytes, partial(self._open_adapter, spec.id, files, base, steps))
         size = await self.engines.size(spec, files)
         return Prepared(size.weights + size.kv, partial(self._open, spec, files, size))
 
@@ -225,7 +227,11 @@ class ModelLoader:
         self, spec: ChatSpec, files: Path, size: Size
     ) -> AsyncIterator[tuple[Batcher, int]]:
         settings, budget = self.settings, self.budget
-        limits = generation_limits(settings, spec)
+        limits, digest = (
+            generation_limits(settings, spec),
+            partial(self.engines.digest, spec, files),
+        )
+        key = await self.kept.key(spec.id, files, digest)
         steps = await self.engines.generation(spec, files)
         async with self._open_engine(steps, partial(warm_chat, spec.id, self.lane.health)) as (
             engine,
@@ -260,7 +266,7 @@ class ModelLoader:
                 self.lane,
                 budget,
                 verdict_store(settings),
-                partial(self.engines.digest, spec, files),
+                digest,
                 kv=kv,
                 is_on=settings.self_test,
             )
@@ -270,7 +276,11 @@ class ModelLoader:
             )
             clear = partial(engine.step, StepPlan(clear_prefixes=True))
             with self.lane.health.shedding(clear):
-                async with batcher.running(), test.run_when_idle(batcher):
+                async with (
+                    batcher.running(),
+                    test.run_when_idle(batcher),
+                    self.kept.of(batcher, key),
+                ):
                     yield batcher, nbytes + included
 
     def _prefixes_of(self, spec: ChatSpec) -> Prefixes:
@@ -284,11 +294,17 @@ class ModelLoader:
 
     @contextlib.asynccontextmanager
     async def _open_adapter(
-        self, base: GenerationBatcher, steps: Generator[Adapter | None, None, None]
+        self,
+        model: str,
+        files: Path,
+        base: GenerationBatcher,
+        steps: Generator[Adapter | None, None, None],
     ) -> AsyncIterator[Loaded[Batcher]]:
+        key = await self.kept.key(model, files, partial(self.kept.key_of, base))
         adapter = await self._load(steps)
         try:
-            yield Loaded(AdaptedBatcher(base, adapter), adapter.nbytes)
+            async with self.kept.of(base, key, adapter.number):
+                yield Loaded(AdaptedBatcher(base, adapter), adapter.nbytes)
         finally:
             async with self.lane.turn("load") as run:
                 await run(base.engine.drop_adapter, adapter.number)

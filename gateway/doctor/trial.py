@@ -14,6 +14,7 @@ import numpy as np
 
 from gateway.api.exchange import template_args
 from gateway.app.engines import MlxEngines
+from gateway.app.kept_prefixes import KeptPrefixes
 from gateway.app.limits import budget_bytes, sized_prefixes
 from gateway.app.loading import Batcher, ModelLoader
 from gateway.app.self_tests import SelfTest, verdict_store
@@ -70,7 +71,7 @@ class Workplace:
 async def check_models(specs: Sequence[ModelSpec], settings: Settings, on_stage: OnStage) -> Report:
     """Check models whose files are on disk, one after another."""
     # The self-test runs as a stage of its own, from the beginning.
-    settings = settings.model_copy(update={"self_test": False})
+    settings = settings.model_copy(update={"self_test": False, "prefix_folder": None})
     engines = MlxEngines(settings)
     budget = Budget(budget_bytes(settings, engines.memory_bytes))
     with ThreadPools() as pool:
@@ -84,6 +85,7 @@ async def check_models(specs: Sequence[ModelSpec], settings: Settings, on_stage:
                 budget,
                 sized_prefixes(budget, engines.memory_bytes),
                 Pulls(engines),
+                KeptPrefixes(settings, lane),
             )
             place = Workplace(settings, engines, lane, budget, loader)
             async with lane.turn("load") as run:

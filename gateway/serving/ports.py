@@ -1,7 +1,7 @@
 """The Protocols of engines: app passes the real ones, tests pass scripted ones."""
 
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from gateway.jobs import (
     Compiled,
@@ -9,6 +9,7 @@ from gateway.jobs import (
     GenerateJob,
     Grammar,
     Pair,
+    PrefixPiece,
     SequenceParams,
     StepPlan,
     StepResult,
@@ -192,3 +193,25 @@ class GenerationEngine(Protocol):
 
     def close(self) -> None:
         """Free every array. On the lane only."""
+
+
+@runtime_checkable
+class PrefixKeeper(Protocol):
+    """A generation engine of which what is kept of prompts can be saved. On the lane only."""
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Count the bytes of KV kept of prompts, by all models that share the room."""
+
+    def prefix_pieces(self, adapter: int) -> Sequence[PrefixPiece]:
+        """List what is kept of an adapter's prompts in pieces for files, the one used last first:
+        so each comes after those that it follows.
+        """
+
+    def copy_prefix(self, adapter: int, piece: PrefixPiece) -> bytes | None:
+        """Return a piece's content; None if some of it has gone meanwhile."""
+
+    def put_prefix(self, adapter: int, salt: str, content: bytes) -> bool:
+        """Keep the content of a piece of prompts that were read before; False if there is no more
+        room. Raises anything for what `copy_prefix` did not return for this model.
+        """

@@ -302,6 +302,10 @@ class Settings(BaseSettings):
     memory, as far as models and a row of 32,768 tokens leave it, for all chat models together; a
     number is for each of them, and 0 keeps none.
     """
+    prefix_folder: HomePath | None = None
+    """Folder in which kept prompts outlive a restart, in readable form; none when unset."""
+    prefix_folder_bytes: int = Field(default=20 * 1024**3, ge=1)
+    """Bytes of its files; what was used longest ago goes first."""
     speculate_rows: int = Field(default=4, ge=0, le=8)
     """Up to so many answers at once, tokens are read ahead: those that a grammar leaves no choice
     of, and guesses from the prompt or a draft model; 0 is never.

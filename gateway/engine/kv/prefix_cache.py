@@ -8,7 +8,8 @@ whole, with the block after which they were copied, and a prompt can continue on
 block.
 """
 
-from collections import OrderedDict
+import copy
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, takewhile
@@ -20,6 +21,8 @@ from mlx.utils import tree_flatten, tree_map
 from gateway.engine.device import KeptBuffers
 from gateway.engine.kv.cache import RaggedKVCache, copy_rows
 from gateway.engine.kv.layers import for_batch
+from gateway.engine.kv.prefix_pieces import PIECE_BYTES, Piece
+from gateway.jobs import PrefixPiece
 
 # In tokens, and so the shortest prefix worth keeping: reading fewer takes a device hardly longer
 # than the one pass that a prompt needs anyway. At most this many are read again after a hit.
@@ -247,6 +250,78 @@ class PrefixCache:
             if key[0] in gone:  # it follows another that is gone
                 gone.add(block.number)
                 self.pool.drop(key)
+
+    def pieces(self, adapter: int = 0) -> list[PrefixPiece]:
+        """List what is kept of an adapter's prompts in pieces for files, the one used last first:
+        so each comes after those that it follows.
+
+        A piece ends where prompts part, after states, and at places that depend on nothing else.
+        """
+        following: dict[int, list[Key]] = defaultdict(list)
+        for key, kept in self._kept.items():
+            if kept.owner is self:
+                following[key[0]].append(key)
+        pieces: dict[Key, PrefixPiece] = {}  # by their first block
+        starts: list[tuple[str, int, PrefixPiece | None, int]] = [
+            (salt, root, None, 0) for (of, salt), root in self._roots.items() if of == adapter
+        ]
+        while starts:
+            salt, after, before, place = starts.pop()
+            for key in [key for key in following[after] if len(key) > 1]:
+                run = self._run(key, following, place)
+                own = [token for key in run for token in key[1:]]
+                pieces[key] = PrefixPiece(salt, own, before)
+                last = self._kept[run[-1]].number
+                starts.append((salt, last, pieces[key], place + len(run)))
+        return [pieces[key] for key in reversed(self._kept) if key in pieces]
+
+    def _run(self, key: Key, following: dict[int, list[Key]], place: int) -> list[Key]:
+        """Return a block, which has so many before it, and those of its piece that follow it."""
+        most = max(1, PIECE_BYTES // self._kept[key].nbytes)
+        run = [key]
+        while (place + len(run)) % most:
+            after = following[self._kept[run[-1]].number]
+            if len(after) != 1 or len(after[0]) == 1:
+                break
+            run += after
+        return run
+
+    def copy_piece(self, tokens: Sequence[int], first: int, root: Root) -> Piece | None:
+        """Return a piece; None if some of it has gone meanwhile."""
+        path = self._path(tokens, root)
+        if BLOCK * len(path) < len(tokens):
+            return None
+        blocks = [self._kept[key].layers for key in path[first // BLOCK :]]
+        states = self._kept.get(self._state_key(path))
+        if states is None:
+            return tokens, first, blocks, None
+        return tokens, first, blocks, [layer.state for layer in states.layers]
+
+    def put_piece(self, piece: Piece, root: Root) -> bool:
+        """Keep a piece, as what was used before all that is kept; False if there is no room for it.
+        Nothing is kept of one that follows what is not there.
+        """
+        tokens, first, blocks, states = piece
+        arrays = _arrays([blocks, states])
+        nbytes = sum(array.nbytes for array in arrays) + _TOKEN_BYTES * 2 * len(tokens)
+        if not self.is_on or not self.pool.has_room(nbytes, len(arrays)):
+            return False
+        path = self._path(tokens, root)
+        if BLOCK * len(path) < first:
+            return True
+        for start in range(BLOCK * len(path), len(tokens), BLOCK):
+            key = (self._after(path, root), *tokens[start : start + BLOCK])
+            if not self._put(key, blocks[(start - first) // BLOCK], path, is_growing=False):
+                return True
+            self._kept.move_to_end(key, last=False)
+        key = self._state_key(path)
+        if states is not None and key not in self._kept:
+            _, layers = self._split(copy.deepcopy(self._empty))
+            for layer, state in zip(layers, states, strict=True):
+                layer.state = state
+            if self._put(key, layers, path, is_growing=False):
+                self._kept.move_to_end(key, last=False)
+        return True
 
     def stop(self) -> None:
         """Drop everything, and keep nothing from now on."""

@@ -78,8 +78,8 @@ class GenerationBatcher:
         self._queue = JobQueue(
             name, max_tokens=limits.queue_max_tokens, max_choices=limits.queue_limit
         )
-        self._memory = memory or RowMemory(Budget(0), RowCosts())
-        self._scheduler = Scheduler(name, self._cap_batch(limits), self._memory)
+        self.memory = memory or RowMemory(Budget(0), RowCosts())
+        self._scheduler = Scheduler(name, self._cap_batch(limits), self.memory)
         self._wake_events = {kind: asyncio.Event() for kind in ("prefill", "decode")}
         self._decode_waits_since: float | None = None
         self._warnings: set[str] = set()  # that were logged already
@@ -141,7 +141,7 @@ class GenerationBatcher:
         self._scheduler.limits = self._cap_batch(limits)
         self._queue.adopt(max_tokens=limits.queue_max_tokens, max_choices=limits.queue_limit)
         self._pace.adopt(limits)
-        self._memory.adopt(longest_chunk(limits.prefill_chunk_tokens))
+        self.memory.adopt(longest_chunk(limits.prefill_chunk_tokens))
         self._wake()
 
     @contextlib.asynccontextmanager
@@ -161,7 +161,7 @@ class GenerationBatcher:
         rows = await self._plan(job)
         async with self._queue.place(job.caller, rows, on_full):
             # Of all: a check takes 0.1 ms of the loop, and labels may have thousands of steps.
-            self._memory.check(self._name, max(rows, key=lambda row: len(row.prompt)))
+            self.memory.check(self._name, max(rows, key=lambda row: len(row.prompt)))
             rows = await self._compile(job, rows)
             inbox: asyncio.Queue[Delta | GatewayError] = asyncio.Queue()
             job_rank = rank(clock.now(), job.caller.tier, self._limits.tier_head_start_s)
@@ -265,7 +265,7 @@ class GenerationBatcher:
 
     def _on_memory_change(self) -> None:
         """Wake the workers if rows wait for memory, or what is kept of prompts has to go."""
-        if self.tickets or self._memory.must_shrink_prefixes:
+        if self.tickets or self.memory.must_shrink_prefixes:
             self._wake()
 
     def _wake(self) -> None:
@@ -386,7 +386,7 @@ class GenerationBatcher:
         for fault in result.faults:
             self._on_fault(fault)
         self._state = result
-        self._memory.note_prefixes(result.prefix_bytes)
+        self.memory.note_prefixes(result.prefix_bytes)
         self._scheduler.note_reading(result.reading)
         if result.size.rows:
             self._observe(kind, result.size, seconds)
@@ -438,9 +438,9 @@ class GenerationBatcher:
             asyncio.create_task(run_forever(f"{kind} {self._name}", work, end))
             for kind, work in (("prefill", self._prefill), ("decode", self._decode))
         ]
-        with self._memory.prefixes.in_use():
+        with self.memory.prefixes.in_use():
             try:
-                with self._memory.watch(self._on_memory_change):
+                with self.memory.watch(self._on_memory_change):
                     yield self
             finally:
                 self._interrupt.set()  # a running turn ends after its pass
@@ -449,7 +449,7 @@ class GenerationBatcher:
                 await asyncio.wait(workers)
                 gone = f"The model `{self._name}` was unloaded meanwhile."
                 self._scheduler.end_all(Unavailable(gone, retry_after_s=1))
-                self._memory.release()
+                self.memory.release()
 
 
 class AdaptedBatcher:

@@ -1,0 +1,272 @@
+"""What is kept of prompts, in files that outlive a restart: written while the gateway drains and
+when an admin says so, read as their model is loaded. No request waits for the disk.
+
+A file's name has its model, a digest of all that KV depends on, whose prompt it is, and the prompt.
+It begins with a hash of that name and of all that follows, by a secret of the folder: what was
+changed, cut off or put there by another is not read.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+import tempfile
+import time
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from gateway import clock, logs, metrics
+from gateway.app.daemon_threads import run_in_daemon_thread
+from gateway.errors import GatewayError
+from gateway.jobs import PrefixPiece, StepPlan
+from gateway.serving.generation.batcher import GenerationBatcher
+from gateway.serving.lane import Lane
+from gateway.serving.ports import PrefixKeeper
+from gateway.settings import Settings, SettingsInvalid
+
+log = logs.get("kept_prefixes")
+
+SUFFIX, PART, SECRET = ".kv", ".part-", "secret"
+HASH_BYTES: Final = 32
+MOST_BYTES: Final = 1 << 30  # of a file
+ROUNDS: Final = 10_000  # of hashing a key, so that none is found by trying many: 5 ms
+READ_S: Final = 10.0  # of a model's load
+DRAIN_S: Final = 3.0  # of a drain whose time is up
+
+
+class PrefixFolder:
+    """The files of one gateway, which only this user can read. It is slow: not on the loop."""
+
+    def __init__(self, folder: Path, limit: int, keys: Sequence[str]) -> None:
+        """Open a folder, made if need be. Raises SettingsInvalid for one that others may change."""
+        self._folder, self._limit = folder, limit
+        try:
+            self._secret = self._open()
+            found = [(file.name, file.stat()) for file in folder.glob(f"*{SUFFIX}")]
+        except OSError as error:
+            raise SettingsInvalid([f"GATEWAY_PREFIX_FOLDER: {error}"]) from None
+        # By name, when each was used last, in nanoseconds, and its bytes.
+        self.files = {name: (about.st_mtime_ns, about.st_size) for name, about in found}
+        # By salt, and the same where keys change places. Without a salt, all keys share.
+        sharing = {"": sorted(keys), **{f"key-{i}": [key] for i, key in enumerate(keys, 1)}}
+        self._owners = {salt: self._hash_slowly("\0".join(each)) for salt, each in sharing.items()}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(size for _, size in tuple(self.files.values()))
+
+    def _open(self) -> bytes:
+        """Return the folder's secret."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = self._folder.lstat()
+        is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+        if not is_own or found.st_mode & 0o022:
+            which = f"GATEWAY_PREFIX_FOLDER={self._folder}"
+            raise SettingsInvalid([f"{which} must be your own folder, that only you may write to"])
+        for part in self._folder.glob(f"{PART}*"):  # of a process that was killed
+            part.unlink()
+        if not (self._folder / SECRET).exists():
+            self._write(SECRET, secrets.token_bytes(HASH_BYTES), time.time_ns())
+        return (self._folder / SECRET).read_bytes()
+
+    def name(self, key: str, piece: PrefixPiece) -> str:
+        """Return the name of a piece's file."""
+        told = array("I", [len(piece.own), *piece.tokens]).tobytes()
+        return f"{key}-{self._owners[piece.salt]}-{self._hash(told).hex()[:32]}{SUFFIX}"
+
+    def names(self, key: str) -> dict[str, str | None]:
+        """List the files of a model that today's callers may go on from, each with their salt, and
+        those of another key, without one; the file used last first.
+        """
+        salts = {f"{key}-{self._owners[salt]}": salt for salt in reversed(self._owners)}
+        model, found = key.partition("-")[0], {}
+        for _, name in sorted(
+            ((used, name) for name, used in tuple(self.files.items())), reverse=True
+        ):
+            beginning = name.rpartition("-")[0]
+            if beginning in salts or (name.startswith(model) and not name.startswith(key)):
+                found[name] = salts.get(beginning)
+        return found
+
+    def read(self, name: str) -> bytes:
+        """Return a file's content. Raises OSError, and ValueError for what was not written here."""
+        with (self._folder / name).open("rb") as file:
+            told, content = file.read(HASH_BYTES), file.read(MOST_BYTES)
+        if not hmac.compare_digest(self._hash(name.encode() + content), told):
+            raise ValueError("it is not what was written")
+        return content
+
+    def touch(self, name: str, at: int) -> bool:
+        """Count a file as used at this time, in nanoseconds; return False if there is none."""
+        if name in self.files:
+            os.utime(self._folder / name, ns=(at, at))
+            self.files[name] = at, self.files[name][1]
+        return name in self.files
+
+    def write(self, name: str, content: bytes, at: int, since: int) -> bool:
+        """Write a file as used at this time. The one used longest ago makes room, but for those
+        used `since`; return False if that is not enough.
+        """
+        size = HASH_BYTES + len(content)
+        while self.nbytes + size > self._limit:
+            used, oldest = min(
+                ((used, name) for name, used in self.files.items()), default=((since, 0), "")
+            )
+            if used[0] >= since:
+                return False
+            self.drop(oldest)
+        self._write(name, self._hash(name.encode() + content) + content, at)
+        self.files[name] = at, size
+        return True
+
+    def drop(self, name: str) -> None:
+        """Delete a file."""
+        self.files.pop(name, None)
+        with contextlib.suppress(OSError):
+            (self._folder / name).unlink()
+
+    def _hash(self, told: bytes) -> bytes:
+        return hmac.digest(self._secret, told, "sha256")
+
+    def _hash_slowly(self, told: str) -> str:
+        return hashlib.pbkdf2_hmac("sha256", told.encode(), self._secret, ROUNDS).hex()
+
+    def _write(self, name: str, content: bytes, at: int) -> None:
+        handle, part = tempfile.mkstemp(dir=self._folder, prefix=PART)  # mode 0600
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(handle)
+            os.utime(part, ns=(at, at))
+            os.replace(part, self._folder / name)  # no reader sees half of it
+        except BaseException:
+            os.unlink(part)
+            raise
+
+
+class KeptPrefixes:
+    """Reads and saves what loaded models keep of prompts; without a folder, nothing."""
+
+    def __init__(self, settings: Settings, lane: Lane) -> None:
+        """Open the folder that settings name, if they do. Raises SettingsInvalid."""
+        self.folder: PrefixFolder | None = None
+        if settings.prefix_folder is not None:
+            keys = [key.get_secret_value() for key in settings.api_keys]
+            limit = settings.prefix_folder_bytes
+            self.folder = PrefixFolder(settings.prefix_folder, limit, keys)
+        self._lane = lane
+        self._keys: dict[tuple[PrefixKeeper, int], str] = {}  # by engine and adapter
+        self._saving = asyncio.Lock()
+
+    async def key(self, model: str, files: Path, digest: Callable[[], Awaitable[str]]) -> str:
+        """Return how the names of a model's files begin. It is asked for before the model is read:
+        what changes on disk from then on has another.
+        """
+        if self.folder is None:
+            return ""
+        stamp = await run_in_daemon_thread(_stamp, files)
+        told = [model, f"{await digest()} {stamp}"]
+        return "-".join(hashlib.sha256(each.encode()).hexdigest()[:16] for each in told)
+
+    async def key_of(self, batcher: GenerationBatcher) -> str:
+        """Return the key of a loaded model, which its adapters' depend on."""
+        engine = batcher.engine
+        return self._keys.get((engine, 0), "") if isinstance(engine, PrefixKeeper) else ""
+
+    @contextlib.asynccontextmanager
+    async def of(
+        self, batcher: GenerationBatcher, key: str, adapter: int = 0
+    ) -> AsyncIterator[None]:
+        """Read what was saved of a model; while entered, it is saved. Nothing is of a model that
+        other ranks have parts of.
+        """
+        engine = batcher.engine
+        if self.folder is None or not isinstance(engine, PrefixKeeper):
+            yield
+            return
+        await self._read(self.folder, batcher, key, adapter)
+        self._keys[engine, adapter] = key
+        try:
+            yield
+        finally:
+            del self._keys[engine, adapter]
+
+    async def _read(
+        self, folder: PrefixFolder, batcher: GenerationBatcher, key: str, adapter: int
+    ) -> None:
+        """Read files while there is room for what is kept of prompts, and delete what is wrong."""
+        engine, started, read, problems = batcher.engine, clock.now(), 0, []
+        assert isinstance(engine, PrefixKeeper)
+        if not adapter:  # else the base's rows are told by its own steps
+            async with self._lane.turn("load") as run:
+                await run(engine.step, StepPlan(prefix_limit=batcher.memory.limit_prefixes()))
+        for name, salt in folder.names(key).items():
+            try:
+                if salt is None:
+                    raise ValueError("it is of other weights, settings or versions")
+                content = await run_in_daemon_thread(folder.read, name)
+                async with self._lane.turn("load") as run:
+                    has_room = await run(engine.put_prefix, adapter, salt, content)
+                batcher.memory.note_prefixes(engine.prefix_bytes)
+                if not has_room or clock.now() - started > READ_S:
+                    break
+                read += 1
+            except GatewayError:
+                raise
+            except Exception as error:
+                problems.append(f"{name}: {error}")
+                await run_in_daemon_thread(folder.drop, name)
+        for outcome, count in (("read", read), ("dropped", len(problems))):
+            metrics.of(metrics.PREFIX_FILES_READ, outcome).inc(count)
+        if read or problems:
+            told = {"files": read, "dropped": len(problems), "problem": "".join(problems[:1])}
+            log.info("prefixes_read", key=key, **told, seconds=round(clock.now() - started, 3))
+
+    async def save(self, seconds: float | None = None) -> str:
+        """Save what loaded models keep, for at most so long; return why not all of it was."""
+        if self.folder is None:
+            return "GATEWAY_PREFIX_FOLDER is not set"
+        started, problem = clock.now(), ""
+        try:
+            async with asyncio.timeout(seconds), self._saving:
+                since = time.time_ns()
+                for (engine, adapter), key in tuple(self._keys.items()):
+                    problem = await self._save(self.folder, engine, adapter, key, since) or problem
+        except TimeoutError:
+            problem = "there was no time for all"
+        except Exception as error:  # a drain goes on
+            problem = f"{type(error).__name__}: {error}"
+        told = {"files": len(self.folder.files), "bytes": self.folder.nbytes, "problem": problem}
+        log.info("prefixes_saved", **told, seconds=round(clock.now() - started, 3))
+        return problem
+
+    async def _save(
+        self, folder: PrefixFolder, engine: PrefixKeeper, adapter: int, key: str, since: int
+    ) -> str:
+        async with self._lane.turn("load") as run:
+            pieces = await run(engine.prefix_pieces, adapter)
+        for i, piece in enumerate(pieces):
+            name = await run_in_daemon_thread(folder.name, key, piece)
+            at = since + 1000 * (len(pieces) - i)  # what was used last is the last to go
+            if await run_in_daemon_thread(folder.touch, name, at):
+                continue
+            async with self._lane.turn("load") as run:
+                content = await run(engine.copy_prefix, adapter, piece)
+            if content is None or len(content) > MOST_BYTES:
+                continue
+            if not await run_in_daemon_thread(folder.write, name, content, at, since):
+                return "GATEWAY_PREFIX_FOLDER_BYTES is less than is kept"
+        return ""
+
+
+def _stamp(files: Path) -> list[tuple[str, int, int, int]]:
+    """Return what differs for other content of a model's files: a change cannot hide its time."""
+    paths = sorted(files.iterdir()) if files.is_dir() else [files]
+    found = [(path.name, path.stat()) for path in paths if path.is_file()]
+    return [(name, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for name, each in found]

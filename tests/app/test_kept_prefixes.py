@@ -1,0 +1,255 @@
+"""What is kept of prompts outlives a restart, whatever becomes of its files."""
+
+import asyncio
+import errno
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import structlog
+
+from gateway.app.gateway import Gateway
+from gateway.app.kept_prefixes import PrefixFolder
+from gateway.settings import SettingsInvalid
+from tests.checkpoints import HYBRID, SLIDING, write_adapter, write_chat
+from tests.cpu_engines import cpu_engines
+from tests.serving_app import catalog, ready, served, served_app, settings
+
+pytestmark = pytest.mark.anyio
+
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "sliding": SLIDING, "hybrid": HYBRID}
+ADMIN = {"authorization": "Bearer sesame"}
+SEA = "tell me of the sea and of the old man and his boat " * 12
+GIVEN: dict[str, Any] = {"admin_key": "sesame", "prefix_folder_bytes": 1 << 26}
+
+
+async def ask(client: httpx2.AsyncClient, prompt: str, model: str = "m", key: str = "") -> Any:
+    """Return the answer, and how many of the prompt's tokens were at hand."""
+    body = {"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0}
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    answer = (await client.post("/v1/completions", json=body, headers=headers)).json()
+    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return answer["choices"][0]["text"], cached
+
+
+async def save(client: httpx2.AsyncClient) -> httpx2.Response:
+    return await client.post("/admin/prefixes/save", headers=ADMIN)
+
+
+def gateway(folder: Path, **given: Any) -> Any:
+    """Serve the model `m` of a folder, and an adapter of it if there is one."""
+    models: dict[str, Any] = {"m": {"kind": "chat", "source": "path:m", **given.pop("entry", {})}}
+    if (folder / "lora").exists():
+        models["lora"] = {"kind": "chat", "adapter": "path:lora", "base": "m"}
+    engines = cpu_engines(prefix_cache_bytes=given.pop("prefix_cache_bytes", 1 << 26))
+    given = {**GIVEN, "prefix_folder": folder / "kept", **given}
+    return served(catalog(folder, models), engines, **given)
+
+
+async def saved(folder: Path, prompt: str = SEA, **given: Any) -> list[Path]:
+    """Have a gateway read a prompt and save it; return its files."""
+    async with gateway(folder, **given) as client:
+        await ask(client, prompt, key=given.get("api_keys", [""])[0])
+        assert (await save(client)).status_code == 200
+    return sorted((folder / "kept").glob("*.kv"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_after_a_restart_a_prompt_goes_on_as_it_would_have(tmp_path: Path, kind: str) -> None:
+    write_chat(tmp_path / "m", **KINDS[kind])
+    names = ["m"]
+    if kind == "plain":
+        write_adapter(tmp_path / "lora", tmp_path / "m")
+        names.append("lora")
+    prompts = [SEA + "and what he caught", SEA + "and why"]
+    async with gateway(tmp_path) as client:
+        for model in names:
+            await ask(client, prompts[0], model)
+        told = (await save(client)).json()
+        assert told == {"object": "prefixes", "files": len(os.listdir(tmp_path / "kept")) - 1}
+        expected = [await ask(client, prompt, model) for model in names for prompt in prompts]
+    async with gateway(tmp_path) as client:
+        again = [await ask(client, prompt, model) for model in names for prompt in prompts]
+        assert again == expected
+        assert min(cached for _, cached in again) > 100
+        assert f"gateway_prefix_files {float(told['files'])}" in (await client.get("/metrics")).text
+
+
+async def test_a_drain_saves_when_all_requests_have_ended(tmp_path: Path) -> None:
+    write_chat(tmp_path / "m")
+    models = catalog(tmp_path, {"m": {"kind": "chat", "source": "path:m"}})
+    given = settings(prefix_folder=tmp_path / "kept")
+    kept = Gateway(given, models, cpu_engines(prefix_cache_bytes=1 << 26))
+    async with served_app(kept.asgi, given) as client:
+        await ready(client)
+        await ask(client, SEA)
+        assert (await save(client)).status_code == 404, "there is no admin key"
+        await kept.drain()
+    names = os.listdir(tmp_path / "kept")
+    assert len(names) > 1
+    modes = {stat.S_IMODE((tmp_path / "kept" / name).stat().st_mode) for name in names}
+    assert (modes, stat.S_IMODE((tmp_path / "kept").stat().st_mode)) == ({0o600}, 0o700)
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+HARMS: dict[str, Any] = {
+    "a byte is another": flip,
+    "it is cut off": lambda file: os.truncate(file, 1000),
+    "it is empty": lambda file: os.truncate(file, 0),
+    "it has another's name": lambda file: file.rename(file.with_name(file.name[:-6] + "000.kv")),
+    "it cannot be opened": lambda file: (file.unlink(), file.mkdir()),
+    "the model is another": lambda file: write_chat(file.parents[1] / "m", seed=7),
+    "the numbers are others": lambda file: {"entry": {"dtype": "float16"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("harm", HARMS)
+async def test_what_is_not_as_it_was_written_is_dropped_and_told(tmp_path: Path, harm: str) -> None:
+    write_chat(tmp_path / "m")
+    (file,) = await saved(tmp_path)
+    given = HARMS[harm](file)
+    given = given if isinstance(given, dict) else {}
+    with structlog.testing.capture_logs() as logged:
+        async with gateway(tmp_path, **given) as client:
+            answer, cached = await ask(client, SEA)
+            assert cached == 0
+            assert (await ask(client, SEA))[1] > 100
+    (told,) = [line for line in logged if line["event"] == "prefixes_read"]
+    assert (told["files"], told["dropped"]) == (0, 1)
+    assert file.name[:64] in told["problem"]
+    assert not file.is_file()
+    async with gateway(tmp_path, prefix_folder=None, **given) as client:
+        assert await ask(client, SEA) == (answer, 0)
+
+
+async def test_only_its_own_key_goes_on_from_a_prompt(tmp_path: Path) -> None:
+    """Whatever its place among the keys is now; and no file has a key in it."""
+    write_chat(tmp_path / "m")
+    files = await saved(tmp_path, api_keys=["one-key", "other-key"])
+    assert not [file for file in files if b"one-key" in file.read_bytes()]
+    for keys, found in ((["other-key", "one-key"], [0, 1]), (["new-key", "other-key"], [0, 0]),
+                        (["one-key"], [1]), (["new-key"], [0])):  # fmt: skip
+        async with gateway(tmp_path, api_keys=keys) as client:
+            cached = [(await ask(client, SEA, key=key))[1] > 0 for key in keys]
+            assert cached == [bool(each) for each in found]
+    assert sorted((tmp_path / "kept").glob("*.kv")) == files
+
+
+async def test_the_disk_and_the_room_in_memory_are_bounded(tmp_path: Path) -> None:
+    """What was used longest ago goes first; what is used again stays."""
+    write_chat(tmp_path / "m")
+    (first,) = await saved(tmp_path)
+    most = 5 * first.stat().st_size // 2
+    (second,) = set(await saved(tmp_path, SEA[5:])) - {first}
+    async with gateway(tmp_path, prefix_folder_bytes=most, prefix_cache_bytes=1 << 20) as client:
+        await ask(client, SEA)
+        await ask(client, SEA[9:])
+        assert (await save(client)).status_code == 503
+    assert len(list((tmp_path / "kept").glob("*.kv"))) == 2
+    assert first.exists()
+    assert not second.exists()
+
+
+async def test_a_full_disk_is_told_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_chat(tmp_path / "m")
+    async with gateway(tmp_path) as client:
+        await ask(client, SEA)
+
+        def fail(_: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", fail)
+            told = await save(client)
+        assert told.status_code == 503
+        assert "No space left" in told.json()["error"]["message"]
+        assert os.listdir(tmp_path / "kept") == ["secret"]
+        assert (await save(client)).json()["files"] == 1
+
+
+async def test_two_save_at_once_beside_requests(tmp_path: Path) -> None:
+    write_chat(tmp_path / "m")
+    async with gateway(tmp_path) as client:
+        answer, _ = await ask(client, SEA)
+        told = await asyncio.gather(
+            save(client), ask(client, SEA[3:]), save(client), ask(client, SEA)
+        )
+        assert [each.status_code for each in (told[0], told[2])] == [200, 200]
+        assert told[3] == (answer, told[3][1])
+        assert (await save(client)).json()["files"] == 2
+    async with gateway(tmp_path) as client:
+        assert min([(await ask(client, prompt))[1] for prompt in (SEA, SEA[3:])]) > 100
+
+
+async def test_a_disk_that_stands_still_does_not_hold_up_a_drain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_chat(tmp_path / "m")
+    models = catalog(tmp_path, {"m": {"kind": "chat", "source": "path:m"}})
+    given = settings(prefix_folder=tmp_path / "kept", drain_s=0)
+    kept = Gateway(given, models, cpu_engines(prefix_cache_bytes=1 << 26))
+    is_over = threading.Event()
+    monkeypatch.setattr("gateway.app.gateway.DRAIN_S", 0.05)
+    async with served_app(kept.asgi, given) as client:
+        await ready(client)
+        await ask(client, SEA)
+        monkeypatch.setattr(os, "fsync", lambda _: is_over.wait())
+        with structlog.testing.capture_logs() as logged:
+            await kept.drain()
+        is_over.set()
+    (told,) = [line for line in logged if line["event"] == "prefixes_saved"]
+    assert "no time" in told["problem"]
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from gateway.app.kept_prefixes import PrefixFolder
+folder = PrefixFolder(Path(sys.argv[1]), 1 << 20, [])
+folder.write("a-a-a.kv", b"whole", 1, 1)
+os.fsync = lambda _: os.kill(os.getpid(), 9)
+folder.write("a-a-b.kv", b"half", 2, 2)
+"""
+
+
+def test_a_kill_in_the_middle_of_writing_loses_that_file_alone(tmp_path: Path) -> None:
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "kept")], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(list((tmp_path / "kept").glob(".part-*"))) == 1
+    folder = PrefixFolder(tmp_path / "kept", 1 << 20, [])
+    assert sorted(os.listdir(tmp_path / "kept")) == ["a-a-a.kv", "secret"]
+    assert folder.read("a-a-a.kv") == b"whole"
+
+
+FOLDERS: dict[str, Any] = {
+    "a link": lambda folder: (folder.with_name("real").mkdir(), folder.symlink_to("real")),
+    "a file": lambda folder: folder.touch(),
+    "others may write to it": lambda folder: (folder.mkdir(), folder.chmod(0o777)),
+}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_that_is_not_ours_alone_is_refused_by_name(tmp_path: Path, folder: str) -> None:
+    FOLDERS[folder](tmp_path / "kept")
+    with pytest.raises(SettingsInvalid, match=r"GATEWAY_PREFIX_FOLDER.*kept"):
+        PrefixFolder(tmp_path / "kept", 1 << 20, [])
+
+
+def test_another_users_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(SettingsInvalid, match=str(tmp_path)):
+        PrefixFolder(tmp_path, 1 << 20, [])
