@@ -187,9 +187,7 @@ dist: setup-release ## Build wheel and sdist into dist/, and serve from each (mi
 	$(BIN)/python -m pytest tests/test_dist.py -m dist
 
 sbom: setup-release ## Write dist/mlx-gateway.cdx.json: what the pins install, as CycloneDX has it
-	@mkdir -p dist
-	$(BIN)/cyclonedx-py requirements --pyproject pyproject.toml --mc-type application \
-		--output-reproducible --output-file dist/mlx-gateway.cdx.json requirements/runtime.txt
+	@$(BIN)/python -m deploy.release.sbom
 
 notes: setup-dev ## Write dist/notes.md, what CHANGELOG.md says of the version (ARGS=Unreleased)
 	@mkdir -p dist
