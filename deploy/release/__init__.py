@@ -1,0 +1,1 @@
+"""What makes a release: the package's address, notes, a formula, the table of wheels."""

@@ -1,0 +1,80 @@
+"""The workflows of CI: each does what anybody can do here, with no more rights than it needs."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import gateway
+from tests.docs_links import broken_links
+
+ROOT = Path(__file__).parents[2]
+GITHUB = ROOT / ".github"
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+TARGETS = {*re.findall(r"^([a-z-]+):", MAKEFILE, flags=re.MULTILINE)}
+WORKFLOWS: dict[str, dict[str, Any]] = {
+    path.stem: yaml.safe_load(path.read_text(encoding="utf-8"))
+    for path in sorted(GITHUB.glob("workflows/*.yml"))
+}
+JOBS = {
+    f"{name}/{job}": said
+    for name, workflow in WORKFLOWS.items()
+    for job, said in workflow["jobs"].items()
+}
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_each_shell_step_is_one_target_of_the_makefile(job: str) -> None:
+    steps = [step["run"] for step in JOBS[job]["steps"] if "run" in step]
+    assert [step for step in steps if not re.fullmatch(r"make [a-z-]+", step)] == []
+    assert {step.removeprefix("make ") for step in steps} <= TARGETS
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_an_action_is_pinned_by_its_commit_and_keeps_no_credentials(job: str) -> None:
+    for step in JOBS[job]["steps"]:
+        action = step.get("uses", "make")
+        assert action == "make" or re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action)
+        if action.startswith("actions/checkout@"):
+            assert step["with"]["persist-credentials"] is False
+
+
+def test_a_workflow_has_no_rights_and_only_a_release_writes() -> None:
+    assert {name: workflow["permissions"] for name, workflow in WORKFLOWS.items()} == {
+        "ci": {},
+        "nightly": {},
+        "release": {},
+    }
+    writing = {job for job, said in JOBS.items() if "write" in said["permissions"].values()}
+    assert {job.partition("/")[0] for job in writing} == {"release"}
+
+
+def test_nothing_is_published_before_every_test_has_passed() -> None:
+    release = WORKFLOWS["release"]["jobs"]
+    for job in ("index", "image"):
+        assert {"linux", "metal", "build"} <= {*release[job]["needs"]}
+    assert release["images"]["needs"] == "image"
+    assert {"index", "images"} <= {*release["page"]["needs"]}
+
+
+def test_what_is_not_python_is_kept_new_where_it_lies() -> None:
+    dependabot = yaml.safe_load((GITHUB / "dependabot.yml").read_text(encoding="utf-8"))
+    folders = [
+        folder
+        for update in dependabot["updates"]
+        for folder in update.get("directories", [update.get("directory")])
+    ]
+    assert all((ROOT / folder[1:]).is_dir() for folder in folders)
+    packages = {f"/{path.parent.relative_to(ROOT)}" for path in ROOT.glob("*/*/package.json")}
+    assert packages <= {*folders}
+
+
+def test_links_of_the_repositorys_pages_hold() -> None:
+    assert broken_links(ROOT, sorted(GITHUB.rglob("*.md"))) == []
+
+
+def test_a_citation_names_this_version() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert cited["version"] == gateway.__version__
