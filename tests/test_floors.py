@@ -132,7 +132,7 @@ BUDGET: dict[str, int] = {
     "cli": 1295,
     "clock": 40,
     "doctor": 335,
-    "engine": 11073,
+    "engine": 11075,
     "errors": 268,
     "ids": 10,
     "jobs": 278,
