@@ -310,10 +310,12 @@ def fetched_bytes(spec: ModelSpec, hub: Hub) -> int:
     source = spec.source
     assert isinstance(source, HubSource)
     total = 0
-    pattern = "*"
-    if source.is_gguf:
-        pattern = "*.part"  # it shares its repository with others
-    for file in blobs_of(source, hub).glob(pattern):
+    blobs = blobs_of(source, hub)
+    files = {*blobs.glob("*")}
+    if source.file is not None:  # it shares its repository with others
+        links = blobs.parent.glob(f"snapshots/*/{glob.escape(source.file)}")
+        files = {*blobs.glob("*.part"), *(link.resolve() for link in links)}
+    for file in files:
         with contextlib.suppress(FileNotFoundError):  # it was completed and renamed in the meantime
             total += file.stat().st_size
     return total

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.engine.hub import Hub, ask_hub, download, on_disk, stored_bytes
+from gateway.engine.hub import Hub, ask_hub, download, fetched_bytes, on_disk, stored_bytes
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.errors import ModelLoadFailed, ModelUnavailable
 from gateway.registry import ModelSpec
@@ -118,7 +118,8 @@ class TestGgufFiles:
         assert file.name == "Q4_0.gguf"
         assert file.read_bytes().startswith(b"GGUFQ4_0")
         assert [each.name for each in file.parent.iterdir()] == ["Q4_0.gguf"]
-        assert stored_bytes(file) == 904
+        assert stored_bytes(file) == fetched_bytes(wanted, place) == 904
+        assert fetched_bytes(spec(f"hub:{REPO}/Q8_0.gguf"), place) == 0
         hub.asked.clear()
         assert on_disk(wanted, place) == file
         assert on_disk(spec(f"hub:{REPO}/Q8_0.gguf@{COMMIT}"), place) is None
