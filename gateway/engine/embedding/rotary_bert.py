@@ -92,7 +92,8 @@ class RotaryBert(Bert):
             return theta, 1.0
         if kind == "linear":
             return theta, float(rope["factor"])
-        # Of GTE's own code, and a little of both: https://kexue.fm/archives/9706, equation 6.
+        # GTE's own, a larger base and a little linear scaling: https://kexue.fm/archives/9706, and
+        # vLLM's layers/rotary_embedding/ntk_scaling_rope.py.
         if kind == "ntk" and rope.get("mixed_b") is None:
             return theta * rope["factor"], rope["factor"] ** (2 / size)
         raise checkpoint.failed(f"config.json: rope_type `{kind}` is not supported")

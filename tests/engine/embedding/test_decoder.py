@@ -1,3 +1,4 @@
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 from mlx.nn.layers.quantized import quantize
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma3_text
-from mlx_lm.utils import load_model
+from mlx_lm.utils import _get_classes, load_model
 
 from benchmarks.loading import load_embedding
 from gateway.engine.device import Device
@@ -39,6 +40,23 @@ def test_a_decoder_that_looks_ahead_gets_the_vectors_of_sentence_transformers(
     expected = np.load(QWEN3 / "vectors-both-ways.npy")
     assert np.abs(engine.embed(rows) - expected).max() <= 5e-6
     assert np.abs(expected - np.load(QWEN3 / "vectors.npy")).max() > 0.1
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2"])
+def test_the_first_token_sees_the_last_only_where_tokens_look_ahead(
+    tmp_path: Path, kind: str
+) -> None:
+    """Those whose mlx-lm class must take the mask, and have no vectors here to compare with."""
+    folder = tiny(tmp_path, "qwen3")
+    config = {**json.loads((folder / "config.json").read_text()), "model_type": kind}
+    whole, arguments = _get_classes(config)
+    named: Any = tree_flatten(whole(arguments.from_dict(config)).parameters())
+    write_weights(folder, {n.removeprefix("model."): a for n, a in named})
+    for is_causal in (True, False):
+        rewrite(folder / "config.json", model_type=kind, is_causal=is_causal)
+        engine = load_embedding(folder, name="tiny", device=Device.CPU, pooling="cls")
+        one, other = engine.embed([[5, 6, 7], [5, 6, 8, 9]])
+        assert np.array_equal(one, other) == is_causal
 
 
 def test_a_token_sees_half_a_window_to_either_side_but_no_padding() -> None:
