@@ -133,7 +133,7 @@ BUDGET: dict[str, int] = {
     "cli": 1443,
     "clock": 40,
     "doctor": 336,
-    "engine": 11502,
+    "engine": 11511,
     "errors": 268,
     "ids": 10,
     "jobs": 289,

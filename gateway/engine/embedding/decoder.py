@@ -15,7 +15,12 @@ from mlx_lm.utils import _get_classes
 from gateway.engine.device import Device
 from gateway.engine.embedding.pooling import INSIDE
 from gateway.engine.models.checkpoint import Checkpoint
-from gateway.engine.models.decoders import floating_dtype, open_decoder, parameters
+from gateway.engine.models.decoders import (
+    floating_dtype,
+    open_decoder,
+    parameters,
+    spread_rope,
+)
 from gateway.engine.models.missing_kernels import Report, replace_missing
 
 SAME_AS: Final = {"eurobert": "llama"}  # architectures that mlx-lm has by another name
@@ -138,12 +143,7 @@ def _write_for_mlx_lm(config: dict[str, Any]) -> None:
     Raises ValueError for layers that such a class has no key for.
     """
     config["model_type"] = kind = SAME_AS.get(config["model_type"], config["model_type"])
-    rope = config.get("rope_parameters") or {}
-    local, rope = rope.get("sliding_attention") or {}, rope.get("full_attention") or rope
-    own = {"rope_theta": rope.get("rope_theta"), "rope_local_base_freq": local.get("rope_theta")}
-    if rope.get("rope_type", "default") != "default":
-        own["rope_scaling"] = rope
-    config.update({k: value for k, value in own.items() if value and config.get(k) is None})
+    spread_rope(config)
     types = config.get("layer_types")
     if kind == "gemma3_text" and types:
         pattern = types.index("full_attention") + 1

@@ -109,13 +109,35 @@ def _concatenate(parts: Sequence[Any]) -> Module:
     return fused
 
 
+def spread_rope(config: dict[str, Any]) -> None:
+    """Add the keys that most of mlx-lm's classes read in the place of `rope_parameters`, which
+    transformers 5 writes (modeling_rope_utils.py).
+    """
+    # Without them a class takes its own defaults, and answers are wrong without a word.
+    rope = config.get("rope_parameters") or {}
+    local, rope = rope.get("sliding_attention") or {}, rope.get("full_attention") or rope
+    own = {key: rope.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    own["rope_local_base_freq"] = local.get("rope_theta")
+    if rope.get("rope_type", "default") != "default":
+        own["rope_scaling"] = rope
+    config.update({key: value for key, value in own.items() if value and config.get(key) is None})
+
+
+def _classes_of(config: dict[str, Any]) -> tuple[Any, type]:
+    for part in (config, config.get("text_config")):
+        if part:
+            spread_rope(part)
+    classes: tuple[Any, type] = _get_classes(config)
+    return classes
+
+
 def open_decoder(
     checkpoint: Checkpoint,
     *,
     device: Device,
     dtype: str | None,
     is_packed: bool = False,
-    classes: Callable[[dict[str, Any]], tuple[Any, type]] = _get_classes,
+    classes: Callable[[dict[str, Any]], tuple[Any, type]] = _classes_of,
 ) -> tuple[Any, dict[str, Any]]:
     """Return mlx-lm's model, its weights not read yet, and its config. On the lane. `classes` picks
     the model's class by its config. Raises ModelLoadFailed. Code from the folder is never run.
