@@ -88,6 +88,12 @@ def test_the_hub_is_asked_only_for_what_nothing_else_says(
     assert hub.asked == []
 
 
+def test_two_folders_of_one_name_are_not_mistaken_for_each_other(folder: Path) -> None:
+    write_chat(folder / "elsewhere" / "tiny")
+    [problem] = read_served(named_as("tiny", "./elsewhere/tiny")).problems
+    assert problem == "./elsewhere/tiny: another model that is named has the id tiny already"
+
+
 def test_each_name_that_cannot_be_had_is_a_line(hub: FakeHub) -> None:
     names = ("hub:org/gone", "./nowhere", "hub:a/b/c", "minee", "tiny")
     with pytest.raises(RegistryInvalid) as refused:
