@@ -58,9 +58,11 @@ def read_served(settings: Settings, *, may_pull: bool | None = None) -> Reading:
             entry = _known_entry(source, known)
             if not entry and not set_variables.get(kind_variable(model)):
                 entry = {"kind": _find_kind(source, model, settings, may_pull)}
+            if model in named:
+                raise ValueError(f"{text}: another model that is named has the id {model} already")
             named[model] = {"source": str(source), **entry}
             ids.append(model)
-        except (GatewayError, ValueError) as error:
+        except (GatewayError, ValueError, OSError) as error:
             problems.append(str(error))
     found, left_out = _discover(settings)
     reading = read_models(file, set_variables, named, found)

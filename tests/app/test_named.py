@@ -36,6 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    monkeypatch.setenv("GATEWAY_HUB_TIMEOUT_S", "60")
     monkeypatch.setenv("GATEWAY_HUB_CACHE", str(folder / "cache"))
     with FakeHub({"org/tiny": folder / "tiny"}).serving() as hub:
         monkeypatch.setenv("GATEWAY_HUB_ENDPOINT", hub.url)
@@ -87,6 +88,12 @@ def test_the_hub_is_asked_only_for_what_nothing_else_says(
     assert hub.asked == []
 
 
+def test_two_folders_of_one_name_are_not_mistaken_for_each_other(folder: Path) -> None:
+    write_chat(folder / "elsewhere" / "tiny")
+    [problem] = read_served(named_as("tiny", "./elsewhere/tiny")).problems
+    assert problem == "./elsewhere/tiny: another model that is named has the id tiny already"
+
+
 def test_each_name_that_cannot_be_had_is_a_line(hub: FakeHub) -> None:
     names = ("hub:org/gone", "./nowhere", "hub:a/b/c", "minee", "tiny")
     with pytest.raises(RegistryInvalid) as refused:
@@ -121,6 +128,7 @@ def test_found_models_come_last_and_are_not_loaded_at_start(folder: Path, hub: F
     (folder / "org").mkdir()
     (folder / "org" / "tiny").symlink_to(folder / "tiny")
     reading = read_served(load_settings({"serve": ("hub:org/tiny",), "discover": (str(folder),)}))
+    assert reading.problems == ()
     assert reading.left_out[f"path:{folder}/org/tiny"] == "another model is served as org/tiny"
 
 
