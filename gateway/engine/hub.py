@@ -282,14 +282,19 @@ def ask_hub(spec: ModelSpec, hub: Hub) -> int:
     """
     source = spec.source
     assert isinstance(source, HubSource)
-    if not hub.may_download:
-        raise ModelUnavailable(
-            spec.id, f"{source.repo} is not on this disk, and GATEWAY_AUTO_PULL is off."
-        )
+    require_download(source, hub, spec.id)
     try:
         return sum(file.size for file in _listing(source, hub)[1])
     except Exception as error:
         raise ModelUnavailable(spec.id, cause(source, error)) from error
+
+
+def require_download(source: HubSource, hub: Hub, model: str) -> None:
+    """Raise ModelUnavailable unless models may be downloaded."""
+    if not hub.may_download:
+        raise ModelUnavailable(
+            model, f"{source.repo} is not on this disk, and GATEWAY_AUTO_PULL is off."
+        )
 
 
 def fetched_bytes(spec: ModelSpec, hub: Hub) -> int:

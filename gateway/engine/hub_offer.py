@@ -28,6 +28,7 @@ from gateway.engine.hub import (
     blobs_of,
     cause,
     list_repository,
+    require_download,
     room_needed,
     wanted_files,
 )
@@ -62,6 +63,7 @@ class _Bounded(io.BytesIO):
 
 def require_public(source: HubSource, hub: Hub, model: str) -> None:
     """Raise ModelRefused for a repository that is not for everybody; ModelUnavailable as `look`."""
+    require_download(source, hub, model)
     try:
         info = HfApi(endpoint=hub.endpoint).model_info(source.repo, timeout=hub.timeout_s)
     except Exception as error:
@@ -77,8 +79,9 @@ def look(source: HubSource, hub: Hub, model: str) -> Offer:
     known.
     """
     try:
+        require_download(source, hub, model)
         return _look(source, hub, model)
-    except ModelRefused:
+    except (ModelRefused, ModelUnavailable):
         raise
     except Exception as error:
         raise ModelUnavailable(model, cause(source, error)) from error

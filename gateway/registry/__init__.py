@@ -22,6 +22,7 @@ from gateway.registry.sources import (
     is_gguf,
     package_folder,
     parse_source,
+    source_id,
     stays_inside,
 )
 from gateway.registry.specs import (
@@ -34,6 +35,7 @@ from gateway.registry.specs import (
     RerankSpec,
     Sampling,
 )
+from gateway.registry.variables import kind_variable
 
 __all__ = [
     "Alias",
@@ -55,10 +57,12 @@ __all__ = [
     "Source",
     "is_gguf",
     "json_schema",
+    "kind_variable",
     "load_alike",
     "load_catalog",
     "package_folder",
     "parse_source",
     "read_models",
+    "source_id",
     "stays_inside",
 ]

@@ -158,7 +158,8 @@ class _Reader:
         if not isinstance(file, dict) or not isinstance(file.get("models"), dict):
             return []
         written = file["models"]
-        rest = {model: self._found[model] for model in self._found if model not in written}
+        taken = {*self._named, *written}
+        rest = {model: entry for model, entry in self._found.items() if model not in taken}
         self._unwritten = [model for model in {**self._named, **rest} if model not in written]
         # A key keeps its place with the value of a later one.
         models = self._override_keys({**self._named, **written, **rest})
@@ -190,7 +191,7 @@ class _Reader:
         """Let `org/name` be found by `name` too, where no other model has that name."""
         taken = set(self._list_claims(models))
         for model in self._unwritten:
-            short = model.rpartition("/")[2]
+            short = model.rpartition("/")[2].removesuffix(".gguf")
             if short not in taken:
                 taken.add(short)
                 aliases = models[model].get("aliases") or []

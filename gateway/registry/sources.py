@@ -122,6 +122,16 @@ def parse_source(text: str, folder: Path) -> Source:
     return PackageSource(match["module"], match["inside"] or "")
 
 
+def source_id(source: Source) -> str:
+    """Return the id of a model that was named by its source: as it is on the hub, or its file's
+    or folder's name.
+    """
+    if isinstance(source, HubSource):
+        return f"{source.repo}/{source.file}" if source.file else source.repo
+    path = source.path if isinstance(source, PathSource) else Path(source.module) / source.inside
+    return re.sub(r"[\s,]+", "-", path.stem if source.is_gguf else path.name)
+
+
 def is_gguf(name: str) -> bool:
     """Return True for the name of a GGUF file."""
     return name.lower().endswith(".gguf")

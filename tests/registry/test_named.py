@@ -19,7 +19,7 @@ def written(folder: Path) -> Path:
 
 def test_named_models_come_first_and_found_ones_last(tmp_path: Path) -> None:
     """What the file has of one of them stays."""
-    named, found = {"a/b": CHAT, "org/name": CHAT}, {"c/d": CHAT, "mine": CHAT}
+    named, found = {"a/b": CHAT, "org/name": CHAT}, {"c/d": CHAT, "mine": CHAT, "a/b": {}}
     reading = read_models(written(tmp_path), {}, named, found)
     assert reading.problems == ()
     assert [spec.id for spec in reading.catalog.specs] == ["a/b", "org/name", "mine", "c/d"]
