@@ -34,7 +34,7 @@ from gateway.engine.device_faults import classify
 from gateway.engine.embedding.cross_encoder import find_transformer, load_cross_encoder_in_steps
 from gateway.engine.embedding.engine import load_embedding_in_steps
 from gateway.engine.embedding.pooling import weight_folders
-from gateway.engine.hub import ask_hub, download, fetched_bytes, free_bytes, on_disk
+from gateway.engine.hub import Hub, ask_hub, download, fetched_bytes, free_bytes, on_disk
 from gateway.engine.hub_offer import look, require_public
 from gateway.engine.models.checkpoint import (
     Checkpoint,
@@ -174,7 +174,7 @@ class MlxEngines:
         files = await run_in_daemon_thread(on_disk, spec, self._hub)
         if files is not None:
             return files
-        hub = replace(self._hub, may_download=self._hub.may_download or is_pull)
+        hub = self._hub_for(is_pull)
         # The hub's client has no limit for a whole answer.
         async with _answered_within(hub.timeout_s, spec.id):
             self._sizes[spec.id] = await run_in_daemon_thread(ask_hub, spec, hub)
@@ -208,6 +208,9 @@ class MlxEngines:
             return Fetched(0)
         return Fetched(fetched_bytes(spec, self._hub), self._sizes.get(spec.id))
 
+    def _hub_for(self, is_pull: bool) -> Hub:
+        return replace(self._hub, may_download=self._hub.may_download or is_pull)
+
     async def offer(self, repo: str, is_pull: bool) -> Candidate:
         """Ask the hub for a repository, which is to be served under its own name.
 
@@ -217,7 +220,7 @@ class MlxEngines:
             return await run_in_daemon_thread(self._offer, repo, is_pull)
 
     def _offer(self, repo: str, is_pull: bool) -> Candidate:
-        source, hub = HubSource(repo), self._hub
+        source, hub = HubSource(repo), self._hub_for(is_pull)
         if not is_pull:  # the hub's key opens what is for its owner
             require_public(source, hub, repo)
         offer = look(source, hub, repo)

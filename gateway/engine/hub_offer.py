@@ -63,6 +63,7 @@ class _Bounded(io.BytesIO):
 
 def require_public(source: HubSource, hub: Hub, model: str) -> None:
     """Raise ModelRefused for a repository that is not for everybody; ModelUnavailable as `look`."""
+    require_download(source, hub, model)
     try:
         info = HfApi(endpoint=hub.endpoint).model_info(source.repo, timeout=hub.timeout_s)
     except Exception as error:

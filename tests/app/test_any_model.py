@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,9 @@ async def test_downloads_wait_for_one_another_and_a_key_has_one(
 async def test_a_pull_without_events_answers_at_its_end_and_counts_to_no_rate(
     hub: FakeHub, tmp_path: Path
 ) -> None:
-    async with serving(hub, tmp_path, requests_per_minute=1) as client:
+    by_hand = cpu_engines(replace(place(hub, tmp_path), may_download=False))
+    given = {**GIVEN, "requests_per_minute": 1}
+    async with served(catalog(tmp_path, {}), by_hand, **given) as client:
         for _ in range(2):  # the second finds it on the disk
             body = {"model": "hub:else/a", "stream": False}  # which no pattern allows to callers
             answer = await client.post("/admin/models/pull", json=body, headers=ADMIN)
