@@ -238,10 +238,8 @@ class KeptPrefixes:
                 since = time.time_ns()
                 for (engine, adapter), key in tuple(self._keys.items()):
                     problem = await self._save(self.folder, engine, adapter, key, since) or problem
-        except TimeoutError:
-            problem = "there was no time for all"
         except Exception as error:  # a drain goes on
-            problem = f"{type(error).__name__}: {error}"
+            problem = str(error) or "there was no time for all"
         told = {"files": len(self.folder.files), "bytes": self.folder.nbytes, "problem": problem}
         log.info("prefixes_saved", **told, seconds=round(clock.now() - started, 3))
         return problem
