@@ -97,8 +97,10 @@ def _is_secret(word: str) -> bool:
     return word in _SECRET or (word != "TOKENS" and word.removesuffix("S") in _SECRET)
 
 
-def models(models: ModelsFile = None) -> None:
+def models(context: typer.Context, models: ModelsFile = None) -> None:
     """List the models: id, kind, aliases, source, whether they are on disk, and their size."""
+    if context.invoked_subcommand is not None:
+        return
     settings = load_settings({"models": models})
     catalog = load_catalog(settings.models, variables())
     hub = lazy.hub_of(settings, may_download=False)
