@@ -324,6 +324,17 @@ class ModelUnavailable(Unavailable):
         self.reason = reason
 
 
+class ModelRefused(BadRequest):
+    """A model that was named without an entry of models.yaml may not or cannot be served so."""
+
+    code = "model_refused"
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(f"The model `{shorten(model)}` is not served: {reason}", param="model")
+        self.model = model
+        self.reason = reason
+
+
 class NoRoom(Unavailable):
     """The model needs the memory of others that are in use: retry later."""
 

@@ -23,6 +23,7 @@ from gateway.api.requests import Exposure, Rules, Service
 from gateway.app.daemon_threads import run_in_daemon_thread
 from gateway.app.limits import budget_bytes, sized_prefixes
 from gateway.app.loading import Batcher, Engines, ModelLoader
+from gateway.app.named import load_served
 from gateway.errors import (
     GatewayError,
     ModelLoading,
@@ -30,7 +31,7 @@ from gateway.errors import (
     RegistryInvalid,
     Unavailable,
 )
-from gateway.registry import Catalog, Changes, HubSource, ModelSpec, load_catalog
+from gateway.registry import Catalog, Changes, HubSource, ModelSpec
 from gateway.serving.admission import Arrivals
 from gateway.serving.budget import Budget
 from gateway.serving.faults import DeviceHealth, run_forever
@@ -41,7 +42,7 @@ from gateway.serving.rate_limit import Allowance
 from gateway.serving.response_store import ResponseStore
 from gateway.serving.tokenize import ThreadPools
 from gateway.serving.watch import StallLimits, Watch
-from gateway.settings import Settings, exports_traces, variables
+from gateway.settings import Settings, exports_traces
 from gateway.wire.bounds import Bounds
 
 if TYPE_CHECKING:
@@ -131,9 +132,7 @@ class Gateway:
                 raise Unavailable("The gateway is shutting down.", retry_after_s=1)
             try:
                 async with asyncio.timeout(READING_S):
-                    catalog = await run_in_daemon_thread(
-                        load_catalog, self._settings.models, variables()
-                    )
+                    catalog = await run_in_daemon_thread(load_served, self._settings)
             except TimeoutError:
                 message = f"{self._settings.models} was not read within {READING_S:g} seconds."
                 raise _invalid([message]) from None
@@ -274,7 +273,7 @@ class Gateway:
             names, limit = self._catalog.preloaded(), self._settings.cache_max_models
             if len(names) > limit:
                 log.warning("preload_beyond_limit", models=list(names), cache_max_models=limit)
-            for spec in specs:
+            for spec in reversed(specs):  # if there is no room for all, the first ones stay
                 await self._load(spec)
             try:
                 await self._engines.import_for(self._catalog.specs)  # before the first request

@@ -12,15 +12,16 @@ from typing import Any, Protocol
 
 from gateway import logs
 from gateway.app.loading import Engines
+from gateway.app.named import load_served
 from gateway.engine.models.sharding import RankGroup, RankShare, first_host, share_bytes
 from gateway.errors import ModelLoadFailed
-from gateway.registry import ChatSpec, load_catalog
+from gateway.registry import ChatSpec
 from gateway.registry.catalog import ADOPTABLE
 from gateway.serving.ports import GenerationEngine
 from gateway.serving.ranks.calls import Setup
 from gateway.serving.ranks.following import follow
 from gateway.serving.ranks.links import Follower, Invitation, Leader, accept, inviting
-from gateway.settings import Settings, SettingsInvalid, variables
+from gateway.settings import Settings, SettingsInvalid
 
 log = logs.get("ranks")
 
@@ -105,7 +106,7 @@ async def _load(
 ) -> GenerationEngine:
     """Load this rank's share of a model."""
     # It would answer nonsense if what is here were not what rank 0 has.
-    spec = load_catalog(settings.models, variables()).by_id(model)  # it may have changed
+    spec = load_served(settings).by_id(model)  # it may have changed
     if not isinstance(spec, ChatSpec) or describe(spec) != setup.spec:
         raise ModelLoadFailed(model, "its models.yaml is not that of rank 0")
     files: Path = await engines.files(spec)

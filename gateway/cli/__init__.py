@@ -26,7 +26,7 @@ import typer
 
 from gateway import __version__
 from gateway.cli import bench, doctor, launch, models, recommend, serve
-from gateway.cli.terminal import Command, Group, fail
+from gateway.cli.terminal import Command, Group, Listing, fail
 from gateway.errors import BlasUnusable, RegistryInvalid
 from gateway.settings import SettingsInvalid, origin, variable
 
@@ -74,7 +74,7 @@ def _application() -> typer.Typer:
     )
     for command in COMMANDS:
         app.command(command.__name__, cls=Command)(command)
-    listing = typer.Typer(cls=Group)
+    listing = typer.Typer(cls=Listing)
     listing.callback(invoke_without_command=True)(models.models)
     listing.command("recommend", cls=Command)(recommend.recommend)
     app.add_typer(listing, name="models")

@@ -132,7 +132,9 @@ class Started:
         self.url = ""
         self._drain_s = settings.drain_s
         self._log = folder / "gateway.log"
-        command = [sys.executable, "-m", "gateway", "serve", "--models", str(settings.models)]
+        file, command = settings.models_file, [sys.executable, "-m", "gateway", "serve"]
+        command += ["--models", str(file)] if file else []
+        command += settings.serve
         with self._log.open("wb") as output:
             # Ctrl-C in the terminal is for the tool, so the gateway is in a session of its own.
             self._process = subprocess.Popen(

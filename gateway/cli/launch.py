@@ -16,6 +16,7 @@ from typing import Annotated, TypeAlias
 
 import typer
 
+from gateway.cli import lazy
 from gateway.cli.gateways import (
     NoGateway,
     address,
@@ -30,8 +31,7 @@ from gateway.cli.gateways import (
 from gateway.cli.serve import key_in_shell
 from gateway.cli.terminal import ModelsFile, fail
 from gateway.cli.tools import NO_KEY, TOOLS, NoModel, Service, Setup, Tool, choose
-from gateway.registry import load_catalog
-from gateway.settings import Settings, load_settings, origin, variable, variables
+from gateway.settings import Settings, load_settings, origin, variable
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 FROM_KEYS = (signal.SIGINT, signal.SIGQUIT)  # a terminal sends them to all that run in it
@@ -117,7 +117,7 @@ def _choose_models(
 
     Raises NoModel, and NoGateway if that gateway does not say what it offers.
     """
-    catalog = load_catalog(settings.models, variables())
+    catalog = lazy.load_served(settings)
     if url is None:
         offers = catalog_offers(catalog, settings)
     else:

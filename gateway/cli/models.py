@@ -5,26 +5,28 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gateway import logs
 from gateway.cli import lazy
 from gateway.cli.doctor import require_machine
-from gateway.cli.terminal import Host, ModelsFile, Port, fail, show
+from gateway.cli.terminal import Discover, Host, ModelsFile, Names, Port, fail, flags_of, show
 from gateway.errors import GatewayError, RegistryInvalid
 from gateway.logs import human_bytes
 from gateway.registry import (
+    Catalog,
     ChatSpec,
     HubSource,
     ModelSpec,
     Reading,
     json_schema,
-    load_catalog,
-    read_models,
 )
 from gateway.settings import (
     VARIABLES,
+    Settings,
     explain,
     load_settings,
     origin,
@@ -35,17 +37,23 @@ from gateway.settings import (
 if TYPE_CHECKING:
     from gateway.engine.hub import Hub
 
+log = logs.get("models")
+
 REFRESH_S = 0.2
 
 
-def check(models: ModelsFile = None) -> None:
+def check(
+    names: Names = None,
+    models: ModelsFile = None,
+    discover: Discover = False,
+) -> None:
     """Check the settings and the models file, without reading weights.
 
     Each mistake is a line with file, line and the nearest valid name.
     """
-    settings = load_settings({"models": models})
+    settings = load_settings(flags_of(models, names, discover=discover))
     require_machine(settings)
-    reading = read_models(settings.models, variables())
+    reading = lazy.read_served(settings)
     for note in (*reading.notes, *strays(reading.variables)):
         print(f"note: {note}")
     if reading.problems:
@@ -54,10 +62,11 @@ def check(models: ModelsFile = None) -> None:
     if len(preloaded) > max_models:
         print(
             f"note: {settings.models} preloads {len(preloaded)} models, and "
-            f"GATEWAY_CACHE_MAX_MODELS is {max_models}: only the last {max_models} stay loaded"
+            f"GATEWAY_CACHE_MAX_MODELS is {max_models}: only the first {max_models} stay loaded"
         )
-    names = len(reading.catalog.names())
-    print(f"{settings.models}: {len(reading.catalog)} models by {names} names, no problems")
+    count = len(reading.catalog.names())
+    what = settings.models_file or "named"
+    print(f"{what}: {len(reading.catalog)} models by {count} names, no problems")
 
 
 # Words of a variable's name that hide its value, in the plural too but for TOKENS, a number.
@@ -75,7 +84,7 @@ def config(
     flags = {"models": models, "host": host, "port": port}
     settings = load_settings(flags)
     rows = [(knob.env, knob.value, knob.source) for knob in explain(settings, flags)]
-    reading = read_models(settings.models, variables())
+    reading = lazy.read_served(settings)
     show(("Setting", "Value", "Source"), [*rows, *_of_models(reading)])
     for note in strays(reading.variables):
         print(f"note: {note}", file=sys.stderr)
@@ -97,12 +106,22 @@ def _is_secret(word: str) -> bool:
     return word in _SECRET or (word != "TOKENS" and word.removesuffix("S") in _SECRET)
 
 
-def models(context: typer.Context, models: ModelsFile = None) -> None:
-    """List the models: id, kind, aliases, source, whether they are on disk, and their size."""
+def models(
+    context: typer.Context,
+    names: Names = None,
+    models: ModelsFile = None,
+    discover: Discover = False,
+) -> None:
+    """List the models: id, kind, aliases, source, whether they are on disk, and their size.
+
+    What is found and cannot be served is listed with the reason.
+    """
     if context.invoked_subcommand is not None:
         return
-    settings = load_settings({"models": models})
-    catalog = load_catalog(settings.models, variables())
+    settings = load_settings(flags_of(models, names, discover=discover))
+    reading = lazy.read_served(settings)
+    if reading.problems:
+        raise RegistryInvalid(list(reading.problems))
     hub = lazy.hub_of(settings, may_download=False)
     rows = [
         (
@@ -112,9 +131,11 @@ def models(context: typer.Context, models: ModelsFile = None) -> None:
             str(spec.source),
             *_on_disk(spec, hub),
         )
-        for spec in catalog.specs
+        for spec in reading.catalog.specs
     ]
     show(("Id", "Kind", "Aliases", "Source", "On disk", "Size"), rows)
+    for model, why in reading.left_out.items():
+        print(f"{model} is not served: {why}", file=sys.stderr)
 
 
 def _on_disk(spec: ModelSpec, hub: "Hub") -> tuple[str, str]:
@@ -134,7 +155,9 @@ def _on_disk(spec: ModelSpec, hub: "Hub") -> tuple[str, str]:
 
 
 def pull(
-    model: Annotated[str, typer.Argument(help="The model's id, or an alias.")],
+    model: Annotated[
+        str, typer.Argument(help="The model's id, an alias, or any name that `serve` takes.")
+    ],
     models: ModelsFile = None,
 ) -> None:
     """Download a model, so that no request has to wait for it.
@@ -142,15 +165,26 @@ def pull(
     An adapter's base and a draft model are downloaded too. Each file is checked by size and hash.
     A pull that is interrupted is completed by the next one.
     """
-    settings = load_settings({"models": models})
-    catalog = load_catalog(settings.models, variables())
-    hub = lazy.hub_of(settings, may_download=True)
+    settings = load_settings({"models": models, "serve": (model,)})
+    reading = lazy.read_served(settings, may_pull=True)
+    if reading.problems:
+        raise RegistryInvalid(list(reading.problems))
     try:
-        spec = catalog.resolve(model).spec
-        for source_spec in _needed(spec, settings.speculate_rows):
-            _fetch(source_spec, hub)
+        for spec in _needed(reading.catalog.specs[0], settings.speculate_rows):
+            folder = fetch(spec, lazy.hub_of(settings, may_download=True))
+            print(f"{spec.id}: {human_bytes(lazy.hub.stored_bytes(folder))} in {folder}")
     except GatewayError as error:
         fail(error)
+
+
+def fetch_preloaded(settings: Settings, catalog: Catalog) -> None:
+    """Download what is missing of the models that are loaded at start; raises GatewayError."""
+    hub = lazy.hub_of(settings, may_download=settings.auto_pull)
+    for preloaded in (spec for spec in catalog.specs if spec.preload):
+        for spec in _needed(preloaded, settings.speculate_rows):
+            if isinstance(spec.source, HubSource) and lazy.hub.on_disk(spec, hub) is None:
+                log.info("model_download", model=spec.id, source=str(spec.source))
+                fetch(spec, hub)
 
 
 def _needed(spec: ModelSpec, speculate_rows: int) -> Iterator[ModelSpec]:
@@ -162,15 +196,15 @@ def _needed(spec: ModelSpec, speculate_rows: int) -> Iterator[ModelSpec]:
                 yield from _needed(part, speculate_rows)
 
 
-def _fetch(spec: ModelSpec, hub: "Hub") -> None:
-    """Download one model, and print where it is."""
+def fetch(spec: ModelSpec, hub: "Hub") -> Path:
+    """Download one model, and return where it is."""
     if isinstance(spec.source, HubSource):
         total = lazy.hub.ask_hub(spec, hub)
         with _progress(spec.id, total, lambda: lazy.hub.fetched_bytes(spec, hub)):
             lazy.hub.download(spec, hub)
     folder = lazy.hub.on_disk(spec, hub)
     assert folder is not None, "only the hub's models can be missing without an error"
-    print(f"{spec.id}: {human_bytes(lazy.hub.stored_bytes(folder))} in {folder}")
+    return folder
 
 
 @contextmanager

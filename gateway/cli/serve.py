@@ -22,10 +22,11 @@ import typer
 from gateway import __version__, logs
 from gateway.cli import lazy
 from gateway.cli.doctor import bind_problem, require_machine
-from gateway.cli.terminal import Host, ModelsFile, Port
+from gateway.cli.models import fetch_preloaded
+from gateway.cli.terminal import Discover, Host, ModelsFile, Names, Port, fail, flags_of
 from gateway.errors import GatewayError, RegistryInvalid
-from gateway.registry import ChatSpec, ModelSpec, read_models
-from gateway.settings import Settings, SettingsInvalid, load_settings, strays, variables, with_port
+from gateway.registry import ChatSpec, ModelSpec
+from gateway.settings import Settings, SettingsInvalid, load_settings, strays, with_port
 
 if TYPE_CHECKING:
     import ssl
@@ -44,23 +45,30 @@ _EMBEDDING: dict[str, Any] = {"input": "Hello"}
 
 
 def serve(
+    names: Names = None,
     models: ModelsFile = None,
+    discover: Discover = False,
     host: Host = None,
     port: Port = None,
 ) -> None:
-    """Serve the models of the models file, until Ctrl-C or SIGTERM."""
+    """Serve the models of the models file, or those that are named, until Ctrl-C or SIGTERM."""
     # A SIGHUP would end the process until there is a handler: it stays pending till then.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
-    settings = load_settings({"models": models, "host": host, "port": port})
+    settings = load_settings(flags_of(models, names, discover=discover, host=host, port=port))
     require_machine(settings)
     logs.configure(settings.log_level, settings.log_format)
     faulthandler.enable()  # a crash of native code prints its traceback
-    reading = read_models(settings.models, variables())
+    reading = lazy.read_served(settings)
     if reading.problems:
         raise RegistryInvalid(list(reading.problems))
-    log.info("starting", version=__version__, models=str(settings.models))
+    log.info("starting", version=__version__, models=str(settings.models_file or "named"))
     for note in (*reading.notes, *strays(reading.variables)):
         log.warning("settings_note", note=note)
+    if settings.serve:  # whoever named a model is told at once if it cannot be had
+        try:
+            fetch_preloaded(settings, reading.catalog)
+        except GatewayError as error:
+            fail(error)
     # From here on mlx is needed. What takes a second to import, mlx-lm, comes with the models.
     if lazy.device.BLAS.hint is not None:
         log.warning("slow_blas", hint=lazy.device.BLAS.hint)

@@ -14,12 +14,34 @@ ModelsFile: TypeAlias = Annotated[
     Path | None,
     typer.Option("--models", help="The models file (GATEWAY_MODELS)."),
 ]
+Names: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Models to serve by name: hub:org/name, a folder, a GGUF file, or ids "
+        "(GATEWAY_SERVE). No others are, unless --models says so."
+    ),
+]
+Discover: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--discover",
+        help="Serve what lies in Hugging Face's cache and LM Studio's folder (GATEWAY_DISCOVER).",
+    ),
+]
 Host: TypeAlias = Annotated[
     str | None, typer.Option("--host", help="Address to listen on (GATEWAY_HOST).")
 ]
 Port: TypeAlias = Annotated[
     int | None, typer.Option("--port", help="Port to listen on (GATEWAY_PORT); 0 picks one.")
 ]
+
+
+def flags_of(
+    models: Path | None, names: list[str] | None, *, discover: bool, **others: object
+) -> dict[str, object]:
+    """Return the settings of these options; None is of one that was not given."""
+    places = ("huggingface", "lmstudio") if discover else None
+    return {"models": models, "serve": names or None, "discover": places, **others}
 
 
 class Command(TyperCommand):
@@ -36,6 +58,23 @@ class Group(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:
         """Return its parameters; flags have no type to show."""
         return _without_types(super().get_params(ctx))
+
+
+class Listing(Group):
+    """One that takes names, unless the first is one of its own commands."""
+
+    _takes_names = True
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments; a command's are its own."""
+        self._takes_names = not args or args[0] not in self.commands
+        ctx.allow_interspersed_args = self._takes_names  # options may follow names
+        return super().parse_args(ctx, args)
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return its parameters, without names before a command."""
+        params = super().get_params(ctx)
+        return [each for each in params if self._takes_names or isinstance(each, TyperOption)]
 
 
 def _without_types(params: list[Any]) -> list[Any]:

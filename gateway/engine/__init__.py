@@ -13,7 +13,10 @@ grammar         JSON Schemas and other forms → the mask of each step
 models          a folder or a GGUF file → a model that runs
 sandbox_worker  what a process of its own runs: templates, first tries of grammars
 control_tokens  callers' texts encoded without any
+discovery       models that lie on this machine, in others' folders too
+hub_offer       what the hub has under a name, before any of its weights are fetched
 hub             where a model's folder comes from
+kind            what a model is for, as its files say
 device_faults   what MLX's errors say of the device
 device          which device, its dtype, what it bears of memory and seconds; how fast it multiplies
 blas            which BLAS mlx multiplies with, loaded before mlx is imported

@@ -16,6 +16,7 @@ import errno
 import glob
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -49,8 +50,10 @@ from gateway.registry import (
     Source,
     is_gguf,
     package_folder,
+    stays_inside,
 )
 
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -178,8 +181,8 @@ COPIES = ["original/*", "consolidated*", "[0-9]*_adapters.safetensors"]
 ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
 
 
-class _Missing(Exception):
-    """A repository lacks the files that its source names."""
+class Unfit(Exception):
+    """A repository lacks the files that its source names, or lists what no repository has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,14 +254,19 @@ def ask_hub(spec: ModelSpec, hub: Hub) -> int:
     """
     source = spec.source
     assert isinstance(source, HubSource)
-    if not hub.may_download:
-        raise ModelUnavailable(
-            spec.id, f"{source.repo} is not on this disk, and GATEWAY_AUTO_PULL is off."
-        )
+    require_download(source, hub, spec.id)
     try:
         return sum(file.size for file in _listing(source, hub)[1])
     except Exception as error:
-        raise ModelUnavailable(spec.id, _cause(source, error)) from error
+        raise ModelUnavailable(spec.id, cause(source, error)) from error
+
+
+def require_download(source: HubSource, hub: Hub, model: str) -> None:
+    """Raise ModelUnavailable unless models may be downloaded."""
+    if not hub.may_download:
+        raise ModelUnavailable(
+            model, f"{source.repo} is not on this disk, and GATEWAY_AUTO_PULL is off."
+        )
 
 
 def fetched_bytes(spec: ModelSpec, hub: Hub) -> int:
@@ -269,7 +277,7 @@ def fetched_bytes(spec: ModelSpec, hub: Hub) -> int:
     pattern = "*"
     if source.is_gguf:
         pattern = "*.part"  # it shares its repository with others
-    for file in _blobs(source, hub).glob(pattern):
+    for file in blobs_of(source, hub).glob(pattern):
         with contextlib.suppress(FileNotFoundError):  # it was completed and renamed in the meantime
             total += file.stat().st_size
     return total
@@ -286,12 +294,12 @@ def download(spec: ModelSpec, hub: Hub) -> Path:
     try:
         return _download_missing(source, hub)
     except Exception as error:
-        raise ModelUnavailable(spec.id, _cause(source, error)) from error
+        raise ModelUnavailable(spec.id, cause(source, error)) from error
 
 
 def _download_missing(source: HubSource, hub: Hub) -> Path:
     commit, files = _listing(source, hub)
-    blobs = _blobs(source, hub)
+    blobs = blobs_of(source, hub)
     require_room(room_needed(files, blobs), blobs)
     for file in files:
         if file.sha256 is not None:
@@ -306,27 +314,45 @@ def _download_missing(source: HubSource, hub: Hub) -> Path:
 
 def _listing(source: HubSource, hub: Hub) -> tuple[str, list[HubFile]]:
     """Ask the hub for the commit of a revision, and for what it says of the wanted files."""
+    commit, every = list_repository(source, hub)
+    return commit, wanted_files(source, every)
+
+
+def list_repository(source: HubSource, hub: Hub) -> tuple[str, list[HubFile]]:
+    """Ask the hub for the commit of a revision, and for what it says of all files.
+
+    Raises Unfit for names and sizes that no file has.
+    """
     info = HfApi(endpoint=hub.endpoint).model_info(
         source.repo, revision=source.revision, timeout=hub.timeout_s, files_metadata=True
     )
-    siblings = info.siblings or []
     files = [
         HubFile(file.rfilename, file.size, getattr(file.lfs, "sha256", None))
-        for file in siblings
-        if file.size is not None and _is_needed(source, file.rfilename)
+        for file in info.siblings or []
+        if file.size is not None
     ]
-    if source.is_gguf:
-        if not files:
-            raise _Missing(f"{source.repo} has no file {source.file}.")
-    elif not any(file.name.endswith(".safetensors") for file in files):
-        gguf_names = [file.rfilename for file in siblings if is_gguf(file.rfilename)]
-        if gguf_names:
-            problem = "has GGUF files, of which `source:` names one"
-            raise _Missing(f"{source.repo} {problem}: hub:{source.repo}/{gguf_names[0]}")
+    for file in files:
+        is_inside = stays_inside(file.name) and "\\" not in file.name
+        if not is_inside or not _SHA256.fullmatch(file.sha256 or "0" * 64) or file.size < 0:
+            raise Unfit(f"the hub lists {file.name!r:.80} of {source.repo}, which is no file.")
     return info.sha or "", files
 
 
-def _blobs(source: HubSource, hub: Hub) -> Path:
+def wanted_files(source: HubSource, every: Iterable[HubFile]) -> list[HubFile]:
+    """Return those of a repository's files that a model needs; raises Unfit if there are none."""
+    files = [file for file in every if _is_needed(source, file.name)]
+    if source.is_gguf:
+        if not files:
+            raise Unfit(f"{source.repo} has no file {source.file}.")
+    elif not any(file.name.endswith(".safetensors") for file in files):
+        gguf_names = [file.name for file in every if is_gguf(file.name)]
+        if gguf_names:
+            problem = "has GGUF files, of which `source:` names one"
+            raise Unfit(f"{source.repo} {problem}: hub:{source.repo}/{gguf_names[0]}")
+    return files
+
+
+def blobs_of(source: HubSource, hub: Hub) -> Path:
     cache = hub.cache or Path(constants.HF_HUB_CACHE)
     return cache / repo_folder_name(repo_id=source.repo, repo_type="model") / "blobs"
 
@@ -397,9 +423,10 @@ def _noun(source: Source) -> str:
     return "folder"
 
 
-def _cause(source: HubSource, error: Exception) -> str:
+def cause(source: HubSource, error: Exception) -> str:
+    """Return why the hub did not give a repository, in words for who asked for it."""
     match error:
-        case _Missing():
+        case Unfit():
             return str(error)
         case GatedRepoError():
             return f"{source.repo} is gated: accept its terms on the hub and set HF_TOKEN."

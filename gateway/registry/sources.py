@@ -110,16 +110,26 @@ def parse_source(text: str, folder: Path) -> Source:
             raise ValueError(f"{shorten(text)!r} is no path: {reason}") from None
     if scheme == "hub":
         match = _HUB.fullmatch(rest)
-        if not match or not _stays_inside(match["file"] or ""):
+        if not match or not stays_inside(match["file"] or ""):
             raise ValueError(
                 f"{text!r} should read hub:org/name or hub:org/name/file.gguf, "
                 "and may end in @revision"
             )
         return HubSource(match["repo"], match["revision"], match["file"])
     match = _PACKAGE.fullmatch(rest)
-    if not match or not _stays_inside(match["inside"] or ""):
+    if not match or not stays_inside(match["inside"] or ""):
         raise ValueError(f"{text!r} should read package:module/folder, without dots")
     return PackageSource(match["module"], match["inside"] or "")
+
+
+def source_id(source: Source) -> str:
+    """Return the id of a model that was named by its source: as it is on the hub, or its file's
+    or folder's name.
+    """
+    if isinstance(source, HubSource):
+        return f"{source.repo}/{source.file}" if source.file else source.repo
+    path = source.path if isinstance(source, PathSource) else Path(source.module) / source.inside
+    return re.sub(r"[\s,]+", "-", path.stem if source.is_gguf else path.name)
 
 
 def is_gguf(name: str) -> bool:
@@ -127,7 +137,8 @@ def is_gguf(name: str) -> bool:
     return name.lower().endswith(".gguf")
 
 
-def _stays_inside(path: str) -> bool:
+def stays_inside(path: str) -> bool:
+    """Return True if a path with slashes leads nowhere outside of where it begins."""
     return not path or not {"", ".", ".."} & set(path.split("/"))
 
 

@@ -123,6 +123,11 @@ class ModelVariables:
                 yield path[0], names
 
 
+def kind_variable(model: str) -> str:
+    """Return the variable that says a model's kind."""
+    return f"{PREFIX}{_in_capitals(model)}_KIND"
+
+
 def _types(spec: type[BaseModel]) -> Iterator[tuple[Path, Any]]:
     """Yield each key of a spec and of its sections, with the type of its value."""
     for key, field in spec.model_fields.items():

@@ -137,6 +137,14 @@ class Settings(BaseSettings):
 
     models: HomePath = Field(default_factory=default_models_file)
     """The file that lists the models."""
+    serve: Texts = ()
+    """Models to serve by name: `hub:org/name`, a folder, a GGUF file, or an id of the file. Unless
+    the file is set too, no others are served.
+    """
+    discover: Texts = ()
+    """Where models on this machine are found and served: `huggingface` (its cache), `lmstudio`,
+    folders.
+    """
 
     # Where it listens
     host: str = Field(default="127.0.0.1", min_length=1)
@@ -391,6 +399,13 @@ class Settings(BaseSettings):
                 "GATEWAY_API_KEYS, or GATEWAY_ALLOW_UNAUTHENTICATED=true to let anyone in"
             )
         return self
+
+    @property
+    def models_file(self) -> Path | None:
+        """The file whose models are all served; None if only those that were named are."""
+        if self.serve and "models" not in self.model_fields_set:
+            return None
+        return self.models
 
     @property
     def binds(self) -> tuple[str, ...]:

@@ -74,15 +74,16 @@ async def unready(client: AsyncClient) -> dict[str, Any]:
 
 async def test_a_preload_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     engines = ScriptedEngines()
-    engines.failing["broken"] = BROKEN
-    models = catalog(tmp_path, {"broken": WRITER, "writer": WRITER})
+    engines.failing["wrong"] = BROKEN
+    models = catalog(tmp_path, {"good": WRITER, "wrong": WRITER})
     async with served(models, engines, wait_ready=False) as client:
-        states = {"broken": "failed", "writer": "loaded"}
+        states = {"good": "loaded", "wrong": "failed"}
         assert await unready(client) == {"code": 503, "status": "failed", "models": states}
-        assert engines.loads == ["broken", "writer"]
-        answer = await client.post("/v1/chat/completions", json=chat(model="broken"))
+        assert engines.loads == ["wrong", "good"]
+        answer = await client.post("/v1/chat/completions", json=chat(model="wrong"))
         assert "corrupt file" in error_of(answer, 500)["message"]
-        assert (await client.post("/v1/chat/completions", json=chat())).status_code == 200
+        answer = await client.post("/v1/chat/completions", json=chat(model="good"))
+        assert answer.status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -213,11 +214,12 @@ async def test_who_only_looks_wakes_no_model(tmp_path: Path) -> None:
 
 
 async def test_preloading_more_than_there_are_places_is_warned_of(tmp_path: Path) -> None:
-    """The first ones would leave without a word."""
+    """The last ones would leave without a word; the first ones stay."""
     models = catalog(tmp_path, {"first": WRITER, "second": WRITER})
     with structlog.testing.capture_logs() as lines:
-        async with served(models, ScriptedEngines(), cache_max_models=1):
-            pass
+        async with served(models, ScriptedEngines(), cache_max_models=1) as client:
+            told = (await client.get("/ready")).json()["models"]
+    assert told == {"first": "loaded"}
     [warned] = [line for line in lines if line["event"] == "preload_beyond_limit"]
     assert warned["log_level"] == "warning"
     assert (warned["models"], warned["cache_max_models"]) == (["first", "second"], 1)

@@ -137,6 +137,18 @@ def test_this_machine_is_asked_about_by_the_budget_that_serve_has(
     assert not [model["name"] for model in chats if model["context"]]
 
 
+def test_a_short_name_stands_where_the_command_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`models NAME` lists what would be served by it."""
+    monkeypatch.setenv("GATEWAY_HUB_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(SystemExit) as ended:
+        main(("models", "qwen3.5-9b"))
+    assert not ended.value.code
+    line = "qwen3.5-9b\tchat\tqwen3.5-9b-no-think\thub:mlx-community/Qwen3.5-9B-4bit\tno\t\n"
+    assert capsys.readouterr().out == line
+
+
 @pytest.mark.parametrize("memory", ["", "0", "much", "64TB", "-1", "9" * 9])
 def test_what_is_no_memory_is_wrong_usage(memory: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--memory", memory) == 2

@@ -1,0 +1,159 @@
+"""What is served: models.yaml's models, those that were named, and those found on the disk.
+
+The hub's client and mlx are imported with the first model that has no entry anywhere.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gateway.errors import GatewayError, RegistryInvalid
+from gateway.registry import (
+    Catalog,
+    ChatSpec,
+    Entries,
+    HubSource,
+    ModelSpec,
+    Reading,
+    Source,
+    is_gguf,
+    kind_variable,
+    parse_source,
+    read_models,
+    short_names,
+    source_id,
+)
+from gateway.settings import Settings, variables
+
+SCHEMES = ("hub", "path", "package")
+
+
+def load_served(settings: Settings) -> Catalog:
+    """Return the catalog of all that is served; raises RegistryInvalid with a line per problem."""
+    reading = read_served(settings)
+    if reading.problems:
+        raise RegistryInvalid(list(reading.problems))
+    return reading.catalog
+
+
+def read_served(settings: Settings, *, may_pull: bool | None = None) -> Reading:
+    """Read all that is served and list all problems; never raises.
+
+    The hub is asked what a named model is if that is not on the disk. `may_pull` is
+    GATEWAY_AUTO_PULL's unless it is given.
+    """
+    set_variables, known = variables(), short_names()
+    named: dict[str, Mapping[str, Any]] = {}
+    ids, problems, file = [], [], settings.models_file
+    for text in settings.serve:
+        try:
+            source = parse_name(text)
+            if source is None:  # an id: of models.yaml, or a short one
+                file = settings.models
+                named |= {text: known[text]} if text in known else {}
+                ids.append(text)
+                continue
+            model = source_id(source)
+            entry = _known_entry(source, known)
+            if not entry and not set_variables.get(kind_variable(model)):
+                entry = {"kind": _find_kind(source, model, settings, may_pull)}
+            named[model] = {"source": str(source), **entry}
+            ids.append(model)
+        except (GatewayError, ValueError) as error:
+            problems.append(str(error))
+    found, left_out = _discover(settings)
+    reading = read_models(file, set_variables, named, found)
+    for model, entry in found.items():
+        spec = reading.catalog.by_id(model)
+        if spec is not None and not _is_same(spec.source, str(entry["source"])):
+            left_out[str(entry["source"])] = f"another model is served as {model}"
+    try:
+        catalog = _select(reading.catalog, ids, settings, found)
+    except GatewayError as error:
+        problems += [] if reading.problems else [str(error)]
+    if problems or reading.problems:
+        return replace(reading, catalog=Catalog(()), problems=(*problems, *reading.problems))
+    return replace(reading, catalog=catalog, left_out={**left_out, **reading.left_out})
+
+
+def parse_name(text: str) -> Source | None:
+    """Return where a model that was named comes from; None for an id or a short name.
+
+    A folder, or a GGUF file, that is there is that; what else has a slash is the hub's. Raises
+    ValueError for what is no source.
+    """
+    path = os.path.expanduser(text)
+    if text.partition(":")[0] in SCHEMES:
+        return parse_source(text, Path.cwd())
+    is_there = os.path.isdir(path) or (is_gguf(path) and os.path.isfile(path))
+    if is_there or text.startswith((".", "/", "~")):
+        return parse_source(f"path:{text}", Path.cwd())
+    return parse_source(f"hub:{text}", Path.cwd()) if "/" in text else None
+
+
+def _known_entry(source: Source, known: Entries) -> Mapping[str, Any]:
+    """Return the entry of a source that has a short name, at the revision that was asked for."""
+    for entry in known.values():
+        pinned = parse_source(str(entry["source"]), Path.cwd())
+        if source_id(pinned) == source_id(source):
+            is_pinned = getattr(source, "revision", None) is None
+            return entry if is_pinned else {**entry, "source": str(source)}
+    return {}
+
+
+def _is_same(one: Source, other: str) -> bool:
+    """Return True for one model, be it of two revisions."""
+    repo, *_ = str(one).split("@")
+    return repo == str(parse_source(other, Path.cwd())).split("@")[0]
+
+
+def _find_kind(source: Source, model: str, settings: Settings, may_pull: bool | None) -> str:
+    from gateway.app.hub import hub_of
+    from gateway.engine.hub import on_disk
+    from gateway.engine.hub_offer import look
+    from gateway.engine.kind import read_kind
+
+    hub = hub_of(settings, may_download=settings.auto_pull if may_pull is None else may_pull)
+    files = on_disk(ChatSpec.model_construct(id=model, kind="chat", source=source), hub)
+    if files is None:
+        assert isinstance(source, HubSource), "on_disk has raised for what else is not there"
+        return look(source, hub, model).kind
+    return read_kind(files, model, str(source))
+
+
+def _discover(settings: Settings) -> tuple[Entries, dict[str, str]]:
+    """Return the entries of models that are found on the disk, and why others have none."""
+    if not settings.discover:
+        return {}, {}
+    from gateway.app.hub import hub_of
+    from gateway.engine.discovery import discover
+
+    found: dict[str, Mapping[str, Any]] = {}
+    left_out: dict[str, str] = {}
+    for each in discover(settings.discover, hub_of(settings, may_download=False)):
+        if each.kind is None:
+            left_out.setdefault(each.model, each.why)
+        elif each.model in found:
+            left_out[each.source] = f"another model is found as {each.model}"
+        else:
+            found[each.model] = {"kind": each.kind, "source": each.source}
+    return found, left_out
+
+
+def _select(catalog: Catalog, ids: list[str], settings: Settings, found: Entries) -> Catalog:
+    """Return the models that were named, which are loaded at start, then others that are served.
+
+    Raises ModelNotFound for an id that nothing has.
+    """
+    chosen: dict[str, ModelSpec] = {}
+    for name in ids:
+        spec = catalog.resolve(name).spec
+        chosen[spec.id] = spec.model_copy(update={"preload": True})
+        base = getattr(spec, "base_spec", None)
+        if base is not None:
+            chosen.setdefault(base.id, base)
+    has_file = settings.models_file is not None
+    rest = (spec for spec in catalog.specs if has_file or spec.id in found)
+    return Catalog([*chosen.values(), *(spec for spec in rest if spec.id not in chosen)])

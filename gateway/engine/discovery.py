@@ -1,0 +1,110 @@
+"""Models that lie on this machine: in Hugging Face's cache, LM Studio's folder, or any folder.
+
+Nothing is fetched and nobody is asked.
+"""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from huggingface_hub import constants
+
+from gateway.engine.hub import Hub, has_weights
+from gateway.engine.kind import Kind, read_kind
+from gateway.registry import is_gguf
+
+PIECE: Final = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A model on the disk; without a kind, `why` it is not served."""
+
+    model: str
+    source: str  # as models.yaml has it
+    kind: Kind | None
+    why: str = ""
+
+
+def discover(places: Sequence[str], hub: Hub) -> Iterator[Found]:
+    """Yield the models of `huggingface`, `lmstudio` or folders, by place and name."""
+    for place in places:
+        if place == "huggingface":
+            yield from _find_cached(hub.cache or Path(constants.HF_HUB_CACHE))
+        elif place == "lmstudio":
+            for folder in _lmstudio_folders(Path.home()):
+                yield from _find_below(folder)
+        else:
+            yield from _find_below(Path(os.path.expanduser(place)).absolute())
+
+
+def _find_cached(cache: Path) -> Iterator[Found]:
+    """Yield the models of Hugging Face's cache, each at the commit that is there."""
+    for repo in _listed(cache):
+        if not repo.name.startswith("models--"):
+            continue
+        name = repo.name.removeprefix("models--").replace("--", "/", 1)
+        commits = [folder.name for folder in _listed(repo / "snapshots")]
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            main = (repo / "refs" / "main").read_text(encoding="utf-8").strip()
+            commits = [main] if main in commits else commits
+        for commit in commits[:1]:
+            files = _model_files(repo / "snapshots" / commit)
+            yield from _each(files, name, f"hub:{name}", f"@{commit}")
+
+
+def _lmstudio_folders(home: Path) -> list[Path]:
+    """Return the folders that LM Studio keeps models in: its home is where a file in ours says."""
+    pointed = home / ".lmstudio"
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        text = (home / ".lmstudio-home-pointer").read_text(encoding="utf-8").strip()
+        pointed = Path(text or pointed)
+    return [pointed / "models", home / ".cache" / "lm-studio" / "models"]
+
+
+def _find_below(folder: Path, name: str = "", depth: int = 2) -> Iterator[Found]:
+    """Yield the models of a folder: itself, those in it, and those of each publisher in it."""
+    files = _model_files(folder)
+    yield from _each(files, name or folder.name, f"path:{folder}")
+    if depth and folder not in files:  # else they are its modules
+        for inner in _listed(folder):
+            yield from _find_below(inner, f"{name}/{inner.name}".lstrip("/"), depth - 1)
+
+
+def _each(files: Iterable[Path], name: str, source: str, commit: str = "") -> Iterator[Found]:
+    """Yield each model of a folder: itself, and its GGUF files."""
+    for path in files:
+        inner = f"/{path.name}" if is_gguf(path.name) else ""
+        model = re.sub(r"[\s,]+", "-", name + inner)
+        yield _found(path, model, f"{source}{inner}{commit}")
+
+
+def _found(path: Path, model: str, source: str) -> Found:
+    try:
+        if PIECE.search(path.name):
+            return Found(model, source, None, "it is one piece of a model")
+        if not has_weights(path):
+            return Found(model, source, None, "its weights are not here, or not all of them")
+        return Found(model, source, read_kind(path, model, source))
+    except Exception as error:  # whatever lies there, others are served
+        return Found(model, source, None, getattr(error, "reason", str(error)))
+
+
+def _model_files(folder: Path) -> list[Path]:
+    """Return the folder if it is a model's, and its GGUF files."""
+    with contextlib.suppress(OSError):
+        names = sorted(entry.name for entry in os.scandir(folder))
+        whole = [folder] if "config.json" in names else []
+        return [*whole, *(folder / name for name in names if is_gguf(name))]
+    return []
+
+
+def _listed(folder: Path) -> list[Path]:
+    """Return the folders in one, by name; none of what cannot be read."""
+    with contextlib.suppress(OSError):
+        return sorted(Path(entry.path) for entry in os.scandir(folder) if entry.is_dir())
+    return []

@@ -1,0 +1,118 @@
+"""What the hub has under a name: its bytes and its kind, before any weights are fetched.
+
+Only small files are, into a folder that is gone afterwards. No word of the hub's is believed that
+could do harm: lengths are bounded, and names stay inside.
+
+Plain blocking functions: run them on a thread, never on the loop or the lane.
+"""
+
+import io
+import json
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import hf_hub_url
+from huggingface_hub.file_download import http_get
+from huggingface_hub.utils import (  # type: ignore[attr-defined]
+    build_hf_headers,
+    disable_progress_bars,
+)
+from typing_extensions import Buffer
+
+from gateway.engine.hub import (
+    Hub,
+    HubFile,
+    Unfit,
+    blobs_of,
+    cause,
+    list_repository,
+    require_download,
+    room_needed,
+    wanted_files,
+)
+from gateway.engine.kind import MOST_BYTES, TELLING, Kind, read_kind
+from gateway.errors import ModelRefused, ModelUnavailable
+from gateway.registry import HubSource
+
+# Keys of config.json by which Python of the repository would be run: transformers' and mlx-lm's.
+_CODE_KEYS = ("auto_map", "model_file")
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A model as the hub offers it."""
+
+    commit: str
+    size: int  # in bytes, of all that a download fetches
+    missing: int  # of these, the bytes that are not on the disk
+    kind: Kind
+    has_code: bool  # which is never fetched and never run
+
+
+class _Bounded(io.BytesIO):
+    """Takes no more than MOST_BYTES."""
+
+    def write(self, data: Buffer) -> int:
+        """Raise Unfit for a byte too many."""
+        if self.tell() + memoryview(data).nbytes > MOST_BYTES:
+            raise Unfit(f"a file that should be small has over {MOST_BYTES:,} bytes.")
+        return super().write(data)
+
+
+def look(source: HubSource, hub: Hub, model: str) -> Offer:
+    """Ask the hub what it has, to be served as `model`.
+
+    Raises ModelUnavailable if it has nothing or gives nothing, and ModelRefused if its kind is not
+    known.
+    """
+    try:
+        require_download(source, hub, model)
+        return _look(source, hub, model)
+    except (ModelRefused, ModelUnavailable):
+        raise
+    except Exception as error:
+        raise ModelUnavailable(model, cause(source, error)) from error
+
+
+def _look(source: HubSource, hub: Hub, model: str) -> Offer:
+    commit, every = list_repository(source, hub)
+    files, blobs = wanted_files(source, every), blobs_of(source, hub)
+    has_code = any(file.name.endswith(".py") for file in every)
+    small = sum(file.size for file in files if file.sha256 is None)
+    missing = room_needed(files, blobs) + small
+    with tempfile.TemporaryDirectory(prefix="mlx-gateway-") as name:
+        folder = None
+        if not source.is_gguf:
+            folder = Path(name)
+            _fetch_small(source, hub, commit, every, folder)
+            has_code = has_code or _names_code(folder)
+        kind = read_kind(folder, model, str(source))
+    return Offer(commit, sum(file.size for file in files), missing, kind, has_code)
+
+
+def _fetch_small(
+    source: HubSource, hub: Hub, commit: str, files: Iterable[HubFile], folder: Path
+) -> None:
+    """Put the files that tell a kind into a folder."""
+    disable_progress_bars()
+    for file in files:
+        if file.name not in TELLING:
+            continue
+        if file.size > MOST_BYTES:
+            raise Unfit(f"{file.name} of {source.repo} has {file.size:,} bytes.")
+        content = _Bounded()
+        url = hf_hub_url(source.repo, file.name, revision=commit, endpoint=hub.endpoint)
+        http_get(url, content, headers=build_hf_headers(), displayed_filename=file.name)
+        (folder / file.name).parent.mkdir(exist_ok=True)
+        (folder / file.name).write_bytes(content.getvalue())
+
+
+def _names_code(folder: Path) -> bool:
+    """Return True if config.json names code of the repository."""
+    config = folder / "config.json"
+    try:
+        return not json.loads(config.read_bytes()).keys().isdisjoint(_CODE_KEYS)
+    except (OSError, ValueError, AttributeError, RecursionError):  # which read_kind refuses
+        return False
