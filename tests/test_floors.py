@@ -129,7 +129,7 @@ BUDGET: dict[str, int] = {
     "api": 2613,
     "app": 1248,
     "bench": 282,
-    "cli": 1469,
+    "cli": 1482,
     "clock": 40,
     "doctor": 334,
     "engine": 11118,

@@ -16,7 +16,7 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from gateway.cli import lazy
+from gateway.app.named import load_served, parse_name
 from gateway.cli.gateways import (
     NoGateway,
     address,
@@ -31,6 +31,7 @@ from gateway.cli.gateways import (
 from gateway.cli.serve import key_in_shell
 from gateway.cli.terminal import ModelsFile, fail
 from gateway.cli.tools import NO_KEY, TOOLS, NoModel, Service, Setup, Tool, choose
+from gateway.registry import short_names, source_id
 from gateway.settings import Settings, load_settings, origin, variable
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -38,7 +39,10 @@ FROM_KEYS = (signal.SIGINT, signal.SIGQUIT)  # a terminal sends them to all that
 
 ToolName: TypeAlias = Annotated[str, typer.Argument(help=f"One of {', '.join(TOOLS)}.")]
 Model: TypeAlias = Annotated[
-    str | None, typer.Option(help="The chat model.", show_default="the first that suits")
+    str | None,
+    typer.Option(
+        help="The chat model, by any name that `serve` takes.", show_default="the first that suits"
+    ),
 ]
 SmallModel: TypeAlias = Annotated[
     str | None,
@@ -67,6 +71,8 @@ def launch(
     with signals.handled():
         try:
             url = find(settings)
+            if url is None and model is not None:
+                settings, model = _serve_named(settings, model)
             service = _choose_models(url, settings, chosen, model, small_model)
             with _gateway(url, settings, signals) as ready:
                 setup = chosen.set_up(replace(service, url=ready))
@@ -110,6 +116,19 @@ def _read_tool(name: str) -> Tool:
     return TOOLS[name]
 
 
+def _serve_named(settings: Settings, model: str) -> tuple[Settings, str]:
+    """Return settings with which a new gateway serves the model too that was named, and its id."""
+    try:
+        source = parse_name(model)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--model") from None
+    if source is None and model not in short_names():
+        return settings, model
+    is_served = model in load_served(settings).names()
+    named = settings.model_copy(update={"serve": (*settings.serve, model)})
+    return settings if is_served else named, model if source is None else source_id(source)
+
+
 def _choose_models(
     url: str | None, settings: Settings, tool: Tool, model: str | None, small_model: str | None
 ) -> Service:
@@ -117,7 +136,7 @@ def _choose_models(
 
     Raises NoModel, and NoGateway if that gateway does not say what it offers.
     """
-    catalog = lazy.load_served(settings)
+    catalog = load_served(settings)
     if url is None:
         offers = catalog_offers(catalog, settings)
     else:

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from gateway.app import ranks as ranks
     from gateway.app.engines import count_kept as count_kept
     from gateway.app.hub import hub_of as hub_of
-    from gateway.app.named import load_served as load_served
-    from gateway.app.named import read_served as read_served
     from gateway.bench import load as load
     from gateway.doctor import trial as trial
     from gateway.engine import device as device
@@ -48,8 +46,6 @@ _PLACES = {
     "gateway": "gateway.app.gateway",
     "ranks": "gateway.app.ranks",
     "hub_of": "gateway.app.hub:hub_of",
-    "load_served": "gateway.app.named:load_served",
-    "read_served": "gateway.app.named:read_served",
     "count_kept": "gateway.app.engines:count_kept",
     "load": "gateway.bench.load",
     "trial": "gateway.doctor.trial",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gateway import logs
+from gateway.app.named import read_served
 from gateway.cli import lazy
 from gateway.cli.doctor import require_machine
 from gateway.cli.terminal import Discover, Host, ModelsFile, Names, Port, fail, flags_of, show
@@ -53,7 +54,7 @@ def check(
     """
     settings = load_settings(flags_of(models, names, discover=discover))
     require_machine(settings)
-    reading = lazy.read_served(settings)
+    reading = read_served(settings)
     for note in (*reading.notes, *strays(reading.variables)):
         print(f"note: {note}")
     if reading.problems:
@@ -84,7 +85,7 @@ def config(
     flags = {"models": models, "host": host, "port": port}
     settings = load_settings(flags)
     rows = [(knob.env, knob.value, knob.source) for knob in explain(settings, flags)]
-    reading = lazy.read_served(settings)
+    reading = read_served(settings)
     show(("Setting", "Value", "Source"), [*rows, *_of_models(reading)])
     for note in strays(reading.variables):
         print(f"note: {note}", file=sys.stderr)
@@ -119,7 +120,7 @@ def models(
     if context.invoked_subcommand is not None:
         return
     settings = load_settings(flags_of(models, names, discover=discover))
-    reading = lazy.read_served(settings)
+    reading = read_served(settings)
     if reading.problems:
         raise RegistryInvalid(list(reading.problems))
     hub = lazy.hub_of(settings, may_download=False)
@@ -166,7 +167,7 @@ def pull(
     A pull that is interrupted is completed by the next one.
     """
     settings = load_settings({"models": models, "serve": (model,)})
-    reading = lazy.read_served(settings, may_pull=True)
+    reading = read_served(settings, may_pull=True)
     if reading.problems:
         raise RegistryInvalid(list(reading.problems))
     try:

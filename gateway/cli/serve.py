@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import typer
 
 from gateway import __version__, logs
+from gateway.app.named import read_served
 from gateway.cli import lazy
 from gateway.cli.doctor import bind_problem, require_machine
 from gateway.cli.models import fetch_preloaded
@@ -58,7 +59,7 @@ def serve(
     require_machine(settings)
     logs.configure(settings.log_level, settings.log_format)
     faulthandler.enable()  # a crash of native code prints its traceback
-    reading = lazy.read_served(settings)
+    reading = read_served(settings)
     if reading.problems:
         raise RegistryInvalid(list(reading.problems))
     log.info("starting", version=__version__, models=str(settings.models_file or "named"))

@@ -36,6 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    monkeypatch.setenv("GATEWAY_HUB_TIMEOUT_S", "60")
     monkeypatch.setenv("GATEWAY_HUB_CACHE", str(folder / "cache"))
     with FakeHub({"org/tiny": folder / "tiny"}).serving() as hub:
         monkeypatch.setenv("GATEWAY_HUB_ENDPOINT", hub.url)
@@ -121,6 +122,7 @@ def test_found_models_come_last_and_are_not_loaded_at_start(folder: Path, hub: F
     (folder / "org").mkdir()
     (folder / "org" / "tiny").symlink_to(folder / "tiny")
     reading = read_served(load_settings({"serve": ("hub:org/tiny",), "discover": (str(folder),)}))
+    assert reading.problems == ()
     assert reading.left_out[f"path:{folder}/org/tiny"] == "another model is served as org/tiny"
 
 

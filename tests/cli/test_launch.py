@@ -206,6 +206,17 @@ async def test_without_one_a_gateway_lasts_as_long_as_the_tool(home: Path) -> No
     assert not left(home)
 
 
+async def test_a_new_gateway_serves_a_model_that_is_named_by_its_folder(home: Path) -> None:
+    write_chat(home / "tiny", max_position_embeddings=40_960)
+    outcome = await ran(home, "launch", "claude", "--model", "./tiny", "--", "--ask", "7")
+    assert outcome.status == 7, outcome.err
+    assert outcome.seen["there"]["models"] == {"tiny": "loaded"}
+    assert outcome.seen["variables"]["ANTHROPIC_MODEL"] == "tiny"
+    outcome = await ran(home, "launch", "claude", "--model", "hub:no")
+    assert outcome.status == 2
+    assert "'hub:no' should read hub:org/name" in " ".join(outcome.err.replace("│", "").split())
+
+
 async def test_a_stranger_on_the_port_is_no_gateway(home: Path) -> None:
     """It gets neither a key nor the tool: a gateway is started."""
     asked = []

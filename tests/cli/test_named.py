@@ -22,6 +22,7 @@ def hub(tmp_path: Path) -> Iterator[FakeHub]:
 def at(hub: FakeHub, folder: Path) -> dict[str, str]:
     return {
         "GATEWAY_HUB_ENDPOINT": hub.url,
+        "GATEWAY_HUB_TIMEOUT_S": "60",
         "GATEWAY_HUB_CACHE": str(folder / "cache"),
         "HOME": str(folder),
     }

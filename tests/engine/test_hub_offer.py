@@ -32,7 +32,7 @@ def hub(repo: Path) -> Iterator[FakeHub]:
 
 
 def at(hub: FakeHub, tmp_path: Path) -> Hub:
-    return Hub(endpoint=hub.url, cache=tmp_path / "cache")
+    return Hub(endpoint=hub.url, cache=tmp_path / "cache", timeout_s=60)
 
 
 def test_a_name_is_sized_and_its_kind_read_with_no_weights_fetched(
