@@ -7,6 +7,9 @@ from typing import Any
 
 from gateway.api.endpoints import ENDPOINTS
 from gateway.api.openapi import Endpoint, template
+from gateway.app.limits import budget_bytes
+from gateway.cli.recommend import GIB, Fit, fits, working_set
+from gateway.logs import human_bytes
 from gateway.registry.schema import describe_fields
 from gateway.settings import Settings, variable
 from gateway.settings.sources import in_words
@@ -17,6 +20,8 @@ DEFAULTS = {  # which are worked out
     "cache_max_bytes": "three quarters of what the device offers",
 }
 DOCS = Path(__file__).parents[1] / "docs"
+MEMORIES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # GB, of a Mac
+NAMED = 6  # models in a cell
 
 
 def endpoints_table(endpoints: Iterable[Endpoint]) -> str:
@@ -93,9 +98,32 @@ def _default(schema: Mapping[str, Any]) -> str:
     return f"`{text}`" if text else ""
 
 
+def memory_table() -> str:
+    """Return the table of docs/models.md: what fits a Mac with so much memory."""
+    settings = Settings(_env_file=None, cache_max_bytes=None)  # type: ignore[call-arg]
+    rows = ["| Memory | Models may take | Fit with all their context | Fit with less |"]
+    rows.append("| --- | --- | --- | --- |")
+    for memory in MEMORIES:
+        offered = working_set(memory * GIB)
+        chats = [fit for fit in fits(offered, settings) if fit.kind == "chat" and fit.context]
+        whole = _names([fit for fit in chats if fit.is_whole])
+        cut = _names([fit for fit in chats if not fit.is_whole])
+        budget = human_bytes(budget_bytes(settings, offered))
+        rows.append(f"| {memory} GB | {budget} | {whole} | {cut} |")
+    return "\n".join(rows)
+
+
+def _names(fits: list[Fit]) -> str:
+    names = [
+        f"{fit.name}{'' if fit.is_whole else f' ({(fit.context or 0) // 1024}k)'}" for fit in fits
+    ]
+    return ", ".join([*names[:NAMED], *(["…"] if names[NAMED:] else [])])
+
+
 TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     "settings": (DOCS / "settings.md", environment_table),
     "endpoints": (DOCS / "api.md", lambda: endpoints_table(ENDPOINTS)),
+    "memory": (DOCS / "models.md", memory_table),
     "fields": (DOCS / "api.md", lambda: fields_table(ENDPOINTS)),
 }
 

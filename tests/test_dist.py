@@ -65,7 +65,7 @@ def test_the_wheel_holds_the_package_and_nothing_beside_it() -> None:
         names = wheel.namelist()
     information = f"mlx_gateway-{gateway.__version__}.dist-info/"
     assert {name.partition("/")[0] + "/" for name in names} == {"gateway/", information}
-    assert {"gateway/models.yaml", "gateway/py.typed"} <= {*names}
+    assert {"gateway/models.yaml", "gateway/catalogue.yaml", "gateway/py.typed"} <= {*names}
     assert {f"gateway/api/static/{name}" for name in FILES} <= {*names}
     assert {f"{information}licenses/LICENSE", f"{information}licenses/NOTICE"} <= {*names}
     assert not [name for name in names if re.search(r"tests?/|demo|targets|safetensors", name)]

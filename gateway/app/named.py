@@ -22,6 +22,7 @@ from gateway.registry import (
     kind_variable,
     parse_source,
     read_models,
+    short_names,
     source_id,
 )
 from gateway.settings import Settings, variables
@@ -92,11 +93,6 @@ def parse_name(text: str) -> Source | None:
     if is_there or text.startswith((".", "/", "~")):
         return parse_source(f"path:{text}", Path.cwd())
     return parse_source(f"hub:{text}", Path.cwd()) if "/" in text else None
-
-
-def short_names() -> Entries:
-    """Return what models.yaml would have for each short name."""
-    return {}
 
 
 def _known_entry(source: Source, known: Entries) -> Mapping[str, Any]:

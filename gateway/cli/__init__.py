@@ -2,6 +2,7 @@
 
 serve      the gateway itself, until it is stopped
 models     check, config, init, models, pull and schema: models.yaml, and the files of its models
+recommend  models recommend: what of the catalogue fits a machine
 doctor     checks the machine, by a function each, or with --engine the models
 probe      a process for doctor's facts that need mlx
 bench      measures a server
@@ -11,8 +12,8 @@ gateways   finds the gateway for them, or starts one
 terminal   options that several commands have, and tables
 lazy       modules that are imported at their first use, mlx among them
 
-Only `serve` and `doctor --engine` import mlx. Exit status: 1 for what cannot be served, downloaded
-or answered, 2 for wrong usage or settings.
+Only `serve`, `doctor --engine` and, for this machine, `models recommend` import mlx. Exit status: 1
+for what cannot be served, downloaded or answered, 2 for wrong usage or settings.
 """
 
 import contextlib
@@ -24,8 +25,8 @@ from typing import Annotated
 import typer
 
 from gateway import __version__
-from gateway.cli import bench, doctor, launch, models, serve
-from gateway.cli.terminal import Command, Group, fail
+from gateway.cli import bench, doctor, launch, models, recommend, serve
+from gateway.cli.terminal import Command, Group, Listing, fail
 from gateway.errors import BlasUnusable, RegistryInvalid
 from gateway.settings import SettingsInvalid, origin, variable
 
@@ -38,7 +39,6 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     doctor.doctor,
     models.init,
     launch.launch,
-    models.models,
     models.pull,
     models.schema,
 )
@@ -75,6 +75,10 @@ def _application() -> typer.Typer:
     )
     for command in COMMANDS:
         app.command(command.__name__, cls=Command)(command)
+    listing = typer.Typer(cls=Listing)
+    listing.callback(invoke_without_command=True)(models.models)
+    listing.command("recommend", cls=Command)(recommend.recommend)
+    app.add_typer(listing, name="models")
 
     @app.callback()
     def _root(

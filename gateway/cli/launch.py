@@ -16,7 +16,7 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from gateway.app.named import load_served, parse_name, short_names
+from gateway.app.named import load_served, parse_name
 from gateway.cli.gateways import (
     NoGateway,
     address,
@@ -31,7 +31,7 @@ from gateway.cli.gateways import (
 from gateway.cli.serve import key_in_shell
 from gateway.cli.terminal import ModelsFile, fail
 from gateway.cli.tools import NO_KEY, TOOLS, NoModel, Service, Tool, choose
-from gateway.registry import source_id
+from gateway.registry import short_names, source_id
 from gateway.settings import Settings, load_settings, origin, variable
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)

@@ -122,6 +122,7 @@ def init() -> None:
 
 
 def models(
+    context: typer.Context,
     names: Names = None,
     models: ModelsFile = None,
     discover: Discover = False,
@@ -130,6 +131,8 @@ def models(
 
     What is found and cannot be served is listed with the reason.
     """
+    if context.invoked_subcommand is not None:
+        return
     settings = load_settings(flags_of(models, names, discover=discover))
     reading = read_served(settings)
     if reading.problems:

@@ -60,6 +60,23 @@ class Group(TyperGroup):
         return _without_types(super().get_params(ctx))
 
 
+class Listing(Group):
+    """One that takes names, unless the first is one of its own commands."""
+
+    _takes_names = True
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments; a command's are its own."""
+        self._takes_names = not args or args[0] not in self.commands
+        ctx.allow_interspersed_args = self._takes_names  # options may follow names
+        return super().parse_args(ctx, args)
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return its parameters, without names before a command."""
+        params = super().get_params(ctx)
+        return [each for each in params if self._takes_names or isinstance(each, TyperOption)]
+
+
 def _without_types(params: list[Any]) -> list[Any]:
     for param in params:
         if isinstance(param, TyperOption) and param.is_flag:

@@ -6,12 +6,14 @@ variables    GATEWAY_<ID>_<KEY>: environment variables for any key of any model
 specs        the keys of each model, with types and bounds
 fields       the types of their values: what may be written, and what it is read as
 sources      where a model's files come from: hub, folder, installed package
+catalogue    models by short names that come with the gateway, and what was read of them
 catalog      the models of one reading, found by id or alias; immutable
 schema       the file's JSON Schema, for editors
 names        the nearest valid name, for messages about an unknown one
 """
 
 from gateway.registry.catalog import Catalog, Changes, Resolved, load_alike
+from gateway.registry.catalogue import Facts, LayersKept, read_facts, short_names
 from gateway.registry.models_yaml import Entries, Reading, load_catalog, read_models
 from gateway.registry.schema import json_schema
 from gateway.registry.sources import (
@@ -48,7 +50,9 @@ __all__ = [
     "EmbeddingBatching",
     "EmbeddingSpec",
     "Entries",
+    "Facts",
     "HubSource",
+    "LayersKept",
     "ModelSpec",
     "PackageSource",
     "PathSource",
@@ -66,7 +70,9 @@ __all__ = [
     "package_folder",
     "packaged",
     "parse_source",
+    "read_facts",
     "read_models",
+    "short_names",
     "source_id",
     "stays_inside",
 ]

@@ -212,7 +212,7 @@ def test_a_hub_model_is_on_disk_when_all_its_shards_are(
     "arguments",
     [
         *(["--help"], ["serve", "--help"], ["check"], ["config"], ["schema"], ["models"]),
-        *(["pull", "own"], ["doctor"]),
+        *(["pull", "own"], ["doctor"], ["models", "recommend", "--memory", "64GB"]),
     ],
 )
 def test_commands_that_only_look_import_no_mlx(here: Path, arguments: list[str]) -> None:

@@ -1,0 +1,169 @@
+"""`mlx-gateway models recommend`: which models of the catalogue fit this machine, or another.
+
+A model fits with its weights, the KV of one sequence and the least that is kept of prompts: as many
+tokens as then have room, up to its context. Of an unknown size nothing is said.
+"""
+
+import json
+import re
+import sys
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Annotated, Final
+
+import typer
+
+from gateway.app.limits import budget_bytes, prefix_share
+from gateway.cli import lazy
+from gateway.cli.terminal import show
+from gateway.jobs import KvCost
+from gateway.logs import human_bytes
+from gateway.registry import Facts, LayersKept, read_facts
+from gateway.serving.budget import LEAST_PREFIXES, bound_prefixes
+from gateway.serving.generation.memory import Layout, RowCosts, longest_chunk
+from gateway.settings import Settings, load_settings
+
+GIB: Final = 1 << 30
+STEP: Final = 1024  # tokens, of a context that is cut short
+LEAST_CONTEXT: Final = 4096  # tokens, below which a model is of little use
+HALF: Final = 2  # bytes of a number of KV
+# Up to 32 GiB Metal recommends two thirds of a Mac's memory, above three quarters: 10922.67 MiB of
+# 16 GiB, 21845.34 of 32 and 49152 of 64, as https://github.com/ggml-org/llama.cpp/issues/2048, 5206
+# and 1870 print it. Newer macOS recommends more of 128 GiB: https://github.com/antirez/ds4/pull/893.
+SMALL_MAC: Final = 32 * GIB
+# Writing a token reads the weights it takes once, so a sequence alone gets at most the memory's
+# bandwidth ÷ these bytes (https://github.com/ggml-org/llama.cpp/pull/1642 has measurements).
+SPEEDS: Final = ((2_000_000_000, "fast"), (8_000_000_000, "medium"))
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What a model takes of the budget."""
+
+    name: str
+    kind: str
+    weights_bytes: int
+    context: int | None  # tokens: 0 of a model without KV, None of one that does not fit
+    is_whole: bool  # the context, which is cut otherwise
+    kv_bytes: int
+    prefix_bytes: int
+    token_bytes: int  # of weights, read for each token
+    unread: tuple[str, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.kv_bytes + self.prefix_bytes
+
+    @property
+    def speed(self) -> str:
+        return next((word for most, word in SPEEDS if self.token_bytes <= most), "slow")
+
+
+def kv_cost(groups: Iterable[LayersKept]) -> KvCost:
+    """Return the cost of a sequence's KV, with the layer more that `measure_kv` counts."""
+    tokens, states, windows = [0], [0], []
+    for group in groups:
+        width = group.latent_dim or 2 * group.kv_heads * group.head_dim
+        if group.value_heads:
+            states += [_state_bytes(group)] * group.layers
+        elif group.window:
+            windows += [(HALF * width, group.window)] * group.layers
+        else:
+            tokens += [HALF * width] * group.layers
+    windows += [max(windows)] if windows else []
+    return KvCost(
+        token=sum(tokens) + max(tokens),
+        windows=tuple(windows),
+        constant=sum(states) + max(states),
+    )
+
+
+def _state_bytes(group: LayersKept) -> int:
+    """Return the bytes of a Gated DeltaNet layer: a float32 state and three tokens' inputs."""
+    inputs = (2 * group.key_heads + group.value_heads) * group.head_dim
+    return 4 * group.value_heads * group.head_dim**2 + 3 * HALF * inputs
+
+
+def fit(name: str, kind: str, facts: Facts, memory_bytes: int, settings: Settings) -> Fit | None:
+    """Return what a model takes of a device's memory; None if its size was not read."""
+    if facts.weights_bytes is None:
+        return None
+    weights, active = facts.weights_bytes, facts.active_b or 1
+    token_bytes = int(weights * active / (facts.parameters_b or active))
+    room = budget_bytes(settings, memory_bytes) - weights
+    context: int | None = 0 if room >= 0 else None
+    kv_bytes = prefix_bytes = 0
+    if kind == "chat":
+        whole, chunk = facts.context or 0, longest_chunk(settings.prefill_chunk_tokens)
+        costs = RowCosts(kv_cost(facts.kv), chunk_tokens=chunk)
+
+        def row_bytes(tokens: int) -> int:
+            return Layout(single=(tokens,)).nbytes(costs)
+
+        lengths = [*range(LEAST_CONTEXT, whole, STEP), whole]
+        count = bisect_right(lengths, room - LEAST_PREFIXES, key=row_bytes)
+        context = lengths[count - 1] if count else None
+        if context is not None:
+            kv_bytes = row_bytes(context)
+            prefix_bytes = bound_prefixes(prefix_share(memory_bytes), room, kv_bytes)
+    is_whole = context in (0, facts.context)
+    return Fit(
+        name, kind, weights, context, is_whole, kv_bytes, prefix_bytes, token_bytes, facts.unread
+    )
+
+
+def fits(memory_bytes: int, settings: Settings) -> Iterator[Fit]:
+    """Yield what each model of a known size takes, the largest first."""
+    known = [fit(*each, memory_bytes, settings) for each in read_facts()]
+    yield from sorted(filter(None, known), key=lambda each: (each.kind, -each.weights_bytes))
+
+
+def working_set(machine_bytes: int) -> int:
+    """Return the bytes that Metal recommends at most on a Mac with so much memory."""
+    return machine_bytes * 2 // 3 if machine_bytes <= SMALL_MAC else machine_bytes * 3 // 4
+
+
+def _read_memory(text: str) -> int:
+    """Read 64GB, 64 GiB or 64: all are GiB, as Macs are sold."""
+    match = re.fullmatch(r"(\d{1,5}) *(?:GB|GiB|G)?", text.strip(), re.IGNORECASE)
+    if match is None or not int(match[1]):
+        raise typer.BadParameter(f"{text!r} is no memory such as 64GB", param_hint="--memory")
+    return int(match[1]) * GIB
+
+
+def recommend(
+    memory: Annotated[
+        str | None,
+        typer.Option(help="For a Mac with so much, such as 64GB.", show_default="this machine"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all, as JSON.")] = False,
+) -> None:
+    """Say which models of the catalogue fit: weights, the KV of one sequence and kept prompts."""
+    settings = load_settings({})
+    if memory is None:
+        memory_bytes = lazy.device.memory_bytes(lazy.device.choose_device(settings.device))
+    else:
+        memory_bytes = working_set(_read_memory(memory))
+        settings = settings.model_copy(update={"cache_max_bytes": None})  # is this machine's
+    budget, every = budget_bytes(settings, memory_bytes), list(fits(memory_bytes, settings))
+    if as_json:
+        more = ("total_bytes", "speed")
+        models = [asdict(each) | {key: getattr(each, key) for key in more} for each in every]
+        print(json.dumps({"budget_bytes": budget, "models": models}, indent=2))
+        return
+    columns = ("Model", "Kind", "Weights", "Context", "KV", "Kept prompts", "In all", "Speed")
+    show(columns, [_row(each) for each in every if each.context is not None])
+    unsized = [name for name, _, facts in read_facts() if facts.weights_bytes is None]
+    unpinned = [each.name for each in every if "revision" in each.unread]
+    notes = f"models may take {human_bytes(budget)}; no size was read of {', '.join(unsized)}"
+    print(f"note: {notes}", file=sys.stderr)
+    print(f"note: the hub's newest is taken of {', '.join(unpinned)}", file=sys.stderr)
+
+
+def _row(fit: Fit) -> tuple[str, ...]:
+    sizes = (fit.kv_bytes, fit.prefix_bytes, fit.total_bytes)
+    context = f"{fit.context:,}{'' if fit.is_whole else ' (cut)'}" if fit.context else ""
+    kv, kept, total = (human_bytes(size) if size else "" for size in sizes)
+    speed = fit.speed if fit.kind == "chat" else ""
+    return (fit.name, fit.kind, human_bytes(fit.weights_bytes), context, kv, kept, total, speed)

@@ -1,0 +1,73 @@
+"""catalogue.yaml: models that were read about, by short names, as models.yaml would have them.
+
+What an entry's `facts` hold is not models.yaml's: what is needed to tell how much memory a model
+takes, and where and when it was read.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from gateway.errors import RegistryInvalid
+from gateway.registry.specs import Section
+from gateway.registry.yaml_lines import read_yaml
+
+FACTS = "facts"
+
+
+class LayersKept(Section):
+    """Layers that keep the same of a sequence; of the three kinds each has keys of its own."""
+
+    layers: int = Field(ge=1)
+    # Keys and values of each token, or of the last `window`.
+    kv_heads: int = Field(default=0, ge=0)
+    head_dim: int = Field(default=0, ge=0)
+    window: int | None = Field(default=None, ge=1)
+    # One latent of each token, rotary part and index key included.
+    latent_dim: int = Field(default=0, ge=0)
+    # Gated DeltaNet: a state, whose heads have `head_dim` for keys and values.
+    key_heads: int = Field(default=0, ge=0)
+    value_heads: int = Field(default=0, ge=0)
+
+
+class Facts(Section):
+    """What was read of a model; `unread` names what was not."""
+
+    weights_bytes: int | None = Field(default=None, ge=1)
+    context: int | None = Field(default=None, ge=1)
+    kv: tuple[LayersKept, ...] = ()
+    parameters_b: float | None = Field(default=None, gt=0)  # of a mixture of experts: all
+    active_b: float | None = Field(default=None, gt=0)  # and those that a token takes
+    read_from: tuple[str, ...] = Field(min_length=1)
+    read_on: str
+    unread: tuple[str, ...] = ()
+
+
+def short_names() -> Mapping[str, Mapping[str, Any]]:
+    """Return the entry that models.yaml would have for each short name."""
+    return {
+        name: {key: value for key, value in entry.items() if key != FACTS}
+        for name, entry in _entries().items()
+    }
+
+
+def read_facts() -> Iterator[tuple[str, str, Facts]]:
+    """Yield short name, kind and facts of each model in the catalogue."""
+    for name, entry in _entries().items():
+        yield name, entry["kind"], Facts.model_validate(entry[FACTS])
+
+
+@cache
+def _entries() -> Mapping[str, Mapping[str, Any]]:
+    """Return the entries of the file, which is in the wheel or at the checkout's root."""
+    package = Path(__file__).parents[1]
+    files = (folder / "catalogue.yaml" for folder in (package, package.parent))
+    file = next(file for file in files if file.is_file())
+    document = read_yaml(file.read_text(encoding="utf-8"), {})
+    if document.problems:
+        raise RegistryInvalid([f"{file}:{line}: {text}" for line, text in document.problems])
+    entries: Mapping[str, Mapping[str, Any]] = document.value["models"]
+    return entries

@@ -1,0 +1,155 @@
+"""`models recommend`: what fits, added up, and by the engine's own count of KV."""
+
+import json
+from importlib import import_module
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import yaml
+
+from gateway.cli import main
+from gateway.cli.recommend import GIB, fit, fits, kv_cost, working_set
+from gateway.engine.models.checkpoint import measure_kv
+from gateway.registry import Facts, LayersKept, read_facts
+from gateway.settings import Settings
+
+DEFAULTS = Settings(_env_file=None)  # type: ignore[call-arg]
+CATALOGUE = {name: facts for name, _, facts in read_facts()}
+CONFIGS: dict[str, tuple[str, str]] = {  # with what mlx-lm's classes leave open, in YAML
+    "qwen3.5-9b": (
+        "qwen3_5",
+        """model_type: qwen3_5
+text_config: {model_type: qwen3_5_text, num_hidden_layers: 32, full_attention_interval: 4,
+  hidden_size: 4096, intermediate_size: 12288, num_attention_heads: 16, num_key_value_heads: 4,
+  head_dim: 256, linear_num_value_heads: 32, linear_num_key_heads: 16, linear_key_head_dim: 128,
+  linear_value_head_dim: 128, linear_conv_kernel_dim: 4, vocab_size: 8}""",
+    ),
+    "gemma-4-e2b": ("gemma4_text", "{vocab_size: 8, vocab_size_per_layer_input: 8}"),
+    "gpt-oss-20b": (
+        "gpt_oss",
+        """{num_hidden_layers: 24, num_local_experts: 32, vocab_size: 8, rope_scaling: {
+  rope_type: yarn, factor: 32.0, original_max_position_embeddings: 4096}}""",
+    ),
+    "glm-4.7-flash": ("glm4_moe_lite", "{vocab_size: 8}"),
+}
+
+
+def plain(**facts: Any) -> Facts:
+    """Facts of a model whose token takes 512 bytes of KV, and a layer more as many."""
+    layers = LayersKept(layers=1, kv_heads=1, head_dim=128)
+    words = {"context": 8192, "kv": [layers], "read_from": ["x"], "read_on": "2026-11-26"}
+    return Facts.model_validate({**words, **facts})
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_kv_is_what_the_engine_measures_of_such_a_model(name: str) -> None:
+    """Of its real shapes, with weights that are never computed."""
+    module, config = CONFIGS[name]
+    classes = import_module(f"mlx_lm.models.{module}")
+    model = classes.Model(classes.ModelArgs.from_dict(yaml.safe_load(config)))
+    model.set_dtype(mx.bfloat16)
+    measured, context = measure_kv(model), CATALOGUE[name].context or 0
+    counted = kv_cost(CATALOGUE[name].kv)
+    for tokens in (1, 300, context):
+        assert counted.of(tokens) == measured.of(tokens)
+
+
+def test_a_model_fits_with_its_weights_its_kv_and_what_is_kept_of_prompts() -> None:
+    found = fit("m", "chat", plain(weights_bytes=GIB), 16 * GIB, DEFAULTS)
+    assert found is not None
+    assert found.context == 8192
+    assert found.is_whole
+    assert 1024 * 8192 < found.kv_bytes < 1024 * 8192 * 2  # of the chunk that is read, too
+    assert found.prefix_bytes == 4 * GIB  # a quarter
+    assert found.total_bytes < 12 * GIB
+
+
+def test_a_context_without_room_is_cut_and_one_too_short_does_not_fit() -> None:
+    memory = 4 * GIB  # of which 3 GiB may be taken, and 1 is left for prompts
+    small = fit("m", "chat", plain(weights_bytes=2 * GIB - 8_000_000), memory, DEFAULTS)
+    assert small is not None
+    assert small.context is not None
+    assert 4096 <= small.context < 8192
+    assert not small.is_whole
+    assert small.total_bytes <= 3 * GIB
+    none = fit("m", "chat", plain(weights_bytes=2 * GIB), memory, DEFAULTS)
+    assert none is not None
+    assert none.context is None
+
+
+def test_nothing_is_said_of_a_size_that_was_not_read() -> None:
+    assert fit("m", "chat", plain(), 512 * GIB, DEFAULTS) is None
+
+
+def test_what_a_token_reads_is_the_share_of_the_experts_that_it_takes() -> None:
+    facts = plain(weights_bytes=20 * GIB, parameters_b=40, active_b=2)
+    mixture = fit("m", "chat", facts, 512 * GIB, DEFAULTS)
+    dense = fit("m", "chat", plain(weights_bytes=20 * GIB), 512 * GIB, DEFAULTS)
+    assert mixture is not None
+    assert dense is not None
+    assert (mixture.token_bytes, dense.token_bytes) == (GIB, 20 * GIB)
+    assert (mixture.speed, dense.speed) == ("fast", "slow")
+
+
+def test_more_memory_never_offers_less() -> None:
+    offered: dict[str, int] = {}
+    for memory in (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512):
+        for each in fits(working_set(memory * GIB), DEFAULTS):
+            context = -1 if each.context is None else each.context
+            assert offered.get(each.name, -1) <= context
+            offered[each.name] = context
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(("models", "recommend", *arguments))
+    return int(ended.value.code or 0)
+
+
+def test_another_mac_is_asked_about_by_its_memory(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This machine's own limit is not its."""
+    monkeypatch.setenv("GATEWAY_CACHE_MAX_BYTES", "1")
+    assert run("--memory", "64GB", "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["budget_bytes"] == 36 * GIB
+    models = {model["name"]: model for model in said["models"]}
+    assert models["qwen3.5-9b"]["context"] == 262_144
+    assert models["glm-4.7"]["context"] is None
+    assert models["qwen3.5-9b"]["unread"] == ["revision"]
+    assert run("--memory", "64") == 0
+    printed = capsys.readouterr()
+    assert "qwen3.5-9b\tchat\t5.5 GiB\t262,144\t" in printed.out
+    assert "glm-4.7\t" not in printed.out
+    assert "note: models may take 36.0 GiB; no size was read of " in printed.err
+
+
+def test_this_machine_is_asked_about_by_the_budget_that_serve_has(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GATEWAY_CACHE_MAX_BYTES", str(GIB))
+    assert run("--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["budget_bytes"] == GIB
+    chats = [model for model in said["models"] if model["kind"] == "chat"]
+    assert not [model["name"] for model in chats if model["context"]]
+
+
+def test_a_short_name_stands_where_the_command_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`models NAME` lists what would be served by it."""
+    monkeypatch.setenv("GATEWAY_HUB_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(SystemExit) as ended:
+        main(("models", "qwen3.5-9b"))
+    assert not ended.value.code
+    line = "qwen3.5-9b\tchat\tqwen3.5-9b-no-think\thub:mlx-community/Qwen3.5-9B-4bit\tno\t\n"
+    assert capsys.readouterr().out == line
+
+
+@pytest.mark.parametrize("memory", ["", "0", "much", "64TB", "-1", "9" * 9])
+def test_what_is_no_memory_is_wrong_usage(memory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--memory", memory) == 2
+    assert "64GB" in capsys.readouterr().err
