@@ -10,7 +10,7 @@ block.
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, takewhile
 from typing import Any, TypeAlias
@@ -31,6 +31,7 @@ BLOCK = 64
 # out what prompts share. Where they fit, they have at most this share of the room.
 MIN_SETS = 8
 GROWING_SHARE = 0.5
+NEAR = 4  # blocks: the answer's opening, and what a template drops of it, are shorter
 _TOKEN_BYTES = 8  # in a key: so that no block, not even one without KV, weighs nothing
 
 Key: TypeAlias = tuple[int, ...]  # the number of the block before, then a block's own tokens
@@ -255,7 +256,9 @@ class PrefixCache:
         """List what is kept of an adapter's prompts in pieces for files, the one used last first:
         so each comes after those that it follows.
 
-        A piece ends where prompts part, after states, and at places that depend on nothing else.
+        A piece ends where prompts part, after states that are near their end or where they part,
+        and at places that depend on nothing else. Other states are those of chunks: a slow device
+        has many times as much of them as of all else, and few prompts go on there.
         """
         following: dict[int, list[Key]] = defaultdict(list)
         for key, kept in self._kept.items():
@@ -267,7 +270,7 @@ class PrefixCache:
         ]
         while starts:
             salt, after, before, place = starts.pop()
-            for key in [key for key in following[after] if len(key) > 1]:
+            for key in _blocks(following[after]):
                 run = self._run(key, following, place)
                 own = [token for key in run for token in key[1:]]
                 pieces[key] = PrefixPiece(salt, own, before)
@@ -275,16 +278,27 @@ class PrefixCache:
                 starts.append((salt, last, pieces[key], place + len(run)))
         return [pieces[key] for key in reversed(self._kept) if key in pieces]
 
-    def _run(self, key: Key, following: dict[int, list[Key]], place: int) -> list[Key]:
+    def _run(self, key: Key, following: Mapping[int, list[Key]], place: int) -> list[Key]:
         """Return a block, which has so many before it, and those of its piece that follow it."""
         most = max(1, PIECE_BYTES // self._kept[key].nbytes)
         run = [key]
         while (place + len(run)) % most:
-            after = following[self._kept[run[-1]].number]
-            if len(after) != 1 or len(after[0]) == 1:
+            last = self._kept[run[-1]].number
+            blocks = _blocks(following[last])
+            has_states = len(following[last]) > len(blocks)
+            if len(blocks) != 1 or (has_states and self._is_near_end(last, following)):
                 break
-            run += after
+            run += blocks
         return run
+
+    def _is_near_end(self, number: int, following: Mapping[int, list[Key]]) -> bool:
+        """Return True if prompts end or part within a few blocks of one."""
+        for _ in range(NEAR):
+            blocks = _blocks(following[number])
+            if len(blocks) != 1:
+                return True
+            number = self._kept[blocks[0]].number
+        return False
 
     def copy_piece(self, tokens: Sequence[int], first: int, root: Root) -> Piece | None:
         """Return a piece; None if some of it has gone meanwhile."""
@@ -417,6 +431,11 @@ class PrefixCache:
         self.pool.add(key, _Kept(self, number, layers, nbytes, len(arrays)))
         path.append(key)
         return True
+
+
+def _blocks(keys: Iterable[Key]) -> list[Key]:
+    """Return the keys of blocks, not of states."""
+    return [key for key in keys if len(key) > 1]
 
 
 def count_shared(one: Sequence[int], other: Sequence[int]) -> int:
