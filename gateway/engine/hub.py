@@ -37,6 +37,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.file_download import http_get, repo_folder_name
 from huggingface_hub.utils import (  # type: ignore[attr-defined]
     WeakFileLock,
+    _http,
     build_hf_headers,
     disable_progress_bars,
     logging,
@@ -195,6 +196,9 @@ def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
+# What cannot connect closes the client that all threads share, under those that do (2.4,
+# http_backoff).
+_http.close_session = lambda: None
 # Errors have our own messages, in our own log.
 logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 # Weights as safetensors only: a pickle is never even fetched.

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.utils import get_session, http_backoff  # type: ignore[attr-defined]
 
 from gateway.engine.hub import (
     Hub,
@@ -232,6 +233,15 @@ def test_a_hub_whose_commits_never_agree_is_left(hub: FakeHub, place: Hub, spec:
     hub.says["org/big"] = {"sha": "f" * 40}
     with pytest.raises(ModelUnavailable, match="names another commit of org/big each time"):
         download(spec, place)
+
+
+def test_a_hub_that_is_gone_does_not_disturb_another() -> None:
+    """All threads share a client, which one that cannot connect would close."""
+    client = get_session()
+    with pytest.raises(Exception, match="refused"):
+        http_backoff("GET", "http://127.0.0.1:9/x")
+    assert not client.is_closed
+    assert get_session() is client
 
 
 def test_listing_and_fetching_import_no_mlx() -> None:
