@@ -12,6 +12,7 @@ import gateway.engine  # noqa: F401  (first: OpenBLAS must be there before mlx)
 hypothesis.settings.register_profile("gateway", deadline=None)
 hypothesis.settings.load_profile("gateway")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile all that it imports
+os.environ.pop("GITHUB_ACTIONS", None)  # there typer colours what it prints into a pipe, too
 
 
 def pytest_collection_finish() -> None:

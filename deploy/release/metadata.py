@@ -14,6 +14,7 @@ from typing import Any, Final
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 _VARIABLES: Final = ("MLX_GATEWAY_REPOSITORY", "GITHUB_REPOSITORY")
+_NAMELESS: Final = "<address of this repository>"  # what README clones
 _RELATIVE: Final = r"\((?!https?:|mailto:|#)([^)\s]+)\)"
 
 
@@ -29,6 +30,7 @@ class Metadata(MetadataHookInterface):
         if name:
             metadata["urls"] = urls(name, metadata["version"])
             text = absolute(text, name, metadata["version"])
+            text = text.replace(_NAMELESS, f"{metadata['urls']['Homepage']}.git")
         metadata["readme"] = {"content-type": "text/markdown", "text": text}
 
 

@@ -14,30 +14,35 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
-PINS: Final = ("requirements/runtime.txt", "requirements/models.txt")
+# dev.txt has what serving, `bench`, traces and the tests need: CI installs it on each platform.
+PINS: Final = ("requirements/dev.txt", "requirements/models.txt")
+CUDA: Final = ("requirements/cuda.txt", "requirements/cuda13.txt")
 PYTHONS: Final = ("3.11", "3.12", "3.13", "3.14")
 # macOS 14 is the oldest that mlx has wheels for; glibc 2.35 is Ubuntu 22.04's and mlx's.
-PLATFORMS: Final = {
-    "macOS 14 arm64": "aarch64-apple-darwin",
-    "Linux x86-64": "x86_64-manylinux_2_35",
-    "Linux aarch64": "aarch64-manylinux_2_35",
-}
+LINUX: Final = {"Linux x86-64": "x86_64-manylinux_2_35", "Linux aarch64": "aarch64-manylinux_2_35"}
+PLATFORMS: Final = {"macOS 14 arm64": "aarch64-apple-darwin", **LINUX}
 OLDEST_MACOS: Final = {"MACOSX_DEPLOYMENT_TARGET": "14.0"}
 
 
 def main() -> int:
     """Print the table; return the exit status."""
-    pins = "".join((ROOT / file).read_text(encoding="utf-8") for file in PINS)
     print(f"| | {' | '.join(PYTHONS)} |\n| --- |{' --- |' * len(PYTHONS)}")
-    is_whole = True
-    for name, platform in PLATFORMS.items():
-        cells = []
-        for python in PYTHONS:
-            count, missing = resolve(pins, platform, python)
-            is_whole = is_whole and not missing
-            cells.append(", ".join(missing) or f"{count} wheels")
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
-    return 0 if is_whole else 1
+    wholes = [row(name, platform, PINS) for name, platform in PLATFORMS.items()]
+    for file in CUDA:
+        wholes += [row(f"{name}, {Path(file).stem}", LINUX[name], (file,)) for name in LINUX]
+    return 0 if all(wholes) else 1
+
+
+def row(name: str, platform: str, files: tuple[str, ...]) -> bool:
+    """Print a row of the table; return whether each pin of the files has its wheels."""
+    pins = "".join((ROOT / file).read_text(encoding="utf-8") for file in files)
+    cells, is_whole = [], True
+    for python in PYTHONS:
+        count, missing = resolve(pins, platform, python)
+        is_whole = is_whole and not missing
+        cells.append(", ".join(missing) or f"{count} wheels")
+    print(f"| {name} | {' | '.join(cells)} |", flush=True)
+    return is_whole
 
 
 def resolve(pins: str, platform: str, python: str) -> tuple[int, list[str]]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from gateway.app import engines as engines
     from gateway.app import gateway as gateway
+    from gateway.app import limits as limits
     from gateway.app import ranks as ranks
     from gateway.app.engines import count_kept as count_kept
     from gateway.app.hub import hub_of as hub_of
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
     from gateway.engine import hub as hub
     from gateway.engine.models import context as context
     from gateway.engine.models import sharding as sharding
+    from gateway.jobs import KvCost as KvCost
     from gateway.server import connections as connections
+    from gateway.serving.generation import memory as memory
     from gateway.serving.ranks import links as links
 
 _PLACES = {
@@ -44,6 +47,7 @@ _PLACES = {
     "Table": "rich.table:Table",
     "engines": "gateway.app.engines",
     "gateway": "gateway.app.gateway",
+    "limits": "gateway.app.limits",
     "ranks": "gateway.app.ranks",
     "hub_of": "gateway.app.hub:hub_of",
     "count_kept": "gateway.app.engines:count_kept",
@@ -53,6 +57,8 @@ _PLACES = {
     "hub": "gateway.engine.hub",
     "context": "gateway.engine.models.context",
     "sharding": "gateway.engine.models.sharding",
+    "KvCost": "gateway.jobs:KvCost",
+    "memory": "gateway.serving.generation.memory",
     "connections": "gateway.server.connections",
     "links": "gateway.serving.ranks.links",
 }

@@ -10,19 +10,19 @@ import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from gateway.app.limits import budget_bytes, prefix_share
 from gateway.cli import lazy
 from gateway.cli.terminal import show
-from gateway.jobs import KvCost
 from gateway.logs import human_bytes
 from gateway.registry import Facts, LayersKept, read_facts
 from gateway.serving.budget import LEAST_PREFIXES, bound_prefixes
-from gateway.serving.generation.memory import Layout, RowCosts, longest_chunk
 from gateway.settings import Settings, load_settings
+
+if TYPE_CHECKING:
+    from gateway.jobs import KvCost
 
 GIB: Final = 1 << 30
 STEP: Final = 1024  # tokens, of a context that is cut short
@@ -60,7 +60,7 @@ class Fit:
         return next((word for most, word in SPEEDS if self.token_bytes <= most), "slow")
 
 
-def kv_cost(groups: Iterable[LayersKept]) -> KvCost:
+def kv_cost(groups: Iterable[LayersKept]) -> "KvCost":
     """Return the cost of a sequence's KV, with the layer more that `measure_kv` counts."""
     tokens, states, windows = [0], [0], []
     for group in groups:
@@ -72,7 +72,7 @@ def kv_cost(groups: Iterable[LayersKept]) -> KvCost:
         else:
             tokens += [HALF * width] * group.layers
     windows += [max(windows)] if windows else []
-    return KvCost(
+    return lazy.KvCost(
         token=sum(tokens) + max(tokens),
         windows=tuple(windows),
         constant=sum(states) + max(states),
@@ -91,22 +91,22 @@ def fit(name: str, kind: str, facts: Facts, memory_bytes: int, settings: Setting
         return None
     weights, active = facts.weights_bytes, facts.active_b or 1
     token_bytes = int(weights * active / (facts.parameters_b or active))
-    room = budget_bytes(settings, memory_bytes) - weights
+    room = lazy.limits.budget_bytes(settings, memory_bytes) - weights
     context: int | None = 0 if room >= 0 else None
     kv_bytes = prefix_bytes = 0
     if kind == "chat":
-        whole, chunk = facts.context or 0, longest_chunk(settings.prefill_chunk_tokens)
-        costs = RowCosts(kv_cost(facts.kv), chunk_tokens=chunk)
+        whole, chunk = facts.context or 0, lazy.memory.longest_chunk(settings.prefill_chunk_tokens)
+        costs = lazy.memory.RowCosts(kv_cost(facts.kv), chunk_tokens=chunk)
 
         def row_bytes(tokens: int) -> int:
-            return Layout(single=(tokens,)).nbytes(costs)
+            return lazy.memory.Layout(single=(tokens,)).nbytes(costs)
 
         lengths = [*range(LEAST_CONTEXT, whole, STEP), whole]
         count = bisect_right(lengths, room - LEAST_PREFIXES, key=row_bytes)
         context = lengths[count - 1] if count else None
         if context is not None:
             kv_bytes = row_bytes(context)
-            prefix_bytes = bound_prefixes(prefix_share(memory_bytes), room, kv_bytes)
+            prefix_bytes = bound_prefixes(lazy.limits.prefix_share(memory_bytes), room, kv_bytes)
     is_whole = context in (0, facts.context)
     return Fit(
         name, kind, weights, context, is_whole, kv_bytes, prefix_bytes, token_bytes, facts.unread
@@ -146,7 +146,8 @@ def recommend(
     else:
         memory_bytes = working_set(_read_memory(memory))
         settings = settings.model_copy(update={"cache_max_bytes": None})  # is this machine's
-    budget, every = budget_bytes(settings, memory_bytes), list(fits(memory_bytes, settings))
+    budget = lazy.limits.budget_bytes(settings, memory_bytes)
+    every = list(fits(memory_bytes, settings))
     if as_json:
         more = ("total_bytes", "speed")
         models = [asdict(each) | {key: getattr(each, key) for key in more} for each in every]

@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import anyio.to_thread
@@ -57,6 +59,25 @@ def test_what_is_copied_exists_and_is_not_ignored() -> None:
     allowed = {line.removeprefix("!") for line in IGNORED if line.startswith("!")}
     assert "*" in IGNORED
     assert copied == allowed
+
+
+def test_what_is_copied_is_all_that_the_package_is_built_of(tmp_path: Path) -> None:
+    """As in the image, where pip builds a wheel of it."""
+    for rest in said("COPY"):
+        *names, folder = rest.replace("${PINS}", PINS[0]).split()
+        if "--from" in rest:
+            continue
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        for name in names:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, tmp_path / folder, dirs_exist_ok=True)
+            else:
+                shutil.copy(ROOT / name, tmp_path / folder)
+    command = [sys.executable, "-c", "from hatchling.build import *; build_wheel('.')"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        assert {"gateway/models.yaml", "gateway/catalogue.yaml"} <= {*wheel.namelist()}
 
 
 def test_all_that_is_written_is_in_the_volume_or_the_temporary_folder() -> None:

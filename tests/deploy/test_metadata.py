@@ -57,6 +57,7 @@ def test_links_lead_to_the_tag_where_the_repository_is_known(tmp_path: Path) -> 
     assert f"{HOME}/blob/{TAG}/docs/api.md" in links(said)
     picture = f"https://raw.githubusercontent.com/someone/something/{TAG}/docs/dashboard-light.png"
     assert picture in links(said)
+    assert f"git clone {HOME}.git mlx-gateway" in str(said.get_payload())
     assert f"Issues, {HOME}/issues" in said.get_all("Project-URL", [])
     again = built(folder, MLX_GATEWAY_REPOSITORY="another/one")
     assert again.get_all("Project-URL") == said.get_all("Project-URL")

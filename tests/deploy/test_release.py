@@ -7,10 +7,12 @@ import pytest
 
 import gateway
 from deploy.release import notes as release_notes
+from deploy.release import wheels
 from deploy.release.formula import write
 from deploy.release.notes import notes
 from deploy.release.wheels import blamed, names, without
 
+ROOT = Path(__file__).parents[2]
 VERSION = gateway.__version__
 CHANGELOG = """# Changelog
 
@@ -70,7 +72,9 @@ def test_a_version_without_notes_or_with_anothers_tag_is_not_released(
 
 
 def test_the_changelog_has_notes_for_what_comes_next() -> None:
-    assert notes(release_notes.CHANGELOG.read_text(encoding="utf-8"), "Unreleased")
+    """They are the version's from the commit on that is tagged, and nothing is to come then."""
+    text = release_notes.CHANGELOG.read_text(encoding="utf-8")
+    assert notes(text, "Unreleased") or notes(text, VERSION)
 
 
 def test_a_formula_names_the_sdist_by_the_hash_of_its_bytes(tmp_path: Path) -> None:
@@ -82,6 +86,18 @@ def test_a_formula_names_the_sdist_by_the_hash_of_its_bytes(tmp_path: Path) -> N
     assert f'sha256 "{hashlib.sha256(b"all of it").hexdigest()}"' in formula
     assert "--require-hashes" in formula
     assert "$" not in formula
+
+
+def test_every_pin_that_somebody_installs_to_serve_is_looked_for() -> None:
+    """By make, pip's extras, the image or the formula."""
+    looked = {
+        name
+        for file in (*wheels.PINS, *wheels.CUDA)
+        for name in names((ROOT / file).read_text(encoding="utf-8"))
+    }
+    for pins in ("runtime", "bench", "otel", "models", "cuda", "cuda13"):
+        text = (ROOT / "requirements" / f"{pins}.txt").read_text(encoding="utf-8")
+        assert {*names(text)} <= looked, pins
 
 
 def test_a_pin_that_has_no_wheel_is_named_and_the_others_are_tried() -> None:

@@ -78,3 +78,15 @@ def test_links_of_the_repositorys_pages_hold() -> None:
 def test_a_citation_names_this_version() -> None:
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert cited["version"] == gateway.__version__
+
+
+def test_forms_ask_for_the_command_that_troubleshooting_names() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    forms = [
+        yaml.safe_load((GITHUB / "ISSUE_TEMPLATE" / name).read_text(encoding="utf-8"))
+        for name in ("bug.yml", "model.yml", "speed.yml")
+    ]
+    labels = {field["attributes"].get("label", "") for form in forms for field in form["body"]}
+    asked = {label for label in labels if label.startswith("mlx-gateway ")}
+    assert len(asked) == 1
+    assert f"`{asked.pop()}`" in page
