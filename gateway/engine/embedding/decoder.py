@@ -24,6 +24,11 @@ from gateway.engine.models.missing_kernels import Report, replace_missing
 
 SAME_AS: Final = {"eurobert": "llama"}  # architectures that mlx-lm has by another name
 _LLAMAS: Final = ("eurobert", "llama", "mistral", "qwen2", "qwen3")
+# The activation that mlx-lm's class has, whatever config.json says, and the key of it.
+_ACTIVATIONS: Final = {
+    **dict.fromkeys(_LLAMAS, ("hidden_act", "silu")),
+    "gemma3_text": ("hidden_activation", "gelu_pytorch_tanh"),
+}
 # By key: its value if no token looks ahead, and what looks ahead by it in transformers, of those
 # whose mlx-lm class takes its mask from the caches.
 _AHEAD: Final = {
@@ -71,7 +76,9 @@ class Decoder:
         with checkpoint.reading_config():
             window = _ignored_window(raw)
             self._looks_ahead = _looks_ahead(checkpoint, raw, window)
-            _check_activation(checkpoint, raw)
+        key, served = _ACTIVATIONS.get(raw.get("model_type", ""), ("hidden_act", None))
+        if served is not None and raw.get(key, served) != served:
+            raise checkpoint.failed(f"config.json: {key} `{raw[key]}` is not {served}")
         model, _ = open_decoder(checkpoint, device=device, dtype=dtype, classes=_headless_classes)
         self._model = model
         self._states = getattr(model, "model", None)
@@ -136,17 +143,6 @@ def _looks_ahead(checkpoint: Checkpoint, raw: Mapping[str, Any], window: int | N
     if is_ahead and window is not None:
         raise checkpoint.failed(f"a `{kind}` that looks ahead in sliding windows is not supported")
     return is_ahead
-
-
-def _check_activation(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> None:
-    """Raise for another activation than the one that mlx-lm's class has."""
-    key, served = "hidden_act", "silu"
-    if raw.get("model_type") == "gemma3_text":
-        key, served = "hidden_activation", "gelu_pytorch_tanh"
-    elif raw.get("model_type") not in _LLAMAS:
-        return
-    if raw.get(key, served) != served:
-        raise checkpoint.failed(f"config.json: {key} `{raw[key]}` is not {served}")
 
 
 def _ignored_window(raw: Mapping[str, Any]) -> int | None:
