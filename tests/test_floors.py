@@ -133,7 +133,7 @@ BUDGET: dict[str, int] = {
     "cli": 1582,
     "clock": 40,
     "doctor": 336,
-    "engine": 11525,
+    "engine": 11570,
     "errors": 268,
     "ids": 10,
     "jobs": 289,

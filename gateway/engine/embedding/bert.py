@@ -11,7 +11,14 @@ from typing import Any, Final
 import mlx.core as mx
 
 from gateway.engine.device import Device, pick_dtype
-from gateway.engine.models.checkpoint import Checkpoint, dequantize, fit_weights
+from gateway.engine.models.checkpoint import (
+    MOST_LAYERS,
+    MOST_POSITIONS,
+    Checkpoint,
+    dequantize,
+    fit_weights,
+    read_count,
+)
 from gateway.engine.models.encoder_kernels import (
     ACTIVATIONS,
     PADDING_SCORE,
@@ -193,8 +200,9 @@ def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> BertConfig:
     kind = raw.get("position_embedding_type") or "absolute"
     if kind != "absolute":
         raise checkpoint.failed(f"config.json: position_embedding_type `{kind}` is not supported")
-    if raw.get("is_decoder"):
-        raise checkpoint.failed("config.json: is_decoder is not supported for this architecture")
+    for key in ("is_decoder", "is_causal"):
+        if raw.get(key):
+            raise checkpoint.failed(f"config.json: {key} is not supported for this architecture")
     activation = raw.get("hidden_act", "gelu")
     if activation not in ACTIVATIONS:
         raise checkpoint.failed(
@@ -204,12 +212,12 @@ def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> BertConfig:
         config = BertConfig(
             vocabulary=int(raw["vocab_size"]),
             dimensions=int(raw["hidden_size"]),
-            layers=int(raw["num_hidden_layers"]),
+            layers=read_count(raw, "num_hidden_layers", MOST_LAYERS),
             heads=int(raw["num_attention_heads"]),
             intermediate=int(raw["intermediate_size"]),
-            positions=int(raw["max_position_embeddings"]),
+            positions=read_count(raw, "max_position_embeddings", MOST_POSITIONS),
             token_types=int(raw["type_vocab_size"]),
-            padding_id=int(raw.get("pad_token_id") or 0),
+            padding_id=read_count(raw, "pad_token_id", int(raw["vocab_size"]) - 1),
             epsilon=float(raw.get("layer_norm_eps", 1e-12)),
             activation=activation,
             quantization=dict(raw.get("quantization") or {}),

@@ -10,24 +10,29 @@ from typing import Any, Final
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx_lm.utils import _get_classes
 
 from gateway.engine.device import Device
 from gateway.engine.embedding.pooling import INSIDE
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.models.decoders import (
+    classes_of,
     floating_dtype,
     open_decoder,
     parameters,
-    spread_rope,
 )
 from gateway.engine.models.missing_kernels import Report, replace_missing
 
 SAME_AS: Final = {"eurobert": "llama"}  # architectures that mlx-lm has by another name
+_LLAMAS: Final = ("eurobert", "llama", "mistral", "qwen2", "qwen3")
+# The activation that mlx-lm's class has, whatever config.json says, and the key of it.
+_ACTIVATIONS: Final = {
+    **dict.fromkeys(_LLAMAS, ("hidden_act", "silu")),
+    "gemma3_text": ("hidden_activation", "gelu_pytorch_tanh"),
+}
 # By key: its value if no token looks ahead, and what looks ahead by it in transformers, of those
 # whose mlx-lm class takes its mask from the caches.
 _AHEAD: Final = {
-    "is_causal": (True, ("eurobert", "llama", "mistral", "qwen2", "qwen3")),
+    "is_causal": (True, _LLAMAS),
     "use_bidirectional_attention": (False, ("gemma3_text",)),
     "bidirectional": (False, ()),
 }
@@ -69,7 +74,11 @@ class Decoder:
         self, checkpoint: Checkpoint, raw: Mapping[str, Any], device: Device, dtype: str | None
     ) -> None:
         with checkpoint.reading_config():
-            self._looks_ahead = _looks_ahead(checkpoint, raw)
+            window = _ignored_window(raw)
+            self._looks_ahead = _looks_ahead(checkpoint, raw, window)
+        key, served = _ACTIVATIONS.get(raw.get("model_type", ""), ("hidden_act", None))
+        if served is not None and raw.get(key, served) != served:
+            raise checkpoint.failed(f"config.json: {key} `{raw[key]}` is not {served}")
         model, _ = open_decoder(checkpoint, device=device, dtype=dtype, classes=_headless_classes)
         self._model = model
         self._states = getattr(model, "model", None)
@@ -78,6 +87,8 @@ class Decoder:
         try:
             self.vocabulary = int(raw["vocab_size"])
             self.max_tokens = int(raw["max_position_embeddings"])
+            if window is not None:  # in shorter texts each token sees all before it
+                self.max_tokens = min(self.max_tokens, window)
             self.dimensions = int(raw["hidden_size"])
             if raw.get("model_type") == "gemma3_text":
                 rounded: Any = mx.array(sqrt(self.dimensions), mx.bfloat16).item()
@@ -85,7 +96,7 @@ class Decoder:
             probed = self._hidden(mx.zeros((1, 1), dtype=mx.int32), None).shape
         except KeyError as error:
             raise checkpoint.failed(f"config.json has no {error.args[0]}") from error
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
             raise checkpoint.failed(f"its architecture gives no hidden states: {error}") from error
         if probed != (1, 1, self.dimensions):
             raise checkpoint.failed(f"its hidden states have shape {probed}")
@@ -119,7 +130,7 @@ class Decoder:
         return states
 
 
-def _looks_ahead(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> bool:
+def _looks_ahead(checkpoint: Checkpoint, raw: Mapping[str, Any], window: int | None) -> bool:
     """Return True if a decoder was retrained to look ahead; raise if in a way not computed here."""
     kind = raw.get("model_type")
     is_ahead = kind == "eurobert"
@@ -129,28 +140,23 @@ def _looks_ahead(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> bool:
         if kind not in kinds:
             raise checkpoint.failed(f"config.json: {key} {raw[key]} is not supported for `{kind}`")
         is_ahead = True
-    window = "sliding_attention" in (raw.get("layer_types") or ()) or raw.get("use_sliding_window")
-    if kind == "mistral":
-        window = raw.get("sliding_window")
-    if is_ahead and window and kind != "gemma3_text":
+    if is_ahead and window is not None:
         raise checkpoint.failed(f"a `{kind}` that looks ahead in sliding windows is not supported")
     return is_ahead
 
 
-def _write_for_mlx_lm(config: dict[str, Any]) -> None:
-    """Add the keys that mlx-lm's classes read in the place of those that transformers 5 writes.
-
-    Raises ValueError for layers that such a class has no key for.
-    """
-    config["model_type"] = kind = SAME_AS.get(config["model_type"], config["model_type"])
-    spread_rope(config)
-    types = config.get("layer_types")
-    if kind == "gemma3_text" and types:
-        pattern = types.index("full_attention") + 1
-        config["sliding_window_pattern"] = pattern
-        expected = ["sliding_attention"] * (pattern - 1) + ["full_attention"]
-        if types != (expected * len(types))[: len(types)]:
-            raise ValueError(f"layer_types are not {pattern - 1} sliding_attention for each full")
+def _ignored_window(raw: Mapping[str, Any]) -> int | None:
+    """Return how many tokens a token sees, where mlx-lm's class would let it see all."""
+    kind = raw.get("model_type")
+    is_sliding = "sliding_attention" in (raw.get("layer_types") or ())
+    if kind not in _LLAMAS or not (
+        kind == "mistral" or is_sliding or raw.get("use_sliding_window")
+    ):
+        return None
+    window = raw.get("sliding_window", 4096)  # transformers' default
+    if window is None or int(window) >= int(raw["max_position_embeddings"]):
+        return None
+    return int(window)
 
 
 def _headless_classes(config: dict[str, Any]) -> tuple[type[Module], type]:
@@ -158,8 +164,8 @@ def _headless_classes(config: dict[str, Any]) -> tuple[type[Module], type]:
 
     Embedding checkpoints are saved from the bare model: no head, and no `model.` before names.
     """
-    _write_for_mlx_lm(config)
-    whole, arguments = _get_classes(config)
+    config["model_type"] = SAME_AS.get(config["model_type"], config["model_type"])
+    whole, arguments = classes_of(config)
 
     class Headless(whole):  # type: ignore[misc, valid-type]
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:

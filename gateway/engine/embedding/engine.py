@@ -338,7 +338,11 @@ def read_max_tokens(
     if max_tokens is None:
         max_tokens = checkpoint.read_object("tokenizer_config.json").get("model_max_length")
     limits = [limit for limit in (positions, max_tokens, asked) if limit is not None]
-    return int(min(limits))
+    with checkpoint.reading_config():
+        least = int(min(limits))
+    if least < 1:
+        raise checkpoint.failed(f"its longest text has {least} tokens")
+    return least
 
 
 Vectors = npt.NDArray[np.float32]

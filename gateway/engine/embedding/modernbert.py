@@ -12,8 +12,21 @@ from typing import Any, Final
 import mlx.core as mx
 
 from gateway.engine.device import Device, pick_dtype
-from gateway.engine.embedding.bert import Dense, Norm, arrays_of, make_dense, make_norm
-from gateway.engine.models.checkpoint import Checkpoint, dequantize, fit_weights
+from gateway.engine.embedding.bert import (
+    Dense,
+    Norm,
+    arrays_of,
+    make_dense,
+    make_norm,
+)
+from gateway.engine.models.checkpoint import (
+    MOST_LAYERS,
+    MOST_POSITIONS,
+    Checkpoint,
+    dequantize,
+    fit_weights,
+    read_count,
+)
 from gateway.engine.models.encoder_kernels import (
     ACTIVATIONS,
     PADDING_SCORE,
@@ -55,7 +68,7 @@ class ModernBertConfig:
 
 def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> ModernBertConfig:
     """Read config.json's keys, of transformers 4 and 5, refusing what is not computed here."""
-    for key in ("attention_bias", "mlp_bias", "norm_bias"):
+    for key in ("attention_bias", "mlp_bias", "norm_bias", "is_causal"):
         if raw.get(key):
             raise checkpoint.failed(f"config.json: {key} is not supported for this architecture")
     activation = raw.get("hidden_activation", "gelu")
@@ -72,8 +85,8 @@ def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> ModernBertCon
             dimensions=int(raw["hidden_size"]),
             heads=int(raw["num_attention_heads"]),
             intermediate=int(raw["intermediate_size"]),
-            positions=int(raw["max_position_embeddings"]),
-            padding_id=int(raw.get("pad_token_id") or 0),
+            positions=read_count(raw, "max_position_embeddings", MOST_POSITIONS),
+            padding_id=read_count(raw, "pad_token_id", int(raw["vocab_size"]) - 1),
             epsilon=float(raw.get("norm_eps", 1e-5)),
             activation=activation,
             windows=[window if is_local else None for is_local in are_local],
@@ -87,7 +100,7 @@ def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> ModernBertCon
 
 def _local_layers(raw: Mapping[str, Any]) -> list[bool]:
     """Return, for each layer, whether its attention is local."""
-    layers = int(raw["num_hidden_layers"])
+    layers = read_count(raw, "num_hidden_layers", MOST_LAYERS)
     types = raw.get("layer_types")
     if types:
         known = {"full_attention": False, "sliding_attention": True}

@@ -7,6 +7,7 @@ writes the names of weights that the models had when their code was their own.
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from math import inf
 from typing import Any, ClassVar, Final
 
 import mlx.core as mx
@@ -49,6 +50,11 @@ _SERVED: Final = {
     "rotary_scaling_factor": (None,),
     "rotary_emb_fraction": (None, 1),
     "rotary_emb_interleaved": (None, False),
+    "rotary_emb_scale_base": (None,),
+    "prenorm": (None, False),
+    "causal": (None, False),
+    "scale_attn_weights": (None, True),
+    "scale_attn_by_inverse_layer_idx": (None, False),
 }
 
 
@@ -76,6 +82,8 @@ class RotaryBert(Bert):
             raise checkpoint.failed("config.json: hidden_size is no even multiple of the heads")
         with checkpoint.reading_config():
             theta, factor = cls._read_rope(checkpoint, keys, config.dimensions // config.heads)
+        if not (0 < theta < inf and 0 < factor < inf):
+            raise checkpoint.failed("config.json: rotations have a base or a factor that cannot be")
         return replace(
             config, theta=theta, factor=factor, is_gated=cls.is_gated, unbiased=cls.unbiased
         )

@@ -28,6 +28,9 @@ SLICE_BYTES: Final = 256 << 20
 # The format's own bound: whatever a broken file's first bytes say, no more is read for a header.
 HEADER_BYTES: Final = 100_000_000
 KV_GROUP_SIZES: Final = (64, 32)
+# No model has more; each layer takes time and memory, and each position a row of a table.
+MOST_LAYERS: Final = 1000
+MOST_POSITIONS: Final = 131_072
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +110,8 @@ class Checkpoint:
             yield
         except KeyError as error:
             raise self.failed(f"config.json has no {error.args[0]}") from error
-        except (TypeError, ValueError, AttributeError) as error:
-            raise self.failed(f"config.json has a value that is no number: {error}") from error
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise self.failed(f"config.json has a value that cannot be: {error}") from error
 
     def read_modules(self) -> list[tuple[str, str]] | None:
         """Return sentence-transformers' modules in order, class name and path of each; None if
@@ -189,6 +192,14 @@ class Checkpoint:
         if files:
             raise self.failed(f"its folder has {files[0]}: `source:` must name the file itself")
         raise self.failed(f"no model.safetensors in {self.folder}")
+
+
+def read_count(config: Mapping[str, Any], key: str, most: int) -> int:
+    """Return a number of config.json, 0 if it has none; raises ValueError if it is above `most`."""
+    number = int(config.get(key) or 0)
+    if not 0 <= number <= most:
+        raise ValueError(f"{key} {number} is not from 0 to {most}")
+    return number
 
 
 def fit_weights(

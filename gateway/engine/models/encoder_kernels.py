@@ -178,23 +178,19 @@ def layer_norm_by_products(dimensions: int) -> Normalization:
     return normalize
 
 
-def _relu(x: mx.array) -> mx.array:
-    return mx.maximum(x, 0.0)
-
-
-_ON_CPU: Final[dict[str, Activation]] = {
-    "gelu": gelu,
-    "gelu_new": gelu_tanh,
-    "gelu_pytorch_tanh": gelu_tanh,
-    "relu": _relu,
-    "silu": silu,
-}
 _OF_MLX: Final[dict[str, Activation]] = {
     "gelu": activations.gelu,
     "gelu_new": activations.gelu_approx,
     "gelu_pytorch_tanh": activations.gelu_approx,
     "relu": activations.relu,
     "silu": activations.silu,
+}
+_ON_CPU: Final[dict[str, Activation]] = {
+    **_OF_MLX,
+    "gelu": gelu,
+    "gelu_new": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "silu": silu,
 }
 ACTIVATIONS: Final = tuple(_ON_CPU)
 

@@ -80,12 +80,16 @@ def test_a_token_sees_half_a_window_to_either_side_but_no_padding() -> None:
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
         ({"bidirectional": True}, "bidirectional True"),
         ({"is_causal": False, "model_type": "olmo2"}, "is_causal False.*`olmo2`"),
-        ({"is_causal": False, "use_sliding_window": True}, "sliding windows"),
+        ({"is_causal": False, "use_sliding_window": True, "sliding_window": 8}, "sliding windows"),
         ({"is_causal": False, "model_type": "mistral", "sliding_window": 8}, "sliding windows"),
         ({"is_causal": False, "layer_types": 3}, "config.json has a value"),
+        ({"hidden_act": "gelu"}, "hidden_act `gelu`"),
+        ({"num_hidden_layers": 10_000_000}, "num_hidden_layers"),
+        ({"max_position_embeddings": -1}, "longest text"),
+        ({"max_position_embeddings": float("inf")}, "infinity"),
     ],
 )
-def test_a_decoder_that_looks_ahead_in_another_way_is_refused(
+def test_a_decoder_whose_vectors_would_be_wrong_is_refused(
     tmp_path: Path, changes: dict[str, Any], named: str
 ) -> None:
     """mlx_lm's classes are causal, and would give plausible wrong vectors."""
@@ -93,6 +97,12 @@ def test_a_decoder_that_looks_ahead_in_another_way_is_refused(
     rewrite(folder / "config.json", **changes)
     with pytest.raises(ModelLoadFailed, match=named):
         load(folder)
+
+
+def test_texts_end_at_a_window_that_mlx_lms_class_ignores(tmp_path: Path) -> None:
+    folder = tiny(tmp_path, "qwen3")
+    rewrite(folder / "config.json", use_sliding_window=True, sliding_window=8)
+    assert load(folder).max_tokens == 8
 
 
 @pytest.mark.parametrize("types", [["full_attention", "sliding_attention"], ["sliding_attention"]])

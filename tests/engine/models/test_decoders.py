@@ -9,7 +9,8 @@ import pytest
 
 from gateway.engine.device import Device
 from gateway.engine.models.checkpoint import Checkpoint
-from gateway.engine.models.decoders import open_decoder
+from gateway.engine.models.decoders import open_decoder, write_for_mlx_lm
+from gateway.errors import ModelLoadFailed
 from tests.checkpoints import write_chat
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
@@ -48,3 +49,44 @@ def test_positions_are_those_of_transformers_5(
         written_now = {"full_attention": written_now}
     file.write_text(json.dumps({**config, "rope_parameters": written_now}))
     assert mx.array_equal(logits(tmp_path), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "yarn", "attention_factor": 1.3, **YARN}},
+            "attention_f",
+        ),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "linear.*`gemma2`"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear.*`gemma2`"),
+        ({"num_hidden_layers": 10_000_000}, "num_hidden_layers"),
+    ],
+)
+def test_what_a_class_would_not_read_is_refused(
+    tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    write_chat(tmp_path)
+    file = tmp_path / "config.json"
+    kind = {"model_type": "gemma2", "head_dim": 8}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **kind, **changes}))
+    with pytest.raises(ModelLoadFailed, match=named):
+        logits(tmp_path)
+
+
+def test_keys_are_those_that_mlx_lms_classes_insist_on() -> None:
+    """Phi-3 reads `type` as transformers 4 wrote it, GLM's wants a `rope_scaling` of None."""
+    longrope = {"rope_type": "longrope", "long_factor": [2.0], "short_factor": [1.0]}
+    config: dict[str, Any] = {"rope_parameters": longrope}
+    write_for_mlx_lm(config)
+    assert config["rope_scaling"] == {**longrope, "type": "longrope"}
+    config = {"rope_parameters": {"rope_type": "default", "rope_theta": 70.0}}
+    write_for_mlx_lm(config)
+    assert config["rope_scaling"] is None
+
+
+def test_gemmas_windows_are_those_of_its_layer_types() -> None:
+    types = ["sliding_attention", "sliding_attention", "full_attention"]
+    config: dict[str, Any] = {"model_type": "gemma3_text", "layer_types": types * 2}
+    write_for_mlx_lm(config)
+    assert config["sliding_window_pattern"] == 3
