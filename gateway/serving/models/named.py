@@ -22,7 +22,8 @@ from gateway.serving.models.pulls import ADMIN, Pull, Pulls
 
 MOST_NAMED: Final = 16
 RETRY_S: Final = 5.0
-_REPO = re.compile(r"(?:hub:)?([\w-][\w.-]*/[\w-][\w.-]*)", re.ASCII)
+_PART = r"\w(?:[\w.-]{0,94}\w)?"
+_REPO = re.compile(rf"(?:hub:)?({_PART}/{_PART}(?<!\.git))", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +37,11 @@ class Candidate:
 
 
 def repository(name: str) -> str | None:
-    """Return the `org/name` that a model's name, perhaps after `hub:`, says; None if it is none."""
+    """Return the `org/name` that a model's name, perhaps after `hub:`, says; None if the hub can
+    have none of that name.
+    """
     match = _REPO.fullmatch(name)
-    if match is None or ".." in name or len(name) > 200:
+    if match is None or ".." in name or "--" in name:
         return None
     return match[1]
 

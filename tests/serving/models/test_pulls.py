@@ -166,6 +166,7 @@ async def test_bytes_are_counted_to_the_key(pulls: Pulls, store: ScriptedStore) 
     [
         *("org", "org/", "/name", "org/name/more", "org\\name", "../name", "org/..", "o..g/name"),
         *("org/name@main", "org/n\u0430me", " org/name", "org/name\n", "hub:hub:org/name", ".o/n"),
+        *("org/n--m", "org/name.git", "org/name.", "org/-name", "o-/name", f"org/{'x' * 97}"),
     ],
 )
 def test_a_name_that_is_no_repository_is_none(name: str) -> None:
@@ -174,7 +175,7 @@ def test_a_name_that_is_no_repository_is_none(name: str) -> None:
 
 def test_a_repository_may_be_named_with_its_hub() -> None:
     assert repository("hub:org/name-4.5_b") == repository("org/name-4.5_b") == "org/name-4.5_b"
-    assert repository(f"org/{'x' * 300}") is None
+    assert repository("o/n.github.io") == "o/n.github.io"
 
 
 @pytest.mark.parametrize(
