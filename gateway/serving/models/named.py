@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 from gateway.errors import (
@@ -75,9 +76,8 @@ class NamedModels:
     publish: Callable[[], None]  # adds `specs` to it
     states: Callable[[], Mapping[str, str]]  # of models, by the model cache
     specs: dict[str, ModelSpec] = field(default_factory=dict)
-    _looks: dict[str, asyncio.Task[ModelSpec]] = field(default_factory=dict)
-    _missing: dict[str, int] = field(default_factory=dict)  # bytes, of those on their way
-    _busy: dict[str, str] = field(default_factory=dict)  # by key: what is on its way for it
+    # What the hub is being asked for, and for which key.
+    _looks: dict[str, tuple[str, asyncio.Task[ModelSpec]]] = field(default_factory=dict)
 
     async def admit(self, name: str, key: str) -> None:
         """Serve a model that a request names, if it may be named, and begin to fetch it.
@@ -90,9 +90,10 @@ class NamedModels:
             return  # it is there, or gets the ordinary 404
         if not any(fnmatchcase(repo, pattern) for pattern in self.patterns):
             raise ModelNotFound(name, patterns=self.patterns)
-        busy = self._busy.get(key, repo)
-        if busy != repo:
-            message = f"`{busy}` is on its way for this key. Try again once it is here."
+        looks = [asked for asked, (owner, _) in self._looks.items() if owner == key]
+        pulls = [pull.spec.id for pull in self._under_way() if pull.key == key]
+        for other in {*looks, *pulls} - {repo}:
+            message = f"`{other}` is on its way for this key. Try again once it is here."
             raise Overloaded(message, retry_after_s=RETRY_S)
         await self._add(repo, key)
 
@@ -106,50 +107,48 @@ class NamedModels:
 
     async def _add(self, repo: str, key: str) -> ModelSpec:
         """Add a model, or wait until another caller has."""
-        task = self._looks.get(repo)
-        if task is None:
-            task = self._looks[repo] = asyncio.create_task(self._look(repo, key))
-            if key != ADMIN:
-                self._busy[key] = repo
+        if repo not in self._looks:
+            self._looks[repo] = (key, asyncio.create_task(self._look(repo, key)))
         try:
-            return await asyncio.shield(task)
+            return await asyncio.shield(self._looks[repo][1])
         except GatewayError as error:  # others wait for it too
             raise copy_error(error) from error
 
     async def _look(self, repo: str, key: str) -> ModelSpec:
-        settle = partial(self._settle, repo, key)
         try:
             candidate = await self.offer(repo, key == ADMIN)
-            pending = sum(self._missing.values())
-            limits = {"memory": self.memory_bytes, "reserve": self.reserve_bytes}
-            check_sizes(candidate, pending=pending, **limits)
-            self._make_place()
-        except BaseException:
-            settle()
-            raise
         finally:
             del self._looks[repo]
-        self.specs[repo], self._missing[repo] = candidate.spec, candidate.missing
+        check_sizes(
+            candidate,
+            pending=self.pulls.pending,
+            memory=self.memory_bytes,
+            reserve=self.reserve_bytes,
+        )
+        self._make_place()
+        self.specs[repo] = candidate.spec
         self.publish()
-        self.pulls.begin(candidate.spec, key).task.add_done_callback(settle)
+        pull = self.pulls.begin(candidate.spec, key, candidate.missing)
+        pull.task.add_done_callback(partial(self._settle, repo))
         return candidate.spec
+
+    def _under_way(self) -> Sequence[Pull]:
+        return [pull for pull in self.pulls.under_way if pull.spec.id in self.specs]
 
     def _make_place(self) -> None:
         """Let go of an idle model if there are MOST_NAMED. Raises Overloaded if none is idle."""
         if len(self.specs) < MOST_NAMED:
             return
         used = {model for model, state in self.states().items() if state != "failed"}
-        idle = next((repo for repo in self.specs if repo not in used | {*self._missing}), None)
+        used.update(pull.spec.id for pull in self._under_way())
+        idle = next((repo for repo in self.specs if repo not in used), None)
         if idle is None:
             message = f"{MOST_NAMED} models have been named, and all are in use."
             raise Overloaded(message, retry_after_s=RETRY_S)
         del self.specs[idle]
 
-    def _settle(self, repo: str, key: str, task: "asyncio.Task[object] | None" = None) -> None:
-        """Note that a model is here. One that could not be fetched is asked for anew next time."""
-        self._missing.pop(repo, None)
-        if self._busy.get(key) == repo:
-            del self._busy[key]
-        if task is not None and (task.cancelled() or task.exception() is not None):
+    def _settle(self, repo: str, task: asyncio.Task[Path]) -> None:
+        """Ask anew next time for a model that could not be fetched."""
+        if task.cancelled() or task.exception() is not None:
             self.specs.pop(repo, None)
             self.publish()

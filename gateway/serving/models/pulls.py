@@ -45,6 +45,7 @@ class Pull:
 
     spec: ModelSpec
     key: str
+    whole: int  # the bytes on disk once it is, as far as the hub has said before
     status: Literal["waiting", "downloading"] = "waiting"
     task: "asyncio.Task[Path]" = field(init=False)
 
@@ -76,6 +77,14 @@ class Pulls:
         """Return the downloads under way, the oldest first."""
         return tuple(self._pulls.values())
 
+    @property
+    def pending(self) -> int:
+        """Return the bytes that are still to be fetched, as far as `begin` was told."""
+        return sum(max(0, pull.whole - self._on_disk(pull.spec)) for pull in self.under_way)
+
+    def _on_disk(self, spec: ModelSpec) -> int:
+        return self._store.fetched(spec).completed
+
     def fetched(self, pull: Pull) -> Fetched:
         """Return how much of a pull's model is on disk."""
         completed, total = self._store.fetched(pull.spec)  # beside what an older revision left
@@ -88,12 +97,15 @@ class Pulls:
             files = await self.begin(spec).wait()
         return files
 
-    def begin(self, spec: ModelSpec, key: str = NOBODY) -> Pull:
-        """Return the pull of a model that is under way, or begin one that is counted to a key."""
+    def begin(self, spec: ModelSpec, key: str = NOBODY, missing: int = 0) -> Pull:
+        """Return the pull of a model that is under way, or begin one that is counted to a key.
+
+        `missing` bytes of it are not on disk, if that is known.
+        """
         name = (spec.id, spec.source)
         pull = self._pulls.get(name)
         if pull is None:
-            pull = self._pulls[name] = Pull(spec, key)
+            pull = self._pulls[name] = Pull(spec, key, self._on_disk(spec) + missing)
             pull.task = asyncio.create_task(self._run(pull), name=f"pull {spec.id}")
             pull.task.add_done_callback(lambda _: self._end(name))
         return pull
@@ -124,11 +136,11 @@ class Pulls:
 
     async def _fetch(self, spec: ModelSpec, key: str) -> Path:
         """Fetch one model's files, if another's download has not brought them by now."""
-        started, before = clock.now(), self._store.fetched(spec).completed
+        started, before = clock.now(), self._on_disk(spec)
         try:
             return await self._store.files(spec, is_pull=key == ADMIN)
         finally:
-            nbytes = max(0, self._store.fetched(spec).completed - before)
+            nbytes = max(0, self._on_disk(spec) - before)
             metrics.of(metrics.PULLED_BYTES, key).inc(nbytes)
             seconds = round(clock.now() - started, 2)
             log.info("pull_ended", model=spec.id, key=key, bytes=nbytes, seconds=seconds)

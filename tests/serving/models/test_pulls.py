@@ -45,6 +45,7 @@ class ScriptedStore:
         self.may_end = asyncio.Event()
         self.begun = asyncio.Event()
         self.most = self.now = 0
+        self.fetched_bytes = 40
 
     async def find(self, spec: ModelSpec) -> Path | None:
         return Path(spec.id) if spec.id in self.here else None
@@ -64,7 +65,7 @@ class ScriptedStore:
         return Path(spec.id)
 
     def fetched(self, spec: ModelSpec) -> Fetched:
-        return Fetched(100 if spec.id in self.here else 40, 100)
+        return Fetched(100 if spec.id in self.here else self.fetched_bytes, 100)
 
 
 @pytest.fixture
@@ -231,10 +232,12 @@ async def test_a_key_has_one_model_on_its_way(pulls: Pulls, store: ScriptedStore
     await callers.named.admit("org/b", "key-2")
     with refused("insufficient_disk"):  # what is on its way will take what is free
         await callers.named.admit("org/c", "key-3")
+    store.fetched_bytes += GB // 2  # of each: which the disk has less of, and they need no more
+    await callers.named.admit("org/c", "key-3")
     store.may_end.set()
     for pull in pulls.under_way:
         await pull.wait()
-    await callers.named.admit("org/c", "key-1")
+    await callers.named.admit("org/d", "key-1")
 
 
 async def test_what_was_refused_or_failed_is_forgotten_and_asked_anew(
