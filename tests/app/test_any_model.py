@@ -229,12 +229,17 @@ async def test_a_pull_that_a_stop_cuts_short_is_completed_after_it(
         await ready(client)
         async with pulling(client, "org/one") as answer:
             await asyncio.to_thread(hub.half_sent.wait)
+            body = {"model": "org/one", "stream": False}
+            asking = client.post("/admin/models/pull", json=body, headers=ADMIN)
+            whole = asyncio.ensure_future(asking)
+            await until(lambda: len(gateway.in_flight.requests) == 2)
             async with asyncio.timeout(10):
                 await gateway.drain()
                 last = (await events(answer))[-1]
+                assert code_of(await whole) == (503, "service_unavailable")
             assert last["error"]["code"] == "service_unavailable"
-    hub.gate.set()
     assert [*cached(tmp_path, "*.part")]
+    hub.gate.set()
     async with serving(hub, tmp_path) as client, pulling(client, "org/one") as answer:
         assert (await events(answer))[-1]["status"] == "success"
     assert not [*cached(tmp_path, "*.part")]

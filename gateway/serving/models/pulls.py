@@ -90,13 +90,6 @@ class Pulls:
         completed, total = self._store.fetched(pull.spec)  # beside what an older revision left
         return Fetched(min(completed, total or completed), total)
 
-    async def files(self, spec: ModelSpec) -> Path:
-        """Return the place of a model's files, fetched if need be. Raises as `Pull.wait` does."""
-        files = await self._store.find(spec)
-        if files is None:
-            files = await self.begin(spec).wait()
-        return files
-
     def begin(self, spec: ModelSpec, key: str = NOBODY, missing: int = 0) -> Pull:
         """Return the pull of a model that is under way, or begin one that is counted to a key.
 

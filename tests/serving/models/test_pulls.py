@@ -114,7 +114,9 @@ def refused(code: str) -> Iterator[None]:
 
 
 async def test_one_model_is_downloaded_at_a_time(pulls: Pulls, store: ScriptedStore) -> None:
-    first, second = (asyncio.ensure_future(pulls.files(spec(name))) for name in ("o/a", "o/b"))
+    first, second = (
+        asyncio.ensure_future(pulls.begin(spec(name)).wait()) for name in ("o/a", "o/b")
+    )
     await store.begun.wait()
     assert [pull.status for pull in pulls.under_way] == ["downloading", "waiting"]
     assert pulls.percent(spec("o/a")) == 40
@@ -127,14 +129,14 @@ async def test_one_model_is_downloaded_at_a_time(pulls: Pulls, store: ScriptedSt
 async def test_what_is_on_disk_waits_for_no_download(pulls: Pulls, store: ScriptedStore) -> None:
     store.here.add("o/here")
     pulls.begin(spec("o/far"))
-    assert await pulls.files(spec("o/here")) == Path("o/here")
+    assert await pulls.begin(spec("o/here")).wait() == Path("o/here")
 
 
 async def test_a_download_goes_on_when_a_caller_leaves_and_fails_all_that_wait(
     pulls: Pulls, store: ScriptedStore
 ) -> None:
     store.failing["o/a"] = ModelUnavailable("o/a", "gone.")
-    left, stayed, late = (asyncio.ensure_future(pulls.files(spec("o/a"))) for _ in range(3))
+    left, stayed, late = (asyncio.ensure_future(pulls.begin(spec("o/a")).wait()) for _ in range(3))
     await store.begun.wait()
     left.cancel()
     store.may_end.set()
@@ -143,12 +145,12 @@ async def test_a_download_goes_on_when_a_caller_leaves_and_fails_all_that_wait(
             await caller
     assert store.asked == ["o/a"]
     store.failing.clear()
-    assert await pulls.files(spec("o/a")) == Path("o/a")
+    assert await pulls.begin(spec("o/a")).wait() == Path("o/a")
 
 
 async def test_a_shutdown_ends_downloads_and_tells_who_waits(store: ScriptedStore) -> None:
     async with Pulls(store) as pulls:
-        waiting = asyncio.ensure_future(pulls.files(spec("o/a")))
+        waiting = asyncio.ensure_future(pulls.begin(spec("o/a")).wait())
         await store.begun.wait()
     with pytest.raises(Unavailable, match="shutting down"):
         await waiting
