@@ -127,7 +127,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2689,
+    "api": 2693,
     "app": 1523,
     "bench": 282,
     "cli": 1577,
@@ -141,7 +141,7 @@ BUDGET: dict[str, int] = {
     "metrics": 210,
     "registry": 1244,
     "server": 261,
-    "serving": 4392,
+    "serving": 4398,
     "settings": 360,
     "wire": 3609,
 }

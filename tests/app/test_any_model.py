@@ -67,9 +67,12 @@ def serving(
     return served(catalog(folder, {}), cpu_engines(place(hub, folder)), **{**GIVEN, **more})
 
 
-async def ask(client: httpx2.AsyncClient, model: str, key: int = 0) -> httpx2.Response:
+async def ask(
+    client: httpx2.AsyncClient, model: str, key: int = 0, timeout: str = "60"
+) -> httpx2.Response:
     body = {"model": model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 2}
-    return await client.post("/v1/chat/completions", json=body, headers=KEYS[key])
+    headers = {**KEYS[key], "x-gateway-timeout-s": timeout}
+    return await client.post("/v1/chat/completions", json=body, headers=headers)
 
 
 def pulling(client: httpx2.AsyncClient, model: str) -> Pulled:
@@ -149,6 +152,15 @@ async def test_what_is_too_large_is_refused_before_its_download(
             await answer.aread()
             assert code_of(answer) == (507, code)
     assert not hub.ranges
+
+
+async def test_a_hub_that_is_slow_to_say_what_it_has_ends_no_later_than_the_caller_allows(
+    client: httpx2.AsyncClient, hub: FakeHub
+) -> None:
+    hub.delay_s = 10
+    async with asyncio.timeout(8):
+        answer = await ask(client, "org/one", timeout="0.2")
+    assert code_of(answer) == (504, "deadline_exceeded")
 
 
 async def test_downloads_wait_for_one_another_and_a_key_has_one(

@@ -79,6 +79,16 @@ class NamedModels:
     # What the hub is being asked for, and for which key.
     _looks: dict[str, tuple[str, asyncio.Task[ModelSpec]]] = field(default_factory=dict)
 
+    def is_new(self, name: str) -> bool:
+        """Return True for what may be a model of the hub, and is not served yet."""
+        repo = repository(name)
+        return bool(self.patterns) and repo is not None and self._known(name, repo) is None
+
+    def _known(self, *names: str | None) -> str | None:
+        """Return the first of the names that the catalog has."""
+        known = self.catalog().names()
+        return next((name for name in names if name in known), None)
+
     async def admit(self, name: str, key: str) -> None:
         """Serve a model that a request names, if it may be named, and begin to fetch it.
 
@@ -86,7 +96,7 @@ class NamedModels:
         answer raises, and as `check_sizes` does.
         """
         repo = repository(name)
-        if not self.patterns or repo is None or {name, repo} & {*self.catalog().names()}:
+        if repo is None or not self.is_new(name):
             return  # it is there, or gets the ordinary 404
         if not any(fnmatchcase(repo, pattern) for pattern in self.patterns):
             raise ModelNotFound(name, patterns=self.patterns)
@@ -99,11 +109,11 @@ class NamedModels:
 
     async def pull(self, name: str) -> Pull:
         """Return the pull of any model of the catalog or of the hub. Raises as `admit` does."""
-        repo, catalog = repository(name), self.catalog()
-        known = next((each for each in (name, repo) if each in catalog.names()), None)
+        repo = repository(name)
+        known = self._known(name, repo)
         if known is None and repo is not None:
             return self.pulls.begin(await self._add(repo, ADMIN), ADMIN)
-        return self.pulls.begin(catalog.resolve(known or name).spec, ADMIN)
+        return self.pulls.begin(self.catalog().resolve(known or name).spec, ADMIN)
 
     async def _add(self, repo: str, key: str) -> ModelSpec:
         """Add a model, or wait until another caller has."""
