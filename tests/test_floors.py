@@ -127,8 +127,8 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2693,
-    "app": 1523,
+    "api": 2692,
+    "app": 1524,
     "bench": 282,
     "cli": 1577,
     "clock": 40,
@@ -138,10 +138,10 @@ BUDGET: dict[str, int] = {
     "ids": 10,
     "jobs": 289,
     "logs": 145,
-    "metrics": 210,
+    "metrics": 215,
     "registry": 1244,
     "server": 261,
-    "serving": 4398,
+    "serving": 4405,
     "settings": 360,
     "wire": 3609,
 }

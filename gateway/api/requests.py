@@ -30,7 +30,7 @@ from gateway.registry import (
     RerankSpec,
     Resolved,
 )
-from gateway.serving.admission import Arrivals, time_load
+from gateway.serving.admission import Arrivals, until_deadline
 from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.serving.embedding.reranker import RerankBatcher
 from gateway.serving.generation.batcher import ChatBatcher
@@ -133,12 +133,11 @@ class Service:
         with time_stage(request, Stage.PARSE):
             # A thread costs more than a small body, and a large one would stop the loop.
             parsed = await self.run_on_body(body, parse)
-        name = getattr(parsed.request, "model", None)
-        if name is not None and self.named.is_new(name):
-            caller = self.caller(request)
-            async with time_load(caller):
-                await self.named.admit(name, caller.key_id or NOBODY)
-        with time_stage(request, Stage.PARSE):
+            name = getattr(parsed.request, "model", None)
+            if name is not None and self.named.is_new(name):
+                caller = self.caller(request)
+                async with until_deadline(caller):
+                    await self.named.admit(name, caller.key_id or NOBODY)
             if len(body) > LONG_BYTES or is_large(parsed.request):
                 job = await self.pool.run(translate, parsed.request, kind=_body_kind(body))
             else:

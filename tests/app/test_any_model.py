@@ -68,10 +68,10 @@ def serving(
 
 
 async def ask(
-    client: httpx2.AsyncClient, model: str, key: int = 0, timeout: str = "60"
+    client: httpx2.AsyncClient, model: str, key: int = 0, allowed_s: str = "60"
 ) -> httpx2.Response:
     body = {"model": model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 2}
-    headers = {**KEYS[key], "x-gateway-timeout-s": timeout}
+    headers = {**KEYS[key], "x-gateway-timeout-s": allowed_s}
     return await client.post("/v1/chat/completions", json=body, headers=headers)
 
 
@@ -159,7 +159,7 @@ async def test_a_hub_that_is_slow_to_say_what_it_has_ends_no_later_than_the_call
 ) -> None:
     hub.delay_s = 10
     async with asyncio.timeout(8):
-        answer = await ask(client, "org/one", timeout="0.2")
+        answer = await ask(client, "org/one", allowed_s="0.2")
     assert code_of(answer) == (504, "deadline_exceeded")
 
 
