@@ -227,10 +227,8 @@ class ModelLoader:
         self, spec: ChatSpec, files: Path, size: Size
     ) -> AsyncIterator[tuple[Batcher, int]]:
         settings, budget = self.settings, self.budget
-        limits, digest = (
-            generation_limits(settings, spec),
-            partial(self.engines.digest, spec, files),
-        )
+        limits = generation_limits(settings, spec)
+        digest = partial(self.engines.digest, spec, files)
         key = await self.kept.key(spec.id, files, digest)
         steps = await self.engines.generation(spec, files)
         async with self._open_engine(steps, partial(warm_chat, spec.id, self.lane.health)) as (

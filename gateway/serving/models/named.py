@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Final
 
 from gateway.errors import (
-    GatewayError,
     InsufficientDisk,
     InsufficientMemory,
     ModelNotFound,
@@ -18,7 +17,7 @@ from gateway.errors import (
 )
 from gateway.logs import human_bytes
 from gateway.registry import Catalog, ModelSpec
-from gateway.serving.models.entry import copy_error
+from gateway.serving.models.entry import shared
 from gateway.serving.models.pulls import ADMIN, Pull, Pulls
 
 MOST_NAMED: Final = 16
@@ -34,7 +33,8 @@ class Candidate:
     spec: ModelSpec
     weights: int
     missing: int  # of its files, on this disk
-    free: int  # on it
+    whole: int  # of it on the disk, once nothing is missing
+    free: int  # on the disk
 
 
 def repository(name: str) -> str | None:
@@ -119,10 +119,7 @@ class NamedModels:
         """Add a model, or wait until another caller has."""
         if repo not in self._looks:
             self._looks[repo] = (key, asyncio.create_task(self._look(repo, key)))
-        try:
-            return await asyncio.shield(self._looks[repo][1])
-        except GatewayError as error:  # others wait for it too
-            raise copy_error(error) from error
+        return await shared(self._looks[repo][1])
 
     async def _look(self, repo: str, key: str) -> ModelSpec:
         try:
@@ -138,7 +135,7 @@ class NamedModels:
         self._make_place()
         self.specs[repo] = candidate.spec
         self.publish()
-        pull = self.pulls.begin(candidate.spec, key, candidate.missing)
+        pull = self.pulls.begin(candidate.spec, key, candidate.whole)
         pull.task.add_done_callback(partial(self._settle, repo))
         return candidate.spec
 

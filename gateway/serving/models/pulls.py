@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 from gateway import clock, logs, metrics
-from gateway.errors import GatewayError, Unavailable
+from gateway.errors import Unavailable
 from gateway.registry import ChatSpec, ModelSpec
-from gateway.serving.models.entry import copy_error
+from gateway.serving.models.entry import shared
 
 log = logs.get("pulls")
 ADMIN = "admin"  # whom an admin's pull is counted to, where others have the id of a key
@@ -45,7 +45,7 @@ class Pull:
 
     spec: ModelSpec
     key: str
-    whole: int  # the bytes on disk once it is, as far as the hub has said before
+    whole: int  # its bytes on disk once it is here; 0 if the hub has not said it
     status: Literal["waiting", "downloading"] = "waiting"
     task: "asyncio.Task[Path]" = field(init=False)
 
@@ -55,9 +55,7 @@ class Pull:
         Raises ModelUnavailable, ModelLoadFailed, and Unavailable at a shutdown.
         """
         try:
-            return await asyncio.shield(self.task)
-        except GatewayError as error:  # others wait for it too
-            raise copy_error(error) from error
+            return await shared(self.task)
         except asyncio.CancelledError:
             if self.task.cancelled():
                 raise Unavailable("The gateway is shutting down.", retry_after_s=1) from None
@@ -79,7 +77,7 @@ class Pulls:
 
     @property
     def pending(self) -> int:
-        """Return the bytes that are still to be fetched, as far as `begin` was told."""
+        """Return the bytes that are still to be fetched, as far as they are known."""
         return sum(max(0, pull.whole - self._on_disk(pull.spec)) for pull in self.under_way)
 
     def _on_disk(self, spec: ModelSpec) -> int:
@@ -90,15 +88,15 @@ class Pulls:
         completed, total = self._store.fetched(pull.spec)  # beside what an older revision left
         return Fetched(min(completed, total or completed), total)
 
-    def begin(self, spec: ModelSpec, key: str = NOBODY, missing: int = 0) -> Pull:
+    def begin(self, spec: ModelSpec, key: str = NOBODY, whole: int = 0) -> Pull:
         """Return the pull of a model that is under way, or begin one that is counted to a key.
 
-        `missing` bytes of it are not on disk, if that is known.
+        It will have `whole` bytes on disk, if that is known.
         """
         name = (spec.id, spec.source)
         pull = self._pulls.get(name)
         if pull is None:
-            pull = self._pulls[name] = Pull(spec, key, self._on_disk(spec) + missing)
+            pull = self._pulls[name] = Pull(spec, key, whole)
             pull.task = asyncio.create_task(self._run(pull), name=f"pull {spec.id}")
             pull.task.add_done_callback(lambda _: self._end(name))
         return pull

@@ -103,7 +103,7 @@ class Callers:
         await asyncio.sleep(0)
         if self.refusal is not None:
             raise self.refusal
-        return Candidate(spec(repo), weights=GB, missing=GB, free=int(3.5 * GB))
+        return Candidate(spec(repo), weights=GB, missing=GB, whole=GB + 40, free=int(3.5 * GB))
 
 
 @contextmanager
@@ -194,7 +194,7 @@ def test_a_repository_may_be_named_with_its_hub() -> None:
 def test_sizes_are_refused_beyond_memory_and_disk(
     weights: int, missing: int, pending: int, error: type[GatewayError] | None
 ) -> None:
-    candidate = Candidate(spec("o/a"), weights, missing, free=100)
+    candidate = Candidate(spec("o/a"), weights, missing, whole=missing, free=100)
     if error is None:
         check_sizes(candidate, pending=pending, memory=10, reserve=30)
         return
