@@ -44,9 +44,12 @@ def hub(tmp_path: Path, checkpoint: Path) -> Iterator[FakeHub]:
     tokenizer.pop("chat_template", None)
     (bare / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     (bare / "chat_template.jinja").unlink(missing_ok=True)
-    repos = dict.fromkeys(("org/one", "org/two", "org/gated", "org/private", "else/a"), checkpoint)
+    repos = dict.fromkeys(
+        ("org/one", "org/two", "org/gated", "org/private", "org/One", "else/a"), checkpoint
+    )
     with FakeHub({**repos, "org/coded": coded, "org/bare": bare}).serving() as hub:
         hub.says = {"org/gated": {"gated": "manual"}, "org/private": {"private": True}}
+        hub.says["org/One"] = {"id": "org/one"}  # as the hub answers for any case, and old names
         yield hub
 
 
@@ -120,6 +123,7 @@ async def test_a_model_is_named_downloaded_and_served(
         ("org/gated", (400, "model_refused"), "org/gated is not public"),
         ("org/private", (400, "model_refused"), "org/private is not public"),
         ("org/coded", (400, "model_refused"), "Python code"),
+        ("org/One", (400, "model_refused"), "its name on the hub is org/one."),
         ("org/bare", (400, "model_refused"), "no chat template"),
     ],
 )
