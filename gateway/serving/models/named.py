@@ -101,8 +101,8 @@ class NamedModels:
         if not any(fnmatchcase(repo, pattern) for pattern in self.patterns):
             raise ModelNotFound(name, patterns=self.patterns)
         looks = [asked for asked, (owner, _) in self._looks.items() if owner == key]
-        pulls = [pull.spec.id for pull in self._under_way() if pull.key == key]
-        for other in {*looks, *pulls} - {repo}:
+        pulls = [pull.spec.id for pull in self.pulls.under_way if pull.key == key]
+        for other in {*looks, *self.specs.keys() & pulls} - {repo}:
             message = f"`{other}` is on its way for this key. Try again once it is here."
             raise Overloaded(message, retry_after_s=RETRY_S)
         await self._add(repo, key)
@@ -139,15 +139,12 @@ class NamedModels:
         pull.task.add_done_callback(partial(self._settle, repo))
         return candidate.spec
 
-    def _under_way(self) -> Sequence[Pull]:
-        return [pull for pull in self.pulls.under_way if pull.spec.id in self.specs]
-
     def _make_place(self) -> None:
         """Let go of an idle model if there are MOST_NAMED. Raises Overloaded if none is idle."""
         if len(self.specs) < MOST_NAMED:
             return
         used = {model for model, state in self.states().items() if state != "failed"}
-        used.update(pull.spec.id for pull in self._under_way())
+        used.update(pull.spec.id for pull in self.pulls.under_way)
         idle = next((repo for repo in self.specs if repo not in used), None)
         if idle is None:
             message = f"{MOST_NAMED} models have been named, and all are in use."
