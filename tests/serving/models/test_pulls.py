@@ -202,13 +202,10 @@ def test_sizes_are_refused_beyond_memory_and_disk(
         check_sizes(candidate, pending=pending, memory=10, reserve=30)
 
 
-async def test_without_patterns_no_hub_is_asked(pulls: Pulls) -> None:
+async def test_only_what_matches_a_pattern_is_asked_for(pulls: Pulls) -> None:
     callers = Callers(pulls)
     await callers.named.admit("org/new", "key-1")
     assert not callers.offered
-
-
-async def test_only_what_matches_a_pattern_is_asked_for(pulls: Pulls) -> None:
     callers = Callers(pulls, "org/*", "other/one")
     for name in ("org/own", "hub:org/own", "gpt-4", "org/..", "org/a/b"):
         await callers.named.admit(name, "key-1")  # it is there, or gets the ordinary 404
