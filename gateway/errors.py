@@ -333,8 +333,6 @@ class ModelRefused(BadRequest):
 
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(f"The model `{shorten(model)}` is not served: {reason}", param="model")
-        self.model = model
-        self.reason = reason
 
 
 class NoRoom(Unavailable):

@@ -220,6 +220,14 @@ def register(read: Callable[[], Iterable[Reading]]) -> Iterator[None]:
         REGISTRY.unregister(collector)
 
 
+def forget(model: str) -> None:
+    """Drop the series of a model that is served no longer: callers may name ever more."""
+    for metric in tuple(globals().values()):
+        if isinstance(metric, Counter | Gauge | Histogram) and "model" in metric._labelnames:
+            metric.remove_by_labels({"model": model})
+    of.cache_clear()  # which has series that are gone
+
+
 def text() -> bytes:
     """Return every metric in Prometheus' text form."""
     return generate_latest()

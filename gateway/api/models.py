@@ -162,9 +162,11 @@ async def pull(service: Service, request: Request) -> ASGIApp:
     pull = await service.named.pull(asked.model)
     if not asked.stream:
         async with while_connected(request.receive):
-            return reply(await _finish(service, pull), headers=headers)
+            async for progress in _watch(service, pull):
+                last = progress
+        return reply(last, headers=headers)
     stream = EventStream(
-        _watch(service, pull),
+        _frames(service, pull),
         headers,
         request,
         write_error=lambda error: frame(orjson.dumps(error.body())),
@@ -173,20 +175,21 @@ async def pull(service: Service, request: Request) -> ASGIApp:
     return await stream.prime(rules.stream_open_after_s)
 
 
-async def _watch(service: Service, pull: Pull) -> AsyncGenerator[bytes, None]:
+async def _frames(service: Service, pull: Pull) -> AsyncGenerator[bytes, None]:
+    async for progress in _watch(service, pull):
+        yield frame(orjson.dumps(progress))
+    yield DONE
+
+
+async def _watch(service: Service, pull: Pull) -> AsyncGenerator[PullProgress, None]:
     """Yield the progress of a pull until it has succeeded. Raises its error."""
     while not pull.task.done():
         if service.in_flight.is_draining:  # the next process goes on with what is there
             raise shutting_down()
-        yield frame(orjson.dumps(describe_pull(service, pull)))
+        yield describe_pull(service, pull)
         await asyncio.wait({pull.task}, timeout=PULL_PERIOD_S)
-    yield frame(orjson.dumps(await _finish(service, pull)))
-    yield DONE
-
-
-async def _finish(service: Service, pull: Pull) -> PullProgress:
     files = await pull.wait()
-    return {**describe_pull(service, pull), "status": "success", "path": str(files)}
+    yield {**describe_pull(service, pull), "status": "success", "path": str(files)}
 
 
 def describe_pull(service: Service, pull: Pull) -> PullProgress:

@@ -30,7 +30,7 @@ from gateway.registry import (
     RerankSpec,
     Resolved,
 )
-from gateway.serving.admission import Arrivals
+from gateway.serving.admission import Arrivals, until_deadline
 from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.serving.embedding.reranker import RerankBatcher
 from gateway.serving.generation.batcher import ChatBatcher
@@ -134,8 +134,10 @@ class Service:
             # A thread costs more than a small body, and a large one would stop the loop.
             parsed = await self.run_on_body(body, parse)
             name = getattr(parsed.request, "model", None)
-            if name is not None:  # which may be a model of the hub that nobody has named yet
-                await self.named.admit(name, request.scope.get("gateway.key_id", NOBODY))
+            if name is not None and self.named.is_new(name):
+                caller = self.caller(request)
+                async with until_deadline(caller):
+                    await self.named.admit(name, caller.key_id or NOBODY)
             if len(body) > LONG_BYTES or is_large(parsed.request):
                 job = await self.pool.run(translate, parsed.request, kind=_body_kind(body))
             else:
@@ -153,11 +155,14 @@ class Service:
         return await read_body(request, self.rules.max_body_bytes, self.rules.body_timeout_s)
 
     def caller(self, request: Request, tier: Tier = Tier.DEFAULT) -> Caller:
-        """Return the caller; its deadline is `x-gateway-timeout-s` from now, or the setting."""
+        """Return the caller; its deadline is `x-gateway-timeout-s` from the first time that a
+        request's is asked for, or the setting.
+        """
         allowed_s = self._allowed_s(request)
+        started = request.scope.setdefault("gateway.asked", clock.now())
         return Caller(
             request_id=request.scope["gateway.request_id"],
-            deadline=clock.now() + allowed_s,
+            deadline=started + allowed_s,
             allowed_s=allowed_s,
             tier=tier,
             key_id=request.scope.get("gateway.key_id"),

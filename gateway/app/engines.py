@@ -233,7 +233,8 @@ class MlxEngines:
         if spec is None:
             raise ModelRefused(repo, f"{reading.left_out.get(repo)}.")
         spec = spec.model_copy(update={"aliases": (Alias(name=f"hub:{repo}"),)})
-        return Candidate(spec, offer.size, offer.missing, free_bytes(hub))
+        whole = fetched_bytes(spec, hub) + offer.missing
+        return Candidate(spec, offer.size, offer.missing, whole, free_bytes(hub))
 
     async def size(self, spec: ModelSpec, files: Path) -> Size:
         """Read a model's size from its files' headers; raises ModelLoadFailed if they are wrong."""

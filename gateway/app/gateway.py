@@ -169,6 +169,7 @@ class Gateway:
         taken, named = {*self._file.names()}, self._named.specs.values()
         rest = [spec for spec in named if taken.isdisjoint((spec.id, f"hub:{spec.id}"))]
         self._catalog = Catalog([*self._file.specs, *rest])
+        self._models.forget()
 
     async def drain(self) -> None:
         """Refuse new requests, wait for those under way for at most the drain time, and save what

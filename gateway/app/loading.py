@@ -168,7 +168,7 @@ class ModelLoader:
 
     async def prepare(self, spec: ModelSpec, base: Batcher | None = None) -> Prepared[Batcher]:
         """Find or download a model's files, and read its size. An adapter's `base` is loaded."""
-        files = await self.pulls.files(spec)
+        files = await self.pulls.begin(spec).wait()
         if base is not None:
             assert isinstance(spec, ChatSpec)
             assert isinstance(base, GenerationBatcher)

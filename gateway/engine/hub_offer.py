@@ -62,7 +62,9 @@ class _Bounded(io.BytesIO):
 
 
 def require_public(source: HubSource, hub: Hub, model: str) -> None:
-    """Raise ModelRefused for a repository that is not for everybody; ModelUnavailable as `look`."""
+    """Raise ModelRefused for a repository that is not for everybody, or has another name;
+    ModelUnavailable as `look`.
+    """
     require_download(source, hub, model)
     try:
         info = HfApi(endpoint=hub.endpoint).model_info(source.repo, timeout=hub.timeout_s)
@@ -70,6 +72,8 @@ def require_public(source: HubSource, hub: Hub, model: str) -> None:
         raise ModelUnavailable(model, cause(source, error)) from error
     if info.private or info.gated:
         raise ModelRefused(model, f"{source.repo} is not public, but gated or private.")
+    if info.id != source.repo:  # it answers for any case, and for old names: each would be fetched
+        raise ModelRefused(model, f"its name on the hub is {info.id}.")
 
 
 def look(source: HubSource, hub: Hub, model: str) -> Offer:

@@ -44,9 +44,12 @@ def hub(tmp_path: Path, checkpoint: Path) -> Iterator[FakeHub]:
     tokenizer.pop("chat_template", None)
     (bare / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     (bare / "chat_template.jinja").unlink(missing_ok=True)
-    repos = dict.fromkeys(("org/one", "org/two", "org/gated", "org/private", "else/a"), checkpoint)
+    repos = dict.fromkeys(
+        ("org/one", "org/two", "org/gated", "org/private", "org/One", "else/a"), checkpoint
+    )
     with FakeHub({**repos, "org/coded": coded, "org/bare": bare}).serving() as hub:
         hub.says = {"org/gated": {"gated": "manual"}, "org/private": {"private": True}}
+        hub.says["org/One"] = {"id": "org/one"}  # as the hub answers for any case, and old names
         yield hub
 
 
@@ -67,9 +70,12 @@ def serving(
     return served(catalog(folder, {}), cpu_engines(place(hub, folder)), **{**GIVEN, **more})
 
 
-async def ask(client: httpx2.AsyncClient, model: str, key: int = 0) -> httpx2.Response:
+async def ask(
+    client: httpx2.AsyncClient, model: str, key: int = 0, allowed_s: str = "60"
+) -> httpx2.Response:
     body = {"model": model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 2}
-    return await client.post("/v1/chat/completions", json=body, headers=KEYS[key])
+    headers = {**KEYS[key], "x-gateway-timeout-s": allowed_s}
+    return await client.post("/v1/chat/completions", json=body, headers=headers)
 
 
 def pulling(client: httpx2.AsyncClient, model: str) -> Pulled:
@@ -117,6 +123,7 @@ async def test_a_model_is_named_downloaded_and_served(
         ("org/gated", (400, "model_refused"), "org/gated is not public"),
         ("org/private", (400, "model_refused"), "org/private is not public"),
         ("org/coded", (400, "model_refused"), "Python code"),
+        ("org/One", (400, "model_refused"), "its name on the hub is org/one."),
         ("org/bare", (400, "model_refused"), "no chat template"),
     ],
 )
@@ -149,6 +156,15 @@ async def test_what_is_too_large_is_refused_before_its_download(
             await answer.aread()
             assert code_of(answer) == (507, code)
     assert not hub.ranges
+
+
+async def test_a_hub_that_is_slow_to_say_what_it_has_ends_no_later_than_the_caller_allows(
+    client: httpx2.AsyncClient, hub: FakeHub
+) -> None:
+    hub.delay_s = 10
+    async with asyncio.timeout(8):
+        answer = await ask(client, "org/one", allowed_s="0.2")
+    assert code_of(answer) == (504, "deadline_exceeded")
 
 
 async def test_downloads_wait_for_one_another_and_a_key_has_one(
@@ -229,12 +245,17 @@ async def test_a_pull_that_a_stop_cuts_short_is_completed_after_it(
         await ready(client)
         async with pulling(client, "org/one") as answer:
             await asyncio.to_thread(hub.half_sent.wait)
+            body = {"model": "org/one", "stream": False}
+            asking = client.post("/admin/models/pull", json=body, headers=ADMIN)
+            whole = asyncio.ensure_future(asking)
+            await until(lambda: len(gateway.in_flight.requests) == 2)
             async with asyncio.timeout(10):
                 await gateway.drain()
                 last = (await events(answer))[-1]
+                assert code_of(await whole) == (503, "service_unavailable")
             assert last["error"]["code"] == "service_unavailable"
-    hub.gate.set()
     assert [*cached(tmp_path, "*.part")]
+    hub.gate.set()
     async with serving(hub, tmp_path) as client, pulling(client, "org/one") as answer:
         assert (await events(answer))[-1]["status"] == "success"
     assert not [*cached(tmp_path, "*.part")]

@@ -163,6 +163,15 @@ class ModelCache(Generic[M]):
                 self._admission(current)
             self._retire_if_unused(entry)
 
+    def forget(self) -> None:
+        """Let go of what was counted for models that are neither in the catalog nor in memory."""
+        known = {spec.id for spec in self._catalog().specs}
+        known.update(entry.spec.id for entry in self._entries)
+        for model in self._admissions.keys() - known:
+            del self._admissions[model]
+            self._failures.forget(model)
+            metrics.forget(model)
+
     @property
     def entries(self) -> Sequence[Entry[M]]:
         """Return every model from its first request until it is freed."""

@@ -13,6 +13,8 @@ from gateway.serving.budget import Share
 
 UNAVAILABLE_S = 30.0  # so that not every request tries a dead network
 BROKEN_S = 5.0  # shorter, as the file may be under repair
+M = TypeVar("M")
+T = TypeVar("T")
 
 
 class Failures:
@@ -64,7 +66,12 @@ def copy_error(error: GatewayError) -> GatewayError:
     return copy
 
 
-M = TypeVar("M")
+async def shared(task: asyncio.Task[T]) -> T:
+    """Wait for a task that others wait for too: it goes on if one of them leaves."""
+    try:
+        return await asyncio.shield(task)
+    except GatewayError as error:
+        raise copy_error(error) from error
 
 
 class State(Enum):

@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 from gateway.errors import (
-    GatewayError,
     InsufficientDisk,
     InsufficientMemory,
     ModelNotFound,
@@ -17,12 +17,13 @@ from gateway.errors import (
 )
 from gateway.logs import human_bytes
 from gateway.registry import Catalog, ModelSpec
-from gateway.serving.models.entry import copy_error
+from gateway.serving.models.entry import shared
 from gateway.serving.models.pulls import ADMIN, Pull, Pulls
 
 MOST_NAMED: Final = 16
 RETRY_S: Final = 5.0
-_REPO = re.compile(r"(?:hub:)?([\w-][\w.-]*/[\w-][\w.-]*)", re.ASCII)
+_PART = r"\w(?:[\w.-]{0,94}\w)?"
+_REPO = re.compile(rf"(?:hub:)?({_PART}/{_PART}(?<!\.git))", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +33,16 @@ class Candidate:
     spec: ModelSpec
     weights: int
     missing: int  # of its files, on this disk
-    free: int  # on it
+    whole: int  # of it on the disk, once nothing is missing
+    free: int  # on the disk
 
 
 def repository(name: str) -> str | None:
-    """Return the `org/name` that a model's name, perhaps after `hub:`, says; None if it is none."""
+    """Return the `org/name` that a model's name, perhaps after `hub:`, says; None if the hub can
+    have none of that name.
+    """
     match = _REPO.fullmatch(name)
-    if match is None or ".." in name or len(name) > 200:
+    if match is None or ".." in name or "--" in name:
         return None
     return match[1]
 
@@ -72,9 +76,18 @@ class NamedModels:
     publish: Callable[[], None]  # adds `specs` to it
     states: Callable[[], Mapping[str, str]]  # of models, by the model cache
     specs: dict[str, ModelSpec] = field(default_factory=dict)
-    _looks: dict[str, asyncio.Task[ModelSpec]] = field(default_factory=dict)
-    _missing: dict[str, int] = field(default_factory=dict)  # bytes, of those on their way
-    _busy: dict[str, str] = field(default_factory=dict)  # by key: what is on its way for it
+    # What the hub is being asked for, and for which key.
+    _looks: dict[str, tuple[str, asyncio.Task[ModelSpec]]] = field(default_factory=dict)
+
+    def is_new(self, name: str) -> bool:
+        """Return True for what may be a model of the hub, and is not served yet."""
+        repo = repository(name)
+        return bool(self.patterns) and repo is not None and self._known(name, repo) is None
+
+    def _known(self, *names: str | None) -> str | None:
+        """Return the first of the names that the catalog has."""
+        known = self.catalog().names()
+        return next((name for name in names if name in known), None)
 
     async def admit(self, name: str, key: str) -> None:
         """Serve a model that a request names, if it may be named, and begin to fetch it.
@@ -83,52 +96,47 @@ class NamedModels:
         answer raises, and as `check_sizes` does.
         """
         repo = repository(name)
-        if not self.patterns or repo is None or {name, repo} & {*self.catalog().names()}:
+        if repo is None or not self.is_new(name):
             return  # it is there, or gets the ordinary 404
         if not any(fnmatchcase(repo, pattern) for pattern in self.patterns):
             raise ModelNotFound(name, patterns=self.patterns)
-        busy = self._busy.get(key, repo)
-        if busy != repo:
-            message = f"`{busy}` is on its way for this key. Try again once it is here."
+        looks = [asked for asked, (owner, _) in self._looks.items() if owner == key]
+        pulls = [pull.spec.id for pull in self.pulls.under_way if pull.key == key]
+        for other in {*looks, *self.specs.keys() & pulls} - {repo}:
+            message = f"`{other}` is on its way for this key. Try again once it is here."
             raise Overloaded(message, retry_after_s=RETRY_S)
         await self._add(repo, key)
 
     async def pull(self, name: str) -> Pull:
         """Return the pull of any model of the catalog or of the hub. Raises as `admit` does."""
-        repo, catalog = repository(name), self.catalog()
-        known = next((each for each in (name, repo) if each in catalog.names()), None)
+        repo = repository(name)
+        known = self._known(name, repo)
         if known is None and repo is not None:
             return self.pulls.begin(await self._add(repo, ADMIN), ADMIN)
-        return self.pulls.begin(catalog.resolve(known or name).spec, ADMIN)
+        return self.pulls.begin(self.catalog().resolve(known or name).spec, ADMIN)
 
     async def _add(self, repo: str, key: str) -> ModelSpec:
         """Add a model, or wait until another caller has."""
-        task = self._looks.get(repo)
-        if task is None:
-            task = self._looks[repo] = asyncio.create_task(self._look(repo, key))
-            if key != ADMIN:
-                self._busy[key] = repo
-        try:
-            return await asyncio.shield(task)
-        except GatewayError as error:  # others wait for it too
-            raise copy_error(error) from error
+        if repo not in self._looks:
+            self._looks[repo] = (key, asyncio.create_task(self._look(repo, key)))
+        return await shared(self._looks[repo][1])
 
     async def _look(self, repo: str, key: str) -> ModelSpec:
-        settle = partial(self._settle, repo, key)
         try:
             candidate = await self.offer(repo, key == ADMIN)
-            pending = sum(self._missing.values())
-            limits = {"memory": self.memory_bytes, "reserve": self.reserve_bytes}
-            check_sizes(candidate, pending=pending, **limits)
-            self._make_place()
-        except BaseException:
-            settle()
-            raise
         finally:
             del self._looks[repo]
-        self.specs[repo], self._missing[repo] = candidate.spec, candidate.missing
+        check_sizes(
+            candidate,
+            pending=self.pulls.pending,
+            memory=self.memory_bytes,
+            reserve=self.reserve_bytes,
+        )
+        self._make_place()
+        self.specs[repo] = candidate.spec
         self.publish()
-        self.pulls.begin(candidate.spec, key).task.add_done_callback(settle)
+        pull = self.pulls.begin(candidate.spec, key, candidate.whole)
+        pull.task.add_done_callback(partial(self._settle, repo))
         return candidate.spec
 
     def _make_place(self) -> None:
@@ -136,17 +144,15 @@ class NamedModels:
         if len(self.specs) < MOST_NAMED:
             return
         used = {model for model, state in self.states().items() if state != "failed"}
-        idle = next((repo for repo in self.specs if repo not in used | {*self._missing}), None)
+        used.update(pull.spec.id for pull in self.pulls.under_way)
+        idle = next((repo for repo in self.specs if repo not in used), None)
         if idle is None:
             message = f"{MOST_NAMED} models have been named, and all are in use."
             raise Overloaded(message, retry_after_s=RETRY_S)
         del self.specs[idle]
 
-    def _settle(self, repo: str, key: str, task: "asyncio.Task[object] | None" = None) -> None:
-        """Note that a model is here. One that could not be fetched is asked for anew next time."""
-        self._missing.pop(repo, None)
-        if self._busy.get(key) == repo:
-            del self._busy[key]
-        if task is not None and (task.cancelled() or task.exception() is not None):
+    def _settle(self, repo: str, task: asyncio.Task[Path]) -> None:
+        """Ask anew next time for a model that could not be fetched."""
+        if task.cancelled() or task.exception() is not None:
             self.specs.pop(repo, None)
             self.publish()

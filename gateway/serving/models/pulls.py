@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 from gateway import clock, logs, metrics
-from gateway.errors import GatewayError, Unavailable
+from gateway.errors import Unavailable
 from gateway.registry import ChatSpec, ModelSpec
-from gateway.serving.models.entry import copy_error
+from gateway.serving.models.entry import shared
 
 log = logs.get("pulls")
 ADMIN = "admin"  # whom an admin's pull is counted to, where others have the id of a key
@@ -45,6 +45,7 @@ class Pull:
 
     spec: ModelSpec
     key: str
+    whole: int  # its bytes on disk once it is here; 0 if the hub has not said it
     status: Literal["waiting", "downloading"] = "waiting"
     task: "asyncio.Task[Path]" = field(init=False)
 
@@ -54,9 +55,7 @@ class Pull:
         Raises ModelUnavailable, ModelLoadFailed, and Unavailable at a shutdown.
         """
         try:
-            return await asyncio.shield(self.task)
-        except GatewayError as error:  # others wait for it too
-            raise copy_error(error) from error
+            return await shared(self.task)
         except asyncio.CancelledError:
             if self.task.cancelled():
                 raise Unavailable("The gateway is shutting down.", retry_after_s=1) from None
@@ -76,24 +75,28 @@ class Pulls:
         """Return the downloads under way, the oldest first."""
         return tuple(self._pulls.values())
 
+    @property
+    def pending(self) -> int:
+        """Return the bytes that are still to be fetched, as far as they are known."""
+        return sum(max(0, pull.whole - self._on_disk(pull.spec)) for pull in self.under_way)
+
+    def _on_disk(self, spec: ModelSpec) -> int:
+        return self._store.fetched(spec).completed
+
     def fetched(self, pull: Pull) -> Fetched:
         """Return how much of a pull's model is on disk."""
         completed, total = self._store.fetched(pull.spec)  # beside what an older revision left
         return Fetched(min(completed, total or completed), total)
 
-    async def files(self, spec: ModelSpec) -> Path:
-        """Return the place of a model's files, fetched if need be. Raises as `Pull.wait` does."""
-        files = await self._store.find(spec)
-        if files is None:
-            files = await self.begin(spec).wait()
-        return files
+    def begin(self, spec: ModelSpec, key: str = NOBODY, whole: int = 0) -> Pull:
+        """Return the pull of a model that is under way, or begin one that is counted to a key.
 
-    def begin(self, spec: ModelSpec, key: str = NOBODY) -> Pull:
-        """Return the pull of a model that is under way, or begin one that is counted to a key."""
+        It will have `whole` bytes on disk, if that is known.
+        """
         name = (spec.id, spec.source)
         pull = self._pulls.get(name)
         if pull is None:
-            pull = self._pulls[name] = Pull(spec, key)
+            pull = self._pulls[name] = Pull(spec, key, whole)
             pull.task = asyncio.create_task(self._run(pull), name=f"pull {spec.id}")
             pull.task.add_done_callback(lambda _: self._end(name))
         return pull
@@ -124,11 +127,11 @@ class Pulls:
 
     async def _fetch(self, spec: ModelSpec, key: str) -> Path:
         """Fetch one model's files, if another's download has not brought them by now."""
-        started, before = clock.now(), self._store.fetched(spec).completed
+        started, before = clock.now(), self._on_disk(spec)
         try:
             return await self._store.files(spec, is_pull=key == ADMIN)
         finally:
-            nbytes = max(0, self._store.fetched(spec).completed - before)
+            nbytes = max(0, self._on_disk(spec) - before)
             metrics.of(metrics.PULLED_BYTES, key).inc(nbytes)
             seconds = round(clock.now() - started, 2)
             log.info("pull_ended", model=spec.id, key=key, bytes=nbytes, seconds=seconds)

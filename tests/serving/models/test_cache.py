@@ -6,6 +6,7 @@ import traceback
 
 import pytest
 
+from gateway import metrics
 from gateway.errors import (
     InsufficientMemory,
     ModelLoadFailed,
@@ -289,3 +290,26 @@ async def test_leaving_the_cache_ends_what_loads_or_waits_and_frees_the_rest() -
     await using.aclose()
     assert shelf.loads == ["a", "b"]
     assert models.entries == ()
+
+
+async def test_what_was_counted_for_a_model_that_nothing_has_any_more_is_let_go() -> None:
+    """Else callers who name ever more models of the hub fill memory and /metrics."""
+    shelf = Shelf(spec("named-once"), spec("named-still"))
+
+    def counted(model: str) -> bool:
+        return f'model="{model}"' in metrics.text().decode()
+
+    async with cache(shelf) as models:
+        for name in ("named-once", "named-still"):
+            await use(models, name)
+        shelf.catalog = Catalog([spec("named-still")])
+        models.forget()
+        assert counted("named-once"), "it is in memory"
+        models.reconsider()
+        await settle()
+        models.forget()
+        assert not counted("named-once")
+        assert counted("named-still")
+        shelf.catalog = Catalog([spec("named-once")])
+        await use(models, "named-once")
+        assert counted("named-once")
