@@ -43,26 +43,24 @@ def discover(places: Sequence[str], hub: Hub) -> Iterator[Found]:
 
 
 def _find_cached(cache: Path) -> Iterator[Found]:
-    """Yield the models of Hugging Face's cache, each at the commit that is there."""
+    """Yield the models of Hugging Face's cache, each at main's commit or else one that is whole."""
     for repo in _listed(cache):
         if not repo.name.startswith("models--"):
             continue
         name = repo.name.removeprefix("models--").replace("--", "/", 1)
-        commits = [folder.name for folder in _listed(repo / "snapshots")]
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            main = (repo / "refs" / "main").read_text(encoding="utf-8").strip()
-            commits = [main] if main in commits else commits
-        for commit in commits[:1]:
-            files = _model_files(repo / "snapshots" / commit)
-            yield from _each(files, name, f"hub:{name}", f"@{commit}")
+        main = _read_line(repo / "refs" / "main")
+        folders = sorted(_listed(repo / "snapshots"), key=lambda folder: folder.name != main)
+        models: dict[str, Found] = {}
+        for folder in folders:
+            for model in _each(_model_files(folder), name, f"hub:{name}", f"@{folder.name}"):
+                if models.setdefault(model.model, model).kind is None:
+                    models[model.model] = model
+        yield from models.values()
 
 
 def _lmstudio_folders(home: Path) -> list[Path]:
     """Return the folders that LM Studio keeps models in: its home is where a file in ours says."""
-    pointed = home / ".lmstudio"
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        text = (home / ".lmstudio-home-pointer").read_text(encoding="utf-8").strip()
-        pointed = Path(text or pointed)
+    pointed = Path(_read_line(home / ".lmstudio-home-pointer") or home / ".lmstudio")
     return [pointed / "models", home / ".cache" / "lm-studio" / "models"]
 
 
@@ -96,7 +94,7 @@ def _found(path: Path, model: str, source: str) -> Found:
 
 def _model_files(folder: Path) -> list[Path]:
     """Return the folder if it is a model's, and its GGUF files."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         names = sorted(entry.name for entry in os.scandir(folder))
         whole = [folder] if "config.json" in names else []
         return [*whole, *(folder / name for name in names if is_gguf(name))]
@@ -105,6 +103,12 @@ def _model_files(folder: Path) -> list[Path]:
 
 def _listed(folder: Path) -> list[Path]:
     """Return the folders in one, by name; none of what cannot be read."""
-    with contextlib.suppress(OSError):
-        return sorted(Path(entry.path) for entry in os.scandir(folder) if entry.is_dir())
+    with contextlib.suppress(OSError, ValueError):
+        return sorted(Path(entry) for entry in os.scandir(folder) if os.path.isdir(entry))
     return []
+
+
+def _read_line(file: Path) -> str:
+    with contextlib.suppress(OSError, ValueError):
+        return file.read_text(encoding="utf-8").strip()
+    return ""
