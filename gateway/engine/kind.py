@@ -96,8 +96,10 @@ def _of_folder(folder: Path, model: str) -> Kind:
         raise _Unclear("it has no config.json")
     kind, listed = str(config.get("model_type")), config.get("architectures")
     architectures = [str(each) for each in listed] if isinstance(listed, list) else []
-    if any(each.endswith("ForSequenceClassification") for each in architectures):
+    if any(name.endswith("ForSequenceClassification") for name in architectures):
         return _of_classifier(config, kind)
+    if any(name.endswith(("Classification", "QuestionAnswering")) for name in architectures):
+        raise _Unclear("it marks words of texts")
     if any((folder / name).is_file() for name in _OF_SENTENCES):
         task = _read_object(folder, _OF_SENTENCES[1]).get("model_type", "SentenceTransformer")
         if task != "SentenceTransformer":
