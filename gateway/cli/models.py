@@ -60,14 +60,14 @@ def check(
         print(f"note: {note}")
     if reading.problems:
         raise RegistryInvalid(list(reading.problems))
+    what = settings.models_file or "named"
     preloaded, max_models = reading.catalog.preloaded(), settings.cache_max_models
     if len(preloaded) > max_models:
         print(
-            f"note: {settings.models} preloads {len(preloaded)} models, and "
+            f"note: {what}: {len(preloaded)} models are loaded at start, and "
             f"GATEWAY_CACHE_MAX_MODELS is {max_models}: only the first {max_models} stay loaded"
         )
     count = len(reading.catalog.names())
-    what = settings.models_file or "named"
     print(f"{what}: {len(reading.catalog)} models by {count} names, no problems")
 
 
