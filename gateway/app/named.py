@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gateway.errors import GatewayError, RegistryInvalid
+from gateway.errors import GatewayError
 from gateway.registry import (
+    SCHEMES,
     Catalog,
     ChatSpec,
     Entries,
@@ -27,14 +28,11 @@ from gateway.registry import (
 )
 from gateway.settings import Settings, variables
 
-SCHEMES = ("hub", "path", "package")
-
 
 def load_served(settings: Settings) -> Catalog:
     """Return the catalog of all that is served; raises RegistryInvalid with a line per problem."""
     reading = read_served(settings)
-    if reading.problems:
-        raise RegistryInvalid(list(reading.problems))
+    reading.require_valid()
     return reading.catalog
 
 

@@ -9,15 +9,12 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from huggingface_hub import constants
 
 from gateway.engine.hub import Hub, has_weights
 from gateway.engine.kind import Kind, read_kind
-from gateway.registry import is_gguf
-
-PIECE: Final = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
+from gateway.registry import is_gguf, parse_source
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +80,7 @@ def _each(files: Iterable[Path], name: str, source: str, commit: str = "") -> It
 
 def _found(path: Path, model: str, source: str) -> Found:
     try:
-        if PIECE.search(path.name):
-            return Found(model, source, None, "it is one piece of a model")
+        parse_source(source, path)  # which refuses one piece of a model
         if not has_weights(path):
             return Found(model, source, None, "its weights are not here, or not all of them")
         return Found(model, source, read_kind(path, model, source))

@@ -95,7 +95,7 @@ def _free(folder: Path) -> tuple[Path, int]:
     return there, shutil.disk_usage(there).free
 
 
-class _Bounded(io.BufferedWriter):
+class BoundedFile(io.BufferedWriter):
     """A part file, which takes no more bytes than the hub says it has."""
 
     most: int
@@ -158,7 +158,7 @@ def _fetch_rest(url: str, file: HubFile, part: Path) -> None:
     if part.is_file() and part.stat().st_size > file.size:
         part.unlink()
     try:
-        with _Bounded(io.FileIO(part, "a")) as out:
+        with BoundedFile(io.FileIO(part, "a")) as out:
             out.most = file.size
             http_get(
                 url,

@@ -89,7 +89,7 @@ def _require_chat(file: Path) -> None:
 
 
 def _of_folder(folder: Path, model: str) -> Kind:
-    config = _read_object(folder, "config.json")
+    config = read_object(folder, "config.json")
     if not config:
         if (folder / "adapter_config.json").is_file():
             raise _Unclear("it is an adapter", "kind: chat, base: …, adapter: …")
@@ -101,7 +101,7 @@ def _of_folder(folder: Path, model: str) -> Kind:
     if any(name.endswith(("Classification", "QuestionAnswering")) for name in architectures):
         raise _Unclear("it marks words of texts")
     if any((folder / name).is_file() for name in _OF_SENTENCES):
-        task = _read_object(folder, _OF_SENTENCES[1]).get("model_type", "SentenceTransformer")
+        task = read_object(folder, _OF_SENTENCES[1]).get("model_type", "SentenceTransformer")
         if task != "SentenceTransformer":
             raise _Unclear(f"it is a {task!r:.60} of sentence-transformers", _SCORES)
         return "embedding"
@@ -141,11 +141,11 @@ def _of_decoder(folder: Path, model: str, kind: str, config: Mapping[str, Any]) 
 
 def _has_template(folder: Path) -> bool:
     names = ("chat_template.jinja", "chat_template.json")
-    tokenizer = _read_object(folder, "tokenizer_config.json")
+    tokenizer = read_object(folder, "tokenizer_config.json")
     return bool(tokenizer.get("chat_template")) or any((folder / n).is_file() for n in names)
 
 
-def _read_object(folder: Path, name: str) -> dict[str, Any]:
+def read_object(folder: Path, name: str) -> dict[str, Any]:
     """Return the object in a JSON file; an empty one if there is no such file."""
     if not (folder / name).is_file():
         return {}

@@ -41,6 +41,11 @@ class Reading:
     # Of models that were found, those that are left out, by id, and why.
     left_out: Mapping[str, str] = field(default_factory=dict)
 
+    def require_valid(self) -> None:
+        """Raise RegistryInvalid with a line per problem, if there are any."""
+        if self.problems:
+            raise RegistryInvalid(list(self.problems))
+
 
 class File(Section):
     """The file as a whole."""
@@ -61,8 +66,7 @@ def load_catalog(path: Path, variables: Mapping[str, str]) -> Catalog:
     `variables` are those of the environment and .env: settings.variables().
     """
     reading = read_models(path, variables)
-    if reading.problems:
-        raise RegistryInvalid(list(reading.problems))
+    reading.require_valid()
     return reading.catalog
 
 
