@@ -162,11 +162,10 @@ class _Reader:
         if not isinstance(file, dict) or not isinstance(file.get("models"), dict):
             return []
         written = file["models"]
-        taken = {*self._named, *written}
-        rest = {model: entry for model, entry in self._found.items() if model not in taken}
-        self._unwritten = [model for model in {**self._named, **rest} if model not in written]
-        # A key keeps its place with the value of a later one.
-        models = self._override_keys({**self._named, **written, **rest})
+        # A key keeps its first place with its last value.
+        entries = {**self._named, **written, **self._found, **self._named, **written}
+        self._unwritten = [model for model in entries if model not in written]
+        models = self._override_keys(entries)
         self._add_short_names(models)
         read = [self._read_spec(name, entry) for name, entry in models.items()]
         specs = [spec for spec in read if spec is not None]
