@@ -42,7 +42,7 @@ def read_served(settings: Settings, *, may_pull: bool | None = None) -> Reading:
     The hub is asked what a named model is if that is not on the disk. `may_pull` is
     GATEWAY_AUTO_PULL's unless it is given.
     """
-    set_variables, known = variables(), short_names()
+    set_variables, known = variables(), short_names() if settings.serve else {}
     named: dict[str, Mapping[str, Any]] = {}
     entry: Mapping[str, Any]
     ids, problems, file = [], [], settings.models_file
