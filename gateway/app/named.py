@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gateway.errors import GatewayError, RegistryInvalid
+from gateway.errors import GatewayError
 from gateway.registry import (
+    SCHEMES,
     Catalog,
     ChatSpec,
     Entries,
@@ -27,14 +28,11 @@ from gateway.registry import (
 )
 from gateway.settings import Settings, variables
 
-SCHEMES = ("hub", "path", "package")
-
 
 def load_served(settings: Settings) -> Catalog:
     """Return the catalog of all that is served; raises RegistryInvalid with a line per problem."""
     reading = read_served(settings)
-    if reading.problems:
-        raise RegistryInvalid(list(reading.problems))
+    reading.require_valid()
     return reading.catalog
 
 
@@ -44,24 +42,25 @@ def read_served(settings: Settings, *, may_pull: bool | None = None) -> Reading:
     The hub is asked what a named model is if that is not on the disk. `may_pull` is
     GATEWAY_AUTO_PULL's unless it is given.
     """
-    set_variables, known = variables(), short_names()
+    set_variables, known = variables(), short_names() if settings.serve else {}
     named: dict[str, Mapping[str, Any]] = {}
+    entry: Mapping[str, Any]
     ids, problems, file = [], [], settings.models_file
     for text in settings.serve:
         try:
             source = parse_name(text)
-            if source is None:  # an id: of models.yaml, or a short one
+            model = text if source is None else source_id(source)
+            if source is not None:
+                entry = {"source": str(source), **_known_entry(source, known)}
+            else:  # an id: of models.yaml, or else a short one
                 file = settings.models
-                named |= {text: known[text]} if text in known else {}
-                ids.append(text)
-                continue
-            model = source_id(source)
-            entry = _known_entry(source, known)
-            if not entry and not set_variables.get(kind_variable(model)):
-                entry = {"kind": _find_kind(source, model, settings, may_pull)}
-            if model in named:
+                is_in_file = text in read_models(file, set_variables).catalog.names()
+                entry = {} if is_in_file else known.get(text, {})
+            if entry and named.get(model, entry)["source"] != entry["source"]:
                 raise ValueError(f"{text}: another model that is named has the id {model} already")
-            named[model] = {"source": str(source), **entry}
+            if source and "kind" not in entry and not set_variables.get(kind_variable(model)):
+                entry = {**entry, "kind": _find_kind(source, model, settings, may_pull)}
+            named |= {model: entry} if entry else {}
             ids.append(model)
         except (GatewayError, ValueError, OSError) as error:
             problems.append(str(error))

@@ -27,7 +27,7 @@ import typer
 from gateway import __version__
 from gateway.cli import bench, doctor, launch, models, recommend, serve
 from gateway.cli.terminal import Command, Group, Listing, fail
-from gateway.errors import BlasUnusable, RegistryInvalid
+from gateway.errors import BlasUnusable, GatewayError, RegistryInvalid
 from gateway.settings import SettingsInvalid, origin, variable
 
 COMMANDS: tuple[Callable[..., None], ...] = (
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _application()(args=arguments, prog_name="mlx-gateway")
     except (SettingsInvalid, BlasUnusable) as error:
         fail(error, 2)
-    except RegistryInvalid as error:
+    except (RegistryInvalid, GatewayError) as error:
         fail(error)
 
 

@@ -71,9 +71,7 @@ def launch(
     signals = Signals()
     with signals.handled():
         try:
-            url = find(settings)
-            if url is None and model is not None:
-                settings, model = _serve_named(settings, model)
+            url, settings, model = _find_gateway(settings, model)
             service = _choose_models(url, settings, chosen, model, small_model)
             with _gateway(url, settings, signals) as ready:
                 command = (program, *(arguments or ()))
@@ -99,7 +97,7 @@ def connect(
     """
     chosen, settings = _read_tool(tool), load_settings({"models": models})
     try:
-        url = find(settings)
+        url, settings, model = _find_gateway(settings, model)
         service = _choose_models(url, settings, chosen, model, small_model)
     except (NoGateway, NoModel) as error:
         fail(error)
@@ -117,17 +115,21 @@ def _read_tool(name: str) -> Tool:
     return TOOLS[name]
 
 
-def _serve_named(settings: Settings, model: str) -> tuple[Settings, str]:
-    """Return settings with which a new gateway serves the model too that was named, and its id."""
+def _find_gateway(settings: Settings, model: str | None) -> tuple[str | None, Settings, str | None]:
+    """Return the URL of the gateway that runs, and the id of the model that was named; or else the
+    settings of a new one, which serves that model too.
+    """
+    url = find(settings)
+    if model is None:
+        return url, settings, model
     try:
         source = parse_name(model)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--model") from None
-    if source is None and model not in short_names():
-        return settings, model
-    is_served = model in load_served(settings).names()
-    named = settings.model_copy(update={"serve": (*settings.serve, model)})
-    return settings if is_served else named, model if source is None else source_id(source)
+    has_files = source is not None or model in short_names()
+    if url is None and has_files and model not in load_served(settings).names():
+        settings = settings.model_copy(update={"serve": (*settings.serve, model)})
+    return url, settings, model if source is None else source_id(source)
 
 
 def _choose_models(

@@ -15,7 +15,7 @@ from gateway.app.named import read_served
 from gateway.cli import lazy
 from gateway.cli.doctor import require_machine
 from gateway.cli.terminal import Discover, Host, ModelsFile, Names, Port, fail, flags_of, show
-from gateway.errors import GatewayError, RegistryInvalid
+from gateway.errors import GatewayError
 from gateway.logs import human_bytes
 from gateway.registry import (
     Catalog,
@@ -58,16 +58,15 @@ def check(
     reading = read_served(settings)
     for note in (*reading.notes, *strays(reading.variables)):
         print(f"note: {note}")
-    if reading.problems:
-        raise RegistryInvalid(list(reading.problems))
+    reading.require_valid()
+    what = settings.models_file or "named"
     preloaded, max_models = reading.catalog.preloaded(), settings.cache_max_models
     if len(preloaded) > max_models:
         print(
-            f"note: {settings.models} preloads {len(preloaded)} models, and "
+            f"note: {what}: {len(preloaded)} models are loaded at start, and "
             f"GATEWAY_CACHE_MAX_MODELS is {max_models}: only the first {max_models} stay loaded"
         )
     count = len(reading.catalog.names())
-    what = settings.models_file or "named"
     print(f"{what}: {len(reading.catalog)} models by {count} names, no problems")
 
 
@@ -135,8 +134,7 @@ def models(
         return
     settings = load_settings(flags_of(models, names, discover=discover))
     reading = read_served(settings)
-    if reading.problems:
-        raise RegistryInvalid(list(reading.problems))
+    reading.require_valid()
     hub = lazy.hub_of(settings, may_download=False)
     rows = [
         (
@@ -182,14 +180,10 @@ def pull(
     """
     settings = load_settings({"models": models, "serve": (model,)})
     reading = read_served(settings, may_pull=True)
-    if reading.problems:
-        raise RegistryInvalid(list(reading.problems))
-    try:
-        for spec in _needed(reading.catalog.specs[0], settings.speculate_rows):
-            folder = fetch(spec, lazy.hub_of(settings, may_download=True))
-            print(f"{spec.id}: {human_bytes(lazy.hub.stored_bytes(folder))} in {folder}")
-    except GatewayError as error:
-        fail(error)
+    reading.require_valid()
+    for spec in _needed(reading.catalog.specs[0], settings.speculate_rows):
+        folder = fetch(spec, lazy.hub_of(settings, may_download=True))
+        print(f"{spec.id}: {human_bytes(lazy.hub.stored_bytes(folder))} in {folder}")
 
 
 def fetch_preloaded(settings: Settings, catalog: Catalog) -> None:

@@ -4,12 +4,11 @@ A model fits with its weights, the KV of one sequence and the least that is kept
 tokens as then have room, up to its context. Of an unknown size nothing is said.
 """
 
-import json
 import re
 import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -49,7 +48,6 @@ class Fit:
     kv_bytes: int
     prefix_bytes: int
     token_bytes: int  # of weights, read for each token
-    unread: tuple[str, ...]
 
     @property
     def total_bytes(self) -> int:
@@ -108,9 +106,7 @@ def fit(name: str, kind: str, facts: Facts, memory_bytes: int, settings: Setting
             kv_bytes = row_bytes(context)
             prefix_bytes = bound_prefixes(lazy.limits.prefix_share(memory_bytes), room, kv_bytes)
     is_whole = context in (0, facts.context)
-    return Fit(
-        name, kind, weights, context, is_whole, kv_bytes, prefix_bytes, token_bytes, facts.unread
-    )
+    return Fit(name, kind, weights, context, is_whole, kv_bytes, prefix_bytes, token_bytes)
 
 
 def fits(memory_bytes: int, settings: Settings) -> Iterator[Fit]:
@@ -137,7 +133,6 @@ def recommend(
         str | None,
         typer.Option(help="For a Mac with so much, such as 64GB.", show_default="this machine"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all, as JSON.")] = False,
 ) -> None:
     """Say which models of the catalogue fit: weights, the KV of one sequence and kept prompts."""
     settings = load_settings({})
@@ -146,19 +141,14 @@ def recommend(
     else:
         memory_bytes = working_set(_read_memory(memory))
         settings = settings.model_copy(update={"cache_max_bytes": None})  # is this machine's
-    budget = lazy.limits.budget_bytes(settings, memory_bytes)
-    every = list(fits(memory_bytes, settings))
-    if as_json:
-        more = ("total_bytes", "speed")
-        models = [asdict(each) | {key: getattr(each, key) for key in more} for each in every]
-        print(json.dumps({"budget_bytes": budget, "models": models}, indent=2))
-        return
+    budget = human_bytes(lazy.limits.budget_bytes(settings, memory_bytes))
     columns = ("Model", "Kind", "Weights", "Context", "KV", "Kept prompts", "In all", "Speed")
-    show(columns, [_row(each) for each in every if each.context is not None])
+    show(columns, [_row(fit) for fit in fits(memory_bytes, settings) if fit.context is not None])
     unsized = [name for name, _, facts in read_facts() if facts.weights_bytes is None]
-    unpinned = [each.name for each in every if "revision" in each.unread]
-    notes = f"models may take {human_bytes(budget)}; no size was read of {', '.join(unsized)}"
-    print(f"note: {notes}", file=sys.stderr)
+    unpinned = [name for name, _, facts in read_facts() if "revision" in facts.unread]
+    print(
+        f"note: models may take {budget}; no size was read of {', '.join(unsized)}", file=sys.stderr
+    )
     print(f"note: the hub's newest is taken of {', '.join(unpinned)}", file=sys.stderr)
 
 

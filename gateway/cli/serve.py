@@ -24,8 +24,8 @@ from gateway.app.named import read_served
 from gateway.cli import lazy
 from gateway.cli.doctor import bind_problem, require_machine
 from gateway.cli.models import fetch_preloaded
-from gateway.cli.terminal import Discover, Host, ModelsFile, Names, Port, fail, flags_of
-from gateway.errors import GatewayError, RegistryInvalid
+from gateway.cli.terminal import Discover, Host, ModelsFile, Names, Port, flags_of
+from gateway.errors import GatewayError
 from gateway.registry import ChatSpec, ModelSpec
 from gateway.settings import Settings, SettingsInvalid, load_settings, strays, with_port
 
@@ -60,16 +60,12 @@ def serve(
     logs.configure(settings.log_level, settings.log_format)
     faulthandler.enable()  # a crash of native code prints its traceback
     reading = read_served(settings)
-    if reading.problems:
-        raise RegistryInvalid(list(reading.problems))
+    reading.require_valid()
     log.info("starting", version=__version__, models=str(settings.models_file or "named"))
     for note in (*reading.notes, *strays(reading.variables)):
         log.warning("settings_note", note=note)
     if settings.serve:  # whoever named a model is told at once if it cannot be had
-        try:
-            fetch_preloaded(settings, reading.catalog)
-        except GatewayError as error:
-            fail(error)
+        fetch_preloaded(settings, reading.catalog)
     # From here on mlx is needed. What takes a second to import, mlx-lm, comes with the models.
     if lazy.device.BLAS.hint is not None:
         log.warning("slow_blas", hint=lazy.device.BLAS.hint)

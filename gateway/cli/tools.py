@@ -301,7 +301,8 @@ def _commands(offers: Sequence[Offer], tool: Tool, file: Path | None) -> list[st
             return ["Run:", launch]
         if offer.context is None:
             return ["Run:", f"  mlx-gateway pull{option} {shlex.quote(offer.id)}", launch]
-    return ["docs/models.md has larger ones, for models.yaml."]
+    launch = f"  mlx-gateway launch {tool.command} --model NAME"
+    return ["Run, with one that it lists:", "  mlx-gateway models recommend", launch]
 
 
 def _problem(offer: Offer, tool: Tool) -> str | None:

@@ -9,15 +9,12 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from huggingface_hub import constants
 
 from gateway.engine.hub import Hub, has_weights
 from gateway.engine.kind import Kind, read_kind
-from gateway.registry import is_gguf
-
-PIECE: Final = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
+from gateway.registry import is_gguf, parse_source
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,26 +40,24 @@ def discover(places: Sequence[str], hub: Hub) -> Iterator[Found]:
 
 
 def _find_cached(cache: Path) -> Iterator[Found]:
-    """Yield the models of Hugging Face's cache, each at the commit that is there."""
+    """Yield the models of Hugging Face's cache, each at main's commit or else one that is whole."""
     for repo in _listed(cache):
         if not repo.name.startswith("models--"):
             continue
         name = repo.name.removeprefix("models--").replace("--", "/", 1)
-        commits = [folder.name for folder in _listed(repo / "snapshots")]
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            main = (repo / "refs" / "main").read_text(encoding="utf-8").strip()
-            commits = [main] if main in commits else commits
-        for commit in commits[:1]:
-            files = _model_files(repo / "snapshots" / commit)
-            yield from _each(files, name, f"hub:{name}", f"@{commit}")
+        main = _read_line(repo / "refs" / "main")
+        folders = sorted(_listed(repo / "snapshots"), key=lambda folder: folder.name != main)
+        models: dict[str, Found] = {}
+        for folder in folders:
+            for model in _each(_model_files(folder), name, f"hub:{name}", f"@{folder.name}"):
+                if models.setdefault(model.model, model).kind is None:
+                    models[model.model] = model
+        yield from models.values()
 
 
 def _lmstudio_folders(home: Path) -> list[Path]:
     """Return the folders that LM Studio keeps models in: its home is where a file in ours says."""
-    pointed = home / ".lmstudio"
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        text = (home / ".lmstudio-home-pointer").read_text(encoding="utf-8").strip()
-        pointed = Path(text or pointed)
+    pointed = Path(_read_line(home / ".lmstudio-home-pointer") or home / ".lmstudio")
     return [pointed / "models", home / ".cache" / "lm-studio" / "models"]
 
 
@@ -85,8 +80,7 @@ def _each(files: Iterable[Path], name: str, source: str, commit: str = "") -> It
 
 def _found(path: Path, model: str, source: str) -> Found:
     try:
-        if PIECE.search(path.name):
-            return Found(model, source, None, "it is one piece of a model")
+        parse_source(source, path)  # which refuses one piece of a model
         if not has_weights(path):
             return Found(model, source, None, "its weights are not here, or not all of them")
         return Found(model, source, read_kind(path, model, source))
@@ -96,7 +90,7 @@ def _found(path: Path, model: str, source: str) -> Found:
 
 def _model_files(folder: Path) -> list[Path]:
     """Return the folder if it is a model's, and its GGUF files."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         names = sorted(entry.name for entry in os.scandir(folder))
         whole = [folder] if "config.json" in names else []
         return [*whole, *(folder / name for name in names if is_gguf(name))]
@@ -105,6 +99,12 @@ def _model_files(folder: Path) -> list[Path]:
 
 def _listed(folder: Path) -> list[Path]:
     """Return the folders in one, by name; none of what cannot be read."""
-    with contextlib.suppress(OSError):
-        return sorted(Path(entry.path) for entry in os.scandir(folder) if entry.is_dir())
+    with contextlib.suppress(OSError, ValueError):
+        return sorted(Path(entry) for entry in os.scandir(folder) if os.path.isdir(entry))
     return []
+
+
+def _read_line(file: Path) -> str:
+    with contextlib.suppress(OSError, ValueError):
+        return file.read_text(encoding="utf-8").strip()
+    return ""

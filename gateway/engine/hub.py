@@ -29,6 +29,7 @@ from huggingface_hub import HfApi, constants, hf_hub_url, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
+    HFValidationError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
@@ -95,7 +96,7 @@ def _free(folder: Path) -> tuple[Path, int]:
     return there, shutil.disk_usage(there).free
 
 
-class _Bounded(io.BufferedWriter):
+class BoundedFile(io.BufferedWriter):
     """A part file, which takes no more bytes than the hub says it has."""
 
     most: int
@@ -158,7 +159,7 @@ def _fetch_rest(url: str, file: HubFile, part: Path) -> None:
     if part.is_file() and part.stat().st_size > file.size:
         part.unlink()
     try:
-        with _Bounded(io.FileIO(part, "a")) as out:
+        with BoundedFile(io.FileIO(part, "a")) as out:
             out.most = file.size
             http_get(
                 url,
@@ -265,9 +266,9 @@ def has_weights(folder: Path) -> bool:
         return any(folder.glob("*.safetensors"))
     try:
         shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError):
+        return all((folder / shard).is_file() for shard in shards)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
-    return all((folder / shard).is_file() for shard in shards)
 
 
 def stored_bytes(folder: Path) -> int:
@@ -351,7 +352,10 @@ def _download_missing(source: HubSource, hub: Hub) -> Path:
         folder = _snapshot(source, hub, endpoint=hub.endpoint, etag_timeout=hub.timeout_s)
         if folder.name == commit:  # else the branch moved in the meantime
             check(folder, files)
-            return _model_in(folder, source)
+            model = _model_in(folder, source)
+            if not has_weights(model):
+                raise Unfit(f"{source.repo} lacks config.json, or weights that its index names.")
+            return model
     raise Unfit(f"the hub names another commit of {source.repo} each time it is asked.")
 
 
@@ -387,11 +391,12 @@ def wanted_files(source: HubSource, every: Iterable[HubFile]) -> list[HubFile]:
     if source.is_gguf:
         if not files:
             raise Unfit(f"{source.repo} has no file {source.file}.")
-    elif not any(file.name.endswith(".safetensors") for file in files):
+    elif not any(file.name.endswith(".safetensors") and "/" not in file.name for file in files):
         gguf_names = [file.name for file in every if is_gguf(file.name)]
         if gguf_names:
             problem = "has GGUF files, of which `source:` names one"
             raise Unfit(f"{source.repo} {problem}: hub:{source.repo}/{gguf_names[0]}")
+        raise Unfit(f"{source.repo} has no weights as safetensors.")
     return files
 
 
@@ -403,7 +408,7 @@ def blobs_of(source: HubSource, hub: Hub) -> Path:
 def _find_cached(source: HubSource, hub: Hub) -> Path | None:
     try:
         folder = _snapshot(source, hub, local_files_only=True)
-    except (LocalEntryNotFoundError, FileNotFoundError, HfHubHTTPError):
+    except (LocalEntryNotFoundError, FileNotFoundError, HfHubHTTPError, HFValidationError):
         return None
     model = _model_in(folder, source)
     if not has_weights(model):

@@ -7,7 +7,6 @@ Plain blocking functions: run them on a thread, never on the loop or the lane.
 """
 
 import io
-import json
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,9 +18,9 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
     build_hf_headers,
     disable_progress_bars,
 )
-from typing_extensions import Buffer
 
 from gateway.engine.hub import (
+    BoundedFile,
     Hub,
     HubFile,
     Unfit,
@@ -32,12 +31,12 @@ from gateway.engine.hub import (
     room_needed,
     wanted_files,
 )
-from gateway.engine.kind import MOST_BYTES, TELLING, Kind, read_kind
+from gateway.engine.kind import MOST_BYTES, TELLING, Kind, read_kind, read_object
 from gateway.errors import ModelRefused, ModelUnavailable
 from gateway.registry import HubSource
 
 # Keys of config.json by which Python of the repository would be run: transformers' and mlx-lm's.
-_CODE_KEYS = ("auto_map", "model_file")
+_CODE_KEYS = frozenset({"auto_map", "model_file"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +48,6 @@ class Offer:
     missing: int  # of these, the bytes that are not on the disk
     kind: Kind
     has_code: bool  # which is never fetched and never run
-
-
-class _Bounded(io.BytesIO):
-    """Takes no more than MOST_BYTES."""
-
-    def write(self, data: Buffer) -> int:
-        """Raise Unfit for a byte too many."""
-        if self.tell() + memoryview(data).nbytes > MOST_BYTES:
-            raise Unfit(f"a file that should be small has over {MOST_BYTES:,} bytes.")
-        return super().write(data)
 
 
 def require_public(source: HubSource, hub: Hub, model: str) -> None:
@@ -94,7 +83,6 @@ def look(source: HubSource, hub: Hub, model: str) -> Offer:
 def _look(source: HubSource, hub: Hub, model: str) -> Offer:
     commit, every = list_repository(source, hub)
     files, blobs = wanted_files(source, every), blobs_of(source, hub)
-    has_code = any(file.name.endswith(".py") for file in every)
     small = sum(file.size for file in files if file.sha256 is None)
     missing = room_needed(files, blobs) + small
     with tempfile.TemporaryDirectory(prefix="mlx-gateway-") as name:
@@ -102,8 +90,9 @@ def _look(source: HubSource, hub: Hub, model: str) -> Offer:
         if not source.is_gguf:
             folder = Path(name)
             _fetch_small(source, hub, commit, every, folder)
-            has_code = has_code or _names_code(folder)
         kind = read_kind(folder, model, str(source))
+        keys = read_object(folder, "config.json").keys() if folder else ()
+    has_code = any(file.name.endswith(".py") for file in every) or not _CODE_KEYS.isdisjoint(keys)
     return Offer(commit, sum(file.size for file in files), missing, kind, has_code)
 
 
@@ -117,17 +106,8 @@ def _fetch_small(
             continue
         if file.size > MOST_BYTES:
             raise Unfit(f"{file.name} of {source.repo} has {file.size:,} bytes.")
-        content = _Bounded()
         url = hf_hub_url(source.repo, file.name, revision=commit, endpoint=hub.endpoint)
-        http_get(url, content, headers=build_hf_headers(), displayed_filename=file.name)
         (folder / file.name).parent.mkdir(exist_ok=True)
-        (folder / file.name).write_bytes(content.getvalue())
-
-
-def _names_code(folder: Path) -> bool:
-    """Return True if config.json names code of the repository."""
-    config = folder / "config.json"
-    try:
-        return not json.loads(config.read_bytes()).keys().isdisjoint(_CODE_KEYS)
-    except (OSError, ValueError, AttributeError, RecursionError):  # which read_kind refuses
-        return False
+        with BoundedFile(io.FileIO(folder / file.name, "w")) as out:
+            out.most = file.size
+            http_get(url, out, headers=build_hf_headers(), displayed_filename=file.name)

@@ -22,14 +22,16 @@ from gateway.registry import is_gguf
 Kind: TypeAlias = Literal["chat", "embedding", "rerank"]
 
 MOST_BYTES: Final = 8_000_000  # of a file that is read here: tokenizer_config.json takes up to two
+_OF_SENTENCES: Final = (
+    "modules.json",
+    "config_sentence_transformers.json",
+    "1_Pooling/config.json",
+)
+_TEMPLATES: Final = ("chat_template.jinja", "chat_template.json")
 # The files that are read here, as far as a model has them.
 TELLING: Final = (
-    *("config.json", "adapter_config.json", "modules.json", "config_sentence_transformers.json"),
-    *("1_Pooling/config.json", "tokenizer_config.json", "chat_template.jinja"),
-    "chat_template.json",
-)
-_OF_SENTENCES: Final = (
-    *("modules.json", "config_sentence_transformers.json", "1_Pooling/config.json"),
+    *("config.json", "adapter_config.json", "tokenizer_config.json"),
+    *(*_OF_SENTENCES, *_TEMPLATES),
 )
 _NAMED: Final = re.compile(r"(rerank)|embed|retriev|\b(?:gte|bge|e5)\b")
 # What models.yaml is to say of a model whose files do not.
@@ -72,10 +74,10 @@ def _require_plain_name(model: str) -> None:
     found = _NAMED.search(model.lower())
     if found is None:
         return
+    does, keys = "embeds", _EMBEDS.format(pooling="last")
     if found[1]:
-        raise _Unclear("its name says that it ranks, and its files that it chats", _SCORES)
-    keys = _EMBEDS.format(pooling="last")
-    raise _Unclear("its name says that it embeds, and its files that it chats", keys)
+        does, keys = "ranks", _SCORES
+    raise _Unclear(f"its name says that it {does}, and its files that it chats", keys)
 
 
 def _require_chat(file: Path) -> None:
@@ -89,17 +91,19 @@ def _require_chat(file: Path) -> None:
 
 
 def _of_folder(folder: Path, model: str) -> Kind:
-    config = _read_object(folder, "config.json")
+    config = read_object(folder, "config.json")
     if not config:
         if (folder / "adapter_config.json").is_file():
             raise _Unclear("it is an adapter", "kind: chat, base: …, adapter: …")
         raise _Unclear("it has no config.json")
     kind, listed = str(config.get("model_type")), config.get("architectures")
     architectures = [str(each) for each in listed] if isinstance(listed, list) else []
-    if any(each.endswith("ForSequenceClassification") for each in architectures):
+    if any(name.endswith("ForSequenceClassification") for name in architectures):
         return _of_classifier(config, kind)
+    if any(name.endswith(("Classification", "QuestionAnswering")) for name in architectures):
+        raise _Unclear("it marks words of texts")
     if any((folder / name).is_file() for name in _OF_SENTENCES):
-        task = _read_object(folder, _OF_SENTENCES[1]).get("model_type", "SentenceTransformer")
+        task = read_object(folder, _OF_SENTENCES[1]).get("model_type", "SentenceTransformer")
         if task != "SentenceTransformer":
             raise _Unclear(f"it is a {task!r:.60} of sentence-transformers", _SCORES)
         return "embedding"
@@ -131,19 +135,14 @@ def _of_decoder(folder: Path, model: str, kind: str, config: Mapping[str, Any]) 
         raise _Unclear("it needs code of its own, which is never run")
     if not re.fullmatch(r"\w[\w-]*", kind) or not is_known(kind):
         raise _Unclear(f"mlx-lm has no architecture {kind!r:.60}")
-    if not _has_template(folder):
+    templates = [name for name in _TEMPLATES if (folder / name).is_file()]
+    if not templates and not read_object(folder, "tokenizer_config.json").get("chat_template"):
         raise _Unclear("it has no chat template", "kind: chat, chat_template: file:…")
     _require_plain_name(model)
     return "chat"
 
 
-def _has_template(folder: Path) -> bool:
-    names = ("chat_template.jinja", "chat_template.json")
-    tokenizer = _read_object(folder, "tokenizer_config.json")
-    return bool(tokenizer.get("chat_template")) or any((folder / n).is_file() for n in names)
-
-
-def _read_object(folder: Path, name: str) -> dict[str, Any]:
+def read_object(folder: Path, name: str) -> dict[str, Any]:
     """Return the object in a JSON file; an empty one if there is no such file."""
     if not (folder / name).is_file():
         return {}

@@ -17,6 +17,7 @@ from gateway.registry.catalogue import Facts, LayersKept, read_facts, short_name
 from gateway.registry.models_yaml import Entries, Reading, load_catalog, read_models
 from gateway.registry.schema import json_schema
 from gateway.registry.sources import (
+    SCHEMES,
     HubSource,
     PackageSource,
     PathSource,
@@ -42,6 +43,7 @@ from gateway.registry.specs import (
 from gateway.registry.variables import kind_variable
 
 __all__ = [
+    "SCHEMES",
     "Alias",
     "Catalog",
     "Changes",

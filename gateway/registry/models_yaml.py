@@ -41,6 +41,11 @@ class Reading:
     # Of models that were found, those that are left out, by id, and why.
     left_out: Mapping[str, str] = field(default_factory=dict)
 
+    def require_valid(self) -> None:
+        """Raise RegistryInvalid with a line per problem, if there are any."""
+        if self.problems:
+            raise RegistryInvalid(list(self.problems))
+
 
 class File(Section):
     """The file as a whole."""
@@ -61,8 +66,7 @@ def load_catalog(path: Path, variables: Mapping[str, str]) -> Catalog:
     `variables` are those of the environment and .env: settings.variables().
     """
     reading = read_models(path, variables)
-    if reading.problems:
-        raise RegistryInvalid(list(reading.problems))
+    reading.require_valid()
     return reading.catalog
 
 
@@ -158,11 +162,10 @@ class _Reader:
         if not isinstance(file, dict) or not isinstance(file.get("models"), dict):
             return []
         written = file["models"]
-        taken = {*self._named, *written}
-        rest = {model: entry for model, entry in self._found.items() if model not in taken}
-        self._unwritten = [model for model in {**self._named, **rest} if model not in written]
-        # A key keeps its place with the value of a later one.
-        models = self._override_keys({**self._named, **written, **rest})
+        # A key keeps its first place with its last value.
+        entries = {**self._named, **written, **self._found, **self._named, **written}
+        self._unwritten = [model for model in entries if model not in written]
+        models = self._override_keys(entries)
         self._add_short_names(models)
         read = [self._read_spec(name, entry) for name, entry in models.items()]
         specs = [spec for spec in read if spec is not None]

@@ -82,7 +82,7 @@ _HUB = re.compile(
 )
 _PACKAGE = re.compile(r"(?P<module>[A-Za-z_]\w*)(?:/(?P<inside>[^/\\]+(?:/[^/\\]+)*))?")
 _PIECE = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.gguf", re.IGNORECASE)
-_SCHEMES = ("hub", "path", "package")
+SCHEMES = ("hub", "path", "package")
 SOURCE_PATTERN = "^(hub|path|package):.+"
 _ELSE = re.compile(r"\s*,\s*(?=hub:)")
 
@@ -98,12 +98,12 @@ def parse_source(text: str, folder: Path) -> Source:
         assert isinstance(source, HubSource)
         return replace(source, package=package)
     scheme, colon, rest = text.partition(":")
-    if not colon or scheme not in _SCHEMES:
+    if not colon or scheme not in SCHEMES:
         problem = (
             f"{text!r} is no source: write hub:org/name[@revision], path:folder "
             "or package:module/folder"
         )
-        near = nearest(scheme, _SCHEMES)
+        near = nearest(scheme, SCHEMES)
         if colon and near:
             problem += did_you_mean(f"{near}:{rest}")
         raise ValueError(problem)

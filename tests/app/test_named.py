@@ -52,7 +52,7 @@ def ids(settings: Settings) -> list[str]:
 
 
 def test_named_models_are_served_alone_and_loaded_at_start(hub: FakeHub) -> None:
-    catalog = load_served(named_as("./tiny", "hub:org/tiny", "ours"))
+    catalog = load_served(named_as("./tiny", "hub:org/tiny", "ours", "org/tiny", "tiny", "mine"))
     assert [spec.id for spec in catalog.specs] == ["tiny", "org/tiny", "mine"]
     assert catalog.preloaded() == ("tiny", "org/tiny", "mine")
     assert catalog.resolve("tiny").spec.id == "tiny"
@@ -86,6 +86,19 @@ def test_the_hub_is_asked_only_for_what_nothing_else_says(
     [spec] = load_served(named_as("org/name")).specs
     assert spec.kind == "rerank"
     assert hub.asked == []
+
+
+def test_a_name_that_the_file_has_is_not_the_catalogues(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = {"kind": "embedding", "source": "hub:org/none"}
+    monkeypatch.setattr(named, "short_names", lambda: dict.fromkeys(("ours", "short"), entry))
+    assert ids(named_as("ours", "short")) == ["mine", "short"]
+    write_chat(folder / "elsewhere" / "mine")
+    assert ids(named_as("./elsewhere/mine", "mine")) == ["mine"]
+    write_chat(folder / "elsewhere" / "short")
+    [problem] = read_served(named_as("./elsewhere/short", "short")).problems
+    assert problem == "short: another model that is named has the id short already"
 
 
 def test_two_folders_of_one_name_are_not_mistaken_for_each_other(folder: Path) -> None:

@@ -89,7 +89,7 @@ def test_check_notes_more_preloaded_models_than_places(
     )
     monkeypatch.setenv("GATEWAY_CACHE_MAX_MODELS", "1")
     assert run("check") == 0
-    assert "note: models.yaml preloads 2 models, and GATEWAY_CACHE_MAX_MODELS is 1" in (
+    assert "note: models.yaml: 2 models are loaded at start, and GATEWAY_CACHE_MAX_MODELS is 1" in (
         capsys.readouterr().out
     )
     monkeypatch.setenv("GATEWAY_CACHE_MAX_MODELS", "2")

@@ -1,6 +1,5 @@
 """`models recommend`: what fits, added up, and by the engine's own count of KV."""
 
-import json
 from importlib import import_module
 from typing import Any
 
@@ -112,13 +111,6 @@ def test_another_mac_is_asked_about_by_its_memory(
 ) -> None:
     """This machine's own limit is not its."""
     monkeypatch.setenv("GATEWAY_CACHE_MAX_BYTES", "1")
-    assert run("--memory", "64GB", "--json") == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["budget_bytes"] == 36 * GIB
-    models = {model["name"]: model for model in said["models"]}
-    assert models["qwen3.5-9b"]["context"] == 262_144
-    assert models["glm-4.7"]["context"] is None
-    assert models["qwen3.5-9b"]["unread"] == ["revision"]
     assert run("--memory", "64") == 0
     printed = capsys.readouterr()
     assert "qwen3.5-9b\tchat\t5.5 GiB\t262,144\t" in printed.out
@@ -130,11 +122,10 @@ def test_this_machine_is_asked_about_by_the_budget_that_serve_has(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GATEWAY_CACHE_MAX_BYTES", str(GIB))
-    assert run("--json") == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["budget_bytes"] == GIB
-    chats = [model for model in said["models"] if model["kind"] == "chat"]
-    assert not [model["name"] for model in chats if model["context"]]
+    assert run() == 0
+    printed = capsys.readouterr()
+    assert "models may take 1.0 GiB" in printed.err
+    assert "\tchat\t" not in printed.out
 
 
 def test_a_short_name_stands_where_the_command_does(

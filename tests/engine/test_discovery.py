@@ -47,6 +47,24 @@ def test_what_was_downloaded_is_found_at_its_commit_and_what_is_half_there_is_no
     assert "not all of them" in models["org/half"].why
 
 
+def test_of_several_commits_the_first_that_is_whole_is_served_and_main_before_it(
+    tiny: Path, tmp_path: Path
+) -> None:
+    """A newer configuration alone, as tools fetch it to look, hides no model."""
+    repo = tmp_path / "models--org--tiny"
+    for commit in ("a", "b", "c"):
+        (repo / "snapshots" / commit).parent.mkdir(parents=True, exist_ok=True)
+        (repo / "snapshots" / commit).symlink_to(tiny)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("b")
+    hub = Hub(cache=tmp_path)
+    assert found("huggingface", hub=hub)["org/tiny"].source == "hub:org/tiny@b"
+    (repo / "snapshots" / "b").unlink()
+    (repo / "snapshots" / "b").mkdir()
+    shutil.copy(tiny / "config.json", repo / "snapshots" / "b")
+    assert found("huggingface", hub=hub)["org/tiny"].source == "hub:org/tiny@a"
+
+
 def test_lm_studios_models_are_found_wherever_its_home_is(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,9 +91,10 @@ def test_a_folder_may_be_a_model_or_hold_some(tiny: Path, tmp_path: Path) -> Non
     (tmp_path / "org").mkdir()
     (tmp_path / "org" / "two").symlink_to(tiny)
     (tmp_path / "org" / "loop").symlink_to(tmp_path)
+    (tmp_path / "org" / "itself").symlink_to("itself")
     assert found(str(tmp_path)).keys() == {"one", "org/two"}
     assert found(str(tmp_path / "one")).keys() == {"one"}
-    assert found(str(tmp_path / "gone"), "/dev/null") == {}
+    assert found(str(tmp_path / "gone"), "/dev/null", "no\0name") == {}
 
 
 def test_places_that_are_not_there_hold_nothing(

@@ -132,6 +132,32 @@ class TestGgufFiles:
             ask_hub(spec(f"hub:{REPO}"), at(hub, tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("unet/model.safetensors", b"", "has no weights as safetensors"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "gone.safetensors"}}', "lacks"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": 3}}', "lacks"),
+        ("model.safetensors.index.json", b"[" * 100_000, "lacks"),
+    ],
+)
+def test_weights_that_no_engine_reads_are_refused(
+    hub: FakeHub, tmp_path: Path, name: str, content: bytes, says: str
+) -> None:
+    file = hub.repos[REPO] / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(content)
+    if says != "lacks":
+        (hub.repos[REPO] / "model.safetensors").rename(file)
+    with pytest.raises(ModelUnavailable, match=says):
+        download(spec(f"hub:{REPO}"), at(hub, tmp_path))
+    assert on_disk(spec(f"hub:{REPO}"), at(hub, tmp_path)) is None
+
+
+def test_a_name_that_no_repository_has_is_not_on_disk() -> None:
+    assert on_disk(spec("hub:org/--name"), Hub()) is None
+
+
 def test_what_the_hub_does_not_have_is_named(hub: FakeHub, tmp_path: Path) -> None:
     with pytest.raises(ModelUnavailable, match="no public repository org/nobody") as caught:
         ask_hub(spec("hub:org/nobody"), at(hub, tmp_path))

@@ -53,6 +53,12 @@ def test_each_kind_is_read_from_its_files(tmp_path: Path) -> None:
         (BERT, (), "org/name", "pooling: mean"),
         ({**RANKER, "id2label": {"0": "bad", "1": "good"}}, (), "org/name", "sorts texts"),
         ({**RANKER, "model_type": "llama"}, (), "org/name", "sorts texts"),
+        (
+            {**QWEN3, "architectures": ["Qwen3ForTokenClassification"]},
+            ("chat_template.jinja",),
+            "org/name",
+            "marks words",
+        ),
         ({"model_type": "whisper"}, ("chat_template.jinja",), "org/name", "no architecture"),
         ({**QWEN3, "model_file": "x.py"}, ("chat_template.jinja",), "org/name", "never run"),
         ({}, ("adapter_config.json",), "org/name", "base: …, adapter: …"),
