@@ -60,19 +60,26 @@ class PrefixFolder:
     def nbytes(self) -> int:
         return sum(size for _, size in tuple(self.files.values()))
 
+    @property
+    def newest(self) -> int:
+        return max((used for used, _ in tuple(self.files.values())), default=0)
+
     def _open(self) -> bytes:
         """Return the folder's secret."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = self._folder.lstat()
+        which = f"GATEWAY_PREFIX_FOLDER={self._folder}"
         is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-        if not is_own or found.st_mode & 0o022:
-            which = f"GATEWAY_PREFIX_FOLDER={self._folder}"
-            raise SettingsInvalid([f"{which} must be your own folder, that only you may write to"])
-        for part in self._folder.glob(f"{PART}*"):  # of a process that was killed
-            part.unlink()
+        if not is_own or found.st_mode & 0o077:
+            raise SettingsInvalid([f"{which} must be your own folder, for you alone (mode 700)"])
         if not (self._folder / SECRET).exists():
             self._write(SECRET, secrets.token_bytes(HASH_BYTES), time.time_ns())
-        return (self._folder / SECRET).read_bytes()
+        secret = (self._folder / SECRET).read_bytes()
+        if len(secret) != HASH_BYTES:
+            raise SettingsInvalid([f"{which}: its file `{SECRET}` is broken: empty the folder"])
+        for part in self._folder.glob(f"{PART}*"):  # of a process that was killed
+            part.unlink()
+        return secret
 
     def name(self, key: str, piece: PrefixPiece) -> str:
         """Return the name of a piece's file."""
@@ -103,10 +110,12 @@ class PrefixFolder:
 
     def touch(self, name: str, at: int) -> bool:
         """Count a file as used at this time, in nanoseconds; return False if there is none."""
-        if name in self.files:
+        with contextlib.suppress(KeyError, FileNotFoundError):  # or it was deleted by hand
+            _, size = self.files.pop(name)
             os.utime(self._folder / name, ns=(at, at))
-            self.files[name] = at, self.files[name][1]
-        return name in self.files
+            self.files[name] = at, size
+            return True
+        return False
 
     def write(self, name: str, content: bytes, at: int, since: int) -> bool:
         """Write a file as used at this time. The one used longest ago makes room, but for those
@@ -206,22 +215,25 @@ class KeptPrefixes:
         if not adapter:  # else the base's rows are told by its own steps
             async with self._lane.turn("load") as run:
                 await run(engine.step, StepPlan(prefix_limit=batcher.memory.limit_prefixes()))
-        for name, salt in folder.names(key).items():
-            try:
-                if salt is None:
-                    raise ValueError("it is of other weights, settings or versions")
-                content = await run_in_daemon_thread(folder.read, name)
-                async with self._lane.turn("load") as run:
-                    has_room = await run(engine.put_prefix, adapter, salt, content)
-                batcher.memory.note_prefixes(engine.prefix_bytes)
-                if not has_room or clock.now() - started > READ_S:
-                    break
-                read += 1
-            except GatewayError:
-                raise
-            except Exception as error:
-                problems.append(f"{name}: {error}")
-                await run_in_daemon_thread(folder.drop, name)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(READ_S):
+                for name, salt in folder.names(key).items():
+                    try:
+                        if salt is None:
+                            raise ValueError("it is of other weights, settings or versions")
+                        content = await run_in_daemon_thread(folder.read, name)
+                        async with self._lane.turn("load") as run:
+                            has_room = await run(engine.put_prefix, adapter, salt, content)
+                    except GatewayError:
+                        raise
+                    except Exception as error:
+                        problems.append(f"{name}: {error}")
+                        await run_in_daemon_thread(folder.drop, name)
+                        continue
+                    batcher.memory.note_prefixes(engine.prefix_bytes)
+                    if not has_room:
+                        break
+                    read += 1
         for outcome, count in (("read", read), ("dropped", len(problems))):
             metrics.of(metrics.PREFIX_FILES_READ, outcome).inc(count)
         if read or problems:
@@ -235,7 +247,7 @@ class KeptPrefixes:
         started, problem = clock.now(), ""
         try:
             async with asyncio.timeout(seconds), self._saving:
-                since = time.time_ns()
+                since = max(time.time_ns(), self.folder.newest + 1)  # whatever the clock was
                 for (engine, adapter), key in tuple(self._keys.items()):
                     problem = await self._save(self.folder, engine, adapter, key, since) or problem
         except Exception as error:  # a drain goes on
