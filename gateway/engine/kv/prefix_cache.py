@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten, tree_map
 from gateway.engine.device import KeptBuffers
 from gateway.engine.kv.cache import RaggedKVCache, copy_rows
 from gateway.engine.kv.layers import for_batch
-from gateway.engine.kv.prefix_pieces import PIECE_BYTES, Piece
+from gateway.engine.kv.prefix_pieces import PIECE_BYTES, decode, encode
 from gateway.jobs import PrefixPiece
 
 # In tokens, and so the shortest prefix worth keeping: reading fewer takes a device hardly longer
@@ -262,7 +262,7 @@ class PrefixCache:
         """
         following: dict[int, list[Key]] = defaultdict(list)
         for key, kept in self._kept.items():
-            if kept.owner is self:
+            if kept.owner is self and len(key) > 1:  # not states
                 following[key[0]].append(key)
         pieces: dict[Key, PrefixPiece] = {}  # by their first block
         starts: list[tuple[str, int, PrefixPiece | None, int]] = [
@@ -270,7 +270,7 @@ class PrefixCache:
         ]
         while starts:
             salt, after, before, place = starts.pop()
-            for key in _blocks(following[after]):
+            for key in following[after]:
                 run = self._run(key, following, place)
                 own = [token for key in run for token in key[1:]]
                 pieces[key] = PrefixPiece(salt, own, before)
@@ -284,58 +284,59 @@ class PrefixCache:
         run = [key]
         while (place + len(run)) % most:
             last = self._kept[run[-1]].number
-            blocks = _blocks(following[last])
-            has_states = len(following[last]) > len(blocks)
-            if len(blocks) != 1 or (has_states and self._is_near_end(last, following)):
+            has_states = (last,) in self._kept
+            if len(following[last]) != 1 or (has_states and self._is_near_end(last, following)):
                 break
-            run += blocks
+            run += following[last]
         return run
 
     def _is_near_end(self, number: int, following: Mapping[int, list[Key]]) -> bool:
         """Return True if prompts end or part within a few blocks of one."""
         for _ in range(NEAR):
-            blocks = _blocks(following[number])
-            if len(blocks) != 1:
+            if len(following[number]) != 1:
                 return True
-            number = self._kept[blocks[0]].number
+            number = self._kept[following[number][0]].number
         return False
 
-    def copy_piece(self, tokens: Sequence[int], first: int, root: Root) -> Piece | None:
-        """Return a piece; None if some of it has gone meanwhile."""
-        path = self._path(tokens, root)
+    def copy_piece(self, adapter: int, piece: PrefixPiece) -> bytes | None:
+        """Return a piece's content; None if some of it has gone meanwhile."""
+        tokens = piece.tokens
+        path = self._path(tokens, (adapter, piece.salt))
         if BLOCK * len(path) < len(tokens):
             return None
-        blocks = [self._kept[key].layers for key in path[first // BLOCK :]]
-        states = self._kept.get(self._state_key(path))
-        if states is None:
-            return tokens, first, blocks, None
-        return tokens, first, blocks, [layer.state for layer in states.layers]
+        own = path[-len(piece.own) // BLOCK :]
+        after = self._kept.get(self._state_key(path))
+        states = None if after is None else [layer.state for layer in after.layers]
+        return encode((tokens, [self._kept[key].layers for key in own], states))
 
-    def put_piece(self, piece: Piece, root: Root) -> bool:
+    def put_piece(self, root: Root, content: bytes) -> bool:
         """Keep a piece, as what was used before all that is kept; False if there is no room for it.
-        Nothing is kept of one that follows what is not there.
+        Nothing is kept of one that follows what is not there. Raises anything for other content.
         """
-        tokens, first, blocks, states = piece
+        tokens, blocks, states = decode(content)
         arrays = _arrays([blocks, states])
         nbytes = sum(array.nbytes for array in arrays) + _TOKEN_BYTES * 2 * len(tokens)
         if not self.is_on or not self.pool.has_room(nbytes, len(arrays)):
             return False
         path = self._path(tokens, root)
-        if BLOCK * len(path) < first:
+        missing = len(tokens) // BLOCK - len(path)
+        if missing > len(blocks):
             return True
-        for start in range(BLOCK * len(path), len(tokens), BLOCK):
-            key = (self._after(path, root), *tokens[start : start + BLOCK])
-            if not self._put(key, blocks[(start - first) // BLOCK], path, is_growing=False):
-                return True
-            self._kept.move_to_end(key, last=False)
+        for pages in blocks[len(blocks) - missing :]:
+            start = BLOCK * len(path)
+            self._put_back((self._after(path, root), *tokens[start : start + BLOCK]), pages, path)
         key = self._state_key(path)
         if states is not None and key not in self._kept:
             _, layers = self._split(copy.deepcopy(self._empty))
             for layer, state in zip(layers, states, strict=True):
                 layer.state = state
-            if self._put(key, layers, path, is_growing=False):
-                self._kept.move_to_end(key, last=False)
+            self._put_back(key, layers, path)
         return True
+
+    def _put_back(self, key: Key, layers: Sequence[Any], path: list[Key]) -> None:
+        if not self._put(key, layers, path, is_growing=False):
+            raise ValueError("it is not finite")
+        self._kept.move_to_end(key, last=False)
 
     def stop(self) -> None:
         """Drop everything, and keep nothing from now on."""
@@ -431,11 +432,6 @@ class PrefixCache:
         self.pool.add(key, _Kept(self, number, layers, nbytes, len(arrays)))
         path.append(key)
         return True
-
-
-def _blocks(keys: Iterable[Key]) -> list[Key]:
-    """Return the keys of blocks, not of states."""
-    return [key for key in keys if len(key) > 1]
 
 
 def count_shared(one: Sequence[int], other: Sequence[int]) -> int:

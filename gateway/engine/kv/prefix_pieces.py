@@ -12,20 +12,29 @@ from typing import Any, Final, TypeAlias
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_map
 
 PIECE_BYTES: Final = 64 << 20  # of blocks at most, about: copied in some 20 ms
 _LENGTH: Final = 8  # bytes of the header's length
 _DTYPES: Final = {str(each): each for each in vars(mx).values() if isinstance(each, mx.Dtype)}
 
-# A prompt's tokens, and how many of them are before the piece; the plain layers' planes of each of
-# its blocks; the states of the other layers' caches after the last one, if there are any.
-Piece: TypeAlias = tuple[Sequence[int], int, Sequence[Any], Sequence[Any] | None]
+# A prompt's tokens; the plain layers' planes of each of its last blocks; the states of the other
+# layers' caches after the last one, if there are any.
+Piece: TypeAlias = tuple[Sequence[int], Sequence[Any], Sequence[Any] | None]
 
 
 def encode(piece: Piece) -> bytes:
     """Return what `decode` reads; the arrays are evaluated."""
+    tokens, *layers = piece
     arrays: list[mx.array] = []
-    header = json.dumps(_outline(piece, arrays)).encode()
+
+    def note(leaf: Any) -> Any:
+        if not isinstance(leaf, mx.array):
+            return leaf
+        arrays.append(leaf)
+        return {"dtype": str(leaf.dtype), "shape": leaf.shape}
+
+    header = json.dumps([tokens, tree_map(note, layers)]).encode()
     numbers: Any = [mx.contiguous(array).reshape(-1).view(mx.uint8) for array in arrays]
     parts = [memoryview(each) for each in numbers]
     return b"".join([len(header).to_bytes(_LENGTH, "little"), header, *parts])
@@ -36,27 +45,14 @@ def decode(content: bytes) -> Piece:
     from there.
     """
     file = io.BytesIO(content)
-    outline = json.loads(file.read(int.from_bytes(file.read(_LENGTH), "little")))
-    tokens, first, blocks, states = _fill(outline, file)
-    return tokens, first, blocks, states
 
+    def read(leaf: Any) -> Any:
+        if not isinstance(leaf, dict):
+            return leaf
+        dtype, shape = _DTYPES[leaf["dtype"]], leaf["shape"]
+        numbers = np.frombuffer(file.read(dtype.size * math.prod(shape)), np.uint8)
+        return mx.array(numbers).view(dtype).reshape(shape)
 
-def _outline(tree: Any, arrays: list[mx.array]) -> Any:
-    """Return a tree with types and shapes in place of its arrays, which are appended in order."""
-    if isinstance(tree, mx.array):
-        arrays.append(tree)
-        return {"dtype": str(tree.dtype), "shape": tree.shape}
-    if isinstance(tree, list | tuple):
-        return [_outline(leaf, arrays) for leaf in tree]
-    return tree
-
-
-def _fill(outline: Any, file: io.BytesIO) -> Any:
-    """Return the tree of an outline, with the file's next arrays."""
-    if isinstance(outline, list):
-        return [_fill(leaf, file) for leaf in outline]
-    if not isinstance(outline, dict):
-        return outline
-    dtype, shape = _DTYPES[outline["dtype"]], outline["shape"]
-    numbers = np.frombuffer(file.read(dtype.size * math.prod(shape)), np.uint8)
-    return mx.array(numbers).view(dtype).reshape(shape)
+    tokens, layers = json.loads(file.read(int.from_bytes(file.read(_LENGTH), "little")))
+    blocks, states = tree_map(read, layers, is_leaf=lambda leaf: isinstance(leaf, dict))
+    return tokens, blocks, states
