@@ -10,7 +10,7 @@ block.
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, takewhile
 from typing import Any, TypeAlias
@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten, tree_map
 from gateway.engine.device import KeptBuffers
 from gateway.engine.kv.cache import RaggedKVCache, copy_rows
 from gateway.engine.kv.layers import for_batch
-from gateway.engine.kv.prefix_pieces import PIECE_BYTES, decode, encode
+from gateway.engine.kv.prefix_pieces import Key, decode, encode, follow
 from gateway.jobs import PrefixPiece
 
 # In tokens, and so the shortest prefix worth keeping: reading fewer takes a device hardly longer
@@ -31,10 +31,8 @@ BLOCK = 64
 # out what prompts share. Where they fit, they have at most this share of the room.
 MIN_SETS = 8
 GROWING_SHARE = 0.5
-NEAR = 4  # blocks: the answer's opening, and what a template drops of it, are shorter
 _TOKEN_BYTES = 8  # in a key: so that no block, not even one without KV, weighs nothing
 
-Key: TypeAlias = tuple[int, ...]  # the number of the block before, then a block's own tokens
 Root: TypeAlias = tuple[int, str]  # an adapter's number, 0 for none; and the callers' salt
 ROOT: Root = (0, "")
 
@@ -271,32 +269,12 @@ class PrefixCache:
         while starts:
             salt, after, before, place = starts.pop()
             for key in following[after]:
-                run = self._run(key, following, place)
+                run = follow(key, place, self._kept, following)
                 own = [token for key in run for token in key[1:]]
                 pieces[key] = PrefixPiece(salt, own, before)
                 last = self._kept[run[-1]].number
                 starts.append((salt, last, pieces[key], place + len(run)))
         return [pieces[key] for key in reversed(self._kept) if key in pieces]
-
-    def _run(self, key: Key, following: Mapping[int, list[Key]], place: int) -> list[Key]:
-        """Return a block, which has so many before it, and those of its piece that follow it."""
-        most = max(1, PIECE_BYTES // self._kept[key].nbytes)
-        run = [key]
-        while (place + len(run)) % most:
-            last = self._kept[run[-1]].number
-            has_states = (last,) in self._kept
-            if len(following[last]) != 1 or (has_states and self._is_near_end(last, following)):
-                break
-            run += following[last]
-        return run
-
-    def _is_near_end(self, number: int, following: Mapping[int, list[Key]]) -> bool:
-        """Return True if prompts end or part within a few blocks of one."""
-        for _ in range(NEAR):
-            if len(following[number]) != 1:
-                return True
-            number = self._kept[following[number][0]].number
-        return False
 
     def copy_piece(self, adapter: int, piece: PrefixPiece) -> bytes | None:
         """Return a piece's content; None if some of it has gone meanwhile."""

@@ -1,4 +1,4 @@
-"""Arrays that are kept of prompts as bytes, for a file, and back. On the lane.
+"""What is kept of prompts in pieces for files: where they end, and as bytes and back. On the lane.
 
 A header in JSON has the prompt's tokens, and the arrays' types and shapes where they stand among
 lists and numbers; the arrays follow it.
@@ -7,7 +7,7 @@ lists and numbers; the arrays follow it.
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import mlx.core as mx
@@ -15,12 +15,42 @@ import numpy as np
 from mlx.utils import tree_map
 
 PIECE_BYTES: Final = 64 << 20  # of blocks at most, about: copied in some 20 ms
+NEAR: Final = 4  # blocks: the answer's opening, and what a template drops of it, are shorter
 _LENGTH: Final = 8  # bytes of the header's length
 _DTYPES: Final = {str(each): each for each in vars(mx).values() if isinstance(each, mx.Dtype)}
 
+Key: TypeAlias = tuple[int, ...]  # the number of the block before, then a block's own tokens
 # A prompt's tokens; the plain layers' planes of each of its last blocks; the states of the other
 # layers' caches after the last one, if there are any.
 Piece: TypeAlias = tuple[Sequence[int], Sequence[Any], Sequence[Any] | None]
+
+
+def follow(
+    key: Key, place: int, kept: Mapping[Key, Any], following: Mapping[int, Sequence[Key]]
+) -> list[Key]:
+    """Return a kept block, which has so many before it, and those of its piece that follow it, of
+    all that follow one another by their numbers.
+    """
+    most = max(1, PIECE_BYTES // kept[key].nbytes)
+    run = [key]
+    while (place + len(run)) % most:
+        last = kept[run[-1]].number
+        has_states = (last,) in kept
+        if len(following[last]) != 1 or (has_states and _is_near_end(last, kept, following)):
+            break
+        run += following[last]
+    return run
+
+
+def _is_near_end(
+    number: int, kept: Mapping[Key, Any], following: Mapping[int, Sequence[Key]]
+) -> bool:
+    """Return True if prompts end or part within a few blocks of one."""
+    for _ in range(NEAR):
+        if len(following[number]) != 1:
+            return True
+        number = kept[following[number][0]].number
+    return False
 
 
 def encode(piece: Piece) -> bytes:

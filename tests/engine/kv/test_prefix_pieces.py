@@ -9,7 +9,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.kv import prefix_cache
+from gateway.engine.kv import prefix_pieces
 from gateway.engine.kv.prefix_pieces import decode, encode
 from tests.checkpoints import HYBRID, SLIDING, STATEFUL, write_chat
 from tests.engine.generation.harness import (
@@ -64,7 +64,7 @@ def kept(engine: GenerationEngine, prompt: Sequence[int]) -> tuple[int, list[lis
 def test_a_prompt_goes_on_to_the_bit_as_it_would_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, piece_bytes: int
 ) -> None:
-    monkeypatch.setattr(prefix_cache, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(prefix_pieces, "PIECE_BYTES", piece_bytes)
     config, kv_bits = KINDS[kind]
     folder = write_chat(tmp_path, **config)
     one, other = (open_engine(folder, prefix_cache_bytes=PLENTY, kv_bits=kv_bits) for _ in range(2))
