@@ -101,9 +101,6 @@ UNKEPT_TOKENS = Counter(
     "Prompt tokens that the prefix cache had no room for.",
     ["model"],
 )
-PREFIX_FILES_READ = Counter(
-    "gateway_prefix_files_read", "Files of kept prompts, read or dropped at loads.", ["outcome"]
-)
 READ_AHEAD = Counter(
     "gateway_tokens_read_ahead",
     "Tokens read several at a time: forced by a grammar, drafted, and accepted drafts.",

@@ -182,17 +182,8 @@ class Gateway:
             await self.in_flight.drain(GRACE_S)
             self.in_flight.cancel()  # those waiting for a model, or for a very slow body
             await self.in_flight.drain(GRACE_S)
-        await self._kept.save(max(DRAIN_S, until - clock.now()))
-
-    async def save_prefixes(self) -> int:
-        """Save what is kept of prompts; return how many files have it.
-
-        Raises Unavailable unless all could be saved.
-        """
-        problem, folder = await self._kept.save(), self._kept.folder
-        if folder is None or problem:
-            raise Unavailable(f"Not all that is kept of prompts was saved: {problem}.")
-        return len(folder.files)
+        with contextlib.suppress(Unavailable):  # it is logged
+            await self._kept.save(max(DRAIN_S, until - clock.now()))
 
     def _end_all(self, message: str) -> None:
         for batcher in self._models.loaded():
@@ -239,7 +230,7 @@ class Gateway:
             health=lambda: self.health,
             readiness=self._status,
             reload=self.reload,
-            save_prefixes=self.save_prefixes,
+            save_prefixes=self._kept.save,
             in_flight=self.in_flight,
             watchers=Watchers(),
             exposure=Exposure(

@@ -15,14 +15,14 @@ import secrets
 import stat
 import tempfile
 import time
-from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from operator import itemgetter
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from gateway import clock, logs, metrics
+from gateway import clock, logs
 from gateway.app.daemon_threads import run_in_daemon_thread
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, Unavailable
 from gateway.jobs import PrefixPiece, StepPlan
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.lane import Lane
@@ -53,8 +53,8 @@ class PrefixFolder:
         # By name, when each was used last, in nanoseconds, and its bytes.
         self.files = {name: (about.st_mtime_ns, about.st_size) for name, about in found}
         # By salt, and the same where keys change places. Without a salt, all keys share.
-        sharing = {"": sorted(keys), **{f"key-{i}": [key] for i, key in enumerate(keys, 1)}}
-        self._owners = {salt: self._hash_slowly("\0".join(each)) for salt, each in sharing.items()}
+        self._owners = {f"key-{i}": self._hash_slowly(key) for i, key in enumerate(keys, 1)}
+        self._owners[""] = self._hash_slowly("\0".join(sorted(keys)))
 
     @property
     def nbytes(self) -> int:
@@ -64,30 +64,31 @@ class PrefixFolder:
         """Return the folder's secret."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = self._folder.lstat()
+        which = f"GATEWAY_PREFIX_FOLDER={self._folder}"
         is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-        if not is_own or found.st_mode & 0o022:
-            which = f"GATEWAY_PREFIX_FOLDER={self._folder}"
-            raise SettingsInvalid([f"{which} must be your own folder, that only you may write to"])
-        for part in self._folder.glob(f"{PART}*"):  # of a process that was killed
-            part.unlink()
+        if not is_own or found.st_mode & 0o077:
+            raise SettingsInvalid([f"{which} must be your own folder, for you alone (mode 700)"])
         if not (self._folder / SECRET).exists():
             self._write(SECRET, secrets.token_bytes(HASH_BYTES), time.time_ns())
-        return (self._folder / SECRET).read_bytes()
+        secret = (self._folder / SECRET).read_bytes()
+        if len(secret) != HASH_BYTES:
+            raise SettingsInvalid([f"{which}: its file `{SECRET}` is broken: empty the folder"])
+        for part in self._folder.glob(f"{PART}*"):  # of a process that was killed
+            part.unlink()
+        return secret
 
     def name(self, key: str, piece: PrefixPiece) -> str:
         """Return the name of a piece's file."""
-        told = array("I", [len(piece.own), *piece.tokens]).tobytes()
-        return f"{key}-{self._owners[piece.salt]}-{self._hash(told).hex()[:32]}{SUFFIX}"
+        told = self._hash(str((len(piece.own), piece.tokens)).encode())
+        return f"{key}-{self._owners[piece.salt]}-{told.hex()[:32]}{SUFFIX}"
 
     def names(self, key: str) -> dict[str, str | None]:
         """List the files of a model that today's callers may go on from, each with their salt, and
         those of another key, without one; the file used last first.
         """
-        salts = {f"{key}-{self._owners[salt]}": salt for salt in reversed(self._owners)}
+        salts = {f"{key}-{owner}": salt for salt, owner in self._owners.items()}
         model, found = key.partition("-")[0], {}
-        for _, name in sorted(
-            ((used, name) for name, used in tuple(self.files.items())), reverse=True
-        ):
+        for name, _ in sorted(self.files.items(), key=itemgetter(1), reverse=True):
             beginning = name.rpartition("-")[0]
             if beginning in salts or (name.startswith(model) and not name.startswith(key)):
                 found[name] = salts.get(beginning)
@@ -103,26 +104,26 @@ class PrefixFolder:
 
     def touch(self, name: str, at: int) -> bool:
         """Count a file as used at this time, in nanoseconds; return False if there is none."""
-        if name in self.files:
+        with contextlib.suppress(KeyError, FileNotFoundError):  # or it was deleted by hand
+            _, size = self.files.pop(name)
             os.utime(self._folder / name, ns=(at, at))
-            self.files[name] = at, self.files[name][1]
-        return name in self.files
+            self.files[name] = at, size
+            return True
+        return False
 
-    def write(self, name: str, content: bytes, at: int, since: int) -> bool:
+    def write(self, name: str, content: bytes, at: int, since: int) -> None:
         """Write a file as used at this time. The one used longest ago makes room, but for those
-        used `since`; return False if that is not enough.
+        used `since`. Raises OSError, also if that is not enough.
         """
         size = HASH_BYTES + len(content)
         while self.nbytes + size > self._limit:
-            used, oldest = min(
-                ((used, name) for name, used in self.files.items()), default=((since, 0), "")
-            )
-            if used[0] >= since:
-                return False
+            rest = [("", (since, 0)), *self.files.items()]
+            oldest, (used, _) = min(rest, key=itemgetter(1))
+            if used >= since:
+                raise OSError("GATEWAY_PREFIX_FOLDER_BYTES is less than is kept")
             self.drop(oldest)
         self._write(name, self._hash(name.encode() + content) + content, at)
         self.files[name] = at, size
-        return True
 
     def drop(self, name: str) -> None:
         """Delete a file."""
@@ -161,7 +162,7 @@ class KeptPrefixes:
             limit = settings.prefix_folder_bytes
             self.folder = PrefixFolder(settings.prefix_folder, limit, keys)
         self._lane = lane
-        self._keys: dict[tuple[PrefixKeeper, int], str] = {}  # by engine and adapter
+        self._keys: dict[tuple[Any, int], str] = {}  # by engine and adapter
         self._saving = asyncio.Lock()
 
     async def key(self, model: str, files: Path, digest: Callable[[], Awaitable[str]]) -> str:
@@ -176,77 +177,81 @@ class KeptPrefixes:
 
     async def key_of(self, batcher: GenerationBatcher) -> str:
         """Return the key of a loaded model, which its adapters' depend on."""
-        engine = batcher.engine
-        return self._keys.get((engine, 0), "") if isinstance(engine, PrefixKeeper) else ""
+        return self._keys.get((batcher.engine, 0), "")
 
     @contextlib.asynccontextmanager
     async def of(
-        self, batcher: GenerationBatcher, key: str, adapter: int = 0
+        self, model: str, batcher: GenerationBatcher, key: str, adapter: int = 0
     ) -> AsyncIterator[None]:
         """Read what was saved of a model; while entered, it is saved. Nothing is of a model that
         other ranks have parts of.
         """
-        engine = batcher.engine
-        if self.folder is None or not isinstance(engine, PrefixKeeper):
-            yield
-            return
-        await self._read(self.folder, batcher, key, adapter)
-        self._keys[engine, adapter] = key
+        await self._read(model, batcher, key, adapter)
+        self._keys[batcher.engine, adapter] = key
         try:
             yield
         finally:
-            del self._keys[engine, adapter]
+            del self._keys[batcher.engine, adapter]
 
-    async def _read(
-        self, folder: PrefixFolder, batcher: GenerationBatcher, key: str, adapter: int
-    ) -> None:
-        """Read files while there is room for what is kept of prompts, and delete what is wrong."""
-        engine, started, read, problems = batcher.engine, clock.now(), 0, []
-        assert isinstance(engine, PrefixKeeper)
+    async def _read(self, model: str, batcher: GenerationBatcher, key: str, adapter: int) -> None:
+        """Read files while there is time, and room for them, and delete what is wrong."""
+        folder, engine = self.folder, batcher.engine
+        if folder is None or not isinstance(engine, PrefixKeeper):
+            return
+        started, read, problems = clock.now(), 0, []
         if not adapter:  # else the base's rows are told by its own steps
             async with self._lane.turn("load") as run:
                 await run(engine.step, StepPlan(prefix_limit=batcher.memory.limit_prefixes()))
-        for name, salt in folder.names(key).items():
-            try:
-                if salt is None:
-                    raise ValueError("it is of other weights, settings or versions")
-                content = await run_in_daemon_thread(folder.read, name)
-                async with self._lane.turn("load") as run:
-                    has_room = await run(engine.put_prefix, adapter, salt, content)
-                batcher.memory.note_prefixes(engine.prefix_bytes)
-                if not has_room or clock.now() - started > READ_S:
-                    break
-                read += 1
-            except GatewayError:
-                raise
-            except Exception as error:
-                problems.append(f"{name}: {error}")
-                await run_in_daemon_thread(folder.drop, name)
-        for outcome, count in (("read", read), ("dropped", len(problems))):
-            metrics.of(metrics.PREFIX_FILES_READ, outcome).inc(count)
-        if read or problems:
+        names = await run_in_daemon_thread(folder.names, key)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(READ_S):
+                for name, salt in names.items():
+                    try:
+                        if salt is None:
+                            raise ValueError("it is of other weights, settings or versions")
+                        content = await run_in_daemon_thread(folder.read, name)
+                        async with self._lane.turn("load") as run:
+                            has_room = await run(engine.put_prefix, adapter, salt, content)
+                    except GatewayError:
+                        raise
+                    except Exception as error:
+                        problems.append(f"{name}: {error}")
+                        await run_in_daemon_thread(folder.drop, name)
+                        continue
+                    batcher.memory.note_prefixes(engine.prefix_bytes)
+                    if not has_room:
+                        break
+                    read += 1
+        if names:
             told = {"files": read, "dropped": len(problems), "problem": "".join(problems[:1])}
-            log.info("prefixes_read", key=key, **told, seconds=round(clock.now() - started, 3))
+            log.info("prefixes_read", model=model, **told, seconds=round(clock.now() - started, 3))
 
-    async def save(self, seconds: float | None = None) -> str:
-        """Save what loaded models keep, for at most so long; return why not all of it was."""
-        if self.folder is None:
-            return "GATEWAY_PREFIX_FOLDER is not set"
-        started, problem = clock.now(), ""
+    async def save(self, seconds: float | None = None) -> int:
+        """Save what loaded models keep, for at most so long; return how many files have it.
+
+        Raises Unavailable unless all could be saved.
+        """
+        folder, started, problem = self.folder, clock.now(), ""
+        if folder is None:
+            raise Unavailable("GATEWAY_PREFIX_FOLDER is not set.")
         try:
             async with asyncio.timeout(seconds), self._saving:
-                since = time.time_ns()
+                used = [used for used, _ in tuple(folder.files.values())]
+                since = max([time.time_ns(), *used]) + 1  # whatever the clock was
                 for (engine, adapter), key in tuple(self._keys.items()):
-                    problem = await self._save(self.folder, engine, adapter, key, since) or problem
-        except Exception as error:  # a drain goes on
+                    if isinstance(engine, PrefixKeeper):
+                        await self._save(folder, engine, adapter, key, since)
+        except Exception as error:
             problem = str(error) or "there was no time for all"
-        told = {"files": len(self.folder.files), "bytes": self.folder.nbytes, "problem": problem}
+        told = {"files": len(folder.files), "bytes": folder.nbytes, "problem": problem}
         log.info("prefixes_saved", **told, seconds=round(clock.now() - started, 3))
-        return problem
+        if problem:
+            raise Unavailable(f"Not all that is kept of prompts was saved: {problem}.")
+        return len(folder.files)
 
     async def _save(
         self, folder: PrefixFolder, engine: PrefixKeeper, adapter: int, key: str, since: int
-    ) -> str:
+    ) -> None:
         async with self._lane.turn("load") as run:
             pieces = await run(engine.prefix_pieces, adapter)
         for i, piece in enumerate(pieces):
@@ -256,11 +261,8 @@ class KeptPrefixes:
                 continue
             async with self._lane.turn("load") as run:
                 content = await run(engine.copy_prefix, adapter, piece)
-            if content is None or len(content) > MOST_BYTES:
-                continue
-            if not await run_in_daemon_thread(folder.write, name, content, at, since):
-                return "GATEWAY_PREFIX_FOLDER_BYTES is less than is kept"
-        return ""
+            if content is not None:
+                await run_in_daemon_thread(folder.write, name, content, at, since)
 
 
 def _stamp(files: Path) -> list[tuple[str, int, int, int]]:

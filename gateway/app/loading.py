@@ -277,7 +277,7 @@ class ModelLoader:
                 async with (
                     batcher.running(),
                     test.run_when_idle(batcher),
-                    self.kept.of(batcher, key),
+                    self.kept.of(spec.id, batcher, key),
                 ):
                     yield batcher, nbytes + included
 
@@ -301,7 +301,7 @@ class ModelLoader:
         key = await self.kept.key(model, files, partial(self.kept.key_of, base))
         adapter = await self._load(steps)
         try:
-            async with self.kept.of(base, key, adapter.number):
+            async with self.kept.of(model, base, key, adapter.number):
                 yield Loaded(AdaptedBatcher(base, adapter), adapter.nbytes)
         finally:
             async with self.lane.turn("load") as run:

@@ -57,7 +57,8 @@ async def saved(folder: Path, prompt: str = SEA, **given: Any) -> list[Path]:
     """Have a gateway read a prompt and save it; return its files."""
     async with gateway(folder, **given) as client:
         await ask(client, prompt, key=given.get("api_keys", [""])[0])
-        assert (await save(client)).status_code == 200
+        told = await save(client)
+        assert told.status_code == 200, told.text
     return sorted((folder / "kept").glob("*.kv"))
 
 
@@ -181,6 +182,39 @@ async def test_a_full_disk_is_told_and_leaves_nothing_behind(
         assert (await save(client)).json()["files"] == 1
 
 
+async def test_files_that_were_deleted_by_hand_are_written_again(tmp_path: Path) -> None:
+    write_chat(tmp_path / "m")
+    async with gateway(tmp_path) as client:
+        await ask(client, SEA)
+        await save(client)
+        (file,) = (tmp_path / "kept").glob("*.kv")
+        file.unlink()
+        assert (await save(client)).json()["files"] == 1
+        assert file.exists()
+
+
+async def test_files_of_the_future_make_room_too(tmp_path: Path) -> None:
+    """As after a clock that was wrong."""
+    write_chat(tmp_path / "m")
+    (first,) = await saved(tmp_path)
+    os.utime(first, (9e9, 9e9))
+    most = first.stat().st_size + 1000
+    assert await saved(tmp_path, api_keys=["a-key"], prefix_folder_bytes=most) != [first]
+
+
+async def test_a_disk_that_stands_still_does_not_hold_up_a_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_chat(tmp_path / "m")
+    (file,) = await saved(tmp_path)
+    file.unlink()
+    os.mkfifo(file)  # to open it waits for a writer
+    monkeypatch.setattr("gateway.app.kept_prefixes.READ_S", 0.05)
+    async with gateway(tmp_path) as client:
+        assert (await ask(client, SEA))[1] == 0
+        os.close(os.open(file, os.O_RDWR))
+
+
 async def test_two_save_at_once_beside_requests(tmp_path: Path) -> None:
     write_chat(tmp_path / "m")
     async with gateway(tmp_path) as client:
@@ -238,7 +272,9 @@ def test_a_kill_in_the_middle_of_writing_loses_that_file_alone(tmp_path: Path) -
 FOLDERS: dict[str, Any] = {
     "a link": lambda folder: (folder.with_name("real").mkdir(), folder.symlink_to("real")),
     "a file": lambda folder: folder.touch(),
-    "others may write to it": lambda folder: (folder.mkdir(), folder.chmod(0o777)),
+    "others may write to it": lambda folder: (folder.mkdir(), folder.chmod(0o770)),
+    "others may look into it": lambda folder: (folder.mkdir(), folder.chmod(0o755)),
+    "its secret is empty": lambda folder: (folder.mkdir(0o700), (folder / "secret").touch()),
 }
 
 

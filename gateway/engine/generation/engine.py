@@ -14,7 +14,6 @@ from gateway.engine.generation.label_scoring import prepare_questions
 from gateway.engine.generation.self_test import BatchSelfTest, read_probe
 from gateway.engine.generation.sequences import Sequences
 from gateway.engine.grammar.compiling import CompiledGrammar
-from gateway.engine.kv.prefix_pieces import decode, encode
 from gateway.engine.models.decoders import floating_dtype, parameters
 from gateway.errors import BadRequest, ContextLengthExceeded
 from gateway.jobs import (
@@ -188,16 +187,13 @@ class GenerationEngine(Sequences):
 
     def copy_prefix(self, adapter: int, piece: PrefixPiece) -> bytes | None:
         """Return a piece's content; None if some of it has gone meanwhile."""
-        tokens = piece.tokens
-        first = len(tokens) - len(piece.own)
-        copied = self._prefixes.copy_piece(tokens, first, (adapter, piece.salt))
-        return None if copied is None else encode(copied)
+        return self._prefixes.copy_piece(adapter, piece)
 
     def put_prefix(self, adapter: int, salt: str, content: bytes) -> bool:
         """Keep the content of a piece of prompts that were read before; False if there is no more
         room. Raises anything for what `copy_prefix` did not return for this model.
         """
-        return self._prefixes.put_piece(decode(content), (adapter, salt))
+        return self._prefixes.put_piece((adapter, salt), content)
 
     def drop_adapter(self, number: int) -> None:
         """Free an adapter, with its sequences and the KV kept of their prompts."""

@@ -10,7 +10,7 @@ block.
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, takewhile
 from typing import Any, TypeAlias
@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten, tree_map
 from gateway.engine.device import KeptBuffers
 from gateway.engine.kv.cache import RaggedKVCache, copy_rows
 from gateway.engine.kv.layers import for_batch
-from gateway.engine.kv.prefix_pieces import PIECE_BYTES, Piece
+from gateway.engine.kv.prefix_pieces import Key, decode, encode, follow
 from gateway.jobs import PrefixPiece
 
 # In tokens, and so the shortest prefix worth keeping: reading fewer takes a device hardly longer
@@ -31,10 +31,8 @@ BLOCK = 64
 # out what prompts share. Where they fit, they have at most this share of the room.
 MIN_SETS = 8
 GROWING_SHARE = 0.5
-NEAR = 4  # blocks: the answer's opening, and what a template drops of it, are shorter
 _TOKEN_BYTES = 8  # in a key: so that no block, not even one without KV, weighs nothing
 
-Key: TypeAlias = tuple[int, ...]  # the number of the block before, then a block's own tokens
 Root: TypeAlias = tuple[int, str]  # an adapter's number, 0 for none; and the callers' salt
 ROOT: Root = (0, "")
 
@@ -262,7 +260,7 @@ class PrefixCache:
         """
         following: dict[int, list[Key]] = defaultdict(list)
         for key, kept in self._kept.items():
-            if kept.owner is self:
+            if kept.owner is self and len(key) > 1:  # not states
                 following[key[0]].append(key)
         pieces: dict[Key, PrefixPiece] = {}  # by their first block
         starts: list[tuple[str, int, PrefixPiece | None, int]] = [
@@ -270,72 +268,53 @@ class PrefixCache:
         ]
         while starts:
             salt, after, before, place = starts.pop()
-            for key in _blocks(following[after]):
-                run = self._run(key, following, place)
+            for key in following[after]:
+                run = follow(key, place, self._kept, following)
                 own = [token for key in run for token in key[1:]]
                 pieces[key] = PrefixPiece(salt, own, before)
                 last = self._kept[run[-1]].number
                 starts.append((salt, last, pieces[key], place + len(run)))
         return [pieces[key] for key in reversed(self._kept) if key in pieces]
 
-    def _run(self, key: Key, following: Mapping[int, list[Key]], place: int) -> list[Key]:
-        """Return a block, which has so many before it, and those of its piece that follow it."""
-        most = max(1, PIECE_BYTES // self._kept[key].nbytes)
-        run = [key]
-        while (place + len(run)) % most:
-            last = self._kept[run[-1]].number
-            blocks = _blocks(following[last])
-            has_states = len(following[last]) > len(blocks)
-            if len(blocks) != 1 or (has_states and self._is_near_end(last, following)):
-                break
-            run += blocks
-        return run
-
-    def _is_near_end(self, number: int, following: Mapping[int, list[Key]]) -> bool:
-        """Return True if prompts end or part within a few blocks of one."""
-        for _ in range(NEAR):
-            blocks = _blocks(following[number])
-            if len(blocks) != 1:
-                return True
-            number = self._kept[blocks[0]].number
-        return False
-
-    def copy_piece(self, tokens: Sequence[int], first: int, root: Root) -> Piece | None:
-        """Return a piece; None if some of it has gone meanwhile."""
-        path = self._path(tokens, root)
+    def copy_piece(self, adapter: int, piece: PrefixPiece) -> bytes | None:
+        """Return a piece's content; None if some of it has gone meanwhile."""
+        tokens = piece.tokens
+        path = self._path(tokens, (adapter, piece.salt))
         if BLOCK * len(path) < len(tokens):
             return None
-        blocks = [self._kept[key].layers for key in path[first // BLOCK :]]
-        states = self._kept.get(self._state_key(path))
-        if states is None:
-            return tokens, first, blocks, None
-        return tokens, first, blocks, [layer.state for layer in states.layers]
+        own = path[-len(piece.own) // BLOCK :]
+        after = self._kept.get(self._state_key(path))
+        states = None if after is None else [layer.state for layer in after.layers]
+        return encode((tokens, [self._kept[key].layers for key in own], states))
 
-    def put_piece(self, piece: Piece, root: Root) -> bool:
+    def put_piece(self, root: Root, content: bytes) -> bool:
         """Keep a piece, as what was used before all that is kept; False if there is no room for it.
-        Nothing is kept of one that follows what is not there.
+        Nothing is kept of one that follows what is not there. Raises anything for other content.
         """
-        tokens, first, blocks, states = piece
+        tokens, blocks, states = decode(content)
         arrays = _arrays([blocks, states])
         nbytes = sum(array.nbytes for array in arrays) + _TOKEN_BYTES * 2 * len(tokens)
         if not self.is_on or not self.pool.has_room(nbytes, len(arrays)):
             return False
         path = self._path(tokens, root)
-        if BLOCK * len(path) < first:
+        missing = len(tokens) // BLOCK - len(path)
+        if missing > len(blocks):
             return True
-        for start in range(BLOCK * len(path), len(tokens), BLOCK):
-            key = (self._after(path, root), *tokens[start : start + BLOCK])
-            if not self._put(key, blocks[(start - first) // BLOCK], path, is_growing=False):
-                return True
-            self._kept.move_to_end(key, last=False)
+        for pages in blocks[len(blocks) - missing :]:
+            start = BLOCK * len(path)
+            self._put_back((self._after(path, root), *tokens[start : start + BLOCK]), pages, path)
         key = self._state_key(path)
         if states is not None and key not in self._kept:
             _, layers = self._split(copy.deepcopy(self._empty))
             for layer, state in zip(layers, states, strict=True):
                 layer.state = state
-            if self._put(key, layers, path, is_growing=False):
-                self._kept.move_to_end(key, last=False)
+            self._put_back(key, layers, path)
         return True
+
+    def _put_back(self, key: Key, layers: Sequence[Any], path: list[Key]) -> None:
+        if not self._put(key, layers, path, is_growing=False):
+            raise ValueError("it is not finite")
+        self._kept.move_to_end(key, last=False)
 
     def stop(self) -> None:
         """Drop everything, and keep nothing from now on."""
@@ -431,11 +410,6 @@ class PrefixCache:
         self.pool.add(key, _Kept(self, number, layers, nbytes, len(arrays)))
         path.append(key)
         return True
-
-
-def _blocks(keys: Iterable[Key]) -> list[Key]:
-    """Return the keys of blocks, not of states."""
-    return [key for key in keys if len(key) > 1]
 
 
 def count_shared(one: Sequence[int], other: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""Arrays that are kept of prompts as bytes, for a file, and back. On the lane.
+"""What is kept of prompts in pieces for files: where they end, and as bytes and back. On the lane.
 
 A header in JSON has the prompt's tokens, and the arrays' types and shapes where they stand among
 lists and numbers; the arrays follow it.
@@ -7,25 +7,64 @@ lists and numbers; the arrays follow it.
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_map
 
 PIECE_BYTES: Final = 64 << 20  # of blocks at most, about: copied in some 20 ms
+NEAR: Final = 4  # blocks: the answer's opening, and what a template drops of it, are shorter
 _LENGTH: Final = 8  # bytes of the header's length
 _DTYPES: Final = {str(each): each for each in vars(mx).values() if isinstance(each, mx.Dtype)}
 
-# A prompt's tokens, and how many of them are before the piece; the plain layers' planes of each of
-# its blocks; the states of the other layers' caches after the last one, if there are any.
-Piece: TypeAlias = tuple[Sequence[int], int, Sequence[Any], Sequence[Any] | None]
+Key: TypeAlias = tuple[int, ...]  # the number of the block before, then a block's own tokens
+# A prompt's tokens; the plain layers' planes of each of its last blocks; the states of the other
+# layers' caches after the last one, if there are any.
+Piece: TypeAlias = tuple[Sequence[int], Sequence[Any], Sequence[Any] | None]
+
+
+def follow(
+    key: Key, place: int, kept: Mapping[Key, Any], following: Mapping[int, Sequence[Key]]
+) -> list[Key]:
+    """Return a kept block, which has so many before it, and those of its piece that follow it, of
+    all that follow one another by their numbers.
+    """
+    most = max(1, PIECE_BYTES // kept[key].nbytes)
+    run = [key]
+    while (place + len(run)) % most:
+        last = kept[run[-1]].number
+        has_states = (last,) in kept
+        if len(following[last]) != 1 or (has_states and _is_near_end(last, kept, following)):
+            break
+        run += following[last]
+    return run
+
+
+def _is_near_end(
+    number: int, kept: Mapping[Key, Any], following: Mapping[int, Sequence[Key]]
+) -> bool:
+    """Return True if prompts end or part within a few blocks of one."""
+    for _ in range(NEAR):
+        if len(following[number]) != 1:
+            return True
+        number = kept[following[number][0]].number
+    return False
 
 
 def encode(piece: Piece) -> bytes:
     """Return what `decode` reads; the arrays are evaluated."""
+    tokens, *layers = piece
     arrays: list[mx.array] = []
-    header = json.dumps(_outline(piece, arrays)).encode()
+
+    def note(leaf: Any) -> Any:
+        if not isinstance(leaf, mx.array):
+            return leaf
+        arrays.append(leaf)
+        return {"dtype": str(leaf.dtype), "shape": leaf.shape}
+
+    header = json.dumps([tokens, tree_map(note, layers)]).encode()
     numbers: Any = [mx.contiguous(array).reshape(-1).view(mx.uint8) for array in arrays]
     parts = [memoryview(each) for each in numbers]
     return b"".join([len(header).to_bytes(_LENGTH, "little"), header, *parts])
@@ -36,27 +75,14 @@ def decode(content: bytes) -> Piece:
     from there.
     """
     file = io.BytesIO(content)
-    outline = json.loads(file.read(int.from_bytes(file.read(_LENGTH), "little")))
-    tokens, first, blocks, states = _fill(outline, file)
-    return tokens, first, blocks, states
 
+    def read(leaf: Any) -> Any:
+        if not isinstance(leaf, dict):
+            return leaf
+        dtype, shape = _DTYPES[leaf["dtype"]], leaf["shape"]
+        numbers = np.frombuffer(file.read(dtype.size * math.prod(shape)), np.uint8)
+        return mx.array(numbers).view(dtype).reshape(shape)
 
-def _outline(tree: Any, arrays: list[mx.array]) -> Any:
-    """Return a tree with types and shapes in place of its arrays, which are appended in order."""
-    if isinstance(tree, mx.array):
-        arrays.append(tree)
-        return {"dtype": str(tree.dtype), "shape": tree.shape}
-    if isinstance(tree, list | tuple):
-        return [_outline(leaf, arrays) for leaf in tree]
-    return tree
-
-
-def _fill(outline: Any, file: io.BytesIO) -> Any:
-    """Return the tree of an outline, with the file's next arrays."""
-    if isinstance(outline, list):
-        return [_fill(leaf, file) for leaf in outline]
-    if not isinstance(outline, dict):
-        return outline
-    dtype, shape = _DTYPES[outline["dtype"]], outline["shape"]
-    numbers = np.frombuffer(file.read(dtype.size * math.prod(shape)), np.uint8)
-    return mx.array(numbers).view(dtype).reshape(shape)
+    tokens, layers = json.loads(file.read(int.from_bytes(file.read(_LENGTH), "little")))
+    blocks, states = tree_map(read, layers, is_leaf=lambda leaf: isinstance(leaf, dict))
+    return tokens, blocks, states

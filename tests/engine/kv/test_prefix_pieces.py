@@ -9,7 +9,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.kv import prefix_cache
+from gateway.engine.kv import prefix_pieces
 from gateway.engine.kv.prefix_pieces import decode, encode
 from tests.checkpoints import HYBRID, SLIDING, STATEFUL, write_chat
 from tests.engine.generation.harness import (
@@ -64,7 +64,7 @@ def kept(engine: GenerationEngine, prompt: Sequence[int]) -> tuple[int, list[lis
 def test_a_prompt_goes_on_to_the_bit_as_it_would_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, piece_bytes: int
 ) -> None:
-    monkeypatch.setattr(prefix_cache, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(prefix_pieces, "PIECE_BYTES", piece_bytes)
     config, kv_bits = KINDS[kind]
     folder = write_chat(tmp_path, **config)
     one, other = (open_engine(folder, prefix_cache_bytes=PLENTY, kv_bits=kv_bits) for _ in range(2))
@@ -126,11 +126,11 @@ def test_any_arrays_come_back_as_they_were(dtype: mx.Dtype) -> None:
         mx.array(1, dtype),
     ]
     arrays.append(mx.arange(24).astype(dtype).reshape(4, 6)[:, ::2])
-    given = ((7,), 0, [arrays], [None, (3, "name", arrays)])
-    tokens, first, [pages], states = decode(encode(given))
-    assert (tokens, first) == ([7], 0)
+    given: Any = ((7,), [arrays, []], [None, (3, "name", arrays), []])
+    tokens, [pages, *empty], states = decode(encode(given))
+    assert (tokens, empty) == ([7], [[]])
     assert states is not None
-    assert (states[0], states[1][:2]) == (None, [3, "name"])
+    assert (states[0], states[1][:2], states[2]) == (None, [3, "name"], [])
     for found in (pages, states[1][2]):
         for one, other in zip(arrays, found, strict=True):
             assert (one.dtype, one.shape) == (other.dtype, other.shape)
