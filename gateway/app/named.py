@@ -99,8 +99,8 @@ def _known_entry(source: Source, known: Entries) -> Mapping[str, Any]:
     for entry in known.values():
         pinned = parse_source(str(entry["source"]), Path.cwd())
         if source_id(pinned) == source_id(source):
-            is_pinned = getattr(source, "revision", None) is None
-            return entry if is_pinned else {**entry, "source": str(source)}
+            is_pinned = getattr(source, "revision", None) is not None
+            return {**entry, "source": str(source)} if is_pinned else entry
     return {}
 
 
@@ -133,14 +133,14 @@ def _discover(settings: Settings) -> tuple[Entries, dict[str, str]]:
 
     found: dict[str, Mapping[str, Any]] = {}
     left_out: dict[str, str] = {}
-    for each in discover(settings.discover, hub_of(settings, may_download=False)):
-        if each.kind is None:
-            left_out.setdefault(each.model, each.why)
-        elif each.model in found:
-            left_out[each.source] = f"another model is found as {each.model}"
+    for model in discover(settings.discover, hub_of(settings, may_download=False)):
+        if model.kind is None:
+            left_out[model.model] = model.why
+        elif model.model in found:
+            left_out[model.source] = f"another model is found as {model.model}"
         else:
-            found[each.model] = {"kind": each.kind, "source": each.source}
-    return found, left_out
+            found[model.model] = {"kind": model.kind, "source": model.source}
+    return found, {name: why for name, why in left_out.items() if name not in found}
 
 
 def _select(catalog: Catalog, ids: list[str], settings: Settings, found: Entries) -> Catalog:

@@ -111,8 +111,8 @@ def fit(name: str, kind: str, facts: Facts, memory_bytes: int, settings: Setting
 
 def fits(memory_bytes: int, settings: Settings) -> Iterator[Fit]:
     """Yield what each model of a known size takes, the largest first."""
-    known = [fit(*each, memory_bytes, settings) for each in read_facts()]
-    yield from sorted(filter(None, known), key=lambda each: (each.kind, -each.weights_bytes))
+    known = [fit(*model, memory_bytes, settings) for model in read_facts()]
+    yield from sorted(filter(None, known), key=lambda fit: (fit.kind, -fit.weights_bytes))
 
 
 def working_set(machine_bytes: int) -> int:

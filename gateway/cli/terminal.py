@@ -74,7 +74,7 @@ class Listing(Group):
     def get_params(self, ctx: Any) -> list[Any]:
         """Return its parameters, without names before a command."""
         params = super().get_params(ctx)
-        return [each for each in params if self._takes_names or isinstance(each, TyperOption)]
+        return [param for param in params if self._takes_names or isinstance(param, TyperOption)]
 
 
 def _without_types(params: list[Any]) -> list[Any]:

@@ -97,7 +97,7 @@ def _of_folder(folder: Path, model: str) -> Kind:
             raise _Unclear("it is an adapter", "kind: chat, base: …, adapter: …")
         raise _Unclear("it has no config.json")
     kind, listed = str(config.get("model_type")), config.get("architectures")
-    architectures = [str(each) for each in listed] if isinstance(listed, list) else []
+    architectures = [str(name) for name in listed] if isinstance(listed, list) else []
     if any(name.endswith("ForSequenceClassification") for name in architectures):
         return _of_classifier(config, kind)
     if any(name.endswith(("Classification", "QuestionAnswering")) for name in architectures):
@@ -108,8 +108,8 @@ def _of_folder(folder: Path, model: str) -> Kind:
             raise _Unclear(f"it is a {task!r:.60} of sentence-transformers", _SCORES)
         return "embedding"
     is_encoder = kind in ENCODERS or any(
-        each.endswith(("Model", "ForMaskedLM")) and not each.endswith("LMHeadModel")
-        for each in architectures
+        name.endswith(("Model", "ForMaskedLM")) and not name.endswith("LMHeadModel")
+        for name in architectures
     )
     if is_encoder:
         keys = _EMBEDS.format(pooling="mean")

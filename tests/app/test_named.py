@@ -143,6 +143,12 @@ def test_found_models_come_last_and_are_not_loaded_at_start(folder: Path, hub: F
     reading = read_served(load_settings({"serve": ("hub:org/tiny",), "discover": (str(folder),)}))
     assert reading.problems == ()
     assert reading.left_out[f"path:{folder}/org/tiny"] == "another model is served as org/tiny"
+    half = folder / "half" / "org" / "tiny"
+    half.mkdir(parents=True)
+    (half / "config.json").write_text("{}")
+    reading = read_served(load_settings({"discover": (str(folder / "half"), str(folder))}))
+    assert "org/tiny" in reading.catalog.names()
+    assert "org/tiny" not in reading.left_out
 
 
 def test_a_name_is_a_folder_that_is_there_or_the_hubs_or_an_id(folder: Path) -> None:
