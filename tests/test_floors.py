@@ -127,8 +127,8 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2692,
-    "app": 1517,
+    "api": 2691,
+    "app": 1516,
     "bench": 282,
     "cli": 1564,
     "clock": 40,
@@ -142,7 +142,7 @@ BUDGET: dict[str, int] = {
     "registry": 1246,
     "server": 261,
     "serving": 4405,
-    "settings": 360,
+    "settings": 359,
     "wire": 3609,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))

@@ -127,7 +127,7 @@ def _sample(service: Service, is_admin: bool) -> bytes:
         "has_admin": service.exposure.has_admin,
         "watchers": service.watchers.count,
         "models": _models(service),
-        "pulls": [describe_pull(service, pull) for pull in service.pulls.under_way],
+        "pulls": [describe_pull(service, pull) for pull in service.named.pulls.under_way],
         "values": readings.values,
         "histograms": readings.histograms,
     }

@@ -194,7 +194,7 @@ async def _watch(service: Service, pull: Pull) -> AsyncGenerator[PullProgress, N
 
 def describe_pull(service: Service, pull: Pull) -> PullProgress:
     """Return how far a pull under way has got."""
-    completed, total = service.pulls.fetched(pull)
+    completed, total = service.named.pulls.fetched(pull)
     return {
         "object": "pull",
         "model": pull.spec.id,

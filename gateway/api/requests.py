@@ -36,7 +36,7 @@ from gateway.serving.embedding.reranker import RerankBatcher
 from gateway.serving.generation.batcher import ChatBatcher
 from gateway.serving.models.cache import ModelCache
 from gateway.serving.models.named import NamedModels
-from gateway.serving.models.pulls import NOBODY, Pulls
+from gateway.serving.models.pulls import NOBODY
 from gateway.serving.response_store import ResponseStore
 from gateway.serving.tokenize import Kind, ThreadPools
 from gateway.wire.bounds import Bounds
@@ -90,7 +90,6 @@ class Service:
     catalog: Callable[[], Catalog]
     models: ModelCache[EmbeddingBatcher | RerankBatcher | ChatBatcher]
     named: NamedModels
-    pulls: Pulls
     arrivals: Arrivals
     pool: ThreadPools
     rules: Rules

@@ -205,7 +205,6 @@ class Gateway:
             catalog=lambda: self._catalog,
             models=self._models,
             named=self._named,
-            pulls=self._pulls,
             arrivals=self._arrivals,
             pool=self._pool,
             rules=Rules(
