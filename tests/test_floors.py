@@ -133,7 +133,7 @@ BUDGET: dict[str, int] = {
     "cli": 1577,
     "clock": 40,
     "doctor": 336,
-    "engine": 11557,
+    "engine": 11553,
     "errors": 268,
     "ids": 10,
     "jobs": 289,
