@@ -133,7 +133,7 @@ BUDGET: dict[str, int] = {
     "cli": 1564,
     "clock": 40,
     "doctor": 336,
-    "engine": 11562,
+    "engine": 11558,
     "errors": 266,
     "ids": 10,
     "jobs": 289,

@@ -284,7 +284,7 @@ def choose(
     names = ", ".join(offer.name for offer in chats) or "none"
     lines = [f"{wanted}: there is no such chat model. The chat models are: {names}."]
     if candidates or wanted is None:
-        lines = [f"{tool.command} can use none of the chat models:"]
+        lines = [f"{tool.command} cannot use {wanted or 'any of the chat models'}:"]
     shown = [offer for offer in candidates if offer.name in (offer.id, wanted)]
     lines += [f"  {_problem(offer, tool)}" for offer in shown]
     absent = [offer for offer in candidates if offer.context is None]

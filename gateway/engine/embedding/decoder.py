@@ -73,18 +73,11 @@ class Decoder:
     def __init__(
         self, checkpoint: Checkpoint, raw: Mapping[str, Any], device: Device, dtype: str | None
     ) -> None:
+        self.padding_id = 0
+        self._rounding: float | None = None
         with checkpoint.reading_config():
             window = _ignored_window(raw)
             self._looks_ahead = _looks_ahead(checkpoint, raw, window)
-        key, served = _ACTIVATIONS.get(raw.get("model_type", ""), ("hidden_act", None))
-        if served is not None and raw.get(key, served) != served:
-            raise checkpoint.failed(f"config.json: {key} `{raw[key]}` is not {served}")
-        model, _ = open_decoder(checkpoint, device=device, dtype=dtype, classes=_headless_classes)
-        self._model = model
-        self._states = getattr(model, "model", None)
-        self._rounding: float | None = None
-        self.padding_id = 0
-        try:
             self.vocabulary = int(raw["vocab_size"])
             self.max_tokens = int(raw["max_position_embeddings"])
             if window is not None:  # in shorter texts each token sees all before it
@@ -93,11 +86,16 @@ class Decoder:
             if raw.get("model_type") == "gemma3_text":
                 rounded: Any = mx.array(sqrt(self.dimensions), mx.bfloat16).item()
                 self._rounding = sqrt(self.dimensions) / rounded
+        key, served = _ACTIVATIONS.get(raw.get("model_type", ""), ("hidden_act", None))
+        if served is not None and raw.get(key, served) != served:
+            raise checkpoint.failed(f"config.json: {key} `{raw[key]}` is not {served}")
+        model, _ = open_decoder(checkpoint, device=device, dtype=dtype, classes=_headless_classes)
+        self._model = model
+        self._states: Any = getattr(model, "model", None)
+        if self._states is None:
+            raise checkpoint.failed("its architecture gives no hidden states")
+        with checkpoint.blame():
             probed = self._hidden(mx.zeros((1, 1), dtype=mx.int32), None).shape
-        except KeyError as error:
-            raise checkpoint.failed(f"config.json has no {error.args[0]}") from error
-        except (TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise checkpoint.failed(f"its architecture gives no hidden states: {error}") from error
         if probed != (1, 1, self.dimensions):
             raise checkpoint.failed(f"its hidden states have shape {probed}")
 
@@ -116,8 +114,6 @@ class Decoder:
         return replace_missing(name, self._model, device, floating_dtype(self._model), report)
 
     def _hidden(self, tokens: mx.array, mask: mx.array | None) -> mx.array:
-        if self._states is None:
-            raise ValueError("the mlx_lm class has no `model` below its head")
         arguments: dict[str, Any] = {}
         if self._looks_ahead:
             arguments["cache"] = [BothWays(mask)] * len(self._states.layers)
