@@ -60,11 +60,11 @@ def answered(line: str, **given: str) -> dict[str, object]:
 
 
 @pytest.fixture
-def tiny(tmp_path: Path) -> Path:
+def tiny(short_path: Path) -> Path:
     """Give a folder to serve a tiny model from."""
-    write_chat(tmp_path / "tiny")
-    (tmp_path / "models.yaml").write_text(MODELS)
-    return tmp_path
+    write_chat(short_path / "tiny")
+    (short_path / "models.yaml").write_text(MODELS)
+    return short_path
 
 
 @needs_curl

@@ -111,10 +111,10 @@ async def asked(path: Path, headers: dict[str, str] | None = None) -> int:
 
 
 @pytest.mark.anyio
-async def test_a_unix_socket_is_served_by_whatever_name_and_goes_at_exit(tmp_path: Path) -> None:
+async def test_a_unix_socket_is_served_by_whatever_name_and_goes_at_exit(short_path: Path) -> None:
     """A browser can't be led to it, so a Host tells nothing; an Origin still does."""
-    path = tmp_path / "gw.sock"
-    with serving(tmp_path, GATEWAY_BIND=f"unix:{path}") as (process, bind):
+    path = short_path / "gw.sock"
+    with serving(short_path, GATEWAY_BIND=f"unix:{path}") as (process, bind):
         assert bind == f"unix:{path}"
         assert await asked(path) == 200
         assert await asked(path, {"host": "gateway:8000"}) == 200
@@ -125,23 +125,23 @@ async def test_a_unix_socket_is_served_by_whatever_name_and_goes_at_exit(tmp_pat
 
 
 @pytest.mark.anyio
-async def test_a_socket_that_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "gw.sock"
-    with serving(tmp_path, GATEWAY_BIND=f"unix:{path}") as (process, _):
+async def test_a_socket_that_a_killed_process_left_is_replaced(short_path: Path) -> None:
+    path = short_path / "gw.sock"
+    with serving(short_path, GATEWAY_BIND=f"unix:{path}") as (process, _):
         process.kill()
         process.wait(10)
     assert path.is_socket()
-    with serving(tmp_path, GATEWAY_BIND=f"unix:{path}"):
+    with serving(short_path, GATEWAY_BIND=f"unix:{path}"):
         assert await asked(path) == 200
 
 
 @pytest.mark.anyio
-async def test_a_socket_that_is_listened_on_is_not_taken(tmp_path: Path) -> None:
-    path, file = tmp_path / "gw.sock", tmp_path / "file"
+async def test_a_socket_that_is_listened_on_is_not_taken(short_path: Path) -> None:
+    path, file = short_path / "gw.sock", short_path / "file"
     file.write_text("mine")
-    with serving(tmp_path, GATEWAY_BIND=f"unix:{path}"):
+    with serving(short_path, GATEWAY_BIND=f"unix:{path}"):
         for bind in (path, file):
-            done = ran(tmp_path, "serve", GATEWAY_BIND=f"unix:{bind}")
+            done = ran(short_path, "serve", GATEWAY_BIND=f"unix:{bind}")
             assert done.returncode == 2
             assert "in use" in done.stderr
             assert "Traceback" not in done.stderr
@@ -149,8 +149,8 @@ async def test_a_socket_that_is_listened_on_is_not_taken(tmp_path: Path) -> None
     assert file.read_text() == "mine"
 
 
-def test_a_socket_that_is_another_s_by_now_is_left(tmp_path: Path) -> None:
-    path = tmp_path / "gw.sock"
+def test_a_socket_that_is_another_s_by_now_is_left(short_path: Path) -> None:
+    path = short_path / "gw.sock"
     with listen([f"unix:{path}"], scheme="http") as (bind,):
         os.close(int(bind.removeprefix("fd://")))
         path.unlink()
