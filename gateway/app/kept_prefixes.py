@@ -1,5 +1,5 @@
 """What is kept of prompts, in files that outlive a restart: written while the gateway drains and
-when an admin says so, read as their model is loaded. No request waits for the disk.
+when an admin says so, read as their model is loaded. Nothing else waits for the disk.
 
 A file's name has its model, a digest of all that KV depends on, whose prompt it is, and the prompt.
 It begins with a hash of that name and of all that follows, by a secret of the folder: what was
