@@ -8,7 +8,7 @@ With --restart, the first prompt is asked of a gateway, and again of a new one o
 without a folder for kept prompts, and with one.
 
     python -m benchmarks.agent_turns
-    python -m benchmarks.agent_turns --restart --tokens 6000
+    python -m benchmarks.agent_turns --restart --tokens 1500
 """
 
 import argparse

@@ -285,10 +285,6 @@ class Gateway:
         yield metrics.RESPONSES_KEPT.read(len(self._responses))
         yield metrics.RESPONSES_BYTES.read(self._responses.nbytes)
         yield metrics.BODY_BYTES.read(self._bodies.nbytes)
-        folder = self._kept.folder
-        if folder is not None:
-            yield metrics.PREFIX_FILES.read(len(folder.files))
-            yield metrics.PREFIX_FILE_BYTES.read(folder.nbytes)
         yield metrics.DEVICE_CACHED.read(self._engines.cached_bytes)
 
     async def _tidy(self) -> None:

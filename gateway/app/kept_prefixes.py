@@ -1,5 +1,5 @@
 """What is kept of prompts, in files that outlive a restart: written while the gateway drains and
-when an admin says so, read as their model is loaded. No request waits for the disk.
+when an admin says so, read as their model is loaded. Nothing else waits for the disk.
 
 A file's name has its model, a digest of all that KV depends on, whose prompt it is, and the prompt.
 It begins with a hash of that name and of all that follows, by a secret of the folder: what was
@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from gateway import clock, logs
 from gateway.app.daemon_threads import run_in_daemon_thread
@@ -36,7 +36,7 @@ HASH_BYTES: Final = 32
 MOST_BYTES: Final = 1 << 30  # of a file
 ROUNDS: Final = 10_000  # of hashing a key, so that none is found by trying many: 5 ms
 READ_S: Final = 10.0  # of a model's load
-DRAIN_S: Final = 3.0  # of a drain whose time is up
+DRAIN_S: Final = 2.0  # of a drain whose time is up: supervisors wait 45 s in all
 
 
 class PrefixFolder:
@@ -53,8 +53,8 @@ class PrefixFolder:
         # By name, when each was used last, in nanoseconds, and its bytes.
         self.files = {name: (about.st_mtime_ns, about.st_size) for name, about in found}
         # By salt, and the same where keys change places. Without a salt, all keys share.
-        self._owners = {f"key-{i}": self._hash_slowly(key) for i, key in enumerate(keys, 1)}
-        self._owners[""] = self._hash_slowly("\0".join(sorted(keys)))
+        self._owners = {"": self._hash_slowly("\0".join(sorted(keys)))}
+        self._owners |= {f"key-{i}": self._hash_slowly(key) for i, key in enumerate(keys, 1)}
 
     @property
     def nbytes(self) -> int:
@@ -83,16 +83,15 @@ class PrefixFolder:
         return f"{key}-{self._owners[piece.salt]}-{told.hex()[:32]}{SUFFIX}"
 
     def names(self, key: str) -> dict[str, str | None]:
-        """List the files of a model that today's callers may go on from, each with their salt, and
-        those of another key, without one; the file used last first.
+        """List a model's files, the one used last first: each with the salt of those of today's
+        callers who may go on from it, or without one.
         """
-        salts = {f"{key}-{owner}": salt for salt, owner in self._owners.items()}
-        model, found = key.partition("-")[0], {}
-        for name, _ in sorted(self.files.items(), key=itemgetter(1), reverse=True):
-            beginning = name.rpartition("-")[0]
-            if beginning in salts or (name.startswith(model) and not name.startswith(key)):
-                found[name] = salts.get(beginning)
-        return found
+        # One key may have two places, of which callers have the first; alone it has no salt.
+        salts = {f"{key}-{owner}": salt for salt, owner in reversed(self._owners.items())}
+        model = key.partition("-")[0]
+        newest = sorted(self.files.items(), key=itemgetter(1), reverse=True)
+        names = [name for name, _ in newest if name.startswith(f"{model}-")]
+        return {name: salts.get(name.rpartition("-")[0]) for name in names}
 
     def read(self, name: str) -> bytes:
         """Return a file's content. Raises OSError, and ValueError for what was not written here."""
@@ -162,7 +161,7 @@ class KeptPrefixes:
             limit = settings.prefix_folder_bytes
             self.folder = PrefixFolder(settings.prefix_folder, limit, keys)
         self._lane = lane
-        self._keys: dict[tuple[Any, int], str] = {}  # by engine and adapter
+        self._keys: dict[tuple[GenerationBatcher, int], str] = {}  # by model and adapter
         self._saving = asyncio.Lock()
 
     async def key(self, model: str, files: Path, digest: Callable[[], Awaitable[str]]) -> str:
@@ -177,7 +176,7 @@ class KeptPrefixes:
 
     async def key_of(self, batcher: GenerationBatcher) -> str:
         """Return the key of a loaded model, which its adapters' depend on."""
-        return self._keys.get((batcher.engine, 0), "")
+        return self._keys.get((batcher, 0), "")
 
     @contextlib.asynccontextmanager
     async def of(
@@ -190,11 +189,11 @@ class KeptPrefixes:
             yield
             return
         await self._read(model, batcher, key, adapter)
-        self._keys[batcher.engine, adapter] = key
+        self._keys[batcher, adapter] = key
         try:
             yield
         finally:
-            del self._keys[batcher.engine, adapter]
+            del self._keys[batcher, adapter]
 
     async def _read(self, model: str, batcher: GenerationBatcher, key: str, adapter: int) -> None:
         """Read files while there is time, and room for them, and delete what is wrong."""
@@ -211,7 +210,7 @@ class KeptPrefixes:
                 for name, salt in names.items():
                     try:
                         if salt is None:
-                            raise ValueError("it is of other weights, settings or versions")
+                            raise ValueError("it is of other weights, settings, versions or keys")
                         content = await run_in_daemon_thread(folder.read, name)
                         async with self._lane.turn("load") as run:
                             has_room = await run(engine.put_prefix, adapter, salt, content)
@@ -241,9 +240,9 @@ class KeptPrefixes:
             async with asyncio.timeout(seconds), self._saving:
                 used = [used for used, _ in tuple(folder.files.values())]
                 since = max([time.time_ns(), *used]) + 1  # whatever the clock was
-                for (engine, adapter), key in tuple(self._keys.items()):
-                    if isinstance(engine, PrefixKeeper):
-                        await self._save(folder, engine, adapter, key, since)
+                for (batcher, adapter), key in tuple(self._keys.items()):
+                    if isinstance(batcher.engine, PrefixKeeper):
+                        await self._save(folder, batcher.engine, adapter, key, since)
         except Exception as error:
             problem = str(error) or "there was no time for all"
         told = {"files": len(folder.files), "bytes": folder.nbytes, "problem": problem}

@@ -80,7 +80,6 @@ async def test_after_a_restart_a_prompt_goes_on_as_it_would_have(tmp_path: Path,
         again = [await ask(client, prompt, model) for model in names for prompt in prompts]
         assert again == expected
         assert min(cached for _, cached in again) > 100
-        assert f"gateway_prefix_files {float(told['files'])}" in (await client.get("/metrics")).text
 
 
 async def test_a_drain_saves_when_all_requests_have_ended(tmp_path: Path) -> None:
@@ -136,16 +135,19 @@ async def test_what_is_not_as_it_was_written_is_dropped_and_told(tmp_path: Path,
 
 
 async def test_only_its_own_key_goes_on_from_a_prompt(tmp_path: Path) -> None:
-    """Whatever its place among the keys is now; and no file has a key in it."""
+    """Whatever its place among the keys is now; and no file has a key in it, or is of one that is
+    none any more.
+    """
     write_chat(tmp_path / "m")
     files = await saved(tmp_path, api_keys=["one-key", "other-key"])
     assert not [file for file in files if b"one-key" in file.read_bytes()]
-    for keys, found in ((["other-key", "one-key"], [0, 1]), (["new-key", "other-key"], [0, 0]),
-                        (["one-key"], [1]), (["new-key"], [0])):  # fmt: skip
+    for keys, found in ((["other-key", "one-key"], [0, 1]), (["one-key"], [1]),
+                        (["one-key", "one-key"], [1, 1]),
+                        (["new-key", "other-key"], [0, 0]), (["one-key"], [0])):  # fmt: skip
         async with gateway(tmp_path, api_keys=keys) as client:
             cached = [(await ask(client, SEA, key=key))[1] > 0 for key in keys]
             assert cached == [bool(each) for each in found]
-    assert sorted((tmp_path / "kept").glob("*.kv")) == files
+    assert not list((tmp_path / "kept").glob("*.kv"))
 
 
 async def test_the_disk_and_the_room_in_memory_are_bounded(tmp_path: Path) -> None:
