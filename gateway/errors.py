@@ -333,6 +333,7 @@ class ModelRefused(BadRequest):
 
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(f"The model `{shorten(model)}` is not served: {reason}", param="model")
+        self.reason = reason
 
 
 class NoRoom(Unavailable):
