@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-fast test-all test-signals doctor soak compat compat-ci screenshots \
-	lint format setup setup-dev setup-compat setup-clients setup-aider setup-cuda setup-otel \
+	lint lint-images format setup setup-dev setup-compat setup-clients setup-aider setup-cuda setup-otel \
 	setup-ray setup-site ray pins dist docs site architectures bench bench-structured device simulate \
 	demo-train demo-evaluate setup-release ci nightly parity first-minute device-short wheels sbom \
 	notes formula image-index release-page clean
@@ -88,6 +88,9 @@ lint: setup-dev ## Check format, style, types and workflows
 	$(SCHEMA) vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
 	$(SCHEMA) vendor.citation-file-format --default-filetype yaml CITATION.cff
 	$(BIN)/zizmor --quiet --offline --min-severity medium .github
+
+lint-images: setup-release ## Check deploy/container with hadolint
+	$(BIN)/hadolint --failure-threshold warning deploy/container/Dockerfile
 
 format: setup-dev ## Write the format
 	$(BIN)/ruff check --fix .
