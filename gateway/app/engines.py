@@ -250,7 +250,7 @@ class MlxEngines:
             parts = weight_folders(checkpoint, spec.pooling, spec.normalize)
         elif not _scores_labels(spec):
             parts = [find_transformer(checkpoint)]
-        return Size(sum(weights_bytes(each, self._device, dtype_of(spec)) for each in parts))
+        return Size(sum(weights_bytes(part, self._device, dtype_of(spec)) for part in parts))
 
     def _draft_of(self, spec: ModelSpec) -> ChatSpec | None:
         """Return the model that drafts for a chat model, if it has one and tokens are drafted."""

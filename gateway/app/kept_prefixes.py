@@ -172,7 +172,7 @@ class KeptPrefixes:
             return ""
         stamp = await run_in_daemon_thread(_stamp, files)
         told = [model, f"{await digest()} {stamp}"]
-        return "-".join(hashlib.sha256(each.encode()).hexdigest()[:16] for each in told)
+        return "-".join(hashlib.sha256(text.encode()).hexdigest()[:16] for text in told)
 
     async def key_of(self, batcher: GenerationBatcher) -> str:
         """Return the key of a loaded model, which its adapters' depend on."""
@@ -271,4 +271,4 @@ def _stamp(files: Path) -> list[tuple[str, int, int, int]]:
     """Return what differs for other content of a model's files: a change cannot hide its time."""
     paths = sorted(files.iterdir()) if files.is_dir() else [files]
     found = [(path.name, path.stat()) for path in paths if path.is_file()]
-    return [(name, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for name, each in found]
+    return [(name, about.st_size, about.st_mtime_ns, about.st_ctime_ns) for name, about in found]

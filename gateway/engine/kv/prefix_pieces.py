@@ -17,7 +17,7 @@ from mlx.utils import tree_map
 PIECE_BYTES: Final = 64 << 20  # of blocks at most, about: copied in some 20 ms
 NEAR: Final = 4  # blocks: the answer's opening, and what a template drops of it, are shorter
 _LENGTH: Final = 8  # bytes of the header's length
-_DTYPES: Final = {str(each): each for each in vars(mx).values() if isinstance(each, mx.Dtype)}
+_DTYPES: Final = {str(kind): kind for kind in vars(mx).values() if isinstance(kind, mx.Dtype)}
 
 Key: TypeAlias = tuple[int, ...]  # the number of the block before, then a block's own tokens
 # A prompt's tokens; the plain layers' planes of each of its last blocks; the states of the other
@@ -66,7 +66,7 @@ def encode(piece: Piece) -> bytes:
 
     header = json.dumps([tokens, tree_map(note, layers)]).encode()
     numbers: Any = [mx.contiguous(array).reshape(-1).view(mx.uint8) for array in arrays]
-    parts = [memoryview(each) for each in numbers]
+    parts = [memoryview(array) for array in numbers]
     return b"".join([len(header).to_bytes(_LENGTH, "little"), header, *parts])
 
 
