@@ -134,7 +134,7 @@ BUDGET: dict[str, int] = {
     "clock": 40,
     "doctor": 336,
     "engine": 11558,
-    "errors": 266,
+    "errors": 267,
     "ids": 10,
     "jobs": 289,
     "logs": 145,
