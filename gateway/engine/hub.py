@@ -197,8 +197,7 @@ def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-# What cannot connect closes the client that all threads share, under those that do (2.4,
-# http_backoff).
+# It closes the client that all threads share when one of them cannot connect (2.4, http_backoff).
 _http.close_session = lambda: None
 # Errors have our own messages, in our own log.
 logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -366,17 +365,18 @@ def _listing(source: HubSource, hub: Hub) -> tuple[str, list[HubFile]]:
 
 
 def list_repository(source: HubSource, hub: Hub) -> tuple[str, list[HubFile]]:
-    """Ask the hub for the commit of a revision, and for what it says of all files.
-
-    Raises Unfit for names and sizes that no file has.
-    """
+    """Ask the hub for the commit of a revision, and for all files; raises Unfit for what is none."""
     info = HfApi(endpoint=hub.endpoint).model_info(
         source.repo, revision=source.revision, timeout=hub.timeout_s, files_metadata=True
     )
     files = [
-        HubFile(file.rfilename, file.size, getattr(file.lfs, "sha256", None))
+        HubFile(
+            file.rfilename,
+            -1 if file.size is None else file.size,
+            getattr(file.lfs, "sha256", None),
+        )
         for file in info.siblings or []
-        if file.size is not None
+        if file.size is not None or _is_needed(source, file.rfilename)
     ]
     for file in files:
         is_inside = stays_inside(file.name) and "\\" not in file.name

@@ -89,6 +89,7 @@ LIES = [
     {"rfilename": "config.json", "size": -1},
     {"rfilename": "config.json", "size": 1 << 30},
     {"rfilename": "config.json", "size": "many"},
+    {"rfilename": "more.safetensors", "size": None},
     {"rfilename": 3, "size": 3},
     {"rfilename": "x.safetensors", "size": 9, "lfs": {"size": 9, "sha256": "../../../x"}},
 ]
