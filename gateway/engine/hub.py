@@ -365,7 +365,7 @@ def _listing(source: HubSource, hub: Hub) -> tuple[str, list[HubFile]]:
 
 
 def list_repository(source: HubSource, hub: Hub) -> tuple[str, list[HubFile]]:
-    """Ask the hub for the commit of a revision, and for all files; raises Unfit for what is none."""
+    """Ask the hub for a revision's commit, and for all its files; raises Unfit for what is none."""
     info = HfApi(endpoint=hub.endpoint).model_info(
         source.repo, revision=source.revision, timeout=hub.timeout_s, files_metadata=True
     )
