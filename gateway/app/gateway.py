@@ -123,21 +123,24 @@ class Gateway:
             load_wait_s=settings.load_wait_s,
             ttl_s=settings.model_ttl_s,
         )
-        self._named = NamedModels(
-            pulls=self._pulls,
-            patterns=settings.any_model,
-            memory_bytes=self._budget.limit_bytes,
-            reserve_bytes=settings.disk_reserve_bytes,
-            offer=engines.offer,
-            catalog=lambda: self._catalog,
-            publish=self._publish,
-            states=self._models.states,
-        )
+        self._named = self._make_named()
         self._responses = _make_response_store(settings)
         self._tracer = _make_tracer()
         self._reloading = asyncio.Lock()
         self._has_reloaded = asyncio.Event()
         self.asgi = self._make_app()
+
+    def _make_named(self) -> NamedModels:
+        return NamedModels(
+            pulls=self._pulls,
+            patterns=self._settings.any_model,
+            memory_bytes=self._budget.limit_bytes,
+            reserve_bytes=self._settings.disk_reserve_bytes,
+            offer=self._engines.offer,
+            catalog=lambda: self._catalog,
+            publish=self._publish,
+            states=self._models.states,
+        )
 
     async def reload(self) -> Changes:
         """Read models.yaml again and return what changed.

@@ -79,8 +79,8 @@ class PrefixFolder:
 
     def name(self, key: str, piece: PrefixPiece) -> str:
         """Return the name of a piece's file."""
-        told = self._hash(str((len(piece.own), piece.tokens)).encode())
-        return f"{key}-{self._owners[piece.salt]}-{told.hex()[:32]}{SUFFIX}"
+        digest = self._hash(str((len(piece.own), piece.tokens)).encode())
+        return f"{key}-{self._owners[piece.salt]}-{digest.hex()[:32]}{SUFFIX}"
 
     def names(self, key: str) -> dict[str, str | None]:
         """List a model's files, the one used last first: each with the salt of those of today's
@@ -96,8 +96,8 @@ class PrefixFolder:
     def read(self, name: str) -> bytes:
         """Return a file's content. Raises OSError, and ValueError for what was not written here."""
         with (self._folder / name).open("rb") as file:
-            told, content = file.read(HASH_BYTES), file.read(MOST_BYTES)
-        if not hmac.compare_digest(self._hash(name.encode() + content), told):
+            digest, content = file.read(HASH_BYTES), file.read(MOST_BYTES)
+        if not hmac.compare_digest(self._hash(name.encode() + content), digest):
             raise ValueError("it is not what was written")
         return content
 
@@ -130,11 +130,11 @@ class PrefixFolder:
         with contextlib.suppress(OSError):
             (self._folder / name).unlink()
 
-    def _hash(self, told: bytes) -> bytes:
-        return hmac.digest(self._secret, told, "sha256")
+    def _hash(self, content: bytes) -> bytes:
+        return hmac.digest(self._secret, content, "sha256")
 
-    def _hash_slowly(self, told: str) -> str:
-        return hashlib.pbkdf2_hmac("sha256", told.encode(), self._secret, ROUNDS).hex()
+    def _hash_slowly(self, text: str) -> str:
+        return hashlib.pbkdf2_hmac("sha256", text.encode(), self._secret, ROUNDS).hex()
 
     def _write(self, name: str, content: bytes, at: int) -> None:
         handle, part = tempfile.mkstemp(dir=self._folder, prefix=PART)  # mode 0600
@@ -171,8 +171,8 @@ class KeptPrefixes:
         if self.folder is None:
             return ""
         stamp = await run_in_daemon_thread(_stamp, files)
-        told = [model, f"{await digest()} {stamp}"]
-        return "-".join(hashlib.sha256(text.encode()).hexdigest()[:16] for text in told)
+        parts = [model, f"{await digest()} {stamp}"]
+        return "-".join(hashlib.sha256(part.encode()).hexdigest()[:16] for part in parts)
 
     async def key_of(self, batcher: GenerationBatcher) -> str:
         """Return the key of a loaded model, which its adapters' depend on."""
@@ -225,8 +225,10 @@ class KeptPrefixes:
                         break
                     read += 1
         if names:
-            told = {"files": read, "dropped": len(problems), "problem": "".join(problems[:1])}
-            log.info("prefixes_read", model=model, **told, seconds=round(clock.now() - started, 3))
+            counts = {"files": read, "dropped": len(problems), "problem": "".join(problems[:1])}
+            log.info(
+                "prefixes_read", model=model, **counts, seconds=round(clock.now() - started, 3)
+            )
 
     async def save(self, seconds: float | None = None) -> int:
         """Save what loaded models keep, for at most so long; return how many files have it.
@@ -245,8 +247,8 @@ class KeptPrefixes:
                         await self._save(folder, batcher.engine, adapter, key, since)
         except Exception as error:
             problem = str(error) or "there was no time for all"
-        told = {"files": len(folder.files), "bytes": folder.nbytes, "problem": problem}
-        log.info("prefixes_saved", **told, seconds=round(clock.now() - started, 3))
+        counts = {"files": len(folder.files), "bytes": folder.nbytes, "problem": problem}
+        log.info("prefixes_saved", **counts, seconds=round(clock.now() - started, 3))
         if problem:
             raise Unavailable(f"Not all that is kept of prompts was saved: {problem}.")
         return len(folder.files)
