@@ -16,7 +16,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile al
 os.environ.pop("GITHUB_ACTIONS", None)  # there typer colours what it prints into a pipe, too
 
 # MLX hands each operation to a thread of its own, which would preempt the one that hands it over:
-# with two processes on two cores the slow tests of an engine take 28 s without, and 44 with that.
+# two processes on two cores took 44 s for an engine's slow tests with that, and 32 without.
 if hasattr(os, "SCHED_BATCH"):
     with contextlib.suppress(OSError):  # forbidden in some containers
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
