@@ -1,6 +1,8 @@
 """The generation batcher: rows join, are told their deltas, and leave."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -18,7 +20,7 @@ from gateway.errors import (
 from gateway.jobs import Delta, Grammar, Tier
 from gateway.serving.generation.batcher import STEPS_PER_TURN
 from gateway.serving.generation.policy import QUANTUM
-from gateway.serving.lane import Lane
+from gateway.serving.lane import Lane, Turn
 from tests.fakes import ScriptedChat, generate_job
 from tests.serving.generation.harness import asking, asking_bound, batching, deltas, reached, text
 from tests.waiting import until
@@ -65,18 +67,34 @@ class OneByOne(ScriptedChat):
         return self.now_s
 
 
-async def steps_of_a_burst(pass_limit_s: float, prompt: str, max_tokens: int | None) -> list[int]:
+class Asked(Lane):
+    """A lane that says who has asked for it: each waits from then on, until it is its turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: list[str] = []
+
+    @asynccontextmanager
+    async def turn(self, kind: str, owner: str = "") -> AsyncIterator[Turn]:
+        self.kinds.append(kind)
+        async with super().turn(kind, owner) as turn:
+            yield turn
+
+
+async def steps_of_a_burst(limit_s: float, prompt: str, max_tokens: int | None) -> list[int]:
     """Let eight requests come while a ninth is being answered: rows a step, until all have begun
     or, if they write nothing, have ended.
     """
-    engine = OneByOne(max_context=2000)
+    engine, lane = OneByOne(max_context=2000), Asked()
     with patch.object(clock, "now", engine.time):
-        async with batching(engine, pass_limit_s=pass_limit_s) as batcher:
+        async with lane, batching(engine, lane=lane, pass_limit_s=limit_s) as batcher:
             engine.gate.close()
             first = asking(batcher, "a" * 60)
             await reached(engine)
+            asked = len(lane.kinds)
             burst = [asking(batcher, prompt, max_tokens=max_tokens) for _ in range(8)]
-            await until(lambda: batcher.tickets == 8)
+            # A turn that nobody is seen to wait for goes on for many steps.
+            await until(lambda: batcher.tickets == 8 and lane.kinds[asked:] == ["prefill"])
             engine.gate.open()
             assert await asyncio.gather(*burst) == [prompt[:max_tokens]] * 8
             meanwhile = len(engine.steps)
