@@ -2,10 +2,15 @@
 
 import asyncio
 import threading
+import time
+from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 import structlog
 
+from gateway import clock
+from gateway.serving import watch as watch_module
 from gateway.serving.lane import Beat, Lane
 from gateway.serving.watch import STATUS_OF_A_STALL, BeatAge, StallLimits, Status, Watch
 from tests.fakes import Gate
@@ -45,6 +50,46 @@ def test_a_call_may_take_its_limit_or_some_times_what_its_like_took(
     assert StallLimits(call_s=60, load_s=600).is_over(beat, seconds) is is_over
 
 
+class Hands:
+    """A clock that tests move, each time until the watch has looked: a busy machine moves it not.
+
+    With `tick_s` each look of the watch moves it.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = self.tick_s = 0.0
+        self._looks = threading.Semaphore(0)
+
+    def now(self) -> float:
+        if threading.current_thread().name == "watch":
+            self.seconds += self.tick_s
+            self._looks.release()
+        return self.seconds
+
+    def move(self, seconds: float) -> None:
+        """Let time pass, and the watch look at each hundredth twice: what it saw is done then."""
+        for _ in range(round(100 * seconds)):
+            self.seconds += 0.01
+            while self._looks.acquire(blocking=False):
+                pass
+            assert self._looks.acquire(timeout=20)
+            assert self._looks.acquire(timeout=20)
+
+
+@pytest.fixture
+def hands() -> Iterator[Hands]:
+    """Give the clock by which lane and watch go."""
+    hands = Hands()
+    with patch.object(clock, "now", hands.now):
+        yield hands
+
+
+@pytest.fixture(autouse=True)
+def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No error is sent here that the end of the process would have to wait for."""
+    monkeypatch.setattr(watch_module, "GRACE_S", 0.01)
+
+
 async def until(watch: Watch, status: Status) -> None:
     async with asyncio.timeout(10):
         while watch.status != status:
@@ -64,7 +109,9 @@ async def held(lane: Lane, gate: Gate, kind: str = "test") -> "asyncio.Task[None
     return holding
 
 
-async def test_a_stuck_call_is_a_stall_until_it_moves(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_a_stuck_call_is_a_stall_until_it_moves(
+    hands: Hands, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Where nobody wants the process to end; every thread's stack is told once."""
     gate = Gate()
     lane = Lane()
@@ -73,8 +120,11 @@ async def test_a_stuck_call_is_a_stall_until_it_moves(capfd: pytest.CaptureFixtu
             async with lane:
                 assert watch.status == "ok"
                 holding = await held(lane, gate)
-                await until(watch, "stalled")
-                await asyncio.sleep(0.05)
+                seen: list[Status] = []
+                for seconds in (0.08, 0.04):
+                    await asyncio.to_thread(hands.move, seconds)
+                    seen.append(watch.status)
+                assert seen == ["ok", "stalled"]
                 gate.open()
                 await until(watch, "ok")
                 await holding
@@ -85,16 +135,15 @@ async def test_a_stuck_call_is_a_stall_until_it_moves(capfd: pytest.CaptureFixtu
     assert "Current thread" in told
 
 
-async def test_steps_of_one_call_are_signs_of_life() -> None:
-    pause = threading.Event()
+async def test_steps_of_one_call_are_signs_of_life(hands: Hands) -> None:
     lane = Lane()
     with Watch(lane, SHORT, on_stall=lambda: None, exit_process=None) as watch:
         async with lane, lane.turn("decode") as turn:
 
             def steps() -> list[Status]:
                 seen: list[Status] = []
-                for _ in range(10):
-                    pause.wait(0.03)
+                for _ in range(4):
+                    hands.move(0.05)
                     turn.beat()
                     seen.append(watch.status)
                 return seen
@@ -102,9 +151,9 @@ async def test_steps_of_one_call_are_signs_of_life() -> None:
             assert set(await turn(steps)) == {"ok"}
 
 
-async def test_a_busy_loop_is_no_stall_of_the_lane() -> None:
+async def test_a_busy_loop_is_no_stall_of_the_lane(hands: Hands) -> None:
     """Its call was over long ago; nobody had time to hear of it. What is told of is the loop."""
-    lane = Lane()
+    lane, hands.tick_s = Lane(), 0.02
     with (
         structlog.testing.capture_logs() as lines,
         Watch(lane, SHORT, on_stall=lambda: None, exit_process=None) as watch,
@@ -118,9 +167,8 @@ async def test_a_busy_loop_is_no_stall_of_the_lane() -> None:
 
 def _keep_the_loop(watch: Watch) -> None:
     """Keep the event loop until the watch says that it is kept."""
-    pause = threading.Event()
     while watch.status == "ok":
-        pause.wait(0.01)
+        time.sleep(0.01)
 
 
 async def test_what_was_never_measured_may_take_longer() -> None:
@@ -167,9 +215,10 @@ def _leave_the_thread() -> None:
 
 
 async def test_a_loop_that_does_not_turn_ends_the_process(
-    capfd: pytest.CaptureFixture[str],
+    hands: Hands, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It waits for a thread that found no memory to begin; /health does not answer either."""
+    hands.tick_s = 0.02
     ended = threading.Event()
     statuses: list[int] = []
 
