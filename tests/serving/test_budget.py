@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.serving.budget import Budget
+from gateway.serving.budget import Budget, Prefixes
 
 
 def test_a_share_is_held_until_it_is_released() -> None:
@@ -28,3 +28,20 @@ def test_whoever_listens_hears_of_bytes_that_come_back(sizes: list[int]) -> None
     for nbytes in sizes:
         share.resize(nbytes)
     assert heard == [100 - sizes[-1]]
+
+
+def test_a_row_that_lacks_memory_calls_on_other_rooms_than_its_own() -> None:
+    """Its own it empties by itself, in its own turn; listeners hear of a call once."""
+    budget = Budget(1000)
+    own, other = Prefixes(budget, 1000), Prefixes(budget, 1000)
+    heard: list[int] = []
+    budget.listen(lambda: heard.append(other.recalled))
+    with own.in_use(), other.in_use():
+        own.note(50)
+        assert not budget.recall(10, besides=own), "others keep nothing"
+        other.note(30)
+        assert budget.recall(20, besides=own)
+        assert budget.recall(20, besides=own)
+        assert (own.recalled, other.recalled) == (0, 20)
+        assert (own.excess_bytes, other.excess_bytes) == (0, 20)
+        assert heard == [20]

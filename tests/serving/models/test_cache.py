@@ -267,6 +267,26 @@ async def test_old_leases_finish_on_the_old_spec() -> None:
         assert shelf.open == ["a"], "the file has it no more"
 
 
+async def test_a_spec_that_was_replaced_while_it_loaded_fails_alone() -> None:
+    """Its callers hear of it; the model that has its name now is tried at once."""
+    shelf = Shelf()
+    old, new = spec("a"), spec("a", max_context=99)
+    shelf.failures["a"] = ModelLoadFailed("a", "corrupt")
+    shelf.may_load.clear()
+    async with cache(shelf) as models:
+        loading = asyncio.create_task(use(models, old))
+        await settle()
+        shelf.catalog = Catalog([new])
+        models.reconsider()
+        shelf.may_load.set()
+        with pytest.raises(ModelLoadFailed, match="corrupt"):
+            await loading
+        assert not models.has_failed(new)
+        del shelf.failures["a"]
+        assert await use(models, new) == "a"
+    assert shelf.loads == ["a", "a"]
+
+
 async def test_leaving_the_cache_ends_what_loads_or_waits_and_frees_the_rest() -> None:
     """At once, though a model is in use; but what is being freed is waited for."""
     shelf = Shelf()
