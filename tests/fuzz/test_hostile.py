@@ -22,7 +22,7 @@ from tests.provoked.readings import settled
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 POSTS = {each.bare_path: each for each in ENDPOINTS if each.method == "POST"}
-SHORT, LONG = 150, 20_000
+SHORT, LONG = 80, 20_000
 AT_ONCE = 6
 REQUEST_S = 20  # that the gateway gives one, whatever its own header asks for
 ANSWERED_S = 6 * REQUEST_S

@@ -1,6 +1,7 @@
 """Scripted engines that can be held at every stage, and hang or end as their text tells them."""
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from tests.fakes import Gate, ScriptedChat, ScriptedEmbedder, ScriptedEngines
 
 EXIT = "⏻"  # the call with this ends its thread
 HANG = "⌛"  # the call with this never ends
+HANGS = "the call hangs"  # a line of the log
 FAR_AWAY = "far-away"  # a model whose files never come
 
 
@@ -44,6 +46,7 @@ class HeldEmbedder(ScriptedEmbedder):
         if any(ord(EXIT) in row for row in rows):
             raise SystemExit
         if any(ord(HANG) in row for row in rows):
+            print(HANGS, file=sys.stderr, flush=True)
             threading.Event().wait()
         self.gates[Stage.INFERENCE].pass_through()
         time.sleep(self.pass_s)

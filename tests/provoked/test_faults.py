@@ -82,7 +82,7 @@ class Gateway:
             "GATEWAY_LOG_FORMAT": "json",
             "GATEWAY_ADMIN_KEY": "admin",
             "GATEWAY_DRAIN_S": "5",
-            "GATEWAY_STALL_LIMIT_S": "20",
+            "GATEWAY_STALL_LIMIT_S": "8",
             "GATEWAY_SELF_TEST_FOLDER": str(self.folder / SELF_TESTS),
             **self.injector.environment,
         }

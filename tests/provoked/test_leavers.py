@@ -59,9 +59,9 @@ async def provoked(folder: Path, *, first: int = 0, then: int) -> tuple[Reading,
     return before, after
 
 
-async def test_of_a_hundred_and_fifty_requests_nothing_is_left(tmp_path: Path) -> None:
+async def test_of_sixty_requests_nothing_is_left(tmp_path: Path) -> None:
     """No row, ticket, lease, place in a queue or task, though three in ten clients left."""
-    await provoked(tmp_path, then=150)
+    await provoked(tmp_path, then=60)
 
 
 @pytest.mark.soak

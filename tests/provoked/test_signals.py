@@ -14,8 +14,9 @@ import httpx2
 import pytest
 
 from tests.processes import Served, free_port, needs_openssl, started, write_certificate
-from tests.provoked.engines import FAR_AWAY, HANG
+from tests.provoked.engines import FAR_AWAY, HANG, HANGS
 from tests.provoked.harness import chat, embed, inside, not_well, path_of
+from tests.waiting import until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -89,7 +90,7 @@ async def test_a_drain_cut_short_tells_those_who_are_in_no_queue_too(tmp_path: P
         async with httpx2.AsyncClient(base_url=served.url, timeout=30) as client:
             body = {"model": FAR_AWAY, "input": "a"}
             asking = asyncio.create_task(client.post("/v1/embeddings", json=body))
-            await asyncio.sleep(0.3)
+            await inside(client, 1)
             served.process.send_signal(signal.SIGTERM)
             answer = await asking
         assert answer.status_code == 503
@@ -143,7 +144,7 @@ async def test_clients_that_begin_no_tls_keep_nobody_out_and_no_shutdown_waiting
 
 async def test_a_stuck_lane_turns_health_to_503(tmp_path: Path) -> None:
     given = {"GATEWAY_STALL_LIMIT_S": "0.5", "GATEWAY_LOAD_STALL_LIMIT_S": "0.5"}
-    given |= {"GATEWAY_EXIT_ON_STALL": "false", "GATEWAY_DRAIN_S": "0.2"}
+    given |= {"GATEWAY_EXIT_ON_STALL": "false", "GATEWAY_DRAIN_S": "0.2", "SHUTDOWN_S": "1"}
     with serving(tmp_path, **given) as served:
         async with httpx2.AsyncClient(base_url=served.url, timeout=30) as client:
             assert (await client.get("/health")).json() == {"status": "ok"}
@@ -174,11 +175,11 @@ async def test_a_stuck_lane_ends_the_process_with_status_70(tmp_path: Path) -> N
 
 async def test_a_stuck_lane_does_not_keep_the_process_from_ending(tmp_path: Path) -> None:
     """Told to stop, it says so to those inside, and leaves without the call it cannot end."""
-    with serving(tmp_path, GATEWAY_STALL_LIMIT_S="3", GATEWAY_DRAIN_S="0.2") as served:
+    with serving(tmp_path, GATEWAY_STALL_LIMIT_S="2", GATEWAY_DRAIN_S="0.2") as served:
         async with httpx2.AsyncClient(base_url=served.url, timeout=30) as client:
             await outcome(client, embed("the first of its shape"))
             stuck = asyncio.create_task(outcome(client, embed(HANG + "e first of its shape ")))
-            await asyncio.sleep(0.3)
+            await until(lambda: HANGS in served.log.read_text())
             served.process.send_signal(signal.SIGTERM)
             assert await stuck == "told"
         assert served.process.wait(20) == 70
