@@ -3,11 +3,13 @@
 import contextlib
 import gc
 import os
+from collections.abc import Generator
 
 import hypothesis
 import pytest
 
 import gateway.engine  # noqa: F401  (first: OpenBLAS must be there before mlx)
+from tests import generators
 
 # A deadline of milliseconds an example fails on a busy machine, whatever is tested.
 hypothesis.settings.register_profile("gateway", deadline=None)
@@ -20,6 +22,29 @@ os.environ.pop("GITHUB_ACTIONS", None)  # there typer colours what it prints int
 if hasattr(os, "SCHED_BATCH"):
     with contextlib.suppress(OSError):  # forbidden in some containers
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addini("generator_seconds", "processor seconds that all generators share", default="60")
+
+
+@pytest.hookimpl(trylast=True)  # after what is deselected
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    generators.give_shares(items, float(config.getini("generator_seconds")))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    with generators.sharing(item):
+        yield
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the generators whose share was not enough for all examples."""
+    for report in terminalreporter.getreports("passed"):
+        for name, said in report.user_properties:
+            if name == generators.MARK:
+                terminalreporter.write_line(f"{said}: generator_seconds")
 
 
 def pytest_collection_finish() -> None:

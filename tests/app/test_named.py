@@ -163,6 +163,7 @@ def test_a_name_is_a_folder_that_is_there_or_the_hubs_or_an_id(folder: Path) -> 
     assert {name: parse_name(name) for name in expected} == expected
 
 
+@pytest.mark.generator
 @settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -115,6 +115,7 @@ BROKEN = st.sampled_from([b"", b"{", b"\xff", b"[" * 100_000, b"1" * 10_000])
 CONTENTS = CONFIGS.map(lambda value: json.dumps(value).encode()) | BROKEN
 
 
+@pytest.mark.generator
 @settings(
     max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

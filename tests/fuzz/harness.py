@@ -15,6 +15,7 @@ from gateway.api.openapi import document
 from gateway.api.requests import Exposure
 from gateway.registry import Catalog
 from tests.fuzz.asking import LENGTHS, POSTS, Ask, check
+from tests.generators import within_share
 
 FIELDS = {
     endpoint.bare_path: [
@@ -83,6 +84,7 @@ def send_bodies(ask: Ask, path: str, examples: int, *, is_repeated: bool) -> Non
 
     @bounded(examples, is_repeated=is_repeated)
     @given(body=bodies, time=times)
+    @within_share
     def send(body: bytes, time: str | None) -> None:
         headers = {} if time is None else {"x-gateway-timeout-s": time}
         check(ask(path, body, headers))
@@ -111,6 +113,7 @@ def send_documented(
 
     @bounded(examples, is_repeated=is_repeated)
     @given(case=operation.as_strategy(generation_mode=mode))
+    @within_share
     def send(case: schemathesis.Case[Any]) -> None:
         body = written(path, case.body)
         answer = ask(path, body)

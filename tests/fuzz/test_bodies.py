@@ -7,6 +7,8 @@ import pytest
 from tests.fuzz.asking import POSTS, asking, scripted
 from tests.fuzz.harness import send_bodies
 
+pytestmark = pytest.mark.generator
+
 
 @pytest.mark.parametrize("path", POSTS)
 def test_whatever_is_sent_is_answered(path: str, tmp_path: Path) -> None:

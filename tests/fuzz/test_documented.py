@@ -8,7 +8,7 @@ from schemathesis import GenerationMode
 from tests.fuzz.asking import POSTS, asking, scripted
 from tests.fuzz.harness import send_documented
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.generator(weight=2)]
 
 
 @pytest.mark.parametrize("mode", GenerationMode)
