@@ -19,4 +19,4 @@ def test_whatever_the_document_says_is_answered(
     """With a status that it tells, never a 500, and never a 200 to what it forbids."""
     models, engines = scripted(tmp_path)
     with asking(models, engines) as ask:
-        send_documented(ask, models, path, mode, 50, is_repeated=True)
+        send_documented(ask, models, path, mode, 25, is_repeated=True)
