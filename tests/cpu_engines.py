@@ -1,10 +1,14 @@
 """MLX's engines on the CPU, which no environment changes."""
 
+import atexit
+from functools import cache
 from typing import Any
 
 from gateway.app.engines import MlxEngines
 from gateway.engine.hub import Hub
+from gateway.serving.sandbox import Sandbox
 from gateway.settings import Settings
+from tests.sandboxes import sandbox
 from tests.serving_app import settings
 
 NO_HUB = Hub(endpoint="http://127.0.0.1:9")
@@ -22,5 +26,25 @@ def cpu_settings(hub: Hub = NO_HUB, **given: Any) -> Settings:
     return settings(**{**defaults, **of_hub, **given})
 
 
+@cache
+def _shared(kind: str, timeout_s: float) -> Sandbox:
+    """Give a sandbox whose processes serve all gateways of this process, until its end."""
+    box = sandbox(kind, timeout_s)
+    atexit.register(box.__exit__)
+    return box
+
+
+class CpuEngines(MlxEngines):
+    """These share their sandboxes: four processes for each gateway took most of a test's time."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._grammars = _shared("grammar", settings.structured_compile_timeout_s)
+        self._templates = _shared("template", 30.0)
+
+    def close_sandboxes(self) -> None:
+        """Leave them to the next gateway."""
+
+
 def cpu_engines(hub: Hub = NO_HUB, **given: Any) -> MlxEngines:
-    return MlxEngines(cpu_settings(hub, **given))
+    return CpuEngines(cpu_settings(hub, **given))
