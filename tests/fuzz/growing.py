@@ -37,7 +37,7 @@ TIMES, MOST = 4, 8.0  # how much larger, and how much longer that may take: a sq
 SURE_TIMES, SURE_MOST, LARGE = 16, 100.0, 6_400_000
 NOTHING_S = 0.004  # in which nobody is kept waiting, and nothing can be measured
 RUNS = 3
-ROUNDS = 4
+ROUNDS = 8
 
 Grow = Callable[[int], Any]  # about so many bytes of JSON
 
