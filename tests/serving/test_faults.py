@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from gateway.errors import DeviceLost, EngineFailed, Fault, ModelLoadFailed, OutOfMemory
+from gateway.serving import faults
 from gateway.serving.faults import PROBES, UNKNOWN_FAULTS, DeviceHealth, run_forever
 
 
@@ -14,7 +15,9 @@ def by_text(error: BaseException) -> Fault:
 
 
 @pytest.fixture
-def health() -> DeviceHealth:
+def health(monkeypatch: pytest.MonkeyPatch) -> DeviceHealth:
+    """Give what knows errors by their text, and needs no pause between its probes."""
+    monkeypatch.setattr(faults, "PROBE_PAUSE_S", 0.0)
     return DeviceHealth(by_text)
 
 
