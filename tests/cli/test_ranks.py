@@ -39,6 +39,7 @@ version: 1
 models:
   tensor: {kind: chat, source: "path:llama", parallel: tensor, preload: true}
 """
+PIPE_BYTES = 2 * 65_536
 NO_END = {"2": -100}
 SHAPE = {
     "type": "object",
@@ -175,11 +176,16 @@ def launched(folder: Path, logs: Path) -> Iterator[str]:
             env=environment(
                 GATEWAY_PORT="0", GATEWAY_LOG_FORMAT="json", GATEWAY_CACHE_MAX_MODELS="8"
             ),
-            stdin=subprocess.PIPE,  # it reads on without end where there is nothing to read
+            stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
         )
     try:
+        # It hands its input on, and asks without a pause whether the ranks could take more; these
+        # read none, and their pipes take no more than this.
+        assert process.stdin is not None
+        process.stdin.write(bytes(PIPE_BYTES))
+        process.stdin.flush()
         while '"event":"ready"' not in log.read_text():
             assert process.poll() is None, log.read_text()
             time.sleep(0.1)
@@ -223,10 +229,10 @@ def test_two_ranks_answer_as_one(folder: Path, tmp_path: Path) -> None:
     assert "use `parallel: tensor`" in messages[1]
 
 
-def first_line(url: str) -> "tuple[ExitStack, Iterator[str]]":
+def first_line(url: str, tokens: int = 2000) -> "tuple[ExitStack, Iterator[str]]":
     """Begin a long stream; give its lines after the first."""
     stack = ExitStack()
-    body = chat("tensor", "Long", max_tokens=2000, stream=True, logit_bias=NO_END)
+    body = chat("tensor", "Long", max_tokens=tokens, stream=True, logit_bias=NO_END)
     answer = stack.enter_context(
         httpx2.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60)
     )
@@ -259,21 +265,10 @@ def test_a_rank_0_that_dies_ends_the_others(folder: Path, tmp_path: Path) -> Non
         assert served.events(1)[-1] == "leader_lost"
 
 
-def test_a_rank_that_is_told_to_stop_lets_the_group_drain(folder: Path, tmp_path: Path) -> None:
-    with group(folder, tmp_path) as served:
-        body = chat("tensor", "Long", max_tokens=60, stream=True, logit_bias=NO_END)
-        with httpx2.stream(
-            "POST", f"{served.url}/v1/chat/completions", json=body, timeout=60
-        ) as answer:
-            lines = answer.iter_lines()
-            assert next(lines).startswith("data: ")
-            served.ranks[1].send_signal(signal.SIGTERM)
-            assert [line for line in lines if line][-1] == "data: [DONE]"
-        assert [each.wait(60) for each in served.ranks] == [0, 0]
-        assert served.events(1)[-1] == "group_ended"
-
-
-def test_ranks_that_would_not_be_alike_refuse_to_load(folder: Path, tmp_path: Path) -> None:
+def test_ranks_refuse_to_load_unlike_models_and_drain_when_one_is_told_to_stop(
+    folder: Path, tmp_path: Path
+) -> None:
+    """What they have alike they serve, and its answers under way are whole."""
     changed = MODELS.replace('"path:qwen2",', '"path:qwen2", dtype: float16,')
     assert changed != MODELS
     (folder / "changed.yaml").write_text(changed)
@@ -283,4 +278,9 @@ def test_ranks_that_would_not_be_alike_refuse_to_load(folder: Path, tmp_path: Pa
         message = refused.json()["error"]["message"]
         assert "rank 1: " in message
         assert "its models.yaml is not that of rank 0" in message
-        assert httpx2.post(url, json=chat("tensor", "Hello"), timeout=60).status_code == 200
+        stack, lines = first_line(served.url, tokens=60)
+        with stack:
+            served.ranks[1].send_signal(signal.SIGTERM)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert [each.wait(60) for each in served.ranks] == [0, 0]
+        assert served.events(1)[-1] == "group_ended"
