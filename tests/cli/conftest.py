@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import pytest
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from gateway.cli import main
 from tests.processes import environment
@@ -24,6 +25,13 @@ def short_path() -> Iterator[Path]:
     """
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder).resolve()
+
+
+@pytest.fixture(scope="module")
+def portal() -> Iterator[BlockingPortal]:
+    """Give a loop in a thread of its own: a command in this one waits for what is served there."""
+    with start_blocking_portal("asyncio") as portal:
+        yield portal
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import httpx2
 import pytest
-from anyio.from_thread import BlockingPortal, start_blocking_portal
+from anyio.from_thread import BlockingPortal
 from structlog.testing import capture_logs
 
 from gateway.cli import gateways
@@ -133,13 +133,6 @@ def begun(home: Path, *arguments: str, **given: str) -> "subprocess.Popen[str]":
         text=True,
         start_new_session=True,
     )
-
-
-@pytest.fixture(scope="module")
-def portal() -> Iterator[BlockingPortal]:
-    """Give a loop in a thread of its own: a command in this one waits for what is served there."""
-    with start_blocking_portal("asyncio") as portal:
-        yield portal
 
 
 @pytest.fixture

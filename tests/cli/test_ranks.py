@@ -16,9 +16,14 @@ from typing import Any
 
 import httpx2
 import pytest
+from anyio.from_thread import BlockingPortal
+from structlog.testing import capture_logs
 
+from gateway.app.engines import MlxEngines
+from gateway.registry import load_catalog
 from tests.checkpoints import write_chat
-from tests.processes import command, environment, free_ports, started
+from tests.processes import command, environment, free_ports
+from tests.serving_app import served, settings
 
 pytestmark = pytest.mark.slow
 
@@ -205,14 +210,16 @@ def launched(folder: Path, logs: Path) -> Iterator[str]:
         assert log.read_text().count('"event":"group_ended"') == 1, log.read_text()
 
 
-def test_two_ranks_answer_as_one(folder: Path, tmp_path: Path) -> None:
+def test_two_ranks_answer_as_one(portal: BlockingPortal, folder: Path, tmp_path: Path) -> None:
     """Tensor and pipeline, many at once: greedy, sampled, scored, held to a schema, of KV in fewer
     bits. Two of the models are loaded while the others answer.
     """
-    serve = command("serve", "--models", str(folder / "models.yaml"))
-    with started(serve, tmp_path, GATEWAY_CACHE_MAX_MODELS="8") as alone:
-        expected = texts(alone.url)
-        assert alone.log.read_text().count('"event":"parallel_alone"') == 4
+    given = settings(cache_max_models=8)
+    models = load_catalog(folder / "models.yaml", {})
+    gateway = served(models, MlxEngines(given), cache_max_models=8)
+    with capture_logs() as logged, portal.wrap_async_context_manager(gateway) as alone:
+        expected = texts(str(alone.base_url).rstrip("/"))
+    assert [each["event"] for each in logged].count("parallel_alone") == 4
     with launched(folder, tmp_path) as url:
         assert texts(url) == expected
         refused = [
