@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import pytest
+import structlog
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from gateway.cli import main
@@ -56,3 +57,4 @@ def inside(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -
 
     yield ran
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # `serve` holds it back at first
+    structlog.reset_defaults()
