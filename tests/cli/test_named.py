@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from tests.checkpoints import write_chat
 from tests.cli.conftest import Inside
 from tests.fake_hub import FakeHub
-from tests.processes import command, ran, started
+from tests.processes import command, started
 
 
 @pytest.fixture
@@ -64,11 +65,15 @@ def test_a_name_that_cannot_be_had_is_a_line_of_every_command(
 
 
 @pytest.mark.slow
-def test_a_named_model_is_served_once_its_download_is_whole(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_named_model_is_served_once_its_download_is_whole(
+    hub: FakeHub, tmp_path: Path, inside: Inside, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A download that breaks off ends serve in a line, and the next try is served."""
     where = at(hub, tmp_path)
     hub.cuts = [5_000] * 9
-    done = ran(tmp_path, "serve", "org/tiny", **where)
+    with monkeypatch.context() as hasty:
+        hasty.setattr(time, "sleep", lambda _: None)  # a second before each of the hub's tries
+        done = inside(tmp_path, "serve", "org/tiny", **where)
     assert done.returncode == 1
     assert "org/tiny could not be fetched from the hub" in done.stderr.splitlines()[-1]
     hub.cuts = []
