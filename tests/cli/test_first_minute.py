@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 MODELS = """
 version: 1
 models:
-  tiny: {kind: chat, source: "path:tiny", preload: true}
+  tiny: {kind: chat, source: "path:tiny", preload: true, sampling: {max_tokens: 4}}
 """
 # Its own passes are the first test's subject.
 AT_ONCE = {"GATEWAY_WARM_UP": "false", "GATEWAY_SELF_TEST": "false"}
