@@ -69,9 +69,11 @@ def test_each_type_of_question_has_its_answer(client: Any) -> None:
     assert clear.score == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("count", [1, 400])
-def test_as_many_questions_as_the_sdk_may_send(client: Any, count: int) -> None:
-    """The same question has the same answer, wherever it stands; the input is read once."""
+@pytest.mark.parametrize("count", [1, 70])
+def test_many_questions_may_be_asked_at_once(client: Any, count: int) -> None:
+    """More than a batch has rows; tests/api asks as many as may be asked. The same question has the
+    same answer, wherever it stands; the input is read once.
+    """
     questions = [{**QUESTIONS[i % 2], "name": f"q{i}"} for i in range(count)]
     decision = client.decisions.create(model="demo-chat", input=INPUT, questions=questions)
     assert [each.name for each in decision.answers] == [f"q{i}" for i in range(count)]

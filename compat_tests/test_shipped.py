@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
@@ -36,16 +37,21 @@ def client(shipped_url: str) -> Iterator[openai.OpenAI]:
         yield client
 
 
-@pytest.mark.parametrize("name", ["gpt-4o-mini", "gpt-4.1-mini", "gpt-6-luna"])
-def test_built_in_names_are_answered_by_a_real_model(client: openai.OpenAI, name: str) -> None:
-    question = "What is the capital of France?"
-    answer = client.chat.completions.create(
-        model=name, messages=[{"role": "user", "content": question}]
-    )
-    assert answer.model == name
-    assert answer.choices[0].message.content == "The capital of France is Paris."
-    assert answer.choices[0].finish_reason == "stop"
-    assert client.models.retrieve(name).root == "smollm2-135m"  # type: ignore[attr-defined]
+def test_built_in_names_are_answered_by_a_real_model(client: openai.OpenAI) -> None:
+    """Asked at once, they share its passes."""
+    names = ["gpt-4o-mini", "gpt-4.1-mini", "gpt-6-luna"]
+    question: Any = {"role": "user", "content": "What is the capital of France?"}
+    with ThreadPoolExecutor(len(names)) as pool:
+        asked = [
+            pool.submit(client.chat.completions.create, model=name, messages=[question])
+            for name in names
+        ]
+    for name, answering in zip(names, asked, strict=True):
+        answer = answering.result()
+        assert answer.model == name
+        assert answer.choices[0].message.content == "The capital of France is Paris."
+        assert answer.choices[0].finish_reason == "stop"
+        assert client.models.retrieve(name).root == "smollm2-135m"  # type: ignore[attr-defined]
 
 
 def test_a_structured_answer_ends(client: openai.OpenAI) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.registry import HubSource, ModelSpec, load_catalog, read_models
-from gateway.settings import explain, load_settings
+from gateway.settings import Knob, explain, load_settings
 
 SHIPPED = Path(__file__).parents[1] / "models.yaml"
 
@@ -181,26 +181,46 @@ EACH = [
 def _empty_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run in an empty folder with no GATEWAY_ variable set."""
     monkeypatch.chdir(tmp_path)
+    unset(monkeypatch)
+
+
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.upper().startswith("GATEWAY_"):
             monkeypatch.delenv(name)
 
 
+def explained() -> dict[str, Knob]:
+    return {knob.env: knob for knob in explain(load_settings(env_file=None), env_file=None)}
+
+
+@pytest.fixture(scope="module")
+def defaults() -> dict[str, Knob]:
+    """Give what the settings are where none is set."""
+    with pytest.MonkeyPatch.context() as patched:
+        unset(patched)
+        return explained()
+
+
+@pytest.fixture(scope="module")
+def shipped() -> list[ModelSpec]:
+    return list(load_catalog(SHIPPED, {}).specs)
+
+
 @pytest.mark.parametrize("variable", SETTINGS)
 def test_every_setting_is_set_by_its_variable(
-    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    variable: str, defaults: dict[str, Knob], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("cert.pem", "key.pem"):
         (tmp_path / name).write_text("PEM")
-    before = {knob.env: knob for knob in explain(load_settings(env_file=None), env_file=None)}
     text = SETTINGS[variable]
     given, shown = (text, text) if isinstance(text, str) else text
     monkeypatch.setenv(variable, given)
     if variable.startswith("GATEWAY_TLS_"):  # they go together
         monkeypatch.setenv("GATEWAY_TLS_CERT", "cert.pem")
         monkeypatch.setenv("GATEWAY_TLS_KEY", "key.pem")
-    after = {knob.env: knob for knob in explain(load_settings(env_file=None), env_file=None)}
-    assert after[variable].value == shown != before[variable].value
+    after = explained()
+    assert after[variable].value == shown != defaults[variable].value
     assert after[variable].source == "environment"
 
 
@@ -213,14 +233,13 @@ def value(spec: ModelSpec, key: str) -> object:
 
 @pytest.mark.parametrize(("variable", "model", "text", "key", "expected"), EACH)
 def test_every_key_of_a_shipped_model_is_set_by_its_variable(
-    variable: str, model: str, text: str, key: str, expected: object
+    shipped: list[ModelSpec], variable: str, model: str, text: str, key: str, expected: object
 ) -> None:
     """The spec has the new value at that key and is otherwise as before; so are the other specs."""
     reading = read_models(SHIPPED, {variable: text})
     assert reading.problems == ()
     assert variable in reading.variables
-    before = load_catalog(SHIPPED, {}).specs
-    for old, new in zip(before, reading.catalog.specs, strict=True):
+    for old, new in zip(shipped, reading.catalog.specs, strict=True):
         if new.id != model:
             assert new == old
             continue

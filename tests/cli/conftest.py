@@ -1,10 +1,22 @@
 """What tests of commands may ask for."""
 
+import os
+import signal
+import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import chdir
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
+import structlog
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from gateway.cli import main
+from tests.processes import environment
+
+Inside: TypeAlias = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
@@ -14,3 +26,35 @@ def short_path() -> Iterator[Path]:
     """
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder).resolve()
+
+
+@pytest.fixture(scope="module")
+def portal() -> Iterator[BlockingPortal]:
+    """Give a loop in a thread of its own: a command in this one waits for what is served there."""
+    with start_blocking_portal("asyncio") as portal:
+        yield portal
+
+
+@pytest.fixture
+def inside(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Inside]:
+    """Give what runs a command as `processes.ran` does, but in this process: most of a command's
+    own is its imports, which a test of what it says need not pay.
+    """
+
+    def ran(folder: Path, *arguments: str, **given: str) -> "subprocess.CompletedProcess[str]":
+        wanted = environment(**{"NO_COLOR": "1", **given})
+        with monkeypatch.context() as patched, chdir(folder):
+            for name in os.environ.keys() - wanted.keys():
+                patched.delenv(name)
+            for name, text in wanted.items():
+                patched.setenv(name, text)
+            patched.setattr(tempfile, "tempdir", None)  # which TMPDIR says then
+            capfd.readouterr()
+            with pytest.raises(SystemExit) as ended:
+                main(arguments)
+            out, err = capfd.readouterr()
+        return subprocess.CompletedProcess(arguments, int(ended.value.code or 0), out, err)
+
+    yield ran
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # `serve` holds it back at first
+    structlog.reset_defaults()

@@ -10,7 +10,8 @@ import pytest
 from gateway.cli import doctor as checks
 from gateway.doctor.report import Finding
 from tests.checkpoints import write_chat
-from tests.processes import ROOT, ran
+from tests.cli.conftest import Inside
+from tests.processes import ROOT
 
 GOOD = "version: 1\nmodels:\n  mine: {kind: chat, source: 'path:tiny'}\n"
 GB = 10**9
@@ -25,10 +26,10 @@ def here(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def doctor(here: Path, **given: str) -> tuple[int, dict[str, str]]:
+def doctor(inside: Inside, here: Path, **given: str) -> tuple[int, dict[str, str]]:
     """Run it; give its status, and the state and words of each check."""
     own = {"TMPDIR": str(here / "tmp"), "GATEWAY_PORT": "0"}
-    done = ran(here, "doctor", **own, **given)
+    done = inside(here, "doctor", **own, **given)
     assert done.stderr == ""
     found: dict[str, str] = {}
     for check, state, said in (line.split("\t") for line in done.stdout.splitlines()):
@@ -37,7 +38,7 @@ def doctor(here: Path, **given: str) -> tuple[int, dict[str, str]]:
 
 
 @pytest.fixture
-def inside(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[str, str]]:
+def checked(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[str, str]]:
     """Give what checks the machine in this process, with the state and words of each check."""
     monkeypatch.chdir(here)
     monkeypatch.setenv("GATEWAY_PORT", "0")
@@ -55,8 +56,8 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "run_probe", lambda _: probe)
 
 
-def test_a_machine_that_can_serve_ends_with_0(here: Path) -> None:
-    status, found = doctor(here)
+def test_a_machine_that_can_serve_ends_with_0(here: Path, inside: Inside) -> None:
+    status, found = doctor(inside, here)
     assert status == 0
     first = ["packages", "files", "settings", "port", "device", "blas", "compiler", "tmpdir"]
     assert list(found) == [*first, "memory", "prefixes", "models", "hub"]
@@ -68,31 +69,31 @@ def test_a_machine_that_can_serve_ends_with_0(here: Path) -> None:
 
 @pytest.mark.usefixtures("probed")
 def test_a_port_in_use_fails(
-    inside: Callable[[], dict[str, str]], monkeypatch: pytest.MonkeyPatch
+    checked: Callable[[], dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
         monkeypatch.setenv("GATEWAY_PORT", str(number))
-        found = inside()
+        found = checked()
     assert found["port"].startswith(f"fail 127.0.0.1:{number}: Address already in use.")
     assert "GATEWAY_PORT" in found["port"]
 
 
 @pytest.mark.usefixtures("probed")
 def test_a_broken_models_file_fails_in_checks_own_words(
-    here: Path, inside: Callable[[], dict[str, str]]
+    here: Path, checked: Callable[[], dict[str, str]]
 ) -> None:
     (here / "models.yaml").write_text(GOOD.replace("chat", "chta"))
-    found = inside()
+    found = checked()
     assert found["models"].startswith("fail models.yaml:3: mine: `kind` should be")
     assert found["device"].startswith("ok")
 
 
 def test_wrong_settings_fail_each(
-    inside: Callable[[], dict[str, str]], monkeypatch: pytest.MonkeyPatch
+    checked: Callable[[], dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GATEWAY_PORT", "99999")
-    found = inside()
+    found = checked()
     assert found["settings"].startswith("fail GATEWAY_PORT=99999: should be less than")
     assert "device" not in found
     with pytest.raises(SystemExit, match="1"):
@@ -108,7 +109,7 @@ def test_wrong_settings_fail_each(
 )
 def test_an_mlx_that_does_not_work_fails(
     here: Path,
-    inside: Callable[[], dict[str, str]],
+    checked: Callable[[], dict[str, str]],
     monkeypatch: pytest.MonkeyPatch,
     code: str,
     said: str,
@@ -117,13 +118,15 @@ def test_an_mlx_that_does_not_work_fails(
     (here / "other" / "mlx" / "__init__.py").touch()
     (here / "other" / "mlx" / "core.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", f"{here / 'other'}:{ROOT}")
-    found = inside()
+    found = checked()
     assert found["device"].startswith(f"fail mlx does not work: {said}")
     assert "blas" not in found
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_had_or_is_too_large_is_a_warning(here: Path) -> None:
+def test_a_model_that_cannot_be_had_or_is_too_large_is_a_warning(
+    here: Path, inside: Inside
+) -> None:
     """The others are served: one has no weights, another's hub is not there. What a model holds
     once it is loaded is not what it has on disk.
     """
@@ -132,7 +135,7 @@ def test_a_model_that_cannot_be_had_or_is_too_large_is_a_warning(here: Path) -> 
     )
     (here / "models.yaml").write_text(GOOD + entries)
     given = {"GATEWAY_HUB_ENDPOINT": "http://127.0.0.1:9", "GATEWAY_HUB_CACHE": str(here / "c")}
-    status, found = doctor(here, **given, GATEWAY_PROT="1", GATEWAY_CACHE_MAX_BYTES="1000")
+    status, found = doctor(inside, here, **given, GATEWAY_PROT="1", GATEWAY_CACHE_MAX_BYTES="1000")
     assert status == 0
     assert found["settings"].startswith("warn GATEWAY_PROT is set, and nothing reads it; did you")
     half, whole = found["models"].splitlines()

@@ -9,16 +9,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 import httpx2
 import pytest
+from anyio.from_thread import BlockingPortal
+from structlog.testing import capture_logs
 
 from gateway.cli import gateways
 from gateway.cli.gateways import NoGateway, started
@@ -26,11 +26,11 @@ from gateway.cli.launch import Signals
 from gateway.cli.tools import AGENT_CONTEXT, TOOLS, NoModel, Offer, Service, choose
 from gateway.settings import Settings
 from tests.checkpoints import write_chat
+from tests.cli.conftest import Inside
 from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.processes import ROOT, command, environment
 from tests.serving_app import catalog, served, settings
 
-pytestmark = pytest.mark.anyio
 CLAUDE = TOOLS["claude"]
 OURS = ("AIDER", "ANTHROPIC", "CLINE", "COPILOT", "LLM", "MLX", "OPENAI", "OPENCODE", "QWEN")
 NOBODY = "1"  # a port at which nothing answers
@@ -43,11 +43,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "large": {**LARGE, "aliases": ["big"]},
 }
 FAKE = f"""#!{sys.executable}
-import json, os, re, signal, sys, time, urllib.request
+import json, os, re, signal, sys, time
 if "--wait" in sys.argv:
     def end(number, _):
         print("got", number, flush=True)
-        sys.exit(number)
+        if number == signal.SIGTERM:
+            sys.exit(number)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end)
     print("waiting", flush=True)
@@ -59,6 +60,7 @@ for given in (*sys.argv, *os.environ.values()):
     for folder in re.findall(os.environ["TMPDIR"] + "/(?:mlx-gateway-|tmp[.])[^/]+", given):
         files |= {{each: open(os.path.join(folder, each)).read() for each in os.listdir(folder)}}
 if "--ask" in sys.argv:
+    import urllib.request
     there = json.load(urllib.request.urlopen(os.environ["ANTHROPIC_BASE_URL"] + "/ready"))
 if "--kill" in sys.argv:
     launch = os.getppid()
@@ -72,21 +74,6 @@ print(json.dumps({{"arguments": sys.argv[1:], "variables": dict(os.environ), "fi
                   "there": there}}))
 sys.exit(int(sys.argv[-1]) if sys.argv[-1].isdigit() else 0)
 """
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a command ended, and what it printed."""
-
-    status: int
-    out: str
-    err: str
-
-    @property
-    def seen(self) -> dict[str, Any]:
-        """What the tool was given."""
-        seen: dict[str, Any] = json.loads(self.out)
-        return seen
 
 
 @pytest.fixture
@@ -108,39 +95,63 @@ def around(home: Path, port: str, given: Mapping[str, str]) -> dict[str, str]:
     """Give the variables of a user, with the fake tools first in PATH."""
     path = f"{home / 'bin'}:{os.environ['PATH']}"
     names = {"PATH": path, "TMPDIR": str(home), "GATEWAY_PORT": port, "ANTHROPIC_API_KEY": "theirs"}
-    return environment(**{**names, **given})
+    loads = {"GATEWAY_WARM_UP": "false", "GATEWAY_SELF_TEST": "false"}  # are another test's subject
+    return environment(**{**names, **loads, **given})
 
 
-async def begun(home: Path, *arguments: str, port: str = NOBODY, **given: str) -> Process:
-    """Begin a command of mlx-gateway."""
-    return await asyncio.create_subprocess_exec(
-        *command(*arguments),
+Ran: TypeAlias = "subprocess.CompletedProcess[str]"
+Launch: TypeAlias = Callable[..., Ran]
+Found: TypeAlias = Callable[..., AbstractContextManager[str]]
+
+
+@pytest.fixture
+def run(home: Path, inside: Inside) -> Launch:
+    """Give what runs a command of mlx-gateway until it ends: in this process, but for its tool and
+    for a gateway that it starts.
+    """
+
+    def ran(*arguments: str, port: str = NOBODY, **given: str) -> Ran:
+        return inside(home, *arguments, **around(home, port, given))
+
+    return ran
+
+
+def seen(outcome: Ran) -> dict[str, Any]:
+    """Give what the tool was given."""
+    seen: dict[str, Any] = json.loads(outcome.stdout)
+    return seen
+
+
+def begun(home: Path, *arguments: str, **given: str) -> "subprocess.Popen[str]":
+    """Begin a command of mlx-gateway in a process of its own."""
+    return subprocess.Popen(
+        command(*arguments),
         cwd=home,
-        env=around(home, port, given),
+        env=around(home, NOBODY, given),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        text=True,
         start_new_session=True,
     )
 
 
-async def ran(home: Path, *arguments: str, port: str = NOBODY, **given: str) -> Outcome:
-    """Run a command of mlx-gateway until it ends."""
-    process = await begun(home, *arguments, port=port, **given)
-    out, err = await process.communicate()
-    assert process.returncode is not None
-    return Outcome(process.returncode, out.decode(), err.decode())
+@pytest.fixture
+def found(home: Path, portal: BlockingPortal) -> Found:
+    """Give what serves the models in this process, where launch finds them; it gives the URL."""
+
+    @contextmanager
+    def serving(**given: Any) -> Iterator[str]:
+        engines = ScriptedEngines(chat=ScriptedChat(max_context=50_000))
+        gateway = served(catalog(home, MODELS), engines, **given)
+        # Its log would go to this process's output, as the command's does.
+        with capture_logs(), portal.wrap_async_context_manager(gateway) as client:
+            yield str(client.base_url).rstrip("/")
+
+    return serving
 
 
-@asynccontextmanager
-async def found(home: Path, **given: Any) -> AsyncIterator[httpx2.AsyncClient]:
-    """Serve the models in this process, where launch finds them."""
-    engines = ScriptedEngines(chat=ScriptedChat(max_context=50_000))
-    async with served(catalog(home, MODELS), engines, **given) as client:
-        yield client
-
-
-def port_of(client: httpx2.AsyncClient) -> str:
-    return str(client.base_url.port)
+def port_of(url: str) -> str:
+    return url.rpartition(":")[2]
 
 
 def left(home: Path) -> list[Path]:
@@ -148,95 +159,96 @@ def left(home: Path) -> list[Path]:
     return list(home.glob("mlx-gateway-*"))
 
 
-async def test_a_gateway_that_answers_is_used(home: Path) -> None:
-    async with found(home) as client:
-        outcome = await ran(home, "launch", "claude", "--", "-p", "Hi", port=port_of(client))
-        died = await ran(home, "launch", "claude", "--", "--die", port=port_of(client))
-        url = str(client.base_url).rstrip("/")
-    assert (outcome.status, outcome.err) == (0, "")
-    assert outcome.seen["arguments"] == ["-p", "Hi"]
-    variables = outcome.seen["variables"]
+def test_a_gateway_that_answers_is_used(home: Path, found: Found, run: Launch) -> None:
+    with found() as url:
+        outcome = run("launch", "claude", "--", "-p", "Hi", port=port_of(url))
+        died = run("launch", "claude", "--", "--die", port=port_of(url))
+    assert (outcome.returncode, outcome.stderr) == (0, "")
+    assert seen(outcome)["arguments"] == ["-p", "Hi"]
+    variables = seen(outcome)["variables"]
     assert variables["ANTHROPIC_BASE_URL"] == url
     assert variables["ANTHROPIC_MODEL"] == variables["ANTHROPIC_DEFAULT_HAIKU_MODEL"] == "large"
     assert variables["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == "40960"
     assert variables["ANTHROPIC_AUTH_TOKEN"] == "unused"
     assert "ANTHROPIC_API_KEY" not in variables
-    assert died.status == 128 + signal.SIGKILL, "as shells say it"
+    assert died.returncode == 128 + signal.SIGKILL, "as shells say it"
 
 
-async def test_the_first_key_is_the_tools(home: Path) -> None:
+def test_the_first_key_is_the_tools(home: Path, found: Found, run: Launch) -> None:
     """The gateway's own variables, the admin key among them, are not."""
     keys = {"GATEWAY_API_KEYS": "first,second", "GATEWAY_ADMIN_KEY": "admin"}
-    async with found(home, api_keys="first,second") as client:
-        outcome = await ran(home, "launch", "claude", port=port_of(client), **keys)
-        refused = await ran(
-            home, "launch", "claude", port=port_of(client), GATEWAY_API_KEYS="wrong"
-        )
-    variables = outcome.seen["variables"]
+    with found(api_keys="first,second") as url:
+        outcome = run("launch", "claude", port=port_of(url), **keys)
+        refused = run("launch", "claude", port=port_of(url), GATEWAY_API_KEYS="wrong")
+    variables = seen(outcome)["variables"]
     assert variables["ANTHROPIC_AUTH_TOKEN"] == "first"
     assert not {"GATEWAY_API_KEYS", "GATEWAY_ADMIN_KEY"} & variables.keys()
-    assert (refused.status, refused.out) == (1, "")
-    assert "refuses us (401). Set GATEWAY_API_KEYS" in refused.err
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "refuses us (401). Set GATEWAY_API_KEYS" in refused.stderr
 
 
-async def test_a_gateway_that_was_found_says_what_it_serves(home: Path) -> None:
+def test_a_gateway_that_was_found_says_what_it_serves(
+    home: Path, found: Found, run: Launch
+) -> None:
     """Its loaded models' contexts are its own; what it does not have is refused."""
-    async with found(home) as client:
-        port = port_of(client)
+    with found() as url:
+        port = port_of(url)
         question = {"model": "small", "messages": [{"role": "user", "content": "Hi"}]}
-        await client.post("/v1/chat/completions", json=question)
-        loaded = await ran(home, "launch", "claude", "--model", "./small", port=port)
+        httpx2.post(f"{url}/v1/chat/completions", json=question).raise_for_status()
+        loaded = run("launch", "claude", "--model", "./small", port=port)
         catalog(home, {**MODELS, "unheard": LARGE})
-        unheard = await ran(home, "launch", "claude", "--model", "unheard", port=port)
-    assert loaded.seen["variables"]["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == "50000"
-    assert unheard.status == 1
-    assert unheard.err == (
+        unheard = run("launch", "claude", "--model", "unheard", port=port)
+    assert seen(loaded)["variables"]["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == "50000"
+    assert unheard.returncode == 1
+    assert unheard.stderr == (
         "unheard: there is no such chat model. The chat models are: large, big, small.\n"
         "Run:\n  mlx-gateway launch claude --model large\n"
     )
 
 
-async def test_without_one_a_gateway_lasts_as_long_as_the_tool(home: Path) -> None:
-    outcome = await ran(home, "launch", "claude", "--model", "big", "--", "--ask", "7")
-    assert outcome.status == 7
-    assert outcome.err == "Starting a gateway…\n"
-    assert outcome.seen["there"]["status"] == "ready"
-    assert outcome.seen["variables"]["ANTHROPIC_MODEL"] == "big"
-    url = outcome.seen["variables"]["ANTHROPIC_BASE_URL"]
-    async with httpx2.AsyncClient() as client:
-        with pytest.raises(httpx2.ConnectError):
-            await client.get(f"{url}/ready")
-    assert not left(home)
-
-
-async def test_a_new_gateway_serves_a_model_that_is_named_by_its_folder(home: Path) -> None:
-    write_chat(home / "tiny", max_position_embeddings=40_960)
-    outcome = await ran(home, "launch", "claude", "--model", "./tiny", "--", "--ask", "7")
-    assert outcome.status == 7, outcome.err
-    assert outcome.seen["there"]["models"] == {"tiny": "loaded"}
-    assert outcome.seen["variables"]["ANTHROPIC_MODEL"] == "tiny"
-    outcome = await ran(home, "launch", "claude", "--model", "hub:no")
-    assert outcome.status == 2
-    assert "'hub:no' should read hub:org/name" in " ".join(outcome.err.replace("│", "").split())
-
-
-async def test_a_stranger_on_the_port_is_no_gateway(home: Path) -> None:
-    """It gets neither a key nor the tool: a gateway is started."""
-    asked = []
+@asynccontextmanager
+async def stranger(asked: list[bytes]) -> AsyncIterator[str]:
+    """Answer whoever asks as another server might, and remember it; give the port."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         asked.append(await reader.readuntil(b"\r\n\r\n"))
         writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 16\r\n\r\n{"name": "else"}')
         writer.close()
 
-    stranger = await asyncio.start_server(answer, "127.0.0.1", 0)
-    async with stranger:
-        port = str(stranger.sockets[0].getsockname()[1])
-        outcome = await ran(home, "launch", "claude", port=port, GATEWAY_API_KEYS="secret")
-    assert outcome.status == 0
-    assert f":{port}" not in outcome.seen["variables"]["ANTHROPIC_BASE_URL"]
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        yield str(server.sockets[0].getsockname()[1])
+
+
+def test_without_one_a_gateway_lasts_as_long_as_the_tool(
+    home: Path, portal: BlockingPortal, run: Launch
+) -> None:
+    """A stranger on the port is none: it gets neither a key nor the tool."""
+    asked: list[bytes] = []
+    arguments = ("--model", "big", "--", "--ask", "7")
+    with portal.wrap_async_context_manager(stranger(asked)) as port:
+        outcome = run("launch", "claude", *arguments, port=port, GATEWAY_API_KEYS="secret")
+    assert outcome.returncode == 7
+    assert outcome.stderr == "Starting a gateway…\n"
+    assert seen(outcome)["there"]["status"] == "ready"
+    assert seen(outcome)["variables"]["ANTHROPIC_MODEL"] == "big"
+    url = seen(outcome)["variables"]["ANTHROPIC_BASE_URL"]
+    assert port_of(url) != port
+    with pytest.raises(httpx2.ConnectError):
+        httpx2.get(f"{url}/ready")
+    assert not left(home)
     assert asked
     assert b"secret" not in b"".join(asked)
+
+
+def test_a_new_gateway_serves_a_model_that_is_named_by_its_folder(home: Path, run: Launch) -> None:
+    write_chat(home / "tiny", max_position_embeddings=40_960)
+    outcome = run("launch", "claude", "--model", "./tiny", "--", "--ask", "7")
+    assert outcome.returncode == 7, outcome.stderr
+    assert seen(outcome)["there"]["models"] == {"tiny": "loaded"}
+    assert seen(outcome)["variables"]["ANTHROPIC_MODEL"] == "tiny"
+    outcome = run("launch", "claude", "--model", "hub:no")
+    assert outcome.returncode == 2
+    assert "'hub:no' should read hub:org/name" in " ".join(outcome.stderr.replace("│", "").split())
 
 
 def test_a_gateway_that_cannot_start_says_why(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,57 +269,49 @@ def test_a_gateway_with_a_certificate_is_not_started(home: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the process in /proc")
 @pytest.mark.slow
-async def test_a_gateway_that_dies_is_reported_when_the_tool_ends(home: Path) -> None:
-    outcome = await ran(home, "launch", "claude", "--", "--kill", "3")
-    assert outcome.status == 3
-    assert "The gateway ended with status -9." in outcome.err
+def test_a_gateway_that_dies_is_reported_when_the_tool_ends(home: Path) -> None:
+    process = begun(home, "launch", "llm", "--", "--kill", "3")
+    _, err = process.communicate()
+    assert process.returncode == 3
+    assert "The gateway ended with status -9." in err
     assert not left(home)
 
 
-async def test_a_tool_that_is_not_installed_or_not_known_is_named(home: Path) -> None:
+def test_a_tool_that_is_not_installed_or_not_known_is_named(home: Path, run: Launch) -> None:
     (home / "bin" / "codex").unlink()
-    outcome = await ran(home, "launch", "codex", PATH=str(home / "bin"))
-    assert (outcome.status, outcome.out) == (1, "")
-    assert outcome.err == (
+    outcome = run("launch", "codex", PATH=str(home / "bin"))
+    assert (outcome.returncode, outcome.stdout) == (1, "")
+    assert outcome.stderr == (
         "codex is not installed. Run:\n  npm install -g @openai/codex\n  mlx-gateway launch codex\n"
     )
-    outcome = await ran(home, "launch", "cluade")
-    assert outcome.status == 2
-    assert ", ".join(TOOLS) in re.sub(r"[│\s]+", " ", outcome.err)
+    outcome = run("launch", "cluade")
+    assert outcome.returncode == 2
+    assert ", ".join(TOOLS) in re.sub(r"[│\s]+", " ", outcome.stderr)
 
 
-@pytest.mark.parametrize(("given", "kept"), [("1000000", "about 1,302 of"), ("auto", None)])
-async def test_what_is_kept_of_a_prompt_is_said_before_an_agent_runs(
-    home: Path, given: str, kept: str | None
+@pytest.mark.parametrize(("kept_bytes", "kept"), [("1000000", "about 1,302 of"), ("auto", None)])
+def test_what_is_kept_of_a_prompt_is_said_before_an_agent_runs(
+    home: Path, found: Found, run: Launch, kept_bytes: str, kept: str | None
 ) -> None:
     """Where that is less than its context: a token of this model has 768 bytes of KV."""
     write_chat(home / "large", max_position_embeddings=40_960)
-    async with found(home) as client:
-        port = port_of(client)
-        ended = await ran(
-            home,
-            "launch",
-            "claude",
-            "--model",
-            "large",
-            port=port,
-            GATEWAY_PREFIX_CACHE_BYTES=given,
-        )
-    assert ended.status == 0
-    assert (kept or "") in ended.err
-    assert ("read again in each turn" in ended.err) is (kept is not None)
+    with found() as url:
+        given = {"GATEWAY_PREFIX_CACHE_BYTES": kept_bytes}
+        ended = run("launch", "claude", "--model", "large", port=port_of(url), **given)
+    assert ended.returncode == 0
+    assert (kept or "") in ended.stderr
+    assert ("read again in each turn" in ended.stderr) is (kept is not None)
 
 
-async def test_files_of_a_tool_are_private_and_removed(home: Path) -> None:
-    async with found(home) as client:
-        outcome = await ran(
-            home, "launch", "llm", "--model", "small", "--small-model", "big", port=port_of(client)
+def test_files_of_a_tool_are_private_and_removed(home: Path, found: Found, run: Launch) -> None:
+    with found() as url:
+        outcome = run(
+            "launch", "llm", "--model", "small", "--small-model", "big", port=port_of(url)
         )
-        url = str(client.base_url).rstrip("/")
-    models = json.loads(outcome.seen["files"]["extra-openai-models.yaml"])
+    models = json.loads(seen(outcome)["files"]["extra-openai-models.yaml"])
     assert [model["model_id"] for model in models] == ["small", "big"]
     assert {model["api_base"] for model in models} == {f"{url}/v1"}
-    assert outcome.seen["variables"]["LLM_MODEL"] == "small"
+    assert seen(outcome)["variables"]["LLM_MODEL"] == "small"
     assert not left(home)
 
 
@@ -335,17 +339,16 @@ def not_ignored() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("not_ignored")
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
-)
-async def test_signals_are_the_tools(home: Path, number: signal.Signals) -> None:
+def test_signals_are_the_tools(home: Path) -> None:
     """launch waits for what it does, and then stops its gateway."""
-    process = await begun(home, "launch", "claude", "--", "--wait")
+    process = begun(home, "launch", "llm", "--", "--wait")
     assert process.stdout is not None
-    assert await process.stdout.readline() == b"waiting\n"
-    process.send_signal(number)
-    assert await process.stdout.read() == f"got {number.value}\n".encode()
-    assert await process.wait() == number
+    assert process.stdout.readline() == "waiting\n"
+    for number in (signal.SIGINT, signal.SIGTERM):
+        process.send_signal(number)
+        assert process.stdout.readline() == f"got {number.value}\n"
+    out, _ = process.communicate()
+    assert (process.returncode, out) == (signal.SIGTERM, "")
     assert not left(home)
 
 
@@ -398,34 +401,36 @@ def start(chosen: Settings, signals: Signals) -> None:
         pytest.fail("no signal came")
 
 
-async def test_a_signal_while_the_gateway_starts_stops_it(home: Path) -> None:
-    process = await begun(home, "launch", "claude")
+def test_a_signal_while_the_gateway_starts_stops_it(home: Path) -> None:
+    process = begun(home, "launch", "llm")
     assert process.stderr is not None
-    assert await process.stderr.readline() == "Starting a gateway…\n".encode()
+    assert process.stderr.readline() == "Starting a gateway…\n"
     process.terminate()
-    out, _ = await process.communicate()
-    assert (process.returncode, out) == (128 + signal.SIGTERM, b"")
+    out, _ = process.communicate()
+    assert (process.returncode, out) == (128 + signal.SIGTERM, "")
     assert not left(home)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", TOOLS)
-async def test_what_connect_prints_does_in_a_shell_what_launch_does(home: Path, name: str) -> None:
-    async with found(home, api_keys="a'key") as client:
-        port, keys = port_of(client), {"GATEWAY_API_KEYS": "a'key"}
-        launched = await ran(home, "launch", name, "--model", "large", port=port, **keys)
-        printed = await ran(home, "connect", name, "--model", "large", port=port, **keys)
-    assert "a'key" not in printed.out
-    shell = await asyncio.create_subprocess_exec(
-        *("sh", "-c", f'eval "$PRINTED"\n{name}'),
-        env=around(home, port, {**keys, "PRINTED": printed.out}),
+def test_what_connect_prints_does_in_a_shell_what_launch_does(
+    home: Path, found: Found, run: Launch, name: str
+) -> None:
+    with found(api_keys="a'key") as url:
+        port, keys = port_of(url), {"GATEWAY_API_KEYS": "a'key"}
+        launched = run("launch", name, "--model", "large", port=port, **keys)
+        printed = run("connect", name, "--model", "large", port=port, **keys)
+    assert "a'key" not in printed.stdout
+    shell = subprocess.run(
+        ["sh", "-c", f'eval "$PRINTED"\n{name}'],
+        env=around(home, port, {**keys, "PRINTED": printed.stdout}),
         cwd=home,
         stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     )
-    out = (await shell.communicate())[0].decode()
     one, other = (
         json.loads(re.sub(r"/(mlx-gateway-|tmp\.)\w+", "/FOLDER", each))
-        for each in (launched.out, out)
+        for each in (launched.stdout, shell.stdout)
     )
     assert one["arguments"] == other["arguments"]
     assert {key: text.strip() for key, text in other["files"].items()} == one["files"]
@@ -436,15 +441,15 @@ async def test_what_connect_prints_does_in_a_shell_what_launch_does(home: Path, 
     }
 
 
-async def test_connect_shows_a_key_only_when_asked(home: Path) -> None:
+def test_connect_shows_a_key_only_when_asked(home: Path, run: Launch) -> None:
     """Else the variable that has it; one in .env has to be exported."""
     (home / ".env").write_text("GATEWAY_API_KEYS=hidden,other\n")
-    outcome = await ran(home, "connect", "claude")
-    assert 'ANTHROPIC_AUTH_TOKEN="${GATEWAY_API_KEYS%%,*}"' in outcome.out
-    assert "hidden" not in outcome.out + outcome.err
-    assert "GATEWAY_API_KEYS is in .env" in outcome.err
-    outcome = await ran(home, "connect", "claude", "--show-key")
-    assert "export ANTHROPIC_AUTH_TOKEN=hidden\n" in outcome.out
+    outcome = run("connect", "claude")
+    assert 'ANTHROPIC_AUTH_TOKEN="${GATEWAY_API_KEYS%%,*}"' in outcome.stdout
+    assert "hidden" not in outcome.stdout + outcome.stderr
+    assert "GATEWAY_API_KEYS is in .env" in outcome.stderr
+    outcome = run("connect", "claude", "--show-key")
+    assert "export ANTHROPIC_AUTH_TOKEN=hidden\n" in outcome.stdout
 
 
 def test_a_model_is_chosen_by_its_context() -> None:
@@ -497,14 +502,14 @@ def test_a_refusal_ends_with_the_commands_that_do_it(
         choose(offers[2:3], wanted, CLAUDE)
 
 
-async def test_the_commands_of_a_refusal_name_the_models_file(home: Path) -> None:
+def test_the_commands_of_a_refusal_name_the_models_file(home: Path, run: Launch) -> None:
     (home / "models.yaml").rename(home / "mine.yaml")
     given = ("--models", "mine.yaml", "--model", "small")
-    outcome = await ran(home, "launch", "claude", *given)
-    *_, advice = outcome.err.splitlines()
+    outcome = run("launch", "claude", *given)
+    *_, advice = outcome.stderr.splitlines()
     assert advice == "  mlx-gateway launch claude --models mine.yaml --model large"
-    outcome = await ran(home, *advice.split()[1:])
-    assert outcome.seen["variables"]["ANTHROPIC_MODEL"] == "large"
+    outcome = run(*advice.split()[1:])
+    assert seen(outcome)["variables"]["ANTHROPIC_MODEL"] == "large"
 
 
 def test_no_file_of_a_tool_has_a_key() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import httpx2
 import pytest
 
 from tests.checkpoints import write_chat
+from tests.cli.conftest import Inside
 from tests.fake_hub import FakeHub
-from tests.processes import command, ran, started
+from tests.processes import command, started
 
 
 @pytest.fixture
@@ -28,30 +30,34 @@ def at(hub: FakeHub, folder: Path) -> dict[str, str]:
     }
 
 
-def test_what_a_name_is_and_what_lies_here_are_listed(hub: FakeHub, tmp_path: Path) -> None:
+def test_what_a_name_is_and_what_lies_here_are_listed(
+    hub: FakeHub, tmp_path: Path, inside: Inside
+) -> None:
     """Without a models.yaml; the second time nobody is asked."""
     where = at(hub, tmp_path)
-    done = ran(tmp_path, "models", "hub:org/tiny", **where)
+    done = inside(tmp_path, "models", "hub:org/tiny", **where)
     assert done.stdout == "org/tiny\tchat\ttiny\thub:org/tiny\tno\t\n"
-    done = ran(tmp_path, "pull", "org/tiny", **where)
+    done = inside(tmp_path, "pull", "org/tiny", **where)
     assert (done.returncode, done.stdout[:10]) == (0, "org/tiny: ")
     hub.asked.clear()
     embedder = tmp_path / ".lmstudio" / "models" / "org" / "Some-Embedding"
     embedder.parent.mkdir(parents=True)
     embedder.symlink_to(tmp_path / "repo")
-    done = ran(tmp_path, "models", "./repo", "--discover", **where)
+    done = inside(tmp_path, "models", "./repo", "--discover", **where)
     listed = [line.split("\t")[:2] for line in done.stdout.splitlines()]
     assert listed == [["repo", "chat"], ["org/tiny", "chat"]]
     assert done.stderr.startswith("org/Some-Embedding is not served: its name says that it embeds")
-    done = ran(tmp_path, "check", "./repo", "hub:org/tiny", **where)
+    done = inside(tmp_path, "check", "./repo", "hub:org/tiny", **where)
     assert done.stdout == "named: 2 models by 3 names, no problems\n"
     assert hub.asked == []
 
 
-def test_a_name_that_cannot_be_had_is_a_line_of_every_command(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_name_that_cannot_be_had_is_a_line_of_every_command(
+    hub: FakeHub, tmp_path: Path, inside: Inside
+) -> None:
     where = at(hub, tmp_path)
     for name in ("serve", "check", "models", "pull"):
-        done = ran(tmp_path, name, "hub:org/gone", **where)
+        done = inside(tmp_path, name, "hub:org/gone", **where)
         assert done.returncode == 1
         [line] = (done.stdout + done.stderr).splitlines()
         assert "the hub has no public repository org/gone" in line
@@ -59,11 +65,15 @@ def test_a_name_that_cannot_be_had_is_a_line_of_every_command(hub: FakeHub, tmp_
 
 
 @pytest.mark.slow
-def test_a_named_model_is_served_once_its_download_is_whole(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_named_model_is_served_once_its_download_is_whole(
+    hub: FakeHub, tmp_path: Path, inside: Inside, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A download that breaks off ends serve in a line, and the next try is served."""
     where = at(hub, tmp_path)
     hub.cuts = [5_000] * 9
-    done = ran(tmp_path, "serve", "org/tiny", **where)
+    with monkeypatch.context() as hasty:
+        hasty.setattr(time, "sleep", lambda _: None)  # a second before each of the hub's tries
+        done = inside(tmp_path, "serve", "org/tiny", **where)
     assert done.returncode == 1
     assert "org/tiny could not be fetched from the hub" in done.stderr.splitlines()[-1]
     hub.cuts = []

@@ -16,9 +16,14 @@ from typing import Any
 
 import httpx2
 import pytest
+from anyio.from_thread import BlockingPortal
+from structlog.testing import capture_logs
 
+from gateway.app.engines import MlxEngines
+from gateway.registry import load_catalog
 from tests.checkpoints import write_chat
-from tests.processes import command, environment, free_ports, started
+from tests.processes import command, environment, free_ports
+from tests.serving_app import served, settings
 
 pytestmark = pytest.mark.slow
 
@@ -39,6 +44,7 @@ version: 1
 models:
   tensor: {kind: chat, source: "path:llama", parallel: tensor, preload: true}
 """
+PIPE_BYTES = 2 * 65_536
 NO_END = {"2": -100}
 SHAPE = {
     "type": "object",
@@ -175,11 +181,16 @@ def launched(folder: Path, logs: Path) -> Iterator[str]:
             env=environment(
                 GATEWAY_PORT="0", GATEWAY_LOG_FORMAT="json", GATEWAY_CACHE_MAX_MODELS="8"
             ),
-            stdin=subprocess.PIPE,  # it reads on without end where there is nothing to read
+            stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
         )
     try:
+        # It hands its input on, and asks without a pause whether the ranks could take more; these
+        # read none, and their pipes take no more than this.
+        assert process.stdin is not None
+        process.stdin.write(bytes(PIPE_BYTES))
+        process.stdin.flush()
         while '"event":"ready"' not in log.read_text():
             assert process.poll() is None, log.read_text()
             time.sleep(0.1)
@@ -199,14 +210,16 @@ def launched(folder: Path, logs: Path) -> Iterator[str]:
         assert log.read_text().count('"event":"group_ended"') == 1, log.read_text()
 
 
-def test_two_ranks_answer_as_one(folder: Path, tmp_path: Path) -> None:
+def test_two_ranks_answer_as_one(portal: BlockingPortal, folder: Path, tmp_path: Path) -> None:
     """Tensor and pipeline, many at once: greedy, sampled, scored, held to a schema, of KV in fewer
     bits. Two of the models are loaded while the others answer.
     """
-    serve = command("serve", "--models", str(folder / "models.yaml"))
-    with started(serve, tmp_path, GATEWAY_CACHE_MAX_MODELS="8") as alone:
-        expected = texts(alone.url)
-        assert alone.log.read_text().count('"event":"parallel_alone"') == 4
+    given = settings(cache_max_models=8)
+    models = load_catalog(folder / "models.yaml", {})
+    gateway = served(models, MlxEngines(given), cache_max_models=8)
+    with capture_logs() as logged, portal.wrap_async_context_manager(gateway) as alone:
+        expected = texts(str(alone.base_url).rstrip("/"))
+    assert [each["event"] for each in logged].count("parallel_alone") == 4
     with launched(folder, tmp_path) as url:
         assert texts(url) == expected
         refused = [
@@ -223,10 +236,10 @@ def test_two_ranks_answer_as_one(folder: Path, tmp_path: Path) -> None:
     assert "use `parallel: tensor`" in messages[1]
 
 
-def first_line(url: str) -> "tuple[ExitStack, Iterator[str]]":
+def first_line(url: str, tokens: int = 2000) -> "tuple[ExitStack, Iterator[str]]":
     """Begin a long stream; give its lines after the first."""
     stack = ExitStack()
-    body = chat("tensor", "Long", max_tokens=2000, stream=True, logit_bias=NO_END)
+    body = chat("tensor", "Long", max_tokens=tokens, stream=True, logit_bias=NO_END)
     answer = stack.enter_context(
         httpx2.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60)
     )
@@ -259,21 +272,10 @@ def test_a_rank_0_that_dies_ends_the_others(folder: Path, tmp_path: Path) -> Non
         assert served.events(1)[-1] == "leader_lost"
 
 
-def test_a_rank_that_is_told_to_stop_lets_the_group_drain(folder: Path, tmp_path: Path) -> None:
-    with group(folder, tmp_path) as served:
-        body = chat("tensor", "Long", max_tokens=60, stream=True, logit_bias=NO_END)
-        with httpx2.stream(
-            "POST", f"{served.url}/v1/chat/completions", json=body, timeout=60
-        ) as answer:
-            lines = answer.iter_lines()
-            assert next(lines).startswith("data: ")
-            served.ranks[1].send_signal(signal.SIGTERM)
-            assert [line for line in lines if line][-1] == "data: [DONE]"
-        assert [each.wait(60) for each in served.ranks] == [0, 0]
-        assert served.events(1)[-1] == "group_ended"
-
-
-def test_ranks_that_would_not_be_alike_refuse_to_load(folder: Path, tmp_path: Path) -> None:
+def test_ranks_refuse_to_load_unlike_models_and_drain_when_one_is_told_to_stop(
+    folder: Path, tmp_path: Path
+) -> None:
+    """What they have alike they serve, and its answers under way are whole."""
     changed = MODELS.replace('"path:qwen2",', '"path:qwen2", dtype: float16,')
     assert changed != MODELS
     (folder / "changed.yaml").write_text(changed)
@@ -283,4 +285,9 @@ def test_ranks_that_would_not_be_alike_refuse_to_load(folder: Path, tmp_path: Pa
         message = refused.json()["error"]["message"]
         assert "rank 1: " in message
         assert "its models.yaml is not that of rank 0" in message
-        assert httpx2.post(url, json=chat("tensor", "Hello"), timeout=60).status_code == 200
+        stack, lines = first_line(served.url, tokens=60)
+        with stack:
+            served.ranks[1].send_signal(signal.SIGTERM)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert [each.wait(60) for each in served.ranks] == [0, 0]
+        assert served.events(1)[-1] == "group_ended"
