@@ -87,9 +87,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "qwen3_next": HYBRID,
     "gpt_oss": {
-        "model_type": "gpt_oss", "num_hidden_layers": 4, "head_dim": 16, "num_local_experts": 4,
+        "model_type": "gpt_oss", "num_hidden_layers": 2, "head_dim": 16, "num_local_experts": 4,
         "num_experts_per_tok": 2, "sliding_window": 32, "intermediate_size": 32,
-        "rope_scaling": None, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_scaling": None, "layer_types": ["sliding_attention", "full_attention"],
     },
 }  # fmt: skip
 MAMBA = {

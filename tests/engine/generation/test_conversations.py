@@ -20,6 +20,7 @@ from tests.engine.generation.harness import (
     active_memory,
     answers,
     bare,
+    cached,
     exchange,
     ids,
     open_engine,
@@ -53,7 +54,7 @@ def test_a_next_turn_reads_again_at_most_the_last_block_of_the_last(
     cold: GenerationEngine, warm: GenerationEngine, length: int
 ) -> None:
     prompt, before = tokens(length, length), 1
-    for turn, most in enumerate((150, 30, 70)):
+    for turn, most in enumerate((70, 10, 20)):
         (told,) = answers(warm, [bare(prompt, max_tokens=most)])
         assert told.ids == answers(cold, [bare(prompt, max_tokens=most)])[0].ids
         assert told.cached_tokens >= whole(before - 1)
@@ -85,21 +86,19 @@ def test_a_template_that_drops_earlier_thinking_costs_no_more_than_the_answer(
     assert told.ids == answers(cold, [second])[0].ids
 
 
-@pytest.mark.parametrize("differs", [10, 200])
-def test_a_turn_that_writes_the_last_end_anew_goes_on_within_it(
-    tmp_path: Path, differs: int
-) -> None:
+def test_a_turn_that_writes_the_last_end_anew_goes_on_within_it(tmp_path: Path) -> None:
     """A template may write calls of tools another way than the model did."""
     folder = write_chat(tmp_path, **HYBRID)
     engine, cold = open_engine(folder, prefix_cache_bytes=PLENTY), open_engine(folder)
     prompt = tokens(100, 1)
-    (told,) = answers(engine, [bare(prompt, FOREVER, max_tokens=600)])
-    following = [*prompt, *told.ids[:-differs], *tokens(60, 2)]
-    (again,) = answers(engine, [bare(following)])
-    assert again.ids == answers(cold, [bare(following)])[0].ids
-    alike = len(prompt) + len(told.ids) - differs
-    assert alike - again.cached_tokens <= differs + 3 * BLOCK
-    assert again.cached_tokens > len(prompt)
+    (told,) = answers(engine, [bare(prompt, FOREVER, max_tokens=420)])
+    for differs in (10, 200):
+        following = [*prompt, *told.ids[:-differs], *tokens(60, 2)]
+        (again,) = answers(engine, [bare(following)])
+        assert again.ids == answers(cold, [bare(following)])[0].ids
+        alike = len(prompt) + len(told.ids) - differs
+        assert alike - again.cached_tokens <= differs + 3 * BLOCK
+        assert again.cached_tokens > len(prompt)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -131,15 +130,31 @@ def test_a_cache_dropped_under_an_answer_is_not_filled_again_by_it(warm: Generat
     assert warm._prefixes.nbytes == 0
 
 
+PAIR = [tokens(each, each) for each in (50, 100)]
+
+
+@pytest.fixture(scope="module")
+def expected(cold: GenerationEngine) -> list[list[int]]:
+    return ids(answers(cold, [bare(prompt, max_tokens=90) for prompt in PAIR]))
+
+
 @pytest.mark.parametrize("at", [3, 66])
-def test_a_fault_in_a_step_changes_no_answer(folder: Path, cold: GenerationEngine, at: int) -> None:
+def test_a_fault_in_a_step_changes_no_answer(
+    folder: Path, expected: list[list[int]], at: int
+) -> None:
     engine = open_engine(folder, prefix_cache_bytes=PLENTY)
-    jobs = [bare(tokens(each, each), max_tokens=150) for each in (50, 100)]
     model = engine._model
     exchange(engine, Passing(model, at))
-    assert ids(answers(engine, jobs)) == ids(answers(cold, jobs))
+    assert ids(answers(engine, [bare(prompt, max_tokens=90) for prompt in PAIR])) == expected
     exchange(engine, model)
-    assert ids(answers(engine, jobs)) == ids(answers(cold, jobs))
+    for left in (90, 9):  # what was kept of the prompts, and of the answers
+        begun = [
+            bare([*prompt, *answer[: 90 - left]], max_tokens=9)
+            for prompt, answer in zip(PAIR, expected, strict=True)
+        ]
+        told = answers(engine, begun)
+        assert ids(told) == [answer[90 - left :][:9] for answer in expected]
+    assert all(cached(told))
 
 
 # States kept of answers under way: they are of use to a next turn, and leave prompts' alone.
