@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway.engine.generation.decode_batch import KEPT_ENDS
+from gateway.engine.generation.decode_batch import KEPT_ENDS, spread
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.kv.prefix_cache import BLOCK, MIN_SETS
 from gateway.jobs import Sampling
@@ -104,24 +104,37 @@ def test_a_turn_that_writes_the_last_end_anew_goes_on_within_it(tmp_path: Path) 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_long_answer_keeps_few_states(tmp_path: Path, kind: str) -> None:
     engine = open_engine(write_chat(tmp_path, **FAMILIES[kind]), prefix_cache_bytes=PLENTY)
-    asked = bare(tokens(100, 1), FOREVER, max_tokens=300)
-    answers(engine, [asked])  # makes what passes leave behind: constants, masks
+    asked = bare(tokens(100, 1), FOREVER, max_tokens=230)
+    answers(
+        engine, [replace(asked, max_tokens=30)]
+    )  # makes what passes leave behind: constants, masks
     engine.clear_prefixes()
     weights, before = engine.nbytes(), active_memory()
     answers(engine, [asked])
     kept = engine._prefixes._kept
-    assert sum(1 for key in kept if len(key) == 1) <= KEPT_ENDS + 1  # and the prompt's
-    assert sum(1 for key in kept if len(key) > 1) == 399 // BLOCK
+    states = sum(1 for key in kept if len(key) == 1)
+    assert states == 3 + 1  # three of the ends of the answer's four blocks; the prompt's
+    assert sum(1 for key in kept if len(key) > 1) == 329 // BLOCK
     assert engine._prefixes.nbytes == engine.nbytes() - weights
     assert engine._prefixes.nbytes == sum(each.nbytes for each in kept.values())
     engine.clear_prefixes()
     assert active_memory() == before
 
 
+def test_the_ends_of_an_answers_blocks_that_stay_are_fewer_further_back() -> None:
+    ends: list[int] = []
+    for newest in range(1, 70):
+        ends = spread([*ends, newest * BLOCK])
+        back = [newest - end // BLOCK for end in ends]
+        assert back[-2:] == [1, 0][-newest:]
+        assert len(ends) <= KEPT_ENDS
+        assert newest < 8 or 4 <= back[0] <= 7
+
+
 def test_a_cache_dropped_under_an_answer_is_not_filled_again_by_it(warm: GenerationEngine) -> None:
     """Memory that others need was freed: it stays so until another prompt is read."""
     run = Run(warm)
-    run.join(bare(tokens(200, 1), max_tokens=300))
+    run.join(bare(tokens(200, 1), FOREVER, max_tokens=70))
     for _ in range(20):
         run.step()
     assert warm._prefixes.nbytes > 0
@@ -158,8 +171,8 @@ def test_a_fault_in_a_step_changes_no_answer(
 
 
 # States kept of answers under way: they are of use to a next turn, and leave prompts' alone.
-# Seven layers of eight: what grows beside their states weighs little.
-MOSTLY_SLIDING = {**SLIDING, "num_hidden_layers": 8, "sliding_window_pattern": 8}
+# Three layers of four: what grows beside their states weighs little.
+MOSTLY_SLIDING = {**SLIDING, "num_hidden_layers": 4, "sliding_window_pattern": 4}
 SHARED = tokens(2 * BLOCK + 1, 0)
 
 
@@ -181,7 +194,7 @@ def test_a_shared_beginning_stays_while_answers_to_it_grow(sliding: Path, set_by
         while left and engine.rows < 4:
             left -= 1
             ids += run.join(
-                bare([*SHARED, *tokens(20, left)], FOREVER, max_tokens=80 + 20 * (left % 4))
+                bare([*SHARED, *tokens(20, left)], FOREVER, max_tokens=50 + 10 * (left % 4))
             )
         run.step()
     hits = [run.answers[each].cached_tokens for each in ids]
@@ -193,8 +206,8 @@ def test_answers_under_way_take_at_most_half_of_the_room(sliding: Path, set_byte
     answers(engine, [bare(SHARED, FOREVER, max_tokens=1)])
     run = Run(engine)
     for seed in range(4):
-        run.join(bare(tokens(20, 1 + seed), FOREVER, max_tokens=6 * BLOCK))
-    for _ in range(5 * BLOCK):
+        run.join(bare(tokens(20, 1 + seed), FOREVER, max_tokens=4 * BLOCK))
+    for _ in range(3 * BLOCK):
         run.step()
     prefixes = engine._prefixes
     growing = sum(prefixes._kept[key].nbytes for key in prefixes._growing)
