@@ -35,7 +35,7 @@ def row(prompt: int, max_tokens: int) -> SequenceParams:
 def test_rows_hold_no_more_kv_than_is_counted(tmp_path: Path, kind: str, seed: int) -> None:
     chance = random.Random(seed)
     is_drafted = kind == "drafted"
-    draft = write_chat(tmp_path / "d", seed=1, num_hidden_layers=3) if is_drafted else None
+    draft = write_chat(tmp_path / "d", seed=1, num_hidden_layers=6) if is_drafted else None
     engine = open_engine(
         write_chat(tmp_path / "m", **KINDS.get(kind, {})), 1_000_000, 4, draft=draft
     )
@@ -45,7 +45,7 @@ def test_rows_hold_no_more_kv_than_is_counted(tmp_path: Path, kind: str, seed: i
     apart: set[int] = set()
     gone: set[int] = set()
     most = 0
-    for _ in range(100):
+    for _ in range(150):
         if chance.random() < 0.25 and len(used) < 6:
             asked = row(chance.choice([3, 20, 300, 700]), chance.choice([1, 2, 30, 200]))
             joined = join(engine, asked)
