@@ -13,6 +13,7 @@ from gateway.engine.generation.loading import (
     read_chat_setup,
     read_draft_setup,
 )
+from gateway.engine.generation.sequences import ChatSetup
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.prompting.chat_tokenizer import ChatFormats
 from gateway.engine.sandbox_worker import Sandbox
@@ -44,11 +45,18 @@ def load_generation(
     draft: Path | None = None,  # the folder or GGUF file of its draft model
     **options: Any,  # of the template and the formats, and of the engine
 ) -> GenerationEngine:
-    """Load a chat model."""
+    """Load a chat model, all of it."""
     formats: Any = {key: options.pop(key) for key in ChatFormats.__annotations__ if key in options}
     setup = read_chat_setup(
         files, name=name, max_context=max_context, shape=shape, sandbox=sandbox, **formats
     )
+    return load_weights(setup, device=device, draft=draft, **options)
+
+
+def load_weights(
+    setup: ChatSetup, *, device: Device, draft: Path | None = None, **options: Any
+) -> GenerationEngine:
+    """Load a chat model whose other files are read already."""
     if draft is not None:
         options["draft"] = read_draft_setup(draft, name=draft.name, target=setup)
     return run_steps(load_generation_in_steps(setup, device=device, **options))

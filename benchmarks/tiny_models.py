@@ -171,6 +171,7 @@ SPECIAL: Final[dict[str, dict[str, Any]]] = {
         "is_moe_layer": [False, True, True, True],
     },
     "afmoe": {"layer_types": _ATTENTION * 2},
+    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128},
     "gemma3n": {
         "layer_types": _ATTENTION * 2,
         "activation_sparsity_pattern": [0.0] * 4,

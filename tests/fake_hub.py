@@ -45,7 +45,8 @@ class FakeHub:
     @contextlib.contextmanager
     def serving(self) -> Iterator["FakeHub"]:
         """Serve until left."""
-        thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        # It looks every so many seconds whether it is to end, and whoever ends it waits for that.
+        thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         try:
             yield self

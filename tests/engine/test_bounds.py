@@ -82,11 +82,12 @@ def test_no_pass_has_more_arrays_than_a_device_bears_and_none_grows(model: Any) 
     caches = make_batch_caches(model)
     mx.eval(read(model, caches, list(TOKENS)), leaves(caches))
     counts = []
-    for _ in range(16):
+    for step in range(16):
         logits = read(model, caches, [7])
-        counts.append(count_arrays(logits, *leaves(caches)))
+        if step in (0, 5, 11, 15):  # to draw a graph takes as long as to compute it
+            counts.append(count_arrays(logits, *leaves(caches)))
         mx.eval(logits, leaves(caches))
-    assert counts[-1] <= max(counts[:-4])  # where a window fills up, a few come on top
+    assert counts[-1] <= max(counts[:-1])  # where a window fills up, a few come on top
     layers = len(make_prompt_cache(model))
     assert max(counts) / layers * LAYERS < METAL_BUFFERS / 2
 

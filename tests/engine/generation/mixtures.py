@@ -52,12 +52,16 @@ from tests.fakes import caller
 VOCABULARY: Final = 1400
 # Heads of 32 numbers, which `kv_bits` needs; no experts, which a rounding may choose otherwise.
 BASE: Final[dict[str, Any]] = {"head_dim": 32, "vocab_size": VOCABULARY}
+DEEP: Final[dict[str, Any]] = {"num_hidden_layers": 3}  # two that are no plain KV, about one
 KINDS: Final[dict[str, dict[str, Any]]] = {
     "plain": BASE,
-    "sliding": {**SLIDING, **BASE, "sliding_window": 48},
-    "hybrid": {**HYBRID, **BASE, "num_experts": 0},
-    "states": {**STATEFUL, **BASE, "num_attention_heads": 2, "num_key_value_heads": 1},
-}
+    "sliding": {**SLIDING, **BASE, **DEEP, "sliding_window": 48},
+    "hybrid": {**HYBRID, **BASE, **DEEP, "num_experts": 0},
+    "states": {
+        **STATEFUL, **BASE, **DEEP, "full_attn_idxs": [1], "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    },
+}  # fmt: skip
 # What `kv_bits: 8` makes of a number is one of 256: a rounding may make it the next one.
 PACKED_ROUNDING: Final = 0.05
 ADAPTERS: Final[dict[str, dict[str, Any]]] = {

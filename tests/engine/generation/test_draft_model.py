@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.engine.generation.harness import (
     JOBS,
     PLENTY,
     PROMPTS,
+    Answer,
     Batch,
     Watched,
     answer_at_random,
@@ -29,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 GREEDY = Sampling(temperature=0, ignore_eos=True)
 SEEDED = Sampling(temperature=1.0, seed=4, ignore_eos=True)
-LONG = "a b c " * 400
+LONG = "a b c " * 140  # of more tokens than a chunk
 ALL_JOBS: list[dict[str, Any]] = [
     *JOBS,
     {"sampling": GREEDY, "max_tokens": 90},
@@ -70,18 +72,26 @@ def watch(engine: GenerationEngine, fails_after: int | None = None) -> list[int]
     return read
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_answers_are_those_without_a_draft_model(
-    plain: GenerationEngine, folder: Path, drafted: Path, seed: int
-) -> None:
+@cache
+def answered(
+    plain: GenerationEngine, seed: int
+) -> tuple[list[tuple[str, dict[str, Any]]], list[Answer]]:
+    """Draw jobs, and have them answered without a draft model."""
     chance = random.Random(seed)
-    engine = open_engine(folder, 10_000_000, 8, draft=drafted)
     jobs = [
         (chance.choice([*PROMPTS, ECHO, LONG]), chance.choice(ALL_JOBS))
         for _ in range(chance.randint(3, 9))
     ]
     jobs.append(("Hi", {"sampling": GREEDY, "max_tokens": 60}))
-    expected, _ = answer_at_random(plain, jobs, seed)
+    return jobs, answer_at_random(plain, jobs, seed)[0]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_answers_are_those_without_a_draft_model(
+    plain: GenerationEngine, folder: Path, drafted: Path, seed: int
+) -> None:
+    engine = open_engine(folder, 10_000_000, 8, draft=drafted)
+    jobs, expected = answered(plain, seed)
     found, passes = answer_at_random(engine, jobs, seed)
     for one, other, job in zip(expected, found, jobs, strict=True):
         assert other.says_as(one), job
@@ -230,8 +240,9 @@ def test_windows_and_states_draft_and_are_drafted_for(
 ) -> None:
     monkeypatch.setattr(PromptLookup, "draft", lambda *_: ())
     base = write_chat(tmp_path / "base", **kind)
-    near = write_chat(tmp_path / "near", **{**kind, "rms_norm_eps": 1e-3, "norm_eps": 1e-3})
-    jobs = [(text, {"sampling": GREEDY, "max_tokens": 90}) for text in (*PROMPTS[:3], LONG)]
+    others = {"rms_norm_eps": 1e-3, "norm_eps": 1e-3, "rope_theta": 8000.0}
+    near = write_chat(tmp_path / "near", **{**kind, **others})
+    jobs = [(text, {"sampling": GREEDY, "max_tokens": 50}) for text in (*PROMPTS[:3], LONG)]
     plain, drafted = open_engine(base), open_engine(base, PLENTY, 4, draft=near)
     assert drafted.facts.kv_cost.ahead >= (3 * plain.facts.kv_cost.constant, 4)
     expected, _ = answer_at_random(plain, jobs)

@@ -91,7 +91,7 @@ def test_what_repeats_is_read_several_tokens_at_once(folder: Path, rows: int) ->
     warm = Sampling(temperature=0.05, seed=7, ignore_eos=True)
     kinds = [FOREVER, warm, replace(warm, top_k=9, seed=8)]
     jobs = [
-        (PROMPTS[i % 4], {"sampling": kinds[i % 3], "max_tokens": 200 - i}) for i in range(rows)
+        (PROMPTS[i % 4], {"sampling": kinds[i % 3], "max_tokens": 120 - i}) for i in range(rows)
     ]
     told = []
     for speculate_rows in (0, 8):
@@ -100,7 +100,7 @@ def test_what_repeats_is_read_several_tokens_at_once(folder: Path, rows: int) ->
     (expected, passes), (found, fewer) = told
     assert all(other.says_as(one) for one, other in zip(expected, found, strict=True))
     accepted = sum(each.accepted for each in fewer)
-    assert accepted > 50 * rows
+    assert accepted > 20 * rows
     assert accepted <= sum(each.drafted for each in fewer)
     assert len(fewer) < len(passes)
     assert rows > 1 or len(fewer) == len(passes) - accepted
@@ -187,17 +187,16 @@ def test_more_rows_than_allowed_read_nothing_ahead(folder: Path) -> None:
     assert engine.last_pass.forced > 0
 
 
-@pytest.mark.parametrize("prefix_bytes", [0, PLENTY])
 @pytest.mark.parametrize("kind", [{}, SLIDING, STATEFUL, HYBRID])
 def test_drafts_that_are_right_in_part_change_no_answer(
-    kind: dict[str, Any], prefix_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of several lengths, beside one that a grammar forces; what states keep goes back."""
     folder, chance = write_chat(tmp_path, **kind), random.Random(1)
     on = replace(GREEDY, ignore_eos=True)
     jobs = [(text, {"sampling": on, "max_tokens": 40 + 9 * i}) for i, text in enumerate(PROMPTS)]
     jobs.append((ECHO, {"sampling": GREEDY, "max_tokens": 60, "grammar": FIXED}))
-    plain = open_engine(folder, prefix_bytes)
+    plain = open_engine(folder)
     wholes: dict[tuple[int, ...], list[int]] = {}
     append = Sequence.append
 
@@ -220,13 +219,14 @@ def test_drafts_that_are_right_in_part_change_no_answer(
         return tokens
 
     monkeypatch.setattr(PromptLookup, "draft", draft)
-    ahead = open_engine(folder, prefix_bytes, 8)
-    found, passes = answer_at_random(ahead, jobs)
-    assert all(other.says_as(one) for one, other in zip(expected, found, strict=True))
-    accepted = sum(size.accepted for size in passes)
-    assert 20 < accepted < sum(size.drafted for size in passes)
-    assert any(size.forced for size in passes)
-    ahead.close()
+    for prefix_bytes in (0, PLENTY):
+        ahead = open_engine(folder, prefix_bytes, 8)
+        found, passes = answer_at_random(ahead, jobs)
+        assert all(other.says_as(one) for one, other in zip(expected, found, strict=True))
+        accepted = sum(size.accepted for size in passes)
+        assert 20 < accepted < sum(size.drafted for size in passes)
+        assert any(size.forced for size in passes)
+        ahead.close()
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 7))

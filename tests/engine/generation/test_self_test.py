@@ -76,6 +76,7 @@ FIT: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"], "rope_scaling": None, **MIXTURE,
     },
 }  # fmt: skip
+MOST = 6  # tokens of an answer
 PROMPTS = [[7, 8, 9, 10], [*range(20, 110)], [*range(5, 38)], [*range(300, 311)]]
 
 
@@ -101,7 +102,7 @@ def verdict_of(engine: GenerationEngine) -> Verdict:
     return verdict
 
 
-def alone(folder: Path, prompts: list[list[int]], max_tokens: int = 12) -> list[list[int]]:
+def alone(folder: Path, prompts: list[list[int]], max_tokens: int = MOST) -> list[list[int]]:
     """Ask mlx-lm itself."""
     loaded: Any = load(str(folder))
     return [
@@ -131,10 +132,10 @@ def answers(engine: GenerationEngine, prompts: list[list[int]], late: int = 2) -
     """Run rows, the last of them joining a little later."""
     run, waiting, most, step = Run(engine), prompts[-late:], 0, 0
     for prompt in prompts[:-late]:
-        run.join(bare(prompt))
+        run.join(bare(prompt, max_tokens=MOST))
     while run.is_busy or waiting:
         if step % 3 == 2 and waiting:
-            run.join(bare(waiting.pop(0)))
+            run.join(bare(waiting.pop(0), max_tokens=MOST))
         run.step()
         most, step = max(most, engine.last_pass.rows), step + 1
     told = run.answers.values()

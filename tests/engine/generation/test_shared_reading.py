@@ -26,7 +26,7 @@ from gateway.engine.generation.prefill import (
 from gateway.engine.kv.cache import RaggedKVCache
 from gateway.engine.kv.layers import make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK
-from gateway.jobs import Sampling
+from gateway.jobs import GenerateJob, Sampling
 from tests.checkpoints import HYBRID, SLIDING, STATEFUL, write_chat
 from tests.engine.generation.harness import ARCHITECTURES as CONFIGS
 from tests.engine.generation.harness import (
@@ -185,7 +185,12 @@ def alone(
 
 @cache
 def answered(cold: GenerationEngine, prompt: tuple[int, ...], is_seeded: bool) -> list[int]:
-    return answers(cold, [bare(prompt, SEEDED if is_seeded else GREEDY)])[0].ids
+    return answers(cold, [short(prompt, SEEDED if is_seeded else GREEDY)])[0].ids
+
+
+def short(prompt: Sequence[int], sampling: Sampling = GREEDY) -> GenerateJob:
+    """Ask for a few tokens: they show how a prompt was read."""
+    return bare(prompt, sampling, max_tokens=4)
 
 
 @pytest.mark.parametrize(("budget", "sampling"), [(400, SEEDED), (100_000, GREEDY)])
@@ -196,7 +201,7 @@ def test_answers_of_prompts_read_together_are_those_alone(
     longer = [prompt + tokens(40 + 9 * i, i) for i, prompt in enumerate(prompts)]
     passes = shapes(warm)
     for asked in (prompts, prompts, longer, longer):
-        told = answers(warm, [bare(prompt, sampling) for prompt in asked], budget)
+        told = answers(warm, [short(prompt, sampling) for prompt in asked], budget)
         assert ids(told) == alone(cold, asked, sampling)
     whole = [(len(each) - 1) // BLOCK * BLOCK for each in longer]
     assert cached(told) == whole
@@ -209,10 +214,10 @@ def test_a_burst_takes_three_passes_whatever_its_blocks(tmp_path: Path, kind: st
     engine = open_engine(write_chat(tmp_path, **KINDS[kind]), prefix_cache_bytes=PLENTY)
     passes = shapes(engine)
     prompts = [tokens(140 + 9 * i, i) for i in range(8)]
-    answers(engine, [bare(each) for each in prompts], 4096)
+    answers(engine, [short(each) for each in prompts], 4096)
     rows = [rows for rows, width in passes if width > 1]
     assert (len(rows), rows[-1]) == (3, len(prompts))
-    assert cached(answers(engine, [bare(each) for each in prompts])) == [
+    assert cached(answers(engine, [short(each) for each in prompts])) == [
         (len(each) - 1) // BLOCK * BLOCK for each in prompts
     ]
 
@@ -224,9 +229,9 @@ def test_a_fault_of_a_pass_changes_no_answer(folder: Path, cold: GenerationEngin
     expected = alone(cold, prompts)
     model = engine._model
     exchange(engine, Passing(model, at))
-    assert ids(answers(engine, [bare(prompt) for prompt in prompts], 4096)) == expected
+    assert ids(answers(engine, [short(prompt) for prompt in prompts], 4096)) == expected
     exchange(engine, model)
-    told = answers(engine, [bare(prompt) for prompt in prompts], 4096)
+    told = answers(engine, [short(prompt) for prompt in prompts], 4096)
     assert ids(told) == expected
     assert any(cached(told))
 
@@ -242,7 +247,7 @@ def test_a_row_that_is_no_number_spoils_no_other(tmp_path: Path, kind: str) -> N
     engine = open_engine(folder, prefix_cache_bytes=PLENTY)
     broken = [*prompts[1][:100], poison, *prompts[1][100:]]
     for _ in range(2):
-        told = answers(engine, [bare(each) for each in (prompts[0], broken, *prompts[1:])], 4096)
+        told = answers(engine, [short(each) for each in (prompts[0], broken, *prompts[1:])], 4096)
         assert "not a number" in (told[1].error or "")
         assert told[1].cached_tokens <= BLOCK
         assert ids([told[0], *told[2:]]) == expected
@@ -255,13 +260,13 @@ def test_prompts_that_begin_alike_go_on_from_one_state(tmp_path: Path, kind: str
     """
     folder = write_chat(tmp_path, **KINDS[kind])
     engine, cold = open_engine(folder, prefix_cache_bytes=PLENTY), open_engine(folder)
-    begin = tokens(300, 1)
-    prompts = [begin + tokens(40 + 9 * i, 10 + i) for i in range(7)]
-    prompts.append(begin[:150] + tokens(90, 9))
-    told = answers(engine, [bare(each) for each in prompts], 2000)
+    begin = tokens(140, 1)
+    prompts = [begin + tokens(90 + 9 * i, 10 + i) for i in range(7)]
+    prompts.append(begin[:80] + tokens(90, 9))
+    told = answers(engine, [short(each) for each in prompts], 1000)
     assert ids(told) == alone(cold, prompts)
-    assert cached(told) == [0, *[256] * 6, 128]
+    assert cached(told) == [0, *[128] * 6, 64]
     engine.clear_prefixes()
-    told = [answers(engine, [bare(each)])[0] for each in prompts[:4]]
+    told = [answers(engine, [short(each)])[0] for each in prompts[:4]]
     assert ids(told) == alone(cold, prompts[:4])
-    assert cached(told) == [0, 0, 256, 256]
+    assert cached(told) == [0, 0, 128, 128]

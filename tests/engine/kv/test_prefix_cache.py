@@ -176,13 +176,13 @@ def test_nobody_waits_longer_than_for_what_is_shared(plain: Path, limit: int) ->
 def test_a_next_turn_reads_no_answer_again(plain: Path, others: int, speculate_rows: int) -> None:
     """Nor one that met a stop string, alone or beside answers that go on."""
     engine = open_engine(plain, prefix_cache_bytes=PLENTY, speculate_rows=speculate_rows)
-    (whole,) = answers(engine, [bare(BASE, max_tokens=150)])
+    (whole,) = answers(engine, [bare(BASE, max_tokens=90)])
     stop = whole.text[-25:-16]
     assert stop not in whole.text[: len(whole.text) // 2]
-    beside = [bare(tokens(50, i), max_tokens=200) for i in range(others)]
+    beside = [bare(tokens(50, i), max_tokens=110) for i in range(others)]
     for stops in ((), (stop,)):
         engine.clear_prefixes()
-        answer, *_ = answers(engine, [bare(BASE, max_tokens=150, stop=stops), *beside])
+        answer, *_ = answers(engine, [bare(BASE, max_tokens=90, stop=stops), *beside])
         assert (answer.stop, answer.ids == whole.ids) == (stops[0] if stops else None, not stops)
         turn = BASE + answer.ids + tokens(30, 1)
         (told,) = answers(engine, [bare(turn)])
