@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
+from threading import Timer
 from types import FrameType
 from typing import Any, TypeAlias
 
@@ -122,9 +123,12 @@ def seen(outcome: Ran) -> dict[str, Any]:
     return seen
 
 
-def begun(home: Path, *arguments: str, **given: str) -> "subprocess.Popen[str]":
-    """Begin a command of mlx-gateway in a process of its own."""
-    return subprocess.Popen(
+@contextmanager
+def begun(home: Path, *arguments: str, **given: str) -> Iterator["subprocess.Popen[str]"]:
+    """Begin a command of mlx-gateway in a process of its own; it is told to end if nothing else
+    ends it.
+    """
+    with subprocess.Popen(
         command(*arguments),
         cwd=home,
         env=around(home, NOBODY, given),
@@ -132,7 +136,14 @@ def begun(home: Path, *arguments: str, **given: str) -> "subprocess.Popen[str]":
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-    )
+    ) as process:
+        last = Timer(60, process.terminate)
+        last.start()
+        try:
+            yield process
+        finally:
+            last.cancel()
+            process.terminate()
 
 
 @pytest.fixture
@@ -270,8 +281,8 @@ def test_a_gateway_with_a_certificate_is_not_started(home: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the process in /proc")
 @pytest.mark.slow
 def test_a_gateway_that_dies_is_reported_when_the_tool_ends(home: Path) -> None:
-    process = begun(home, "launch", "llm", "--", "--kill", "3")
-    _, err = process.communicate()
+    with begun(home, "launch", "llm", "--", "--kill", "3") as process:
+        _, err = process.communicate()
     assert process.returncode == 3
     assert "The gateway ended with status -9." in err
     assert not left(home)
@@ -341,13 +352,13 @@ def not_ignored() -> Iterator[None]:
 @pytest.mark.usefixtures("not_ignored")
 def test_signals_are_the_tools(home: Path) -> None:
     """launch waits for what it does, and then stops its gateway."""
-    process = begun(home, "launch", "llm", "--", "--wait")
-    assert process.stdout is not None
-    assert process.stdout.readline() == "waiting\n"
-    for number in (signal.SIGINT, signal.SIGTERM):
-        process.send_signal(number)
-        assert process.stdout.readline() == f"got {number.value}\n"
-    out, _ = process.communicate()
+    with begun(home, "launch", "llm", "--", "--wait") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waiting\n"
+        for number in (signal.SIGINT, signal.SIGTERM):
+            process.send_signal(number)
+            assert process.stdout.readline() == f"got {number.value}\n"
+        out, _ = process.communicate()
     assert (process.returncode, out) == (signal.SIGTERM, "")
     assert not left(home)
 
@@ -402,11 +413,11 @@ def start(chosen: Settings, signals: Signals) -> None:
 
 
 def test_a_signal_while_the_gateway_starts_stops_it(home: Path) -> None:
-    process = begun(home, "launch", "llm")
-    assert process.stderr is not None
-    assert process.stderr.readline() == "Starting a gateway…\n"
-    process.terminate()
-    out, _ = process.communicate()
+    with begun(home, "launch", "llm") as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "Starting a gateway…\n"
+        process.terminate()
+        out, _ = process.communicate()
     assert (process.returncode, out) == (128 + signal.SIGTERM, "")
     assert not left(home)
 
@@ -508,8 +519,9 @@ def test_the_commands_of_a_refusal_name_the_models_file(home: Path, run: Launch)
     outcome = run("launch", "claude", *given)
     *_, advice = outcome.stderr.splitlines()
     assert advice == "  mlx-gateway launch claude --models mine.yaml --model large"
-    outcome = run(*advice.split()[1:])
+    outcome = run(*advice.split()[1:], "--", "--ask")
     assert seen(outcome)["variables"]["ANTHROPIC_MODEL"] == "large"
+    assert seen(outcome)["there"]["models"] == {}, "as no model of that file is preloaded"
 
 
 def test_no_file_of_a_tool_has_a_key() -> None:
