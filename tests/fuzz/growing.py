@@ -37,7 +37,7 @@ TIMES, MOST = 4, 8.0  # how much larger, and how much longer that may take: a sq
 SURE_TIMES, SURE_MOST, LARGE = 16, 100.0, 6_400_000
 NOTHING_S = 0.004  # in which nobody is kept waiting, and nothing can be measured
 RUNS = 3
-ROUNDS = 8
+ROUNDS, SURE_ROUNDS = 2, 4
 
 Grow = Callable[[int], Any]  # about so many bytes of JSON
 
@@ -295,11 +295,11 @@ def slow(
         for name in FIELDS[path]:
             for how, grow in shapes.get(name, {}).items():
                 small, large = (body(path, name, grow(n)) for n in (nbytes, TIMES * nbytes))
-                if not exceeds(MOST, path, small, large, models):
+                if not exceeds(MOST, path, small, large, models, ROUNDS):
                     continue
                 most = max(LARGE, TIMES * nbytes)
                 small, large = (body(path, name, grow(n)) for n in (most // SURE_TIMES, most))
-                if taken := exceeds(SURE_MOST, path, small, large, models):
+                if taken := exceeds(SURE_MOST, path, small, large, models, SURE_ROUNDS):
                     before, after = taken
                     found.append(f"{name}: {how}, {1e3 * before:.1f} → {1e3 * after:.1f} ms")
     return found
@@ -311,13 +311,13 @@ def body(path: str, name: str, value: Any) -> bytes:
 
 
 def exceeds(
-    most: float, path: str, small: bytes, large: bytes, models: Catalog
+    most: float, path: str, small: bytes, large: bytes, models: Catalog, rounds: int
 ) -> tuple[float, float] | None:
     """Measure what both cost, if the large one costs more than so many times the small one:
     processor seconds of this thread, the least of some rounds.
     """
     before = after = math.inf
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         after = min(after, least(lambda: understood(path, large, models), 1))
         if after <= NOTHING_S:
             return None
