@@ -24,13 +24,9 @@ if hasattr(os, "SCHED_BATCH"):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addini("generator_seconds", "processor seconds that all generators share", default="60")
-
-
 @pytest.hookimpl(trylast=True)  # after what is deselected
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    generators.give_shares(items, float(config.getini("generator_seconds")))
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    generators.give_shares(items)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -44,7 +40,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for report in terminalreporter.getreports("passed"):
         for name, said in report.user_properties:
             if name == generators.MARK:
-                terminalreporter.write_line(f"{said}: generator_seconds")
+                terminalreporter.write_line(f"{said}: GENERATOR_SECONDS")
 
 
 def pytest_collection_finish() -> None:

@@ -1,11 +1,12 @@
-"""Generators: tests that make their own cases share the `generator_seconds` of pyproject.toml.
+"""Generators: tests that make their own cases share sixty seconds of a run.
 
 `@pytest.mark.generator(weight=1)` gives a test its share, of processor seconds. Once that is spent
 the test has passed with the examples it had: no run becomes longer by the generators that come in,
-and none fails on a busy machine. A soak gives them more, by `-o generator_seconds=3600`.
+and none fails on a busy machine. GENERATOR_SECONDS=3600 gives them more.
 """
 
 import functools
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 MARK = "generator"
+SECONDS = float(os.environ.get("GENERATOR_SECONDS", "60"))
 LEAST = 10  # examples that each runs, whatever they take
 
 
@@ -81,11 +83,11 @@ def divide(seconds: float, weights: Iterable[float]) -> list[float]:
 _SHARE_S = pytest.StashKey[float]()
 
 
-def give_shares(items: Iterable[pytest.Item], seconds: float) -> None:
-    """Give each generator among the tests that will run its share."""
+def give_shares(items: Iterable[pytest.Item]) -> None:
+    """Give each generator among the tests that will run its share of SECONDS."""
     marked = [(item, mark) for item in items if (mark := item.get_closest_marker(MARK))]
     weights = [mark.kwargs.get("weight", 1) for _, mark in marked]
-    for (item, _), share_s in zip(marked, divide(seconds, weights), strict=True):
+    for (item, _), share_s in zip(marked, divide(SECONDS, weights), strict=True):
         item.stash[_SHARE_S] = share_s
         test: Any = getattr(getattr(item, "obj", None), "hypothesis", None)
         if test is not None:  # of a function with @given, what each example calls
