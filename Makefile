@@ -20,9 +20,10 @@ help: ## List the commands
 serve: setup ## Serve models.yaml on http://127.0.0.1:8000
 	@$(BIN)/mlx-gateway serve
 
-# Neither process fills a core by itself. A module's tests stay together, for what they share, until
-# one process has none left and takes some of the other's. Graphiti's tests are `make compat-ci`'s.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal --ignore compat_tests/graphiti --ignore compat_tests/dashboard
+# Three processes fill two cores: each waits for others a third of its time. A module's tests stay
+# together, for what they share, until one process has none left and takes some of another's.
+# Graphiti's tests are `make compat-ci`'s.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal --ignore compat_tests/graphiti --ignore compat_tests/dashboard
 test: setup-dev ## Run the tests, but the slow ones and those with real clients (five minutes)
 	$(PYTEST)
 
