@@ -24,17 +24,17 @@ serve: setup ## Serve models.yaml on http://127.0.0.1:8000
 # together, for what they share, until one process has none left and takes some of another's.
 # Graphiti's tests are `make compat-ci`'s.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal --ignore compat_tests/graphiti --ignore compat_tests/dashboard
-test: setup-dev ## Run the tests, but the slow ones and those with real clients (five minutes)
+test: setup-dev ## Run the tests, but the slow ones and those with real clients (four minutes)
 	$(PYTEST)
 
-test-all: setup-dev ## Run the slow ones too, as .ci/run does
+test-all: setup-dev ## Run the slow ones too, as .ci/run does (six minutes)
 	$(PYTEST) -m "not compat and not soak and not dist"
 
 # What needs no socket, no process of its own and no model.
 FAST := tests/test_floors.py tests/test_dependencies.py tests/test_readme.py tests/test_reliability.py \
 	tests/test_settings.py tests/test_promised_variables.py tests/test_logs.py tests/registry tests/wire \
 	tests/serving tests/engine/answers tests/engine/grammar
-test-fast: setup-dev ## Run the tests that need no socket, process or model (a minute)
+test-fast: setup-dev ## Run the tests that need no socket, process or model (half a minute)
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(FAST) --ignore tests/serving/test_sandbox.py \
 		--ignore tests/serving/ranks --ignore tests/engine/grammar/test_compiling.py
 
@@ -49,7 +49,7 @@ test-signals: ## Run the tests of signals on Python 3.13 (NEWER=), if it is inst
 ray: setup-ray ## Serve models.yaml by two replicas on this machine, behind Ray Serve (deploy/ray)
 	@$(VENV)-ray/bin/python -m deploy.ray $(ARGS)
 
-ci: ## Run all that a change must pass (.ci/run; half an hour)
+ci: ## Run all that a change must pass (.ci/run; eight minutes)
 	.ci/run
 
 # Not the pins, but what came out since: in an environment of its own.
