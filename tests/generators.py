@@ -90,8 +90,9 @@ def give_shares(items: Iterable[pytest.Item]) -> None:
     for (item, _), share_s in zip(marked, divide(SECONDS, weights), strict=True):
         item.stash[_SHARE_S] = share_s
         test: Any = getattr(getattr(item, "obj", None), "hypothesis", None)
-        if test is not None:  # of a function with @given, what each example calls
-            test.inner_test = within_share(test.inner_test)
+        # What each example of a function with @given calls; all parameters of one have the same.
+        if test is not None and not hasattr(test, "has_share"):
+            test.inner_test, test.has_share = within_share(test.inner_test), True
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from gateway.jobs import Delta, Pass
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.lane import START_TOKENS, Lane
 from tests.fakes import ScriptedChat, generate_job
-from tests.serving.generation.harness import batching, text
+from tests.serving.generation.harness import asking, batching, reached, text
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -78,8 +79,12 @@ async def test_short_prompts_share_a_longer_pass_beside_an_answer(engine: SlowRe
     async with batching(engine, pass_limit_s=0.05) as batcher:
         async with batcher.generate(generate_job("x" * 9000)) as writing:
             await anext(writing.deltas)
+            engine.gate.close()
+            await reached(engine)
             engine.budgets, engine.unread = [], 2000
-            jobs = [generate_job("hello", max_tokens=3) for _ in range(3)]
-            await asyncio.gather(*(text(batcher, job) for job in jobs))
+            asked = [asking(batcher, "hello", max_tokens=3) for _ in range(3)]
+            await until(lambda: batcher.tickets == 3)  # one that came first would be read alone
+            engine.gate.open()
+            await asyncio.gather(*asked)
     assert all(110 < budget <= 440 for budget in engine.budgets[2:])
     assert len(engine.budgets) < 10
