@@ -38,9 +38,8 @@ def client(url: str) -> Iterator[OpenAI]:
 @pytest.fixture(scope="session")
 def shipped_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Serve what ships, SmolLM2 and MiniLM, and give the address."""
-    tested = {
-        "GATEWAY_SELF_TEST": "false"
-    }  # by `make doctor`, and for longer than it is asked here
+    # `make doctor` runs its self-test, which takes longer than all that is asked here.
+    tested = {"GATEWAY_SELF_TEST": "false"}
     with started(tmp_path_factory.mktemp("shipped"), SHIPPED, **tested) as address:
         yield address
 

@@ -4,7 +4,7 @@ import atexit
 from functools import cache
 from typing import Any
 
-from gateway.app.engines import MlxEngines
+from gateway.app.engines import RENDER_S, MlxEngines
 from gateway.engine.hub import Hub
 from gateway.serving.sandbox import Sandbox
 from gateway.settings import Settings
@@ -27,9 +27,9 @@ def cpu_settings(hub: Hub = NO_HUB, **given: Any) -> Settings:
 
 
 @cache
-def _shared(kind: str, timeout_s: float) -> Sandbox:
+def _shared(kind: str, timeout_s: float, quick_s: float = 1.0) -> Sandbox:
     """Give a sandbox whose processes serve all gateways of this process, until its end."""
-    box = sandbox(kind, timeout_s)
+    box = sandbox(kind, timeout_s, quick_s=quick_s)
     atexit.register(box.__exit__)
     return box
 
@@ -40,7 +40,7 @@ class CpuEngines(MlxEngines):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._grammars = _shared("grammar", settings.structured_compile_timeout_s)
-        self._templates = _shared("template", 30.0)
+        self._templates = _shared("template", RENDER_S, RENDER_S / 10)
 
     def close_sandboxes(self) -> None:
         """Leave them to the next gateway."""

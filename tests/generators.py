@@ -6,6 +6,7 @@ and none fails on a busy machine. GENERATOR_SECONDS=3600 gives them more.
 """
 
 import functools
+import inspect
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from hypothesis.errors import StopTest, UnsatisfiedAssumption
 
 MARK = "generator"
 SECONDS = float(os.environ.get("GENERATOR_SECONDS", "60"))
@@ -22,7 +24,7 @@ LEAST = 10  # examples that each runs, whatever they take
 
 
 class Spent(BaseException):
-    """Neither pytest nor hypothesis, which would look for a smaller one, takes it for a failure."""
+    """Ends a test that has passed. Hypothesis looks for no smaller case of what is no Exception."""
 
 
 @dataclass
@@ -51,6 +53,8 @@ class Share:
         self.examples += 1
         try:
             example()
+        except (UnsatisfiedAssumption, StopTest):  # by which hypothesis takes a case back
+            raise
         except BaseException:
             self._has_failed = True
             raise
@@ -90,8 +94,11 @@ def give_shares(items: Iterable[pytest.Item]) -> None:
     for (item, _), share_s in zip(marked, divide(SECONDS, weights), strict=True):
         item.stash[_SHARE_S] = share_s
         test: Any = getattr(getattr(item, "obj", None), "hypothesis", None)
-        # What each example of a function with @given calls; all parameters of one have the same.
-        if test is not None and not hasattr(test, "has_share"):
+        if test is None:  # it calls `within_share` itself
+            continue
+        if inspect.iscoroutinefunction(test.inner_test):
+            raise pytest.UsageError(f"{item.nodeid}: a generator with @given is no coroutine")
+        if not hasattr(test, "has_share"):  # all parameters of a function have this one
             test.inner_test, test.has_share = within_share(test.inner_test), True
 
 

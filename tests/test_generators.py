@@ -1,10 +1,11 @@
 """Generators share the seconds of a run, and each fails by what it finds."""
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.generators import LEAST, Share, Spent, divide, within_share
@@ -43,6 +44,27 @@ def test_a_share_that_is_spent_ends_the_test(seconds: Iterator[float]) -> None:
         hurried.run(int)
 
 
+def test_a_case_that_is_taken_back_is_no_failure(seconds: Iterator[float]) -> None:
+    share = Share(30, seconds.__next__)
+
+    @settings(max_examples=ALL, database=None, derandomize=True)
+    @given(st.integers(0, 1 << 60))
+    def generate(number: int) -> None:
+        share.run(lambda: assume(number % 2))
+
+    with pytest.raises(Spent):
+        generate()
+
+
+@pytest.mark.generator(weight=0)
+@pytest.mark.parametrize("name", ["one", "other"])
+@settings(max_examples=100_000, database=None)
+@given(number=st.integers())
+def test_each_parameter_has_as_many_examples_in_any_case(name: str, number: int) -> None:
+    _ran_of[name] += 1
+    assert _ran_of[name] <= LEAST
+
+
 def test_what_fails_is_made_smaller_however_long_that_takes(seconds: Iterator[float]) -> None:
     share = Share(30, seconds.__next__)
 
@@ -59,6 +81,7 @@ def test_what_fails_is_made_smaller_however_long_that_takes(seconds: Iterator[fl
 
 
 _ran: list[int] = []
+_ran_of = Counter[str]()
 
 
 @pytest.mark.generator(weight=0)

@@ -58,10 +58,9 @@ async def test_its_weights_and_kv_are_part_of_the_models_size(folder: Path) -> N
     engines = cpu_engines(speculate_rows=4)
     specs = {each.id: each for each in catalog(folder, entries()).specs}
     alone = cpu_engines(speculate_rows=0)
-    with engines._grammars, engines._templates, alone._grammars, alone._templates:
-        large = await engines.size(specs["large"], folder / "large")
-        small = await engines.size(specs["small"], folder / "small")
-        without = await alone.size(specs["large"], folder / "large")
+    large = await engines.size(specs["large"], folder / "large")
+    small = await engines.size(specs["small"], folder / "small")
+    without = await alone.size(specs["large"], folder / "large")
     assert large.weights == without.weights + small.weights
     assert large.kv == without.kv + small.kv
     assert large.kv_token == without.kv_token + small.kv_token

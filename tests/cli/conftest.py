@@ -48,7 +48,7 @@ def inside(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -
                 patched.delenv(name)
             for name, text in wanted.items():
                 patched.setenv(name, text)
-            patched.setattr(tempfile, "tempdir", None)  # which TMPDIR says then
+            patched.setattr(tempfile, "tempdir", None)  # TMPDIR says it anew
             capfd.readouterr()
             with pytest.raises(SystemExit) as ended:
                 main(arguments)

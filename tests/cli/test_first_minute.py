@@ -108,7 +108,7 @@ def test_the_line_to_paste_names_a_key_shows_none_and_speaks_tls(tiny: Path) -> 
 @needs_curl
 @needs_openssl
 def test_the_line_to_paste_goes_to_a_unix_socket(tiny: Path) -> None:
-    """Which speaks TLS too."""
+    """It speaks TLS too."""
     given = {**AT_ONCE, **write_certificate(tiny), "GATEWAY_BIND": "unix:a b.sock"}
     with in_a_terminal(command("serve"), tiny, **given) as lines:
         assert f"--unix-socket '{tiny}/a b.sock'" in lines[-1]

@@ -104,8 +104,11 @@ def test_a_second_signal_ends_it_now(tmp_path: Path) -> None:
             lines = it.iter_lines()  # held: the stream closes with its iterator
             next(lines)
             gateway.process.send_signal(signal.SIGTERM)
+            ends = time.monotonic() + 60
             while '"event":"draining"' not in gateway.log.read_text():
                 assert gateway.process.poll() is None
+                assert time.monotonic() < ends
+                time.sleep(0.01)
             gateway.process.send_signal(signal.SIGTERM)
             assert gateway.process.wait(5) == 1
 

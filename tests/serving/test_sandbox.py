@@ -113,7 +113,9 @@ def test_what_takes_long_keeps_nobody_else() -> None:
         with sandbox("template", 120, quick_s=0.3) as box:
             list(threads.map(lambda text: box(template(text), b""), [LONG, "ok"]))  # both are ready
             slow = threads.submit(box, template(SLOW), b"first")
-            while not box._busy:
+            for _ in range(5000):
+                if box._busy:
+                    break
                 time.sleep(0.001)
             quick = [threads.submit(box, template("ok"), b"ok") for _ in range(5)]
             assert [each.result() for each in quick] == [OK] * 5
@@ -190,7 +192,9 @@ with sandbox("template", 1, wait_s=3) as box:
     box(template("ok"), b"ok")
     if len(sys.argv) > 1:
         threading.Thread(target=box, args=(template(SLOW), b"slow"), daemon=True).start()
-        while not box._busy:
+        for _ in range(500):
+            if box._busy:
+                break
             time.sleep(0.01)
     pids = [each._process.pid for each in (*box._idle, *box._busy)]
     print(listener.getsockname()[1], *pids, flush=True)

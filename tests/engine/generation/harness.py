@@ -4,6 +4,7 @@ import gc
 import json
 import random
 from collections import abc
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
@@ -130,7 +131,9 @@ def open_engine(
     key = (content, name, max_context)
     if key not in _setups:
         _setups[key] = read_chat_setup(folder, name=name, max_context=max_context)
-    return load_weights(replace(_setups[key], checkpoint=open_checkpoint(name, folder)), **given)
+    setup = _setups[key]
+    own: Any = {"checkpoint": open_checkpoint(name, folder), "chat": copy(setup.chat)}
+    return load_weights(replace(setup, **own), **given)
 
 
 @dataclass

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 GREEDY = Sampling(temperature=0, ignore_eos=True)
 SEEDED = Sampling(temperature=1.0, seed=4, ignore_eos=True)
-LONG = "a b c " * 140  # of more tokens than a chunk
+LONG = "a b c " * 140  # more tokens than a chunk has
 ALL_JOBS: list[dict[str, Any]] = [
     *JOBS,
     {"sampling": GREEDY, "max_tokens": 90},
