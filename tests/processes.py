@@ -49,6 +49,13 @@ def ran(folder: Path, *arguments: str, **given: str) -> "subprocess.CompletedPro
     )
 
 
+def children() -> set[str]:
+    """List the processes that this one has started."""
+    asked = ["pgrep", "-P", str(os.getpid())]
+    with subprocess.Popen(asked, stdout=subprocess.PIPE, text=True) as own:
+        return {*own.communicate()[0].split()} - {str(own.pid)}
+
+
 def free_ports(count: int) -> list[int]:
     """Choose consecutive ports for servers that must be told theirs; nobody else draws them."""
     while True:

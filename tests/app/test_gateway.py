@@ -1,8 +1,6 @@
 """The whole gateway on real MLX: tiny checkpoints, a fake hub, a real socket."""
 
 import asyncio
-import os
-import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from gateway.engine.hub import Hub
 from tests.checkpoints import write_chat
 from tests.cpu_engines import cpu_engines, cpu_settings
 from tests.fake_hub import FakeHub
+from tests.processes import children
 from tests.serving_app import catalog, served
 
 pytestmark = pytest.mark.anyio
@@ -102,14 +101,6 @@ async def test_a_download_that_hangs_does_not_keep_the_gateway_from_ending(tmp_p
             assert answer.headers["retry-after"]
             started = asyncio.get_running_loop().time()
         assert asyncio.get_running_loop().time() - started < 2
-
-
-def children() -> set[str]:
-    """List the processes that this one has started."""
-    with subprocess.Popen(
-        ["pgrep", "-P", str(os.getpid())], stdout=subprocess.PIPE, text=True
-    ) as own:
-        return {*own.communicate()[0].split()} - {str(own.pid)}
 
 
 async def test_the_sandboxes_of_a_gateway_end_with_it(tmp_path: Path) -> None:

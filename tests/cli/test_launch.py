@@ -29,7 +29,7 @@ from gateway.settings import Settings
 from tests.checkpoints import write_chat
 from tests.cli.conftest import Inside
 from tests.fakes import ScriptedChat, ScriptedEngines
-from tests.processes import ROOT, command, environment
+from tests.processes import ROOT, children, command, environment
 from tests.serving_app import catalog, served, settings
 
 CLAUDE = TOOLS["claude"]
@@ -361,14 +361,6 @@ def test_signals_are_the_tools(home: Path) -> None:
         out, _ = process.communicate()
     assert (process.returncode, out) == (signal.SIGTERM, "")
     assert not left(home)
-
-
-def children() -> set[str]:
-    """List the processes that this one has started."""
-    asked = ["pgrep", "-P", str(os.getpid())]
-    own = subprocess.Popen(asked, stdout=subprocess.PIPE, text=True)
-    out, _ = own.communicate()
-    return set(out.split()) - {str(own.pid)}
 
 
 @contextmanager
