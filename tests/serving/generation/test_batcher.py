@@ -349,8 +349,13 @@ async def test_a_short_bound_answer_waits_a_quantum_of_each_long_one(others: int
     async with batching(engine) as batcher:
         long = [asking_bound(batcher, "g" * 4000) for _ in range(others)]
         await until(lambda: len(engine.steps) > 10)
-        began = len(engine.steps)
-        assert await asking_bound(batcher, "12345") == "12345"
+        engine.gate.close()
+        await reached(engine)
+        began, waiting = len(engine.steps), batcher.tickets
+        short = asking_bound(batcher, "12345")
+        await until(lambda: batcher.tickets > waiting)
+        engine.gate.open()
+        assert await short == "12345"
         waited = len(engine.steps) - began
         assert waited <= others * (QUANTUM + STEPS_PER_TURN) + 2 * STEPS_PER_TURN
         assert max(engine.steps) == 1
