@@ -18,6 +18,7 @@ The house, from the roof down; an import goes down, never up, never to a strange
     registry           models.yaml → specs, as the environment has them
     settings           environment → settings
     jobs, errors       what crosses floors; what can go wrong, each with its status
+    panics             panics of native code, as errors
     ids                ids of what is kept, which name the process that keeps it
     metrics, logs      instruments; event lines
     clock              the seconds that everything is timed by, and a request's by stage

@@ -15,8 +15,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway import clock, logs, metrics
 from gateway.api.bodies import Bodies, Body, check_head
 from gateway.api.in_flight import CLIENT_CLOSED, InFlight, RequestInFlight, count_cancelled
-from gateway.errors import GatewayError, Overloaded, Unavailable, shorten
+from gateway.errors import EngineFailed, GatewayError, Overloaded, Unavailable, shorten
 from gateway.jobs import Timings
+from gateway.panics import NativePanic, as_exception
 from gateway.wire.anthropic_stream import error_body, error_status
 
 if TYPE_CHECKING:
@@ -200,9 +201,13 @@ class ErrorMiddleware:
             failure = request.cancellation
         except GatewayError as error:
             failure = error
-        except Exception:
+        except BaseException as error:
+            unforeseen = as_exception(error)
             log.exception("request_failed", path=shorten(scope["path"]))
             failure = GatewayError("The server had an error while processing your request.")
+            named = scope["gateway.timings"].model
+            if isinstance(unforeseen, NativePanic) and named is not None:
+                failure = EngineFailed(named, str(unforeseen))
         if reply.status is not None:
             return
         model = scope["gateway.timings"].model

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar, TypeVarTuple
 
+from gateway.panics import as_exception
+
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -22,10 +24,18 @@ async def run_in_daemon_thread(function: Callable[[*Ts], T], *args: *Ts) -> T:
     def work() -> None:
         try:
             outcome: tuple[Any, object] = done.set_result, function(*args)
-        except Exception as error:
-            outcome = done.set_exception, error
+        except BaseException as error:  # else whoever waits would wait for ever
+            outcome = done.set_exception, _failure(error)
         with contextlib.suppress(RuntimeError):  # the loop has closed
             loop.call_soon_threadsafe(settle, *outcome)
 
     threading.Thread(target=work, name=getattr(function, "__name__", "daemon"), daemon=True).start()
     return await done
+
+
+def _failure(error: BaseException) -> Exception:
+    """Return a thread's end as an error: SystemExit, too, ends the thread alone."""
+    try:
+        return as_exception(error)
+    except BaseException:
+        return RuntimeError(f"its thread ended by {error!r}")

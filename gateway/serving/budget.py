@@ -125,12 +125,25 @@ class Share:
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
+        self._is_changing = False
         self.nbytes = 0
 
     def resize(self, nbytes: int) -> None:
-        """Hold `nbytes` from now on, free or not: they may be in memory already."""
+        """Hold `nbytes` from now on, free or not: they may be in memory already.
+
+        Raises ValueError for a negative number, and RuntimeError if a listener that this calls
+        resizes the same share.
+        """
+        if nbytes < 0:
+            raise ValueError(f"a share of {nbytes} bytes")
+        if self._is_changing:
+            raise RuntimeError("a share is resized while it is resized")
         change, self.nbytes = nbytes - self.nbytes, nbytes
-        self._budget._change(change)
+        self._is_changing = True
+        try:
+            self._budget._change(change)
+        finally:
+            self._is_changing = False
 
     def release(self) -> None:
         """Hold nothing."""

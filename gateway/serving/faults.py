@@ -10,6 +10,7 @@ from typing import Final
 
 from gateway import logs, metrics
 from gateway.errors import DeviceLost, EngineFailed, Fault, GatewayError, OutOfMemory
+from gateway.panics import raise_panics
 
 log = logs.get("device")
 
@@ -74,7 +75,7 @@ class DeviceHealth:
         for number in range(PROBES):
             time.sleep(PROBE_PAUSE_S * number)
             try:
-                probe()
+                raise_panics(probe)()
             except Exception as error:
                 fault, message = self.classify(error), f"{type(error).__name__}: {error}"
                 log.warning("device_probe_failed", fault=fault.value, error=message[:500])

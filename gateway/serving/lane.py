@@ -25,6 +25,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from gateway import clock, logs, metrics
 from gateway.errors import Unavailable
+from gateway.panics import as_exception
 from gateway.serving.faults import DeviceHealth
 
 
@@ -122,10 +123,8 @@ class _Work:
         """Run on the lane's thread; settle the future on its own loop."""
         try:
             self.result = self.function(*self.args)
-        except StopIteration as error:  # a future refuses it
-            self.fail(RuntimeError(f"{self.function} raised {error!r}"))
-        except Exception as error:  # the caller decides what it means
-            self.fail(health.see(error))
+        except BaseException as error:  # the caller decides what it means
+            self.fail(health.see(as_exception(error)))
         else:
             self._settle(self.done.set_result, None)
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Literal, TypeAlias, TypeVar, TypeVarTuple
 
 from gateway.jobs import GenerateJob, TokenIds
+from gateway.panics import raise_panics
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -58,7 +59,7 @@ class ThreadPools:
     ) -> T:
         """Call a function on a thread for this kind of work."""
         return await asyncio.get_running_loop().run_in_executor(
-            self._threads[kind], function, *args
+            self._threads[kind], raise_panics(function), *args
         )
 
     async def compile(self, function: Callable[[*Ts], T], *args: *Ts) -> T:

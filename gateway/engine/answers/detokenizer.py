@@ -10,6 +10,8 @@ from functools import lru_cache
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from gateway.panics import raise_panics
+
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -30,6 +32,7 @@ _BYTES = _byte_of()
 class Vocabulary:
     """A tokenizer's single tokens, as logprobs show them: ` True`, never `ĠTrue` or `▁True`."""
 
+    @raise_panics
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         # A token's text depends on whether one stands before it: SentencePiece drops the space
@@ -39,6 +42,7 @@ class Vocabulary:
         self.text = lru_cache(maxsize=65_536)(self._text)
         self.bytes = lru_cache(maxsize=65_536)(self._bytes)
 
+    @raise_panics
     def _decode(self, ids: list[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
         return text
@@ -79,6 +83,7 @@ class Detokenizer:
         self._is_first = not continues  # until there is text
         self._held: list[int] = []  # tokens whose text is still to come
 
+    @raise_panics
     def push(self, token: int) -> str:
         """Return the characters that `token` completes; half a character waits for its rest.
 

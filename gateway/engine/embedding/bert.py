@@ -12,13 +12,11 @@ import mlx.core as mx
 
 from gateway.engine.device import Device, pick_dtype
 from gateway.engine.models.checkpoint import (
-    MOST_LAYERS,
-    MOST_POSITIONS,
     Checkpoint,
     dequantize,
     fit_weights,
-    read_count,
 )
+from gateway.engine.models.counts import MOST_LAYERS, MOST_POSITIONS, read_count
 from gateway.engine.models.encoder_kernels import (
     ACTIVATIONS,
     PADDING_SCORE,

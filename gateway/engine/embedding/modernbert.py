@@ -20,13 +20,11 @@ from gateway.engine.embedding.bert import (
     make_norm,
 )
 from gateway.engine.models.checkpoint import (
-    MOST_LAYERS,
-    MOST_POSITIONS,
     Checkpoint,
     dequantize,
     fit_weights,
-    read_count,
 )
+from gateway.engine.models.counts import MOST_LAYERS, MOST_POSITIONS, read_count
 from gateway.engine.models.encoder_kernels import (
     ACTIVATIONS,
     PADDING_SCORE,

@@ -11,7 +11,7 @@ from typing import Any, Final
 from tokenizers import Tokenizer, normalizers
 
 from gateway.engine.control_tokens import ControlTokens
-from gateway.engine.models.checkpoint import Checkpoint
+from gateway.engine.models.checkpoint import Checkpoint, reading_tokenizer
 
 CHARS_A_TOKEN: Final = 16  # so many are more than enough but for texts that are mostly spaces
 WORDS: Final = 3
@@ -113,31 +113,31 @@ class PairTemplate:
 
 
 def load_text_tokenizer(checkpoint: Checkpoint, *, lower_case: bool) -> TextTokenizer:
-    """Load tokenizer.json. `lower_case` is do_lower_case of sentence_bert_config.json."""
+    """Load tokenizer.json. `lower_case` is do_lower_case of sentence_bert_config.json. Raises
+    ModelLoadFailed.
+    """
     path = checkpoint.folder / "tokenizer.json"
     if not path.is_file():
         raise checkpoint.failed("its folder has no tokenizer.json")
-    try:
+    with reading_tokenizer(checkpoint):
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises bare Exception
-        raise checkpoint.failed(f"tokenizer.json cannot be read: {error}") from error
-    # MiniLM's file itself truncates and pads to 128.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    config = checkpoint.read_object("tokenizer_config.json")
-    _follow_bert_settings(tokenizer, config)
-    if lower_case and not _lowers(tokenizer):
-        _lower_first(tokenizer)
-    before, after, last = _special_ends(checkpoint, tokenizer)
-    eos = _missing_eos(checkpoint, tokenizer, config, last)
-    return TextTokenizer(
-        tokenizer,
-        before,
-        after + len(eos),
-        eos,
-        config.get("truncation_side") == "left",
-        _splits_words(tokenizer),
-    )
+        # MiniLM's file itself truncates and pads to 128.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        config = checkpoint.read_object("tokenizer_config.json")
+        _follow_bert_settings(tokenizer, config)
+        if lower_case and not _lowers(tokenizer):
+            _lower_first(tokenizer)
+        before, after, last = _special_ends(checkpoint, tokenizer)
+        eos = _missing_eos(checkpoint, tokenizer, config, last)
+        return TextTokenizer(
+            tokenizer,
+            before,
+            after + len(eos),
+            eos,
+            config.get("truncation_side") == "left",
+            _splits_words(tokenizer),
+        )
 
 
 def read_pair_template(checkpoint: Checkpoint, tokenizer: TextTokenizer) -> PairTemplate:
@@ -146,7 +146,8 @@ def read_pair_template(checkpoint: Checkpoint, tokenizer: TextTokenizer) -> Pair
     Source: transformers, tokenization_utils_tokenizers.py: types are given to the model if
     model_input_names lists them; BERT's tokenizers do by default.
     """
-    probe = tokenizer._tokenizer.encode("a", "a")
+    with reading_tokenizer(checkpoint):
+        probe = tokenizer._tokenizer.encode("a", "a")
     first, second = ([i for i, s in enumerate(probe.sequence_ids) if s == n] for n in (0, 1))
     typed = [i for i, kind in enumerate(probe.type_ids) if kind]
     if not first or not second or first[-1] > second[0]:

@@ -20,7 +20,7 @@ from gateway.engine.grammar.tokenizer import GrammarTokenizer
 from gateway.engine.kv.layers import batch_of_one, can_batch, can_go_back, make_batch_caches
 from gateway.engine.kv.prefix_cache import PrefixPool
 from gateway.engine.kv.quantized import quantize_kv
-from gateway.engine.models.checkpoint import Checkpoint, Listing
+from gateway.engine.models.checkpoint import Checkpoint, Listing, reading_tokenizer
 from gateway.engine.models.context import lower_context, text_config
 from gateway.engine.models.decoders import read_decoder
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, open_checkpoint
@@ -57,12 +57,14 @@ def read_chat_setup(
     Grammars are compiled in `sandbox` first. Raises ModelLoadFailed.
     """
     checkpoint = open_checkpoint(name, files)
-    config, wrapper = _read_tokenizer(checkpoint, files)
+    with reading_tokenizer(checkpoint):
+        config, wrapper = _read_tokenizer(checkpoint, files)
+        kind = str(config.get("model_type"))
+        chat = chat_tokenizer(wrapper, name=name, model_type=kind, **options)
     if isinstance(checkpoint, GgufCheckpoint):
         generation = read_sampling(checkpoint.header.metadata)
     else:
         generation = generation_config(files)
-    chat = chat_tokenizer(wrapper, name=name, model_type=str(config.get("model_type")), **options)
     vocab_size = int(text_config(config).get("vocab_size") or chat.backend.get_vocab_size())
     return ChatSetup(
         checkpoint,
@@ -79,6 +81,7 @@ def _read_tokenizer(
 ) -> tuple[dict[str, Any], TokenizerWrapper]:
     if isinstance(checkpoint, GgufCheckpoint):
         return checkpoint.config(), wrap_tokenizer(checkpoint)
+    checkpoint.config()  # refuses what cannot be, by name
     with checkpoint.blame():
         config = load_config(files)
     eos_ids = config.get("eos_token_id")
@@ -113,7 +116,8 @@ def read_draft_setup(
     unless they have the same vocabulary.
     """
     checkpoint = open_checkpoint(name, files)
-    config, wrapper = _read_tokenizer(checkpoint, files)
+    with reading_tokenizer(checkpoint):
+        config, wrapper = _read_tokenizer(checkpoint, files)
     backend: Any = wrapper.backend_tokenizer
     vocabulary, expected = backend.get_vocab(), target.chat.backend.get_vocab()
     if vocabulary != expected:

@@ -17,6 +17,7 @@ from outlines.backends.llguidance import LLGuidanceBackend
 from tokenizers import Tokenizer
 
 from gateway.engine.grammar.matching import TextTokens, words
+from gateway.panics import as_exception
 
 _BYTE = '"<0x0A>"'  # as a vocabulary with tokens for bytes has it
 _PAUSE_S = 0.01  # between two parts: time for what has waited in the meantime
@@ -84,10 +85,7 @@ def _tokens(tokenizer: Tokenizer, size: int, eos_ids: Sequence[int]) -> LLTokeni
     try:
         tokens = LLTokenizer(text, n_vocab=size, eos_token=list(eos_ids), slices=[])
     except BaseException as error:
-        # A panic of Rust code, PyO3's PanicException, is no Exception.
-        if type(error).__name__ != "PanicException" and not isinstance(error, Exception):
-            raise
-        raise ValueError(str(error)) from error
+        raise ValueError(str(as_exception(error))) from error
     time.sleep(_PAUSE_S)
     return tokens.with_slices(LLTokenizer.general_slices())
 

@@ -18,8 +18,10 @@ import mlx.core as mx
 
 from gateway.engine.device import Device, pick_dtype
 from gateway.engine.models.context import text_config
+from gateway.engine.models.counts import check_counts
 from gateway.errors import ModelLoadFailed
 from gateway.jobs import KvCost
+from gateway.panics import as_exception
 from gateway.registry import is_gguf
 
 _INDEX = "model.safetensors.index.json"
@@ -28,9 +30,6 @@ SLICE_BYTES: Final = 256 << 20
 # The format's own bound: whatever a broken file's first bytes say, no more is read for a header.
 HEADER_BYTES: Final = 100_000_000
 KV_GROUP_SIZES: Final = (64, 32)
-# No model has more; each layer takes time and memory, and each position a row of a table.
-MOST_LAYERS: Final = 1000
-MOST_POSITIONS: Final = 131_072
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +70,9 @@ class Checkpoint:
         """Turn any exception raised inside into the reason why this model cannot be loaded."""
         try:
             yield
-        except Exception as error:
-            raise self.failed(f"{type(error).__name__}: {error}") from error
+        except BaseException as error:
+            reason = as_exception(error)
+            raise self.failed(f"{type(reason).__name__}: {reason}") from error
 
     def inside(self, path: str) -> "Checkpoint":
         """Return the same model's subfolder. A path that leads out of the folder is refused."""
@@ -98,10 +98,18 @@ class Checkpoint:
             return {}
         if not isinstance(content, dict):
             raise self.failed(f"{file} holds no JSON object")
+        if file == "config.json":
+            try:
+                check_counts(content)
+            except (ValueError, RecursionError) as error:
+                raise self.failed(f"{file}: {error}") from error
         return content
 
     def config(self) -> dict[str, Any]:
-        return self.read_object("config.json")
+        config = self.read_object("config.json")
+        if not isinstance(config.get("text_config") or {}, dict):
+            raise self.failed("config.json: text_config is no object")
+        return config
 
     @contextlib.contextmanager
     def reading_config(self) -> Iterator[None]:
@@ -194,12 +202,16 @@ class Checkpoint:
         raise self.failed(f"no model.safetensors in {self.folder}")
 
 
-def read_count(config: Mapping[str, Any], key: str, most: int) -> int:
-    """Return a number of config.json, 0 if it has none; raises ValueError if it is above `most`."""
-    number = int(config.get(key) or 0)
-    if not 0 <= number <= most:
-        raise ValueError(f"{key} {number} is not from 0 to {most}")
-    return number
+@contextlib.contextmanager
+def reading_tokenizer(checkpoint: Listing) -> Iterator[None]:
+    """Turn whatever making a tokenizer raises inside, a panic too, into ModelLoadFailed."""
+    try:
+        yield
+    except ModelLoadFailed:
+        raise
+    except BaseException as error:
+        noun = "tokenizer.json" if isinstance(checkpoint, Checkpoint) else "its tokenizer"
+        raise checkpoint.failed(f"{noun} cannot be used: {as_exception(error)}") from error
 
 
 def fit_weights(

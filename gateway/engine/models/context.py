@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gateway.engine.models.counts import check_counts
 from gateway.engine.models.gguf.architectures import read_config
 from gateway.engine.models.gguf.header import read_header
 from gateway.registry import is_gguf
@@ -40,6 +41,7 @@ def read_context(files: Path, lowered: int | None) -> int | None:
         if is_gguf(files.name):
             return lower_context(read_config(read_header(files)), lowered)
         config = json.loads((files / "config.json").read_text(encoding="utf-8"))
+        check_counts(config)
         return lower_context(config, lowered)
     except (OSError, ValueError, TypeError, AttributeError):
         return None  # the load says what is wrong

@@ -17,7 +17,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import MODEL_REMAPPING, _get_classes, load_model
 
 from gateway.engine.device import Device, pick_dtype
-from gateway.engine.models.checkpoint import MOST_LAYERS, Checkpoint, read_count, read_in_slices
+from gateway.engine.models.checkpoint import Checkpoint, read_in_slices
+from gateway.engine.models.counts import bounding_modules, check_depth
 from gateway.engine.models.decoder_kernels import use_cpu_kernels
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, read_gguf_decoder
 from gateway.engine.models.missing_kernels import Report, quantization_of, replace_missing, widen
@@ -117,7 +118,6 @@ def write_for_mlx_lm(config: dict[str, Any]) -> None:
     Raises ValueError for what such a class has no key for.
     """
     # Without them a class takes its own defaults, and answers are wrong without a word.
-    read_count(config, "num_hidden_layers", MOST_LAYERS)
     rope = config.get("rope_parameters") or {}
     local, rope = rope.get("sliding_attention") or {}, rope.get("full_attention") or rope
     own = {key: rope.get(key) for key in ("rope_theta", "partial_rotary_factor")}
@@ -147,7 +147,12 @@ def classes_of(config: dict[str, Any]) -> tuple[Any, type]:
     for part in (config, config.get("text_config")):
         if part:
             write_for_mlx_lm(part)
-    classes: tuple[Any, type] = _get_classes(config)
+    try:
+        classes: tuple[Any, type] = _get_classes(config)
+    except SystemExit as error:  # of a module that wants a package of its own
+        raise ValueError(
+            f"mlx-lm's `{config['model_type']}` wants a package that is not here"
+        ) from error
     read = {field.name for field in fields(classes[1])}
     scaling = config.get("rope_scaling") or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
@@ -167,9 +172,16 @@ def open_decoder(
     """Return mlx-lm's model, its weights not read yet, and its config. On the lane. `classes` picks
     the model's class by its config. Raises ModelLoadFailed. Code from the folder is never run.
     """
-    checkpoint.weights()  # refuses a folder without whole safetensors, by name
-    with checkpoint.blame():
-        model, config = load_model(checkpoint.folder, lazy=True, get_model_classes=classes)
+    names = checkpoint.weights().keys()  # refuses a folder without whole safetensors, by name
+    checkpoint.config()  # refuses numbers beyond their bounds, by name
+
+    def bounded_classes(config: dict[str, Any]) -> tuple[Any, type]:
+        chosen = classes(config)
+        check_depth(config, chosen[1], names)
+        return chosen
+
+    with checkpoint.blame(), bounding_modules(len(names)):
+        model, config = load_model(checkpoint.folder, lazy=True, get_model_classes=bounded_classes)
         # There, quantised weights are 10 to 50 times slower than float32.
         if device is Device.CPU and not is_packed:
             widen(model, floating_dtype(model))

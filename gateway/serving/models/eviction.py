@@ -149,6 +149,8 @@ class Room(Generic[M]):
         Waits as long as the model has callers. Raises InsufficientMemory if there can never be
         room, and Abandoned.
         """
+        if nbytes < 0:
+            raise ValueError(f"a model of {nbytes} bytes")
         entry.needed_bytes = nbytes
         entry.admission = asyncio.get_running_loop().create_future()
         self._queue.append(entry)
@@ -160,9 +162,11 @@ class Room(Generic[M]):
             yield share
         finally:
             self._queue.remove(entry)
-            if entry.share is not None:
-                entry.share.release()
-            self.notify()
+            try:
+                if entry.share is not None:
+                    entry.share.release()
+            finally:
+                self.notify()
 
     def evict_idle(self, nbytes: int, *, is_pressing: bool) -> None:
         """Evict idle models, least recently used first, if that frees `nbytes`; else none.
@@ -249,8 +253,9 @@ class Room(Generic[M]):
         assert entry.admission is not None
         assert entry.needed_bytes is not None
         entry.share = self._budget.share()
-        entry.share.resize(entry.needed_bytes)
+        # Settled first: a listener of the budget must not admit it again.
         entry.admission.set_result(entry.share)
+        entry.share.resize(entry.needed_bytes)
 
     def _refuse_impossible(self) -> None:
         for entry in self._queue:

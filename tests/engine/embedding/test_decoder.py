@@ -85,8 +85,8 @@ def test_a_token_sees_half_a_window_to_either_side_but_no_padding() -> None:
         ({"is_causal": False, "layer_types": 3}, "config.json has a value"),
         ({"hidden_act": "gelu"}, "hidden_act `gelu`"),
         ({"num_hidden_layers": 10_000_000}, "num_hidden_layers"),
-        ({"max_position_embeddings": -1}, "longest text"),
-        ({"max_position_embeddings": float("inf")}, "infinity"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings is -1"),
+        ({"max_position_embeddings": float("inf")}, "inf"),
     ],
 )
 def test_a_decoder_whose_vectors_would_be_wrong_is_refused(

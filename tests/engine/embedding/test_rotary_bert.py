@@ -66,7 +66,7 @@ def test_a_config_without_rotations_has_those_of_its_family(tmp_path: Path, name
         ("nomic-bert", {"num_hidden_layers": 10_000_000}, "num_hidden_layers"),
         ("modernbert", {"num_hidden_layers": 10_000_000, "layer_types": None}, "num_hidden_layers"),
         ("gte", {"max_position_embeddings": 10_000_000}, "max_position_embeddings"),
-        ("gte", {"hidden_size": float("inf")}, "cannot be"),
+        ("gte", {"hidden_size": float("inf")}, "hidden_size is inf"),
         ("gte", {"rope_parameters": {"rope_theta": float("nan")}}, "rotations"),
         ("gte", {"rope_parameters": {"rope_type": "linear", "factor": -1}}, "rotations"),
         ("nomic-bert", {"num_attention_heads": 32}, "even multiple"),

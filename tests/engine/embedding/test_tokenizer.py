@@ -122,7 +122,7 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadFailed, match=r"no tokenizer\.json"):
         load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ModelLoadFailed, match=r"tokenizer\.json cannot be read"):
+    with pytest.raises(ModelLoadFailed, match=r"tokenizer\.json cannot be used"):
         load(tmp_path)
 
 

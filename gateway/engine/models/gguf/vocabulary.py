@@ -21,6 +21,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint
+from gateway.panics import as_exception
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +155,11 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     """
     try:
         return _tokenizer(metadata)
+    except (ValueError, MemoryError):
+        raise
     except BaseException as error:
-        # A panic of Rust code, PyO3's PanicException, is no Exception.
-        is_panic = type(error).__name__ == "PanicException"
-        if isinstance(error, (ValueError, MemoryError)) or not (
-            is_panic or isinstance(error, Exception)
-        ):
-            raise
-        raise ValueError(f"the tokenizer in its metadata cannot be made: {error}") from error
+        reason = as_exception(error)
+        raise ValueError(f"the tokenizer in its metadata cannot be made: {reason}") from error
 
 
 def read_end_ids(metadata: Mapping[str, Any]) -> frozenset[int]:

@@ -1,0 +1,117 @@
+"""Numbers of a model's files that something is sized by: each is bounded before it is used.
+
+A name says how much a number may cost. Python makes each layer and runs each loop; memory has a
+place for each head and each expert; a width is that of an array in the files, a context that of no
+array at all.
+"""
+
+import contextlib
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from typing import Any, Final
+
+MOST_LAYERS: Final = 1000
+MOST_PARTS: Final = 1 << 14
+MOST_WIDTH: Final = 1 << 24  # the largest vocabularies have 2^18 tokens
+MOST_POSITIONS: Final = 131_072  # where each has a row of a table
+MOST_CONTEXT: Final = (1 << 31) - 1
+
+# The first that fits a whole name counts.
+_BOUNDS: Final = tuple(
+    (re.compile(pattern), least, most)
+    for pattern, least, most in (
+        (r"\w*window\w*", -1, MOST_CONTEXT),
+        (r"\w*(position|context|ctx|length)\w*", 0, MOST_CONTEXT),
+        (r"(n|num)_(\w+_)?(layers?|loops?|blocks|inputs)", 0, MOST_LAYERS),
+        (r"loop_num|\w+_iters|\w+_inputs|\w+_mult|depth|emb_(neighbor|split)_num", 0, MOST_LAYERS),
+        (r"\w*(heads?|experts?|groups?)(_per_\w+)?|\w*expert_num", 0, MOST_PARTS),
+        (r"(n|num)_\w+|d_model|\w+_(size|dim|rank|width|kernel|channels)(_\w+)?", 0, MOST_WIDTH),
+        (r"\w*(topk|top_k|conv|expand|expansion)\w*|mamba_\w+|moe_(k|capacity)", 0, MOST_WIDTH),
+    )
+)
+# Where mlx-lm's classes have the number of their layers.
+_DEPTHS: Final = (
+    "num_hidden_layers",
+    "n_layers",
+    "n_layer",
+    "num_layers",
+    "num_transformer_layers",
+)
+_LAYER: Final = re.compile(r"^(.*?)(?:^|\.)(\d+)(?:\.|$)")
+# A class has some 15 modules for the 10 arrays of a layer.
+_MODULES: Final = 1000
+_MODULES_PER_ARRAY: Final = 50
+
+
+def check_counts(config: Mapping[str, Any]) -> None:
+    """Raise ValueError for the first number of a config, at any depth, that is beyond its bounds.
+    Names that no bound fits are not looked at.
+    """
+    for key, value in config.items():
+        bounds = next((each[1:] for each in _BOUNDS if each[0].fullmatch(key)), None)
+        for item in _items(value):
+            if isinstance(item, Mapping):
+                check_counts(item)
+            elif bounds is not None and isinstance(item, int | float):
+                _check(key, item, *bounds)
+
+
+def _items(value: Any) -> Iterator[Any]:
+    if isinstance(value, list):
+        for item in value:
+            yield from _items(item)
+    else:
+        yield value
+
+
+def _check(key: str, number: float, least: int, most: int) -> None:
+    if not (math.isfinite(number) and least <= number <= most):
+        raise ValueError(f"{key} is {number!r:.40}, not from {least} to {most:,}")
+
+
+def read_count(config: Mapping[str, Any], key: str, most: int) -> int:
+    """Return a number of config.json, 0 if it has none; raises ValueError if it is above `most`."""
+    number = config.get(key) or 0
+    _check(key, number, 0, most)
+    return int(number)
+
+
+def check_depth(config: Mapping[str, Any], arguments: type, names: Iterable[str]) -> None:
+    """Raise ValueError if a class of these arguments would build more layers than there are layer
+    numbers in the arrays' names.
+    """
+    layers = {match.groups() for match in map(_LAYER.match, names) if match is not None}
+    text = config.get("text_config") or config
+    # The class of a multimodal model has its language model's config as one argument.
+    read = {field.name for field in fields(arguments)} if text is config else _DEPTHS
+    for key in _DEPTHS:
+        depth = text.get(key)
+        if key in read and isinstance(depth, int) and depth > len(layers):
+            raise ValueError(f"{key} is {depth}, and the weights are those of {len(layers)} layers")
+
+
+@contextlib.contextmanager
+def bounding_modules(arrays: int) -> Iterator[None]:
+    """While entered, raise ValueError for a model of many more modules than the files have arrays.
+    On the lane, where nothing else makes a module meanwhile.
+    """
+    from mlx.nn.layers.base import Module
+
+    most, made = _MODULES + _MODULES_PER_ARRAY * arrays, 0
+    kind: Any = Module
+    begin = kind.__init__
+
+    def count(module: Any) -> None:
+        nonlocal made
+        made += 1
+        if made > most:
+            raise ValueError(f"it describes over {most:,} modules, and has {arrays:,} weights")
+        begin(module)
+
+    kind.__init__ = count
+    try:
+        yield
+    finally:
+        kind.__init__ = begin

@@ -1,0 +1,46 @@
+"""Panics of native code: libraries in Rust (tokenizers, llguidance, jsonschema-rs, outlines-core,
+safetensors, pydantic-core) raise them through PyO3 as BaseExceptions, past `except Exception`.
+
+A panic is a fault of its input, a file or a request: where one may come, it becomes an error like
+any other.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class NativePanic(Exception):
+    """Native code gave its input up, in its own words."""
+
+
+def as_exception(error: BaseException) -> Exception:
+    """Return an error that `except Exception` catches and a future holds: a panic is NativePanic,
+    StopIteration a RuntimeError. Raises all others, such as SystemExit.
+    """
+    # Each library has a class of its own, under the same name.
+    if type(error).__name__ == "PanicException":
+        panic = NativePanic(str(error))
+        panic.__cause__ = error
+        return panic
+    if isinstance(error, StopIteration):
+        return RuntimeError(f"a call raised {error!r}")
+    if isinstance(error, Exception):
+        return error
+    raise error
+
+
+def raise_panics(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function whose native code may panic, so that it raises as `as_exception`."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            raise as_exception(error)  # noqa: B904  # it has its cause
+
+    return call
