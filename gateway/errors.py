@@ -392,7 +392,7 @@ class ModelLoadFailed(GatewayError):
     code = "model_load_failed"
 
     def __init__(self, model: str, reason: str) -> None:
-        super().__init__(f"The model `{model}` failed to load: {reason}", should_retry=False)
+        super().__init__(f"The model `{model}` failed to load: {reason:.1000}", should_retry=False)
         self.model = model
         self.reason = reason
 

@@ -13,19 +13,20 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class NativePanic(Exception):
+class NativeError(Exception):
     """Native code gave its input up, in its own words."""
 
 
 def as_exception(error: BaseException) -> Exception:
-    """Return an error that `except Exception` catches and a future holds: a panic is NativePanic,
-    StopIteration a RuntimeError. Raises all others, such as SystemExit.
+    """Return an error that `except Exception` catches and a future holds: one of native code is
+    NativeError, StopIteration a RuntimeError. Raises all others, such as SystemExit.
     """
-    # Each library has a class of its own, under the same name.
-    if type(error).__name__ == "PanicException":
-        panic = NativePanic(str(error))
-        panic.__cause__ = error
-        return panic
+    # Each library has a class of its own for panics, under the same name. Other errors of
+    # tokenizers are bare Exceptions.
+    if type(error).__name__ == "PanicException" or type(error) is Exception:
+        failure = NativeError(str(error))
+        failure.__cause__ = error
+        return failure
     if isinstance(error, StopIteration):
         return RuntimeError(f"a call raised {error!r}")
     if isinstance(error, Exception):

@@ -17,7 +17,7 @@ from gateway.api.bodies import Bodies, Body, check_head
 from gateway.api.in_flight import CLIENT_CLOSED, InFlight, RequestInFlight, count_cancelled
 from gateway.errors import EngineFailed, GatewayError, Overloaded, Unavailable, shorten
 from gateway.jobs import Timings
-from gateway.panics import NativePanic, as_exception
+from gateway.panics import NativeError, as_exception
 from gateway.wire.anthropic_stream import error_body, error_status
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ class ErrorMiddleware:
             log.exception("request_failed", path=shorten(scope["path"]))
             failure = GatewayError("The server had an error while processing your request.")
             named = scope["gateway.timings"].model
-            if isinstance(unforeseen, NativePanic) and named is not None:
+            if isinstance(unforeseen, NativeError) and named is not None:
                 failure = EngineFailed(named, str(unforeseen))
         if reply.status is not None:
             return

@@ -334,15 +334,16 @@ def read_max_tokens(
     checkpoint: Checkpoint, positions: int, settings: Mapping[str, Any], asked: int | None
 ) -> int:
     """Return the model's own limit, capped by its positions, lowered by models.yaml."""
-    max_tokens = settings.get("max_seq_length")
-    if max_tokens is None:
-        max_tokens = checkpoint.read_object("tokenizer_config.json").get("model_max_length")
-    limits = [limit for limit in (positions, max_tokens, asked) if limit is not None]
+    stated = {"max_seq_length": settings.get("max_seq_length")}
+    if stated["max_seq_length"] is None:
+        config = checkpoint.read_object("tokenizer_config.json")
+        stated = {"model_max_length": config.get("model_max_length")}
+    limits = {"max_position_embeddings": positions, **stated, "max_context": asked}
     with checkpoint.reading_config():
-        least = int(min(limits))
-    if least < 1:
-        raise checkpoint.failed(f"its longest text has {least} tokens")
-    return least
+        least, name = min((limit, name) for name, limit in limits.items() if limit is not None)
+        if not least >= 1:
+            raise checkpoint.failed(f"its {name} is {least}: no text is so short")
+        return int(least)
 
 
 Vectors = npt.NDArray[np.float32]

@@ -66,6 +66,11 @@ def read_chat_setup(
     else:
         generation = generation_config(files)
     vocab_size = int(text_config(config).get("vocab_size") or chat.backend.get_vocab_size())
+    rows = max((each.shape[0] for each in checkpoint.tensors().values() if each.shape), default=0)
+    if vocab_size > rows:  # the grammars' tables have a place for each
+        raise checkpoint.failed(
+            f"vocab_size is {vocab_size:,}, and no weights have over {rows:,} rows"
+        )
     return ChatSetup(
         checkpoint,
         chat,
@@ -82,9 +87,12 @@ def _read_tokenizer(
     if isinstance(checkpoint, GgufCheckpoint):
         return checkpoint.config(), wrap_tokenizer(checkpoint)
     checkpoint.config()  # refuses what cannot be, by name
-    with checkpoint.blame():
+    with checkpoint.blame("config.json and generation_config.json: "):
         config = load_config(files)
     eos_ids = config.get("eos_token_id")
+    listed = eos_ids if isinstance(eos_ids, list) else [eos_ids]
+    if not all(each is None or (type(each) is int and each >= 0) for each in listed):
+        raise checkpoint.failed(f"config.json: eos_token_id is {eos_ids!r:.60}, no token's id")
     return config, wrap_folder_tokenizer(files, name=checkpoint.name, eos_ids=eos_ids)
 
 

@@ -29,6 +29,8 @@ _INDEX = "model.safetensors.index.json"
 SLICE_BYTES: Final = 256 << 20
 # The format's own bound: whatever a broken file's first bytes say, no more is read for a header.
 HEADER_BYTES: Final = 100_000_000
+# A module of mlx-lm ends the process where a package of its own is missing.
+MISSING_PACKAGE: Final = "mlx-lm's class for the model_type of config.json wants another package"
 KV_GROUP_SIZES: Final = (64, 32)
 
 
@@ -66,13 +68,13 @@ class Checkpoint:
         return ModelLoadFailed(self.name, reason)
 
     @contextlib.contextmanager
-    def blame(self) -> Iterator[None]:
+    def blame(self, about: str = "") -> Iterator[None]:
         """Turn any exception raised inside into the reason why this model cannot be loaded."""
         try:
             yield
         except BaseException as error:
             reason = as_exception(error)
-            raise self.failed(f"{type(reason).__name__}: {reason}") from error
+            raise self.failed(f"{about}{type(reason).__name__}: {reason}") from error
 
     def inside(self, path: str) -> "Checkpoint":
         """Return the same model's subfolder. A path that leads out of the folder is refused."""
@@ -88,7 +90,7 @@ class Checkpoint:
             return None
         try:
             return json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self.failed(f"{file} is not valid JSON: {error}") from error
 
     def read_object(self, file: str) -> dict[str, Any]:
@@ -167,11 +169,7 @@ class Checkpoint:
                     raise ValueError("its header is cut off, or none")
                 arrays = json.loads(content.read(length))
             arrays.pop("__metadata__", None)
-            tensors = {
-                name: Tensor(array["dtype"], tuple(array["shape"]), end - start)
-                for name, array in arrays.items()
-                for start, end in [array["data_offsets"]]
-            }
+            tensors = {name: _tensor(array) for name, array in arrays.items()}
             expected_size = 8 + length + max(array["data_offsets"][1] for array in arrays.values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise self.failed(f"{file} is not a whole safetensors file: {error}") from error
@@ -202,6 +200,17 @@ class Checkpoint:
         raise self.failed(f"no model.safetensors in {self.folder}")
 
 
+def _tensor(array: Mapping[str, Any]) -> Tensor:
+    """Read an array's place in a header. Raises ValueError for numbers that cannot be."""
+    shape, (start, end) = array["shape"], array["data_offsets"]
+    numbers = [*shape, start, end - start]
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(
+            f"an array of shape {shape!r:.60} is from byte {start!r:.20} to {end!r:.20}"
+        )
+    return Tensor(array["dtype"], tuple(shape), end - start)
+
+
 @contextlib.contextmanager
 def reading_tokenizer(checkpoint: Listing) -> Iterator[None]:
     """Turn whatever making a tokenizer raises inside, a panic too, into ModelLoadFailed."""
@@ -209,6 +218,8 @@ def reading_tokenizer(checkpoint: Listing) -> Iterator[None]:
         yield
     except ModelLoadFailed:
         raise
+    except SystemExit as error:  # mlx-lm looks for a tokenizer's defaults beside the model's class
+        raise checkpoint.failed(MISSING_PACKAGE) from error
     except BaseException as error:
         noun = "tokenizer.json" if isinstance(checkpoint, Checkpoint) else "its tokenizer"
         raise checkpoint.failed(f"{noun} cannot be used: {as_exception(error)}") from error
@@ -255,7 +266,7 @@ def dequantize(
     unpacked = dict(arrays)
     for module in [n.removesuffix(".scales") for n in arrays if n.endswith(".scales")]:
         packed = _module_quantization(quantization, module)
-        with checkpoint.blame():
+        with checkpoint.blame(f"the quantised weights of {module:.60}: "):
             unpacked[f"{module}.weight"] = mx.dequantize(
                 unpacked[f"{module}.weight"],
                 unpacked.pop(f"{module}.scales"),

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import MODEL_REMAPPING, _get_classes, load_model
 
 from gateway.engine.device import Device, pick_dtype
-from gateway.engine.models.checkpoint import Checkpoint, read_in_slices
+from gateway.engine.models.checkpoint import MISSING_PACKAGE, Checkpoint, read_in_slices
 from gateway.engine.models.counts import bounding_modules, check_depth
 from gateway.engine.models.decoder_kernels import use_cpu_kernels
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, read_gguf_decoder
@@ -149,10 +149,8 @@ def classes_of(config: dict[str, Any]) -> tuple[Any, type]:
             write_for_mlx_lm(part)
     try:
         classes: tuple[Any, type] = _get_classes(config)
-    except SystemExit as error:  # of a module that wants a package of its own
-        raise ValueError(
-            f"mlx-lm's `{config['model_type']}` wants a package that is not here"
-        ) from error
+    except SystemExit as error:
+        raise ValueError(MISSING_PACKAGE) from error
     read = {field.name for field in fields(classes[1])}
     scaling = config.get("rope_scaling") or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
@@ -180,7 +178,8 @@ def open_decoder(
         check_depth(config, chosen[1], names)
         return chosen
 
-    with checkpoint.blame(), bounding_modules(len(names)):
+    about = "mlx-lm makes no model of config.json and these weights: "
+    with checkpoint.blame(about), bounding_modules(len(names)):
         model, config = load_model(checkpoint.folder, lazy=True, get_model_classes=bounded_classes)
         # There, quantised weights are 10 to 50 times slower than float32.
         if device is Device.CPU and not is_packed:

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Final, TypedDict, Unpack
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
@@ -58,6 +58,9 @@ RESERVED = frozenset(
     for function in (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template)
     for name in inspect.signature(function).parameters
 ) | {"messages"}
+
+
+MOST_TOKENS: Final = 1 << 20  # XLM-V has 901,629, the most known
 
 
 @dataclass(frozen=True, slots=True)
@@ -474,6 +477,9 @@ def chat_tokenizer(
         # Hermes 3 and Command-R have several templates, by name: one of them shows tools.
         text = "\n".join(text.values())
     vocabulary = wrapper.backend_tokenizer.get_vocab()
+    largest = max(vocabulary.values(), default=0)
+    if largest >= MOST_TOKENS:  # the grammars' tables have a place for each id
+        raise ModelLoadFailed(name, f"tokenizer.json has a token with the id {largest:,}")
     tool_parser = options.get("tool_parser")
     if tool_parser is not None:
         tools = known_tool_parser(tool_parser)
