@@ -53,6 +53,7 @@ from gateway.registry import (
     ModelSpec,
     RerankSpec,
     read_models,
+    unlisted_entry,
 )
 from gateway.serving.budget import LEAST_PREFIXES, bound_prefixes
 from gateway.serving.generation.memory import PREFIX_ROW
@@ -227,7 +228,7 @@ class MlxEngines:
         if offer.has_code:
             raise ModelRefused(repo, "it carries Python code, which is never run.")
         pinned = str(replace(source, revision=offer.commit or None))
-        entry = {"kind": offer.kind, "source": pinned}
+        entry = unlisted_entry(offer.kind, pinned, variables())
         reading = read_models(None, variables(), found={repo: entry})
         spec = reading.catalog.by_id(repo)
         if spec is None:

@@ -19,12 +19,15 @@ from gateway.registry import (
     ModelSpec,
     Reading,
     Source,
+    complete,
+    find_entry,
     is_gguf,
     kind_variable,
     parse_source,
     read_models,
     short_names,
     source_id,
+    unlisted_entry,
 )
 from gateway.settings import Settings, variables
 
@@ -51,7 +54,9 @@ def read_served(settings: Settings, *, may_pull: bool | None = None) -> Reading:
             source = parse_name(text)
             model = text if source is None else source_id(source)
             if source is not None:
-                entry = {"source": str(source), **_known_entry(source, known)}
+                entry = {"source": str(source), **find_entry(source, known)}
+                if not isinstance(source, HubSource) or source.revision is not None:
+                    entry = {**entry, "source": str(source)}  # else at the revision that was read
             else:  # an id: of models.yaml, or else a short one
                 file = settings.models
                 is_in_file = text in read_models(file, set_variables).catalog.names()
@@ -60,11 +65,11 @@ def read_served(settings: Settings, *, may_pull: bool | None = None) -> Reading:
                 raise ValueError(f"{text}: another model that is named has the id {model} already")
             if source and "kind" not in entry and not set_variables.get(kind_variable(model)):
                 entry = {**entry, "kind": _find_kind(source, model, settings, may_pull)}
-            named |= {model: entry} if entry else {}
+            named |= {model: complete(entry, set_variables)} if entry else {}
             ids.append(model)
         except (GatewayError, ValueError, OSError) as error:
             problems.append(str(error))
-    found, left_out = _discover(settings)
+    found, left_out = _discover(settings, set_variables)
     reading = read_models(file, set_variables, named, found)
     for model, entry in found.items():
         spec = reading.catalog.by_id(model)
@@ -94,16 +99,6 @@ def parse_name(text: str) -> Source | None:
     return parse_source(f"hub:{text}", Path.cwd()) if "/" in text else None
 
 
-def _known_entry(source: Source, known: Entries) -> Mapping[str, Any]:
-    """Return the entry of a source that has a short name, at the revision that was asked for."""
-    for entry in known.values():
-        pinned = parse_source(str(entry["source"]), Path.cwd())
-        if source_id(pinned) == source_id(source):
-            is_pinned = getattr(source, "revision", None) is not None
-            return {**entry, "source": str(source)} if is_pinned else entry
-    return {}
-
-
 def _is_same(one: Source, other: str) -> bool:
     """Return True for one model, be it of two revisions."""
     repo, *_ = str(one).split("@")
@@ -124,7 +119,9 @@ def _find_kind(source: Source, model: str, settings: Settings, may_pull: bool | 
     return read_kind(files, model, str(source))
 
 
-def _discover(settings: Settings) -> tuple[Entries, dict[str, str]]:
+def _discover(
+    settings: Settings, set_variables: Mapping[str, str]
+) -> tuple[Entries, dict[str, str]]:
     """Return the entries of models that are found on the disk, and why others have none."""
     if not settings.discover:
         return {}, {}
@@ -139,7 +136,7 @@ def _discover(settings: Settings) -> tuple[Entries, dict[str, str]]:
         elif model.model in found:
             left_out[model.source] = f"another model is found as {model.model}"
         else:
-            found[model.model] = {"kind": model.kind, "source": model.source}
+            found[model.model] = unlisted_entry(model.kind, model.source, set_variables)
     return found, {name: why for name, why in left_out.items() if name not in found}
 
 

@@ -13,7 +13,15 @@ names        the nearest valid name, for messages about an unknown one
 """
 
 from gateway.registry.catalog import Catalog, Changes, Resolved, load_alike
-from gateway.registry.catalogue import Facts, LayersKept, read_facts, short_names
+from gateway.registry.catalogue import (
+    Facts,
+    LayersKept,
+    complete,
+    find_entry,
+    read_facts,
+    short_names,
+    unlisted_entry,
+)
 from gateway.registry.models_yaml import Entries, Reading, load_catalog, read_models
 from gateway.registry.schema import json_schema
 from gateway.registry.sources import (
@@ -63,6 +71,8 @@ __all__ = [
     "Resolved",
     "Sampling",
     "Source",
+    "complete",
+    "find_entry",
     "install_command",
     "is_gguf",
     "json_schema",
@@ -77,4 +87,5 @@ __all__ = [
     "short_names",
     "source_id",
     "stays_inside",
+    "unlisted_entry",
 ]

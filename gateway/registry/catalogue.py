@@ -12,10 +12,12 @@ from typing import Any
 from pydantic import Field
 
 from gateway.errors import RegistryInvalid
+from gateway.registry.sources import Source, parse_source, repository_of, source_id
 from gateway.registry.specs import Section
 from gateway.registry.yaml_lines import read_yaml
 
 FACTS = "facts"
+STRUCTURED_ROWS = 8  # as every chat model that comes with the gateway has
 
 
 class LayersKept(Section):
@@ -52,6 +54,41 @@ def short_names() -> Mapping[str, Mapping[str, Any]]:
         name: {key: value for key, value in entry.items() if key != FACTS}
         for name, entry in _entries().items()
     }
+
+
+def find_entry(source: Source, known: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the entry of a source that has a short name, be it of another revision; else an empty
+    one. A folder counts as the repository that it is a copy of, by its path.
+    """
+    repository = repository_of(source)
+    for entry in known.values():
+        if source_id(parse_source(str(entry["source"]), Path.cwd())) == repository:
+            return entry
+    return {}
+
+
+def unlisted_entry(kind: str, source: str, variables: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return the entry of a model that was found or asked for: that of its source under a short
+    name, but for the aliases, which another model may have.
+    """
+    known = find_entry(parse_source(source, Path.cwd()), short_names())
+    keys = {} if known.get("kind") != kind else known
+    entry = {**keys, "kind": kind, "source": source}
+    entry.pop("aliases", None)
+    return complete(entry, variables)
+
+
+def complete(entry: Mapping[str, Any], variables: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return the entry of a model that no models.yaml has, with what is missing of the defaults
+    that shipped chat models have: structured answers are decoded together, unless
+    GATEWAY_STRUCTURED_ROWS says how many.
+    """
+    if entry.get("kind") != "chat":
+        return entry
+    structured = {"rows": STRUCTURED_ROWS, **(entry.get("structured") or {})}
+    if variables.get("GATEWAY_STRUCTURED_ROWS"):
+        del structured["rows"]
+    return {**entry, "structured": structured}
 
 
 def read_facts() -> Iterator[tuple[str, str, Facts]]:

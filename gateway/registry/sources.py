@@ -147,6 +147,20 @@ def source_id(source: Source) -> str:
     return re.sub(r"[\s,]+", "-", path.stem if source.is_gguf else path.name)
 
 
+def repository_of(source: Source) -> str:
+    """Return the name that a source's files have on the hub, as far as it is known. A folder's is
+    that of its place in Hugging Face's cache, or in LM Studio's folder.
+    """
+    if not isinstance(source, PathSource):
+        return source_id(source)
+    parts = source.path.parts
+    for index, part in enumerate(parts):
+        if part.startswith("models--"):
+            inner = parts[index + 3 :]  # behind `snapshots` and the commit
+            return "/".join([part.removeprefix("models--").replace("--", "/", 1), *inner])
+    return "/".join(parts[-3 if source.is_gguf else -2 :])
+
+
 def is_gguf(name: str) -> bool:
     """Return True for the name of a GGUF file."""
     return name.lower().endswith(".gguf")

@@ -45,3 +45,25 @@ def test_a_row_that_lacks_memory_calls_on_other_rooms_than_its_own() -> None:
         assert (own.recalled, other.recalled) == (0, 20)
         assert (own.excess_bytes, other.excess_bytes) == (0, 20)
         assert heard == [20]
+
+
+def test_a_share_is_never_negative() -> None:
+    """It would give memory that nobody has to all others."""
+    share = Budget(100).share()
+    with pytest.raises(ValueError, match="-5 bytes"):
+        share.resize(-5)
+    assert share.nbytes == 0
+
+
+def test_whoever_listens_may_not_resize_the_share_that_called() -> None:
+    """It would be called again, and again; other shares it may resize."""
+    budget = Budget(100)
+    share, other = budget.share(), budget.share()
+    share.resize(50)
+    budget.listen(lambda: other.resize(7))
+    share.resize(40)
+    assert budget.free_bytes == 53
+    budget.listen(lambda: share.resize(0))
+    with pytest.raises(RuntimeError, match="while it is resized"):
+        share.resize(30)
+    assert budget.free_bytes == 63  # what was asked for is held

@@ -45,12 +45,17 @@ _MODULES: Final = 1000
 _MODULES_PER_ARRAY: Final = 50
 
 
+def bound_of(key: str) -> tuple[int, int] | None:
+    """Return the least and the most that a key of config.json may be; None if it sizes nothing."""
+    return next(((least, most) for name, least, most in _BOUNDS if name.fullmatch(key)), None)
+
+
 def check_counts(config: Mapping[str, Any]) -> None:
     """Raise ValueError for the first number of a config, at any depth, that is beyond its bounds.
     Names that no bound fits are not looked at.
     """
     for key, value in config.items():
-        bounds = next((each[1:] for each in _BOUNDS if each[0].fullmatch(key)), None)
+        bounds = bound_of(key)
         for item in _items(value):
             if isinstance(item, Mapping):
                 check_counts(item)

@@ -333,3 +333,15 @@ async def test_what_was_counted_for_a_model_that_nothing_has_any_more_is_let_go(
         shelf.catalog = Catalog([spec("named-once")])
         await use(models, "named-once")
         assert counted("named-once")
+
+
+async def test_a_model_of_negative_size_is_refused_and_holds_nothing() -> None:
+    """A size that a broken file states must not give its bytes to others."""
+    shelf, budget = Shelf(), Budget(1000)
+    shelf.sizes["a"] = -(10**12)
+    async with cache(shelf, budget) as models:
+        with pytest.raises(ModelLoadFailed, match="-1000000000000 bytes"):
+            await use(models, "a")
+        assert budget.free_bytes == 1000
+        assert await use(models, "b") == "b"
+        assert budget.free_bytes == 1000 - SIZE
