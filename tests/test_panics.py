@@ -15,7 +15,7 @@ from gateway.panics import NativeError, as_exception, raise_panics
 from gateway.serving.faults import DeviceHealth
 from gateway.serving.lane import Lane
 from gateway.serving.tokenize import ThreadPools
-from tests.spoilt_tokenizers import spoilt, strip
+from tests.spoilt_tokenizers import LETTERS, spoilt, strip
 
 pytestmark = pytest.mark.anyio
 
@@ -106,11 +106,10 @@ def test_neither_a_panic_nor_a_bad_number_is_a_fault_of_the_device(error: Except
 
 
 def test_a_token_that_panics_is_an_error_of_its_sequence() -> None:
-    tokenizer = spoilt(decoder=strip("q"))
-    decoder = Detokenizer(Vocabulary(tokenizer))
-    assert decoder.push(tokenizer.token_to_id("a")) == "a"
+    decoder = Detokenizer(Vocabulary(spoilt(decoder=strip("q"))))
+    assert decoder.push(LETTERS["a"]) == "a"
     with pytest.raises(NativeError, match="slice index"):
-        decoder.push(tokenizer.token_to_id("q"))
+        decoder.push(LETTERS["q"])
 
 
 def test_a_tokenizer_that_panics_at_load_is_refused_by_name(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A model has one set of defaults, whatever way it was named."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,8 +52,9 @@ def spec_of(way: str, name: str) -> ChatSpec:
     Path("models.yaml").write_text("version: 1\nmodels: {}\n")
     settings = load_settings({"device": "cpu", "models": Path("models.yaml"), **serve})
     if way == "any model":
-        spec: Any = MlxEngines(settings)._offer(name, False).spec
-        return spec
+        offered = asyncio.run(MlxEngines(settings).offer(name, is_pull=False)).spec
+        assert isinstance(offered, ChatSpec)
+        return offered
     ids = {"short name": SHORT, "folder": name.rpartition("/")[2]}
     spec = load_served(settings).by_id(ids.get(way, name))
     assert isinstance(spec, ChatSpec)

@@ -18,7 +18,7 @@ from gateway.errors import (
 from gateway.registry import Catalog
 from gateway.serving.budget import Budget
 from gateway.serving.models.eviction import RECENT_S
-from tests.serving.models.harness import Shelf, cache, settle, spec, until, use
+from tests.serving.models.harness import SIZE, Shelf, cache, settle, spec, until, use
 
 pytestmark = pytest.mark.anyio
 
