@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +16,13 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.loading import load_generation
 from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.grammar.tokenizer import GrammarTokenizer
+from gateway.engine.grammar.tokenizer import MOST_ADDED, GrammarTokenizer
 from gateway.errors import BadRequest
 from gateway.jobs import GenerateJob, Grammar, Sampling
 from tests.checkpoints import write_chat
 from tests.engine.generation.harness import join
 from tests.fakes import caller
+from tests.spoilt_tokenizers import spoilt
 
 SCHEMA = '{"type":"object","properties":{"a":{"enum":["b a","ab"]}},"required":["a"]}'
 CHARACTERS = 'abcdefghijklmnopqrstuvwxyz"{}:,'
@@ -159,3 +161,12 @@ def test_others_run_between_the_parts_of_the_making(gaps: list[float]) -> None:
     GrammarTokenizer(whole, vocab_size=60_002, eos_ids=[60_000])
     took = time.perf_counter() - started
     assert max(gaps) < 0.7 * took
+
+
+def test_more_added_tokens_than_can_be_told_apart_are_refused_before_they_are_read() -> None:
+    """Reading a hundred thousand would hold the GIL for three minutes."""
+    backend = spoilt()
+    backend.add_special_tokens([f"<{i}>" for i in range(MOST_ADDED + 1)])
+    tokenizer = SimpleNamespace(backend_tokenizer=backend, get_vocab=backend.get_vocab)
+    with pytest.raises(ValueError, match="of 16,385 added tokens 16,384 at most"):
+        GrammarTokenizer(tokenizer, vocab_size=30_000, eos_ids=[1])
