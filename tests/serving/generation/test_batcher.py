@@ -223,7 +223,7 @@ async def test_rows_that_run_when_the_model_goes_are_told() -> None:
     engine = ScriptedChat()
     async with batching(engine, max_batch_size=1) as batcher:
         engine.gate.close()
-        asked = [asking(batcher, "a" * 9) for _ in range(2)]
+        asked = await asking_together(batcher, [generate_job("a" * 9) for _ in range(2)])
         await reached(engine)
         asyncio.get_running_loop().call_later(0.05, engine.gate.open)
     for answer in await asyncio.gather(*asked, return_exceptions=True):
