@@ -348,8 +348,9 @@ async def test_the_prompts_of_one_request_leave_others_half_of_the_queue() -> No
         with pytest.raises(Overloaded):
             await deltas(batcher, replace(first, n=2))
         asked.append(asyncio.create_task(deltas(batcher, replace(first, n=1))))
+        await until(lambda: batcher.rows + batcher.tickets == 4)
         other = asking(batcher, "ab", n=4)
-        await until(lambda: batcher.tickets + engine.rows == 8)
+        await until(lambda: batcher.rows + batcher.tickets == 8)
         engine.gate.open()
         await asyncio.gather(*asked, other)
 
