@@ -13,6 +13,7 @@ from hypercorn.asyncio import serve
 from hypercorn.config import Config
 from starlette.types import ASGIApp
 
+from gateway import metrics
 from gateway.app.gateway import Gateway
 from gateway.app.loading import Engines
 from gateway.registry import Catalog, load_catalog
@@ -66,6 +67,11 @@ async def served_app(app: ASGIApp, settings: Settings) -> AsyncIterator[httpx2.A
     finally:
         stop.set()
         await server
+
+
+def level(name: str) -> float:
+    """Return what /metrics says of a name now, summed over its labels."""
+    return sum(value for _, value in metrics.snapshot().values.get(name, ()))
 
 
 async def ready(client: httpx2.AsyncClient) -> None:

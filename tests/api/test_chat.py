@@ -16,6 +16,7 @@ from gateway.api.streams import COMMENT, EventStream, frame
 from gateway.jobs import CallDelta, Likelihood, TokenLogprob
 from tests.api.harness import TOOLS, chat, error_of, stream
 from tests.fakes import ScriptedEngines
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/chat/completions"
@@ -74,10 +75,13 @@ async def test_a_stream_that_pauses_in_its_middle_is_kept_alive_too(
     monkeypatch.setattr("gateway.api.streams.KEEP_ALIVE_S", 0.02)
     sent = bytearray()
 
+    async def kept_alive_after(word: bytes) -> None:
+        await until(lambda: frame(word) + b": keep-alive\n" in sent)
+
     async def events() -> AsyncGenerator[bytes, None]:
         for word in (b"1", b"2", b"3"):
             yield frame(word)
-            await asyncio.sleep(0.1)
+            await kept_alive_after(word)
 
     async def receive() -> Message:
         await asyncio.Event().wait()

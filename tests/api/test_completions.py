@@ -2,13 +2,14 @@
 
 import asyncio
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
 from httpx2 import AsyncClient, Response
 
 from gateway import metrics
-from gateway.jobs import GenerateJob, SequenceParams
+from gateway.jobs import GenerateJob, SequenceParams, Stage
 from gateway.registry import Catalog
 from gateway.serving.generation import fan_out
 from tests.api.harness import error_of, held, stream
@@ -158,9 +159,13 @@ async def test_a_prompt_that_waits_for_room_is_read_once(
     models: Catalog, engines: ScriptedEngines
 ) -> None:
     """Not anew each time it asks: a few of them would keep every thread that reads prompts."""
+
+    def stages() -> list[Stage | None]:
+        return [job.caller.timings.stage for job in engines.chat.jobs]
+
     async with served(models, engines, queue_limit=4) as client:
         async with held(engines.chat.gate, post(client, ["ab", "cd", "ef"], n=3)) as asking:
-            await asyncio.sleep(0.5)
+            await until(lambda: Counter(stages()) == {Stage.PREFILL: 1, Stage.QUEUE: 2})
     assert texts(asking.result().json()) == ["ab"] * 3 + ["cd"] * 3 + ["ef"] * 3
     assert len(engines.chat.jobs) == 3
 

@@ -11,9 +11,10 @@ from httpx2 import AsyncClient
 from gateway.api.bodies import SMALL_BYTES, UNCOUNTED_BYTES, Bodies, Body
 from gateway.errors import Unavailable
 from gateway.registry import Catalog
-from tests.api.harness import error_of
+from tests.api.harness import error_of, reached
 from tests.fakes import ScriptedEngines
-from tests.serving_app import served
+from tests.serving_app import level, served
+from tests.waiting import until
 
 StreamPair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 # The metric is of the last gateway: each test has its own.
@@ -131,13 +132,11 @@ async def test_json_inside_a_string_may_not_be_deep_either(
 
 
 @contextlib.asynccontextmanager
-async def unfinished(client: AsyncClient, nbytes: int) -> AsyncIterator[StreamPair]:
-    """Send so much of a body that is one byte longer."""
+async def unfinished(client: AsyncClient, nbytes: int, more: int = 1) -> AsyncIterator[StreamPair]:
+    """Send so much of a body that is `more` bytes longer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
-    head = (
-        f"POST /v1/embeddings HTTP/1.1\r\nhost: localhost\r\ncontent-length: {nbytes + 1}\r\n\r\n"
-    )
-    writer.write(head.encode() + b"x" * nbytes)
+    head = "POST /v1/embeddings HTTP/1.1\r\nhost: localhost"
+    writer.write(f"{head}\r\ncontent-length: {nbytes + more}\r\n\r\n".encode() + b"x" * nbytes)
     await writer.drain()
     try:
         yield reader, writer
@@ -145,16 +144,8 @@ async def unfinished(client: AsyncClient, nbytes: int) -> AsyncIterator[StreamPa
         writer.close()
 
 
-async def held(client: AsyncClient) -> int:
-    """Return the bytes that /metrics tells of."""
-    lines = (await client.get("/metrics")).text.splitlines()
-    return int(next(float(line.split()[1]) for line in lines if line.startswith("gateway_body_")))
-
-
-async def until_held(client: AsyncClient, nbytes: int) -> None:
-    async with asyncio.timeout(10):
-        while await held(client) != nbytes:
-            await asyncio.sleep(0.01)
+async def until_held(nbytes: int) -> None:
+    await until(lambda: level("gateway_body_bytes") == nbytes)
 
 
 LARGE = 100_000
@@ -171,15 +162,15 @@ async def test_bodies_that_are_too_large_together_find_no_room(
         large = {**CHAT, "ignored": "x" * 2 * LARGE}
         assert (await client.post("/v1/chat/completions", json=large)).status_code == 200
         async with unfinished(client, LARGE), unfinished(client, LARGE) as (_, last):
-            await until_held(client, 2 * COUNTED)
+            await until_held(2 * COUNTED)
             answer = await client.post("/v1/chat/completions", json=large)
             assert answer.status_code == 503
             assert answer.headers["retry-after"] == "1"
             assert answer.json()["error"]["code"] == "service_unavailable"
             assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
             last.close()
-            await until_held(client, COUNTED)
-        await until_held(client, 0)
+            await until_held(COUNTED)
+        await until_held(0)
         assert (await client.post("/v1/chat/completions", json=large)).status_code == 200
 
 
@@ -187,11 +178,10 @@ async def test_what_is_refused_for_its_size_is_not_held(
     models: Catalog, engines: ScriptedEngines
 ) -> None:
     async with served(models, engines, max_body_bytes=LARGE) as client:
-        async with unfinished(client, LARGE - 1):
-            await until_held(client, COUNTED - 1)
-        async with unfinished(client, 2 * LARGE) as (reader, writer):
-            await asyncio.sleep(0.05)
-            assert await held(client) == 0
+        async with unfinished(client, LARGE - 1, more=LARGE) as (reader, writer):
+            await until_held(COUNTED - 1)
+            writer.write(b"x" * (LARGE - 1))
+            await until_held(0)
             writer.write(b"x")
             assert b" 413 " in await reader.readline()
 
@@ -204,14 +194,11 @@ async def test_a_body_is_held_until_its_answer_ends(
         assert (await client.post("/v1/embeddings", json=body)).status_code == 200
         engines.embedder.gate.close()
         asking = asyncio.create_task(client.post("/v1/embeddings", json=body))
-        async with asyncio.timeout(10):
-            while not await held(client):
-                await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
-        assert await held(client) > 0
+        await reached(engines.embedder.gate)
+        assert level("gateway_body_bytes") > 0
         engines.embedder.gate.open()
         assert (await asking).status_code == 200
-        await until_held(client, 0)
+        await until_held(0)
 
 
 def test_a_large_answer_is_counted_before_it_is_written_or_finds_no_room() -> None:

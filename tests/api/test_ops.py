@@ -178,19 +178,19 @@ async def test_the_bound_on_waiting_tokens_is_told_by_model(tmp_path: Path) -> N
 
 async def test_a_model_that_makes_room_is_counted(tmp_path: Path) -> None:
     """From 0 on, so that a rate sees the first; one that is unloaded by hand made no room."""
-    models = catalog(tmp_path, {name: {**WRITER, "preload": False} for name in ("one", "two")})
+    models = catalog(tmp_path, {name: {**WRITER, "preload": False} for name in ("goes", "comes")})
     async with served(models, ScriptedEngines(), cache_max_models=1, admin_key="k") as client:
-        name = 'gateway_model_evictions_total{model="one"}'
+        name = 'gateway_model_evictions_total{model="goes"}'
         counts = []
-        for model in ("one", "two"):
+        for model in ("goes", "comes"):
             answer = await client.post("/v1/chat/completions", json=chat(model=model))
             assert answer.status_code == 200
             assert f"\n{name} " in (await client.get("/metrics")).text
             counts += await values(client, name)
         headers = {"authorization": "Bearer k"}
-        await client.post("/admin/models/two/unload", headers=headers)
+        await client.post("/admin/models/comes/unload", headers=headers)
         assert counts == [0, 1]
-        assert await values(client, 'gateway_model_evictions_total{model="two"}') == [0]
+        assert await values(client, 'gateway_model_evictions_total{model="comes"}') == [0]
 
 
 async def test_who_only_looks_wakes_no_model(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from gateway.errors import EngineFailed
 from gateway.registry import Catalog
 from tests.api.harness import ASK, TOOLS, code_of, held, stream
 from tests.fakes import ScriptedEngines
-from tests.serving_app import served
+from tests.serving_app import level, served
 from tests.waiting import until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("path", ASK)]
@@ -35,9 +35,10 @@ async def test_a_client_that_leaves_frees_its_rows(
     if path == "/v1/completions":
         body["prompt"] = ["x" * 60, "y" * 60, "z" * 60]
     async with held(engines.chat.gate, client.post(path, json=body)) as asking:
+        before = level("gateway_cancelled_total")
         asking.cancel()
         await asyncio.wait([asking])
-        await asyncio.sleep(0.1)  # for the server to see it
+        await until(lambda: level("gateway_cancelled_total") > before)
     await until(lambda: engines.chat.joined and set(engines.chat.joined) == set(engines.chat.left))
     assert len(engines.chat.steps) < 30
 

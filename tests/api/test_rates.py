@@ -9,7 +9,8 @@ from httpx2 import AsyncClient, Response
 from gateway.api.access import format_duration
 from gateway.registry import Catalog
 from tests.fakes import ScriptedEngines
-from tests.serving_app import served
+from tests.serving_app import level, served
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 USER = [{"role": "user", "content": "hi"}]
@@ -134,9 +135,10 @@ async def test_a_client_that_leaves_is_charged_what_was_made(
             client.post("/v1/chat/completions", json={**CHAT, "messages": long})
         )
         await asyncio.to_thread(engines.chat.gate.reached.wait, 10)
+        before = level("gateway_cancelled_total")
         asked.cancel()
+        await until(lambda: level("gateway_cancelled_total") > before)
         engines.chat.gate.open()
-        await asyncio.wait([asked])
         async with asyncio.timeout(10):
             while (await client.post("/v1/embeddings", json=EMBED)).status_code != 429:
                 await asyncio.sleep(0.01)

@@ -10,7 +10,8 @@ import httpx2
 import pytest
 
 from tests.fakes import ScriptedEngines
-from tests.serving_app import catalog, served
+from tests.serving_app import catalog, level, served
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 CHAT: dict[str, Any] = {"kind": "chat", "source": "path:."}
@@ -68,7 +69,7 @@ async def test_a_chat_model_takes_over_its_limits_as_it_runs(tmp_path: Path) -> 
             asyncio.create_task(client.post("/v1/chat/completions", json=asked(text)))
             for text in ("second", "third")
         ]
-        await asyncio.sleep(0.2)
+        await until(lambda: level("gateway_tickets") == 2)
         refused = await client.post("/v1/chat/completions", json=asked("fourth"))
         assert refused.status_code == 429
         gate.open()

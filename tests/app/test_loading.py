@@ -12,7 +12,8 @@ import pytest
 from gateway.registry import EmbeddingSpec
 from gateway.serving.ports import EmbeddingEngine
 from tests.fakes import ScriptedEngines
-from tests.serving_app import catalog, ready, served
+from tests.serving_app import catalog, level, ready, served
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 MODELS = {
@@ -47,9 +48,7 @@ async def test_a_chat_that_waits_is_let_in_between_two_steps_of_a_load(tmp_path:
         embedded = asyncio.create_task(client.post("/v1/embeddings", json=EMBEDDING))
         await asyncio.to_thread(engines.load_gate.reached.wait, 20)
         chatted = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT))
-        while len(engines.chat.jobs) < 2:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)  # its job is read: now it waits for the lane
+        await until(lambda: level("gateway_tickets") == 1)  # its row waits for the lane
         engines.load_gate.open()
         answers = await asyncio.gather(embedded, chatted)
     assert [answer.status_code for answer in answers] == [200, 200]
@@ -67,7 +66,8 @@ async def test_a_load_that_takes_longer_than_requests_wait_is_not_ready_before_i
         catalog(tmp_path, models), engines, wait_ready=False, load_wait_s=0.05
     ) as client:
         await asyncio.to_thread(engines.load_gate.reached.wait, 20)
-        await asyncio.sleep(0.3)
+        refused = await client.post("/v1/chat/completions", json=CHAT)
+        assert refused.json()["error"]["code"] == "model_loading"
         assert (await client.get("/ready")).status_code == 503
         engines.load_gate.open()
         await ready(client)

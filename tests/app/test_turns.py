@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 
+from gateway.engine.generation.engine import GenerationEngine
+from gateway.jobs import StepPlan, StepResult
 from gateway.serving.generation.batcher import STEPS_PER_TURN
 from gateway.serving.generation.policy import QUANTUM
 from tests.checkpoints import write_chat
 from tests.cpu_engines import cpu_engines
-from tests.serving_app import catalog, served
+from tests.fakes import Gate
+from tests.serving_app import catalog, level, served
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -22,10 +26,18 @@ def body(text: str, schema: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"model": "chat", "messages": messages, "response_format": form, **more}
 
 
-async def test_an_integer_beside_an_endless_string_waits_for_a_quantum(tmp_path: Path) -> None:
+async def test_an_integer_beside_an_endless_string_waits_for_a_quantum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Though only one structured answer runs at a time; the long one goes on as it would alone."""
     write_chat(tmp_path / "chat", max_position_embeddings=32_768)
-    engines = cpu_engines()
+    engines, gate, step = cpu_engines(), Gate(), GenerationEngine.step
+
+    def gated_step(engine: GenerationEngine, plan: StepPlan) -> StepResult:
+        gate.pass_through()
+        return step(engine, plan)
+
+    monkeypatch.setattr(GenerationEngine, "step", gated_step)
     models = {"chat": {"kind": "chat", "source": "path:chat"}}
     endless = body("Go on.", {"type": "string", "minLength": 1500}, temperature=1, seed=1)
     integer = body("How many?", {"type": "integer", "maximum": 99}, temperature=1, seed=2)
@@ -47,12 +59,16 @@ async def test_an_integer_beside_an_endless_string_waits_for_a_quantum(tmp_path:
                     written += len((choice["logprobs"] or {}).get("content") or ())
 
         reading = asyncio.create_task(read())
-        while written < 10:
-            await asyncio.sleep(0.001)
-        before = written
-        answer = await post("/v1/chat/completions", json=integer)
+        await until(lambda: written >= 10)
+        gate.close()
+        asking = asyncio.create_task(post("/v1/chat/completions", json=integer))
+        await until(lambda: level("gateway_tickets") == 1)
+        before, ended = written, level("gateway_finished_total")
+        gate.open()
+        await until(lambda: level("gateway_finished_total") > ended)
         meanwhile = written - before
         assert not reading.done()
+        answer = await asking
         assert 0 <= int(answer.json()["choices"][0]["message"]["content"]) <= 99
         assert meanwhile <= QUANTUM + 4 * STEPS_PER_TURN, "of the 200 that the long one writes"
         await reading

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx2
@@ -59,12 +59,6 @@ def said(answer: httpx2.Response) -> Any:
 def counted(model: str, stage: str) -> float:
     """Count the clients who left while their requests stood there."""
     return float(metrics.of(metrics.CANCELLED, model, stage)._value.get())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def reached(gate: Gate) -> None:

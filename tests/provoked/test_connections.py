@@ -21,9 +21,9 @@ from tests.provoked.harness import (
     connected,
     counted,
     reached,
-    until,
     written,
 )
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 

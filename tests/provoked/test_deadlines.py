@@ -10,7 +10,8 @@ import pytest
 from gateway.jobs import Stage
 from tests.fakes import Gate
 from tests.provoked.engines import HeldEngines
-from tests.provoked.harness import SCHEMA, ask, chat, embed, reached, said, until
+from tests.provoked.harness import SCHEMA, ask, chat, embed, reached, said
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 

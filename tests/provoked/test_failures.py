@@ -13,8 +13,9 @@ from gateway.jobs import Stage
 from tests.checkpoints import write_chat
 from tests.cpu_engines import cpu_engines
 from tests.provoked.engines import EXIT, HeldEngines
-from tests.provoked.harness import ask, chat, embed, inside, reached, said
-from tests.serving_app import catalog, served
+from tests.provoked.harness import ask, chat, embed, reached, said
+from tests.serving_app import catalog, level, served
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -53,12 +54,14 @@ async def test_a_row_of_no_numbers_on_real_mlx_leaves_its_neighbours_answers_as_
 async def test_a_lane_that_dies_is_told_to_everybody_at_once(
     client: httpx2.AsyncClient, engines: HeldEngines, body: dict[str, Any]
 ) -> None:
+    assert said(await ask(client, chat("loads it"))) == "loads it"
     gate = engines.embedder.gates[Stage.INFERENCE]
     gate.close()
     held = [asyncio.create_task(ask(client, embed("x")))]
     await reached(gate)
-    held += [asyncio.create_task(ask(client, each)) for each in (chat("ab"), body, chat("c" * 90))]
-    await inside(client, 4)
+    for each in (chat("ab"), body, chat("c" * 90)):
+        held.append(asyncio.create_task(ask(client, each)))
+        await until(lambda: level("gateway_tickets") == len(held) - 1)
     gate.open()
     async with asyncio.timeout(10):
         answers = await asyncio.gather(*held)

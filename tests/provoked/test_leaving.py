@@ -26,10 +26,9 @@ from tests.provoked.harness import (
     reached,
     said,
     unread,
-    until,
 )
-from tests.provoked.readings import reading
-from tests.serving_app import catalog, served
+from tests.serving_app import catalog, level, served
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -157,15 +156,11 @@ async def test_answers_that_nobody_reads_leave_no_room_for_others(
     async with served(wide, engines, max_bodies_bytes=5_500_000) as client:
         assert (await client.post("/v1/embeddings", json=LARGE[0])).status_code == 200
         with unread(str(client.base_url), body):
-            async with asyncio.timeout(30):
-                while (await reading(client)).values["gateway_body_bytes"] < 1_000_000:
-                    await asyncio.sleep(0.05)
+            await until(lambda: level("gateway_body_bytes") >= 1_000_000)
             refused = await client.post("/v1/embeddings", json=LARGE[0])
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
             assert (await ask(client, embed("a small one"))).status_code == 200
-        async with asyncio.timeout(10):
-            while (await reading(client)).values["gateway_body_bytes"]:
-                await asyncio.sleep(0.05)
+        await until(lambda: level("gateway_body_bytes") == 0)
         assert (await client.post("/v1/embeddings", json=LARGE[0])).status_code == 200
 
 

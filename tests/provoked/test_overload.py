@@ -13,7 +13,7 @@ from gateway.jobs import Stage
 from gateway.registry import Catalog
 from tests.processes import Served, started
 from tests.provoked.engines import HeldEngines
-from tests.provoked.harness import ask, chat, reached
+from tests.provoked.harness import ask, chat, inside, reached
 from tests.serving_app import served
 
 pytestmark = pytest.mark.anyio
@@ -88,7 +88,9 @@ async def test_a_stream_that_finds_no_room_for_its_tokens_after_a_load_is_refuse
         bodies = [chat(letter * 40, stream=True) for letter in "ab"]
         asking = [asyncio.create_task(client.post(CHAT, json=body)) for body in bodies]
         await reached(engines.load_gate)
-        await asyncio.sleep(0.2)
+        await inside(client, 2)
+        early, _ = await asyncio.wait(asking, timeout=0.2)
+        assert not early
         gate = engines.chat.gates[Stage.PREFILL]
         gate.close()
         engines.load_gate.open()

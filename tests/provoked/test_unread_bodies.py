@@ -10,8 +10,9 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.registry import Catalog
 from tests.provoked.engines import HeldEngines
-from tests.provoked.harness import HEALTH, answer, connected, until
+from tests.provoked.harness import HEALTH, answer, connected
 from tests.serving_app import served, served_app, settings
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 

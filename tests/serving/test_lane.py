@@ -2,9 +2,11 @@
 
 import asyncio
 import threading
+from unittest.mock import patch
 
 import pytest
 
+from gateway import clock
 from gateway.errors import Unavailable
 from gateway.serving.lane import Lane, Turn
 from tests.fakes import Gate
@@ -100,19 +102,27 @@ async def test_a_turn_knows_when_it_is_up() -> None:
 
 async def test_a_kind_behind_its_share_goes_on_though_another_waits() -> None:
     """After a long embedding pass, decoding may take several steps before the next."""
-    async with Lane() as lane:
-        async with lane.turn("decode"):
-            embedding = asyncio.create_task(_one_turn(lane, "embedding", hold_s=0.05))
-            await asyncio.sleep(0)
-        await embedding
-        async with lane.turn("decode") as turn:
-            waiting = asyncio.create_task(_one_turn(lane, "embedding"))
-            await asyncio.sleep(0)
-            assert turn.is_contended
-            assert not turn.is_up
-            await asyncio.sleep(0.06)
-            assert turn.is_up
-        await waiting
+    now_s = 0.0
+
+    async def embed() -> None:
+        nonlocal now_s
+        async with lane.turn("embedding"):
+            now_s += 0.05
+
+    with patch.object(clock, "now", lambda: now_s):
+        async with Lane() as lane:
+            async with lane.turn("decode"):
+                embedding = asyncio.create_task(embed())
+                await asyncio.sleep(0)
+            await embedding
+            async with lane.turn("decode") as turn:
+                waiting = asyncio.create_task(embed())
+                await asyncio.sleep(0)
+                assert turn.is_contended
+                assert not turn.is_up
+                now_s += 0.06
+                assert turn.is_up
+            await waiting
 
 
 async def test_the_kind_that_had_least_is_next_whoever_asked_first() -> None:
@@ -189,9 +199,9 @@ def _exit() -> None:
     raise SystemExit
 
 
-async def _one_turn(lane: Lane, kind: str = "test", hold_s: float = 0) -> None:
-    async with lane.turn(kind):
-        await asyncio.sleep(hold_s)
+async def _one_turn(lane: Lane) -> None:
+    async with lane.turn("test"):
+        await asyncio.sleep(0)
 
 
 async def test_what_is_under_way_is_waited_for_before_another_owners_call() -> None:

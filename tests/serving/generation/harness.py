@@ -1,7 +1,7 @@
 """A batcher of a scripted engine, and those who ask it."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ from gateway.serving.generation.policy import GenerationLimits
 from gateway.serving.lane import Lane
 from gateway.serving.tokenize import ThreadPools
 from tests.fakes import ScriptedChat, generate_job
+from tests.waiting import until
 
 
 @asynccontextmanager
@@ -51,6 +52,20 @@ def asking_bound(batcher: GenerationBatcher, words: str) -> "asyncio.Task[str]":
     """Ask for an answer that is held to a grammar."""
     job = replace(generate_job(words), grammar=Grammar("json_schema", "{}"))
     return asyncio.create_task(text(batcher, job))
+
+
+async def asking_together(
+    batcher: GenerationBatcher, jobs: Iterable[GenerateJob]
+) -> "list[asyncio.Task[list[Delta]]]":
+    """Ask for answers in this order; their rows join in one turn, however late a thread is that
+    reads a prompt.
+    """
+    asked: list[asyncio.Task[list[Delta]]] = []
+    async with batcher._lane.turn("test"):
+        for job in jobs:
+            asked.append(asyncio.create_task(deltas(batcher, job)))
+            await until(lambda: batcher.tickets == len(asked))
+    return asked
 
 
 async def reached(engine: ScriptedChat) -> None:

@@ -21,8 +21,17 @@ from gateway.jobs import Delta, Grammar, Tier
 from gateway.serving.generation.batcher import STEPS_PER_TURN
 from gateway.serving.generation.policy import QUANTUM
 from gateway.serving.lane import Lane, Turn
-from tests.fakes import ScriptedChat, generate_job
-from tests.serving.generation.harness import asking, asking_bound, batching, deltas, reached, text
+from tests.fakes import FAR, ScriptedChat, generate_job
+from tests.serving.generation.harness import (
+    asking,
+    asking_bound,
+    asking_together,
+    batching,
+    deltas,
+    joined,
+    reached,
+    text,
+)
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -127,8 +136,8 @@ async def test_rows_that_run_do_not_wait_long_for_a_burst(
 async def test_no_more_rows_run_than_the_limit() -> None:
     engine = ScriptedChat()
     async with batching(engine, max_batch_size=3) as batcher:
-        answers = await asyncio.gather(*(asking(batcher, "abc") for _ in range(8)))
-    assert answers == ["abc"] * 8
+        asked = await asking_together(batcher, [generate_job("abc") for _ in range(8)])
+        assert [joined(answer) for answer in await asyncio.gather(*asked)] == ["abc"] * 8
     assert max(engine.steps) == 3
 
 
@@ -137,12 +146,13 @@ async def test_a_caller_who_leaves_takes_its_row_along() -> None:
     engine = ScriptedChat()
     async with batching(engine) as batcher:
         engine.gate.close()
-        leaving, staying = asking(batcher, "a" * 90), asking(batcher, "b" * 9)
+        jobs = [generate_job("a" * 90), generate_job("b" * 9)]
+        leaving, staying = await asking_together(batcher, jobs)
         await reached(engine)
         leaving.cancel()
         await asyncio.wait([leaving])
         engine.gate.open()
-        assert await staying == "b" * 9
+        assert joined(await staying) == "b" * 9
         await until(lambda: len(engine.left) == 1)
         assert len(engine.steps) < 20
         assert not engine.is_decoding
@@ -194,8 +204,10 @@ async def test_a_deadline_ends_an_answer_under_way() -> None:
     engine = ScriptedChat()
     async with batching(engine) as batcher:
         engine.gate.close()
-        with pytest.raises(DeadlineExceeded):
-            await asking(batcher, "a" * 9, deadline=clock.now() + 0.1)
+        async with batcher.generate(generate_job("a" * 9)) as generation:
+            await reached(engine)
+            with patch.object(clock, "now", lambda: FAR - 0.01), pytest.raises(DeadlineExceeded):
+                await anext(generation.deltas)
         engine.gate.open()
         await until(lambda: engine.left)
 
@@ -211,7 +223,7 @@ async def test_rows_that_run_when_the_model_goes_are_told() -> None:
     engine = ScriptedChat()
     async with batching(engine, max_batch_size=1) as batcher:
         engine.gate.close()
-        asked = [asking(batcher, "a" * 9) for _ in range(2)]
+        asked = await asking_together(batcher, [generate_job("a" * 9) for _ in range(2)])
         await reached(engine)
         asyncio.get_running_loop().call_later(0.05, engine.gate.open)
     for answer in await asyncio.gather(*asked, return_exceptions=True):
@@ -336,8 +348,9 @@ async def test_the_prompts_of_one_request_leave_others_half_of_the_queue() -> No
         with pytest.raises(Overloaded):
             await deltas(batcher, replace(first, n=2))
         asked.append(asyncio.create_task(deltas(batcher, replace(first, n=1))))
+        await until(lambda: batcher.rows + batcher.tickets == 4)
         other = asking(batcher, "ab", n=4)
-        await until(lambda: batcher.tickets + engine.rows == 8)
+        await until(lambda: batcher.rows + batcher.tickets == 8)
         engine.gate.open()
         await asyncio.gather(*asked, other)
 

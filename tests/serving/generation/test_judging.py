@@ -10,6 +10,7 @@ from gateway.serving.generation.fan_out import score_labels
 from gateway.serving.generation.queue import JobQueue
 from tests.fakes import ScriptedChat, caller
 from tests.serving.generation.harness import asking, batching, reached
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -33,7 +34,9 @@ async def test_questions_leave_places_for_answers() -> None:
         judging_many = asyncio.create_task(score_labels(batcher, [judging(0, 50)]))
         await reached(engine)
         assert engine.rows == 6
+        waiting = batcher.tickets
         answer = asking(batcher, "hello")
+        await until(lambda: batcher.tickets > waiting)
         engine.gate.open()
         assert await answer == "hello"
         assert not judging_many.done()

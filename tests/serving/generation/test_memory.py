@@ -20,7 +20,7 @@ from gateway.serving.generation.policy import GenerationLimits
 from gateway.serving.generation.scheduler import Scheduler
 from gateway.serving.lane import Lane
 from tests.fakes import ScriptedChat, generate_job
-from tests.serving.generation.harness import asking, batching, deltas, joined
+from tests.serving.generation.harness import asking, asking_together, batching, deltas, joined
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -144,8 +144,9 @@ async def test_rows_beyond_the_budget_wait_and_are_all_answered() -> None:
     budget = Budget(3 * (28 + KV_STEP))
     engine = ScriptedChat()
     async with batching(engine, RowMemory(budget, costs())) as batcher:
-        asked = [asking(batcher, f"number {i}", max_tokens=20) for i in range(10)]
-        assert await asyncio.gather(*asked) == [f"number {i}" for i in range(10)]
+        jobs = [generate_job(f"number {i}", max_tokens=20) for i in range(10)]
+        answers = await asyncio.gather(*await asking_together(batcher, jobs))
+    assert [joined(answer) for answer in answers] == [f"number {i}" for i in range(10)]
     assert max(engine.steps) == 3
     assert budget.free_bytes == budget.limit_bytes
 
@@ -262,9 +263,9 @@ async def test_a_row_that_grows_takes_what_is_kept_of_prompts_before_another_row
     engine = ScriptedChat(max_context=1000, prefix_bytes=10**6)
     memory = RowMemory(budget, costs(answer_tokens=9))
     async with batching(engine, memory) as batcher:
-        asked = [asking(batcher, "x" * 130, max_tokens=130) for _ in range(2)]
-        answers = await asyncio.gather(*asked)
-    assert [len(answer) for answer in answers] == [130, 130]
+        jobs = [generate_job("x" * 130, max_tokens=130) for _ in range(2)]
+        answers = await asyncio.gather(*await asking_together(batcher, jobs))
+    assert [len(joined(answer)) for answer in answers] == [130, 130]
     assert not engine.preempted
     assert engine.prefix_bytes < budget.limit_bytes
 
@@ -301,8 +302,9 @@ async def test_what_an_idle_model_keeps_gives_way_to_rows_that_grow(rows: int) -
         batching(keeper, memories[0], lane=lane),
         batching(grower, memories[1], lane=lane) as batcher,
     ):
-        asked = [asking(batcher, "x" * 130, max_tokens=130) for _ in range(rows)]
-        assert [len(answer) for answer in await asyncio.gather(*asked)] == [130] * rows
+        jobs = [generate_job("x" * 130, max_tokens=130) for _ in range(rows)]
+        answers = await asyncio.gather(*await asking_together(batcher, jobs))
+    assert [len(joined(answer)) for answer in answers] == [130] * rows
     assert not grower.preempted
     assert keeper.prefix_bytes < 2000
 
@@ -379,10 +381,7 @@ async def test_when_memory_ends_the_youngest_gives_way_and_says_it_all_later(
     before = counted.get()
     jobs = [generate_job(letter * 150, max_tokens=max_tokens) for letter in "ab"]
     async with batching(engine, RowMemory(budget, costs(answer_tokens=90))) as batcher:
-        engine.gate.close()
-        asked = [asyncio.create_task(deltas(batcher, job)) for job in jobs]
-        await until(lambda: engine.rows + batcher.tickets == 2)
-        engine.gate.open()
+        asked = await asking_together(batcher, jobs)
         answers = await asyncio.wait_for(asyncio.gather(*asked), 10)
     assert [joined(answer) for answer in answers] == ["a" * 150, "b" * 150]
     assert [answer[-1].finish_reason for answer in answers] == ["stop", "stop"]
@@ -400,9 +399,7 @@ async def test_one_that_gave_way_and_finds_no_memory_again_ends_with_what_it_has
     engine = ScriptedChat(max_context=20_000)
     memory = RowMemory(budget, costs(answer_tokens=90))
     async with batching(engine, memory, memory_wait_s=0.05) as batcher:
-        asked = [
-            asyncio.create_task(deltas(batcher, generate_job(letter * 150))) for letter in "ab"
-        ]
+        asked = await asking_together(batcher, [generate_job(letter * 150) for letter in "ab"])
         await until(lambda: engine.preempted)
         other.resize(budget.limit_bytes - 600)  # the first has what it needs, and no more
         answers = await asyncio.wait_for(asyncio.gather(*asked), 10)
@@ -455,8 +452,9 @@ async def test_forty_calls_with_a_huge_bound_run_as_many_as_really_fit() -> None
     engine = ScriptedChat(max_context=20_000, script=[{"text": "x", "tokens": 1}] * answer)
     engine.script[-1] = {"text": "x", "tokens": 1, "finish_reason": "stop"}
     async with batching(engine, RowMemory(budget, costs())) as batcher, asyncio.timeout(30):
-        asked = [asking(batcher, "p" * prompt, max_tokens=16_384) for _ in range(40)]
-        assert await asyncio.gather(*asked) == ["x" * answer] * 40
+        jobs = [generate_job("p" * prompt, max_tokens=16_384) for _ in range(40)]
+        answers = await asyncio.gather(*await asking_together(batcher, jobs))
+    assert [joined(each) for each in answers] == ["x" * answer] * 40
     assert max(engine.steps) >= 12
     assert sum(engine.steps) / len(engine.steps) >= 12
 
