@@ -256,9 +256,10 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "GET /v1/tokenizer_info",
         tokenization.info,
         summary="Return a model's special tokens and chat template, as vLLM does",
-        details="Of the model `?model=`; without it, of a loaded chat model, else the first one.",
+        details="Of the model `?model=`; without it, of a loaded chat model, else the first one. "
+        "None is loaded for it; 404 if its files are not on this disk.",
         answer=TokenizerInfo,
-        errors=(*MODEL_ERRORS, BadRequest, RateLimited, DeadlineExceeded),
+        errors=(ModelNotFound, BadRequest, RateLimited, DeadlineExceeded),
     ),
     Endpoint(
         "GET /v1/models",
