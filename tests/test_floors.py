@@ -127,7 +127,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2706,
+    "api": 2711,
     "app": 1527,
     "bench": 282,
     "cli": 1564,
@@ -140,7 +140,7 @@ BUDGET: dict[str, int] = {
     "logs": 145,
     "metrics": 210,
     "registry": 1246,
-    "server": 261,
+    "server": 278,
     "serving": 4407,
     "settings": 359,
     "wire": 3609,

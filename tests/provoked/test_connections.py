@@ -126,6 +126,9 @@ async def answered_once(client: httpx2.AsyncClient, sent: bytes, pieces: int) ->
         b"HTTP/1.1\r\nHost: localhost\r\nHost: other\r\n\r\n",
         b"HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding : chunked\r\n\r\n",
         b"HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: identity, chunked\r\n\r\n",
+        b"HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding:\r\n chunked\r\n\r\n",
+        b"HTTP/1.1\r\nHost: localhost\r\nX: y\r\n\tz\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"HTTP/1.1\r\n Host: localhost\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n",
     ],
 )
 @pytest.mark.parametrize("pieces", [1, 1000])
