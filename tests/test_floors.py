@@ -127,7 +127,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2711,
+    "api": 2717,
     "app": 1527,
     "bench": 282,
     "cli": 1564,

@@ -76,7 +76,7 @@ PAGE_ERRORS: Errors = (Forbidden, Unavailable)  # while there are no keys
 
 
 async def _describe(service: Service, request: Request) -> Response:
-    return ops.describe(service, ENDPOINTS)
+    return await ops.describe(service, ENDPOINTS)
 
 
 ENDPOINTS: tuple[Endpoint, ...] = (
