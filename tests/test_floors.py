@@ -133,7 +133,7 @@ BUDGET: dict[str, int] = {
     "cli": 1564,
     "clock": 40,
     "doctor": 336,
-    "engine": 11568,
+    "engine": 11570,
     "errors": 269,
     "ids": 10,
     "jobs": 289,
@@ -141,7 +141,7 @@ BUDGET: dict[str, int] = {
     "metrics": 210,
     "registry": 1246,
     "server": 278,
-    "serving": 4407,
+    "serving": 4416,
     "settings": 359,
     "wire": 3609,
 }
