@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 
 from gateway.app.loading import Size
-from gateway.errors import BadRequest, ContextLengthExceeded, Fault, ModelUnavailable, PassFault
+from gateway.errors import (
+    BadRequest,
+    ContextLengthExceeded,
+    Fault,
+    ModelNotFound,
+    ModelUnavailable,
+    PassFault,
+)
 from gateway.jobs import (
     Adapter,
     Caller,
@@ -536,6 +543,7 @@ class ScriptedEngines:
     loads: list[str] = field(default_factory=list)
     imported: set[str] = field(default_factory=set)
     failing: dict[str, Exception] = field(default_factory=dict)
+    unfetched: set[str] = field(default_factory=set)  # models whose files are on no disk
     load_gate: Gate = field(default_factory=Gate)
     sizes: dict[str, int] = field(default_factory=dict)
     device: str = "scripted"
@@ -561,6 +569,11 @@ class ScriptedEngines:
 
     async def files(self, spec: ModelSpec, *, is_pull: bool = False) -> Path:
         return Path()
+
+    def tokenizer(self, spec: ChatSpec) -> Any:
+        if spec.id in self.unfetched:
+            raise ModelNotFound(spec.id)
+        return self.chat.tokens.tokenizer
 
     async def offer(self, repo: str, is_pull: bool) -> Candidate:
         raise ModelUnavailable(repo, "no hub is scripted.")

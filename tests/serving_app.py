@@ -10,7 +10,6 @@ from typing import Any
 import httpx2
 import yaml
 from hypercorn.asyncio import serve
-from hypercorn.config import Config
 from starlette.types import ASGIApp
 
 from gateway import metrics
@@ -51,7 +50,7 @@ async def served_app(app: ASGIApp, settings: Settings) -> AsyncIterator[httpx2.A
     connections.install(settings.send_timeout_s)
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    config = Config()
+    config = connections.Config()
     config.bind = [f"fd://{listener.detach()}"]
     config.graceful_timeout = 0.2
     config.h11_max_incomplete_size = settings.read_header_bytes

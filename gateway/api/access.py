@@ -43,6 +43,7 @@ EXPOSED_HEADERS = [
 # Of desktop apps: no web page can have these schemes. Tauri's is a host of http on Windows.
 APP_ORIGINS = r"(?:tauri|app|vscode-webview|vscode-file)://[^/\s]+|https?://tauri\.localhost"
 ADMIN = "/admin/"
+PAGES = ("/dashboard",)  # may be opened by a link of another site
 DISCARD_BYTES = 16 * 1024 * 1024  # of the body of a request beyond its key's rate
 DISCARD_S = 5.0
 
@@ -147,8 +148,9 @@ class Guard:
         """Raise Forbidden for a request that a web page may have made."""
         # It could reach localhost by DNS rebinding, so Host has to be a name that no page can have
         # or an allowed one; or across origins, so Origin has to be the gateway's own or one that
-        # CORS allows. Starlette's TrustedHostMiddleware knows no loopback network and no host with
-        # its port, cannot let open paths and unix sockets pass, and answers plain text.
+        # CORS allows, and no other site may ask without one. Starlette's TrustedHostMiddleware
+        # knows no loopback network and no host with its port, cannot let open paths and unix
+        # sockets pass, and answers plain text.
         host = headers.get(b"host", b"").decode("latin-1").lower()
         is_known = is_here(host) or not self._hosts.isdisjoint((host, _host_name(host)))
         is_socket = scope.get("server") is None  # to a unix socket no hostname resolves
@@ -158,12 +160,27 @@ class Guard:
                 "GATEWAY_ALLOWED_HOSTS, or set GATEWAY_API_KEYS."
             )
         origin = headers.get(b"origin", b"").decode("latin-1")
-        if b"origin" not in headers or self._origins.fullmatch(origin):
+        if self._origins.fullmatch(origin):  # none at all too, where every origin is allowed
             return
         # The dashboard is a page of the gateway itself. Its host must be known by name: with `*`,
         # and on a unix socket, it may have been rebound.
-        if not is_known or origin.lower() != f"{scope['scheme']}://{host}":
+        is_own = is_known and origin.lower() == f"{scope['scheme']}://{host}"
+        if b"origin" in headers and not is_own:
             raise Forbidden(f"The origin `{shorten(origin)}` is not in GATEWAY_CORS_ORIGINS.")
+        # A page's images, scripts, frames and links send no Origin. `none` is what a person typed.
+        site = headers.get(b"sec-fetch-site", b"none")
+        if site not in (b"same-origin", b"none") and not _opens_page(scope, headers):
+            raise Forbidden(
+                f"A page of another site asks (Sec-Fetch-Site: {shorten(site.decode('latin-1'))}), "
+                "and names no origin that is in GATEWAY_CORS_ORIGINS."
+            )
+
+
+def _opens_page(scope: Scope, headers: Mapping[bytes, bytes]) -> bool:
+    """Return True if a browser follows a link to a page, not into a frame."""
+    is_link = headers.get(b"sec-fetch-mode") == b"navigate"
+    is_whole = headers.get(b"sec-fetch-dest") == b"document"
+    return is_link and is_whole and scope["method"] == "GET" and scope["path"] in PAGES
 
 
 def _key_id(headers: Mapping[bytes, bytes], keys: Sequence[bytes]) -> str:

@@ -86,13 +86,16 @@ def check_head(scope: Scope, max_bytes: int) -> None:
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytearray:
-    """Read the whole body.
+    """Read the whole body. A client that waits to be asked for one above the limit is refused.
 
     Raises TooLarge for a body above the limit, SlowBody for one that has not arrived within
     `timeout_s`, Unavailable if the bodies of all requests leave no room, EncodingNotSupported for a
     compressed body, and ClientDisconnect.
     """
     body = bytearray()
+    length = int(request.headers.get("content-length", 0))
+    if "expect" in request.headers and length > max_bytes:
+        raise _too_large(max_bytes)
     try:
         async with asyncio.timeout(timeout_s):
             refusal = await _receive(request, body, max_bytes)
@@ -132,9 +135,13 @@ def _refuse_size(held: Body, size: int, max_bytes: int) -> GatewayError | None:
     """Count a body as it grows, and return why it is refused, if it is."""
     try:
         if size > max_bytes:
-            raise TooLarge(f"The request body is larger than {max_bytes} bytes.")
+            raise _too_large(max_bytes)
         held.count(size)
     except GatewayError as error:
         held.count(0)
         return error
     return None
+
+
+def _too_large(max_bytes: int) -> TooLarge:
+    return TooLarge(f"The request body is larger than {max_bytes} bytes.")

@@ -76,7 +76,7 @@ PAGE_ERRORS: Errors = (Forbidden, Unavailable)  # while there are no keys
 
 
 async def _describe(service: Service, request: Request) -> Response:
-    return ops.describe(service, ENDPOINTS)
+    return await ops.describe(service, ENDPOINTS)
 
 
 ENDPOINTS: tuple[Endpoint, ...] = (
@@ -256,9 +256,10 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "GET /v1/tokenizer_info",
         tokenization.info,
         summary="Return a model's special tokens and chat template, as vLLM does",
-        details="Of the model `?model=`; without it, of a loaded chat model, else the first one.",
+        details="Of the model `?model=`; without it, of a loaded chat model, else the first one. "
+        "None is loaded for it; 404 if its files are not on this disk.",
         answer=TokenizerInfo,
-        errors=(*MODEL_ERRORS, BadRequest, RateLimited, DeadlineExceeded),
+        errors=(ModelNotFound, BadRequest, RateLimited, DeadlineExceeded),
     ),
     Endpoint(
         "GET /v1/models",

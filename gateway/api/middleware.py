@@ -132,6 +132,7 @@ class Context:
 
     def _fill(self, scope: Scope) -> None:
         """Add to the scope what all else reads there."""
+        scope["method"] = shorten(scope["method"])
         # Of a header sent twice, the first counts.
         headers = scope["gateway.headers"] = dict(reversed(scope["headers"]))
         scope["gateway.is_anthropic"] = speaks_anthropic(scope["path"], headers)

@@ -95,6 +95,7 @@ class Service:
     rules: Rules
     responses: ResponseStore
     fingerprint: Callable[[ModelSpec], str]
+    tokenizer: Callable[[ChatSpec], Any]  # from files on this disk; on a thread
     started: int
     health: Callable[[], str]
     readiness: Callable[[], str]

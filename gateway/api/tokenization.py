@@ -12,6 +12,7 @@ from gateway.api.requests import LONG_BYTES, Service, ignored_header, reply, tim
 from gateway.errors import BadRequest
 from gateway.jobs import GenerateJob, Stage
 from gateway.registry import ChatSpec
+from gateway.serving.admission import until_deadline
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.tokenize import Kind, prompt_kind
 from gateway.wire import tokenization as wire
@@ -71,16 +72,25 @@ async def detokenize(service: Service, request: Request) -> Response:
 
 
 async def info(service: Service, request: Request) -> Response:
-    """Answer with the special tokens and the template of the model at hand."""
+    """Answer with the special tokens and the template of the model at hand. None is loaded for it:
+    a link in a page may ask.
+    """
     _, spec = service.chat_spec(request.query_params.get("model"), "tokenizing")
-    async with _leased(service, request, spec, wire.DetokenizeRequest(tokens=[])) as batcher:
-        tokenizer = batcher.engine.tokens.tokenizer
-        body: wire.TokenizerInfo = {
-            "bos_token": tokenizer.bos_token,
-            "eos_token": tokenizer.eos_token,
-            "pad_token": tokenizer.pad_token,
-            "chat_template": tokenizer.chat_template,
-        }
+    caller = service.caller(request)
+    caller.timings.model = spec.id
+    spec = spec.base_spec or spec  # an adapter has its base's tokens
+    model = service.models.model(spec)
+    if isinstance(model, GenerationBatcher):
+        tokenizer = model.engine.tokens.tokenizer
+    else:
+        async with while_connected(request.receive), until_deadline(caller):
+            tokenizer = await service.pool.run(service.tokenizer, spec, kind="descriptions")
+    body: wire.TokenizerInfo = {
+        "bos_token": tokenizer.bos_token,
+        "eos_token": tokenizer.eos_token,
+        "pad_token": tokenizer.pad_token,
+        "chat_template": tokenizer.chat_template,
+    }
     return reply(body)
 
 

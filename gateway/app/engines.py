@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Generator, Iterable
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from gateway import logs
 from gateway.app.daemon_threads import run_in_daemon_thread
@@ -43,7 +43,7 @@ from gateway.engine.models.checkpoint import (
     weights_bytes,
 )
 from gateway.engine.models.context import full_attention_share, text_config
-from gateway.errors import Fault, ModelLoadFailed, ModelRefused, ModelUnavailable
+from gateway.errors import Fault, ModelLoadFailed, ModelNotFound, ModelRefused, ModelUnavailable
 from gateway.jobs import Adapter
 from gateway.registry import (
     Alias,
@@ -236,6 +236,20 @@ class MlxEngines:
         spec = spec.model_copy(update={"aliases": (Alias(name=f"hub:{repo}"),)})
         whole = fetched_bytes(spec, hub) + offer.missing
         return Candidate(spec, offer.size, offer.missing, whole, free_bytes(hub))
+
+    def tokenizer(self, spec: ChatSpec) -> Any:
+        """Read a chat model's tokenizer, as transformers has it, from its files, off the loop and
+        the lane. Raises ModelNotFound if they are not on this disk, and ModelLoadFailed.
+        """
+        files = None
+        with contextlib.suppress(ModelLoadFailed, ModelUnavailable):  # no such folder, no package
+            files = on_disk(spec, self._hub)
+        if files is None:
+            raise ModelNotFound(spec.id, why="Its files are not on this disk.")
+        self._import_for(spec)
+        from gateway.engine.generation.loading import read_tokenizer
+
+        return read_tokenizer(files, name=spec.id, chat_template=spec.chat_template)
 
     async def size(self, spec: ModelSpec, files: Path) -> Size:
         """Read a model's size from its files' headers; raises ModelLoadFailed if they are wrong."""

@@ -228,6 +228,7 @@ class Gateway:
             ),
             responses=self._responses,
             fingerprint=self._fingerprint,
+            tokenizer=self._engines.tokenizer,
             started=int(time.time()),
             health=lambda: self.health,
             readiness=self._status,

@@ -120,6 +120,11 @@ class Engines(Store, Protocol):
         what is not public.
         """
 
+    def tokenizer(self, spec: ChatSpec) -> Any:
+        """Read a chat model's tokenizer, as transformers has it, from its files, off the loop and
+        the lane. Raises ModelNotFound if they are not on this disk, and ModelLoadFailed.
+        """
+
     async def size(self, spec: ModelSpec, files: Path) -> Size:
         """Read a model's size from its files' headers, off the lane."""
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hypercorn.asyncio import serve as serve
-    from hypercorn.config import Config as Config
     from hypercorn.utils import LifespanTimeoutError as LifespanTimeoutError
     from rich import progress as progress
     from rich.box import SIMPLE_HEAD as SIMPLE_HEAD
@@ -33,12 +32,13 @@ if TYPE_CHECKING:
     from gateway.engine.models import sharding as sharding
     from gateway.jobs import KvCost as KvCost
     from gateway.server import connections as connections
+    from gateway.server.connections import Config as Config
     from gateway.serving.generation import memory as memory
     from gateway.serving.ranks import links as links
 
 _PLACES = {
     "serve": "hypercorn.asyncio:serve",
-    "Config": "hypercorn.config:Config",
+    "Config": "gateway.server.connections:Config",
     "LifespanTimeoutError": "hypercorn.utils:LifespanTimeoutError",
     "progress": "rich.progress",
     "SIMPLE_HEAD": "rich.box:SIMPLE_HEAD",

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 log = logs.get("serve")
 
-BACKLOG = 2048
 LAST_WORDS_S = 0.5  # for clients to read what was written before the drain's end
 SHUTDOWN_S = 10  # to close the models, after the drain
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -149,7 +148,6 @@ async def run(gateway: Served, settings: Settings, leader: "Leader | None" = Non
         loop.call_later(LAST_WORDS_S, connections.Connection.crowd.abort_all)
 
     config = lazy.Config()
-    config.backlog = BACKLOG
     config.keep_alive_timeout = settings.keep_alive_timeout_s
     config.h11_max_incomplete_size = settings.read_header_bytes
     loop.set_exception_handler(connections.make_exception_handler())
@@ -228,7 +226,8 @@ def _tcp_listener(bind: str, scheme: str) -> socket.socket:
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((host, int(port)), family=family, backlog=BACKLOG)
+        backlog = lazy.connections.BACKLOG
+        listener = socket.create_server((host, int(port)), family=family, backlog=backlog)
     except OSError as error:
         raise SettingsInvalid([bind_problem(bind, error)]) from None
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -244,7 +243,7 @@ def _unix_listener(path: Path) -> Iterator[socket.socket]:
         if path.is_socket() and not _is_answered(path):  # a process left it behind
             path.unlink()
         listener.bind(str(path))
-        listener.listen(BACKLOG)
+        listener.listen(lazy.connections.BACKLOG)
         made = path.stat()
     except OSError as error:
         listener.close()

@@ -1,14 +1,13 @@
 """Where weights come from: a folder, an installed package's folder, or the model hub.
 
-A model's files are a folder or one GGUF file; its path says which.
+A model's files are a folder or one GGUF file; its path says which. Plain blocking functions: run
+them on a thread, never on the loop or the lane.
 
 Large files are fetched here rather than by huggingface_hub, which fetches the small ones and
 links them all: each try of its (2.4, `_download_to_tmp_and_move`, since its pull request 4228) has
 a temporary file of its own, so what a killed process leaves is never used again, and it checks
 sizes alone. So a file is put, hash checked, where it looks first. The price is plain HTTP instead
 of hf-xet's chunks.
-
-Plain blocking functions: run them on a thread, never on the loop or the lane.
 """
 
 import contextlib
@@ -42,6 +41,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
     build_hf_headers,
     disable_progress_bars,
     logging,
+    tqdm,
 )
 from safetensors import SafetensorError, safe_open
 from typing_extensions import Buffer
@@ -61,6 +61,7 @@ from gateway.registry import (
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _MOVES = 3  # of a branch, while a model is downloaded
+SPARE_BYTES = 1 << 24  # of small files, which may change while a model is downloaded
 
 
 class Damaged(Exception):
@@ -132,6 +133,18 @@ def fetch(url: str, file: HubFile, blobs: Path) -> None:
         part.replace(blob)
 
 
+class Counter(tqdm):
+    """Counts the bytes that huggingface_hub fetches, in place of a progress bar."""
+
+    most = 0  # bytes
+
+    def update(self, n: float | None = 1) -> None:
+        """Raise Damaged for far more bytes than the hub says there are."""
+        self.n += n or 0
+        if self.n > self.most:
+            raise Damaged("its small files are longer than the hub says.")
+
+
 def check(folder: Path, files: Iterable[HubFile]) -> None:
     """Compare a model's folder with what the hub says. Raises Damaged naming the first difference.
 
@@ -169,12 +182,9 @@ def _fetch_rest(url: str, file: HubFile, part: Path) -> None:
                 expected_size=file.size,
                 displayed_filename=file.name,
             )
-    except Damaged:
-        part.unlink()
-        raise
-    except OSError as error:
-        if error.errno in _FULL:
-            part.unlink()  # others need the disk too
+    except (Damaged, OSError) as error:
+        if isinstance(error, Damaged) or error.errno in _FULL:  # others need the disk too
+            part.unlink()
         raise
 
 
@@ -313,8 +323,7 @@ def fetched_bytes(spec: ModelSpec, hub: Hub) -> int:
     """Count the bytes of a model on disk, including partly fetched files."""
     source = spec.source
     assert isinstance(source, HubSource)
-    total = 0
-    blobs = blobs_of(source, hub)
+    total, blobs = 0, blobs_of(source, hub)
     files = {*blobs.glob("*")}
     if source.file is not None:  # it shares its repository with others
         links = blobs.parent.glob(f"snapshots/*/{glob.escape(source.file)}")
@@ -348,7 +357,8 @@ def _download_missing(source: HubSource, hub: Hub) -> Path:
             if file.sha256 is not None:
                 url = hf_hub_url(source.repo, file.name, revision=commit, endpoint=hub.endpoint)
                 fetch(url, file, blobs)
-        folder = _snapshot(source, hub, endpoint=hub.endpoint, etag_timeout=hub.timeout_s)
+        most = sum(file.size for file in files if file.sha256 is None) + SPARE_BYTES
+        folder = _snapshot(source, hub, tqdm_class=type("Counted", (Counter,), {"most": most}))
         if folder.name == commit:  # else the branch moved in the meantime
             check(folder, files)
             model = _model_in(folder, source)
@@ -411,9 +421,7 @@ def _find_cached(source: HubSource, hub: Hub) -> Path | None:
     except (LocalEntryNotFoundError, FileNotFoundError, HfHubHTTPError, HFValidationError):
         return None
     model = _model_in(folder, source)
-    if not has_weights(model):
-        return None
-    return model
+    return model if has_weights(model) else None
 
 
 def _snapshot(source: HubSource, hub: Hub, **options: Any) -> Path:
@@ -425,6 +433,8 @@ def _snapshot(source: HubSource, hub: Hub, **options: Any) -> Path:
         source.repo,
         revision=source.revision,
         cache_dir=hub.cache,
+        endpoint=hub.endpoint,
+        etag_timeout=hub.timeout_s,
         allow_patterns=patterns,
         ignore_patterns=copies,
         **options,
@@ -433,15 +443,11 @@ def _snapshot(source: HubSource, hub: Hub, **options: Any) -> Path:
 
 
 def _is_needed(source: HubSource, name: str) -> bool:
-    if source.file is None:
-        return is_wanted(name)
-    return name == source.file
+    return is_wanted(name) if source.file is None else name == source.file
 
 
 def _model_in(folder: Path, source: HubSource) -> Path:
-    if source.file is None:
-        return folder
-    return folder / source.file
+    return folder if source.file is None else folder / source.file
 
 
 def _find_packaged(model: str, source: PackageSource) -> Path:
@@ -458,15 +464,11 @@ def _find_packaged(model: str, source: PackageSource) -> Path:
 
 
 def _is_there(path: Path) -> bool:
-    if is_gguf(path.name):
-        return path.is_file()
-    return path.is_dir()
+    return path.is_file() if is_gguf(path.name) else path.is_dir()
 
 
 def _noun(source: Source) -> str:
-    if source.is_gguf:
-        return "file"
-    return "folder"
+    return "file" if source.is_gguf else "folder"
 
 
 def unavailable(model: str, source: HubSource, reason: str) -> ModelUnavailable:

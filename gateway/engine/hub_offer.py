@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import HfApi, hf_hub_url
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from huggingface_hub.file_download import http_get
 from huggingface_hub.utils import (  # type: ignore[attr-defined]
     build_hf_headers,
@@ -32,7 +33,7 @@ from gateway.engine.hub import (
     wanted_files,
 )
 from gateway.engine.kind import MOST_BYTES, TELLING, Kind, read_kind, read_object
-from gateway.errors import ModelRefused, ModelUnavailable
+from gateway.errors import ModelNotFound, ModelRefused, ModelUnavailable
 from gateway.registry import HubSource
 
 # Keys of config.json by which Python of the repository would be run: transformers' and mlx-lm's.
@@ -52,13 +53,13 @@ class Offer:
 
 def require_public(source: HubSource, hub: Hub, model: str) -> None:
     """Raise ModelRefused for a repository that is not for everybody, or has another name;
-    ModelUnavailable as `look`.
+    ModelNotFound and ModelUnavailable as `look`.
     """
     require_download(source, hub, model)
     try:
         info = HfApi(endpoint=hub.endpoint).model_info(source.repo, timeout=hub.timeout_s)
     except Exception as error:
-        raise ModelUnavailable(model, cause(source, error)) from error
+        raise _missing(source, model, error) from error
     if info.private or info.gated:
         raise ModelRefused(model, f"{source.repo} is not public, but gated or private.")
     if info.id != source.repo:  # it answers for any case, and for old names: each would be fetched
@@ -68,8 +69,8 @@ def require_public(source: HubSource, hub: Hub, model: str) -> None:
 def look(source: HubSource, hub: Hub, model: str) -> Offer:
     """Ask the hub what it has, to be served as `model`.
 
-    Raises ModelUnavailable if it has nothing or gives nothing, and ModelRefused if its kind is not
-    known.
+    Raises ModelNotFound if it has no such repository, ModelUnavailable if it gives nothing, and
+    ModelRefused if its kind is not known.
     """
     try:
         require_download(source, hub, model)
@@ -77,7 +78,15 @@ def look(source: HubSource, hub: Hub, model: str) -> Offer:
     except (ModelRefused, ModelUnavailable):
         raise
     except Exception as error:
-        raise ModelUnavailable(model, cause(source, error)) from error
+        raise _missing(source, model, error) from error
+
+
+def _missing(source: HubSource, model: str, error: Exception) -> ModelNotFound | ModelUnavailable:
+    """Return the error for a repository that the hub did not give."""
+    why = cause(source, error)
+    if isinstance(error, RepositoryNotFoundError) and not isinstance(error, GatedRepoError):
+        return ModelNotFound(model, why=f"{why[0].upper()}{why[1:]}")
+    return ModelUnavailable(model, why)
 
 
 def _look(source: HubSource, hub: Hub, model: str) -> Offer:

@@ -8,8 +8,8 @@ nothing waits to add to it; it is bounded by the connection, which is read again
 import asyncio
 from typing import Any
 
-from hypercorn.protocol.events import Body, EndBody, Event, StreamClosed
-from hypercorn.protocol.http_stream import HTTPStream
+from hypercorn.protocol.events import Body, EndBody, Event, Response, StreamClosed
+from hypercorn.protocol.http_stream import ASGIHTTPState, HTTPStream
 
 MOST_UNREAD = 256 * 1024  # bytes of a body; beyond them its connection is not read
 
@@ -23,6 +23,7 @@ class Stream(HTTPStream):
         self._unread = bytearray()
         self._is_whole = False
         self._is_end_read = False  # the app has read the end of the body
+        self._is_read = False  # the app has begun to read
         self._can_read = asyncio.Event()  # there is something for the app
         self._has_room = asyncio.Event()  # the connection may be read
         self._has_room.set()
@@ -50,6 +51,9 @@ class Stream(HTTPStream):
         await self._has_room.wait()
 
     async def _receive(self) -> dict[str, Any]:
+        if not self._is_read:
+            self._is_read = True
+            await self._ask()
         while not (self._unread or self._is_end_due()):
             if self.closed:
                 return {"type": "http.disconnect"}
@@ -59,6 +63,14 @@ class Stream(HTTPStream):
         self._is_end_read = self._is_whole
         self._update_events()
         return {"type": "http.request", "body": body, "more_body": not self._is_end_read}
+
+    async def _ask(self) -> None:
+        """Tell a client that waits for it to send the body (RFC 9110, 10.1.1)."""
+        expected = dict(self.scope["headers"]).get(b"expect", b"").lower()
+        is_waiting = expected == b"100-continue" and self.scope["http_version"] != "1.0"
+        has_come = self._unread or self._is_whole or self.closed
+        if is_waiting and not has_come and self.state is ASGIHTTPState.REQUEST:
+            await self.send(Response(stream_id=self.stream_id, headers=[], status_code=100))
 
     def _is_end_due(self) -> bool:
         return self._is_whole and not self._is_end_read

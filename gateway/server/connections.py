@@ -7,6 +7,7 @@ import asyncio
 import errno
 import math
 import resource
+import socket
 import ssl
 from collections.abc import Callable
 from typing import Any, Final
@@ -16,6 +17,8 @@ import hypercorn.asyncio.run
 import hypercorn.protocol
 import hypercorn.protocol.h11
 from hypercorn.asyncio.tcp_server import TCPServer
+from hypercorn.config import Config as HypercornConfig
+from hypercorn.config import Sockets
 from hypercorn.events import Event, Updated
 
 from gateway import clock, logs
@@ -27,6 +30,8 @@ log = logs.get("server")
 # Descriptors that are left for all else: model files, sandboxes, downloads, logs.
 RESERVED: Final = 256
 ACCEPT_LOG_S: Final = 60.0
+BACKLOG: Final = 2048  # connections that the system holds until they are accepted
+ACCEPTED: Final = 16  # of them in a turn of the loop: each is counted some turns later
 
 
 def most_connections() -> int:
@@ -35,6 +40,27 @@ def most_connections() -> int:
     if limit == resource.RLIM_INFINITY:
         return 1 << 30
     return max(limit // 2, limit - RESERVED)
+
+
+class Listener(socket.socket):
+    """A listening socket. For asyncio its queue is as long as what is accepted in a turn."""
+
+    def listen(self, backlog: int = BACKLOG) -> None:
+        """Listen with a queue of BACKLOG, whatever is asked for."""
+        super().listen(BACKLOG)
+
+
+class Config(HypercornConfig):
+    """Hypercorn's settings, by which a burst of connections takes no descriptor of RESERVED."""
+
+    backlog = ACCEPTED
+
+    def create_sockets(self) -> Sockets:
+        """Return Hypercorn's sockets, as listeners."""
+        sockets = super().create_sockets()
+        opened = sockets.insecure_sockets
+        opened[:] = [Listener(fileno=each.detach()) for each in opened]
+        return sockets
 
 
 class Crowd:

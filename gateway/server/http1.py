@@ -15,7 +15,8 @@ from gateway.server.bodies import Stream
 LONG_READ = 16 * 1024
 MOST_AHEAD = 256 * 1024  # bytes that a client may send while it waits for an answer
 LAST_CHUNK = b"0\r\n\r\n"
-_BARE_LF = re.compile(rb"(?<!\r)\n")
+# A bare LF, or a line that continues the one before it.
+_UNCLEAR = re.compile(rb"(?<!\r)\n|(?<=\n)[ \t]")
 
 
 class _Paused(Exception):
@@ -63,6 +64,9 @@ class Http1(H11Protocol):
     async def handle(self, event: Event) -> None:
         """Handle received bytes in order; handle other events at once."""
         if not isinstance(event, RawData):
+            if isinstance(event, Closed):  # nobody waits for what was sent ahead
+                self._is_over = True
+                self._ahead.clear()
             await super().handle(event)
             return
         async with self._lock:
@@ -77,12 +81,14 @@ class Http1(H11Protocol):
                 await self._end()
             return
         if self.connection.their_state is h11.IDLE:
-            # Blank lines before a request are skipped, and a bare LF in its head is refused: both
-            # as RFC 9112 has it (2.2).
+            # Blank lines before a request are skipped, a bare LF in its head and folded lines are
+            # refused: all as RFC 9112 has it (2.2, 5.2).
             if not self._tail and not (data := data.lstrip(b"\r\n")):
                 return
             if not self._is_clear(data):
-                await self._refuse(BadRequest("Lines of a request's head should end in CRLF."))
+                await self._refuse(
+                    BadRequest("Lines of a request's head should end in CRLF, and not be folded.")
+                )
                 return
         try:
             await super().handle(RawData(data))
@@ -95,11 +101,11 @@ class Http1(H11Protocol):
             await asyncio.sleep(0)
 
     def _is_clear(self, data: bytes) -> bool:
-        """Return True if no line of the head so far ends in a bare LF."""
+        """Return True if no line of the head so far ends in a bare LF or is folded."""
         seen, start = self._tail + data, len(self._tail)
         end = seen.find(b"\r\n\r\n")
         self._tail = seen[-3:] if end < 0 else b""
-        return _BARE_LF.search(seen, start, len(seen) if end < 0 else end) is None
+        return _UNCLEAR.search(seen, start, len(seen) if end < 0 else end) is None
 
     def _check_body_end(self, data: bytes) -> None:
         """Make this request the last one if two readers may see its chunked body end elsewhere."""
@@ -129,6 +135,9 @@ class Http1(H11Protocol):
                 )
             )
         else:
+            # The stream asks for the body, once its app reads: it may refuse what it would be.
+            assert isinstance(self.connection, h11.Connection)
+            self.connection.client_is_waiting_for_100_continue = False
             await super()._create_stream(request)
 
     async def _check_protocol(self, event: h11.Request) -> None:

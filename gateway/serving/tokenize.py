@@ -1,5 +1,5 @@
-"""Thread pools for work off the loop (reading bodies, tokenising, templates, grammars), and texts
-that are tokenised there.
+"""Thread pools for work off the loop (reading bodies, tokenising, templates, grammars,
+descriptions of models and of the API), and texts that are tokenised there.
 
 Each kind of work has its own threads, and long work has others than short work.
 """
@@ -24,6 +24,7 @@ Kind: TypeAlias = Literal[
     "long prompts",
     "grammars",
     "checks",
+    "descriptions",
 ]
 THREADS: Final[dict[Kind, int]] = {
     # One each: reading holds the GIL, and each further thread takes from the loop's share of it.
@@ -35,6 +36,7 @@ THREADS: Final[dict[Kind, int]] = {
     "long prompts": 1,
     "grammars": 3,
     "checks": 2,
+    "descriptions": 1,
 }
 # A single text so short is tokenised on the loop: it takes 20 µs, a hop to a thread 300.
 SHORT_CHARS: Final = 1000

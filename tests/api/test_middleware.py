@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 import pytest
+import structlog
 from httpx2 import AsyncClient
 
 from gateway.api.access import is_here, origin_pattern
@@ -16,6 +17,7 @@ from gateway.registry import Catalog
 from tests.api.harness import chat, error_of
 from tests.fakes import ScriptedEngines
 from tests.serving_app import served
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -50,6 +52,15 @@ async def test_wrong_paths_and_methods_are_told_in_the_envelope(
     answer = await client.request(method, path)
     assert error_of(answer, status)["code"] == code
     assert status != 405 or answer.headers["allow"]
+
+
+async def test_a_method_is_told_and_logged_no_longer_than_a_path(client: AsyncClient) -> None:
+    with structlog.testing.capture_logs() as lines:
+        answer = await client.request("M" * 20_000, "/v1/models")
+        await until(lambda: any(line["event"] == "request" for line in lines))
+    assert error_of(answer, 405)["message"].startswith("Not allowed to MMM")
+    assert max(len(str(line)) for line in lines) < 1000
+    assert len(answer.text) < 1000
 
 
 LLAMA_CPPS = [

@@ -1,6 +1,8 @@
 """/openapi.json tells the truth: of every route, every field, every answer."""
 
+import asyncio
 import re
+import threading
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
@@ -11,6 +13,7 @@ from openapi_spec_validator import validate
 from starlette.routing import Route
 
 from gateway import __version__
+from gateway.api import ops
 from gateway.api.endpoints import ENDPOINTS
 from gateway.api.openapi import document
 from gateway.api.requests import Exposure
@@ -75,6 +78,23 @@ async def test_it_is_a_valid_document(
     assert chat["additionalProperties"] == unknown
     assert chat["properties"]["model"]["examples"] == ["writer", "gpt"]
     assert not [name for name in found["components"]["schemas"] if "__" in name], "two share a name"
+
+
+async def test_it_is_written_off_the_loop_and_once(
+    models: Catalog, engines: ScriptedEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes a fifth of a second, for which nothing else would be answered."""
+    threads = []
+
+    def write(*given: Any, **named: Any) -> dict[str, Any]:
+        threads.append(threading.current_thread())
+        return document(*given, **named)
+
+    monkeypatch.setattr(ops, "document", write)
+    async with served(models, engines) as client:
+        await asyncio.gather(*(fetched(client) for _ in range(3)))
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()
 
 
 async def test_a_key_is_sent_by_any_scheme_of_the_document(

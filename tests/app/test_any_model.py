@@ -119,7 +119,7 @@ async def test_a_model_is_named_downloaded_and_served(
     [
         ("else/a", (404, "model_not_found"), "may be named here: org/*"),
         ("org/../one", (404, "model_not_found"), "does not exist"),
-        ("org/missing", (503, "model_unavailable"), "no public repository org/missing"),
+        ("org/missing", (404, "model_not_found"), "no public repository org/missing"),
         ("org/gated", (400, "model_refused"), "org/gated is not public"),
         ("org/private", (400, "model_refused"), "org/private is not public"),
         ("org/coded", (400, "model_refused"), "Python code"),
@@ -204,7 +204,7 @@ async def test_a_pull_without_events_answers_at_its_end_and_counts_to_no_rate(
 async def test_what_is_wrong_with_a_pull_is_an_answer_or_an_event(
     client: httpx2.AsyncClient, hub: FakeHub
 ) -> None:
-    for model, status in (("nobody", 404), ("org/missing", 503), ("org/coded", 400)):
+    for model, status in (("nobody", 404), ("org/missing", 404), ("org/coded", 400)):
         async with pulling(client, model) as answer:
             assert answer.status_code == status
     assert (await client.post("/admin/models/pull", json={}, headers=ADMIN)).status_code == 400

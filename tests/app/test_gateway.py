@@ -1,6 +1,7 @@
 """The whole gateway on real MLX: tiny checkpoints, a fake hub, a real socket."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from gateway.engine.hub import Hub
 from tests.checkpoints import write_chat
 from tests.cpu_engines import cpu_engines, cpu_settings
 from tests.fake_hub import FakeHub
+from tests.gguf_files import write_model
 from tests.processes import children
 from tests.serving_app import catalog, served
 
@@ -114,3 +116,31 @@ async def test_the_sandboxes_of_a_gateway_end_with_it(tmp_path: Path) -> None:
         await ask(client, "one")
         assert len(children() - before) == 4, "two for templates, two for grammars"
     assert children() <= before
+
+
+async def test_a_tokenizer_is_described_as_it_is_once_its_model_is_loaded(tmp_path: Path) -> None:
+    """From its files alone, or not at all: the hub is not asked."""
+    write_model(write_chat(tmp_path / "one") / "tiny.gguf")
+    write_chat(tmp_path / "gone")
+    sources = {
+        "folder": {"source": "path:one", "chat_template": "{{ messages }}"},
+        "file": {"source": "path:one/tiny.gguf"},
+        "gone": {"source": "path:gone"},
+        "remote": {"source": "hub:org/tiny"},
+    }
+    models = {name: {"kind": "chat", **source} for name, source in sources.items()}
+    with FakeHub({"org/tiny": tmp_path / "one"}).serving() as hub:
+        place = Hub(endpoint=hub.url, cache=tmp_path / "cache")
+        async with served(catalog(tmp_path, models), engines(place), cache_max_models=1) as client:
+            for name in ("folder", "file"):
+                path = f"/v1/tokenizer_info?model={name}"
+                described = (await client.get(path)).json()
+                assert described["eos_token"]
+                await ask(client, name)
+                assert (await client.get(path)).json() == described
+            shutil.rmtree(tmp_path / "gone")
+            for name in ("gone", "remote"):
+                answer = await client.get(f"/v1/tokenizer_info?model={name}")
+                assert answer.status_code == 404
+                assert "not on this disk" in answer.json()["error"]["message"]
+        assert hub.asked == []

@@ -60,7 +60,7 @@ def test_a_name_that_cannot_be_had_is_a_line_of_every_command(
         done = inside(tmp_path, name, "hub:org/gone", **where)
         assert done.returncode == 1
         [line] = (done.stdout + done.stderr).splitlines()
-        assert "the hub has no public repository org/gone" in line
+        assert "hub has no public repository org/gone" in line
     assert not (tmp_path / "cache").exists()
 
 

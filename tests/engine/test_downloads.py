@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -28,6 +29,7 @@ from gateway.engine.hub import (
 from gateway.errors import ModelUnavailable
 from gateway.registry import ModelSpec
 from gateway.registry.specs import ChatSpec
+from tests import fake_hub
 from tests.fake_hub import COMMIT, FakeHub, sha256
 
 MB = 1024 * 1024
@@ -249,3 +251,17 @@ def test_listing_and_fetching_import_no_mlx() -> None:
     code = "import sys, gateway.engine.hub; print('mlx' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_a_small_file_far_longer_than_listed_is_not_fetched_whole(
+    hub: FakeHub, place: Hub, spec: ModelSpec, repo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.engine.hub.SPARE_BYTES", 1000)
+    siblings: Any = fake_hub._info("org/big", repo)["siblings"]
+    hub.says["org/big"] = {"siblings": siblings}
+    (repo / "config.json").write_bytes(b" " * 100_000)
+    with pytest.raises(ModelUnavailable, match="small files are longer than the hub says"):
+        download(spec, place)
+    assert not [file for file in blobs(place).iterdir() if file.stat().st_size == 100_000]
+    (repo / "config.json").write_text("{}")
+    assert download(spec, place)

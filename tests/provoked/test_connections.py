@@ -3,6 +3,9 @@
 import asyncio
 import contextlib
 import errno
+import os
+import socket
+import sys
 
 import httpx2
 import orjson
@@ -29,6 +32,7 @@ pytestmark = pytest.mark.anyio
 
 
 POST = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+MANY = 400  # connections at once
 CHUNKED = POST.encode() + b"Transfer-Encoding: chunked\r\n"
 
 
@@ -126,6 +130,9 @@ async def answered_once(client: httpx2.AsyncClient, sent: bytes, pieces: int) ->
         b"HTTP/1.1\r\nHost: localhost\r\nHost: other\r\n\r\n",
         b"HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding : chunked\r\n\r\n",
         b"HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: identity, chunked\r\n\r\n",
+        b"HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding:\r\n chunked\r\n\r\n",
+        b"HTTP/1.1\r\nHost: localhost\r\nX: y\r\n\tz\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"HTTP/1.1\r\n Host: localhost\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n",
     ],
 )
 @pytest.mark.parametrize("pieces", [1, 1000])
@@ -238,6 +245,33 @@ async def test_a_connection_with_a_request_under_way_is_not_closed_for_others(
             assert (await answer(new))[0] == 200
         engines.open()
         assert (await answer(reader))[0] == 200
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="its queues hold 128 connections")
+async def test_a_burst_of_connections_leaves_descriptors_for_all_else(
+    client: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is accepted at once is more than may stay open, until it is seen."""
+    seen = 0
+
+    class Counter(connections.Crowd):
+        def note_idle(self, connection: connections.Connection) -> None:
+            nonlocal seen
+            seen += 1
+            super().note_idle(connection)
+
+    monkeypatch.setattr(connections.Connection, "crowd", Counter(lambda: 20))
+    with contextlib.ExitStack() as stack:
+        for _ in range(MANY):
+            silent = stack.enter_context(socket.socket())
+            silent.setblocking(False)
+            silent.connect_ex(("127.0.0.1", client.base_url.port))
+        before = most = len(os.listdir("/dev/fd"))
+        async with asyncio.timeout(20):
+            while seen < MANY:
+                await asyncio.sleep(0)
+                most = max(most, len(os.listdir("/dev/fd")))
+    assert most - before < connections.RESERVED
 
 
 def test_too_many_open_files_are_told_once_a_minute() -> None:

@@ -9,6 +9,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from gateway.registry import Catalog
+from gateway.server import connections
 from tests.provoked.engines import HeldEngines
 from tests.provoked.harness import HEALTH, answer, connected
 from tests.serving_app import served, served_app, settings
@@ -41,8 +42,12 @@ class Reader:
         if scope["path"] == "/held":
             self.held += 1
             await self.is_let_go.wait()
+        if scope["path"] == "/late":  # it has its answer only once the client has left
+            self.held += 1
+            while (await receive())["type"] != "http.disconnect":
+                pass
         size, more = 0, True
-        while more:
+        while more and scope["path"] != "/late":
             message = await receive()
             if message["type"] == "http.disconnect":
                 return
@@ -144,3 +149,65 @@ async def test_a_client_that_ends_its_side_with_its_body_is_answered(
         await asyncio.sleep(0.05)  # for the end to be seen
         reader.is_let_go.set()
         assert await answer(answers) == (200, b"%d" % MANY)
+
+
+async def test_what_a_client_sent_ahead_is_not_served_once_it_has_left(
+    of_reader: httpx2.AsyncClient, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of requests of nobody would be answered, and each answer is a line of asyncio's."""
+    crowd = connections.Crowd()
+    monkeypatch.setattr(connections.Connection, "crowd", crowd)
+    async with connected(of_reader) as (_, writer):
+        writer.write(HEALTH.replace(b"/health", b"/late") * 20)
+        await until(lambda: reader.held == 1)
+    await until(lambda: not (crowd._idle or crowd._busy))
+    assert reader.held == 1
+
+
+POST = b"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nExpect: 100-Continue\r\n"
+BODY = b'{"model": "embedder", "input": "hi"}'
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (POST + b"Content-Length: 100000000000\r\n\r\n", 413),
+        (POST.replace(b"embeddings", b"nothing") + b"Content-Length: 5\r\n\r\n", 404),
+        (POST.replace(b"localhost", b"evil.example") + b"Content-Length: 5\r\n\r\n", 403),
+    ],
+)
+async def test_a_body_that_would_be_refused_is_not_asked_for(
+    client: httpx2.AsyncClient, head: bytes, status: int
+) -> None:
+    async with connected(client) as (reader, writer):
+        writer.write(head)
+        assert (await answer(reader))[0] == status
+        async with asyncio.timeout(5):
+            assert await reader.read() == b""
+
+
+@pytest.mark.parametrize("length", [b"Content-Length: %d", b"Transfer-Encoding: chunked"])
+async def test_a_client_that_waits_to_be_asked_for_its_body_is_asked_once(
+    client: httpx2.AsyncClient, length: bytes
+) -> None:
+    body = BODY if b"%" in length else b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
+    head = POST + length.replace(b"%d", b"%d" % len(BODY)) + b"\r\n\r\n"
+    async with connected(client) as (reader, writer):
+        for _ in range(2):
+            writer.write(head)
+            assert (await answer(reader))[0] == 100
+            writer.write(body[:9])
+            await asyncio.sleep(0.01)
+            writer.write(body[9:])
+            assert (await answer(reader))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "head", [POST, POST.replace(b"1.1", b"1.0")], ids=["it does not wait", "it cannot wait"]
+)
+async def test_a_client_that_does_not_wait_is_not_asked(
+    client: httpx2.AsyncClient, head: bytes
+) -> None:
+    async with connected(client) as (reader, writer):
+        writer.write(head + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
+        assert (await answer(reader))[0] == 200

@@ -81,6 +81,16 @@ def read_chat_setup(
     )
 
 
+def read_tokenizer(files: Path, *, name: str, chat_template: str | None) -> Any:
+    """Return a chat model's tokenizer, as transformers has it, with the given template in place of
+    its own. Like `read_chat_setup`, it takes seconds and no MLX. Raises ModelLoadFailed.
+    """
+    _, wrapper = _read_tokenizer(open_checkpoint(name, files), files)
+    if chat_template is not None:
+        wrapper.chat_template = chat_template
+    return wrapper._tokenizer
+
+
 def _read_tokenizer(
     checkpoint: Checkpoint | GgufCheckpoint, files: Path
 ) -> tuple[dict[str, Any], TokenizerWrapper]:

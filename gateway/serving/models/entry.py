@@ -7,7 +7,14 @@ from types import MappingProxyType
 from typing import Final, Generic, TypeVar
 
 from gateway import clock
-from gateway.errors import GatewayError, InsufficientMemory, ModelLoadFailed, ModelUnavailable
+from gateway.errors import (
+    GatewayError,
+    InsufficientMemory,
+    ModelLoadFailed,
+    ModelNotFound,
+    ModelRefused,
+    ModelUnavailable,
+)
 from gateway.registry import ModelSpec
 from gateway.serving.budget import Share
 
@@ -21,21 +28,19 @@ class Failures:
     """The last failure of each model."""
 
     def __init__(self) -> None:
-        self._errors: dict[str, GatewayError] = {}
-        self._until: dict[str, float] = {}
+        self._errors: dict[str, tuple[GatewayError, float]] = {}  # each until a time
 
     def remember(self, model: str, error: GatewayError) -> None:
         """Keep an error of the model itself; a shutdown or a lack of room is not one."""
         match error:
-            case ModelUnavailable():
+            case ModelUnavailable() | ModelNotFound() | ModelRefused():
                 seconds = UNAVAILABLE_S
             case ModelLoadFailed() | InsufficientMemory():
                 seconds = BROKEN_S
             case _:
                 return
         # Without its traceback, whose frames hold the half-read model.
-        self._errors[model] = copy_error(error)
-        self._until[model] = clock.now() + seconds
+        self._errors[model] = (copy_error(error), clock.now() + seconds)
 
     def forget(self, model: str) -> None:
         """Let a model's next load be tried at once."""
@@ -46,13 +51,13 @@ class Failures:
 
     def check(self, model: str) -> None:
         """Raise the error of this model's last load if it is recent."""
-        error = self._errors.get(model)
-        if error is not None and clock.now() < self._until[model]:
+        error, until = self._errors.get(model, (None, 0.0))
+        if error is not None and clock.now() < until:
             raise copy_error(error) from None
 
     def of(self, model: str) -> GatewayError | None:
         """Return the model's last failure, however long ago, if no load has succeeded since."""
-        return self._errors.get(model)
+        return self._errors.get(model, (None, 0.0))[0]
 
     def models(self) -> tuple[str, ...]:
         """Return the models whose last load failed."""

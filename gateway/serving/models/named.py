@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from gateway.errors import (
+    GatewayError,
     InsufficientDisk,
     InsufficientMemory,
     ModelNotFound,
@@ -17,10 +18,11 @@ from gateway.errors import (
 )
 from gateway.logs import human_bytes
 from gateway.registry import Catalog, ModelSpec
-from gateway.serving.models.entry import shared
+from gateway.serving.models.entry import Failures, shared
 from gateway.serving.models.pulls import ADMIN, Pull, Pulls
 
 MOST_NAMED: Final = 16
+MOST_REFUSED: Final = 256  # names of which it is known for a while that the hub has them not
 RETRY_S: Final = 5.0
 _PART = r"\w(?:[\w.-]{0,94}\w)?"
 _REPO = re.compile(rf"(?:hub:)?({_PART}/{_PART}(?<!\.git))", re.ASCII)
@@ -78,6 +80,7 @@ class NamedModels:
     specs: dict[str, ModelSpec] = field(default_factory=dict)
     # What the hub is being asked for, and for which key.
     _looks: dict[str, tuple[str, asyncio.Task[ModelSpec]]] = field(default_factory=dict)
+    _refusals: Failures = field(default_factory=Failures)  # of what requests have named
 
     def is_new(self, name: str) -> bool:
         """Return True for what may be a model of the hub, and is not served yet."""
@@ -100,6 +103,7 @@ class NamedModels:
             return  # it is there, or gets the ordinary 404
         if not any(fnmatchcase(repo, pattern) for pattern in self.patterns):
             raise ModelNotFound(name, patterns=self.patterns)
+        self._refusals.check(repo)
         looks = [asked for asked, (owner, _) in self._looks.items() if owner == key]
         pulls = [pull.spec.id for pull in self.pulls.under_way if pull.key == key]
         for other in {*looks, *self.specs.keys() & pulls} - {repo}:
@@ -124,6 +128,10 @@ class NamedModels:
     async def _look(self, repo: str, key: str) -> ModelSpec:
         try:
             candidate = await self.offer(repo, key == ADMIN)
+        except GatewayError as error:
+            if key != ADMIN:
+                self._refuse(repo, error)
+            raise
         finally:
             del self._looks[repo]
         check_sizes(
@@ -138,6 +146,12 @@ class NamedModels:
         pull = self.pulls.begin(candidate.spec, key, candidate.whole)
         pull.task.add_done_callback(partial(self._settle, repo))
         return candidate.spec
+
+    def _refuse(self, repo: str, error: GatewayError) -> None:
+        """Ask the hub no more for what it has refused a moment ago."""
+        if len(self._refusals.models()) >= MOST_REFUSED:
+            self._refusals.clear()
+        self._refusals.remember(repo, error)
 
     def _make_place(self) -> None:
         """Let go of an idle model if there are MOST_NAMED. Raises Overloaded if none is idle."""

@@ -7,19 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from gateway import metrics
+from gateway import clock, metrics
 from gateway.errors import (
     GatewayError,
     InsufficientDisk,
     InsufficientMemory,
     ModelNotFound,
+    ModelRefused,
     ModelUnavailable,
     Overloaded,
     Unavailable,
 )
 from gateway.registry import Catalog, ChatSpec, HubSource, ModelSpec
+from gateway.serving.models.entry import UNAVAILABLE_S
 from gateway.serving.models.named import (
     MOST_NAMED,
+    MOST_REFUSED,
     Candidate,
     NamedModels,
     check_sizes,
@@ -256,6 +259,40 @@ async def test_what_was_refused_or_failed_is_forgotten_and_asked_anew(
     store.failing.clear()
     await callers.named.admit("org/b", "key-1")
     assert callers.offered == ["org/a", "org/b", "org/b"]
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [ModelNotFound("o/a"), ModelUnavailable("o/a", "gone."), ModelRefused("o/a", "it is gated.")],
+)
+async def test_what_the_hub_has_refused_is_not_asked_of_it_again_for_a_while(
+    pulls: Pulls, refusal: GatewayError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Admins may ask at once; of how many names it is known has a bound."""
+    assert refusal.code is not None
+    callers = Callers(pulls, "org/*")
+    callers.refusal = refusal
+    for name in ("org/a", "hub:org/a", "org/a"):
+        with refused(refusal.code):
+            await callers.named.admit(name, "key-1")
+    assert callers.offered == ["org/a"]
+    with refused(refusal.code):
+        await callers.named.pull("org/a")
+    assert callers.offered == ["org/a", "org/a"]
+    now = clock.now
+    monkeypatch.setattr(clock, "now", lambda: now() + UNAVAILABLE_S)
+    callers.refusal = None
+    await callers.named.admit("org/a", "key-1")
+    assert callers.offered == ["org/a"] * 3
+
+
+async def test_of_few_names_it_is_known_that_the_hub_has_refused_them(pulls: Pulls) -> None:
+    callers = Callers(pulls, "org/*")
+    callers.refusal = ModelNotFound("o/a")
+    for number in range(3 * MOST_REFUSED):
+        with refused("model_not_found"):
+            await callers.named.admit(f"org/{number}", "key-1")
+    assert len(callers.named._refusals.models()) <= MOST_REFUSED
 
 
 async def test_an_idle_model_goes_for_the_next(pulls: Pulls, store: ScriptedStore) -> None:
