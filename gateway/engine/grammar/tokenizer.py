@@ -23,9 +23,12 @@ _BYTE = '"<0x0A>"'  # as a vocabulary with tokens for bytes has it
 _PAUSE_S = 0.01  # between two parts: time for what has waited in the meantime
 
 
-# llguidance 1.9.1 holds the GIL while it reads them, for a second at 20,000 and three minutes at
-# 100,000 (AMD EPYC). Gemma 3 has 6,414.
+# llguidance 1.9.1 holds the GIL while it reads added tokens: a second for 20,000, three minutes for
+# 100,000, 37 s for 16,000 of 1,000 characters, over eight minutes for ten of 100,000 (AMD EPYC).
+# Gemma 3 has 6,414.
 MOST_ADDED: Final = 1 << 14
+MOST_CHARS: Final = 1 << 10  # of one
+MOST_ADDED_CHARS: Final = 1 << 20  # of all
 
 
 class GrammarTokenizer:
@@ -44,9 +47,7 @@ class GrammarTokenizer:
         eos_ids: Collection[int],
         marks: Collection[int] = (),
     ) -> None:
-        added = len(tokenizer.backend_tokenizer.get_added_tokens_decoder())
-        if added > MOST_ADDED:
-            raise ValueError(f"of {added:,} added tokens {MOST_ADDED:,} at most can be told apart")
+        _check_added(tokenizer.backend_tokenizer)
         size = max(vocab_size, 1 + max(tokenizer.get_vocab().values()))
         self.eos_ids = tuple(sorted(token for token in eos_ids if 0 <= token < vocab_size))
         if not self.eos_ids:
@@ -96,6 +97,16 @@ def _tokens(tokenizer: Tokenizer, size: int, eos_ids: Sequence[int]) -> LLTokeni
         raise ValueError(str(as_exception(error))) from error
     time.sleep(_PAUSE_S)
     return tokens.with_slices(LLTokenizer.general_slices())
+
+
+def _check_added(tokenizer: Tokenizer) -> None:
+    """Raise ValueError for added tokens that would take minutes to read."""
+    added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+    if len(added) > MOST_ADDED:
+        raise ValueError(f"of {len(added):,} added tokens {MOST_ADDED:,} at most can be told apart")
+    lengths = [len(content) for content in added]
+    if max(lengths, default=0) > MOST_CHARS or sum(lengths) > MOST_ADDED_CHARS:
+        raise ValueError(f"an added token has {max(lengths):,} characters, or all {sum(lengths):,}")
 
 
 def _readable(text: str) -> str:

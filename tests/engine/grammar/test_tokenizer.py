@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.loading import load_generation
 from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.grammar.tokenizer import MOST_ADDED, GrammarTokenizer
+from gateway.engine.grammar.tokenizer import MOST_ADDED, MOST_CHARS, GrammarTokenizer
 from gateway.errors import BadRequest
 from gateway.jobs import GenerateJob, Grammar, Sampling
 from tests.checkpoints import write_chat
@@ -163,10 +163,20 @@ def test_others_run_between_the_parts_of_the_making(gaps: list[float]) -> None:
     assert max(gaps) < 0.7 * took
 
 
-def test_more_added_tokens_than_can_be_told_apart_are_refused_before_they_are_read() -> None:
-    """Reading a hundred thousand would hold the GIL for three minutes."""
+@pytest.mark.parametrize(
+    ("added", "why"),
+    [
+        ([f"<{i}>" for i in range(MOST_ADDED + 1)], "of 16,385 added tokens 16,384 at most"),
+        (["x" * (MOST_CHARS + 1)], "an added token has 1,025 characters"),
+        ([f"{i:<1000}x" for i in range(1050)], "1,001 characters, or all 1,051,050"),
+    ],
+)
+def test_added_tokens_that_would_take_minutes_are_refused_before_they_are_read(
+    added: list[str], why: str
+) -> None:
+    """The GIL would be held all the while."""
     backend = spoilt()
-    backend.add_special_tokens([f"<{i}>" for i in range(MOST_ADDED + 1)])
+    backend.add_special_tokens(added)
     tokenizer = SimpleNamespace(backend_tokenizer=backend, get_vocab=backend.get_vocab)
-    with pytest.raises(ValueError, match="of 16,385 added tokens 16,384 at most"):
+    with pytest.raises(ValueError, match=why):
         GrammarTokenizer(tokenizer, vocab_size=30_000, eos_ids=[1])
