@@ -248,13 +248,13 @@ def _hold_one_of(node: Node, root: Node) -> bool:
     targets = [_target(way, root) for way in ways]
     required = frozenset(node.get("required", ()))
     is_held = len(ways) <= _MOST_COMPARED and all(
-        _are_apart(one, other, types(node), required) for one, other in combinations(targets, 2)
+        _are_apart(one, other, _kinds(node), required) for one, other in combinations(targets, 2)
     )
     # What names no other property fits no alternative that requires another.
     if not is_held and len(ways) <= _MOST_COMPARED and not _CONSTRAINTS & node.keys():
         closed = [_closed(way) for way in ways]
         is_held = all(
-            _are_apart(closed[i], targets[j], types(node), required)
+            _are_apart(closed[i], targets[j], _kinds(node), required)
             for i, j in permutations(range(len(ways)), 2)
         )
         if is_held:
@@ -276,7 +276,7 @@ def _are_apart(one: Schema, other: Schema, kinds: frozenset[str], required: froz
         return True
     if not isinstance(one, dict) or not isinstance(other, dict):
         return False
-    shared = kinds & types(one) & types(other)
+    shared = kinds & _kinds(one) & _kinds(other)
     if _differ(one, other) or not shared:
         return True
     if shared != {"object"}:
@@ -310,6 +310,7 @@ def _values(node: Node) -> frozenset[str] | None:
 
 
 def _kinds(node: Node) -> frozenset[str]:
+    """Return the JSON types of a schema's values: an integer is a number too."""
     kinds = types(node)
     return kinds | {"integer"} if "number" in kinds else kinds
 
