@@ -4,6 +4,7 @@ Nothing here changes the value it is given.
 """
 
 import json
+import math
 import re
 import urllib.parse
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -75,7 +76,7 @@ def parse_schema(text: str, *, max_bytes: int, max_depth: int) -> Schema:
     if len(text.encode(errors="surrogatepass")) > max_bytes:
         raise refusal(f"The JSON Schema is longer than {max_bytes} bytes.")
     try:
-        schema = json.loads(text, parse_constant=_no_such_number)
+        schema = json.loads(text, parse_constant=_no_such_number, parse_float=_number)
     except (ValueError, RecursionError) as error:
         raise refusal(f"The JSON Schema is not JSON: {error}") from error
     if not isinstance(schema, (dict, bool)):
@@ -97,7 +98,15 @@ def _children(value: Any) -> Iterable[Any]:
 
 
 def _no_such_number(name: str) -> float:
-    raise ValueError(f"{name} is not a JSON number")
+    raise ValueError(f"{name[:64]} is not a JSON number, or more than a double holds")
+
+
+def _number(text: str) -> float:
+    """Read a number. A whole one is an integer in JSON Schema, so 1.0 counts as 1 does."""
+    number = float(text)
+    if math.isinf(number):
+        return _no_such_number(text)
+    return int(number) if number.is_integer() else number
 
 
 def draft_of(schema: Schema) -> Draft:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations, permutations
 from typing import Any, Final
 
+from llguidance import LLMatcher, grammar_from
+
 from gateway.engine.grammar.patterns import DATES, is_holdable, quotable
 from gateway.engine.grammar.schemas import (
     ROOT,
@@ -32,8 +34,11 @@ _LARGEST: Final = 2**53  # beyond it neighbouring integers are one double, and l
 _LOWER: Final = ("minimum", "exclusiveMinimum")
 _UPPER: Final = ("maximum", "exclusiveMaximum")
 _COUNTS: Final = ("minProperties", "maxProperties")
+_COUNTED: Final = {"minLength", "maxLength", "minItems", "maxItems", *_COUNTS}
+_MOST_COUNTED: Final = 2**32 - 1  # no answer has so much, and llguidance takes no larger number
 _MOST_OPTIONAL: Final = 8  # properties, of which one at least is asked for: as many alternatives
 _MOST_COMPARED: Final = 64  # alternatives of a `oneOf`, each pair of which is compared
+_FAULT: Final = re.compile(r"^regex parse error:.*^error: (.+)$", re.MULTILINE | re.DOTALL)
 _UNIMPLEMENTED: Final = re.compile(r"Unimplemented keys: (\[.*\])")
 # Keywords that ask nothing by themselves, and those that stand for another one.
 _ASK_NOTHING: Final = frozenset(
@@ -133,7 +138,9 @@ def _items(node: Node) -> Iterator[str]:
 
 
 def _large_numbers(node: Node) -> Iterator[str]:
-    """Draw bounds in to what a double keeps exact; leave out those that would become wider."""
+    """Draw counts and bounds in to what is exact; leave out bounds that would become wider."""
+    for key in _COUNTED & node.keys():
+        node[key] = min(node[key], _MOST_COUNTED)
     for key in (*_LOWER, *_UPPER, "multipleOf"):
         bound = node.get(key)
         if not is_number(bound) or abs(bound) <= _LARGEST:
@@ -351,11 +358,21 @@ def why(part: Held, problem: str) -> str:
                 )
         if node.get("enum") == []:
             return f"The JSON Schema keyword `enum` at {place} is empty: it allows no value."
+        named = [("patternProperties", name) for name in node.get("patternProperties", ())]
+        for key, pattern in [("pattern", node.get("pattern", "")), *named]:
+            fault = _FAULT.search(problem) and _FAULT.search(_problem_of(pattern))
+            if fault:
+                return f"The JSON Schema keyword `{key}` at {place} cannot be read: {fault[1]}."
     for words, reason in _REASONS.items():
         if words in problem:
             return f"The JSON Schema {reason}."
     reason = problem.partition("\n")[0].strip().rstrip(".")[:200]
     return f"The JSON Schema cannot be held by a grammar as it is combined: {reason}."
+
+
+def _problem_of(pattern: str) -> str:
+    """Return what the compiler says of a pattern alone."""
+    return LLMatcher.validate_grammar(grammar_from("json_schema", json.dumps({"pattern": pattern})))
 
 
 def check_strict(unenforced: Sequence[str]) -> None:
