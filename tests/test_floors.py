@@ -133,7 +133,7 @@ BUDGET: dict[str, int] = {
     "cli": 1564,
     "clock": 40,
     "doctor": 336,
-    "engine": 11580,
+    "engine": 11582,
     "errors": 267,
     "ids": 10,
     "jobs": 289,
@@ -141,7 +141,7 @@ BUDGET: dict[str, int] = {
     "metrics": 210,
     "registry": 1246,
     "server": 261,
-    "serving": 4405,
+    "serving": 4416,
     "settings": 359,
     "wire": 3609,
 }
