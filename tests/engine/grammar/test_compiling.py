@@ -14,6 +14,7 @@ from gateway.engine.grammar.shaping import Shape
 from gateway.errors import BadRequest
 from gateway.jobs import Calling, Function, Grammar
 from gateway.serving.sandbox import Sandbox
+from gateway.settings import Settings
 from tests.engine.grammar.drawn_rows import (
     OPEN,
     allowed,
@@ -409,6 +410,16 @@ def test_a_grammar_that_takes_too_long_is_given_up() -> None:
     schema = {"allOf": [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(500)]}
     with sandbox("grammar", 0.3) as short, pytest.raises(TimeoutError):
         compile_grammar(tokenizer(), schema_grammar(schema), sandbox=short, shape=OPEN)
+
+
+@pytest.mark.slow
+def test_no_compilation_takes_longer_than_two_seconds_unless_it_is_asked_to() -> None:
+    """A step of many digits has as many states as its value."""
+    costly = {"type": "integer", "multipleOf": 123_456_789, "minimum": 0, "maximum": 10**10 - 1}
+    limit_s = Settings.model_fields["structured_compile_timeout_s"].default
+    assert limit_s == 2
+    with sandbox("grammar", limit_s) as box, pytest.raises(TimeoutError):
+        compile_grammar(tokenizer(), schema_grammar(costly), sandbox=box)
 
 
 @pytest.mark.parametrize(
