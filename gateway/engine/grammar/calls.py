@@ -15,6 +15,7 @@ from gateway.errors import BadRequest
 from gateway.jobs import Calling, Function, Grammar, SchemaRule
 
 _ANSWER: Final = "answer"
+_FREE: Final = "start: tag* TEXT"
 # With any of these, an object may have properties that its own `properties` don't name.
 _OPENING = frozenset(
     {
@@ -79,11 +80,16 @@ def answer_grammar(
     if form is None or not rules:
         return None
     if form.is_special:
-        start = f"start: tag* TEXT\ntag: TEXT {form.start} call"
+        start = f"{_FREE}\ntag: TEXT {form.start} call"
     else:
-        start = f"start: tag* TEXT\ntag: trigger call\ntrigger[lazy]: TEXT {json.dumps(form.start)}"
+        start = f"{_FREE}\ntag: trigger call\ntrigger[lazy]: TEXT {json.dumps(form.start)}"
     source = _lark(f"{start}\nTEXT: /(.|\\n)*/", tools, rules, "", _closing(form))
     return Grammar("calls", source, schemas=tuple(rules))
+
+
+def is_free(calls: Grammar) -> bool:
+    """Return True if calls stand between any text, and False if all but their marks is JSON."""
+    return calls.source.startswith(_FREE)
 
 
 def with_schemas(source: str, schemas: Mapping[str, Schema]) -> str:
