@@ -133,7 +133,7 @@ BUDGET: dict[str, int] = {
     "cli": 1564,
     "clock": 40,
     "doctor": 336,
-    "engine": 11608,
+    "engine": 11615,
     "errors": 267,
     "ids": 10,
     "jobs": 289,

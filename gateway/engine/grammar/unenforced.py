@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from llguidance import LLMatcher, grammar_from
 
-from gateway.engine.grammar.patterns import DATES, is_holdable, quotable
+from gateway.engine.grammar.patterns import OWN_FORMATS, as_ecma, is_holdable
 from gateway.engine.grammar.schemas import (
     ROOT,
     Node,
@@ -224,16 +224,16 @@ def _patterns(node: Node) -> Iterator[str]:
     """Leave out patterns that mean something else to llguidance, or repeat too much."""
     if "pattern" in node:
         if is_holdable(node["pattern"]):
-            node["pattern"] = quotable(node["pattern"])
+            node["pattern"] = as_ecma(node["pattern"])
         else:
             del node["pattern"]
             yield "pattern"
-    elif node.get("format") in DATES:
-        node["pattern"] = DATES[node.pop("format")]
+    elif node.get("format") in OWN_FORMATS:
+        node["pattern"] = OWN_FORMATS[node.pop("format")]
     named = node.get("patternProperties", {})
     if all(map(is_holdable, named)):
         if named:
-            node["patternProperties"] = {quotable(pattern): named[pattern] for pattern in named}
+            node["patternProperties"] = {as_ecma(pattern): named[pattern] for pattern in named}
         return
     del node["patternProperties"]
     yield "patternProperties"
