@@ -133,7 +133,7 @@ BUDGET: dict[str, int] = {
     "cli": 1564,
     "clock": 40,
     "doctor": 336,
-    "engine": 11615,
+    "engine": 11620,
     "errors": 267,
     "ids": 10,
     "jobs": 289,
@@ -143,7 +143,7 @@ BUDGET: dict[str, int] = {
     "server": 261,
     "serving": 4417,
     "settings": 359,
-    "wire": 3609,
+    "wire": 3614,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))
 # A line of a map: names, two spaces or more, and what they are.

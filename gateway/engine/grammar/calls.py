@@ -100,9 +100,10 @@ def with_schemas(source: str, schemas: Mapping[str, Schema]) -> str:
 def _close(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Forbid arguments that a function does not declare, unless it says that there may be more."""
     # A model that must call one without parameters would otherwise invent some, without end.
-    if _OPENING & parameters.keys() or _needs_more(parameters):
-        return dict(parameters)
-    return {"type": "object", **parameters, "additionalProperties": False}
+    closed = {**parameters, "type": "object"}
+    if not _OPENING & parameters.keys() and not _needs_more(parameters):
+        closed["additionalProperties"] = False
+    return closed
 
 
 def _needs_more(parameters: Mapping[str, Any]) -> bool:

@@ -42,6 +42,7 @@ _ASIDE: Final = frozenset(
 SCALARS: Final = frozenset({"string", "number", "integer", "boolean", "null"})
 TYPES: Final = SCALARS | {"array", "object"}
 _NOTES: Final = frozenset({"title", "description", "default", "examples", "$comment"})
+_BESIDE_REF: Final = frozenset({"$ref", "$schema", "$defs", "definitions"})
 _PROBLEMS: Final = {
     "minimum": "must be at least {}",
     "exclusiveMinimum": "must be above {}",
@@ -259,9 +260,8 @@ def settle_refs(root: Node) -> tuple[Collection[int], Mapping[str, str]]:
     lost = set[int]()
     callers: dict[str, str] = {}
     moved: Node = {}
-    for _, node in nodes:
-        if not isinstance(node.get("$ref"), str):
-            continue
+    referring = [node for _, node in nodes if isinstance(node.get("$ref"), str)]
+    for node in referring:
         address, _, fragment = node["$ref"].partition("#")
         if not is_plain or (address and urllib.parse.urljoin(base, address) != base):
             del node["$ref"]
@@ -277,6 +277,10 @@ def settle_refs(root: Node) -> tuple[Collection[int], Mapping[str, str]]:
             moved[ref] = target
             node["$ref"] = f"#/$defs/{urllib.parse.quote(escape(ref), safe='~')}"
             callers[node["$ref"]] = ref
+    if draft_of(root) not in (Draft.D201909, Draft.D202012):  # a reference stood alone
+        for node in referring:
+            for key in node.keys() - _BESIDE_REF:
+                del node[key]
     if moved:
         root["$defs"] = {**root.get("$defs", {}), **moved}
     for _, node in nodes:

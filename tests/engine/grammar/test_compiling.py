@@ -336,6 +336,25 @@ def calls(*functions: Function) -> Grammar:
     return grammar
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {},
+        {"type": ["object", "null"]},
+        {"anyOf": [{"type": "array"}, {"type": "object", "properties": {"a": TEXT}}]},
+        {"$ref": "#/$defs/T", "$defs": {"T": {"properties": {"a": {"$ref": "#/$defs/T"}}}}},
+    ],
+    ids=str,
+)
+def test_the_arguments_of_a_forced_call_are_an_object(parameters: dict[str, Any]) -> None:
+    """Whatever else their schema allows."""
+    grammar = compile_grammar(tokenizer(), calls(Function("f", parameters)), shape=OPEN)
+    start = '{"name":"f","arguments":'
+    assert grammar.matcher(ids(start + "{}}")).may_end
+    for said in ("[", "null", "1"):
+        assert grammar.matcher(ids(start + said)).error
+
+
 def test_calls_may_be_longer_than_what_a_caller_writes() -> None:
     """Their schemas were bounded one by one; the whole has a bound of its own."""
     long = Grammar("calls", f'start: "a" // {"x" * 40_000}')

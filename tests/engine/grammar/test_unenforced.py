@@ -109,6 +109,26 @@ HELD: list[tuple[Any, list[Any]]] = [
          "items": [TEXT, {"$ref": "#/items/0"}], "additionalItems": False},
         [["a", "b"], ["a", 1], ["a", "b", "c"]],
     ),
+    # Before 2019-09 nothing stands beside a reference.
+    *(
+        (
+            {"$schema": draft, **thing("a", a={"$ref": "#/definitions/A", "type": "integer"}),
+             "definitions": {"A": TEXT}},
+            [{"a": "x"}, {"a": 1}],
+        )
+        for draft in ("http://json-schema.org/draft-04/schema#",
+                      "http://json-schema.org/draft-07/schema#")
+    ),
+    (
+        {"$schema": "http://json-schema.org/draft-07/schema#", "$ref": "#/properties/a",
+         "minLength": 9, "properties": {"a": {**TEXT, "maxLength": 2}}},
+        ["ab", "abc", ["ab"]],
+    ),
+    (
+        {"$schema": "https://json-schema.org/draft/2019-09/schema", "definitions": {"A": TEXT},
+         "items": {"$ref": "#/definitions/A", "maxLength": 1}},
+        [["a"], ["ab"], [1]],
+    ),
     (
         {"items": {"$ref": "#/components/schemas/A"},
          "components": {"schemas": {"A": {"$ref": "#/components/schemas/B"}, "B": TEXT}}},
