@@ -1,6 +1,6 @@
 """The sandbox as the gateway starts it."""
 
-import pickle
+import json
 import sys
 from typing import Any
 
@@ -24,7 +24,7 @@ def template(source: str, **more: Any) -> dict[str, Any]:
     arguments = {"conversations": [[]], "chat_template": source, **more}
     return {
         "kind": "template",
-        "arguments": pickle.dumps(arguments),
+        "arguments": json.dumps(arguments),
         "max_chars": 3_000_000,
         "max_bytes": 1 << 29,
     }

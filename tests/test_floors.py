@@ -144,7 +144,7 @@ BUDGET: dict[str, int] = {
     "server": 290,
     "serving": 4416,
     "settings": 359,
-    "wire": 3609,
+    "wire": 3614,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))
 # A line of a map: names, two spaces or more, and what they are.

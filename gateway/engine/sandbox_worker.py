@@ -4,18 +4,18 @@ A script, run by path, so that nothing of ours is imported and never mlx. Its ar
 descriptor of a `multiprocessing` connection, and the kind of request that it makes ready for. It
 says that it is ready, then takes requests and answers each. At the end of the connection it ends.
 
-A request is a dict: `kind`, `processor_s` of processor time after which the kernel ends the process
-by SIGPROF, `seconds` after which it does so even if the gateway is gone, `max_bytes` of memory
-beyond what it holds at the start, and what the kind needs. An answer
-is an outcome, its value, and whether the process has grown so large that another should take its
-place.
+All of that is JSON, in bytes. A request is an object: `kind`, `processor_s` of processor time after
+which the kernel ends the process by SIGPROF, `seconds` after which it does so even if the gateway
+is gone, `max_bytes` of memory beyond what it holds at the start, and what the kind needs. An answer
+is a list: an outcome, its value, and whether the process has grown so large that another should
+take its place.
 """
 
 import contextlib
 import functools
 import importlib.util
+import json
 import os
-import pickle
 import resource
 import signal
 import sys
@@ -36,6 +36,7 @@ one of its kind, or large, busy, slow, late, died or killed with a reason.
 STACK_BYTES: Final = 4 << 20
 TRIAL_STEPS: Final = 8
 TRIAL_FORCED: Final = 64  # tokens at a step
+MOST_REASON: Final = 2000  # characters of a refusal
 SPENT_BYTES: Final = 512 << 20  # malloc gives little back
 # Of keywords whose value depends on what does not fit, or on what was looked at.
 TURNING: Final = ("not", "oneOf", "if", "maxContains", "unevaluatedItems", "unevaluatedProperties")
@@ -52,7 +53,7 @@ def try_grammar(request: Request) -> Answer:
 
     # Only survival counts: the gateway compiles again, with the model's tokenizer, and reports
     # what is wrong.
-    tokenizer, eos = _bytes_tokenizer(request["specials"])
+    tokenizer, eos = _bytes_tokenizer(tuple(request["specials"]))
     matcher = LLMatcher(
         tokenizer, request["spec"], log_level=0, limits=LLParserLimits(**request["limits"])
     )
@@ -91,15 +92,15 @@ def _bytes_tokenizer(specials: tuple[str, ...]) -> tuple[Any, int]:
 def render(request: Request) -> Answer:
     """Render a chat template as transformers does.
 
-    `arguments` are those of its `render_jinja_template`, pickled; what is longer than `max_chars`
+    `arguments` are those of its `render_jinja_template`, as JSON; what is longer than `max_chars`
     is too large.
     """
     try:
-        rendered: Any = _renderer()(**pickle.loads(request["arguments"]))
+        rendered: Any = _renderer()(**json.loads(request["arguments"]))
     except MemoryError:
         raise
     except Exception as error:  # a template is a program, and raises whatever it likes
-        return "refused", str(error)
+        return "refused", str(error)[:MOST_REASON]
     text, max_chars = rendered[0][0], request["max_chars"]
     if len(text) > max_chars:
         return "large", f"it writes {len(text)} characters, and may write {max_chars}"
@@ -129,8 +130,6 @@ def judge(request: Request) -> Answer:
     reference that leads out of the schema is never followed, and allows everything: then an answer
     that fits may not fit, and one that doesn't may, if a keyword turns what it allows around.
     """
-    import json
-
     import jsonschema_rs as rs
 
     schema, answer = json.loads(request["schema"]), json.loads(request["answer"])
@@ -157,7 +156,7 @@ def judge(request: Request) -> Answer:
                 return "refused", f"it leads to {followed[0]}"
             return "judged", is_valid
         except (ValueError, rs.ReferencingError) as error:
-            problem = str(error)
+            problem = str(error)[:MOST_REASON]
     return "refused", problem
 
 
@@ -170,7 +169,7 @@ READY: Final[Mapping[str, Callable[[], Answer]]] = {
     "grammar": lambda: try_grammar({"spec": "start: /a+/", "specials": (), "limits": {}}),
     "template": lambda: render(
         {
-            "arguments": pickle.dumps({"conversations": [[]], "chat_template": ""}),
+            "arguments": json.dumps({"conversations": [[]], "chat_template": ""}),
             "max_chars": 0,
         }
     ),
@@ -181,16 +180,17 @@ def serve(connection: "Connection[Any, Any]", kind: str) -> None:
     """Warm up for requests of `kind`, then answer requests until the other end closes."""
     READY[kind]()
     base_bytes = _address_space_bytes()
-    connection.send(("ready", None, False))
+    connection.send_bytes(json.dumps(("ready", None, False)).encode())
     with contextlib.suppress(EOFError):
         while True:
-            request = connection.recv()
+            request = json.loads(connection.recv_bytes())
             signal.setitimer(signal.ITIMER_REAL, request["seconds"])
             signal.setitimer(signal.ITIMER_PROF, request["processor_s"])
             _bound_memory(base_bytes + request["max_bytes"])
             answer = _answer(request)
             del request
-            connection.send((*answer, _most_resident_bytes() > SPENT_BYTES))
+            outcome = (*answer, _most_resident_bytes() > SPENT_BYTES)
+            connection.send_bytes(json.dumps(outcome).encode())
             for timer in (signal.ITIMER_REAL, signal.ITIMER_PROF):
                 signal.setitimer(timer, 0)
 
@@ -200,8 +200,8 @@ def _answer(request: Request) -> Answer:
         return KINDS[request["kind"]](request)
     except MemoryError:
         return "large", "it needs more memory than it may have"
-    except Exception as error:
-        return "refused", f"{type(error).__name__}: {error}"
+    except BaseException as error:  # a panic of Rust code is no Exception
+        return "refused", f"{type(error).__name__}: {error}"[:MOST_REASON]
 
 
 def _bound_memory(limit: int) -> None:

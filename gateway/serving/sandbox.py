@@ -6,8 +6,10 @@ that is killed at a limit of processor time, of memory or of waiting, and replac
 """
 
 import contextlib
+import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -33,6 +35,12 @@ POLL_S: Final = 0.1  # of the memory of a process that the system does not limit
 MOST_KEPT: Final = 1024  # keys of work that was killed
 LATE_LASTS_S: Final = 600.0  # other work slows it; a crash is kept for good
 GRACE_S: Final = 1.0
+MOST_BYTES: Final = 1 << 16  # of an answer, beyond the text that its request allows
+CHAR_BYTES: Final = 12  # at most: JSON in ASCII writes some characters as two escapes
+# What a process needs of the environment: it has no use for keys.
+PASSED: Final = re.compile(
+    "PATH|HOME|TMPDIR|LANG|LC_.*|PYTHONPATH|VIRTUAL_ENV|LD_LIBRARY_PATH|DYLD_.*|SYSTEMROOT"
+)
 KILLED: Final = "killed"
 LATE: Final = "late"
 
@@ -137,6 +145,8 @@ class Sandbox:
             return "died", "it needs more memory than it may have"
         except (OSError, EOFError):
             return process.ending()
+        except (ValueError, RecursionError):
+            return "died", "the process that tried it did not answer as it should"
 
     def _take(self) -> "_Process":
         with self._lock:
@@ -213,8 +223,7 @@ class _Process:
 
     def __init__(self, command: Sequence[str]) -> None:
         self._connection, other_end = multiprocessing.Pipe()
-        secret = ("GATEWAY_", "OPENAI_", "HF_TOKEN")
-        public = {name: value for name, value in os.environ.items() if not name.startswith(secret)}
+        passed = {name: value for name, value in os.environ.items() if PASSED.fullmatch(name)}
         with other_end:
             descriptor = other_end.fileno()
             self._process = subprocess.Popen(
@@ -223,11 +232,12 @@ class _Process:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={**public, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+                env={**passed, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
             )
         # Reaps it, however it ends: no call may come that finds it gone.
         threading.Thread(target=self._process.wait, name="reaper", daemon=True).start()
         self._max_bytes: int | None = None
+        self._max_answer = MOST_BYTES
         self._is_ready = False
         self.is_spent = False
 
@@ -243,7 +253,7 @@ class _Process:
         if not self._connection.poll(START_S):
             self.kill()  # the next request finds it gone
             return
-        self._connection.recv()
+        self._connection.recv_bytes(MOST_BYTES)
         self._is_ready = True
 
     def ask(
@@ -251,17 +261,22 @@ class _Process:
     ) -> Outcome | None:
         """Send a request unless it is None, and wait for the answer; None if it takes longer.
 
-        Raises OSError or EOFError if the process died, and MemoryError if it holds more than the
-        request allows (with `watch_memory`).
+        Raises OSError or EOFError if the process died, MemoryError if it holds more than the
+        request allows (with `watch_memory`), and ValueError or RecursionError for no answer at all.
         """
         ends_at = time.monotonic() + seconds
         if request is not None:
             self._max_bytes = request["max_bytes"] if watch_memory else None
-            self._connection.send(request)
+            self._max_answer = MOST_BYTES + CHAR_BYTES * request.get("max_chars", 0)
+            self._connection.send_bytes(json.dumps(request).encode())
         if not self._has_answer(ends_at):
             return None
-        name, value, self.is_spent = self._connection.recv()
-        return name, value
+        # As data: whatever runs in the process, nothing of it runs here.
+        match json.loads(self._connection.recv_bytes(self._max_answer)):
+            case [str(name), value, bool(is_spent)]:
+                self.is_spent = is_spent
+                return name, value
+        raise ValueError("this is no answer")
 
     def _has_answer(self, ends_at: float) -> bool:
         """Wait until `ends_at` for the answer to begin."""

@@ -312,9 +312,9 @@ class Settings(BaseSettings):
     """
     structured_rows: int = Field(default=1, ge=1, le=1024)
     """Structured answers written together, per model."""
-    structured_compile_timeout_s: float = Field(default=10, gt=0, le=600)
-    """Processor time that a grammar may take to compile; beyond it is a 400. A request waits three
-    times as long for one, then gets a 503.
+    structured_compile_timeout_s: float = Field(default=2, gt=0, le=600)
+    """Processor time that a grammar may take to compile; beyond it is a 400. A request waits
+    fifteen times as long for one, then gets a 503.
     """
     structured_cache_size: int = Field(default=128, ge=1, le=65_536)
     """Compiled grammars kept, per model."""

@@ -169,6 +169,8 @@ class ResponseFormat(Form):
     def _check_schema(self) -> "ResponseFormat":
         if self.type == "json_schema" and self.json_schema is None:
             raise ValueError("type 'json_schema' needs a 'json_schema'")
+        if self.json_schema and self.json_schema.strict and self.json_schema.schema_ is None:
+            raise ValueError("a strict 'json_schema' needs a 'schema'")
         if self.type == "json" and self.value is None:
             raise ValueError("type 'json' needs a 'value', which is a schema")
         if self.value is not None and self.type not in ("json", "json_object"):

@@ -127,6 +127,86 @@ def test_what_takes_long_keeps_nobody_else() -> None:
         assert slow.result()[0] == "killed"
 
 
+CHILD = """
+import json, os, pickle, sys
+from multiprocessing.connection import Connection
+connection = Connection(int(sys.argv[1]))
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, (sys.argv[2],)
+connection.send_bytes({ready})
+connection.recv_bytes()
+connection.send_bytes({answer})
+connection.recv_bytes()
+"""
+READY = """b'["ready", null, false]'"""
+
+
+def child(folder: Path, answer: str, ready: str = READY) -> Sandbox:
+    """Stand in for a process that answers its first request with these bytes, in Python's words."""
+    script = folder / "child.py"
+    script.write_text(CHILD.format(answer=answer, ready=ready))
+    return Sandbox((sys.executable, "-P", str(script), str(folder / "made")), timeout_s=30)
+
+
+@pytest.mark.parametrize(
+    ("answer", "ready"),
+    [
+        ("pickle.dumps(Evil())", READY),
+        ("pickle.dumps(Evil())", "pickle.dumps(Evil())"),
+        ("""b'["rendered", "ok"]'""", READY),
+        ("""b'[["rendered"], "ok", false]'""", READY),
+        ("b'[' * 50_000", READY),
+        ("b'\\xff\\xfe'", READY),
+        ("b' ' * 100_000", READY),
+    ],
+    ids=["a pickle", "two pickles", "short", "odd", "deep", "no text", "large"],
+)
+def test_what_a_process_sends_is_data(tmp_path: Path, answer: str, ready: str) -> None:
+    """A process that foreign code has taken over runs nothing here, and its call has failed."""
+    with child(tmp_path, answer, ready) as box:
+        assert box(grammar('start: "a"'), b"a")[0] == "died"
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_process_has_no_secret_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GATEWAY_API_KEYS", "AWS_SECRET_ACCESS_KEY", "PATH_TO_KEY", "LC_TIME", "TMPDIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    with child(tmp_path, 'json.dumps(["rendered", list(os.environ), False]).encode()') as box:
+        outcome, names = box(template("ok"), b"ok")
+    assert outcome == "rendered"
+    assert {"PATH", "LC_TIME", "TMPDIR", "OMP_NUM_THREADS"} <= {*names}
+    assert not [name for name in names if "KEY" in name]
+
+
+PANICKING = """
+import json, runpy, sys
+from tokenizers import Tokenizer, decoders, models
+worker = runpy.run_path(sys.argv[2])
+def panic(request):
+    tokenizer = Tokenizer(models.BPE(vocab={"b": 0}, merges=[]))
+    tokenizer.decoder = decoders.Strip("b", 1, 1)
+    return "rendered", tokenizer.decode([0])
+worker["KINDS"]["panic"] = panic
+from multiprocessing.connection import Connection
+worker["serve"](Connection(int(sys.argv[1])), "template")
+"""
+
+
+def test_a_panic_of_native_code_is_a_refusal(tmp_path: Path) -> None:
+    """It is no Exception of Python, and costs the request alone: the process serves the next."""
+    script = tmp_path / "panicking.py"
+    script.write_text(PANICKING)
+    with Sandbox((sys.executable, str(script), sandbox_worker.__file__), timeout_s=30) as box:
+        outcome, why = box({**template(""), "kind": "panic"}, b"panic")
+        assert (outcome, why.partition(":")[0]) == ("refused", "PanicException")
+        pids = {each._process.pid for each in box._idle}
+        assert box(template("ok"), b"ok") == OK
+        assert {each._process.pid for each in box._idle} == pids
+
+
 @pytest.mark.parametrize("is_memory_bounded", [True, False])
 def test_what_swells_is_ended(is_memory_bounded: bool) -> None:
     """By a limit or, where the system holds to none, by looking at it now and then."""

@@ -57,6 +57,11 @@ def test_any_object_is_a_schema_too(fields: dict[str, Any]) -> None:
     ("form", "told"),
     [
         ({"type": "json"}, "type 'json' needs a 'value'"),
+        ({"type": "json_schema", "json_schema": {"strict": True}}, "strict 'json_schema' needs a"),
+        (
+            {"type": "json_schema", "json_schema": {"strict": True, "schema": None}},
+            "a strict 'json_schema' needs a 'schema'",
+        ),
         ({"type": "text", "value": SCHEMA}, "does not go with type 'text'"),
         ({"type": "json_schema", "json_schema": NAMED, "value": SCHEMA}, "does not go with type"),
         ({"type": "json", "value": 3}, "response_format.value"),

@@ -95,6 +95,22 @@ def test_a_choice_of_nothing_is_refused(fields: dict[str, Any]) -> None:
     assert caught.value.param is not None
 
 
+@pytest.mark.parametrize("kind", ["array", ["array", "null"], "string", None])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_parameters_that_are_no_object_are_refused(kind: Any, choice: str) -> None:
+    """Or a call would be answered with a list."""
+    odd = {"type": "function", "function": {"name": "odd", "parameters": {"type": kind}}}
+    with pytest.raises(BadRequest, match="'odd' are of another 'type' than 'object'") as caught:
+        read(tools=[WEATHER, odd], tool_choice=choice)
+    assert (caught.value.param, caught.value.code) == ("tools", "invalid_function_parameters")
+
+
+@pytest.mark.parametrize("parameters", [{}, {"type": ["object", "null"]}, {"anyOf": [PARAMETERS]}])
+def test_parameters_that_may_be_an_object_are_taken(parameters: dict[str, Any]) -> None:
+    odd = {"type": "function", "function": {"name": "odd", "parameters": parameters}}
+    assert read(tools=[odd])[0] == ["odd"]
+
+
 def test_tools_of_other_types_are_skipped_beside_a_function() -> None:
     custom = {"type": "custom", "custom": {"name": "x"}}
     shown, calling = read(tools=[custom, CLOCK])

@@ -15,6 +15,7 @@ from gateway.errors import BadRequest
 from gateway.jobs import Calling, Function, Grammar, SchemaRule
 
 _ANSWER: Final = "answer"
+_FREE: Final = "start: tag* TEXT"
 # With any of these, an object may have properties that its own `properties` don't name.
 _OPENING = frozenset(
     {
@@ -79,11 +80,16 @@ def answer_grammar(
     if form is None or not rules:
         return None
     if form.is_special:
-        start = f"start: tag* TEXT\ntag: TEXT {form.start} call"
+        start = f"{_FREE}\ntag: TEXT {form.start} call"
     else:
-        start = f"start: tag* TEXT\ntag: trigger call\ntrigger[lazy]: TEXT {json.dumps(form.start)}"
+        start = f"{_FREE}\ntag: trigger call\ntrigger[lazy]: TEXT {json.dumps(form.start)}"
     source = _lark(f"{start}\nTEXT: /(.|\\n)*/", tools, rules, "", _closing(form))
     return Grammar("calls", source, schemas=tuple(rules))
+
+
+def is_free(calls: Grammar) -> bool:
+    """Return True if calls stand between any text, and False if all but their marks is JSON."""
+    return calls.source.startswith(_FREE)
 
 
 def with_schemas(source: str, schemas: Mapping[str, Schema]) -> str:
@@ -94,9 +100,10 @@ def with_schemas(source: str, schemas: Mapping[str, Schema]) -> str:
 def _close(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Forbid arguments that a function does not declare, unless it says that there may be more."""
     # A model that must call one without parameters would otherwise invent some, without end.
-    if _OPENING & parameters.keys() or _needs_more(parameters):
-        return dict(parameters)
-    return {"type": "object", **parameters, "additionalProperties": False}
+    closed = {**parameters, "type": "object"}
+    if not _OPENING & parameters.keys() and not _needs_more(parameters):
+        closed["additionalProperties"] = False
+    return closed
 
 
 def _needs_more(parameters: Mapping[str, Any]) -> bool:

@@ -19,7 +19,7 @@ from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 from outlines.types.dsl import Choice, to_regex
 
-from gateway.engine.grammar.calls import with_schemas
+from gateway.engine.grammar.calls import is_free, with_schemas
 from gateway.engine.grammar.matching import GrammarState, Matcher, TextTokens
 from gateway.engine.grammar.schemas import Node, Schema, check_draft, parse_schema, refusal
 from gateway.engine.grammar.shaping import Shape, shape_schema
@@ -288,7 +288,7 @@ class _Compiler:
             text = json.dumps(to_llguidance(form, options))
             spec = self.tokenizer.maker.get_json_schema_logits_processor(text).grammar
             try:
-                compiled, warnings = self.compile(spec, "invalid_json_schema", self.tokenizer.texts)
+                compiled, warnings = self.compile(spec, "invalid_json_schema", self.tokenizer.json)
             except _Uncompilable as error:
                 problem = str(error)
             else:
@@ -307,7 +307,10 @@ class _Compiler:
             )
         spec = self.tokenizer.maker.get_cfg_logits_processor(source).grammar
         # Only these may use the model's marks, which are control tokens.
-        return self.compile(spec, "invalid_grammar", self.tokenizer.texts_and_marks)
+        texts = self.tokenizer.texts_and_marks
+        if not is_free(grammar):
+            texts = replace(texts, spell=self.tokenizer.json.spell)
+        return self.compile(spec, "invalid_grammar", texts)
 
     def compile(
         self, spec: str, code: str, texts: TextTokens

@@ -4,8 +4,10 @@ A matcher never raises over a model's tokens: it records the error, and its sequ
 are uint32 words, bit i of word w allowing the token 32 w + i.
 """
 
+import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TypeAlias
 
@@ -16,6 +18,11 @@ from llguidance import LLExecutor, LLMatcher
 
 Mask: TypeAlias = npt.NDArray[np.uint32]
 _WORD = 32
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_DIGITS = b"-+.0123456789eE"
+_NUMBER = re.compile(rb"[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_LARGE = re.compile(rb"[0-9][eE]|[0-9]{200}")  # of a number that its next digits may make infinite
+_NEEDLESS = re.compile(rb"(?<=\.[0-9]{40})[0-9]+|(?<=[eE])0+(?=0)|(?<=[eE][-+])0+(?=0)")
 
 
 def words(vocab_size: int) -> int:
@@ -25,17 +32,21 @@ def words(vocab_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TextTokens:
-    """The tokens that are text, by their bytes, and the mask, (words,), of all that are not."""
+    """The tokens that are text, by their bytes, and the mask, (words,), of all that are not.
+
+    `spell` returns the bytes of tokens, where the text is JSON, whose numbers are kept finite.
+    """
 
     ids: Mapping[bytes, Sequence[int]]
     not_text: Mask
+    spell: Callable[[Sequence[int]], bytes] | None = None
 
     def with_marks(self, marks: Collection[int]) -> "TextTokens":
         """Return a copy in which these control tokens are allowed too, as themselves."""
         not_text = self.not_text.copy()
         for token in marks:
             not_text[token // _WORD] &= ~np.uint32(1 << (token % _WORD))
-        return TextTokens(self.ids, not_text)
+        return replace(self, not_text=not_text)
 
 
 class GrammarState:
@@ -44,6 +55,7 @@ class GrammarState:
     def __init__(self, matcher: LLMatcher, texts: TextTokens) -> None:
         self.matcher = matcher
         self._texts = texts
+        self._open = b""  # what JSON ends with: the quote of a string, or a number so far
 
     @property
     def may_end(self) -> bool:
@@ -58,6 +70,8 @@ class GrammarState:
     def advance(self, token: int) -> str | None:
         """Take a token; return the error if the grammar doesn't allow it."""
         self.matcher.consume_token(token)
+        if self._texts.spell is not None:
+            self._open = open_part(self._open + self._texts.spell([token]))
         return self.problem()
 
     def fill(self, row: Mask) -> str | None:
@@ -67,7 +81,15 @@ class GrammarState:
         return self.problem()
 
     def mend(self, row: Mask) -> None:
-        """Allow, as plain text, what llguidance would write with a control token."""
+        """Allow, as plain text, what llguidance would write with a control token, and in JSON no
+        digit that makes a number infinite: more than a double holds.
+        """
+        if self._texts.spell is not None and _LARGE.search(self._open):
+            octets = np.unpackbits(row.view(np.uint8), bitorder="little")
+            for token in np.flatnonzero(octets).tolist():
+                number = _NUMBER.search(self._open + self._texts.spell([token]))
+                if number and math.isinf(float(number[0])):
+                    row[token // _WORD] &= ~np.uint32(1 << (token % _WORD))
         # If only one text can follow, it allows the first token of that text as encoded, and a text
         # such as `<|end|>` encodes to the control token of that name, which is something else.
         if self.may_end or not (row & self._texts.not_text).any():
@@ -91,6 +113,14 @@ class GrammarState:
         if error.startswith("NoExtension"):
             return "no answer can match it"
         return error or None
+
+
+def open_part(text: bytes) -> bytes:
+    """Return what is not over at the end of JSON: the quote of a string, or a number so far."""
+    outside, quote, inside = _STRING.sub(b" ", text).partition(b'"')
+    if quote:
+        return quote + b"\\" * ((len(inside) - len(inside.rstrip(b"\\"))) % 2)
+    return _NEEDLESS.sub(b"", outside[len(outside.rstrip(_DIGITS)) :])
 
 
 class Matcher:

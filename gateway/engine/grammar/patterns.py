@@ -1,4 +1,4 @@
-"""Patterns of strings: which of them llguidance holds, how long they match, and those of dates."""
+"""Patterns of strings: which of them llguidance holds, how long they match; those of formats."""
 
 import re
 import warnings
@@ -17,17 +17,24 @@ _TIME: Final = (
     r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?"
     r"(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 )
+_ATOM: Final = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
+_LABEL: Final = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 # Every RFC 3339 date of the years 1 to 9999, and no second 60: readers such as Python's know none.
-DATES: Final = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
+_DATES: Final = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
+# Addresses at a domain with a dot in it: most validators take no other.
+OWN_FORMATS: Final = {**_DATES, "email": rf"^{_ATOM}(?:\.{_ATOM})*@(?:{_LABEL}\.)+{_LABEL}$"}
 # llguidance's own, of which some may be of any length.
-FORMATS: Final = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"})
-ENDLESS_FORMATS: Final = frozenset({"duration", "email", "hostname", "uri"})
+FORMATS: Final = frozenset({"duration", "hostname", "ipv4", "ipv6", "uri", "uuid"})
+ENDLESS_FORMATS: Final = frozenset({"duration", "hostname", "uri"})
 _WIDEST: Final = 10_000
 _MOST_REPEATED: Final = 2_000  # what repeats more compiles, and fails at some token of an answer
 # What opens a class always matches: a search that failed would begin again at each of a caller's
 # brackets, and holds the GIL all that time.
 _CLASS: Final = r"\[(?P<excludes>\^)?(?P<body>(?:\\.|[^\]\\])*)(?P<end>\])?"
-_CLASSES: Final = re.compile(rf"\\.|{_CLASS}", re.DOTALL)
+_PARTS: Final = re.compile(rf"\\.|\.|{_CLASS}", re.DOTALL)
+_SPACES: Final = r"\t-\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
+# ECMA's white space and ends of lines, which are other characters to Rust.
+_ECMA: Final = {r"\s": f"[{_SPACES}]", r"\S": f"[^{_SPACES}]", ".": r"[^\n\r\u2028\u2029]"}
 _QUOTE: Final = re.compile(r'["]|\\\\|\\x22|\\x5[cC]|\\u0022|\\u005[cC]')
 # What Rust's regex refuses or reads in another way than ECMA's: escapes of other letters, and in a
 # class what opens another or joins two. An empty class differs too.
@@ -79,19 +86,22 @@ def _repetitions(pattern: str) -> int:
     return largest
 
 
-def quotable(pattern: str) -> str:
-    """Keep quotes and backslashes out of the classes that exclude them.
+def as_ecma(pattern: str) -> str:
+    """Write a pattern that is ECMA's for llguidance, whose dialect is Rust's.
 
-    llguidance 1.9.1 lets them through `[^"]` when it writes the class as JSON would, where the
-    class has every control character; so each such class excludes NUL besides.
+    Quotes and backslashes are kept out of the classes that exclude them: llguidance 1.9.1 lets them
+    through `[^"]` when it writes the class as JSON would, where the class has every control
+    character; so each such class excludes NUL besides.
     """
 
-    def without_nul(match: re.Match[str]) -> str:
+    def rewrite(match: re.Match[str]) -> str:
+        part = match[0]
+        text = _ECMA.get(part) or re.sub(r"\\.", lambda e: _ECMA.get(e[0], e[0]), part)
         if match["excludes"] and match["end"] and _QUOTE.search(match["body"]):
-            return f"[^\\x00{match['body']}]"
-        return match[0]
+            return f"[^\\x00{text[2:]}"
+        return text
 
-    return _CLASSES.sub(without_nul, pattern)
+    return _PARTS.sub(rewrite, pattern)
 
 
 @lru_cache(maxsize=128)  # a caller's patterns, each of which may be most of a schema

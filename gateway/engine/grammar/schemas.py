@@ -4,6 +4,7 @@ Nothing here changes the value it is given.
 """
 
 import json
+import math
 import re
 import urllib.parse
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -41,6 +42,7 @@ _ASIDE: Final = frozenset(
 SCALARS: Final = frozenset({"string", "number", "integer", "boolean", "null"})
 TYPES: Final = SCALARS | {"array", "object"}
 _NOTES: Final = frozenset({"title", "description", "default", "examples", "$comment"})
+_BESIDE_REF: Final = frozenset({"$ref", "$schema", "$defs", "definitions"})
 _PROBLEMS: Final = {
     "minimum": "must be at least {}",
     "exclusiveMinimum": "must be above {}",
@@ -75,7 +77,7 @@ def parse_schema(text: str, *, max_bytes: int, max_depth: int) -> Schema:
     if len(text.encode(errors="surrogatepass")) > max_bytes:
         raise refusal(f"The JSON Schema is longer than {max_bytes} bytes.")
     try:
-        schema = json.loads(text, parse_constant=_no_such_number)
+        schema = json.loads(text, parse_constant=_no_such_number, parse_float=_number)
     except (ValueError, RecursionError) as error:
         raise refusal(f"The JSON Schema is not JSON: {error}") from error
     if not isinstance(schema, (dict, bool)):
@@ -97,7 +99,15 @@ def _children(value: Any) -> Iterable[Any]:
 
 
 def _no_such_number(name: str) -> float:
-    raise ValueError(f"{name} is not a JSON number")
+    raise ValueError(f"{name[:64]} is not a JSON number, or more than a double holds")
+
+
+def _number(text: str) -> float:
+    """Read a number. A whole one is an integer in JSON Schema, so 1.0 counts as 1 does."""
+    number = float(text)
+    if math.isinf(number):
+        return _no_such_number(text)
+    return int(number) if number.is_integer() else number
 
 
 def draft_of(schema: Schema) -> Draft:
@@ -250,9 +260,8 @@ def settle_refs(root: Node) -> tuple[Collection[int], Mapping[str, str]]:
     lost = set[int]()
     callers: dict[str, str] = {}
     moved: Node = {}
-    for _, node in nodes:
-        if not isinstance(node.get("$ref"), str):
-            continue
+    referring = [node for _, node in nodes if isinstance(node.get("$ref"), str)]
+    for node in referring:
         address, _, fragment = node["$ref"].partition("#")
         if not is_plain or (address and urllib.parse.urljoin(base, address) != base):
             del node["$ref"]
@@ -268,6 +277,10 @@ def settle_refs(root: Node) -> tuple[Collection[int], Mapping[str, str]]:
             moved[ref] = target
             node["$ref"] = f"#/$defs/{urllib.parse.quote(escape(ref), safe='~')}"
             callers[node["$ref"]] = ref
+    if draft_of(root) not in (Draft.D201909, Draft.D202012):  # a reference stood alone
+        for node in referring:
+            for key in node.keys() - _BESIDE_REF:
+                del node[key]
     if moved:
         root["$defs"] = {**root.get("$defs", {}), **moved}
     for _, node in nodes:

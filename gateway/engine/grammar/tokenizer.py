@@ -8,6 +8,7 @@ and other threads run between two parts.
 import json
 import time
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import llguidance
@@ -56,6 +57,7 @@ class GrammarTokenizer:
         self.maker = _Maker(_tokens(tokenizer.backend_tokenizer, size, self.eos_ids))
         self.tokens: LLTokenizer = self.maker.llg_tokenizer
         self.texts = self._texts()
+        self.json = replace(self.texts, spell=self.tokens.decode_bytes)
         self.texts_and_marks = self.texts.with_marks(marks)
 
     @property

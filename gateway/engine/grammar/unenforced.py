@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import combinations, permutations
 from typing import Any, Final
 
-from gateway.engine.grammar.patterns import DATES, is_holdable, quotable
+from llguidance import LLMatcher, grammar_from
+
+from gateway.engine.grammar.patterns import OWN_FORMATS, as_ecma, is_holdable
 from gateway.engine.grammar.schemas import (
     ROOT,
     Node,
@@ -32,8 +34,11 @@ _LARGEST: Final = 2**53  # beyond it neighbouring integers are one double, and l
 _LOWER: Final = ("minimum", "exclusiveMinimum")
 _UPPER: Final = ("maximum", "exclusiveMaximum")
 _COUNTS: Final = ("minProperties", "maxProperties")
+_COUNTED: Final = {"minLength", "maxLength", "minItems", "maxItems", *_COUNTS}
+_MOST_COUNTED: Final = 2**32 - 1  # no answer has so much, and llguidance takes no larger number
 _MOST_OPTIONAL: Final = 8  # properties, of which one at least is asked for: as many alternatives
 _MOST_COMPARED: Final = 64  # alternatives of a `oneOf`, each pair of which is compared
+_FAULT: Final = re.compile(r"^regex parse error:.*^error: (.+)$", re.MULTILINE | re.DOTALL)
 _UNIMPLEMENTED: Final = re.compile(r"Unimplemented keys: (\[.*\])")
 # Keywords that ask nothing by themselves, and those that stand for another one.
 _ASK_NOTHING: Final = frozenset(
@@ -133,7 +138,9 @@ def _items(node: Node) -> Iterator[str]:
 
 
 def _large_numbers(node: Node) -> Iterator[str]:
-    """Draw bounds in to what a double keeps exact; leave out those that would become wider."""
+    """Draw counts and bounds in to what is exact; leave out bounds that would become wider."""
+    for key in _COUNTED & node.keys():
+        node[key] = min(node[key], _MOST_COUNTED)
     for key in (*_LOWER, *_UPPER, "multipleOf"):
         bound = node.get(key)
         if not is_number(bound) or abs(bound) <= _LARGEST:
@@ -217,16 +224,16 @@ def _patterns(node: Node) -> Iterator[str]:
     """Leave out patterns that mean something else to llguidance, or repeat too much."""
     if "pattern" in node:
         if is_holdable(node["pattern"]):
-            node["pattern"] = quotable(node["pattern"])
+            node["pattern"] = as_ecma(node["pattern"])
         else:
             del node["pattern"]
             yield "pattern"
-    elif node.get("format") in DATES:
-        node["pattern"] = DATES[node.pop("format")]
+    elif node.get("format") in OWN_FORMATS:
+        node["pattern"] = OWN_FORMATS[node.pop("format")]
     named = node.get("patternProperties", {})
     if all(map(is_holdable, named)):
         if named:
-            node["patternProperties"] = {quotable(pattern): named[pattern] for pattern in named}
+            node["patternProperties"] = {as_ecma(pattern): named[pattern] for pattern in named}
         return
     del node["patternProperties"]
     yield "patternProperties"
@@ -248,13 +255,13 @@ def _hold_one_of(node: Node, root: Node) -> bool:
     targets = [_target(way, root) for way in ways]
     required = frozenset(node.get("required", ()))
     is_held = len(ways) <= _MOST_COMPARED and all(
-        _are_apart(one, other, types(node), required) for one, other in combinations(targets, 2)
+        _are_apart(one, other, _kinds(node), required) for one, other in combinations(targets, 2)
     )
     # What names no other property fits no alternative that requires another.
     if not is_held and len(ways) <= _MOST_COMPARED and not _CONSTRAINTS & node.keys():
         closed = [_closed(way) for way in ways]
         is_held = all(
-            _are_apart(closed[i], targets[j], types(node), required)
+            _are_apart(closed[i], targets[j], _kinds(node), required)
             for i, j in permutations(range(len(ways)), 2)
         )
         if is_held:
@@ -276,7 +283,7 @@ def _are_apart(one: Schema, other: Schema, kinds: frozenset[str], required: froz
         return True
     if not isinstance(one, dict) or not isinstance(other, dict):
         return False
-    shared = kinds & types(one) & types(other)
+    shared = kinds & _kinds(one) & _kinds(other)
     if _differ(one, other) or not shared:
         return True
     if shared != {"object"}:
@@ -310,6 +317,7 @@ def _values(node: Node) -> frozenset[str] | None:
 
 
 def _kinds(node: Node) -> frozenset[str]:
+    """Return the JSON types of a schema's values: an integer is a number too."""
     kinds = types(node)
     return kinds | {"integer"} if "number" in kinds else kinds
 
@@ -350,11 +358,21 @@ def why(part: Held, problem: str) -> str:
                 )
         if node.get("enum") == []:
             return f"The JSON Schema keyword `enum` at {place} is empty: it allows no value."
+        named = [("patternProperties", name) for name in node.get("patternProperties", ())]
+        for key, pattern in [("pattern", node.get("pattern", "")), *named]:
+            fault = _FAULT.search(problem) and _FAULT.search(_problem_of(pattern))
+            if fault:
+                return f"The JSON Schema keyword `{key}` at {place} cannot be read: {fault[1]}."
     for words, reason in _REASONS.items():
         if words in problem:
             return f"The JSON Schema {reason}."
     reason = problem.partition("\n")[0].strip().rstrip(".")[:200]
     return f"The JSON Schema cannot be held by a grammar as it is combined: {reason}."
+
+
+def _problem_of(pattern: str) -> str:
+    """Return what the compiler says of a pattern alone."""
+    return LLMatcher.validate_grammar(grammar_from("json_schema", json.dumps({"pattern": pattern})))
 
 
 def check_strict(unenforced: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ there, so the text is the same to the byte.
 """
 
 import hashlib
-import pickle
+import json
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -94,16 +94,16 @@ class ChatTemplate:
                     list(messages), tools=list(tools) or None, tokenize=False, **arguments
                 )
                 return "rendered", text
-            data = pickle.dumps(self._arguments(messages, tools, arguments))
+            text = json.dumps(self._arguments(messages, tools, arguments), default=str)
         except Exception as error:  # a template is a program, and raises whatever it likes
             return "refused", str(error)
         request = {
             "kind": "template",
-            "arguments": data,
-            "max_chars": MOST_CHARS + 2 * len(data),
-            "max_bytes": MOST_BYTES + 8 * len(data),
+            "arguments": text,
+            "max_chars": MOST_CHARS + 2 * len(text),
+            "max_bytes": MOST_BYTES + 8 * len(text),
         }
-        return self._sandbox(request, hashlib.blake2b(data, digest_size=32).digest())
+        return self._sandbox(request, hashlib.blake2b(text.encode(), digest_size=32).digest())
 
     def _arguments(
         self,

@@ -16,7 +16,8 @@ from gateway.jobs import Grammar
 T = TypeVar("T")
 
 ERRORS_LAST_S = 60.0  # refusals, which are kept
-WAITS = 3  # times a grammar's processor time, for a request on a machine that others use too
+WAITS = 15  # times a grammar's processor time, for a request on a machine that others use too
+WAITS_BEHIND = 5  # times that, for other grammars
 AGAIN_S = 2.0
 
 
@@ -42,7 +43,7 @@ class GrammarCache(Generic[T]):
         run: Callable[[Callable[[Grammar], T], Grammar], Awaitable[T]],  # on a worker thread
         *,
         size: int = 64,
-        timeout_s: float = 10.0,
+        timeout_s: float = 2.0,
         at_once: int = 2,
     ) -> None:
         self._model = model
@@ -91,7 +92,7 @@ class GrammarCache(Generic[T]):
 
     async def _compile_in_thread(self, grammar: Grammar) -> T:
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(WAITS_BEHIND * self._timeout_s):
                 await self._slots.acquire()
         except TimeoutError:
             raise Overloaded(

@@ -14,6 +14,7 @@ from gateway.engine.grammar.shaping import Shape
 from gateway.errors import BadRequest
 from gateway.jobs import Calling, Function, Grammar
 from gateway.serving.sandbox import Sandbox
+from gateway.settings import Settings
 from tests.engine.grammar.drawn_rows import (
     OPEN,
     allowed,
@@ -261,6 +262,11 @@ def test_definitions_that_nothing_leads_to_ask_for_nothing() -> None:
         ({"items": [{}]}, "`items` at #/items must be a boolean or an object in draft 2020-12"),
         ({**D4, "exclusiveMinimum": 1}, "#/exclusiveMinimum must be a boolean in draft 4"),
         ({**D7, "items": 1}, "`items` at #/items is not allowed in draft 7"),
+        ({"minItems": True}, "`minItems` at #/minItems must be an integer in draft 2020-12"),
+        ({"minItems": -1.0}, "`minItems` at #/minItems must be at least 0 in draft 2020-12"),
+        (closed(a={"pattern": "^[z-a]$"}), "`pattern` at #/properties/a cannot be read: invalid"),
+        ({"items": {"pattern": "(/"}}, "`pattern` at #/items cannot be read: unclosed group."),
+        ({"patternProperties": {"a": {}, "(b": {}}}, "`patternProperties` at # cannot be read: un"),
     ],
     ids=str,
 )
@@ -283,6 +289,7 @@ def test_what_is_no_schema_or_has_no_answer_is_refused(
         ("json_schema", "{", "not JSON"),
         ("json_schema", '"text"', "object or a boolean"),
         ("json_schema", '{"const":NaN}', "NaN"),
+        ("json_schema", '{"const":1e999}', "1e999"),
         ("json_schema", '{"a":' * 200 + "1" + "}" * 200, "levels deep"),
         ("json_schema", "[" * 100_000, "JSON"),
         ("json_schema", '{"title":"' + "x" * 300_000 + '"}', "bytes"),
@@ -327,6 +334,25 @@ def calls(*functions: Function) -> Grammar:
     grammar = answer_grammar(Calling(functions=list(functions), forced=True), None, None)
     assert grammar is not None
     return grammar
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {},
+        {"type": ["object", "null"]},
+        {"anyOf": [{"type": "array"}, {"type": "object", "properties": {"a": TEXT}}]},
+        {"$ref": "#/$defs/T", "$defs": {"T": {"properties": {"a": {"$ref": "#/$defs/T"}}}}},
+    ],
+    ids=str,
+)
+def test_the_arguments_of_a_forced_call_are_an_object(parameters: dict[str, Any]) -> None:
+    """Whatever else their schema allows."""
+    grammar = compile_grammar(tokenizer(), calls(Function("f", parameters)), shape=OPEN)
+    start = '{"name":"f","arguments":'
+    assert grammar.matcher(ids(start + "{}}")).may_end
+    for said in ("[", "null", "1"):
+        assert grammar.matcher(ids(start + said)).error
 
 
 def test_calls_may_be_longer_than_what_a_caller_writes() -> None:
@@ -403,6 +429,16 @@ def test_a_grammar_that_takes_too_long_is_given_up() -> None:
     schema = {"allOf": [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(500)]}
     with sandbox("grammar", 0.3) as short, pytest.raises(TimeoutError):
         compile_grammar(tokenizer(), schema_grammar(schema), sandbox=short, shape=OPEN)
+
+
+@pytest.mark.slow
+def test_no_compilation_takes_longer_than_two_seconds_unless_it_is_asked_to() -> None:
+    """A step of many digits has as many states as its value."""
+    costly = {"type": "integer", "multipleOf": 123_456_789, "minimum": 0, "maximum": 10**10 - 1}
+    limit_s = Settings.model_fields["structured_compile_timeout_s"].default
+    assert limit_s == 2
+    with sandbox("grammar", limit_s) as box, pytest.raises(TimeoutError):
+        compile_grammar(tokenizer(), schema_grammar(costly), sandbox=box)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from gateway.engine.grammar.compiling import _check_lark
-from gateway.engine.grammar.patterns import is_holdable, quotable
+from gateway.engine.grammar.patterns import as_ecma, is_holdable
 from gateway.errors import BadRequest
 
 SHORT, LONG = 4_000, 16_000
@@ -27,7 +27,7 @@ def seconds(work: Callable[[str], object], text: str) -> float:
     return min(taken)
 
 
-@pytest.mark.parametrize("work", [quotable, is_holdable])
+@pytest.mark.parametrize("work", [as_ecma, is_holdable])
 @pytest.mark.parametrize(
     "form", [("[", "[^", "]"), ("[^", '"', ""), ("", "[", ""), ("", "[^", ""), ("", "\\u{", "")]
 )

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gateway.engine.grammar.shaping import Shape, bound_strings, close_objects, complete
-from tests.engine.grammar.drawn_rows import allowed, answer, compiled, ids
+from tests.engine.grammar.drawn_rows import OPEN, allowed, answer, compiled, ids
 
 TEXT: dict[str, Any] = {"type": "string"}
 NULLABLE = {"anyOf": [TEXT, {"type": "null"}]}
@@ -107,6 +107,31 @@ def test_numbers_keep_the_digits_that_their_bounds_need() -> None:
         assert bound_strings(schema, None, None) == schema
     finer = compiled({"type": "number", "minimum": 1e-9, "maximum": 2e-9}, Shape())
     assert finer.matcher(ids("0.0000000015")).may_end
+
+
+COUNTED: list[tuple[dict[str, Any], list[Any]]] = [
+    ({"type": "array", "items": {"type": "null"}, "minItems": 1.0, "maxItems": 2.0}, [[None] * 2]),
+    ({"type": "string", "minLength": 1.0, "maxLength": 2.0}, ["ab"]),
+    ({"type": "object", "additionalProperties": {"const": 1.0}, "maxProperties": 1.0}, [{"a": 1}]),
+    ({**thing(a=TEXT, b=TEXT), "minProperties": 1.0}, [{"b": "x"}]),
+    ({"type": "integer", "minimum": 2.0, "exclusiveMaximum": 1e1, "multipleOf": 4.0}, [4, 8]),
+    ({"type": "array", "contains": {"const": 1.0}, "minContains": 1.0, "maxItems": 1e3}, [[1]]),
+    ({"type": "string", "maxLength": 2**32}, ["a" * 99]),
+    ({"type": "array", "maxItems": 1e300}, [[1, 2, 3]]),
+]
+
+
+@pytest.mark.parametrize(("schema", "values"), COUNTED, ids=str)
+@pytest.mark.parametrize("shape", [OPEN, Shape(), Shape(max_array_items=3)], ids=str)
+def test_a_whole_float_counts_as_an_integer(
+    schema: dict[str, Any], values: list[Any], shape: Shape
+) -> None:
+    """And a count may be larger than any answer."""
+    for value in values:
+        said = json.dumps(value, separators=(",", ":"))
+        assert compiled(schema, shape).matcher(ids(said)).may_end
+    if "contains" not in schema:
+        assert not compiled(schema, shape, strict=True).unenforced
 
 
 def test_integers_are_always_exact() -> None:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import random
 import re
+from collections.abc import Collection
 from datetime import date, datetime, time
 from typing import Any
 
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from referencing import Registry
 
-from gateway.engine.grammar.patterns import DATES, is_holdable
+from gateway.engine.grammar.patterns import OWN_FORMATS, is_holdable
 from gateway.engine.grammar.shaping import Shape
 from gateway.errors import BadRequest
 from tests.engine.grammar.drawn_rows import (
@@ -108,6 +109,26 @@ HELD: list[tuple[Any, list[Any]]] = [
          "items": [TEXT, {"$ref": "#/items/0"}], "additionalItems": False},
         [["a", "b"], ["a", 1], ["a", "b", "c"]],
     ),
+    # Before 2019-09 nothing stands beside a reference.
+    *(
+        (
+            {"$schema": draft, **thing("a", a={"$ref": "#/definitions/A", "type": "integer"}),
+             "definitions": {"A": TEXT}},
+            [{"a": "x"}, {"a": 1}],
+        )
+        for draft in ("http://json-schema.org/draft-04/schema#",
+                      "http://json-schema.org/draft-07/schema#")
+    ),
+    (
+        {"$schema": "http://json-schema.org/draft-07/schema#", "$ref": "#/properties/a",
+         "minLength": 9, "properties": {"a": {**TEXT, "maxLength": 2}}},
+        ["ab", "abc", ["ab"]],
+    ),
+    (
+        {"$schema": "https://json-schema.org/draft/2019-09/schema", "definitions": {"A": TEXT},
+         "items": {"$ref": "#/definitions/A", "maxLength": 1}},
+        [["a"], ["ab"], [1]],
+    ),
     (
         {"items": {"$ref": "#/components/schemas/A"},
          "components": {"schemas": {"A": {"$ref": "#/components/schemas/B"}, "B": TEXT}}},
@@ -148,7 +169,7 @@ def test_each_draft_is_checked_by_its_own_schema(draft: str) -> None:
 
 def test_dates_are_days_that_there_were() -> None:
     """No year 0000, no second 60, and 29 February in leap years alone."""
-    day = re.compile(DATES["date"])
+    day = re.compile(OWN_FORMATS["date"])
     for year in ("0000", "0001", "0004", "1900", "2000", "2023", "2024", "2100", "9999"):
         for rest in ("01-31", "02-28", "02-29", "02-30", "04-31", "12-31"):
             said = f"{year}-{rest}"
@@ -278,6 +299,45 @@ def test_a_class_that_excludes_quotes_and_backslashes_lets_none_through(pattern:
     for value in ('"', "\\", "a", "b", "é", "[", '["', "[\\", "[a", 'x"', "a\\", 'a"', "\n"):
         is_fit = bool(re.search(pattern, value))
         assert takes({"type": "string", "pattern": pattern}, value) == is_fit, value
+
+
+SPACES = (*"\t\n\r \u00a0\u1680\u2000\u200a\u2028\u2029\u202f\u205f\u3000\ufeff",)
+ENDS_OF_LINES = ("\n", "\r", "\u2028", "\u2029")
+OTHERS = ("\u0085", "\u180e", "\u200b", "a", "é", '"', "\\", ".", "s", "-")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "taken"),
+    [
+        (r"^\s$", SPACES),
+        (r"^[\s]$", SPACES),
+        (r"^[^\S]$", SPACES),
+        (r"^\S$", OTHERS),
+        (r"^[^\s]$", OTHERS),
+        (r"^[\S]$", OTHERS),
+        (r"^[\s\S]$", (*SPACES, *OTHERS)),
+        (r'^[^"\s]$', {*OTHERS} - {'"'}),
+        (r"^[\s.-]$", (*SPACES, ".", "-")),
+        (r"^.$", {*SPACES, *OTHERS} - {*ENDS_OF_LINES}),
+        (r"^\.$", "."),
+        (r"^[.\\s]$", (".", "\\", "s")),
+    ],
+)
+def test_white_space_and_ends_of_lines_are_those_of_ecma(
+    pattern: str, taken: Collection[str]
+) -> None:
+    """To Rust U+0085 is white space and U+FEFF is none, and a dot matches a carriage return."""
+    schema = {"type": "string", "pattern": pattern}
+    assert {value for value in (*SPACES, *OTHERS) if takes(schema, value)} == {*taken}
+
+
+def test_an_address_is_one_that_validators_take() -> None:
+    email = {"type": "string", "format": "email"}
+    for value in ("a@b.co", "a.b+c@d-e.f0", "o'neil@x.museum"):
+        assert takes(email, value)
+    for value in ("a@b", "a@[1.2.3.4]", ".a@b.co", "a..b@c.de", "a.@b.co", "a@-b.c", "é@b.c"):
+        assert not takes(email, value)
+    assert not takes(email, f"a@{'b' * 64}.co")
 
 
 values = st.recursive(

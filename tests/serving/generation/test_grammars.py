@@ -116,7 +116,7 @@ async def test_bugs_are_not_remembered(make: Make) -> None:
 
 async def test_who_waits_too_long_is_told_to_ask_again(make: Make) -> None:
     """And then waits for the same compilation, which goes on; so is who waits behind it."""
-    cache, compiler = make(timeout_s=0.1, at_once=1)
+    cache, compiler = make(timeout_s=0.02, at_once=1)
     compiler.gate.clear()
     for _ in range(2):
         with pytest.raises(Unavailable) as caught:
