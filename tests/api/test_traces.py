@@ -4,6 +4,7 @@ import asyncio
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -40,6 +41,11 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Taken]:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", taken.endpoint)
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
         yield taken
+
+
+def exporting() -> list[threading.Thread]:
+    """List OpenTelemetry's threads: they draw random numbers, as generators of other tests do."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("OtelBatch")]
 
 
 async def asked(
@@ -292,6 +298,8 @@ async def test_a_collector_that_does_not_answer_costs_spans_and_nothing_else(
     told = [line for line in lines if line["event"] in ("traces_failing", "traces_cut_short")]
     assert [line["event"] for line in told] == ["traces_failing", "traces_cut_short"]
     assert "dropping" in told[0]["detail"]
+    taken.may_answer.set()
+    await until(lambda: not exporting())
 
 
 async def test_a_collector_that_is_not_there_is_told_of_in_the_log_of_the_gateway(
@@ -306,6 +314,7 @@ async def test_a_collector_that_is_not_there_is_told_of_in_the_log_of_the_gatewa
             assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
             await until(lambda: "traces_failing" in [line["event"] for line in lines])
     assert capfd.readouterr().err == ""
+    await until(lambda: not exporting())
 
 
 URL = "OTEL_EXPORTER_OTLP_ENDPOINT"
