@@ -18,6 +18,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from compat_tests.ray.cluster import PYTHON, SCRIPTED, Cluster, running, write_models
 from tests.processes import DEMO
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.anyio,
@@ -262,6 +263,27 @@ async def test_a_replica_that_is_killed_hangs_nobody_and_falsifies_nothing(
     assert outcomes["whole"] == 20
     assert 0 < outcomes["broken off"] < 20
     await asyncio.to_thread(scripted.wait_for, 2)  # Ray has started another
+
+
+async def test_a_replica_has_a_folder_of_its_own_and_finds_it_when_it_is_started_again(
+    tmp_path: Path,
+) -> None:
+    models = write_models(tmp_path, {"echo": {**CHAT, "preload": True}})
+    kept = tmp_path / "kept"
+    with running(
+        tmp_path, models, "--engines", SCRIPTED, GATEWAY_PREFIX_FOLDER=str(kept)
+    ) as cluster:
+        await asyncio.to_thread(cluster.wait_for, 2)
+        folders = [kept / "replica-0", kept / "replica-1"]
+        secrets = {(folder / "secret").read_bytes() for folder in folders}
+        assert len(secrets) == 2
+        gone = cluster.replicas[0]
+        os.kill(gone, signal.SIGKILL)
+        await until(lambda: len({*cluster.replicas} - {gone}) == 2, seconds=120)
+        await asyncio.to_thread(cluster.wait_for, 2)
+        assert sorted(folder for folder in kept.iterdir() if folder.is_dir()) == folders
+        assert {(folder / "secret").read_bytes() for folder in folders} == secrets
+        assert "prefix_folder_taken" not in cluster.log.read_text()
 
 
 async def test_replicas_follow_the_tokens_that_wait(tmp_path: Path) -> None:

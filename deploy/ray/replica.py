@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping
+from pathlib import Path
 from typing import Any, Final
 
 import ray
@@ -16,6 +17,7 @@ import ray.serve._private.replica as ray_replica
 from deploy.ray.choice import Call
 from gateway import ids, logs
 from gateway.app.gateway import Gateway
+from gateway.app.kept_prefixes import lock
 from gateway.app.loading import Engines
 from gateway.errors import RegistryInvalid
 from gateway.jobs import PrefixNames
@@ -38,6 +40,9 @@ class Replica:
         # Serve has put its own log in their place. Ray sends these to the ingress's terminal.
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
         self._settings = load_settings(dict(settings)).model_copy(update=INGRESS_OWN)
+        if (folder := self._settings.prefix_folder) is not None:
+            update = {"prefix_folder": _take_folder(folder)}
+            self._settings = self._settings.model_copy(update=update)
         logs.configure(self._settings.log_level, self._settings.log_format)
         reading = read_models(self._settings.models, variables())
         if reading.problems:
@@ -206,6 +211,21 @@ def _timings(scope: Message) -> Mapping[str, Any]:
         "tokens_in": timings.tokens - timings.tokens_out,
         "tokens_out": timings.tokens_out,
     }
+
+
+def _take_folder(parent: Path) -> Path:
+    """Return the first folder for kept prompts that no other replica has, until this process ends.
+    A replica that is started again finds its own, or that of another that has ended.
+    """
+    parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    number = 0
+    while True:
+        try:
+            lock(parent / f"replica-{number}.lock")
+        except BlockingIOError:
+            number += 1
+        else:
+            return parent / f"replica-{number}"
 
 
 def _bind_privately() -> None:

@@ -248,7 +248,7 @@ class Gateway:
         loop = asyncio.get_running_loop()
         gauges = metrics.register(lambda: self._read_gauges(loop))
         shedding = self._lane.health.shedding(self._engines.tidy)
-        with self._pool, self._watch, gauges, shedding:
+        with contextlib.closing(self._kept), self._pool, self._watch, gauges, shedding:
             async with _exporting(self._tracer), self._lane as lane:
                 async with lane.turn("load") as run:
                     await run(self._engines.begin)

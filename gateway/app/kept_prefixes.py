@@ -4,10 +4,13 @@ when an admin says so, read as their model is loaded. Nothing else waits for the
 A file's name has its model, a digest of all that KV depends on, whose prompt it is, and the prompt.
 It begins with a hash of that name and of all that follows, by a secret of the folder: what was
 changed, cut off or put there by another is not read.
+
+One gateway has the folder, by a lock. Another that is given it serves without.
 """
 
 import asyncio
 import contextlib
+import fcntl
 import hashlib
 import hmac
 import os
@@ -31,7 +34,7 @@ from gateway.settings import Settings, SettingsInvalid
 
 log = logs.get("kept_prefixes")
 
-SUFFIX, PART, SECRET = ".kv", ".part-", "secret"
+SUFFIX, PART, SECRET, LOCK = ".kv", ".part-", "secret", "lock"
 HASH_BYTES: Final = 32
 MOST_BYTES: Final = 1 << 30  # of a file
 ROUNDS: Final = 10_000  # of hashing a key, so that none is found by trying many: 5 ms
@@ -39,15 +42,38 @@ READ_S: Final = 10.0  # of a model's load
 DRAIN_S: Final = 2.0  # of a drain whose time is up: supervisors wait 45 s in all
 
 
+def lock(file: Path) -> int:
+    """Lock a file, made if need be, until the returned descriptor is closed: by the end of this
+    process at the latest, as no other inherits it. Raises OSError, BlockingIOError if it is locked.
+    """
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)  # NFS locks only what is writable
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
 class PrefixFolder:
     """The files of one gateway, which only this user can read. It is slow: not on the loop."""
 
     def __init__(self, folder: Path, limit: int, keys: Sequence[str]) -> None:
-        """Open a folder, made if need be. Raises SettingsInvalid for one that others may change."""
+        """Open a folder, made if need be, and have it until `close`.
+
+        Raises SettingsInvalid for one that others may change, BlockingIOError for another's.
+        """
         self._folder, self._limit = folder, limit
+        self._unread = set[str]()  # names whose files could not be read: they are written again
         try:
-            self._secret = self._open()
-            found = [(file.name, file.stat()) for file in folder.glob(f"*{SUFFIX}")]
+            with contextlib.ExitStack() as stack:
+                self._check()
+                stack.callback(os.close, lock(folder / LOCK))
+                self._secret = self._open()
+                found = [(file.name, file.stat()) for file in folder.glob(f"*{SUFFIX}")]
+                self._held = stack.pop_all()
+        except BlockingIOError:
+            raise
         except OSError as error:
             raise SettingsInvalid([f"GATEWAY_PREFIX_FOLDER: {error}"]) from None
         # By name, when each was used last, in nanoseconds, and its bytes.
@@ -56,26 +82,34 @@ class PrefixFolder:
         self._owners = {"": self._hash_slowly("\0".join(sorted(keys)))}
         self._owners |= {f"key-{i}": self._hash_slowly(key) for i, key in enumerate(keys, 1)}
 
+    def close(self) -> None:
+        """Leave the folder to another gateway."""
+        self._held.close()
+
     @property
     def nbytes(self) -> int:
         return sum(size for _, size in tuple(self.files.values()))
 
-    def _open(self) -> bytes:
-        """Return the folder's secret."""
+    def _check(self) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = self._folder.lstat()
-        which = f"GATEWAY_PREFIX_FOLDER={self._folder}"
         is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
         if not is_own or found.st_mode & 0o077:
-            raise SettingsInvalid([f"{which} must be your own folder, for you alone (mode 700)"])
+            raise self._invalid("must be your own folder, for you alone (mode 700)")
+
+    def _open(self) -> bytes:
+        """Return the folder's secret, which the first one to have the folder makes."""
         if not (self._folder / SECRET).exists():
             self._write(SECRET, secrets.token_bytes(HASH_BYTES), time.time_ns())
         secret = (self._folder / SECRET).read_bytes()
         if len(secret) != HASH_BYTES:
-            raise SettingsInvalid([f"{which}: its file `{SECRET}` is broken: empty the folder"])
+            raise self._invalid(f"has a broken file `{SECRET}`: empty the folder")
         for part in self._folder.glob(f"{PART}*"):  # of a process that was killed
             part.unlink()
         return secret
+
+    def _invalid(self, problem: str) -> SettingsInvalid:
+        return SettingsInvalid([f"GATEWAY_PREFIX_FOLDER={self._folder} {problem}"])
 
     def name(self, key: str, piece: PrefixPiece) -> str:
         """Return the name of a piece's file."""
@@ -95,14 +129,18 @@ class PrefixFolder:
 
     def read(self, name: str) -> bytes:
         """Return a file's content. Raises OSError, and ValueError for what was not written here."""
+        self._unread.add(name)
         with (self._folder / name).open("rb") as file:
             digest, content = file.read(HASH_BYTES), file.read(MOST_BYTES)
+        self._unread.discard(name)
         if not hmac.compare_digest(self._hash(name.encode() + content), digest):
             raise ValueError("it is not what was written")
         return content
 
     def touch(self, name: str, at: int) -> bool:
-        """Count a file as used at this time, in nanoseconds; return False if there is none."""
+        """Count a file as used at this time, in nanoseconds; return False if it must be written."""
+        if name in self._unread:
+            return False
         with contextlib.suppress(KeyError, FileNotFoundError):  # or it was deleted by hand
             _, size = self.files.pop(name)
             os.utime(self._folder / name, ns=(at, at))
@@ -122,6 +160,7 @@ class PrefixFolder:
                 raise OSError("GATEWAY_PREFIX_FOLDER_BYTES is less than is kept")
             self.drop(oldest)
         self._write(name, self._hash(name.encode() + content) + content, at)
+        self._unread.discard(name)
         self.files[name] = at, size
 
     def drop(self, name: str) -> None:
@@ -154,15 +193,24 @@ class KeptPrefixes:
     """Reads and saves what loaded models keep of prompts; without a folder, nothing."""
 
     def __init__(self, settings: Settings, lane: Lane) -> None:
-        """Open the folder that settings name, if they do. Raises SettingsInvalid."""
+        """Open the folder that settings name, if they do, until `close`. Raises SettingsInvalid."""
         self.folder: PrefixFolder | None = None
-        if settings.prefix_folder is not None:
+        self._lack = "GATEWAY_PREFIX_FOLDER is not set."
+        if (folder := settings.prefix_folder) is not None:
             keys = [key.get_secret_value() for key in settings.api_keys]
-            limit = settings.prefix_folder_bytes
-            self.folder = PrefixFolder(settings.prefix_folder, limit, keys)
+            try:
+                self.folder = PrefixFolder(folder, settings.prefix_folder_bytes, keys)
+            except BlockingIOError:
+                self._lack = "Another gateway has GATEWAY_PREFIX_FOLDER: this one keeps no files."
+                log.warning("prefix_folder_taken", folder=str(folder), hint=self._lack)
         self._lane = lane
         self._keys: dict[tuple[GenerationBatcher, int], str] = {}  # by model and adapter
         self._saving = asyncio.Lock()
+
+    def close(self) -> None:
+        """Leave the folder to another gateway."""
+        if self.folder is not None:
+            self.folder.close()
 
     async def key(self, model: str, files: Path, digest: Callable[[], Awaitable[str]]) -> str:
         """Return how the names of a model's files begin. It is asked for before the model is read:
@@ -196,11 +244,13 @@ class KeptPrefixes:
             del self._keys[batcher, adapter]
 
     async def _read(self, model: str, batcher: GenerationBatcher, key: str, adapter: int) -> None:
-        """Read files while there is time, and room for them, and delete what is wrong."""
+        """Read files while there is time, and room for them, and delete what is wrong: not what the
+        machine cannot read now.
+        """
         folder, engine = self.folder, batcher.engine
         if folder is None or not isinstance(engine, PrefixKeeper):
             return
-        started, read, problems = clock.now(), 0, []
+        started, read, dropped, problems = clock.now(), 0, 0, list[str]()
         if not adapter:  # else the base's rows are told by its own steps
             async with self._lane.turn("load") as run:
                 await run(engine.step, StepPlan(prefix_limit=batcher.memory.limit_prefixes()))
@@ -218,17 +268,18 @@ class KeptPrefixes:
                         raise
                     except Exception as error:
                         problems.append(f"{name}: {error}")
-                        await run_in_daemon_thread(folder.drop, name)
+                        if isinstance(error, ValueError | FileNotFoundError):
+                            dropped += 1
+                            await run_in_daemon_thread(folder.drop, name)
                         continue
                     batcher.memory.note_prefixes(engine.prefix_bytes)
                     if not has_room:
                         break
                     read += 1
         if names:
-            counts = {"files": read, "dropped": len(problems), "problem": "".join(problems[:1])}
-            log.info(
-                "prefixes_read", model=model, **counts, seconds=round(clock.now() - started, 3)
-            )
+            counts = {"files": read, "dropped": dropped, "failed": len(problems) - dropped}
+            seconds, problem = round(clock.now() - started, 3), "".join(problems[:1])
+            log.info("prefixes_read", model=model, **counts, problem=problem, seconds=seconds)
 
     async def save(self, seconds: float | None = None) -> int:
         """Save what loaded models keep, for at most so long; return how many files have it.
@@ -237,7 +288,7 @@ class KeptPrefixes:
         """
         folder, started, problem = self.folder, clock.now(), ""
         if folder is None:
-            raise Unavailable("GATEWAY_PREFIX_FOLDER is not set.")
+            raise Unavailable(self._lack)
         try:
             async with asyncio.timeout(seconds), self._saving:
                 used = [used for used, _ in tuple(folder.files.values())]

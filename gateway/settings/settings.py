@@ -303,7 +303,9 @@ class Settings(BaseSettings):
     number is for each of them, and 0 keeps none.
     """
     prefix_folder: HomePath | None = None
-    """Folder in which kept prompts outlive a restart, in readable form; none when unset."""
+    """Folder of this gateway alone, in which kept prompts outlive a restart, in readable form; none
+    when unset.
+    """
     prefix_folder_bytes: int = Field(default=20 * 1024**3, ge=1)
     """Bytes of its files; what was used longest ago goes first."""
     speculate_rows: int = Field(default=4, ge=0, le=8)

@@ -1,13 +1,16 @@
 """What is kept of prompts outlives a restart, whatever becomes of its files."""
 
 import asyncio
+import contextlib
 import errno
+import fcntl
 import os
 import signal
 import stat
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ import structlog
 
 from gateway.app.gateway import Gateway
 from gateway.app.kept_prefixes import PrefixFolder
+from gateway.jobs import PrefixPiece
 from gateway.settings import SettingsInvalid
 from tests.checkpoints import HYBRID, SLIDING, write_adapter, write_chat
 from tests.cpu_engines import cpu_engines
@@ -74,7 +78,7 @@ async def test_after_a_restart_a_prompt_goes_on_as_it_would_have(tmp_path: Path,
         for model in names:
             await ask(client, prompts[0], model)
         told = (await save(client)).json()
-        assert told == {"object": "prefixes", "files": len(os.listdir(tmp_path / "kept")) - 1}
+        assert told == {"object": "prefixes", "files": len(list((tmp_path / "kept").glob("*.kv")))}
         expected = [await ask(client, prompt, model) for model in names for prompt in prompts]
     async with gateway(tmp_path) as client:
         again = [await ask(client, prompt, model) for model in names for prompt in prompts]
@@ -109,7 +113,6 @@ HARMS: dict[str, Any] = {
     "it is cut off": lambda file: os.truncate(file, 1000),
     "it is empty": lambda file: os.truncate(file, 0),
     "it has another's name": lambda file: file.rename(file.with_name(file.name[:-6] + "000.kv")),
-    "it cannot be opened": lambda file: (file.unlink(), file.mkdir()),
     "the model is another": lambda file: write_chat(file.parents[1] / "m", seed=7),
     "the numbers are others": lambda file: {"entry": {"dtype": "float16"}},
 }  # fmt: skip
@@ -132,6 +135,119 @@ async def test_what_is_not_as_it_was_written_is_dropped_and_told(tmp_path: Path,
     assert not file.is_file()
     async with gateway(tmp_path, prefix_folder=None, **given) as client:
         assert await ask(client, SEA) == (answer, 0)
+
+
+def fail_to_open(error: Exception, patched: pytest.MonkeyPatch) -> None:
+    open_file = Path.open
+
+    def fail(path: Path, *how: Any, **more: Any) -> Any:
+        if path.suffix == ".kv":
+            raise error
+        return open_file(path, *how, **more)
+
+    patched.setattr(Path, "open", fail)
+
+
+def fail_to_put(error: Exception, patched: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> bool:
+        raise error
+
+    patched.setattr("gateway.engine.generation.engine.GenerationEngine.put_prefix", fail)
+
+
+FAULTS: dict[str, Any] = {
+    **{
+        errno.errorcode[code]: (fail_to_open, OSError(code, os.strerror(code)))
+        for code in (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM, errno.EACCES)
+    },
+    "ESTALE": (fail_to_open, OSError(errno.ESTALE, os.strerror(errno.ESTALE))),
+    "ETIMEDOUT": (fail_to_open, TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))),
+    "no memory": (fail_to_open, MemoryError()),
+    "no thread": (fail_to_open, RuntimeError("can't start new thread")),
+    "the device": (fail_to_put, RuntimeError("[METAL] Command buffer execution failed")),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_file_that_the_machine_cannot_read_now_is_told_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    write_chat(tmp_path / "m")
+    (file,) = await saved(tmp_path)
+    content = file.read_bytes()
+    fail, error = FAULTS[fault]
+    with structlog.testing.capture_logs() as logged, monkeypatch.context() as patched:
+        fail(error, patched)
+        async with gateway(tmp_path) as client:
+            assert (await ask(client, SEA[9:]))[1] == 0
+    assert file.read_bytes() == content
+    (told,) = [line for line in logged if line["event"] == "prefixes_read"]
+    assert (told["files"], told["dropped"], told["failed"]) == (0, 0, 1)
+    assert told["problem"] == f"{file.name}: {error}"
+    async with gateway(tmp_path) as client:
+        assert (await ask(client, SEA))[1] > 100
+
+
+async def test_a_file_that_could_not_be_read_is_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the disk may never give it back."""
+    write_chat(tmp_path / "m")
+    (file,) = await saved(tmp_path)
+    before = file.stat().st_ino
+    with monkeypatch.context() as patched:
+        fail_to_open(OSError(errno.EIO, "Input/output error"), patched)
+        async with gateway(tmp_path) as client:
+            await ask(client, SEA)
+            assert (await save(client)).json()["files"] == 1
+            after = file.stat().st_ino
+            assert after != before
+            assert (await save(client)).json()["files"] == 1
+            assert file.stat().st_ino == after, "it is as saved as any"
+
+
+async def test_a_folder_in_a_files_place_is_told_and_stays(tmp_path: Path) -> None:
+    write_chat(tmp_path / "m")
+    (file,) = await saved(tmp_path)
+    file.unlink()
+    file.mkdir()
+    with structlog.testing.capture_logs() as logged:
+        async with gateway(tmp_path) as client:
+            assert (await ask(client, SEA))[1] == 0
+            told = await save(client)
+    assert told.status_code == 503
+    assert "directory" in told.json()["error"]["message"]
+    assert file.is_dir()
+    (line,) = [line for line in logged if line["event"] == "prefixes_read"]
+    assert (line["dropped"], line["failed"]) == (0, 1)
+
+
+def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {file.name: (file.stat().st_mtime_ns, file.read_bytes()) for file in folder.iterdir()}
+
+
+async def test_a_second_gateway_serves_without_the_folder_and_leaves_it_alone(
+    tmp_path: Path,
+) -> None:
+    """Whatever its keys are; and once the first one has ended, the next start has it."""
+    write_chat(tmp_path / "m")
+    kept = tmp_path / "kept"
+    async with gateway(tmp_path, api_keys=["a-key"]) as first:
+        await ask(first, SEA, key="a-key")
+        assert (await save(first)).status_code == 200
+        before = contents(kept)
+        with structlog.testing.capture_logs() as logged:
+            async with gateway(tmp_path, api_keys=["other-key"]) as second:
+                assert (await ask(second, SEA, key="other-key"))[1] == 0
+                told = await save(second)
+        assert contents(kept) == before
+        assert told.status_code == 503
+        assert "Another gateway has GATEWAY_PREFIX_FOLDER" in told.json()["error"]["message"]
+        (line,) = [line for line in logged if line["event"] == "prefix_folder_taken"]
+        assert (line["log_level"], line["folder"]) == ("warning", str(kept))
+        assert (await save(first)).status_code == 200
+    async with gateway(tmp_path, api_keys=["a-key"]) as client:
+        assert (await ask(client, SEA, key="a-key"))[1] > 100
 
 
 async def test_only_its_own_key_goes_on_from_a_prompt(tmp_path: Path) -> None:
@@ -180,7 +296,7 @@ async def test_a_full_disk_is_told_and_leaves_nothing_behind(
             told = await save(client)
         assert told.status_code == 503
         assert "No space left" in told.json()["error"]["message"]
-        assert os.listdir(tmp_path / "kept") == ["secret"]
+        assert sorted(os.listdir(tmp_path / "kept")) == ["lock", "secret"]
         assert (await save(client)).json()["files"] == 1
 
 
@@ -267,8 +383,81 @@ def test_a_kill_in_the_middle_of_writing_loses_that_file_alone(tmp_path: Path) -
     assert killed.returncode == -signal.SIGKILL
     assert len(list((tmp_path / "kept").glob(".part-*"))) == 1
     folder = PrefixFolder(tmp_path / "kept", 1 << 20, [])
-    assert sorted(os.listdir(tmp_path / "kept")) == ["a-a-a.kv", "secret"]
+    assert sorted(os.listdir(tmp_path / "kept")) == ["a-a-a.kv", "lock", "secret"]
     assert folder.read("a-a-a.kv") == b"whole"
+    folder.close()
+
+
+HOLDER = """
+import os, subprocess, sys
+from pathlib import Path
+from gateway.app.kept_prefixes import PrefixFolder
+folder = PrefixFolder(Path(sys.argv[1]), 1 << 20, [])
+helper = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, close_fds=False)
+print(helper.pid, flush=True)
+input()
+"""
+
+
+def test_a_process_has_its_folder_until_it_is_killed_and_its_helpers_do_not(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "kept")]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as holder:
+        assert holder.stdout is not None
+        helper = int(holder.stdout.readline())
+        try:
+            with pytest.raises(BlockingIOError):
+                PrefixFolder(tmp_path / "kept", 1 << 20, [])
+            holder.kill()
+            holder.wait()
+            PrefixFolder(tmp_path / "kept", 1 << 20, []).close()
+        finally:
+            os.kill(helper, signal.SIGKILL)  # it is alive: else this raises
+
+
+def test_those_that_open_a_new_folder_at_once_have_it_in_turn_and_one_secret(
+    tmp_path: Path,
+) -> None:
+    folder, all_are_here = tmp_path / "kept", threading.Barrier(20)
+
+    def open_it(_: int) -> str:
+        all_are_here.wait()
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                opened = PrefixFolder(folder, 1 << 20, [])
+                name = opened.name("a-a", PrefixPiece("", [1]))
+                opened.close()
+                return name
+
+    with ThreadPoolExecutor(20) as pool:
+        names = set(pool.map(open_it, range(20)))
+    assert len(names) == 1
+    last = PrefixFolder(folder, 1 << 20, [])
+    assert names == {last.name("a-a", PrefixPiece("", [1]))}
+    last.close()
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()}
+    assert modes == {"lock": 0o600, "secret": 0o600}
+
+
+def test_a_folder_whose_secret_is_broken_is_locked_by_nobody(tmp_path: Path) -> None:
+    PrefixFolder(tmp_path / "kept", 1 << 20, []).close()
+    secret = (tmp_path / "kept" / "secret").read_bytes()
+    (tmp_path / "kept" / "secret").write_bytes(b"")
+    with pytest.raises(SettingsInvalid, match="broken"):
+        PrefixFolder(tmp_path / "kept", 1 << 20, [])
+    (tmp_path / "kept" / "secret").write_bytes(secret)
+    PrefixFolder(tmp_path / "kept", 1 << 20, []).close()
+
+
+def test_a_disk_without_locks_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(SettingsInvalid, match=r"GATEWAY_PREFIX_FOLDER.*No locks available"):
+        PrefixFolder(tmp_path / "kept", 1 << 20, [])
 
 
 FOLDERS: dict[str, Any] = {
