@@ -177,7 +177,8 @@ def load_cross_encoder_in_steps(
     inner = find_transformer(checkpoint)
     limits = read_transformer_settings(inner, "sequence-classification", "scores")
     config = inner.read_object("config.json")
-    _refuse_other_tasks(inner, config)
+    with inner.reading_config():
+        _refuse_other_tasks(inner, config)
     tokenizer = load_text_tokenizer(inner, lower_case=bool(limits.get("do_lower_case")))
     template = read_pair_template(inner, tokenizer)
     yield None

@@ -33,12 +33,8 @@ _BOUNDS: Final = tuple(
     )
 )
 # Where mlx-lm's classes have the number of their layers.
-_DEPTHS: Final = (
-    "num_hidden_layers",
-    "n_layers",
-    "n_layer",
-    "num_layers",
-    "num_transformer_layers",
+_DEPTHS: Final = frozenset(
+    {"num_hidden_layers", "n_layers", "n_layer", "num_layers", "num_transformer_layers"}
 )
 _LAYER: Final = re.compile(r"^(.*?)(?:^|\.)(\d+)(?:\.|$)")
 # A class has some 15 modules for the 10 arrays of a layer.
@@ -91,10 +87,10 @@ def check_depth(config: Mapping[str, Any], arguments: type, names: Iterable[str]
     layers = {match.groups() for match in map(_LAYER.match, names) if match is not None}
     text = config.get("text_config") or config
     # The class of a multimodal model has its language model's config as one argument.
-    read = {field.name for field in fields(arguments)} if text is config else _DEPTHS
-    for key in _DEPTHS:
-        depth = text.get(key)
-        if key in read and isinstance(depth, int) and depth > len(layers):
+    read = {field.name for field in fields(arguments)} if text is config else text.keys()
+    for key in _DEPTHS & read & text.keys():
+        depth = text[key]
+        if isinstance(depth, int) and depth > len(layers):
             raise ValueError(f"{key} is {depth}, and the weights are those of {len(layers)} layers")
 
 
