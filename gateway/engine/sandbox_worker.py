@@ -35,6 +35,7 @@ one of its kind, or large, busy, slow, late, died or killed with a reason.
 # No more than the threads of the gateway have, so that a recursion that survives here does there.
 STACK_BYTES: Final = 4 << 20
 TRIAL_STEPS: Final = 8
+MOST_FORCED: Final = 1 << 17  # of which the gateway would list each, at every step
 TRIAL_FORCED: Final = 64  # tokens at a step
 MOST_REASON: Final = 2000  # characters of a refusal
 SPENT_BYTES: Final = 512 << 20  # malloc gives little back
@@ -51,16 +52,21 @@ def try_grammar(request: Request) -> Answer:
     """
     from llguidance import LLMatcher, LLParserLimits
 
-    # Only survival counts: the gateway compiles again, with the model's tokenizer, and reports
-    # what is wrong.
+    # The gateway compiles again, with the model's tokenizer: here only survival counts, and what is
+    # wrong with the grammar itself, which could take long to find twice.
     tokenizer, eos = _bytes_tokenizer(tuple(request["specials"]))
     matcher = LLMatcher(
         tokenizer, request["spec"], log_level=0, limits=LLParserLimits(**request["limits"])
     )
+    if problem := matcher.get_error():
+        return "wrong", problem[:MOST_REASON]
     for _ in range(TRIAL_STEPS):
         if matcher.get_error() or matcher.is_stopped():
             break
-        for token in matcher.compute_ff_tokens()[:TRIAL_FORCED]:
+        forced = matcher.compute_ff_tokens()
+        if len(forced) > MOST_FORCED:
+            return "wrong", f"it leaves no choice for over {MOST_FORCED:,} bytes"
+        for token in forced[:TRIAL_FORCED]:
             matcher.consume_token(token)
         mask = matcher.compute_bitmask()
         allowed = [i for i in range(eos) if mask[i // 8] >> (i % 8) & 1]

@@ -342,9 +342,9 @@ class _Compiler:
 def try_grammar(sandbox: Sandbox, spec: str, code: str) -> None:
     """Compile llguidance's own form of a grammar in the sandbox.
 
-    Raises BadRequest with `code` when that ended the process, TimeoutError when it takes too much
-    processor time, Overloaded when other grammars leave none, and Unavailable when other work
-    leaves it no processor or memory.
+    Raises _Uncompilable for what is wrong with it, BadRequest with `code` when it ended the
+    process, TimeoutError when it takes too much processor time, Overloaded when other grammars
+    leave none, and Unavailable when other work leaves it no processor or memory.
     """
     specials = tuple(sorted(set(_CONTROL_TOKEN.findall(_without_texts(spec)))))
     request: dict[str, Any] = {"spec": spec, "specials": specials, "limits": dict(LIMITS)}
@@ -353,6 +353,8 @@ def try_grammar(sandbox: Sandbox, spec: str, code: str) -> None:
     if outcome in ("died", "large"):
         noun = {"invalid_json_schema": "JSON Schema"}.get(code, "grammar")
         raise _refusal(f"The {noun} cannot be compiled: {value}.", code)
+    if outcome == "wrong":
+        raise _Uncompilable(str(value).partition("\n<")[0][:1000].strip())
     if outcome == "late":
         raise TimeoutError
     if outcome in ("killed", "slow"):

@@ -8,8 +8,8 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
-from typing import TypeAlias
+from itertools import islice, takewhile
+from typing import Final, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -47,6 +47,10 @@ class TextTokens:
         for token in marks:
             not_text[token // _WORD] &= ~np.uint32(1 << (token % _WORD))
         return replace(self, not_text=not_text)
+
+
+# llguidance lists all of them each time, and holds the GIL: for a second where there are 500,000.
+MOST_FORCED: Final = 1 << 15
 
 
 class GrammarState:
@@ -102,7 +106,8 @@ class GrammarState:
 
     def forced(self) -> list[int]:
         """Return the tokens that must come next, as far as llguidance knows."""
-        return list(takewhile(self._is_text, self.matcher.compute_ff_tokens()))
+        tokens = takewhile(self._is_text, self.matcher.compute_ff_tokens())
+        return list(islice(tokens, MOST_FORCED + 1))
 
     def _is_text(self, token: int) -> bool:
         return not int(self._texts.not_text[token // _WORD]) >> (token % _WORD) & 1
@@ -183,7 +188,11 @@ class Matcher:
         """Return tokens that must come next; not all of them, and perhaps none."""
         if self.error is not None or self.is_over:
             return []
-        return [token for token in self.state.forced() if token not in self._eos]
+        forced = self.state.forced()
+        if len(forced) > MOST_FORCED:
+            self.error = f"it leaves no choice for over {MOST_FORCED:,} tokens"
+            return []
+        return [token for token in forced if token not in self._eos]
 
     def allowed(self, row: Mask) -> None:
         """Write this sequence's mask, (words,)."""

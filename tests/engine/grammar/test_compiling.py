@@ -431,6 +431,21 @@ def test_a_grammar_that_takes_too_long_is_given_up() -> None:
         compile_grammar(tokenizer(), schema_grammar(schema), sandbox=short, shape=OPEN)
 
 
+def test_a_text_without_a_choice_has_an_end() -> None:
+    """All of it would be listed at each step, a second for half a million tokens."""
+    with (
+        sandbox("grammar", 20) as box,
+        pytest.raises(BadRequest, match="it leaves no choice for over 131,072 bytes"),
+    ):
+        compile_grammar(tokenizer(), Grammar("regex", "(a{500}){900}"), sandbox=box)
+    late = compile_grammar(tokenizer(), Grammar("regex", "[ab]{12}(a{500}){100}"))
+    matcher = late.matcher(ids("ab" * 6))
+    assert matcher.forced_tokens() == []
+    assert matcher.error == "it leaves no choice for over 32,768 tokens"
+    short = compile_grammar(tokenizer(), Grammar("regex", "[ab]c(a{500}){10}"))
+    assert len(short.matcher(ids("a")).forced_tokens()) > 1000
+
+
 @pytest.mark.slow
 def test_no_compilation_takes_longer_than_two_seconds_unless_it_is_asked_to() -> None:
     """A step of many digits has as many states as its value."""
