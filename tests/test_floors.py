@@ -53,10 +53,10 @@ INSIDE: dict[str, dict[str, set[str]]] = {
     "engine": {
         "generation": {
             *("prompting", "answers", "drafts", "kv", "models", "grammar", "control_tokens"),
-            *("sandbox_worker", "device_faults", "device"),
+            *("sandbox_worker", "device_faults", "compiled_code", "device"),
         },
         "prompting": {"answers", "grammar", "sandbox_worker", "control_tokens"},
-        "embedding": {"models", "control_tokens", "device"},
+        "embedding": {"models", "control_tokens", "compiled_code", "device"},
         "drafts": {"kv", "models", "device"},
         "kv": {"models", "device_faults", "device"},
         "models": {"device_faults", "device"},
@@ -64,6 +64,8 @@ INSIDE: dict[str, dict[str, set[str]]] = {
         "kind": {"embedding", "models", "device"},
         "hub_offer": {"hub", "kind"},
         "discovery": {"hub", "kind"},
+        "device_faults": {"compiled_code"},
+        "compiled_code": {"blas"},
         "device": {"blas"},
     },
     "serving": {
@@ -128,13 +130,13 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 BUDGET: dict[str, int] = {
     "__main__": 2,
     "api": 2691,
-    "app": 1517,
+    "app": 1533,
     "bench": 282,
-    "cli": 1564,
+    "cli": 1582,
     "clock": 40,
     "doctor": 336,
-    "engine": 11563,
-    "errors": 267,
+    "engine": 11609,
+    "errors": 268,
     "ids": 10,
     "jobs": 289,
     "logs": 145,
@@ -142,7 +144,7 @@ BUDGET: dict[str, int] = {
     "panics": 22,
     "registry": 1246,
     "server": 261,
-    "serving": 4405,
+    "serving": 4408,
     "settings": 359,
     "wire": 3609,
 }
