@@ -480,6 +480,7 @@ class Fault(StrEnum):
     FATAL = "fatal"  # nothing that this process asks of it works any more
     PRESSURE = "pressure"  # its memory has ended
     ROW = "row"  # it is well: what was asked cannot be computed, now or later
+    COMPILER = "compiler"  # it is well: code for it could not be made, and is not needed
     UNKNOWN = "unknown"
 
 

@@ -548,6 +548,7 @@ class ScriptedEngines:
     sizes: dict[str, int] = field(default_factory=dict)
     device: str = "scripted"
     classify: Callable[[BaseException], Fault] = lambda _: Fault.UNKNOWN
+    name: Callable[[Exception], Exception] = lambda error: error
     memory_bytes: int = 1 << 30
     buffer_bytes: int | None = None
     active_bytes: int = 12

@@ -53,10 +53,10 @@ INSIDE: dict[str, dict[str, set[str]]] = {
     "engine": {
         "generation": {
             *("prompting", "answers", "drafts", "kv", "models", "grammar", "control_tokens"),
-            *("sandbox_worker", "device_faults", "device"),
+            *("sandbox_worker", "device_faults", "compiled_code", "device"),
         },
         "prompting": {"answers", "grammar", "sandbox_worker", "control_tokens"},
-        "embedding": {"models", "control_tokens", "device"},
+        "embedding": {"models", "control_tokens", "compiled_code", "device"},
         "drafts": {"kv", "models", "device"},
         "kv": {"models", "device_faults", "device"},
         "models": {"device_faults", "device"},
@@ -64,6 +64,8 @@ INSIDE: dict[str, dict[str, set[str]]] = {
         "kind": {"embedding", "models", "device"},
         "hub_offer": {"hub", "kind"},
         "discovery": {"hub", "kind"},
+        "device_faults": {"compiled_code"},
+        "compiled_code": {"blas"},
         "device": {"blas"},
     },
     "serving": {

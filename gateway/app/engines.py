@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Generator, Iterable
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from gateway import logs
 from gateway.app.daemon_threads import run_in_daemon_thread
@@ -21,6 +21,7 @@ from gateway.app.limits import budget_bytes, dtype_of, prefix_share, settings_of
 from gateway.app.loading import Size
 from gateway.app.ranks import Ranks
 from gateway.engine import device, sandbox_worker
+from gateway.engine.compiled_code import FOLDER, fuse, name_failure, room
 from gateway.engine.device import (
     Device,
     active_bytes,
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from gateway.app.chat_engines import ChatEngines
     from gateway.engine.models.missing_kernels import WidenedWeights
 
+T = TypeVar("T")
 log = logs.get("engines")
 
 LOOK_ANSWERS: Final = 3  # times the hub's timeout: to look at a model takes several small answers
@@ -125,6 +127,10 @@ class MlxEngines:
     def classify(self, error: BaseException) -> Fault:
         """Return what an error that the device has raised says of it."""
         return classify(error)
+
+    def name(self, error: Exception) -> Exception:
+        """Return an error with the folder's name and free bytes, if nothing could be compiled."""
+        return name_failure(error)
 
     def tidy(self) -> None:
         """Return freed memory to the system; runs on the lane's thread."""
@@ -288,7 +294,7 @@ class MlxEngines:
         self, spec: EmbeddingSpec, files: Path
     ) -> Generator[EmbeddingEngine | None, None, None]:
         """Load an embedding model in steps; the last one yields the engine."""
-        return load_embedding_in_steps(
+        steps = load_embedding_in_steps(
             files,
             name=spec.id,
             device=self._device,
@@ -299,34 +305,37 @@ class MlxEngines:
             prompts=spec.prompts,
             report=self._report,
         )
+        return _fused(spec, steps)
 
     def cross_encoder(
         self, spec: RerankSpec, files: Path
     ) -> Generator[RerankEngine | None, None, None]:
         """Load a rerank model in steps; the last one yields the engine."""
         if _scores_labels(spec):
-            return self._chat.label_scorer(spec, files)
-        return load_cross_encoder_in_steps(
+            return _fused(spec, self._chat.label_scorer(spec, files))
+        steps = load_cross_encoder_in_steps(
             files,
             name=spec.id,
             device=self._device,
             dtype=dtype_of(spec),
             max_context=spec.max_context,
         )
+        return _fused(spec, steps)
 
     async def generation(
         self, spec: ChatSpec, files: Path
     ) -> Generator[GenerationEngine | None, None, None]:
         """Read a chat model's tokenizer, off the lane; return the steps that load the rest."""
         draft = await run_in_daemon_thread(self._find_draft, spec)
-        return await self._chat.generation(spec, files, draft)
+        return _fused(spec, await self._chat.generation(spec, files, draft))
 
     async def follow(
         self, spec: ChatSpec, files: Path, *, prefix_cache_bytes: int, rows: int
     ) -> Generator[GenerationEngine | None, None, None]:
         """Load as `generation` does, with these settings, and tell no other rank of it."""
         draft = self._find_draft(spec)
-        return await self._chat.follow(spec, files, draft, prefix_cache_bytes, rows)
+        steps = await self._chat.follow(spec, files, draft, prefix_cache_bytes, rows)
+        return _fused(spec, steps)
 
     async def adapter(
         self, spec: ChatSpec, files: Path, engine: GenerationEngine
@@ -393,6 +402,13 @@ def count_kept(spec: ChatSpec, files: Path, settings: Settings) -> int | None:
         room = limit - weights_bytes(checkpoint, used, dtype, is_packed=is_packed)
         kept = bound_prefixes(prefix_share(memory), room, token * PREFIX_ROW)
     return kept // token
+
+
+def _fused(spec: ModelSpec, steps: Generator[T]) -> Generator[T]:
+    """Load a model in steps, to run fused if there is room for what is compiled for that."""
+    if not fuse():
+        log.warning("runs_unfused", model=spec.id, folder=str(FOLDER), free_bytes=room())
+    yield from steps
 
 
 def _scores_labels(spec: ModelSpec) -> bool:

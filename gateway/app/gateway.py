@@ -399,7 +399,8 @@ def _make_lane(settings: Settings, engines: Engines) -> Lane:
         "decode": settings.lane_weight_decode,
         "load": settings.lane_weight_load,
     }
-    return Lane(on_close=engines.end, weights=weights, health=DeviceHealth(engines.classify))
+    health = DeviceHealth(engines.classify, engines.name)
+    return Lane(on_close=engines.end, weights=weights, health=health)
 
 
 def access_rules(settings: Settings) -> AccessRules:

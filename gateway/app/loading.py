@@ -38,7 +38,10 @@ _WARM_UP = SequenceParams(prompt=[0], max_tokens=2, sampling=Sampling(temperatur
 def warm_encoder(name: str, engine: Any) -> None:
     """Embed a word or score a pair; raises ModelLoadFailed if the engine fails."""
     try:
-        engine.probe()
+        if hasattr(engine, "embed"):
+            engine.embed(engine.encode(["Hello"]))
+        else:
+            engine.score(engine.encode_pairs("Hello", ["Hello"]))
     except EngineFailed as error:
         raise ModelLoadFailed(name, error.reason) from error
 
@@ -54,6 +57,7 @@ def warm_chat(name: str, health: DeviceHealth, engine: GenerationEngine) -> None
             plan = StepPlan(kind="decode", token_budget=16)
         results.append(engine.step(plan))
     for fault in [fault for result in results for fault in result.faults]:
+        log.warning("batch_fault", model=name, fault=fault.fault.value, error=fault.message)
         health.note(fault.fault, fault.message, engine.probe)
     for delta in [delta for result in results for delta in result.deltas]:
         if delta.error is not None:
@@ -102,6 +106,9 @@ class Engines(Store, Protocol):
 
     def classify(self, error: BaseException) -> Fault:
         """Return what an error that the device has raised says of it. Safe on any thread."""
+
+    def name(self, error: Exception) -> Exception:
+        """Return what tells the caller more than this error. On the lane only."""
 
     def tidy(self) -> None:
         """Return freed memory to the system; runs on the lane's thread."""

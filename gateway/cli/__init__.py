@@ -17,6 +17,7 @@ for what cannot be served, downloaded or answered, 2 for wrong usage or settings
 """
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -52,6 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (SettingsInvalid, BlasUnusable) as error:
         fail(error, 2)
     except (RegistryInvalid, GatewayError) as error:
+        fail(error)
+    except OSError as error:
+        # tempfile names the folders that it has tried, without a number for what is wrong.
+        if error.errno != errno.ENOSPC and "temporary directory" not in str(error):
+            raise
         fail(error)
 
 

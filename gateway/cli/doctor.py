@@ -15,7 +15,6 @@ import socket
 import ssl
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
@@ -43,6 +42,8 @@ from gateway.registry import (
 from gateway.settings import Settings, SettingsInvalid, load_settings, strays, variables
 
 _PROBE_S = 120  # a cold import of mlx from a slow disk
+COMPILED = "compiled code"
+LEAST_FREE_BYTES = 16 << 20  # for what is written; with less, too, nothing is compiled
 
 
 def doctor(
@@ -162,7 +163,7 @@ def _check_machine(models: Path | None) -> Iterator[Finding]:
     yield Finding("device", "ok", f"mlx computes on {probe.device}.")
     yield check_blas(probe.device, probe.blas, probe.gflops, probe.blas_hint)
     yield check_compiler(probe.device, shutil.which("g++"))
-    yield check_temporary(Path(tempfile.gettempdir()), probe.device)
+    yield from (check_folder(content, Path(name)) for content, name in probe.folders.items())
     sizes = {name: size for name, size in probe.sizes.items() if isinstance(size, int)}
     yield check_memory(probe.limit_bytes, sizes)
     yield check_kept({name: kept for name, kept in probe.kept.items() if kept is not None})
@@ -236,6 +237,8 @@ class Probe:
     blas_hint: str | None
     # The speed of the device.
     gflops: float
+    # What is written, and the folder of each, which may still have to be made.
+    folders: Mapping[str, str]
 
 
 def run_probe(models: Path) -> Probe:
@@ -358,20 +361,21 @@ def bind_problem(bind: str, error: OSError) -> str:
     return f"{bind}: {reason}. {advice}"
 
 
-def check_temporary(folder: Path, device: str) -> Finding:
-    """Check the temporary folder, where mlx keeps compiled code."""
-    if not os.access(folder, os.W_OK):
-        return Finding("tmpdir", "fail", f"{folder} cannot be written to. Set TMPDIR.")
-    if os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0):
-        message = f"nothing in {folder} may run, and mlx compiles there. Set TMPDIR elsewhere."
-        return Finding("tmpdir", "warn", message)
-    # What lies there is run; a GPU compiles elsewhere.
-    if device == "cpu" and folder.stat().st_mode & 0o002:
-        message = (
-            f"others may write to {folder}, where mlx compiles. Set TMPDIR to a folder of yours."
-        )
-        return Finding("tmpdir", "warn", message)
-    return Finding("tmpdir", "ok", f"{folder}.")
+def check_folder(content: str, folder: Path) -> Finding:
+    """Check that there is room in a folder that is written to, and that code in it is safe."""
+    there = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
+    free = shutil.disk_usage(there).free
+    found = f"{human_bytes(free)} free for {content} in {folder}."
+    if not os.access(there, os.W_OK):
+        return Finding("disk", "warn", f"{folder} cannot be written to, for {content}.")
+    if free < LEAST_FREE_BYTES:
+        return Finding("disk", "fail", f"{found} Make room there.")
+    # Without a cache of the user's own, mlx compiles in the temporary folder.
+    may_run = not os.statvfs(there).f_flag & getattr(os, "ST_NOEXEC", 0)
+    if content == COMPILED and (there.stat().st_mode & 0o002 or not may_run):
+        problem = "Others may write what is run there" if may_run else "Nothing may run there"
+        return Finding("disk", "warn", f"{found} {problem}: set XDG_CACHE_HOME to your own folder.")
+    return Finding("disk", "ok", found)
 
 
 def check_files(limit: int) -> Finding:

@@ -116,6 +116,7 @@ def init() -> None:
     except FileExistsError:
         fail(f"{file} is here already, and stays as it is.")
     except OSError as error:
+        file.unlink(missing_ok=True)  # half of it, on a full disk
         fail(f"{file} could not be written: {error.strerror}")
     print(f"Wrote {file}. `mlx-gateway serve` reads it here; `mlx-gateway check` validates it.")
 

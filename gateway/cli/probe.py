@@ -7,14 +7,20 @@ It reads the settings as doctor does. Models that are not on disk have no size.
 
 import asyncio
 import json
+import os
 import sys
 from pathlib import Path
+
+from huggingface_hub import constants
 
 from gateway.app.engines import MlxEngines
 from gateway.app.hub import hub_of
 from gateway.app.limits import budget_bytes
+from gateway.app.self_tests import verdict_store
+from gateway.cli.doctor import COMPILED
 from gateway.cli.gateways import kept_tokens
-from gateway.engine.blas import BLAS
+from gateway.engine.blas import BLAS, cache_folder
+from gateway.engine.compiled_code import FOLDER
 from gateway.engine.device import gflops, multiply
 from gateway.engine.hub import on_disk
 from gateway.errors import GatewayError
@@ -33,6 +39,14 @@ def main() -> None:
     sizes = {spec.id: _size(spec, engines, settings) for spec in specs}
     kept = {spec.id: kept_tokens(spec.id, catalog, settings) for spec in specs}
     limit_bytes = budget_bytes(settings, engines.memory_bytes)
+    folders = {
+        "models": settings.hub_cache or constants.HF_HUB_CACHE,
+        "self-tests": verdict_store(settings).folder,
+        "kept prompts": settings.prefix_folder,
+        "OpenBLAS's copy": cache_folder(os.environ, "openblas") if BLAS.kind == "wheel" else None,
+        COMPILED: FOLDER if engines.device != "metal" else None,
+        "temporary files": os.environ.get("TMPDIR") or "/tmp",
+    }
     facts = {
         "device": engines.device,
         "limit_bytes": limit_bytes,
@@ -41,6 +55,7 @@ def main() -> None:
         "blas": BLAS.described,
         "blas_hint": BLAS.hint,
         "gflops": gflops(),
+        "folders": {content: str(folder) for content, folder in folders.items() if folder},
     }
     print(json.dumps(facts))
     engines.end()

@@ -75,7 +75,7 @@ async def check_models(specs: Sequence[ModelSpec], settings: Settings, on_stage:
     engines = MlxEngines(settings)
     budget = Budget(budget_bytes(settings, engines.memory_bytes))
     with ThreadPools() as pool:
-        async with Lane(engines.end, health=DeviceHealth(engines.classify)) as lane:
+        async with Lane(engines.end, health=DeviceHealth(engines.classify, engines.name)) as lane:
             loader = ModelLoader(
                 settings,
                 engines,

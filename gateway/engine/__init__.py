@@ -18,6 +18,7 @@ hub_offer       what the hub has under a name, before any of its weights are fet
 hub             where a model's folder comes from
 kind            what a model is for, as its files say
 device_faults   what MLX's errors say of the device
+compiled_code   what mlx compiles with g++: where, and whether there is room for it
 device          which device, its dtype, what it bears of memory and seconds; how fast it multiplies
 blas            which BLAS mlx multiplies with, loaded before mlx is imported
 """

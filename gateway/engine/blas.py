@@ -195,20 +195,20 @@ def find_wheel(environment: Mapping[str, str]) -> Wheel | None:
     library = Path(package.origin).parent / "lib" / "libscipy_openblas.so"
     if not library.is_file():
         return None
-    return Wheel(library, cache_folder(environment))
+    return Wheel(library, cache_folder(environment, "openblas"))
 
 
-def cache_folder(environment: Mapping[str, str]) -> Path | None:
-    """Return the folder of copies; None if the user has no cache.
+def cache_folder(environment: Mapping[str, str], name: str) -> Path | None:
+    """Return a folder of the gateway's in the user's cache; None if the user has none.
 
     https://specifications.freedesktop.org/basedir-spec/latest/: paths that aren't absolute are to
     be ignored.
     """
     cache, home = environment.get("XDG_CACHE_HOME", ""), environment.get("HOME", "")
     if os.path.isabs(cache):
-        return Path(cache) / "mlx-gateway" / "openblas"
+        return Path(cache) / "mlx-gateway" / name
     if os.path.isabs(home):
-        return Path(home) / ".cache" / "mlx-gateway" / "openblas"
+        return Path(home) / ".cache" / "mlx-gateway" / name
     return None
 
 
@@ -220,7 +220,7 @@ def load_wheel(wheel: Wheel) -> ctypes.CDLL:
     # What it needs beside it: the copy is elsewhere.
     for library in wheel.library.parent.glob("libgfortran*"):
         ctypes.CDLL(str(library))
-    with _open_folder(wheel.folder) as folder:
+    with open_folder(wheel.folder) as folder:
         try:
             copy = os.open(wheel.copy_name, _READ, dir_fd=folder)
         except OSError:  # there is none yet, or a link in its place
@@ -232,10 +232,10 @@ def load_wheel(wheel: Wheel) -> ctypes.CDLL:
 
 
 @contextmanager
-def _open_folder(path: Path | None) -> Iterator[int]:
+def open_folder(path: Path | None) -> Iterator[int]:
     """Open a folder to which this user alone can write, made if missing. Raises OSError."""
     if path is None:
-        raise CopyFailed("the user has no cache for its copy (HOME, XDG_CACHE_HOME)")
+        raise CopyFailed("the user has no cache for it (HOME, XDG_CACHE_HOME)")
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     path.mkdir(exist_ok=True, mode=0o700)
     folder = os.open(path, _READ | os.O_DIRECTORY)

@@ -9,6 +9,7 @@ once, by whatever waits for the stream next, and what the failed work was to wri
 import re
 from typing import Final
 
+from gateway.engine.compiled_code import FAILURES
 from gateway.errors import Fault
 
 _METAL: Final = r"\[METAL\] Command buffer execution failed: .*CommandBufferCallbackError"
@@ -79,6 +80,7 @@ FAULT_TEXTS: Final = (
             r".*(U|u)nsupported dtype",
         )
     ),
+    (FAILURES, Fault.COMPILER),
 )
 _PATTERNS: Final = [(re.compile(text, re.DOTALL), fault) for text, fault in FAULT_TEXTS]
 

@@ -28,9 +28,11 @@ class DeviceHealth:
     """
 
     def __init__(
-        self, classify: Callable[[BaseException], Fault] = lambda _: Fault.UNKNOWN
+        self,
+        classify: Callable[[BaseException], Fault] = lambda _: Fault.UNKNOWN,
+        name: Callable[[Exception], Exception] = lambda error: error,
     ) -> None:
-        self._classify = classify
+        self._classify, self._name = classify, name
         self._unknown = 0
         self._shedders: list[Callable[[], object]] = []
         self.lost: str | None = None  # the error after which the device does not come back
@@ -50,7 +52,10 @@ class DeviceHealth:
         return fault
 
     def see(self, error: Exception) -> Exception:
-        """Return what a caller of the device gets for an error: DeviceLost for one that lasts."""
+        """Return what a caller of the device gets for an error: DeviceLost for one that lasts, and
+        one that names what has failed of the machine besides. On the lane's thread.
+        """
+        error = self._name(error)
         if self.classify(error) is not Fault.FATAL:
             return error
         self._lose(f"{type(error).__name__}: {error}")

@@ -58,7 +58,9 @@ class EmbeddingEngine(Protocol):
         """Return (rows, dimensions) float32. On the lane only."""
 
     def probe(self) -> None:
-        """Embed a word of the model's own; raise what the device does. On the lane only."""
+        """Embed a word of the model's own, without compiling anything; raise what the device does.
+        On the lane only.
+        """
 
     def nbytes(self) -> int:
         """Return the bytes held on the device."""
@@ -92,7 +94,9 @@ class RerankEngine(Protocol):
         """Return the logits, (rows, labels) float32. On the lane only."""
 
     def probe(self) -> None:
-        """Score a pair of the model's own; raise what the device does. On the lane only."""
+        """Score a pair of the model's own, without compiling anything; raise what the device does.
+        On the lane only.
+        """
 
     def nbytes(self) -> int:
         """Return the bytes held on the device."""
@@ -178,8 +182,8 @@ class GenerationEngine(Protocol):
         """
 
     def probe(self) -> None:
-        """Read a prompt of the model's own, apart from all rows; raise what the device does. On the
-        lane only.
+        """Read a prompt of the model's own, apart from all rows, without compiling anything; raise
+        what the device does. On the lane only.
         """
 
     def prefix_names(self, adapter: int = 0) -> Sequence[bytes]:

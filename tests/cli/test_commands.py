@@ -1,5 +1,6 @@
 """check, config, models and schema: what they print, and how they end."""
 
+import errno
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -53,6 +55,18 @@ def test_init_writes_a_file_to_edit_and_never_over_one(
     assert run("init") == 1
     assert capsys.readouterr().err == "models.yaml is here already, and stays as it is.\n"
     assert (here / "models.yaml").read_text() == GOOD
+
+
+def test_init_leaves_no_half_file_on_a_full_disk(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "read_text", fail)
+    assert run("init") == 1
+    assert capsys.readouterr().err == "models.yaml could not be written: No space left on device\n"
+    assert not list(here.iterdir())
 
 
 def test_check_prints_each_problem_and_ends_with_1(

@@ -1,9 +1,13 @@
 """doctor: a line for each check: ok, warn or fail, and what to do; its status."""
 
+import os
 import re
+import shutil
 import socket
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -52,19 +56,25 @@ def checked(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[st
 @pytest.fixture
 def probed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Find a device that works and a model, without a process."""
-    probe = checks.Probe("cpu", GB, {"mine": 1000}, {"mine": 40_000}, "openblas", None, 100.0)
+    sizes, kept = {"mine": 1000}, {"mine": 40_000}
+    probe = checks.Probe("cpu", GB, sizes, kept, "openblas", None, 100.0, {})
     monkeypatch.setattr(checks, "run_probe", lambda _: probe)
 
 
 def test_a_machine_that_can_serve_ends_with_0(here: Path, inside: Inside) -> None:
     status, found = doctor(inside, here)
     assert status == 0
-    first = ["packages", "files", "settings", "port", "device", "blas", "compiler", "tmpdir"]
+    first = ["packages", "files", "settings", "port", "device", "blas", "compiler", "disk"]
     assert list(found) == [*first, "memory", "prefixes", "models", "hub"]
     assert not [said for said in found.values() if said.startswith("fail")]
     assert found["device"].startswith("ok mlx computes on ")
     assert found["models"] == "ok 1 of 1 are on disk."
-    assert found["tmpdir"] == f"ok {here / 'tmp'}."
+    contents = ["models", "self-tests", "OpenBLAS's copy", "compiled code", "temporary files"]
+    said = re.findall(r"^ok .* free for (.*) in (/.*)\.$", found["disk"], re.MULTILINE)
+    assert [content for content, _ in said if content != "OpenBLAS's copy"] == [
+        each for each in contents if each != "OpenBLAS's copy"
+    ]
+    assert dict(said)["temporary files"] == str(here / "tmp")
 
 
 @pytest.mark.usefixtures("probed")
@@ -187,14 +197,37 @@ def test_binds_of_every_kind_are_tried(tmp_path: Path) -> None:
     assert checks.check_port("nobody.invalid:0").state == "fail"
 
 
-def test_a_shared_folder_for_compiled_code_is_a_warning(tmp_path: Path) -> None:
-    """What lies there is run; a GPU compiles elsewhere."""
+def test_a_folder_without_room_fails_and_says_how_much_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may still have to be made. What is read-only may be so on purpose."""
+    folder = tmp_path / "a" / "b"
+    Usage = namedtuple("Usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(GB, 0, checks.LEAST_FREE_BYTES - 1))
+    said = f"16 MiB free for models in {folder}. Make room there."
+    assert checks.check_folder("models", folder) == Finding("disk", "fail", said)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(GB, 0, 5 << 30))
+    said = f"5.0 GiB free for models in {folder}."
+    assert checks.check_folder("models", folder) == Finding("disk", "ok", said)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert checks.check_folder("models", folder).state == "warn"
+
+
+def test_a_shared_folder_for_compiled_code_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies there is run."""
     tmp_path.chmod(0o1777)
-    assert checks.check_temporary(tmp_path, "cpu").state == "warn"
-    assert checks.check_temporary(tmp_path, "metal").state == "ok"
+    found = checks.check_folder(checks.COMPILED, tmp_path)
+    assert (found.state, "Others may write" in found.message) == ("warn", True)
+    assert checks.check_folder("temporary files", tmp_path).state == "ok"
     tmp_path.chmod(0o700)
-    assert checks.check_temporary(tmp_path, "cpu").state == "ok"
-    assert checks.check_temporary(tmp_path / "none", "cpu").state == "fail"
+    assert checks.check_folder(checks.COMPILED, tmp_path).state == "ok"
+    monkeypatch.setattr(os, "ST_NOEXEC", 8, raising=False)
+    found_by_os = SimpleNamespace(f_flag=8, f_bavail=GB, f_blocks=GB, f_bfree=GB, f_frsize=1)
+    monkeypatch.setattr(os, "statvfs", lambda _: found_by_os)
+    found = checks.check_folder(checks.COMPILED, tmp_path)
+    assert (found.state, "Nothing may run" in found.message) == ("warn", True)
 
 
 def test_few_open_files_are_few_clients() -> None:

@@ -1,6 +1,7 @@
 """launch and connect: which gateway and model a tool gets, by what, and how it ends."""
 
 import asyncio
+import errno
 import itertools
 import json
 import os
@@ -361,6 +362,28 @@ def test_signals_are_the_tools(home: Path) -> None:
         out, _ = process.communicate()
     assert (process.returncode, out) == (signal.SIGTERM, "")
     assert not left(home)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device", "/somewhere"),
+        FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
+    ],
+)
+def test_a_full_disk_is_named_and_nothing_starts(
+    run: Launch, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    """The second is what Python says that finds room in none of the folders it knows."""
+
+    def fail(*_: object, **__: object) -> Any:
+        raise error
+
+    before = children()
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", fail)
+    outcome = run("launch", "claude")
+    assert (outcome.returncode, outcome.stderr) == (1, f"Starting a gateway…\n{error}\n")
+    assert children() == before
 
 
 @contextmanager

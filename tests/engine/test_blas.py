@@ -223,10 +223,9 @@ def test_the_users_cache_may_be_elsewhere(house: House) -> None:
     _, files = house.start(XDG_CACHE_HOME=str(elsewhere))
     [copy] = (elsewhere / "mlx-gateway" / "openblas").iterdir()
     assert str(copy) in files
-    assert cache_folder({"XDG_CACHE_HOME": "x", "HOME": "/h"}) == Path(
-        "/h/.cache/mlx-gateway/openblas"
-    )
-    assert cache_folder({}) is cache_folder({"HOME": "relative"}) is None
+    environment = {"XDG_CACHE_HOME": "x", "HOME": "/h"}
+    assert cache_folder(environment, "a") == Path("/h/.cache/mlx-gateway/a")
+    assert cache_folder({}, "a") is cache_folder({"HOME": "relative"}, "a") is None
 
 
 def test_a_setting_names_the_library(furnished: House) -> None:

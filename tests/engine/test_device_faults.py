@@ -52,6 +52,10 @@ RAISED = [
     ("[GatherMM::eval] Currently only supports float32.", Fault.ROW),
     ("[metal_kernel] No Metal back-end.", Fault.ROW),
     ("There is no Stream(gpu, 1) in current thread.", Fault.ROW),
+    ("[Compile::eval_cpu] Failed to compile function A_1: popen() failed.", Fault.COMPILER),
+    ("Could not load C++ shared library /c/libA_1.so: file too short", Fault.COMPILER),
+    ("Failed to load compiled mlx_copy kernel: .", Fault.COMPILER),
+    ("filesystem error: temp_directory_path: No such file or directory", Fault.COMPILER),
     ("something new", Fault.UNKNOWN),
 ]
 

@@ -1,5 +1,7 @@
 """What the hub has under a name is known before its weights are fetched; its lies do no harm."""
 
+import errno
+import io
 import json
 import tempfile
 from collections.abc import Iterator
@@ -125,6 +127,19 @@ def test_a_file_longer_than_listed_is_not_read_to_its_end(
     with pytest.raises(ModelUnavailable, match="config is longer than the hub says"):
         look(SOURCE, at(hub, tmp_path), "org/tiny")
     assert not any((tmp_path / "temporary").iterdir())
+
+
+def test_a_full_temporary_folder_is_named(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The small files that tell a kind are put there."""
+
+    def full(*_: object) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(io, "FileIO", full)
+    with pytest.raises(ModelUnavailable, match="could not be stored: No space left on device"):
+        look(SOURCE, at(hub, tmp_path), "org/tiny")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -9,11 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import mlx.core as mx
 import pytest
+from mlx.nn.layers.embedding import Embedding
 
+from gateway.engine.embedding import engine as embedding
+from gateway.engine.embedding import pooling
 from tests.checkpoints import write_chat
+from tests.compilers import NO_ROOM, compiling_in, needs_compiler, new_function, write_compiler
 from tests.cpu_engines import cpu_engines
-from tests.processes import started
+from tests.processes import DEMO, command, started
 from tests.provoked import harness
 from tests.provoked.harness import ask, not_well, said
 from tests.serving_app import catalog, served
@@ -132,6 +138,55 @@ async def test_a_row_that_memory_is_too_short_for_is_told_to_come_back(
     device.fail(*[NO_MEMORY.format(9)] * 2)
     is_refused(await embed(client, "Hello, too"), "out_of_memory")
     assert (await client.get("/ready")).status_code == 200
+
+
+@needs_compiler
+async def test_a_full_disk_where_code_is_compiled_costs_no_request(
+    client: httpx2.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What met it is computed once more, unfused, as is all that follows."""
+    expected = [said(await chat(client, text)) for text in TEXTS]
+    vectors = (await embed(client, "Hello")).json()["data"]
+    write_compiler(tmp_path / "bin").is_now("full")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    embed_tokens: Any = Embedding.__call__
+    pool = pooling.pool
+    with compiling_in(tmp_path / "compiled"):
+        for again in range(3):
+            mx.enable_compile()
+            function = new_function()
+            monkeypatch.setattr(
+                Embedding, "__call__", lambda *given, to=function: to(embed_tokens(*given))
+            )
+            monkeypatch.setattr(embedding, "pool", lambda *given, to=function: to(pool(*given)))
+            assert (await embed(client, "Hello")).json()["data"] == vectors, again
+            mx.enable_compile()
+            answers = await asyncio.gather(*(chat(client, text) for text in TEXTS))
+            assert [said(answer) for answer in answers] == expected, again
+        assert (await client.get("/health")).status_code == 200
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_disk_that_fills_ends_no_gateway(tmp_path: Path) -> None:
+    """Nor does a model fail to load that nothing was compiled for yet. What was compiled before
+    lies in the user's cache, and nothing in the temporary folder.
+    """
+    compiler = write_compiler(tmp_path / "bin")
+    folders = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(tmp_path / "tmp")}
+    given = {"PATH": compiler.path, "GATEWAY_DEMO_CHAT_PRELOAD": "false", **folders}
+    for folder in folders.values():
+        Path(folder).mkdir()
+    with started(command("serve", "--models", str(DEMO)), tmp_path, **given) as gateway:
+        assert list((tmp_path / "cache" / "mlx-gateway").glob("mlx-*/mlx/*/cpu/lib*.so"))
+        compiler.is_now("full")
+        for _ in range(2):
+            body = {"model": "demo-chat", "messages": [{"role": "user", "content": "Hello!"}]}
+            answer = httpx2.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=60)
+            assert answer.status_code == 200, answer.text
+        assert httpx2.get(f"{gateway.url}/health").status_code == 200
+        assert NO_ROOM in gateway.log.read_text()
+    assert not (tmp_path / "tmp" / "mlx").exists()
 
 
 @pytest.mark.parametrize("send", [chat, embed])

@@ -50,6 +50,7 @@ def test_any_number_of_faults_whose_cause_is_known_ends_nothing(health: DeviceHe
     for _ in range(50):
         health.note(Fault.ROW, "x", failing("x", "x"))
         health.note(Fault.PRESSURE, "x", failing("x", "x"))
+        health.note(Fault.COMPILER, "x", failing("x", "x"))
     assert health.lost is None
 
 
@@ -66,7 +67,7 @@ def test_as_many_failed_probes_as_may_be_lose_the_device(health: DeviceHealth) -
     assert health.lost == "RuntimeError: why"
 
 
-@pytest.mark.parametrize("known", [Fault.ROW, Fault.PRESSURE])
+@pytest.mark.parametrize("known", [Fault.ROW, Fault.PRESSURE, Fault.COMPILER])
 def test_a_probe_that_fails_for_a_known_reason_ends_nothing(
     health: DeviceHealth, known: Fault
 ) -> None:

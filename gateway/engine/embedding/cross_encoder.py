@@ -7,6 +7,7 @@ from typing import Any, Final, Literal, get_args
 
 import mlx.core as mx
 
+from gateway.engine.compiled_code import unfused
 from gateway.engine.device import Device
 from gateway.engine.embedding.bert import Dense, Norm, arrays_of, make_dense, make_norm
 from gateway.engine.embedding.engine import (
@@ -151,6 +152,7 @@ class CrossEncoderEngine(EncoderEngine):
             starts = [row.second - lead for row in rows]
         return self._run([row.ids for row in rows], self.labels, starts)
 
+    @unfused()
     def probe(self) -> None:
         """Score a pair of no caller's. Raises what the device does."""
         self.score(self.encode_pairs("Hello", ["Hello"]))

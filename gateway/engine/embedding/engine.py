@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from gateway.engine.compiled_code import unfused
 from gateway.engine.device import (
     Device,
     clear_cache,
@@ -411,6 +412,7 @@ class EmbeddingEngine(EncoderEngine):
         """
         return self._run(rows, self.dimensions)
 
+    @unfused()
     def probe(self) -> None:
         """Embed a word of no caller's. Raises what the device does."""
         self.embed(self.encode(["Hello"]))

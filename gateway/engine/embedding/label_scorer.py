@@ -16,6 +16,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from gateway.engine.compiled_code import unfused
 from gateway.engine.control_tokens import Piece
 from gateway.engine.device import Device, clear_cache
 from gateway.engine.embedding.tokenizer import TextTokenizer, load_text_tokenizer
@@ -140,6 +141,7 @@ class LabelScorer:
             scores[places, 0] = self._read(tokens, shared)
         return scores
 
+    @unfused()
     def probe(self) -> None:
         """Score a pair of no caller's. Raises what the device does."""
         self.score(self.encode_pairs("Hello", ["Hello"]))

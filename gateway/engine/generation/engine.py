@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from gateway.engine.compiled_code import unfused
 from gateway.engine.device import clear_cache
 from gateway.engine.generation.decode_batch import DecodeBatch
 from gateway.engine.generation.label_scoring import prepare_questions
@@ -42,6 +43,7 @@ class GenerationEngine(Sequences):
         test = BatchSelfTest(self._model, self._vocab_size, self.facts.max_context, self.dtype)
         return test.verdicts()
 
+    @unfused()
     def probe(self) -> None:
         """Read a prompt of the self-test's, apart from all sequences; raise what MLX does."""
         self.synchronize()

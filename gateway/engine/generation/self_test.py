@@ -19,6 +19,7 @@ import mlx.core as mx
 from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache
 
+from gateway.engine.compiled_code import name_failure
 from gateway.engine.device import BLAS, Device
 from gateway.engine.device_faults import classify
 from gateway.engine.kv.layers import can_batch, make_batch_caches
@@ -150,7 +151,8 @@ class BatchSelfTest:
         try:
             yield from trial
             problem = next(filter(None, (self._gap(row) for row in rows)), "")
-        except Exception as error:
+        except Exception as raised:
+            error = name_failure(raised)
             problem = f"{type(error).__name__}: {str(error)[:200]}"
             fault = classify(error)
             if fault is Fault.FATAL:

@@ -9,6 +9,7 @@ from typing import Final
 
 from gateway.engine.answers.output_parts import OutputPart, OutputProcessor, TokenScores
 from gateway.engine.answers.reasoning import Thinking
+from gateway.engine.compiled_code import name_failure
 from gateway.engine.device_faults import classify
 from gateway.engine.generation.sampling import Sampler
 from gateway.engine.grammar.compiling import CompiledGrammar
@@ -327,6 +328,7 @@ class Faults:
         """Record the error of a pass. Return the end of a sequence that was alone already; all
         others are to be read again.
         """
+        error = name_failure(error)
         fault = classify(error)
         self.record([row.id for row in rows], fault, error)
         if len(rows) == 1 and rows[0].is_suspect:
@@ -339,16 +341,16 @@ class Faults:
         return None
 
     def record(self, rows: abc.Sequence[int], fault: Fault, error: Exception) -> None:
-        """Record the error that a pass over several sequences has raised. That memory ended says
-        nothing of batching.
+        """Record the error that a pass over several sequences has raised. That memory ended, or
+        that nothing could be compiled, says nothing of batching.
         """
         self._record(fault, f"{len(rows)} rows", error)
-        if len(rows) > 1 and fault is not Fault.PRESSURE:
+        if len(rows) > 1 and fault not in (Fault.PRESSURE, Fault.COMPILER):
             self._suspects.append(set(rows))
 
     def record_draft(self, error: Exception) -> None:
         """Record the error of a draft model, not used any more. No sequence is to blame."""
-        self._record(classify(error), "draft model, off now", error)
+        self._record(classify(error), "draft model, off now", name_failure(error))
 
     def _record(self, fault: Fault, where: str, error: Exception) -> None:
         message = f"{where}: {type(error).__name__}: {str(error)[:500]}"

@@ -260,11 +260,12 @@ class RowBatcher(Generic[R]):
     async def _retry_alone(self, turn: Turn, batch: list[Row[R]], error: Exception) -> None:
         """Compute each row alone, so that only those at fault fail."""
         fault = await self._note(turn, error)
-        # If memory had ended, a single row is tried again too, with what could be given back.
+        # If memory had ended, a single row is tried again too, with what could be given back; and
+        # if nothing could be compiled, for now it runs unfused.
         if fault is Fault.PRESSURE:
             await turn(self._lane.health.shed)
         for row in batch:
-            if len(batch) > 1 or fault is Fault.PRESSURE:
+            if len(batch) > 1 or fault in (Fault.PRESSURE, Fault.COMPILER):
                 try:
                     _answer([row], await turn(self._compute, [row.row]))
                     continue

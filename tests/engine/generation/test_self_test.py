@@ -13,6 +13,7 @@ from mlx_lm.generate import generate_step
 
 from benchmarks.loading import load_generation
 from benchmarks.tiny_models import tiny_config, tiny_model
+from gateway.engine import compiled_code
 from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.self_test import BatchSelfTest
@@ -218,13 +219,19 @@ def broken(folder: Path, breaks: Callable[[mx.array], object]) -> GenerationEngi
     return engine
 
 
+@pytest.mark.usefixtures("_uncompiled")
 @pytest.mark.parametrize(
     ("error", "is_lasting"),
-    [(RuntimeError("[malloc] Unable to allocate 12 bytes."), False), (ValueError("no"), True)],
+    [
+        (RuntimeError("[malloc] Unable to allocate 12 bytes."), False),
+        (RuntimeError("[Compile::eval_cpu] Failed to compile function A: no"), False),
+        (ValueError("no"), True),
+    ],
 )
-def test_a_test_that_runs_out_of_memory_says_nothing_of_the_next(
-    error: Exception, is_lasting: bool, tmp_path: Path
+def test_a_test_that_runs_out_of_memory_or_disk_says_nothing_of_the_next(
+    error: Exception, is_lasting: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(compiled_code, "FOLDER", tmp_path)  # what is broken in it is deleted
 
     def breaks(tokens: mx.array) -> bool:
         if tokens.shape[0] > 1:
