@@ -142,8 +142,13 @@ def trying(folder: Path) -> Iterator[Callable[[str, list[Spoil]], None]]:
         yield lambda kind, spoils: portal.call(asker.try_out, kind, spoils)
 
 
-@pytest.mark.generator(weight=3)
-@pytest.mark.parametrize("examples", [SHORT, pytest.param(LONG, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "examples",
+    [
+        pytest.param(SHORT, marks=pytest.mark.generator(weight=3)),
+        pytest.param(LONG, marks=pytest.mark.soak),
+    ],
+)
 def test_a_checkpoint_loads_or_is_refused_by_name(
     examples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
