@@ -116,11 +116,7 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
         rows = [row for row in kept_rows if row is not None]
         tokens = sum(row.tokens for row in rows)
         truncated = sum(row.is_truncated for row in rows)
-        timings = job.caller.timings
-        timings.tokens_in, timings.stage = tokens, None
-        metrics.count_prompt(self._name, tokens)
-        if truncated:
-            metrics.of(metrics.TRUNCATED, self._name).inc(truncated)
+        self._count(job.caller.timings, tokens, truncated)
         vectors = np.stack([row.vector for row in rows])
         if job.dimensions is not None and job.dimensions < self.engine.dimensions:
             vectors = self.engine.shorten(vectors, job.dimensions)

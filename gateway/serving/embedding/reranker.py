@@ -7,7 +7,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from gateway import clock, metrics
+from gateway import clock
 from gateway.errors import ContextLengthExceeded, EngineFailed
 from gateway.jobs import Pair, Reranked, RerankJob, Stage, Vectors
 from gateway.serving.admission import Arrival, Arrivals
@@ -53,10 +53,7 @@ class RerankBatcher(RowBatcher[Pair]):
             self._check(pairs, truncate=job.truncate)
             logits = await self._queue(pairs, timings, expected)
         tokens, truncated = sum(map(len, pairs)), sum(pair.cut > 0 for pair in pairs)
-        timings.tokens_in, timings.stage = tokens, None
-        metrics.count_prompt(self._name, tokens)
-        if truncated:
-            metrics.of(metrics.TRUNCATED, self._name).inc(truncated)
+        self._count(timings, tokens, truncated)
         return Reranked(relevance(logits, is_raw=job.is_raw), tokens, truncated)
 
     async def _encode(self, part: Part, job: RerankJob) -> list[Pair]:
