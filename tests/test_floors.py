@@ -129,24 +129,24 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2721,
-    "app": 1575,
+    "api": 2713,
+    "app": 1559,
     "bench": 282,
     "cli": 1581,
     "clock": 40,
     "doctor": 336,
-    "engine": 11815,
+    "engine": 11769,
     "errors": 270,
     "ids": 10,
     "jobs": 289,
     "logs": 145,
     "metrics": 210,
     "panics": 20,
-    "registry": 1278,
+    "registry": 1276,
     "server": 290,
-    "serving": 4441,
+    "serving": 4433,
     "settings": 359,
-    "wire": 3614,
+    "wire": 3602,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))
 # A line of a map: names, two spaces or more, and what they are.

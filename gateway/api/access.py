@@ -17,10 +17,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.api.bodies import Bodies
-from gateway.api.in_flight import InFlight, shutting_down
+from gateway.api.in_flight import InFlight
 from gateway.api.middleware import Context, ErrorMiddleware
 from gateway.errors import Forbidden, GatewayError, RateLimited, Unauthorized, shorten
 from gateway.jobs import Timings
+from gateway.serving.admission import shutting_down
 from gateway.serving.rate_limit import KINDS, Accounts, Allowance, Bucket, Kind
 
 if TYPE_CHECKING:

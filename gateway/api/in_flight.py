@@ -15,19 +15,15 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
 
 from gateway import metrics
-from gateway.errors import GatewayError, TooManyWatchers, Unavailable
+from gateway.errors import GatewayError, TooManyWatchers
 from gateway.jobs import Timings
+from gateway.serving.admission import shutting_down
 
 T = TypeVar("T")
 
 CLIENT_CLOSED = 499  # nginx's status for a client that closed the connection; it is only logged
 LAST_ERRORS = 50
 MOST_WATCHERS = 4
-
-
-def shutting_down() -> Unavailable:
-    """Return the error for requests that arrive, or are in flight, when the gateway stops."""
-    return Unavailable("The gateway is shutting down.", retry_after_s=1)
 
 
 @dataclass(slots=True, eq=False)

@@ -15,10 +15,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 from typing_extensions import TypeAliasType, TypedDict
 
-from gateway.api.in_flight import shutting_down, while_connected
+from gateway.api.in_flight import while_connected
 from gateway.api.requests import Service, ignored_header, reply
 from gateway.api.streams import COMMENT, DONE, EventStream, frame
 from gateway.registry import ChatSpec, ModelSpec, Resolved
+from gateway.serving.admission import shutting_down
 from gateway.serving.generation.batcher import ChatBatcher, GenerationBatcher
 from gateway.serving.models.pulls import Pull
 from gateway.wire.anthropic import AnthropicModel, AnthropicModels, model_info, model_page

@@ -93,9 +93,7 @@ class ChatEngines:
             size.weights + extra.weights, size.kv + extra.kv, size.kv_token + extra.kv_token
         )
 
-    def label_scorer(
-        self, spec: RerankSpec, files: Path
-    ) -> Generator[RerankEngine | None, None, None]:
+    def label_scorer(self, spec: RerankSpec, files: Path) -> Generator[RerankEngine | None]:
         """Load a rerank model without a head in steps; the last one yields the engine."""
         return load_label_scorer_in_steps(
             files,
@@ -109,7 +107,7 @@ class ChatEngines:
 
     async def generation(
         self, spec: ChatSpec, files: Path, draft: DraftFiles | None
-    ) -> Generator[GenerationEngine | None, None, None]:
+    ) -> Generator[GenerationEngine | None]:
         """Read a chat model's tokenizer, off the lane; return the steps that load the rest."""
         settings = settings_of(spec, self.settings)
         kept_bytes, rows, pool = settings.prefix_cache_bytes, settings.speculate_rows, None
@@ -135,7 +133,7 @@ class ChatEngines:
         prefix_cache_bytes: int,
         speculate_rows: int,
         prefixes: PrefixPool | None = None,
-    ) -> Generator[GenerationEngine | None, None, None]:
+    ) -> Generator[GenerationEngine | None]:
         """Load as `generation` does, with these two settings, and tell no other rank of it."""
         read = partial(
             read_chat_setup,
@@ -178,7 +176,7 @@ class ChatEngines:
 
     def adapter(
         self, spec: ChatSpec, files: Path, engine: GenerationEngine
-    ) -> tuple[int, Generator[Adapter | None, None, None]]:
+    ) -> tuple[int, Generator[Adapter | None]]:
         """Read an adapter's headers; return its bytes and the steps that add it."""
         assert isinstance(engine, MlxGenerationEngine)
         adapter, adapters = read_adapter(spec.id, files), engine.adapters

@@ -290,9 +290,7 @@ class MlxEngines:
             raise ModelUnavailable(draft.id, reason)
         return draft, files
 
-    def embedding(
-        self, spec: EmbeddingSpec, files: Path
-    ) -> Generator[EmbeddingEngine | None, None, None]:
+    def embedding(self, spec: EmbeddingSpec, files: Path) -> Generator[EmbeddingEngine | None]:
         """Load an embedding model in steps; the last one yields the engine."""
         steps = load_embedding_in_steps(
             files,
@@ -307,9 +305,7 @@ class MlxEngines:
         )
         return _fused(spec, steps)
 
-    def cross_encoder(
-        self, spec: RerankSpec, files: Path
-    ) -> Generator[RerankEngine | None, None, None]:
+    def cross_encoder(self, spec: RerankSpec, files: Path) -> Generator[RerankEngine | None]:
         """Load a rerank model in steps; the last one yields the engine."""
         if _scores_labels(spec):
             return _fused(spec, self._chat.label_scorer(spec, files))
@@ -322,16 +318,14 @@ class MlxEngines:
         )
         return _fused(spec, steps)
 
-    async def generation(
-        self, spec: ChatSpec, files: Path
-    ) -> Generator[GenerationEngine | None, None, None]:
+    async def generation(self, spec: ChatSpec, files: Path) -> Generator[GenerationEngine | None]:
         """Read a chat model's tokenizer, off the lane; return the steps that load the rest."""
         draft = await run_in_daemon_thread(self._find_draft, spec)
         return _fused(spec, await self._chat.generation(spec, files, draft))
 
     async def follow(
         self, spec: ChatSpec, files: Path, *, prefix_cache_bytes: int, rows: int
-    ) -> Generator[GenerationEngine | None, None, None]:
+    ) -> Generator[GenerationEngine | None]:
         """Load as `generation` does, with these settings, and tell no other rank of it."""
         draft = self._find_draft(spec)
         steps = await self._chat.follow(spec, files, draft, prefix_cache_bytes, rows)
@@ -339,7 +333,7 @@ class MlxEngines:
 
     async def adapter(
         self, spec: ChatSpec, files: Path, engine: GenerationEngine
-    ) -> tuple[int, Generator[Adapter | None, None, None]]:
+    ) -> tuple[int, Generator[Adapter | None]]:
         """Read an adapter's headers, off the lane; return its bytes and the steps that add it."""
         return await run_in_daemon_thread(self._chat.adapter, spec, files, engine)
 

@@ -33,7 +33,7 @@ from gateway.errors import (
     Unavailable,
 )
 from gateway.registry import Catalog, Changes, HubSource, ModelSpec
-from gateway.serving.admission import Arrivals
+from gateway.serving.admission import Arrivals, shutting_down
 from gateway.serving.budget import Budget
 from gateway.serving.faults import DeviceHealth, run_forever
 from gateway.serving.generation.batcher import ChatBatcher, GenerationBatcher
@@ -149,7 +149,7 @@ class Gateway:
         """
         async with self._reloading:  # one at a time, so that the last one reads the newest file
             if self.in_flight.is_draining:
-                raise Unavailable("The gateway is shutting down.", retry_after_s=1)
+                raise shutting_down()
             try:
                 async with asyncio.timeout(READING_S):
                     catalog = await run_in_daemon_thread(load_served, self._settings)

@@ -138,19 +138,13 @@ class Engines(Store, Protocol):
     async def digest(self, spec: ChatSpec, files: Path) -> str:
         """Return a digest of all that a chat model's self-test depends on, off the lane."""
 
-    def embedding(
-        self, spec: EmbeddingSpec, files: Path
-    ) -> Generator[EmbeddingEngine | None, None, None]:
+    def embedding(self, spec: EmbeddingSpec, files: Path) -> Generator[EmbeddingEngine | None]:
         """Load in steps, on the lane; the last one yields the engine."""
 
-    def cross_encoder(
-        self, spec: RerankSpec, files: Path
-    ) -> Generator[RerankEngine | None, None, None]:
+    def cross_encoder(self, spec: RerankSpec, files: Path) -> Generator[RerankEngine | None]:
         """Load in steps, on the lane; the last one yields the engine."""
 
-    async def generation(
-        self, spec: ChatSpec, files: Path
-    ) -> Generator[GenerationEngine | None, None, None]:
+    async def generation(self, spec: ChatSpec, files: Path) -> Generator[GenerationEngine | None]:
         """Read a chat model's tokenizer, off the lane; return the steps that load the rest on it.
 
         The last step yields the engine.
@@ -158,7 +152,7 @@ class Engines(Store, Protocol):
 
     async def adapter(
         self, spec: ChatSpec, files: Path, engine: GenerationEngine
-    ) -> tuple[int, Generator[Adapter | None, None, None]]:
+    ) -> tuple[int, Generator[Adapter | None]]:
         """Read an adapter's headers, off the lane; return the bytes it will hold, and the steps
         that add it to its base's engine on the lane. The last one yields it.
         """
@@ -224,7 +218,7 @@ class ModelLoader:
         self,
         kind: Callable[..., EmbeddingBatcher | RerankBatcher],
         spec: EmbeddingSpec | RerankSpec,
-        steps: Generator[E | None, None, None],
+        steps: Generator[E | None],
     ) -> AsyncIterator[tuple[Batcher, int]]:
         """Load an embedding or a rerank model, with a batcher of this kind."""
         limits = embedding_limits(self.settings, spec)
@@ -308,7 +302,7 @@ class ModelLoader:
         model: str,
         files: Path,
         base: GenerationBatcher,
-        steps: Generator[Adapter | None, None, None],
+        steps: Generator[Adapter | None],
     ) -> AsyncIterator[Loaded[Batcher]]:
         key = await self.kept.key(model, files, partial(self.kept.key_of, base))
         adapter = await self._load(steps)
@@ -321,7 +315,7 @@ class ModelLoader:
 
     @contextlib.asynccontextmanager
     async def _open_engine(
-        self, steps: Generator[E | None, None, None], warm: Callable[[E], None]
+        self, steps: Generator[E | None], warm: Callable[[E], None]
     ) -> AsyncIterator[tuple[E, int]]:
         """Load an engine, measure it and warm it up; close it at exit."""
         engine = await self._load(steps)
@@ -336,7 +330,7 @@ class ModelLoader:
             async with self.lane.turn("load") as run:
                 await run(engine.close)
 
-    async def _load(self, steps: Generator[T | None, None, None]) -> T:
+    async def _load(self, steps: Generator[T | None]) -> T:
         """Load with one turn of the lane per step."""
         engine: T | None = None
         try:
@@ -350,7 +344,7 @@ class ModelLoader:
         return engine
 
 
-def _next(steps: Generator[T | None, None, None]) -> T | None:
+def _next(steps: Generator[T | None]) -> T | None:
     """Run one step of a load; the last one returns the engine."""
     engine = next(steps)
     if engine is not None:

@@ -119,9 +119,7 @@ def _find_kind(source: Source, model: str, settings: Settings, may_pull: bool | 
     return read_kind(files, model, str(source))
 
 
-def _discover(
-    settings: Settings, set_variables: Mapping[str, str]
-) -> tuple[Entries, dict[str, str]]:
+def _discover(settings: Settings, given: Mapping[str, str]) -> tuple[Entries, dict[str, str]]:
     """Return the entries of models that are found on the disk, and why others have none."""
     if not settings.discover:
         return {}, {}
@@ -136,7 +134,7 @@ def _discover(
         elif model.model in found:
             left_out[model.source] = f"another model is found as {model.model}"
         else:
-            found[model.model] = unlisted_entry(model.kind, model.source, set_variables)
+            found[model.model] = unlisted_entry(model.kind, model.source, given)
     return found, {name: why for name, why in left_out.items() if name not in found}
 
 

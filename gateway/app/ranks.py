@@ -31,7 +31,7 @@ class RankEngines(Engines, Protocol):
 
     async def follow(
         self, spec: ChatSpec, files: Path, *, prefix_cache_bytes: int, rows: int
-    ) -> Generator[GenerationEngine | None, None, None]:
+    ) -> Generator[GenerationEngine | None]:
         """Return the steps that load this rank's share of a model; the last yields its engine."""
 
 

@@ -58,9 +58,7 @@ class BlasFinding:
             return "mlx's own"
         version = self.config.removeprefix("OpenBLAS ").partition(" ")[0]
         whose = {"wheel": "the wheel's", "system": "the system's", "path": "GATEWAY_BLAS's"}
-        because = ""
-        if self.why:
-            because = f", as the wheel's is of no use here: {self.why}"
+        because = f", as the wheel's is of no use here: {self.why}" if self.why else ""
         return f"{whose[self.kind]} OpenBLAS {version}{because}"
 
 
@@ -140,9 +138,7 @@ def _systems(why: str | None) -> _Loaded:
         except (OSError, AttributeError):
             continue
         return _finding(library, "system", why), library
-    because = ""
-    if why:
-        because = f"The wheel's is of no use here: {why}. "
+    because = f"The wheel's is of no use here: {why}. " if why else ""
     return BlasFinding(loaded=False, hint=_SLOW + because + _INSTALL, why=why), None
 
 

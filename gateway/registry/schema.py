@@ -26,9 +26,7 @@ def describe_fields(model: type[BaseModel]) -> dict[str, str]:
     # It is read from the source: docstrings of attributes are gone once a module is imported, and
     # pydantic's way to keep them slows each start.
     words: dict[str, str] = {}
-    settings = {}
-    if issubclass(model, Section):
-        settings = describe_fields(Settings)
+    settings = describe_fields(Settings) if issubclass(model, Section) else {}
     for kind in reversed(model.__mro__):
         if kind.__module__.startswith("gateway."):
             [tree] = ast.parse(inspect.getsource(kind)).body

@@ -164,9 +164,7 @@ def to_job(
 def _refuse_empty(texts: Sequence[str], field: str, *, is_list: bool) -> None:
     if texts and all(texts):
         return
-    place = field
-    if texts and is_list:
-        place = f"{field}[{list(texts).index('')}]"
+    place = f"{field}[{list(texts).index('')}]" if texts and is_list else field
     raise Empty(f"Invalid '{place}': it should not be empty.", param=place, code="invalid_value")
 
 

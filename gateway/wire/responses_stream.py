@@ -211,9 +211,7 @@ class ResponseWriter(BlockWriter):
 
     def fail(self, error: GatewayError) -> list[Event]:
         """Mark the response as failed; its first events come first, if they have not come yet."""
-        first_events: list[Event] = []
-        if not self._has_begun:
-            first_events = self.begin(Usage(0))
+        first_events = [] if self._has_begun else self.begin(Usage(0))
         codes = {Overloaded: "rate_limit_exceeded", BadRequest: "invalid_prompt"}
         code = next((codes[kind] for kind in codes if isinstance(error, kind)), "server_error")
         details = error.body()["error"]
@@ -277,9 +275,7 @@ class ResponseWriter(BlockWriter):
 
     def _item(self, block: Block, status: ItemStatus) -> OutputItem:
         """Return a block as an item: of one in progress, as it is before its first piece."""
-        parts = [self._part(block)]
-        if status == "in_progress":
-            parts = []
+        parts = [] if status == "in_progress" else [self._part(block)]
         fields: dict[str, Any]
         if block.kind == "text":
             fields = {"type": "message", "role": "assistant", "content": parts}

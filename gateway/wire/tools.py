@@ -347,9 +347,7 @@ def read_tools(
     for name, count in uses.items():
         if count > 1:
             raise BadRequest(f"Two tools are named '{name}'.", param="tools")
-    names = selection.names
-    if names is None:
-        names = list(functions)
+    names = list(functions) if selection.names is None else selection.names
     if selection.forced and not names:
         raise BadRequest("'tool_choice' asks for a call, but there are no 'tools'.", param="tools")
     for name in names:

@@ -301,9 +301,7 @@ def _bad_request(errors: Sequence[ErrorDetails]) -> BadRequest:
 def _wrong_type(param: str, value: Any, expected: Sequence[str]) -> BadRequest:
     if isinstance(value, float) and abs(value) >= 2**63 and expected == ["an integer"]:
         # orjson reads an integer of more than 64 bits as a float.
-        code = "integer_above_max_value"
-        if value < 0:
-            code = "integer_below_min_value"
+        code = "integer_below_min_value" if value < 0 else "integer_above_max_value"
         return BadRequest(f"Invalid '{param}': it has more than 64 bits.", param=param, code=code)
     return BadRequest(
         f"Invalid type for '{param}': expected {' or '.join(expected)}, but got "
@@ -398,9 +396,7 @@ def _read_inputs(value: object, read: ValidatorFunctionWrapHandler) -> list[Any]
     try:
         inputs = read(value)
     except ValidationError:
-        count = ""
-        if isinstance(value, list):
-            count = f", and has {len(value)} entries"
+        count = f", and has {len(value)} entries" if isinstance(value, list) else ""
         raise ValueError(
             f"it should be a string, an array of 1 to {MAX_INPUTS} non-empty strings, an array of "
             f"token ids, or an array of such arrays{count}"

@@ -198,14 +198,7 @@ def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> BertConfig:
     kind = raw.get("position_embedding_type") or "absolute"
     if kind != "absolute":
         raise checkpoint.failed(f"config.json: position_embedding_type `{kind}` is not supported")
-    for key in ("is_decoder", "is_causal"):
-        if raw.get(key):
-            raise checkpoint.failed(f"config.json: {key} is not supported for this architecture")
-    activation = raw.get("hidden_act", "gelu")
-    if activation not in ACTIVATIONS:
-        raise checkpoint.failed(
-            f"config.json: hidden_act `{activation}` is none of {', '.join(ACTIVATIONS)}"
-        )
+    activation = read_activation(checkpoint, raw, "hidden_act", ("is_decoder", "is_causal"))
     with checkpoint.reading_config():
         config = BertConfig(
             vocabulary=int(raw["vocab_size"]),
@@ -223,6 +216,23 @@ def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> BertConfig:
     if config.heads < 1 or config.dimensions % config.heads:
         raise checkpoint.failed("config.json: hidden_size is no multiple of num_attention_heads")
     return config
+
+
+def read_activation(
+    checkpoint: Checkpoint, raw: Mapping[str, Any], key: str, unsupported: Sequence[str] = ()
+) -> str:
+    """Return the activation that a key of config.json names. Raises ModelLoadFailed for one that is
+    not computed here, and for a key among `unsupported` that is set.
+    """
+    for name in unsupported:
+        if raw.get(name):
+            raise checkpoint.failed(f"config.json: {name} is not supported for this architecture")
+    activation: str = raw.get(key, "gelu")
+    if activation not in ACTIVATIONS:
+        raise checkpoint.failed(
+            f"config.json: {key} `{activation}` is none of {', '.join(ACTIVATIONS)}"
+        )
+    return activation
 
 
 def weight_shapes(config: BertConfig) -> dict[str, tuple[int, ...]]:
@@ -291,9 +301,7 @@ class Bert:
         types = weights.get(TYPES, none)
         # Most tokens are of type 0, so its vector is part of every position.
         self._positions = weights.get(POSITIONS, none) + types[0]
-        self._second = None
-        if config.token_types > 1:
-            self._second = types[1] - types[0]
+        self._second = types[1] - types[0] if config.token_types > 1 else None
         self._norm = make_norm(weights, "embeddings.LayerNorm", choice, config.epsilon)
         rotate = None
         if config.theta is not None:

@@ -9,7 +9,14 @@ import mlx.core as mx
 
 from gateway.engine.compiled_code import unfused
 from gateway.engine.device import Device
-from gateway.engine.embedding.bert import Dense, Norm, arrays_of, make_dense, make_norm
+from gateway.engine.embedding.bert import (
+    Dense,
+    Norm,
+    arrays_of,
+    make_dense,
+    make_norm,
+    read_activation,
+)
 from gateway.engine.embedding.engine import (
     ENCODERS,
     Encoder,
@@ -32,7 +39,7 @@ from gateway.engine.models.checkpoint import (
     fit_weights,
     read_in_slices,
 )
-from gateway.engine.models.encoder_kernels import ACTIVATIONS, Activation, arithmetic
+from gateway.engine.models.encoder_kernels import Activation, arithmetic
 from gateway.errors import ContextLengthExceeded
 from gateway.jobs import Pair
 
@@ -240,9 +247,7 @@ def _open_head(
     parts = [part for part in (names.dense, names.out, names.norm) if part is not None]
     arrays = {n: a for n, a in opened.items() if n.rpartition(".")[0] in parts}
     bias = arrays.get(f"{names.out}.bias")
-    labels = 1
-    if bias is not None:
-        labels = bias.size
+    labels = 1 if bias is None else bias.size
     shapes: dict[str, tuple[int, ...]] = {
         f"{names.dense}.weight": (d, d),
         f"{names.out}.weight": (labels, d),
@@ -262,11 +267,7 @@ def _open_head(
     pooling = config.get("classifier_pooling", "cls")
     if pooling not in get_args(Pooling):
         raise checkpoint.failed(f"config.json: classifier_pooling `{pooling}` is not supported")
-    named = config.get("classifier_activation", "gelu")
-    if named not in ACTIVATIONS:
-        raise checkpoint.failed(
-            f"config.json: classifier_activation `{named}` is none of {', '.join(ACTIVATIONS)}"
-        )
+    named = read_activation(checkpoint, config, "classifier_activation")
     choice = arithmetic(device, weights_dtype, named, d, heads=1)
     norm = make_norm(weights, names.norm, choice, float(config.get("norm_eps", 1e-5)))
     return Head(pooling, dense, choice.activation, norm, out)

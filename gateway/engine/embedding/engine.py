@@ -200,9 +200,7 @@ class EncoderEngine(ABC):
         order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
         lengths = [len(rows[index]) for index in order]
         threads = self._threads(sum(lengths))
-        counts = [len(rows)]
-        if self._on_cpu:
-            counts = slice_rows(lengths, threads)
+        counts = slice_rows(lengths, threads) if self._on_cpu else [len(rows)]
         waiting = iter(order)
         slices = [list(islice(waiting, count)) for count in counts]
         passes = [
@@ -242,19 +240,14 @@ class EncoderEngine(ABC):
         lengths = [len(row) for row in rows]
         longest = max(lengths)
         # A GPU's buffers are reused where shapes recur; a CPU's need not be, so nothing is wasted.
-        width = longest
-        if not self._on_cpu:
-            width = min(bucket(longest), self._encoder.max_tokens)
+        width = longest if self._on_cpu else min(bucket(longest), self._encoder.max_tokens)
         padded = np.full((len(rows), width), self._encoder.padding_id, dtype=np.int32)
         for index, row in enumerate(rows):
             padded[index, : len(row)] = row
         counts = mx.array(lengths, dtype=mx.int32)
         columns = mx.arange(width)[None]
-        mask = types = None
-        if min(lengths) < width:
-            mask = columns < counts[:, None]
-        if starts is not None:
-            types = columns >= mx.array(list(starts))[:, None]
+        mask = columns < counts[:, None] if min(lengths) < width else None
+        types = None if starts is None else columns >= mx.array(list(starts))[:, None]
         for hidden in self._encoder(mx.array(padded), mask, types):
             yield hidden
         yield self._finish(hidden, counts, mask)
@@ -317,9 +310,7 @@ def read_transformer_settings(checkpoint: Checkpoint, task: str, output: str) ->
     `task` and `output` are its transformer_task and module_output_name, where it has them.
     """
     files = sorted(path.name for path in checkpoint.folder.glob("sentence_*_config.json"))
-    settings = {}
-    if files:
-        settings = checkpoint.read_object(files[0])
+    settings = checkpoint.read_object(files[0]) if files else {}
     for key, served in (
         ("transformer_task", (None, task)),
         ("module_output_name", (None, output)),

@@ -187,9 +187,7 @@ class LabelScorer:
         """Return the beginning of what caches hold, and keep it unless it is long."""
         beginning = _Beginning(tokens, [_SharedPrefix(cache, len(tokens)) for cache in caches])
         mx.eval([layer.state for layer in beginning.layers])
-        self._kept = _Beginning()
-        if len(tokens) <= KEPT_TOKENS:
-            self._kept = beginning
+        self._kept = beginning if len(tokens) <= KEPT_TOKENS else _Beginning()
         return beginning
 
 
@@ -229,9 +227,7 @@ class LabelHead:
         layer = model.lm_head if "lm_head" in model else model.model.embed_tokens
         rows = _rows(layer, mx.array(list(labels))).astype(mx.float32)
         bias = getattr(layer, "bias", None)
-        offsets = mx.zeros(len(labels))
-        if bias is not None:
-            offsets = bias[mx.array(list(labels))]
+        offsets = mx.zeros(len(labels)) if bias is None else bias[mx.array(list(labels))]
         signs = mx.array([1.0, -1.0])[: len(labels)]
         self._vector = signs @ rows
         self._offset = (signs * offsets.astype(mx.float32)).sum()

@@ -18,6 +18,7 @@ from gateway.engine.embedding.bert import (
     arrays_of,
     make_dense,
     make_norm,
+    read_activation,
 )
 from gateway.engine.models.checkpoint import (
     Checkpoint,
@@ -26,7 +27,6 @@ from gateway.engine.models.checkpoint import (
 )
 from gateway.engine.models.counts import MOST_LAYERS, MOST_POSITIONS, read_count
 from gateway.engine.models.encoder_kernels import (
-    ACTIVATIONS,
     PADDING_SCORE,
     Activation,
     Arithmetic,
@@ -66,14 +66,8 @@ class ModernBertConfig:
 
 def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> ModernBertConfig:
     """Read config.json's keys, of transformers 4 and 5, refusing what is not computed here."""
-    for key in ("attention_bias", "mlp_bias", "norm_bias", "is_causal"):
-        if raw.get(key):
-            raise checkpoint.failed(f"config.json: {key} is not supported for this architecture")
-    activation = raw.get("hidden_activation", "gelu")
-    if activation not in ACTIVATIONS:
-        raise checkpoint.failed(
-            f"config.json: hidden_activation `{activation}` is none of {', '.join(ACTIVATIONS)}"
-        )
+    unsupported = ("attention_bias", "mlp_bias", "norm_bias", "is_causal")
+    activation = read_activation(checkpoint, raw, "hidden_activation", unsupported)
     with checkpoint.reading_config():
         are_local = _local_layers(raw)
         window = int(raw.get("local_attention", 128)) // 2
@@ -159,9 +153,7 @@ def make_spans(
     """
     # A token sees those at most `window` away: transformers, masking_utils.py,
     # sliding_window_bidirectional_overlay.
-    masked_score = PADDING_SCORE
-    if dtype == mx.float16:
-        masked_score = HALF_PADDING_SCORE
+    masked_score = HALF_PADDING_SCORE if dtype == mx.float16 else PADDING_SCORE
     spans = []
     for start in range(0, length, block):
         end, low, high = min(start + block, length), 0, length
@@ -194,9 +186,7 @@ class ModernBertLayer:
     def __call__(self, x: mx.array, rows: int, rotate: Rotation, spans: Sequence[Span]) -> mx.array:
         """Map (rows * tokens, dimensions) to the same: flat, so that each product is one GEMM."""
         flat, width = x.shape
-        read = x
-        if self.attention_norm is not None:
-            read = self.attention_norm(x)
+        read = x if self.attention_norm is None else self.attention_norm(x)
         split = self.qkv(read).reshape(rows, flat // rows, 3, self.heads, width // self.heads)
         qkv = mx.contiguous(split.transpose(2, 0, 3, 1, 4))
         q, k, v = rotate(qkv[0]), rotate(qkv[1]), qkv[2]
@@ -301,6 +291,5 @@ class ModernBert:
         return arrays_of([self._words, self._norms, self._layers])
 
     def _spans(self, length: int, mask: mx.array | None, window: int | None) -> list[Span]:
-        if window is None:
-            return make_spans(length, mask, window, length, self._dtype)
-        return make_spans(length, mask, window, BLOCK, self._dtype)
+        block = length if window is None else BLOCK
+        return make_spans(length, mask, window, block, self._dtype)

@@ -109,9 +109,7 @@ def _read_pooling(folder: Checkpoint) -> str:
     config: Mapping[str, Any] = folder.read_object("config.json")
     where = f"{folder.folder.name}/config.json"
     stated = config.get("pooling_mode", [m for k, m in _OLD_KEYS.items() if config.get(k)])
-    modes = list(stated)
-    if isinstance(stated, str):
-        modes = [stated]
+    modes = [stated] if isinstance(stated, str) else list(stated)
     if len(modes) != 1:
         raise folder.failed(
             f"{where} names {len(modes)} pooling modes ({join_names(modes)}), "

@@ -238,9 +238,7 @@ def _answer_limit(
         raise BadRequest("The prompt is empty.", part="prompt")
     if not all(0 <= token < vocab_size for token in prompt):
         raise BadRequest(f"Token ids are 0 to {vocab_size - 1}.", part="prompt")
-    limit = room
-    if job.max_tokens is not None:
-        limit = min(job.max_tokens, room)
+    limit = room if job.max_tokens is None else min(job.max_tokens, room)
     if job.sampling.min_tokens > limit:
         raise BadRequest(
             f"Invalid 'min_tokens': the answer may have {limit} tokens at most.", part="min_tokens"

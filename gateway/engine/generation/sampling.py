@@ -114,9 +114,7 @@ class Sampler:
         self.adjustments = Adjustments(sampling, vocab_size, prompt)
         self._vocab_size = vocab_size
         self._seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
-        self.top_k = 0
-        if 0 < sampling.top_k < vocab_size:
-            self.top_k = sampling.top_k
+        self.top_k = sampling.top_k if 0 < sampling.top_k < vocab_size else 0
         self._window = self._smallest(self.top_k or _P_WINDOW)
 
     @property
@@ -382,9 +380,7 @@ def _likeliest(logits: mx.array, count: int) -> mx.array:
     rows, vocab_size = logits.shape
     if count >= vocab_size:
         return mx.argsort(-logits, axis=-1)
-    block = _SHORT_BLOCK
-    if count <= WINDOWS[0]:
-        block = _LONG_BLOCK
+    block = _LONG_BLOCK if count <= WINDOWS[0] else _SHORT_BLOCK
     candidates, ids = logits, None
     if vocab_size >= 4 * count * block:
         lacking = -vocab_size % block

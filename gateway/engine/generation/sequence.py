@@ -65,9 +65,7 @@ class Sequence:
             self._ends |= eos_ids
         assert job.compiled is None or isinstance(job.compiled, CompiledGrammar)
         self._grammar = job.compiled
-        self._matcher: Matcher | None = None
-        if self._grammar is not None:
-            self._matcher = self._grammar.matcher()
+        self._matcher = None if self._grammar is None else self._grammar.matcher()
         self._matched = 0
 
     @property

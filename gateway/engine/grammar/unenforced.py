@@ -106,9 +106,7 @@ def hold(root: Schema, max_path: int) -> Held:
     """
     if root is False:
         raise refusal("The JSON Schema `false` allows no answer.")
-    schema: Node = root
-    if root is True:
-        schema = {}
+    schema: Node = {} if root is True else root
     lost, callers = settle_refs(schema)
     nodes = reachable(schema, max_path, callers)
     if not can_end(schema):
@@ -279,15 +277,13 @@ def _ask_any(node: Node, ways: Sequence[Schema]) -> None:
 
 def _are_apart(one: Schema, other: Schema, kinds: frozenset[str], required: frozenset[str]) -> bool:
     """Return True if no value of these kinds, an object with these properties, fits both."""
-    if one is False or other is False:
+    if _differ(one, other):
         return True
     if not isinstance(one, dict) or not isinstance(other, dict):
         return False
     shared = kinds & _kinds(one) & _kinds(other)
-    if _differ(one, other) or not shared:
-        return True
     if shared != {"object"}:
-        return False
+        return not shared
     # Of an object: they differ in a property that one of them requires.
     names = required.union(one.get("required", ()), other.get("required", ()))
     return any(_differ(_property(one, name), _property(other, name)) for name in names)

@@ -112,9 +112,8 @@ def _pair(
             raise files.failed(
                 f"{name} is {tensor.shape}, not a matrix: only linear projections are adapted"
             )
-        expected = (rank, tensor.shape[1])
-        if name.endswith(".lora_a"):
-            expected = (tensor.shape[0], rank)
+        rows, columns = tensor.shape
+        expected = (rows, rank) if name.endswith(".lora_a") else (rank, columns)
         if tensor.shape != expected:
             raise files.failed(
                 f"{name} is {tensor.shape}, not {expected}, as the rank in {CONFIG} is {rank}"

@@ -42,14 +42,9 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
         arrivals: Arrivals | None = None,
     ) -> None:
         super().__init__(name, engine.embed, engine.probe, lane, limits, arrivals)
-        self._engine = engine
+        self.engine = engine  # for its facts about the model
         self._pool = pool
         self._cache = EmbeddingCache(name, limits.cache_size)
-
-    @property
-    def engine(self) -> EmbeddingEngine:
-        """Return the engine, for its facts about the model."""
-        return self._engine
 
     def adopt(self, limits: EmbeddingLimits) -> None:
         """Apply new limits, also to waiting requests."""
@@ -63,7 +58,7 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
         input, DeadlineExceeded, and EngineFailed when the model fails, or a vector is not finite.
         """
         async with self._begin(job.caller, arrival) as expected:
-            return await self._embed(job, add_prompts(self._engine, self._name, job), expected)
+            return await self._embed(job, add_prompts(self.engine, self._name, job), expected)
 
     async def rerank(self, job: RerankJob, arrival: Arrival | None = None) -> Reranked:
         """Return (1 + cosine) / 2 of each document's and its query's vectors; if raw, the cosine.
@@ -71,8 +66,8 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
         The texts have the model's prompts for queries and for documents, if it has them. Raises
         what `embed` does.
         """
-        query_prompt = find_prompt(self._engine, QUERY_PROMPTS, job.prompt_name)
-        document_prompt = find_prompt(self._engine, DOCUMENT_PROMPTS, job.prompt_name)
+        query_prompt = find_prompt(self.engine, QUERY_PROMPTS, job.prompt_name)
+        document_prompt = find_prompt(self.engine, DOCUMENT_PROMPTS, job.prompt_name)
         queries = [query_prompt + text for text in job.queries or [job.query]]
         texts = [*queries, *(document_prompt + text for text in job.documents)]
         embed_job = EmbedJob(caller=job.caller, texts=texts, truncate=job.truncate)
@@ -80,21 +75,21 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
             cut = 0
             if job.max_tokens_per_doc is not None:
                 rows = await self._tokenise(embed_job, texts)
-                max_tokens = len(self._engine.encode([document_prompt])[0]) + job.max_tokens_per_doc
-                if max_tokens < self._engine.max_tokens:
+                max_tokens = len(self.engine.encode([document_prompt])[0]) + job.max_tokens_per_doc
+                if max_tokens < self.engine.max_tokens:
                     cut = sum(len(row) > max_tokens for row in rows[len(queries) :])
                     rows[len(queries) :] = [
-                        self._engine.truncate(row, max_tokens) for row in rows[len(queries) :]
+                        self.engine.truncate(row, max_tokens) for row in rows[len(queries) :]
                     ]
                 embed_job, texts = replace(embed_job, token_rows=rows, texts=()), []
             try:
                 embedded = await self._embed(embed_job, texts, expected)
             except ContextLengthExceeded as error:
                 longest = max(map(len, await self._tokenise(embed_job, queries)))
-                if longest > self._engine.max_tokens:
+                if longest > self.engine.max_tokens:
                     raise
                 raise ContextLengthExceeded(
-                    self._engine.max_tokens, error.tokens, noun="documents", part="documents"
+                    self.engine.max_tokens, error.tokens, noun="documents", part="documents"
                 ) from None
         if cut:
             metrics.of(metrics.TRUNCATED, self._name).inc(cut)
@@ -121,14 +116,10 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
         rows = [row for row in kept_rows if row is not None]
         tokens = sum(row.tokens for row in rows)
         truncated = sum(row.is_truncated for row in rows)
-        timings = job.caller.timings
-        timings.tokens_in, timings.stage = tokens, None
-        metrics.count_prompt(self._name, tokens)
-        if truncated:
-            metrics.of(metrics.TRUNCATED, self._name).inc(truncated)
+        self._count(job.caller.timings, tokens, truncated)
         vectors = np.stack([row.vector for row in rows])
-        if job.dimensions is not None and job.dimensions < self._engine.dimensions:
-            vectors = self._engine.shorten(vectors, job.dimensions)
+        if job.dimensions is not None and job.dimensions < self.engine.dimensions:
+            vectors = self.engine.shorten(vectors, job.dimensions)
         return Embedded(vectors, tokens, truncated)
 
     async def _compute_texts(
@@ -136,7 +127,7 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
     ) -> list[TextVector]:
         """Embed texts or, if there are none, the job's token ids."""
         rows = await self._tokenise(job, texts)
-        rows, truncated = fit_to_context(self._engine, rows, truncate=job.truncate)
+        rows, truncated = fit_to_context(self.engine, rows, truncate=job.truncate)
         vectors = await self._queue(rows, job.caller.timings, arrival)
         return [
             TextVector(vector, len(row), index in truncated)
@@ -145,10 +136,10 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
 
     async def _tokenise(self, job: EmbedJob, texts: Sequence[str]) -> list[TokenIds]:
         if not texts:
-            check_ids(self._engine, self._name, job.token_rows)
+            check_ids(self.engine, self._name, job.token_rows)
             return list(job.token_rows)
         started = clock.now()
-        encode = self._engine.encode_start if job.truncate else self._engine.encode
+        encode = self.engine.encode_start if job.truncate else self.engine.encode
         rows = await tokenise(encode, texts, self._pool)
         job.caller.timings.add(Stage.TOKENISE, started)
         return rows

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from gateway import clock, metrics
+from gateway import clock
 from gateway.errors import ContextLengthExceeded, EngineFailed
 from gateway.jobs import Pair, Reranked, RerankJob, Stage, Vectors
 from gateway.serving.admission import Arrival, Arrivals
@@ -35,13 +35,8 @@ class RerankBatcher(RowBatcher[Pair]):
         arrivals: Arrivals | None = None,
     ) -> None:
         super().__init__(name, self._score, engine.probe, lane, limits, arrivals)
-        self._engine = engine
+        self.engine = engine  # for its facts about the model
         self._pool = pool
-
-    @property
-    def engine(self) -> RerankEngine:
-        """Return the engine, for its facts about the model."""
-        return self._engine
 
     async def rerank(self, job: RerankJob, arrival: Arrival | None = None) -> Reranked:
         """Return a score for every document, in order. `arrival` ends once the pairs are queued.
@@ -58,10 +53,7 @@ class RerankBatcher(RowBatcher[Pair]):
             self._check(pairs, truncate=job.truncate)
             logits = await self._queue(pairs, timings, expected)
         tokens, truncated = sum(map(len, pairs)), sum(pair.cut > 0 for pair in pairs)
-        timings.tokens_in, timings.stage = tokens, None
-        metrics.count_prompt(self._name, tokens)
-        if truncated:
-            metrics.of(metrics.TRUNCATED, self._name).inc(truncated)
+        self._count(timings, tokens, truncated)
         return Reranked(relevance(logits, is_raw=job.is_raw), tokens, truncated)
 
     async def _encode(self, part: Part, job: RerankJob) -> list[Pair]:
@@ -71,7 +63,7 @@ class RerankBatcher(RowBatcher[Pair]):
             return [
                 pair
                 for query, texts in part
-                for pair in self._engine.encode_pairs(
+                for pair in self.engine.encode_pairs(
                     query,
                     texts,
                     max_document_tokens=job.max_tokens_per_doc,
@@ -85,7 +77,7 @@ class RerankBatcher(RowBatcher[Pair]):
         return await self._pool.run(encode, kind=texts_kind(chars))
 
     def _check(self, pairs: Sequence[Pair], *, truncate: bool) -> None:
-        limit = self._engine.max_tokens
+        limit = self.engine.max_tokens
         cut = [pair for pair in pairs if pair.cut and len(pair) == limit]
         if cut and not truncate:
             tokens = max(len(pair) + pair.cut for pair in cut)
@@ -93,7 +85,7 @@ class RerankBatcher(RowBatcher[Pair]):
 
     def _score(self, pairs: Sequence[Pair]) -> Vectors:
         """Return the logits of pairs, all finite. On the lane only."""
-        logits = self._engine.score(pairs)
+        logits = self.engine.score(pairs)
         if not np.isfinite(logits).all():
             raise EngineFailed(self._name, "a score is not finite.")
         return logits

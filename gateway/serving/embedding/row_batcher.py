@@ -175,6 +175,13 @@ class RowBatcher(Generic[R]):
             request.write_timings()
             return results
 
+    def _count(self, timings: Timings, tokens: int, truncated: int) -> None:
+        """Count the tokens of an answered request, and its inputs that were cut."""
+        timings.tokens_in, timings.stage = tokens, None
+        metrics.count_prompt(self._name, tokens)
+        if truncated:
+            metrics.of(metrics.TRUNCATED, self._name).inc(truncated)
+
     async def _work(self) -> None:
         while True:
             await self._arrived.wait()

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from gateway import clock, logs, metrics
-from gateway.errors import GatewayError, ModelLoadFailed, ModelLoading, NoRoom, Unavailable
+from gateway.errors import GatewayError, ModelLoadFailed, ModelLoading, NoRoom
 from gateway.jobs import Caller
 from gateway.registry import Catalog, ChatSpec, ModelSpec, load_alike
-from gateway.serving.admission import NO_BOUND, Admission, Noun, time_load
+from gateway.serving.admission import NO_BOUND, Admission, Noun, shutting_down, time_load
 from gateway.serving.budget import Budget
 from gateway.serving.models.entry import Entry, Failures, State, copy_error
 from gateway.serving.models.eviction import Abandoned, Room
@@ -269,7 +269,7 @@ class ModelCache(Generic[M]):
     def _entry(self, spec: ModelSpec, base: Entry[M] | None) -> Entry[M]:
         """Return the copy of the model that is open to new callers, or begin to load one."""
         if self._is_closed:
-            raise _shutting_down()
+            raise shutting_down()
         for entry in self._entries:
             if entry.is_open and entry.base is base and load_alike(entry.spec, spec):
                 return entry
@@ -342,7 +342,7 @@ class ModelCache(Generic[M]):
         except Abandoned:
             log.info("model_load_abandoned", model=spec.id)
         except asyncio.CancelledError:
-            self._fail(entry, _shutting_down())
+            self._fail(entry, shutting_down())
             raise
         except GatewayError as error:
             self._fail(entry, error)
@@ -405,14 +405,10 @@ class ModelCache(Generic[M]):
         for entry in entries:
             if entry.model is None and entry.task is not None:
                 entry.task.cancel()
-                entry.settle(_shutting_down())  # a task that has not begun would not do it
+                entry.settle(shutting_down())  # a task that has not begun would not do it
             elif entry.may_move_to(State.LEAVING):
                 entry.move_to(State.LEAVING)
         tasks = [entry.task for entry in entries if entry.task is not None]
         if tasks:
             await asyncio.wait(tasks)
         self._entries.clear()
-
-
-def _shutting_down() -> Unavailable:
-    return Unavailable("The gateway is shutting down.", retry_after_s=1)
