@@ -84,6 +84,7 @@ class ScriptedEmbedder:
     vocab_size: int = 0x110000
     prompts: Mapping[str, str] = field(default_factory=lambda: {"query": "?"})
     default_prompt_name: str | None = None
+    has_patterns: bool = False
     gate: Gate = field(default_factory=Gate)
     batches: list[list[int]] = field(default_factory=list)
     poison: str | None = None

@@ -224,9 +224,10 @@ class ModelLoader:
         limits = embedding_limits(self.settings, spec)
         warm = partial(warm_encoder, spec.id)
         async with self._open_engine(steps, warm) as (engine, nbytes):
-            batcher = kind(spec.id, engine, self.lane, self.pool, limits, self.arrivals)
-            async with batcher.running():
-                yield batcher, nbytes
+            with ThreadPools(self.pool) as pool:
+                batcher = kind(spec.id, engine, self.lane, pool, limits, self.arrivals)
+                async with batcher.running():
+                    yield batcher, nbytes
 
     @contextlib.asynccontextmanager
     async def _open_chat(
@@ -275,11 +276,11 @@ class ModelLoader:
                 is_on=settings.self_test,
             )
             await test.begin()  # for two seconds; the rest is done when the model is idle
-            batcher = GenerationBatcher(
-                spec.id, engine, self.lane, self.pool, limits, grammars, memory
-            )
             clear = partial(engine.step, StepPlan(clear_prefixes=True))
-            with self.lane.health.shedding(clear):
+            with self.lane.health.shedding(clear), ThreadPools(self.pool) as pool:
+                batcher = GenerationBatcher(
+                    spec.id, engine, self.lane, pool, limits, grammars, memory
+                )
                 async with (
                     batcher.running(),
                     test.run_when_idle(batcher),

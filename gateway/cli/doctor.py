@@ -363,7 +363,7 @@ def bind_problem(bind: str, error: OSError) -> str:
 
 def check_folder(content: str, folder: Path) -> Finding:
     """Check that there is room in a folder that is written to, and that code in it is safe."""
-    there = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
+    there = next(each for each in (folder, *folder.absolute().parents) if os.path.isdir(each))
     free = shutil.disk_usage(there).free
     found = f"{human_bytes(free)} free for {content} in {folder}."
     if not os.access(there, os.W_OK):

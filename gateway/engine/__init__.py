@@ -13,6 +13,7 @@ grammar         JSON Schemas and other forms → the mask of each step
 models          a folder or a GGUF file → a model that runs
 sandbox_worker  what a process of its own runs: templates, first tries of grammars
 control_tokens  callers' texts encoded without any
+tokenizer_parts  what parts of a tokenizer.json may cost
 discovery       models that lie on this machine, in others' folders too
 hub_offer       what the hub has under a name, before any of its weights are fetched
 hub             where a model's folder comes from

@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
@@ -41,8 +42,8 @@ def choose_folder(environment: Mapping[str, str]) -> Path:
             may_run = not os.fstatvfs(opened).f_flag & os.ST_NOEXEC
     if folder is None or not may_run or not os.access(folder, os.W_OK):
         return temporary
-    # For mlx and its g++ alone: os.environ stays as it is, and with it Python's temporary files and
-    # those of the tools and sandboxes that are started.
+    # For mlx and its g++: os.environ stays as it is, and with it Python's temporary files, and the
+    # folder of sandboxes, whose environment is made of it.
     os.putenv("TMPDIR", str(folder))
     return folder
 
@@ -90,5 +91,5 @@ def name_failure(error: Exception) -> Exception:
     mx.disable_compile()
     reason = str(error).rpartition("the output is: ")[2][:300]
     found = f"in {FOLDER}, where {room():,} bytes are free"
-    shutil.rmtree(FOLDER / "mlx", ignore_errors=True)
+    shutil.rmtree(FOLDER / "mlx" / version("mlx") / "cpu", ignore_errors=True)
     return RuntimeError(f"[Compile] mlx could not compile {found}: {reason}")

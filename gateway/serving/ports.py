@@ -42,6 +42,10 @@ class EmbeddingEngine(Protocol):
     def default_prompt_name(self) -> str | None:
         """Return the prompt used when the caller names none."""
 
+    @property
+    def has_patterns(self) -> bool:
+        """Return True if patterns of the model's files are tried on texts, which may take long."""
+
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenise, special tokens included. Safe on any thread."""
 

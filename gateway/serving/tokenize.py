@@ -38,6 +38,7 @@ THREADS: Final[dict[Kind, int]] = {
     "checks": 2,
     "descriptions": 1,
 }
+TEXTS: Final[tuple[Kind, ...]] = ("short texts", "long texts", "short prompts", "long prompts")
 # A single text so short is tokenised on the loop: it takes 20 µs, a hop to a thread 300.
 SHORT_CHARS: Final = 1000
 # Longer requests are long work. A slice takes about a tenth of a second.
@@ -48,13 +49,19 @@ SLICE_CHARS: Final = 1 << 17  # in a call, unless a single text is longer
 class ThreadPools:
     """A context manager. At exit it drops queued calls, and does not wait for running ones. A
     cancelled call that is still queued is dropped too.
+
+    A model's pools share all with `others` but the threads for texts: its tokenizer may never end,
+    and must keep no other model's waiting.
     """
 
-    def __init__(self) -> None:
-        self._threads = {
+    def __init__(self, others: "ThreadPools | None" = None) -> None:
+        self._own: dict[Kind, ThreadPoolExecutor] = {
             kind: ThreadPoolExecutor(count, thread_name_prefix=kind.replace(" ", "-"))
             for kind, count in THREADS.items()
+            if others is None or kind in TEXTS
         }
+        shared: dict[Kind, ThreadPoolExecutor] = {} if others is None else others._threads
+        self._threads: dict[Kind, ThreadPoolExecutor] = {**shared, **self._own}
 
     async def run(
         self, function: Callable[[*Ts], T], *args: *Ts, kind: Kind = "short prompts"
@@ -73,7 +80,7 @@ class ThreadPools:
 
     def __exit__(self, *_: object) -> None:
         # One that hangs would keep the gateway from exiting.
-        for threads in self._threads.values():
+        for threads in self._own.values():
             threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -111,12 +118,17 @@ def texts_kind(chars: int) -> Kind:
 
 
 async def tokenise(
-    encode: Callable[[Sequence[str]], Sequence[TokenIds]], texts: Sequence[str], pool: ThreadPools
+    encode: Callable[[Sequence[str]], Sequence[TokenIds]],
+    texts: Sequence[str],
+    pool: ThreadPools,
+    *,
+    has_patterns: bool = False,
 ) -> list[TokenIds]:
-    """Return each text's token ids: on the loop if there is a single short text, else slice by
-    slice on a thread, in turn with the slices of other requests.
+    """Return each text's token ids: on the loop if there is a single short text, which no pattern
+    of the model's files is tried on, else slice by slice on a thread, in turn with the slices of
+    other requests.
     """
-    if len(texts) == 1 and len(texts[0]) <= SHORT_CHARS:
+    if len(texts) == 1 and len(texts[0]) <= SHORT_CHARS and not has_patterns:
         return list(encode(texts))
     kind = texts_kind(sum(map(len, texts)))
     # Each slice waits in the queue anew, behind those of others: long requests take turns.

@@ -28,7 +28,8 @@ class FunctionParam(Part):
     def to_function(self) -> jobs.Function:
         """Return the function as it may be called; without parameters it takes an object."""
         parameters = self.parameters or {"type": "object", "properties": {}}
-        if "object" not in str(parameters.get("type", "object")):
+        types = parameters.get("type", "object")
+        if "object" not in (types if isinstance(types, list) else [types]):
             problem = f"The parameters of '{self.name}' are of another 'type' than 'object'."
             raise BadRequest(problem, param="tools", code="invalid_function_parameters")
         return jobs.Function(self.name, parameters, strict=bool(self.strict))

@@ -113,3 +113,31 @@ def test_a_prompt_is_long_by_all_that_it_holds() -> None:
     many = {"type": "function", "function": {"name": "f", "parameters": {"enum": [1] * LONG_CHARS}}}
     assert prompt_kind(replace(generate_job(""), tools=[many])) == "long prompts"
     assert prompt_kind(replace(generate_job(""), prompt=[1] * LONG_CHARS)) == "short prompts"
+
+
+async def test_a_text_that_patterns_are_tried_on_is_never_read_on_the_loop() -> None:
+    """A pattern of the model's files may take minutes; the loop belongs to all."""
+    threads = []
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        threads.append(threading.current_thread())
+        return [[len(text)] for text in texts]
+
+    with ThreadPools() as pool:
+        assert await tokenise(encode, ["short"], pool) == [[5]]
+        assert await tokenise(encode, ["short"], pool, has_patterns=True) == [[5]]
+    assert threads[0] is threading.current_thread()
+    assert threads[1] is not threading.current_thread()
+
+
+async def test_a_tokenizer_that_never_ends_keeps_no_other_models_texts_waiting() -> None:
+    gate = threading.Event()
+    with ThreadPools() as pool, ThreadPools(pool) as stuck, ThreadPools(pool) as other:
+        waiting = [asyncio.create_task(stuck.run(gate.wait)) for _ in range(9)]
+        async with asyncio.timeout(20):
+            assert await other.run(int, "3") == 3
+            assert await pool.run(int, "4") == 4
+            assert await stuck.compile(int, "5") == 5  # on a thread that all share
+        gate.set()
+        await asyncio.gather(*waiting)
+        assert await pool.run(int, "6") == 6

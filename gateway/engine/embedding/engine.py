@@ -361,6 +361,7 @@ class EmbeddingEngine(EncoderEngine):
     ) -> None:
         super().__init__(name, encoder, device=device, max_tokens=max_tokens)
         self.tokenizer = tokenizer
+        self.has_patterns = tokenizer.has_patterns
         self.dimensions = encoder.dimensions
         if projections:
             self.dimensions = int(projections[-1].dense.weight.shape[1])

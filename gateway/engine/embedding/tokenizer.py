@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, normalizers
 
 from gateway.engine.control_tokens import ControlTokens
 from gateway.engine.models.checkpoint import Checkpoint, reading_tokenizer
+from gateway.engine.tokenizer_parts import check_growth, has_patterns
 
 CHARS_A_TOKEN: Final = 16  # so many are more than enough but for texts that are mostly spaces
 WORDS: Final = 3
@@ -31,6 +32,7 @@ class TextTokenizer:
     _eos: tuple[int, ...]
     _cut_left: bool
     _splits_words: bool = False
+    has_patterns: bool = False
 
     @property
     def controls(self) -> ControlTokens:
@@ -121,6 +123,7 @@ def load_text_tokenizer(checkpoint: Checkpoint, *, lower_case: bool) -> TextToke
         raise checkpoint.failed("its folder has no tokenizer.json")
     with reading_tokenizer(checkpoint):
         tokenizer = Tokenizer.from_file(str(path))
+        check_growth(tokenizer)
         # MiniLM's file itself truncates and pads to 128.
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -137,6 +140,7 @@ def load_text_tokenizer(checkpoint: Checkpoint, *, lower_case: bool) -> TextToke
             eos,
             config.get("truncation_side") == "left",
             _splits_words(tokenizer),
+            has_patterns(tokenizer),
         )
 
 

@@ -34,6 +34,7 @@ from gateway.engine.prompting.chat_tokenizer import (
     wrap_folder_tokenizer,
 )
 from gateway.engine.sandbox_worker import Sandbox
+from gateway.engine.tokenizer_parts import check_growth
 
 
 def read_chat_setup(
@@ -102,8 +103,12 @@ def _read_tokenizer(
     eos_ids = config.get("eos_token_id")
     listed = eos_ids if isinstance(eos_ids, list) else [eos_ids]
     if not all(each is None or (type(each) is int and each >= 0) for each in listed):
-        raise checkpoint.failed(f"config.json: eos_token_id is {eos_ids!r:.60}, no token's id")
-    return config, wrap_folder_tokenizer(files, name=checkpoint.name, eos_ids=eos_ids)
+        raise checkpoint.failed(
+            f"config.json or generation_config.json: eos_token_id is {eos_ids!r:.60}, no token's id"
+        )
+    wrapper = wrap_folder_tokenizer(files, name=checkpoint.name, eos_ids=eos_ids)
+    check_growth(wrapper.backend_tokenizer)
+    return config, wrapper
 
 
 class Numbers(TypedDict, total=False):

@@ -84,14 +84,17 @@ def check_depth(config: Mapping[str, Any], arguments: type, names: Iterable[str]
     """Raise ValueError if a class of these arguments would build more layers than there are layer
     numbers in the arrays' names.
     """
-    layers = {match.groups() for match in map(_LAYER.match, names) if match is not None}
+    depths: dict[str, int] = {}  # by what stands before the number; a layer may have no arrays
+    for match in filter(None, map(_LAYER.match, names)):
+        depths[match[1]] = max(depths.get(match[1], 0), 1 + int(match[2][:9]))
+    layers = sum(depths.values())
     text = config.get("text_config") or config
     # The class of a multimodal model has its language model's config as one argument.
     read = {field.name for field in fields(arguments)} if text is config else text.keys()
     for key in _DEPTHS & read & text.keys():
         depth = text[key]
-        if isinstance(depth, int) and depth > len(layers):
-            raise ValueError(f"{key} is {depth}, and the weights are those of {len(layers)} layers")
+        if isinstance(depth, int) and depth > layers:
+            raise ValueError(f"{key} is {depth}, and the weights are those of {layers:,} layers")
 
 
 @contextlib.contextmanager

@@ -140,6 +140,7 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
             return list(job.token_rows)
         started = clock.now()
         encode = self.engine.encode_start if job.truncate else self.engine.encode
-        rows = await tokenise(encode, texts, self._pool)
+        has_patterns = self.engine.has_patterns
+        rows = await tokenise(encode, texts, self._pool, has_patterns=has_patterns)
         job.caller.timings.add(Stage.TOKENISE, started)
         return rows
