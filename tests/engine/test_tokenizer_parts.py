@@ -16,7 +16,6 @@ from tests.checkpoints import write_chat
 from tests.engine.embedding.harness import tiny
 from tests.spoilt_tokenizers import spoilt
 
-
 BYTES = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True}
 
 
