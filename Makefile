@@ -27,7 +27,7 @@ PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal --ignore compat_tests/gr
 test: setup-dev ## Run the tests, but the slow ones and those with real clients (four minutes)
 	$(PYTEST)
 
-test-all: setup-dev ## Run the slow ones too, as .ci/run does (six minutes)
+test-all: setup-dev ## Run the slow ones too, as .ci/run does (seven minutes)
 	$(PYTEST) -m "not compat and not soak and not dist"
 
 # What needs no socket, no process of its own and no model.
