@@ -30,6 +30,7 @@ from gateway.engine.grammar.schemas import (
     types,
 )
 
+_SMALLEST: Final = 1e-50  # llguidance 1.9.1 takes no bound with a hundred zeros
 _LARGEST: Final = 2**53  # beyond it neighbouring integers are one double, and llguidance has those
 _LOWER: Final = ("minimum", "exclusiveMinimum")
 _UPPER: Final = ("maximum", "exclusiveMaximum")
@@ -141,9 +142,13 @@ def _large_numbers(node: Node) -> Iterator[str]:
         node[key] = min(node[key], _MOST_COUNTED)
     for key in (*_LOWER, *_UPPER, "multipleOf"):
         bound = node.get(key)
-        if not is_number(bound) or abs(bound) <= _LARGEST:
+        is_tiny = is_number(bound) and 0 < abs(bound) < _SMALLEST and key != "multipleOf"
+        if not is_number(bound) or (abs(bound) <= _LARGEST and not is_tiny):
             continue
-        if key in _LOWER and bound < 0:
+        if is_tiny:
+            del node[key]
+            yield key
+        elif key in _LOWER and bound < 0:
             node[key] = -_LARGEST
         elif key in _UPPER and bound > 0:
             node[key] = _LARGEST

@@ -13,7 +13,7 @@ from gateway.engine.grammar.calls import answer_grammar
 from gateway.engine.grammar.compiling import compile_grammar
 from gateway.engine.grammar.matching import Matcher, open_part
 from gateway.engine.grammar.shaping import Shape
-from gateway.jobs import Calling, Function
+from gateway.jobs import Calling, Function, Grammar
 from tests.engine.grammar.drawn_rows import ENDS, OPEN, allowed, compiled, ids, text, tokenizer
 
 NUMBER = {"type": "number"}
@@ -113,3 +113,10 @@ def test_nothing_is_open_after_a_text_or_a_list(values: list[Any]) -> None:
     said = json.dumps([*values, "x"]).encode()
     assert open_part(said) == b""
     assert open_part(said[:-2]) == b'"'
+
+
+@pytest.mark.parametrize("key", ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
+@pytest.mark.parametrize("bound", [1e-100, -1e-300, 5e-324])
+def test_a_bound_too_small_to_be_held_is_named(key: str, bound: float) -> None:
+    grammar = Grammar("json_schema", json.dumps({"type": "number", key: bound}))
+    assert compile_grammar(tokenizer(), grammar).unenforced == (f"#/{key}",)
