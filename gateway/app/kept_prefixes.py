@@ -251,7 +251,7 @@ class KeptPrefixes:
         if folder is None or not isinstance(engine, PrefixKeeper):
             return
         started, read, dropped, problems = clock.now(), 0, 0, list[str]()
-        if not adapter:  # else the base's rows are told by its own steps
+        if not adapter:  # a base applies the limit in its own steps
             async with self._lane.turn("load") as run:
                 await run(engine.step, StepPlan(prefix_limit=batcher.memory.limit_prefixes()))
         names = await run_in_daemon_thread(folder.names, key)

@@ -237,7 +237,7 @@ class Probe:
     blas_hint: str | None
     # The speed of the device.
     gflops: float
-    # What is written, and the folder of each, which may still have to be made.
+    # Names of the content, and the folder of each, which may not exist yet.
     folders: Mapping[str, str]
 
 

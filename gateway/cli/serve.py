@@ -63,7 +63,7 @@ def serve(
     log.info("starting", version=__version__, models=str(settings.models_file or "named"))
     for note in (*reading.notes, *strays(reading.variables)):
         log.warning("settings_note", note=note)
-    if settings.serve:  # whoever named a model is told at once if it cannot be had
+    if settings.serve:  # a named model that cannot be fetched ends the start
         fetch_preloaded(settings, reading.catalog)
     # From here on mlx is needed. What takes a second to import, mlx-lm, comes with the models.
     if lazy.device.BLAS.hint is not None:

@@ -222,7 +222,7 @@ def _cline(service: Service) -> Setup:
     providers = {"version": 1, "lastUsedProvider": name, "providers": {name: about}}
     variables = {
         "CLINE_PROVIDER_SETTINGS_PATH": f"{service.folder}/providers.json",
-        # Else 3.0.65 starts a process that stays, with this provider for whoever asks it later.
+        # By default 3.0.65 leaves a process running, which later sessions share with this provider.
         "CLINE_SESSION_BACKEND_MODE": "local",
     }
     return Setup(variables, files={"providers.json": json.dumps(providers)})

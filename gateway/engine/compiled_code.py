@@ -22,7 +22,8 @@ from gateway.engine.blas import cache_folder, open_folder
 
 # Free, or passes run unfused: 67 functions took 1.4 MB, and g++'s files beside each some more.
 LEAST_BYTES: Final = 16 << 20
-# What texts begin with: mlx/backend/cpu/compiled.cpp, mlx/backend/cuda/jit_module.cpp, and ours.
+# Beginnings of the texts in mlx/backend/cpu/compiled.cpp and mlx/backend/cuda/jit_module.cpp, and
+# of our own.
 FAILURES: Final = (
     r"\[Compile(::eval_cpu)?\] |Could not load C\+\+ shared library |Failed to load compiled "
     r"|filesystem error: "
@@ -31,7 +32,7 @@ FAILURES: Final = (
 
 def choose_folder(environment: Mapping[str, str]) -> Path:
     """Return the folder where this process compiles from now on, made if missing."""
-    # As C++'s std::filesystem::temp_directory_path reads them.
+    # C++'s std::filesystem::temp_directory_path reads these, in this order.
     values = map(environment.get, ("TMPDIR", "TMP", "TEMP", "TEMPDIR"))
     temporary = Path(next(filter(None, values), "/tmp"))
     # A home may be that of machines of several kinds; macOS gives a user a temporary folder.

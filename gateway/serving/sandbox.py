@@ -37,7 +37,7 @@ LATE_LASTS_S: Final = 600.0  # other work slows it; a crash is kept for good
 GRACE_S: Final = 1.0
 MOST_BYTES: Final = 1 << 16  # of an answer, beyond the text that its request allows
 CHAR_BYTES: Final = 12  # at most: JSON in ASCII writes some characters as two escapes
-# What a process needs of the environment: it has no use for keys.
+# Variables that a process is given: it has no use for keys.
 PASSED: Final = re.compile(
     "PATH|HOME|TMPDIR|LANG|LC_.*|PYTHONPATH|VIRTUAL_ENV|LD_LIBRARY_PATH|DYLD_.*|SYSTEMROOT"
 )
@@ -271,7 +271,7 @@ class _Process:
             self._connection.send_bytes(json.dumps(request).encode())
         if not self._has_answer(ends_at):
             return None
-        # As data: whatever runs in the process, nothing of it runs here.
+        # JSON is data: nothing that the process sends can run here.
         match json.loads(self._connection.recv_bytes(self._max_answer)):
             case [str(name), value, bool(is_spent)]:
                 self.is_spent = is_spent

@@ -149,8 +149,12 @@ def test_code_that_is_broken_is_not_loaded_for_ever(folder: Path, compiler: Comp
         mx.eval(function(mx.ones(4)))
     assert list(folder.rglob("lib*.so"))
     assert classify(raised.value) is Fault.COMPILER
+    somebodys = folder / "mlx" / "a checkout of it" / "notes.txt"
+    somebodys.parent.mkdir()
+    somebodys.write_text("kept")
     assert str(folder) in str(name_failure(raised.value))
     assert not list(folder.rglob("lib*.so"))
+    assert somebodys.read_text() == "kept"
     compiler.is_now("full")
     fuse()
     with pytest.raises(RuntimeError, match="No space left"):

@@ -95,7 +95,7 @@ def test_a_choice_of_nothing_is_refused(fields: dict[str, Any]) -> None:
     assert caught.value.param is not None
 
 
-@pytest.mark.parametrize("kind", ["array", ["array", "null"], "string", None])
+@pytest.mark.parametrize("kind", ["array", ["array", "null"], "string", "an object", None])
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_parameters_that_are_no_object_are_refused(kind: Any, choice: str) -> None:
     """Or a call would be answered with a list."""

@@ -105,7 +105,7 @@ def _check_added(tokenizer: Tokenizer) -> None:
     """Raise ValueError for added tokens that would take minutes to read."""
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
     if len(added) > MOST_ADDED:
-        raise ValueError(f"of {len(added):,} added tokens {MOST_ADDED:,} at most can be told apart")
+        raise ValueError(f"it has {len(added):,} added tokens, and {MOST_ADDED:,} are allowed")
     lengths = [len(content) for content in added]
     if max(lengths, default=0) > MOST_CHARS or sum(lengths) > MOST_ADDED_CHARS:
         raise ValueError(f"an added token has {max(lengths):,} characters, or all {sum(lengths):,}")

@@ -166,7 +166,10 @@ def test_others_run_between_the_parts_of_the_making(gaps: list[float]) -> None:
 @pytest.mark.parametrize(
     ("added", "why"),
     [
-        ([f"<{i}>" for i in range(MOST_ADDED + 1)], "of 16,385 added tokens 16,384 at most"),
+        (
+            [f"<{i}>" for i in range(MOST_ADDED + 1)],
+            "it has 16,385 added tokens, and 16,384 are allowed",
+        ),
         (["x" * (MOST_CHARS + 1)], "an added token has 1,025 characters"),
         ([f"{i:<1000}x" for i in range(1050)], "1,001 characters, or all 1,051,050"),
     ],

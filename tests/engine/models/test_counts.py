@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 from benchmarks.tiny_models import names, tiny_config, tiny_model
 from gateway.engine.device import Device
 from gateway.engine.models.checkpoint import Checkpoint
-from gateway.engine.models.counts import bound_of, bounding_modules, check_counts
+from gateway.engine.models.counts import bound_of, bounding_modules, check_counts, check_depth
 from gateway.engine.models.decoders import open_decoder
 from gateway.errors import ModelLoadFailed
 from tests.checkpoints import write_chat
@@ -163,6 +163,21 @@ def test_more_layers_than_the_files_have_are_refused_before_they_are_made(
     (tmp_path / "config.json").write_text(json.dumps({**config, key: 900}))
     with pytest.raises(ModelLoadFailed, match=f"{key} is 900, and the weights are those of 4 "):
         load(checkpoint)
+
+
+@dataclasses.dataclass
+class Arguments:
+    """Arguments of a class with layers."""
+
+    num_hidden_layers: int = 0
+
+
+def test_a_layer_may_have_no_arrays() -> None:
+    """One whose attention and MLP do nothing has none; the highest number counts."""
+    names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1, 3)]
+    check_depth({"num_hidden_layers": 4}, Arguments, names)
+    with pytest.raises(ValueError, match="num_hidden_layers is 5, and the weights are those of 4"):
+        check_depth({"num_hidden_layers": 5}, Arguments, names)
 
 
 def test_a_model_of_many_more_modules_than_weights_is_refused() -> None:
