@@ -50,10 +50,10 @@ def configure(level: str = "info", style: Format = "auto") -> None:
     )
 
 
-class _Writer(structlog.PrintLogger):
-    """Writes lines; one that cannot be written, for a disk is full or a reader gone, is counted.
+class _Writer(structlog.WriteLogger):
+    """Writes each line in one piece; one that cannot be written is counted.
 
-    Nothing that is worth a line may fail for want of one.
+    The disk may be full, or the reader gone: nothing that is worth a line may fail for want of one.
     """
 
     def msg(self, message: str) -> None:

@@ -65,6 +65,22 @@ def test_a_line_is_written_whatever_it_says() -> None:
     assert [line["event"] for line in lines] == ["odd"] * 4
 
 
+@pytest.mark.parametrize("style", ["json", "console"])
+def test_a_line_is_one_write(style: Style) -> None:
+    """Ranks share a log: what one writes in two pieces may have another's line between them."""
+    pieces: list[str] = []
+
+    class Recorder(io.StringIO):
+        def write(self, text: str) -> int:
+            pieces.append(text)
+            return len(text)
+
+    with writing(style, Recorder()):
+        logs.get("test").info("whole")
+    [line] = pieces
+    assert line.endswith("\n")
+
+
 def test_a_line_of_json_is_as_it_was() -> None:
     """Keys, order and numbers: programs read it."""
     with writing("json") as to:

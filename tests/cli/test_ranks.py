@@ -69,6 +69,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def address(log: Path) -> str:
+    """Give where rank 0 serves; the ranks and the ring write into each other's lines."""
+    found = re.search(r'"url":"([^"]+)"', log.read_text())
+    assert found, log.read_text()
+    return found[1]
+
+
 @dataclass(frozen=True)
 class Group:
     """The processes of two ranks and their logs; rank 0 serves at `url`."""
@@ -78,8 +85,7 @@ class Group:
 
     @property
     def url(self) -> str:
-        lines = map(json.loads, self.logs[0].read_text().splitlines())
-        return next(str(line["url"]) for line in lines if line["event"] == "serving")
+        return address(self.logs[0])
 
     @property
     def is_starting(self) -> bool:
@@ -194,8 +200,7 @@ def launched(folder: Path, logs: Path) -> Iterator[str]:
         while '"event":"ready"' not in log.read_text():
             assert process.poll() is None, log.read_text()
             time.sleep(0.1)
-        events = [json.loads(line) for line in log.read_text().splitlines() if line[:2] == '{"']
-        yield next(str(each["url"]) for each in events if each["event"] == "serving")
+        yield address(log)
     finally:
         children = subprocess.run(
             ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False
