@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 
-async def until(is_so: Callable[[], object], seconds: float = 20) -> None:
+async def until(is_so: Callable[[], object], seconds: float = 60) -> None:
     """Wait for a fact; `seconds` only end a test that would hang."""
     async with asyncio.timeout(seconds):
         while not is_so():

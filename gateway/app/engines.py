@@ -26,6 +26,7 @@ from gateway.engine.device import (
     Device,
     active_bytes,
     cached_bytes,
+    confirm,
     give_back,
     memory_bytes,
     prepare_malloc,
@@ -335,7 +336,8 @@ class MlxEngines:
         self, spec: ChatSpec, files: Path, engine: GenerationEngine
     ) -> tuple[int, Generator[Adapter | None]]:
         """Read an adapter's headers, off the lane; return its bytes and the steps that add it."""
-        return await run_in_daemon_thread(self._chat.adapter, spec, files, engine)
+        nbytes, steps = await run_in_daemon_thread(self._chat.adapter, spec, files, engine)
+        return nbytes, _confirmed(steps)
 
     @cached_property
     def _chat(self) -> "ChatEngines":
@@ -402,7 +404,15 @@ def _fused(spec: ModelSpec, steps: Generator[T]) -> Generator[T]:
     """Load a model in steps, to run fused if there is room for what is compiled for that."""
     if not fuse():
         log.warning("runs_unfused", model=spec.id, folder=str(FOLDER), free_bytes=room())
-    yield from steps
+    yield from _confirmed(steps)
+
+
+def _confirmed(steps: Generator[T]) -> Generator[T]:
+    """Load in steps, each of which raises the device's error of its own work."""
+    with contextlib.closing(steps):
+        for loaded in steps:
+            confirm()
+            yield loaded
 
 
 def _scores_labels(spec: ModelSpec) -> bool:

@@ -291,6 +291,31 @@ def launch(*arrays: object) -> None:
     mx.async_eval(*arrays)  # type: ignore[no-untyped-call]
 
 
+def is_late() -> bool:
+    """Return True if this thread's device may report an error after the wait for its arrays.
+
+    A GPU may. A command buffer of Metal that fails before the last one of an evaluation leaves
+    zeros, `mx.eval` returns, and the error comes at the stream's next use: mlx #3979, and pull
+    requests 4134 and 4174.
+    """
+    return mx.default_device() != mx.cpu
+
+
+def confirm() -> None:
+    """Wait for all that was launched, if the device is late, and raise its error. On the lane only.
+
+    Nothing of a pass is delivered or kept before. It waits for work launched later too.
+    """
+    if is_late():
+        mx.synchronize()
+
+
+def evaluate(*arrays: object) -> None:
+    """Compute arrays, or trees of them, and wait; raise the device's error. On the lane only."""
+    mx.eval(*arrays)
+    confirm()
+
+
 class FreedBuffers(Protocol):
     """MLX's functions for freed buffers: the module itself, or a test's record of calls."""
 
@@ -370,7 +395,7 @@ def _number(file: Path) -> int | None:
 
 def multiply() -> None:
     """Multiply two small matrices on this thread's default device."""
-    mx.eval(mx.ones((64, 64)) @ mx.ones((64, 64)))
+    evaluate(mx.ones((64, 64)) @ mx.ones((64, 64)))
 
 
 def gflops(size: int = 512, times: int = 9) -> float:

@@ -21,6 +21,7 @@ from gateway.engine.device import (
     clear_cache,
     cpu_streams,
     cpu_threads,
+    evaluate,
     keep_file_limits,
     single_threaded_blas,
 )
@@ -209,7 +210,7 @@ class EncoderEngine(ABC):
         ]
         results = np.empty((len(rows), width), dtype=np.float32)
         results[order] = self._run_passes(passes, threads)
-        self._check_finite(results)
+        self._check_results(results)
         return results
 
     def _threads(self, tokens: int) -> int:
@@ -230,7 +231,7 @@ class EncoderEngine(ABC):
             for states in in_step(passes, streams):
                 if self._on_cpu:
                     mx.async_eval(states)  # type: ignore[no-untyped-call]
-            mx.eval(states)
+            evaluate(states)
         return np.concatenate([np.array(results) for results in states])
 
     def _forward(
@@ -267,11 +268,14 @@ class EncoderEngine(ABC):
                     part="prompt",
                 )
 
-    def _check_finite(self, results: Results) -> None:
-        finite = np.isfinite(results).all(axis=1)
-        if not finite.all():
-            broken = join_names([str(index) for index in np.flatnonzero(~finite)])
-            raise EngineFailed(self.name, f"the {self.result} of row {broken} is not finite")
+    def _check_results(self, results: Results) -> None:
+        self._refuse(~np.isfinite(results).all(axis=1), "is not finite")
+
+    def _refuse(self, is_broken: Any, problem: str) -> None:
+        """Raise if any row is broken, and name all that are."""
+        if is_broken.any():
+            broken = join_names([str(index) for index in np.flatnonzero(is_broken)])
+            raise EngineFailed(self.name, f"the {self.result} of row {broken} {problem}")
 
 
 def open_encoder(
@@ -400,9 +404,13 @@ class EmbeddingEngine(EncoderEngine):
 
         A row is the token ids of one text, special tokens included. Raises ContextLengthExceeded
         and BadRequest for a row the model cannot read; EngineFailed, naming the model and the row,
-        for a vector that is not finite.
+        for a vector that is not finite, or whose length is zero.
         """
         return self._run(rows, self.dimensions)
+
+    def _check_results(self, results: Results) -> None:
+        super()._check_results(results)
+        self._refuse((results == 0).all(axis=1), "is zero")
 
     @unfused()
     def probe(self) -> None:

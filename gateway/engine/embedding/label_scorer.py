@@ -18,7 +18,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from gateway.engine.compiled_code import unfused
 from gateway.engine.control_tokens import Piece
-from gateway.engine.device import Device, clear_cache
+from gateway.engine.device import Device, clear_cache, evaluate
 from gateway.engine.embedding.tokenizer import TextTokenizer, load_text_tokenizer
 from gateway.engine.models.checkpoint import Checkpoint, measure_kv, read_in_slices
 from gateway.engine.models.decoders import floating_dtype, open_decoder, parameters
@@ -178,15 +178,16 @@ class LabelScorer:
             tokens[i, : lengths[i]] = row[shared:]
         hidden = self._model.model(mx.array(tokens), cache=new or beginning.layers or None)
         last = hidden[mx.arange(len(rows)), mx.array(lengths) - 1]
-        scores = np.array(self._head(last), dtype=np.float32)
+        scores = self._head(last)
+        evaluate(scores)
         if new is not None:
             self._keep(common, new)
-        return scores
+        return np.array(scores, dtype=np.float32)
 
     def _keep(self, tokens: tuple[int, ...], caches: Sequence[Any]) -> "_Beginning":
         """Return the beginning of what caches hold, and keep it unless it is long."""
         beginning = _Beginning(tokens, [_SharedPrefix(cache, len(tokens)) for cache in caches])
-        mx.eval([layer.state for layer in beginning.layers])
+        evaluate([layer.state for layer in beginning.layers])
         self._kept = beginning if len(tokens) <= KEPT_TOKENS else _Beginning()
         return beginning
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList
 
 from gateway.engine.answers.output_parts import TokenScores
-from gateway.engine.device import launch
+from gateway.engine.device import evaluate, is_late, launch
 from gateway.engine.drafts.prompt_lookup import count_accepted
 from gateway.engine.generation.sampling import (
     TopLogprobs,
@@ -124,6 +124,7 @@ class DecodeBatch:
     doubts: list[Doubt]
     drafts: list[abc.Sequence[int]]
     late_error: Exception | None = None  # of the step under way, to be raised when it is read
+    is_evaluated: bool = False  # the step under way has been waited for
 
     @property
     def may_go_on(self) -> bool:
@@ -202,6 +203,7 @@ class DecodeBatch:
         self.tokens[mx.array(places)] = tokens
         self.scores += scores  # the later ones count
         self.doubts += doubts
+        self.is_evaluated = False
 
     def keep(self, indices: list[int]) -> None:
         """Drop the other sequences. Those kept are in the order of `compact` then."""
@@ -220,6 +222,7 @@ class DecodeBatch:
         # At once: larger caches are held until then, and the memory counted as free may already be
         # given to new sequences.
         launch([layer.state for layer in self.cache])
+        self.is_evaluated = False
 
     def take(self, index: int) -> "DecodeBatch":
         """Return a copy of one sequence with its next token; it stays here until dropped."""
@@ -243,6 +246,7 @@ class DecodeBatch:
         )
         single.keep([index])
         single.late_error = self.late_error
+        single.settle()
         return single
 
     def extend(self, other: "DecodeBatch") -> None:
@@ -256,18 +260,29 @@ class DecodeBatch:
         self.late_error = self.late_error or other.late_error
         for layer, joining in zip(self.cache, other.cache, strict=True):
             layer.extend(joining)
+        self.is_evaluated = False
+
+    def settle(self) -> None:
+        """Wait for the step under way, if the device is late, before anything else is launched: its
+        error would be raised there, and its tokens would look right.
+        """
+        if is_late():
+            self.wait()
 
     def wait(self) -> None:
         """Wait for the step under way, and keep its error."""
         try:
             self.evaluate()
         except Exception as error:
-            self.late_error = error
+            self.late_error = self.late_error or error
 
     def evaluate(self) -> None:
-        """Wait, once, for all that is read of the step under way."""
+        """Wait, once, for all that is read of the step under way. Raises the device's error."""
+        if self.is_evaluated:
+            return
         scores = [(score.chosen, score.ids, score.logprobs) for score, _ in self.scores]
-        mx.eval(self.tokens, self.finite, scores, [doubt.is_sure for doubt in self.doubts])
+        evaluate(self.tokens, self.finite, scores, [doubt.is_sure for doubt in self.doubts])
+        self.is_evaluated = True
 
     def check(self) -> None:
         """Raise the error of the step under way if it has been waited for."""

@@ -20,6 +20,7 @@ from typing import Any, overload
 import mlx.core as mx
 
 from gateway.engine.control_tokens import Piece
+from gateway.engine.device import evaluate
 from gateway.engine.generation.sampling import LOWEST_LOGPROB
 from gateway.engine.generation.sequence import Sequence
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
@@ -202,14 +203,16 @@ def score_labels(rows: abc.Sequence[Sequence], logits: mx.array) -> list[Delta]:
     """Return the only delta of each row, from the logits, (rows, vocabulary), at its end."""
     # The log-softmax is over the whole vocabulary, as of sampled tokens.
     logits = logits.astype(mx.float32)
-    totals: Any = mx.logsumexp(logits, axis=-1).tolist()
     rows_of: list[int] = []  # of each logit that is asked for
     tokens_of: list[int] = []
     for i, row in enumerate(rows):
         for tokens, _ in _step_of(row).entries:
             rows_of += [i] * len(tokens)
             tokens_of += tokens
-    read: Any = logits[mx.array(rows_of), mx.array(tokens_of)].tolist()
+    asked, sums = logits[mx.array(rows_of), mx.array(tokens_of)], mx.logsumexp(logits, axis=-1)
+    evaluate(asked, sums)
+    read: Any = asked.tolist()
+    totals: Any = sums.tolist()
     values = iter(read)
     deltas = []
     for row, total in zip(rows, totals, strict=True):

@@ -14,6 +14,7 @@ from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache
 
 from gateway.engine.answers.output_parts import TokenScores
+from gateway.engine.device import confirm
 from gateway.engine.generation.sampling import LOWEST_LOGPROB, score
 from gateway.engine.generation.sequence import Sequence
 from gateway.engine.kv.layers import make_batch_caches
@@ -213,6 +214,7 @@ class Prefill:
                 batch.read_on(sizes)
             self._store(batch, len(sizes))
             padded += len(sizes) * max(sizes)
+        confirm()
         if not batch.is_read:
             self._line.append(batch)
         return Pass(len(batch.rows), sum(batch.positions) - begun, padded)

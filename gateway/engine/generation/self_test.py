@@ -20,7 +20,7 @@ from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache
 
 from gateway.engine.compiled_code import name_failure
-from gateway.engine.device import BLAS, Device
+from gateway.engine.device import BLAS, Device, confirm, evaluate
 from gateway.engine.device_faults import classify
 from gateway.engine.kv.layers import can_batch, make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache, PrefixPool
@@ -149,8 +149,11 @@ class BatchSelfTest:
         for row in rows:
             row.logits = []
         try:
-            yield from trial
+            for _ in trial:
+                confirm()
+                yield
             problem = next(filter(None, (self._gap(row) for row in rows)), "")
+            confirm()
         except Exception as raised:
             error = name_failure(raised)
             problem = f"{type(error).__name__}: {str(error)[:200]}"
@@ -178,7 +181,7 @@ class BatchSelfTest:
         for start in range(0, len(row.prompt) - 1, CHUNK):
             chunk = row.prompt[start : min(start + CHUNK, len(row.prompt) - 1)]
             self._model(mx.array([chunk]), cache=cache)
-            mx.eval([layer.state for layer in cache])
+            evaluate([layer.state for layer in cache])
             yield
         for token in row.inputs:
             row.expected.append(self._launch_pass([token], cache)[0])
@@ -188,7 +191,7 @@ class BatchSelfTest:
         """Read one token a row; return the logits, (rows, vocabulary)."""
         logits: mx.array = self._model(mx.array(tokens)[:, None], cache=cache)[:, -1, :]
         logits = logits.astype(mx.float32)
-        mx.eval(logits, [layer.state for layer in cache])
+        evaluate(logits, [layer.state for layer in cache])
         return logits
 
     def _read(

@@ -274,8 +274,7 @@ class Sequences:
         # The next pass needs no token on the host: it is launched before they are read, so the
         # device never waits for Python. A sequence that ends here has run for one step too many.
         if running.may_go_on:
-            inputs = running.tokens[:, None]
-            logits = self._launch_pass(running.rows, inputs, running.cache)[:, -1]
+            logits = self._launch_next(running)
         if redraw_unsure(running) and logits is not None:
             running.take_back()
             logits = None
@@ -292,8 +291,7 @@ class Sequences:
         if self._running is None:
             return
         if logits is None:
-            inputs = running.tokens[:, None]
-            logits = self._launch_pass(running.rows, inputs, running.cache)[:, -1]
+            logits = self._launch_next(running)
         elif len(staying) < len(outputs):
             logits = logits[mx.array(compact(staying))]
         self._running = choose_tokens(self._structured, running.rows, running.cache, logits)
@@ -440,6 +438,16 @@ class Sequences:
         if self._faults.is_batching_to_blame:
             self.apply_verdict(Verdict(rows=False))
 
+    def _launch_next(self, running: DecodeBatch) -> mx.array:
+        """Launch the pass that reads the tokens of the step under way; return the logits, (rows,
+        vocabulary). On a late device that step is over by then: the pass is built meanwhile.
+        """
+        logits = self._build_pass(running.rows, running.tokens[:, None], running.cache)
+        running.settle()
+        running.check()
+        self._launch(logits, running.cache)
+        return logits[:, -1]
+
     def _launch_pass(
         self,
         rows: abc.Sequence[Sequence],
@@ -450,15 +458,28 @@ class Sequences:
         """Launch the pass that reads tokens, (rows, n), so many of which are padding at each row's
         end; return logits, (rows, n, vocabulary).
         """
+        logits = self._build_pass(rows, tokens, cache, padding)
+        self._launch(logits, cache)
+        return logits
+
+    def _build_pass(
+        self,
+        rows: abc.Sequence[Sequence],
+        tokens: mx.array,
+        cache: list[Any],
+        padding: abc.Sequence[int] = (),
+    ) -> mx.array:
         with (
             self.adapters.applied([row.adapter for row in rows]),
             padded(cache, tokens.shape[1], padding),
         ):
             logits: mx.array = self._model(tokens, cache=cache)
+        return logits
+
+    def _launch(self, logits: mx.array, cache: list[Any]) -> None:
         # The caches too: what no logits depend on, such as the lengths kept with a state, would
         # grow a graph by a node a token, and on Metal a buffer each (mlx-lm #1845).
         launch(logits, [layer.state for layer in cache])
-        return logits
 
     def _keep(self, indices: list[int]) -> None:
         if self._running is None or not indices:

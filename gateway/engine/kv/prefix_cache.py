@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
-from gateway.engine.device import KeptBuffers
+from gateway.engine.device import KeptBuffers, confirm
 from gateway.engine.kv.cache import RaggedKVCache, copy_rows
 from gateway.engine.kv.layers import for_batch
 from gateway.engine.kv.prefix_pieces import Key, decode, encode, follow
@@ -199,6 +199,7 @@ class PrefixCache:
         is_there = bool(path) and len(path) * BLOCK == whole
         if stateful and is_there:
             self._keep_states(path, stateful, row, is_growing=is_growing)
+        self._confirm()
         self._use(path)
         self._name(path, named, root)
         return new
@@ -285,7 +286,9 @@ class PrefixCache:
         own = path[-len(piece.own) // BLOCK :]
         after = self._kept.get(self._state_key(path))
         states = None if after is None else [layer.state for layer in after.layers]
-        return encode((tokens, [self._kept[key].layers for key in own], states))
+        content = encode((tokens, [self._kept[key].layers for key in own], states))
+        confirm()
+        return content
 
     def put_piece(self, root: Root, content: bytes) -> bool:
         """Keep a piece, as what was used before all that is kept; False if there is no room for it.
@@ -309,12 +312,21 @@ class PrefixCache:
             for layer, state in zip(layers, states, strict=True):
                 layer.state = state
             self._put_back(key, layers, path)
+        self._confirm()
         return True
 
     def _put_back(self, key: Key, layers: Sequence[Any], path: list[Key]) -> None:
         if not self._put(key, layers, path, is_growing=False):
             raise ValueError("it is not finite")
         self._kept.move_to_end(key, last=False)
+
+    def _confirm(self) -> None:
+        """Raise the device's error of what was put in, after all has been dropped."""
+        try:
+            confirm()
+        except Exception:
+            self.clear()
+            raise
 
     def stop(self) -> None:
         """Drop everything, and keep nothing from now on."""
