@@ -146,7 +146,7 @@ BUDGET: dict[str, int] = {
     "server": 290,
     "serving": 4443,
     "settings": 359,
-    "wire": 3603,
+    "wire": 3615,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))
 # A line of a map: names, two spaces or more, and what they are.
