@@ -135,7 +135,7 @@ BUDGET: dict[str, int] = {
     "cli": 1581,
     "clock": 40,
     "doctor": 336,
-    "engine": 11812,
+    "engine": 11813,
     "errors": 270,
     "ids": 10,
     "jobs": 289,
