@@ -129,7 +129,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2713,
+    "api": 2714,
     "app": 1560,
     "bench": 282,
     "cli": 1581,
@@ -137,7 +137,7 @@ BUDGET: dict[str, int] = {
     "doctor": 336,
     "engine": 11813,
     "errors": 270,
-    "ids": 10,
+    "ids": 12,
     "jobs": 289,
     "logs": 145,
     "metrics": 210,
@@ -146,7 +146,7 @@ BUDGET: dict[str, int] = {
     "server": 290,
     "serving": 4443,
     "settings": 359,
-    "wire": 3615,
+    "wire": 3616,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))
 # A line of a map: names, two spaces or more, and what they are.
