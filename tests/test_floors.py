@@ -129,7 +129,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2714,
+    "api": 2724,
     "app": 1560,
     "bench": 282,
     "cli": 1581,
