@@ -204,10 +204,8 @@ class ModelNotFound(RequestError):
     status = HTTPStatus.NOT_FOUND
     code = "model_not_found"
 
-    def __init__(
-        self, name: str, nearest: str | None = None, patterns: Sequence[str] = (), why: str = ""
-    ) -> None:
-        hint = f" Did you mean `{nearest}`?" if nearest else why and f" {why}"
+    def __init__(self, name: str, patterns: Sequence[str] = (), why: str = "") -> None:
+        hint = why and f" {why}"
         if patterns:
             hint = f" Others that may be named here: {', '.join(patterns)}."
         super().__init__(

@@ -1,4 +1,4 @@
-"""Ids of what is kept for clients to go on from: random, and naming the process that keeps it."""
+"""Random ids. Those of what is kept for clients to go on from name the process that keeps it."""
 
 import re
 import secrets
@@ -13,6 +13,11 @@ OWN_NAME: Final = secrets.token_hex(NAME_CHARS // 2)
 def new_id(prefix: str, nbytes: int) -> str:
     """Return an id of so many bytes as hexadecimal digits, the first of which are the name."""
     return f"{prefix}_{OWN_NAME}{secrets.token_hex(nbytes - NAME_CHARS // 2)}"
+
+
+def passing_id(prefix: str) -> str:
+    """Return an id of something that is not kept."""
+    return f"{prefix}-{secrets.token_hex(12)}"
 
 
 def owner_of(id_: str) -> str | None:

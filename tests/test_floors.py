@@ -129,24 +129,24 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2713,
+    "api": 2723,
     "app": 1566,
     "bench": 282,
     "cli": 1581,
     "clock": 40,
     "doctor": 336,
-    "engine": 11865,
-    "errors": 270,
-    "ids": 10,
+    "engine": 11866,
+    "errors": 268,
+    "ids": 12,
     "jobs": 289,
     "logs": 145,
     "metrics": 210,
     "panics": 20,
-    "registry": 1276,
+    "registry": 1295,
     "server": 290,
     "serving": 4443,
     "settings": 359,
-    "wire": 3603,
+    "wire": 3616,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))
 # A line of a map: names, two spaces or more, and what they are.

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.api import dashboard
 from gateway.api.access import AccessRules, protect
 from gateway.api.bodies import Bodies
-from gateway.api.endpoints import ENDPOINTS, METERED_PATHS, OPEN_PATHS, PATHS
+from gateway.api.endpoints import ENDPOINTS, METERED_PATHS, OPEN_PATHS, PATHS, UNSERVED
 from gateway.api.in_flight import InFlight
 from gateway.api.requests import Service
 from gateway.errors import GatewayError, MethodNotAllowed, UnknownUrl, shorten
@@ -73,13 +73,18 @@ def _refusal(error: HTTPException, method: str, path: str) -> GatewayError:
 
 
 def _hint(path: str) -> str:
-    """Return a hint if a path without extra slashes or /v1 is an endpoint, or one of batches."""
+    """Return a hint if a path without extra slashes or /v1 is an endpoint, or one of OpenAI's that
+    is not served.
+    """
     steps = [step for step in path.split("/") if step]
     while steps[:2] == ["v1", "v1"]:
         del steps[0]
     nearest = "/" + "/".join(steps)
-    if nearest.removeprefix("/v1").startswith(("/batches", "/messages/batches")):
+    bare_steps = steps[1:] if steps[:1] == ["v1"] else steps
+    if bare_steps[:1] == ["batches"] or bare_steps[:2] == ["messages", "batches"]:
         return ". Batches are not served: send each of their requests by itself."
+    if not UNSERVED.isdisjoint(bare_steps[:1]):
+        return f". `/{bare_steps[0]}` is not served here; /openapi.json lists the paths that are."
     is_known = nearest.removeprefix("/v1") in PATHS
     if is_known and nearest != path:
         return f". Did you mean {nearest}?"

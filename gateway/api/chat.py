@@ -1,6 +1,5 @@
 """POST /v1/chat/completions and /v1/completions; /v1/messages of Anthropic's API; /v1/decisions."""
 
-import secrets
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -19,6 +18,7 @@ from gateway.api.exchange import (
 )
 from gateway.api.in_flight import while_connected
 from gateway.api.requests import Service, ignored_header, reply, serialise, time_stage
+from gateway.ids import passing_id
 from gateway.jobs import GenerateJob, Stage
 from gateway.registry import ChatSpec
 from gateway.serving.generation.fan_out import score_labels
@@ -81,7 +81,7 @@ async def complete(service: Service, request: Request) -> ASGIApp:
 
 def _heading(prefix: str, model: str, fingerprint: str) -> Heading:
     return {
-        "id": f"{prefix}-{secrets.token_hex(12)}",
+        "id": passing_id(prefix),
         "created": int(time.time()),
         "model": model,
         "system_fingerprint": fingerprint,

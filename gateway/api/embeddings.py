@@ -1,7 +1,7 @@
 """POST /v1/embeddings; TEI's /embed and /info."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from starlette.requests import Request
@@ -11,6 +11,7 @@ from gateway import __version__
 from gateway.api.in_flight import while_connected
 from gateway.api.requests import Service, ignored_header, reply, time_stage
 from gateway.errors import BadRequest, GatewayError
+from gateway.ids import passing_id
 from gateway.jobs import Embedded, EmbedJob, Stage
 from gateway.registry import EmbeddingSpec
 from gateway.serving.embedding.batcher import EmbeddingBatcher
@@ -32,8 +33,12 @@ class _Result(NamedTuple, Generic[R]):
 async def answer(service: Service, request: Request) -> Response:
     """Answer with a vector for every input."""
     result = await _embedded(service, request, wire.EmbeddingsRequest)
-    wire_request = result.request
-    pieces = wire.write_pieces(result.embedded, wire_request.model, wire_request.encoding_format)
+    pieces = wire.write_pieces(
+        result.embedded,
+        name=passing_id("embd"),
+        model=result.request.model,
+        encoding=result.request.encoding_format,
+    )
     return await _write(request, pieces, result.headers)
 
 
@@ -110,16 +115,15 @@ def check_dimensions(spec: EmbeddingSpec, native: int, dimensions: int | None) -
     """Raise BadRequest for `dimensions` that the model's vectors cannot be shortened to."""
     if dimensions is None or dimensions == native:
         return
-    sizes = spec.matryoshka
-    if sizes is False or dimensions > native:
-        raise BadRequest(
-            f"The model `{spec.id}` has {native} dimensions"
-            + (" and cannot be shortened." if sizes is False else f", fewer than {dimensions}."),
-            param="dimensions",
-        )
-    if sizes is not True and dimensions not in sizes:
-        known = ", ".join(map(str, sizes))
-        raise BadRequest(
-            f"The model `{spec.id}` can be shortened to {known} dimensions.",
-            param="dimensions",
-        )
+    sizes = () if isinstance(spec.matryoshka, bool) else spec.matryoshka
+    shorter: Sequence[int] = sorted(size for size in sizes if size < native)
+    fitting = " or ".join(map(str, (*shorter, native)))
+    if spec.matryoshka is True:
+        shorter, fitting = range(1, native), f"at most {native}"
+    if dimensions in shorter:
+        return
+    raise BadRequest(
+        f"Vectors of the model `{spec.id}` have {native} dimensions, and cannot have {dimensions}: "
+        f"send {fitting} as 'dimensions', or leave it out.",
+        param="dimensions",
+    )

@@ -445,6 +445,14 @@ def _paths(endpoints: Iterable[Endpoint]) -> frozenset[str]:
     return frozenset(path.removeprefix("/v1") for endpoint in endpoints for path in endpoint.paths)
 
 
+# OpenAI's paths that are not served, by their first step after /v1.
+UNSERVED = frozenset(
+    [
+        *("assistants", "audio", "batches", "chatkit", "containers", "conversations", "edits"),
+        *("engines", "evals", "files", "fine-tunes", "fine_tuning", "images", "moderations"),
+        *("organization", "realtime", "skills", "threads", "uploads", "vector_stores", "videos"),
+    ]
+)
 PATHS = _paths(endpoint for endpoint in ENDPOINTS if not endpoint.is_admin)
 OPERATIONS = {
     path: endpoint.operation

@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import secrets
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from gateway import clock, logs, metrics
 from gateway.api.bodies import Bodies, Body, check_head
 from gateway.api.in_flight import CLIENT_CLOSED, InFlight, RequestInFlight, count_cancelled
 from gateway.errors import EngineFailed, GatewayError, Overloaded, Unavailable, shorten
+from gateway.ids import passing_id
 from gateway.jobs import Timings
 from gateway.panics import NativeError, as_exception
 from gateway.wire.anthropic_stream import error_body, error_status
@@ -138,7 +138,7 @@ class Context:
         scope["gateway.is_anthropic"] = speaks_anthropic(scope["path"], headers)
         request_id = headers.get(b"x-request-id", b"").decode("latin-1")
         if not _REQUEST_ID.fullmatch(request_id):
-            request_id = f"req-{secrets.token_hex(12)}"
+            request_id = passing_id("req")
         scope["gateway.request_id"] = request_id
         structlog.contextvars.bind_contextvars(request_id=request_id)
         timings = scope["gateway.timings"] = Timings()

@@ -87,10 +87,9 @@ async def show(service: Service, request: Request) -> Response:
     name = request.path_params["name"]
     if not name:
         raise HTTPException(HTTPStatus.NOT_FOUND)
-    resolved = service.catalog().resolve(name)
     if request.scope["gateway.is_anthropic"]:
-        return reply(_anthropic_model(service, resolved))
-    return reply(describe_model(service, resolved))
+        return reply(_anthropic_model(service, service.catalog().resolve(name, ChatSpec)))
+    return reply(describe_model(service, service.catalog().resolve(name)))
 
 
 def _anthropic_model(service: Service, resolved: Resolved) -> AnthropicModel:

@@ -224,7 +224,7 @@ class Service:
         Without a name it is a loaded one of the first kind of which there is any, else the first
         one in models.yaml.
         """
-        resolved = self.catalog().resolve(name or self._at_hand(*kinds))
+        resolved = self.catalog().resolve(name or self._at_hand(*kinds), *kinds)
         if isinstance(resolved.spec, kinds):
             return resolved, resolved.spec
         kind = {"embedding": "an embedding"}.get(resolved.spec.kind, f"a {resolved.spec.kind}")

@@ -1,6 +1,5 @@
 """POST /v1/rerank, /v2/rerank and /v1/score."""
 
-import secrets
 import time
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -11,6 +10,7 @@ from starlette.responses import Response
 from gateway.api.in_flight import while_connected
 from gateway.api.requests import Service, ignored_header, reply, time_stage
 from gateway.errors import GatewayError
+from gateway.ids import passing_id
 from gateway.jobs import Reranked, RerankJob, Stage
 from gateway.registry import EmbeddingSpec, RerankSpec, Resolved
 from gateway.serving.admission import Arrival
@@ -32,7 +32,7 @@ async def rerank(service: Service, request: Request) -> Response:
         result = await _score(service, request, wire.RerankRequest, arrival, body)
         with time_stage(request, Stage.SERIALISE):
             answer = wire.write_reranking(
-                result.answer, result.request, name=_name("rerank"), model=result.model
+                result.answer, result.request, name=passing_id("rerank"), model=result.model
             )
             return reply(answer, headers=result.headers)
 
@@ -58,7 +58,7 @@ async def score(service: Service, request: Request) -> Response:
     with time_stage(request, Stage.SERIALISE):
         created = int(time.time())
         answer = wire.write_scores(
-            result.answer, name=_name("score"), created=created, model=result.model
+            result.answer, name=passing_id("score"), created=created, model=result.model
         )
         return reply(answer, headers=result.headers)
 
@@ -105,7 +105,3 @@ async def _score(
     if answer.truncated:
         headers["x-gateway-truncated"] = str(answer.truncated)
     return _Result(parsed.request, answer, resolved.name, headers)
-
-
-def _name(kind: str) -> str:
-    return f"{kind}-{secrets.token_hex(12)}"

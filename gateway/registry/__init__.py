@@ -9,7 +9,7 @@ sources      where a model's files come from: hub, folder, installed package
 catalogue    models by short names that come with the gateway, and what was read of them
 catalog      the models of one reading, found by id or alias; immutable
 schema       the file's JSON Schema, for editors
-names        the nearest valid name, for messages about an unknown one
+names        the nearest valid names, for messages about an unknown one
 """
 
 from gateway.registry.catalog import Catalog, Changes, Resolved, load_alike

@@ -6,9 +6,10 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from gateway.errors import ModelNotFound
-from gateway.registry.names import nearest
+from gateway.registry.names import most_similar
 from gateway.registry.specs import Alias, ChatSpec, ModelSpec
 
+MOST_SUGGESTED: Final = 3  # names, to a caller who has sent an unknown one
 # Keys that no load depends on, as pydantic excludes them: a loaded model adopts their values.
 ADOPTABLE: Final[Mapping[str, Any]] = {
     **dict.fromkeys(
@@ -66,12 +67,25 @@ class Catalog:
                 by_name[resolved.name] = resolved
         self._by_name = MappingProxyType(by_name)
 
-    def resolve(self, name: str) -> Resolved:
-        """Find a model by id or alias; raises ModelNotFound, naming the nearest."""
+    def resolve(self, name: str, *kinds: type[ModelSpec]) -> Resolved:
+        """Find a model by id or alias. Raises ModelNotFound, which names models of these kinds: the
+        nearest ones, else the first ones; without kinds, of all.
+        """
         resolved = self._by_name.get(name)
         if resolved is None:
-            raise ModelNotFound(name, nearest=nearest(name, self._by_name))
+            raise ModelNotFound(name, why=self._suggestion(name, kinds))
         return resolved
+
+    def _suggestion(self, name: str, kinds: tuple[type[ModelSpec], ...]) -> str:
+        usable = [
+            each for kind in kinds or (object,) for each in self if isinstance(each.spec, kind)
+        ]
+        near = most_similar(name, [each.name for each in usable], MOST_SUGGESTED)
+        if near:
+            return f"Did you mean `{'` or `'.join(near)}`?"
+        ids = [each.name for each in usable if each.alias is None]
+        more = f" and {len(ids) - MOST_SUGGESTED} more" if len(ids) > MOST_SUGGESTED else ""
+        return f"Served here: `{'`, `'.join(ids[:MOST_SUGGESTED])}`{more}." if ids else ""
 
     def by_id(self, model: str) -> ModelSpec | None:
         """Return the spec of this id, if there is one."""

@@ -23,6 +23,7 @@ from gateway.wire.generation import (
     SchemaVerdict,
     StopTexts,
     json_schema,
+    one_form,
     read_budget,
     read_sampling,
     read_stops,
@@ -114,13 +115,17 @@ class CountMessageTokensRequest(Request):
         return unserved_tools(self.tools)
 
     def form(self) -> tuple[str, Grammar | None]:
-        """Return the grammar of the answer's form, if it has one, and its field."""
-        param, form = "output_config.format", self.output_config.format
-        if form is None and self.output_format is not None:
-            param, form = "output_format", self.output_format
-        if form is None:
-            return param, None
-        return param, json_schema(form.schema_, param=param, must_fit=True)
+        """Return the grammar of the answer's form, if it has one, and its field. Raises as
+        `one_form` does.
+        """
+        param = "output_config.format"
+        formats = {param: self.output_config.format, "output_format": self.output_format}
+        forms = [
+            (name, json_schema(form.schema_, param=name, must_fit=True))
+            for name, form in formats.items()
+            if form is not None
+        ]
+        return one_form(forms) if forms else (param, None)
 
     def calling(self) -> tuple[Sequence[Mapping[str, Any]], Calling | None]:
         choice = self.tool_choice

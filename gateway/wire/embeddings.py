@@ -120,6 +120,7 @@ class EmbeddingUsage(TypedDict):
 class Embeddings(TypedDict):
     """A vector for every input, in order."""
 
+    id: str
     object: Literal["list"]
     data: list[Embedding]
     model: str
@@ -164,7 +165,7 @@ def write_vectors(answer: Embedded) -> Iterator[bytes]:
     yield b"]"
 
 
-def write_pieces(answer: Embedded, model: str, encoding: str) -> Iterator[bytes]:
+def write_pieces(answer: Embedded, *, name: str, model: str, encoding: str) -> Iterator[bytes]:
     """Yield the answer's JSON in pieces, each written within a few milliseconds."""
     # Little-endian float32 is what OpenAI's SDKs read from base64.
     vectors = np.ascontiguousarray(answer.vectors, dtype="<f4")
@@ -173,7 +174,7 @@ def write_pieces(answer: Embedded, model: str, encoding: str) -> Iterator[bytes]
         "prompt_tokens": answer.prompt_tokens,
         "total_tokens": answer.prompt_tokens,
     }
-    empty: Embeddings = {"object": "list", "data": [], "model": model, "usage": usage}
+    empty = Embeddings(id=name, object="list", data=[], model=model, usage=usage)
     before, after = orjson.dumps(empty).split(b"[]", 1)
     yield before + b"["
     for start in range(0, len(vectors), rows):

@@ -177,13 +177,18 @@ class ResponseFormat(Form):
             raise ValueError(f"a 'value' does not go with type '{self.type}'")
         return self
 
-    def grammar(self, param: str) -> Grammar | None:
-        """Return the grammar of the format, if it has one; an error names `param`."""
+    def forms(self, param: str) -> list[tuple[str, Grammar]]:
+        """Return a grammar, with its field, for each schema that it has; errors name `param`."""
         if self.type == "text":
-            return None
-        form = self.json_schema or JsonSchema()
-        schema = form.schema_ if self.value is None else self.value
-        return json_schema(schema, param=param, strict=bool(form.strict))
+            return []
+        forms = []
+        if self.json_schema is not None:
+            form = self.json_schema
+            grammar = json_schema(form.schema_, param=param, strict=bool(form.strict))
+            forms.append((f"{param}.json_schema", grammar))
+        if self.value is not None:
+            forms.append((f"{param}.value", json_schema(self.value, param=param)))
+        return forms or [(param, ANY_OBJECT)]
 
 
 class StructuredOutputs(Form):
@@ -206,26 +211,22 @@ class StructuredOutputs(Form):
         }
         if all(value is None for value in fields.values()):
             raise ValueError(f"it should have one of {', '.join(fields)}")
-        asked = [name for name, value in fields.items() if value not in (None, False)]
-        if len(asked) > 1:
-            # Two forms have no meaning together, and either alone may be what was meant.
-            raise ValueError(f"it should have one form alone, and has {' and '.join(asked)}")
         return self
 
-    def grammars(self, param: str) -> list[Grammar]:
-        """Return a grammar for each field that is set; an error names `param`."""
-        grammars = []
+    def forms(self, param: str) -> list[tuple[str, Grammar]]:
+        """Return a grammar, with its field, for each field that is set; errors name `param`."""
+        grammars = {}
         if self.json_ is not None:
-            grammars.append(json_schema(self.json_, param=param))
+            grammars["json"] = json_schema(self.json_, param=param)
         if self.json_object:
-            grammars.append(ANY_OBJECT)
+            grammars["json_object"] = ANY_OBJECT
         if self.regex is not None:
-            grammars.append(Grammar("regex", self.regex))
+            grammars["regex"] = Grammar("regex", self.regex)
         if self.choice is not None:
-            grammars.append(Grammar("choice", orjson.dumps(self.choice).decode()))
+            grammars["choice"] = Grammar("choice", orjson.dumps(self.choice).decode())
         if self.grammar is not None:
-            grammars.append(Grammar("grammar", self.grammar))
-        return grammars
+            grammars["grammar"] = Grammar("grammar", self.grammar)
+        return [(f"{param}.{name}", grammar) for name, grammar in grammars.items()]
 
 
 def json_schema(
@@ -252,6 +253,29 @@ def json_schema(
     return Grammar("json_schema", source, strict=strict, must_fit=must_fit)
 
 
+def one_form(forms: Sequence[tuple[str, Grammar]]) -> tuple[str, Grammar]:
+    """Return the form that all of these fields ask for, with the first of them; it is strict if one
+    of them is. Raises BadRequest for fields that differ.
+    """
+    # Clients that know several servers send a form once in each server's field.
+    (name, grammar), *others = forms
+    for other_name, other in others:
+        if _meaning(other) != _meaning(grammar):
+            raise BadRequest(
+                f"'{name}' and '{other_name}' each ask for a form of their own: send one.",
+                param=other_name,
+            )
+    return name, replace(grammar, strict=any(form.strict for _, form in forms))
+
+
+def _meaning(grammar: Grammar) -> tuple[str, str | bytes]:
+    """Return a grammar's kind and source, in which a schema's keys have one order."""
+    if grammar.kind == "json_schema":
+        schema = orjson.loads(grammar.source)
+        return grammar.kind, orjson.dumps(schema, option=orjson.OPT_SORT_KEYS)
+    return grammar.kind, grammar.source
+
+
 class StructuredRequest(SampledRequest):
     """A request whose answer may be structured: JSON of a schema, a pattern, a grammar."""
 
@@ -264,31 +288,25 @@ class StructuredRequest(SampledRequest):
     guided_grammar: GrammarText | None = None
 
     def form(self) -> tuple[str, Grammar | None]:
-        """Return the requested grammar, if any, and its field. Raises BadRequest for two."""
+        """Return the requested grammar, if any, and its field. Raises as `one_form` does."""
         forms = self.forms()
-        if len(forms) > 1:
-            raise BadRequest(
-                f"'{forms[0][0]}' and '{forms[1][0]}' each ask for a form of their own: send one.",
-                param=forms[1][0],
-            )
-        return forms[0] if forms else ("response_format", None)
+        if not forms:
+            return "response_format", None
+        name, grammar = one_form(forms)
+        return name.partition(".")[0], grammar
 
     def forms(self) -> list[tuple[str, Grammar]]:
         forms: list[tuple[str, Grammar]] = []
         if self.response_format is not None:
-            name = "response_format"
-            grammar = self.response_format.grammar(name)
-            if grammar is not None:
-                forms.append((name, grammar))
+            forms += self.response_format.forms("response_format")
         if self.structured_outputs is not None:
-            name = "structured_outputs"
-            forms += [(name, grammar) for grammar in self.structured_outputs.grammars(name)]
+            forms += self.structured_outputs.forms("structured_outputs")
         for name in ("json", "regex", "choice", "grammar"):
             field = f"guided_{name}"
             value = getattr(self, field)
             if value is not None:
                 outputs = StructuredOutputs.model_validate({name: value})
-                forms += [(field, grammar) for grammar in outputs.grammars(field)]
+                forms += [(field, grammar) for _, grammar in outputs.forms(field)]
         return forms
 
 

@@ -1,6 +1,7 @@
 """POST /v1/embeddings over a socket, with a scripted engine."""
 
 import base64
+import re
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ async def post(client: AsyncClient, **body: Any) -> Response:
 
 async def test_a_string_and_a_list_of_strings_are_answered(client: AsyncClient) -> None:
     one = (await post(client, input="abc")).json()
+    assert one.pop("id").startswith("embd-")
     assert one == {
         "object": "list",
         "model": "org/embed",
@@ -52,14 +54,37 @@ async def test_dimensions_shorten_where_the_model_was_trained_for_it(
 
 
 @pytest.mark.parametrize(
-    ("model", "asked"), [("org/embed", 2), ("org/embed", 5), ("shortenable", 1), ("any-size", 9)]
+    ("model", "asked", "fitting"),
+    [
+        ("org/embed", 2, "4"),
+        ("org/embed", 1536, "4"),
+        ("shortenable", 1, "2 or 3 or 4"),
+        ("any-size", 9, "at most 4"),
+    ],
 )
-async def test_dimensions_are_refused_elsewhere(
-    client: AsyncClient, model: str, asked: int
+async def test_dimensions_are_refused_elsewhere_with_those_to_send(
+    client: AsyncClient, model: str, asked: int, fitting: str
 ) -> None:
     """Cut vectors of another model are plausible garbage."""
     answer = await post(client, model=model, input="abc", dimensions=asked)
-    assert error_of(answer, 400)["param"] == "dimensions"
+    error = error_of(answer, 400)
+    assert error["param"] == "dimensions"
+    assert error["message"] == (
+        f"Vectors of the model `{model}` have 4 dimensions, and cannot have {asked}: "
+        f"send {fitting} as 'dimensions', or leave it out."
+    )
+    in_teis = await client.post("/embed", json={"model": model, "inputs": "a", "dimensions": asked})
+    assert (in_teis.status_code, in_teis.json()["error"]) == (422, error["message"])
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+async def test_every_answer_has_an_id_of_its_own(client: AsyncClient, encoding: str) -> None:
+    """Mistral's SDK refuses one without; TEI's form has no place for it."""
+    body = {"input": "abc", "encoding_format": encoding}
+    ids = {(await post(client, **body)).json()["id"] for _ in range(2)}
+    assert len(ids) == 2
+    assert all(re.fullmatch("embd-[0-9a-f]{24}", each) for each in ids)
+    assert isinstance((await client.post("/embed", json={"inputs": "abc"})).json()[0], list)
 
 
 async def test_token_ids_are_served_where_the_model_says_so(client: AsyncClient) -> None:
@@ -124,11 +149,12 @@ def test_a_large_answer_is_written_in_pieces(encoding: str, rows: int) -> None:
     """None of which keeps everybody else waiting; together they are the answer."""
     vectors = (np.arange(rows * 1000).reshape(rows, 1000) / 7).astype(np.float32)
     answer = Embedded(vectors=vectors, prompt_tokens=5, truncated=0)
-    pieces = list(write_pieces(answer, "m", encoding))
+    pieces = list(write_pieces(answer, name="embd-1", model="m", encoding=encoding))
     assert max(map(len, pieces)) < 25 * PIECE_FLOATS
     told = orjson.loads(b"".join(pieces))
     assert told["usage"] == {"prompt_tokens": 5, "total_tokens": 5}
     assert (told["object"], told["model"], len(told["data"])) == ("list", "m", rows)
+    assert told["id"] == "embd-1"
     assert [each["index"] for each in told["data"]] == list(range(rows))
     last = told["data"][-1]["embedding"]
     if encoding == "base64":
@@ -145,6 +171,8 @@ def test_no_answer_is_larger_than_what_is_counted_for_it(encoding: str) -> None:
     usable = bits[np.abs(bits) < 1e15]  # whose squares have a sum; a NaN is not less
     vectors = np.concatenate([usable[:99_000], longest]).reshape(100, 1000)
     answer = Embedded(vectors=vectors, prompt_tokens=5, truncated=0)
-    pieces = write_vectors(answer) if encoding == "TEI's" else write_pieces(answer, "m", encoding)
+    pieces = write_vectors(answer)
+    if encoding != "TEI's":
+        pieces = write_pieces(answer, name="embd-1", model="m", encoding=encoding)
     number_bytes = NUMBER_BYTES.get(encoding, NUMBER_BYTES["float"])
     assert sum(map(len, pieces)) <= vectors.size * number_bytes

@@ -14,7 +14,9 @@ from openai.types import embedding_create_params as embeddings
 from openai.types.chat import completion_create_params as chat
 from openai.types.responses import response_create_params as responses
 
+from gateway.api.endpoints import PATHS, UNSERVED
 from tests.api.conftest import some_models
+from tests.api.harness import error_of
 from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.serving_app import served
 
@@ -272,3 +274,44 @@ async def test_a_path_that_is_nearly_one_is_answered_with_the_one(
     error = answer.json()["error"]
     assert error["code"] == "unknown_url"
     assert error["message"].partition(". ")[2] == (f"Did you mean {meant}?" if meant else "")
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [
+        ("/v1/audio/speech", "audio"),
+        ("/v1/images/generations/", "images"),
+        ("/v1/files", "files"),
+        ("/files/file-1/content", "files"),
+        ("/v1/v1/moderations", "moderations"),
+        ("/v1//vector_stores/vs_1/files", "vector_stores"),
+        ("/v1/fine_tuning/jobs", "fine_tuning"),
+    ],
+)
+async def test_a_path_of_openais_that_is_not_served_says_so(
+    client: AsyncClient, method: str, path: str, named: str
+) -> None:
+    error = error_of(await client.request(method, path), 404)
+    assert (error["code"], error["type"]) == ("unknown_url", "invalid_request_error")
+    assert error["message"] == (
+        f"Invalid URL ({method} {path}). `/{named}` is not served here; "
+        "/openapi.json lists the paths that are."
+    )
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/audiobooks", "/v1/nowhere/files", "/v2/files", "/v1", "/v1/v2/images"]
+)
+async def test_a_path_of_nobodys_is_not_called_openais(client: AsyncClient, path: str) -> None:
+    assert error_of(await client.get(path), 404)["message"] == f"Invalid URL (GET {path})"
+
+
+@pytest.mark.parametrize("path", ["/v1/batches/b_1/cancel", "/batches", "/v1/messages/batches"])
+async def test_batches_are_answered_with_their_replacement(client: AsyncClient, path: str) -> None:
+    answer = await client.post(path, json={})
+    assert "send each of their requests by itself" in answer.json()["error"]["message"]
+
+
+def test_no_path_is_both_served_and_not() -> None:
+    assert not UNSERVED & {path.split("/")[1] for path in PATHS}

@@ -13,7 +13,7 @@ import pytest
 import structlog
 from httpx2 import AsyncClient
 
-from gateway.registry import Catalog, Resolved
+from gateway.registry import Catalog, ModelSpec, Resolved
 from tests.api.harness import ASK, chat, error_of, messages, until_told
 from tests.fakes import ScriptedEngines
 from tests.serving_app import served
@@ -153,9 +153,9 @@ class Watched(Catalog):
 
     threads: ClassVar[list[int]] = []
 
-    def resolve(self, name: str) -> Resolved:
+    def resolve(self, name: str, *kinds: type[ModelSpec]) -> Resolved:
         self.threads.append(threading.get_ident())
-        return super().resolve(name)
+        return super().resolve(name, *kinds)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -2,6 +2,7 @@
 
 import time
 from datetime import datetime
+from typing import Any
 
 import pytest
 from httpx2 import AsyncClient
@@ -12,6 +13,7 @@ from tests.fakes import ScriptedEngines
 from tests.serving_app import served
 
 pytestmark = pytest.mark.anyio
+ASKED = [{"role": "user", "content": "a"}]
 
 
 async def test_ids_and_aliases_are_listed(client: AsyncClient) -> None:
@@ -121,3 +123,48 @@ async def test_its_errors_are_anthropics(client: AsyncClient, path: str) -> None
     kind = "not_found_error" if path == "/nobody" else "invalid_request_error"
     assert (body["type"], body["error"]["type"]) == ("error", kind)
     assert "error_type" not in (await client.get(f"/v1/models{path}")).text
+
+
+CHAT, EMBED, RERANK = (
+    "`writer`",
+    "`any-size`, `org/embed`, `shortenable`",
+    "`org/judge`, `short-judge`",
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "served"),
+    [
+        ("/v1/chat/completions", {"messages": ASKED}, CHAT),
+        ("/v1/completions", {"prompt": "a"}, CHAT),
+        ("/v1/responses", {"input": "a"}, CHAT),
+        ("/v1/messages", {"messages": ASKED, "max_tokens": 9}, CHAT),
+        ("/v1/tokenize", {"prompt": "a"}, CHAT),
+        ("/v1/embeddings", {"input": "a"}, EMBED),
+        ("/v1/embed", {"inputs": "a"}, EMBED),
+        ("/v2/rerank", {"query": "a", "documents": ["a"]}, RERANK),
+        ("/v1/rerank", {"query": "a", "texts": ["a"]}, RERANK),
+    ],
+)
+async def test_an_unknown_model_is_answered_with_served_ones_that_would_do(
+    client: AsyncClient, path: str, body: dict[str, Any], served: str
+) -> None:
+    """Each API in its own envelope; any embedding model ranks too."""
+    answer = await client.post(path, json={"model": "xyz", **body})
+    assert answer.status_code in (404, 422)
+    assert f"have access to it. Served here: {served}" in answer.text
+    near = await client.post(path, json={"model": "shortenabel", **body})
+    assert ("Did you mean `shortenable`?" in near.text) == (served != CHAT)
+
+
+async def test_no_model_is_named_to_who_may_list_none(models: Catalog) -> None:
+    async with served(models, ScriptedEngines(), api_keys="secret") as client:
+        answer = await client.post("/v1/chat/completions", json={**chat(), "model": "xyz"})
+        assert answer.status_code == 401
+        assert "writer" not in answer.text
+
+
+async def test_anthropics_clients_are_told_the_models_of_their_list(client: AsyncClient) -> None:
+    headers = {"anthropic-version": "2023-06-01"}
+    answer = await client.get("/v1/models/shortenabel", headers=headers)
+    assert answer.json()["error"]["message"].endswith("Served here: `writer`.")

@@ -1,11 +1,22 @@
 """The catalog: models by their names, and what differs between two readings of the file."""
 
+from difflib import SequenceMatcher
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gateway.errors import ModelNotFound
-from gateway.registry import Alias, Catalog, ChatSpec, EmbeddingSpec, HubSource, load_alike
+from gateway.registry import (
+    Alias,
+    Catalog,
+    ChatSpec,
+    EmbeddingSpec,
+    HubSource,
+    RerankSpec,
+    load_alike,
+)
+from gateway.registry.names import MAX_COMPARED
 
 
 def chat(model: str, *aliases: str) -> ChatSpec:
@@ -25,6 +36,49 @@ def test_names_resolve_to_their_model() -> None:
     assert catalog.names() == ("a", "x", "y", "b")
     assert [resolved.name for resolved in catalog] == ["a", "x", "y", "b"]
     assert len(catalog) == 2
+
+
+def suggested(catalog: Catalog, name: str, *kinds: Any) -> str:
+    """Return what the error says after its first sentence."""
+    with pytest.raises(ModelNotFound) as caught:
+        catalog.resolve(name, *kinds)
+    return caught.value.message.partition(" have access to it.")[2].strip()
+
+
+def test_an_unknown_name_is_told_up_to_three_of_a_kind() -> None:
+    """The nearest ones; where none is near, the first ones without their aliases."""
+    embedder = EmbeddingSpec(id="text-embedding", kind="embedding", source=HubSource("a/b"))
+    catalog = Catalog([chat("o/a1", "text-em"), embedder, *map(chat, ("o/a2", "o/a3", "o/a4"))])
+    assert suggested(catalog, "O/A", ChatSpec) == "Did you mean `o/a4` or `o/a3` or `o/a2`?"
+    assert suggested(catalog, "text-embed") == "Did you mean `text-embedding` or `text-em`?"
+    assert suggested(catalog, "text-embed", ChatSpec) == "Did you mean `text-em`?"
+    assert suggested(catalog, "text-embed", EmbeddingSpec) == "Did you mean `text-embedding`?"
+    assert suggested(catalog, "zzz", ChatSpec) == "Served here: `o/a1`, `o/a2`, `o/a3` and 1 more."
+    assert suggested(catalog, "zzz", EmbeddingSpec) == "Served here: `text-embedding`."
+    assert suggested(catalog, "zzz", RerankSpec) == suggested(Catalog([]), "zzz") == ""
+
+
+def test_a_long_name_is_cut_and_compared_with_none() -> None:
+    asked = "text" * 30_000
+    with pytest.raises(ModelNotFound) as caught:
+        Catalog([chat("text")]).resolve(asked)
+    assert len(caught.value.message) < 400
+    assert caught.value.message.endswith("Served here: `text`.")
+
+
+def test_few_of_many_names_are_compared_at_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller chooses the name, and nothing else is answered while it is compared."""
+    compared = []
+    ratio = SequenceMatcher.ratio
+
+    def counted(matcher: SequenceMatcher[str]) -> float:
+        compared.append(matcher)
+        return ratio(matcher)
+
+    monkeypatch.setattr(SequenceMatcher, "ratio", counted)
+    catalog = Catalog([chat(f"org/model-{number:03}") for number in range(1000)])
+    assert suggested(catalog, "org/model-77").startswith("Did you mean `org/model-")
+    assert 3 <= len(compared) <= 2 * MAX_COMPARED  # difflib asks twice for those that are similar
 
 
 def test_an_unknown_name_is_told_the_nearest() -> None:

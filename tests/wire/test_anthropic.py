@@ -341,6 +341,10 @@ def test_a_form_is_held_by_a_grammar() -> None:
     grammar = Grammar("json_schema", orjson.dumps(schema).decode(), must_fit=True)
     assert job(output_config={"format": form}).grammar == grammar
     assert job(output_format=form).grammar == grammar
+    assert job(output_format=form, output_config={"format": form}).grammar == grammar
+    other = {**form, "schema": {"type": "array"}}
+    asked = {"output_format": other, "output_config": {"format": form}}
+    assert refused(**asked).param == "output_format"
     assert read(output_config={"format": form}).param_of("answer_form") == "output_config.format"
     assert read(tools=[WEATHER]).param_of("answer_form") == "tools"
     prefill = [*HI, {"role": "assistant", "content": "{"}]

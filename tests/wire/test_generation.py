@@ -1,9 +1,14 @@
 """What form an answer is asked for in, in all the ways there are."""
 
+import json
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import orjson
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from gateway.errors import BadRequest
@@ -91,6 +96,7 @@ def test_regex_choice_and_grammar_have_two_names_each() -> None:
         {"response_format": {"type": "json_object"}, "guided_regex": "a"},
         {"structured_outputs": {"regex": "a", "choice": ["a"]}},
         {"structured_outputs": {"json": {}, "json_object": True}},
+        {"response_format": {"type": "json_object", "json_schema": NAMED, "value": {}}},
         {"guided_regex": "a", "guided_json": SCHEMA},
         {"response_format": {"type": "json_schema"}},
         {"response_format": {"type": "yaml"}},
@@ -109,10 +115,82 @@ def test_what_is_no_form_or_two_at_once_is_refused(fields: dict[str, Any]) -> No
 
 
 def test_two_forms_are_told_apart_by_name() -> None:
-    with pytest.raises(BadRequest, match="one form alone, and has regex and choice"):
+    both = "'structured_outputs.regex' and 'structured_outputs.choice' each ask"
+    with pytest.raises(BadRequest, match=both):
         grammar(structured_outputs={"regex": "a", "choice": ["a"], "json_object": False})
     with pytest.raises(BadRequest, match="'response_format' and 'guided_regex' each ask"):
         grammar(response_format={"type": "json_object"}, guided_regex="a")
+
+
+def test_one_grammar_in_the_fields_of_two_versions_of_vllm_counts_as_one() -> None:
+    """As guidance's VLLMModel sends it."""
+    text = 'start: "yes" | "no"'
+    asked = grammar(guided_grammar=text, structured_outputs={"grammar": text})
+    assert asked == Grammar("grammar", text)
+
+
+def test_a_form_that_is_strict_in_one_field_is_strict() -> None:
+    strict = {"type": "json_schema", "json_schema": {**NAMED, "strict": True}}
+    asked = grammar(response_format=strict, guided_json=TEXT)
+    assert asked == Grammar("json_schema", TEXT, strict=True)
+
+
+def ways(kind: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each way to ask for a form: the name that errors have of it, and the fields."""
+    yield f"structured_outputs.{kind}", {"structured_outputs": {kind: value}}
+    yield f"guided_{kind}", {f"guided_{kind}": value}
+    if kind == "json":
+        text = json.dumps(value)
+        yield "structured_outputs.json", {"structured_outputs": {"json": text}}
+        yield "guided_json", {"guided_json": text}
+        form: dict[str, Any] = {"type": "json_schema", "json_schema": {"schema": value}}
+        yield "response_format.json_schema", {"response_format": form}
+        yield "response_format.value", {"response_format": {"type": "json", "value": text}}
+        yield "response_format.value", {"response_format": {"type": "json_object", "value": value}}
+        if value == {"type": "object"}:
+            yield "structured_outputs.json_object", {"structured_outputs": {"json_object": True}}
+            yield "response_format", {"response_format": {"type": "json_object"}}
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.sampled_from([0, 1, 1.0, "0", ""]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("abc"), inner),
+    max_leaves=4,
+)
+WANTED = st.one_of(
+    st.tuples(
+        st.just("json"),
+        st.just({"type": "object"}) | st.dictionaries(st.sampled_from("abc"), JSON_VALUES),
+    ),
+    st.tuples(st.just("choice"), st.lists(st.sampled_from("ab"), min_size=1, max_size=2)),
+    st.tuples(st.sampled_from(["regex", "grammar"]), st.sampled_from(["a", "b", '["a"]'])),
+)
+
+
+def turned(value: Any) -> Any:
+    """Write the keys of all objects in the other order."""
+    if isinstance(value, dict):
+        return {key: turned(inner) for key, inner in reversed(value.items())}
+    return [turned(inner) for inner in value] if isinstance(value, list) else value
+
+
+@given(st.data())
+def test_two_ways_to_ask_count_as_one_where_they_mean_the_same(data: st.DataObject) -> None:
+    kind, value = data.draw(WANTED)
+    other_kind, other_value = data.draw(st.just((kind, turned(value))) | WANTED)
+    name, fields = data.draw(st.sampled_from(list(ways(kind, value))))
+    other_name, other_fields = data.draw(st.sampled_from(list(ways(other_kind, other_value))))
+    asked = {**fields, **other_fields}
+    if len(asked) == 1:  # of one field they are two parts, or the second replaces the first
+        assume("structured_outputs" in asked and name != other_name)
+        asked = {field: {**fields[field], **other_fields[field]} for field in asked}
+    texts = [json.dumps(each, sort_keys=True) for each in (value, other_value)]
+    if kind == other_kind and texts[0] == texts[1]:
+        assert grammar(**asked) in (grammar(**fields), grammar(**other_fields))
+        return
+    with pytest.raises(BadRequest, match="each ask for a form of their own") as caught:
+        grammar(**asked)
+    assert set(re.findall("'(.*?)'", caught.value.message)) == {name, other_name}
 
 
 def test_a_schema_at_the_end_of_the_prompt_is_held_to_where_the_model_says_so() -> None:

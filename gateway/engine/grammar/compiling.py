@@ -51,6 +51,7 @@ _LARK_TEXT: Final = re.compile(
 _LARK_SPECIAL: Final = re.compile(
     r"<[^<>\s]+>|\btemperature\s*=|@\w+|%llguidance\b|%json\b|%lark\b"
 )
+_EMPTY_HEADER: Final = re.compile(r"\A%llguidance\s*\{\s*\}")  # guidance sends it
 _CONTROL_TOKEN: Final = re.compile(r"<[^<>\s\[\]]+>")
 _GBNF: Final = re.compile(r"^[ \t]*[A-Za-z][\w-]*[ \t]*::=", re.MULTILINE)
 _PLACE: Final = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
@@ -119,7 +120,7 @@ def compile_grammar(
         return _compile_calls(compiler, grammar)
     maker, texts = tokenizer.maker, tokenizer.texts
     if grammar.kind == "grammar":
-        source = _from_gbnf(_within(grammar, compiler.bounds.max_text_chars))
+        source = _to_lark(_within(grammar, compiler.bounds.max_text_chars))
         _check_lark(source)
         spec = maker.get_cfg_logits_processor(source).grammar
     else:
@@ -224,14 +225,16 @@ def _refusal(message: str, code: str = "invalid_grammar") -> BadRequest:
     return BadRequest(message, part="answer_form", code=code)
 
 
-def _from_gbnf(source: str) -> str:
-    """Return a grammar in llama.cpp's form, GBNF, in Lark's; any other as it is."""
-    if not _GBNF.search(source):
-        return source
-    try:
-        return any_to_lark(source).removeprefix("%llguidance {}")
-    except Exception as error:  # a parser in Python, which raises whatever it likes
-        raise _refusal(f"The GBNF grammar cannot be compiled: {str(error)[:300]}.") from None
+def _to_lark(source: str) -> str:
+    """Return a grammar in Lark's form, without a header that sets nothing, from that or GBNF,
+    llama.cpp's.
+    """
+    if _GBNF.search(source):
+        try:
+            source = any_to_lark(source)
+        except Exception as error:  # a parser in Python, which raises whatever it likes
+            raise _refusal(f"The GBNF grammar cannot be compiled: {str(error)[:300]}.") from None
+    return _EMPTY_HEADER.sub("", source)
 
 
 def _check_lark(source: str) -> None:
