@@ -46,7 +46,7 @@ from gateway.jobs import (
     Vectors,
     Verdict,
 )
-from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
+from gateway.registry import ChatSpec, EmbeddingSpec, Inputs, ModelSpec, RerankSpec
 from gateway.serving.models.named import Candidate
 from gateway.serving.models.pulls import Fetched
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine, RerankEngine
@@ -545,6 +545,7 @@ class ScriptedEngines:
     imported: set[str] = field(default_factory=set)
     failing: dict[str, Exception] = field(default_factory=dict)
     unfetched: set[str] = field(default_factory=set)  # models whose files are on no disk
+    reads: dict[str, Inputs | None] = field(default_factory=dict)  # by files, before a load
     load_gate: Gate = field(default_factory=Gate)
     sizes: dict[str, int] = field(default_factory=dict)
     device: str = "scripted"
@@ -579,6 +580,9 @@ class ScriptedEngines:
 
     async def offer(self, repo: str, is_pull: bool) -> Candidate:
         raise ModelUnavailable(repo, "no hub is scripted.")
+
+    async def inputs(self, specs: Sequence[ModelSpec]) -> Mapping[str, Inputs | None]:
+        return {spec.id: self.reads.get(spec.id) for spec in specs}
 
     async def size(self, spec: ModelSpec, folder: Path) -> Size:
         return Size(self.sizes.get(spec.id, 1))

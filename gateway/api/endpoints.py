@@ -266,11 +266,11 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         models.list_models,
         summary="List the models",
         details="Every id and alias; `root` is the id, `parent` the base of an adapter; `state`, "
-        "`bytes`, `last_used` and `error` "
-        "describe the model's condition; of a chat model that is loaded, `max_context` is its "
-        "context, and `batching` says whether its answers are written together. With the header "
-        "`anthropic-version`: the chat models in Anthropic's form, with `limit`, `after_id` and "
-        "`before_id`.",
+        "`bytes`, `last_used` and `error` describe the model's condition; `max_model_len`, also "
+        "`context_length` and of a chat model `max_context`, is the tokens of an input with its "
+        "answer, null if the files are not on disk or do not say; `batching` says whether a loaded "
+        "chat model's answers are written together. With the header `anthropic-version`: the chat "
+        "models in Anthropic's form, with `limit`, `after_id` and `before_id`.",
         answer=models.ModelList,
         errors=(BadRequest,),
     ),

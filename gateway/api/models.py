@@ -20,6 +20,8 @@ from gateway.api.requests import Service, ignored_header, reply
 from gateway.api.streams import COMMENT, DONE, EventStream, frame
 from gateway.registry import ChatSpec, ModelSpec, Resolved
 from gateway.serving.admission import shutting_down
+from gateway.serving.embedding.batcher import EmbeddingBatcher
+from gateway.serving.embedding.reranker import RerankBatcher
 from gateway.serving.generation.batcher import ChatBatcher, GenerationBatcher
 from gateway.serving.models.pulls import Pull
 from gateway.wire.anthropic import AnthropicModel, AnthropicModels, model_info, model_page
@@ -53,9 +55,12 @@ class Model(TypedDict):
     bytes: Annotated[int | None, Field(description="What it holds of the memory budget.")]
     last_used: Annotated[float | None, Field(description="Unix time.")]
     error: Annotated[str | None, Field(description="Why it failed.")]
-    max_context: Annotated[
-        int | None, Field(description="Tokens that a loaded chat model may be given and write.")
+    max_model_len: Annotated[
+        int | None, Field(description="Tokens of an input; of a chat model, with the answer.")
     ]
+    context_length: Annotated[int | None, Field(description="The same, by OpenRouter's name.")]
+    max_context: Annotated[int | None, Field(description="The same, of a chat model.")]
+    input_modalities: list[Literal["text"]] | None
     batching: Annotated[Batching | None, Field(description="Of a chat model that is loaded.")]
 
 
@@ -74,11 +79,12 @@ async def list_models(service: Service, request: Request) -> Response:
     """Answer with every id and alias; `root` is the id of an alias's model. Anthropic's clients
     get those of chat models alone, in their form.
     """
+    catalog = service.catalog()
+    await service.inputs.look(catalog.specs)
     if request.scope["gateway.is_anthropic"]:
-        chat = [entry for entry in service.catalog() if isinstance(entry.spec, ChatSpec)]
-        infos = [_anthropic_model(service, entry) for entry in chat]
+        infos = [_anthropic_model(service, entry) for entry in catalog if entry.spec.kind == "chat"]
         return reply(model_page(infos, request.query_params))
-    data = [describe_model(service, entry) for entry in service.catalog()]
+    data = [describe_model(service, entry) for entry in catalog]
     body: Models = {"object": "list", "data": data}
     return reply(body)
 
@@ -88,22 +94,29 @@ async def show(service: Service, request: Request) -> Response:
     if not name:
         raise HTTPException(HTTPStatus.NOT_FOUND)
     if request.scope["gateway.is_anthropic"]:
-        return reply(_anthropic_model(service, service.catalog().resolve(name, ChatSpec)))
-    return reply(describe_model(service, service.catalog().resolve(name)))
+        resolved = service.catalog().resolve(name, ChatSpec)
+        await service.inputs.look([resolved.spec])
+        return reply(_anthropic_model(service, resolved))
+    return reply(await _look(service, service.catalog().resolve(name)))
 
 
 def _anthropic_model(service: Service, resolved: Resolved) -> AnthropicModel:
-    context = _max_context(service, resolved.spec)
-    return model_info(resolved.name, service.started, context)
+    return model_info(resolved.name, service.started, _max_tokens(service, resolved.spec))
+
+
+async def _look(service: Service, resolved: Resolved) -> Model:
+    await service.inputs.look([resolved.spec])
+    return describe_model(service, resolved)
 
 
 def describe_model(service: Service, resolved: Resolved) -> Model:
     """Return a model under one of its names, with OpenAI's fields and our own.
 
-    `bytes`, `last_used`, `error`, `max_context` and `batching` are None if unknown.
+    What is not known is None. Of files it says what was there at the last `service.inputs.look`.
     """
     spec = resolved.spec
     status = service.models.status(spec)
+    inputs, max_tokens = service.inputs.of(spec), _max_tokens(service, spec)
     return {
         "id": resolved.name,
         "object": "model",
@@ -117,19 +130,27 @@ def describe_model(service: Service, resolved: Resolved) -> Model:
         "bytes": status.nbytes,
         "last_used": status.last_used,
         "error": status.failure,
-        "max_context": _max_context(service, spec),
+        "max_model_len": max_tokens,
+        "context_length": max_tokens,
+        "max_context": max_tokens if isinstance(spec, ChatSpec) else None,
+        "input_modalities": None if inputs is None else [*inputs.modalities],
         "batching": _batching(service.models.model(spec)),
     }
 
 
-def _max_context(service: Service, spec: ModelSpec) -> int | None:
-    """Return the context of a chat model that is loaded; an adapter has its base's."""
+def _max_tokens(service: Service, spec: ModelSpec) -> int | None:
+    """Return the longest input, by the engine if the model is loaded, and else by the files. An
+    adapter has its base's.
+    """
+    inputs = service.inputs.of(spec)
     if isinstance(spec, ChatSpec):
         spec = spec.base_spec or spec
     model = service.models.model(spec)
     if isinstance(model, GenerationBatcher):
         return model.engine.facts.max_context
-    return None
+    if isinstance(model, EmbeddingBatcher | RerankBatcher):
+        return model.engine.max_tokens
+    return None if inputs is None else inputs.max_tokens
 
 
 def _batching(batcher: object) -> Batching | None:
@@ -225,14 +246,14 @@ async def load(service: Service, request: Request) -> Response:
     """Load a model as a request would, and describe it. A failed load is retried at once."""
     resolved = service.catalog().resolve(request.path_params["name"])
     await service.models.load(resolved.spec)
-    return reply(describe_model(service, resolved))
+    return reply(await _look(service, resolved))
 
 
 async def unload(service: Service, request: Request) -> Response:
     """Unload a model, pinned or not: 200 if it is unloaded, 202 if requests still use it."""
     resolved = service.catalog().resolve(request.path_params["name"])
     is_gone = await service.models.unload(resolved.spec)
-    body = describe_model(service, resolved)
+    body = await _look(service, resolved)
     if is_gone:
         return reply(body)
     return reply(body, HTTPStatus.ACCEPTED)
@@ -242,7 +263,7 @@ async def pin(service: Service, request: Request, *, is_pinned: bool) -> Respons
     """Keep a model from being evicted, or let it be, until models.yaml is read again."""
     resolved = service.catalog().resolve(request.path_params["name"])
     service.models.pin(resolved.spec, is_pinned=is_pinned)
-    return reply(describe_model(service, resolved))
+    return reply(await _look(service, resolved))
 
 
 async def reload(service: Service, request: Request) -> Response:

@@ -35,6 +35,7 @@ from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.serving.embedding.reranker import RerankBatcher
 from gateway.serving.generation.batcher import ChatBatcher
 from gateway.serving.models.cache import ModelCache
+from gateway.serving.models.inputs import KnownInputs
 from gateway.serving.models.named import NamedModels
 from gateway.serving.models.pulls import NOBODY
 from gateway.serving.response_store import ResponseStore
@@ -90,6 +91,7 @@ class Service:
     catalog: Callable[[], Catalog]
     models: ModelCache[EmbeddingBatcher | RerankBatcher | ChatBatcher]
     named: NamedModels
+    inputs: KnownInputs
     arrivals: Arrivals
     pool: ThreadPools
     rules: Rules

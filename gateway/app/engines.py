@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import sys
 import threading
-from collections.abc import AsyncIterator, Generator, Iterable
+from collections.abc import AsyncIterator, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -38,6 +38,7 @@ from gateway.engine.embedding.engine import load_embedding_in_steps
 from gateway.engine.embedding.pooling import weight_folders
 from gateway.engine.hub import Hub, ask_hub, download, fetched_bytes, free_bytes, on_disk
 from gateway.engine.hub_offer import look, require_public
+from gateway.engine.inputs import read_inputs
 from gateway.engine.models.checkpoint import (
     Checkpoint,
     kv_bytes,
@@ -52,6 +53,7 @@ from gateway.registry import (
     ChatSpec,
     EmbeddingSpec,
     HubSource,
+    Inputs,
     ModelSpec,
     RerankSpec,
     read_models,
@@ -257,6 +259,12 @@ class MlxEngines:
         from gateway.engine.generation.loading import read_tokenizer
 
         return read_tokenizer(files, name=spec.id, chat_template=spec.chat_template)
+
+    async def inputs(self, specs: Sequence[ModelSpec]) -> Mapping[str, Inputs | None]:
+        """Read the inputs of models by id, off the loop; None if their files are not on disk."""
+        return await run_in_daemon_thread(
+            lambda: {spec.id: read_inputs(spec, self._hub) for spec in specs}
+        )
 
     async def size(self, spec: ModelSpec, files: Path) -> Size:
         """Read a model's size from its files' headers; raises ModelLoadFailed if they are wrong."""

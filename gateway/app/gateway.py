@@ -39,6 +39,7 @@ from gateway.serving.faults import DeviceHealth, run_forever
 from gateway.serving.generation.batcher import ChatBatcher, GenerationBatcher
 from gateway.serving.lane import Lane
 from gateway.serving.models.cache import ModelCache
+from gateway.serving.models.inputs import KnownInputs
 from gateway.serving.models.named import NamedModels
 from gateway.serving.models.pulls import Pulls
 from gateway.serving.rate_limit import Allowance
@@ -208,6 +209,7 @@ class Gateway:
             catalog=lambda: self._catalog,
             models=self._models,
             named=self._named,
+            inputs=KnownInputs(self._engines.inputs),
             arrivals=self._arrivals,
             pool=self._pool,
             rules=Rules(

@@ -1,7 +1,7 @@
 """Loads a spec's model: its files, its engine, its batcher; they are freed in reverse order."""
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Generator, Iterable
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ from gateway.app.limits import embedding_limits, generation_limits, settings_of,
 from gateway.app.self_tests import SelfTest, verdict_store
 from gateway.errors import EngineFailed, Fault, ModelLoadFailed
 from gateway.jobs import Adapter, Compiled, KvCost, Sampling, SequenceParams, StepPlan
-from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
+from gateway.registry import ChatSpec, EmbeddingSpec, Inputs, ModelSpec, RerankSpec
 from gateway.serving.admission import Arrivals
 from gateway.serving.budget import Budget, Prefixes
 from gateway.serving.embedding.batcher import EmbeddingBatcher
@@ -131,6 +131,9 @@ class Engines(Store, Protocol):
         """Read a chat model's tokenizer, as transformers has it, from its files, off the loop and
         the lane. Raises ModelNotFound if they are not on this disk, and ModelLoadFailed.
         """
+
+    async def inputs(self, specs: Sequence[ModelSpec]) -> Mapping[str, Inputs | None]:
+        """Read the inputs of models by id, off the loop; None if their files are not on disk."""
 
     async def size(self, spec: ModelSpec, files: Path) -> Size:
         """Read a model's size from its files' headers, off the lane."""

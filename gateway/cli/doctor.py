@@ -166,6 +166,7 @@ def _check_machine(models: Path | None) -> Iterator[Finding]:
     yield from (check_folder(content, Path(name)) for content, name in probe.folders.items())
     sizes = {name: size for name, size in probe.sizes.items() if isinstance(size, int)}
     yield check_memory(probe.limit_bytes, sizes)
+    yield check_contexts(probe.contexts)
     yield check_kept({name: kept for name, kept in probe.kept.items() if kept is not None})
     if not reading.problems:
         yield from _check_models(reading.catalog, probe.sizes, settings)
@@ -232,6 +233,8 @@ class Probe:
     sizes: Mapping[str, int | str | None]
     # How many tokens of a prompt each keeps at most; None if that is not known.
     kept: Mapping[str, int | None]
+    # The tokens that each model on disk may be given; None if its files do not say.
+    contexts: Mapping[str, int | None]
     # The library that multiplies on a CPU, and what to do if it is a slow one.
     blas: str
     blas_hint: str | None
@@ -296,6 +299,16 @@ def check_memory(limit_bytes: int, sizes: Mapping[str, int]) -> Finding:
         return Finding("memory", "ok", f"{may}.")
     message = f"{name} would hold {human_bytes(sizes[name])}, and {may}. Use a smaller one."
     return Finding("memory", "warn", message)
+
+
+def check_contexts(contexts: Mapping[str, int | None]) -> Finding:
+    """List how many tokens each model on disk may be given."""
+    unknown = [name for name, tokens in contexts.items() if tokens is None]
+    if unknown:
+        message = "their files do not say how many tokens they may be given: set `max_context:`"
+        return Finding("contexts", "warn", f"{', '.join(unknown)}: {message} in models.yaml.")
+    listed = [f"{name} {tokens:,}" for name, tokens in contexts.items()]
+    return Finding("contexts", "ok", f"in tokens: {', '.join(listed) or 'no model is on disk'}.")
 
 
 def check_kept(kept: Mapping[str, int]) -> Finding:

@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
@@ -22,7 +23,7 @@ from gateway.cli import lazy
 from gateway.cli.serve import ANYWHERE
 from gateway.cli.tools import Offer
 from gateway.errors import GatewayError
-from gateway.registry import Catalog, ChatSpec, ModelSpec
+from gateway.registry import Catalog, ChatSpec, HubSource, ModelSpec
 from gateway.settings import Settings, with_port
 
 ASK_S = 5  # for an answer that needs no model
@@ -73,32 +74,37 @@ def list_offers(url: str, settings: Settings, catalog: Catalog) -> list[Offer]:
         raise NoGateway(f"{url}/v1/models does not list its models (status {status}).")
     offers = []
     for model in answer["data"]:
-        # Of models that are not loaded it says no context.
-        context = model.get("max_context") or _context(catalog.by_id(model["root"]), settings)
-        offers.append(Offer(model["id"], model["root"], model["kind"], context))
+        offer = Offer(model["id"], model["root"], model["kind"], model.get("max_model_len"))
+        is_here = model.get("input_modalities") is not None
+        offers.append(_explain(offer, catalog.by_id(offer.id), is_here=is_here))
     return offers
 
 
 def catalog_offers(catalog: Catalog, settings: Settings) -> list[Offer]:
     """Return what a gateway with this catalog offers."""
-    contexts = {spec.id: _context(spec, settings) for spec in catalog.specs}
-    return [
-        Offer(model.name, model.spec.id, model.spec.kind, contexts[model.spec.id])
-        for model in catalog
-    ]
+    hub, offers = lazy.hub_of(settings, may_download=False), []
+    for name, spec in ((model.name, model.spec) for model in catalog):
+        # Tools use chat models alone; what reads the files of others imports mlx.
+        inputs = lazy.inputs.read_inputs(spec, hub) if isinstance(spec, ChatSpec) else None
+        offer = Offer(name, spec.id, spec.kind, None if inputs is None else inputs.max_tokens)
+        offers.append(_explain(offer, spec, is_here=inputs is not None))
+    return offers
 
 
-def _context(spec: ModelSpec | None, settings: Settings) -> int | None:
-    if not isinstance(spec, ChatSpec):
-        return None
-    try:
-        whole = spec.base_spec or spec  # an adapter has its base's context
-        files = lazy.hub.on_disk(whole, lazy.hub_of(settings, may_download=False))
-    except GatewayError:
-        return None
-    if files is None:
-        return None
-    return lazy.context.read_context(files, whole.max_context)
+def _explain(offer: Offer, spec: ModelSpec | None, *, is_here: bool) -> Offer:
+    """Return an offer with why its context may not be known, by whether its files are on this disk.
+
+    The spec is None if it is of a running gateway, and these settings have no such model.
+    """
+    if is_here:
+        lack = "its files do not say its context, which `max_context:` in models.yaml sets"
+        return replace(offer, lack=lack, can_pull=False)
+    whole = spec.base_spec or spec if isinstance(spec, ChatSpec) else spec
+    if whole is None:
+        return replace(offer, can_pull=False)
+    if not isinstance(whole.source, HubSource):
+        return replace(offer, lack=f"its files are not there: {whole.source}", can_pull=False)
+    return offer
 
 
 def kept_tokens(model: str, catalog: Catalog, settings: Settings) -> int | None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gateway.doctor import trial as trial
     from gateway.engine import device as device
     from gateway.engine import hub as hub
-    from gateway.engine.models import context as context
+    from gateway.engine import inputs as inputs
     from gateway.engine.models import sharding as sharding
     from gateway.jobs import KvCost as KvCost
     from gateway.server import connections as connections
@@ -55,7 +55,7 @@ _PLACES = {
     "trial": "gateway.doctor.trial",
     "device": "gateway.engine.device",
     "hub": "gateway.engine.hub",
-    "context": "gateway.engine.models.context",
+    "inputs": "gateway.engine.inputs",
     "sharding": "gateway.engine.models.sharding",
     "KvCost": "gateway.jobs:KvCost",
     "memory": "gateway.serving.generation.memory",

@@ -23,6 +23,7 @@ from gateway.engine.blas import BLAS, cache_folder
 from gateway.engine.compiled_code import FOLDER
 from gateway.engine.device import gflops, multiply
 from gateway.engine.hub import on_disk
+from gateway.engine.inputs import read_inputs
 from gateway.errors import GatewayError
 from gateway.registry import ModelSpec, read_models
 from gateway.settings import Settings, load_settings, variables
@@ -38,6 +39,7 @@ def main() -> None:
     specs = catalog.specs
     sizes = {spec.id: _size(spec, engines, settings) for spec in specs}
     kept = {spec.id: kept_tokens(spec.id, catalog, settings) for spec in specs}
+    inputs = {spec.id: read_inputs(spec, hub_of(settings, may_download=False)) for spec in specs}
     limit_bytes = budget_bytes(settings, engines.memory_bytes)
     folders = {
         "models": settings.hub_cache or constants.HF_HUB_CACHE,
@@ -52,6 +54,7 @@ def main() -> None:
         "limit_bytes": limit_bytes,
         "sizes": sizes,
         "kept": kept,
+        "contexts": {name: each.max_tokens for name, each in inputs.items() if each is not None},
         "blas": BLAS.described,
         "blas_hint": BLAS.hint,
         "gflops": gflops(),

@@ -266,6 +266,8 @@ class Offer:
     id: str
     kind: str
     context: int | None = None
+    lack: str = "it is not on disk, so its context is not known"  # why it is None
+    can_pull: bool = True  # the command `pull` may bring its files
 
 
 def choose(
@@ -299,7 +301,7 @@ def _commands(offers: Sequence[Offer], tool: Tool, file: Path | None) -> list[st
         launch = f"  mlx-gateway launch {tool.command}{option} --model {shlex.quote(offer.name)}"
         if _problem(offer, tool) is None:
             return ["Run:", launch]
-        if offer.context is None:
+        if offer.context is None and offer.can_pull:
             return ["Run:", f"  mlx-gateway pull{option} {shlex.quote(offer.id)}", launch]
     launch = f"  mlx-gateway launch {tool.command} --model NAME"
     return ["Run, with one that it lists:", "  mlx-gateway models recommend", launch]
@@ -310,7 +312,7 @@ def _problem(offer: Offer, tool: Tool) -> str | None:
     if not tool.least_context:
         return None
     if offer.context is None:
-        return f"{offer.name}: it is not on disk, so its context is not known"
+        return f"{offer.name}: {offer.lack}"
     if offer.context < tool.least_context:
         needed = f"{tool.command} needs {tool.least_context:,}"
         return f"{offer.name}: its context is {offer.context:,} tokens, and {needed}"

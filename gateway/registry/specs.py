@@ -6,7 +6,7 @@ A key that overrides a setting takes its type, bounds and description.
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple
 
 from pydantic import (
     AfterValidator,
@@ -459,6 +459,13 @@ class ChatSpec(_Spec):
             message = "a model with 'parallel' has no 'fuse_projections'"
             raise _misplaced("parallel", message)
         return self
+
+
+class Inputs(NamedTuple):
+    """How long a model's inputs may be, and of which kinds, as its files say."""
+
+    max_tokens: int | None  # a chat model's with its answer; None if the files do not say it
+    modalities: tuple[Literal["text"], ...] = ("text",)
 
 
 ModelSpec = EmbeddingSpec | RerankSpec | ChatSpec

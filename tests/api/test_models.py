@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from httpx2 import AsyncClient
 
-from gateway.registry import Catalog
+from gateway.registry import Catalog, Inputs
 from tests.api.harness import chat, held
-from tests.fakes import ScriptedEngines
+from tests.fakes import ScriptedEmbedder, ScriptedEngines
 from tests.serving_app import served
 
 pytestmark = pytest.mark.anyio
@@ -43,6 +43,27 @@ async def test_a_loaded_model_tells_its_bytes_and_last_use(client: AsyncClient) 
     after = (await client.get("/v1/models/writer")).json()
     assert after["bytes"] == 1
     assert abs(after["last_used"] - time.time()) < 60
+
+
+async def test_inputs_are_described_before_a_load_and_by_the_engine_after(models: Catalog) -> None:
+    reads: dict[str, Inputs | None] = {"writer": Inputs(70), "org/embed": Inputs(None)}
+    async with served(models, ScriptedEngines(reads=reads)) as client:
+
+        async def told(name: str) -> list[object]:
+            shown = (await client.get(f"/v1/models/{name}")).json()
+            keys = ("max_model_len", "context_length", "max_context", "input_modalities")
+            return [shown[key] for key in keys]
+
+        assert await told("gpt") == [70, 70, 70, ["text"]]
+        assert await told("embed") == [None, None, None, ["text"]], "its files do not say it"
+        assert await told("judge") == [None] * 4, "its files are on no disk"
+        of_anthropic = (await client.get("/v1/models/gpt", headers=ANTHROPIC)).json()
+        assert (of_anthropic["max_input_tokens"], of_anthropic["max_tokens"]) == (70, 70)
+        await client.post("/v1/chat/completions", json=chat())
+        await client.post("/v1/embeddings", json={"model": "embed", "input": "hi"})
+        assert await told("gpt") == [100, 100, 100, ["text"]]
+        limit = ScriptedEmbedder().max_tokens
+        assert await told("embed") == [limit, limit, None, ["text"]]
 
 
 async def test_a_model_beyond_the_budget_is_507(models: Catalog) -> None:

@@ -57,7 +57,7 @@ def checked(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[st
 def probed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Find a device that works and a model, without a process."""
     sizes, kept = {"mine": 1000}, {"mine": 40_000}
-    probe = checks.Probe("cpu", GB, sizes, kept, "openblas", None, 100.0, {})
+    probe = checks.Probe("cpu", GB, sizes, kept, kept, "openblas", None, 100.0, {})
     monkeypatch.setattr(checks, "run_probe", lambda _: probe)
 
 
@@ -65,7 +65,7 @@ def test_a_machine_that_can_serve_ends_with_0(here: Path, inside: Inside) -> Non
     status, found = doctor(inside, here)
     assert status == 0
     first = ["packages", "files", "settings", "port", "device", "blas", "compiler", "disk"]
-    assert list(found) == [*first, "memory", "prefixes", "models", "hub"]
+    assert list(found) == [*first, "memory", "contexts", "prefixes", "models", "hub"]
     assert not [said for said in found.values() if said.startswith("fail")]
     assert found["device"].startswith("ok mlx computes on ")
     assert found["models"] == "ok 1 of 1 are on disk."
@@ -243,6 +243,15 @@ def test_models_that_are_not_here_are_told_how_to_come() -> None:
     found = checks.check_hub(["a"], may_download=False, refusal=None)
     assert found.state == "warn"
     assert "GATEWAY_AUTO_PULL is off" in found.message
+
+
+def test_the_context_of_each_model_is_listed_or_said_to_be_unknown() -> None:
+    found = checks.check_contexts({"large": 40_960, "small": 256})
+    assert found == Finding("contexts", "ok", "in tokens: large 40,960, small 256.")
+    found = checks.check_contexts({"large": 40_960, "mute": None})
+    assert (found.state, found.message.partition(":")[0]) == ("warn", "mute")
+    assert "max_context:" in found.message
+    assert checks.check_contexts({}).state == "ok"
 
 
 def test_a_model_that_keeps_less_than_an_agents_prompt_is_named() -> None:

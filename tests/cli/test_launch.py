@@ -26,6 +26,7 @@ from gateway.cli import gateways
 from gateway.cli.gateways import NoGateway, started
 from gateway.cli.launch import Signals
 from gateway.cli.tools import AGENT_CONTEXT, TOOLS, NoModel, Offer, Service, choose
+from gateway.registry import Inputs
 from gateway.settings import Settings
 from tests.checkpoints import write_chat
 from tests.cli.conftest import Inside
@@ -44,6 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "small": SMALL,
     "large": {**LARGE, "aliases": ["big"]},
 }
+READS = {"small": Inputs(8192), "large": Inputs(40_960)}
 FAKE = f"""#!{sys.executable}
 import json, os, re, signal, sys, time
 if "--wait" in sys.argv:
@@ -152,9 +154,13 @@ def found(home: Path, portal: BlockingPortal) -> Found:
     """Give what serves the models in this process, where launch finds them; it gives the URL."""
 
     @contextmanager
-    def serving(**given: Any) -> Iterator[str]:
-        engines = ScriptedEngines(chat=ScriptedChat(max_context=50_000))
-        gateway = served(catalog(home, MODELS), engines, **given)
+    def serving(
+        models: Mapping[str, dict[str, Any]] = MODELS,
+        reads: Mapping[str, Inputs | None] = READS,
+        **given: Any,
+    ) -> Iterator[str]:
+        engines = ScriptedEngines(chat=ScriptedChat(max_context=50_000), reads={**reads})
+        gateway = served(catalog(home, models), engines, **given)
         # Its log would go to this process's output, as the command's does.
         with capture_logs(), portal.wrap_async_context_manager(gateway) as client:
             yield str(client.base_url).rstrip("/")
@@ -526,6 +532,55 @@ def test_a_refusal_ends_with_the_commands_that_do_it(
         choose(offers, wanted, CLAUDE, Path("a file"))
     with pytest.raises(NoModel, match=r"models recommend\n.* claude --model NAME$"):
         choose(offers[2:3], wanted, CLAUDE)
+
+
+@pytest.mark.parametrize("lack", ["its files are not there: path:/x", "its files say none"])
+def test_no_pull_is_advised_that_would_bring_nothing(lack: str) -> None:
+    offers = [
+        Offer("here", "here", "chat", None, lack, can_pull=False),
+        Offer("right", "right", "chat", AGENT_CONTEXT),
+    ]
+    with pytest.raises(NoModel) as refused:
+        choose(offers, "here", CLAUDE)
+    assert str(refused.value).splitlines()[1:] == [
+        f"  here: {lack}",
+        "Run:",
+        "  mlx-gateway launch claude --model right",
+    ]
+    with pytest.raises(NoModel) as refused:
+        choose(offers[:1], None, CLAUDE)
+    assert "pull" not in str(refused.value)
+
+
+def test_why_a_context_is_not_known_is_said_as_it_is(home: Path, found: Found, run: Launch) -> None:
+    """By a gateway that runs as by the files: a download is advised of the hub's models alone."""
+    (home / "mute").mkdir()
+    (home / "mute" / "config.json").write_text("{}")
+    sources = {"far": "hub:org/far", "mute": "path:mute", "uninstalled": "package:no_such/model"}
+    models = {name: {"kind": "chat", "source": source} for name, source in sources.items()}
+    catalog(home, {**models, "small": SMALL})
+    lacks = {
+        "far": "it is not on disk, so its context is not known",
+        "mute": "its files do not say its context, which `max_context:` in models.yaml sets",
+        "uninstalled": "its files are not there: package:no_such/model",
+    }
+
+    def refusals(**more: str) -> dict[str, str]:
+        given = {"GATEWAY_HUB_CACHE": str(home / "cache"), **more}
+        return {name: run("launch", "claude", "--model", name, **given).stderr for name in models}
+
+    alone = refusals()
+    reads = {"mute": Inputs(None), "small": Inputs(8192)}
+    with found({**models, "small": SMALL}, reads) as url:
+        assert refusals(port=port_of(url)) == alone
+        catalog(home, {"other": SMALL})
+        unheard = run("launch", "claude", "--model", "small", port=port_of(url)).stderr
+        elsewhere = refusals(port=port_of(url))
+    for name, lack in lacks.items():
+        assert f"claude cannot use {name}:\n  {name}: {lack}\n" in alone[name]
+        assert re.findall("pull (.*)", alone[name]) == ["far"]
+        assert "mlx-gateway pull" not in elsewhere[name], "these settings have no such model"
+    assert "small: its context is 8,192 tokens, and claude needs 32,000" in unheard
 
 
 def test_the_commands_of_a_refusal_name_the_models_file(home: Path, run: Launch) -> None:

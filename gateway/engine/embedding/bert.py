@@ -344,6 +344,11 @@ class Bert:
     def _position_vectors(self, tokens: mx.array) -> mx.array:
         return self._positions[: tokens.shape[1]]
 
+    @classmethod
+    def read_max_tokens(cls, checkpoint: Checkpoint, raw: Mapping[str, Any]) -> int:
+        """Return the `max_tokens` of the encoder with this config.json."""
+        return cls._max_tokens(cls._read_config(checkpoint, raw))
+
     @staticmethod
     def _max_tokens(config: BertConfig) -> int:
         return config.positions

@@ -23,6 +23,7 @@ from gateway.engine.embedding.engine import (
     EncoderEngine,
     Results,
     open_encoder,
+    read_encoder_context,
     read_max_tokens,
     read_transformer_settings,
 )
@@ -44,6 +45,7 @@ from gateway.errors import ContextLengthExceeded
 from gateway.jobs import Pair
 
 Pooling = Literal["cls", "mean"]
+_TASK: Final = ("sequence-classification", "scores")  # transformer_task, module_output_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,7 @@ def load_cross_encoder_in_steps(
     """
     checkpoint = Checkpoint(name, folder)
     inner = find_transformer(checkpoint)
-    limits = read_transformer_settings(inner, "sequence-classification", "scores")
+    limits = read_transformer_settings(inner, *_TASK)
     config = inner.read_object("config.json")
     with inner.reading_config():
         _refuse_other_tasks(inner, config)
@@ -203,6 +205,12 @@ def load_cross_encoder_in_steps(
         device=device,
         max_tokens=read_max_tokens(inner, encoder.max_tokens, limits, max_context),
     )
+
+
+def read_cross_context(folder: Path, max_context: int | None) -> int:
+    """Return the `max_tokens` of the engine that this folder becomes. Raises ModelLoadFailed."""
+    inner = find_transformer(Checkpoint(folder.name, folder))
+    return read_encoder_context(inner, read_transformer_settings(inner, *_TASK), max_context)
 
 
 def find_transformer(checkpoint: Checkpoint) -> Checkpoint:

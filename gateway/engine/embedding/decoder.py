@@ -14,6 +14,7 @@ from mlx.nn.layers.base import Module
 from gateway.engine.device import Device
 from gateway.engine.embedding.pooling import INSIDE
 from gateway.engine.models.checkpoint import Checkpoint
+from gateway.engine.models.context import LLAMAS, ignored_window, text_context
 from gateway.engine.models.decoders import (
     classes_of,
     floating_dtype,
@@ -23,16 +24,15 @@ from gateway.engine.models.decoders import (
 from gateway.engine.models.missing_kernels import Report, replace_missing
 
 SAME_AS: Final = {"eurobert": "llama"}  # architectures that mlx-lm has by another name
-_LLAMAS: Final = ("eurobert", "llama", "mistral", "qwen2", "qwen3")
 # The activation that mlx-lm's class has, whatever config.json says, and the key of it.
 _ACTIVATIONS: Final = {
-    **dict.fromkeys(_LLAMAS, ("hidden_act", "silu")),
+    **dict.fromkeys(LLAMAS, ("hidden_act", "silu")),
     "gemma3_text": ("hidden_activation", "gelu_pytorch_tanh"),
 }
 # By key: its value if no token looks ahead, and what looks ahead by it in transformers, of those
 # whose mlx-lm class takes its mask from the caches.
 _AHEAD: Final = {
-    "is_causal": (True, _LLAMAS),
+    "is_causal": (True, LLAMAS),
     "use_bidirectional_attention": (False, ("gemma3_text",)),
     "bidirectional": (False, ()),
 }
@@ -76,12 +76,9 @@ class Decoder:
         self.padding_id = 0
         self._rounding: float | None = None
         with checkpoint.reading_config():
-            window = _ignored_window(raw)
-            self._looks_ahead = _looks_ahead(checkpoint, raw, window)
+            self._looks_ahead = _looks_ahead(checkpoint, raw, ignored_window(raw))
             self.vocabulary = int(raw["vocab_size"])
-            self.max_tokens = int(raw["max_position_embeddings"])
-            if window is not None:  # in shorter texts each token sees all before it
-                self.max_tokens = min(self.max_tokens, window)
+            self.max_tokens = text_context(raw)
             self.dimensions = int(raw["hidden_size"])
             if raw.get("model_type") == "gemma3_text":
                 rounded: Any = mx.array(sqrt(self.dimensions), mx.bfloat16).item()
@@ -139,20 +136,6 @@ def _looks_ahead(checkpoint: Checkpoint, raw: Mapping[str, Any], window: int | N
     if is_ahead and window is not None:
         raise checkpoint.failed(f"a `{kind}` that looks ahead in sliding windows is not supported")
     return is_ahead
-
-
-def _ignored_window(raw: Mapping[str, Any]) -> int | None:
-    """Return how many tokens a token sees, where mlx-lm's class would let it see all."""
-    kind = raw.get("model_type")
-    is_sliding = "sliding_attention" in (raw.get("layer_types") or ())
-    if kind not in _LLAMAS or not (
-        kind == "mistral" or is_sliding or raw.get("use_sliding_window")
-    ):
-        return None
-    window = raw.get("sliding_window", 4096)  # transformers' default
-    if window is None or int(window) >= int(raw["max_position_embeddings"]):
-        return None
-    return int(window)
 
 
 def _headless_classes(config: dict[str, Any]) -> tuple[type[Module], type]:

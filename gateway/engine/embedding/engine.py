@@ -39,6 +39,7 @@ from gateway.engine.embedding.pooling import (
 from gateway.engine.embedding.rotary_bert import Gte, JinaV3, NomicBert
 from gateway.engine.embedding.tokenizer import TextTokenizer, load_text_tokenizer
 from gateway.engine.models.checkpoint import Checkpoint, join_names, read_in_slices
+from gateway.engine.models.context import text_context
 from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 SLICE_TOKENS: Final = 512
 # Multiply-adds below which a second thread costs more than it saves: starting it takes 0.4 ms.
 WORTH_A_THREAD: Final = 30_000_000
+_TASK: Final = ("feature-extraction", "token_embeddings")  # transformer_task, module_output_name
 
 
 def bucket(length: int) -> int:
@@ -342,6 +344,26 @@ def read_max_tokens(
         return int(least)
 
 
+def read_encoder_context(folder: Checkpoint, limits: Mapping[str, Any], asked: int | None) -> int:
+    """Return the `max_tokens` of the engine that an encoder's folder becomes, special tokens
+    included. It reads no weights. Raises ModelLoadFailed.
+    """
+    config = folder.read_object("config.json")
+    encoder = ENCODERS.get(str(config.get("model_type")))
+    with folder.reading_config():
+        positions = encoder.read_max_tokens(folder, config) if encoder else text_context(config)
+    return read_max_tokens(folder, positions, limits, asked)
+
+
+def read_embedding_context(
+    folder: Path, max_context: int | None, pooling: str | None, normalize: bool | None
+) -> int:
+    """Return the `max_tokens` of the engine that this folder becomes. Raises ModelLoadFailed."""
+    checkpoint = Checkpoint(folder.name, folder)
+    inner = checkpoint.inside(read_recipe(checkpoint, pooling, normalize).transformer)
+    return read_encoder_context(inner, read_transformer_settings(inner, *_TASK), max_context)
+
+
 Vectors = npt.NDArray[np.float32]
 
 
@@ -452,7 +474,7 @@ def load_embedding_in_steps(
     recipe = read_recipe(checkpoint, pooling, normalize)
     inner = checkpoint.inside(recipe.transformer)
     saved = checkpoint.read_object("config_sentence_transformers.json")
-    limits = read_transformer_settings(inner, "feature-extraction", "token_embeddings")
+    limits = read_transformer_settings(inner, *_TASK)
     tokenizer = load_text_tokenizer(inner, lower_case=bool(limits.get("do_lower_case")))
     yield None
     if (inner.folder / "adapter_config.json").is_file():

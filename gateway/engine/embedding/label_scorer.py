@@ -6,7 +6,7 @@ none with the vocabulary. Source: Qwen3-Reranker's model card, whose recipe is t
 """
 
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,12 +21,12 @@ from gateway.engine.control_tokens import Piece
 from gateway.engine.device import Device, clear_cache, evaluate
 from gateway.engine.embedding.tokenizer import TextTokenizer, load_text_tokenizer
 from gateway.engine.models.checkpoint import Checkpoint, measure_kv, read_in_slices
+from gateway.engine.models.context import pair_context
 from gateway.engine.models.decoders import floating_dtype, open_decoder, parameters
 from gateway.engine.models.missing_kernels import Report, replace_missing
 from gateway.errors import ContextLengthExceeded
 from gateway.jobs import Pair, TokenIds, Vectors
 
-MAX_TOKENS: Final = 8192  # of a pair, unless models.yaml has another limit; as in Qwen3's card
 # A shared beginning is read in a pass of its own if that saves so many tokens.
 LEAST_SAVED: Final = 64
 # A longer beginning is not kept for the next pass. At 512 tokens Qwen3-Reranker-0.6B (28 layers,
@@ -314,9 +314,7 @@ def load_label_scorer_in_steps(
     yield from replace_missing(checkpoint.name, model, device, floating_dtype(model), report)
     head = LabelHead(model, ids)
     _check_head(checkpoint, model, head, ids)
-    yield LabelScorer(
-        model, tokenizer, recipe, head, max_tokens=_read_max_tokens(config, max_context)
-    )
+    yield LabelScorer(model, tokenizer, recipe, head, max_tokens=pair_context(config, max_context))
 
 
 def _read_labels(
@@ -327,11 +325,6 @@ def _read_labels(
         if len(ids) != 1:
             raise checkpoint.failed(f"its label {label!r} has {len(ids)} tokens, not one")
     return [ids[0] for ids in encoded]
-
-
-def _read_max_tokens(config: Mapping[str, Any], max_context: int | None) -> int:
-    positions = int(config.get("max_position_embeddings") or MAX_TOKENS)
-    return min(positions, max_context or MAX_TOKENS)
 
 
 def _check_head(checkpoint: Checkpoint, model: Any, head: LabelHead, ids: Sequence[int]) -> None:

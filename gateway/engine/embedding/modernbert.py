@@ -267,6 +267,11 @@ class ModernBert:
             for theta in set(config.thetas)
         }
 
+    @staticmethod
+    def read_max_tokens(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> int:
+        """Return the `max_tokens` of the encoder with this config.json."""
+        return read_config(checkpoint, raw).positions
+
     def __call__(
         self, tokens: mx.array, mask: mx.array | None, types: mx.array | None = None
     ) -> Iterator[mx.array]:

