@@ -130,7 +130,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2739,
+    "api": 2740,
     "app": 1572,
     "bench": 282,
     "cli": 1594,
