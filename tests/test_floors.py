@@ -136,7 +136,7 @@ BUDGET: dict[str, int] = {
     "cli": 1594,
     "clock": 40,
     "doctor": 336,
-    "engine": 11911,
+    "engine": 11913,
     "errors": 268,
     "ids": 12,
     "jobs": 289,

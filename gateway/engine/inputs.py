@@ -55,5 +55,7 @@ def _read(files: Path, _: Hashable, read: Callable[..., int | None], *keys: Hash
 
 def _condition(files: Path) -> Hashable:
     """Return a value that differs once a model's small files, or its one file, have changed."""
-    parts = [files] if is_gguf(files.name) else sorted(files.rglob("*.json"))
+    parts = [files]
+    if not is_gguf(files.name):  # a module's own folder is beside the model's files
+        parts = sorted([*files.glob("*.json"), *files.glob("*/*.json")])
     return tuple((s.st_ino, s.st_size, s.st_mtime_ns) for s in map(Path.stat, parts))
