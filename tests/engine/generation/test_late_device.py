@@ -19,6 +19,7 @@ from tests.simulated_device import NO_MEMORY, TIMEOUT, LateDevice
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {}, "sliding": SLIDING, "stateful": STATEFUL, "hybrid": HYBRID,
+    "wide": {"head_dim": 32},
 }  # fmt: skip
 SEA = "tell me of the sea and of the old man and his boat " * 3
 JOBS: list[tuple[str, dict[str, Any]]] = [
@@ -38,9 +39,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def engines(folders: dict[str, Path]) -> dict[str, GenerationEngine]:
+    plain = folders["plain"]
     return {
-        kind: open_engine(folder, prefix_cache_bytes=PLENTY, speculate_rows=8 * (kind == "plain"))
-        for kind, folder in folders.items()
+        **{kind: open_engine(folders[kind], PLENTY) for kind in ("sliding", "stateful", "hybrid")},
+        "looking up": open_engine(plain, PLENTY, 8),
+        "drafted": open_engine(plain, PLENTY, 8, draft=plain),
+        "packed": open_engine(folders["wide"], PLENTY, kv_bits=8),
     }
 
 
@@ -58,7 +62,9 @@ def act_on(batch: Batch, act: str, row: int) -> None:
 
 
 @pytest.mark.generator(weight=2)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["looking up", "drafted", "packed", "sliding", "stateful", "hybrid"]
+)
 def test_no_row_is_given_what_failed_late(engines: dict[str, GenerationEngine], kind: str) -> None:
     """Whichever work fails, and whatever is done with rows meanwhile: each says what it says alone,
     or ends with an error; and so does the next one, which goes on from what was kept.
