@@ -103,7 +103,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
     "wire": {
         "anthropic_stream": {"anthropic", "answers", "generation"},
         "anthropic": {"anthropic_blocks", "tools", "generation", "validation", "bounds"},
-        "anthropic_blocks": {"validation", "bounds"},
+        "anthropic_blocks": {"images", "validation", "bounds"},
         "responses_stream": {"responses", "tools", "answers", "generation"},
         "responses": {
             *("responses_items", "tools", "messages", "generation"),
@@ -119,7 +119,8 @@ INSIDE: dict[str, dict[str, set[str]]] = {
         "tokenization": {"tools", "messages", "validation", "bounds"},
         "pulls": {"validation", "bounds"},
         "tools": {"validation", "bounds"},
-        "messages": {"validation", "bounds"},
+        "images": {"validation"},
+        "messages": {"images", "validation", "bounds"},
         "generation": {"validation", "bounds"},
         "schemas": {"validation", "bounds"},
         "validation": {"bounds"},

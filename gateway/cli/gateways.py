@@ -75,7 +75,8 @@ def list_offers(url: str, settings: Settings, catalog: Catalog) -> list[Offer]:
     for model in answer["data"]:
         # Of models that are not loaded it says no context.
         context = model.get("max_context") or _context(catalog.by_id(model["root"]), settings)
-        offers.append(Offer(model["id"], model["root"], model["kind"], context))
+        modalities = model.get("input_modalities") or ("text",)
+        offers.append(Offer(model["id"], model["root"], model["kind"], context, modalities))
     return offers
 
 
@@ -83,7 +84,10 @@ def catalog_offers(catalog: Catalog, settings: Settings) -> list[Offer]:
     """Return what a gateway with this catalog offers."""
     contexts = {spec.id: _context(spec, settings) for spec in catalog.specs}
     return [
-        Offer(model.name, model.spec.id, model.spec.kind, contexts[model.spec.id])
+        Offer(
+            *(model.name, model.spec.id, model.spec.kind, contexts[model.spec.id]),
+            model.spec.input_modalities,
+        )
         for model in catalog
     ]
 

@@ -28,6 +28,7 @@ class Service:
     model: str
     small_model: str
     context: int | None  # None if nobody knows it yet, which tools with a `least_context` never get
+    modalities: Sequence[str] = ("text",)  # that the model reads
     folder: str = FOLDER  # where the files of a setup will be
 
     @property
@@ -41,6 +42,7 @@ class Setup:
     """What makes a tool use a service."""
 
     variables: Mapping[str, str | None] = field(default_factory=dict)  # None unsets one
+    lines: Mapping[str, str] = field(default_factory=dict)  # before those of the user's variable
     arguments: Sequence[str] = ()  # before the tool's own
     files: Mapping[str, str] = field(default_factory=dict)  # in the service's folder
 
@@ -60,7 +62,11 @@ class Tool:
     ) -> dict[str, str]:
         """Return the variables to run the tool with, and none of them the gateway's own keys."""
         outer = {name: value for name, value in around.items() if name.upper() not in _OWN_KEYS}
-        variables = {**outer, **setup.variables, self.key: key or NO_KEY}
+        lines = {
+            name: "\n".join(filter(None, (line, outer.get(name))))
+            for name, line in setup.lines.items()
+        }
+        variables = {**outer, **setup.variables, **lines, self.key: key or NO_KEY}
         return {name: value for name, value in variables.items() if value is not None}
 
     def shell_lines(self, setup: Setup, key: str) -> list[str]:
@@ -77,6 +83,8 @@ class Tool:
                 lines.append(f"unset {name}")
             else:
                 lines.append(f"export {name}={shlex.quote(value).replace(FOLDER, expanded)}")
+        for name, line in setup.lines.items():
+            lines.append(f'export {name}={shlex.quote(line)}"${{{name}:+\n${name}}}"')
         lines.append(f"export {self.key}={key}")
         if setup.arguments:
             words = shlex.join(setup.arguments).replace(FOLDER, expanded)
@@ -85,8 +93,11 @@ class Tool:
 
 
 def _claude(service: Service) -> Setup:
+    # A session has an image in all later requests, and a model that reads text would refuse them.
+    headers = {"ANTHROPIC_CUSTOM_HEADERS": "x-gateway-leave-out-images: true"}
     return Setup(
-        {
+        lines={} if "image" in service.modalities else headers,
+        variables={
             "ANTHROPIC_BASE_URL": service.url,
             # Every name by which it asks for a model is one of ours.
             "ANTHROPIC_MODEL": service.model,
@@ -100,7 +111,7 @@ def _claude(service: Service) -> Setup:
             "ANTHROPIC_API_KEY": None,
             "CLAUDE_CODE_USE_BEDROCK": None,
             "CLAUDE_CODE_USE_VERTEX": None,
-        }
+        },
     )
 
 
@@ -116,10 +127,52 @@ def _codex(service: Service) -> Setup:
         "review_model": service.model,
         "model_context_window": service.context,
     }
+    files = {}
+    if "image" not in service.modalities:
+        options["model_catalog_json"] = f"{service.folder}/models.json"
+        files["models.json"] = json.dumps({"models": [_codex_model(service)]})
     arguments = []
     for name, value in options.items():  # a text in JSON is one in TOML
         arguments += ["-c", f"{name}={json.dumps(value, ensure_ascii=False)}"]
-    return Setup(arguments=arguments)
+    return Setup(arguments=arguments, files=files)
+
+
+_CODEX_INSTRUCTIONS: Final = """\
+You are a coding agent in the terminal tool Codex. You share a folder with the user, and work \
+there with your tools until the task is done. Read before you change, change no more than the task \
+needs, and run a command that shows that it works. Follow the AGENTS.md files of the folders that \
+you work in. Do not commit, delete or download anything that nobody asked for. Say in a sentence \
+what a command is for, and at the end in a few what you did and could not do.
+
+To edit files, run the command apply_patch with a patch as its only argument:
+*** Begin Patch
+*** Update File: path/of/a/file
+@@ a line above the change
+-a line as it is
++a line as it will be
+*** End Patch
+After `*** Add File: path` every line begins with +; `*** Delete File: path` stands alone.
+"""
+
+
+def _codex_model(service: Service) -> dict[str, Any]:
+    # What 0.169 and 0.171 insist on, as they have it of models that they do not know, which they
+    # take to read images; but a catalog has to bring the instructions too.
+    return {
+        "slug": service.model,
+        "display_name": service.model,
+        "base_instructions": _CODEX_INSTRUCTIONS,
+        "context_window": service.context,
+        "input_modalities": [*service.modalities],
+        "priority": 0,
+        "shell_type": "default",
+        "supported_in_api": True,
+        "supports_parallel_tool_calls": True,
+        "truncation_policy": {"mode": "bytes", "limit": 10_000},
+        "visibility": "list",
+        **dict.fromkeys(("support_verbosity", "supports_reasoning_summaries"), False),
+        **dict.fromkeys(("experimental_supported_tools", "supported_reasoning_levels"), ()),
+    }
 
 
 def _opencode(service: Service) -> Setup:
@@ -266,6 +319,7 @@ class Offer:
     id: str
     kind: str
     context: int | None = None
+    modalities: Sequence[str] = ("text",)
 
 
 def choose(
