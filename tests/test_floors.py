@@ -130,10 +130,10 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2713,
-    "app": 1560,
+    "api": 2734,
+    "app": 1561,
     "bench": 282,
-    "cli": 1581,
+    "cli": 1620,
     "clock": 40,
     "doctor": 336,
     "engine": 11812,
@@ -143,11 +143,11 @@ BUDGET: dict[str, int] = {
     "logs": 145,
     "metrics": 210,
     "panics": 20,
-    "registry": 1276,
+    "registry": 1277,
     "server": 290,
     "serving": 4443,
-    "settings": 359,
-    "wire": 3603,
+    "settings": 360,
+    "wire": 3647,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))
 # A line of a map: names, two spaces or more, and what they are.

@@ -34,9 +34,8 @@ async def answer(service: Service, request: Request) -> ASGIApp:
     def translate(wire_request: chat.ChatRequest) -> Exchange:
         resolved, spec = service.chat_spec(wire_request.model)
         messages, headers = without_images(service, request, spec, wire_request.messages)
-        wire_request = wire_request.model_copy(update={"messages": messages})
         job = chat.to_job(
-            wire_request,
+            wire_request.model_copy(update={"messages": messages}),
             service.caller(request, read_tier(wire_request.service_tier)),
             default_sampling(spec),
             max_tokens=spec.sampling.max_tokens,
@@ -114,10 +113,9 @@ def _message_exchange(
 ) -> Exchange:
     resolved, spec = service.chat_spec(wire_request.model, "messages")
     messages, headers = without_images(service, request, spec, wire_request.messages)
-    wire_request = wire_request.model_copy(update={"messages": messages})
     caller = service.caller(request)
     job = anthropic.to_job(
-        wire_request,
+        wire_request.model_copy(update={"messages": messages}),
         caller,
         default_sampling(spec),
         template_args=template_args(resolved, spec),

@@ -25,10 +25,9 @@ from gateway.serving.generation.fan_out import generate_many
 from gateway.wire.answers import Answer, AnswerWriter, Event
 from gateway.wire.generation import SchemaVerdict
 from gateway.wire.images import leave_images_out
-from gateway.wire.validation import Part
+from gateway.wire.validation import P
 from gateway.wire.validation import Request as WireRequest
 
-P = TypeVar("P", bound=Part)
 R = TypeVar("R", bound=WireRequest)
 
 
@@ -214,13 +213,12 @@ def without_images(
     """Return a conversation without the images that are left out for a model that reads text, and
     the header with their number. Raises BadRequest if the request's own header is not a boolean.
     """
-    is_on, name = service.rules.leave_out_images, "x-gateway-leave-out-images"
+    name = "x-gateway-leave-out-images"
     given = request.scope["gateway.headers"].get(name.encode())
-    if given is not None:
-        is_on = given.lower() == b"true"
-        if not is_on and given.lower() != b"false":
-            raise BadRequest(f"The header {name} should be true or false.", param=name)
-    if not is_on or "image" in spec.input_modalities:
+    choices = {None: service.rules.leave_out_images, b"true": True, b"false": False}
+    if given not in choices:
+        raise BadRequest(f"The header {name} should be true or false.", param=name)
+    if not choices[given] or "image" in spec.input_modalities:
         return turns, {}
     kept, count = leave_images_out(turns)
     return kept, {"x-gateway-images-left-out": str(count)} if count else {}

@@ -84,11 +84,8 @@ def catalog_offers(catalog: Catalog, settings: Settings) -> list[Offer]:
     """Return what a gateway with this catalog offers."""
     contexts = {spec.id: _context(spec, settings) for spec in catalog.specs}
     return [
-        Offer(
-            *(model.name, model.spec.id, model.spec.kind, contexts[model.spec.id]),
-            model.spec.input_modalities,
-        )
-        for model in catalog
+        Offer(name, spec.id, spec.kind, contexts[spec.id], spec.input_modalities)
+        for name, spec in ((model.name, model.spec) for model in catalog)
     ]
 
 

@@ -28,8 +28,8 @@ class Service:
     model: str
     small_model: str
     context: int | None  # None if nobody knows it yet, which tools with a `least_context` never get
-    modalities: Sequence[str] = ("text",)  # that the model reads
     folder: str = FOLDER  # where the files of a setup will be
+    modalities: Sequence[str] = ("text",)  # that the model reads
 
     @property
     def answer(self) -> int:
@@ -62,11 +62,9 @@ class Tool:
     ) -> dict[str, str]:
         """Return the variables to run the tool with, and none of them the gateway's own keys."""
         outer = {name: value for name, value in around.items() if name.upper() not in _OWN_KEYS}
-        lines = {
-            name: "\n".join(filter(None, (line, outer.get(name))))
-            for name, line in setup.lines.items()
-        }
-        variables = {**outer, **setup.variables, **lines, self.key: key or NO_KEY}
+        variables = {**outer, **setup.variables, self.key: key or NO_KEY}
+        for name, line in setup.lines.items():
+            variables[name] = "\n".join(filter(None, (line, outer.get(name))))
         return {name: value for name, value in variables.items() if value is not None}
 
     def shell_lines(self, setup: Setup, key: str) -> list[str]:
@@ -138,40 +136,32 @@ def _codex(service: Service) -> Setup:
 
 
 _CODEX_INSTRUCTIONS: Final = """\
-You are a coding agent in the terminal tool Codex. You share a folder with the user, and work \
-there with your tools until the task is done. Read before you change, change no more than the task \
-needs, and run a command that shows that it works. Follow the AGENTS.md files of the folders that \
-you work in. Do not commit, delete or download anything that nobody asked for. Say in a sentence \
-what a command is for, and at the end in a few what you did and could not do.
-
-To edit files, run the command apply_patch with a patch as its only argument:
+You are a coding agent in the terminal tool Codex. Work in the user's folder with your tools until \
+the task is done and a command shows that it works. Follow AGENTS.md files. To edit files, run the \
+command apply_patch with one argument, a patch (`*** Add File: path`, `*** Delete File: path` too):
 *** Begin Patch
-*** Update File: path/of/a/file
+*** Update File: path
 @@ a line above the change
 -a line as it is
 +a line as it will be
-*** End Patch
-After `*** Add File: path` every line begins with +; `*** Delete File: path` stands alone.
-"""
+*** End Patch"""
 
 
 def _codex_model(service: Service) -> dict[str, Any]:
     # What 0.169 and 0.171 insist on, as they have it of models that they do not know, which they
-    # take to read images; but a catalog has to bring the instructions too.
+    # take to read images. A catalog has to bring its models' instructions too.
     return {
-        "slug": service.model,
-        "display_name": service.model,
+        **dict.fromkeys(("slug", "display_name"), service.model),
+        **dict.fromkeys(("supported_in_api", "supports_parallel_tool_calls"), True),
+        **dict.fromkeys(("support_verbosity", "supports_reasoning_summaries"), False),
+        **dict.fromkeys(("experimental_supported_tools", "supported_reasoning_levels"), ()),
         "base_instructions": _CODEX_INSTRUCTIONS,
         "context_window": service.context,
         "input_modalities": [*service.modalities],
         "priority": 0,
         "shell_type": "default",
-        "supported_in_api": True,
-        "supports_parallel_tool_calls": True,
         "truncation_policy": {"mode": "bytes", "limit": 10_000},
         "visibility": "list",
-        **dict.fromkeys(("support_verbosity", "supports_reasoning_summaries"), False),
-        **dict.fromkeys(("experimental_supported_tools", "supported_reasoning_levels"), ()),
     }
 
 

@@ -167,7 +167,7 @@ def _placed(messages: Sequence[InputMessage]) -> Iterator[_Placed]:
 
 def _not_served(kind: str, place: str, where: str) -> BadRequest:
     if kind == "image":
-        return image_refused(place, place)
+        return image_refused(kind, place, place)
     return BadRequest(
         f"Invalid '{place}': a block of type '{kind[:64]}' is not served {where}; "
         "this gateway reads text.",

@@ -1,76 +1,58 @@
-"""Images in requests for text: left out of earlier turns, or refused."""
+"""Images in requests for text: those of earlier turns left out, or all refused."""
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from gateway.errors import BadRequest
-from gateway.wire.validation import Part, part_fields
+from gateway.wire.validation import P, Part, part_fields
 
-P = TypeVar("P", bound=Part)
-
-LEFT_OUT = "[image left out: this model reads text]"
-# A setting of a program holds for each turn, so that none of its images is from an earlier one.
-_KEPT = frozenset({"system", "developer"})
+LEFT_OUT = {"type": "text", "text": "[image left out: this model reads text]"}
+_SYSTEM = ("system", "developer")
 
 
 def leave_images_out(turns: Sequence[P]) -> tuple[list[P], int]:
     """Return a conversation's messages or items with a text in the place of each image of an
     earlier turn or of a tool's result, and the number of those images.
 
-    Images of the newest message of the user and of system messages stay, to be refused.
+    Those of system messages, which hold for each turn, and of the user's newest message stay, to be
+    refused. What the assistant says after that message is the beginning of the answer.
     """
-    newest = _newest(turns)
-    replaced = [
-        (turn, 0)
-        if getattr(turn, "role", None) in _KEPT
-        else _without_images(turn, results_only=i == newest)
-        for i, turn in enumerate(turns)
+    # Of several messages of the user in a row the last one is new: those before it had no answer,
+    # as one whose image was refused.
+    roles = [getattr(turn, "role", None) for turn in turns]
+    passed = (*_SYSTEM, "assistant")
+    newest = max((i for i, role in enumerate(roles) if role not in passed), default=-1)
+    count = 0
+
+    def without_images(part: Any, *, stay: bool) -> Any:
+        nonlocal count
+        if isinstance(part, list):
+            return [without_images(each, stay=stay) for each in part]
+        if not isinstance(part, Part):
+            return part
+        if part.is_image and not stay:
+            count += 1
+            return type(part).model_validate(LEFT_OUT)
+        stay = stay and getattr(part, "type", None) != "tool_result"
+        names = [name for name, _ in part_fields(type(part)) if name in part.model_fields_set]
+        return part.model_copy(
+            update={name: without_images(getattr(part, name), stay=stay) for name in names}
+        )
+
+    kept = [
+        without_images(turn, stay=role in _SYSTEM or (role == "user" and i == newest))
+        for i, (turn, role) in enumerate(zip(turns, roles, strict=True))
     ]
-    return [turn for turn, _ in replaced], sum(count for _, count in replaced)
+    return kept, count
 
 
-def _newest(turns: Sequence[Part]) -> int | None:
-    """Return the place of the user's message that is to be answered; None if a tool's result is."""
-    # Messages of the assistant at the end begin the answer. Of several messages of the user in a
-    # row the last one is new: those before it had no answer, as one whose image was refused.
-    for i in range(len(turns) - 1, -1, -1):
-        role = getattr(turns[i], "role", None)
-        if role == "user":
-            return i
-        if role not in _KEPT and role != "assistant":
-            return None
-    return None
-
-
-def _without_images(part: P, *, results_only: bool) -> tuple[P, int]:
-    """Return a part, and its inner parts, with texts for images, or for those of tools' results."""
-    if part.is_image:
-        if results_only:
-            return part, 0
-        return type(part).model_validate({"type": "text", "text": LEFT_OUT}), 1
-    results_only = results_only and getattr(part, "type", None) != "tool_result"
-    changes: dict[str, Any] = {}
-    total = 0
-    for name, _ in part_fields(type(part)):
-        value = getattr(part, name)
-        values, count = list(value) if isinstance(value, list) else [value], 0
-        for i, inner in enumerate(values):
-            if isinstance(inner, Part):
-                values[i], more = _without_images(inner, results_only=results_only)
-                count += more
-        if count:
-            changes[name] = values if isinstance(value, list) else values[0]
-            total += count
-    return (part.model_copy(update=changes) if changes else part), total
-
-
-def image_refused(place: str, param: str) -> BadRequest:
-    # "Could not process image" are the words of Anthropic's own API, at which Claude Code takes the
-    # image out of its session and asks again.
+def image_refused(kind: str, place: str, param: str) -> BadRequest:
+    # "Could not process image" is how Anthropic's own API begins it: Claude Code then takes the
+    # image out of its session, and asks again.
     return BadRequest(
-        f"Invalid '{place}': Could not process image: this model reads text. Send text, or ask a "
-        "model that reads images. In a session, go on with another message: with the header "
-        "x-gateway-leave-out-images: true, or GATEWAY_LEAVE_OUT_IMAGES=true, images of earlier "
-        "turns and of tools' results are left out.",
+        f"Invalid '{place}': Could not process image of type '{kind}': this model reads text. Send "
+        "text, or ask a model that reads images. With GATEWAY_LEAVE_OUT_IMAGES=true, or in one "
+        "request the header x-gateway-leave-out-images: true, images of earlier turns and of "
+        "tools' results are left out: a session then goes on with the next message.",
         param=param,
     )

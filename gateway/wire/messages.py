@@ -137,7 +137,7 @@ def join_texts(parts: Sequence[ContentPart], place: str) -> str:
     texts = []
     for i, part in enumerate(parts):
         if part.is_image:
-            raise image_refused(f"{place}[{i}]", place)
+            raise image_refused(part.type, f"{place}[{i}]", place)
         if part.type not in part.fields:
             raise BadRequest(
                 f"Invalid '{place}': a part of type '{part.type}' is not served; "

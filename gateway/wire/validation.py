@@ -117,6 +117,7 @@ class Part(BaseModel):
         return "text" in type(self).model_fields and getattr(self, "type", None) in _IMAGE_TYPES
 
 
+P = TypeVar("P", bound=Part)
 R = TypeVar("R", bound=Request)
 V = TypeVar("V")
 MAX_IGNORED_NAMES = 64  # of unknown fields inside a request's parts
