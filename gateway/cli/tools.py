@@ -29,7 +29,7 @@ class Service:
     small_model: str
     context: int | None  # None if nobody knows it yet, which tools with a `least_context` never get
     folder: str = FOLDER  # where the files of a setup will be
-    modalities: Sequence[str] = ("text",)  # that the model reads
+    modalities: Sequence[str] = ("text",)  # kinds of the model's inputs
 
     @property
     def answer(self) -> int:
@@ -42,7 +42,7 @@ class Setup:
     """What makes a tool use a service."""
 
     variables: Mapping[str, str | None] = field(default_factory=dict)  # None unsets one
-    lines: Mapping[str, str] = field(default_factory=dict)  # before those of the user's variable
+    lines: Mapping[str, str] = field(default_factory=dict)  # put before the user's own
     arguments: Sequence[str] = ()  # before the tool's own
     files: Mapping[str, str] = field(default_factory=dict)  # in the service's folder
 
@@ -91,7 +91,7 @@ class Tool:
 
 
 def _claude(service: Service) -> Setup:
-    # A session has an image in all later requests, and a model that reads text would refuse them.
+    # All later requests of a session have its images, and would be refused for them.
     headers = {"ANTHROPIC_CUSTOM_HEADERS": "x-gateway-leave-out-images: true"}
     return Setup(
         lines={} if "image" in service.modalities else headers,
@@ -148,8 +148,8 @@ command apply_patch with one argument, a patch (`*** Add File: path`, `*** Delet
 
 
 def _codex_model(service: Service) -> dict[str, Any]:
-    # What 0.169 and 0.171 insist on, as they have it of models that they do not know, which they
-    # take to read images. A catalog has to bring its models' instructions too.
+    # Codex takes a model that it does not know to read images. Its versions insist on these fields,
+    # the instructions too; their values are those that 0.171 has for such a model.
     return {
         **dict.fromkeys(("slug", "display_name"), service.model),
         **dict.fromkeys(("supported_in_api", "supports_parallel_tool_calls"), True),

@@ -210,7 +210,7 @@ def _aliases(value: object) -> object:
 class _Spec(Section):
     """The keys of models of every kind."""
 
-    input_modalities: ClassVar[tuple[str, ...]] = ("text",)  # that models of its kind read
+    input_modalities: ClassVar[tuple[str, ...]] = ("text",)  # kinds of inputs
     takes_gguf: ClassVar[bool] = False
     alias_keys: ClassVar[Set[str]] = {"name"}
 

@@ -47,8 +47,9 @@ def leave_images_out(turns: Sequence[P]) -> tuple[list[P], int]:
 
 
 def image_refused(kind: str, place: str, param: str) -> BadRequest:
-    # "Could not process image" is how Anthropic's own API begins it: Claude Code then takes the
-    # image out of its session, and asks again.
+    """Return the error for an image that nothing leaves out; `place` is where it stands."""
+    # "Could not process image" are the words of Anthropic's own API, at which Claude Code takes
+    # the image out of its session and asks again.
     return BadRequest(
         f"Invalid '{place}': Could not process image of type '{kind}': this model reads text. Send "
         "text, or ask a model that reads images. With GATEWAY_LEAVE_OUT_IMAGES=true, or in one "

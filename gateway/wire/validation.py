@@ -113,7 +113,7 @@ class Part(BaseModel):
 
     @property
     def is_image(self) -> bool:
-        """Return True for an image in the place of a text, by any API's name."""
+        """Return True for a part that has an image instead of text, by any API's name."""
         return "text" in type(self).model_fields and getattr(self, "type", None) in _IMAGE_TYPES
 
 
@@ -208,7 +208,7 @@ def _may_hold_parts(annotation: Any) -> bool:
 
 
 def _unknown_fields_of(part: Part, place: str) -> Iterator[str]:
-    if part.is_image:  # is refused, or left out as a whole
+    if part.is_image:  # It is refused, or left out as a whole.
         return
     unknown = (part.model_extra or {}).keys() - part.harmless
     ignored = unknown | (part.unread & part.model_fields_set)
