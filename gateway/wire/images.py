@@ -35,14 +35,11 @@ def leave_images_out(turns: Sequence[P]) -> tuple[list[P], int]:
             return type(part).model_validate(LEFT_OUT)
         stay = stay and getattr(part, "type", None) != "tool_result"
         names = [name for name, _ in part_fields(type(part)) if name in part.model_fields_set]
-        return part.model_copy(
-            update={name: without_images(getattr(part, name), stay=stay) for name in names}
-        )
+        fields = {name: without_images(getattr(part, name), stay=stay) for name in names}
+        return part.model_copy(update=fields)
 
-    kept = [
-        without_images(turn, stay=role in _SYSTEM or (role == "user" and i == newest))
-        for i, (turn, role) in enumerate(zip(turns, roles, strict=True))
-    ]
+    stays = [role in _SYSTEM or (role == "user" and i == newest) for i, role in enumerate(roles)]
+    kept = [without_images(turn, stay=stay) for turn, stay in zip(turns, stays, strict=True)]
     return kept, count
 
 

