@@ -104,7 +104,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
     "wire": {
         "anthropic_stream": {"anthropic", "answers", "generation"},
         "anthropic": {"anthropic_blocks", "tools", "generation", "validation", "bounds"},
-        "anthropic_blocks": {"validation", "bounds"},
+        "anthropic_blocks": {"images", "validation", "bounds"},
         "responses_stream": {"responses", "tools", "answers", "generation"},
         "responses": {
             *("responses_items", "tools", "messages", "generation"),
@@ -120,7 +120,8 @@ INSIDE: dict[str, dict[str, set[str]]] = {
         "tokenization": {"tools", "messages", "validation", "bounds"},
         "pulls": {"validation", "bounds"},
         "tools": {"validation", "bounds"},
-        "messages": {"validation", "bounds"},
+        "images": {"validation"},
+        "messages": {"images", "validation", "bounds"},
         "generation": {"validation", "bounds"},
         "schemas": {"validation", "bounds"},
         "validation": {"bounds"},
@@ -130,10 +131,10 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2740,
-    "app": 1572,
+    "api": 2761,
+    "app": 1573,
     "bench": 282,
-    "cli": 1594,
+    "cli": 1634,
     "clock": 40,
     "doctor": 336,
     "engine": 11913,
@@ -143,11 +144,11 @@ BUDGET: dict[str, int] = {
     "logs": 145,
     "metrics": 210,
     "panics": 20,
-    "registry": 1299,
+    "registry": 1300,
     "server": 290,
     "serving": 4459,
-    "settings": 359,
-    "wire": 3616,
+    "settings": 360,
+    "wire": 3658,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))
 # A line of a map: names, two spaces or more, and what they are.

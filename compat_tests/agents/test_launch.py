@@ -4,7 +4,9 @@ import asyncio
 import os
 import platform
 import signal
+import struct
 import sys
+import zlib
 from pathlib import Path
 
 import httpx2
@@ -86,13 +88,19 @@ def files_with_key(folder: Path) -> list[Path]:
     return [file for file in files if KEY.encode() in file.read_bytes()]
 
 
-@NEEDS_NODE
-async def test_claude_code_runs_a_command(installed: Path, tmp_path: Path) -> None:
-    """With a key, by the model that launch chose."""
-    claude = tmp_path / "claude"
+def claude_in(installed: Path, folder: Path) -> Path:
+    """Write a program that runs Claude Code."""
+    claude = folder / "claude"
     wrapper = installed / "@anthropic-ai" / "claude-code" / "cli-wrapper.cjs"
     claude.write_text(f'#!/bin/sh\nexec node "{wrapper}" "$@"\n')
     claude.chmod(0o755)
+    return claude
+
+
+@NEEDS_NODE
+async def test_claude_code_runs_a_command(installed: Path, tmp_path: Path) -> None:
+    """With a key, by the model that launch chose."""
+    claude = claude_in(installed, tmp_path)
     async with serving(tmp_path, api_keys=KEY) as (client, _):
         outcome = orjson.loads(await run(claude, tmp_path, client, *CLAUDE))
     assert outcome["result"] == "It printed: hello from 42", outcome
@@ -111,6 +119,51 @@ async def test_codex_runs_a_command(installed: Path, tmp_path: Path) -> None:
     (ran,) = (i for i in items if i["type"] == "command_execution" and i["status"] == "completed")
     assert (ran["exit_code"], ran["aggregated_output"]) == (0, "hello from 42\n")
     assert [turn["role"] for turn in chat.jobs[-1].messages][-2:] == ["assistant", "tool"]
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> Path:
+    """Write a PNG of one red pixel into the home."""
+    pieces = (
+        (b"IHDR", struct.pack(">IIBBBBB", 1, 1, 8, 2, 0, 0, 0)),
+        (b"IDAT", zlib.compress(b"\0\xff\0\0")),
+        (b"IEND", b""),
+    )
+    text = b"\x89PNG\r\n\x1a\n"
+    for name, data in pieces:
+        end = struct.pack(">I", zlib.crc32(name + data))
+        text += struct.pack(">I", len(data)) + name + data + end
+    (tmp_path / "red.png").write_bytes(text)
+    return tmp_path / "red.png"
+
+
+@NEEDS_NODE
+async def test_a_session_of_claude_code_goes_on_after_a_picture(
+    installed: Path, tmp_path: Path, picture: Path
+) -> None:
+    """It takes the picture out at the refusal, whose words it knows, and asks again."""
+    asked = ("-p", f"What is in @{picture.name}?", "--output-format", "json")
+    later = ("-p", "--continue", ASKED, "--allowedTools", "Bash", "--output-format", "json")
+    async with serving(tmp_path, api_keys=KEY) as (client, _):
+        claude = claude_in(installed, tmp_path)
+        first = orjson.loads(await run(claude, tmp_path, client, *asked))
+        second = orjson.loads(await run(claude, tmp_path, client, *later))
+    assert (first["is_error"], second["result"]) == (False, "It printed: hello from 42")
+
+
+@NEEDS_NODE
+async def test_a_session_of_codex_goes_on_after_a_picture(
+    installed: Path, tmp_path: Path, picture: Path
+) -> None:
+    """It sends none, as the catalog says that the model reads text, and has no warning."""
+    codex, options = installed / ".bin" / "codex", CODEX[:-1]
+    async with serving(tmp_path, api_keys=KEY) as (client, chat):
+        pictured = (*options, "-i", picture.name, "--", "What is this?")
+        first = await run(codex, tmp_path, client, *pictured)
+        second = await run(codex, tmp_path, client, *options, "resume", "--last", ASKED)
+    assert b"Model metadata" not in first + second
+    assert b"hello from 42" in second
+    assert "image content omitted" in str(chat.jobs[-1].messages)
 
 
 @NEEDS_NODE

@@ -32,6 +32,7 @@ EXPOSED_HEADERS = [
         "x-request-id",
         "request-id",
         "x-gateway-ignored",
+        "x-gateway-images-left-out",
         "x-gateway-truncated",
         "x-gateway-tool-format",
         "x-gateway-unenforced",

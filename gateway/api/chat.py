@@ -15,6 +15,7 @@ from gateway.api.exchange import (
     read_exchange,
     template_args,
     thinking_budgets,
+    without_images,
 )
 from gateway.api.in_flight import while_connected
 from gateway.api.requests import Service, ignored_header, reply, serialise, time_stage
@@ -32,8 +33,9 @@ async def answer(service: Service, request: Request) -> ASGIApp:
 
     def translate(wire_request: chat.ChatRequest) -> Exchange:
         resolved, spec = service.chat_spec(wire_request.model)
+        messages, headers = without_images(service, request, spec, wire_request.messages)
         job = chat.to_job(
-            wire_request,
+            wire_request.model_copy(update={"messages": messages}),
             service.caller(request, read_tier(wire_request.service_tier)),
             default_sampling(spec),
             max_tokens=spec.sampling.max_tokens,
@@ -50,6 +52,7 @@ async def answer(service: Service, request: Request) -> ASGIApp:
             jobs=[job],
             writer=chat.ChatCompletionWriter(wire_request, heading, job.caller.timings),
             is_streamed=wire_request.stream,
+            headers=headers,
         )
 
     exchange = await read_exchange(service, request, chat.ChatRequest, translate)
@@ -109,9 +112,10 @@ def _message_exchange(
     service: Service, request: Request, wire_request: anthropic.CountMessageTokensRequest
 ) -> Exchange:
     resolved, spec = service.chat_spec(wire_request.model, "messages")
+    messages, headers = without_images(service, request, spec, wire_request.messages)
     caller = service.caller(request)
     job = anthropic.to_job(
-        wire_request,
+        wire_request.model_copy(update={"messages": messages}),
         caller,
         default_sampling(spec),
         template_args=template_args(resolved, spec),
@@ -131,6 +135,7 @@ def _message_exchange(
         jobs=[job],
         writer=writer,
         is_streamed=isinstance(wire_request, anthropic.MessagesRequest) and wire_request.stream,
+        headers=headers,
     )
 
 

@@ -17,13 +17,15 @@ from gateway import clock
 from gateway.api.in_flight import while_connected
 from gateway.api.requests import Service, first_names, ignored_header, named_header, serialise
 from gateway.api.streams import ACCEPTED, COMMENT, DONE, EventStream, frame
-from gateway.errors import GatewayError, SchemaViolated
+from gateway.errors import BadRequest, GatewayError, SchemaViolated
 from gateway.jobs import Delta, GenerateJob, Sampling, SequenceParams, Stage, Usage
 from gateway.registry import ChatSpec, Resolved
 from gateway.serving.generation.answer_checks import AnswerChecker, Fit
 from gateway.serving.generation.fan_out import generate_many
 from gateway.wire.answers import Answer, AnswerWriter, Event
 from gateway.wire.generation import SchemaVerdict
+from gateway.wire.images import leave_images_out
+from gateway.wire.validation import P
 from gateway.wire.validation import Request as WireRequest
 
 R = TypeVar("R", bound=WireRequest)
@@ -203,6 +205,23 @@ async def read_exchange(
     parsed, exchange = await service.read(request, shape, translate, is_large=is_large)
     exchange.headers.update(ignored_header(parsed.ignored))
     return exchange
+
+
+def without_images(
+    service: Service, request: Request, spec: ChatSpec, turns: Sequence[P]
+) -> tuple[Sequence[P], dict[str, str]]:
+    """Return a conversation without the images that are left out for a model that reads text, and
+    the header with their number. Raises BadRequest if the request's own header is not a boolean.
+    """
+    name = "x-gateway-leave-out-images"
+    given = request.scope["gateway.headers"].get(name.encode())
+    choices = {None: service.rules.leave_out_images, b"true": True, b"false": False}
+    if given not in choices:
+        raise BadRequest(f"The header {name} should be true or false.", param=name)
+    if not choices[given] or "image" in spec.input_modalities:
+        return turns, {}
+    kept, count = leave_images_out(turns)
+    return kept, {"x-gateway-images-left-out": str(count)} if count else {}
 
 
 def default_sampling(spec: ChatSpec) -> Sampling:

@@ -3,7 +3,7 @@ save what is kept of prompts.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from http import HTTPStatus
 from typing import Annotated, Literal
 
@@ -60,7 +60,7 @@ class Model(TypedDict):
     ]
     context_length: Annotated[int | None, Field(description="The same, by OpenRouter's name.")]
     max_context: Annotated[int | None, Field(description="The same, of a chat model.")]
-    input_modalities: list[Literal["text"]] | None
+    input_modalities: Sequence[str] | None
     batching: Annotated[Batching | None, Field(description="Of a chat model that is loaded.")]
 
 
@@ -133,7 +133,7 @@ def describe_model(service: Service, resolved: Resolved) -> Model:
         "max_model_len": max_tokens,
         "context_length": max_tokens,
         "max_context": max_tokens if isinstance(spec, ChatSpec) else None,
-        "input_modalities": None if inputs is None else [*inputs.modalities],
+        "input_modalities": None if inputs is None else inputs.modalities,
         "batching": _batching(service.models.model(spec)),
     }
 

@@ -67,6 +67,7 @@ class Rules:
     max_request_chars: int
     bounds: Bounds
     strict_fields: bool
+    leave_out_images: bool
     log_prompts: bool
     request_timeout_s: float
     stream_open_after_s: float

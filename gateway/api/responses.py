@@ -16,6 +16,7 @@ from gateway.api.exchange import (
     read_exchange,
     template_args,
     thinking_budgets,
+    without_images,
 )
 from gateway.api.requests import Service, reply
 from gateway.errors import BadRequest, ResponseNotFound, shorten
@@ -109,11 +110,13 @@ def _exchange(service: Service, request: Request, wire_request: wire.ResponsesRe
     resolved, spec = service.chat_spec(wire_request.model)
     caller = service.caller(request, read_tier(wire_request.service_tier))
     earlier, items = _conversation(service, wire_request, caller)
+    whole = [*map(responses_items.read_item, (item.body for item in earlier)), *items]
+    seen, headers = without_images(service, request, spec, whole)
     job = wire.to_job(
         wire_request,
         caller,
         default_sampling(spec),
-        items=[*map(responses_items.read_item, (item.body for item in earlier)), *items],
+        items=seen,
         max_tokens=spec.sampling.max_tokens,
         template_args=template_args(resolved, spec),
         max_chars=service.rules.max_input_chars,
@@ -145,6 +148,7 @@ def _exchange(service: Service, request: Request, wire_request: wire.ResponsesRe
         writer=writer,
         is_streamed=wire_request.stream,
         keep=keep,
+        headers=headers,
     )
 
 

@@ -224,6 +224,7 @@ class Gateway:
                     max_regex_chars=settings.max_regex_chars,
                 ),
                 strict_fields=settings.strict_fields,
+                leave_out_images=settings.leave_out_images,
                 log_prompts=settings.log_prompts,
                 request_timeout_s=settings.request_timeout_s,
                 stream_open_after_s=settings.stream_open_after_s,

@@ -74,9 +74,11 @@ def list_offers(url: str, settings: Settings, catalog: Catalog) -> list[Offer]:
         raise NoGateway(f"{url}/v1/models does not list its models (status {status}).")
     offers = []
     for model in answer["data"]:
-        offer = Offer(model["id"], model["root"], model["kind"], model.get("max_model_len"))
-        is_here = model.get("input_modalities") is not None
-        offers.append(_explain(offer, catalog.by_id(offer.id), is_here=is_here))
+        # Of a model that is not on its disk a gateway says nothing more.
+        context, modalities = model.get("max_model_len"), model.get("input_modalities")
+        offer = Offer(model["id"], model["root"], model["kind"], context, modalities or ("text",))
+        spec = catalog.by_id(offer.id)
+        offers.append(_explain(offer, spec, is_here=modalities is not None))
     return offers
 
 
@@ -86,7 +88,8 @@ def catalog_offers(catalog: Catalog, settings: Settings) -> list[Offer]:
     for name, spec in ((model.name, model.spec) for model in catalog):
         # Tools use chat models alone; what reads the files of others imports mlx.
         inputs = lazy.inputs.read_inputs(spec, hub) if isinstance(spec, ChatSpec) else None
-        offer = Offer(name, spec.id, spec.kind, None if inputs is None else inputs.max_tokens)
+        context = None if inputs is None else inputs.max_tokens
+        offer = Offer(name, spec.id, spec.kind, context, spec.input_modalities)
         offers.append(_explain(offer, spec, is_here=inputs is not None))
     return offers
 

@@ -151,7 +151,8 @@ def _choose_models(
         message = f"{large.name} keeps about {kept:,} of its {large.context:,} tokens of a prompt"
         print(f"{message}; those after are read again in each turn.", file=sys.stderr)
     small = large if small_model is None else choose(offers, small_model, tool, file)
-    return Service(url or address(settings) or "", large.name, small.name, large.context)
+    about = (large.name, small.name, large.context)
+    return Service(url or address(settings) or "", *about, modalities=large.modalities)
 
 
 def _shown_key(settings: Settings, *, is_shown: bool) -> str:

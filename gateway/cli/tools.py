@@ -29,6 +29,7 @@ class Service:
     small_model: str
     context: int | None  # None if nobody knows it yet, which tools with a `least_context` never get
     folder: str = FOLDER  # where the files of a setup will be
+    modalities: Sequence[str] = ("text",)  # kinds of the model's inputs
 
     @property
     def answer(self) -> int:
@@ -41,6 +42,7 @@ class Setup:
     """What makes a tool use a service."""
 
     variables: Mapping[str, str | None] = field(default_factory=dict)  # None unsets one
+    lines: Mapping[str, str] = field(default_factory=dict)  # put before the user's own
     arguments: Sequence[str] = ()  # before the tool's own
     files: Mapping[str, str] = field(default_factory=dict)  # in the service's folder
 
@@ -61,6 +63,8 @@ class Tool:
         """Return the variables to run the tool with, and none of them the gateway's own keys."""
         outer = {name: value for name, value in around.items() if name.upper() not in _OWN_KEYS}
         variables = {**outer, **setup.variables, self.key: key or NO_KEY}
+        for name, line in setup.lines.items():
+            variables[name] = "\n".join(filter(None, (line, outer.get(name))))
         return {name: value for name, value in variables.items() if value is not None}
 
     def shell_lines(self, setup: Setup, key: str) -> list[str]:
@@ -77,6 +81,8 @@ class Tool:
                 lines.append(f"unset {name}")
             else:
                 lines.append(f"export {name}={shlex.quote(value).replace(FOLDER, expanded)}")
+        for name, line in setup.lines.items():
+            lines.append(f'export {name}={shlex.quote(line)}"${{{name}:+\n${name}}}"')
         lines.append(f"export {self.key}={key}")
         if setup.arguments:
             words = shlex.join(setup.arguments).replace(FOLDER, expanded)
@@ -85,8 +91,11 @@ class Tool:
 
 
 def _claude(service: Service) -> Setup:
+    # All later requests of a session have its images, and would be refused for them.
+    headers = {"ANTHROPIC_CUSTOM_HEADERS": "x-gateway-leave-out-images: true"}
     return Setup(
-        {
+        lines={} if "image" in service.modalities else headers,
+        variables={
             "ANTHROPIC_BASE_URL": service.url,
             # Every name by which it asks for a model is one of ours.
             "ANTHROPIC_MODEL": service.model,
@@ -100,7 +109,7 @@ def _claude(service: Service) -> Setup:
             "ANTHROPIC_API_KEY": None,
             "CLAUDE_CODE_USE_BEDROCK": None,
             "CLAUDE_CODE_USE_VERTEX": None,
-        }
+        },
     )
 
 
@@ -116,10 +125,44 @@ def _codex(service: Service) -> Setup:
         "review_model": service.model,
         "model_context_window": service.context,
     }
+    files = {}
+    if "image" not in service.modalities:
+        options["model_catalog_json"] = f"{service.folder}/models.json"
+        files["models.json"] = json.dumps({"models": [_codex_model(service)]})
     arguments = []
     for name, value in options.items():  # a text in JSON is one in TOML
         arguments += ["-c", f"{name}={json.dumps(value, ensure_ascii=False)}"]
-    return Setup(arguments=arguments)
+    return Setup(arguments=arguments, files=files)
+
+
+_CODEX_INSTRUCTIONS: Final = """\
+You are a coding agent in the terminal tool Codex. Work in the user's folder with your tools until \
+the task is done and a command shows that it works. Follow AGENTS.md files. To edit files, run the \
+command apply_patch with one argument, a patch (`*** Add File: path`, `*** Delete File: path` too):
+*** Begin Patch
+*** Update File: path
+@@ a line above the change
+-a line as it is
++a line as it will be
+*** End Patch"""
+
+
+def _codex_model(service: Service) -> dict[str, Any]:
+    # Codex takes a model that it does not know to read images. Its versions insist on these fields,
+    # the instructions too; their values are those that 0.171 has for such a model.
+    return {
+        **dict.fromkeys(("slug", "display_name"), service.model),
+        **dict.fromkeys(("supported_in_api", "supports_parallel_tool_calls"), True),
+        **dict.fromkeys(("support_verbosity", "supports_reasoning_summaries"), False),
+        **dict.fromkeys(("experimental_supported_tools", "supported_reasoning_levels"), ()),
+        "base_instructions": _CODEX_INSTRUCTIONS,
+        "context_window": service.context,
+        "input_modalities": [*service.modalities],
+        "priority": 0,
+        "shell_type": "default",
+        "truncation_policy": {"mode": "bytes", "limit": 10_000},
+        "visibility": "list",
+    }
 
 
 def _opencode(service: Service) -> Setup:
@@ -266,6 +309,7 @@ class Offer:
     id: str
     kind: str
     context: int | None = None
+    modalities: Sequence[str] = ("text",)
     lack: str = "it is not on disk, so its context is not known"  # why it is None
     can_pull: bool = True  # the command `pull` may bring its files
 

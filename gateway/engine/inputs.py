@@ -3,6 +3,7 @@
 The modules that embed need mlx and are imported for their models alone.
 """
 
+import contextlib
 from collections.abc import Callable, Hashable
 from functools import lru_cache
 from pathlib import Path
@@ -27,10 +28,10 @@ def read_inputs(spec: ModelSpec, hub: Hub) -> Inputs | None:
         return None
     if files is None:
         return None
-    try:
-        return Inputs(_read(files, _condition(files), *_reader(spec)))
-    except Exception:  # the load says what is wrong
-        return Inputs(None)
+    max_tokens = None
+    with contextlib.suppress(Exception):  # the load says what is wrong
+        max_tokens = _read(files, _condition(files), *_reader(spec))
+    return Inputs(max_tokens, spec.input_modalities)
 
 
 def _reader(spec: ModelSpec) -> tuple[Callable[..., int | None], *tuple[Hashable, ...]]:

@@ -3,7 +3,7 @@
 A key that overrides a setting takes its type, bounds and description.
 """
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple
@@ -210,6 +210,7 @@ def _aliases(value: object) -> object:
 class _Spec(Section):
     """The keys of models of every kind."""
 
+    input_modalities: ClassVar[tuple[str, ...]] = ("text",)
     takes_gguf: ClassVar[bool] = False
     alias_keys: ClassVar[Set[str]] = {"name"}
 
@@ -462,10 +463,10 @@ class ChatSpec(_Spec):
 
 
 class Inputs(NamedTuple):
-    """How long a model's inputs may be, and of which kinds, as its files say."""
+    """How long the inputs of a model on this disk may be, and of which kinds."""
 
     max_tokens: int | None  # a chat model's with its answer; None if the files do not say it
-    modalities: tuple[Literal["text"], ...] = ("text",)
+    modalities: Sequence[str] = _Spec.input_modalities
 
 
 ModelSpec = EmbeddingSpec | RerankSpec | ChatSpec

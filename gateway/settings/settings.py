@@ -373,6 +373,10 @@ class Settings(BaseSettings):
     """Longest regular expression; beyond it, 400."""
     strict_fields: bool = False
     """Answer 400 to unknown request fields."""
+    leave_out_images: bool = False
+    """Leave images of earlier turns and of tools' results out where a model reads text alone; one
+    in the newest message stays a 400. A request's header `x-gateway-leave-out-images` goes first.
+    """
     requests_per_minute: int | None = Field(default=None, ge=1)
     """Requests a key may make in a minute; then 429. No limit when unset."""
     tokens_per_minute: int | None = Field(default=None, ge=1)

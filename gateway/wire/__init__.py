@@ -12,6 +12,7 @@ anthropic_stream                   deltas → content blocks, and their events; 
 anthropic_blocks                   its input blocks → turns
 tokenization                       a prompt to tokenize; its tokens, and the text of some
 pulls                              a model to download, and how far that has got
+images                             those of earlier turns left out, or all refused
 messages, tools                    chat messages, and tools of all APIs → what templates read
 generation                         of chat, completions, responses: sampling, forms, usage, logprobs
 validation, bounds                 bytes → a checked request, or the 400 that names the field

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from gateway.errors import BadRequest
 from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label
+from gateway.wire.images import image_refused
 from gateway.wire.validation import Part, require
 
 # Claude Code's first system block: a header for Anthropic's billing, which changes from one session
@@ -165,6 +166,8 @@ def _placed(messages: Sequence[InputMessage]) -> Iterator[_Placed]:
 
 
 def _not_served(kind: str, place: str, where: str) -> BadRequest:
+    if kind == "image":
+        return image_refused(kind, place, place)
     return BadRequest(
         f"Invalid '{place}': a block of type '{kind[:64]}' is not served {where}; "
         "this gateway reads text.",

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from gateway.errors import BadRequest
 from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label, parse
+from gateway.wire.images import image_refused
 from gateway.wire.validation import Part, require
 
 Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
@@ -135,6 +136,8 @@ def join_texts(parts: Sequence[ContentPart], place: str) -> str:
     """Return the text of all parts. Raises BadRequest for a part that is not text."""
     texts = []
     for i, part in enumerate(parts):
+        if part.is_image:
+            raise image_refused(part.type, f"{place}[{i}]", place)
         if part.type not in part.fields:
             raise BadRequest(
                 f"Invalid '{place}': a part of type '{part.type}' is not served; "

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from threading import Timer
 from types import FrameType
@@ -537,7 +538,7 @@ def test_a_refusal_ends_with_the_commands_that_do_it(
 @pytest.mark.parametrize("lack", ["its files are not there: path:/x", "its files say none"])
 def test_no_pull_is_advised_that_would_bring_nothing(lack: str) -> None:
     offers = [
-        Offer("here", "here", "chat", None, lack, can_pull=False),
+        Offer("here", "here", "chat", lack=lack, can_pull=False),
         Offer("right", "right", "chat", AGENT_CONTEXT),
     ]
     with pytest.raises(NoModel) as refused:
@@ -623,3 +624,47 @@ def test_setups_quote_what_would_be_code() -> None:
     arguments = TOOLS["codex"].set_up(service).arguments
     (model,) = (each for each in arguments if each.startswith("model="))
     assert json.loads(model.removeprefix("model=")) == service.model
+
+
+def test_a_model_that_reads_text_is_sent_no_images_of_earlier_turns() -> None:
+    """Claude Code asks with a header, before the user's own ones; Codex gets a catalog. A model
+    that reads images needs neither.
+    """
+    text = Service("http://x", "m", "s", 40_000, "/folder")
+    sees = replace(text, modalities=("text", "image"))
+    own = {"ANTHROPIC_CUSTOM_HEADERS": "x-mine: 1"}
+    given = [CLAUDE.environment(CLAUDE.set_up(each), None, own) for each in (text, sees)]
+    assert [each["ANTHROPIC_CUSTOM_HEADERS"] for each in given] == [
+        "x-gateway-leave-out-images: true\nx-mine: 1",
+        "x-mine: 1",
+    ]
+    codex = TOOLS["codex"].set_up(text)
+    assert 'model_catalog_json="/folder/models.json"' in codex.arguments
+    (model,) = json.loads(codex.files["models.json"])["models"]
+    assert (model["slug"], model["input_modalities"], model["context_window"]) == (
+        "m",
+        ["text"],
+        40_000,
+    )
+    assert not TOOLS["codex"].set_up(sees).files
+    assert "catalog" not in str(TOOLS["codex"].set_up(sees))
+
+
+@pytest.mark.parametrize(
+    ("own", "headers"),
+    [
+        ("", "x-gateway-leave-out-images: true"),
+        ("a: 'b'", "x-gateway-leave-out-images: true\na: 'b'"),
+    ],
+)
+def test_connect_keeps_the_users_own_headers(own: str, headers: str) -> None:
+    setup = CLAUDE.set_up(Service("http://x", "m", "s", 40_000))
+    lines = "\n".join(CLAUDE.shell_lines(setup, "k"))
+    shown = subprocess.run(
+        ["sh", "-c", 'eval "$PRINTED"; printf %s "$ANTHROPIC_CUSTOM_HEADERS"'],
+        env={**os.environ, "PRINTED": lines, "ANTHROPIC_CUSTOM_HEADERS": own},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout == headers
