@@ -137,7 +137,7 @@ BUDGET: dict[str, int] = {
     "cli": 1634,
     "clock": 40,
     "doctor": 336,
-    "engine": 11913,
+    "engine": 11902,
     "errors": 268,
     "ids": 12,
     "jobs": 289,

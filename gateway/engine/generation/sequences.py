@@ -439,14 +439,9 @@ class Sequences:
             self.apply_verdict(Verdict(rows=False))
 
     def _launch_next(self, running: DecodeBatch) -> mx.array:
-        """Launch the pass that reads the tokens of the step under way; return the logits, (rows,
-        vocabulary). On a late device that step is over by then: the pass is built meanwhile.
-        """
-        logits = self._build_pass(running.rows, running.tokens[:, None], running.cache)
-        running.settle()
-        running.check()
-        self._launch(logits, running.cache)
-        return logits[:, -1]
+        """Launch the pass that reads the step's tokens; return the logits, (rows, vocabulary)."""
+        tokens, cache = running.tokens[:, None], running.cache
+        return self._launch_pass(running.rows, tokens, cache, under_way=running)[:, -1]
 
     def _launch_pass(
         self,
@@ -454,32 +449,25 @@ class Sequences:
         tokens: mx.array,
         cache: list[Any],
         padding: abc.Sequence[int] = (),
+        under_way: DecodeBatch | None = None,
     ) -> mx.array:
         """Launch the pass that reads tokens, (rows, n), so many of which are padding at each row's
         end; return logits, (rows, n, vocabulary).
-        """
-        logits = self._build_pass(rows, tokens, cache, padding)
-        self._launch(logits, cache)
-        return logits
 
-    def _build_pass(
-        self,
-        rows: abc.Sequence[Sequence],
-        tokens: mx.array,
-        cache: list[Any],
-        padding: abc.Sequence[int] = (),
-    ) -> mx.array:
+        On a late device the step under way is over before, and the pass is built meanwhile.
+        """
         with (
             self.adapters.applied([row.adapter for row in rows]),
             padded(cache, tokens.shape[1], padding),
         ):
             logits: mx.array = self._model(tokens, cache=cache)
-        return logits
-
-    def _launch(self, logits: mx.array, cache: list[Any]) -> None:
+        if under_way is not None:
+            under_way.settle()
+            under_way.check()
         # The caches too: what no logits depend on, such as the lengths kept with a state, would
         # grow a graph by a node a token, and on Metal a buffer each (mlx-lm #1845).
         launch(logits, [layer.state for layer in cache])
+        return logits
 
     def _keep(self, indices: list[int]) -> None:
         if self._running is None or not indices:
