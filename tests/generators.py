@@ -113,7 +113,10 @@ def sharing(item: pytest.Item) -> Iterator[None]:
     token = _current.set(share)
     try:
         yield
-    except Spent:
+    except BaseException as error:
+        # If its draws are `st.data()`'s, hypothesis finds fault with an example that draws none.
+        if not isinstance(error, Spent) and not isinstance(error.__context__, Spent):
+            raise
         item.user_properties.append((MARK, f"{item.nodeid} ended after {share.examples} examples"))
     finally:
         _current.reset(token)

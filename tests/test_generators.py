@@ -104,3 +104,11 @@ def test_without_a_mark_all_examples_run() -> None:
 
     generate()
     assert len(ran) == ALL
+
+
+@pytest.mark.generator(weight=0)
+@settings(max_examples=100_000, database=None)
+@given(st.data())
+def test_a_generator_may_draw_as_it_goes(data: st.DataObject) -> None:
+    """The example that ends it has drawn nothing, which hypothesis takes for an inconsistency."""
+    assert data.draw(st.integers()) is not None

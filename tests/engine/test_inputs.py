@@ -48,22 +48,31 @@ def limit_of_engine(folder: Path, max_context: int | None) -> int | None:
 
 @pytest.mark.generator(weight=0.5)
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
+@given(
+    positions=COUNTS,
+    window=st.tuples(FLAGS, COUNTS),
+    texts=st.tuples(COUNTS, COUNTS),
+    max_context=st.one_of(st.none(), st.integers(8, 99)),
+)
 @pytest.mark.parametrize("name", ["gte", "modernbert", "qwen3", "roberta"])
 def test_the_limit_by_files_is_the_one_of_the_engine(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, name: str
+    tmp_path_factory: pytest.TempPathFactory,
+    name: str,
+    positions: Any,
+    window: tuple[bool | None, Any],
+    texts: tuple[Any, Any],
+    max_context: int | None,
 ) -> None:
     """Whatever limits the files state, if they can be loaded at all."""
     folder = tiny(tmp_path_factory.mktemp("m"), name)
     config: dict[str, Any] = {}
     if name != "roberta":  # which has a weight for each position
-        config["max_position_embeddings"] = data.draw(COUNTS)
+        config["max_position_embeddings"] = positions
     if name == "qwen3":
-        config |= {"use_sliding_window": data.draw(FLAGS), "sliding_window": data.draw(COUNTS)}
+        config |= {"use_sliding_window": window[0], "sliding_window": window[1]}
     rewrite(folder / "config.json", **config)
-    rewrite(folder / "sentence_bert_config.json", max_seq_length=data.draw(COUNTS))
-    rewrite(folder / "tokenizer_config.json", model_max_length=data.draw(COUNTS))
-    max_context = data.draw(st.one_of(st.none(), st.integers(8, 99)))
+    rewrite(folder / "sentence_bert_config.json", max_seq_length=texts[0])
+    rewrite(folder / "tokenizer_config.json", model_max_length=texts[1])
     limit = limit_of_engine(folder, max_context)
     spec = EmbeddingSpec(
         id="m", kind="embedding", source=PathSource(folder), max_context=max_context

@@ -15,6 +15,7 @@ from gateway.engine.generation.self_test import BatchSelfTest
 from gateway.jobs import Sampling, Verdict
 from tests.checkpoints import HYBRID, SLIDING, STATEFUL, write_chat
 from tests.engine.generation.harness import PLENTY, SCHEMA, SEEDED, Batch, open_engine, watch
+from tests.generators import within_share
 from tests.simulated_device import NO_MEMORY, TIMEOUT, LateDevice
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -89,9 +90,9 @@ def test_no_row_is_given_what_failed_late(engines: dict[str, GenerationEngine], 
         text=st.sampled_from([TIMEOUT, NO_MEMORY]),
         chosen=st.lists(st.integers(0, len(JOBS) - 1), min_size=1, max_size=4, unique=True),
         acts=st.dictionaries(st.integers(0, 12), ACTS, max_size=3),
-        parks=st.booleans(),
     )
-    def run(work: int, text: str, chosen: list[int], acts: dict[int, str], parks: bool) -> None:
+    @within_share
+    def run(work: int, text: str, chosen: list[int], acts: dict[int, str]) -> None:
         engine.clear_prefixes()
         with LateDevice().installed() as device:
             device.fail_at(work, text)
