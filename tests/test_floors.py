@@ -131,13 +131,13 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2761,
-    "app": 1573,
+    "api": 2760,
+    "app": 1570,
     "bench": 282,
-    "cli": 1634,
+    "cli": 1633,
     "clock": 40,
     "doctor": 336,
-    "engine": 11902,
+    "engine": 11901,
     "errors": 268,
     "ids": 12,
     "jobs": 289,
@@ -146,9 +146,9 @@ BUDGET: dict[str, int] = {
     "panics": 20,
     "registry": 1300,
     "server": 290,
-    "serving": 4459,
+    "serving": 4462,
     "settings": 360,
-    "wire": 3658,
+    "wire": 3660,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))
 # A line of a map: names, two spaces or more, and what they are.

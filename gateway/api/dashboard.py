@@ -96,7 +96,7 @@ async def samples(service: Service, request: Request, *, is_admin: bool) -> ASGI
 async def _send_samples(service: Service, send: Send, *, is_admin: bool) -> None:
     headers = [(name.encode(), value.encode()) for name, value in _SAMPLES_HEADERS.items()]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await service.inputs.look(service.catalog().specs)
+    await service.inputs.look()
     is_over = False
     # Each is made when the last one has been taken: a slow watcher gets fewer, and holds no memory.
     while not is_over:

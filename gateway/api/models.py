@@ -79,8 +79,8 @@ async def list_models(service: Service, request: Request) -> Response:
     """Answer with every id and alias; `root` is the id of an alias's model. Anthropic's clients
     get those of chat models alone, in their form.
     """
+    await service.inputs.look()
     catalog = service.catalog()
-    await service.inputs.look(catalog.specs)
     if request.scope["gateway.is_anthropic"]:
         infos = [_anthropic_model(service, entry) for entry in catalog if entry.spec.kind == "chat"]
         return reply(model_page(infos, request.query_params))
@@ -93,11 +93,10 @@ async def show(service: Service, request: Request) -> Response:
     name = request.path_params["name"]
     if not name:
         raise HTTPException(HTTPStatus.NOT_FOUND)
+    await service.inputs.look()
     if request.scope["gateway.is_anthropic"]:
-        resolved = service.catalog().resolve(name, ChatSpec)
-        await service.inputs.look([resolved.spec])
-        return reply(_anthropic_model(service, resolved))
-    return reply(await _look(service, service.catalog().resolve(name)))
+        return reply(_anthropic_model(service, service.catalog().resolve(name, ChatSpec)))
+    return reply(describe_model(service, service.catalog().resolve(name)))
 
 
 def _anthropic_model(service: Service, resolved: Resolved) -> AnthropicModel:
@@ -105,14 +104,14 @@ def _anthropic_model(service: Service, resolved: Resolved) -> AnthropicModel:
 
 
 async def _look(service: Service, resolved: Resolved) -> Model:
-    await service.inputs.look([resolved.spec])
+    await service.inputs.look()
     return describe_model(service, resolved)
 
 
 def describe_model(service: Service, resolved: Resolved) -> Model:
     """Return a model under one of its names, with OpenAI's fields and our own.
 
-    What is not known is None. Of files it says what was there at the last `service.inputs.look`.
+    None stands for what is not known, such as of files at the last `service.inputs.look`.
     """
     spec = resolved.spec
     status = service.models.status(spec)

@@ -344,8 +344,7 @@ class MlxEngines:
         self, spec: ChatSpec, files: Path, engine: GenerationEngine
     ) -> tuple[int, Generator[Adapter | None]]:
         """Read an adapter's headers, off the lane; return its bytes and the steps that add it."""
-        nbytes, steps = await run_in_daemon_thread(self._chat.adapter, spec, files, engine)
-        return nbytes, _confirmed(steps)
+        return await run_in_daemon_thread(self._chat.adapter, spec, files, engine)
 
     @cached_property
     def _chat(self) -> "ChatEngines":
@@ -409,14 +408,11 @@ def count_kept(spec: ChatSpec, files: Path, settings: Settings) -> int | None:
 
 
 def _fused(spec: ModelSpec, steps: Generator[T]) -> Generator[T]:
-    """Load a model in steps, to run fused if there is room for what is compiled for that."""
+    """Load a model in steps, to run fused if there is room for what is compiled for that. Each step
+    raises the device's error of its own work.
+    """
     if not fuse():
         log.warning("runs_unfused", model=spec.id, folder=str(FOLDER), free_bytes=room())
-    yield from _confirmed(steps)
-
-
-def _confirmed(steps: Generator[T]) -> Generator[T]:
-    """Load in steps, each of which raises the device's error of its own work."""
     with contextlib.closing(steps):
         for loaded in steps:
             confirm()

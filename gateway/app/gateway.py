@@ -209,7 +209,7 @@ class Gateway:
             catalog=lambda: self._catalog,
             models=self._models,
             named=self._named,
-            inputs=KnownInputs(self._engines.inputs),
+            inputs=KnownInputs(lambda: self._engines.inputs(self._catalog.specs)),
             arrivals=self._arrivals,
             pool=self._pool,
             rules=Rules(

@@ -305,8 +305,8 @@ def check_contexts(contexts: Mapping[str, int | None]) -> Finding:
     """List how many tokens each model on disk may be given."""
     unknown = [name for name, tokens in contexts.items() if tokens is None]
     if unknown:
-        message = "their files do not say how many tokens they may be given: set `max_context:`"
-        return Finding("contexts", "warn", f"{', '.join(unknown)}: {message} in models.yaml.")
+        message = "their files say no context, which `max_context:` may set, or cannot be read"
+        return Finding("contexts", "warn", f"{', '.join(unknown)}: {message}.")
     listed = [f"{name} {tokens:,}" for name, tokens in contexts.items()]
     return Finding("contexts", "ok", f"in tokens: {', '.join(listed) or 'no model is on disk'}.")
 

@@ -74,7 +74,7 @@ def list_offers(url: str, settings: Settings, catalog: Catalog) -> list[Offer]:
         raise NoGateway(f"{url}/v1/models does not list its models (status {status}).")
     offers = []
     for model in answer["data"]:
-        # Of a model that is not on its disk a gateway says nothing more.
+        # A gateway says neither of a model that is not on its disk.
         context, modalities = model.get("max_model_len"), model.get("input_modalities")
         offer = Offer(model["id"], model["root"], model["kind"], context, modalities or ("text",))
         spec = catalog.by_id(offer.id)
@@ -100,14 +100,13 @@ def _explain(offer: Offer, spec: ModelSpec | None, *, is_here: bool) -> Offer:
     The spec is None if it is of a running gateway, and these settings have no such model.
     """
     if is_here:
-        lack = "its files do not say its context, which `max_context:` in models.yaml sets"
+        lack = "its files say no context, which `max_context:` may set, or cannot be read"
         return replace(offer, lack=lack, can_pull=False)
     whole = spec.base_spec or spec if isinstance(spec, ChatSpec) else spec
-    if whole is None:
-        return replace(offer, can_pull=False)
-    if not isinstance(whole.source, HubSource):
-        return replace(offer, lack=f"its files are not there: {whole.source}", can_pull=False)
-    return offer
+    if whole is not None and isinstance(whole.source, HubSource):
+        return offer
+    lack = offer.lack if whole is None else f"its files are not there: {whole.source}"
+    return replace(offer, lack=lack, can_pull=False)
 
 
 def kept_tokens(model: str, catalog: Catalog, settings: Settings) -> int | None:

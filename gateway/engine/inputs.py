@@ -7,10 +7,10 @@ import contextlib
 from collections.abc import Callable, Hashable
 from functools import lru_cache
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 
 from gateway.engine.hub import Hub, on_disk
 from gateway.engine.models.context import pair_context, read_context
-from gateway.errors import GatewayError
 from gateway.registry import ChatSpec, EmbeddingSpec, Inputs, ModelSpec, is_gguf
 
 
@@ -24,7 +24,7 @@ def read_inputs(spec: ModelSpec, hub: Hub) -> Inputs | None:
         spec = spec.base_spec or spec
     try:
         files = on_disk(spec, hub)
-    except (GatewayError, OSError):  # no such folder, no such package
+    except Exception:  # no such folder or package, or a cache that is broken
         return None
     if files is None:
         return None
@@ -55,8 +55,13 @@ def _read(files: Path, _: Hashable, read: Callable[..., int | None], *keys: Hash
 
 
 def _condition(files: Path) -> Hashable:
-    """Return a value that differs once a model's small files, or its one file, have changed."""
+    """Return a value that differs once a model's small files, or its one file, have changed. Raises
+    OSError for a pipe or a device among them, whose reader may wait for ever.
+    """
     parts = [files]
     if not is_gguf(files.name):  # a module's own folder is beside the model's files
         parts = sorted([*files.glob("*.json"), *files.glob("*/*.json")])
-    return tuple((s.st_ino, s.st_size, s.st_mtime_ns) for s in map(Path.stat, parts))
+    found = [path.stat() for path in parts]
+    if not all(S_ISREG(about.st_mode) or S_ISDIR(about.st_mode) for about in found):
+        raise OSError(f"{files} has what is no file")
+    return tuple((about.st_ino, about.st_size, about.st_mtime_ns) for about in found)

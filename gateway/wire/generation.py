@@ -254,8 +254,8 @@ def json_schema(
 
 
 def one_form(forms: Sequence[tuple[str, Grammar]]) -> tuple[str, Grammar]:
-    """Return the form that all of these fields ask for, with the first of them; it is strict if one
-    of them is. Raises BadRequest for fields that differ.
+    """Return the form that all of these fields ask for, with the first of them, the only one that
+    may be strict. Raises BadRequest for fields that differ.
     """
     # Clients that know several servers send a form once in each server's field.
     (name, grammar), *others = forms
@@ -265,7 +265,7 @@ def one_form(forms: Sequence[tuple[str, Grammar]]) -> tuple[str, Grammar]:
                 f"'{name}' and '{other_name}' each ask for a form of their own: send one.",
                 param=other_name,
             )
-    return name, replace(grammar, strict=any(form.strict for _, form in forms))
+    return name, grammar
 
 
 def _meaning(grammar: Grammar) -> tuple[str, str | bytes]:

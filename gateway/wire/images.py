@@ -1,6 +1,7 @@
 """Images in requests for text: those of earlier turns left out, or all refused."""
 
 from collections.abc import Sequence
+from operator import is_not
 from typing import Any
 
 from gateway.errors import BadRequest
@@ -17,8 +18,8 @@ def leave_images_out(turns: Sequence[P]) -> tuple[list[P], int]:
     Those of system messages, which hold for each turn, and of the user's newest message stay, to be
     refused. What the assistant says after that message is the beginning of the answer.
     """
-    # Of several messages of the user in a row the last one is new: those before it had no answer,
-    # as one whose image was refused.
+    # The last of several messages of the user in a row is new: those before it had no answer, as
+    # one whose image was refused.
     roles = [getattr(turn, "role", None) for turn in turns]
     passed = (*_SYSTEM, "assistant")
     newest = max((i for i, role in enumerate(roles) if role not in passed), default=-1)
@@ -27,7 +28,8 @@ def leave_images_out(turns: Sequence[P]) -> tuple[list[P], int]:
     def without_images(part: Any, *, stay: bool) -> Any:
         nonlocal count
         if isinstance(part, list):
-            return [without_images(each, stay=stay) for each in part]
+            parts = [without_images(each, stay=stay) for each in part]
+            return parts if any(map(is_not, parts, part)) else part
         if not isinstance(part, Part):
             return part
         if part.is_image and not stay:
@@ -36,7 +38,8 @@ def leave_images_out(turns: Sequence[P]) -> tuple[list[P], int]:
         stay = stay and getattr(part, "type", None) != "tool_result"
         names = [name for name, _ in part_fields(type(part)) if name in part.model_fields_set]
         fields = {name: without_images(getattr(part, name), stay=stay) for name in names}
-        return part.model_copy(update=fields)
+        changed = {name: each for name, each in fields.items() if each is not getattr(part, name)}
+        return part.model_copy(update=changed) if changed else part
 
     stays = [role in _SYSTEM or (role == "user" and i == newest) for i, role in enumerate(roles)]
     kept = [without_images(turn, stay=stay) for turn, stay in zip(turns, stays, strict=True)]

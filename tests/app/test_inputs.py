@@ -8,7 +8,6 @@ import httpx2
 import pytest
 
 from gateway.engine.hub import Hub
-from gateway.serving.models import inputs
 from tests.checkpoints import write_adapter, write_chat
 from tests.cpu_engines import cpu_engines
 from tests.engine.embedding.harness import GOLDEN
@@ -113,25 +112,22 @@ async def test_files_that_change_by_hand_are_read_again(tmp_path: Path) -> None:
         assert await said(client, "mine") == [None] * 4
 
 
-async def test_a_disk_that_does_not_answer_holds_up_no_list(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A model's limit is as it was when last read; reading goes on once the disk answers."""
-    monkeypatch.setattr(inputs, "LOOK_S", 0.05)
+async def test_files_that_cannot_be_read_hide_no_other_models(tmp_path: Path) -> None:
+    """A pipe, whose reader would wait for a writer; a cache of the hub that a crash has left."""
     write_chat(tmp_path / "near", max_position_embeddings=3000)
-    config = write_chat(tmp_path / "hung", max_position_embeddings=2000) / "config.json"
-    models = {name: {"kind": "chat", "source": f"path:{name}"} for name in ("near", "hung")}
-    async with served(catalog(tmp_path, models), cpu_engines()) as client:
-        assert (await said(client, "hung"))[0] == 2000
-        content = config.read_text()
-        config.unlink()
-        os.mkfifo(config)  # who opens it waits for a writer
-        for _ in range(2):
-            assert (await said(client, "hung"))[0] == 2000
-            assert (await said(client, "near"))[0] == 3000
-        with config.open("w") as writer:  # opens it for the one thread that waits
-            config.unlink()
-            config.write_text(content.replace("2000", "1000"))
-            writer.write("{}")
-        monkeypatch.setattr(inputs, "LOOK_S", 20)
-        assert (await said(client, "hung"))[0] == 1000
+    config = write_chat(tmp_path / "pipe") / "config.json"
+    config.unlink()
+    os.mkfifo(config)
+    refs = tmp_path / "cache" / "models--org--torn" / "refs"
+    refs.mkdir(parents=True)
+    (refs / "main").write_bytes(b"\xff" * 40)
+    models = {
+        "pipe": {"kind": "chat", "source": "path:pipe"},
+        "torn": {"kind": "chat", "source": "hub:org/torn"},
+        "near": {"kind": "chat", "source": "path:near"},
+    }
+    engines = cpu_engines(Hub(endpoint="http://127.0.0.1:9", cache=tmp_path / "cache"))
+    async with served(catalog(tmp_path, models), engines) as client:
+        assert await said(client, "pipe") == [None, None, None, ["text"]]
+        assert await said(client, "torn") == [None] * 4
+        assert (await said(client, "near"))[0] == 3000

@@ -562,7 +562,7 @@ def test_why_a_context_is_not_known_is_said_as_it_is(home: Path, found: Found, r
     catalog(home, {**models, "small": SMALL})
     lacks = {
         "far": "it is not on disk, so its context is not known",
-        "mute": "its files do not say its context, which `max_context:` in models.yaml sets",
+        "mute": "its files say no context, which `max_context:` may set, or cannot be read",
         "uninstalled": "its files are not there: package:no_such/model",
     }
 

@@ -352,6 +352,8 @@ class Sequences:
 
     def _read_ahead(self, running: DecodeBatch, limit: int) -> DecodeBatch:
         """Launch the pass that reads up to `limit` tokens ahead; return the choice that follows."""
+        running.settle()  # a draft would take its error for its own
+        running.check()
         lengths = row_lengths(running.cache)
         reading = plan_reading(running.rows, lengths, limit, self._drafts.draft)
         for row, tokens, padding in zip(running.rows, reading.inputs, reading.padding, strict=True):

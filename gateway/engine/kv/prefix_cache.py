@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
-from gateway.engine.device import KeptBuffers, confirm
+from gateway.engine.device import KeptBuffers, confirm, evaluate
 from gateway.engine.kv.cache import RaggedKVCache, copy_rows
 from gateway.engine.kv.layers import for_batch
 from gateway.engine.kv.prefix_pieces import Key, decode, encode, follow
@@ -199,7 +199,6 @@ class PrefixCache:
         is_there = bool(path) and len(path) * BLOCK == whole
         if stateful and is_there:
             self._keep_states(path, stateful, row, is_growing=is_growing)
-        self._confirm()
         self._use(path)
         self._name(path, named, root)
         return new
@@ -312,21 +311,12 @@ class PrefixCache:
             for layer, state in zip(layers, states, strict=True):
                 layer.state = state
             self._put_back(key, layers, path)
-        self._confirm()
         return True
 
     def _put_back(self, key: Key, layers: Sequence[Any], path: list[Key]) -> None:
         if not self._put(key, layers, path, is_growing=False):
             raise ValueError("it is not finite")
         self._kept.move_to_end(key, last=False)
-
-    def _confirm(self) -> None:
-        """Raise the device's error of what was put in, after all has been dropped."""
-        try:
-            confirm()
-        except Exception:
-            self.clear()
-            raise
 
     def stop(self) -> None:
         """Drop everything, and keep nothing from now on."""
@@ -415,7 +405,7 @@ class PrefixCache:
         # NaN in one layer is NaN in all after it: checking the last one is enough.
         are_finite = [mx.isfinite(array).all() for array in _arrays(layers[-1])] if layers else []
         # Before it is kept: an error belongs to the sequence that was read. One wait for all.
-        mx.eval(arrays, are_finite)
+        evaluate(arrays, are_finite)
         if not all(is_finite.item() for is_finite in are_finite):
             return False
         number = next(self.pool.numbers)

@@ -18,6 +18,7 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedLinear
 from mlx.utils import tree_unflatten
 
+from gateway.engine.device import evaluate
 from gateway.engine.models.checkpoint import SLICE_BYTES, Checkpoint, Tensor, join_names
 from gateway.engine.models.decoders import floating_dtype
 from gateway.engine.models.missing_kernels import can_gather, dimensions
@@ -186,7 +187,7 @@ class _Stack(_Module):  # type: ignore[misc]
 
     def __init__(self, numbers: Sequence[int], lora_a: mx.array, lora_b: mx.array) -> None:
         super().__init__()
-        mx.eval(lora_a, lora_b)
+        evaluate(lora_a, lora_b)
         self.lora_a, self.lora_b = lora_a, lora_b
         self.numbers = tuple(numbers)  # of the adapters, in the factors' order
 

@@ -232,9 +232,10 @@ def is_known(architecture: str) -> bool:
 
 
 def parameters(model: Any) -> list[mx.array]:
-    """List every array a model holds."""
+    """List every array a model holds, those that it computes for itself last."""
     named: Any = tree_flatten(model.parameters())
-    return [array for _, array in named]
+    hidden = [value for module in model.modules() for key, value in module.items() if key[0] == "_"]
+    return [array for _, array in named] + [each for each in hidden if isinstance(each, mx.array)]
 
 
 def floating_dtype(model: Any) -> mx.Dtype:

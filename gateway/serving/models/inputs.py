@@ -2,35 +2,40 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Awaitable, Callable, Mapping
 
 from gateway.registry import Inputs, ModelSpec
 
-# Returns the inputs of models by id, None for one whose files are not on this disk.
-Read: TypeAlias = Callable[[Sequence[ModelSpec]], Awaitable[Mapping[str, Inputs | None]]]
 LOOK_S = 3.0  # for some small files of each model; a network disk may never answer
 
 
 class KnownInputs:
-    """The inputs of models, as they were when their files were last looked at."""
+    """The inputs of models, as they were when their files were last looked at.
 
-    def __init__(self, read: Read) -> None:
+    `read` returns those of all models by id, None for one whose files are not on this disk.
+    """
+
+    def __init__(self, read: Callable[[], Awaitable[Mapping[str, Inputs | None]]]) -> None:
         self._read = read
-        self._known: dict[str, Inputs | None] = {}
-        self._look: asyncio.Future[Mapping[str, Inputs | None]] | None = None
+        self._known: Mapping[str, Inputs | None] = {}
+        self._looking = asyncio.Lock()
+        self._next: asyncio.Future[None] | None = None  # a look that has not begun
 
     def of(self, spec: ModelSpec) -> Inputs | None:
         """Return a model's inputs; None if its files were not on this disk."""
         return self._known.get(spec.id)
 
-    async def look(self, specs: Iterable[ModelSpec]) -> None:
-        """Look at the files of models, unless that takes too long. A disk that does not answer
-        holds one look, and so one thread, whoever asks.
+    async def look(self) -> None:
+        """Look at the files of all models, or wait no longer than a while for a look that goes on.
+        A disk that does not answer holds one look, and so one thread, whoever asks.
         """
+        if self._next is None:  # one that has begun may be older than some files
+            self._next = asyncio.ensure_future(self._look())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LOOK_S):
-                while self._look is not None and not self._look.done():
-                    await asyncio.wait({self._look})  # it may have begun before files came
-                self._look = asyncio.ensure_future(self._read([*specs]))
-                self._known |= await asyncio.shield(self._look)
+                await asyncio.shield(self._next)
+
+    async def _look(self) -> None:
+        async with self._looking:
+            self._next = None
+            self._known = await self._read()

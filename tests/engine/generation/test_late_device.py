@@ -1,8 +1,10 @@
 """Rows on a device whose failed work looks as if it had succeeded."""
 
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -10,11 +12,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.engine.device import give_back
+from gateway.engine.device_faults import classify
+from gateway.engine.drafts.draft_model import DraftModel
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.self_test import BatchSelfTest
-from gateway.jobs import Sampling, Verdict
-from tests.checkpoints import HYBRID, SLIDING, STATEFUL, write_chat
-from tests.engine.generation.harness import PLENTY, SCHEMA, SEEDED, Batch, open_engine, watch
+from gateway.engine.models.adapters import read_adapter
+from gateway.jobs import Adapter, Sampling, Verdict
+from gateway.serving.faults import DeviceHealth
+from gateway.serving.generation.batcher import GenerationBatcher
+from tests.checkpoints import HYBRID, SLIDING, STATEFUL, write_adapter, write_chat
+from tests.engine.generation.harness import (
+    PLENTY,
+    SCHEMA,
+    SEEDED,
+    Answer,
+    Batch,
+    open_engine,
+    watch,
+)
 from tests.generators import within_share
 from tests.simulated_device import NO_MEMORY, TIMEOUT, LateDevice
 
@@ -49,6 +65,14 @@ def engines(folders: dict[str, Path]) -> dict[str, GenerationEngine]:
     }
 
 
+def told(engine: GenerationEngine, text: str, asked: dict[str, Any]) -> Answer:
+    """Return what a row is told that is alone."""
+    batch = Batch(engine)
+    row = batch.join(text, asked)
+    batch.finish()
+    return batch.answers[row]
+
+
 def act_on(batch: Batch, act: str, row: int) -> None:
     """Do something with a row, or beside it, as the scheduler does."""
     if act in ("clear_prefixes", "synchronize"):
@@ -73,15 +97,9 @@ def test_no_row_is_given_what_failed_late(engines: dict[str, GenerationEngine], 
     engine = engines[kind]
     alone: dict[int, Any] = {}
 
-    def told(device: LateDevice, number: int) -> Any:
-        batch = Batch(engine)
-        row = batch.join(*JOBS[number])
-        batch.finish()
-        return batch.answers[row]
-
-    with LateDevice().installed() as device:
-        for number in range(len(JOBS)):
-            alone[number] = told(device, number)
+    with LateDevice().installed():
+        for number, asked in enumerate(JOBS):
+            alone[number] = told(engine, *asked)
             assert alone[number].ends
 
     @settings(max_examples=200, deadline=None, database=None)
@@ -112,10 +130,181 @@ def test_no_row_is_given_what_failed_late(engines: dict[str, GenerationEngine], 
                 assert answer.error or answer.says_as(alone[rows[row]]), (rows[row], answer)
             device.relent()
             for number in chosen:
-                assert told(device, number).says_as(alone[number])
+                assert told(engine, *JOBS[number]).says_as(alone[number])
         engine._faults.take()
 
     run()
+
+
+LONG = {"sampling": Sampling(temperature=0, ignore_eos=True), "max_tokens": 16}
+
+
+@pytest.mark.parametrize("meanwhile", ["another model works", "the others go on"])
+@pytest.mark.parametrize("act", ["leave", "park", "preempt"])
+def test_what_a_row_leaves_to_be_computed_is_no_others(
+    folders: dict[str, Path], act: str, meanwhile: str
+) -> None:
+    """Neither its neighbours' KV, which is moved together, nor its own, which it takes along."""
+    engine, other = (open_engine(folders["plain"], PLENTY) for _ in range(2))
+    texts = ["Hello you", "tell me of the sea", "what is that"]
+    with LateDevice().installed() as device:
+        alone = [told(engine, text, LONG) for text in texts]
+        for work in range(8):
+            engine.clear_prefixes()
+            batch = Batch(engine)
+            rows = [batch.join(text, LONG) for text in texts]
+            for _ in range(3):
+                batch.step()
+            device.fail_at(work, TIMEOUT)
+            getattr(engine, act)(rows[0])
+            if meanwhile == "another model works":
+                engine.synchronize()  # as the lane does before another's turn
+                with suppress(RuntimeError):
+                    told(other, "hi", LONG)
+            else:
+                batch.step()
+            engine.resume(rows[0])
+            batch.finish()
+            device.relent()
+            for row, right in zip(rows[act == "leave" :], alone[act == "leave" :], strict=True):
+                answer = batch.answers[row]
+                assert answer.error or answer.says_as(right), work
+            engine._faults.take()
+
+
+def test_an_adapter_that_comes_or_goes_late_spoils_no_other(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Factors of several adapters are one array, which is made anew."""
+    names = ("a", "b")
+    files = {
+        name: write_adapter(tmp_path / name, folders["plain"], seed=ord(name)) for name in names
+    }
+
+    def load(engine: GenerationEngine, name: str) -> Adapter:
+        steps = engine.adapters.add_in_steps(read_adapter(name, files[name]))
+        adapter = list(steps)[-1]
+        assert adapter is not None
+        return adapter
+
+    def ask(adapter: Adapter) -> Answer:
+        engine.clear_prefixes()
+        return told(engine, "tell me of", {**LONG, "adapter": adapter})
+
+    with LateDevice().installed() as device:
+        for act in ("load", "drop"):
+            for work in range(0, 60, 5):
+                engine = open_engine(folders["plain"])
+                first = load(engine, "a")
+                second = load(engine, "b") if act == "drop" else None
+                right = ask(first)
+                device.fail_at(work, TIMEOUT)
+                with suppress(RuntimeError):
+                    load(engine, "b") if second is None else engine.drop_adapter(second.number)
+                was_reached = not device.is_due
+                device.relent()
+                assert ask(first).says_as(right), (act, work)
+                if not was_reached:
+                    break
+            assert work > 3
+
+
+def test_an_adapter_that_goes_takes_no_error_of_others_along(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    engine = open_engine(folders["plain"])
+    files = write_adapter(tmp_path / "a", folders["plain"])
+    texts = ["tell me of the sea", "what is that"]
+    with LateDevice().installed() as device:
+        alone = [told(engine, text, LONG) for text in texts]
+        for work in range(4):
+            *_, adapter = engine.adapters.add_in_steps(read_adapter("a", files))
+            batch = Batch(engine)
+            batch.join("Hello you", {**LONG, "adapter": adapter})
+            rows = [batch.join(text, LONG) for text in texts]
+            for _ in range(3):
+                batch.step()
+            device.fail_at(work, TIMEOUT)
+            assert adapter is not None
+            with suppress(RuntimeError):
+                engine.drop_adapter(adapter.number)
+            batch.finish()
+            device.relent()
+            for row, right in zip(rows, alone, strict=True):
+                assert batch.answers[row].error or batch.answers[row].says_as(right), work
+            engine._faults.take()
+
+
+def test_memory_is_shed_once_the_step_under_way_is_known(folders: dict[str, Path]) -> None:
+    """The wait for freed buffers would take its error, and only log it."""
+    engine = open_engine(folders["plain"], PLENTY, 8, draft=folders["plain"])
+    health = DeviceHealth(classify)
+    texts = ["Hello you", "tell me of the sea"]
+    with LateDevice().installed() as device, health.shedding(give_back):
+        alone = [told(engine, text, LONG) for text in texts]
+        batch = Batch(engine)
+        rows = [batch.join(text, LONG) for text in texts]
+        while engine.is_prefilling:
+            batch.hear(engine.prefill(512))
+        drafter = engine._drafts.sources[-1]
+        assert isinstance(drafter, DraftModel)
+
+        def run_out(*_: object) -> Any:
+            device.fail_at(0, TIMEOUT)  # the pass that is launched next
+            raise RuntimeError(NO_MEMORY.format(9))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DraftModel, "draft", run_out)
+            batch.hear(engine.decode())
+        [fault] = engine._faults.take()
+        assert fault.is_pressure
+        lane = SimpleNamespace(health=health)
+        batcher: Any = SimpleNamespace(engine=engine, _interrupt=threading.Event(), _lane=lane)
+        GenerationBatcher._heed(batcher, [fault])
+        batch.finish()
+        assert device.failures == 1
+        for row, right in zip(rows, alone, strict=True):
+            assert batch.answers[row].error or batch.answers[row].says_as(right)
+
+
+def test_a_piece_of_a_file_that_failed_late_is_not_kept(folders: dict[str, Path]) -> None:
+    writer, reader = (open_engine(folders["plain"], PLENTY) for _ in range(2))
+    with LateDevice().installed() as device:
+        right = told(writer, SEA * 3, LONG)
+        pieces = [writer.copy_prefix(0, piece) for piece in writer.prefix_pieces(0)]
+        assert pieces
+        for work in range(8):
+            reader.clear_prefixes()
+            device.fail_at(work, TIMEOUT)
+            with suppress(RuntimeError):
+                for piece in reversed(pieces):
+                    assert piece is not None
+                    reader.put_prefix(0, "", piece)
+            device.relent()
+            assert told(reader, SEA * 3, LONG).says_as(right), work
+        assert told(reader, SEA * 3, LONG).cached_tokens > 0
+
+
+def test_all_arrays_of_a_model_are_there_once_it_is_loaded(tmp_path: Path) -> None:
+    """Those too that no file has: if their first pass failed, they would be wrong for good."""
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    engine = open_engine(write_chat(tmp_path / "scaled", rope_scaling=scaling))
+    hidden = [
+        array
+        for module in engine._model.modules()
+        for name, array in module.items()
+        if name == "_freqs"
+    ]
+    assert hidden
+    graph = tmp_path / "graph.dot"
+    mx.export_to_dot(str(graph), *hidden)
+    assert "rectangle" not in graph.read_text()  # an operation that is left to do
 
 
 def test_the_next_pass_is_built_while_the_step_runs_and_launched_once_it_is_over(

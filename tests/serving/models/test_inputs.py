@@ -1,12 +1,12 @@
 """Looks at models' files: one at a time, and none that began too early counts."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from gateway.registry import ChatSpec, Inputs, ModelSpec, PathSource
+from gateway.registry import ChatSpec, Inputs, PathSource
 from gateway.serving.models import inputs
 from gateway.serving.models.inputs import KnownInputs
 from tests.waiting import until
@@ -22,8 +22,8 @@ class Disk:
         self.there: Inputs | None = None
         self.looks: list[asyncio.Event] = []
 
-    async def read(self, specs: Sequence[ModelSpec]) -> Mapping[str, Inputs | None]:
-        found = {spec.id: self.there for spec in specs}
+    async def read(self) -> Mapping[str, Inputs | None]:
+        found = {SPEC.id: self.there}
         self.looks.append(asyncio.Event())
         await self.looks[-1].wait()
         return found
@@ -32,10 +32,10 @@ class Disk:
 async def test_a_look_that_began_before_files_came_is_not_what_a_later_asker_gets() -> None:
     disk = Disk()
     known = KnownInputs(disk.read)
-    early = asyncio.create_task(known.look([SPEC]))
+    early = asyncio.create_task(known.look())
     await until(lambda: disk.looks)
     disk.there = Inputs(7)
-    late = asyncio.create_task(known.look([SPEC]))
+    late = asyncio.create_task(known.look())
     disk.looks[0].set()
     await early
     assert known.of(SPEC) is None
@@ -50,18 +50,50 @@ async def test_a_disk_that_does_not_answer_is_asked_once(monkeypatch: pytest.Mon
     monkeypatch.setattr(inputs, "LOOK_S", 0.01)
     disk = Disk()
     known = KnownInputs(disk.read)
-    await asyncio.gather(*(known.look([SPEC]) for _ in range(3)))
-    left = asyncio.create_task(known.look([SPEC]))
-    await asyncio.sleep(0)
+    await asyncio.gather(*(known.look() for _ in range(3)))
+    left = asyncio.create_task(known.look())
+    for _ in range(5):  # it waits for the look by then
+        await asyncio.sleep(0)
     left.cancel()
     await asyncio.wait({left})
     assert len(disk.looks) == 1
     assert known.of(SPEC) is None
     disk.looks[0].set()
+    await until(lambda: len(disk.looks) == 2)  # for all who came meanwhile
+    disk.looks[1].set()
     monkeypatch.setattr(inputs, "LOOK_S", 20)
     disk.there = Inputs(7)
-    looking = asyncio.create_task(known.look([SPEC]))
+    looking = asyncio.create_task(known.look())
+    await until(lambda: len(disk.looks) == 3)
+    disk.looks[2].set()
+    await looking
+    assert known.of(SPEC) == Inputs(7)
+
+
+async def test_a_look_that_takes_too_long_counts_once_it_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(inputs, "LOOK_S", 0.01)
+    disk = Disk()
+    disk.there = Inputs(7)
+    known = KnownInputs(disk.read)
+    await known.look()
+    assert known.of(SPEC) is None
+    disk.looks[0].set()
+    await until(lambda: known.of(SPEC) == Inputs(7))
+
+
+async def test_all_who_ask_during_a_look_share_the_next_one() -> None:
+    disk = Disk()
+    known = KnownInputs(disk.read)
+    first = asyncio.create_task(known.look())
+    await until(lambda: disk.looks)
+    disk.there = Inputs(7)
+    waiting = [asyncio.create_task(known.look()) for _ in range(9)]
+    await asyncio.sleep(0)
+    disk.looks[0].set()
     await until(lambda: len(disk.looks) == 2)
     disk.looks[1].set()
-    await looking
+    await asyncio.gather(first, *waiting)
+    assert len(disk.looks) == 2
     assert known.of(SPEC) == Inputs(7)
