@@ -145,7 +145,7 @@ class LateDevice(SimulatedDevice):
             if self._next:
                 self._failing = self._failing or (self.works, self._next.popleft())
                 for leaf in new:
-                    if mx.issubdtype(leaf.dtype, mx.floating):
+                    if mx.issubdtype(leaf.dtype, mx.floating) or leaf.dtype == mx.uint8:
                         leaf[...] = mx.zeros_like(leaf)
             self._launched.extend((leaf, self.works) for leaf in new)
             self.works += 1

@@ -228,7 +228,7 @@ async def test_a_desktop_app_may_call(client: AsyncClient, origin: str) -> None:
     assert answer.status_code == 200
     assert answer.headers["access-control-allow-origin"] == origin
     exposed = answer.headers["access-control-expose-headers"].split(", ")
-    assert {"x-should-retry", "x-gateway-unenforced"} <= set(exposed)
+    assert {"x-should-retry", "x-gateway-images-left-out"} <= set(exposed)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ import pytest
 from anyio.from_thread import BlockingPortal
 from structlog.testing import capture_logs
 
-from gateway.cli import gateways
+from gateway.cli import gateways, launch
 from gateway.cli.gateways import NoGateway, started
 from gateway.cli.launch import Signals
 from gateway.cli.tools import AGENT_CONTEXT, TOOLS, NoModel, Offer, Service, choose
@@ -648,6 +648,15 @@ def test_a_model_that_reads_text_is_sent_no_images_of_earlier_turns() -> None:
     )
     assert not TOOLS["codex"].set_up(sees).files
     assert "catalog" not in str(TOOLS["codex"].set_up(sees))
+
+
+def test_launch_goes_by_the_modalities_that_the_gateway_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    offers = [Offer("m", "m", "chat", 40_000, ("text", "image"))]
+    monkeypatch.setattr(launch, "list_offers", lambda *_: offers)
+    chosen = launch._choose_models("http://x", settings(), CLAUDE, None, None)
+    assert chosen.modalities == ("text", "image")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
-from gateway.engine.device import KeptBuffers, confirm, evaluate
+from gateway.engine.device import KeptBuffers, evaluate
 from gateway.engine.kv.cache import RaggedKVCache, copy_rows
 from gateway.engine.kv.layers import for_batch
 from gateway.engine.kv.prefix_pieces import Key, decode, encode, follow
@@ -285,9 +285,7 @@ class PrefixCache:
         own = path[-len(piece.own) // BLOCK :]
         after = self._kept.get(self._state_key(path))
         states = None if after is None else [layer.state for layer in after.layers]
-        content = encode((tokens, [self._kept[key].layers for key in own], states))
-        confirm()
-        return content
+        return encode((tokens, [self._kept[key].layers for key in own], states))
 
     def put_piece(self, root: Root, content: bytes) -> bool:
         """Keep a piece, as what was used before all that is kept; False if there is no room for it.

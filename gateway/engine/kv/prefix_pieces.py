@@ -14,6 +14,8 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_map
 
+from gateway.engine.device import evaluate
+
 PIECE_BYTES: Final = 64 << 20  # of blocks at most, about: copied in some 20 ms
 NEAR: Final = 4  # blocks: the answer's opening, and what a template drops of it, are shorter
 _LENGTH: Final = 8  # bytes of the header's length
@@ -66,6 +68,7 @@ def encode(piece: Piece) -> bytes:
 
     header = json.dumps([tokens, tree_map(note, layers)]).encode()
     numbers: Any = [mx.contiguous(array).reshape(-1).view(mx.uint8) for array in arrays]
+    evaluate(numbers)
     parts = [memoryview(array) for array in numbers]
     return b"".join([len(header).to_bytes(_LENGTH, "little"), header, *parts])
 
