@@ -137,7 +137,7 @@ BUDGET: dict[str, int] = {
     "cli": 1633,
     "clock": 40,
     "doctor": 336,
-    "engine": 11901,
+    "engine": 11900,
     "errors": 268,
     "ids": 12,
     "jobs": 289,
