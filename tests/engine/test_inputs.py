@@ -66,7 +66,7 @@ def test_the_limit_by_files_is_the_one_of_the_engine(
     """Whatever limits the files state, if they can be loaded at all."""
     folder = tiny(tmp_path_factory.mktemp("m"), name)
     config: dict[str, Any] = {}
-    if name != "roberta":  # which has a weight for each position
+    if name != "roberta":  # it has a weight for each position
         config["max_position_embeddings"] = positions
     if name == "qwen3":
         config |= {"use_sliding_window": window[0], "sliding_window": window[1]}

@@ -202,7 +202,7 @@ async def test_a_stream_is_right_up_to_the_error(
 
 
 async def test_no_file_has_what_failed_late(folder: Path, device: LateDevice) -> None:
-    """Neither is a wrong piece written, nor one that was read wrong kept."""
+    """No wrong piece is written, and none that was read wrong is kept."""
     path, body = REQUESTS["completions"]
 
     async def ask(client: httpx2.AsyncClient) -> Any:

@@ -123,7 +123,7 @@ def test_two_forms_are_told_apart_by_name() -> None:
 
 
 def test_one_grammar_in_the_fields_of_two_versions_of_vllm_counts_as_one() -> None:
-    """As guidance's VLLMModel sends it."""
+    """guidance's VLLMModel sends it so."""
     text = 'start: "yes" | "no"'
     asked = grammar(guided_grammar=text, structured_outputs={"grammar": text})
     assert asked == Grammar("grammar", text)
@@ -181,7 +181,7 @@ def test_two_ways_to_ask_count_as_one_where_they_mean_the_same(data: st.DataObje
     name, fields = data.draw(st.sampled_from(list(ways(kind, value))))
     other_name, other_fields = data.draw(st.sampled_from(list(ways(other_kind, other_value))))
     asked = {**fields, **other_fields}
-    if len(asked) == 1:  # of one field they are two parts, or the second replaces the first
+    if len(asked) == 1:  # one field has both as parts, or only the second
         assume("structured_outputs" in asked and name != other_name)
         asked = {field: {**fields[field], **other_fields[field]} for field in asked}
     texts = [json.dumps(each, sort_keys=True) for each in (value, other_value)]

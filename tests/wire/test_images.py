@@ -162,7 +162,7 @@ def test_one_of_a_tools_result_is_a_text(api: Api, ends: bool) -> None:
 
 @EACH
 def test_one_that_the_model_has_answered_by_a_call_is_left_out(api: Api) -> None:
-    """As in a session that another model began, which goes on with the result."""
+    """Another model may have begun the session, which goes on with the result."""
     _, count = api.left_out([user(api.image), *api.result([api.image])])
     assert count == 2
 
@@ -253,7 +253,7 @@ def _conversation(api: Api, drawn: Any, image: Mapping[str, Any]) -> list[Turn]:
 @EACH
 @given(drawn=TURNS)
 def test_a_prompt_is_as_with_texts_and_begins_as_the_one_before(api: Api, drawn: Any) -> None:
-    """And one that has no image is the same to a byte, left out or not."""
+    """A prompt without an image is the same to a byte, left out or not."""
     end = user(api.say("go on"))
     turns = [*_conversation(api, drawn, api.image), end]
     texts = [*_conversation(api, drawn, api.say(TEXT)), end]

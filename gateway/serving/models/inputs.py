@@ -1,4 +1,4 @@
-"""What is known of models' inputs by the files on this disk, be the models loaded or not."""
+"""The inputs of models by the files on this disk, be the models loaded or not."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ class KnownInputs:
 
     async def look(self) -> None:
         """Look at the files of all models, or wait no longer than a while for a look that goes on.
-        A disk that does not answer holds one look, and so one thread, whoever asks.
+        A disk that does not answer holds one look, and so one thread, however many ask.
         """
         if self._next is None:  # one that has begun may be older than some files
             self._next = asyncio.ensure_future(self._look())

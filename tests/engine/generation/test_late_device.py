@@ -144,7 +144,7 @@ LONG = {"sampling": Sampling(temperature=0, ignore_eos=True), "max_tokens": 16}
 def test_what_a_row_leaves_to_be_computed_is_no_others(
     folders: dict[str, Path], act: str, meanwhile: str
 ) -> None:
-    """Neither its neighbours' KV, which is moved together, nor its own, which it takes along."""
+    """A row that leaves has its neighbours' KV moved together, and may take its own along."""
     engine, other = (open_engine(folders["plain"], PLENTY) for _ in range(2))
     texts = ["Hello you", "tell me of the sea", "what is that"]
     with LateDevice().installed() as device:
@@ -158,7 +158,7 @@ def test_what_a_row_leaves_to_be_computed_is_no_others(
             device.fail_at(work, TIMEOUT)
             getattr(engine, act)(rows[0])
             if meanwhile == "another model works":
-                engine.synchronize()  # as the lane does before another's turn
+                engine.synchronize()  # the lane does so before another's turn
                 with suppress(RuntimeError):
                     told(other, "hi", LONG)
             else:
