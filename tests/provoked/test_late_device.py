@@ -123,7 +123,7 @@ async def test_whatever_fails_late_is_right_or_an_error(
 
     expected = await ask("")
     assert expected is not None
-    for work in range(100):
+    for work in (*range(8), *range(8, 100, 4)):
         for salt in (f"new-{work}", ""):
             device.fail_at(work, text)
             failures = device.failures
@@ -135,7 +135,8 @@ async def test_whatever_fails_late_is_right_or_an_error(
             assert are_alike(await ask(salt), expected), (work, salt)
         if not was_reached:
             break
-    assert 0 < work <= device.failures
+    assert work > 0
+    assert device.failures > 1
 
 
 @pytest.mark.parametrize("ahead", [0, 8])
@@ -161,12 +162,12 @@ async def test_no_neighbour_gets_what_failed_late(
             return told(await client.post(f"/v1/{path}", json=body))
 
         expected = [await ask(*request) for request in requests]
-        for _ in range(8):
+        for _ in range(5):
             device.fail_at(chance.randrange(60), TIMEOUT)
             answers = await asyncio.gather(*(ask(*request) for request in requests))
             for (path, body), answer, right in zip(requests, answers, expected, strict=True):
                 assert answer is None or are_alike(answer, right), (path, body)
-        assert device.failures > 2
+        assert device.failures > 1
         device.relent()
         answers = await asyncio.gather(*(ask(*request) for request in requests))
         assert all(map(are_alike, answers, expected))
@@ -213,7 +214,7 @@ async def test_no_file_has_what_failed_late(folder: Path, device: LateDevice) ->
         return told.status_code
 
     statuses = []
-    for work in range(8):
+    for work in range(4):
         given = {"prefix_folder": folder / f"kept-{work}", "admin_key": "sesame"}
         async with gateway(folder, **given) as client:
             expected = await ask(client)
@@ -257,7 +258,7 @@ async def test_a_model_whose_weights_failed_late_answers_nothing_wrong(
     path, body = REQUESTS[name]
     async with gateway(folder) as client:
         expected = told(await client.post(f"/v1/{path}", json=body))
-    for work in range(8):
+    for work in range(0, 8, 3):
         async with gateway(folder) as client:
             device.fail_at(work, TIMEOUT)
             answers = [told(await client.post(f"/v1/{path}", json=body)) for _ in range(3)]

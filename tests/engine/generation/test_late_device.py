@@ -149,7 +149,7 @@ def test_what_a_row_leaves_to_be_computed_is_no_others(
     texts = ["Hello you", "tell me of the sea", "what is that"]
     with LateDevice().installed() as device:
         alone = [told(engine, text, LONG) for text in texts]
-        for work in range(8):
+        for work in range(0, 8, 2):
             engine.clear_prefixes()
             batch = Batch(engine)
             rows = [batch.join(text, LONG) for text in texts]
@@ -193,7 +193,7 @@ def test_an_adapter_that_comes_or_goes_late_spoils_no_other(
 
     with LateDevice().installed() as device:
         for act in ("load", "drop"):
-            for work in range(0, 60, 5):
+            for work in range(0, 60, 8):
                 engine = open_engine(folders["plain"])
                 first = load(engine, "a")
                 second = load(engine, "b") if act == "drop" else None
@@ -349,7 +349,7 @@ def test_the_self_test_believes_no_zeros(engines: dict[str, GenerationEngine]) -
     with LateDevice().installed() as device:
         assert tested() == Verdict(True, True, True, True)
         works = device.works
-        for work in {*range(0, works, 9), *range(works - 3, works)}:
+        for work in {*range(0, works, 25), *range(works - 3, works)}:
             device.fail_at(work, TIMEOUT)
             verdict = tested()
             assert verdict is None or not verdict.is_lasting, work
