@@ -63,5 +63,5 @@ def _condition(files: Path) -> Hashable:
         parts = sorted([*files.glob("*.json"), *files.glob("*/*.json")])
     found = [path.stat() for path in parts]
     if not all(S_ISREG(about.st_mode) or S_ISDIR(about.st_mode) for about in found):
-        raise OSError(f"{files} has what is no file")
+        raise OSError(f"{files} holds a pipe or a device")
     return tuple((about.st_ino, about.st_size, about.st_mtime_ns) for about in found)

@@ -263,8 +263,8 @@ class DecodeBatch:
         self.is_evaluated = False
 
     def settle(self) -> None:
-        """Wait for the step under way, if the device is late, before anything else is launched: its
-        error would be raised there, and its tokens would look right.
+        """Wait for the step under way, if the device is late, before anything else is launched,
+        which would raise the step's error and leave its tokens looking right.
         """
         if is_late():
             self.wait()

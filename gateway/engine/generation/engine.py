@@ -203,7 +203,7 @@ class GenerationEngine(Sequences):
         for row in self._sequences():
             if row.adapter == number:
                 self.leave(row.id)
-        self.synchronize()  # an error of what they have left is of the others
+        self.synchronize()  # the buffers' wait would take an error of the others' KV
         self._prefixes.forget(number)
         self.adapters.drop(number)
         clear_cache()

@@ -272,7 +272,8 @@ class Sequences:
             redraw_unsure(running)
         logits = None
         # The next pass needs no token on the host: it is launched before they are read, so the
-        # device never waits for Python. A sequence that ends here has run for one step too many.
+        # device never waits for Python, or on a late one for no more than the launch. A sequence
+        # that ends here has run for one step too many.
         if running.may_go_on:
             logits = self._launch_next(running)
         if redraw_unsure(running) and logits is not None:
@@ -456,7 +457,7 @@ class Sequences:
         """Launch the pass that reads tokens, (rows, n), so many of which are padding at each row's
         end; return logits, (rows, n, vocabulary).
 
-        On a late device the step under way is over before, and the pass is built meanwhile.
+        A step under way is over before, on a late device: the pass is built while it runs.
         """
         with (
             self.adapters.applied([row.adapter for row in rows]),

@@ -234,8 +234,8 @@ def is_known(architecture: str) -> bool:
 def parameters(model: Any) -> list[mx.array]:
     """List every array a model holds, those that it computes for itself last."""
     named: Any = tree_flatten(model.parameters())
-    hidden = [value for module in model.modules() for key, value in module.items() if key[0] == "_"]
-    return [array for _, array in named] + [each for each in hidden if isinstance(each, mx.array)]
+    own = [value for module in model.modules() for key, value in module.items() if key[0] == "_"]
+    return [array for _, array in named] + [each for each in own if isinstance(each, mx.array)]
 
 
 def floating_dtype(model: Any) -> mx.Dtype:

@@ -378,7 +378,7 @@ class GenerationBatcher:
         for fault in faults:
             if fault.is_pressure:
                 self._interrupt.set()  # rows have to be preempted before the next pass
-                self.engine.synchronize()  # an error of the step under way is not for the buffers
+                self.engine.synchronize()  # the buffers' wait would take an error of the step
                 health.shed()
             health.note(fault.fault, fault.message, self.engine.probe)
 
