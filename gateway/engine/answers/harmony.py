@@ -94,7 +94,7 @@ class HarmonyParser(AnswerParser):
                 parts += self._take_text(run)
         return parts
 
-    def flush(self) -> list[OutputPart]:
+    def flush(self, *, is_cut: bool = False) -> list[OutputPart]:
         return [*self._close(), *self._flush_forced()]
 
     def _take_token(self, run: str) -> list[OutputPart]:

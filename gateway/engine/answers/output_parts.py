@@ -23,10 +23,10 @@ from gateway.engine.answers.detokenizer import Detokenizer, Vocabulary
 from gateway.engine.answers.stop_strings import StopScanner
 from gateway.jobs import CallDelta, Likelihood, TokenLogprob
 
-_SPECIAL, _ADDED, _END = "\ud800", "\ud801", "\ud802"
-_SPELLING = str.maketrans("", "", _SPECIAL + _ADDED + _END)
-_SPECIALS = re.compile(f"{_SPECIAL}[^{_END}]*{_END}")
-BEGINS = _SPECIAL + _ADDED
+SPECIAL, _ADDED, _END = "\ud800", "\ud801", "\ud802"
+_SPELLING = str.maketrans("", "", SPECIAL + _ADDED + _END)
+_SPECIALS = re.compile(f"{SPECIAL}[^{_END}]*{_END}")
+BEGINS = SPECIAL + _ADDED
 TOKENS = re.compile(f"([{BEGINS}][^{_END}]*{_END})")
 
 
@@ -35,7 +35,7 @@ class Marks:
 
     def __init__(self, added: Mapping[int, AddedToken], named: Collection[str]) -> None:
         self._spelled = {
-            token: f"{_SPECIAL if added_token.special else _ADDED}{added_token.content}{_END}"
+            token: f"{SPECIAL if added_token.special else _ADDED}{added_token.content}{_END}"
             for token, added_token in added.items()
             if added_token.special or any(_is_in(added_token.content, name) for name in named)
         }
@@ -69,6 +69,19 @@ def spell_out(text: str) -> str:
     if text.isascii():
         return text
     return text.translate(_SPELLING)
+
+
+def letters_at(spelled: str, count: int) -> int:
+    """Return the place in a text, its tokens spelled, behind the first letters without them."""
+    if spelled.isascii():
+        return count
+    place = 0
+    for run in TOKENS.split(spelled):
+        letters = len(spell_out(run))
+        if letters >= count:
+            return place + (count if letters == len(run) else len(run) if count else 0)
+        count, place = count - letters, place + len(run)
+    return place
 
 
 # Which calls an answer may have: none; any, among text; any or else text, held to a grammar; one
@@ -250,8 +263,10 @@ class AnswerParser(ABC):
         """Take new text; return the parts that are certain now."""
 
     @abstractmethod
-    def flush(self) -> list[OutputPart]:
-        """Return what was held back, once no more text comes."""
+    def flush(self, *, is_cut: bool = False) -> list[OutputPart]:
+        """Return what was held back, once no more text comes, as the model's end of the answer
+        has it or as its length was cut.
+        """
 
     def _answer(self, text: str) -> list[OutputPart]:
         if self.mode == "forced":
@@ -321,9 +336,11 @@ class OutputProcessor:
             self._pending.append((begun, scores.to_logprob(self.vocabulary, token, text)))
         return parts
 
-    def finish(self) -> list[OutputPart]:
-        """Return what was held back, once no more tokens come."""
-        parts = [self._scan_for_stops(part) for part in self.parser.flush()]
+    def finish(self, *, is_cut: bool = False) -> list[OutputPart]:
+        """Return what was held back, once no more tokens come: at the model's own end of the
+        answer, or where its length was cut.
+        """
+        parts = [self._scan_for_stops(part) for part in self.parser.flush(is_cut=is_cut)]
         rest = self.stops.flush()
         self._shown += len(rest)
         return [*parts, OutputPart(text=rest)]

@@ -1,22 +1,30 @@
 """An answer's text → content, reasoning and calls, separated by the marks of the model's format."""
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
+from gateway.engine.answers.call_reading import Call, Ending, Reading
 from gateway.engine.answers.output_parts import (
+    SPECIAL,
     AnswerParser,
     CallWriter,
     Mode,
     OutputPart,
+    letters_at,
     spell_out,
     strip_marks,
 )
 from gateway.engine.answers.stop_strings import held_back
 
-ReadCalls = Callable[[str], Sequence[Mapping[str, Any]]]
-_State = Literal["text", "thinking", "call"]
-_Next = Literal["text", "thinking", "call", "noise"]
+ReadCalls = Callable[[str, int, Ending], Reading | None]  # as call_reading's, of known functions
+_State = Literal["text", "thinking", "call", "draft"]
+_Next = Literal["text", "thinking", "call", "draft", "noise"]
+
+EARLY: Final = 128  # characters, by which a mark in prose shows that it begins no call
+PROMPT_READS: Final = 8  # of one call; more are made as its text grows by half
+DRAFT_SIZE: Final = 1 << 17  # characters of a thought that may end with a call, 4 bytes at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +33,12 @@ class Markup:
 
     opens: tuple[str, ...] = ()  # thinking
     closes: tuple[str, ...] = ()
-    # Pairs around calls; the second is empty if only the answer's end ends the call.
-    calls: tuple[tuple[str, str], ...] = ()
+    calls: tuple[str, ...] = ()  # marks that begin calls
+    call_ends: tuple[str, ...] = ()
     noise: tuple[str, ...] = ()  # marks that are dropped
     # Matches the beginning of an answer that is a call without any mark. A regex.Pattern, which
     # can match in part.
     bare: Any = None
-    # Turns the text between call marks into calls, or raises.
     read: ReadCalls | None = None
 
 
@@ -39,12 +46,16 @@ class Parser(AnswerParser):
     """Reads the text of one sequence as it grows.
 
     A call in the model's own format is returned once it is finished; one that cannot be read is
-    text. A forced call is returned as it grows: it has the one form that its grammar allows,
+    text. Where a call ends is for its format to say: what follows a mark that may begin one is kept
+    until then. A forced call is returned as it grows: it has the one form that its grammar allows,
     {"name":…,"arguments":…}.
 
     Thinking opens before any text and after a finished call. A sequence that is held to a grammar
     is free of it only at its very beginning, so thinking opens only there (`is_bound`); and an
     answer that is continued (`is_begun`) has text already. Nothing follows the last call allowed.
+
+    Where a call begins inside a thought, the thought ends if the mark is a special token. Another
+    mark begins a draft: a call only if the answer ends with it, and else part of the thought.
     """
 
     def __init__(
@@ -61,17 +72,16 @@ class Parser(AnswerParser):
         self._markup = markup
         self._state: _State = "thinking" if is_thinking else "text"
         self._held = ""
-        self._call: list[str] = []  # the beginning of the call under way, which has no mark
+        self._tail = _Tail("")
         self._is_fresh = is_thinking  # white space after a mark is not part of any text
         self._is_bound = is_bound
         self._has_text = is_begun
         self._may_think = not is_begun
         self._may_be_bare = mode == "free" and not is_begun and markup.bare is not None
-        self._pair = ("", "")
 
     @property
     def is_thinking(self) -> bool:
-        return self._state == "thinking"
+        return self._state in ("thinking", "draft")
 
     def push(self, piece: str) -> list[OutputPart]:
         self._held += piece
@@ -80,57 +90,66 @@ class Parser(AnswerParser):
             pass
         return parts
 
-    def flush(self) -> list[OutputPart]:
-        if self._calls.is_full:
-            return []
-        pending, self._held = "".join((*self._call, self._held)), ""
-        self._call = []
+    def flush(self, *, is_cut: bool = False) -> list[OutputPart]:
         parts: list[OutputPart] = []
-        if self._state == "call":
-            start, end = self._pair
-            self._state = "text"
-            if not end:
-                parts = self._read(pending)
-            if not parts:
-                parts = self._to_parts(start + pending, is_call=True)
-        else:
-            parts = self._to_parts(pending)
+        ending = Ending.CUT if is_cut else Ending.END
+        while self._held or self._state in ("call", "draft"):
+            held, self._held = self._held, ""
+            if self._calls.is_full:
+                break
+            self._take(held, parts)
+            if self._state == "draft":
+                self._end_draft(parts, ending)
+            elif self._state == "call":
+                if not self._read(parts, ending):
+                    parts += self._to_parts(self._tail.text, is_call=True)
+                    self._state = "text"
+                while self._advance(parts):
+                    pass
         if not self.is_thinking:
             parts += self._flush_forced()
         return parts
 
     def _advance(self, parts: list[OutputPart]) -> bool:
-        """Add the parts up to the next mark; return True if there was one."""
+        """Take the text up to the next mark; return True if there may be another."""
         if self._calls.is_full or self._is_waiting():
             return False
-        marks = self._marks()
-        held = self._held
+        marks, held = self._marks(), self._held
         matches = [(held.find(mark), -len(mark), mark) for mark in marks if mark in held]
         if not matches:
-            cut = len(self._held) - held_back(self._held, marks)
-            sure, self._held = self._held[:cut], self._held[cut:]
-            if self._state == "call":
-                self._call.append(sure)
-            else:
-                parts += self._to_parts(sure)
-            return False
+            cut = len(held) - held_back(held, marks)
+            self._held = held[cut:]
+            self._take(held[:cut], parts)
+            is_early = self._state == "call" and self._tail.is_early
+            return is_early and self._read(parts, Ending.MORE)
         at, _, mark = min(matches)
-        before, self._held = self._held[:at], self._held[at + len(mark) :]
-        if self._state == "call":
-            before, self._call = "".join((*self._call, before)), []
-            start, end = self._pair
-            parts += self._read(before) or self._to_parts(start + before + end, is_call=True)
-        else:
-            parts += self._to_parts(before)
-        self._enter(marks[mark], mark)
+        self._held = held[at + len(mark) :]
+        self._take(held[:at], parts)
+        if self._state != "call":
+            self._enter(marks[mark], mark, parts)
+            return True
+        self._tail.add(mark)
+        if self._tail.is_due:
+            self._read(parts, Ending.MORE)
         return True
 
-    def _enter(self, following: _Next, mark: str) -> None:
-        was_thinking = self._state == "thinking"
+    def _take(self, text: str, parts: list[OutputPart]) -> None:
+        if self._state in ("call", "draft"):
+            self._tail.add(text)
+        else:
+            parts += self._to_parts(text)
+        if self._state == "draft" and self._tail.size > DRAFT_SIZE:
+            self._state = "thinking"
+            parts += self._to_parts(self._tail.text)
+
+    def _enter(self, following: _Next, mark: str, parts: list[OutputPart]) -> None:
+        was_thinking = self.is_thinking
+        if self._state == "draft":
+            parts += self._to_parts(self._tail.text)
         if following == "thinking" or was_thinking:
             self._may_think = not self._is_bound
-        if following == "call":
-            self._pair = next(pair for pair in self._markup.calls if pair[0] == mark)
+        if following in ("call", "draft"):
+            self._tail = _Tail(mark)
         if following != "noise":
             self._state = following
         self._may_be_bare = self._may_be_bare and following != "call"
@@ -146,23 +165,25 @@ class Parser(AnswerParser):
             return True
         self._may_be_bare = False
         if match is not None:
-            self._state, self._pair = "call", ("", "")
+            self._state, self._tail = "call", _Tail("")
         return False
 
     def _marks(self) -> dict[str, _Next]:
         """Return the marks that count in this state, and the state that each leads to."""
         markup = self._markup
-        if self._state == "thinking":
-            return dict.fromkeys(markup.closes, "text")
         if self._state == "call":
-            if self._pair[1]:
-                return {self._pair[1]: "text"}
-            return {start: "call" for start, _ in markup.calls}
-        marks: dict[str, _Next] = dict.fromkeys(markup.noise, "noise")
+            return dict.fromkeys((*markup.calls, *markup.call_ends), "call")
+        if self.is_thinking:
+            marks: dict[str, _Next] = dict.fromkeys(markup.closes, "text")
+            if self._state == "thinking" and self.mode == "free" and not self._is_bound:
+                for mark in markup.calls:
+                    marks[mark] = "call" if mark.startswith(SPECIAL) else "draft"
+            return marks
+        marks = dict.fromkeys(markup.noise, "noise")
         if self._may_think and not self._has_text:
             marks |= dict.fromkeys(markup.opens, "thinking")
         if self.mode == "free" or (self.mode == "either" and not self._has_text):
-            marks |= {start: "call" for start, _ in markup.calls}
+            marks |= dict.fromkeys(markup.calls, "call")
         return marks
 
     def _to_parts(self, pending: str, *, is_call: bool = False) -> list[OutputPart]:
@@ -183,13 +204,106 @@ class Parser(AnswerParser):
             self._may_think = self._may_think and not self._is_bound
         return self._answer(text)
 
-    def _read(self, pending: str) -> list[OutputPart]:
-        """Return finished calls as parts; none if they cannot be read."""
+    def _read(self, parts: list[OutputPart], ending: Ending) -> bool:
+        """Read the call under way; return True if that settles it."""
         assert self._markup.read is not None
+        spelled = self._tail.text
         try:
-            calls = self._calls.write(self._markup.read(spell_out(pending)))
-        except Exception:  # parsers raise whatever they trip over
+            reading = self._markup.read(spell_out(spelled), 0, ending)
+        except Exception:  # readers raise whatever they trip over
+            is_closed = spelled.endswith(self._markup.call_ends)
+            shown = spelled if is_closed else self._tail.opening
+            reading = Reading((), len(spell_out(shown)))
+        if reading is None:
+            self._tail.put_off()
+            return False
+        end = letters_at(spelled, reading.end)
+        calls = self._write(reading.calls)
+        parts += calls or self._to_parts(spelled[:end], is_call=True)
+        self._state, self._is_fresh = "text", bool(calls)
+        rest = spelled[end:]
+        if reading.is_last:
+            parts += self._to_parts(rest, is_call=True)
+        else:
+            self._held = rest + self._held
+        return True
+
+    def _end_draft(self, parts: list[OutputPart], ending: Ending) -> None:
+        """Return the calls that a thought ends with, or else the rest of the thought."""
+        spelled = self._tail.text
+        begin, read = self._last_calls(spell_out(spelled)) if ending is Ending.END else (0, [])
+        calls = self._write(read)
+        parts += self._to_parts(spelled[: letters_at(spelled, begin)] if calls else spelled)
+        parts += calls
+        self._state = "text" if calls else "thinking"
+
+    def _last_calls(self, text: str) -> tuple[int, list[Call]]:
+        """Return the calls that a text ends with, and where they begin."""
+        assert self._markup.read is not None
+        starts, noise = map(_any, (self._markup.calls, self._markup.noise))
+        calls: list[Call] = []
+        begin = len(text)
+        start = starts.search(text)
+        while start is not None:
+            try:
+                reading = self._markup.read(text, start.start(), Ending.END)
+            except Exception:
+                reading = Reading((), start.end())
+            if reading is None:
+                return len(text), []
+            if not calls:
+                begin = start.start()
+            calls = [*calls, *reading.calls] if reading.calls else []
+            start = starts.search(text, reading.end)
+            between = text[reading.end : len(text) if start is None else start.start()]
+            if noise.sub("", between).strip():
+                calls = []
+        return begin, calls
+
+    def _write(self, read: Sequence[Call]) -> list[OutputPart]:
+        """Return finished calls as parts; none if they cannot be written."""
+        try:
+            calls = self._calls.write(read)
+        except Exception:  # arguments that JSON has no words for
             return []
         if calls:
             self._has_text = False
         return [OutputPart(call=call) for call in calls]
+
+
+def _any(marks: Sequence[str]) -> re.Pattern[str]:
+    """Return a pattern of marks, in plain letters."""
+    return re.compile("|".join(re.escape(spell_out(mark)) for mark in marks) or "(?!)")
+
+
+class _Tail:
+    """The answer from a mark on that may begin a call, and when it is worth reading again."""
+
+    def __init__(self, opening: str) -> None:
+        self.opening = opening  # empty for a call without any mark
+        self.size = len(opening)
+        self._pieces = [opening]
+        self._reads = 0
+        self._due = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    @property
+    def is_early(self) -> bool:
+        """Return True once, when a mark in prose shows that it begins no call."""
+        return self._reads == 0 and self.size >= EARLY
+
+    @property
+    def is_due(self) -> bool:
+        return self._reads < PROMPT_READS or self.size >= self._due
+
+    def add(self, text: str) -> None:
+        self._pieces.append(text)
+        self.size += len(text)
+
+    def put_off(self) -> None:
+        """Wait for more text, lest twice the text be four times the work."""
+        self._reads += 1
+        self._due = self.size * 3 // 2

@@ -177,7 +177,7 @@ class Sequence:
 
     def end_early(self) -> list[Delta]:
         """End the answer here with `length`; return what was held back."""
-        return self._deltas(self._output.finish(), "length", reasoned=False, tokens=0)
+        return self._deltas(self._output.finish(is_cut=True), "length", reasoned=False, tokens=0)
 
     def suspect(self, *, is_read_alone: bool) -> None:
         """Prepare to be read again after a step that failed."""
@@ -255,7 +255,7 @@ class Sequence:
         if self.is_over:
             ended = "stop"
         if ended is not None:
-            parts += self._output.finish()
+            parts += self._output.finish(is_cut=ended == "length")
         if ended == "stop" and self._output.parser.calls:
             ended = "tool_calls"
         return self._deltas(parts, ended, reasoned=was_thinking)

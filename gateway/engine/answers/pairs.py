@@ -1,0 +1,292 @@
+"""Calls whose arguments are pairs of a name and a text, as most families of agents write them.
+
+    <tool_call>
+    <function=write>
+    <parameter=path>
+    a.py
+    </parameter>
+    </function>
+    </tool_call>
+
+A text may hold any of these marks, so a mark counts by where it stands: a text ends where its end
+mark and then the next pair or the call's end follow, and never inside a whole call or pair that
+the text itself holds. Models leave out marks, too. If that reading finds no end, a text also ends
+where a pair begins that the function declares, and where the call ends without the text's mark.
+"""
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from html import unescape
+from typing import Any
+
+import regex  # type: ignore[import-untyped]
+
+from gateway.engine.answers.call_reading import Call, Ending, Reading, Schemas
+from gateway.engine.answers.tool_parsers import convert_arguments, types_of
+
+_GAP = r"(?:\s|\\n)*+"
+_NAMED_GROUP = regex.compile(r"\(\?P<\w+>")
+_CDATA = regex.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", regex.DOTALL)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The marks of one family's calls, as it writes them and as patterns that read them.
+
+    A call's `name`, a pair's `key` and, in some families, `is_text` are groups of the patterns.
+    """
+
+    call: str  # "<function={name}>\n{pairs}</function>"
+    pair: str  # "<parameter={key}>\n{value}\n</parameter>\n"
+    head: str  # a pattern of a call's beginning
+    key: str  # a pattern of a pair's beginning
+    blocks: Sequence[tuple[str, str]] = ()  # marks around calls
+
+    @cached_property
+    def marks(self) -> tuple[tuple[str, str], ...]:
+        """List the marks that begin calls, each with the one that ends them if there is one."""
+        opening = self.call.partition("{name}")[0].rstrip("\"'")
+        return (*self.blocks, (opening, "")) if opening else tuple(self.blocks)
+
+    @cached_property
+    def value_end(self) -> str:
+        return self.pair.partition("{value}")[2].strip()
+
+    @cached_property
+    def call_end(self) -> str:
+        return self.call.partition("{pairs}")[2].strip() or self.blocks[0][1]
+
+    @property
+    def wraps(self) -> bool:
+        """Return True if texts stand on lines of their own."""
+        return "\n{value}\n" in self.pair
+
+    @cached_property
+    def _closing(self) -> str:
+        return f"{regex.escape(self.call_end)}(?:{_GAP}{_any(end for _, end in self.blocks)})?"
+
+    @cached_property
+    def _opening(self) -> str:
+        """A pattern of a call's beginning, up to its first pair or its end."""
+        is_bare = len(self.marks) > len(self.blocks)
+        block = f"(?:{_any(start for start, _ in self.blocks)}{_GAP}){'?' * is_bare}"
+        return f"{block}{self.head}{_GAP}"
+
+    @cached_property
+    def head_pattern(self) -> Any:
+        return regex.compile(f"{self._opening}(?:(?={self.key})|(?P<empty>{self._closing}))")
+
+    @cached_property
+    def key_pattern(self) -> Any:
+        return regex.compile(self.key)
+
+    @cached_property
+    def event_pattern(self) -> Any:
+        """Whatever may end a text, or begin something inside it."""
+        key, opening = (_NAMED_GROUP.sub("(?:", each) for each in (self.key, self._opening))
+        value_end = regex.escape(self.value_end)
+        return regex.compile(
+            f"(?P<closed>{value_end}{_GAP}{self._closing})"
+            f"|{value_end}{_GAP}(?P<next>{key})"
+            f"|(?P<abrupt>{value_end}(?={_GAP}{opening}{key}))"
+            f"|(?P<stray>{value_end})"
+            f"|(?P<open>{opening}(?={key}))"
+            f"|(?P<empty>{opening}{self._closing})"
+            f"|(?P<key>{key})"
+            f"|(?P<unclosed>{self._closing})"
+        )
+
+    def __call__(self, text: str, at: int, schemas: Schemas, ending: Ending) -> Reading | None:
+        head = self.head_pattern.match(text, at, partial=True)
+        if head is None:
+            raise ValueError("no call")
+        if head.partial:
+            return None
+        name = _unquote(head["name"])
+        starts = tuple(start for start, _ in self.blocks)
+        if starts and name not in schemas and not text.startswith(starts, at):
+            raise ValueError("no function has that name")
+        if head["empty"]:
+            return Reading([{"name": name, "arguments": {}}], head.end())
+        schema = schemas.get(name, {})
+        scan = self._scan(text, head.end(), schema, schemas, ending)
+        if scan is None:
+            return None
+        arguments = self._arguments(scan.texts, schema)
+        is_in_doubt = scan.is_lenient or ending is Ending.CUT
+        if is_in_doubt and not _names(schema, "required") <= arguments.keys():
+            return None
+        assert scan.end is not None
+        return Reading([{"name": name, "arguments": arguments}], min(scan.end, len(text)))
+
+    def _scan(
+        self, text: str, at: int, schema: Mapping[str, Any], schemas: Schemas, ending: Ending
+    ) -> "_Scan | None":
+        """Look for a call's end; return None if it is in doubt, or may depend on more text."""
+        scan = _Scan(self, text, at, _names(schema, "properties"), schemas)
+        if ending is Ending.MORE:
+            starts = tuple(start for start, _ in self.marks)
+            follows = scan.end is not None and text[scan.end :].lstrip().startswith(starts)
+            return scan if follows or scan.is_settled else None
+        if scan.end is not None:
+            return scan
+        if ending is Ending.CUT or (scan.depth and scan.holds_calls):
+            return None
+        if text.rstrip().endswith(self.value_end):  # at least the text's end is there
+            text = text.rstrip() + self.call_end
+        scan = _Scan(
+            self,
+            text,
+            at,
+            _names(schema, "properties"),
+            schemas,
+            is_lenient=True,
+            is_flat=scan.depth > 0,
+        )
+        is_last = scan.end is not None and not text[scan.end :].strip()
+        return scan if is_last or scan.is_settled else None
+
+    def _arguments(
+        self, texts: Sequence[tuple[Any, str]], schema: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the values that texts stand for, as the family or else the schema says."""
+        arguments: dict[str, Any] = {}
+        for key, text in texts:
+            kind = key.groupdict().get("kind")
+            cdata = _CDATA.fullmatch(text)
+            if cdata is not None:
+                text = cdata[1]
+            if key["key"] is None:  # all arguments at once
+                arguments |= json.loads(text, strict=False)
+            elif kind in ("true", "string"):
+                arguments[_unquote(key["key"])] = text
+            else:
+                name = _unquote(key["key"])
+                arguments[name] = _value(name, text, {} if kind else schema)
+        (name, value), *others = arguments.items()
+        is_wrapped = name in ("arguments", "parameters") and name not in _names(
+            schema, "properties"
+        )
+        if is_wrapped and not others and isinstance(value, dict):
+            return value
+        return arguments
+
+    def write(self, calls: Sequence[Call]) -> str:
+        """Write calls as a model of the family does."""
+        begin, end = (f"{mark}\n" for mark in self.blocks[0]) if self.blocks else ("", "")
+        written = []
+        for call in calls:
+            pairs = [self._write_pair(*pair) for pair in call["arguments"].items()]
+            written.append(self.call.format(name=call["name"], pairs="".join(pairs)))
+        return "".join(f"{begin}{call}{end}" for call in written)
+
+    def _write_pair(self, key: str, value: Any) -> str:
+        is_text = isinstance(value, str)
+        text = value if is_text else json.dumps(value, ensure_ascii=False)
+        kind = "string" if is_text else "object"
+        return self.pair.format(key=key, value=text, is_text=str(is_text).lower(), kind=kind)
+
+
+class _Scan:
+    """One look through a text for the end of a call whose first pair begins at a place.
+
+    An end counts unless something after it, and before another call, ends a text as well.
+    """
+
+    def __init__(
+        self,
+        form: Pairs,
+        text: str,
+        at: int,
+        declared: Collection[str],
+        schemas: Schemas,
+        *,
+        is_lenient: bool = False,
+        is_flat: bool = False,
+    ) -> None:
+        self.texts: list[tuple[Any, str]] = []  # each behind its key's match
+        self.end: int | None = None  # the call's
+        self.is_settled = False  # another call follows
+        self.is_lenient = is_lenient  # marks may be left out
+        self.depth = 0  # of calls inside a text
+        self.holds_calls = False  # of functions that may be called
+        self._is_flat = is_flat  # calls inside a text don't count
+        self._form, self._text = form, text
+        self._declared, self._schemas = declared, schemas
+        self._key = form.key_pattern.match(text, at)
+        self._value_end = at
+        self._inner = 0  # pairs inside a text, not ended yet
+        for event in form.event_pattern.finditer(text, self._key.end()):
+            self._take(event, event.lastgroup)
+            if self.is_settled:
+                break
+        if self.end is not None:
+            self._add_text()
+
+    def _take(self, event: Any, kind: str) -> None:
+        if kind in ("open", "empty"):
+            self.is_settled = self.end is not None
+            if kind == "open" and not (self.is_settled or self._is_flat):
+                self.depth += 1
+                name = self._form.head_pattern.match(self._text, event.start())["name"]
+                self.holds_calls = self.holds_calls or _unquote(name) in self._schemas
+        elif self.depth:
+            if kind == "closed":
+                self.depth -= 1
+        elif kind == "next" or (kind == "key" and self.is_lenient):
+            self._begin(event, kind)
+        elif kind == "key":
+            self._inner += 1
+        elif kind == "closed" and not self._inner:
+            self._value_end, self.end = event.span()
+        elif self.is_lenient and self.end is None and kind in ("unclosed", "abrupt"):
+            self._value_end, self.end = event.span()
+            self.is_settled = kind == "abrupt"
+        elif kind != "unclosed":
+            self._inner = max(0, self._inner - 1)
+
+    def _begin(self, event: Any, kind: str) -> None:
+        """Begin the next pair, unless what looks like one is part of a text."""
+        key = self._form.key_pattern.match(self._text, event.start(kind))
+        is_closed = kind == "next"
+        names = {self._key["key"], *(each["key"] for each, _ in self.texts)}
+        is_declared = _unquote(key["key"] or "") in self._declared
+        is_free = is_closed and not self._inner
+        if key["key"] in names or not (is_declared or is_free):
+            if not self.is_lenient:
+                self._inner = max(1, self._inner)
+        elif is_closed or self.end is None:
+            self._value_end = event.start()
+            self._add_text()
+            self._key, self.end, self._inner = key, None, 0
+
+    def _add_text(self) -> None:
+        text = self._text[self._key.end() : self._value_end]
+        if self._form.wraps:
+            text = text.removeprefix("\n").removesuffix("\n")
+        elif not self._text.startswith(self._form.value_end, self._value_end):
+            text = text.removesuffix("\n")
+        self.texts.append((self._key, text))
+
+
+def _any(marks: Iterable[str]) -> str:
+    return f"(?:{'|'.join(map(regex.escape, marks))})"
+
+
+def _names(schema: Mapping[str, Any], keyword: str) -> set[str]:
+    """Return the names in a schema's `properties` or `required`, none if they are malformed."""
+    names = schema.get(keyword)
+    listed = names if isinstance(names, Mapping | list) else ()
+    return {name for name in listed if isinstance(name, str)}
+
+
+def _unquote(name: str) -> str:
+    return unescape(name.strip().strip("\"'"))
+
+
+def _value(name: str, text: str, schema: Mapping[str, Any]) -> Any:
+    properties = schema.get("properties")
+    stated = properties.get(name) if isinstance(properties, Mapping) else None
+    return convert_arguments(text, types_of(stated, schema))
