@@ -218,7 +218,10 @@ class _Scan:
         self._key = form.key_pattern.match(text, at)
         self._value_end = at
         self._inner = 0  # pairs inside a text, not ended yet
-        for event in form.event_pattern.finditer(text, self._key.end()):
+        events = list(form.event_pattern.finditer(text, self._key.end()))
+        keys = [form.key_pattern.match(event["next"]) for event in events if event["next"]]
+        self._following = {key["key"] for key in keys}  # of pairs after a text that has its end
+        for event in events:
             self._take(event, event.lastgroup)
             if self.is_settled:
                 break
@@ -254,6 +257,8 @@ class _Scan:
         names = {self._key["key"], *(each["key"] for each, _ in self.texts)}
         is_declared = _unquote(key["key"] or "") in self._declared
         is_free = is_closed and not self._inner
+        if not is_closed:
+            names |= self._following
         if key["key"] in names or not (is_declared or is_free):
             if not self.is_lenient:
                 self._inner = max(1, self._inner)

@@ -24,6 +24,8 @@ _Next = Literal["text", "thinking", "call", "draft", "noise"]
 
 EARLY: Final = 128  # characters, by which a mark in prose shows that it begins no call
 PROMPT_READS: Final = 8  # of one call; more are made as its text grows by half
+LAST_READS: Final = 32  # of calls that only the answer's end settles
+PIECE: Final = 2048  # characters that are searched at once
 DRAFT_SIZE: Final = 1 << 17  # characters of a thought that may end with a call, 4 bytes at most
 
 
@@ -72,6 +74,8 @@ class Parser(AnswerParser):
         self._markup = markup
         self._state: _State = "thinking" if is_thinking else "text"
         self._held = ""
+        self._later: list[str] = []  # text behind it, the last first: more than a piece is held
+        self._is_over = False
         self._tail = _Tail("")
         self._is_fresh = is_thinking  # white space after a mark is not part of any text
         self._is_bound = is_bound
@@ -86,33 +90,53 @@ class Parser(AnswerParser):
     def push(self, piece: str) -> list[OutputPart]:
         self._held += piece
         parts: list[OutputPart] = []
-        while self._advance(parts):
-            pass
+        self._drain(parts)
         return parts
 
     def flush(self, *, is_cut: bool = False) -> list[OutputPart]:
-        parts: list[OutputPart] = []
         ending = Ending.CUT if is_cut else Ending.END
-        while self._held or self._state in ("call", "draft"):
-            held, self._held = self._held, ""
+        parts: list[OutputPart] = []
+        self._is_over = True
+        for reads in range(LAST_READS, -1, -1):
             if self._calls.is_full:
                 break
-            self._take(held, parts)
+            self._take("".join((self._held, *reversed(self._later))), parts)
+            self._held, self._later = "", []
             if self._state == "draft":
                 self._end_draft(parts, ending)
-            elif self._state == "call":
-                if not self._read(parts, ending):
-                    parts += self._to_parts(self._tail.text, is_call=True)
-                    self._state = "text"
-                while self._advance(parts):
-                    pass
+            elif self._state != "call":
+                break
+            elif not reads or not self._read(parts, ending):
+                self._state = "text"
+                parts += self._to_parts(self._tail.text, is_call=True)
+            self._drain(parts)
         if not self.is_thinking:
             parts += self._flush_forced()
         return parts
 
+    def _drain(self, parts: list[OutputPart]) -> None:
+        """Take all of the text that is certain."""
+        while not self._calls.is_full and (self._advance(parts) or self._feed()):
+            pass
+
+    def _feed(self) -> bool:
+        """Bring up a piece of the text that was kept for a call; return False without any."""
+        if not self._later or self._is_last_call:
+            return False
+        text = self._later.pop()
+        self._held += text[:PIECE]
+        if len(text) > PIECE:
+            self._later.append(text[PIECE:])
+        return True
+
+    @property
+    def _is_last_call(self) -> bool:
+        """Return True if all the rest belongs to the call under way, for all that is known."""
+        return self._is_over and self._state == "call"
+
     def _advance(self, parts: list[OutputPart]) -> bool:
         """Take the text up to the next mark; return True if there may be another."""
-        if self._calls.is_full or self._is_waiting():
+        if self._is_waiting() or self._is_last_call:
             return False
         marks, held = self._marks(), self._held
         matches = [(held.find(mark), -len(mark), mark) for mark in marks if mark in held]
@@ -134,6 +158,7 @@ class Parser(AnswerParser):
         return True
 
     def _take(self, text: str, parts: list[OutputPart]) -> None:
+        """Take text that has no mark."""
         if self._state in ("call", "draft"):
             self._tail.add(text)
         else:
@@ -205,7 +230,7 @@ class Parser(AnswerParser):
         return self._answer(text)
 
     def _read(self, parts: list[OutputPart], ending: Ending) -> bool:
-        """Read the call under way; return True if that settles it."""
+        """Read the call under way; return True once it is settled."""
         assert self._markup.read is not None
         spelled = self._tail.text
         try:
@@ -225,11 +250,12 @@ class Parser(AnswerParser):
         if reading.is_last:
             parts += self._to_parts(rest, is_call=True)
         else:
-            self._held = rest + self._held
+            self._later += [self._held, rest]
+            self._held = ""
         return True
 
     def _end_draft(self, parts: list[OutputPart], ending: Ending) -> None:
-        """Return the calls that a thought ends with, or else the rest of the thought."""
+        """Add the calls that a thought ends with, or else the rest of the thought."""
         spelled = self._tail.text
         begin, read = self._last_calls(spell_out(spelled)) if ending is Ending.END else (0, [])
         calls = self._write(read)
