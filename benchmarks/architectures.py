@@ -116,7 +116,7 @@ def compare(folder: Path, reference: Reference, vocab_size: int) -> dict[str, st
     demo = REPOSITORY / "demo" / "chat"
     wrapper = wrap_folder_tokenizer(demo, name="demo", eos_ids=[0])
     chat = chat_tokenizer(wrapper, name="demo", model_type="llama")
-    chat.eos_ids = frozenset()
+    chat.answers.eos_ids = frozenset()
     drawn = random.Random(1)
     prompts = [[drawn.randrange(1, vocab_size) for _ in range(n)] for n in (4, 9, 33, 70, 17)]
     longer = [*prompts[3], *prompts[2]]

@@ -3,13 +3,16 @@
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gateway.api.endpoints import ENDPOINTS
 from gateway.api.openapi import Endpoint, template
 from gateway.app.limits import budget_bytes
 from gateway.cli.recommend import GIB, Fit, fits, working_set
+from gateway.engine.answers.reasoning import REASONING_FORMATS, ReasoningFormat
+from gateway.engine.answers.tool_formats import TOOL_FORMATS, ToolFormat
 from gateway.logs import human_bytes
+from gateway.registry.parsers import REASONING_PARSERS, TOOL_PARSERS
 from gateway.registry.schema import describe_fields
 from gateway.settings import Settings, variable
 from gateway.settings.sources import in_words
@@ -21,6 +24,7 @@ DEFAULTS = {  # which are worked out
 }
 DOCS = Path(__file__).parents[1] / "docs"
 MEMORIES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # GB, of a Mac
+Form = TypeVar("Form", ToolFormat, ReasoningFormat)
 NAMED = 6  # models in a cell
 
 
@@ -120,11 +124,42 @@ def _names(fits: list[Fit]) -> str:
     return ", ".join([*names[:NAMED], *(["…"] if names[NAMED:] else [])])
 
 
+def tools_table() -> str:
+    """Return the table of docs/tools.md: how each family's calls are read, by all its names."""
+    rows = [
+        f"| {_all_names(tools.name, TOOL_PARSERS)} | {tools.models} |"
+        for tools in _by_models(TOOL_FORMATS.values())
+    ]
+    return "\n".join(["| `tool_parser` | Models |", "| --- | --- |", *rows])
+
+
+def reasoning_table() -> str:
+    """Return the table of docs/tools.md: the marks of thinking, by all names of each."""
+    rows = ["| `reasoning_parser` | Models | Marks |", "| --- | --- | --- |"]
+    for thinking in _by_models(REASONING_FORMATS.values()):
+        pairs = zip(thinking.starts, thinking.ends, strict=True)
+        marks = ", ".join(f"`{start}` … `{end}`" for start, end in pairs).replace("|", "\\|")
+        names = _all_names(thinking.name, REASONING_PARSERS)
+        rows.append(f"| {names} | {thinking.models} | {marks} |")
+    return "\n".join(rows)
+
+
+def _by_models(forms: Iterable[Form]) -> list[Form]:
+    return sorted(forms, key=lambda form: (form.name == "none", form.models.casefold()))
+
+
+def _all_names(name: str, parsers: Mapping[str, tuple[str, ...]]) -> str:
+    others = ", ".join(f"`{other}`" for other in parsers[name])
+    return f"`{name}`{f' ({others})' if others else ''}"
+
+
 TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     "settings": (DOCS / "settings.md", environment_table),
     "endpoints": (DOCS / "api.md", lambda: endpoints_table(ENDPOINTS)),
     "memory": (DOCS / "models.md", memory_table),
     "fields": (DOCS / "api.md", lambda: fields_table(ENDPOINTS)),
+    "tools": (DOCS / "tools.md", tools_table),
+    "reasoning": (DOCS / "tools.md", reasoning_table),
 }
 
 

@@ -5,6 +5,7 @@ yaml_lines   YAML text → plain values and their lines; ${VAR:-default} in any 
 variables    GATEWAY_<ID>_<KEY>: environment variables for any key of any model
 specs        the keys of each model, with types and bounds
 fields       the types of their values: what may be written, and what it is read as
+parsers      the names of the formats of tool calls and thinking
 sources      where a model's files come from: hub, folder, installed package
 catalogue    models by short names that come with the gateway, and what was read of them
 catalog      the models of one reading, found by id or alias; immutable

@@ -2,8 +2,9 @@
 
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 from pydantic import (
     AfterValidator,
@@ -14,6 +15,7 @@ from pydantic import (
 )
 
 from gateway.registry.names import did_you_mean, nearest
+from gateway.registry.parsers import REASONING_PARSERS, TOOL_PARSERS, canonical_names
 from gateway.registry.sources import SOURCE_PATTERN, Source, parse_source
 
 Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\s,]+$")]
@@ -80,42 +82,22 @@ Sizes = Annotated[
     BeforeValidator(_sizes, json_schema_input_type=bool | list[Size] | _SizesText),
 ]
 
-# vLLM's names, and mlx-lm's where it has others. With `none` no text is read as either.
-TOOL_PARSERS: Final = frozenset(
-    {
-        "cohere_command3", "cohere_command4", "command_r", "deepseek_v3", "deepseek_v31",
-        "deepseek_v32", "deepseek_v4", "function_gemma", "functiongemma", "gemma4", "glm45",
-        "glm47", "granite", "granite4", "hermes", "hunyuan_a13b", "json_tools", "kimi_k2",
-        "kimi_k3", "laguna", "lfm2", "llama3_json", "llama4_json", "llama4_pythonic", "longcat",
-        "mimo", "minicpm5", "minimax_m2", "mistral", "muse_spark", "nemotron_nano_v2", "none",
-        "openai", "phi4_mini_json", "poolside_v1", "pythonic", "qwen3_coder", "qwen3_xml",
-        "seed_oss", "step3p5",
-    }
-)  # fmt: skip
-REASONING_PARSERS: Final = frozenset(
-    {
-        "cohere_command3", "cohere_command4", "deepseek_r1", "deepseek_v3", "deepseek_v4",
-        "ernie45", "exaone4", "exaone_deep", "gemma4", "glm45", "glm47", "granite",
-        "granite_response", "holo2", "hunyuan_a13b", "kimi_k2", "kimi_k3", "longcat", "mimo",
-        "minimax_m2", "mistral", "muse_spark", "nemotron_v3", "none", "olmo3", "openai_gptoss",
-        "poolside_v1", "qwen3", "seed_oss", "step3", "step3p5", "think_tokens",
-    }
-)  # fmt: skip
 
-
-def _check_name(value: str, names: frozenset[str]) -> str:
+def _check_name(value: str, names: Collection[str]) -> str:
     if value not in names:
         raise ValueError(f"no parser is named {value!r}{did_you_mean(nearest(value, names))}")
     return value
 
 
+_TOOL_NAMES = sorted(canonical_names(TOOL_PARSERS))
+_REASONING_NAMES = sorted(canonical_names(REASONING_PARSERS))
 ToolParser = Annotated[
     str,
-    AfterValidator(lambda value: _check_name(value, TOOL_PARSERS)),
-    WithJsonSchema({"type": "string", "enum": sorted(TOOL_PARSERS)}),
+    AfterValidator(lambda value: _check_name(value, _TOOL_NAMES)),
+    WithJsonSchema({"type": "string", "enum": _TOOL_NAMES}),
 ]
 ReasoningParser = Annotated[
     str,
-    AfterValidator(lambda value: _check_name(value, REASONING_PARSERS)),
-    WithJsonSchema({"type": "string", "enum": sorted(REASONING_PARSERS)}),
+    AfterValidator(lambda value: _check_name(value, _REASONING_NAMES)),
+    WithJsonSchema({"type": "string", "enum": _REASONING_NAMES}),
 ]

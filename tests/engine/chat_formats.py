@@ -71,7 +71,7 @@ def row(functions: Sequence[Function] = (), **given: Any) -> SequenceParams:
 
 def said(chat: ChatTokenizer, job: SequenceParams, text: str) -> dict[str, Any]:
     """Say a text, token by token, and gather what was heard."""
-    output = chat.output_processor(job)
+    output = chat.answers.output_processor(job)
     ids = chat.backend.encode(text, add_special_tokens=False).ids
     parts = [part for i in ids for part in output.push(i, None, is_shown_as_text=True)]
     return gathered([*parts, *output.finish()])

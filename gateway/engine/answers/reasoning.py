@@ -1,7 +1,6 @@
 """How models mark their thinking, and whether a sequence is thinking, judged by its tokens.
 
-The names are vLLM's (`--reasoning-parser`). Sources: vllm/reasoning/*.py and the chat templates of
-the model families.
+Sources: vllm/reasoning/*.py and the chat templates of the model families.
 """
 
 import re
@@ -12,14 +11,17 @@ from types import MappingProxyType
 from gateway.engine.answers.harmony import HARMONY_TOKENS
 from gateway.engine.answers.output_parts import AnswerParser
 from gateway.engine.answers.stop_strings import held_back
+from gateway.registry.parsers import REASONING_PARSERS, canonical_names
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """Marks that open and close thinking."""
+    """Marks that open and close thinking, and the models that write them."""
 
-    starts: tuple[str, ...]
-    ends: tuple[str, ...]
+    name: str  # the canonical one (registry/parsers.py)
+    models: str  # in words, for docs/tools.md
+    starts: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
     noise: tuple[str, ...] = ()  # further marks, to be dropped
 
     @property
@@ -27,74 +29,73 @@ class ReasoningFormat:
         return (*self.starts, *self.ends, *self.noise)
 
 
-THINK = ReasoningFormat(("<think>",), ("</think>",))
 # Thinking is in channels, not between marks; their parser has a file of its own.
-HARMONY = ReasoningFormat((), (), HARMONY_TOKENS)
-NONE = ReasoningFormat((), ())
-
+HARMONY = ReasoningFormat("openai_gptoss", "gpt-oss, Muse Spark: in channels", noise=HARMONY_TOKENS)
+_THINK = (("<think>",), ("</think>",))
 # In the order in which they are looked for.
-_OWN: Mapping[str, ReasoningFormat] = {
-    "openai_gptoss": HARMONY,
-    "muse_spark": HARMONY,
-    # IBM's Granite 3.3 puts its answer between marks as well.
-    "granite_response": ReasoningFormat(("<think>",), ("</think>",), ("<response>", "</response>")),
-    "hunyuan_a13b": ReasoningFormat(("<think>",), ("</think>",), ("<answer>", "</answer>")),
-    "qwen3": THINK,
-    "longcat": ReasoningFormat(("<longcat_think>",), ("</longcat_think>",)),
-    "think_tokens": ReasoningFormat(("<|think:start|>",), ("<|think:end|>",)),
-    "mistral": ReasoningFormat(("[THINK]",), ("[/THINK]",)),
-    "seed_oss": ReasoningFormat(("<seed:think>",), ("</seed:think>",)),
-    "cohere_command3": ReasoningFormat(
-        ("<|START_THINKING|>",),
-        ("<|END_THINKING|>",),
+_ROWS = (
+    HARMONY,
+    # These two put their answer between marks as well.
+    ReasoningFormat(
+        "granite_response", "Granite 3.3, with its answer in `<response>`", *_THINK,
+        ("<response>", "</response>"),
+    ),
+    ReasoningFormat(
+        "hunyuan_a13b", "Hunyuan A13B, with its answer in `<answer>`", *_THINK,
+        ("<answer>", "</answer>"),
+    ),
+    ReasoningFormat("qwen3", "Qwen 3, DeepSeek, GLM and most others", *_THINK),
+    ReasoningFormat("longcat", "LongCat", ("<longcat_think>",), ("</longcat_think>",)),
+    ReasoningFormat(
+        "think_tokens", "others, with these marks", ("<|think:start|>",), ("<|think:end|>",)
+    ),
+    ReasoningFormat("mistral", "Magistral, Ministral", ("[THINK]",), ("[/THINK]",)),
+    ReasoningFormat("seed_oss", "Seed-OSS", ("<seed:think>",), ("</seed:think>",)),
+    ReasoningFormat(
+        "cohere_command3", "Command A", ("<|START_THINKING|>",), ("<|END_THINKING|>",),
         ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
     ),
-    "gemma4": ReasoningFormat(("<|channel>thought",), ("<channel|>",)),
-    "kimi_k3": ReasoningFormat(
-        ("<|open|>think<|sep|>",),
-        ("<|close|>think<|sep|>",),
+    ReasoningFormat("gemma4", "Gemma 4", ("<|channel>thought",), ("<channel|>",)),
+    ReasoningFormat(
+        "kimi_k3", "Kimi K3", ("<|open|>think<|sep|>",), ("<|close|>think<|sep|>",),
         ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
     ),
-    "exaone_deep": ReasoningFormat(("<thought>",), ("</thought>",)),
+    ReasoningFormat("exaone_deep", "EXAONE Deep", ("<thought>",), ("</thought>",)),
     # Granite 3.2 marks them with sentences; quantised ones write "Here's".
-    "granite": ReasoningFormat(
+    ReasoningFormat(
+        "granite", "Granite 3.2",
         ("Here is my thought process:", "Here's my thought process:"),
         ("Here is my response:", "Here's my response:"),
     ),
-}
-_THINKERS = (
-    "deepseek_r1", "deepseek_v3", "deepseek_v4", "ernie45", "exaone4", "glm45", "glm47", "holo2",
-    "kimi_k2", "mimo", "minimax_m2", "nemotron_v3", "olmo3", "poolside_v1", "step3", "step3p5",
+    ReasoningFormat("none", "thoughts, if any, are text"),
 )  # fmt: skip
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType(
-    {
-        **_OWN,
-        **dict.fromkeys(_THINKERS, THINK),
-        "cohere_command4": _OWN["cohere_command3"],
-        "none": NONE,
-    }
+    {form.name: form for form in _ROWS}
 )
+_NAMES = canonical_names(REASONING_PARSERS)
+
+
+def reasoning_format(name: str) -> ReasoningFormat:
+    """Return the format of that name, canonical or not. Raises KeyError if there is none."""
+    return REASONING_FORMATS[_NAMES[name]]
 
 
 def infer_reasoning(vocabulary: Container[str], template: str, model_type: str) -> str:
     """Return the name of a model's format: by its tokens, else by what its template writes."""
-    if model_type == "muse_spark":
-        return "muse_spark"
-    if model_type == "gpt_oss" or all(token in vocabulary for token in HARMONY_TOKENS):
-        return "openai_gptoss"
+    has_channels = all(token in vocabulary for token in HARMONY_TOKENS)
+    if has_channels or model_type in ("gpt_oss", "muse_spark"):
+        return HARMONY.name
     # Formats that share their marks differ by what else the template writes.
-    named = {
-        name: form
-        for name, form in _OWN.items()
-        if form.starts and (form.starts != THINK.starts or all(n in template for n in form.noise))
-    }
-    for name, form in named.items():
+    forms = [
+        form
+        for form in _ROWS
+        if form.starts and (form.starts != _THINK[0] or all(n in template for n in form.noise))
+    ]
+    for form in forms:
         if all(_has_tokens(mark, vocabulary) for mark in (*form.starts, *form.ends)):
-            return name
-    for name, form in named.items():
-        if any(start in template for start in form.starts):
-            return name
-    return "none"
+            return form.name
+    written = (form.name for form in forms if any(start in template for start in form.starts))
+    return next(written, "none")
 
 
 def _has_tokens(mark: str, vocabulary: Container[str]) -> bool:

@@ -70,7 +70,7 @@ class GenerationEngine(Sequences):
             )
         forced = job.calling is not None and job.calling.forced
         budget = job.thinking_budget
-        if budget is not None and (job.prompt is not None or not chat.ends_thoughts):
+        if budget is not None and (job.prompt is not None or not chat.answers.ends_thoughts):
             budget = None
         row = SequenceParams(
             prompt=prompt.ids,
@@ -88,7 +88,7 @@ class GenerationEngine(Sequences):
             may_think=prompt.may_think,
             thinking_budget=budget,
             is_either=job.grammar is not None,
-            calls_are_text=job.calling is not None and not forced and not chat.reads_calls,
+            calls_are_text=job.calling is not None and not forced and not chat.answers.reads_calls,
             earlier_calls=sum(len(turn.get("tool_calls") or ()) for turn in job.messages),
             beginning=job.caller.prefix_names.ends(len(prompt.ids)),
             adapter=job.adapter,

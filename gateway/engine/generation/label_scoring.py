@@ -61,7 +61,7 @@ def prepare_questions(
     rows: list[SequenceParams] = []
     for question, rest in zip(job.questions, rests, strict=True):
         ids = [next(labels) for _ in question.labels]
-        for label, depth, step in _steps(question, ids, chat.eos_ids, vocab_size):
+        for label, depth, step in _steps(question, ids, chat.answers.eos_ids, vocab_size):
             prompt = StepPrompt(head, rest, label, depth)
             if len(prompt) >= max_context:
                 raise _too_long(max_context, len(prompt), is_question=len(rest) > len(head))

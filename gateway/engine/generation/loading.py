@@ -233,12 +233,12 @@ def _make_structured(
         tokenizer = GrammarTokenizer(
             chat.tokenizer,
             vocab_size=vocab_size,
-            eos_ids=chat.eos_ids,
-            marks=chat.call_ids,
+            eos_ids=chat.answers.eos_ids,
+            marks=chat.answers.call_ids,
         )
     except ValueError as error:
         return StructuredOutput(None, shape, None, sandbox, problem=str(error))
-    form = chat.call_format(tokenizer.tokens.is_special_token)
+    form = chat.answers.call_format(tokenizer.tokens.is_special_token)
     return StructuredOutput(tokenizer, shape, form, sandbox)
 
 

@@ -146,8 +146,8 @@ class Sequences:
     def begin(self, number: int, params: SequenceParams) -> Sequence:
         """Return the sequence of these parameters, with nothing read yet."""
         chat, sampler = self._chat, Sampler(params.sampling, self._vocab_size, params.prompt)
-        output, thinking = chat.output_processor(params), chat.thinking(params)
-        row = Sequence(number, params, sampler, output, chat.eos_ids, thinking)
+        output, thinking = chat.answers.output_processor(params), chat.answers.thinking(params)
+        row = Sequence(number, params, sampler, output, chat.answers.eos_ids, thinking)
         row.stops_at_blocks = self._prefixes.needs_block_ends and self._prefixes.keeps_growing
         return row
 

@@ -1,5 +1,5 @@
 """Messages → the tokens of a prompt.
 
 chat_template   messages → text, in the sandbox
-chat_tokenizer  a model's template, formats and vocabulary together
+chat_tokenizer  a model's template and vocabulary, and the format of its answers
 """

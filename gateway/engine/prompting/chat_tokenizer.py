@@ -1,9 +1,8 @@
 """Conversation → prompt: the model's own template, rendered and encoded, on any thread."""
 
 import inspect
-import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypedDict, Unpack
@@ -15,41 +14,16 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from gateway.engine.answers.detokenizer import Detokenizer, Vocabulary, texts_of
-from gateway.engine.answers.harmony import STOPS, HarmonyParser, answer_begins, thought_end
-from gateway.engine.answers.output_parts import (
-    AnswerParser,
-    CallWriter,
-    Marks,
-    Mode,
-    OutputProcessor,
-    own_ids,
-    spell_out,
-)
-from gateway.engine.answers.parsing import Markup, Parser
-from gateway.engine.answers.reasoning import (
-    HARMONY,
-    REASONING_FORMATS,
-    ReasoningFormat,
-    Thinking,
-    ThinkingBudget,
-    infer_reasoning,
-)
-from gateway.engine.answers.stop_strings import StopScanner
-from gateway.engine.answers.tool_formats import (
-    NO_TOOLS,
-    TOOL_FORMATS,
-    ToolFormat,
-    infer_tools,
-    known_tool_parser,
-)
-from gateway.engine.answers.tool_parsers import read_arguments
+from gateway.engine.answers.answer_format import AnswerFormat
+from gateway.engine.answers.detokenizer import Vocabulary, texts_of
+from gateway.engine.answers.output_parts import own_ids
+from gateway.engine.answers.reasoning import ReasoningFormat, infer_reasoning, reasoning_format
+from gateway.engine.answers.tool_formats import ToolFormat, infer_tools, tool_format
 from gateway.engine.control_tokens import ControlTokens, Piece
-from gateway.engine.grammar.calls import CallFormat
 from gateway.engine.prompting.chat_template import ChatTemplate
 from gateway.engine.sandbox_worker import Sandbox
 from gateway.errors import BadRequest, ModelLoadFailed
-from gateway.jobs import GenerateJob, SequenceParams, TokenIds
+from gateway.jobs import GenerateJob, TokenIds
 
 # Parameters of transformers' functions, which no request may set by `template_args`: its
 # `chat_template` would run as a program.
@@ -81,7 +55,7 @@ class ChatTokenizer:
         wrapper: TokenizerWrapper,
         template_args: Mapping[str, Any],
         *,
-        tools: ToolFormat = NO_TOOLS,
+        tools: ToolFormat,
         reasoning: ReasoningFormat,
         template: ChatTemplate,
         split_special_tokens: bool = False,
@@ -93,30 +67,18 @@ class ChatTokenizer:
         # Set once: changing these per call is what makes a tokenizer say "Already borrowed".
         self.backend.no_truncation()
         self.backend.no_padding()
-        self.eos_ids = frozenset(wrapper.eos_token_ids)
         self.vocabulary = Vocabulary(self.backend)
         self.controls = ControlTokens(self.backend)
         self._splits_controls = split_special_tokens
-        self._tools = tools
         self._reasoning = reasoning
-        words = [*reasoning.marks, *tools.words]
-        self._marks = Marks(self.backend.get_added_tokens_decoder(), words)
-        if self._is_harmony:  # the end of a message does not end the answer
-            self.eos_ids = (self.eos_ids | self._ids(STOPS)) - self._ids(("<|end|>", "<|eom|>"))
+        self.answers = AnswerFormat(
+            tools, reasoning, self.backend, self.vocabulary, wrapper.eos_token_ids
+        )
 
     @property
     def tokenizer(self) -> Any:
         """Return transformers' tokenizer, for callers that build on it."""
         return self._wrapper._tokenizer
-
-    @property
-    def reads_calls(self) -> bool:
-        """Return True if the model's own form of calls is known."""
-        return self._tools is not NO_TOOLS
-
-    @property
-    def _is_harmony(self) -> bool:
-        return self._reasoning is HARMONY
 
     def prompt(self, job: GenerateJob) -> Prompt:
         """Return a bare prompt, or a conversation in the model's template.
@@ -134,7 +96,7 @@ class ChatTokenizer:
             return self._continue(job)
         text, opening = self._render(job)
         ids = self._encode(text)
-        if self._is_harmony:  # free of its grammar until the answer's own message begins
+        if self.answers.is_harmony:  # free of its grammar until the answer's own message begins
             return Prompt(ids, is_thinking=True)
         marks = (*self._reasoning.starts, *self._reasoning.ends)
         may_think = not any(mark in opening for mark in marks)
@@ -175,7 +137,7 @@ class ChatTokenizer:
         if text.count(word) != 1:
             raise BadRequest("The model's chat template cannot ask questions.", part="prompt")
         before, after = text.split(word)
-        if self._is_harmony:
+        if self.answers.is_harmony:
             after += "<|channel|>final<|message|>"
         elif self._is_thinking(opening):
             line = "\n" if after.endswith("\n") else "\n\n"
@@ -237,7 +199,7 @@ class ChatTokenizer:
             raise BadRequest(
                 f"'{min(reserved)}' is not for a request to set.", part="template_args"
             )
-        messages: Sequence[Mapping[str, Any]] = own_ids(job.messages, self._tools.new_id)
+        messages: Sequence[Mapping[str, Any]] = own_ids(job.messages, self.answers.tools.new_id)
         tools, arguments = job.tools, job.template_args
         if self._splits_controls:
             split = self.controls.split
@@ -260,7 +222,7 @@ class ChatTokenizer:
         if self._wrapper._chat_template is not None:  # a program, with arguments of its own
             return arguments
         asked = arguments.get("enable_thinking")
-        if self._is_harmony:
+        if self.answers.is_harmony:
             nearest = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
             effort = arguments.get("reasoning_effort")
             if asked is False:
@@ -273,154 +235,6 @@ class ChatTokenizer:
         if self._reasoning.starts:  # mlx-lm's wrapper has this for the families that it knows
             return {"enable_thinking": True, **arguments}
         return arguments
-
-    @property
-    def call_ids(self) -> frozenset[int]:
-        """List the tokens that mark calls, if a grammar can hold calls."""
-        if not self._tools.is_json:
-            return frozenset()
-        return self._ids(mark for pair in self._tools.marks for mark in pair)
-
-    def call_format(self, is_special: Callable[[int], bool]) -> CallFormat | None:
-        """Return the model's own form of a call, if that is JSON between marks."""
-        if self._tools.is_separate:
-            return CallFormat("", "", is_special=True, closing_is_special=True, is_separate=True)
-        if not self._tools.is_json:
-            return None
-        start, end = self._tools.marks[0]
-        ids = [self.backend.token_to_id(mark) for mark in (start, end)]
-        return CallFormat(start, end, *(i is not None and is_special(i) for i in ids))
-
-    def output_processor(self, job: SequenceParams) -> OutputProcessor:
-        """Return what turns the tokens of a sequence into parts."""
-        return OutputProcessor(
-            Detokenizer(self.vocabulary, continues=job.is_bare or job.is_continued),
-            self._parser(job),
-            StopScanner(job.stop),
-            self.vocabulary,
-            self._marks,
-        )
-
-    def thinking(self, job: SequenceParams) -> Thinking:
-        """Return what tracks, by its tokens, whether a sequence is thinking."""
-        spell, pattern = self._spell, self._marks.pattern
-        if self._is_harmony:
-            stops = self.eos_ids
-            if job.calling is not None and not job.calling.forced:
-                stops -= self._ids(("<|call|>",))  # a call may end the answer too
-            return Thinking(
-                spell,
-                answer_begins(pattern),
-                is_on=job.is_thinking,
-                closes_with=self.backend.token_to_id("<|end|>"),
-                stops=stops,
-                budget=self._budget(job),
-            )
-        if not self._reasoning.ends:
-            return Thinking(spell, None, is_on=job.is_thinking, stops=self.eos_ids)
-        opens_with = None
-        if job.may_think:
-            opens_with = min(self._ids(self._reasoning.starts), default=None)
-        return Thinking(
-            spell,
-            re.compile("|".join(re.escape(pattern(mark)) for mark in self._reasoning.ends)),
-            is_on=job.is_thinking,
-            opens_with=opens_with,
-            closes_with=self.backend.token_to_id(self._reasoning.ends[0]),
-            stops=self.eos_ids,
-            budget=self._budget(job),
-        )
-
-    @property
-    def ends_thoughts(self) -> bool:
-        """Return True if the tokenizer has tokens for the end of the model's thinking."""
-        ends = self._thought_ends(may_call=False)
-        return any(end in "".join(map(self._spell, self._unspell(end))) for end in ends)
-
-    def _thought_ends(self, *, may_call: bool) -> list[str]:
-        ends: Sequence[str] = self._reasoning.ends
-        if self._is_harmony:
-            ends = [thought_end(is_spark=bool(self._ids(("<|eom|>",))), may_call=may_call)]
-        return [self._marks.pattern(end) for end in ends]
-
-    def _budget(self, job: SequenceParams) -> ThinkingBudget | None:
-        if job.thinking_budget is None:
-            return None
-        may_call = job.calling is not None and not job.calling.forced
-        opens, opens_after, tail = self._ids(self._reasoning.starts), "", ""
-        if self._is_harmony:
-            opens, opens_after = frozenset(self._unspell("analysis")[:1]), "<|channel|>"
-            [tail] = self._thought_ends(may_call=True)  # as an earlier message ended
-        return ThinkingBudget(
-            job.thinking_budget,
-            self._parser(job),
-            self._spell,
-            self._unspell,
-            self._thought_ends(may_call=may_call),
-            opens=opens,
-            opens_after=self._marks.pattern(opens_after),
-            tail=tail,
-        )
-
-    def _unspell(self, text: str) -> list[int]:
-        """Return the ids of spelled tokens."""
-        return list(self.backend.encode(spell_out(text), add_special_tokens=False).ids)
-
-    def _spell(self, token: int) -> str:
-        return self._marks.spelled(token) or self.vocabulary.text(token)
-
-    def _parser(self, job: SequenceParams) -> AnswerParser:
-        tools, calls = self._tools, CallWriter(self._tools.new_id, job.earlier_calls)
-        functions: dict[str, Mapping[str, Any]] = {}
-        mode: Mode = "none"
-        if job.calling is not None:
-            functions = {function.name: function.parameters for function in job.calling.functions}
-            if job.calling.forced:
-                mode = "forced"
-            else:
-                if self.reads_calls:
-                    mode = "either" if job.is_either else "free"
-                if not job.calling.parallel:
-                    calls = CallWriter(tools.new_id, job.earlier_calls, limit=1)
-        is_bound = job.grammar is not None
-        if job.is_bare:
-            return Parser(Markup(), mode, is_thinking=False, is_bound=is_bound, calls=calls)
-        if self._is_harmony:
-
-            def read_message(name: str, text: str) -> Sequence[Mapping[str, Any]]:
-                if tools.marks:
-                    return tools.read(text, functions)
-                return [read_arguments(name, text)]
-
-            return HarmonyParser(
-                mode,
-                functions=functions,
-                read=read_message,
-                calls=calls,
-                is_bound=is_bound,
-                is_begun=job.is_continued,
-            )
-        pattern, reasoning = self._marks.pattern, self._reasoning
-        markup = Markup(
-            opens=tuple(map(pattern, reasoning.starts)),
-            closes=tuple(map(pattern, reasoning.ends)),
-            calls=tuple((pattern(start), pattern(end)) for start, end in tools.marks),
-            noise=tuple(map(pattern, (*reasoning.noise, *tools.noise))),
-            bare=tools.begins(list(functions)),
-            read=lambda text: tools.read(text, functions),
-        )
-        return Parser(
-            markup,
-            mode,
-            is_thinking=job.is_thinking,
-            is_bound=is_bound,
-            is_begun=job.is_continued,
-            calls=calls,
-        )
-
-    def _ids(self, tokens: Iterable[str]) -> frozenset[int]:
-        ids = (self.backend.token_to_id(token) for token in tokens if token)
-        return frozenset(token for token in ids if token is not None)
 
 
 def _alike(text: str, other: str) -> int:
@@ -484,17 +298,13 @@ def chat_tokenizer(
     largest = max(vocabulary.values(), default=0)
     if largest >= MOST_TOKENS:  # the grammars' tables have a place for each id
         raise ModelLoadFailed(name, f"tokenizer.json has a token with the id {largest:,}")
-    tool_parser = options.get("tool_parser")
-    if tool_parser is not None:
-        tools = known_tool_parser(tool_parser)
-    else:
-        tools = infer_tools(vocabulary, text, model_type, declared)
+    tools = options.get("tool_parser") or infer_tools(vocabulary, text, model_type, declared)
     reasoning = options.get("reasoning_parser") or infer_reasoning(vocabulary, text, model_type)
     return ChatTokenizer(
         wrapper,
         template_args,
-        tools=TOOL_FORMATS.get(tools or "none", NO_TOOLS),
-        reasoning=REASONING_FORMATS[reasoning],
+        tools=tool_format(tools or "none"),
+        reasoning=reasoning_format(reasoning),
         template=template,
         split_special_tokens=options.get("split_special_tokens", False),
     )

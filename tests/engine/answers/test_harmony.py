@@ -78,14 +78,14 @@ def test_arguments_that_are_no_object_and_words_like_marks_are_text(chat: ChatTo
 @given(st.lists(st.integers(0, 40), max_size=8))
 def test_pieces_may_be_cut_anywhere(chat: ChatTokenizer, cuts: list[int]) -> None:
     text = "It is four, as two and two are."
-    marks = chat._marks.pattern(THOUGHT + "<|channel|>final<|message|>")
-    heard = pushed(chat.output_processor(row([BOOK])).parser, [marks, *cut(text, cuts)])
+    marks = chat.answers.marks.pattern(THOUGHT + "<|channel|>final<|message|>")
+    heard = pushed(chat.answers.output_processor(row([BOOK])).parser, [marks, *cut(text, cuts)])
     assert (heard["text"], heard["reasoning"]) == (text, "User asks 2+2.")
 
 
 def thinks(chat: ChatTokenizer, text: str, **given: Any) -> list[bool]:
     """Say a text's tokens; return whether the grammar counts for each token that follows."""
-    thinking = chat.thinking(row(is_thinking=True, **given))
+    thinking = chat.answers.thinking(row(is_thinking=True, **given))
     ids = chat.backend.encode(text, add_special_tokens=False).ids
     return [(thinking.take(token), thinking.is_on)[1] for token in ids]
 
@@ -108,15 +108,15 @@ def test_only_the_final_message_is_the_answer_of_a_grammar(chat: ChatTokenizer) 
 
 def test_the_ends_of_answers_are_known(chat: ChatTokenizer) -> None:
     """A config names <|return|> alone; a call ends an answer as well."""
-    ends = {chat.backend.id_to_token(token) for token in chat.eos_ids}
+    ends = {chat.backend.id_to_token(token) for token in chat.answers.eos_ids}
     assert {"<|return|>", "<|call|>"} <= ends
 
 
 def test_a_row_with_a_form_to_come_may_not_end_before(chat: ChatTokenizer) -> None:
     names = chat.backend.id_to_token
-    stops = chat.thinking(row(grammar=SCHEMA, is_thinking=True)).stops
+    stops = chat.answers.thinking(row(grammar=SCHEMA, is_thinking=True)).stops
     assert {"<|return|>", "<|call|>"} <= {names(token) for token in stops}
-    stops = chat.thinking(row([BOOK], grammar=SCHEMA, is_thinking=True)).stops
+    stops = chat.answers.thinking(row([BOOK], grammar=SCHEMA, is_thinking=True)).stops
     assert "<|call|>" not in {names(token) for token in stops}
 
 
@@ -138,7 +138,7 @@ def yes_or_no(tmp_path: Path, script_text: str, budget: int | None = None) -> An
     chat = family(write_chat(tmp_path, vocab_size=1040), tokens=TOKENS, template=template)
     engine = open_engine(tmp_path)
     script = iter(chat.backend.encode(script_text, add_special_tokens=False).ids)
-    (stop,) = chat._ids(["<|return|>"])
+    (stop,) = chat.answers.ids(["<|return|>"])
 
     def urge(logits: mx.array, tokens: mx.array, _: Any) -> mx.array:
         if tokens.shape[1] == 1:  # a decode step, not a prompt

@@ -50,7 +50,7 @@ def test_thinking_is_reasoning_in_each_family(tmp_path: Path, each: Any) -> None
     """And a mark inside an answer does not cut it: it counts only before any text."""
     name, tokens, added, words, text = each
     chat = family(tmp_path, tokens=tokens, added=added, words=words)
-    assert chat._reasoning == REASONING_FORMATS[name]
+    assert chat.answers.reasoning == REASONING_FORMATS[name]
     heard = said(chat, row(may_think=True), text.format("Let me see.", "It is four."))
     assert (heard["reasoning"].strip(), heard["text"].strip()) == ("Let me see.", "It is four.")
     cut_off = said(chat, row(may_think=True), text.format("Let me see.", "X").split(" see")[0])
@@ -70,14 +70,14 @@ def test_marks_in_words_may_be_cut_anywhere(
 ) -> None:
     chat = family(tmp_path_factory.mktemp("granite"), words="Here is my thought process:")
     text = "Here is my thought process: Hm. Here is my response: Four."
-    heard = pushed(chat.output_processor(row()).parser, cut(text, cuts))
+    heard = pushed(chat.answers.output_processor(row()).parser, cut(text, cuts))
     assert (heard["reasoning"].strip(), heard["text"]) == ("Hm.", "Four.")
 
 
 def test_letters_that_spell_a_token_are_no_mark(tmp_path: Path) -> None:
     """A tokenizer with the token never writes it in letters; a model that does means the word."""
     chat = family(tmp_path, added=("<think>", "</think>"))
-    parser = chat.output_processor(row()).parser
+    parser = chat.answers.output_processor(row()).parser
     assert pushed(parser, ("<th", "ink>", "x"))["text"] == "<think>x"
 
 
@@ -120,12 +120,12 @@ def test_the_mark_that_opens_the_thinking_is_no_token_of_the_content(tmp_path: P
     chat = family(tmp_path, added=("<think>", "</think>"))
     scores = TokenScores(-0.5, [], [], 0)
     ids = chat.backend.encode("<think>a</think>b", add_special_tokens=False).ids
-    output = chat.output_processor(row())
+    output = chat.answers.output_processor(row())
     for token in ids:
         output.push(token, scores, is_shown_as_text=True)
     output.finish()
     assert [each.chosen.token for each in output.take_logprobs(is_last=True)] == ["b"]
-    output = chat.output_processor(row())
+    output = chat.answers.output_processor(row())
     output.push(ids[0], scores, is_shown_as_text=False)
     assert [each.chosen.token for each in output.take_logprobs(is_last=True)] == ["<think>"]
 
@@ -199,7 +199,7 @@ def test_the_template_that_always_asks_still_opens_the_thinking(tmp_path: Path) 
 def test_an_end_inside_the_thinking_closes_it_where_a_form_was_promised(tmp_path: Path) -> None:
     """Else the answer would be empty, though a schema was asked for."""
     engine = open_engine(teach_thinking(write_chat(tmp_path, vocab_size=1030), opens=True))
-    (eos,) = engine._chat.eos_ids
+    (eos,) = engine._chat.answers.eos_ids
     urge = Sampling(temperature=0, logit_bias={eos: 100.0})
     text, _, end = asked(engine, job("Well?", YES_OR_NO, sampling=urge))
     assert text in ("yes", "no")

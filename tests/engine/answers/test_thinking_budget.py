@@ -17,7 +17,7 @@ BOOK = Calling(functions=[Function("book", {"type": "object"})])
 
 def spoken(chat: ChatTokenizer, params: SequenceParams, first: str, then: str) -> dict[str, Any]:
     """Say a text until something is forced, then that, then another text; or the first alone."""
-    budget = chat.thinking(params).budget
+    budget = chat.answers.thinking(params).budget
     assert budget is not None
     tokens: list[int] = []
 
@@ -29,16 +29,16 @@ def spoken(chat: ChatTokenizer, params: SequenceParams, first: str, then: str) -
         while budget.forced is not None:
             take(budget.forced)
 
-    for token in chat._unspell(first):
+    for token in chat.answers._unspell(first):
         if budget.forced is not None:
             force()
             break
         take(token)
     force()
-    for token in chat._unspell(then):
+    for token in chat.answers._unspell(then):
         assert budget.forced is None, "it is forced once"
         take(token)
-    written = "".join(map(chat._spell, tokens))
+    written = "".join(map(chat.answers._spell, tokens))
     return {**said(chat, params, chat.decode(tokens)), "written": written, "budget": budget}
 
 
@@ -57,7 +57,7 @@ def test_the_answer_begins_after_so_many_tokens(tmp_path: Path, each: Any, limit
     params = row(may_think=True, thinking_budget=limit)
     heard = spoken(chat, params, opening + THOUGHT, "It is four.")
     assert heard["text"].strip() == "It is four."
-    kept = chat.backend.decode(chat._unspell(THOUGHT)[:limit])
+    kept = chat.backend.decode(chat.answers._unspell(THOUGHT)[:limit])
     assert heard["reasoning"].strip() == kept.strip()
 
 
@@ -65,7 +65,7 @@ def test_an_end_that_the_model_has_begun_is_completed(tmp_path: Path) -> None:
     """Not begun a second time, in whichever of its words."""
     chat = family(tmp_path, words="Here is my thought process:")
     for begun in ("Hm. Here is my", "Hm. Here's", "Hm. Here is my resp"):
-        limit = len(chat._unspell(begun))
+        limit = len(chat.answers._unspell(begun))
         params = row(is_thinking=True, thinking_budget=limit)
         heard = spoken(chat, params, begun, " Four.")
         assert (heard["reasoning"].strip(), heard["text"].strip()) == ("Hm.", "Four.")
@@ -75,7 +75,7 @@ def test_an_end_that_the_model_has_begun_is_completed(tmp_path: Path) -> None:
 def test_no_other_thought_begins_once_the_budget_is_spent(tmp_path: Path) -> None:
     """Where a token opens one; before, the model may open several, which share the budget."""
     chat = family(tmp_path, added=("<think>", "</think>"))
-    opens = chat._ids(["<think>"])
+    opens = chat.answers.ids(["<think>"])
     params = row(may_think=True, thinking_budget=4)
     spent = spoken(chat, params, f"<think>{THOUGHT}", "")["budget"]
     assert spent.barred == opens
@@ -93,13 +93,13 @@ def test_harmonys_final_message_begins_at_the_limit(
     params = row(thinking_budget=limit, grammar=grammar, is_thinking=True)
     heard = spoken(harmony, params, f"<|channel|>analysis<|message|>{THOUGHT}", '{"a":1}')
     assert heard["text"] == '{"a":1}'
-    assert heard["reasoning"] == harmony.backend.decode(harmony._unspell(THOUGHT)[:limit])
+    assert heard["reasoning"] == harmony.backend.decode(harmony.answers._unspell(THOUGHT)[:limit])
     assert heard["written"].count("<|channel|>") == (1 if limit == 0 else 2)
 
 
 def test_harmonys_end_is_completed_where_the_model_has_begun_it(harmony: ChatTokenizer) -> None:
     """What follows a thought that the model has ended itself is the rest of the mark."""
-    params = row(thinking_budget=len(harmony._unspell("ab")))
+    params = row(thinking_budget=len(harmony.answers._unspell("ab")))
     heard = spoken(harmony, params, "<|channel|>analysis<|message|>ab<|end|>", "Four.")
     assert (heard["text"], heard["reasoning"]) == ("Four.", "ab")
     assert heard["written"].count("\ud800<|end|>") == 1
@@ -112,7 +112,7 @@ def test_harmony_may_call_once_its_budget_is_spent(harmony: ChatTokenizer) -> No
     heard = spoken(harmony, params, f"<|channel|>analysis<|message|>{THOUGHT}", call)
     assert heard["calls"] == [("book", {})]
     spent = spoken(harmony, params, f"<|channel|>analysis<|message|>{THOUGHT}", "<|channel|>")
-    assert spent["budget"].barred == frozenset(harmony._unspell("analysis")[:1])
+    assert spent["budget"].barred == frozenset(harmony.answers._unspell("analysis")[:1])
     assert spent["budget"].room(9) == 0
 
 
@@ -125,5 +125,5 @@ def test_muse_spark_turns_to_its_user(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_without_an_end_has_no_budget(tmp_path: Path) -> None:
-    assert not family(tmp_path / "none").ends_thoughts
-    assert family(tmp_path / "words", words="<think> </think>").ends_thoughts
+    assert not family(tmp_path / "none").answers.ends_thoughts
+    assert family(tmp_path / "words", words="<think> </think>").answers.ends_thoughts

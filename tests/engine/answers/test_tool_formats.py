@@ -1,25 +1,23 @@
 """Calls as each family of models writes them: told apart, typed, in whatever pieces they come."""
 
 import json
+import pkgutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx_lm.tool_parsers
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.engine.answers.output_parts import TOKENS
 from gateway.engine.answers.reasoning import REASONING_FORMATS
-from gateway.engine.answers.tool_formats import (
-    ALIASES,
-    TOOL_FORMATS,
-    infer_tools,
-    known_tool_parser,
-)
+from gateway.engine.answers.tool_formats import TOOL_FORMATS, infer_tools, tool_format
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
 from gateway.jobs import Calling, Function, Grammar
-from gateway.registry.fields import REASONING_PARSERS, TOOL_PARSERS
+from gateway.registry.parsers import REASONING_PARSERS, TOOL_PARSERS, canonical_names
 from tests.engine.answers.harness import cut, pushed
 from tests.engine.chat_formats import family, open_tokenizer, row, said
 
@@ -265,7 +263,7 @@ def case(
 
 
 def test_every_format_of_the_table_has_a_text() -> None:
-    assert {each.name for each in FAMILIES} == set(TOOL_FORMATS)
+    assert {each.name for each in FAMILIES} == set(TOOL_FORMATS) - {"none"}
 
 
 def test_a_format_is_known_by_its_checkpoint_and_its_calls_typed_by_their_schema(
@@ -273,7 +271,7 @@ def test_a_format_is_known_by_its_checkpoint_and_its_calls_typed_by_their_schema
 ) -> None:
     """An integer, a boolean, an array, an object, and a string that looks like a number."""
     chat, each = case
-    assert chat._tools is TOOL_FORMATS[each.name]
+    assert chat.answers.tools is TOOL_FORMATS[each.name]
     heard = said(chat, row([BOOK]), each.text)
     assert heard["calls"] == [("book", ARGUMENTS)]
     assert heard["text"].strip() == ""
@@ -286,10 +284,10 @@ def test_pieces_may_be_cut_anywhere(
 ) -> None:
     chat, each = case
     pieces = []
-    for run in filter(None, TOKENS.split(chat._marks.pattern(each.text))):
+    for run in filter(None, TOKENS.split(chat.answers.marks.pattern(each.text))):
         is_token = TOKENS.fullmatch(run)
         pieces += cut(run, [] if is_token else data.draw(st.lists(st.integers(0, len(run)))))
-    heard = pushed(chat.output_processor(row([BOOK])).parser, pieces)
+    heard = pushed(chat.answers.output_processor(row([BOOK])).parser, pieces)
     assert heard["calls"] == [("book", ARGUMENTS)]
 
 
@@ -304,7 +302,7 @@ def test_text_before_a_call_streams(case: tuple[ChatTokenizer, Family]) -> None:
     chat, each = case
     if each.name in HEADERS:
         return  # messages of their own: test_harmony.py
-    parser = chat.output_processor(row([BOOK])).parser
+    parser = chat.answers.output_processor(row([BOOK])).parser
     assert [part.text for part in parser.push("Let me see")] == ["Let me see"]
 
 
@@ -384,13 +382,33 @@ def test_text_values_mean_what_their_schema_says(
     assert heard["calls"] == [("f", {"a": value})]
 
 
-def test_models_yaml_takes_every_name_of_the_tables_vllms_and_mlx_lms() -> None:
-    assert {name for name in TOOL_PARSERS if known_tool_parser(name) is None} == set()
-    assert {*TOOL_FORMATS, *ALIASES} <= TOOL_PARSERS
-    assert set(REASONING_FORMATS) == REASONING_PARSERS
-    aliases = {"json_tools": "hermes", "qwen3_xml": "qwen3_coder", "pythonic": "llama4_pythonic"}
-    assert {name: known_tool_parser(name) for name in aliases} == aliases
-    assert known_tool_parser("no such") is None
+def test_the_names_in_the_registry_are_those_of_the_rows_here() -> None:
+    assert set(TOOL_PARSERS) == set(TOOL_FORMATS)
+    assert set(REASONING_PARSERS) == set(REASONING_FORMATS)
+
+
+@pytest.mark.parametrize("parsers", [TOOL_PARSERS, REASONING_PARSERS], ids=["tools", "reasoning"])
+def test_a_name_stands_once(parsers: Mapping[str, tuple[str, ...]]) -> None:
+    others = sum(len(others) for others in parsers.values())
+    assert len(canonical_names(parsers)) == len(parsers) + others
+
+
+def test_a_format_has_vllms_names_too() -> None:
+    aliases = {"granite4": "hermes", "qwen3_xml": "qwen3_coder", "pythonic": "llama4_pythonic"}
+    assert {name: tool_format(name).name for name in aliases} == aliases
+    with pytest.raises(KeyError):
+        tool_format("no such")
+
+
+def test_every_format_that_mlx_lm_names_is_known_and_its_pythonic_is_lfm2s() -> None:
+    names = [module.name for module in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__)]
+    inferred = {name: infer_tools((), "<tool_call>", "llama", name) for name in names}
+    assert inferred["json_tools"] == "hermes"  # the template's mark comes first, and agrees
+    assert inferred["pythonic"] == "lfm2"
+    assert [name for name, form in inferred.items() if form == "hermes"] == ["json_tools"]
+
+
+def test_a_template_without_marks_tells_no_format() -> None:
     assert infer_tools((), "{{ messages }}", "llama", None) is None
 
 
@@ -398,18 +416,18 @@ def test_the_table_in_models_yaml_comes_before_what_is_inferred(tmp_path: Path) 
     chat = family(tmp_path, words="[TOOL_CALLS]", tool_parser="hermes")
     assert said(chat, row([BOOK]), f"<tool_call>{CALL}</tool_call>")["calls"]
     chat = family(tmp_path, words="<tool_call>", tool_parser="none")
-    assert not chat.reads_calls
+    assert not chat.answers.reads_calls
 
 
 def test_a_template_from_models_yaml_tells_the_format(tmp_path: Path) -> None:
     own = "{% if tools %}<tool_call>{{ tool_call.name }}{% endif %}"
     chat = family(tmp_path, words="[TOOL_CALLS]", chat_template=own)
-    assert chat._tools is TOOL_FORMATS["hermes"]
+    assert chat.answers.tools is TOOL_FORMATS["hermes"]
     folder = tmp_path / "several"
-    assert not family(folder).reads_calls
+    assert not family(folder).answers.reads_calls
     config = json.loads((folder / "tokenizer_config.json").read_text())
     templates = {"default": "{{ messages[0].content }}", "tool_use": own}
     config["chat_template"] = [{"name": k, "template": v} for k, v in templates.items()]
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").unlink()
-    assert open_tokenizer(folder, eos_ids=2)._tools is TOOL_FORMATS["hermes"]
+    assert open_tokenizer(folder, eos_ids=2).answers.tools is TOOL_FORMATS["hermes"]

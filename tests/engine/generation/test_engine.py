@@ -194,7 +194,7 @@ def test_no_row_is_run_on_after_the_last_token_it_may_say(engine: GenerationEngi
 def test_a_row_that_ends_sooner_is_run_on_once_at_most(
     engine: GenerationEngine, reference: Reference
 ) -> None:
-    (eos,) = engine._chat.eos_ids
+    (eos,) = engine._chat.answers.eos_ids
     silent = Sampling(temperature=0, logit_bias={eos: 1000.0})
     passes = shapes(engine)
     told = answers(engine, [job("Hello", silent), job(TEXTS[0])])

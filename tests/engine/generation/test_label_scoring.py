@@ -99,7 +99,7 @@ def expected(engine: GenerationEngine, job: GenerateJob) -> list[list[float]]:
             table = exact(engine, [*head, *rest, *label])[-len(label) - 1 :]
             logprob = sum(table[i][token] for i, token in enumerate(label))
             if any(other != label and other[: len(label)] == label for other in ids):
-                logprob += math.log(sum(math.exp(table[-1][end]) for end in chat.eos_ids))
+                logprob += math.log(sum(math.exp(table[-1][end]) for end in chat.answers.eos_ids))
             logprobs.append(logprob)
         answers.append(logprobs)
     return answers

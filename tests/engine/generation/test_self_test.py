@@ -94,7 +94,7 @@ def a_few(cases: Iterable[Any], *shown: Any) -> list[Any]:
 
 def opened(folder: Path) -> GenerationEngine:
     engine = load_generation(folder, name="m", device=Device.CPU, prefix_cache_bytes=1 << 24)
-    engine._chat.eos_ids = frozenset()
+    engine._chat.answers.eos_ids = frozenset()
     return engine
 
 

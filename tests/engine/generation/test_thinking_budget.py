@@ -51,7 +51,7 @@ def job(text: str, budget: int | None, **given: Any) -> GenerateJob:
 
 def thoughts(engine: GenerationEngine, answer: Answer) -> int:
     """Count the tokens before the end of the thinking; all of them without one."""
-    (end,) = engine._chat._ids(["</think>"])
+    (end,) = engine._chat.answers.ids(["</think>"])
     assert answer.error is None
     assert answer.ids.count(end) <= 1
     return answer.ids.index(end) if end in answer.ids else len(answer.ids)
@@ -143,8 +143,8 @@ def test_ends_keep_their_meaning_inside_thoughts(engine: GenerationEngine) -> No
     """The model's own ends the answer; a mark that would end it waits for `min_tokens`; a limit of
     all tokens may come before.
     """
-    (end,) = engine._chat._ids(["</think>"])
-    (eos,) = engine._chat.eos_ids
+    (end,) = engine._chat.answers.ids(["</think>"])
+    (eos,) = engine._chat.answers.eos_ids
     urged = Sampling(temperature=0, logit_bias={eos: 100.0})
     kept = Sampling(temperature=0, min_tokens=9, stop_token_ids=frozenset({end}))
     jobs = [job("a", 5, sampling=urged), job("b", 3, sampling=kept), job("c", 8, max_tokens=8)]
@@ -165,7 +165,7 @@ def test_a_bare_prompt_and_a_model_that_does_not_think_have_no_budget(
 
 def test_a_model_that_would_think_again_answers(engine: GenerationEngine) -> None:
     """The mark that opens a thought is no token of the answer then."""
-    (opens,) = engine._chat._ids(["<think>"])
+    (opens,) = engine._chat.answers.ids(["<think>"])
     urged = Sampling(temperature=0, logit_bias={opens: 100.0})
     (told,) = answers(engine, [job("a", 3, sampling=urged)])
     assert told.ids[:3] == [opens] * 3

@@ -24,7 +24,7 @@ def test_the_setup_is_what_the_file_says(tmp_path: Path) -> None:
     found = read(write_model(tmp_path / "a.gguf"))
     prompt = found.chat.tokenizer.decode(found.chat.prompt(job("Hi")).ids)
     assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert found.chat.eos_ids == {0, 2}  # <|endoftext|> ends answers too
+    assert found.chat.answers.eos_ids == {0, 2}  # <|endoftext|> ends answers too
     assert (found.max_context, found.vocab_size) == (CONTEXT, 263)
 
 
