@@ -7,8 +7,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from gateway.engine.answers.call_reading import Call, read_all
 from gateway.engine.answers.detokenizer import Detokenizer, Vocabulary
 from gateway.engine.answers.harmony import STOPS, HarmonyParser, answer_begins, thought_end
+from gateway.engine.answers.json_calls import read_arguments
 from gateway.engine.answers.output_parts import (
     AnswerParser,
     CallWriter,
@@ -21,7 +23,6 @@ from gateway.engine.answers.parsing import Markup, Parser
 from gateway.engine.answers.reasoning import HARMONY, ReasoningFormat, Thinking, ThinkingBudget
 from gateway.engine.answers.stop_strings import StopScanner
 from gateway.engine.answers.tool_formats import NO_TOOLS, ToolFormat
-from gateway.engine.answers.tool_parsers import read_arguments
 from gateway.engine.grammar.calls import CallFormat
 from gateway.jobs import SequenceParams
 
@@ -101,9 +102,9 @@ class AnswerFormat:
             return Parser(Markup(), mode, is_thinking=False, is_bound=is_bound, calls=calls)
         if self.is_harmony:
 
-            def read_message(name: str, text: str) -> Sequence[Mapping[str, Any]]:
+            def read_message(name: str, text: str) -> Sequence[Call]:
                 if tools.marks:
-                    return tools.read(text, functions)
+                    return read_all(tools.read, text, functions)
                 return [read_arguments(name, text)]
 
             return HarmonyParser(
@@ -118,10 +119,11 @@ class AnswerFormat:
         markup = Markup(
             opens=tuple(map(pattern, reasoning.starts)),
             closes=tuple(map(pattern, reasoning.ends)),
-            calls=tuple((pattern(start), pattern(end)) for start, end in tools.marks),
+            calls=tuple(pattern(start) for start, _ in tools.marks),
+            call_ends=tuple({pattern(end) for _, end in tools.marks if end}),
             noise=tuple(map(pattern, (*reasoning.noise, *tools.noise))),
             bare=tools.begins(list(functions)),
-            read=lambda text: tools.read(text, functions),
+            read=lambda text, at, ending: tools.read(text, at, functions, ending),
         )
         return Parser(
             markup,

@@ -15,7 +15,7 @@ where a pair begins that the function declares, and where the call ends without 
 """
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import unescape
@@ -24,9 +24,10 @@ from typing import Any
 import regex  # type: ignore[import-untyped]
 
 from gateway.engine.answers.call_reading import Call, Ending, Reading, Schemas
-from gateway.engine.answers.tool_parsers import convert_arguments, types_of
+from gateway.engine.answers.call_values import read_argument
+from gateway.engine.answers.call_writing import as_text, write_call
 
-_GAP = r"(?:\s|\\n)*+"
+GAP = r"(?:\s|\\n)*+"
 _NAMED_GROUP = regex.compile(r"\(\?P<\w+>")
 _CDATA = regex.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", regex.DOTALL)
 
@@ -43,6 +44,8 @@ class Pairs:
     head: str  # a pattern of a call's beginning
     key: str  # a pattern of a pair's beginning
     blocks: Sequence[tuple[str, str]] = ()  # marks around calls
+    joins: bool = False  # all calls stand in one block
+    write_value: Callable[[Any], str] = as_text
 
     @cached_property
     def marks(self) -> tuple[tuple[str, str], ...]:
@@ -65,14 +68,14 @@ class Pairs:
 
     @cached_property
     def _closing(self) -> str:
-        return f"{regex.escape(self.call_end)}(?:{_GAP}{_any(end for _, end in self.blocks)})?"
+        return f"{regex.escape(self.call_end)}(?:{GAP}{_any(end for _, end in self.blocks)})?"
 
     @cached_property
     def _opening(self) -> str:
         """A pattern of a call's beginning, up to its first pair or its end."""
         is_bare = len(self.marks) > len(self.blocks)
-        block = f"(?:{_any(start for start, _ in self.blocks)}{_GAP}){'?' * is_bare}"
-        return f"{block}{self.head}{_GAP}"
+        block = f"(?:{_any(start for start, _ in self.blocks)}{GAP}){'?' * is_bare}"
+        return f"{block}{self.head}{GAP}"
 
     @cached_property
     def head_pattern(self) -> Any:
@@ -88,9 +91,9 @@ class Pairs:
         key, opening = (_NAMED_GROUP.sub("(?:", each) for each in (self.key, self._opening))
         value_end = regex.escape(self.value_end)
         return regex.compile(
-            f"(?P<closed>{value_end}{_GAP}{self._closing})"
-            f"|{value_end}{_GAP}(?P<next>{key})"
-            f"|(?P<abrupt>{value_end}(?={_GAP}{opening}{key}))"
+            f"(?P<closed>{value_end}{GAP}{self._closing})"
+            f"|{value_end}{GAP}(?P<next>{key})"
+            f"|(?P<abrupt>{value_end}(?={GAP}{opening}{key}))"
             f"|(?P<stray>{value_end})"
             f"|(?P<open>{opening}(?={key}))"
             f"|(?P<empty>{opening}{self._closing})"
@@ -164,7 +167,7 @@ class Pairs:
                 arguments[_unquote(key["key"])] = text
             else:
                 name = _unquote(key["key"])
-                arguments[name] = _value(name, text, {} if kind else schema)
+                arguments[name] = read_argument(name, text, {} if kind else schema)
         (name, value), *others = arguments.items()
         is_wrapped = name in ("arguments", "parameters") and name not in _names(
             schema, "properties"
@@ -174,19 +177,11 @@ class Pairs:
         return arguments
 
     def write(self, calls: Sequence[Call]) -> str:
-        """Write calls as a model of the family does."""
-        begin, end = (f"{mark}\n" for mark in self.blocks[0]) if self.blocks else ("", "")
-        written = []
-        for call in calls:
-            pairs = [self._write_pair(*pair) for pair in call["arguments"].items()]
-            written.append(self.call.format(name=call["name"], pairs="".join(pairs)))
-        return "".join(f"{begin}{call}{end}" for call in written)
-
-    def _write_pair(self, key: str, value: Any) -> str:
-        is_text = isinstance(value, str)
-        text = value if is_text else json.dumps(value, ensure_ascii=False)
-        kind = "string" if is_text else "object"
-        return self.pair.format(key=key, value=text, is_text=str(is_text).lower(), kind=kind)
+        start, end = self.blocks[0] if self.blocks else ("", "")
+        texts = [write_call(call, self.call, self.pair, self.write_value) for call in calls]
+        if self.joins:
+            texts = ["".join(texts)]
+        return "\n".join(f"{start}\n{text}{end}" for text in texts)
 
 
 class _Scan:
@@ -289,9 +284,3 @@ def _names(schema: Mapping[str, Any], keyword: str) -> set[str]:
 
 def _unquote(name: str) -> str:
     return unescape(name.strip().strip("\"'"))
-
-
-def _value(name: str, text: str, schema: Mapping[str, Any]) -> Any:
-    properties = schema.get("properties")
-    stated = properties.get(name) if isinstance(properties, Mapping) else None
-    return convert_arguments(text, types_of(stated, schema))

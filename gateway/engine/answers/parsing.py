@@ -81,7 +81,8 @@ class Parser(AnswerParser):
         self._is_bound = is_bound
         self._has_text = is_begun
         self._may_think = not is_begun
-        self._may_be_bare = mode == "free" and not is_begun and markup.bare is not None
+        self._reads_bare = mode == "free" and markup.bare is not None
+        self._may_be_bare = self._reads_bare and not is_begun  # what comes next may
 
     @property
     def is_thinking(self) -> bool:
@@ -177,7 +178,8 @@ class Parser(AnswerParser):
             self._tail = _Tail(mark)
         if following != "noise":
             self._state = following
-        self._may_be_bare = self._may_be_bare and following != "call"
+        begins_text = was_thinking and following == "text" and not self._has_text
+        self._may_be_bare = self._reads_bare and (self._may_be_bare or begins_text)
         self._is_fresh = not (was_thinking and self._is_bound)  # white space may be the grammar's
 
     def _is_waiting(self) -> bool:

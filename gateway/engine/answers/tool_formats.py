@@ -5,38 +5,31 @@ Sources: vllm/tool_parsers/*.py and its tests, mlx_lm/tool_parsers, and the fami
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import regex  # type: ignore[import-untyped]
 
+from gateway.engine.answers.bodies import Bodies
+from gateway.engine.answers.call_writing import as_cdata, write_gemma_value
+from gateway.engine.answers.gemma_calls import read_gemma
 from gateway.engine.answers.harmony import HARMONY_TOKENS
+from gateway.engine.answers.json_calls import read_deepseek, read_json, read_kimi, read_mistral
 from gateway.engine.answers.output_parts import NewId, kimi_id, mistral_id, openai_id
-from gateway.engine.answers.tool_parsers import (
-    Reader,
-    read_atem,
-    read_deepseek,
-    read_dsml,
-    read_gemma,
-    read_glm,
-    read_json,
-    read_kimi,
-    read_kimi_k3,
-    read_longcat,
-    read_minicpm,
-    read_minimax,
-    read_mistral,
-    read_python,
-    read_qwen,
-    read_seed,
-)
+from gateway.engine.answers.pairs import GAP, Pairs
+from gateway.engine.answers.python_calls import read_python
 from gateway.registry.parsers import TOOL_PARSERS, canonical_names
 
 # A call without marks, at the beginning of an answer: JSON that names one of the functions, or
 # Python that calls one.
-_BARE_JSON = r'\s*\[?\s*\{{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"(?:name|function)"\s*:\s*"(?:{})"'
+_BARE_JSON = (
+    r"\s*(?:```(?:json)?\s*)?\[?\s*\{{\s*"
+    r'(?:"type"\s*:\s*"function"\s*,\s*)?"(?:name|function)"\s*:\s*"(?:{})"'
+)
 _BARE_PYTHON = r"\s*\[\s*(?:{})\s*\("
 _BARE_LLAMA = rf"(?:{_BARE_JSON})|(?:{_BARE_PYTHON})"
+_BARE_GEMMA = r"\s*call:\s*(?:{})\s*[{{(]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +38,7 @@ class ToolFormat:
 
     name: str  # the canonical one (registry/parsers.py)
     models: str  # the family in words, for docs/tools.md
-    read: Reader
-    # Pairs around calls; the second is empty if the answer's end ends the call.
-    marks: tuple[tuple[str, str], ...] = ()
+    read: Pairs | Bodies
     noise: tuple[str, ...] = ()  # marks around all calls together
     # A pattern of an answer that begins as a call without marks; {} is for the functions' names.
     bare: str | None = None
@@ -58,6 +49,11 @@ class ToolFormat:
     written: tuple[tuple[str, ...], ...] | None = None
     tokens: tuple[str, ...] = ()  # no other family's vocabulary has one of them
     model_types: tuple[str, ...] = ()  # of checkpoints whose template shows tools but no mark
+
+    @property
+    def marks(self) -> Sequence[tuple[str, str]]:
+        """Pairs around calls; the second is empty if only the answer's end ends the call."""
+        return self.read.marks
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -76,103 +72,186 @@ class ToolFormat:
         return any(all(word in template for word in words) for words in written)
 
 
-NO_TOOLS = ToolFormat("none", "calls, if any, are text", read_json)
+_NAME, _KEY = (rf"[\"']?(?P<{group}>[^\"'<>\n]{{1,256}}?)[\"']?" for group in ("name", "key"))
+_FUNCTION = rf"<function={_NAME}>"
+_PARAMETER = rf"<parameter={_KEY}>"
 _TOOL_CALL = (("<tool_call>", "</tool_call>"),)
-_LLAMA = (("<|python_tag|>", ""), ("<|python_start|>", "<|python_end|>"))
+_LLAMA = Bodies(
+    read_python,
+    (("<|python_tag|>", ""), ("<|python_start|>", "<|python_end|>")),
+    '{{"name": "{name}", "parameters": {arguments}}}',
+)
+_COHERE = '{{"tool_name": "{name}", "parameters": {arguments}}}'
+
+
+def _argument_pairs(prefix: str) -> Pairs:
+    """Return GLM's format, whose marks LongCat has with a prefix of its own."""
+    key, value = f"<{prefix}arg_key>", f"<{prefix}arg_value>"
+    return Pairs(
+        "{name}\n{pairs}",
+        f"{key}{{key}}</{prefix}arg_key>\n{value}{{value}}</{prefix}arg_value>\n",
+        r"(?P<name>[^\s<>{}\"']{1,256})",
+        rf"{key}(?P<key>[^<>]{{1,256}})</{prefix}arg_key>{GAP}{value}",
+        ((f"<{prefix}tool_call>", f"</{prefix}tool_call>"),),
+    )
+
+
+def _gemma_calls(delimiter: str, marks: tuple[str, str]) -> Bodies:
+    write_value = partial(write_gemma_value, delimiter)
+    return Bodies(read_gemma, (marks,), "call:{name}{{{pairs}}}", "{key}:{value}", write_value)
+
+
+NO_TOOLS = ToolFormat("none", "calls, if any, are text", Bodies(read_json))
 # In the order in which they are looked for in a template.
 _ROWS = (
     ToolFormat(
-        "minimax_m2", "MiniMax M2", read_minimax, (("<minimax:tool_call>", "</minimax:tool_call>"),)
+        "minimax_m2", "MiniMax M2",
+        Pairs(
+            '<invoke name="{name}">\n{pairs}</invoke>\n',
+            '<parameter name="{key}">{value}</parameter>\n',
+            rf"<invoke name={_NAME}>", rf"<parameter name={_KEY}>",
+            (("<minimax:tool_call>", "</minimax:tool_call>"),), joins=True,
+        ),
+        written=(("<minimax:tool_call>",),),
     ),
     ToolFormat(
-        "gemma4", "Gemma 4", read_gemma, (("<|tool_call>", "<tool_call|>"),),
-        written=(("<|tool_call>", "<tool_call|>"),),
+        "gemma4", "Gemma 4", _gemma_calls('<|"|>', ("<|tool_call>", "<tool_call|>")),
+        bare=_BARE_GEMMA, written=(("<|tool_call>", "<tool_call|>"),),
     ),
     ToolFormat(
-        "functiongemma", "FunctionGemma", read_gemma,
-        (("<start_function_call>", "<end_function_call>"),),
+        "functiongemma", "FunctionGemma",
+        _gemma_calls("<escape>", ("<start_function_call>", "<end_function_call>")),
     ),
     ToolFormat(
-        "longcat", "LongCat", read_longcat, (("<longcat_tool_call>", "</longcat_tool_call>"),)
+        "longcat", "LongCat", _argument_pairs("longcat_"),
     ),
     ToolFormat(
-        "glm47", "GLM 4.5 and later, Laguna", read_glm, _TOOL_CALL, written=(("<arg_key>",),)
+        "glm47", "GLM 4.5 and later, Laguna", _argument_pairs(""), written=(("<arg_key>",),)
     ),
     ToolFormat(
-        "lfm2", "LFM2", read_python, (("<|tool_call_start|>", "<|tool_call_end|>"),),
+        "lfm2", "LFM2",
+        Bodies(
+            read_python, (("<|tool_call_start|>", "<|tool_call_end|>"),),
+            "{name}({pairs})", "{key}={value}", repr, is_list=True,
+        ),
         written=(("<|tool_list_start|>",), ("<|tool_call_start|>",)),
     ),
     ToolFormat(
-        "seed_oss", "Seed-OSS", read_seed, (("<seed:tool_call>", "</seed:tool_call>"),),
-        model_types=("seed_oss",),
+        "seed_oss", "Seed-OSS",
+        Pairs(
+            "<function={name}>\n{pairs}</function>\n", "<parameter={key}>{value}</parameter>\n",
+            _FUNCTION, _PARAMETER, (("<seed:tool_call>", "</seed:tool_call>"),),
+        ),
+        written=(("<seed:tool_call>",),), model_types=("seed_oss",),
     ),
     ToolFormat(
-        "qwen3_coder", "Qwen3-Coder, Qwen 3.5, Nemotron 3, Step 3.5, MiMo", read_qwen, _TOOL_CALL,
+        "qwen3_coder", "Qwen3-Coder, Qwen 3.5, Nemotron 3, Step 3.5, MiMo",
+        Pairs(
+            "<function={name}>\n{pairs}</function>\n",
+            "<parameter={key}>\n{value}\n</parameter>\n", _FUNCTION, _PARAMETER, _TOOL_CALL,
+        ),
         written=(("<tool_call>\\n<function=",), ("<tool_call>\n<function=",)),
     ),
     ToolFormat(
-        "kimi_k2", "Kimi K2", read_kimi, (("<|tool_call_begin|>", "<|tool_call_end|>"),),
+        "kimi_k2", "Kimi K2",
+        Bodies(
+            read_kimi, (("<|tool_call_begin|>", "<|tool_call_end|>"),),
+            "functions.{name}:{place}<|tool_call_argument_begin|>{arguments}",
+        ),
         ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"), new_id=kimi_id,
         written=(("<|tool_calls_section_begin|>",),),
     ),
     ToolFormat(
-        "minicpm5", "MiniCPM5", read_minicpm, (("<function name=", "</function>"),),
+        "minicpm5", "MiniCPM5",
+        Pairs(
+            '<function name="{name}">{pairs}</function>', '<param name="{key}">{value}</param>',
+            rf"<function\s+name\s*=\s*{_NAME}\s*>", rf"<param\s+name\s*=\s*{_KEY}\s*>",
+            write_value=as_cdata,
+        ),
         written=(('<function name="', '<param name="'),),
     ),
     ToolFormat(
-        "mistral", "Mistral, Magistral, Devstral, Ministral: before v11 and since", read_mistral,
-        (("[TOOL_CALLS]", ""),), new_id=mistral_id,
+        "mistral", "Mistral, Magistral, Devstral, Ministral: before v11 and since",
+        Bodies(read_mistral, (("[TOOL_CALLS]", ""),), "{name}[ARGS]{arguments}"),
+        new_id=mistral_id,
     ),
     ToolFormat(
-        "muse_spark", "Muse Spark", read_atem,
-        (("<atem:function_calls>", "</atem:function_calls>"),), is_separate=True,
+        "muse_spark", "Muse Spark",
+        Pairs(
+            '<atem:invoke name="{name}">\n{pairs}</atem:invoke>\n',
+            '<atem:parameter name="{key}">{value}</atem:parameter>\n',
+            r'<atem:invoke\b[^<>]*?\bname="(?P<name>[^"<>]+)"[^<>]*>',
+            r'<atem:parameter\b[^<>]*?\bname="(?P<key>[^"<>]+)"[^<>]*>',
+            (("<atem:function_calls>", "</atem:function_calls>"),),
+        ),
+        is_separate=True, written=(("<atem:function_calls>",),),
     ),
     ToolFormat(
-        "deepseek_v3", "DeepSeek V3, R1, V3.1", read_deepseek,
-        (("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),),
+        "deepseek_v3", "DeepSeek V3, R1, V3.1",
+        Bodies(
+            read_deepseek, (("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),),
+            "{name}<｜tool▁sep｜>{arguments}",
+        ),
         ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         written=(("<｜tool▁calls▁begin｜>",),), tokens=("<｜tool▁calls▁begin｜>",),
     ),
     ToolFormat(
-        "deepseek_v32", "DeepSeek V3.2, V4", read_dsml,
-        (
-            ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
-            ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
+        "deepseek_v32", "DeepSeek V3.2, V4",
+        Pairs(
+            '<｜DSML｜invoke name="{name}">\n{pairs}</｜DSML｜invoke>\n',
+            '<｜DSML｜parameter name="{key}" string="{is_text}">{value}</｜DSML｜parameter>\n',
+            rf"<｜DSML｜invoke name={_NAME}>",
+            rf'<｜DSML｜parameter name={_KEY}(?: string="(?P<kind>true|false)")?>',
+            (
+                ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+                ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
+            ),
+            joins=True,
         ),
         written=(("｜DSML｜",),),
     ),
     ToolFormat(
-        "cohere_command3", "Command A and R7B", read_json,
-        (("<|START_ACTION|>", "<|END_ACTION|>"),), tokens=("<|START_ACTION|>",),
+        "cohere_command3", "Command A and R7B",
+        Bodies(read_json, (("<|START_ACTION|>", "<|END_ACTION|>"),), _COHERE, is_list=True),
+        tokens=("<|START_ACTION|>",),
     ),
     # Command-R from before there were tokens for it; the template has the words, and
     # "directly_answer" or "directly-answer".
     ToolFormat(
-        "command_r", "Command-R", read_json,
-        (("Action:```json", "```"), ("Action: ```json", "```")),
+        "command_r", "Command-R",
+        Bodies(
+            read_json, (("Action:```json", "```"), ("Action: ```json", "```")), _COHERE,
+            is_list=True,
+        ),
         written=(("Action:", "```json", "directly"),),
     ),
     ToolFormat(
-        "nemotron_nano_v2", "Nemotron Nano 2", read_json, (("<TOOLCALL>", "</TOOLCALL>"),)
+        "nemotron_nano_v2", "Nemotron Nano 2",
+        Bodies(read_json, (("<TOOLCALL>", "</TOOLCALL>"),), is_list=True),
     ),
-    ToolFormat("hunyuan_a13b", "Hunyuan A13B", read_json, (("<tool_calls>", "</tool_calls>"),)),
     ToolFormat(
-        "phi4_mini_json", "Phi-4-mini", read_json,
-        (("<|tool_call|>", "<|/tool_call|>"), ("functools[", "")),
+        "hunyuan_a13b", "Hunyuan A13B",
+        Bodies(read_json, (("<tool_calls>", "</tool_calls>"),), is_list=True),
+    ),
+    ToolFormat(
+        "phi4_mini_json", "Phi-4-mini",
+        Bodies(
+            read_json, (("<|tool_call|>", "<|/tool_call|>"), ("functools[", "]")), is_list=True
+        ),
         written=(("<|tool|>", "<|/tool|>"), ("<|/tool_call|>",), ("functools[",)),
         model_types=("phi3",),
     ),
     ToolFormat(
-        "granite", "Granite 3", read_json, (("<|tool_call|>", ""), ("<tool_call>", "")),
+        "granite", "Granite 3",
+        Bodies(read_json, (("<|tool_call|>", ""), ("<tool_call>", "")), is_list=True),
         written=(("<|tool_call|>",),), model_types=("granite", "granitemoe"),
     ),
     ToolFormat(
-        "llama4_pythonic", "Llama 3.2 and 4: Python or JSON, with or without marks", read_python,
-        _LLAMA, bare=_BARE_LLAMA, written=(("<|python_start|>",),),
-        model_types=("llama4", "llama4_text"),
+        "llama4_pythonic", "Llama 3.2 and 4: Python or JSON, with or without marks", _LLAMA,
+        bare=_BARE_LLAMA, written=(("<|python_start|>",),), model_types=("llama4", "llama4_text"),
     ),
     ToolFormat(
-        "llama3_json", "Llama 3.x: JSON or Python, with or without marks", read_python, _LLAMA,
+        "llama3_json", "Llama 3.x: JSON or Python, with or without marks", _LLAMA,
         bare=_BARE_LLAMA,
         written=(
             ("<|python_tag|>",), ("Environment: ipython",),
@@ -180,14 +259,22 @@ _ROWS = (
         ),
     ),
     ToolFormat(
-        "hermes", "Qwen 2.5 and 3, Hermes 2 Pro and 3, Granite 4", read_json, _TOOL_CALL,
+        "hermes", "Qwen 2.5 and 3, Hermes 2 Pro and 3, Granite 4", Bodies(read_json, _TOOL_CALL),
         is_json=True,
     ),
     # No word of a template tells these two.
-    ToolFormat("openai", "gpt-oss (harmony)", read_json, is_separate=True),
+    ToolFormat("openai", "gpt-oss (harmony)", Bodies(read_json), is_separate=True),
     ToolFormat(
-        "kimi_k3", "Kimi K3", read_kimi_k3,
-        (("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),), written=(),
+        "kimi_k3", "Kimi K3",
+        Pairs(
+            '<|open|>call tool="{name}"<|sep|>{pairs}<|close|>call<|sep|>',
+            '<|open|>argument key="{key}" type="{kind}"<|sep|>{value}<|close|>argument<|sep|>',
+            r'<\|open\|>call\b[^<>]*?\btool="(?P<name>[^"]+)"[^<>]*?<\|sep\|>',
+            r'<\|open\|>argument\b[^<>]*?\bkey="(?P<key>[^"]+)"'
+            r'(?:[^<>]*?\btype="(?P<kind>[^"]+)")?[^<>]*?<\|sep\|>',
+            (("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),), joins=True,
+        ),
+        written=(),
     ),
     NO_TOOLS,
 )  # fmt: skip

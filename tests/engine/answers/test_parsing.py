@@ -1,21 +1,26 @@
 """What a model says, told apart: text, reasoning, calls, wherever the pieces are cut."""
 
-import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.engine.answers.bodies import Bodies
+from gateway.engine.answers.call_reading import Ending, Reading
+from gateway.engine.answers.json_calls import read_json
 from gateway.engine.answers.output_parts import Mode
 from gateway.engine.answers.parsing import Markup, Parser
 from tests.engine.answers.harness import cut, pushed
 
+FORM = Bodies(read_json, (("<tool_call>", "</tool_call>"),))
 MARKUP = Markup(
     opens=("<think>",),
     closes=("</think>",),
-    calls=(("<tool_call>", "</tool_call>"),),
-    read=lambda text: [json.loads(text)],
+    calls=("<tool_call>",),
+    call_ends=("</tool_call>",),
+    read=lambda text, at, ending: FORM(text, at, {}, ending),
 )
 CUTS = st.lists(st.integers(0, 200), max_size=12).map(tuple)
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -71,11 +76,39 @@ def test_text_that_only_looks_like_a_mark_is_text(text: str) -> None:
     assert read(text, tuple(range(len(text))))["text"] == text
 
 
-def test_a_long_call_is_looked_at_once() -> None:
-    """Twice the call is never four times the work: what cannot hold a mark is put aside."""
+def counted(reads: list[int]) -> Parser:
+    """Return a parser that lists the sizes of the texts that it reads."""
+
+    def read(text: str, at: int, ending: Ending) -> Reading | None:
+        reads.append(len(text))
+        return FORM(text, at, {}, ending)
+
+    return Parser(replace(MARKUP, read=read), "free", is_thinking=False)
+
+
+def test_a_call_full_of_marks_is_read_a_few_times() -> None:
+    """Twice the call is never four times the work."""
+    reads: list[int] = []
+    parser = counted(reads)
+    parser.push('<tool_call>{"name": "f", "arguments": {"a": "')
+    for _ in range(2000):
+        assert parser.push("</tool_call>") == []
+    (part,) = parser.push('"}}</tool_call>') + parser.flush()
+    assert part.call is not None
+    assert len(part.call.arguments) > 24_000
+    assert sum(reads) < 16 * 24_000
+
+
+def test_a_mark_in_prose_holds_nothing_back_for_long() -> None:
     parser = Parser(MARKUP, "free", is_thinking=False)
-    parser.push("<tool_call>")
-    for _ in range(1000):
-        parser.push("x" * 50)
-        assert len(parser._held) < len("</tool_call>")
-    assert len(parser.flush()[0].text) == 50_011
+    text = "The mark <tool_call> begins a call, " + "and so on, " * 20
+    assert len("".join(part.text for part in parser.push(text))) == len(text)
+
+
+def test_what_follows_a_call_settled_late_is_taken_piece_by_piece() -> None:
+    """Thirty thousand marks behind it took minutes."""
+    parser = Parser(MARKUP, "free", is_thinking=False)
+    parser.push('<tool_call>{"name": "f", "arguments": {"a": "' + "</tool_call>" * 30_000 + '"}')
+    calls = '<tool_call>{"name": "g", "arguments": {}}</tool_call>' * 3
+    parts = [*parser.push("}</tool_call>" + calls), *parser.flush()]
+    assert [part.call.name for part in parts if part.call] == ["f", "g", "g", "g"]

@@ -1,0 +1,61 @@
+"""Calls → their text, as a model of a family writes it."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gateway.engine.answers.call_reading import Call
+
+WriteValue = Callable[[Any], str]
+_TYPES: Mapping[type, str] = {
+    str: "string", bool: "boolean", int: "integer", float: "number", list: "array",
+    dict: "object", type(None): "null",
+}  # fmt: skip
+
+
+def as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def as_text(value: Any) -> str:
+    """Write a text as it is, and any other value as JSON."""
+    return value if isinstance(value, str) else as_json(value)
+
+
+def as_cdata(value: Any) -> str:
+    """Write a text that looks like XML as CDATA."""
+    text = as_text(value)
+    return f"<![CDATA[{text}]]>" if set(text) & set("<&\n") or text != text.strip() else text
+
+
+def write_gemma_value(delimiter: str, value: Any) -> str:
+    """Write as Gemma does: keys without quotes, texts between delimiters."""
+    if isinstance(value, str):
+        return f"{delimiter}{value}{delimiter}"
+    if isinstance(value, list):
+        return f"[{','.join(write_gemma_value(delimiter, each) for each in value)}]"
+    if isinstance(value, dict):
+        pairs = (f"{key}:{write_gemma_value(delimiter, each)}" for key, each in value.items())
+        return f"{{{','.join(pairs)}}}"
+    return as_json(value)
+
+
+def write_call(call: Call, form: str, pair: str, write_value: WriteValue, **more: Any) -> str:
+    """Fill a family's form of a call, and its form of an argument if it has one of its own.
+
+    A form's fields are `name`, `arguments` or `pairs`, and `more`; those of a pair `key`, `value`,
+    `kind` (its JSON type) and `is_text`.
+    """
+    arguments = call["arguments"]
+    pairs = [
+        pair.format(
+            key=key,
+            value=write_value(value),
+            kind=_TYPES[type(value)],
+            is_text=as_json(isinstance(value, str)),
+        )
+        for key, value in arguments.items()
+    ]
+    separator = "" if pair.endswith(("\n", ">")) else ","
+    written = {"name": call["name"], "arguments": as_json(arguments), **more}
+    return form.format(pairs=separator.join(pairs), **written)
