@@ -31,7 +31,7 @@ def test_a_call_in_json_with_a_number_that_is_none_cannot_be_written(number: str
 
 @pytest.mark.parametrize(
     "text",
-    ["[f(3)]", "[f(3, n=4)]", "[f(**{'n': 3})]", "[f(n=1+2)]", "[f(a=x), f(n=3)]", "[f", "f(n=3)"],
+    ["[f(3)]", "[f(3, n=4)]", "[f(**{'n': 3})]", "[f(n=1+2)]", "[f(a=x), f(n=3)]", "[f"],
 )
 def test_a_call_in_python_that_is_none_by_names_and_values_is_not_read(text: str) -> None:
     with pytest.raises((ValueError, SyntaxError)):
