@@ -5,10 +5,24 @@ from typing import Any
 
 import pytest
 
+from gateway.engine.answers.call_reading import Call, Schemas, read_all
+from gateway.engine.answers.call_values import types_of
 from gateway.engine.answers.output_parts import arguments_json
-from gateway.engine.answers.tool_parsers import read_json, read_python, read_qwen, types_of
+from gateway.engine.answers.tool_formats import tool_format
 
 SCHEMAS = {"f": {"type": "object", "properties": {"a": {}, "n": {"type": "number"}}}}
+
+
+def read_qwen(text: str, schemas: Schemas) -> list[Call]:
+    return read_all(tool_format("qwen3_coder").read, text, schemas)
+
+
+def read_json(text: str, schemas: Schemas) -> list[Call]:
+    return read_all(tool_format("openai").read, text, schemas)
+
+
+def read_python(text: str, schemas: Schemas) -> list[Call]:
+    return read_all(tool_format("lfm2").read, text, schemas)
 
 
 @pytest.mark.parametrize("name", ["a", "n"])
@@ -31,7 +45,7 @@ def test_a_call_in_json_with_a_number_that_is_none_cannot_be_written(number: str
 
 @pytest.mark.parametrize(
     "text",
-    ["[f(3)]", "[f(3, n=4)]", "[f(**{'n': 3})]", "[f(n=1+2)]", "[f(a=x), f(n=3)]", "[f", "f(n=3)"],
+    ["[f(3)]", "[f(3, n=4)]", "[f(**{'n': 3})]", "[f(n=1+2)]", "[f(a=x), f(n=3)]", "[f"],
 )
 def test_a_call_in_python_that_is_none_by_names_and_values_is_not_read(text: str) -> None:
     with pytest.raises((ValueError, SyntaxError)):

@@ -1,0 +1,170 @@
+"""Bodies of calls in JSON → calls: an object or a list of them, or a name before its arguments.
+
+A body ends where its JSON ends. JSON that is badly written is mended once its end is known: line
+breaks, escapes, Python's quotes and literals, and one brace that is missing before a closing mark.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import regex  # type: ignore[import-untyped]
+
+from gateway.engine.answers.call_reading import Call, Schemas, Unfinished
+from gateway.engine.answers.literals import UNREADABLE, find_end, read_literal, skip_space
+
+_DECODER = json.JSONDecoder(strict=False)  # strings may hold line breaks and tabs
+_BAD_ESCAPE = re.compile(r"(\\(?:[\"\\/bfnrt]|u[0-9a-fA-F]{4}))|\\(')|\\")
+_MISTRAL = regex.compile(
+    r"\s*+(?P<name>[\w./:-]{1,256})\s*+(?:\[CALL_ID\]\s*+(?P<id>[\w-]{1,256})\s*+)?"
+    r"(?:\[ARGS\]\s*+)?(?=\{)"
+)
+_DEEPSEEK = regex.compile(
+    r"\s*+(?:\w{1,256}<｜tool▁sep｜>(?P<name>[^\s<]{1,256})\s++|(?P<name>[^\s<]{1,256})<｜tool▁sep｜>\s*+)"
+    r"(?:```\w*+\s*+)?(?=\{)"
+)
+_KIMI = regex.compile(r"\s*+(?P<id>[^<]{1,256})<\|tool_call_argument_begin\|>\s*+(?=[{\"])")
+_KIMI_ID = re.compile(r"functions\.(.+):\d+")
+
+
+def read_json(
+    text: str, at: int, schemas: Schemas, closers: Sequence[str]
+) -> tuple[list[Call], int]:
+    """Read an object that is a call, or a list of them."""
+    at = skip_space(text, at)
+    if at < len(text) and text[at] not in "[{":
+        raise ValueError("no JSON")
+    value, end = _read_value(text, at, closers)
+    return _calls(_json_call, value if isinstance(value, list) else [value]), end
+
+
+def read_arguments(name: str, text: str) -> Call:
+    """Read a call whose text is only its arguments, and may be empty. Raises ValueError."""
+    return _call(name, text)
+
+
+def read_mistral(
+    text: str, at: int, schemas: Schemas, closers: Sequence[str]
+) -> tuple[list[Call], int]:
+    """Read Mistral's: a list in JSON, or from v11 on `name[CALL_ID]id[ARGS]{…}`.
+
+    Source: mistral-common's encoding of assistant messages, and vLLM's tests, where [ARGS] is
+    missing as its tokenizer drops it.
+    """
+    at = skip_space(text, at)
+    if text.startswith(("[", "{"), at):
+        return read_json(text, at, schemas, closers)
+    head = match_head(_MISTRAL, text, at)
+    arguments, end = _read_value(text, head.end(), closers)
+    return _calls(lambda name: _call(name, arguments, head["id"]), [head["name"]]), end
+
+
+def read_deepseek(
+    text: str, at: int, schemas: Schemas, closers: Sequence[str]
+) -> tuple[list[Call], int]:
+    """Read V3's and R1's `function<sep>name` with fenced JSON below, and V3.1's `name<sep>{…}`."""
+    head = match_head(_DEEPSEEK, text, at)
+    arguments, end = _read_value(text, head.end(), closers)
+    return _calls(lambda name: _call(name, arguments), [head["name"]]), end
+
+
+def read_kimi(
+    text: str, at: int, schemas: Schemas, closers: Sequence[str]
+) -> tuple[list[Call], int]:
+    """Read K2's `functions.f:0<|tool_call_argument_begin|>{…}`, and ids of other forms.
+
+    An id of the form that its template knows is the call's own.
+    """
+    head = match_head(_KIMI, text, at)
+    arguments, end = _read_value(text, head.end(), closers)
+    call_id = head["id"].strip()
+
+    def read(arguments: Any) -> Call:
+        call = _call("f", arguments)
+        name = _kimi_name(call_id, call["arguments"], schemas)
+        return _call(name, arguments, call_id if _KIMI_ID.fullmatch(call_id) else None)
+
+    return _calls(read, [arguments]), end
+
+
+def _kimi_name(call_id: str, arguments: Mapping[str, Any], schemas: Schemas) -> str | None:
+    """Return the name of the function that an id names, or else that alone fits the arguments."""
+    names = "|".join(map(re.escape, sorted(schemas, key=len, reverse=True)))
+    known = re.fullmatch(rf"(?:functions[._])?({names})(?:[:._](?:call_?)?\d+)?", call_id)
+    known = known or _KIMI_ID.fullmatch(call_id)
+    if known and known[1]:
+        return known[1]
+    fitting = [name for name, schema in schemas.items() if _fits(arguments, schema)]
+    is_own = re.match(r"(?:functions[._])?call[_-]", call_id)
+    return fitting[0] if is_own and len(fitting) == 1 else None
+
+
+def _fits(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:
+    declared, required = schema.get("properties") or {}, schema.get("required") or []
+    return set(required) <= set(arguments) <= set(declared)
+
+
+def match_head(pattern: Any, text: str, at: int) -> Any:
+    """Match what stands before a body. Raises Unfinished if it may go on, ValueError if it is
+    something else.
+    """
+    head = pattern.match(text, at, partial=True)
+    if head is None:
+        raise ValueError("no call")
+    if head.partial:
+        raise Unfinished("no whole head")
+    return head
+
+
+def _read_value(text: str, at: int, closers: Sequence[str]) -> tuple[Any, int]:
+    """Return a JSON value and the place of its end; None for a value that cannot be read."""
+    try:
+        return _DECODER.raw_decode(text, at)
+    except UNREADABLE:
+        end, depth = find_end(text, at, closers)
+    if depth > 1:
+        return None, end
+    return _mend(text[at:end] + "}" * depth), end
+
+
+def _mend(text: str) -> Any:
+    """Return the value of JSON that is badly written, or None."""
+    escaped = _BAD_ESCAPE.sub(lambda match: match[1] or match[2] or r"\\", text)
+    for read, source in ((_DECODER.decode, escaped), (read_literal, text)):
+        try:
+            return read(source)
+        except UNREADABLE:
+            continue
+    return None
+
+
+def _calls(read: Any, values: Sequence[Any]) -> list[Call]:
+    """Return the calls that values are; none if one of them isn't a call."""
+    try:
+        return [read(value) for value in values]
+    except (*UNREADABLE, LookupError, AttributeError):
+        return []
+
+
+def _json_call(value: Any) -> Call:
+    if isinstance(value.get("function"), dict):
+        value = value["function"]
+    name = value.get("name") or value.get("tool_name") or value["function"]
+    arguments = value.get("arguments")
+    if arguments is None:
+        arguments = value.get("parameters")
+    if arguments is None:
+        arguments = {}
+    return _call(name, arguments, value.get("id"))
+
+
+def _call(name: Any, arguments: Any, call_id: Any = None) -> Call:
+    if isinstance(arguments, str):  # some models write an object inside a string
+        arguments = _mend(arguments) if arguments.strip() else {}
+    if not (isinstance(name, str) and name and isinstance(arguments, dict)):
+        raise ValueError("not a call")
+    call = {"name": name, "arguments": arguments}
+    if call_id and isinstance(call_id, str):
+        call["id"] = call_id
+    return call

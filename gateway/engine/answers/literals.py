@@ -1,0 +1,120 @@
+"""The ends and the values of JSON and Python that stand in a text, some of it badly written.
+
+An end is found before anything is read: brackets are counted, except those in strings.
+"""
+
+import ast
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+
+from gateway.engine.answers.call_reading import Unfinished
+
+# Errors of whatever reads a text that is no value.
+UNREADABLE = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
+# A quote that ends a string stands before something that can follow a value.
+_ENDS_VALUE = r"(?=\s*+(?:[,)\]}:]|\Z))"
+_ESCAPES = re.compile(
+    r"\\(?:[\\'\"abfnrtv\n]|[0-3]?[0-7]{1,2}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})|[\\'\"\n\r]"
+)
+_LITERALS = {"true": "True", "false": "False", "null": "None"}
+
+
+def _string(quote: str, end: str) -> str:
+    """Return a pattern of strings whose end is a quote with `end` behind it, linear in time."""
+    return rf"{quote}[^\\{quote}]*+(?:(?:\\.|{quote}(?!{end}))[^\\{quote}]*+)*+{quote}"
+
+
+def _strings(end: str) -> str:
+    triples = (quote * 2 + _string(quote, quote * 2) + quote * 2 for quote in "\"'")
+    return "|".join((*triples, *(_string(quote, end) for quote in "\"'")))
+
+
+_STRICT, _LENIENT = _strings(""), _strings(_ENDS_VALUE)
+_WORDS = r"(?P<word>[\w.-]++)(?P<is_name>(?=\s*+(?:\(|=(?!=))))?"
+_TOKENS = [
+    re.compile(rf"(?P<prefix>[bBfFrRuU]{{0,2}})(?P<string>{strings})|{_WORDS}|[\"'].*", re.DOTALL)
+    for strings in (_STRICT, _LENIENT)
+]
+
+
+def skip_space(text: str, at: int) -> int:
+    while at < len(text) and text[at].isspace():
+        at += 1
+    return at
+
+
+@lru_cache
+def _brackets(closers: tuple[str, ...], *, is_lenient: bool) -> re.Pattern[str]:
+    mark = "|".join(map(re.escape, filter(None, closers))) or r"(?!)"
+    strings = _LENIENT if is_lenient else _STRICT
+    return re.compile(
+        rf"(?P<mark>{mark})|{strings}|(?P<loose>[\"'])|(?P<open>[\[({{]+)|(?P<close>[\])}}]+)",
+        re.DOTALL,
+    )
+
+
+def find_end(
+    text: str, at: int, closers: Sequence[str], *, is_lenient: bool = False
+) -> tuple[int, int]:
+    """Return where the bracket at a place is closed, or where one of the marks stands that may
+    close the whole, and how many brackets are open there. Raises Unfinished.
+
+    `is_lenient`: a string may hold its own quotes, if nothing behind them could follow a value.
+    """
+    depth = 0
+    for token in _brackets(tuple(closers), is_lenient=is_lenient).finditer(text, at):
+        length = len(token[0])
+        if token["open"]:
+            depth += length
+        elif token["close"] and length >= depth:
+            return token.start() + depth, 0
+        elif token["close"]:
+            depth -= length
+        elif token["mark"]:
+            return token.start(), depth
+        elif token["loose"]:
+            break
+    raise Unfinished("no end")
+
+
+def parse_python(source: str) -> tuple[ast.expr, list[str]]:
+    """Return an expression's tree, and the names of functions and arguments by the numbers that
+    stand for them: `_0` is the first. Raises SyntaxError.
+
+    Line breaks in strings, unknown escapes, names with dashes and JSON's literals are mended. Only
+    what is no Python otherwise may have quotes inside its strings.
+    """
+    try:
+        return _parse(source, _TOKENS[0])
+    except SyntaxError:
+        return _parse(source, _TOKENS[1])
+
+
+def _parse(source: str, tokens: re.Pattern[str]) -> tuple[ast.expr, list[str]]:
+    names: list[str] = []
+
+    def spell(token: re.Match[str]) -> str:
+        string, word = token["string"], token["word"]
+        if string is not None:
+            if token["prefix"] or string.startswith(('"""', "'''")):
+                return token[0]
+            return string[0] + _ESCAPES.sub(_escape, string[1:-1]) + string[0]
+        if word is None or token["is_name"] is None:  # a string without an end, or a value
+            return _LITERALS.get(word, token[0])
+        names.append(word)
+        return f"_{len(names) - 1}"
+
+    return ast.parse(tokens.sub(spell, source), mode="eval").body, names
+
+
+def _escape(match: re.Match[str]) -> str:
+    written = match[0]
+    if len(written) > 1:
+        return written
+    return {"\n": r"\n", "\r": r"\r"}.get(written, "\\" + written)
+
+
+def read_literal(source: str) -> object:
+    """Return the value of a Python literal. Raises one of UNREADABLE."""
+    return ast.literal_eval(parse_python(source)[0])
