@@ -1,0 +1,507 @@
+"""Made-up functions, calls of them with arbitrary arguments, and how each family writes calls."""
+
+import json
+import re
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from gateway.engine.answers.reasoning import REASONING_FORMATS
+from gateway.engine.answers.tool_formats import TOOL_FORMATS
+from gateway.jobs import Function
+
+Calls = Sequence[Mapping[str, Any]]
+Write = Callable[[Calls], str]
+
+
+def dumped(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def as_text(value: Any) -> str:
+    return value if isinstance(value, str) else dumped(value)
+
+
+def in_cdata(value: Any) -> str:
+    """Write as MiniCPM's template does, which wraps whatever XML or a trim would change."""
+    text = as_text(value)
+    is_plain = text == text.strip() and not re.search(r"[<&\s]", text)
+    return text if is_plain else f"<![CDATA[{text}]]>"
+
+
+def gemma(delimiter: str) -> Callable[[Any], str]:
+    """Return a writer of Gemma's values: keys are bare and texts between delimiters."""
+
+    def write(value: Any) -> str:
+        if isinstance(value, str):
+            return f"{delimiter}{value}{delimiter}"
+        if isinstance(value, list):
+            return f"[{','.join(map(write, value))}]"
+        if isinstance(value, dict):
+            return "{" + ",".join(f"{key}:{write(each)}" for key, each in value.items()) + "}"
+        return dumped(value)
+
+    return write
+
+
+KINDS: Mapping[type, str] = {
+    str: "string", bool: "boolean", int: "integer", float: "number", list: "array",
+    dict: "object", type(None): "null",
+}  # fmt: skip
+
+
+def writes(
+    call: str,
+    *,
+    begin: str = "",
+    gap: str = "",
+    end: str = "",
+    pair: str = "",
+    pair_gap: str = "",
+    value: Callable[[Any], str] = as_text,
+) -> Write:
+    """Return a writer of calls by the formats of one call and, if it has any, of its pairs."""
+
+    def write(calls: Calls) -> str:
+        texts = []
+        for place, each in enumerate(calls):
+            pairs = [
+                pair.format(
+                    key=key, value=value(one), kind=KINDS[type(one)],
+                    is_text=str(isinstance(one, str)).lower(),
+                )
+                for key, one in each["arguments"].items()
+            ]  # fmt: skip
+            arguments = dumped(each["arguments"])
+            filled = {"name": each["name"], "arguments": arguments, "pairs": pair_gap.join(pairs)}
+            texts.append(call.format(**filled, place=place))
+        return f"{begin}{gap.join(texts)}{end}"
+
+    return write
+
+
+_JSON = '{{"name": "{name}", "arguments": {arguments}}}'
+_LLAMA = '{{"name": "{name}", "parameters": {arguments}}}'
+_COHERE = '{{"tool_call_id": "{place}", "tool_name": "{name}", "parameters": {arguments}}}'
+_PYTHON: Mapping[str, Any] = {
+    "call": "{name}({pairs})", "gap": ", ", "pair": "{key}={value}", "pair_gap": ", ", "value": repr
+}  # fmt: skip
+_GEMMA: Mapping[str, Any] = {"pair": "{key}:{value}", "pair_gap": ","}
+_DEEPSEEK = (
+    "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>", "<｜tool▁sep｜>",
+)  # fmt: skip
+_HARMONY = (
+    "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>", "<|return|>"
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Form:
+    """One form of calls in which a family's models write."""
+
+    format: str  # its name in the table
+    write: Write
+    tokens: tuple[str, ...]  # special tokens of its checkpoints
+    before: str = "{}"  # how text before the calls is written
+    # What ends a text by the format itself: a text that holds it can't be written in this form,
+    # except inside a whole call.
+    ends: str = r"(?!)"
+    is_bare: bool = False  # without a mark, so a call only at an answer's beginning
+    # Keys are identifiers of Python.
+    is_python: bool = False
+    # Its tokens are never written in a text: there they are other tokens with the same letters.
+    is_split: bool = False
+    reasoning: str = "none"
+    opens: str = ""  # how a thought begins and ends
+    closes: str = ""
+
+    @property
+    def quoted(self) -> str:
+        """Return a whole call, as the text of a file that shows the format."""
+        return self.write([{"name": "shown", "arguments": {"first": "1", "then": "[2]"}}])
+
+    def can_write(self, text: str) -> bool:
+        """Return False for a text that no reader could tell from the marks around it."""
+        return re.search(self.ends, text.replace(self.quoted, "\0")) is None
+
+
+_TOOL_CALL = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+_THINK: Mapping[str, Any] = {"reasoning": "qwen3", "opens": "<think>", "closes": "</think>"}
+# A pair's text ends where its end mark is followed by the next pair or the call's end.
+_QWEN_ENDS = r"</parameter>\s*(<parameter=|</function>)"
+_ARG_ENDS = r"</{0}arg_value>\s*(<{0}arg_key>|</{0}tool_call>)"
+_KIMI = (
+    "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<think>", "</think>",
+)  # fmt: skip
+FORMS: Mapping[str, Form] = {
+    "hermes": Form(
+        "hermes", writes(f"<tool_call>\n{_JSON}\n</tool_call>", gap="\n"), _TOOL_CALL, **_THINK
+    ),
+    "qwen3_coder": Form(
+        "qwen3_coder",
+        writes(
+            "<tool_call>\n<function={name}>\n{pairs}</function>\n</tool_call>",
+            gap="\n",
+            pair="<parameter={key}>\n{value}\n</parameter>\n",
+        ),
+        _TOOL_CALL,
+        ends=_QWEN_ENDS,
+        **_THINK,
+    ),
+    "glm45": Form(
+        "glm47",
+        writes(
+            "<tool_call>{name}\n{pairs}</tool_call>",
+            gap="\n",
+            pair="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
+        ),
+        (*_TOOL_CALL, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        ends=_ARG_ENDS.format(""),
+        **_THINK,
+    ),
+    "glm47": Form(
+        "glm47",
+        writes(
+            "<tool_call>{name}{pairs}</tool_call>",
+            pair="<arg_key>{key}</arg_key><arg_value>{value}</arg_value>",
+        ),
+        (*_TOOL_CALL, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        ends=_ARG_ENDS.format(""),
+        **_THINK,
+    ),
+    "mistral": Form(
+        "mistral",
+        writes(_JSON, begin="[TOOL_CALLS][", gap=", ", end="]"),
+        ("[TOOL_CALLS]", "[THINK]", "[/THINK]"),
+        reasoning="mistral", opens="[THINK]", closes="[/THINK]",
+    ),
+    "mistral_v11": Form(
+        "mistral",
+        writes("[TOOL_CALLS]{name}[ARGS]{arguments}"),
+        ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[THINK]", "[/THINK]"),
+        reasoning="mistral", opens="[THINK]", closes="[/THINK]",
+    ),
+    "llama3_json": Form(
+        "llama3_json", writes(_LLAMA, begin="<|python_tag|>", gap="; "), ("<|python_tag|>",)
+    ),
+    "llama3_json_bare": Form(
+        "llama3_json", writes(_LLAMA, gap="; "), ("<|python_tag|>",), is_bare=True
+    ),
+    "llama4_pythonic": Form(
+        "llama4_pythonic",
+        writes(**_PYTHON, begin="<|python_start|>[", end="]<|python_end|>"),
+        ("<|python_start|>", "<|python_end|>"),
+        is_python=True,
+    ),
+    "llama4_pythonic_bare": Form(
+        "llama4_pythonic",
+        writes(**_PYTHON, begin="[", end="]"),
+        ("<|python_start|>", "<|python_end|>"),
+        is_bare=True, is_python=True,
+    ),
+    "deepseek_v3": Form(
+        "deepseek_v3",
+        writes(
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n"
+            "```json\n{arguments}\n```<｜tool▁call▁end｜>",
+            begin="<｜tool▁calls▁begin｜>", gap="\n", end="<｜tool▁calls▁end｜>",
+        ),
+        _DEEPSEEK,
+        **_THINK,
+    ),
+    "deepseek_v31": Form(
+        "deepseek_v3",
+        writes(
+            "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
+            begin="<｜tool▁calls▁begin｜>", end="<｜tool▁calls▁end｜>",
+        ),
+        (*_DEEPSEEK, "<think>", "</think>"),
+        **_THINK,
+    ),
+    "deepseek_v32": Form(
+        "deepseek_v32",
+        writes(
+            '<｜DSML｜invoke name="{name}">\n{pairs}</｜DSML｜invoke>\n',
+            begin="<｜DSML｜function_calls>\n", end="</｜DSML｜function_calls>",
+            pair='<｜DSML｜parameter name="{key}" string="{is_text}">{value}</｜DSML｜parameter>\n',
+        ),
+        ("｜DSML｜", "<think>", "</think>"),
+        ends=r"</｜DSML｜parameter>\s*(<｜DSML｜parameter name=|</｜DSML｜invoke>)",
+        **_THINK,
+    ),
+    "minimax_m2": Form(
+        "minimax_m2",
+        writes(
+            '<invoke name="{name}">\n{pairs}</invoke>\n',
+            begin="<minimax:tool_call>\n", end="</minimax:tool_call>",
+            pair='<parameter name="{key}">{value}</parameter>\n',
+        ),
+        ("<minimax:tool_call>", "</minimax:tool_call>", "<think>", "</think>"),
+        ends=r"</parameter>\s*(<parameter name=|</invoke>)",
+        **_THINK,
+    ),
+    "gemma4": Form(
+        "gemma4",
+        writes("<|tool_call>call:{name}{{{pairs}}}<tool_call|>", **_GEMMA, value=gemma('<|"|>')),
+        ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
+        ends=r'<\|"\|>',  # a text's delimiter means a quote
+        reasoning="gemma4", opens="<|channel>thought\n", closes="<channel|>",
+    ),
+    "functiongemma": Form(
+        "functiongemma",
+        writes(
+            "<start_function_call>call:{name}{{{pairs}}}<end_function_call>",
+            **_GEMMA, value=gemma("<escape>"),
+        ),
+        ("<start_function_call>", "<end_function_call>", "<escape>"),
+        ends="<escape>",
+    ),
+    "longcat": Form(
+        "longcat",
+        writes(
+            "<longcat_tool_call>{name}\n{pairs}</longcat_tool_call>",
+            gap="\n",
+            pair="<longcat_arg_key>{key}</longcat_arg_key>\n"
+            "<longcat_arg_value>{value}</longcat_arg_value>\n",
+        ),
+        ("<longcat_tool_call>", "</longcat_tool_call>", "<longcat_think>", "</longcat_think>"),
+        ends=_ARG_ENDS.format("longcat_"),
+        reasoning="longcat", opens="<longcat_think>", closes="</longcat_think>",
+    ),
+    "lfm2": Form(
+        "lfm2",
+        writes(**_PYTHON, begin="<|tool_call_start|>[", end="]<|tool_call_end|>"),
+        ("<|tool_call_start|>", "<|tool_call_end|>", "<think>", "</think>"),
+        is_python=True,
+        **_THINK,
+    ),
+    "seed_oss": Form(
+        "seed_oss",
+        writes(
+            "<seed:tool_call>\n<function={name}>\n{pairs}</function>\n</seed:tool_call>",
+            gap="\n",
+            pair="<parameter={key}>{value}</parameter>\n",
+        ),
+        ("<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>"),
+        ends=_QWEN_ENDS,
+        reasoning="seed_oss", opens="<seed:think>", closes="</seed:think>",
+    ),
+    "kimi_k2": Form(
+        "kimi_k2",
+        writes(
+            "<|tool_call_begin|>functions.{name}:{place}<|tool_call_argument_begin|>"
+            "{arguments}<|tool_call_end|>",
+            begin="<|tool_calls_section_begin|>", end="<|tool_calls_section_end|>",
+        ),
+        _KIMI,
+        **_THINK,
+    ),
+    "kimi_k3": Form(
+        "kimi_k3",
+        writes(
+            '<|open|>call tool="{name}" index="{place}"<|sep|>{pairs}<|close|>call<|sep|>',
+            begin="<|open|>tools<|sep|>", end="<|close|>tools<|sep|>",
+            pair='<|open|>argument key="{key}" type="{kind}"<|sep|>'
+            "{value}<|close|>argument<|sep|>",
+        ),
+        ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"),
+        ends=r"<\|close\|>argument<\|sep\|>\s*(<\|open\|>argument |<\|close\|>call<\|sep\|>)",
+        reasoning="kimi_k3", opens="<|open|>think<|sep|>", closes="<|close|>think<|sep|>",
+    ),
+    "minicpm5": Form(
+        "minicpm5",
+        writes(
+            '<function name="{name}">{pairs}</function>',
+            gap="\n",
+            pair='<param name="{key}">{value}</param>',
+            value=in_cdata,
+        ),
+        ("<think>", "</think>"),
+        # The end of CDATA can't be written inside of it.
+        ends=r"\]\]>\s*</param>|</param>\s*(<param name=|</function>)",
+        **_THINK,
+    ),
+    "nemotron_nano_v2": Form(
+        "nemotron_nano_v2",
+        writes(_JSON, begin="<TOOLCALL>[", gap=", ", end="]</TOOLCALL>"),
+        ("<TOOLCALL>", "</TOOLCALL>", "<think>", "</think>"),
+        **_THINK,
+    ),
+    "hunyuan_a13b": Form(
+        "hunyuan_a13b",
+        writes(_JSON, begin="<tool_calls>[\n", gap=",\n", end="\n]</tool_calls>"),
+        ("<tool_calls>", "</tool_calls>", "<think>", "</think>"),
+        **_THINK,
+    ),
+    "granite": Form(
+        "granite", writes(_JSON, begin="<|tool_call|>[", gap=", ", end="]"), ("<|tool_call|>",)
+    ),
+    "granite_letters": Form("granite", writes(_JSON, begin="<tool_call>[", gap=", ", end="]"), ()),
+    "phi4_mini_json": Form(
+        "phi4_mini_json",
+        writes(_JSON, begin="<|tool_call|>[", gap=", ", end="]<|/tool_call|>"),
+        ("<|tool_call|>", "<|/tool_call|>"),
+    ),
+    "phi4_functools": Form(
+        "phi4_mini_json",
+        writes(_JSON, begin="functools[", gap=", ", end="]"),
+        ("<|tool_call|>", "<|/tool_call|>"),
+    ),
+    "cohere_command3": Form(
+        "cohere_command3",
+        writes(_COHERE, begin="<|START_ACTION|>[\n    ", gap=",\n    ", end="\n]<|END_ACTION|>"),
+        ("<|START_ACTION|>", "<|END_ACTION|>", "<|START_THINKING|>", "<|END_THINKING|>"),
+        reasoning="cohere_command3", opens="<|START_THINKING|>", closes="<|END_THINKING|>",
+    ),
+    "command_r": Form(
+        "command_r",
+        writes(
+            '{{"tool_name": "{name}", "parameters": {arguments}}}',
+            begin="Action:```json\n[\n    ", gap=",\n    ", end="\n]```",
+        ),
+        (),
+    ),
+    "muse_spark": Form(
+        "muse_spark",
+        writes(
+            ' to={name}<|message|><atem:function_calls>\n<atem:invoke name="{name}">\n'
+            "{pairs}</atem:invoke>\n</atem:function_calls>",
+            gap="<|eom|><|start|>assistant", end="<|eom|>",
+            pair='<atem:parameter name="{key}">{value}</atem:parameter>\n',
+        ),
+        ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>"),
+        before=" to=user<|message|>{}<|eom|><|start|>assistant",
+        ends=r"</atem:parameter>\s*(<atem:parameter |</atem:invoke>)",
+        is_split=True, reasoning="muse_spark",
+    ),
+    "openai": Form(
+        "openai",
+        writes(
+            "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+            "{arguments}<|call|>",
+            gap="<|start|>assistant",
+        ),
+        _HARMONY,
+        before="<|channel|>commentary<|message|>{}<|end|><|start|>assistant",
+        is_split=True, reasoning="openai_gptoss",
+    ),
+}  # fmt: skip
+
+MARKS = sorted(
+    {
+        *(mark for form in REASONING_FORMATS.values() for mark in form.marks),
+        *(mark for form in TOOL_FORMATS.values() for pair in form.marks for mark in pair),
+        *(mark for form in TOOL_FORMATS.values() for mark in form.noise),
+        *(mark for form in FORMS.values() for mark in form.tokens),
+        "<function=shown>", "</function>", "<parameter=first>", "</parameter>", "<parameter=",
+        "<arg_key>first</arg_key>", "<arg_value>", "</arg_value>",
+        "<longcat_arg_key>first</longcat_arg_key>", "<longcat_arg_value>", "</longcat_arg_value>",
+        '<invoke name="shown">', "</invoke>", '<parameter name="first">',
+        '<｜DSML｜invoke name="shown">', "</｜DSML｜invoke>",
+        '<｜DSML｜parameter name="first" string="true">', "</｜DSML｜parameter>",
+        '<atem:invoke name="shown">', "</atem:invoke>",
+        '<atem:parameter name="first">', "</atem:parameter>",
+        '<function name="shown">', '<param name="first">', "</param>", "<![CDATA[", "]]>",
+        '<|open|>argument key="first" type="string"<|sep|>', "<|close|>argument<|sep|>",
+        "call:shown{", "shown(first='1')", "functions.shown:0", "```", "```json\n",
+        '{"name": "shown", "arguments": {}}', '", "', "', '", "}}", "}]", ")]",
+    }
+    - {""}
+)  # fmt: skip
+"""Whatever a family writes around calls, thoughts and their parts."""
+ODD = [
+    "", " ", "\n", "\n\n", "\t", "\r\n", "\\", "\\n", '\\"', '"', "'", '"""', "'''", "`", "007", "1e5",
+    "null", "true", "None", "3", "[1]", "{}", "é", "日本", "🙂", "👩‍👩‍👧", "\u2028", "\0", "&lt;", "#", "$x",
+]  # fmt: skip
+# Divides a mark in a text, so that its letters become other tokens than the mark's own.
+DIVIDER = "ꙮ"
+_LETTERS = st.text(st.characters(exclude_characters=DIVIDER, codec="utf-8"), max_size=6)
+
+
+def texts(form: Form) -> st.SearchStrategy[str]:
+    """Draw texts full of marks, among them whole calls, that can be written in this form."""
+    pieces = st.sampled_from(MARKS) | st.sampled_from(ODD) | _LETTERS | st.just(form.quoted)
+    return st.lists(pieces, max_size=5).map("".join).filter(form.can_write)
+
+
+def _names(pattern: str) -> st.SearchStrategy[str]:
+    return st.from_regex(pattern, fullmatch=True)
+
+
+KNOWN_NAMES = ["write_file", "get-weather", "mcp__fs__read", "fs.read", "Bash", "f"]
+FUNCTION_NAMES = st.sampled_from(KNOWN_NAMES) | _names("[A-Za-z_][A-Za-z0-9_-]{0,9}")
+KEYS = st.sampled_from(["path", "content", "old_str", "from", "max-results", "a.b", "x", "name"])
+PYTHON_KEYS = st.sampled_from(["path", "content", "old_str", "x", "name"])
+
+
+def keys(form: Form) -> st.SearchStrategy[str]:
+    if form.is_python:
+        return PYTHON_KEYS | _names("[a-z]{1,3}_[a-z0-9]{0,3}")
+    return KEYS | _names("[A-Za-z_][A-Za-z0-9_-]{0,5}")
+
+
+@st.composite
+def arguments(draw: st.DrawFn, form: Form) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Draw arguments and the schema that declares their types."""
+    text, key = texts(form), keys(form)
+    number = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    leaves = st.none() | st.booleans() | number | text
+    nested = st.recursive(
+        leaves,
+        lambda each: st.lists(each, max_size=3) | st.dictionaries(key, each, max_size=3),
+        max_leaves=4,
+    )
+    of_kind = {
+        "string": text,
+        "integer": st.integers(),
+        "number": st.floats(allow_nan=False, allow_infinity=False),
+        "boolean": st.booleans(),
+        "null": st.none(),
+        "array": st.lists(nested, max_size=3),
+        "object": st.dictionaries(key, nested, max_size=3),
+    }
+    kinds = st.sampled_from(["string"] * 4 + list(of_kind))
+    typed = draw(st.dictionaries(key, kinds, max_size=4))
+    schema = {"type": "object", "properties": {name: {"type": kind} for name, kind in typed.items()}}
+    return {name: draw(of_kind[kind]) for name, kind in typed.items()}, schema
+
+
+@dataclass(frozen=True)
+class Made:
+    """Functions, and calls of them."""
+
+    functions: Sequence[Function]
+    calls: Calls
+
+
+@st.composite
+def made(draw: st.DrawFn, form: Form) -> Made:
+    """Draw one to three calls, each of a function of its own."""
+    names = draw(st.lists(FUNCTION_NAMES, min_size=1, max_size=3, unique=True))
+    functions, calls = [], []
+    for name in names:
+        given, schema = draw(arguments(form))
+        functions.append(Function(name, schema))
+        calls.append({"name": name, "arguments": given})
+    return Made(functions, calls)
+
+
+def divided(value: Any) -> Any:
+    """Return a value whose texts hold marks as other tokens with the same letters."""
+    if isinstance(value, str):
+        return re.sub(r"(?<=[<\[｜])", DIVIDER, value)
+    if isinstance(value, list):
+        return [divided(each) for each in value]
+    if isinstance(value, dict):
+        return {key: divided(each) for key, each in value.items()}
+    return value
+
+
+# Prose, with a mark that closes something never opened.
+_PROSE = string.ascii_letters + " \n.,:;'\"()<>/é🙂世"
+PROSE = st.text(_PROSE, max_size=20)
