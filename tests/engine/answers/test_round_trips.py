@@ -83,7 +83,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def spelled(chat: ChatTokenizer, written: str) -> list[str]:
     """Return an answer's runs of letters and its tokens, as a parser gets them."""
-    runs = [chat._marks.pattern(run) for run in written.split(DIVIDER)]
+    runs = [chat.answers.marks.pattern(run) for run in written.split(DIVIDER)]
     return [run for run in TOKENS.split("".join(runs)) if run]
 
 
@@ -104,7 +104,7 @@ def ids(chat: ChatTokenizer, written: str) -> list[int]:
 
 
 def said_in_tokens(chat: ChatTokenizer, functions: Sequence[Function], written: str) -> Any:
-    output = chat.output_processor(row(functions))
+    output = chat.answers.output_processor(row(functions))
     parts = [
         part for i in ids(chat, written) for part in output.push(i, None, is_shown_as_text=True)
     ]
@@ -119,7 +119,7 @@ def said_in_pieces(
     is_cut: bool = False,
     is_thinking: bool = False,
 ) -> Any:
-    parser = chat.output_processor(row(functions, is_thinking=is_thinking)).parser
+    parser = chat.answers.output_processor(row(functions, is_thinking=is_thinking)).parser
     parts = [part for piece in given for part in parser.push(piece)]
     return gathered([*parts, *(parser.flush(is_cut=True) if is_cut else parser.flush())])
 
