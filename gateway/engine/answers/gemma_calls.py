@@ -16,7 +16,8 @@ from gateway.engine.answers.call_values import guess
 from gateway.engine.answers.json_calls import match_head
 from gateway.engine.answers.literals import UNREADABLE, read_literal, skip_space
 
-_DEPTH = 64  # of brackets in one call
+_DEPTH = 64  # brackets that are open at once
+_MOST = 1 << 16  # places looked at in one call: a quarter of a second
 _MARKS = ('<|"|>', "<escape>")
 _MARK = "(?:" + "|".join(map(re.escape, _MARKS)) + ")"
 _HEAD = regex.compile(r"\s*+call:\s*+(?P<name>[^\s{}()<>,]{1,256})\s*+(?P<open>[{(])")
@@ -63,6 +64,7 @@ class _Body:
     def __init__(self, text: str, closers: Sequence[str]) -> None:
         self._text = text
         self._open: list[str] = []  # brackets
+        self._count = 0  # places where a value might have ended
         marks = "|".join(map(re.escape, closers))
         follows = rf"\Z|call:|<\|?tool|<start_function|{marks}" if marks else ""
         self._after = re.compile(follows)
@@ -121,6 +123,9 @@ class _Body:
         quote = next((each for each in _ENDS if self._text.startswith(each, at)), "")
         begin = at + len(quote)
         for end in _ENDS[quote].finditer(self._text, begin):
+            self._count += 1
+            if self._count > _MOST:
+                break
             is_marked = end[0] in _ENDS
             behind = end.end() if is_marked else end.start()
             if not end[0].startswith("\\") and self._is_followed(behind):
@@ -134,7 +139,7 @@ class _Body:
             return text.replace(quote, '"')
         try:
             if quote:
-                return read_literal(quote + text + quote)
+                return read_literal(quote + text + quote, is_lenient=True)
         except UNREADABLE as error:
             raise Unfinished("no text") from error
         bare = text.strip()

@@ -21,10 +21,10 @@ _MISTRAL = regex.compile(
     r"(?:\[ARGS\]\s*+)?(?=\{)"
 )
 _DEEPSEEK = regex.compile(
-    r"\s*+(?:\w{1,256}<｜tool▁sep｜>(?P<name>[^\s<]{1,256})\s++|(?P<name>[^\s<]{1,256})<｜tool▁sep｜>\s*+)"
+    r"\s*+(?:\w{1,256}<｜tool▁sep｜>(?P<name>[^\s<{]{1,256})\s++|(?P<name>[^\s<{]{1,256})<｜tool▁sep｜>\s*+)"
     r"(?:```\w*+\s*+)?(?=\{)"
 )
-_KIMI = regex.compile(r"\s*+(?P<id>[^<]{1,256})<\|tool_call_argument_begin\|>\s*+(?=[{\"])")
+_KIMI = regex.compile(r"\s*+(?P<id>[^\s<]{1,256})\s*+<\|tool_call_argument_begin\|>\s*+(?=[{\[\"])")
 _KIMI_ID = re.compile(r"functions\.(.+):\d+")
 
 
@@ -78,7 +78,7 @@ def read_kimi(
     """
     head = match_head(_KIMI, text, at)
     arguments, end = _read_value(text, head.end(), closers)
-    call_id = head["id"].strip()
+    call_id = head["id"]
 
     def read(arguments: Any) -> Call:
         call = _call("f", arguments)

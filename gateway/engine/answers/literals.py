@@ -31,7 +31,7 @@ def _strings(end: str) -> str:
 
 
 _STRICT, _LENIENT = _strings(""), _strings(_ENDS_VALUE)
-_WORDS = r"(?P<word>[\w.-]++)(?P<is_name>(?=\s*+(?:\(|=(?!=))))?"
+_WORDS = r"(?P<word>[\w.$-]++)(?P<is_name>(?=\s*+(?:\(|=(?!=))))?"
 _TOKENS = [
     re.compile(rf"(?P<prefix>[bBfFrRuU]{{0,2}})(?P<string>{strings})|{_WORDS}|[\"'].*", re.DOTALL)
     for strings in (_STRICT, _LENIENT)
@@ -115,6 +115,9 @@ def _escape(match: re.Match[str]) -> str:
     return {"\n": r"\n", "\r": r"\r"}.get(written, "\\" + written)
 
 
-def read_literal(source: str) -> object:
-    """Return the value of a Python literal. Raises one of UNREADABLE."""
-    return ast.literal_eval(parse_python(source)[0])
+def read_literal(source: str, *, is_lenient: bool = False) -> object:
+    """Return the value of a Python literal, mended. Raises one of UNREADABLE.
+
+    `is_lenient`: a string may hold its own quotes.
+    """
+    return ast.literal_eval(_parse(source, _TOKENS[is_lenient])[0])

@@ -10,7 +10,7 @@ from gateway.engine.answers.json_calls import read_json
 from gateway.engine.answers.literals import UNREADABLE, find_end, parse_python, skip_space
 
 _JSON = re.compile(r"\{|\[\s*+[{\]]")
-_NAME = re.compile(r"[\w.-]*+\s*+")
+_NAME = re.compile(r"[\w.$-]*+\s*+")
 
 
 def read_python(
