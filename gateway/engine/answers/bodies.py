@@ -36,22 +36,27 @@ class Bodies:
     is_list: bool = False  # of all calls, between two marks
 
     def __call__(self, text: str, at: int, schemas: Schemas, ending: Ending) -> Reading | None:
-        start = next((start for start, _ in self.marks if text.startswith(start, at)), "")
-        closers = tuple({end for begin, end in self.marks if end and start in ("", begin)})
+        start, closer = next(
+            (pair for pair in self.marks if text.startswith(pair[0], at)), ("", "")
+        )
+        closers = (closer,) if start else tuple(end for _, end in self.marks)
+        closers = tuple(filter(None, closers))
+        begin = at + len(start.removesuffix("["))
         try:
-            calls, end, is_last = self._read_bodies(text, at + len(start), schemas, closers)
+            calls, end, is_last = self._read_bodies(text, begin, schemas, closers)
         except Unfinished:
             return None
         if is_last:
             return None if ending is Ending.MORE else Reading(calls, end, is_last=True)
         place = skip(_AFTER, text, end)
+        for each in closers:
+            found = text.find(each, end, place + len(each))
+            if found >= 0:
+                return Reading(calls, found + len(each))
         rest = text[place : place + _LONGEST]
-        for closer in closers:
-            if rest.startswith(closer):
-                return Reading(calls, place + len(closer))
         if ending is Ending.MORE and (not rest or any(each.startswith(rest) for each in closers)):
             return None
-        if ending is Ending.CUT and closers and not rest:
+        if ending is Ending.CUT and closer and not rest:
             return None
         return Reading(calls, end if rest else place)
 

@@ -24,9 +24,18 @@ _HEAD = regex.compile(r"\s*+call:\s*+(?P<name>[^\s{}()<>,]{1,256})\s*+(?P<open>[
 _CLOSED_BY = {"{": "}", "(": ")", "[": "]"}
 _CLOSING = re.compile(r"[\s}\])]*+")
 _LITERALS = {"True": True, "False": False, "None": None}
+_CALL_ENDS = ("<tool_call|>", "<end_function_call>")
+# A call inside a text, which it has whole.
+_CALL = "|".join(
+    rf"{begin}\s*+call:(?:(?!{begin}\s*+call:|{end}).)*+(?:{end})?+"
+    for begin, end in (
+        (r"<\|tool_call>", r"<tool_call\|>"),
+        ("<start_function_call>", "<end_function_call>"),
+    )
+)
 # Whatever may end a value, by the quote that begins it.
 _ENDS = {
-    **{mark: re.compile(re.escape(mark)) for mark in _MARKS},
+    **{mark: re.compile(rf"{re.escape(mark)}|(?P<call>{_CALL})", re.DOTALL) for mark in _MARKS},
     '"': re.compile(r'\\.|"', re.DOTALL),
     "'": re.compile(r"\\.|'", re.DOTALL),
     "": re.compile(rf"(?P<mark>{_MARK})|,|[}}\])][\s}}\])]*+"),
@@ -126,6 +135,10 @@ class _Body:
             self._count += 1
             if self._count > _MOST:
                 break
+            if end.lastgroup == "call":
+                if not end[0].endswith(_CALL_ENDS):
+                    break
+                continue
             is_marked = end[0] in _ENDS
             behind = end.end() if is_marked else end.start()
             if not end[0].startswith("\\") and self._is_followed(behind):
@@ -136,7 +149,7 @@ class _Body:
 
     def _value(self, quote: str, text: str, *, is_text: bool) -> Any:
         if quote in _MARKS:
-            return text.replace(quote, '"')
+            return _ENDS[quote].sub(lambda end: end["call"] or '"', text)
         try:
             if quote:
                 return read_literal(quote + text + quote, is_lenient=True)

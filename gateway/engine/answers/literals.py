@@ -15,7 +15,7 @@ UNREADABLE = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
 # A quote that ends a string stands before something that can follow a value.
 _ENDS_VALUE = r"(?=\s*+(?:[,)\]}:]|\Z))"
 _ESCAPES = re.compile(
-    r"\\(?:[\\'\"abfnrtv\n]|[0-3]?[0-7]{1,2}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})|[\\'\"\n\r]"
+    r"\\(?:[\\'\"abfnrtv\n]|[0-3]?[0-7]{1,2}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8})|[\\'\"\n\r]"
 )
 _LITERALS = {"true": "True", "false": "False", "null": "None"}
 

@@ -201,16 +201,23 @@ class Parser(AnswerParser):
         if self._state == "call":
             return dict.fromkeys((*markup.calls, *markup.call_ends), "call")
         if self.is_thinking:
-            marks: dict[str, _Next] = dict.fromkeys(markup.closes, "text")
-            if self._state == "thinking" and self.mode == "free" and not self._is_bound:
-                for mark in markup.calls:
-                    marks[mark] = "call" if mark.startswith(SPECIAL) else "draft"
-            return marks
-        marks = dict.fromkeys(markup.noise, "noise")
+            return self._marks_in_thought()
+        marks: dict[str, _Next] = dict.fromkeys(markup.noise, "noise")
         if self._may_think and not self._has_text:
             marks |= dict.fromkeys(markup.opens, "thinking")
         if self.mode == "free" or (self.mode == "either" and not self._has_text):
             marks |= dict.fromkeys(markup.calls, "call")
+        return marks
+
+    def _marks_in_thought(self) -> dict[str, _Next]:
+        markup = self._markup
+        marks: dict[str, _Next] = dict.fromkeys(markup.closes, "text")
+        if self.mode != "free" or self._is_bound:
+            return marks
+        marks |= {mark: "call" for mark in markup.calls if mark.startswith(SPECIAL)}
+        if self._state == "thinking":
+            letters = [mark for mark in (*markup.noise, *markup.calls) if mark[0] != SPECIAL]
+            marks |= dict.fromkeys(letters, "draft")
         return marks
 
     def _to_parts(self, pending: str, *, is_call: bool = False) -> list[OutputPart]:
@@ -261,8 +268,9 @@ class Parser(AnswerParser):
         spelled = self._tail.text
         begin, read = self._last_calls(spell_out(spelled)) if ending is Ending.END else (0, [])
         calls = self._write(read)
-        parts += self._to_parts(spelled[: letters_at(spelled, begin)] if calls else spelled)
-        parts += calls
+        if calls:
+            spelled = _any(self._markup.noise).sub("", spelled[: letters_at(spelled, begin)])
+        parts += [*self._to_parts(spelled), *calls]
         self._state = "text" if calls else "thinking"
 
     def _last_calls(self, text: str) -> tuple[int, list[Call]]:

@@ -72,7 +72,11 @@ class ToolFormat:
         return any(all(word in template for word in words) for words in written)
 
 
-_NAME, _KEY = (rf"[\"']?(?P<{group}>[^\"'<>\n]{{1,256}}?)[\"']?" for group in ("name", "key"))
+# Inside JSON, which a text may be, quotes are escaped.
+_QUOTE = r"\\*+[\"']"
+_NAME, _KEY = (
+    rf"(?:{_QUOTE})?(?P<{group}>[^\\\"'<>\n]{{1,256}}?)(?:{_QUOTE})?" for group in ("name", "key")
+)
 _FUNCTION = rf"<function={_NAME}>"
 _PARAMETER = rf"<parameter={_KEY}>"
 _TOOL_CALL = (("<tool_call>", "</tool_call>"),)
@@ -180,8 +184,8 @@ _ROWS = (
         Pairs(
             '<atem:invoke name="{name}">\n{pairs}</atem:invoke>\n',
             '<atem:parameter name="{key}">{value}</atem:parameter>\n',
-            r'<atem:invoke\b[^<>]*?\bname="(?P<name>[^"<>]+)"[^<>]*>',
-            r'<atem:parameter\b[^<>]*?\bname="(?P<key>[^"<>]+)"[^<>]*>',
+            rf"<atem:invoke\b[^<>]*?\bname={_NAME}(?:\s[^<>]*)?>",
+            rf"<atem:parameter\b[^<>]*?\bname={_KEY}(?:\s[^<>]*)?>",
             (("<atem:function_calls>", "</atem:function_calls>"),),
         ),
         is_separate=True, written=(("<atem:function_calls>",),),
@@ -201,7 +205,7 @@ _ROWS = (
             '<｜DSML｜invoke name="{name}">\n{pairs}</｜DSML｜invoke>\n',
             '<｜DSML｜parameter name="{key}" string="{is_text}">{value}</｜DSML｜parameter>\n',
             rf"<｜DSML｜invoke name={_NAME}>",
-            rf'<｜DSML｜parameter name={_KEY}(?: string="(?P<kind>true|false)")?>',
+            rf"<｜DSML｜parameter name={_KEY}(?: string={_QUOTE}(?P<kind>true|false){_QUOTE})?>",
             (
                 ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
                 ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
@@ -236,7 +240,7 @@ _ROWS = (
     ToolFormat(
         "phi4_mini_json", "Phi-4-mini",
         Bodies(
-            read_json, (("<|tool_call|>", "<|/tool_call|>"), ("functools[", "]")), is_list=True
+            read_json, (("<|tool_call|>", "<|/tool_call|>"), ("functools[", "")), is_list=True
         ),
         written=(("<|tool|>", "<|/tool|>"), ("<|/tool_call|>",), ("functools[",)),
         model_types=("phi3",),
@@ -269,9 +273,9 @@ _ROWS = (
         Pairs(
             '<|open|>call tool="{name}"<|sep|>{pairs}<|close|>call<|sep|>',
             '<|open|>argument key="{key}" type="{kind}"<|sep|>{value}<|close|>argument<|sep|>',
-            r'<\|open\|>call\b[^<>]*?\btool="(?P<name>[^"]+)"[^<>]*?<\|sep\|>',
-            r'<\|open\|>argument\b[^<>]*?\bkey="(?P<key>[^"]+)"'
-            r'(?:[^<>]*?\btype="(?P<kind>[^"]+)")?[^<>]*?<\|sep\|>',
+            rf"<\|open\|>call\b[^<>]*?\btool={_NAME}(?:\s[^<>]*)?<\|sep\|>",
+            rf"<\|open\|>argument\b[^<>]*?\bkey={_KEY}(?=[\s<])"
+            rf"(?:\s+type={_QUOTE}(?P<kind>\w+){_QUOTE})?[^<>]*<\|sep\|>",
             (("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),), joins=True,
         ),
         written=(),

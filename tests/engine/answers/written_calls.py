@@ -433,7 +433,7 @@ def _names(pattern: str) -> st.SearchStrategy[str]:
     return st.from_regex(pattern, fullmatch=True)
 
 
-KNOWN_NAMES = ["write_file", "get-weather", "mcp__fs__read", "fs.read", "Bash", "f"]
+KNOWN_NAMES = ["write_file", "get-weather", "mcp__fs__read", "fs.read", "Bash", "fetch_url"]
 FUNCTION_NAMES = st.sampled_from(KNOWN_NAMES) | _names("[A-Za-z_][A-Za-z0-9_-]{0,9}")
 KEYS = st.sampled_from(["path", "content", "old_str", "from", "max-results", "a.b", "x", "name"])
 PYTHON_KEYS = st.sampled_from(["path", "content", "old_str", "x", "name"])
@@ -467,7 +467,10 @@ def arguments(draw: st.DrawFn, form: Form) -> tuple[dict[str, Any], dict[str, An
     }
     kinds = st.sampled_from(["string"] * 4 + list(of_kind))
     typed = draw(st.dictionaries(key, kinds, max_size=4))
-    schema = {"type": "object", "properties": {name: {"type": kind} for name, kind in typed.items()}}
+    schema = {
+        "type": "object",
+        "properties": {name: {"type": kind} for name, kind in typed.items()},
+    }
     return {name: draw(of_kind[kind]) for name, kind in typed.items()}, schema
 
 
