@@ -23,9 +23,11 @@ from typing import Any
 
 import regex  # type: ignore[import-untyped]
 
+from gateway.engine.answers.bodies import Bodies
 from gateway.engine.answers.call_reading import Call, Ending, Reading, Schemas
 from gateway.engine.answers.call_values import read_argument
 from gateway.engine.answers.call_writing import as_text, write_call
+from gateway.engine.answers.json_calls import read_json
 
 GAP = r"(?:\s|\\n)*+"
 _NAMED_GROUP = regex.compile(r"\(\?P<\w+>")
@@ -43,15 +45,16 @@ class Pairs:
     pair: str  # "<parameter={key}>\n{value}\n</parameter>\n"
     head: str  # a pattern of a call's beginning
     key: str  # a pattern of a pair's beginning
-    blocks: Sequence[tuple[str, str]] = ()  # marks around calls
+    blocks: tuple[tuple[str, str], ...] = ()  # marks around calls
     joins: bool = False  # all calls stand in one block
+    end: str = ""  # a pattern of a value's end, where it has other forms
     write_value: Callable[[Any], str] = as_text
 
     @cached_property
     def marks(self) -> tuple[tuple[str, str], ...]:
         """List the marks that begin calls, each with the one that ends them if there is one."""
         opening = self.call.partition("{name}")[0].rstrip("\"'")
-        return (*self.blocks, (opening, "")) if opening else tuple(self.blocks)
+        return (*self.blocks, (opening, "")) if opening else self.blocks
 
     @cached_property
     def value_end(self) -> str:
@@ -89,7 +92,7 @@ class Pairs:
     def event_pattern(self) -> Any:
         """Whatever may end a text, or begin something inside it."""
         key, opening = (_NAMED_GROUP.sub("(?:", each) for each in (self.key, self._opening))
-        value_end = regex.escape(self.value_end)
+        value_end = self.end or regex.escape(self.value_end)
         return regex.compile(
             f"(?P<closed>{value_end}{GAP}{self._closing})"
             f"|{value_end}{GAP}(?P<next>{key})"
@@ -103,13 +106,17 @@ class Pairs:
 
     def __call__(self, text: str, at: int, schemas: Schemas, ending: Ending) -> Reading | None:
         head = self.head_pattern.match(text, at, partial=True)
+        starts = tuple(start for start, _ in self.blocks)
+        is_bare = bool(starts) and not text.startswith(starts, at)
+        if head is None and not is_bare:
+            return Bodies(read_json, self.blocks)(text, at, schemas, ending)  # GLM's other form
         if head is None:
             raise ValueError("no call")
         if head.partial:
             return None
         name = _unquote(head["name"])
-        starts = tuple(start for start, _ in self.blocks)
-        if starts and name not in schemas and not text.startswith(starts, at):
+        is_word = bool(head["empty"]) and self.marks == self.blocks  # between two marks, no more
+        if (is_bare or is_word) and name not in schemas:
             raise ValueError("no function has that name")
         if head["empty"]:
             return Reading([{"name": name, "arguments": {}}], head.end())

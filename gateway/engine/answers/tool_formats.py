@@ -274,9 +274,10 @@ _ROWS = (
             '<|open|>call tool="{name}"<|sep|>{pairs}<|close|>call<|sep|>',
             '<|open|>argument key="{key}" type="{kind}"<|sep|>{value}<|close|>argument<|sep|>',
             rf"<\|open\|>call\b[^<>]*?\btool={_NAME}(?:\s[^<>]*)?<\|sep\|>",
-            rf"<\|open\|>argument\b[^<>]*?\bkey={_KEY}(?=[\s<])"
-            rf"(?:\s+type={_QUOTE}(?P<kind>\w+){_QUOTE})?[^<>]*<\|sep\|>",
+            rf"<\|open\|>(?:argument\b[^<>]*?\bkey={_KEY}(?=[\s<])"
+            rf"(?:\s+type={_QUOTE}(?P<kind>\w+){_QUOTE})?|json\b)[^<>]*<\|sep\|>",
             (("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),), joins=True,
+            end=r"<\|close\|>(?:argument|json)<\|sep\|>",
         ),
         written=(),
     ),
