@@ -21,6 +21,7 @@ from gateway.jobs import Function
 from tests.engine.answers.written_calls import (
     DIVIDER,
     FORMS,
+    MARKS,
     PROSE,
     Calls,
     Form,
@@ -30,7 +31,7 @@ from tests.engine.answers.written_calls import (
 )
 from tests.engine.chat_formats import family, gathered, open_tokenizer, row
 
-Ids = dict[str, ChatTokenizer]
+LONGEST_MARK = max(map(len, MARKS))
 UNHURRIED = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 
 
@@ -161,8 +162,8 @@ def read_back(case: Case, data: st.DataObject) -> None:
     assert (heard["text"], heard["reasoning"]) == (before, "")
 
 
-@pytest.mark.generator(weight=0.1)
-@settings(max_examples=40, suppress_health_check=UNHURRIED)
+@pytest.mark.generator(weight=0.05)
+@settings(max_examples=25, suppress_health_check=UNHURRIED)
 @given(data=st.data())
 def test_calls_are_read_as_they_were_written(case: Case, data: st.DataObject) -> None:
     read_back(case, data)
@@ -195,21 +196,28 @@ def check_cut(case: Case, given: Made, before: str, chat: ChatTokenizer, runs: l
     assert exactly(heard["calls"]) == exactly(pairs_of(given.calls))[:count]
     if case.form.is_split:
         return count  # headers are dropped
-    # A mark cut in its middle is shown as text is: without special tokens.
-    noise = (*TOOL_FORMATS[case.form.format].noise, *case.form.tokens)
-    answer = re.sub("[\ud800-\ud802]", "", "".join(runs))
-    for mark in noise:
-        answer, heard["text"] = (text.replace(mark, "") for text in (answer, heard["text"]))
-    answer, text = bare_letters(answer), bare_letters(heard["text"])
+    shown, answer = (
+        shown_letters(case.form, text)
+        for text in (heard["text"], re.sub("[\ud800-\ud802]", "", "".join(runs)))
+    )
     if not count:
-        assert text == answer
+        assert shown == answer
         return count
-    assert text.startswith(bare_letters(before))
-    rest = text.removeprefix(bare_letters(before))
+    assert shown.startswith(bare_letters(before))
+    rest = shown.removeprefix(bare_letters(before))
     assert answer.endswith(rest)
-    if count < len(given.calls) and given.calls[count]["name"] in answer[len(text) :]:
-        assert given.calls[count]["name"] in rest
+    called = shown_letters(case.form, case.written(given.calls[:count], "letters", before))
+    if answer.startswith(called):  # else the calls are one list
+        assert rest in (answer.removeprefix(called), "")
+        assert rest or len(answer) - len(called) < LONGEST_MARK
     return count
+
+
+def shown_letters(form: Form, text: str) -> str:
+    """Return text without white space, and without marks that a reader may not see."""
+    for mark in (*TOOL_FORMATS[form.format].noise, *form.tokens):
+        text = text.replace(mark, "")
+    return bare_letters(text)
 
 
 def cut_anywhere(case: Case, data: st.DataObject) -> None:
@@ -221,8 +229,8 @@ def cut_anywhere(case: Case, data: st.DataObject) -> None:
         check_cut(case, given, before, chat, first_runs(runs, place))
 
 
-@pytest.mark.generator(weight=0.1)
-@settings(max_examples=20, suppress_health_check=UNHURRIED)
+@pytest.mark.generator(weight=0.05)
+@settings(max_examples=12, suppress_health_check=UNHURRIED)
 @given(data=st.data())
 def test_a_call_that_max_tokens_cuts_is_text_or_whole(case: Case, data: st.DataObject) -> None:
     cut_anywhere(case, data)
@@ -322,16 +330,14 @@ def test_a_call_in_a_thought_that_is_closed_is_part_of_the_thought(case: Case) -
                 assert "Or not." in heard["text"]
             else:
                 assert heard["calls"] == []
-                shown = bare_letters(f"{THOUGHT}\n{call}\nOr not.")
-                for token in case.form.tokens if spelling == "tokens" else ():
-                    shown = shown.replace(bare_letters(token), "")
-                assert bare_letters(heard["reasoning"]) == shown
+                letters = shown_letters(case.form, f"{THOUGHT}\n{call}\nOr not.")
+                assert shown_letters(case.form, heard["reasoning"]) == letters
             assert heard["text"].endswith("Done.")
 
 
 @thinkers
 @pytest.mark.generator(weight=0.05)
-@settings(max_examples=20, suppress_health_check=UNHURRIED)
+@settings(max_examples=12, suppress_health_check=UNHURRIED)
 @given(data=st.data())
 def test_nothing_is_lost_of_a_thought_and_calls(case: Case, data: st.DataObject) -> None:
     """Wherever the thought closes, and whether the answer ends or is cut."""
@@ -348,12 +354,11 @@ def test_nothing_is_lost_of_a_thought_and_calls(case: Case, data: st.DataObject)
         is_thinking=True,
         is_cut=data.draw(st.booleans()),
     )
-    shown = bare_letters(heard["reasoning"] + heard["text"])
+    assert bare_letters(answer).startswith(bare_letters(heard["reasoning"]))
     if heard["calls"]:
-        assert set(exactly(heard["calls"])) <= set(exactly(pairs_of(given.calls)))
-        assert bare_letters(answer).startswith(bare_letters(heard["reasoning"]))
-    else:
-        for mark in (*TOOL_FORMATS[case.form.format].noise, case.form.closes):
-            mark = bare_letters(mark)
-            answer, shown = bare_letters(answer).replace(mark, ""), shown.replace(mark, "")
-        assert shown == bare_letters(answer)
+        return  # text that stood in a value may be a call where the thought closes inside of it
+    letters = [
+        shown_letters(case.form, text).replace(bare_letters(case.form.closes), "")
+        for text in (heard["reasoning"] + heard["text"], answer)
+    ]
+    assert letters[0] == letters[1]
