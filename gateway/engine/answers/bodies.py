@@ -54,9 +54,8 @@ class Bodies:
             if found >= 0:
                 return Reading(calls, found + len(each))
         rest = text[place : place + _LONGEST]
-        if ending is Ending.MORE and (not rest or any(each.startswith(rest) for each in closers)):
-            return None
-        if ending is Ending.CUT and closer and not rest:
+        may_close = not rest or any(each.startswith(rest) for each in closers)
+        if may_close and (ending is Ending.MORE or (ending is Ending.CUT and closer)):
             return None
         return Reading(calls, end if rest else place)
 

@@ -129,7 +129,10 @@ class Pairs:
         if is_in_doubt and not _names(schema, "required") <= arguments.keys():
             return None
         assert scan.end is not None
-        return Reading([{"name": name, "arguments": arguments}], min(scan.end, len(text)))
+        end = min(scan.end, len(text))
+        if any(mark.startswith(text[end:].strip()) for _, mark in self.blocks):
+            end = len(text)  # the block's end mark was cut
+        return Reading([{"name": name, "arguments": arguments}], end)
 
     def _scan(
         self, text: str, at: int, schema: Mapping[str, Any], schemas: Schemas, ending: Ending
