@@ -101,6 +101,8 @@ def test_an_answer_that_the_template_begins_streams(tmp_path: Path, opening: str
     assert said(chat, params, "Four.<|return|>")["text"] == "Four."
     parts = chat.answers.output_processor(params).parser.push("Four.")
     assert [part.text for part in parts] == ["Four."]
+    _, after = chat.render_questions(job("Hi"))
+    assert after.count("<|channel|>final<|message|>") == 1
 
 
 def test_a_thought_that_the_template_begins_is_reasoning(tmp_path: Path) -> None:
