@@ -384,6 +384,7 @@ class SequenceParams:
     is_continued: bool = False  # the prompt ends with the answer's beginning, which is not empty
     is_thinking: bool = False  # the prompt ends inside a block of thinking
     may_think: bool = False  # the model may open one before its answer
+    opening: str = ""  # the message on a channel that the template has begun
     thinking_budget: int | None = None  # also None for a model whose thoughts cannot be ended
     step: LabelStep | None = None  # the prompt is read and these are judged: nothing is sampled
     beginning: Sequence[tuple[int, bytes]] = ()  # where parts with a router's name end, and names

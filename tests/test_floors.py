@@ -141,7 +141,7 @@ BUDGET: dict[str, int] = {
     "engine": 11914,
     "errors": 268,
     "ids": 12,
-    "jobs": 289,
+    "jobs": 290,
     "logs": 145,
     "metrics": 210,
     "panics": 20,

@@ -114,6 +114,7 @@ class AnswerFormat:
                 calls=calls,
                 is_bound=is_bound,
                 is_begun=params.is_continued,
+                opening=self.marks.pattern(params.opening),
             )
         pattern, reasoning = self.marks.pattern, self.reasoning
         markup = Markup(

@@ -24,7 +24,7 @@ def read_argument(name: str, text: str, schema: Mapping[str, Any]) -> Any:
     """Return the value of a function's argument; `schema` is of all its arguments."""
     properties = schema.get("properties")
     stated = properties.get(name) if isinstance(properties, Mapping) else None
-    value = convert_arguments(text, types_of(stated, schema))
+    value = _convert(text, types_of(stated, schema))
     quoted = _QUOTED.fullmatch(text)
     if isinstance(value, str) and quoted is not None:
         choices = list(_choices(stated, schema, set()))
@@ -33,7 +33,7 @@ def read_argument(name: str, text: str, schema: Mapping[str, Any]) -> Any:
     return value
 
 
-def convert_arguments(text: str, types: frozenset[str]) -> Any:
+def _convert(text: str, types: frozenset[str]) -> Any:
     """Return the value that a text stands for, one of the JSON types where any are known."""
     if not types:
         return guess(text)

@@ -28,6 +28,9 @@ ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|eom|>", "<|eot|>")  # of a messa
 STOPS = ("<|return|>", "<|call|>")  # of an answer
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_ROLE = "(?:".join("assistant") + ")?" * 8  # or as much of it as has been written
+_HEADER = re.compile(rf"\s*(?:{_ROLE})?\s*(?:to?(?:=\S*)?)?\s*")
+_QUOTES = re.compile(r"\\(?:.|\Z)|\"", re.DOTALL)
 _Body = Literal["header", "reasoning", "text", "call", "none"]
 ReadCall = Callable[[str, str], Sequence[Mapping[str, Any]]]
 
@@ -39,6 +42,11 @@ def answer_begins(pattern: Callable[[str], str]) -> re.Pattern[str]:
     text = rf"(?:(?!\bto=)[^{BEGINS}])*"
     final = rf"{channel}final{text}(?:{constrain}{text})?{message}"
     return re.compile(rf"{final}|to=user{message}")
+
+
+def opens_answer(opening: str) -> bool:
+    """Return True if a template's opening, in plain letters, ends with the answer's header."""
+    return any(found.end() == len(opening) for found in answer_begins(str).finditer(opening))
 
 
 def thought_end(*, is_spark: bool, may_call: bool) -> str:
@@ -63,17 +71,22 @@ class HarmonyParser(AnswerParser):
         calls: CallWriter,
         is_bound: bool = False,
         is_begun: bool = False,
+        opening: str = "",
     ) -> None:
         super().__init__(mode, calls)
         self._functions = functions  # those that may be called
         self._read = read  # turns a recipient and its message into calls, or raises
         # If a grammar holds the sequence, only its final message is text: the rest is reasoning.
         self._is_bound = is_bound
-        # The prompt ends inside a header, or inside the final message, for one that is continued.
+        # The prompt ends inside a header; or inside the final message, for one that is continued;
+        # or with its `opening`, a whole header.
         self._body: _Body = "text" if is_begun else "header"
         self._header = ""
         self._call: list[str] = []
         self._recipient = ""
+        self._is_json: bool | None = None  # the call under way; unknown before its first letter
+        self._is_in_string = self._is_escaped = False
+        self.push(opening)
 
     @property
     def is_thinking(self) -> bool:
@@ -95,10 +108,12 @@ class HarmonyParser(AnswerParser):
         return parts
 
     def flush(self, *, is_cut: bool = False) -> list[OutputPart]:
-        return [*self._close(), *self._flush_forced()]
+        return [*self._close(is_cut=is_cut), *self._flush_forced()]
 
     def _take_token(self, run: str) -> list[OutputPart]:
         token = spell_out(run)
+        if self._is_in_string and token not in STOPS:
+            return self._to_parts(run)
         if token in ENDS:
             return self._close()
         if self._body == "header" and token == "<|message|>":
@@ -138,6 +153,7 @@ class HarmonyParser(AnswerParser):
     def _to_parts(self, run: str) -> list[OutputPart]:
         if self._body == "call":
             self._call.append(run)
+            self._follow_quotes(spell_out(run))
             return []
         text = strip_marks(run)
         if self._body == "none" or not text:
@@ -146,12 +162,31 @@ class HarmonyParser(AnswerParser):
             return [OutputPart(reasoning=text)]
         return self._answer(text)
 
-    def _close(self) -> list[OutputPart]:
-        """End the message under way; if it is a call, read it."""
+    def _follow_quotes(self, text: str) -> None:
+        """Note whether a call in JSON is inside a string, where tokens are letters."""
+        if self._is_json is None and text.strip():
+            self._is_json = text.lstrip().startswith("{")
+        if self._is_json:
+            marks = [mark[0] for mark in _QUOTES.finditer(text, self._is_escaped)]
+            self._is_in_string ^= marks.count('"') % 2 == 1
+            self._is_escaped = text.endswith("\\") and marks[-1:] == ["\\"]
+
+    def _close(self, *, is_cut: bool = False) -> list[OutputPart]:
+        """End the message under way; if it is a call, read it. A call that is cut is text, and so
+        is an answer without a header.
+        """
+        self._is_json, self._is_in_string, self._is_escaped = None, False, False
         body, self._body = self._body, "none"
         call, self._call = spell_out("".join(self._call)), []
+        if body == "header":
+            text, self._header = TOKENS.split(self._header)[0], ""
+            if _HEADER.fullmatch(text):
+                return []
+            return [OutputPart(reasoning=text)] if self._is_bound else self._answer(text)
         if body != "call":
             return []
+        if is_cut:
+            return [OutputPart(text=call)] if call else []
         try:
             calls = self._calls.write(self._read(self._recipient, call))
         except Exception:  # whatever a parser trips over: what cannot be read is text

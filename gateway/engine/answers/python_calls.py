@@ -1,4 +1,8 @@
-"""Bodies of calls in Python → calls: `[f(a=1), g()]`, or one call without brackets."""
+"""Bodies of calls in Python → calls: `[f(a=1), g()]`, or one call without brackets.
+
+Nothing is run: a call has names and literals, and what is more of a program than that is none.
+Names may have dashes and dots, which Python's have not.
+"""
 
 import ast
 import re

@@ -86,6 +86,7 @@ class GenerationEngine(Sequences):
             is_continued=job.continues,
             is_thinking=prompt.is_thinking,
             may_think=prompt.may_think,
+            opening=prompt.opening,
             thinking_budget=budget,
             is_either=job.grammar is not None,
             calls_are_text=job.calling is not None and not forced and not chat.answers.reads_calls,

@@ -16,6 +16,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from gateway.engine.answers.answer_format import AnswerFormat
 from gateway.engine.answers.detokenizer import Vocabulary, texts_of
+from gateway.engine.answers.harmony import opens_answer
 from gateway.engine.answers.output_parts import own_ids
 from gateway.engine.answers.reasoning import ReasoningFormat, infer_reasoning, reasoning_format
 from gateway.engine.answers.tool_formats import ToolFormat, infer_tools, tool_format
@@ -40,11 +41,15 @@ MOST_TOKENS: Final = 1 << 20  # XLM-V has 901,629, the most known
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The ids of a prompt, and whether at its end the model is thinking already or may begin to."""
+    """The ids of a prompt, and whether at its end the model is thinking already or may begin to.
+
+    `opening` is the message on a channel that the template begins.
+    """
 
     ids: list[int]
     is_thinking: bool = False
     may_think: bool = False
+    opening: str = ""
 
 
 class ChatTokenizer:
@@ -97,7 +102,8 @@ class ChatTokenizer:
         text, opening = self._render(job)
         ids = self._encode(text)
         if self.answers.is_harmony:  # free of its grammar until the answer's own message begins
-            return Prompt(ids, is_thinking=True)
+            header = opening.rpartition("<|start|>")[2]
+            return Prompt(ids, is_thinking=not opens_answer(header), opening=header)
         marks = (*self._reasoning.starts, *self._reasoning.ends)
         may_think = not any(mark in opening for mark in marks)
         return Prompt(ids, is_thinking=self._is_thinking(opening), may_think=may_think)
@@ -138,7 +144,7 @@ class ChatTokenizer:
             raise BadRequest("The model's chat template cannot ask questions.", part="prompt")
         before, after = text.split(word)
         if self.answers.is_harmony:
-            after += "<|channel|>final<|message|>"
+            after += "" if opens_answer(opening) else "<|channel|>final<|message|>"
         elif self._is_thinking(opening):
             line = "\n" if after.endswith("\n") else "\n\n"
             after += f"{line}{self._reasoning.ends[0]}\n\n"
@@ -179,6 +185,8 @@ class ChatTokenizer:
         """
         text = self._apply(job, is_asking=True)
         marks = (*self._reasoning.starts, *self._reasoning.ends)
+        if self.answers.is_harmony and text.endswith("<|message|>"):
+            marks = ("<|message|>",)
         if not any(mark in text for mark in marks):
             return text, ""
         try:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
-from gateway.jobs import Calling, Function, Grammar
+from gateway.jobs import Calling, Function, Grammar, SequenceParams
 from tests.checkpoints import write_chat
 from tests.engine.answers.harness import cut, pushed
 from tests.engine.chat_formats import family, row, said
@@ -72,6 +72,109 @@ def test_arguments_that_are_no_object_and_words_like_marks_are_text(chat: ChatTo
     answer = "The analysis channel comes before to=functions.book, and <think> is no token."
     heard = said(chat, row([BOOK]), f"<|channel|>final<|message|>{answer}")
     assert (heard["text"], heard["calls"], heard["reasoning"]) == (answer, [], "")
+
+
+def opened(folder: Path, opening: str) -> tuple[ChatTokenizer, SequenceParams]:
+    """Return a chat whose template begins a message, and the parameters of an answer in it."""
+    template = (
+        "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}" + opening + "{% endif %}"
+    )
+    chat = family(folder, tokens=TOKENS, model_type="gpt_oss", template=template)
+    prompt = chat.prompt(job("Hi <|channel|>final<|message|>"))
+    return chat, row(is_thinking=prompt.is_thinking, opening=prompt.opening)
+
+
+ASSISTANT = "<|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    "opening",
+    [
+        f"{ASSISTANT}<|channel|>final<|message|>",
+        f"{ASSISTANT}<|channel|>analysis<|message|><|end|>{ASSISTANT}<|channel|>final<|message|>",
+    ],
+)
+def test_an_answer_that_the_template_begins_streams(tmp_path: Path, opening: str) -> None:
+    chat, params = opened(tmp_path, opening)
+    assert not params.is_thinking
+    assert said(chat, params, "Four.<|return|>")["text"] == "Four."
+    parts = chat.answers.output_processor(params).parser.push("Four.")
+    assert [part.text for part in parts] == ["Four."]
+    _, after = chat.render_questions(job("Hi"))
+    assert after.count("<|channel|>final<|message|>") == 1
+
+
+def test_a_thought_that_the_template_begins_is_reasoning(tmp_path: Path) -> None:
+    chat, params = opened(tmp_path, f"{ASSISTANT}<|channel|>analysis<|message|>")
+    heard = said(chat, params, f"Hm.<|end|>{ASSISTANT}{FINAL}")
+    assert params.is_thinking
+    assert (heard["text"], heard["reasoning"]) == ("Four.", "Hm.")
+
+
+def test_a_template_that_begins_no_message_leaves_that_to_the_model(tmp_path: Path) -> None:
+    chat, params = opened(tmp_path, ASSISTANT)
+    assert (params.is_thinking, params.opening) == (True, "")
+    assert said(chat, params, THOUGHT + FINAL)["text"] == "Four."
+
+
+def test_an_answer_without_a_header_is_text(chat: ChatTokenizer) -> None:
+    for end in ("", "<|end|>", "<|return|>"):
+        assert said(chat, row(), f"Four, I think.{end}")["text"] == "Four, I think."
+    heard = said(chat, row(grammar=SCHEMA), "Four.")
+    assert (heard["text"], heard["reasoning"]) == ("", "Four.")
+
+
+@pytest.mark.parametrize("place", range(1, 28))
+def test_a_header_cut_short_is_no_text(chat: ChatTokenizer, place: int) -> None:
+    for header in ("assistant to=functions.book", " to=functions.book", "analysis to=functions.f"):
+        token = "<|channel|>" * header.startswith("an")
+        before = THOUGHT.removesuffix("assistant" * header.startswith("as"))
+        for text in (token + header[:place], before + token + header[:place]):
+            assert said(chat, row([BOOK]), text)["text"] == ""
+
+
+INSIDE = ["<|end|>", "<|start|>", "<|channel|>", "<|message|>", "<|channel|>final<|message|>"]
+
+
+@pytest.mark.parametrize("inside", INSIDE)
+@pytest.mark.parametrize("before", ["", '\\"', "\\\\", "\n", '\\\\\\"'])
+def test_tokens_in_a_string_of_a_call_are_letters(
+    chat: ChatTokenizer, inside: str, before: str
+) -> None:
+    call = f'{HEADER}{{"text":"{before}{inside}x","n":1}}'
+    for rest in ("<|call|>", f"<|end|>{ASSISTANT}{FINAL}"):
+        heard = said(chat, row([BOOK]), call + rest)
+        text = json.loads(f'"{before}"', strict=False) + inside + "x"
+        assert heard["calls"] == [("book", {"text": text, "n": 1})]
+        assert heard["text"] == ("" if rest == "<|call|>" else "Four.")
+
+
+HEADER = "<|channel|>commentary to=functions.book<|message|>"
+
+
+@pytest.mark.parametrize("body", ['{"a":"x', '{"a":{"b":1}', '{"a":"<|end|>', '{"a":1}}', "{"])
+def test_a_call_that_is_broken_is_text(chat: ChatTokenizer, body: str) -> None:
+    heard = said(chat, row([BOOK]), HEADER + body)
+    assert (heard["text"], heard["calls"]) == (body, [])
+
+
+def test_a_broken_call_ends_where_its_message_ends(chat: ChatTokenizer) -> None:
+    heard = said(chat, row([BOOK]), f'{HEADER}{{"a":<|end|>{ASSISTANT}{FINAL}')
+    assert (heard["text"], heard["calls"]) == ('{"a":Four.', [])
+
+
+@pytest.mark.parametrize("body", ["", "{}", '{"a":1'])
+def test_a_call_that_max_tokens_cut_is_text(chat: ChatTokenizer, body: str) -> None:
+    parser = chat.answers.output_processor(row([BOOK])).parser
+    parts = [*parser.push(chat.answers.marks.pattern(HEADER) + body), *parser.flush(is_cut=True)]
+    assert "".join(part.text for part in parts) == body
+    assert not [part for part in parts if part.call]
+
+
+def test_arguments_may_have_line_breaks_and_escapes_of_their_own(chat: ChatTokenizer) -> None:
+    heard = said(chat, row([BOOK]), f'{HEADER}{{"a":"x\ny\t\\d"}}<|call|>')
+    assert heard["calls"] == [("book", {"a": "x\ny\t\\d"})]
 
 
 @settings(max_examples=30)
