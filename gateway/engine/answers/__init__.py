@@ -8,10 +8,8 @@ call_reading   what reads the text of calls, and what it returns
 call_writing   calls → their text, as a family writes it
 call_values    the text of an argument → its value, by its schema
 literals       JSON and Python as models write them: where they end, what they mean
-json_calls     the bodies of calls in JSON, with what stands before it
-python_calls   the bodies of calls in Python
+call_bodies    calls whose own text says where they end: JSON, Python
 gemma_calls    the bodies of Gemma's calls
-bodies         calls whose own text says where they end
 pairs          calls whose arguments are pairs of a name and a text
 tool_formats   a row for each family's way to write calls; picks one by the chat template
 reasoning      a row for each way to mark thinking; whether a sequence is thinking

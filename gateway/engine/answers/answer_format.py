@@ -7,10 +7,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from gateway.engine.answers.call_bodies import read_arguments
 from gateway.engine.answers.call_reading import Call, read_all
 from gateway.engine.answers.detokenizer import Detokenizer, Vocabulary
 from gateway.engine.answers.harmony import STOPS, HarmonyParser, answer_begins, thought_end
-from gateway.engine.answers.json_calls import read_arguments
 from gateway.engine.answers.output_parts import (
     AnswerParser,
     CallWriter,

@@ -11,9 +11,9 @@ from typing import Any
 
 import regex  # type: ignore[import-untyped]
 
+from gateway.engine.answers.call_bodies import match_head
 from gateway.engine.answers.call_reading import Call, Schemas, Unfinished
 from gateway.engine.answers.call_values import guess
-from gateway.engine.answers.json_calls import match_head
 from gateway.engine.answers.literals import UNREADABLE, read_literal, skip_space
 
 _DEPTH = 64  # brackets that are open at once

@@ -23,11 +23,10 @@ from typing import Any
 
 import regex  # type: ignore[import-untyped]
 
-from gateway.engine.answers.bodies import Bodies
+from gateway.engine.answers.call_bodies import Bodies, read_json
 from gateway.engine.answers.call_reading import Call, Ending, Reading, Schemas
 from gateway.engine.answers.call_values import read_argument
 from gateway.engine.answers.call_writing import as_text, write_call
-from gateway.engine.answers.json_calls import read_json
 
 GAP = r"(?:\s|\\n)*+"
 _NAMED_GROUP = regex.compile(r"\(\?P<\w+>")

@@ -11,14 +11,19 @@ from typing import Any
 
 import regex  # type: ignore[import-untyped]
 
-from gateway.engine.answers.bodies import Bodies
+from gateway.engine.answers.call_bodies import (
+    Bodies,
+    read_deepseek,
+    read_json,
+    read_kimi,
+    read_mistral,
+    read_python,
+)
 from gateway.engine.answers.call_writing import as_cdata, write_gemma_value
 from gateway.engine.answers.gemma_calls import read_gemma
 from gateway.engine.answers.harmony import HARMONY_TOKENS
-from gateway.engine.answers.json_calls import read_deepseek, read_json, read_kimi, read_mistral
 from gateway.engine.answers.output_parts import NewId, kimi_id, mistral_id, openai_id
 from gateway.engine.answers.pairs import GAP, Pairs
-from gateway.engine.answers.python_calls import read_python
 from gateway.registry.parsers import TOOL_PARSERS, canonical_names
 
 # A call without marks, at the beginning of an answer: JSON that names one of the functions, or

@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.engine.answers.call_reading import ReadBody, Unfinished
-from gateway.engine.answers.gemma_calls import read_gemma
-from gateway.engine.answers.json_calls import (
+from gateway.engine.answers.call_bodies import (
     read_arguments,
     read_deepseek,
     read_json,
     read_kimi,
     read_mistral,
+    read_python,
 )
-from gateway.engine.answers.python_calls import read_python
+from gateway.engine.answers.call_reading import ReadBody, Unfinished
+from gateway.engine.answers.gemma_calls import read_gemma
 
 END = "</call>"
 SCHEMAS: dict[str, dict[str, Any]] = {

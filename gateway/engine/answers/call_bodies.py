@@ -1,19 +1,39 @@
-"""Bodies of calls in JSON → calls: an object or a list of them, or a name before its arguments.
+"""Calls whose own text says where they end, between two marks or after one → calls.
 
-A body ends where its JSON ends. JSON that is badly written is mended once its end is known: line
-breaks, escapes, Python's quotes and literals, and one brace that is missing before a closing mark.
+A body ends where its JSON or its Python ends. JSON that is badly written is mended once its end is
+known: line breaks, escapes, Python's quotes and literals, and one brace that is missing before a
+closing mark.
 """
 
+import ast
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import regex  # type: ignore[import-untyped]
 
-from gateway.engine.answers.call_reading import Call, Schemas, Unfinished
-from gateway.engine.answers.literals import UNREADABLE, find_end, read_literal, skip_space
+from gateway.engine.answers.call_reading import (
+    Call,
+    Ending,
+    ReadBody,
+    Reading,
+    Schemas,
+    Unfinished,
+)
+from gateway.engine.answers.call_writing import write_call
+from gateway.engine.answers.literals import (
+    UNREADABLE,
+    find_end,
+    parse_python,
+    read_literal,
+    skip_space,
+)
 
+_BETWEEN = re.compile(r"(?:[\s;,]|```\w*)*+")  # bodies
+_AFTER = re.compile(r"[\s;,`)\]}]*+")  # the last body: brackets too many
+_LONGEST = 64  # characters, more than any mark has
 _DECODER = json.JSONDecoder(strict=False)  # strings may hold line breaks and tabs
 _BAD_ESCAPE = re.compile(r"(\\(?:[\"\\/bfnrt]|u[0-9a-fA-F]{4}))|\\(')|\\")
 _MISTRAL = regex.compile(
@@ -26,6 +46,85 @@ _DEEPSEEK = regex.compile(
 )
 _KIMI = regex.compile(r"\s*+(?P<id>[^\s<]{1,256})\s*+<\|tool_call_argument_begin\|>\s*+(?=[{\[\"])")
 _KIMI_ID = re.compile(r"functions\.(.+):\d+")
+_IS_JSON = re.compile(r"\{|\[\s*+[{\]]")
+_NAME = re.compile(r"[\w.$-]*+\s*+")
+
+
+@dataclass(frozen=True, slots=True)
+class Bodies:
+    """One family's calls.
+
+    `marks` are pairs of marks; the second is empty if only the answer's end ends the calls. One
+    call, and one pair of its arguments, are written by forms (call_writing.py).
+    """
+
+    read_body: ReadBody
+    marks: Sequence[tuple[str, str]] = ()
+    call: str = '{{"name": "{name}", "arguments": {arguments}}}'
+    pair: str = ""
+    write_value: Callable[[Any], str] = str
+    is_list: bool = False  # of all calls, between two marks
+
+    def __call__(self, text: str, at: int, schemas: Schemas, ending: Ending) -> Reading | None:
+        start, closer = next(
+            (pair for pair in self.marks if text.startswith(pair[0], at)), ("", "")
+        )
+        closers = (closer,) if start else tuple(end for _, end in self.marks)
+        closers = tuple(filter(None, closers))
+        begin = at + len(start.removesuffix("["))
+        try:
+            calls, end, is_last = self._read_bodies(text, begin, schemas, closers)
+        except Unfinished:
+            return None
+        if is_last:
+            return None if ending is Ending.MORE else Reading(calls, end, is_last=True)
+        place = skip(_AFTER, text, end)
+        for each in closers:
+            found = text.find(each, end, place + len(each))
+            if found >= 0:
+                return Reading(calls, found + len(each))
+        rest = text[place : place + _LONGEST]
+        may_close = not rest or any(each.startswith(rest) for each in closers)
+        if may_close and (ending is Ending.MORE or (ending is Ending.CUT and closer)):
+            return None
+        return Reading(calls, end if rest else place)
+
+    def write(self, calls: Sequence[Call]) -> str:
+        start, end = self.marks[0] if self.marks else ("", "")
+        texts = [
+            write_call(call, self.call, self.pair, self.write_value, place=place)
+            for place, call in enumerate(calls)
+        ]
+        if self.is_list:
+            return f"{start}[{', '.join(texts)}]{end}"
+        return "\n".join(f"{start}{text}{end}" for text in texts)
+
+    def _read_bodies(
+        self, text: str, at: int, schemas: Schemas, closers: Sequence[str]
+    ) -> tuple[list[Call], int, bool]:
+        """Return calls that follow one another, their end, and whether a broken one follows."""
+        marks = (*closers, *(start for start, _ in self.marks))
+        calls, end = self.read_body(text, skip(_BETWEEN, text, at), schemas, closers)
+        while calls:
+            begin = skip(_BETWEEN, text, end)
+            if begin == len(text) or text.startswith(marks, begin):
+                break
+            try:
+                more, more_end = self.read_body(text, begin, schemas, closers)
+            except Unfinished:
+                return calls, end, True
+            except ValueError:
+                break
+            if not more:
+                return calls, end, True
+            calls, end = calls + more, more_end
+        return calls, end, False
+
+
+def skip(pattern: re.Pattern[str], text: str, at: int) -> int:
+    """Return the place in a text behind what a pattern matches there, which may be nothing."""
+    match = pattern.match(text, at)
+    return at if match is None else match.end()
 
 
 def read_json(
@@ -168,3 +267,47 @@ def _call(name: Any, arguments: Any, call_id: Any = None) -> Call:
     if call_id and isinstance(call_id, str):
         call["id"] = call_id
     return call
+
+
+def read_python(
+    text: str, at: int, schemas: Schemas, closers: Sequence[str]
+) -> tuple[list[Call], int]:
+    """Read a list of calls, or JSON: Llama 3.2 and 4 write either, LFM2 the first.
+
+    Without brackets, as Llama 3.1 writes `f.call(a="x")`, a function that is offered is called.
+    """
+    at = skip_space(text, at)
+    if _IS_JSON.match(text, at):
+        return read_json(text, at, schemas, closers)
+    if not text.startswith("[", at):
+        name = _NAME.match(text, at)
+        assert name is not None  # it may be empty
+        if name.end() == len(text):
+            raise Unfinished("no whole name")
+        if text[name.end()] != "(" or _own_name(name[0].strip(), schemas) not in schemas:
+            raise ValueError("no function of that name")
+    end, depth = find_end(text, at, closers, is_lenient=True)
+    try:
+        tree, names = parse_python(text[at:end] if depth == 0 else "")
+        nodes = tree.elts if isinstance(tree, ast.List) else [tree]
+        return [_python_call(node, names, schemas) for node in nodes], end
+    except UNREADABLE:
+        return [], end
+
+
+def _own_name(name: str, schemas: Schemas) -> str:
+    return name if name in schemas else name.removesuffix(".call")
+
+
+def _python_call(node: ast.expr, names: Sequence[str], schemas: Schemas) -> Call:
+    # Literals by their names alone: nothing says which arguments `f(1)` and `f(a=1+2)` have.
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)) or node.args:
+        raise ValueError("not a call by names")
+    arguments: dict[str, Any] = {}
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            raise ValueError("an argument without a name")
+        arguments[names[int(keyword.arg[1:])]] = ast.literal_eval(keyword.value)
+    name = names[int(node.func.id[1:])]
+    own_name = _own_name(name, schemas)
+    return {"name": own_name if own_name in schemas else name, "arguments": arguments}
