@@ -72,20 +72,21 @@ class Bodies:
         closers = (closer,) if start else tuple(end for _, end in self.marks)
         closers = tuple(filter(None, closers))
         begin = at + len(start.removesuffix("["))
+        # Until its end mark is there, a call may go on; at the model's own end that is left out.
+        is_open = ending is Ending.MORE or (ending is Ending.CUT and closer != "")
         try:
             calls, end, is_last = self._read_bodies(text, begin, schemas, closers)
         except Unfinished:
             return None
         if is_last:
-            return None if ending is Ending.MORE else Reading(calls, end, is_last=True)
+            return None if is_open else Reading(calls, end, is_last=True)
         place = skip(_AFTER, text, end)
         for each in closers:
             found = text.find(each, end, place + len(each))
             if found >= 0:
                 return Reading(calls, found + len(each))
         rest = text[place : place + _LONGEST]
-        may_close = not rest or any(each.startswith(rest) for each in closers)
-        if may_close and (ending is Ending.MORE or (ending is Ending.CUT and closer)):
+        if is_open and (not rest or any(each.startswith(rest) for each in closers)):
             return None
         return Reading(calls, end if rest else place)
 
