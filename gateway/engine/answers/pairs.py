@@ -28,25 +28,27 @@ from gateway.engine.answers.call_reading import Call, Ending, Reading, Schemas
 from gateway.engine.answers.call_values import read_argument
 from gateway.engine.answers.call_writing import as_text, write_call
 
-GAP = r"(?:\s|\\n)*+"
+_GAP = r"(?:\s|\\n)*+"
+_QUOTE = r"\\*+[\"']"  # escaped inside JSON, which a text may be
+_QUOTED = rf"(?:{_QUOTE}(?P<{{0}}>[^\\\"'<>\n]{{{{1,256}}}}){_QUOTE}|(?P<{{0}}>[^\\\s\"'<>]{{{{1,256}}}}))"
+_NAMES = {
+    "name": rf"(?:{_QUOTE})?(?P<name>[^\\\s\"'<>{{}}]{{1,256}})(?:{_QUOTE})?",
+    "key": r"(?P<key>[^<>\n]{1,256}?)",
+}
+_ATTRIBUTES = r"\s+(?:[^<>]*?\s)?"
 _NAMED_GROUP = regex.compile(r"\(\?P<\w+>")
 _CDATA = regex.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", regex.DOTALL)
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """The marks of one family's calls, as it writes them and as patterns that read them.
-
-    A call's `name`, a pair's `key` and, in some families, `is_text` are groups of the patterns.
-    """
+    """One family's calls: the forms in which it writes them, which also tell how to read them."""
 
     call: str  # "<function={name}>\n{pairs}</function>"
     pair: str  # "<parameter={key}>\n{value}\n</parameter>\n"
-    head: str  # a pattern of a call's beginning
-    key: str  # a pattern of a pair's beginning
     blocks: tuple[tuple[str, str], ...] = ()  # marks around calls
     joins: bool = False  # all calls stand in one block
-    end: str = ""  # a pattern of a value's end, where it has other forms
+    whole: tuple[str, str] = ("", "")  # marks around all arguments at once, in JSON
     write_value: Callable[[Any], str] = as_text
 
     @cached_property
@@ -70,32 +72,37 @@ class Pairs:
 
     @cached_property
     def _closing(self) -> str:
-        return f"{regex.escape(self.call_end)}(?:{GAP}{_any(end for _, end in self.blocks)})?"
+        return f"{regex.escape(self.call_end)}(?:{_GAP}{_any(end for _, end in self.blocks)})?"
 
     @cached_property
     def _opening(self) -> str:
         """A pattern of a call's beginning, up to its first pair or its end."""
         is_bare = len(self.marks) > len(self.blocks)
-        block = f"(?:{_any(start for start, _ in self.blocks)}{GAP}){'?' * is_bare}"
-        return f"{block}{self.head}{GAP}"
+        block = f"(?:{_any(start for start, _ in self.blocks)}{_GAP}){'?' * is_bare}"
+        return f"{block}{_pattern(self.call.partition('{pairs}')[0])}{_GAP}"
+
+    @cached_property
+    def _key(self) -> str:
+        key = _pattern(self.pair.partition("{value}")[0])
+        return f"(?:{key}|{_any(self.whole[:1])})" if self.whole[0] else key
 
     @cached_property
     def head_pattern(self) -> Any:
-        return regex.compile(f"{self._opening}(?:(?={self.key})|(?P<empty>{self._closing}))")
+        return regex.compile(f"{self._opening}(?:(?={self._key})|(?P<empty>{self._closing}))")
 
     @cached_property
     def key_pattern(self) -> Any:
-        return regex.compile(self.key)
+        return regex.compile(self._key)
 
     @cached_property
     def event_pattern(self) -> Any:
         """Whatever may end a text, or begin something inside it."""
-        key, opening = (_NAMED_GROUP.sub("(?:", each) for each in (self.key, self._opening))
-        value_end = self.end or regex.escape(self.value_end)
+        key, opening = (_NAMED_GROUP.sub("(?:", each) for each in (self._key, self._opening))
+        value_end = _any(filter(None, (self.value_end, self.whole[1])))
         return regex.compile(
-            f"(?P<closed>{value_end}{GAP}{self._closing})"
-            f"|{value_end}{GAP}(?P<next>{key})"
-            f"|(?P<abrupt>{value_end}(?={GAP}{opening}{key}))"
+            f"(?P<closed>{value_end}{_GAP}{self._closing})"
+            f"|{value_end}{_GAP}(?P<next>{key})"
+            f"|(?P<abrupt>{value_end}(?={_GAP}{opening}{key}))"
             f"|(?P<stray>{value_end})"
             f"|(?P<open>{opening}(?={key}))"
             f"|(?P<empty>{opening}{self._closing})"
@@ -125,7 +132,7 @@ class Pairs:
             return None
         arguments = self._arguments(scan.texts, schema)
         is_in_doubt = scan.is_lenient or ending is Ending.CUT
-        if is_in_doubt and not _names(schema, "required") <= arguments.keys():
+        if is_in_doubt and not _listed(schema, "required") <= arguments.keys():
             return None
         assert scan.end is not None
         end = min(scan.end, len(text))
@@ -137,7 +144,7 @@ class Pairs:
         self, text: str, at: int, schema: Mapping[str, Any], schemas: Schemas, ending: Ending
     ) -> "_Scan | None":
         """Look for a call's end; return None if it is in doubt, or may depend on more text."""
-        scan = _Scan(self, text, at, _names(schema, "properties"), schemas)
+        scan = _Scan(self, text, at, _listed(schema, "properties"), schemas)
         if ending is Ending.MORE:
             starts = tuple(start for start, _ in self.marks)
             follows = scan.end is not None and text[scan.end :].lstrip().startswith(starts)
@@ -152,7 +159,7 @@ class Pairs:
             self,
             text,
             at,
-            _names(schema, "properties"),
+            _listed(schema, "properties"),
             schemas,
             is_lenient=True,
             is_flat=scan.depth > 0,
@@ -178,10 +185,8 @@ class Pairs:
                 name = _unquote(key["key"])
                 arguments[name] = read_argument(name, text, {} if kind else schema)
         (name, value), *others = arguments.items()
-        is_wrapped = name in ("arguments", "parameters") and name not in _names(
-            schema, "properties"
-        )
-        if is_wrapped and not others and isinstance(value, dict):
+        is_alone = name in ("arguments", "parameters") and not others  # around all arguments
+        if is_alone and isinstance(value, dict) and name not in _listed(schema, "properties"):
             return value
         return arguments
 
@@ -280,11 +285,30 @@ class _Scan:
         self.texts.append((self._key, text))
 
 
+def _pattern(form: str) -> str:
+    """Return a pattern of a mark, by the form in which it is written.
+
+    It may have more attributes than that form, and lack all but the first one.
+    """
+    pieces = regex.split(r'("?)\{(\w+)\}"?', form.strip())
+    pattern = ""
+    for before, quote, field in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=False):
+        words = [regex.escape(word).replace("=", r"\s*=\s*") for word in before.split()]
+        if field not in _NAMES:
+            pattern += rf"(?:\s+{words[-1]}{_QUOTE}(?P<kind>\w+){_QUOTE})?"
+        elif quote:
+            pattern += rf"{_ATTRIBUTES.join(words)}{_QUOTED.format(field)}(?=[\s<>])"
+        else:
+            pattern += _GAP.join(words) + _NAMES[field]
+    others = "[^<>]*" if '"' in pieces else ""
+    return pattern + others + _GAP.join(map(regex.escape, pieces[-1].split()))
+
+
 def _any(marks: Iterable[str]) -> str:
     return f"(?:{'|'.join(map(regex.escape, marks))})"
 
 
-def _names(schema: Mapping[str, Any], keyword: str) -> set[str]:
+def _listed(schema: Mapping[str, Any], keyword: str) -> set[str]:
     """Return the names in a schema's `properties` or `required`, none if they are malformed."""
     names = schema.get(keyword)
     listed = names if isinstance(names, Mapping | list) else ()

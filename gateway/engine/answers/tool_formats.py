@@ -23,7 +23,7 @@ from gateway.engine.answers.call_writing import as_cdata, write_gemma_value
 from gateway.engine.answers.gemma_calls import read_gemma
 from gateway.engine.answers.harmony import HARMONY_TOKENS
 from gateway.engine.answers.output_parts import NewId, kimi_id, mistral_id, openai_id
-from gateway.engine.answers.pairs import GAP, Pairs
+from gateway.engine.answers.pairs import Pairs
 from gateway.registry.parsers import TOOL_PARSERS, canonical_names
 
 # A call without marks, at the beginning of an answer: JSON that names one of the functions, or
@@ -77,13 +77,6 @@ class ToolFormat:
         return any(all(word in template for word in words) for words in written)
 
 
-# Inside JSON, which a text may be, quotes are escaped.
-_QUOTE = r"\\*+[\"']"
-_NAME, _KEY = (
-    rf"(?:{_QUOTE})?(?P<{group}>[^\\\"'<>\n]{{1,256}}?)(?:{_QUOTE})?" for group in ("name", "key")
-)
-_FUNCTION = rf"<function={_NAME}>"
-_PARAMETER = rf"<parameter={_KEY}>"
 _TOOL_CALL = (("<tool_call>", "</tool_call>"),)
 _LLAMA = Bodies(
     read_python,
@@ -99,8 +92,6 @@ def _argument_pairs(prefix: str) -> Pairs:
     return Pairs(
         "{name}\n{pairs}",
         f"{key}{{key}}</{prefix}arg_key>\n{value}{{value}}</{prefix}arg_value>\n",
-        r"(?P<name>[^\s<>{}\"']{1,256})",
-        rf"{key}(?P<key>[^<>]{{1,256}})</{prefix}arg_key>{GAP}{value}",
         ((f"<{prefix}tool_call>", f"</{prefix}tool_call>"),),
     )
 
@@ -118,7 +109,6 @@ _ROWS = (
         Pairs(
             '<invoke name="{name}">\n{pairs}</invoke>\n',
             '<parameter name="{key}">{value}</parameter>\n',
-            rf"<invoke name={_NAME}>", rf"<parameter name={_KEY}>",
             (("<minimax:tool_call>", "</minimax:tool_call>"),), joins=True,
         ),
         written=(("<minimax:tool_call>",),),
@@ -149,7 +139,7 @@ _ROWS = (
         "seed_oss", "Seed-OSS",
         Pairs(
             "<function={name}>\n{pairs}</function>\n", "<parameter={key}>{value}</parameter>\n",
-            _FUNCTION, _PARAMETER, (("<seed:tool_call>", "</seed:tool_call>"),),
+            (("<seed:tool_call>", "</seed:tool_call>"),),
         ),
         written=(("<seed:tool_call>",),), model_types=("seed_oss",),
     ),
@@ -157,7 +147,7 @@ _ROWS = (
         "qwen3_coder", "Qwen3-Coder, Qwen 3.5, Nemotron 3, Step 3.5, MiMo",
         Pairs(
             "<function={name}>\n{pairs}</function>\n",
-            "<parameter={key}>\n{value}\n</parameter>\n", _FUNCTION, _PARAMETER, _TOOL_CALL,
+            "<parameter={key}>\n{value}\n</parameter>\n", _TOOL_CALL,
         ),
         written=(("<tool_call>\\n<function=",), ("<tool_call>\n<function=",)),
     ),
@@ -174,7 +164,6 @@ _ROWS = (
         "minicpm5", "MiniCPM5",
         Pairs(
             '<function name="{name}">{pairs}</function>', '<param name="{key}">{value}</param>',
-            rf"<function\s+name\s*=\s*{_NAME}\s*>", rf"<param\s+name\s*=\s*{_KEY}\s*>",
             write_value=as_cdata,
         ),
         written=(('<function name="', '<param name="'),),
@@ -189,8 +178,6 @@ _ROWS = (
         Pairs(
             '<atem:invoke name="{name}">\n{pairs}</atem:invoke>\n',
             '<atem:parameter name="{key}">{value}</atem:parameter>\n',
-            rf"<atem:invoke\b[^<>]*?\bname={_NAME}(?:\s[^<>]*)?>",
-            rf"<atem:parameter\b[^<>]*?\bname={_KEY}(?:\s[^<>]*)?>",
             (("<atem:function_calls>", "</atem:function_calls>"),),
         ),
         is_separate=True, written=(("<atem:function_calls>",),),
@@ -209,8 +196,6 @@ _ROWS = (
         Pairs(
             '<｜DSML｜invoke name="{name}">\n{pairs}</｜DSML｜invoke>\n',
             '<｜DSML｜parameter name="{key}" string="{is_text}">{value}</｜DSML｜parameter>\n',
-            rf"<｜DSML｜invoke name={_NAME}>",
-            rf"<｜DSML｜parameter name={_KEY}(?: string={_QUOTE}(?P<kind>true|false){_QUOTE})?>",
             (
                 ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
                 ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
@@ -278,11 +263,8 @@ _ROWS = (
         Pairs(
             '<|open|>call tool="{name}"<|sep|>{pairs}<|close|>call<|sep|>',
             '<|open|>argument key="{key}" type="{kind}"<|sep|>{value}<|close|>argument<|sep|>',
-            rf"<\|open\|>call\b[^<>]*?\btool={_NAME}(?:\s[^<>]*)?<\|sep\|>",
-            rf"<\|open\|>(?:argument\b[^<>]*?\bkey={_KEY}(?=[\s<])"
-            rf"(?:\s+type={_QUOTE}(?P<kind>\w+){_QUOTE})?|json\b)[^<>]*<\|sep\|>",
             (("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),), joins=True,
-            end=r"<\|close\|>(?:argument|json)<\|sep\|>",
+            whole=('<|open|>json type="object"<|sep|>', "<|close|>json<|sep|>"),
         ),
         written=(),
     ),
