@@ -30,7 +30,10 @@ from gateway.engine.answers.call_writing import as_text, write_call
 
 _GAP = r"(?:\s|\\n)*+"
 _QUOTE = r"\\*+[\"']"  # escaped inside JSON, which a text may be
-_QUOTED = rf"(?:{_QUOTE}(?P<{{0}}>[^\\\"'<>\n]{{{{1,256}}}}){_QUOTE}|(?P<{{0}}>[^\\\s\"'<>]{{{{1,256}}}}))"
+_QUOTED = (
+    rf"(?:{_QUOTE}(?P<{{0}}>[^\\\"'<>\n]{{{{1,256}}}}){_QUOTE}"
+    rf"|(?P<{{0}}>[^\\\s\"'<>]{{{{1,256}}}}))"
+)
 _NAMES = {
     "name": rf"(?:{_QUOTE})?(?P<name>[^\\\s\"'<>{{}}]{{1,256}})(?:{_QUOTE})?",
     "key": r"(?P<key>[^<>\n]{1,256}?)",

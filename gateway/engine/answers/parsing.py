@@ -76,6 +76,7 @@ class Parser(AnswerParser):
         self._held = ""
         self._later: list[str] = []  # text behind it, the last first: more than a piece is held
         self._is_over = False
+        self._counting: dict[tuple[Any, ...], dict[str, _Next]] = {}  # marks, by state
         self._tail = _Tail("")
         self._is_fresh = is_thinking  # white space after a mark is not part of any text
         self._is_bound = is_bound
@@ -197,6 +198,12 @@ class Parser(AnswerParser):
 
     def _marks(self) -> dict[str, _Next]:
         """Return the marks that count in this state, and the state that each leads to."""
+        state = (self._state, self._has_text, self._may_think)
+        if state not in self._counting:
+            self._counting[state] = self._marks_that_count()
+        return self._counting[state]
+
+    def _marks_that_count(self) -> dict[str, _Next]:
         markup = self._markup
         if self._state == "call":
             return dict.fromkeys((*markup.calls, *markup.call_ends), "call")

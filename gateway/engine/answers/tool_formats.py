@@ -73,7 +73,9 @@ class ToolFormat:
 
     def is_in(self, template: str) -> bool:
         """Return True if a template writes calls in this format."""
-        written = [(start,) for start, _ in self.marks] if self.written is None else self.written
+        written = self.written
+        if written is None:
+            written = tuple((start,) for start, _ in self.marks[:1])
         return any(all(word in template for word in words) for words in written)
 
 
@@ -111,7 +113,6 @@ _ROWS = (
             '<parameter name="{key}">{value}</parameter>\n',
             (("<minimax:tool_call>", "</minimax:tool_call>"),), joins=True,
         ),
-        written=(("<minimax:tool_call>",),),
     ),
     ToolFormat(
         "gemma4", "Gemma 4", _gemma_calls('<|"|>', ("<|tool_call>", "<tool_call|>")),
@@ -141,7 +142,7 @@ _ROWS = (
             "<function={name}>\n{pairs}</function>\n", "<parameter={key}>{value}</parameter>\n",
             (("<seed:tool_call>", "</seed:tool_call>"),),
         ),
-        written=(("<seed:tool_call>",),), model_types=("seed_oss",),
+        model_types=("seed_oss",),
     ),
     ToolFormat(
         "qwen3_coder", "Qwen3-Coder, Qwen 3.5, Nemotron 3, Step 3.5, MiMo",
@@ -180,7 +181,7 @@ _ROWS = (
             '<atem:parameter name="{key}">{value}</atem:parameter>\n',
             (("<atem:function_calls>", "</atem:function_calls>"),),
         ),
-        is_separate=True, written=(("<atem:function_calls>",),),
+        is_separate=True,
     ),
     ToolFormat(
         "deepseek_v3", "DeepSeek V3, R1, V3.1",

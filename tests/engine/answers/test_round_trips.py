@@ -1,5 +1,5 @@
-"""Calls of arbitrary functions, as each family writes them: read back as they were written, or shown
-as text where they were cut.
+"""Calls of arbitrary functions, as each family writes them: read back as they were written, and
+text where they were cut.
 """
 
 import json
