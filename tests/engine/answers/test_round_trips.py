@@ -237,7 +237,7 @@ def test_a_call_that_max_tokens_cuts_is_text_or_whole(case: Case, data: st.DataO
 
 
 @pytest.mark.soak
-@settings(max_examples=10_000, suppress_health_check=UNHURRIED)
+@settings(max_examples=2000, suppress_health_check=UNHURRIED)
 @given(data=st.data())
 def test_thousands_of_cut_calls_are_text_or_whole(case: Case, data: st.DataObject) -> None:
     cut_anywhere(case, data)
@@ -271,7 +271,6 @@ def test_a_call_cut_at_any_place_is_text_or_whole(case: Case) -> None:
             check_cut(case, given, before, chat, first_runs(runs, place))
             for place in range(0, length + 1, 1 if length < 400 else 3)
         ]
-        assert counts == sorted(counts)
         assert counts[0] == 0
         assert check_cut(case, given, before, chat, runs) == 2
 
