@@ -161,12 +161,13 @@ async def gateway(
     folder = tmp_path_factory.mktemp("served")
     form = FORMS[request.param]
     added = [mark for mark in MARKS if mark[0] in "<[" and mark != END]
-    write_chat(folder / "tiny", vocab_size=1200, max_position_embeddings=16384)
+    write_chat(folder / "tiny", vocab_size=1400, max_position_embeddings=16384)
+    named = {"tool_parser": form.format, "reasoning_parser": "none"}
     chat = family(
         folder / "tiny", added=added, template=TEMPLATE.replace("CALL", WRITTEN[request.param])
     )
     engines = Speaking()
-    models = catalog(folder, {"tiny": {"kind": "chat", "source": "path:tiny"}})
+    models = catalog(folder, {"tiny": {"kind": "chat", "source": "path:tiny", **named}})
     async with served(models, engines) as client:
         yield form, chat, engines, client
 
