@@ -98,7 +98,7 @@ class Bodies:
         ]
         if self.is_list:
             return f"{start}[{', '.join(texts)}]{end}"
-        return "\n".join(f"{start}{text}{end}" for text in texts)
+        return ("\n" if end else "").join(f"{start}{text}{end}" for text in texts)
 
     def _read_bodies(
         self, text: str, at: int, schemas: Schemas, closers: Sequence[str]

@@ -1,6 +1,7 @@
 """Calls → their text, as a model of a family writes it."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,9 +24,9 @@ def as_text(value: Any) -> str:
 
 
 def as_cdata(value: Any) -> str:
-    """Write a text that looks like XML as CDATA."""
+    """Write as CDATA whatever XML would read otherwise, or trim."""
     text = as_text(value)
-    return f"<![CDATA[{text}]]>" if set(text) & set("<&\n") or text != text.strip() else text
+    return f"<![CDATA[{text}]]>" if re.search(r"[<&\s]", text) else text
 
 
 def write_gemma_value(delimiter: str, value: Any) -> str:

@@ -195,10 +195,14 @@ class Pairs:
 
     def write(self, calls: Sequence[Call]) -> str:
         start, end = self.blocks[0] if self.blocks else ("", "")
-        texts = [write_call(call, self.call, self.pair, self.write_value) for call in calls]
+        gap = "\n" if self.call.endswith("\n") else ""
+        texts = [
+            write_call(call, self.call, self.pair, self.write_value, place=place)
+            for place, call in enumerate(calls)
+        ]
         if self.joins:
             texts = ["".join(texts)]
-        return "\n".join(f"{start}\n{text}{end}" for text in texts)
+        return "\n".join(f"{start}{gap}{text}{end}" for text in texts)
 
 
 class _Scan:
@@ -297,7 +301,7 @@ def _pattern(form: str) -> str:
     pattern = ""
     for before, quote, field in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=False):
         words = [regex.escape(word).replace("=", r"\s*=\s*") for word in before.split()]
-        if field not in _NAMES:
+        if field not in _NAMES:  # an attribute that may be missing
             pattern += rf"(?:\s+{words[-1]}{_QUOTE}(?P<kind>\w+){_QUOTE})?"
         elif quote:
             pattern += rf"{_ATTRIBUTES.join(words)}{_QUOTED.format(field)}(?=[\s<>])"

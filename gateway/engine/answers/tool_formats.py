@@ -19,6 +19,7 @@ from gateway.engine.answers.call_bodies import (
     read_mistral,
     read_python,
 )
+from gateway.engine.answers.call_reading import Call
 from gateway.engine.answers.call_writing import as_cdata, write_gemma_value
 from gateway.engine.answers.gemma_calls import read_gemma
 from gateway.engine.answers.harmony import HARMONY_TOKENS
@@ -44,7 +45,7 @@ class ToolFormat:
     name: str  # the canonical one (registry/parsers.py)
     models: str  # the family in words, for docs/tools.md
     read: Pairs | Bodies
-    noise: tuple[str, ...] = ()  # marks around all calls together
+    noise: tuple[str, str] | tuple[()] = ()  # marks around all calls together
     # A pattern of an answer that begins as a call without marks; {} is for the functions' names.
     bare: str | None = None
     new_id: NewId = openai_id
@@ -63,6 +64,11 @@ class ToolFormat:
     @property
     def words(self) -> tuple[str, ...]:
         return (*(mark for pair in self.marks for mark in pair if mark), *self.noise)
+
+    def write(self, calls: Sequence[Call]) -> str:
+        """Return the text of calls, as a model of the family writes it."""
+        first, last = self.noise or ("", "")
+        return f"{first}{self.read.write(calls)}{last}"
 
     def begins(self, names: Sequence[str]) -> Any:
         """Return a pattern of the beginning of a bare call of one of the functions."""
@@ -262,7 +268,7 @@ _ROWS = (
     ToolFormat(
         "kimi_k3", "Kimi K3",
         Pairs(
-            '<|open|>call tool="{name}"<|sep|>{pairs}<|close|>call<|sep|>',
+            '<|open|>call tool="{name}" index="{place}"<|sep|>{pairs}<|close|>call<|sep|>',
             '<|open|>argument key="{key}" type="{kind}"<|sep|>{value}<|close|>argument<|sep|>',
             (("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),), joins=True,
             whole=('<|open|>json type="object"<|sep|>', "<|close|>json<|sep|>"),

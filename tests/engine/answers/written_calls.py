@@ -25,28 +25,6 @@ def as_text(value: Any) -> str:
     return value if isinstance(value, str) else dumped(value)
 
 
-def in_cdata(value: Any) -> str:
-    """Write as MiniCPM's template does, which wraps whatever XML or a trim would change."""
-    text = as_text(value)
-    is_plain = text == text.strip() and not re.search(r"[<&\s]", text)
-    return text if is_plain else f"<![CDATA[{text}]]>"
-
-
-def gemma(delimiter: str) -> Callable[[Any], str]:
-    """Return a writer of Gemma's values: keys are bare and texts between delimiters."""
-
-    def write(value: Any) -> str:
-        if isinstance(value, str):
-            return f"{delimiter}{value}{delimiter}"
-        if isinstance(value, list):
-            return f"[{','.join(map(write, value))}]"
-        if isinstance(value, dict):
-            return "{" + ",".join(f"{key}:{write(each)}" for key, each in value.items()) + "}"
-        return dumped(value)
-
-    return write
-
-
 KINDS: Mapping[type, str] = {
     str: "string", bool: "boolean", int: "integer", float: "number", list: "array",
     dict: "object", type(None): "null",
@@ -85,11 +63,9 @@ def writes(
 
 _JSON = '{{"name": "{name}", "arguments": {arguments}}}'
 _LLAMA = '{{"name": "{name}", "parameters": {arguments}}}'
-_COHERE = '{{"tool_call_id": "{place}", "tool_name": "{name}", "parameters": {arguments}}}'
 _PYTHON: Mapping[str, Any] = {
     "call": "{name}({pairs})", "gap": ", ", "pair": "{key}={value}", "pair_gap": ", ", "value": repr
 }  # fmt: skip
-_GEMMA: Mapping[str, Any] = {"pair": "{key}:{value}", "pair_gap": ","}
 _DEEPSEEK = (
     "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>",
     "<｜tool▁call▁end｜>", "<｜tool▁sep｜>",
@@ -143,26 +119,18 @@ _KIMI = (
 )  # fmt: skip
 FORMS: Mapping[str, Form] = {
     "hermes": Form(
-        "hermes", writes(f"<tool_call>\n{_JSON}\n</tool_call>", gap="\n"), _TOOL_CALL, **_THINK
+        "hermes", TOOL_FORMATS["hermes"].write, _TOOL_CALL, **_THINK
     ),
     "qwen3_coder": Form(
         "qwen3_coder",
-        writes(
-            "<tool_call>\n<function={name}>\n{pairs}</function>\n</tool_call>",
-            gap="\n",
-            pair="<parameter={key}>\n{value}\n</parameter>\n",
-        ),
+        TOOL_FORMATS["qwen3_coder"].write,
         _TOOL_CALL,
         ends=_QWEN_ENDS,
         **_THINK,
     ),
     "glm45": Form(
         "glm47",
-        writes(
-            "<tool_call>{name}\n{pairs}</tool_call>",
-            gap="\n",
-            pair="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
-        ),
+        TOOL_FORMATS["glm47"].write,
         (*_TOOL_CALL, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         ends=_ARG_ENDS.format(""),
         **_THINK,
@@ -185,7 +153,7 @@ FORMS: Mapping[str, Form] = {
     ),
     "mistral_v11": Form(
         "mistral",
-        writes("[TOOL_CALLS]{name}[ARGS]{arguments}"),
+        TOOL_FORMATS["mistral"].write,
         ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[THINK]", "[/THINK]"),
         reasoning="mistral", opens="[THINK]", closes="[/THINK]",
     ),
@@ -219,38 +187,27 @@ FORMS: Mapping[str, Form] = {
     ),
     "deepseek_v31": Form(
         "deepseek_v3",
-        writes(
-            "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
-            begin="<｜tool▁calls▁begin｜>", end="<｜tool▁calls▁end｜>",
-        ),
+        TOOL_FORMATS["deepseek_v3"].write,
         (*_DEEPSEEK, "<think>", "</think>"),
         **_THINK,
     ),
     "deepseek_v32": Form(
         "deepseek_v32",
-        writes(
-            '<｜DSML｜invoke name="{name}">\n{pairs}</｜DSML｜invoke>\n',
-            begin="<｜DSML｜function_calls>\n", end="</｜DSML｜function_calls>",
-            pair='<｜DSML｜parameter name="{key}" string="{is_text}">{value}</｜DSML｜parameter>\n',
-        ),
+        TOOL_FORMATS["deepseek_v32"].write,
         ("｜DSML｜", "<think>", "</think>"),
         ends=r"</｜DSML｜parameter>\s*(<｜DSML｜parameter name=|</｜DSML｜invoke>)",
         **_THINK,
     ),
     "minimax_m2": Form(
         "minimax_m2",
-        writes(
-            '<invoke name="{name}">\n{pairs}</invoke>\n',
-            begin="<minimax:tool_call>\n", end="</minimax:tool_call>",
-            pair='<parameter name="{key}">{value}</parameter>\n',
-        ),
+        TOOL_FORMATS["minimax_m2"].write,
         ("<minimax:tool_call>", "</minimax:tool_call>", "<think>", "</think>"),
         ends=r"</parameter>\s*(<parameter name=|</invoke>)",
         **_THINK,
     ),
     "gemma4": Form(
         "gemma4",
-        writes("<|tool_call>call:{name}{{{pairs}}}<tool_call|>", **_GEMMA, value=gemma('<|"|>')),
+        TOOL_FORMATS["gemma4"].write,
         ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
         ends=r'<\|"\|>',  # a text's delimiter means a quote
         may_quote=False,
@@ -258,74 +215,48 @@ FORMS: Mapping[str, Form] = {
     ),
     "functiongemma": Form(
         "functiongemma",
-        writes(
-            "<start_function_call>call:{name}{{{pairs}}}<end_function_call>",
-            **_GEMMA, value=gemma("<escape>"),
-        ),
+        TOOL_FORMATS["functiongemma"].write,
         ("<start_function_call>", "<end_function_call>", "<escape>"),
         ends="<escape>",
         may_quote=False,
     ),
     "longcat": Form(
         "longcat",
-        writes(
-            "<longcat_tool_call>{name}\n{pairs}</longcat_tool_call>",
-            gap="\n",
-            pair="<longcat_arg_key>{key}</longcat_arg_key>\n"
-            "<longcat_arg_value>{value}</longcat_arg_value>\n",
-        ),
+        TOOL_FORMATS["longcat"].write,
         ("<longcat_tool_call>", "</longcat_tool_call>", "<longcat_think>", "</longcat_think>"),
         ends=_ARG_ENDS.format("longcat_"),
         reasoning="longcat", opens="<longcat_think>", closes="</longcat_think>",
     ),
     "lfm2": Form(
         "lfm2",
-        writes(**_PYTHON, begin="<|tool_call_start|>[", end="]<|tool_call_end|>"),
+        TOOL_FORMATS["lfm2"].write,
         ("<|tool_call_start|>", "<|tool_call_end|>", "<think>", "</think>"),
         is_python=True,
         **_THINK,
     ),
     "seed_oss": Form(
         "seed_oss",
-        writes(
-            "<seed:tool_call>\n<function={name}>\n{pairs}</function>\n</seed:tool_call>",
-            gap="\n",
-            pair="<parameter={key}>{value}</parameter>\n",
-        ),
+        TOOL_FORMATS["seed_oss"].write,
         ("<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>"),
         ends=_QWEN_ENDS,
         reasoning="seed_oss", opens="<seed:think>", closes="</seed:think>",
     ),
     "kimi_k2": Form(
         "kimi_k2",
-        writes(
-            "<|tool_call_begin|>functions.{name}:{place}<|tool_call_argument_begin|>"
-            "{arguments}<|tool_call_end|>",
-            begin="<|tool_calls_section_begin|>", end="<|tool_calls_section_end|>",
-        ),
+        TOOL_FORMATS["kimi_k2"].write,
         _KIMI,
         **_THINK,
     ),
     "kimi_k3": Form(
         "kimi_k3",
-        writes(
-            '<|open|>call tool="{name}" index="{place}"<|sep|>{pairs}<|close|>call<|sep|>',
-            begin="<|open|>tools<|sep|>", end="<|close|>tools<|sep|>",
-            pair='<|open|>argument key="{key}" type="{kind}"<|sep|>'
-            "{value}<|close|>argument<|sep|>",
-        ),
+        TOOL_FORMATS["kimi_k3"].write,
         ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"),
         ends=r"<\|close\|>argument<\|sep\|>\s*(<\|open\|>argument |<\|close\|>call<\|sep\|>)",
         reasoning="kimi_k3", opens="<|open|>think<|sep|>", closes="<|close|>think<|sep|>",
     ),
     "minicpm5": Form(
         "minicpm5",
-        writes(
-            '<function name="{name}">{pairs}</function>',
-            gap="\n",
-            pair='<param name="{key}">{value}</param>',
-            value=in_cdata,
-        ),
+        TOOL_FORMATS["minicpm5"].write,
         ("<think>", "</think>"),
         # The end of CDATA can't be written inside of it.
         ends=r"\]\]>\s*</param>|</param>\s*(<param name=|</function>)",
@@ -333,23 +264,23 @@ FORMS: Mapping[str, Form] = {
     ),
     "nemotron_nano_v2": Form(
         "nemotron_nano_v2",
-        writes(_JSON, begin="<TOOLCALL>[", gap=", ", end="]</TOOLCALL>"),
+        TOOL_FORMATS["nemotron_nano_v2"].write,
         ("<TOOLCALL>", "</TOOLCALL>", "<think>", "</think>"),
         **_THINK,
     ),
     "hunyuan_a13b": Form(
         "hunyuan_a13b",
-        writes(_JSON, begin="<tool_calls>[\n", gap=",\n", end="\n]</tool_calls>"),
+        TOOL_FORMATS["hunyuan_a13b"].write,
         ("<tool_calls>", "</tool_calls>", "<think>", "</think>"),
         **_THINK,
     ),
     "granite": Form(
-        "granite", writes(_JSON, begin="<|tool_call|>[", gap=", ", end="]"), ("<|tool_call|>",)
+        "granite", TOOL_FORMATS["granite"].write, ("<|tool_call|>",)
     ),
     "granite_letters": Form("granite", writes(_JSON, begin="<tool_call>[", gap=", ", end="]"), ()),
     "phi4_mini_json": Form(
         "phi4_mini_json",
-        writes(_JSON, begin="<|tool_call|>[", gap=", ", end="]<|/tool_call|>"),
+        TOOL_FORMATS["phi4_mini_json"].write,
         ("<|tool_call|>", "<|/tool_call|>"),
     ),
     "phi4_functools": Form(
@@ -359,16 +290,13 @@ FORMS: Mapping[str, Form] = {
     ),
     "cohere_command3": Form(
         "cohere_command3",
-        writes(_COHERE, begin="<|START_ACTION|>[\n    ", gap=",\n    ", end="\n]<|END_ACTION|>"),
+        TOOL_FORMATS["cohere_command3"].write,
         ("<|START_ACTION|>", "<|END_ACTION|>", "<|START_THINKING|>", "<|END_THINKING|>"),
         reasoning="cohere_command3", opens="<|START_THINKING|>", closes="<|END_THINKING|>",
     ),
     "command_r": Form(
         "command_r",
-        writes(
-            '{{"tool_name": "{name}", "parameters": {arguments}}}',
-            begin="Action:```json\n[\n    ", gap=",\n    ", end="\n]```",
-        ),
+        TOOL_FORMATS["command_r"].write,
         (),
     ),
     "muse_spark": Form(
