@@ -234,9 +234,12 @@ class _Scan:
         self._key = form.key_pattern.match(text, at)
         self._value_end = at
         self._inner = 0  # pairs inside a text, not ended yet
-        events = list(form.event_pattern.finditer(text, self._key.end()))
-        keys = [form.key_pattern.match(event["next"]) for event in events if event["next"]]
-        self._following = {key["key"] for key in keys}  # of pairs after a text that has its end
+        self._following: set[str] = set()  # names of pairs after a text that has its end
+        events = form.event_pattern.finditer(text, self._key.end())
+        if is_lenient:
+            events = list(events)
+            names = (event["next"] and form.key_pattern.match(event["next"]) for event in events)
+            self._following = {name["key"] for name in names if name}
         for event in events:
             self._take(event, event.lastgroup)
             if self.is_settled:

@@ -19,14 +19,14 @@ from gateway.engine.answers.output_parts import (
 from gateway.engine.answers.stop_strings import held_back
 
 ReadCalls = Callable[[str, int, Ending], Reading | None]  # as call_reading's, of known functions
-_State = Literal["text", "thinking", "call", "draft"]
-_Next = Literal["text", "thinking", "call", "draft", "noise"]
+_State = Literal["text", "thinking", "call", "aside"]
+_Next = Literal["text", "thinking", "call", "aside", "noise"]
 
 EARLY: Final = 128  # characters, by which a mark in prose shows that it begins no call
 PROMPT_READS: Final = 8  # of one call; more are made as its text grows by half
 LAST_READS: Final = 32  # of calls that only the answer's end settles
 PIECE: Final = 2048  # characters that are searched at once
-DRAFT_SIZE: Final = 1 << 17  # characters of a thought that may end with a call, 4 bytes at most
+ASIDE_SIZE: Final = 1 << 17  # characters of a thought that may end with a call, 4 bytes at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Parser(AnswerParser):
     answer that is continued (`is_begun`) has text already. Nothing follows the last call allowed.
 
     Where a call begins inside a thought, the thought ends if the mark is a special token. Another
-    mark begins a draft: a call only if the answer ends with it, and else part of the thought.
+    mark begins an aside: a call only if the answer ends with it, and else part of the thought.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Parser(AnswerParser):
 
     @property
     def is_thinking(self) -> bool:
-        return self._state in ("thinking", "draft")
+        return self._state in ("thinking", "aside")
 
     def push(self, piece: str) -> list[OutputPart]:
         self._held += piece
@@ -104,8 +104,8 @@ class Parser(AnswerParser):
                 break
             self._take("".join((self._held, *reversed(self._later))), parts)
             self._held, self._later = "", []
-            if self._state == "draft":
-                self._end_draft(parts, ending)
+            if self._state == "aside":
+                self._end_aside(parts, ending)
             elif self._state != "call":
                 break
             elif not reads or not self._read(parts, ending):
@@ -161,21 +161,21 @@ class Parser(AnswerParser):
 
     def _take(self, text: str, parts: list[OutputPart]) -> None:
         """Take text that has no mark."""
-        if self._state in ("call", "draft"):
+        if self._state in ("call", "aside"):
             self._tail.add(text)
         else:
             parts += self._to_parts(text)
-        if self._state == "draft" and self._tail.size > DRAFT_SIZE:
+        if self._state == "aside" and self._tail.size > ASIDE_SIZE:
             self._state = "thinking"
             parts += self._to_parts(self._tail.text)
 
     def _enter(self, following: _Next, mark: str, parts: list[OutputPart]) -> None:
         was_thinking = self.is_thinking
-        if self._state == "draft":
+        if self._state == "aside":
             parts += self._to_parts(self._tail.text)
         if following == "thinking" or was_thinking:
             self._may_think = not self._is_bound
-        if following in ("call", "draft"):
+        if following in ("call", "aside"):
             self._tail = _Tail(mark)
         if following != "noise":
             self._state = following
@@ -224,7 +224,7 @@ class Parser(AnswerParser):
         marks |= {mark: "call" for mark in markup.calls if mark.startswith(SPECIAL)}
         if self._state == "thinking":
             letters = [mark for mark in (*markup.noise, *markup.calls) if mark[0] != SPECIAL]
-            marks |= dict.fromkeys(letters, "draft")
+            marks |= dict.fromkeys(letters, "aside")
         return marks
 
     def _to_parts(self, pending: str, *, is_call: bool = False) -> list[OutputPart]:
@@ -270,7 +270,7 @@ class Parser(AnswerParser):
             self._held = ""
         return True
 
-    def _end_draft(self, parts: list[OutputPart], ending: Ending) -> None:
+    def _end_aside(self, parts: list[OutputPart], ending: Ending) -> None:
         """Add the calls that a thought ends with, or else the rest of the thought."""
         spelled = self._tail.text
         begin, read = self._last_calls(spell_out(spelled)) if ending is Ending.END else (0, [])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gateway.engine.answers.parsing import DRAFT_SIZE
+from gateway.engine.answers.parsing import ASIDE_SIZE
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
 from gateway.jobs import Calling, Function
 from tests.engine.chat_formats import family, gathered, row, said
@@ -190,7 +190,7 @@ def test_a_thought_waits_for_a_call_no_longer_than_its_limit(tmp_path: Path) -> 
     parser = chat.answers.output_processor(row([WRITE], is_thinking=True)).parser
     mark = chat.answers.marks.pattern("<tool_call>")
     assert parser.push(f"{mark} is a mark.") == []
-    long = "and so on, " * (DRAFT_SIZE // 10)
+    long = "and so on, " * (ASIDE_SIZE // 10)
     shown = "".join(part.reasoning for part in parser.push(long))
     assert shown == f"<tool_call> is a mark.{long}"
     parts = [*parser.push(f"{mark}{_JSON}"), *parser.flush()]
