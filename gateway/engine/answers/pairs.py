@@ -26,7 +26,7 @@ import regex  # type: ignore[import-untyped]
 from gateway.engine.answers.call_bodies import Bodies, read_json
 from gateway.engine.answers.call_reading import Call, Ending, Reading, Schemas
 from gateway.engine.answers.call_values import read_argument
-from gateway.engine.answers.call_writing import as_text, write_call
+from gateway.engine.answers.call_writing import as_cdata, as_text, write_call
 
 _GAP = r"(?:\s|\\n)*+"
 _QUOTE = r"\\*+[\"']"  # escaped inside JSON, which a text may be
@@ -40,7 +40,7 @@ _NAMES = {
 }
 _ATTRIBUTES = r"\s+(?:[^<>]*?\s)?"
 _NAMED_GROUP = regex.compile(r"\(\?P<\w+>")
-_CDATA = regex.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", regex.DOTALL)
+_CDATA = regex.compile(r"\A\s*<!\[CDATA\[(.*)\]\]>\s*\Z", regex.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -133,14 +133,19 @@ class Pairs:
         scan = self._scan(text, head.end(), schema, schemas, ending)
         if scan is None:
             return None
-        arguments = self._arguments(scan.texts, schema)
+        assert scan.end is not None
+        end = min(scan.end, len(text))
+        if ending is Ending.CUT and any(
+            mark.startswith(text[end:].strip()) for _, mark in self.blocks
+        ):
+            end = len(text)  # a block's end mark is cut
+        try:
+            arguments = self._arguments(scan.texts, schema)
+        except ValueError:
+            return Reading((), end)
         is_in_doubt = scan.is_lenient or ending is Ending.CUT
         if is_in_doubt and not _listed(schema, "required") <= arguments.keys():
             return None
-        assert scan.end is not None
-        end = min(scan.end, len(text))
-        if any(mark.startswith(text[end:].strip()) for _, mark in self.blocks):
-            end = len(text)  # the block's end mark was cut
         return Reading([{"name": name, "arguments": arguments}], end)
 
     def _scan(
@@ -177,9 +182,8 @@ class Pairs:
         arguments: dict[str, Any] = {}
         for key, text in texts:
             kind = key.groupdict().get("kind")
-            cdata = _CDATA.fullmatch(text)
-            if cdata is not None:
-                text = cdata[1]
+            if self.write_value is as_cdata:
+                text = _CDATA.sub(r"\1", text)
             if key["key"] is None:  # all arguments at once
                 arguments |= json.loads(text, strict=False)
             elif kind in ("true", "string"):

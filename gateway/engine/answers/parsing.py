@@ -251,10 +251,12 @@ class Parser(AnswerParser):
         spelled = self._tail.text
         try:
             reading = self._markup.read(spell_out(spelled), 0, ending)
-        except Exception:  # readers raise whatever they trip over
+        except ValueError:
             is_closed = spelled.endswith(self._markup.call_ends)
             shown = spelled if is_closed else self._tail.opening
             reading = Reading((), len(spell_out(shown)))
+        except Exception:  # whatever a reader trips over
+            reading = None
         if reading is None:
             self._tail.put_off()
             return False
@@ -290,8 +292,10 @@ class Parser(AnswerParser):
         while start is not None:
             try:
                 reading = self._markup.read(text, start.start(), Ending.END)
-            except Exception:
+            except ValueError:
                 reading = Reading((), start.end())
+            except Exception:
+                reading = None
             if reading is None:
                 return len(text), []
             if not calls:
