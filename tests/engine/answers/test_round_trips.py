@@ -163,7 +163,7 @@ def read_back(case: Case, data: st.DataObject) -> None:
 
 
 @pytest.mark.generator(weight=0.05)
-@settings(max_examples=25, suppress_health_check=UNHURRIED)
+@settings(max_examples=8, suppress_health_check=UNHURRIED)
 @given(data=st.data())
 def test_calls_are_read_as_they_were_written(case: Case, data: st.DataObject) -> None:
     read_back(case, data)
@@ -230,7 +230,7 @@ def cut_anywhere(case: Case, data: st.DataObject) -> None:
 
 
 @pytest.mark.generator(weight=0.05)
-@settings(max_examples=12, suppress_health_check=UNHURRIED)
+@settings(max_examples=8, suppress_health_check=UNHURRIED)
 @given(data=st.data())
 def test_a_call_that_max_tokens_cuts_is_text_or_whole(case: Case, data: st.DataObject) -> None:
     cut_anywhere(case, data)
@@ -336,7 +336,7 @@ def test_a_call_in_a_thought_that_is_closed_is_part_of_the_thought(case: Case) -
 
 @thinkers
 @pytest.mark.generator(weight=0.05)
-@settings(max_examples=12, suppress_health_check=UNHURRIED)
+@settings(max_examples=8, suppress_health_check=UNHURRIED)
 @given(data=st.data())
 def test_nothing_is_lost_of_a_thought_and_calls(case: Case, data: st.DataObject) -> None:
     """Wherever the thought closes, and whether the answer ends or is cut."""
