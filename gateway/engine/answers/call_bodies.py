@@ -31,6 +31,7 @@ from gateway.engine.answers.literals import (
     skip_space,
 )
 
+Body = tuple[list[Call], int]  # what a ReadBody returns
 _BETWEEN = re.compile(r"(?:[\s;,]|```\w*)*+")  # bodies
 _AFTER = re.compile(r"[\s;,`)\]}]*+")  # the last body: brackets too many
 _LONGEST = 64  # characters, more than any mark has
@@ -44,7 +45,9 @@ _DEEPSEEK = regex.compile(
     r"\s*+(?:\w{1,256}<｜tool▁sep｜>(?P<name>[^\s<{]{1,256})\s++|(?P<name>[^\s<{]{1,256})<｜tool▁sep｜>\s*+)"
     r"(?:```\w*+\s*+)?(?=\{)"
 )
-_KIMI = regex.compile(r"\s*+(?P<id>[^\s<]{1,256})\s*+<\|tool_call_argument_begin\|>\s*+(?=[{\[\"])")
+_KIMI = regex.compile(
+    r"\s*+(?P<name>[^\s<]{1,256})\s*+<\|tool_call_argument_begin\|>\s*+(?=[{\[\"])"
+)
 _KIMI_ID = re.compile(r"functions\.(.+):\d+")
 _IS_JSON = re.compile(r"\{|\[\s*+[{\]]")
 _NAME = re.compile(r"[\w.$-]*+\s*+")
@@ -128,64 +131,55 @@ def skip(pattern: re.Pattern[str], text: str, at: int) -> int:
     return at if match is None else match.end()
 
 
-def read_json(
-    text: str, at: int, schemas: Schemas, closers: Sequence[str]
-) -> tuple[list[Call], int]:
+def read_json(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
     """Read an object that is a call, or a list of them."""
     at = skip_space(text, at)
     if at < len(text) and text[at] not in "[{":
         raise ValueError("no JSON")
     value, end = _read_value(text, at, closers)
-    return _calls(_json_call, value if isinstance(value, list) else [value]), end
+    return _calls(value if isinstance(value, list) else [value]), end
 
 
 def read_arguments(name: str, text: str) -> Call:
     """Read a call whose text is only its arguments, and may be empty. Raises ValueError."""
-    return _call(name, text)
+    return _call({"name": name, "arguments": text})
 
 
-def read_mistral(
-    text: str, at: int, schemas: Schemas, closers: Sequence[str]
-) -> tuple[list[Call], int]:
+def read_mistral(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
     """Read Mistral's: a list in JSON, or from v11 on `name[CALL_ID]id[ARGS]{…}`.
 
     Source: mistral-common's encoding of assistant messages, and vLLM's tests, where [ARGS] is
     missing as its tokenizer drops it.
     """
-    at = skip_space(text, at)
-    if text.startswith(("[", "{"), at):
+    if text.startswith(("[", "{"), skip_space(text, at)):
         return read_json(text, at, schemas, closers)
-    head = match_head(_MISTRAL, text, at)
-    arguments, end = _read_value(text, head.end(), closers)
-    return _calls(lambda name: _call(name, arguments, head["id"]), [head["name"]]), end
+    return _read_headed(_MISTRAL, text, at, closers)
 
 
-def read_deepseek(
-    text: str, at: int, schemas: Schemas, closers: Sequence[str]
-) -> tuple[list[Call], int]:
+def read_deepseek(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
     """Read V3's and R1's `function<sep>name` with fenced JSON below, and V3.1's `name<sep>{…}`."""
-    head = match_head(_DEEPSEEK, text, at)
-    arguments, end = _read_value(text, head.end(), closers)
-    return _calls(lambda name: _call(name, arguments), [head["name"]]), end
+    return _read_headed(_DEEPSEEK, text, at, closers)
 
 
-def read_kimi(
-    text: str, at: int, schemas: Schemas, closers: Sequence[str]
-) -> tuple[list[Call], int]:
+def read_kimi(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
     """Read K2's `functions.f:0<|tool_call_argument_begin|>{…}`, and ids of other forms.
 
     An id of the form that its template knows is the call's own.
     """
-    head = match_head(_KIMI, text, at)
-    arguments, end = _read_value(text, head.end(), closers)
-    call_id = head["id"]
-
-    def read(arguments: Any) -> Call:
-        call = _call("f", arguments)
+    calls, end = _read_headed(_KIMI, text, at, closers)
+    for call in calls:
+        call_id = call["name"]
         name = _kimi_name(call_id, call["arguments"], schemas)
-        return _call(name, arguments, call_id if _KIMI_ID.fullmatch(call_id) else None)
+        own_id = {"id": call_id} if _KIMI_ID.fullmatch(call_id) else {}
+        return ([{**call, "name": name, **own_id}] if name else []), end
+    return calls, end
 
-    return _calls(read, [arguments]), end
+
+def _read_headed(pattern: Any, text: str, at: int, closers: Sequence[str]) -> Body:
+    """Read a head, which a pattern names the parts of, and the arguments behind it."""
+    head = match_head(pattern, text, at)
+    arguments, end = _read_value(text, head.end(), closers)
+    return _calls([{**head.groupdict(), "arguments": arguments}]), end
 
 
 def _kimi_name(call_id: str, arguments: Mapping[str, Any], schemas: Schemas) -> str | None:
@@ -218,61 +212,52 @@ def match_head(pattern: Any, text: str, at: int) -> Any:
 
 
 def _read_value(text: str, at: int, closers: Sequence[str]) -> tuple[Any, int]:
-    """Return a JSON value and the place of its end; None for a value that cannot be read."""
+    """Return a JSON value, an empty list for one that cannot be read, and the place of its end."""
     try:
         return _DECODER.raw_decode(text, at)
     except UNREADABLE:
         end, depth = find_end(text, at, closers)
     if depth > 1:
-        return None, end
+        return [], end
     return _mend(text[at:end] + "}" * depth), end
 
 
 def _mend(text: str) -> Any:
-    """Return the value of JSON that is badly written, or None."""
+    """Return the value of JSON that is badly written, or an empty list."""
     escaped = _BAD_ESCAPE.sub(lambda match: match[1] or match[2] or r"\\", text)
     for read, source in ((_DECODER.decode, escaped), (read_literal, text)):
         try:
             return read(source)
         except UNREADABLE:
             continue
-    return None
+    return []
 
 
-def _calls(read: Any, values: Sequence[Any]) -> list[Call]:
+def _calls(values: Sequence[Any]) -> list[Call]:
     """Return the calls that values are; none if one of them isn't a call."""
     try:
-        return [read(value) for value in values]
+        return [_call(value) for value in values]
     except (*UNREADABLE, LookupError, AttributeError):
         return []
 
 
-def _json_call(value: Any) -> Call:
+def _call(value: Any) -> Call:
     if isinstance(value.get("function"), dict):
         value = value["function"]
     name = value.get("name") or value.get("tool_name") or value["function"]
-    arguments = value.get("arguments")
-    if arguments is None:
-        arguments = value.get("parameters")
-    if arguments is None:
-        arguments = {}
-    return _call(name, arguments, value.get("id"))
-
-
-def _call(name: Any, arguments: Any, call_id: Any = None) -> Call:
+    given: tuple[Any, ...] = (value.get("arguments"), value.get("parameters"), {})
+    arguments = next(each for each in given if each is not None)
     if isinstance(arguments, str):  # some models write an object inside a string
         arguments = _mend(arguments) if arguments.strip() else {}
     if not (isinstance(name, str) and name and isinstance(arguments, dict)):
         raise ValueError("not a call")
-    call = {"name": name, "arguments": arguments}
+    call, call_id = {"name": name, "arguments": arguments}, value.get("id")
     if call_id and isinstance(call_id, str):
         call["id"] = call_id
     return call
 
 
-def read_python(
-    text: str, at: int, schemas: Schemas, closers: Sequence[str]
-) -> tuple[list[Call], int]:
+def read_python(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
     """Read a list of calls, or JSON: Llama 3.2 and 4 write either, LFM2 the first.
 
     Without brackets, as Llama 3.1 writes `f.call(a="x")`, a function that is offered is called.
