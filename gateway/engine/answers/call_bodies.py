@@ -24,11 +24,12 @@ from gateway.engine.answers.call_reading import (
 )
 from gateway.engine.answers.call_writing import write_call
 from gateway.engine.answers.literals import (
+    SPACE,
     UNREADABLE,
     find_end,
     parse_python,
     read_literal,
-    skip_space,
+    skip,
 )
 
 Body = tuple[list[Call], int]  # what a ReadBody returns
@@ -69,21 +70,18 @@ class Bodies:
     is_list: bool = False  # of all calls, between two marks
 
     def __call__(self, text: str, at: int, schemas: Schemas, ending: Ending) -> Reading | None:
-        start, closer = next(
-            (pair for pair in self.marks if text.startswith(pair[0], at)), ("", "")
-        )
-        closers = (closer,) if start else tuple(end for _, end in self.marks)
-        closers = tuple(filter(None, closers))
-        begin = at + len(start.removesuffix("["))
+        begun = [pair for pair in self.marks if text.startswith(pair[0], at)][:1]
+        closers = tuple(end for _, end in begun or self.marks if end)
+        begin = at + sum(len(start.removesuffix("[")) for start, _ in begun)
         # Until its end mark is there, a call may go on; at the model's own end that is left out.
-        is_open = ending is Ending.MORE or (ending is Ending.CUT and closer != "")
+        is_open = ending is Ending.MORE or (ending is Ending.CUT and bool(begun and closers))
         try:
-            calls, end, is_last = self._read_bodies(text, begin, schemas, closers)
+            read = self._read_bodies(text, begin, schemas, closers)
         except Unfinished:
             return None
-        if is_last:
-            return None if is_open else Reading(calls, end, is_last=True)
-        place = skip(_AFTER, text, end)
+        if read.is_last:
+            return None if is_open else read
+        calls, end, place = read.calls, read.end, skip(_AFTER, text, read.end)
         for each in closers:
             found = text.find(each, end, place + len(each))
             if found >= 0:
@@ -103,37 +101,27 @@ class Bodies:
             return f"{start}[{', '.join(texts)}]{end}"
         return "\n".join(f"{start}{text}{end}" for text in texts)
 
-    def _read_bodies(
-        self, text: str, at: int, schemas: Schemas, closers: Sequence[str]
-    ) -> tuple[list[Call], int, bool]:
-        """Return calls that follow one another, their end, and whether a broken one follows."""
+    def _read_bodies(self, text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Reading:
+        """Read calls that follow one another, up to one that is broken."""
         marks = (*closers, *(start for start, _ in self.marks))
         calls, end = self.read_body(text, skip(_BETWEEN, text, at), schemas, closers)
-        while calls:
-            begin = skip(_BETWEEN, text, end)
-            if begin == len(text) or text.startswith(marks, begin):
-                break
+        begin = skip(_BETWEEN, text, end)
+        while calls and begin < len(text) and not text.startswith(marks, begin):
             try:
                 more, more_end = self.read_body(text, begin, schemas, closers)
             except Unfinished:
-                return calls, end, True
+                more, more_end = [], end
             except ValueError:
                 break
             if not more:
-                return calls, end, True
-            calls, end = calls + more, more_end
-        return calls, end, False
-
-
-def skip(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Return the place in a text behind what a pattern matches there, which may be nothing."""
-    match = pattern.match(text, at)
-    return at if match is None else match.end()
+                return Reading(calls, end, is_last=True)
+            calls, end, begin = calls + more, more_end, skip(_BETWEEN, text, more_end)
+        return Reading(calls, end)
 
 
 def read_json(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
     """Read an object that is a call, or a list of them."""
-    at = skip_space(text, at)
+    at = skip(SPACE, text, at)
     if at < len(text) and text[at] not in "[{":
         raise ValueError("no JSON")
     value, end = _read_value(text, at, closers)
@@ -151,7 +139,7 @@ def read_mistral(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -
     Source: mistral-common's encoding of assistant messages, and vLLM's tests, where [ARGS] is
     missing as its tokenizer drops it.
     """
-    if text.startswith(("[", "{"), skip_space(text, at)):
+    if text.startswith(("[", "{"), skip(SPACE, text, at)):
         return read_json(text, at, schemas, closers)
     return _read_headed(_MISTRAL, text, at, closers)
 
@@ -167,12 +155,24 @@ def read_kimi(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> B
     An id of the form that its template knows is the call's own.
     """
     calls, end = _read_headed(_KIMI, text, at, closers)
-    for call in calls:
-        call_id = call["name"]
-        name = _kimi_name(call_id, call["arguments"], schemas)
-        own_id = {"id": call_id} if _KIMI_ID.fullmatch(call_id) else {}
-        return ([{**call, "name": name, **own_id}] if name else []), end
-    return calls, end
+    return _calls([_kimi_call(call, schemas) for call in calls]), end
+
+
+def _kimi_call(call: Call, schemas: Schemas) -> Call:
+    """Name the function that an id names, or else that alone fits the arguments."""
+    call_id, given = call["name"], set(call["arguments"])
+    names = "|".join(map(re.escape, sorted(schemas, key=len, reverse=True)))
+    exact = _KIMI_ID.fullmatch(call_id)
+    known = re.fullmatch(rf"(?:functions[._])?({names})(?:[:._](?:call_?)?\d+)?", call_id) or exact
+    if known and known[1]:
+        return {**call, "name": known[1], "id": exact and call_id}
+    fitting = [
+        name
+        for name, schema in schemas.items()
+        if set(schema.get("required") or ()) <= given <= set(schema.get("properties") or ())
+    ]
+    is_own = re.match(r"(?:functions[._])?call[_-]", call_id) and len(fitting) == 1
+    return {**call, "name": fitting[0] if is_own else ""}
 
 
 def _read_headed(pattern: Any, text: str, at: int, closers: Sequence[str]) -> Body:
@@ -180,23 +180,6 @@ def _read_headed(pattern: Any, text: str, at: int, closers: Sequence[str]) -> Bo
     head = match_head(pattern, text, at)
     arguments, end = _read_value(text, head.end(), closers)
     return _calls([{**head.groupdict(), "arguments": arguments}]), end
-
-
-def _kimi_name(call_id: str, arguments: Mapping[str, Any], schemas: Schemas) -> str | None:
-    """Return the name of the function that an id names, or else that alone fits the arguments."""
-    names = "|".join(map(re.escape, sorted(schemas, key=len, reverse=True)))
-    known = re.fullmatch(rf"(?:functions[._])?({names})(?:[:._](?:call_?)?\d+)?", call_id)
-    known = known or _KIMI_ID.fullmatch(call_id)
-    if known and known[1]:
-        return known[1]
-    fitting = [name for name, schema in schemas.items() if _fits(arguments, schema)]
-    is_own = re.match(r"(?:functions[._])?call[_-]", call_id)
-    return fitting[0] if is_own and len(fitting) == 1 else None
-
-
-def _fits(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:
-    declared, required = schema.get("properties") or {}, schema.get("required") or []
-    return set(required) <= set(arguments) <= set(declared)
 
 
 def match_head(pattern: Any, text: str, at: int) -> Any:
@@ -237,7 +220,7 @@ def _calls(values: Sequence[Any]) -> list[Call]:
     """Return the calls that values are; none if one of them isn't a call."""
     try:
         return [_call(value) for value in values]
-    except (*UNREADABLE, LookupError, AttributeError):
+    except (*UNREADABLE, AttributeError):
         return []
 
 
@@ -262,15 +245,14 @@ def read_python(text: str, at: int, schemas: Schemas, closers: Sequence[str]) ->
 
     Without brackets, as Llama 3.1 writes `f.call(a="x")`, a function that is offered is called.
     """
-    at = skip_space(text, at)
+    at = skip(SPACE, text, at)
     if _IS_JSON.match(text, at):
         return read_json(text, at, schemas, closers)
     if not text.startswith("[", at):
-        name = _NAME.match(text, at)
-        assert name is not None  # it may be empty
-        if name.end() == len(text):
+        end = skip(_NAME, text, at)
+        if end == len(text):
             raise Unfinished("no whole name")
-        if text[name.end()] != "(" or _own_name(name[0].strip(), schemas) not in schemas:
+        if text[end] != "(" or _own_name(text[at:end].strip(), schemas) not in schemas:
             raise ValueError("no function of that name")
     end, depth = find_end(text, at, closers, is_lenient=True)
     try:
@@ -282,18 +264,12 @@ def read_python(text: str, at: int, schemas: Schemas, closers: Sequence[str]) ->
 
 
 def _own_name(name: str, schemas: Schemas) -> str:
-    return name if name in schemas else name.removesuffix(".call")
+    return next((each for each in (name, name.removesuffix(".call")) if each in schemas), name)
 
 
-def _python_call(node: ast.expr, names: Sequence[str], schemas: Schemas) -> Call:
+def _python_call(node: ast.expr, names: Mapping[str | None, str], schemas: Schemas) -> Call:
     # Literals by their names alone: nothing says which arguments `f(1)` and `f(a=1+2)` have.
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)) or node.args:
         raise ValueError("not a call by names")
-    arguments: dict[str, Any] = {}
-    for keyword in node.keywords:
-        if keyword.arg is None:
-            raise ValueError("an argument without a name")
-        arguments[names[int(keyword.arg[1:])]] = ast.literal_eval(keyword.value)
-    name = names[int(node.func.id[1:])]
-    own_name = _own_name(name, schemas)
-    return {"name": own_name if own_name in schemas else name, "arguments": arguments}
+    arguments = {names[each.arg]: ast.literal_eval(each.value) for each in node.keywords}
+    return {"name": _own_name(names[node.func.id], schemas), "arguments": arguments}

@@ -11,10 +11,10 @@ from typing import Any
 
 import regex  # type: ignore[import-untyped]
 
-from gateway.engine.answers.call_bodies import Body, match_head, skip
+from gateway.engine.answers.call_bodies import Body, match_head
 from gateway.engine.answers.call_reading import Schemas, Unfinished
 from gateway.engine.answers.call_values import guess
-from gateway.engine.answers.literals import UNREADABLE, read_literal, skip_space
+from gateway.engine.answers.literals import SPACE, UNREADABLE, read_literal, skip
 
 _DEPTH = 64  # brackets that are open at once
 _MOST = 1 << 16  # places looked at in one call: a quarter of a second
@@ -81,7 +81,7 @@ class _Items:
         text, items = self._text, dict[Any, Any]()
         if len(closing) > _DEPTH:
             raise Unfinished("too deep")
-        while not text.startswith(closing[0], at := skip_space(text, at)):
+        while not text.startswith(closing[0], at := skip(SPACE, text, at)):
             key: Any = len(items)
             if closing[0] != "]":
                 pair = _KEYS[closing[0]].match(text, at)
