@@ -38,17 +38,15 @@ _AFTER = re.compile(r"[\s;,`)\]}]*+")  # the last body: brackets too many
 _LONGEST = 64  # characters, more than any mark has
 _DECODER = json.JSONDecoder(strict=False)  # strings may hold line breaks and tabs
 _BAD_ESCAPE = re.compile(r"(\\(?:[\"\\/bfnrt]|u[0-9a-fA-F]{4}))|\\(')|\\")
+_ID = r"(?P<name>[^\s<{]{1,256})"
 _MISTRAL = regex.compile(
     r"\s*+(?P<name>[\w./:-]{1,256})\s*+(?:\[CALL_ID\]\s*+(?P<id>[\w-]{1,256})\s*+)?"
     r"(?:\[ARGS\]\s*+)?(?=\{)"
 )
 _DEEPSEEK = regex.compile(
-    r"\s*+(?:\w{1,256}<｜tool▁sep｜>(?P<name>[^\s<{]{1,256})\s++|(?P<name>[^\s<{]{1,256})<｜tool▁sep｜>\s*+)"
-    r"(?:```\w*+\s*+)?(?=\{)"
+    rf"\s*+(?:\w{{1,256}}<｜tool▁sep｜>{_ID}\s++|{_ID}<｜tool▁sep｜>\s*+)(?:```\w*+\s*+)?(?=\{{)"
 )
-_KIMI = regex.compile(
-    r"\s*+(?P<name>[^\s<]{1,256})\s*+<\|tool_call_argument_begin\|>\s*+(?=[{\[\"])"
-)
+_KIMI = regex.compile(rf"\s*+{_ID}\s*+<\|tool_call_argument_begin\|>\s*+(?=[{{\[\"])")
 _KIMI_ID = re.compile(r"functions\.(.+):\d+")
 _IS_JSON = re.compile(r"\{|\[\s*+[{\]]")
 _NAME = re.compile(r"[\w.$-]*+\s*+")
@@ -200,9 +198,7 @@ def _read_value(text: str, at: int, closers: Sequence[str]) -> tuple[Any, int]:
         return _DECODER.raw_decode(text, at)
     except UNREADABLE:
         end, depth = find_end(text, at, closers)
-    if depth > 1:
-        return [], end
-    return _mend(text[at:end] + "}" * depth), end
+    return [] if depth > 1 else _mend(text[at:end] + "}" * depth), end
 
 
 def _mend(text: str) -> Any:

@@ -24,11 +24,11 @@ def read_argument(name: str, text: str, schema: Mapping[str, Any]) -> Any:
     """Return the value of a function's argument; `schema` is of all its arguments."""
     properties = schema.get("properties")
     stated = properties.get(name) if isinstance(properties, Mapping) else None
-    walk = _Walk(schema)
-    value = _convert(text, walk.types(stated))
+    allowed = Allowed(schema)
+    value = _convert(text, allowed.types(stated))
     quoted = _QUOTED.fullmatch(text)
-    if isinstance(value, str) and quoted is not None and text not in walk.choices:
-        return quoted[2] if quoted[2] in walk.choices else value
+    if isinstance(value, str) and quoted is not None and text not in allowed.choices:
+        return quoted[2] if quoted[2] in allowed.choices else value
     return value
 
 
@@ -70,17 +70,10 @@ def guess(text: str) -> Any:
     return text
 
 
-def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """Return the JSON types that a schema allows, as far as it says; empty if it doesn't.
-
-    Keywords of one schema narrow each other; among alternatives, those that say nothing don't
-    count, unless something else does say. An integer is a number: "number" allows both.
+class Allowed:
+    """Reads what subschemas of one root allow, each reference once; `choices` are the values that
+    the schemas read so far list.
     """
-    return _Walk(root).types(schema)
-
-
-class _Walk:
-    """Reads subschemas of one root, each reference once: their types, and the values they list."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
@@ -88,6 +81,11 @@ class _Walk:
         self.choices: list[Any] = []
 
     def types(self, schema: Any, depth: int = _DEPTH) -> frozenset[str]:
+        """Return the JSON types that a schema allows, as far as it says; empty if it doesn't.
+
+        Keywords of one schema narrow each other; among alternatives, those that say nothing don't
+        count, unless something else does say. An integer is a number: "number" allows both.
+        """
         if not isinstance(schema, Mapping) or depth == 0:
             return frozenset()
         listed = [schema["const"]] if "const" in schema else _list(schema.get("enum"))

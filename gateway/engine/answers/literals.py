@@ -66,17 +66,13 @@ def find_end(
     """
     depth = 0
     for token in _brackets(tuple(closers), is_lenient=is_lenient).finditer(text, at):
-        length = len(token[0])
-        if token["open"]:
-            depth += length
-        elif token["close"] and length >= depth:
-            return token.start() + depth, 0
-        elif token["close"]:
-            depth -= length
-        elif token["mark"]:
+        if token["mark"]:
             return token.start(), depth
-        elif token["loose"]:
+        if token["loose"]:
             break
+        depth += len(token["open"] or "") - len(token["close"] or "")
+        if token["close"] and depth <= 0:
+            return token.end() + depth, 0
     raise Unfinished("no end")
 
 
@@ -107,9 +103,8 @@ def _parse(source: str, tokens: re.Pattern[str]) -> tuple[ast.expr, Mapping[str 
             return string[0] + _ESCAPES.sub(escape, string[1:-1]) + string[0]
         if word is None or token["is_name"] is None:  # a string without an end, or a value
             return _LITERALS.get(word, token[0])
-        stand_in = f"_{len(names)}"
-        names[stand_in] = word
-        return stand_in
+        names[f"_{len(names)}"] = word
+        return f"_{len(names) - 1}"
 
     return ast.parse(tokens.sub(spell, source), mode="eval").body, names
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gateway.engine.answers.call_reading import Call, Schemas, read_all
-from gateway.engine.answers.call_values import types_of
+from gateway.engine.answers.call_values import Allowed
 from gateway.engine.answers.output_parts import arguments_json
 from gateway.engine.answers.tool_formats import tool_format
 
@@ -97,7 +97,7 @@ def test_keywords_beside_one_another_narrow_the_types(schema: Any, value: Any) -
 )
 def test_an_integer_is_a_number(some: list[str], other: list[str], types: set[str]) -> None:
     for pair in ((some, other), (other, some)):
-        assert types_of({"allOf": [{"type": each} for each in pair]}, {}) == types
+        assert Allowed({}).types({"allOf": [{"type": each} for each in pair]}) == types
 
 
 @pytest.mark.parametrize(
@@ -119,5 +119,5 @@ def test_references_that_branch_are_each_read_once() -> None:
     }
     root = {"$defs": {**defs, "d6": {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/d0"}]}}}
     start = time.perf_counter()
-    assert types_of({"$ref": "#/$defs/d0"}, root) == {"integer"}
+    assert Allowed(root).types({"$ref": "#/$defs/d0"}) == {"integer"}
     assert time.perf_counter() - start < 1
