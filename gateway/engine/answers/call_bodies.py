@@ -24,27 +24,29 @@ from gateway.engine.answers.call_reading import (
 )
 from gateway.engine.answers.call_writing import write_call
 from gateway.engine.answers.literals import (
+    SPACE,
     UNREADABLE,
     find_end,
     parse_python,
     read_literal,
-    skip_space,
+    skip,
 )
 
+Body = tuple[list[Call], int]  # what a ReadBody returns
 _BETWEEN = re.compile(r"(?:[\s;,]|```\w*)*+")  # bodies
 _AFTER = re.compile(r"[\s;,`)\]}]*+")  # the last body: brackets too many
 _LONGEST = 64  # characters, more than any mark has
 _DECODER = json.JSONDecoder(strict=False)  # strings may hold line breaks and tabs
 _BAD_ESCAPE = re.compile(r"(\\(?:[\"\\/bfnrt]|u[0-9a-fA-F]{4}))|\\(')|\\")
+_ID = r"(?P<name>[^\s<{]{1,256})"
 _MISTRAL = regex.compile(
     r"\s*+(?P<name>[\w./:-]{1,256})\s*+(?:\[CALL_ID\]\s*+(?P<id>[\w-]{1,256})\s*+)?"
     r"(?:\[ARGS\]\s*+)?(?=\{)"
 )
 _DEEPSEEK = regex.compile(
-    r"\s*+(?:\w{1,256}<｜tool▁sep｜>(?P<name>[^\s<{]{1,256})\s++|(?P<name>[^\s<{]{1,256})<｜tool▁sep｜>\s*+)"
-    r"(?:```\w*+\s*+)?(?=\{)"
+    rf"\s*+(?:\w{{1,256}}<｜tool▁sep｜>{_ID}\s++|{_ID}<｜tool▁sep｜>\s*+)(?:```\w*+\s*+)?(?=\{{)"
 )
-_KIMI = regex.compile(r"\s*+(?P<id>[^\s<]{1,256})\s*+<\|tool_call_argument_begin\|>\s*+(?=[{\[\"])")
+_KIMI = regex.compile(rf"\s*+{_ID}\s*+<\|tool_call_argument_begin\|>\s*+(?=[{{\[\"])")
 _KIMI_ID = re.compile(r"functions\.(.+):\d+")
 _IS_JSON = re.compile(r"\{|\[\s*+[{\]]")
 _NAME = re.compile(r"[\w.$-]*+\s*+")
@@ -66,21 +68,18 @@ class Bodies:
     is_list: bool = False  # of all calls, between two marks
 
     def __call__(self, text: str, at: int, schemas: Schemas, ending: Ending) -> Reading | None:
-        start, closer = next(
-            (pair for pair in self.marks if text.startswith(pair[0], at)), ("", "")
-        )
-        closers = (closer,) if start else tuple(end for _, end in self.marks)
-        closers = tuple(filter(None, closers))
-        begin = at + len(start.removesuffix("["))
+        begun = [pair for pair in self.marks if text.startswith(pair[0], at)][:1]
+        closers = tuple(end for _, end in begun or self.marks if end)
+        begin = at + sum(len(start.removesuffix("[")) for start, _ in begun)
         # Until its end mark is there, a call may go on; at the model's own end that is left out.
-        is_open = ending is Ending.MORE or (ending is Ending.CUT and closer != "")
+        is_open = ending is Ending.MORE or (ending is Ending.CUT and bool(begun and closers))
         try:
-            calls, end, is_last = self._read_bodies(text, begin, schemas, closers)
+            read = self._read_bodies(text, begin, schemas, closers)
         except Unfinished:
             return None
-        if is_last:
-            return None if is_open else Reading(calls, end, is_last=True)
-        place = skip(_AFTER, text, end)
+        if read.is_last:
+            return None if is_open else read
+        calls, end, place = read.calls, read.end, skip(_AFTER, text, read.end)
         for each in closers:
             found = text.find(each, end, place + len(each))
             if found >= 0:
@@ -100,109 +99,85 @@ class Bodies:
             return f"{start}[{', '.join(texts)}]{end}"
         return ("\n" if end else "").join(f"{start}{text}{end}" for text in texts)
 
-    def _read_bodies(
-        self, text: str, at: int, schemas: Schemas, closers: Sequence[str]
-    ) -> tuple[list[Call], int, bool]:
-        """Return calls that follow one another, their end, and whether a broken one follows."""
+    def _read_bodies(self, text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Reading:
+        """Read calls that follow one another, up to one that is broken."""
         marks = (*closers, *(start for start, _ in self.marks))
         calls, end = self.read_body(text, skip(_BETWEEN, text, at), schemas, closers)
-        while calls:
-            begin = skip(_BETWEEN, text, end)
-            if begin == len(text) or text.startswith(marks, begin):
-                break
+        begin = skip(_BETWEEN, text, end)
+        while calls and begin < len(text) and not text.startswith(marks, begin):
             try:
                 more, more_end = self.read_body(text, begin, schemas, closers)
             except Unfinished:
-                return calls, end, True
+                more, more_end = [], end
             except ValueError:
                 break
             if not more:
-                return calls, end, True
-            calls, end = calls + more, more_end
-        return calls, end, False
+                return Reading(calls, end, is_last=True)
+            calls, end, begin = calls + more, more_end, skip(_BETWEEN, text, more_end)
+        return Reading(calls, end)
 
 
-def skip(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Return the place in a text behind what a pattern matches there, which may be nothing."""
-    match = pattern.match(text, at)
-    return at if match is None else match.end()
-
-
-def read_json(
-    text: str, at: int, schemas: Schemas, closers: Sequence[str]
-) -> tuple[list[Call], int]:
+def read_json(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
     """Read an object that is a call, or a list of them."""
-    at = skip_space(text, at)
+    at = skip(SPACE, text, at)
     if at < len(text) and text[at] not in "[{":
         raise ValueError("no JSON")
     value, end = _read_value(text, at, closers)
-    return _calls(_json_call, value if isinstance(value, list) else [value]), end
+    return _calls(value if isinstance(value, list) else [value]), end
 
 
 def read_arguments(name: str, text: str) -> Call:
     """Read a call whose text is only its arguments, and may be empty. Raises ValueError."""
-    return _call(name, text)
+    return _call({"name": name, "arguments": text})
 
 
-def read_mistral(
-    text: str, at: int, schemas: Schemas, closers: Sequence[str]
-) -> tuple[list[Call], int]:
+def read_mistral(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
     """Read Mistral's: a list in JSON, or from v11 on `name[CALL_ID]id[ARGS]{…}`.
 
     Source: mistral-common's encoding of assistant messages, and vLLM's tests, where [ARGS] is
     missing as its tokenizer drops it.
     """
-    at = skip_space(text, at)
-    if text.startswith(("[", "{"), at):
+    if text.startswith(("[", "{"), skip(SPACE, text, at)):
         return read_json(text, at, schemas, closers)
-    head = match_head(_MISTRAL, text, at)
-    arguments, end = _read_value(text, head.end(), closers)
-    return _calls(lambda name: _call(name, arguments, head["id"]), [head["name"]]), end
+    return _read_headed(_MISTRAL, text, at, closers)
 
 
-def read_deepseek(
-    text: str, at: int, schemas: Schemas, closers: Sequence[str]
-) -> tuple[list[Call], int]:
+def read_deepseek(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
     """Read V3's and R1's `function<sep>name` with fenced JSON below, and V3.1's `name<sep>{…}`."""
-    head = match_head(_DEEPSEEK, text, at)
-    arguments, end = _read_value(text, head.end(), closers)
-    return _calls(lambda name: _call(name, arguments), [head["name"]]), end
+    return _read_headed(_DEEPSEEK, text, at, closers)
 
 
-def read_kimi(
-    text: str, at: int, schemas: Schemas, closers: Sequence[str]
-) -> tuple[list[Call], int]:
+def read_kimi(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
     """Read K2's `functions.f:0<|tool_call_argument_begin|>{…}`, and ids of other forms.
 
     An id of the form that its template knows is the call's own.
     """
-    head = match_head(_KIMI, text, at)
-    arguments, end = _read_value(text, head.end(), closers)
-    call_id = head["id"]
-
-    def read(arguments: Any) -> Call:
-        call = _call("f", arguments)
-        name = _kimi_name(call_id, call["arguments"], schemas)
-        return _call(name, arguments, call_id if _KIMI_ID.fullmatch(call_id) else None)
-
-    return _calls(read, [arguments]), end
+    calls, end = _read_headed(_KIMI, text, at, closers)
+    return _calls([_kimi_call(call, schemas) for call in calls]), end
 
 
-def _kimi_name(call_id: str, arguments: Mapping[str, Any], schemas: Schemas) -> str | None:
-    """Return the name of the function that an id names, or else that alone fits the arguments."""
+def _kimi_call(call: Call, schemas: Schemas) -> Call:
+    """Name the function that an id names, or else that alone fits the arguments."""
+    call_id, given = call["name"], set(call["arguments"])
     names = "|".join(map(re.escape, sorted(schemas, key=len, reverse=True)))
-    known = re.fullmatch(rf"(?:functions[._])?({names})(?:[:._](?:call_?)?\d+)?", call_id)
-    known = known or _KIMI_ID.fullmatch(call_id)
+    exact = _KIMI_ID.fullmatch(call_id)
+    known = re.fullmatch(rf"(?:functions[._])?({names})(?:[:._](?:call_?)?\d+)?", call_id) or exact
     if known and known[1]:
-        return known[1]
-    fitting = [name for name, schema in schemas.items() if _fits(arguments, schema)]
-    is_own = re.match(r"(?:functions[._])?call[_-]", call_id)
-    return fitting[0] if is_own and len(fitting) == 1 else None
+        return {**call, "name": known[1], "id": exact and call_id}
+    fitting = [
+        name
+        for name, schema in schemas.items()
+        if set(schema.get("required") or ()) <= given <= set(schema.get("properties") or ())
+    ]
+    is_own = re.match(r"(?:functions[._])?call[_-]", call_id) and len(fitting) == 1
+    return {**call, "name": fitting[0] if is_own else ""}
 
 
-def _fits(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:
-    declared, required = schema.get("properties") or {}, schema.get("required") or []
-    return set(required) <= set(arguments) <= set(declared)
+def _read_headed(pattern: Any, text: str, at: int, closers: Sequence[str]) -> Body:
+    """Read a head, which a pattern names the parts of, and the arguments behind it."""
+    head = match_head(pattern, text, at)
+    arguments, end = _read_value(text, head.end(), closers)
+    return _calls([{**head.groupdict(), "arguments": arguments}]), end
 
 
 def match_head(pattern: Any, text: str, at: int) -> Any:
@@ -218,74 +193,62 @@ def match_head(pattern: Any, text: str, at: int) -> Any:
 
 
 def _read_value(text: str, at: int, closers: Sequence[str]) -> tuple[Any, int]:
-    """Return a JSON value and the place of its end; None for a value that cannot be read."""
+    """Return a JSON value, an empty list for one that cannot be read, and the place of its end."""
     try:
         return _DECODER.raw_decode(text, at)
     except UNREADABLE:
         end, depth = find_end(text, at, closers)
-    if depth > 1:
-        return None, end
-    return _mend(text[at:end] + "}" * depth), end
+    return [] if depth > 1 else _mend(text[at:end] + "}" * depth), end
 
 
 def _mend(text: str) -> Any:
-    """Return the value of JSON that is badly written, or None."""
+    """Return the value of JSON that is badly written, or an empty list."""
     escaped = _BAD_ESCAPE.sub(lambda match: match[1] or match[2] or r"\\", text)
     for read, source in ((_DECODER.decode, escaped), (read_literal, text)):
         try:
             return read(source)
         except UNREADABLE:
             continue
-    return None
+    return []
 
 
-def _calls(read: Any, values: Sequence[Any]) -> list[Call]:
+def _calls(values: Sequence[Any]) -> list[Call]:
     """Return the calls that values are; none if one of them isn't a call."""
     try:
-        return [read(value) for value in values]
-    except (*UNREADABLE, LookupError, AttributeError):
+        return [_call(value) for value in values]
+    except (*UNREADABLE, AttributeError):
         return []
 
 
-def _json_call(value: Any) -> Call:
+def _call(value: Any) -> Call:
     if isinstance(value.get("function"), dict):
         value = value["function"]
     name = value.get("name") or value.get("tool_name") or value["function"]
-    arguments = value.get("arguments")
-    if arguments is None:
-        arguments = value.get("parameters")
-    if arguments is None:
-        arguments = {}
-    return _call(name, arguments, value.get("id"))
-
-
-def _call(name: Any, arguments: Any, call_id: Any = None) -> Call:
+    given: tuple[Any, ...] = (value.get("arguments"), value.get("parameters"), {})
+    arguments = next(each for each in given if each is not None)
     if isinstance(arguments, str):  # some models write an object inside a string
         arguments = _mend(arguments) if arguments.strip() else {}
     if not (isinstance(name, str) and name and isinstance(arguments, dict)):
         raise ValueError("not a call")
-    call = {"name": name, "arguments": arguments}
+    call, call_id = {"name": name, "arguments": arguments}, value.get("id")
     if call_id and isinstance(call_id, str):
         call["id"] = call_id
     return call
 
 
-def read_python(
-    text: str, at: int, schemas: Schemas, closers: Sequence[str]
-) -> tuple[list[Call], int]:
+def read_python(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
     """Read a list of calls, or JSON: Llama 3.2 and 4 write either, LFM2 the first.
 
     Without brackets, as Llama 3.1 writes `f.call(a="x")`, a function that is offered is called.
     """
-    at = skip_space(text, at)
+    at = skip(SPACE, text, at)
     if _IS_JSON.match(text, at):
         return read_json(text, at, schemas, closers)
     if not text.startswith("[", at):
-        name = _NAME.match(text, at)
-        assert name is not None  # it may be empty
-        if name.end() == len(text):
+        end = skip(_NAME, text, at)
+        if end == len(text):
             raise Unfinished("no whole name")
-        if text[name.end()] != "(" or _own_name(name[0].strip(), schemas) not in schemas:
+        if text[end] != "(" or _own_name(text[at:end].strip(), schemas) not in schemas:
             raise ValueError("no function of that name")
     end, depth = find_end(text, at, closers, is_lenient=True)
     try:
@@ -297,18 +260,12 @@ def read_python(
 
 
 def _own_name(name: str, schemas: Schemas) -> str:
-    return name if name in schemas else name.removesuffix(".call")
+    return next((each for each in (name, name.removesuffix(".call")) if each in schemas), name)
 
 
-def _python_call(node: ast.expr, names: Sequence[str], schemas: Schemas) -> Call:
+def _python_call(node: ast.expr, names: Mapping[str | None, str], schemas: Schemas) -> Call:
     # Literals by their names alone: nothing says which arguments `f(1)` and `f(a=1+2)` have.
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)) or node.args:
         raise ValueError("not a call by names")
-    arguments: dict[str, Any] = {}
-    for keyword in node.keywords:
-        if keyword.arg is None:
-            raise ValueError("an argument without a name")
-        arguments[names[int(keyword.arg[1:])]] = ast.literal_eval(keyword.value)
-    name = names[int(node.func.id[1:])]
-    own_name = _own_name(name, schemas)
-    return {"name": own_name if own_name in schemas else name, "arguments": arguments}
+    arguments = {names[each.arg]: ast.literal_eval(each.value) for each in node.keywords}
+    return {"name": _own_name(names[node.func.id], schemas), "arguments": arguments}

@@ -2,8 +2,8 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial, reduce
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from gateway.engine.answers.literals import UNREADABLE, read_literal
@@ -24,12 +24,11 @@ def read_argument(name: str, text: str, schema: Mapping[str, Any]) -> Any:
     """Return the value of a function's argument; `schema` is of all its arguments."""
     properties = schema.get("properties")
     stated = properties.get(name) if isinstance(properties, Mapping) else None
-    value = _convert(text, types_of(stated, schema))
+    allowed = Allowed(schema)
+    value = _convert(text, allowed.types(stated))
     quoted = _QUOTED.fullmatch(text)
-    if isinstance(value, str) and quoted is not None:
-        choices = list(_choices(stated, schema, set()))
-        if text not in choices and quoted[2] in choices:
-            return quoted[2]
+    if isinstance(value, str) and quoted is not None and text not in allowed.choices:
+        return quoted[2] if quoted[2] in allowed.choices else value
     return value
 
 
@@ -44,7 +43,8 @@ def _convert(text: str, types: frozenset[str]) -> Any:
         elif bare in ("None", "nil", "NULL") and not is_text:
             bare = "null"
         value = guess(bare)
-        if isinstance(value, float) and value.is_integer() and "integer" in types:
+        is_integer = "integer" in types and "number" not in types
+        if is_integer and isinstance(value, float) and value.is_integer():
             value = int(value)
         is_word = value is None and is_text and text != "null"
         if any(_TYPES[name](value) for name in types if name in _TYPES) and not is_word:
@@ -70,86 +70,52 @@ def guess(text: str) -> Any:
     return text
 
 
-def _choices(
-    schema: Any, root: Mapping[str, Any], seen: set[str], depth: int = _DEPTH
-) -> Iterator[Any]:
-    """Yield the values that a schema lists, in parts and alternatives of it too."""
-    if not isinstance(schema, Mapping) or depth == 0:
-        return
-    if "const" in schema:
-        yield schema["const"]
-    listed, ref = schema.get("enum"), schema.get("$ref")
-    yield from listed if isinstance(listed, list) else ()
-    if isinstance(ref, str) and ref not in seen:
-        seen.add(ref)
-        yield from _choices(_resolve(ref, root), root, seen, depth - 1)
-    for keyword in ("allOf", "anyOf", "oneOf"):
-        parts = schema.get(keyword)
-        for part in parts if isinstance(parts, list) else ():
-            yield from _choices(part, root, seen, depth - 1)
-
-
-def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """Return the JSON types that a schema allows, as far as it says; empty if it doesn't.
-
-    Keywords of one schema narrow each other; among alternatives, those that say nothing don't
-    count, unless something else does say.
+class Allowed:
+    """Reads what subschemas of one root allow, each reference once; `choices` are the values that
+    the schemas read so far list.
     """
-    return _Types(root).of(schema)
-
-
-class _Types:
-    """Reads the types of subschemas of one root, each reference once."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._referred: dict[str, frozenset[str]] = {}
+        self.choices: list[Any] = []
 
-    def of(self, schema: Any, depth: int = _DEPTH) -> frozenset[str]:
+    def types(self, schema: Any, depth: int = _DEPTH) -> frozenset[str]:
+        """Return the JSON types that a schema allows, as far as it says; empty if it doesn't.
+
+        Keywords of one schema narrow each other; among alternatives, those that say nothing don't
+        count, unless something else does say. An integer is a number: "number" allows both.
+        """
         if not isinstance(schema, Mapping) or depth == 0:
             return frozenset()
-        constraints = [_stated_types(schema)]
-        ref, parts = schema.get("$ref"), schema.get("allOf")
+        listed = [schema["const"]] if "const" in schema else _list(schema.get("enum"))
+        self.choices += listed
+        stated = schema.get("type", [_type_of(value) for value in listed])
+        names = {name for name in [stated, *_list(stated)] if isinstance(name, str)}
+        constraints = [frozenset(names | {"integer"} if "number" in names else names)]
+        ref = schema.get("$ref")
         if isinstance(ref, str):
             constraints.append(self._at(ref, depth))
-        if isinstance(parts, list):
-            constraints += [self.of(part, depth - 1) for part in parts]
-        alternatives: frozenset[str] = frozenset()
-        for branches in (schema.get("anyOf"), schema.get("oneOf")):
-            if isinstance(branches, list):
-                branch_types = [self.of(branch, depth - 1) for branch in branches]
-                alternatives = frozenset().union(*branch_types)
-                if all(branch_types):
-                    constraints.append(alternatives)
-        stated = [types for types in constraints if types]
-        if stated:
-            return reduce(_both, stated)
-        return alternatives or frozenset({"object"} if "properties" in schema else ())
+        constraints += [self.types(part, depth - 1) for part in _list(schema.get("allOf"))]
+        fallback = frozenset({"object"} if "properties" in schema else ())
+        for keyword in ("anyOf", "oneOf"):
+            branches = [self.types(each, depth - 1) for each in _list(schema.get(keyword))]
+            if all(branches):
+                constraints.append(frozenset().union(*branches))
+            else:
+                fallback = frozenset().union(*branches) or fallback
+        known = [types for types in constraints if types]
+        return frozenset.intersection(*known) if known else fallback
 
     def _at(self, ref: str, depth: int) -> frozenset[str]:
         if ref not in self._referred:
             self._referred[ref] = frozenset()  # while it is followed: it may lead to itself
-            self._referred[ref] = self.of(_resolve(ref, self._root), depth - 1)
+            self._referred[ref] = self.types(_resolve(ref, self._root), depth - 1)
         return self._referred[ref]
 
 
-def _stated_types(schema: Mapping[str, Any]) -> frozenset[str]:
-    stated = schema.get("type")
-    if isinstance(stated, str):
-        return frozenset({stated})
-    if isinstance(stated, list):
-        return frozenset(name for name in stated if isinstance(name, str))
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    return frozenset(map(_type_of, values)) if isinstance(values, list) else frozenset()
-
-
-def _both(left: frozenset[str], right: frozenset[str]) -> frozenset[str]:
-    """Return the types that two schemas allow together: integers are numbers, too."""
-    both = left & right
-    pairs = ((left, right), (right, left))
-    if "number" not in both and any("integer" in a and "number" in b for a, b in pairs):
-        return both | {"integer"}
-    return both
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _type_of(value: Any) -> str:

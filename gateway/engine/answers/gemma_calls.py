@@ -11,10 +11,10 @@ from typing import Any
 
 import regex  # type: ignore[import-untyped]
 
-from gateway.engine.answers.call_bodies import match_head
-from gateway.engine.answers.call_reading import Call, Schemas, Unfinished
+from gateway.engine.answers.call_bodies import Body, match_head
+from gateway.engine.answers.call_reading import Schemas, Unfinished
 from gateway.engine.answers.call_values import guess
-from gateway.engine.answers.literals import UNREADABLE, read_literal, skip_space
+from gateway.engine.answers.literals import SPACE, UNREADABLE, read_literal, skip
 
 _DEPTH = 64  # brackets that are open at once
 _MOST = 1 << 16  # places looked at in one call: a quarter of a second
@@ -23,154 +23,109 @@ _MARK = "(?:" + "|".join(map(re.escape, _MARKS)) + ")"
 _HEAD = regex.compile(r"\s*+call:\s*+(?P<name>[^\s{}()<>,]{1,256})\s*+(?P<open>[{(])")
 _CLOSED_BY = {"{": "}", "(": ")", "[": "]"}
 _CLOSING = re.compile(r"[\s}\])]*+")
-_LITERALS = {"True": True, "False": False, "None": None}
-_CALL_ENDS = ("<tool_call|>", "<end_function_call>")
+_COMMA = re.compile(r"\s*+,?+")
+_LITERALS = {"True": "true", "False": "false", "None": "null"}
 # A call inside a text, which it has whole.
-_CALL = "|".join(
-    rf"{begin}\s*+call:(?:(?!{begin}\s*+call:|{end}).)*+(?:{end})?+"
-    for begin, end in (
-        (r"<\|tool_call>", r"<tool_call\|>"),
-        ("<start_function_call>", "<end_function_call>"),
-    )
+_CALL = (
+    r"<\|tool_call>\s*+call:.*?(?:<tool_call\|>|\Z)"
+    r"|<start_function_call>\s*+call:.*?(?:<end_function_call>|\Z)"
 )
-# Whatever may end a value, by the quote that begins it.
+# Whatever may end a value, by the quote that begins it, and whatever in it is skipped.
 _ENDS = {
-    **{mark: re.compile(rf"{re.escape(mark)}|(?P<call>{_CALL})", re.DOTALL) for mark in _MARKS},
-    '"': re.compile(r'\\.|"', re.DOTALL),
-    "'": re.compile(r"\\.|'", re.DOTALL),
-    "": re.compile(rf"(?P<mark>{_MARK})|,|[}}\])][\s}}\])]*+"),
+    **{m: re.compile(rf"{re.escape(m)}|(?P<skipped>{_CALL})", re.DOTALL) for m in _MARKS},
+    **{quote: re.compile(rf"{quote}|(?P<skipped>\\.)", re.DOTALL) for quote in "\"'"},
+    "": re.compile(rf"{_MARK}|,|[}}\])][\s}}\])]*+"),
 }
 
 
 def _key(sign: str, excluded: str) -> str:
     word = rf"(?:(?!{_MARK})[^\s,\"'{{}}\[\]{excluded}])++"
-    quotes = (_MARK, '"', "'")
-    quoted = "|".join(rf"{quote}(?:(?!{quote}).)*+{quote}" for quote in quotes)
-    return rf"\s*+(?P<key>{quoted}|{word}(?:[ ]{word})*+)\s*+{sign}"
+    quoted = rf"(?P<quote>{_MARK}|[\"'])(?P<quoted>(?:(?!(?P=quote)).)*+)(?P=quote)"
+    return rf"\s*+(?:{quoted}|(?P<bare>{word}(?:[ ]{word})*+))\s*+{sign}\s*+"
 
 
-_KEYS = {"{": _key(":", ":"), "(": _key("=", "()=")}
-_KEY_PATTERNS = {opening: re.compile(key, re.DOTALL) for opening, key in _KEYS.items()}
-_VALUE = rf"\s*+(?:{_MARK}|[\"'{{\[\d-]|(?:[tT]rue|[fF]alse|null|None)\b)"
+# The beginning of a pair or a value, by the bracket that closes the whole.
+_ITEMS = {
+    "}": _key(":", ":"),
+    ")": _key("=", "()="),
+    "]": rf"\s*+(?:{_MARK}|[\"'{{\[\d-]|(?:[tT]rue|[fF]alse|null|None)\b)",
+}
+_KEYS = {closing: re.compile(item, re.DOTALL) for closing, item in _ITEMS.items()}
 _NEXT = {
-    opening: re.compile(rf",(?:{pattern}|\s*+[}}\])])", re.DOTALL)
-    for opening, pattern in {**_KEYS, "[": _VALUE}.items()
+    closing: re.compile(rf",(?:{item}|\s*+[}}\])])", re.DOTALL) for closing, item in _ITEMS.items()
 }
 
 
-def read_gemma(
-    text: str, at: int, schemas: Schemas, closers: Sequence[str]
-) -> tuple[list[Call], int]:
+def read_gemma(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
     """Read one call. What is no such call from its arguments on has no known end: Unfinished."""
     head = match_head(_HEAD, text, at)
-    arguments, end = _Body(text, closers).read(head.end(), head["open"])
+    arguments, end = _Items(text, closers).read(head.end(), _CLOSED_BY[head["open"]])
     return [{"name": head["name"], "arguments": arguments}], end
 
 
-class _Body:
-    """Reads the arguments of one call, which begin behind their first bracket."""
+class _Items:
+    """Reads the pairs or the values between brackets."""
 
     def __init__(self, text: str, closers: Sequence[str]) -> None:
         self._text = text
-        self._open: list[str] = []  # brackets
         self._count = 0  # places where a value might have ended
         marks = "|".join(map(re.escape, closers))
-        follows = rf"\Z|call:|<\|?tool|<start_function|{marks}" if marks else ""
-        self._after = re.compile(follows)
+        after = rf"\Z|call:|<\|?tool|<start_function|{marks}" if marks else ""
+        self._next = {**_NEXT, "": re.compile(after)}
 
-    def read(self, at: int, opening: str) -> tuple[dict[str, Any], int]:
-        """Return the arguments, and the place behind the bracket that closes them."""
-        text = self._text
-        arguments: dict[str, Any] = {}
-        within: list[Any] = [arguments]  # the objects and arrays that are open
-        value: Any
-        self._open = [opening]
-        while self._open:
-            at = skip_space(text, at)
-            if text.startswith(_CLOSED_BY[self._open[-1]], at):
-                within.pop()
-                self._open.pop()
-                at += 1
-            else:
-                key, at = self._read_key(at)
-                bracket, is_nested = text[at : at + 1], text.startswith(("{", "["), at)
-                if is_nested:
-                    value, at = ({} if bracket == "{" else []), at + 1
-                else:
-                    value, at = self._read_value(at)
-                if isinstance(within[-1], dict):
-                    within[-1][key] = value
-                else:
-                    within[-1].append(value)
-                if is_nested:
-                    within.append(value)
-                    self._open.append(bracket)
-                    continue
-            comma = skip_space(text, at)
-            if self._open and text.startswith(",", comma):
-                at = comma + 1
-        return arguments, at
+    def read(self, at: int, closing: str) -> tuple[Any, int]:
+        """Return an object or a list that began before a place, and the place of its end.
 
-    def _read_key(self, at: int) -> tuple[str, int]:
-        """Return the key that a pair has and a value of an array hasn't, and the value's place."""
-        if len(self._open) > _DEPTH:
+        `closing`: the brackets that close all that is open, its own first.
+        """
+        text, items = self._text, dict[Any, Any]()
+        if len(closing) > _DEPTH:
             raise Unfinished("too deep")
-        if self._open[-1] == "[":
-            return "", at
-        key = _KEY_PATTERNS[self._open[-1]].match(self._text, at)
-        if key is None:
-            raise Unfinished("no key")
-        name = key["key"]
-        for quote in (*_MARKS, '"', "'"):
-            if name.startswith(quote):
-                name = name.removeprefix(quote).removesuffix(quote)
-                break
-        return name, skip_space(self._text, key.end())
+        while not text.startswith(closing[0], at := skip(SPACE, text, at)):
+            key: Any = len(items)
+            if closing[0] != "]":
+                pair = _KEYS[closing[0]].match(text, at)
+                if pair is None:
+                    raise Unfinished("no key")
+                key, at = pair["bare"] or pair["quoted"], pair.end()
+            if text.startswith(("{", "["), at):
+                items[key], at = self.read(at + 1, _CLOSED_BY[text[at]] + closing)
+            else:
+                items[key], at = self._read_value(at, closing)
+            at = skip(_COMMA, text, at)
+        return list(items.values()) if closing[0] == "]" else items, at + 1
 
-    def _read_value(self, at: int) -> tuple[Any, int]:
+    def _read_value(self, at: int, closing: str) -> tuple[Any, int]:
         """Return a text or a literal, and the place behind it."""
-        quote = next((each for each in _ENDS if self._text.startswith(each, at)), "")
+        quote = next(each for each in _ENDS if self._text.startswith(each, at))
         begin = at + len(quote)
         for end in _ENDS[quote].finditer(self._text, begin):
             self._count += 1
             if self._count > _MOST:
                 break
-            if end.lastgroup == "call":
-                if not end[0].endswith(_CALL_ENDS):
-                    break
-                continue
             is_marked = end[0] in _ENDS
             behind = end.end() if is_marked else end.start()
-            if not end[0].startswith("\\") and self._is_followed(behind):
-                return self._value(
-                    quote, self._text[begin : end.start()], is_text=is_marked
-                ), behind
+            if end.lastgroup != "skipped" and self._is_followed(behind, closing):
+                return _value(quote, self._text[begin : end.start()], is_text=is_marked), behind
         raise Unfinished("no end of a value")
 
-    def _value(self, quote: str, text: str, *, is_text: bool) -> Any:
-        if quote in _MARKS:
-            return _ENDS[quote].sub(lambda end: end["call"] or '"', text)
-        try:
-            if quote:
-                return read_literal(quote + text + quote, is_lenient=True)
-        except UNREADABLE as error:
-            raise Unfinished("no text") from error
-        bare = text.strip()
-        if is_text:
-            return bare
-        if not bare:
-            raise Unfinished("no value")
-        return _LITERALS[bare] if bare in _LITERALS else guess(bare)
-
-    def _is_followed(self, at: int) -> bool:
+    def _is_followed(self, at: int, closing: str) -> bool:
         """Return True if what stands at a place can stand behind a value."""
-        run = _CLOSING.match(self._text, at)
-        assert run is not None  # it may be empty
-        depth = len(self._open)
-        for bracket in "".join(run[0].split()):
-            depth -= 1
-            if bracket != _CLOSED_BY[self._open[depth]]:
-                return False
-            if depth == 0:
-                return self._after.match(self._text, run.end()) is not None
-        return _NEXT[self._open[depth - 1]].match(self._text, run.end()) is not None
+        end = skip(_CLOSING, self._text, at)
+        closed = "".join(self._text[at:end].split())[: len(closing)]
+        following = self._next[closing[len(closed) :][:1]]
+        return closing.startswith(closed) and following.match(self._text, end) is not None
+
+
+def _value(quote: str, text: str, *, is_text: bool) -> Any:
+    if quote in _MARKS:
+        return _ENDS[quote].sub(lambda end: end["skipped"] or '"', text)
+    try:
+        if quote:
+            return read_literal(quote + text + quote, is_lenient=True)
+    except UNREADABLE as error:
+        raise Unfinished("no text") from error
+    bare = text.strip()
+    if not (is_text or bare):
+        raise Unfinished("no value")
+    return bare if is_text else guess(_LITERALS.get(bare, bare))

@@ -5,18 +5,20 @@ An end is found before anything is read: brackets are counted, except those in s
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from gateway.engine.answers.call_reading import Unfinished
 
 # Errors of whatever reads a text that is no value.
-UNREADABLE = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
+UNREADABLE = (ValueError, TypeError, LookupError, SyntaxError, MemoryError, RecursionError)
+SPACE = re.compile(r"\s*+")
 # A quote that ends a string stands before something that can follow a value.
 _ENDS_VALUE = r"(?=\s*+(?:[,)\]}:]|\Z))"
 _ESCAPES = re.compile(
     r"\\(?:[\\'\"abfnrtv\n]|[0-3]?[0-7]{1,2}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8})|[\\'\"\n\r]"
 )
+_ESCAPED = {"\n": r"\n", "\r": r"\r", "\\": r"\\", "'": r"\'", '"': r"\""}
 _LITERALS = {"true": "True", "false": "False", "null": "None"}
 
 
@@ -38,10 +40,10 @@ _TOKENS = [
 ]
 
 
-def skip_space(text: str, at: int) -> int:
-    while at < len(text) and text[at].isspace():
-        at += 1
-    return at
+def skip(pattern: re.Pattern[str], text: str, at: int) -> int:
+    """Return the place in a text behind what a pattern matches there, which may be nothing."""
+    match = pattern.match(text, at)
+    return at if match is None else match.end()
 
 
 @lru_cache
@@ -64,23 +66,19 @@ def find_end(
     """
     depth = 0
     for token in _brackets(tuple(closers), is_lenient=is_lenient).finditer(text, at):
-        length = len(token[0])
-        if token["open"]:
-            depth += length
-        elif token["close"] and length >= depth:
-            return token.start() + depth, 0
-        elif token["close"]:
-            depth -= length
-        elif token["mark"]:
+        if token["mark"]:
             return token.start(), depth
-        elif token["loose"]:
+        if token["loose"]:
             break
+        depth += len(token["open"] or "") - len(token["close"] or "")
+        if token["close"] and depth <= 0:
+            return token.end() + depth, 0
     raise Unfinished("no end")
 
 
-def parse_python(source: str) -> tuple[ast.expr, list[str]]:
-    """Return an expression's tree, and the names of functions and arguments by the numbers that
-    stand for them: `_0` is the first. Raises SyntaxError.
+def parse_python(source: str) -> tuple[ast.expr, Mapping[str | None, str]]:
+    """Return an expression's tree, and the names of functions and arguments by the words that stand
+    for them: `_0` is the first. Raises SyntaxError.
 
     Line breaks in strings, unknown escapes, names with dashes and JSON's literals are mended. Only
     what is no Python otherwise may have quotes inside its strings.
@@ -91,28 +89,24 @@ def parse_python(source: str) -> tuple[ast.expr, list[str]]:
         return _parse(source, _TOKENS[1])
 
 
-def _parse(source: str, tokens: re.Pattern[str]) -> tuple[ast.expr, list[str]]:
-    names: list[str] = []
+def _parse(source: str, tokens: re.Pattern[str]) -> tuple[ast.expr, Mapping[str | None, str]]:
+    names: dict[str | None, str] = {}
+
+    def escape(match: re.Match[str]) -> str:
+        return _ESCAPED.get(match[0], match[0])
 
     def spell(token: re.Match[str]) -> str:
         string, word = token["string"], token["word"]
         if string is not None:
             if token["prefix"] or string.startswith(('"""', "'''")):
                 return token[0]
-            return string[0] + _ESCAPES.sub(_escape, string[1:-1]) + string[0]
+            return string[0] + _ESCAPES.sub(escape, string[1:-1]) + string[0]
         if word is None or token["is_name"] is None:  # a string without an end, or a value
             return _LITERALS.get(word, token[0])
-        names.append(word)
+        names[f"_{len(names)}"] = word
         return f"_{len(names) - 1}"
 
     return ast.parse(tokens.sub(spell, source), mode="eval").body, names
-
-
-def _escape(match: re.Match[str]) -> str:
-    written = match[0]
-    if len(written) > 1:
-        return written
-    return {"\n": r"\n", "\r": r"\r"}.get(written, "\\" + written)
 
 
 def read_literal(source: str, *, is_lenient: bool = False) -> object:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gateway.engine.answers.call_reading import Call, Schemas, read_all
-from gateway.engine.answers.call_values import types_of
+from gateway.engine.answers.call_values import Allowed
 from gateway.engine.answers.output_parts import arguments_json
 from gateway.engine.answers.tool_formats import tool_format
 
@@ -88,7 +88,7 @@ def test_keywords_beside_one_another_narrow_the_types(schema: Any, value: Any) -
     [
         (["number"], ["integer"], {"integer"}),
         (["number", "string"], ["integer", "null"], {"integer"}),
-        (["number", "integer"], ["number"], {"number"}),
+        (["number", "string"], ["number"], {"number", "integer"}),
         (["number", "integer"], ["integer"], {"integer"}),
         (["integer", "string"], ["string"], {"string"}),
         (["string"], ["null"], set()),
@@ -97,7 +97,19 @@ def test_keywords_beside_one_another_narrow_the_types(schema: Any, value: Any) -
 )
 def test_an_integer_is_a_number(some: list[str], other: list[str], types: set[str]) -> None:
     for pair in ((some, other), (other, some)):
-        assert types_of({"allOf": [{"type": each} for each in pair]}, {}) == types
+        assert Allowed({}).types({"allOf": [{"type": each} for each in pair]}) == types
+
+
+@pytest.mark.parametrize(
+    ("types", "text", "value"),
+    [("integer", "2.0", "2"), ("number", "2.0", "2.0"), ("number", "2", "2")],
+)
+def test_a_whole_number_is_an_integer_only_where_no_other_may_be(
+    types: str, text: str, value: str
+) -> None:
+    body = f"<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>"
+    (call,) = read_qwen(body, {"f": {"properties": {"a": {"type": types}}}})
+    assert repr(call["arguments"]["a"]) == value
 
 
 def test_references_that_branch_are_each_read_once() -> None:
@@ -107,5 +119,5 @@ def test_references_that_branch_are_each_read_once() -> None:
     }
     root = {"$defs": {**defs, "d6": {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/d0"}]}}}
     start = time.perf_counter()
-    assert types_of({"$ref": "#/$defs/d0"}, root) == {"integer"}
+    assert Allowed(root).types({"$ref": "#/$defs/d0"}) == {"integer"}
     assert time.perf_counter() - start < 1
