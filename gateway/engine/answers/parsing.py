@@ -142,8 +142,8 @@ class Parser(AnswerParser):
             return False
         marks, held = self._marks(), self._held
         matches = [(held.find(mark), -len(mark), mark) for mark in marks if mark in held]
-        if not matches:
-            cut = len(held) - held_back(held, marks)
+        cut = len(held) - held_back(held, marks)
+        if not matches or cut < min(matches)[0]:  # a mark may hold another one
             self._held = held[cut:]
             self._take(held[:cut], parts)
             is_early = self._state == "call" and self._tail.is_early

@@ -217,3 +217,16 @@ def test_words_for_nothing_and_quotes_mean_what_the_schema_says(
     function = Function("f", {"type": "object", "properties": {"a": schema}})
     call = f"<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"
     assert said(chats["glm"], row([function]), call)["calls"] == [("f", {"a": value})]
+
+
+def test_a_mark_that_holds_another_is_one_mark_in_pieces_too(tmp_path: Path) -> None:
+    """Command-R's beginning of a call has its end in it."""
+    chat = family(tmp_path, tool_parser="command_r")
+    call = 'Action: ```json\n[{"tool_name": "write", "parameters": {"path": "a.py"}}]\n```'
+    for text in (call, f"Action: ```json{call}"):
+        parser = chat.answers.output_processor(row([WRITE])).parser
+        whole = gathered([*parser.push(text), *parser.flush()])
+        parser = chat.answers.output_processor(row([WRITE])).parser
+        pieces = [part for letter in text for part in parser.push(letter)]
+        assert gathered([*pieces, *parser.flush()]) | {"ids": []} == whole | {"ids": []}
+        assert whole["calls"] == [("write", {"path": "a.py"})]
