@@ -170,7 +170,7 @@ class Pairs:
             _listed(schema, "properties"),
             schemas,
             is_lenient=True,
-            is_flat=scan.depth > 0,
+            is_flat=not scan.holds_calls,
         )
         is_last = scan.end is not None and not text[scan.end :].strip()
         return scan if is_last or scan.is_settled else None

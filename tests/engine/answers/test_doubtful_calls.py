@@ -1,0 +1,168 @@
+"""Calls that hold what looks like calls, or are broken: none that the model did not make."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.engine.answers.parsing import Markup, Parser
+from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
+from gateway.jobs import Function, Grammar
+from tests.engine.answers.harness import pushed
+from tests.engine.answers.test_marks_left_out import (
+    _CONTENT,
+    _JSON,
+    _KIMI,
+    _PATH,
+    _QWEN,
+    _QWEN_END,
+    CALL,
+    GIVEN,
+    WRITE,
+)
+from tests.engine.chat_formats import family, gathered, row, said
+
+GO = Function("go", {"type": "object", "properties": {}})
+K3 = {"tokens": ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"), "tool_parser": "kimi_k3"}
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatTokenizer]:
+    given = {**GIVEN, "k3": K3}
+    return {name: family(tmp_path_factory.mktemp(name), **each) for name, each in given.items()}
+
+
+def cut(chat: ChatTokenizer, text: str, **given: Any) -> dict[str, Any]:
+    """Say a text that max_tokens ends."""
+    output = chat.answers.output_processor(row([WRITE, GO], **given))
+    ids = chat.backend.encode(text, add_special_tokens=False).ids
+    parts = [part for i in ids for part in output.push(i, None, is_shown_as_text=True)]
+    return gathered([*parts, *output.finish(is_cut=True)])
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [
+        '{"name": "write", "arguments": {"path": "<tool_call>{GO}</tool_call>',
+        f"{_JSON}\n" + '{"name": "write", "arguments": {"path": "<tool_call>{GO}</tool_call>',
+    ],
+)
+def test_nothing_inside_a_broken_call_is_a_call(
+    chats: dict[str, ChatTokenizer], begun: str
+) -> None:
+    """A whole one before it is."""
+    go = '{"name": "go", "arguments": {}}'
+    text = f"<tool_call>{begun.replace('{GO}', go)}"
+    heard = said(chats["hermes"], row([WRITE, GO]), text)
+    whole = [CALL] if begun.startswith(_JSON) else []
+    assert heard["calls"] == whole
+    assert heard["text"].endswith(text[-40:])
+
+
+def test_arguments_that_json_cannot_write_are_text(chats: dict[str, ChatTokenizer]) -> None:
+    text = '<tool_call>{"name": "write", "arguments": {"path": NaN}}</tool_call>'
+    heard = said(chats["hermes"], row([WRITE]), text)
+    assert (heard["calls"], heard["text"]) == ([], text)
+
+
+def test_a_call_between_tokens_that_is_none_is_shown_with_them(
+    chats: dict[str, ChatTokenizer],
+) -> None:
+    text = "<|tool_call_begin|>no call<|tool_call_end|>"
+    heard = said(chats["kimi"], row([WRITE]), text)
+    assert (heard["calls"], heard["text"]) == ([], text)
+
+
+def test_whatever_a_reader_trips_over_is_text() -> None:
+    def broken(text: str, at: int, ending: Any) -> None:
+        raise RecursionError
+
+    markup = Markup(closes=("</think>",), calls=("<call>",), call_ends=("</call>",), read=broken)
+    text = "<call>a</call>b<call>c"
+    for is_thinking in (False, True):
+        heard = pushed(Parser(markup, "free", is_thinking=is_thinking), [text])
+        assert heard["calls"] == []
+        assert heard["reasoning" if is_thinking else "text"] == text
+
+
+def test_a_thought_that_is_cut_or_held_to_a_form_makes_no_call(
+    chats: dict[str, ChatTokenizer],
+) -> None:
+    text = f"Plan. <tool_call>{_JSON}</tool_call>"
+    heard = cut(chats["hermes"], text, is_thinking=True)
+    assert (heard["calls"], heard["reasoning"]) == ([], text)
+    bound = row([WRITE], is_thinking=True, grammar=Grammar("calls", ""))
+    heard = said(chats["hermes"], bound, text)
+    assert (heard["calls"], heard["reasoning"]) == ([], text)
+
+
+def test_a_cut_call_that_lacks_what_is_required_is_text(chats: dict[str, ChatTokenizer]) -> None:
+    """Its text may have held the marks at which it seems to end."""
+    function = f"{_QWEN}{_CONTENT}{_QWEN_END}"
+    assert cut(chats["qwen"], function)["calls"] == []
+    assert cut(chats["qwen"], f"{_QWEN}{_PATH}{_QWEN_END}")["calls"] == [
+        ("write", {"path": "a.py"})
+    ]
+    assert said(chats["qwen"], row([WRITE]), function)["calls"] == [("write", {"content": "x"})]
+
+
+@pytest.mark.parametrize(
+    ("path", "content"),
+    [
+        ("see <parameter=content> below", "and <parameter=x> too"),
+        ("<tool_call>\n<function=f>\n<parameter=x>", "x"),
+        ("use <parameter=content>v</parameter> here", None),
+        ("a</parameter>\n</function>\n</tool_call> b", None),
+        ("x</parameter>\n<parameter=path>y</parameter> z", "x"),
+    ],
+)
+def test_what_looks_like_an_argument_inside_a_text_is_text(
+    chats: dict[str, ChatTokenizer], path: str, content: str | None
+) -> None:
+    given = {"path": path} if content is None else {"path": path, "content": content}
+    pairs = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in given.items())
+    heard = said(chats["qwen"], row([WRITE]), f"{_QWEN}{pairs}{_QWEN_END}")
+    assert heard["calls"] == [("write", given)]
+
+
+def test_a_family_that_says_what_is_text_is_believed(chats: dict[str, ChatTokenizer]) -> None:
+    parameter = '<｜DSML｜parameter name="{}" string="{}">42</｜DSML｜parameter>\n'
+    pairs = parameter.format("path", "true") + parameter.format("content", "false")
+    text = f'<｜DSML｜invoke name="write">\n{pairs}</｜DSML｜invoke>'
+    heard = said(chats["dsml"], row([WRITE]), text)
+    assert heard["calls"] == [("write", {"path": "42", "content": 42})]
+
+
+K3_CALL = '<|open|>tools<|sep|><|open|>call tool="write" index="0"<|sep|>'
+K3_END = "<|close|>json<|sep|><|close|>call<|sep|><|close|>tools<|sep|>"
+
+
+def test_kimi_k3_may_write_all_arguments_at_once(chats: dict[str, ChatTokenizer]) -> None:
+    opening = f'{K3_CALL}<|open|>json type="object"<|sep|>'
+    heard = said(chats["k3"], row([WRITE]), f'{opening}{{"path": "a.py", "content": "x"}}{K3_END}')
+    assert heard["calls"] == [CALL]
+    heard = said(chats["k3"], row([WRITE]), f"{opening}no JSON{K3_END}")
+    assert heard["calls"] == []
+    assert "no JSON" in heard["text"]
+
+
+def test_a_blocks_end_mark_that_is_cut_is_no_text(chats: dict[str, ChatTokenizer]) -> None:
+    call = f'{K3_CALL}<|open|>argument key="path" type="string"<|sep|>a<|close|>argument<|sep|>'
+    for end in ("<|close|>", "<|close|>tools"):
+        heard = cut(chats["k3"], f"{call}<|close|>call<|sep|>{end}")
+        assert (heard["calls"], heard["text"]) == ([("write", {"path": "a"})], "")
+
+
+def test_gemma_may_leave_out_the_mark_behind_a_thought(tmp_path: Path) -> None:
+    tokens = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>")
+    words = "<|tool_call> <tool_call|> <|channel>thought"
+    chat = family(tmp_path, tokens=tokens, words=words)
+    text = '<|channel>thought\nHm.\n<channel|>call:write{path:<|"|>a.py<|"|>,content:<|"|>x<|"|>}'
+    heard = said(chat, row([WRITE]), text)
+    assert (heard["calls"], heard["reasoning"], heard["text"]) == ([CALL], "Hm.\n", "")
+
+
+def test_words_before_a_bare_call_are_no_mark(chats: dict[str, ChatTokenizer]) -> None:
+    text = f"Then functions.write:0 {_KIMI} is what I would send."
+    heard = said(chats["hermes"], row([WRITE]), text.replace("<|tool_call_argument_begin|>", ""))
+    assert heard["calls"] == []
