@@ -80,8 +80,9 @@ class Pairs:
     @cached_property
     def _opening(self) -> str:
         """A pattern of a call's beginning, up to its first pair or its end."""
-        is_bare = len(self.marks) > len(self.blocks)
-        block = f"(?:{_any(start for start, _ in self.blocks)}{_GAP}){'?' * is_bare}"
+        block = f"{_any(start for start, _ in self.blocks)}{_GAP}" if self.blocks else ""
+        if len(self.marks) > len(self.blocks):
+            block = f"(?:{block})?"
         return f"{block}{_pattern(self.call.partition('{pairs}')[0])}{_GAP}"
 
     @cached_property
