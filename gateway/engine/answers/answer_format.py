@@ -123,6 +123,7 @@ class AnswerFormat:
             calls=tuple(pattern(start) for start, _ in tools.marks),
             call_ends=tuple({pattern(end) for _, end in tools.marks if end}),
             noise=tuple(map(pattern, (*reasoning.noise, *tools.noise))),
+            around=tuple(map(pattern, tools.noise)),
             bare=tools.begins(list(functions)),
             read=lambda text, at, ending: tools.read(text, at, functions, ending),
         )
@@ -190,6 +191,7 @@ class AnswerFormat:
         if self.is_harmony:
             opens, opens_after = frozenset(self._unspell("analysis")[:1]), "<|channel|>"
             [tail] = self._thought_ends(may_call=True)  # as an earlier message ended
+            tail = self.marks.pattern(params.opening) or tail
         return ThinkingBudget(
             params.thinking_budget,
             self.parser(params),

@@ -65,7 +65,7 @@ class Bodies:
     call: str = '{{"name": "{name}", "arguments": {arguments}}}'
     pair: str = ""
     write_value: Callable[[Any], str] = str
-    is_list: bool = False  # of all calls, between two marks
+    is_list: bool = False  # all calls stand in one list between two marks
 
     def __call__(self, text: str, at: int, schemas: Schemas, ending: Ending) -> Reading | None:
         begun = [pair for pair in self.marks if text.startswith(pair[0], at)][:1]
@@ -97,7 +97,8 @@ class Bodies:
         ]
         if self.is_list:
             return f"{start}[{', '.join(texts)}]{end}"
-        return ("\n" if end else "").join(f"{start}{text}{end}" for text in texts)
+        gap = "\n" if self.call.endswith("\n") else ""
+        return gap.join(f"{start}{text}{end}" for text in texts)
 
     def _read_bodies(self, text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Reading:
         """Read calls that follow one another, up to one that is broken."""

@@ -1,16 +1,16 @@
-"""What reads the text of tool calls, and what it returns."""
+"""The readers of the text of tool calls, as types, and their results."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-Schemas = Mapping[str, Mapping[str, Any]]  # of each function's arguments, by its name
+Schemas = Mapping[str, Mapping[str, Any]]  # the arguments of each function, by its name
 Call = Mapping[str, Any]  # "name", "arguments" and, where the model makes one, "id"
 
 
 class Ending(Enum):
-    """What follows a text: more of it, nothing as its model ended it, or nothing as it was cut."""
+    """How a text ends: not yet, by the model's own choice, or cut at its greatest length."""
 
     MORE = auto()
     END = auto()

@@ -154,12 +154,14 @@ class Pairs:
     ) -> "_Scan | None":
         """Look for a call's end; return None if it is in doubt, or may depend on more text."""
         scan = _Scan(self, text, at, _listed(schema, "properties"), schemas)
-        if ending is Ending.MORE:
-            starts = tuple(start for start, _ in self.marks)
-            follows = scan.end is not None and text[scan.end :].lstrip().startswith(starts)
-            return scan if follows or scan.is_settled else None
         if scan.end is not None:
-            return scan
+            rest = text[scan.end :].strip()
+            follows = scan.is_settled or rest.startswith(tuple(start for start, _ in self.marks))
+            marks = [mark for pair in self.marks for mark in pair]
+            is_last = ending is Ending.CUT and any(mark.startswith(rest) for mark in marks)
+            return scan if follows or is_last or ending is Ending.END else None
+        if ending is Ending.MORE:
+            return None
         if ending is Ending.CUT or (scan.depth and scan.holds_calls):
             return None
         if text.rstrip().endswith(self.value_end):  # at least the text's end is there
@@ -193,8 +195,9 @@ class Pairs:
                 name = _unquote(key["key"])
                 arguments[name] = read_argument(name, text, {} if kind else schema)
         (name, value), *others = arguments.items()
-        is_alone = name in ("arguments", "parameters") and not others  # around all arguments
-        if is_alone and isinstance(value, dict) and name not in _listed(schema, "properties"):
+        declared = _listed(schema, "properties")
+        is_around = name in ("arguments", "parameters") and name not in declared and not others
+        if is_around and isinstance(value, dict) and declared.issuperset(value):
             return value
         return arguments
 
@@ -228,18 +231,18 @@ class _Scan:
         is_flat: bool = False,
     ) -> None:
         self.texts: list[tuple[Any, str]] = []  # each behind its key's match
-        self.end: int | None = None  # the call's
+        self.end: int | None = None  # the place where the call ends
         self.is_settled = False  # another call follows
         self.is_lenient = is_lenient  # marks may be left out
-        self.depth = 0  # of calls inside a text
-        self.holds_calls = False  # of functions that may be called
+        self.depth = 0  # calls inside a text, not ended yet
+        self.holds_calls = False  # a text has calls of functions that may be called
         self._is_flat = is_flat  # calls inside a text don't count
         self._form, self._text = form, text
         self._declared, self._schemas = declared, schemas
         self._key = form.key_pattern.match(text, at)
         self._value_end = at
         self._inner = 0  # pairs inside a text, not ended yet
-        self._following: set[str] = set()  # names of pairs after a text that has its end
+        self._following: set[str] = set()  # names of pairs behind a text that has its end
         events = form.event_pattern.finditer(text, self._key.end())
         if is_lenient:
             events = list(events)
@@ -267,7 +270,9 @@ class _Scan:
         elif kind == "key":
             self._inner += 1
         elif kind == "closed" and not self._inner:
-            self._value_end, self.end = event.span()
+            if self.end is None or self._text[self.end : event.start()].strip():
+                self._value_end = event.start()
+            self.end = event.end()  # marks that are there twice end one call
         elif self.is_lenient and self.end is None and kind in ("unclosed", "abrupt"):
             self._value_end, self.end = event.span()
             self.is_settled = kind == "abrupt"

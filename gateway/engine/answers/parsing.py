@@ -23,8 +23,8 @@ _State = Literal["text", "thinking", "call", "aside"]
 _Next = Literal["text", "thinking", "call", "aside", "noise"]
 
 EARLY: Final = 128  # characters, by which a mark in prose shows that it begins no call
-PROMPT_READS: Final = 8  # of one call; more are made as its text grows by half
-LAST_READS: Final = 32  # of calls that only the answer's end settles
+PROMPT_READS: Final = 8  # readings of one call; others wait until its text has grown by half
+LAST_READS: Final = 32  # readings of calls that only the answer's end settles
 PIECE: Final = 2048  # characters that are searched at once
 ASIDE_SIZE: Final = 1 << 17  # characters of a thought that may end with a call, 4 bytes at most
 
@@ -38,6 +38,7 @@ class Markup:
     calls: tuple[str, ...] = ()  # marks that begin calls
     call_ends: tuple[str, ...] = ()
     noise: tuple[str, ...] = ()  # marks that are dropped
+    around: tuple[str, ...] = ()  # those that stand around calls
     # Matches the beginning of an answer that is a call without any mark. A regex.Pattern, which
     # can match in part.
     bare: Any = None
@@ -223,7 +224,7 @@ class Parser(AnswerParser):
             return marks
         marks |= {mark: "call" for mark in markup.calls if mark.startswith(SPECIAL)}
         if self._state == "thinking":
-            letters = [mark for mark in (*markup.noise, *markup.calls) if mark[0] != SPECIAL]
+            letters = [mark for mark in (*markup.around, *markup.calls) if mark[0] != SPECIAL]
             marks |= dict.fromkeys(letters, "aside")
         return marks
 
@@ -278,14 +279,14 @@ class Parser(AnswerParser):
         begin, read = self._last_calls(spell_out(spelled)) if ending is Ending.END else (0, [])
         calls = self._write(read)
         if calls:
-            spelled = _any(self._markup.noise).sub("", spelled[: letters_at(spelled, begin)])
+            spelled = _any(self._markup.around).sub("", spelled[: letters_at(spelled, begin)])
         parts += [*self._to_parts(spelled), *calls]
         self._state = "text" if calls else "thinking"
 
     def _last_calls(self, text: str) -> tuple[int, list[Call]]:
         """Return the calls that a text ends with, and where they begin."""
         assert self._markup.read is not None
-        starts, noise = map(_any, (self._markup.calls, self._markup.noise))
+        starts, noise = map(_any, (self._markup.calls, self._markup.around))
         calls: list[Call] = []
         begin = len(text)
         start = starts.search(text)

@@ -54,7 +54,7 @@ class ToolFormat:
     # Alternatives of words that stand together in a template of the family; None: an opening mark.
     written: tuple[tuple[str, ...], ...] | None = None
     tokens: tuple[str, ...] = ()  # no other family's vocabulary has one of them
-    model_types: tuple[str, ...] = ()  # of checkpoints whose template shows tools but no mark
+    model_types: tuple[str, ...] = ()  # checkpoints whose template shows tools but no mark
 
     @property
     def marks(self) -> Sequence[tuple[str, str]]:
@@ -86,11 +86,11 @@ class ToolFormat:
 
 
 _TOOL_CALL = (("<tool_call>", "</tool_call>"),)
-_LLAMA = Bodies(
-    read_python,
-    (("<|python_tag|>", ""), ("<|python_start|>", "<|python_end|>")),
-    '{{"name": "{name}", "parameters": {arguments}}}',
-)
+_JSON = '{{"name": "{name}", "arguments": {arguments}}}'
+_LLAMA_MARKS = (("<|python_tag|>", ""), ("<|python_start|>", "<|python_end|>"))
+_PYTHON: Mapping[str, Any] = {
+    "call": "{name}({pairs})", "pair": "{key}={value}", "write_value": repr, "is_list": True,
+}  # fmt: skip
 _COHERE = '{{"tool_name": "{name}", "parameters": {arguments}}}'
 
 
@@ -112,94 +112,65 @@ def _gemma_calls(delimiter: str, marks: tuple[str, str]) -> Bodies:
 NO_TOOLS = ToolFormat("none", "calls, if any, are text", Bodies(read_json))
 # In the order in which they are looked for in a template.
 _ROWS = (
-    ToolFormat(
-        "minimax_m2", "MiniMax M2",
+    ToolFormat("minimax_m2", "MiniMax M2",
         Pairs(
             '<invoke name="{name}">\n{pairs}</invoke>\n',
             '<parameter name="{key}">{value}</parameter>\n',
             (("<minimax:tool_call>", "</minimax:tool_call>"),), joins=True,
-        ),
-    ),
-    ToolFormat(
-        "gemma4", "Gemma 4", _gemma_calls('<|"|>', ("<|tool_call>", "<tool_call|>")),
-        bare=_BARE_GEMMA, written=(("<|tool_call>", "<tool_call|>"),),
-    ),
-    ToolFormat(
-        "functiongemma", "FunctionGemma",
-        _gemma_calls("<escape>", ("<start_function_call>", "<end_function_call>")),
-    ),
-    ToolFormat(
-        "longcat", "LongCat", _argument_pairs("longcat_"),
-    ),
-    ToolFormat(
-        "glm47", "GLM 4.5 and later, Laguna", _argument_pairs(""), written=(("<arg_key>",),)
-    ),
-    ToolFormat(
-        "lfm2", "LFM2",
-        Bodies(
-            read_python, (("<|tool_call_start|>", "<|tool_call_end|>"),),
-            "{name}({pairs})", "{key}={value}", repr, is_list=True,
-        ),
-        written=(("<|tool_list_start|>",), ("<|tool_call_start|>",)),
-    ),
-    ToolFormat(
-        "seed_oss", "Seed-OSS",
+        )),
+    ToolFormat("gemma4", "Gemma 4", _gemma_calls('<|"|>', ("<|tool_call>", "<tool_call|>")),
+        bare=_BARE_GEMMA, written=(("<|tool_call>", "<tool_call|>"),)),
+    ToolFormat("functiongemma", "FunctionGemma",
+        _gemma_calls("<escape>", ("<start_function_call>", "<end_function_call>"))),
+    ToolFormat("longcat", "LongCat", _argument_pairs("longcat_")),
+    ToolFormat("glm47", "GLM 4.5 and later, Laguna", _argument_pairs(""),
+        written=(("<arg_key>",),)),
+    ToolFormat("lfm2", "LFM2",
+        Bodies(read_python, (("<|tool_call_start|>", "<|tool_call_end|>"),), **_PYTHON),
+        written=(("<|tool_list_start|>",), ("<|tool_call_start|>",))),
+    ToolFormat("seed_oss", "Seed-OSS",
         Pairs(
             "<function={name}>\n{pairs}</function>\n", "<parameter={key}>{value}</parameter>\n",
             (("<seed:tool_call>", "</seed:tool_call>"),),
         ),
-        model_types=("seed_oss",),
-    ),
-    ToolFormat(
-        "qwen3_coder", "Qwen3-Coder, Qwen 3.5, Nemotron 3, Step 3.5, MiMo",
+        model_types=("seed_oss",)),
+    ToolFormat("qwen3_coder", "Qwen3-Coder, Qwen 3.5, Nemotron 3, Step 3.5, MiMo",
         Pairs(
             "<function={name}>\n{pairs}</function>\n",
             "<parameter={key}>\n{value}\n</parameter>\n", _TOOL_CALL,
         ),
-        written=(("<tool_call>\\n<function=",), ("<tool_call>\n<function=",)),
-    ),
-    ToolFormat(
-        "kimi_k2", "Kimi K2",
+        written=(("<tool_call>\\n<function=",), ("<tool_call>\n<function=",))),
+    ToolFormat("kimi_k2", "Kimi K2",
         Bodies(
             read_kimi, (("<|tool_call_begin|>", "<|tool_call_end|>"),),
             "functions.{name}:{place}<|tool_call_argument_begin|>{arguments}",
         ),
         ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"), new_id=kimi_id,
-        written=(("<|tool_calls_section_begin|>",),),
-    ),
-    ToolFormat(
-        "minicpm5", "MiniCPM5",
+        written=(("<|tool_calls_section_begin|>",),)),
+    ToolFormat("minicpm5", "MiniCPM5",
         Pairs(
             '<function name="{name}">{pairs}</function>', '<param name="{key}">{value}</param>',
             write_value=as_cdata,
         ),
-        written=(('<function name="', '<param name="'),),
-    ),
-    ToolFormat(
-        "mistral", "Mistral, Magistral, Devstral, Ministral: before v11 and since",
+        written=(('<function name="', '<param name="'),)),
+    ToolFormat("mistral", "Mistral, Magistral, Devstral, Ministral: before v11 and since",
         Bodies(read_mistral, (("[TOOL_CALLS]", ""),), "{name}[ARGS]{arguments}"),
-        new_id=mistral_id,
-    ),
-    ToolFormat(
-        "muse_spark", "Muse Spark",
+        new_id=mistral_id),
+    ToolFormat("muse_spark", "Muse Spark",
         Pairs(
             '<atem:invoke name="{name}">\n{pairs}</atem:invoke>\n',
             '<atem:parameter name="{key}">{value}</atem:parameter>\n',
             (("<atem:function_calls>", "</atem:function_calls>"),),
         ),
-        is_separate=True,
-    ),
-    ToolFormat(
-        "deepseek_v3", "DeepSeek V3, R1, V3.1",
+        is_separate=True),
+    ToolFormat("deepseek_v3", "DeepSeek V3, R1, V3.1",
         Bodies(
             read_deepseek, (("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),),
             "{name}<｜tool▁sep｜>{arguments}",
         ),
         ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-        written=(("<｜tool▁calls▁begin｜>",),), tokens=("<｜tool▁calls▁begin｜>",),
-    ),
-    ToolFormat(
-        "deepseek_v32", "DeepSeek V3.2, V4",
+        written=(("<｜tool▁calls▁begin｜>",),), tokens=("<｜tool▁calls▁begin｜>",)),
+    ToolFormat("deepseek_v32", "DeepSeek V3.2, V4",
         Pairs(
             '<｜DSML｜invoke name="{name}">\n{pairs}</｜DSML｜invoke>\n',
             '<｜DSML｜parameter name="{key}" string="{is_text}">{value}</｜DSML｜parameter>\n',
@@ -209,72 +180,58 @@ _ROWS = (
             ),
             joins=True,
         ),
-        written=(("｜DSML｜",),),
-    ),
-    ToolFormat(
-        "cohere_command3", "Command A and R7B",
+        written=(("｜DSML｜",),)),
+    ToolFormat("cohere_command3", "Command A and R7B",
         Bodies(read_json, (("<|START_ACTION|>", "<|END_ACTION|>"),), _COHERE, is_list=True),
-        tokens=("<|START_ACTION|>",),
-    ),
+        tokens=("<|START_ACTION|>",)),
     # Command-R from before there were tokens for it; the template has the words, and
     # "directly_answer" or "directly-answer".
-    ToolFormat(
-        "command_r", "Command-R",
+    ToolFormat("command_r", "Command-R",
         Bodies(
             read_json, (("Action:```json", "```"), ("Action: ```json", "```")), _COHERE,
             is_list=True,
         ),
-        written=(("Action:", "```json", "directly"),),
-    ),
-    ToolFormat(
-        "nemotron_nano_v2", "Nemotron Nano 2",
-        Bodies(read_json, (("<TOOLCALL>", "</TOOLCALL>"),), is_list=True),
-    ),
-    ToolFormat(
-        "hunyuan_a13b", "Hunyuan A13B",
-        Bodies(read_json, (("<tool_calls>", "</tool_calls>"),), is_list=True),
-    ),
-    ToolFormat(
-        "phi4_mini_json", "Phi-4-mini",
+        written=(("Action:", "```json", "directly"),)),
+    ToolFormat("nemotron_nano_v2", "Nemotron Nano 2",
+        Bodies(read_json, (("<TOOLCALL>", "</TOOLCALL>"),), is_list=True)),
+    ToolFormat("hunyuan_a13b", "Hunyuan A13B",
+        Bodies(read_json, (("<tool_calls>", "</tool_calls>"),), is_list=True)),
+    ToolFormat("phi4_mini_json", "Phi-4-mini",
         Bodies(
             read_json, (("<|tool_call|>", "<|/tool_call|>"), ("functools[", "")), is_list=True
         ),
         written=(("<|tool|>", "<|/tool|>"), ("<|/tool_call|>",), ("functools[",)),
-        model_types=("phi3",),
-    ),
-    ToolFormat(
-        "granite", "Granite 3",
+        model_types=("phi3",)),
+    ToolFormat("granite", "Granite 3",
         Bodies(read_json, (("<|tool_call|>", ""), ("<tool_call>", "")), is_list=True),
-        written=(("<|tool_call|>",),), model_types=("granite", "granitemoe"),
-    ),
-    ToolFormat(
-        "llama4_pythonic", "Llama 3.2 and 4: Python or JSON, with or without marks", _LLAMA,
-        bare=_BARE_LLAMA, written=(("<|python_start|>",),), model_types=("llama4", "llama4_text"),
-    ),
-    ToolFormat(
-        "llama3_json", "Llama 3.x: JSON or Python, with or without marks", _LLAMA,
+        written=(("<|tool_call|>",),), model_types=("granite", "granitemoe")),
+    ToolFormat("llama4_pythonic", "Llama 3.2 and 4: Python or JSON, with or without marks",
+        Bodies(read_python, _LLAMA_MARKS[::-1], **_PYTHON),
+        bare=_BARE_LLAMA, written=(("<|python_start|>",),), model_types=("llama4", "llama4_text")),
+    ToolFormat("llama3_json", "Llama 3.x: JSON or Python, with or without marks",
+        Bodies(read_python, _LLAMA_MARKS, '{{"name": "{name}", "parameters": {arguments}}}'),
         bare=_BARE_LLAMA,
         written=(
             ("<|python_tag|>",), ("Environment: ipython",),
             ('{"name": function name, "parameters"',),
-        ),
-    ),
-    ToolFormat(
-        "hermes", "Qwen 2.5 and 3, Hermes 2 Pro and 3, Granite 4", Bodies(read_json, _TOOL_CALL),
-        is_json=True,
-    ),
+        )),
+    ToolFormat("hermes", "Qwen 2.5 and 3, Hermes 2 Pro and 3, Granite 4",
+        Bodies(read_json, _TOOL_CALL, f"\n{_JSON}\n"), is_json=True),
     # No word of a template tells these two.
-    ToolFormat("openai", "gpt-oss (harmony)", Bodies(read_json), is_separate=True),
-    ToolFormat(
-        "kimi_k3", "Kimi K3",
+    ToolFormat("openai", "gpt-oss (harmony)",
+        Bodies(
+            read_json, call="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+            "{arguments}<|call|>",
+        ),
+        is_separate=True),
+    ToolFormat("kimi_k3", "Kimi K3",
         Pairs(
             '<|open|>call tool="{name}" index="{place}"<|sep|>{pairs}<|close|>call<|sep|>',
             '<|open|>argument key="{key}" type="{kind}"<|sep|>{value}<|close|>argument<|sep|>',
             (("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),), joins=True,
             whole=('<|open|>json type="object"<|sep|>', "<|close|>json<|sep|>"),
         ),
-        written=(),
-    ),
+        written=()),
     NO_TOOLS,
 )  # fmt: skip
 TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType({form.name: form for form in _ROWS})

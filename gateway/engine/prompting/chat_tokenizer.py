@@ -144,7 +144,10 @@ class ChatTokenizer:
             raise BadRequest("The model's chat template cannot ask questions.", part="prompt")
         before, after = text.split(word)
         if self.answers.is_harmony:
-            after += "" if opens_answer(opening) else "<|channel|>final<|message|>"
+            header = opening.rpartition("<|start|>")[2]
+            if header.endswith("<|message|>") and not opens_answer(header):
+                after += "<|end|><|start|>assistant"
+            after += "" if opens_answer(header) else "<|channel|>final<|message|>"
         elif self._is_thinking(opening):
             line = "\n" if after.endswith("\n") else "\n\n"
             after += f"{line}{self._reasoning.ends[0]}\n\n"

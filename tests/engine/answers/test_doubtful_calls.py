@@ -166,3 +166,41 @@ def test_words_before_a_bare_call_are_no_mark(chats: dict[str, ChatTokenizer]) -
     text = f"Then functions.write:0 {_KIMI} is what I would send."
     heard = said(chats["hermes"], row([WRITE]), text.replace("<|tool_call_argument_begin|>", ""))
     assert heard["calls"] == []
+
+
+def test_a_call_that_ends_twice_ends_once(chats: dict[str, ChatTokenizer]) -> None:
+    """Nothing of its second end is part of a text."""
+    end = f"</parameter>\n{_QWEN_END}"
+    heard = said(chats["qwen"], row([WRITE]), f"{_QWEN}<parameter=path>\na.py\n{end}\n{end}")
+    assert (heard["calls"], heard["text"]) == ([("write", {"path": "a.py"})], "")
+
+
+def test_a_cut_text_that_may_go_on_behind_an_end_is_no_call(
+    chats: dict[str, ChatTokenizer],
+) -> None:
+    """At the model's own end it is a call, and text behind it."""
+    text = f"{_QWEN}<parameter=path>\nends: </parameter>\n{_QWEN_END}\nand mo"
+    assert cut(chats["qwen"], text)["calls"] == []
+    heard = said(chats["qwen"], row([WRITE]), text)
+    assert (heard["calls"], heard["text"]) == ([("write", {"path": "ends: "})], "and mo")
+    again = f"{_QWEN}{_PATH}{_QWEN_END}\n"
+    assert len(cut(chats["qwen"], again * 2)["calls"]) == 2
+
+
+def test_an_object_around_arguments_that_none_declares_is_one_of_them(
+    chats: dict[str, ChatTokenizer],
+) -> None:
+    function = Function("go", {"type": "object"})
+    text = (
+        '<tool_call>\n<function=go>\n<parameter=parameters>\n{"path": 1}\n</parameter>\n'
+        "</function>\n</tool_call>"
+    )
+    heard = said(chats["qwen"], row([function]), text)
+    assert heard["calls"] == [("go", {"parameters": {"path": 1}})]
+
+
+def test_marks_around_answers_hold_no_thought_back(tmp_path: Path) -> None:
+    chat = family(tmp_path, reasoning_parser="hunyuan_a13b", tool_parser="hunyuan_a13b")
+    parser = chat.answers.output_processor(row([WRITE], is_thinking=True)).parser
+    parts = parser.push("The mark <answer> comes later, and so on")
+    assert "and so on" in "".join(part.reasoning for part in parts)

@@ -5,6 +5,7 @@ tests/tool_parsers/test_openai_tool_parser.py; calls on the analysis channel are
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,16 @@ def test_a_thought_that_the_template_begins_is_reasoning(tmp_path: Path) -> None
     heard = said(chat, params, f"Hm.<|end|>{ASSISTANT}{FINAL}")
     assert params.is_thinking
     assert (heard["text"], heard["reasoning"]) == ("Four.", "Hm.")
+    _, after = chat.render_questions(job("Hi"))
+    begun = f"{ASSISTANT}<|channel|>analysis<|message|>"
+    assert after.endswith(f"{begun}<|end|>{ASSISTANT}<|channel|>final<|message|>")
+
+
+def test_a_budget_ends_a_thought_that_the_template_begins_with_its_mark(tmp_path: Path) -> None:
+    chat, params = opened(tmp_path, f"{ASSISTANT}<|channel|>analysis<|message|>")
+    budget = chat.answers.thinking(replace(params, thinking_budget=0)).budget
+    assert budget is not None
+    assert budget.forced == chat.backend.token_to_id("<|end|>")
 
 
 def test_a_template_that_begins_no_message_leaves_that_to_the_model(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.engine.answers.call_reading import read_all
 from gateway.engine.answers.output_parts import TOKENS
 from gateway.engine.answers.reasoning import REASONING_FORMATS
 from gateway.engine.answers.tool_formats import TOOL_FORMATS, infer_tools, tool_format
@@ -431,3 +432,14 @@ def test_a_template_from_models_yaml_tells_the_format(tmp_path: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").unlink()
     assert open_tokenizer(folder, eos_ids=2).answers.tools is TOOL_FORMATS["hermes"]
+
+
+@pytest.mark.parametrize("name", [name for name in TOOL_FORMATS if name not in ("none", "openai")])
+def test_a_row_reads_what_it_writes(name: str) -> None:
+    calls = [{"name": "book", "arguments": ARGUMENTS}] * 2
+    form = TOOL_FORMATS[name]
+    text = form.write(calls)
+    for mark in form.noise:
+        text = text.replace(mark, "")
+    read = read_all(form.read, text, {"book": BOOK.parameters})
+    assert [(call["name"], call["arguments"]) for call in read] == [("book", ARGUMENTS)] * 2
