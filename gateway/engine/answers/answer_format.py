@@ -122,6 +122,7 @@ class AnswerFormat:
             closes=tuple(map(pattern, reasoning.ends)),
             calls=tuple(pattern(start) for start, _ in tools.marks),
             call_ends=tuple({pattern(end) for _, end in tools.marks if end}),
+            words=("", *map(pattern, tools.words_of_calls)),
             noise=tuple(map(pattern, (*reasoning.noise, *tools.noise))),
             around=tuple(map(pattern, tools.noise)),
             bare=tools.begins(list(functions)),

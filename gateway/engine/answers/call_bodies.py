@@ -35,7 +35,6 @@ from gateway.engine.answers.literals import (
 Body = tuple[list[Call], int]  # what a ReadBody returns
 _BETWEEN = re.compile(r"(?:[\s;,]|```\w*)*+")  # bodies
 _AFTER = re.compile(r"[\s;,`)\]}]*+")  # the last body: brackets too many
-_LONGEST = 64  # characters, more than any mark has
 _DECODER = json.JSONDecoder(strict=False)  # strings may hold line breaks and tabs
 _BAD_ESCAPE = re.compile(r"(\\(?:[\"\\/bfnrt]|u[0-9a-fA-F]{4}))|\\(')|\\")
 _ID = r"(?P<name>[^\s<{]{1,256})"
@@ -84,10 +83,14 @@ class Bodies:
             found = text.find(each, end, place + len(each))
             if found >= 0:
                 return Reading(calls, found + len(each))
-        rest = text[place : place + _LONGEST]
-        if is_open and (not rest or any(each.startswith(rest) for each in closers)):
-            return None
-        return Reading(calls, end if rest else place)
+        starts = tuple(start for start, _ in self.marks)
+        if text.startswith(starts, place):
+            return Reading(calls, end)
+        if place == len(text):
+            return None if is_open else Reading(calls, place)
+        # Other text follows: part of the call, for all that is known, if the call's end is behind.
+        is_last = ending is Ending.END and bool(begun and closers)
+        return Reading(calls, end) if is_last and closers[0] not in text[place:] else None
 
     def write(self, calls: Sequence[Call]) -> str:
         start, end = self.marks[0] if self.marks else ("", "")

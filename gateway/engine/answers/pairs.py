@@ -38,7 +38,7 @@ _NAMES = {
     "name": rf"(?:{_QUOTE})?(?P<name>[^\\\s\"'<>{{}}]{{1,256}})(?:{_QUOTE})?",
     "key": r"(?P<key>[^<>\n]{1,256}?)",
 }
-_ATTRIBUTES = r"\s+(?:[^<>]*?\s)?"
+_ATTRIBUTES = r"\s++(?:[^<>\s]++\s++){0,8}?"  # others before one
 _NAMED_GROUP = regex.compile(r"\(\?P<\w+>")
 _CDATA = regex.compile(r"\A\s*<!\[CDATA\[(.*)\]\]>\s*\Z", regex.DOTALL)
 
@@ -75,7 +75,9 @@ class Pairs:
 
     @cached_property
     def _closing(self) -> str:
-        return f"{regex.escape(self.call_end)}(?:{_GAP}{_any(end for _, end in self.blocks)})?"
+        ends = _any(end for _, end in self.blocks)
+        closing = f"{regex.escape(self.call_end)}(?:{_GAP}{ends})?"
+        return f"(?:{closing}|{ends})" if self.blocks else closing
 
     @cached_property
     def _opening(self) -> str:
@@ -162,7 +164,7 @@ class Pairs:
             return scan if follows or is_last or ending is Ending.END else None
         if ending is Ending.MORE:
             return None
-        if ending is Ending.CUT or (scan.depth and scan.holds_calls):
+        if ending is Ending.CUT or scan.is_doubtful or (scan.depth and scan.holds_calls):
             return None
         if text.rstrip().endswith(self.value_end):  # at least the text's end is there
             text = text.rstrip() + self.call_end
@@ -233,6 +235,7 @@ class _Scan:
         self.texts: list[tuple[Any, str]] = []  # each behind its key's match
         self.end: int | None = None  # the place where the call ends
         self.is_settled = False  # another call follows
+        self.is_doubtful = False  # which end is the call's, or which pair its own
         self.is_lenient = is_lenient  # marks may be left out
         self.depth = 0  # calls inside a text, not ended yet
         self.holds_calls = False  # a text has calls of functions that may be called
@@ -252,6 +255,8 @@ class _Scan:
             self._take(event, event.lastgroup)
             if self.is_settled:
                 break
+        if self.is_doubtful:
+            self.end, self.is_settled = None, False
         if self.end is not None:
             self._add_text()
 
@@ -270,8 +275,10 @@ class _Scan:
         elif kind == "key":
             self._inner += 1
         elif kind == "closed" and not self._inner:
-            if self.end is None or self._text[self.end : event.start()].strip():
+            if self.end is None:
                 self._value_end = event.start()
+            elif self._text[self.end : event.start()].strip():
+                self.is_doubtful = True
             self.end = event.end()  # marks that are there twice end one call
         elif self.is_lenient and self.end is None and kind in ("unclosed", "abrupt"):
             self._value_end, self.end = event.span()
@@ -288,6 +295,8 @@ class _Scan:
         is_free = is_closed and not self._inner
         if not is_closed:
             names |= self._following
+        elif not self._inner and (key["key"] in names or self.end is not None):
+            self.is_doubtful = True
         if key["key"] in names or not (is_declared or is_free):
             if not self.is_lenient:
                 self._inner = max(1, self._inner)
@@ -313,14 +322,14 @@ def _pattern(form: str) -> str:
     pieces = regex.split(r'("?)\{(\w+)\}"?', form.strip())
     pattern = ""
     for before, quote, field in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=False):
-        words = [regex.escape(word).replace("=", r"\s*=\s*") for word in before.split()]
+        words = [regex.escape(word).replace("=", r"\s*+=\s*+") for word in before.split()]
         if field not in _NAMES:  # an attribute that may be missing
-            pattern += rf"(?:\s+{words[-1]}{_QUOTE}(?P<kind>\w+){_QUOTE})?"
+            pattern += rf"(?:\s++{words[-1]}{_QUOTE}(?P<kind>\w+){_QUOTE})?"
         elif quote:
             pattern += rf"{_ATTRIBUTES.join(words)}{_QUOTED.format(field)}(?=[\s<>])"
         else:
             pattern += _GAP.join(words) + _NAMES[field]
-    others = "[^<>]*" if '"' in pieces else ""
+    others = "[^<>]*+" if '"' in pieces else ""
     return pattern + others + _GAP.join(map(regex.escape, pieces[-1].split()))
 
 

@@ -19,9 +19,10 @@ from gateway.engine.answers.output_parts import (
 from gateway.engine.answers.stop_strings import held_back
 
 ReadCalls = Callable[[str, int, Ending], Reading | None]  # as call_reading's, of known functions
-_State = Literal["text", "thinking", "call", "aside"]
+_State = Literal["text", "thinking", "call", "aside", "broken"]
 _Next = Literal["text", "thinking", "call", "aside", "noise"]
 
+BARE_SIZE: Final = 1024  # characters, by which a call without a mark shows itself
 EARLY: Final = 128  # characters, by which a mark in prose shows that it begins no call
 PROMPT_READS: Final = 8  # readings of one call; others wait until its text has grown by half
 LAST_READS: Final = 32  # readings of calls that only the answer's end settles
@@ -37,6 +38,7 @@ class Markup:
     closes: tuple[str, ...] = ()
     calls: tuple[str, ...] = ()  # marks that begin calls
     call_ends: tuple[str, ...] = ()
+    words: tuple[str, ...] = ("",)  # beginnings of calls that stand in other text as well
     noise: tuple[str, ...] = ()  # marks that are dropped
     around: tuple[str, ...] = ()  # those that stand around calls
     # Matches the beginning of an answer that is a call without any mark. A regex.Pattern, which
@@ -79,6 +81,7 @@ class Parser(AnswerParser):
         self._is_over = False
         self._counting: dict[tuple[Any, ...], dict[str, _Next]] = {}  # marks, by state
         self._tail = _Tail("")
+        self._is_in_thought = False  # the call under way, or the last one, began in a thought
         self._is_fresh = is_thinking  # white space after a mark is not part of any text
         self._is_bound = is_bound
         self._has_text = is_begun
@@ -110,8 +113,11 @@ class Parser(AnswerParser):
             elif self._state != "call":
                 break
             elif not reads or not self._read(parts, ending):
-                self._state = "text"
-                parts += self._to_parts(self._tail.text, is_call=True)
+                if self._is_in_thought:
+                    self._give_up(parts)
+                else:
+                    self._state = "text"
+                    parts += self._to_parts(self._tail.text, is_call=True)
             self._drain(parts)
         if not self.is_thinking:
             parts += self._flush_forced()
@@ -165,7 +171,7 @@ class Parser(AnswerParser):
         if self._state in ("call", "aside"):
             self._tail.add(text)
         else:
-            parts += self._to_parts(text)
+            parts += self._to_parts(text, is_call=self._state == "broken")
         if self._state == "aside" and self._tail.size > ASIDE_SIZE:
             self._state = "thinking"
             parts += self._to_parts(self._tail.text)
@@ -174,15 +180,21 @@ class Parser(AnswerParser):
         was_thinking = self.is_thinking
         if self._state == "aside":
             parts += self._to_parts(self._tail.text)
+        elif self._state == "broken":
+            parts += self._to_parts(mark, is_call=True)
         if following == "thinking" or was_thinking:
             self._may_think = not self._is_bound
         if following in ("call", "aside"):
             self._tail = _Tail(mark)
+            self._is_in_thought = was_thinking
         if following != "noise":
             self._state = following
         begins_text = was_thinking and following == "text" and not self._has_text
         self._may_be_bare = self._reads_bare and (self._may_be_bare or begins_text)
-        self._is_fresh = not (was_thinking and self._is_bound)  # white space may be the grammar's
+        is_shown = self._state == "text" and mark in self._markup.call_ends
+        self._is_fresh = not is_shown and not (
+            was_thinking and self._is_bound
+        )  # white space may be the grammar's
 
     def _is_waiting(self) -> bool:
         """Return True while an answer that has just begun may still turn out to be a bare call."""
@@ -190,16 +202,16 @@ class Parser(AnswerParser):
             return False
         assert self._markup.bare is not None
         match = self._markup.bare.match(self._held, partial=True)
-        if match is not None and match.partial:
+        if match is not None and match.partial and len(self._held) < BARE_SIZE:
             return True
         self._may_be_bare = False
-        if match is not None:
+        if match is not None and not match.partial:
             self._state, self._tail = "call", _Tail("")
         return False
 
     def _marks(self) -> dict[str, _Next]:
         """Return the marks that count in this state, and the state that each leads to."""
-        state = (self._state, self._has_text, self._may_think)
+        state = (self._state, self._has_text, self._may_think, self._is_in_thought)
         if state not in self._counting:
             self._counting[state] = self._marks_that_count()
         return self._counting[state]
@@ -210,7 +222,11 @@ class Parser(AnswerParser):
             return dict.fromkeys((*markup.calls, *markup.call_ends), "call")
         if self.is_thinking:
             return self._marks_in_thought()
+        if self._state == "broken":
+            return dict.fromkeys(markup.call_ends, "text")
         marks: dict[str, _Next] = dict.fromkeys(markup.noise, "noise")
+        if self._is_in_thought:
+            marks |= dict.fromkeys(markup.closes, "noise")
         if self._may_think and not self._has_text:
             marks |= dict.fromkeys(markup.opens, "thinking")
         if self.mode == "free" or (self.mode == "either" and not self._has_text):
@@ -253,9 +269,8 @@ class Parser(AnswerParser):
         try:
             reading = self._markup.read(spell_out(spelled), 0, ending)
         except ValueError:
-            is_closed = spelled.endswith(self._markup.call_ends)
-            shown = spelled if is_closed else self._tail.opening
-            reading = Reading((), len(spell_out(shown)))
+            self._give_up(parts)
+            return True
         except Exception:  # whatever a reader trips over
             reading = None
         if reading is None:
@@ -263,8 +278,10 @@ class Parser(AnswerParser):
             return False
         end = letters_at(spelled, reading.end)
         calls = self._write(reading.calls)
-        parts += calls or self._to_parts(spelled[:end], is_call=True)
         self._state, self._is_fresh = "text", bool(calls)
+        if not calls and self._is_in_thought:
+            self._state = "thinking"
+        parts += calls or self._to_parts(spelled[:end], is_call=True)
         rest = spelled[end:]
         if reading.is_last:
             parts += self._to_parts(rest, is_call=True)
@@ -272,6 +289,22 @@ class Parser(AnswerParser):
             self._later += [self._held, rest]
             self._held = ""
         return True
+
+    def _give_up(self, parts: list[OutputPart]) -> None:
+        """Show what is no call as text, up to the mark that would have ended it, or that ends the
+        thought which it is part of: nothing in it is a call either.
+        """
+        spelled, markup = self._tail.text, self._markup
+        ends = markup.closes if self._is_in_thought else markup.call_ends
+        places = [spelled.find(mark) for mark in ends if mark in spelled]
+        if self._tail.opening in markup.words:
+            end, self._state = len(self._tail.opening), "text"
+        else:
+            end = min(places, default=len(spelled))
+            self._state = "thinking" if self._is_in_thought else "broken"
+        self._later += [self._held, spelled[end:]]
+        self._held, self._is_fresh = "", False
+        parts += self._to_parts(spelled[:end], is_call=True)
 
     def _end_aside(self, parts: list[OutputPart], ending: Ending) -> None:
         """Add the calls that a thought ends with, or else the rest of the thought."""

@@ -30,12 +30,12 @@ from gateway.registry.parsers import TOOL_PARSERS, canonical_names
 # A call without marks, at the beginning of an answer: JSON that names one of the functions, or
 # Python that calls one.
 _BARE_JSON = (
-    r"\s*(?:```(?:json)?\s*)?\[?\s*\{{\s*"
-    r'(?:"type"\s*:\s*"function"\s*,\s*)?"(?:name|function)"\s*:\s*"(?:{})"'
+    r"\s*+(?:```(?:json)?\s*+)?\[?\s*+\{{\s*+"
+    r'(?:"type"\s*+:\s*+"function"\s*+,\s*+)?"(?:name|function)"\s*+:\s*+"(?:{})"'
 )
-_BARE_PYTHON = r"\s*\[\s*(?:{})\s*\("
+_BARE_PYTHON = r"\s*+\[\s*+(?:{})\s*+\("
 _BARE_LLAMA = rf"(?:{_BARE_JSON})|(?:{_BARE_PYTHON})"
-_BARE_GEMMA = r"\s*call:\s*(?:{})\s*[{{(]"
+_BARE_GEMMA = r"\s*+call:\s*+(?:{})\s*+[{{(]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,13 @@ class ToolFormat:
     @property
     def words(self) -> tuple[str, ...]:
         return (*(mark for pair in self.marks for mark in pair if mark), *self.noise)
+
+    @property
+    def words_of_calls(self) -> tuple[str, ...]:
+        """Beginnings of calls that are words of other texts, too."""
+        if isinstance(self.read, Bodies):
+            return ()
+        return tuple(start for start, end in self.marks if not end)
 
     def write(self, calls: Sequence[Call]) -> str:
         """Return the text of calls, as a model of the family writes it."""

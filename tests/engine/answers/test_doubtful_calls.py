@@ -12,6 +12,7 @@ from tests.engine.answers.harness import pushed
 from tests.engine.answers.test_marks_left_out import (
     _CONTENT,
     _JSON,
+    _KEYS,
     _KIMI,
     _PATH,
     _QWEN,
@@ -112,8 +113,6 @@ def test_a_cut_call_that_lacks_what_is_required_is_text(chats: dict[str, ChatTok
         ("see <parameter=content> below", "and <parameter=x> too"),
         ("<tool_call>\n<function=f>\n<parameter=x>", "x"),
         ("use <parameter=content>v</parameter> here", None),
-        ("a</parameter>\n</function>\n</tool_call> b", None),
-        ("x</parameter>\n<parameter=path>y</parameter> z", "x"),
     ],
 )
 def test_what_looks_like_an_argument_inside_a_text_is_text(
@@ -123,6 +122,95 @@ def test_what_looks_like_an_argument_inside_a_text_is_text(
     pairs = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in given.items())
     heard = said(chats["qwen"], row([WRITE]), f"{_QWEN}{pairs}{_QWEN_END}")
     assert heard["calls"] == [("write", given)]
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["a</parameter>\n</function>\n</tool_call> b", "x</parameter>\n<parameter=path>\ny"],
+)
+def test_a_text_with_a_second_end_or_its_own_name_again_is_no_call(
+    chats: dict[str, ChatTokenizer], path: str
+) -> None:
+    """Nothing says which of the two is the argument's end, or its value."""
+    text = f"{_QWEN}<parameter=path>\n{path}\n</parameter>\n{_QWEN_END}"
+    heard = said(chats["qwen"], row([WRITE]), text)
+    assert (heard["calls"], heard["text"]) == ([], text)
+
+
+BODIES = {
+    "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
+    "deepseek_v3": ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+    "mistral": ("[TOOL_CALLS]", ""),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("lfm2", '[write(path="python -c "print([len("a")])"; rm x")]'),
+        ("deepseek_v3", 'write<｜tool▁sep｜>{"path":"ends with "} and more"}'),
+        ("mistral", 'write[ARGS]{"path":"ends with "} and more"}'),
+    ],
+)
+def test_a_body_that_seems_to_end_before_its_mark_is_no_call(
+    tmp_path: Path, name: str, body: str
+) -> None:
+    """Quotes inside its text are not escaped."""
+    begin, end = BODIES[name]
+    chat = family(tmp_path, tool_parser=name)
+    heard = said(chat, row([WRITE]), f"{begin}{body}{end}")
+    assert (heard["calls"], heard["text"]) == ([], f"{begin}{body}{end}")
+
+
+GO_CALL = '<tool_call>{"name": "go", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", f"<tool_call>\nwrite:\n<content>{GO_CALL}</content>\n</tool_call>"),
+        ("qwen", "<tool_call>\nfunction=write>\n<parameter=content>\n<tool_call>\n<function=go>\n"
+         "</function>\n</tool_call>"),
+        ("kimi", "<|tool_call_begin|>write file<|tool_call_begin|>functions.go:0"
+         "<|tool_call_argument_begin|>{}<|tool_call_end|>"),
+    ],
+)  # fmt: skip
+def test_nothing_inside_what_is_no_call_is_a_call(
+    chats: dict[str, ChatTokenizer], name: str, text: str
+) -> None:
+    heard = said(chats[name], row([WRITE, GO]), text)
+    assert (heard["calls"], heard["text"]) == ([], text)
+
+
+def test_a_good_call_behind_a_broken_one_is_a_call(chats: dict[str, ChatTokenizer]) -> None:
+    broken = "<tool_call>run\n<arg_key>command</arg_key></tool_call>"
+    good = f"<tool_call>write\n{_KEYS[0]}a.py</arg_value>\n{_KEYS[1]}x</arg_value>\n</tool_call>"
+    heard = said(chats["glm"], row([WRITE]), f"{broken}\n{good}")
+    assert heard["calls"] == [CALL]
+    assert heard["text"].strip() == broken
+
+
+@pytest.mark.parametrize("call", ["[TOOL_CALLS] or not?", '[TOOL_CALLS]go[ARGS]{"a": '])
+def test_a_thought_that_only_mentions_a_token_goes_on(tmp_path: Path, call: str) -> None:
+    tokens = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]")
+    chat = family(tmp_path, tokens=tokens, words="[TOOL_CALLS] [THINK]")
+    text = f"Use {call} A secret.[/THINK]Answer"
+    heard = said(chat, row([GO], is_thinking=True), text)
+    assert (heard["calls"], heard["text"]) == ([], "Answer")
+    assert heard["reasoning"].endswith("A secret.")
+
+
+def test_the_end_of_a_thought_that_a_call_has_ended_is_no_text(
+    chats: dict[str, ChatTokenizer],
+) -> None:
+    text = f"Plan.<|tool_call_begin|>{_KIMI}<|tool_call_end|></think>Done."
+    heard = said(chats["kimi"], row([WRITE], is_thinking=True), text)
+    assert (heard["calls"], heard["reasoning"], heard["text"]) == ([CALL], "Plan.", "Done.")
+
+
+def test_a_call_may_lack_the_end_of_its_function(chats: dict[str, ChatTokenizer]) -> None:
+    text = f"{_QWEN}{_PATH}{_CONTENT}</tool_call>"
+    assert said(chats["qwen"], row([WRITE]), text)["calls"] == [CALL]
 
 
 def test_a_family_that_says_what_is_text_is_believed(chats: dict[str, ChatTokenizer]) -> None:

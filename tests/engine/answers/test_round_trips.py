@@ -309,9 +309,12 @@ def test_a_whole_call_at_the_end_of_an_open_thought_is_a_call(case: Case) -> Non
 
 
 def ends_thoughts(case: Case, spelling: str) -> bool:
-    """Tell if the mark that begins a call is a special token, which no thought holds."""
+    """Tell if the mark that begins a call is a special token, which no thought holds, and another
+    mark says that the call is over.
+    """
     (begun, *_) = spelled(case.chat(spelling), case.form.write([READ]))
-    return TOKENS.fullmatch(begun) is not None
+    is_token = TOKENS.fullmatch(begun) is not None
+    return is_token and all(end for _, end in TOOL_FORMATS[case.form.format].marks[:1])
 
 
 @thinkers
