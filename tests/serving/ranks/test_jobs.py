@@ -57,6 +57,7 @@ JOBS: dict[str, dict[str, Any]] = {
         "calling": Calling(functions=[FUNCTION]),
         "tools": TOOLS,
     },
+    "a message that the template begins": {"messages": HELLO},
     "calls in an unknown form": {
         "messages": HELLO,
         "calling": Calling(functions=[replace(FUNCTION, strict=False)]),
@@ -136,10 +137,20 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pair]]
     plain = write_chat(folder / "plain")
     options: dict[str, Any] = {"prefix_cache_bytes": 1 << 24, "speculate_rows": 4}
     unknown = "{{ tools }}{{ messages }}"
+    opening = "{% if add_generation_prompt %}<|channel|>final<|message|>{% endif %}"
     others = {
         "thinking": Pair(partial(open_engine, thinking, **options)),
         "calls in an unknown form": Pair(
             partial(open_engine, plain, chat_template=unknown, **options)
+        ),
+        "a message that the template begins": Pair(
+            partial(
+                open_engine,
+                plain,
+                chat_template=f"{{{{ messages }}}}{opening}",
+                reasoning_parser="openai_gptoss",
+                **options,
+            )
         ),
     }
     pair = Pair(partial(open_engine, plain, **options))
