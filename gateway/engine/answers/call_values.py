@@ -90,7 +90,7 @@ class Allowed:
             return frozenset()
         listed = [schema["const"]] if "const" in schema else _list(schema.get("enum"))
         self.choices += listed
-        stated = schema.get("type", [_type_of(value) for value in listed])
+        stated = schema.get("type", [type_of(value) for value in listed])
         names = {name for name in [stated, *_list(stated)] if isinstance(name, str)}
         constraints = [frozenset(names | {"integer"} if "number" in names else names)]
         ref = schema.get("$ref")
@@ -118,7 +118,8 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _type_of(value: Any) -> str:
+def type_of(value: Any) -> str:
+    """Return the name of a value's type in JSON Schema."""
     return next((name for name, holds in _TYPES.items() if holds(value)), "string")
 
 

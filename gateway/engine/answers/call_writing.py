@@ -2,16 +2,13 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from gateway.engine.answers.call_reading import Call
+from gateway.engine.answers.call_values import type_of
 
 WriteValue = Callable[[Any], str]
-_TYPES: Mapping[type, str] = {
-    str: "string", bool: "boolean", int: "integer", float: "number", list: "array",
-    dict: "object", type(None): "null",
-}  # fmt: skip
 
 
 def as_json(value: Any) -> str:
@@ -52,7 +49,7 @@ def write_call(call: Call, form: str, pair: str, write_value: WriteValue, **more
         pair.format(
             key=key,
             value=write_value(value),
-            kind=_TYPES[type(value)],
+            kind=type_of(value),
             is_text=as_json(isinstance(value, str)),
         )
         for key, value in arguments.items()

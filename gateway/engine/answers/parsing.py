@@ -81,7 +81,7 @@ class Parser(AnswerParser):
         self._is_over = False
         self._counting: dict[tuple[Any, ...], dict[str, _Next]] = {}  # marks, by state
         self._tail = _Tail("")
-        self._is_in_thought = False  # the call under way, or the last one, began in a thought
+        self._is_in_thought = False  # a call has begun in a thought, and nothing since
         self._is_fresh = is_thinking  # white space after a mark is not part of any text
         self._is_bound = is_bound
         self._has_text = is_begun
@@ -186,15 +186,14 @@ class Parser(AnswerParser):
             self._may_think = not self._is_bound
         if following in ("call", "aside"):
             self._tail = _Tail(mark)
-            self._is_in_thought = was_thinking
         if following != "noise":
             self._state = following
+            self._is_in_thought = was_thinking and following == "call"
         begins_text = was_thinking and following == "text" and not self._has_text
         self._may_be_bare = self._reads_bare and (self._may_be_bare or begins_text)
-        is_shown = self._state == "text" and mark in self._markup.call_ends
-        self._is_fresh = not is_shown and not (
-            was_thinking and self._is_bound
-        )  # white space may be the grammar's
+        # White space may be a grammar's, or follow a mark that is shown.
+        is_kept = (was_thinking and self._is_bound) or mark in self._markup.call_ends
+        self._is_fresh = not is_kept
 
     def _is_waiting(self) -> bool:
         """Return True while an answer that has just begun may still turn out to be a bare call."""

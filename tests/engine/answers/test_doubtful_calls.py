@@ -208,6 +208,14 @@ def test_the_end_of_a_thought_that_a_call_has_ended_is_no_text(
     assert (heard["calls"], heard["reasoning"], heard["text"]) == ([CALL], "Plan.", "Done.")
 
 
+def test_a_mark_behind_a_thought_that_mentions_a_call_is_text(
+    chats: dict[str, ChatTokenizer],
+) -> None:
+    text = "Say <tool_call> now?</think>The tag </think> ends it."
+    heard = said(chats["hermes"], row([WRITE], is_thinking=True), text)
+    assert (heard["reasoning"], heard["text"]) == ("Say <tool_call> now?", text[28:])
+
+
 def test_a_call_may_lack_the_end_of_its_function(chats: dict[str, ChatTokenizer]) -> None:
     text = f"{_QWEN}{_PATH}{_CONTENT}</tool_call>"
     assert said(chats["qwen"], row([WRITE]), text)["calls"] == [CALL]
