@@ -319,12 +319,10 @@ class LabelStep:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """The logprobs (natural) of one step into a question's labels, by the place of the label, whose
-    own logprob is the sum over its steps.
-    """
+    """The logprobs (natural) of one step into a question's labels."""
 
     question: int
-    logprobs: Sequence[tuple[int, float]]
+    logprobs: Sequence[tuple[int, float]]  # by the label's place; its own is the sum over its steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,6 +374,7 @@ class SequenceParams:
     calling: Calling | None = None
     earlier_calls: int = 0  # of the conversation so far
     calls_are_text: bool = False  # functions may be called, in a format that is not known
+    thoughts_are_text: bool = False  # the format of thoughts is not known
     grammar: Grammar | None = None  # of what comes after the thinking
     compiled: Compiled | None = None
     is_either: bool = False  # the answer has a form, or is calls
@@ -402,8 +401,7 @@ class KvCost:
     windows: tuple[tuple[int, int], ...] = ()  # of each: bytes a token, and most tokens kept
     constant: int = 0  # of what does not grow, such as states
     draft: tuple[int, int] = (0, 0)  # beside: bytes a token, and of at most so many sequences
-    # Of sequences that read ahead, beside too: bytes that do not grow, and of at most so many.
-    ahead: tuple[int, int] = (0, 0)
+    ahead: tuple[int, int] = (0, 0)  # likewise, of those that read ahead: bytes that do not grow
     plane: int = 0  # a token's, in the largest array
     states: int = 0  # of all full windows and states
 
@@ -465,6 +463,7 @@ class EngineFacts:
     max_context: int  # tokens that a prompt and its answer have together
     kv_cost: KvCost = _ZERO
     self_test_tokens: int = 0  # of the self-test's longest sequence
+    unread_formats: Sequence[str] = ()  # the settings of formats that don't fit its chat template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

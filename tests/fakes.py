@@ -210,6 +210,7 @@ class ScriptedChat:
     names: list[bytes] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
     calls_are_text: bool = False
+    thoughts_are_text: bool = False
     thinks: bool = True
     judged: list[tuple[str, str]] = field(default_factory=list)
     verdicts: list[bool | None] = field(default_factory=list)  # True after these
@@ -262,6 +263,7 @@ class ScriptedChat:
             grammar=job.grammar,
             is_open=job.max_tokens is None,
             calls_are_text=self.calls_are_text and job.calling is not None,
+            thoughts_are_text=self.thoughts_are_text and job.prompt is None,
             logprobs=job.logprobs,
             thinking_budget=job.thinking_budget if self.thinks else None,
             is_thinking=self.thinks,

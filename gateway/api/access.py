@@ -34,6 +34,7 @@ EXPOSED_HEADERS = [
         "x-gateway-ignored",
         "x-gateway-images-left-out",
         "x-gateway-truncated",
+        "x-gateway-reasoning-format",
         "x-gateway-tool-format",
         "x-gateway-unenforced",
         "x-gateway-schema-valid",

@@ -153,6 +153,8 @@ class ChatEngines:
             ),
         )
         setup = await run_in_daemon_thread(read)
+        for field in setup.unread_formats:
+            log.warning("format_unknown", model=spec.id, hint=f"set `{field}:`")
         is_packed = await run_in_daemon_thread(self._must_stay_packed, setup.checkpoint, spec)
         log_costs(setup.checkpoint, self.device, is_packed=is_packed)
         draft_setup = None

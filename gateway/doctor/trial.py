@@ -160,6 +160,7 @@ def _stages(
     assert isinstance(batcher, GenerationBatcher)
     write = partial(_write, spec, batcher, count())
     return {
+        "formats": partial(_check_formats, batcher.engine.facts.unread_formats),
         "batch": partial(_test_batches, spec, batcher, place),
         "speed": partial(_measure, "tokens", write, ROWS_AT_ONCE),
     }
@@ -174,6 +175,15 @@ def _describe(error: Exception) -> str:
 def _dtype(batcher: Any) -> str:
     """Return float32 for mlx.core.float32."""
     return str(batcher.engine.dtype).rpartition(".")[2]
+
+
+async def _check_formats(unread: Sequence[str]) -> Finding:
+    if not unread:
+        message = "calls and thoughts of its template are read, where it shows any."
+        return Finding("formats", "ok", message)
+    settings = " and ".join(f"`{each}`" for each in unread)
+    message = f"what its template writes is not read; set {settings} in models.yaml."
+    return Finding("formats", "warn", message, {"unread": list(unread)})
 
 
 async def _test_batches(spec: ChatSpec, batcher: GenerationBatcher, place: Workplace) -> Finding:

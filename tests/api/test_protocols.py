@@ -183,3 +183,14 @@ async def test_a_model_whose_form_of_calls_is_unknown_is_said_to_be(
     if path in TOOLS:
         answer = await client.post(path, json={**body, "tools": TOOLS[path]})
         assert answer.headers["x-gateway-tool-format"] == "unknown"
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+async def test_a_model_whose_form_of_thoughts_is_unknown_is_said_to_be(
+    client: AsyncClient, engines: ScriptedEngines, path: str, is_streamed: bool
+) -> None:
+    """But for bare prompts, whose answers have no thoughts."""
+    engines.chat.thoughts_are_text = True
+    answer = await client.post(path, json={**ASK[path]("hi"), "stream": is_streamed})
+    has_thoughts = path != "/v1/completions"
+    assert answer.headers.get("x-gateway-reasoning-format") == ("unknown" if has_thoughts else None)

@@ -89,7 +89,9 @@ class GenerationEngine(Sequences):
             opening=prompt.opening,
             thinking_budget=budget,
             is_either=job.grammar is not None,
-            calls_are_text=job.calling is not None and not forced and not chat.answers.reads_calls,
+            calls_are_text=job.calling is not None and not forced and self._leaves_calls,
+            thoughts_are_text=job.prompt is None
+            and "reasoning_parser" in self.facts.unread_formats,
             earlier_calls=sum(len(turn.get("tool_calls") or ()) for turn in job.messages),
             beginning=job.caller.prefix_names.ends(len(prompt.ids)),
             adapter=job.adapter,
@@ -98,6 +100,11 @@ class GenerationEngine(Sequences):
         return [
             replace(row, index=i, sampling=_sampling_of_choice(sampling, i)) for i in range(job.n)
         ]
+
+    @property
+    def _leaves_calls(self) -> bool:
+        """Return True if calls may be text: the form in which the model writes them is unknown."""
+        return not self._chat.answers.reads_calls or "tool_parser" in self.facts.unread_formats
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Compile a grammar for use by sequences. Slow, and safe on any thread.

@@ -33,6 +33,7 @@ from gateway.engine.prompting.chat_tokenizer import (
     chat_tokenizer,
     wrap_folder_tokenizer,
 )
+from gateway.engine.prompting.read_back import list_unread
 from gateway.engine.sandbox_worker import Sandbox
 from gateway.engine.tokenizer_parts import check_growth
 
@@ -62,6 +63,7 @@ def read_chat_setup(
         config, wrapper = _read_tokenizer(checkpoint, files)
         kind = str(config.get("model_type"))
         chat = chat_tokenizer(wrapper, name=name, model_type=kind, **options)
+        unread = [each for each in list_unread(chat) if options.get(each) != "none"]
     if isinstance(checkpoint, GgufCheckpoint):
         generation = read_sampling(checkpoint.header.metadata)
     else:
@@ -79,6 +81,7 @@ def read_chat_setup(
         max_context=_context(checkpoint, config, max_context),
         vocab_size=vocab_size,
         sampling_defaults=usable_sampling(generation),
+        unread_formats=unread,
     )
 
 

@@ -50,6 +50,7 @@ class ChatSetup:
     max_context: int
     vocab_size: int
     sampling_defaults: Mapping[str, float]
+    unread_formats: abc.Sequence[str] = ()  # as EngineFacts has them
 
 
 class Sequences:
@@ -84,7 +85,7 @@ class Sequences:
         if draft_model is not None:
             kv_cost = draft_model.with_kv(kv_cost, speculate_rows)
         tested_tokens = count_tokens(model, setup.max_context)
-        self.facts = EngineFacts(setup.max_context, kv_cost, tested_tokens)
+        self.facts = EngineFacts(setup.max_context, kv_cost, tested_tokens, setup.unread_formats)
         self._prefixes = PrefixCache(empty, prefixes or PrefixPool(0), states)
         self.adapters = Adapters(model)
         self._prefill = Prefill(

@@ -33,6 +33,14 @@ class ChatTemplate:
     def __init__(self, wrapper: TokenizerWrapper, sandbox: Sandbox | None) -> None:
         self._wrapper: Any = wrapper
         self._sandbox = sandbox
+        self.is_program = wrapper._chat_template is not None  # mlx-lm's, instead of a template
+        # Hermes 3 and Command-R have several templates, by name: one of them shows tools.
+        named = wrapper._tokenizer.chat_template or ""
+        self.text = named if isinstance(named, str) else "\n".join(named.values())
+
+    def has(self, word: str) -> bool:
+        """Return True if a word stands in the template, or may in a program."""
+        return self.is_program or word in self.text
 
     def render(
         self,
@@ -89,11 +97,13 @@ class ChatTemplate:
     ) -> tuple[str, Any]:
         wrapper = self._wrapper
         try:
-            if self._sandbox is None or wrapper._chat_template is not None:
-                text = wrapper.apply_chat_template(
-                    list(messages), tools=list(tools) or None, tokenize=False, **arguments
+            listed = list(tools) or None
+            if self.is_program:
+                return "rendered", wrapper._chat_template(list(messages), tools=listed, **arguments)
+            if self._sandbox is None:
+                return "rendered", wrapper._tokenizer.apply_chat_template(
+                    list(messages), tools=listed, tokenize=False, **arguments
                 )
-                return "rendered", text
             text = json.dumps(self._arguments(messages, tools, arguments), default=str)
         except Exception as error:  # a template is a program, and raises whatever it likes
             return "refused", str(error)
@@ -111,13 +121,8 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Return the arguments of mlx-lm 0.32 and transformers 5.23 to `render_jinja_template`."""
-        wrapper = self._wrapper
-        values = dict(arguments)
-        if wrapper._thinking_kwarg != "enable_thinking" and "enable_thinking" in values:
-            values[wrapper._thinking_kwarg] = values.pop("enable_thinking")
-        values.setdefault(wrapper._thinking_kwarg, wrapper.has_thinking)
-        tokenizer = wrapper._tokenizer
+        """Return the arguments of transformers 5.23 to `render_jinja_template`."""
+        tokenizer = self._wrapper._tokenizer
         listed = [dict(tool) for tool in tools] or None
         present = [
             {key: value for key, value in message.items() if value is not None}
@@ -125,7 +130,7 @@ class ChatTemplate:
         ]
         return {
             **tokenizer.special_tokens_map,
-            **values,
+            **arguments,
             "conversations": [present],
             "tools": listed,
             "chat_template": tokenizer.get_chat_template(None, listed),

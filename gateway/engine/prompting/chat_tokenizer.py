@@ -22,8 +22,9 @@ from gateway.engine.answers.reasoning import ReasoningFormat, infer_reasoning, r
 from gateway.engine.answers.tool_formats import ToolFormat, infer_tools, tool_format
 from gateway.engine.control_tokens import ControlTokens, Piece
 from gateway.engine.prompting.chat_template import ChatTemplate
+from gateway.engine.prompting.thoughts import THOUGHT_KEY, Turn, find_form, put_as, trial_job
 from gateway.engine.sandbox_worker import Sandbox
-from gateway.errors import BadRequest, ModelLoadFailed
+from gateway.errors import BadRequest, GatewayError, ModelLoadFailed
 from gateway.jobs import GenerateJob, TokenIds
 
 # Parameters of transformers' functions, which no request may set by `template_args`: its
@@ -66,7 +67,7 @@ class ChatTokenizer:
         split_special_tokens: bool = False,
     ) -> None:
         self._wrapper: Any = wrapper
-        self._template = template
+        self.template = template
         self._template_args = dict(template_args)
         self.backend: Tokenizer = wrapper.backend_tokenizer
         # Set once: changing these per call is what makes a tokenizer say "Already borrowed".
@@ -79,6 +80,8 @@ class ChatTokenizer:
         self.answers = AnswerFormat(
             tools, reasoning, self.backend, self.vocabulary, wrapper.eos_token_ids
         )
+        self._put_thought = put_as(THOUGHT_KEY)
+        self._put_thought = find_form(template, self._try)
 
     @property
     def tokenizer(self) -> Any:
@@ -99,8 +102,11 @@ class ChatTokenizer:
             return Prompt(list(job.prompt))
         if job.continues:
             return self._continue(job)
-        text, opening = self._render(job)
-        ids = self._encode(text)
+        text, opening = self.render(job)
+        return self.begin(opening, self.encode(text))
+
+    def begin(self, opening: str, ids: list[int]) -> Prompt:
+        """Return a prompt that ends with what a template opens for the answer."""
         if self.answers.is_harmony:  # free of its grammar until the answer's own message begins
             header = opening.rpartition("<|start|>")[2]
             return Prompt(ids, is_thinking=not opens_answer(header), opening=header)
@@ -123,7 +129,7 @@ class ChatTokenizer:
         # the text, and the text put after what stands before that word.
         word = f"continued{secrets.token_hex(16)}"
         messages = [*earlier, {**last, "content": word}]
-        text = self._apply(replace(job, messages=messages), is_asking=False)
+        text = self.apply(replace(job, messages=messages), is_asking=False)
         if text.count(word) != 1:
             raise BadRequest("The model's chat template cannot continue an answer.", part="prompt")
         before = self.controls.pieces(text[: text.index(word)])
@@ -139,7 +145,7 @@ class ChatTokenizer:
         *earlier, last = job.messages
         word = f"question{secrets.token_hex(16)}"
         messages = [*earlier, {**last, "content": word}]
-        text, opening = self._render(replace(job, messages=messages))
+        text, opening = self.render(replace(job, messages=messages))
         if text.count(word) != 1:
             raise BadRequest("The model's chat template cannot ask questions.", part="prompt")
         before, after = text.split(word)
@@ -160,9 +166,9 @@ class ChatTokenizer:
             return list(encoded.ids)
         if asking or job.continues:
             return self.prompt(job).ids
-        return self._encode(self._apply(job, is_asking=False))
+        return self.encode(self.apply(job, is_asking=False))
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """Encode what the template has written, with the special tokens that it wants."""
         [ids] = self.controls.encode([self.controls.pieces(text)])
         return ids
@@ -180,20 +186,20 @@ class ChatTokenizer:
         special = {token for token, added_token in added.items() if added_token.special}
         return texts_of(ids, prompt if isinstance(prompt, str) else None, self.vocabulary, special)
 
-    def _render(self, job: GenerateJob) -> tuple[str, str]:
+    def render(self, job: GenerateJob) -> tuple[str, str]:
         """Return a conversation's text, and what the template adds at its end to open the answer.
 
         Only the second says whether the model is thinking, since messages may contain its marks
         too. It is empty if the text contains none.
         """
-        text = self._apply(job, is_asking=True)
+        text = self.apply(job, is_asking=True)
         marks = (*self._reasoning.starts, *self._reasoning.ends)
         if self.answers.is_harmony and text.endswith("<|message|>"):
             marks = ("<|message|>",)
         if not any(mark in text for mark in marks):
             return text, ""
         try:
-            opening = text[_alike(text, self._apply(job, is_asking=False)) :]
+            opening = text[count_alike(text, self.apply(job, is_asking=False)) :]
         except BadRequest:  # some cannot be rendered otherwise
             opening = ""
         if opening:
@@ -204,24 +210,40 @@ class ChatTokenizer:
             opening = text.rstrip().splitlines()[-1]
         return text, opening
 
-    def _apply(self, job: GenerateJob, *, is_asking: bool) -> str:
+    def apply(self, job: GenerateJob, *, is_asking: bool) -> str:
+        """Return a conversation in the model's template, to be answered if `is_asking`.
+
+        Raises BadRequest if the template refuses it.
+        """
         reserved = RESERVED & job.template_args.keys()
         if reserved:
             raise BadRequest(
                 f"'{min(reserved)}' is not for a request to set.", part="template_args"
             )
-        messages: Sequence[Mapping[str, Any]] = own_ids(job.messages, self.answers.tools.new_id)
+        messages = map(self._turn, own_ids(job.messages, self.answers.tools.new_id))
         tools, arguments = job.tools, job.template_args
         if self._splits_controls:
-            split = self.controls.split
-            # A template looks for the marks of thinking in earlier answers.
-            whole = {"assistant": self._reasoning.marks}
-            messages = [split(message, whole.get(message["role"], ())) for message in messages]
-            tools, arguments = split(tools), split(arguments)
+            tools, arguments = self.controls.split(tools), self.controls.split(arguments)
         arguments = self._thinking_arguments({**self._template_args, **arguments})
-        return self._template.render(
-            messages, tools, {**arguments, "add_generation_prompt": is_asking}
+        return self.template.render(
+            list(messages), tools, {**arguments, "add_generation_prompt": is_asking}
         )
+
+    def _turn(self, message: dict[str, Any]) -> Turn:
+        """Return a turn as the template reads it, with its thought where the template looks."""
+        thought, turn = message.pop(THOUGHT_KEY, None), message
+        if self._splits_controls:
+            # A template looks for the marks of thinking in earlier answers.
+            whole = self._reasoning.marks if message["role"] == "assistant" else ()
+            turn, thought = self.controls.split(turn, whole), self.controls.split(thought)
+        return self._put_thought(turn, thought) if thought else turn
+
+    def _try(self, turns: Sequence[Turn]) -> str | None:
+        """Return the text of a made-up conversation; None if it is refused."""
+        try:
+            return self.apply(trial_job(turns), is_asking=False)
+        except GatewayError:
+            return None
 
     def _thinking_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return a template's arguments, with those about thinking renamed to the words of its
@@ -230,7 +252,7 @@ class ChatTokenizer:
         Most templates read `enable_thinking`; Granite's and DeepSeek's read `thinking`; gpt-oss has
         three levels of thinking and cannot turn it off.
         """
-        if self._wrapper._chat_template is not None:  # a program, with arguments of its own
+        if self.template.is_program:  # which has arguments of its own
             return arguments
         asked = arguments.get("enable_thinking")
         if self.answers.is_harmony:
@@ -241,14 +263,10 @@ class ChatTokenizer:
             if effort not in nearest:
                 return arguments
             return {**arguments, "reasoning_effort": nearest[str(effort)]}
-        if asked is not None:
-            return {"thinking": asked, **arguments}
-        if self._reasoning.starts:  # mlx-lm's wrapper has this for the families that it knows
-            return {"enable_thinking": True, **arguments}
-        return arguments
+        return arguments if asked is None else {"thinking": asked, **arguments}
 
 
-def _alike(text: str, other: str) -> int:
+def count_alike(text: str, other: str) -> int:
     """Count the characters that two texts have in common at their beginning."""
     if text.startswith(other):
         return len(other)
@@ -301,10 +319,7 @@ def chat_tokenizer(
         raise ModelLoadFailed(name, "it has no chat template; set `chat_template:` in models.yaml")
     template = ChatTemplate(wrapper, options.get("template_sandbox"))
     template.check(name, template_args)
-    text = wrapper._tokenizer.chat_template or ""
-    if not isinstance(text, str):
-        # Hermes 3 and Command-R have several templates, by name: one of them shows tools.
-        text = "\n".join(text.values())
+    text = template.text
     vocabulary = wrapper.backend_tokenizer.get_vocab()
     largest = max(vocabulary.values(), default=0)
     if largest >= MOST_TOKENS:  # the grammars' tables have a place for each id

@@ -85,7 +85,7 @@ def brief() -> Iterator[Sandbox]:
 def both(template: ChatTemplate, turns: Any, tools: Any, arguments: Any) -> tuple[str, str]:
     """Render beside what transformers itself gives; of a refusal, its message."""
     try:
-        theirs = template._wrapper.apply_chat_template(
+        theirs = template._wrapper._tokenizer.apply_chat_template(
             [dict(turn) for turn in turns], tools=tools or None, tokenize=False, **arguments
         )
     except Exception as error:
@@ -105,15 +105,15 @@ def test_it_is_what_transformers_renders(
     chat = family(tmp_path, template=TEMPLATES[name], template_sandbox=box)
     for turns in (TURNS, TURNS[:2], TURNS[4:]):
         for tools in ([], [TOOL]):
-            ours, theirs = both(chat._template, turns, tools, ASKED[asked])
+            ours, theirs = both(chat.template, turns, tools, ASKED[asked])
             assert ours == theirs
 
 
 def test_of_several_templates_the_one_for_tools_is_rendered(box: Sandbox, tmp_path: Path) -> None:
     chat = family(tmp_path, template_sandbox=box)
     chat.tokenizer.chat_template = {"default": "plain", "tool_use": "with tools"}
-    assert both(chat._template, TURNS, [], {}) == ("plain", "plain")
-    assert both(chat._template, TURNS, [TOOL], {}) == ("with tools", "with tools")
+    assert both(chat.template, TURNS, [], {}) == ("plain", "plain")
+    assert both(chat.template, TURNS, [TOOL], {}) == ("with tools", "with tools")
 
 
 BAD = {
@@ -136,7 +136,7 @@ def test_a_template_that_costs_too_much_is_refused_at_load(
 def test_a_template_that_wants_more_than_a_greeting_is_loaded(box: Sandbox, tmp_path: Path) -> None:
     chat = family(tmp_path, template="{{ raise_exception('no') }}", template_sandbox=box)
     with pytest.raises(BadRequest, match="refuses these messages: no"):
-        chat._template.render(TURNS, [], {})
+        chat.template.render(TURNS, [], {})
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -150,7 +150,7 @@ def test_messages_that_make_a_template_cost_too_much_are_refused(
     with pytest.raises(BadRequest, match=f"could not render these messages: .*{why}") as caught:
         chat.prompt(_job("x"))
     assert caught.value.part == "prompt"
-    assert chat._template.render([{"role": "user", "content": "y"}], [], {}) == "fine"
+    assert chat.template.render([{"role": "user", "content": "y"}], [], {}) == "fine"
 
 
 def test_who_comes_while_another_template_is_slow_is_told_to_come_back(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ DROPS = f"{{% for m in messages %}}{{% if m.role != 'system' %}}{EACH}{{% endif 
 )
 def test_system_turns_stay_in_place(template: str, text: str, box: Sandbox, tmp_path: Path) -> None:
     chat = family(tmp_path, template=template, template_sandbox=box)
-    assert chat._template.render(LATE, (), {"add_generation_prompt": True}) == text
+    assert chat.template.render(LATE, (), {"add_generation_prompt": True}) == text
     assert [turn["role"] for turn in LATE].count("system") == 3
 
 

@@ -58,7 +58,7 @@ JOBS: dict[str, dict[str, Any]] = {
         "tools": TOOLS,
     },
     "a message that the template begins": {"messages": HELLO},
-    "calls in an unknown form": {
+    "calls and thoughts in an unknown form": {
         "messages": HELLO,
         "calling": Calling(functions=[replace(FUNCTION, strict=False)]),
         "tools": TOOLS,
@@ -136,11 +136,11 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pair]]
     thinking = teach_thinking(write_chat(folder / "thinking", vocab_size=1040), opens=True)
     plain = write_chat(folder / "plain")
     options: dict[str, Any] = {"prefix_cache_bytes": 1 << 24, "speculate_rows": 4}
-    unknown = "{{ tools }}{{ messages }}"
+    unknown = "{{ tools }}{{ messages }}{# reasoning_content #}"
     opening = "{% if add_generation_prompt %}<|channel|>final<|message|>{% endif %}"
     others = {
         "thinking": Pair(partial(open_engine, thinking, **options)),
-        "calls in an unknown form": Pair(
+        "calls and thoughts in an unknown form": Pair(
             partial(open_engine, plain, chat_template=unknown, **options)
         ),
         "a message that the template begins": Pair(

@@ -1,0 +1,99 @@
+"""Thoughts that go back to their model: the form in which its chat template reads them, found by
+rendering made-up turns.
+
+Templates show a thought only in some places: in an answer behind a tool's result, beside a call, or
+in any last answer. gpt-oss's refuses one beside a text and a call.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+from gateway.engine.prompting.chat_template import ChatTemplate
+from gateway.jobs import Caller, Function, GenerateJob, Sampling
+
+Turn: TypeAlias = Mapping[str, Any]
+PutThought: TypeAlias = Callable[[Turn, str], Turn]
+"""Adds a thought to a turn, in the form that a template reads."""
+
+THOUGHT_KEY: Final = "reasoning_content"  # in a job's turns, and in most templates
+THOUGHT: Final = "The tide turns at seven."
+ARGUMENTS: Final[Mapping[str, Any]] = {"harbour": "Old Whitby", "days": 3}
+FUNCTION: Final = Function(
+    "look_up_tide",
+    {
+        "type": "object",
+        "properties": {"harbour": {"type": "string"}, "days": {"type": "integer"}},
+        "required": ["harbour", "days"],
+    },
+)
+_CALL: Final = {"name": FUNCTION.name, "arguments": ARGUMENTS}
+_CALLS: Final = [{"id": "call_0", "type": "function", "function": _CALL}]
+_ASKED: Final[Turn] = {"role": "user", "content": "When do we sail?"}
+_CALLING: Final[Turn] = {"role": "assistant", "content": "", "tool_calls": _CALLS}
+_TALKING: Final[Turn] = {**_CALLING, "content": "Let me look."}
+_FOUND: Final[Turn] = {"role": "tool", "content": "Slack water.", "tool_call_id": "call_0"}
+_ANSWERING: Final[Turn] = {"role": "assistant", "content": "Sail at eight."}
+CALLING: Final = (_ASKED, _CALLING)
+ANSWERING: Final = ((_ASKED, _CALLING, _FOUND, _ANSWERING), CALLING, (_ASKED, _ANSWERING))
+"""Conversations whose last turn may have a thought."""
+
+
+def trial_job(turns: Sequence[Turn]) -> GenerateJob:
+    """Return the job of a made-up conversation, of a model that thinks and may call FUNCTION."""
+    function = {"name": FUNCTION.name, "description": "", "parameters": FUNCTION.parameters}
+    return GenerateJob(
+        caller=Caller(request_id="trial", deadline=math.inf, allowed_s=math.inf),
+        messages=turns,
+        tools=[{"type": "function", "function": function}],
+        template_args={"enable_thinking": True},
+        sampling=Sampling(),
+    )
+
+
+def put_as(key: str) -> PutThought:
+    """Return the form in which a thought is a field of its turn."""
+    return lambda turn, thought: {**turn, key: thought}
+
+
+def _put_alone(put: PutThought) -> PutThought:
+    """Return a form without the thoughts of turns that have both a text and calls."""
+    return lambda turn, thought: (
+        turn if turn.get("content") and turn.get("tool_calls") else put(turn, thought)
+    )
+
+
+def _put_as_part(turn: Turn, thought: str) -> Turn:
+    """Add a thought as Mistral's templates read it: as a part of the content."""
+    text = turn.get("content")
+    parts = [{"type": "text", "text": text}] if text else []
+    return {**turn, "content": [{"type": "thinking", "thinking": thought}, *parts]}
+
+
+# Each behind a word without which a template cannot read that form.
+_FORMS: Final[Sequence[tuple[str, PutThought]]] = (
+    (THOUGHT_KEY, put_as(THOUGHT_KEY)),
+    ("reasoning", put_as("reasoning")),
+    ("thinking", put_as("thinking")),
+    ("thinking", _put_as_part),
+)
+
+
+def may_show_thoughts(template: ChatTemplate) -> bool:
+    """Return True if a template has a word by which it could read thoughts."""
+    return any(template.has(word) for word, _ in _FORMS)
+
+
+def find_form(template: ChatTemplate, render: Callable[[Sequence[Turn]], str | None]) -> PutThought:
+    """Return the form in which a template reads thoughts; the usual one if it shows none.
+
+    `render` returns the text of a conversation, None for one that the template refuses.
+    """
+    for word, put in _FORMS:
+        for *earlier, last in ANSWERING if template.has(word) else ():
+            text = render([*earlier, put(last, THOUGHT)]) or ""
+            # A template may print a list of parts that it does not read.
+            if THOUGHT in text and not any(f"{mark}thinking{mark}:" in text for mark in "'\""):
+                is_refused = render([_ASKED, put(_TALKING, THOUGHT)]) is None
+                return _put_alone(put) if is_refused and render([_ASKED, _TALKING]) else put
+    return put_as(THOUGHT_KEY)
