@@ -7,8 +7,12 @@ the others is the one before, its answer and what a tool has printed.
 With --restart, the first prompt is asked of a gateway, and again of a new one once that has ended:
 without a folder for kept prompts, and with one.
 
+With --thoughts, smaller models think and call in each turn, and their thoughts are sent back or
+left out. Cached is then a share of all tokens that had been read or written in the turn before.
+
     python -m benchmarks.agent_turns
     python -m benchmarks.agent_turns --restart --tokens 1500
+    python -m benchmarks.agent_turns --thoughts --tokens 2000
 """
 
 import argparse
@@ -24,12 +28,20 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.conversations import COMMON, write_model
+from benchmarks.conversations import COMMON, FAMILIES, write_model
 from gateway.cli.gateways import started
 from gateway.settings import load_settings
 
 RECORDED: Final = Path(__file__).parents[1] / "tests" / "api" / "codex_first_request.json"
 TURNS: Final = 10
+THOUGHT: Final = 128  # tokens of each
+# Answers are opened with a thought, and thoughts that are sent back are shown, as Qwen 3.5's are.
+THINKING: Final = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}<think>\n"
+    "{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+)
 HEADS: Final = 144  # of 128 numbers, keys and values, in float32: 144 KiB a token
 WIDE: Final[dict[str, Any]] = {
     **COMMON,
@@ -73,18 +85,22 @@ KINDS: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-def ask(url: str, messages: Sequence[dict[str, str]], max_tokens: int) -> tuple[Any, float]:
+def ask(
+    url: str, messages: Sequence[dict[str, Any]], max_tokens: int, **more: Any
+) -> tuple[Any, float]:
     """Return a chat's answer, and the seconds that it took."""
-    body = {"model": "agent", "messages": messages, "max_tokens": max_tokens, "temperature": 0}
-    request = urllib.request.Request(
-        f"{url}/v1/chat/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
+    body = {"messages": messages, "max_tokens": max_tokens, "temperature": 0, **more}
     began = time.perf_counter()
-    with urllib.request.urlopen(request) as response:
-        answer = json.load(response)
+    answer = post(f"{url}/v1/chat/completions", body)
     return answer, time.perf_counter() - began
+
+
+def post(url: str, body: dict[str, Any]) -> Any:
+    """Return what a gateway answers for its only model."""
+    content = json.dumps({"model": "agent", **body}).encode()
+    request = urllib.request.Request(url, content, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as response:
+        return json.load(response)
 
 
 def begin(url: str, tokens: int) -> list[dict[str, str]]:
@@ -109,6 +125,39 @@ def converse(url: str, tokens: int, answer_tokens: int) -> list[tuple[int, int, 
         )
         messages.append({"role": "user", "content": f"exit {turn}"})
     return turns
+
+
+def find_word(url: str) -> int:
+    """Return a token whose repetition is read as the same tokens again."""
+    for letter in "0123456789;,.!":
+        tokens = post(f"{url}/v1/tokenize", {"prompt": 8 * letter, "add_special_tokens": False})
+        if len(set(tokens["tokens"])) == 1 and tokens["count"] == 8:
+            return int(tokens["tokens"][0])
+    raise LookupError("every letter joins others of its kind")
+
+
+def think(url: str, tokens: int, answer_tokens: int, *, sends_back: bool) -> list[float]:
+    """Return of each turn but the first the share of what had been read and written that is cached.
+
+    Each answer is a thought and a text, behind which the client writes a call.
+    """
+    messages: list[dict[str, Any]] = [*begin(url, tokens)]
+    bias, known, shares = {str(find_word(url)): 100}, 0, []
+    for turn in range(TURNS):
+        budget = {"thinking_token_budget": THOUGHT, "logit_bias": bias}
+        answer, _ = ask(url, messages, THOUGHT + answer_tokens, **budget)
+        usage, said = answer["usage"], answer["choices"][0]["message"]
+        if turn:
+            shares.append(usage["prompt_tokens_details"]["cached_tokens"] / known)
+        known = usage["total_tokens"]
+        function = {"name": "run", "arguments": json.dumps({"command": f"step {turn}"})}
+        call = {"id": f"call_{turn}", "type": "function", "function": function}
+        thought = {"reasoning_content": said["reasoning_content"]} if sends_back else {}
+        messages += [
+            {"role": "assistant", "content": said["content"], "tool_calls": [call], **thought},
+            {"role": "tool", "tool_call_id": call["id"], "content": f"exit {turn}"},
+        ]
+    return shares
 
 
 def restart(models: Path, root: Path, tokens: int) -> list[str]:
@@ -141,6 +190,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--tokens", type=int, default=7_900, help="of the first prompt, about")
     parser.add_argument("--answer", type=int, default=8, help="tokens of each answer")
     parser.add_argument("--restart", action="store_true", help="ask again after a restart")
+    parser.add_argument("--thoughts", action="store_true", help="think and call in each turn")
     given = parser.parse_args(arguments)
     head: tuple[str, ...] = (
         "Model",
@@ -149,7 +199,9 @@ def main(arguments: Sequence[str]) -> None:
         "of what had been read",
         "seconds",
     )
-    if given.restart:
+    if given.thoughts:
+        head = ("Model", f"turns 2 to {TURNS}: cached, thoughts sent back", "left out")
+    elif given.restart:
         head = (
             "Model",
             "first prompt, cold",
@@ -158,11 +210,22 @@ def main(arguments: Sequence[str]) -> None:
             "on disk",
         )
     print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}")
-    for name, config in KINDS.items():
+    for name, config in (FAMILIES if given.thoughts else KINDS).items():
         with tempfile.TemporaryDirectory() as root:
             write_model(Path(root) / "agent", config)
             models = Path(root) / "models.yaml"
             models.write_text("version: 1\nmodels: {agent: {kind: chat, source: 'path:agent'}}\n")
+            if given.thoughts:
+                (Path(root) / "agent" / "chat_template.jinja").write_text(THINKING)
+                cells = []
+                for sends_back in (True, False):
+                    with started(load_settings({"models": models})) as gateway:
+                        shares = think(
+                            gateway.url, given.tokens, given.answer, sends_back=sends_back
+                        )
+                    cells.append(f"{min(shares):.1%} to {max(shares):.1%}")
+                print(f"| {name} | {' | '.join(cells)} |", flush=True)
+                continue
             if given.restart:
                 cells = restart(models, Path(root), given.tokens)
                 print(f"| {name} | {' | '.join(cells)} |", flush=True)
