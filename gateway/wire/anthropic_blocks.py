@@ -20,7 +20,7 @@ _READABLE = ("text", "document", "search_result")
 RESULT_PARTS = (*_READABLE, "tool_reference")
 BLOCKS = (
     *(*_READABLE, "thinking", "redacted_thinking", "tool_use", "tool_result"),
-    "compaction",  # the summary of what was said before
+    "compaction",  # a summary of earlier turns
 )
 
 
@@ -63,7 +63,7 @@ class ResultPart(Readable):
 
     type: Label = Field(json_schema_extra={"enum": list(RESULT_PARTS)})
     content: Texts | None = None
-    tool_name: Label | None = None  # of a tool that a search of tools found
+    tool_name: Label | None = None  # the tool that a search of tools found
 
 
 class OtherPart(Skipped):

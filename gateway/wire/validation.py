@@ -124,7 +124,7 @@ class Skipped(Part):
     """A part of a type that is not read, as another server writes. A header names its type."""
 
     type: Label
-    role: ClassVar = "assistant"  # as what ends no turn of the user's
+    role: ClassVar = "assistant"  # no message of the user's ends where it stands
 
 
 KNOWN, OTHER = "known part", "other part"  # no identifiers, so no field's path has them

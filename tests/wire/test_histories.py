@@ -95,7 +95,7 @@ def refused(protocol: str, given: Any) -> str:
     return FIELD[protocol]
 
 
-@pytest.mark.generator(weight=0.5)
+@pytest.mark.generator(weight=0.3)
 @given(
     st.lists(
         st.tuples(
@@ -110,13 +110,13 @@ def test_any_blocks_are_read_or_refused_by_name(messages: Any) -> None:
     assert refused("messages", given).startswith("messages")
 
 
-@pytest.mark.generator(weight=0.5)
+@pytest.mark.generator(weight=0.3)
 @given(st.lists(whatever(tuple(set(KINDS) - {"item_reference"})) | other("Responses"), max_size=7))
 def test_any_items_are_read_or_refused_by_name(items: Any) -> None:
     assert refused("responses", items).startswith("input")
 
 
-@pytest.mark.generator(weight=0.5)
+@pytest.mark.generator(weight=0.3)
 @given(
     st.lists(
         st.tuples(
@@ -145,7 +145,7 @@ def test_blocks_of_other_servers_end_no_conversation(pairs: Any) -> None:
         assert text.count(word) >= known.count(word)
 
 
-@pytest.mark.generator(weight=0.5)
+@pytest.mark.generator(weight=0.3)
 @given(st.lists(WORD.map(lambda text: {"role": "assistant", "content": text}) | other("Responses")))
 def test_items_of_other_servers_end_no_conversation(items: Any) -> None:
     read = turns("responses", [{"role": "user", "content": "Hello"}, *items])
@@ -153,7 +153,7 @@ def test_items_of_other_servers_end_no_conversation(items: Any) -> None:
     assert "".join(turn["content"] for turn in read[1:]) == known
 
 
-@pytest.mark.generator(weight=0.5)
+@pytest.mark.generator(weight=0.3)
 @given(
     st.lists(
         st.tuples(st.text("ab \n", max_size=3), st.text("cd \n", max_size=3), st.lists(WORD)),
