@@ -144,6 +144,76 @@ def reasoning_table() -> str:
     return "\n".join(rows)
 
 
+_CALL = "a call"
+_RESULT = "the result of a call; without a name if the call is not there"
+# By protocol: the types of an earlier turn's blocks or items, and what the model reads of each.
+READ_AS: Mapping[str, Mapping[str, str]] = {
+    "Messages": {
+        "text": "its text",
+        "document": "its text, after title and context",
+        "search_result": "its text, after title and source",
+        "thinking": "thoughts of its turn",
+        "redacted_thinking": "nothing, as nobody can read it",
+        "tool_use": _CALL,
+        "tool_result": _RESULT,
+        "tool_reference": "the tool's name, in a result",
+        "compaction": "its text, in the user's turn before",
+    },
+    "Responses": {
+        "message": "its text",
+        "reasoning": "thoughts of its turn: its content, else its summary",
+        "function_call": _CALL,
+        "custom_tool_call": "a call with the argument `input`",
+        "local_shell_call": "a call of `local_shell` with its action as arguments",
+        "apply_patch_call": "a call of `apply_patch` with its operation as arguments",
+        "function_call_output": _RESULT,
+        "custom_tool_call_output": _RESULT,
+        "local_shell_call_output": _RESULT,
+        "apply_patch_call_output": _RESULT,
+        "item_reference": "the stored item with its id",
+    },
+}
+# Some of those that are skipped, as all others are.
+SKIPPED: Mapping[str, frozenset[str]] = {
+    "Messages": frozenset(
+        {
+            *("server_tool_use", "web_search_tool_result", "web_fetch_tool_result"),
+            *("code_execution_tool_result", "bash_code_execution_tool_result"),
+            *("text_editor_code_execution_tool_result", "tool_search_tool_result"),
+            *("advisor_tool_result", "mcp_tool_use", "mcp_tool_result", "mcp_tool_listing"),
+            *("container_upload", "tool_addition", "tool_removal", "fallback"),
+        }
+    ),
+    "Responses": frozenset(
+        {
+            *("web_search_call", "file_search_call", "image_generation_call", "computer_call"),
+            *("code_interpreter_call", "computer_call_output", "shell_call", "shell_call_output"),
+            *("mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
+            *("tool_search_call", "tool_search_output", "additional_tools", "program"),
+            *("program_output", "compaction", "compaction_summary", "compaction_trigger"),
+            *("configuration_update", "ghost_snapshot"),
+        }
+    ),
+}
+
+
+def history_table() -> str:
+    """Return the table of docs/tools.md: what is read of earlier turns in each protocol."""
+    rows = ["| Protocol | Block or item | The model reads |", "| --- | --- | --- |"]
+    for protocol, types in READ_AS.items():
+        by_words: dict[str, list[str]] = {}
+        for kind, words in types.items():
+            by_words.setdefault(words, []).append(f"`{kind}`")
+        rows += [
+            f"| {protocol} | {' '.join(names)} | {words} |" for words, names in by_words.items()
+        ]
+        skipped = " ".join(f"`{kind}`" for kind in sorted(SKIPPED[protocol]))
+        rows.append(
+            f"| {protocol} | {skipped} and types that nobody knows | nothing: skipped, named |"
+        )
+    return "\n".join(rows)
+
+
 def _by_models(forms: Iterable[Form]) -> list[Form]:
     return sorted(forms, key=lambda form: (form.name == "none", form.models.casefold()))
 
@@ -160,6 +230,7 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     "fields": (DOCS / "api.md", lambda: fields_table(ENDPOINTS)),
     "tools": (DOCS / "tools.md", tools_table),
     "reasoning": (DOCS / "tools.md", reasoning_table),
+    "history": (DOCS / "tools.md", history_table),
 }
 
 

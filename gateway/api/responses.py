@@ -26,7 +26,7 @@ from gateway.serving.response_store import StoredItem, StoredResponse
 from gateway.wire import responses as wire
 from gateway.wire import responses_items
 from gateway.wire.generation import read_tier
-from gateway.wire.responses_items import Item
+from gateway.wire.responses_items import AnyItem
 from gateway.wire.responses_stream import ResponseWriter
 from gateway.wire.tools import unpack
 
@@ -154,7 +154,7 @@ def _exchange(service: Service, request: Request, wire_request: wire.ResponsesRe
 
 def _conversation(
     service: Service, wire_request: wire.ResponsesRequest, caller: Caller
-) -> tuple[Sequence[StoredItem], Sequence[Item]]:
+) -> tuple[Sequence[StoredItem], Sequence[AnyItem]]:
     """Return the items of the previous response, and the request's own, references resolved."""
 
     max_bytes = service.rules.max_input_chars * MAX_JSON_BYTES

@@ -4,17 +4,24 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, takewhile
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, Tag
 
 from gateway.errors import BadRequest
 from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label
 from gateway.wire.images import image_refused
-from gateway.wire.validation import Part, require
+from gateway.wire.tools import read_arguments
+from gateway.wire.validation import IMAGE_TYPES, KNOWN, OTHER, Part, Skipped, by_type, require
 
 # Claude Code's first system block: a header for Anthropic's billing, which changes from one session
 # to the next. A model has no use for it, and no two prompts would begin alike.
 NOT_FOR_MODELS = "x-anthropic-billing-header:"
 _HINTS = frozenset({"cache_control", "citations"})  # of caching, which needs none, and of sources
+_READABLE = ("text", "document", "search_result")
+RESULT_PARTS = (*_READABLE, "tool_reference")
+BLOCKS = (
+    *(*_READABLE, "thinking", "redacted_thinking", "tool_use", "tool_result"),
+    "compaction",  # a summary of earlier turns
+)
 
 
 class TextPart(Part):
@@ -44,7 +51,7 @@ class Readable(Part):
 
     harmless = _HINTS
 
-    type: Label = Field(json_schema_extra={"enum": ["text", "document", "search_result"]})
+    type: Label = Field(json_schema_extra={"enum": list(_READABLE)})
     text: str | None = None
     title: str | None = None
     context: str | None = None
@@ -54,43 +61,70 @@ class Readable(Part):
 class ResultPart(Readable):
     """A piece of a tool's result."""
 
+    type: Label = Field(json_schema_extra={"enum": list(RESULT_PARTS)})
     content: Texts | None = None
+    tool_name: Label | None = None  # the tool that a search of tools found
+
+
+class OtherPart(Skipped):
+    """A piece of a tool's result that is not read."""
+
+    type: Annotated[Label, Field(json_schema_extra={"not": {"enum": list(RESULT_PARTS)}})]
+
+
+ResultParts = Annotated[
+    list[
+        Annotated[
+            Annotated[ResultPart, Tag(KNOWN)] | Annotated[OtherPart, Tag(OTHER)],
+            by_type(dict.fromkeys((*RESULT_PARTS, *IMAGE_TYPES), KNOWN)),
+        ]
+    ],
+    FAIL_FAST,
+    ITEM_LIMIT,
+]
 
 
 class InputBlock(Readable):
-    """A piece of a message: what is read, thinking of an earlier answer, a call, or a call's
-    result.
+    """A piece of a message: what is read, thinking of an earlier answer, a call, a call's result,
+    or a summary.
     """
 
     harmless = _HINTS | {"caller", "data", "is_error", "signature"}
 
-    type: Label = Field(
-        json_schema_extra={
-            "enum": [
-                *("text", "document", "search_result"),
-                *("thinking", "redacted_thinking", "tool_use", "tool_result"),
-            ]
-        }
-    )
+    type: Label = Field(json_schema_extra={"enum": list(BLOCKS)})
     thinking: str | None = None
     id: Label | None = None
     name: Label | None = None
-    input: dict[str, Any] | None = None
+    input: Annotated[Any, Field(json_schema_extra={"type": "object"})] = None
     tool_use_id: Label | None = None
-    content: str | Annotated[list[ResultPart], FAIL_FAST, ITEM_LIMIT] | None = None
+    content: str | ResultParts | None = None
+
+    @property
+    def unread(self) -> frozenset[str]:
+        """Return `input` if it is no object: the model reads another than was sent."""
+        return frozenset(() if isinstance(self.input, dict) else {"input"})
+
+
+class OtherBlock(Skipped):
+    """A piece of a message that is not read."""
+
+    type: Annotated[Label, Field(json_schema_extra={"not": {"enum": list(BLOCKS)}})]
+
+
+Block = Annotated[
+    Annotated[InputBlock, Tag(KNOWN)] | Annotated[OtherBlock, Tag(OTHER)],
+    by_type(dict.fromkeys((*BLOCKS, *IMAGE_TYPES), KNOWN)),
+]
 
 
 class InputMessage(Part):
     """One message of a conversation. A system message holds from where it stands."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[InputBlock], FAIL_FAST, ITEM_LIMIT]
+    content: str | Annotated[list[Block], FAIL_FAST, ITEM_LIMIT]
 
 
 SystemPrompt = str | Texts
-
-
-_READABLE = ("text", "document", "search_result")
 
 
 class _Placed(NamedTuple):
@@ -102,28 +136,29 @@ class _Placed(NamedTuple):
 def is_continuation(messages: Sequence[InputMessage]) -> bool:
     """Return True if the answer continues the last turn: if that is the assistant's.
 
-    Raises BadRequest for one that ends with anything but text.
+    Raises BadRequest for one with calls, or with neither text nor thinking.
     """
-    said = [(i, message) for i, message in enumerate(messages) if _blocks(message.content)]
-    if not said or said[-1][1].role != "assistant":
+    placed = list(_placed(messages))
+    if not placed or placed[-1].role != "assistant":
         return False
-    last = takewhile(lambda each: each[1].role == "assistant", reversed(said))
-    blocks = [block for _, message in last for block in _blocks(message.content)]
-    place = f"messages[{said[-1][0]}]"
+    last = takewhile(lambda each: each.role == "assistant", reversed(placed))
+    blocks = [placed_block.block for placed_block in last]
+    place = placed[-1].place.partition(".")[0]
     if any(block.type == "tool_use" for block in blocks):
         raise BadRequest(
             f"Invalid '{place}': the results of its calls have to follow.", param=place
         )
-    if not any(block.type == "text" and block.text for block in blocks):
+    if any(block.type == "text" and block.text for block in blocks):
+        return True
+    if not any("thinking" in block.type for block in blocks):
         raise BadRequest(f"Invalid '{place}': it has no text to continue from.", param=place)
-    return True
+    return False  # The answer to thoughts alone is a turn of its own.
 
 
 def to_turns(system: SystemPrompt | None, messages: Sequence[InputMessage]) -> list[dict[str, Any]]:
     """Return the conversation as templates read it.
 
-    Raises BadRequest for blocks that are not text, calls or results, for results of no call, and
-    if there is no block at all.
+    Raises BadRequest for images and other blocks that are not text, and if no block is read.
     """
     # Messages of one role in a row are one turn; results of calls are turns of their own, and
     # system messages stand where they stood.
@@ -147,22 +182,28 @@ def to_turns(system: SystemPrompt | None, messages: Sequence[InputMessage]) -> l
     return turns
 
 
-def _blocks(content: str | list[InputBlock]) -> list[InputBlock]:
+def _blocks(content: str | list[Block]) -> list[Block]:
     return [InputBlock(type="text", text=content)] if isinstance(content, str) else content
 
 
 def _placed(messages: Sequence[InputMessage]) -> Iterator[_Placed]:
     allowed = {
         "user": (*_READABLE, "tool_result"),
-        "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+        "assistant": ("text", "thinking", "redacted_thinking", "tool_use", "compaction"),
         "system": ("text",),
     }
     for i, message in enumerate(messages):
         for j, block in enumerate(_blocks(message.content)):
             place = f"messages[{i}].content[{j}]"
+            if isinstance(block, OtherBlock):
+                continue
             if block.type not in allowed[message.role]:
                 raise _not_served(block.type, place, f"in a message of the {message.role}")
-            yield _Placed(message.role, place, block)
+            # A summary is read where clients that summarize write it: in the user's turn before.
+            if block.type != "compaction":
+                yield _Placed(message.role, place, block)
+            elif block.content:
+                yield _Placed("user", place, block)
 
 
 def _not_served(kind: str, place: str, where: str) -> BadRequest:
@@ -188,6 +229,8 @@ def _text_of(block: InputBlock | ResultPart, place: str) -> str:
     # a line each.
     if block.type == "text":
         return require(block.text, f"{place}.text")
+    if block.type == "compaction":
+        return _content_text(block.content, place)
     source = block.source
     if block.type == "search_result":
         address = source if isinstance(source, str) else None
@@ -203,10 +246,10 @@ def _text_of(block: InputBlock | ResultPart, place: str) -> str:
     return "\n".join(filter(None, (block.title, address, _join(texts))))
 
 
-def _texts(parts: Sequence[TextPart | ResultPart], place: str) -> list[str]:
+def _texts(parts: Sequence[TextPart | ResultPart | OtherPart], place: str) -> list[str]:
     texts = []
     for i, part in enumerate(parts):
-        if part.type != "text":
+        if isinstance(part, OtherPart) or part.type != "text":
             raise _not_served(part.type, f"{place}[{i}]", "there")
         texts.append(require(part.text, f"{place}[{i}].text"))
     return texts
@@ -233,12 +276,12 @@ def _assistant_turn(placed: Sequence[_Placed], names: dict[str, str]) -> dict[st
         elif block.type == "tool_use":
             call_id, name = _require(placed_block, "id"), _require(placed_block, "name")
             names[call_id] = name
-            function = {"name": name, "arguments": block.input or {}}
+            function = {"name": name, "arguments": read_arguments(block.input)}
             calls.append({"id": call_id, "type": "function", "function": function})
     turn: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
     # A template leaves out the thinking that its model should not read again.
     if any(thinking):
-        turn["reasoning_content"] = _join(thinking)
+        turn["reasoning_content"] = "".join(thinking)
     if calls:
         turn["tool_calls"] = calls
     return turn
@@ -261,16 +304,21 @@ def _user_turns(placed: Sequence[_Placed], names: dict[str, str]) -> Iterator[di
 def _result_turn(placed: _Placed, names: dict[str, str]) -> dict[str, Any]:
     block, place = placed.block, placed.place
     call_id = require(block.tool_use_id, f"{place}.tool_use_id")
-    if call_id not in names:
-        raise BadRequest(
-            f"Invalid '{place}.tool_use_id': no 'tool_use' before it has the id '{call_id}'.",
-            param=f"{place}.tool_use_id",
-        )
-    content = block.content or ""
-    parts = [] if isinstance(content, str) else content
-    for i, part in enumerate(parts):
-        if part.type not in _READABLE:
+    text = _content_text(block.content, place)
+    turn = {"role": "tool", "content": text, "tool_call_id": call_id}
+    # The call of a result may have been left out, as by clients that shorten their history.
+    return {**turn, "name": names[call_id]} if call_id in names else turn
+
+
+def _content_text(
+    content: str | Sequence[TextPart | ResultPart | OtherPart] | None, place: str
+) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for i, part in enumerate(content):
+        if part.type in IMAGE_TYPES:
             raise _not_served(part.type, f"{place}.content[{i}]", "there")
-    texts = [_text_of(part, f"{place}.content[{i}]") for i, part in enumerate(parts)]
-    text = content if isinstance(content, str) else _join(texts)
-    return {"role": "tool", "content": text, "tool_call_id": call_id, "name": names[call_id]}
+        if isinstance(part, ResultPart):
+            texts.append(part.tool_name or _text_of(part, f"{place}.content[{i}]"))
+    return _join(texts)

@@ -9,8 +9,9 @@ import orjson
 from pydantic import Field
 
 from gateway.errors import BadRequest
-from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label, parse
+from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label
 from gateway.wire.images import image_refused
+from gateway.wire.tools import parse_object, read_arguments
 from gateway.wire.validation import Part, require
 
 Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
@@ -35,6 +36,11 @@ class Function(Part):
     name: Label
     arguments: str = ""
 
+    @property
+    def unread(self) -> frozenset[str]:
+        """Return `arguments` if they are no object: the model reads others than were sent."""
+        return frozenset({"arguments"} if parse_object(self.arguments) is None else ())
+
 
 class ToolCall(Part):
     """A call that the assistant made in an earlier turn."""
@@ -46,10 +52,14 @@ class ToolCall(Part):
     function: Function
 
 
+# Other values than texts are ignored, as unknown fields are.
+Thoughts = Annotated[Any, Field(json_schema_extra={"type": "string"})]
+
+
 class Message(Part):
     """One turn of a conversation, as a client sends it: an answer's message, say, as it came."""
 
-    harmless = frozenset({"annotations", "reasoning", "reasoning_content", "refusal"})
+    harmless = frozenset({"annotations", "refusal"})
 
     role: Role
     content: str | Annotated[list[ContentPart], FAIL_FAST, ITEM_LIMIT] | None = None
@@ -57,6 +67,20 @@ class Message(Part):
     tool_calls: Annotated[list[ToolCall], FAIL_FAST, ITEM_LIMIT] | None = None
     tool_call_id: Label | None = None
     prefix: bool | None = None  # Mistral's and DeepSeek's: the answer continues the message
+    reasoning_content: Thoughts = None
+    reasoning: Thoughts = None  # vLLM's and OpenRouter's name
+
+    @property
+    def thoughts(self) -> str:
+        """Return the assistant's thoughts, empty if it has none."""
+        texts = (self.reasoning_content, self.reasoning) if self.role == "assistant" else ()
+        return next((text for text in texts if text and isinstance(text, str)), "")
+
+    @property
+    def unread(self) -> frozenset[str]:
+        """Return the fields with thoughts that the model does not read."""
+        fields = {"reasoning_content": self.reasoning_content, "reasoning": self.reasoning}
+        return frozenset(name for name, value in fields.items() if value and value != self.thoughts)
 
 
 def is_continuation(messages: Sequence[Message], *, requested: bool) -> bool:
@@ -110,6 +134,8 @@ def _turn(message: Message, place: str) -> dict[str, Any]:
     if message.role == "user":
         require(message.content, f"{place}.content")
     turn: dict[str, Any] = {"role": role, "content": _text(message.content, place)}
+    if message.thoughts:
+        turn["reasoning_content"] = message.thoughts
     if message.name is not None:
         turn["name"] = message.name
     if message.tool_call_id is not None:
@@ -119,7 +145,10 @@ def _turn(message: Message, place: str) -> dict[str, Any]:
             {
                 "id": call.id,
                 "type": "function",
-                "function": _template_function(call.function, place),
+                "function": {
+                    "name": call.function.name,
+                    "arguments": read_arguments(call.function.arguments),
+                },
             }
             for call in message.tool_calls
         ]
@@ -148,15 +177,3 @@ def join_texts(parts: Sequence[ContentPart], place: str) -> str:
         value = require(getattr(part, field), f"{place}[{i}].{field}")
         texts.append(value if isinstance(value, str) else orjson.dumps(value).decode())
     return "".join(texts)
-
-
-def _template_function(function: Function, place: str) -> dict[str, Any]:
-    """Return a call with its arguments parsed: templates write them as JSON themselves."""
-    try:
-        arguments = parse((function.arguments or "{}").encode())
-    except ValueError:
-        raise BadRequest(
-            f"Invalid '{place}.tool_calls': the arguments of '{function.name}' are not JSON.",
-            param=f"{place}.tool_calls",
-        ) from None
-    return {"name": function.name, "arguments": arguments}

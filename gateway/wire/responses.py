@@ -12,7 +12,7 @@ from pydantic import (
 )
 from typing_extensions import TypeAliasType, TypedDict
 
-from gateway.errors import BadRequest, GatewayError
+from gateway.errors import GatewayError
 from gateway.errors import Part as ErrorPart
 from gateway.jobs import Caller, GenerateJob, Grammar, Sampling, Usage
 from gateway.wire.bounds import FAIL_FAST, Label, Name, Schema
@@ -32,7 +32,7 @@ from gateway.wire.generation import (
     thinking_args,
 )
 from gateway.wire.messages import to_template
-from gateway.wire.responses_items import Item, Items, to_messages
+from gateway.wire.responses_items import AnyItem, Item, Items, to_messages
 from gateway.wire.tools import (
     OtherTool,
     ResponseFunctionTool,
@@ -44,7 +44,7 @@ from gateway.wire.tools import (
     unpack,
     unserved_tools,
 )
-from gateway.wire.validation import Part
+from gateway.wire.validation import Part, check_length
 
 LOGPROBS = "message.output_text.logprobs"
 # The values of `include`; only the first has an effect.
@@ -196,7 +196,7 @@ class ResponsesRequest(SampledRequest):
     def has_references(self) -> bool:
         """Return True if it refers to an earlier response, or to items of some."""
         return self.previous_response_id is not None or any(
-            item.is_reference for item in self.input
+            isinstance(item, Item) and item.is_reference for item in self.input
         )
 
     @property
@@ -220,7 +220,7 @@ def to_job(
     caller: Caller,
     defaults: Sampling,
     *,
-    items: Sequence[Item],
+    items: Sequence[AnyItem],
     max_tokens: int | None,
     template_args: Mapping[str, Any],
     max_chars: int,
@@ -233,8 +233,7 @@ def to_job(
     messages = to_template(
         to_messages(request.instructions, items, earlier=earlier, names=toolset.names)
     )
-    if sum(len(message["content"]) for message in messages) > max_chars:
-        raise BadRequest(f"The input is longer than {max_chars} characters.", param="input")
+    check_length(messages, max_chars, param="input")
     selection = select(request.tool_choice, parallel=request.parallel_tool_calls)
     tools, calling = read_tools(toolset.functions, selection)
     return GenerateJob(

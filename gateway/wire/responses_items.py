@@ -1,19 +1,30 @@
 """The input items of a Responses request: read, converted to chat messages, written for storage."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Final, Literal, cast
 
 import orjson
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, Tag, TypeAdapter
 from typing_extensions import TypedDict
 
 from gateway.errors import BadRequest, ResponseNotFound
 from gateway.ids import new_id
-from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label, parse
+from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label
 from gateway.wire.messages import ContentPart, Function, Message, ToolCall, join_texts
-from gateway.wire.tools import QualifiedName
-from gateway.wire.validation import Part, find_place, missing_parameter, read_limit, require
+from gateway.wire.tools import QualifiedName, parse_object, read_arguments
+from gateway.wire.validation import (
+    KNOWN,
+    OTHER,
+    Part,
+    Skipped,
+    by_type,
+    find_place,
+    missing_parameter,
+    read_limit,
+    require,
+)
 
 _PREFIXES = {
     "message": "msg",
@@ -22,8 +33,16 @@ _PREFIXES = {
     "reasoning": "rs",
 }
 REFERENCE = "item_reference"
-KINDS = (*_PREFIXES, REFERENCE)
-TEXTS = ("input_text", "output_text", "text")
+# By the type of a call, the field with its arguments, and the name of one that has none.
+_CALLS: Final[Mapping[str, tuple[str, str | None]]] = {
+    "function_call": ("arguments", None),
+    "custom_tool_call": ("input", None),
+    "local_shell_call": ("action", "local_shell"),
+    "apply_patch_call": ("operation", "apply_patch"),
+}
+_OUTPUTS = tuple(f"{call}_output" for call in _CALLS)
+KINDS = ("message", "reasoning", *_CALLS, *_OUTPUTS, REFERENCE)
+TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 class InputPart(ContentPart):
@@ -51,7 +70,7 @@ Parts = Annotated[
 class Item(Part):
     """A message, a call, a call's output, or the reasoning of an earlier turn."""
 
-    harmless = frozenset({"encrypted_content", "phase", "status", "summary"})
+    harmless = frozenset({"encrypted_content", "phase", "status"})
 
     # Alone, it is any of these: the one to which an earlier answer gave the id.
     id: Label | None = None
@@ -62,19 +81,36 @@ class Item(Part):
     name: Label | None = None
     namespace: Label | None = None
     arguments: str | None = None
+    input: str | None = None
+    action: dict[str, Any] | None = None
+    operation: dict[str, Any] | None = None
     output: Parts = Field(default_factory=list)
+    summary: Parts = Field(default_factory=list)
 
-    @field_validator("type")
-    @classmethod
-    def _check_type(cls, value: str) -> str:
-        if value not in KINDS:
-            raise ValueError(f"items of type '{value}' are not served")
-        return value
+    @property
+    def unread(self) -> frozenset[str]:
+        """Return `arguments` if they are no object: the model reads others than were sent."""
+        is_object = parse_object(self.arguments or "") is not None
+        return frozenset(() if is_object else {"arguments"})
 
     @property
     def is_reference(self) -> bool:
         """Return True if the item refers to another by id; its type is optional then."""
         return self.type == REFERENCE or self.model_fields_set <= {"id"}
+
+
+class OtherItem(Skipped):
+    """An item of another type, which is not read."""
+
+    id: Label | None = None
+    type: Annotated[Label, Field(json_schema_extra={"not": {"enum": list(KINDS)}})]
+
+
+AnyItem = Annotated[
+    Annotated[Item, Tag(KNOWN)] | Annotated[OtherItem, Tag(OTHER)],
+    by_type(dict.fromkeys(KINDS, KNOWN)),
+]
+_STORED: Final[TypeAdapter[Item | OtherItem]] = TypeAdapter(AnyItem)
 
 
 def as_items(value: object) -> object:
@@ -84,22 +120,24 @@ def as_items(value: object) -> object:
 
 
 Items = Annotated[
-    list[Item],
+    list[AnyItem],
     FAIL_FAST,
     ITEM_LIMIT,
-    BeforeValidator(as_items, json_schema_input_type=str | list[Item]),
+    BeforeValidator(as_items, json_schema_input_type=str | list[AnyItem]),
     Field(min_length=1),
 ]
 
 
-def resolve_references(items: Sequence[Item], find: Callable[[str], bytes | None]) -> list[Item]:
+def resolve_references(
+    items: Sequence[AnyItem], find: Callable[[str], bytes | None]
+) -> list[AnyItem]:
     """Return the items with each reference replaced by the item with its id.
 
     Raises BadRequest for a reference without an id, ResponseNotFound for an unknown id.
     """
     whole_items = []
     for i, item in enumerate(items):
-        if item.is_reference:
+        if isinstance(item, Item) and item.is_reference:
             item_id = require(item.id or None, f"input[{i}].id")
             body = find(item_id)
             if body is None:
@@ -113,12 +151,12 @@ def resolve_references(items: Sequence[Item], find: Callable[[str], bytes | None
     return whole_items
 
 
-def read_item(body: bytes) -> Item:
+def read_item(body: bytes) -> AnyItem:
     """Read an item of the store: one of `dump_items`, or of an earlier answer."""
-    return Item.model_validate_json(body)
+    return _STORED.validate_json(body)
 
 
-def dump_items(items: Sequence[Item], used_ids: Iterable[str]) -> list[tuple[str, bytes]]:
+def dump_items(items: Sequence[AnyItem], used_ids: Iterable[str]) -> list[tuple[str, bytes]]:
     """Return each item's id and its JSON."""
     # An item gets a new id if it has none, or one that is used already: ids have to be unique, as
     # pages start after an id.
@@ -126,7 +164,7 @@ def dump_items(items: Sequence[Item], used_ids: Iterable[str]) -> list[tuple[str
     for item in items:
         item_id = item.id
         if not item_id or item_id in seen_ids:
-            item_id = new_id(_PREFIXES[item.type], 16)
+            item_id = new_id(_PREFIXES.get(item.type, "item"), 16)
         seen_ids.add(item_id)
         fields = item.model_dump(exclude_unset=True, exclude={"id"})
         pairs.append((item_id, orjson.dumps({"id": item_id, "type": item.type, **fields})))
@@ -137,7 +175,7 @@ class InputItem(TypedDict):
     """A piece of the conversation that a response answers, as it was sent."""
 
     id: str
-    type: Literal["message", "function_call", "function_call_output", "reasoning"]
+    type: str
 
 
 class InputItems(TypedDict):
@@ -176,36 +214,42 @@ def page(items: Sequence[tuple[str, bytes]], query: Mapping[str, str]) -> InputI
 
 def to_messages(
     instructions: str | None,
-    items: Sequence[Item],
+    items: Sequence[AnyItem],
     *,
     earlier: int = 0,
     names: Mapping[QualifiedName, str] = MappingProxyType({}),
 ) -> list[Message]:
     """Return the conversation as chat messages, instructions first.
 
-    The first `earlier` items are those of an earlier response. `names` has the names under which
-    the model knows functions. Raises BadRequest for missing fields and for content that is not
-    text.
+    Items of the assistant in a row are one message, as the items of one answer are in a chat. The
+    first `earlier` items are those of an earlier response. `names` has the names under which the
+    model knows functions. Raises BadRequest for missing fields and for content that is not text.
     """
     messages = [Message(role="system", content=instructions)] if instructions else []
     call_names: dict[str, str] = {}
-    # Errors count the request's own items from 0. Earlier reasoning is left out, as templates leave
-    # it out.
+    # Errors count the request's own items from 0.
     for i, item in enumerate(items, -earlier):
         place = f"input[{i}]"
+        if isinstance(item, OtherItem):
+            continue
         match item.type:
+            case "reasoning":
+                thoughts = join_texts(item.content, f"{place}.content")
+                thoughts = thoughts or join_texts(item.summary, f"{place}.summary")
+                if thoughts:
+                    messages.append(Message(role="assistant", reasoning_content=thoughts))
             case "message":
                 role: Any = require(item.role, f"{place}.role")
                 if role == "user" and "content" not in item.model_fields_set:
                     raise missing_parameter(f"{place}.content")
                 content = join_texts(item.content, f"{place}.content")
                 messages.append(Message(role=role, content=content))
-            case "function_call":
+            case call_type if call_type in _CALLS:
                 call = _call(item, place, names)
                 call_names[call.id or ""] = call.function.name
-                _append_call(messages, call)
-            case "function_call_output":
-                call_id = require(item.call_id or None, f"{place}.call_id")
+                messages.append(Message(role="assistant", tool_calls=[call]))
+            case output_type if output_type in _OUTPUTS:
+                call_id = require(item.call_id or item.id or None, f"{place}.call_id")
                 messages.append(
                     Message(
                         role="tool",
@@ -216,29 +260,28 @@ def to_messages(
                 )
     if not messages:
         raise BadRequest("Invalid 'input': it has no messages.", param="input")
-    return messages
+    whole_messages: list[Message] = []
+    for is_assistant, run in groupby(messages, key=lambda each: each.role == "assistant"):
+        said = list(run)
+        whole_messages += [_joined(said)] if is_assistant else said
+    return whole_messages
 
 
 def _call(item: Item, place: str, names: Mapping[QualifiedName, str]) -> ToolCall:
-    call_id = require(item.call_id or None, f"{place}.call_id")
-    function = require(item.name or None, f"{place}.name")
+    call_id = require(item.call_id or item.id or None, f"{place}.call_id")
+    field, own_name = _CALLS[item.type]
+    function = require(item.name or own_name, f"{place}.name")
+    given = getattr(item, field)
+    arguments = {"input": given or ""} if field == "input" else read_arguments(given)
+    json = orjson.dumps(arguments).decode()
     name = names.get((item.namespace, function), function)
-    arguments = item.arguments or "{}"
-    try:
-        parse(arguments.encode())
-    except ValueError:
-        raise BadRequest(
-            f"Invalid '{place}.arguments': the arguments of '{name}' are not JSON.",
-            param=f"{place}.arguments",
-        ) from None
-    return ToolCall(id=call_id, function=Function(name=name, arguments=arguments))
+    return ToolCall(id=call_id, function=Function(name=name, arguments=json))
 
 
-def _append_call(messages: list[Message], call: ToolCall) -> None:
-    # Calls belong to the assistant's turn before them, if there is one.
-    if not messages or messages[-1].role != "assistant":
-        messages.append(Message(role="assistant", tool_calls=[call]))
-    elif messages[-1].tool_calls is not None:
-        messages[-1].tool_calls.append(call)
-    else:
-        messages[-1] = messages[-1].model_copy(update={"tool_calls": [call]})
+def _joined(said: Sequence[Message]) -> Message:
+    return Message(
+        role="assistant",
+        content="".join(each.content for each in said if isinstance(each.content, str)),
+        reasoning_content="".join(each.thoughts for each in said),
+        tool_calls=[call for each in said for call in each.tool_calls or ()] or None,
+    )

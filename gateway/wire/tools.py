@@ -1,17 +1,19 @@
-"""Tools and the choice among them, in the forms of three APIs: which functions may be called."""
+"""Tools, the choice among them and earlier calls' arguments, in the forms of three APIs."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import Discriminator, Field, Tag, model_validator
+import orjson
+from pydantic import Field, Tag, model_validator
+from pydantic_core import from_json
 from typing_extensions import TypedDict
 
 from gateway import jobs
 from gateway.errors import BadRequest
-from gateway.wire.bounds import FAIL_FAST, Label, Name, Schema
-from gateway.wire.validation import Part
+from gateway.wire.bounds import FAIL_FAST, Label, Name, Schema, parse
+from gateway.wire.validation import OTHER, Part, by_type
 
 MAX_TOOLS = 128  # as OpenAI's
 MAX_ANTHROPIC_TOOLS = 512
@@ -110,25 +112,10 @@ class ServerTool(OtherTool):
     type: Annotated[Label, Field(json_schema_extra={"not": {"enum": ["custom"]}})]
 
 
-def _by_type(*types: str) -> Discriminator:
-    """Tell tools of these types from others."""
-
-    def tag(tool: object) -> str:
-        # One whose type is missing, or no text, is taken for one of the first type.
-        kind = types[0]
-        if isinstance(tool, dict) and isinstance(tool.get("type"), str):
-            kind = tool["type"]
-        if kind in types:
-            return f"{kind} tool"  # no identifier, so no field's path has it
-        return "other tool"
-
-    return Discriminator(tag)
-
-
 T = TypeVar("T")
 FunctionOrOther = Annotated[
-    Annotated[T, Tag("function tool")] | Annotated[OtherTool, Tag("other tool")],
-    _by_type("function"),
+    Annotated[T, Tag("function tool")] | Annotated[OtherTool, Tag(OTHER)],
+    by_type({"function": "function tool"}),
 ]
 ChatTools = Annotated[
     list[FunctionOrOther[ToolParam]],
@@ -138,8 +125,8 @@ ChatTools = Annotated[
 AnthropicTools = Annotated[
     list[
         Annotated[
-            Annotated[CustomTool, Tag("custom tool")] | Annotated[ServerTool, Tag("other tool")],
-            _by_type("custom"),
+            Annotated[CustomTool, Tag("custom tool")] | Annotated[ServerTool, Tag(OTHER)],
+            by_type({"custom": "custom tool"}),
         ]
     ],
     FAIL_FAST,
@@ -177,8 +164,8 @@ class Namespace(Part):
 ResponseTool = Annotated[
     Annotated[FunctionTool, Tag("function tool")]
     | Annotated[Namespace, Tag("namespace tool")]
-    | Annotated[OtherTool, Tag("other tool")],
-    _by_type("function", "namespace"),
+    | Annotated[OtherTool, Tag(OTHER)],
+    by_type({"function": "function tool", "namespace": "namespace tool"}),
 ]
 ResponseTools = Annotated[
     list[ResponseTool], FAIL_FAST, Field(default_factory=list, max_length=MAX_TOOLS)
@@ -381,3 +368,41 @@ def check_input_schemas(tools: Sequence[CustomTool | ServerTool]) -> None:
             param=f"tools[{i}].input_schema",
             code=code,
         )
+
+
+def parse_object(json: str) -> dict[str, Any] | None:
+    """Return the object that a text has as JSON, an empty one for no text; None for other texts."""
+    try:
+        value = parse(json.encode() or b"{}")
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def read_arguments(given: object) -> dict[str, Any]:
+    """Return the arguments of an earlier call as templates iterate them: by name.
+
+    An object that was cut, as `max_tokens` cuts a call, is closed. A value that is no object, and
+    a text that is no JSON, becomes the argument `input`.
+    """
+    value = given
+    if isinstance(given, str):
+        value = parse_object(given)
+        if value is None:
+            value = _repair(given)
+    if isinstance(value, str):  # JSON may be inside a string of JSON
+        inner = parse_object(value)
+        value = value if inner is None else inner
+    if isinstance(value, dict):
+        return value
+    return {} if value in (None, "", []) else {"input": value}
+
+
+def _repair(json: str) -> Any:
+    """Return a JSON value, or the beginning of an object closed; the text itself if it is none."""
+    is_partial = json.lstrip().startswith("{")
+    try:
+        value = from_json(json, allow_partial="trailing-strings" if is_partial else False)
+        return parse(orjson.dumps(value))
+    except (ValueError, TypeError):
+        return json

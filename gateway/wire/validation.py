@@ -10,6 +10,7 @@ import orjson
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
     ValidationError,
     ValidatorFunctionWrapHandler,
@@ -20,7 +21,7 @@ from pydantic_core import ErrorDetails
 
 from gateway.errors import BadRequest, GatewayError, UnknownParameter, UnsupportedParameter, shorten
 from gateway.errors import Part as ErrorPart
-from gateway.wire.bounds import DEFAULT, FAIL_FAST, NAME_CHARS, Bounds, parse
+from gateway.wire.bounds import DEFAULT, FAIL_FAST, NAME_CHARS, Bounds, Label, parse
 
 _TRACED: Mapping[str, str] = {
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), "max_tokens"),
@@ -30,7 +31,7 @@ _TRACED: Mapping[str, str] = {
 }
 
 
-_IMAGE_TYPES = frozenset({"image", "image_url", "input_image"})
+IMAGE_TYPES = frozenset({"image", "image_url", "input_image"})
 
 
 class Request(BaseModel):
@@ -116,7 +117,30 @@ class Part(BaseModel):
         """Return True for a part that has an image instead of text, by any API's name."""
         # Each part of a request is asked: `model_fields` of pydantic takes seven times as long.
         has_text = "text" in type(self).__pydantic_fields__
-        return has_text and getattr(self, "type", None) in _IMAGE_TYPES
+        return has_text and getattr(self, "type", None) in IMAGE_TYPES
+
+
+class Skipped(Part):
+    """A part of a type that is not read, as another server writes. A header names its type."""
+
+    type: Label
+    role: ClassVar = "assistant"  # no message of the user's ends where it stands
+
+
+KNOWN, OTHER = "known part", "other part"  # no identifiers, so no field's path has them
+
+
+def by_type(tags: Mapping[str, str]) -> Discriminator:
+    """Tell parts by the tags of their types; all other types have the tag OTHER."""
+
+    def tag(part: object) -> str:
+        # One whose type is missing, or no text, is taken for one of the first type.
+        kind = next(iter(tags))
+        if isinstance(part, dict) and isinstance(part.get("type"), str):
+            kind = part["type"]
+        return tags.get(kind, OTHER)
+
+    return Discriminator(tag)
 
 
 P = TypeVar("P", bound=Part)
@@ -211,6 +235,9 @@ def _may_hold_parts(annotation: Any) -> bool:
 
 def _unknown_fields_of(part: Part, place: str) -> Iterator[str]:
     if part.is_image:  # It is refused, or left out as a whole.
+        return
+    if isinstance(part, Skipped):
+        yield f"{place}.{part.type[:64]}"
         return
     unknown = (part.model_extra or {}).keys() - part.harmless
     ignored = unknown | (part.unread & part.model_fields_set)

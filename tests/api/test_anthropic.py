@@ -73,6 +73,69 @@ async def test_claude_codes_first_request_is_served(
     assert dict(job.template_args) == {"enable_thinking": True, "reasoning_effort": "high"}
 
 
+RESUMED: list[dict[str, Any]] = [
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "Look it up.", "signature": "s"},
+            {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {}},
+            {
+                "type": "web_search_tool_result", "tool_use_id": "srvtoolu_1",
+                "content": {"type": "web_search_tool_result_error", "error_code": "unavailable"},
+            },
+            {"type": "text", "text": "Let me see."},
+            {"type": "tool_use", "id": "toolu_1", "name": "ToolSearch", "input": '{"query": "re'},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {
+                "type": "tool_result", "tool_use_id": "toolu_1",
+                "content": [{"type": "tool_reference", "tool_name": "mcp__fs__read"}],
+            },
+            {"type": "tool_result", "tool_use_id": "toolu_0", "content": "of a call cut away"},
+        ],
+    },
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "compaction", "content": "So far.", "encrypted_content": None},
+            {"type": "fallback", "from": {"model": "a"}, "to": {"model": "b"}},
+            {"type": "thinking", "thinking": "Nothing to say yet.", "signature": "s"},
+        ],
+    },
+    {"role": "user", "content": "Go on"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_claude_codes_resumed_session_is_served(
+    client: AsyncClient, engines: ScriptedEngines, is_streamed: bool
+) -> None:
+    """With all that Anthropic's own API and its clients leave in a history."""
+    body = orjson.loads(CLAUDE_CODE.read_bytes()) | {"model": "writer", "stream": is_streamed}
+    count = len(body["messages"])
+    body["messages"] += RESUMED
+    answer = await client.post(f"{URL}?beta=true", json=body)
+    assert answer.status_code == 200, answer.text
+    assert ("event: message_stop" in answer.text) == is_streamed
+    first = f"messages[{count}].content"
+    assert answer.headers["x-gateway-ignored"].split(",") == [
+        "context_management", f"{first}[1].server_tool_use",
+        f"{first}[2].web_search_tool_result", f"{first}[4].input",
+        f"messages[{count + 2}].content[1].fallback",
+    ]  # fmt: skip
+    told = engines.chat.jobs[-1].messages[count + 1 :]
+    assert [(turn["role"], turn["content"]) for turn in told] == [
+        ("assistant", "Let me see."), ("tool", "mcp__fs__read"), ("tool", "of a call cut away"),
+        ("user", "So far."), ("assistant", ""), ("user", "Go on"),
+    ]  # fmt: skip
+    thoughts = [turn.get("reasoning_content") for turn in told if turn["role"] == "assistant"]
+    assert thoughts == ["Look it up.", "Nothing to say yet."]
+    assert told[0]["tool_calls"][0]["function"]["arguments"] == {"query": "re"}
+
+
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 async def test_a_base_url_alone_is_answered(models: Catalog, method: str) -> None:
     """Without a key, as agents ask whether anything is there; nothing of the gateway is told."""

@@ -250,3 +250,88 @@ async def test_codexs_first_request_is_served(
     shown = {tool["function"]["name"] for tool in job.tools}
     assert {"exec_command", "close_agent"} <= shown
     assert {tool["type"] for tool in answer.json()["tools"]} == {"function", "namespace"}
+
+
+RESUMED: list[dict[str, Any]] = [
+    {
+        "type": "reasoning", "id": "rs_1", "encrypted_content": "x",
+        "summary": [{"type": "summary_text", "text": "Patch it."}],
+    },
+    {
+        "type": "custom_tool_call", "id": "ctc_1", "status": "completed", "call_id": "c1",
+        "name": "apply_patch", "input": "*** Begin Patch",
+    },
+    {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
+    {
+        "type": "web_search_call", "id": "ws_1", "status": "completed",
+        "action": {"type": "search", "query": "x"},
+    },
+    {
+        "type": "local_shell_call", "call_id": "c2", "status": "completed",
+        "action": {"type": "exec", "command": ["ls"]},
+    },
+    {"type": "function_call_output", "call_id": "c2", "output": "README.md"},
+    {"type": "ghost_snapshot", "ghost_commit": {"id": "x"}},
+    {"type": "compaction", "encrypted_content": "x"},
+    {"type": "function_call", "call_id": "c3", "name": "exec_command", "arguments": '{"cmd": "l'},
+    {"type": "function_call_output", "call_id": "c3", "output": "cut"},
+    {"role": "user", "content": "Go on"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_codexs_resumed_session_is_served_and_kept(
+    client: AsyncClient, engines: ScriptedEngines, is_streamed: bool
+) -> None:
+    """With all that OpenAI's own API leaves in a history; kept, it is listed as it was sent."""
+    body = orjson.loads(CODEX.read_bytes()) | {"model": "writer", "stream": is_streamed}
+    body["store"] = True
+    count = len(body["input"])
+    body["input"] += RESUMED
+    answer = await client.post(URL, json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-gateway-ignored"].split(",") == [
+        "tools.web_search", f"input[{count + 3}].web_search_call",
+        f"input[{count + 6}].ghost_snapshot", f"input[{count + 7}].compaction",
+        f"input[{count + 8}].arguments",
+    ]  # fmt: skip
+    told = [turn for turn in engines.chat.jobs[-1].messages if turn["role"] != "system"][1:]
+    assert [(turn["role"], turn["content"]) for turn in told] == [
+        ("assistant", ""), ("tool", "done"), ("assistant", ""), ("tool", "README.md"),
+        ("assistant", ""), ("tool", "cut"), ("user", "Go on"),
+    ]  # fmt: skip
+    assert told[0]["reasoning_content"] == "Patch it."
+    calls = [turn["tool_calls"][0]["function"] for turn in told if "tool_calls" in turn]
+    assert calls == [
+        {"name": "apply_patch", "arguments": {"input": "*** Begin Patch"}},
+        {"name": "local_shell", "arguments": {"command": ["ls"], "type": "exec"}},
+        {"name": "exec_command", "arguments": {"cmd": "l"}},
+    ]
+    last = answer.text.strip().rpartition("data: ")[2] if is_streamed else answer.text
+    whole = orjson.loads(last)
+    name = (whole["response"] if is_streamed else whole)["id"]
+    listed = (await client.get(f"{URL}/{name}/input_items?order=asc&limit=100")).json()["data"]
+    assert [item["type"] for item in listed[count:-1]] == [item["type"] for item in RESUMED[:-1]]
+    assert RESUMED[3].items() <= listed[count + 3].items()
+    again = await post(client, "And?", previous_response_id=name)
+    assert again.status_code == 200, again.text
+    assert "x-gateway-ignored" not in again.headers
+    shown = engines.chat.jobs[-1].messages
+    assert [turn for turn in shown if turn["role"] != "system"][1:8] == told
+
+
+async def test_thoughts_of_a_kept_response_go_back(
+    client: AsyncClient, engines: ScriptedEngines
+) -> None:
+    engines.chat.script = [
+        {"reasoning": "So.", "tokens": 1},
+        {"text": "Yes.", "tokens": 1, "finish_reason": "stop"},
+    ]
+    first = await answered(client, "one")
+    kinds = [item["type"] for item in first["output"]]
+    assert kinds == ["reasoning", "message"]
+    said = {"role": "assistant", "content": "Yes.", "reasoning_content": "So."}
+    await answered(client, "two", previous_response_id=first["id"])
+    await answered(client, [_user("one"), *({"id": each["id"]} for each in first["output"])])
+    await answered(client, [_user("one"), *first["output"]])
+    assert all(job.messages[1] == said for job in engines.chat.jobs[1:])

@@ -112,15 +112,6 @@ async def test_every_bound_is_a_setting(
     [
         {"guided_json": DEEP},
         {"structured_outputs": {"json": DEEP}},
-        {
-            "messages": [
-                USER,
-                {
-                    "role": "assistant",
-                    "tool_calls": [{"function": {"name": "f", "arguments": DEEP}}],
-                },
-            ]
-        },
     ],
 )
 async def test_json_inside_a_string_may_not_be_deep_either(
@@ -129,6 +120,20 @@ async def test_json_inside_a_string_may_not_be_deep_either(
     """It would be a way around the depth of the body, and a 500 where it is written again."""
     answer = await client.post("/v1/chat/completions", json={**CHAT, **given})
     error_of(answer)
+
+
+async def test_deep_arguments_of_an_earlier_call_are_a_text(
+    client: AsyncClient, engines: ScriptedEngines
+) -> None:
+    """A model that writes brackets until `max_tokens` ends no conversation."""
+    call = {"function": {"name": "f", "arguments": DEEP}}
+    messages = [USER, {"role": "assistant", "tool_calls": [call]}, USER]
+    answer = await client.post("/v1/chat/completions", json={**CHAT, "messages": messages})
+    assert answer.status_code == 200, answer.text
+    place = "messages[1].tool_calls[0].function.arguments"
+    assert answer.headers["x-gateway-ignored"] == place
+    shown = engines.chat.jobs[-1].messages[1]["tool_calls"][0]["function"]
+    assert shown["arguments"] == {"input": DEEP}
 
 
 @contextlib.asynccontextmanager

@@ -125,6 +125,65 @@ def test_calls_thinking_and_results_become_turns() -> None:
     assert (turns[3]["content"], turns[4]["content"]) == ("sun\n\nwind", "And?")
 
 
+def test_a_result_whose_call_is_not_there_has_no_name() -> None:
+    """Clients that shorten their history leave out the call."""
+    turns = job([user(RESULT, *text("And?"))]).messages
+    assert turns == [
+        {"role": "tool", "content": "rain", "tool_call_id": "c1"},
+        {"role": "user", "content": "And?"},
+    ]
+
+
+def test_thinking_alone_is_a_turn_before_the_answers() -> None:
+    """As one that `max_tokens` cut: nothing of it can be continued."""
+    thought = {"type": "thinking", "thinking": "Well", "signature": ""}
+    begun = job([*HI, assistant(thought, *text(""))])
+    assert begun.messages[1] == {"role": "assistant", "content": "", "reasoning_content": "Well"}
+    assert not begun.continues
+
+
+def test_the_tools_that_a_search_found_are_read_by_name() -> None:
+    found = [*text("Found:"), {"type": "tool_reference", "tool_name": "fs__read"}, {"type": "new"}]
+    messages = [*HI, assistant(CALL), user({**RESULT, "content": found})]
+    assert job(messages).messages[-1]["content"] == "Found:\n\nfs__read"
+    assert ignored(messages=messages) == ("messages[2].content[0].content[2].new",)
+
+
+def test_a_summary_is_read_in_the_users_turn_before() -> None:
+    summary = {"type": "compaction", "content": "So far."}
+    turns = job([*HI, assistant(summary, *text("Yes.")), *HI]).messages
+    said = [(turn["role"], turn["content"]) for turn in turns]
+    assert said == [("user", "hi\n\nSo far."), ("assistant", "Yes."), ("user", "hi")]
+    assert not job([*HI, assistant(summary)]).continues
+    assert job([*HI, assistant({"type": "compaction"}), *HI]).messages == [
+        {"role": "user", "content": "hi\n\nhi"}
+    ]
+
+
+@pytest.mark.parametrize("kind", ["server_tool_use", "web_search_tool_result", "of tomorrow"])
+@pytest.mark.parametrize("content", [None, 5, "x", {"type": "error"}, [{"type": "image"}, 5]])
+def test_blocks_of_other_servers_are_skipped_and_named(kind: str, content: Any) -> None:
+    other = {"type": kind, "content": content, "id": 5, "name": {}, "role": "user"}
+    messages = [user(other, *text("hi")), assistant(other, *text("ho")), user(*text("so"))]
+    said = [(turn["role"], turn["content"]) for turn in job(messages).messages]
+    assert said == [("user", "hi"), ("assistant", "ho"), ("user", "so")]
+    assert ignored(messages=messages) == (
+        f"messages[0].content[0].{kind}", f"messages[1].content[0].{kind}",
+    )  # fmt: skip
+    body = orjson.dumps({"model": "m", "max_tokens": 9, "messages": messages})
+    with pytest.raises(UnknownParameter):
+        read_request(body, MessagesRequest, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "read"), [([], {}), ("", {}), ('{"a":1', {"a": 1}), ([1], {"input": [1]})]
+)
+def test_an_input_that_is_no_object_is_read_as_one_and_named(given: Any, read: Any) -> None:
+    messages = [*HI, assistant({**CALL, "input": given}), user(RESULT)]
+    assert job(messages).messages[1]["tool_calls"][0]["function"]["arguments"] == read
+    assert ignored(messages=messages) == ("messages[1].content[0].input",)
+
+
 def test_a_result_that_is_an_error_is_shown_and_words_before_it_stay_before() -> None:
     """A model reads why a call failed; what the user said first is said first."""
     error = {**RESULT, "is_error": True}
@@ -154,11 +213,10 @@ def test_the_last_assistant_message_is_continued() -> None:
     [
         ([user({"type": "image", "source": {}})], "messages[0].content[0]"),
         ([user(*text("see"), {"type": "document", "source": {}})], "messages[0].content[1]"),
-        ([user({"type": "of tomorrow"})], "messages[0].content[0]"),
+        ([user({"type": "of tomorrow"})], "messages"),
         ([user(CALL)], "messages[0].content[0]"),
         ([*HI, assistant(RESULT)], "messages[1].content[0]"),
         ([*HI, {"role": "system", "content": [CALL]}], "messages[1].content[0]"),
-        ([user(RESULT)], "messages[0].content[0].tool_use_id"),
         ([user({"type": "tool_result"})], "messages[0].content[0].tool_use_id"),
         ([user({"type": "text"})], "messages[0].content[0].text"),
         ([*HI, assistant({"type": "tool_use", "id": "c"}), *HI], "messages[1].content[0].name"),

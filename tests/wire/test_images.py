@@ -180,6 +180,14 @@ def test_one_of_the_newest_message_is_refused(api: Api, end: list[Turn]) -> None
         assert advice in text
 
 
+def test_an_item_that_is_skipped_ends_no_message() -> None:
+    """A client may note where the user's message stood in its history."""
+    items = [user(APIS["responses"].image), {"type": "ghost_snapshot", "role": "user"}]
+    body = orjson.dumps({"model": "m", "input": items})
+    request = read_request(body, responses.ResponsesRequest, strict=False).request
+    assert leave_images_out(request.input) == (request.input, 0)
+
+
 @EACH
 def test_of_messages_in_a_row_the_last_is_the_newest(api: Api) -> None:
     """A refused message stays in the history, without an answer."""

@@ -2,10 +2,13 @@
 
 from typing import Any
 
+import orjson
 import pytest
 
 from gateway.errors import BadRequest
+from gateway.wire.chat import ChatRequest
 from gateway.wire.messages import Message, to_template
+from gateway.wire.validation import read_request
 from tests.fuzz.growing import MOST, least, uncollected
 
 
@@ -59,6 +62,69 @@ def test_an_assistants_calls_keep_their_arguments_as_values() -> None:
     assert [turn["tool_call_id"] for turn in told[2:]] == ["c1", "c2"]
 
 
+def ignored(message: dict[str, Any]) -> tuple[str, ...]:
+    body = orjson.dumps({"model": "m", "messages": [message]})
+    return read_request(body, ChatRequest, strict=False).ignored
+
+
+@pytest.mark.parametrize(
+    ("sent", "names"),
+    [
+        ({"reasoning_content": "So."}, ()),
+        ({"reasoning": "So."}, ()),
+        ({"reasoning_content": "", "reasoning": "So."}, ()),
+        ({"reasoning_content": "So.", "reasoning": "So."}, ()),
+        ({"reasoning_content": "So.", "reasoning": "Other."}, ("messages[0].reasoning",)),
+        ({"reasoning": {"text": "x"}, "reasoning_content": "So."}, ("messages[0].reasoning",)),
+    ],
+)
+def test_an_assistants_thoughts_go_back_under_either_name(
+    sent: dict[str, Any], names: tuple[str, ...]
+) -> None:
+    message = {"role": "assistant", "content": None, **sent}
+    assert turns(message) == [{"role": "assistant", "content": "", "reasoning_content": "So."}]
+    assert ignored(message) == names
+
+
+@pytest.mark.parametrize("sent", [{"a": 1}, ["x"], 5, True])
+def test_thoughts_that_are_no_text_or_not_the_assistants_are_named(sent: Any) -> None:
+    message = {"role": "assistant", "content": "hi", "reasoning": sent, "reasoning_content": sent}
+    assert turns(message) == [{"role": "assistant", "content": "hi"}]
+    names = ("messages[0].reasoning", "messages[0].reasoning_content")
+    assert ignored(message) == names
+    assert ignored({"role": "user", "content": "hi", "reasoning": "So."}) == names[:1]
+
+
+@pytest.mark.parametrize(
+    ("sent", "read"),
+    [
+        ('{"city": "Par', {"city": "Par"}),
+        ('{"a": [1, {"b": "x', {"a": [1, {"b": "x"}]}),
+        ('{"a": 1, "b', {"a": 1}),
+        ('{"a": 1} and more', {"a": 1}),
+        ("{", {}),
+        ("null", {}),
+        ("[]", {}),
+        ('""', {}),
+        ('"{}"', {}),
+        ('"{\\"city\\":\\"Paris\\"}"', {"city": "Paris"}),
+        ("[1]", {"input": [1]}),
+        ("0", {"input": 0}),
+        ("12 eggs", {"input": "12 eggs"}),
+        ("Paris", {"input": "Paris"}),
+        ("{'a': 1}", {"input": "{'a': 1}"}),
+        ('{"a":' * 100, {"input": '{"a":' * 100}),
+        ('{"a": ' + "9" * 30, {"input": '{"a": ' + "9" * 30}),
+    ],
+)
+def test_arguments_that_are_no_object_are_read_as_one_and_named(sent: str, read: Any) -> None:
+    """Templates iterate them by name; a call that `max_tokens` cut comes back cut."""
+    function = {"name": "f", "arguments": sent}
+    message = {"role": "assistant", "tool_calls": [{"id": "c", "function": function}]}
+    assert turns(message)[0]["tool_calls"][0]["function"] == {"name": "f", "arguments": read}
+    assert ignored(message) == ("messages[0].tool_calls[0].function.arguments",)
+
+
 def test_older_function_turns_are_tool_turns() -> None:
     told = turns(
         {"role": "user", "content": "x"}, {"role": "function", "name": "f", "content": "1"}
@@ -76,10 +142,6 @@ def test_a_refusal_is_text_again() -> None:
     [
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
         {"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]},
-        {
-            "role": "assistant",
-            "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{"}}],
-        },
     ],
 )
 def test_what_is_not_text_is_refused_by_its_place(message: dict[str, Any]) -> None:

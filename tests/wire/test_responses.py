@@ -44,7 +44,7 @@ def read(given: Any = "hi", **fields: Any) -> ResponsesRequest:
 def job(given: Any = "hi", **fields: Any) -> GenerateJob:
     asked = read(given, **fields)
     sampling = Sampling(temperature=0.3)
-    given = {"items": asked.input, "max_tokens": 50, "template_args": {"a": 1}, "max_chars": 100}
+    given = {"items": asked.input, "max_tokens": 50, "template_args": {"a": 1}, "max_chars": 1000}
     return to_job(asked, caller(), sampling, **given)
 
 
@@ -60,7 +60,7 @@ def test_a_text_is_a_users_message_after_the_instructions() -> None:
 
 
 def test_items_become_a_conversation() -> None:
-    """Calls join the assistant's turn, outputs find their call, reasoning is left out."""
+    """Calls join the assistant's turn, outputs find their call."""
     said = {"type": "output_text", "text": "Well:", "annotations": []}
     message = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed"}
     turns = job(
@@ -95,12 +95,91 @@ def test_a_call_may_come_first() -> None:
     assert (first["role"], first["tool_calls"][0]["id"]) == ("assistant", "c1")
 
 
+def reasoning(*texts: str, kind: str = "reasoning_text") -> dict[str, Any]:
+    field = "content" if kind == "reasoning_text" else "summary"
+    parts = [{"type": kind, "text": text} for text in texts]
+    return {"type": "reasoning", "id": "rs_1", "summary": [], field: parts}
+
+
+SAID = {"role": "assistant", "content": "Hm."}
+
+
+@pytest.mark.parametrize(
+    ("items", "thoughts"),
+    [
+        ([reasoning("So."), SAID], ["So."]),
+        ([reasoning("So", "."), SAID], ["So."]),
+        ([reasoning("So.", kind="summary_text"), SAID], ["So."]),
+        ([{**reasoning("So."), "summary": [{"type": "summary_text", "text": "S"}]}], ["So."]),
+        ([{"type": "reasoning", "summary": [], "encrypted_content": "x"}, SAID], [None]),
+        ([reasoning("So."), CALL, OUTPUT, reasoning("And."), CALL], ["So.", "And."]),
+        ([reasoning("So."), CALL, reasoning("And."), {**CALL, "call_id": "c2"}], ["So.And."]),
+        ([reasoning("So.")], ["So."]),
+        ([reasoning("So."), {"role": "user", "content": "?"}, SAID], ["So.", None]),
+    ],
+)
+def test_reasoning_belongs_to_the_assistants_turn(items: Any, thoughts: list[str | None]) -> None:
+    turns = job([{"role": "user", "content": "hi"}, *items]).messages
+    said = [turn for turn in turns if turn["role"] == "assistant"]
+    assert [turn.get("reasoning_content") for turn in said] == thoughts
+
+
+def test_what_an_answer_has_in_a_row_is_one_turn() -> None:
+    """As in a chat, whatever the order of its items."""
+    other = {"type": "web_search_call", "id": "ws_1"}
+    turns = job([reasoning("So."), CALL, other, SAID, OUTPUT]).messages
+    assert [turn["role"] for turn in turns] == ["assistant", "tool"]
+    assert (turns[0]["content"], turns[0]["reasoning_content"]) == ("Hm.", "So.")
+    assert turns[0]["tool_calls"][0]["id"] == "c1"
+
+
+@pytest.mark.parametrize(
+    ("item", "name", "arguments"),
+    [
+        ({"type": "custom_tool_call", "name": "patch", "input": "{"}, "patch", {"input": "{"}),
+        ({"type": "custom_tool_call", "name": "patch"}, "patch", {"input": ""}),
+        ({"type": "local_shell_call", "action": {"command": ["ls"]}}, "local_shell",
+         {"command": ["ls"]}),
+        ({"type": "local_shell_call"}, "local_shell", {}),
+        ({"type": "apply_patch_call", "operation": {"path": "a"}}, "apply_patch", {"path": "a"}),
+        ({"type": "function_call", "name": "f", "arguments": '{"a": "b'}, "f", {"a": "b"}),
+    ],
+)  # fmt: skip
+def test_calls_of_other_kinds_are_calls_with_their_output(
+    item: dict[str, Any], name: str, arguments: Any
+) -> None:
+    for field in ("call_id", "id"):
+        output = {"type": f"{item['type']}_output", "call_id": "c1", "output": "done"}
+        turns = job([{field: "c1", **item}, output]).messages
+        assert turns[0]["tool_calls"][0]["function"] == {"name": name, "arguments": arguments}
+        assert turns[1] == {
+            "role": "tool", "content": "done", "name": name, "tool_call_id": "c1",
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["web_search_call", "compaction", "ghost_snapshot", "of tomorrow"])
+@pytest.mark.parametrize("value", [None, 5, "x", {"type": "x"}, [{"type": "image"}, 5]])
+def test_items_of_other_servers_are_skipped_and_named(kind: str, value: Any) -> None:
+    fields = ("content", "output", "arguments", "action", "role", "call_id")
+    items = [{"role": "user", "content": "hi"}, {"type": kind, **dict.fromkeys(fields, value)}]
+    assert job(items).messages == items[:1]
+    body = orjson.dumps({"model": "m", "input": items})
+    assert read_request(body, ResponsesRequest, strict=False).ignored == (f"input[1].{kind}",)
+    with pytest.raises(UnknownParameter):
+        read_request(body, ResponsesRequest, strict=True)
+
+
+def test_arguments_that_were_cut_are_named() -> None:
+    body = orjson.dumps({"model": "m", "input": [{**CALL, "arguments": "{"}]})
+    assert read_request(body, ResponsesRequest, strict=False).ignored == ("input[0].arguments",)
+
+
 @pytest.mark.parametrize(
     ("items", "param"),
     [
         ([], "input"),
         ([{"type": "reasoning", "summary": []}], "input"),
-        ([{"type": "web_search_call", "id": "ws_1"}], "input[0].type"),
+        ([{"type": "web_search_call", "id": "ws_1"}], "input"),
         ([{"content": "hi"}], "input[0].role"),
         ([{"role": "robot", "content": "hi"}], "input[0].role"),
         ([{"role": "user", "content": 5}], "input[0].content"),
@@ -110,11 +189,12 @@ def test_a_call_may_come_first() -> None:
         ([{"role": "user", "content": [{"type": "input_text"}]}], "input[0].content[0].text"),
         ([{**CALL, "call_id": None}], "input[0].call_id"),
         ([{**CALL, "name": ""}], "input[0].name"),
-        ([{**CALL, "arguments": "{"}], "input[0].arguments"),
         ([CALL, {**OUTPUT, "call_id": None}], "input[1].call_id"),
         ([CALL, {**OUTPUT, "output": [{"type": "input_file"}]}], "input[1].output"),
         ([CALL, {**OUTPUT, "output": [{"type": "text"}]}], "input[1].output[0].text"),
-        ("x" * 101, "input"),
+        ("x" * 1300, "input"),
+        ([{"type": "reasoning", "content": "x" * 1300}], "input"),
+        ([{**CALL, "arguments": orjson.dumps({"a": "x" * 1300}).decode()}], "input"),
     ],
 )
 def test_an_item_that_cannot_be_read_is_refused_by_its_place(items: Any, param: str) -> None:
