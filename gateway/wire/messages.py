@@ -6,7 +6,7 @@ from operator import itemgetter
 from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from gateway.errors import BadRequest
 from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label
@@ -31,10 +31,10 @@ class ContentPart(Part):
 
 
 class Function(Part):
-    """A function's name and its arguments, which are JSON inside a string."""
+    """A function's name and its arguments: JSON inside a string, or the object itself."""
 
     name: Label
-    arguments: str = ""
+    arguments: Annotated[Any, Field(json_schema_extra={"type": "string"})] = ""
 
     @property
     def unread(self) -> frozenset[str]:
@@ -45,11 +45,21 @@ class Function(Part):
 class ToolCall(Part):
     """A call that the assistant made in an earlier turn."""
 
-    harmless = frozenset({"index"})
+    harmless = frozenset({"custom", "index"})
 
     id: Label | None = None
     type: Label = "function"
     function: Function
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_custom(cls, call: Any) -> Any:
+        """Read a custom tool's input, a text, as the argument `input`."""
+        custom = call.get("custom") if isinstance(call, dict) else None
+        if not isinstance(custom, dict):
+            return call
+        arguments = {"input": custom.get("input")}
+        return {**call, "function": {"name": custom.get("name"), "arguments": arguments}}
 
 
 # Other values than texts are ignored, as unknown fields are.

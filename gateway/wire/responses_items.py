@@ -1,7 +1,6 @@
 """The input items of a Responses request: read, converted to chat messages, written for storage."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, Literal, cast
 
@@ -221,9 +220,10 @@ def to_messages(
 ) -> list[Message]:
     """Return the conversation as chat messages, instructions first.
 
-    Items of the assistant in a row are one message, as the items of one answer are in a chat. The
-    first `earlier` items are those of an earlier response. `names` has the names under which the
-    model knows functions. Raises BadRequest for missing fields and for content that is not text.
+    Thoughts, a text and calls of the assistant in a row are one message, as one answer's are in a
+    chat. The first `earlier` items are those of an earlier response. `names` has the names under
+    which the model knows functions. Raises BadRequest for missing fields and for content that is
+    not text.
     """
     messages = [Message(role="system", content=instructions)] if instructions else []
     call_names: dict[str, str] = {}
@@ -260,11 +260,16 @@ def to_messages(
                 )
     if not messages:
         raise BadRequest("Invalid 'input': it has no messages.", param="input")
-    whole_messages: list[Message] = []
-    for is_assistant, run in groupby(messages, key=lambda each: each.role == "assistant"):
-        said = list(run)
-        whole_messages += [_joined(said)] if is_assistant else said
-    return whole_messages
+    turns: list[list[Message]] = []
+    for message in messages:
+        last = turns[-1][-1] if turns else message
+        is_part = last.role == message.role == "assistant" and turns
+        # Two texts in a row are two messages.
+        if is_part and not (last.content and message.content):
+            turns[-1].append(message)
+        else:
+            turns.append([message])
+    return [_joined(turn) if len(turn) > 1 else turn[0] for turn in turns]
 
 
 def _call(item: Item, place: str, names: Mapping[QualifiedName, str]) -> ToolCall:

@@ -370,13 +370,14 @@ def check_input_schemas(tools: Sequence[CustomTool | ServerTool]) -> None:
         )
 
 
-def parse_object(json: str) -> dict[str, Any] | None:
-    """Return the object that a text has as JSON, an empty one for no text; None for other texts."""
-    try:
-        value = parse(json.encode() or b"{}")
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
+def parse_object(given: object) -> dict[str, Any] | None:
+    """Return an object, or the one that a text has as JSON, empty for no text; None for others."""
+    if isinstance(given, str):
+        try:
+            given = parse(given.encode() or b"{}")
+        except ValueError:
+            return None
+    return given if isinstance(given, dict) else None
 
 
 def read_arguments(given: object) -> dict[str, Any]:

@@ -125,6 +125,21 @@ def test_arguments_that_are_no_object_are_read_as_one_and_named(sent: str, read:
     assert ignored(message) == ("messages[0].tool_calls[0].function.arguments",)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"function": {"name": "f", "arguments": {"input": "a"}}},
+        {"type": "custom", "custom": {"name": "f", "input": "a"}},
+    ],
+    ids=["an object", "a custom tool's"],
+)
+def test_arguments_that_are_an_object_are_read(call: dict[str, Any]) -> None:
+    message = {"role": "assistant", "tool_calls": [{"id": "c", **call}]}
+    called = turns(message)[0]["tool_calls"][0]["function"]
+    assert called == {"name": "f", "arguments": {"input": "a"}}
+    assert ignored(message) == ()
+
+
 def test_older_function_turns_are_tool_turns() -> None:
     told = turns(
         {"role": "user", "content": "x"}, {"role": "function", "name": "f", "content": "1"}

@@ -133,6 +133,12 @@ def test_what_an_answer_has_in_a_row_is_one_turn() -> None:
     assert turns[0]["tool_calls"][0]["id"] == "c1"
 
 
+def test_two_texts_in_a_row_are_two_turns() -> None:
+    turns = job([SAID, reasoning("So."), SAID, SAID]).messages
+    assert [turn["content"] for turn in turns] == ["Hm.Hm.", "Hm."]
+    assert [turn.get("reasoning_content") for turn in turns] == ["So.", None]
+
+
 @pytest.mark.parametrize(
     ("item", "name", "arguments"),
     [
