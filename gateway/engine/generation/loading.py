@@ -24,7 +24,7 @@ from gateway.engine.models.checkpoint import Checkpoint, Listing, reading_tokeni
 from gateway.engine.models.context import lower_context, text_config
 from gateway.engine.models.decoders import read_decoder
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, open_checkpoint
-from gateway.engine.models.gguf.vocabulary import read_sampling, wrap_tokenizer
+from gateway.engine.models.gguf.vocabulary import named_ends, read_sampling, wrap_tokenizer
 from gateway.engine.models.missing_kernels import Report
 from gateway.engine.models.sharding import RankShare
 from gateway.engine.prompting.chat_tokenizer import (
@@ -108,6 +108,8 @@ def _read_tokenizer(
         )
     wrapper = wrap_folder_tokenizer(files, name=checkpoint.name, eos_ids=eos_ids)
     check_growth(wrapper.backend_tokenizer)
+    # Files may all name a wrong end. A word that is no token of its own is no end.
+    wrapper.eos_token_ids |= named_ends(wrapper._tokenizer.get_added_vocab())
     return config, wrapper
 
 
