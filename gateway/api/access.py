@@ -35,6 +35,7 @@ EXPOSED_HEADERS = [
         "x-gateway-images-left-out",
         "x-gateway-truncated",
         "x-gateway-tool-format",
+        "x-gateway-answer-format",
         "x-gateway-unenforced",
         "x-gateway-schema-valid",
         "x-gateway-thinking-budget",

@@ -10,6 +10,7 @@ from typing import Any, TypedDict, Unpack
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_config
 
+from gateway.engine.answers.response_template import ResponseTemplate
 from gateway.engine.device import Device, DeviceBounds
 from gateway.engine.drafts.draft_model import DraftModel
 from gateway.engine.generation.engine import GenerationEngine
@@ -79,7 +80,23 @@ def read_chat_setup(
         max_context=_context(checkpoint, config, max_context),
         vocab_size=vocab_size,
         sampling_defaults=usable_sampling(generation),
+        reader=_find_reader(wrapper, chat, options),
     )
+
+
+def _find_reader(
+    wrapper: TokenizerWrapper, chat: ChatTokenizer, options: ChatFormats
+) -> ResponseTemplate | None:
+    """Return what reads answers by the checkpoint's own `response_template`, where nothing of ours
+    does and models.yaml names nothing.
+    """
+    template = getattr(wrapper._tokenizer, "response_template", None)  # since transformers 5.13
+    sandbox = options.get("template_sandbox")
+    is_known = chat.answers.reads_calls or chat.answers.reasoning.name != "none"
+    is_named = options.get("tool_parser") or options.get("reasoning_parser")
+    if template is None or sandbox is None or is_known or is_named:
+        return None
+    return ResponseTemplate(template, sandbox)
 
 
 def read_tokenizer(files: Path, *, name: str, chat_template: str | None) -> Any:
