@@ -337,9 +337,7 @@ class CallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a pass has made certain of one answer. After a `finish_reason` or an `error` it has
-    ended. A step into a question's labels has one delta, with its `judgement`.
-    """
+    """What a pass has made certain of one answer, which a `finish_reason` or an `error` ends."""
 
     index: int  # of the choice in its job
     text: str = ""
@@ -354,10 +352,13 @@ class Delta:
     unkept_tokens: int = 0  # of the prompt, which the prefix cache has no room for: likewise
     stop: str | None = None  # the stop string that ended it: in the last delta
     prompt: EchoedPrompt | None = None  # in the first delta, if it is echoed
-    judgement: Judgement | None = None
+    judgement: Judgement | None = None  # of a step into a question's labels: in its only delta
     row: int = 0  # the engine's number for the answer
     error: str | None = None
     is_out_of_memory: bool = False  # the error is that of a device without memory
+
+
+Reading: TypeAlias = tuple[Sequence[Delta], str | None]  # and why it is text as it stands, if so
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,6 +376,7 @@ class SequenceParams:
     earlier_calls: int = 0  # of the conversation so far
     calls_are_text: bool = False  # functions may be called, in a format that is not known
     thoughts_are_text: bool = False  # the format of thoughts is not known
+    reads_whole: bool = False  # its text has special tokens spelled, for the engine's `read_answer`
     grammar: Grammar | None = None  # of what comes after the thinking
     compiled: Compiled | None = None
     is_either: bool = False  # the answer has a form, or is calls
@@ -393,9 +395,7 @@ class SequenceParams:
 
 @dataclass(frozen=True, slots=True)
 class KvCost:
-    """The bytes of KV that a sequence takes. The zero cost is that of an unknown model, for which
-    nothing is counted.
-    """
+    """The bytes of KV that a sequence takes; the zero cost is that of a model without counts."""
 
     token: int = 0  # of each token
     windows: tuple[tuple[int, int], ...] = ()  # of each: bytes a token, and most tokens kept

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,40 @@ def write_chat(folder: Path, seed: int = 0, **config: Any) -> Path:
     named: Any = tree_flatten(model.parameters())
     weights = {name: array * (1 if array.ndim == 1 else 3) for name, array in named}
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    return folder
+
+
+def write_reciting(
+    folder: Path, pieces: Sequence[str], *, opening: str = "", response_template: Any = None
+) -> Path:
+    """Write a model that answers everything with these pieces, each a token of its own; those in
+    `<|…|>` are special, and so is `opening`, with which its template opens the answer.
+    """
+    added = [*pieces, *([opening] if opening else [])]
+    write_chat(folder, num_hidden_layers=1, vocab_size=1026 + len(added))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    tokenizer["added_tokens"] += [
+        {"id": 1026 + i, "content": piece, "special": piece.startswith("<|"), **plain}
+        for i, piece in enumerate(added)
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["response_template"] = response_template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    asking = f"{{% if add_generation_prompt %}}<|assistant|>{opening}{{% endif %}}"
+    messages = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(messages + asking)
+    # Its layers add nothing, so that each token alone decides on the next one.
+    file = folder / "model.safetensors"
+    weights: Any = mx.load(str(file))
+    weights = {name: array * ("norm" in name) for name, array in weights.items()}
+    ids = {each["content"]: each["id"] for each in tokenizer["added_tokens"]}
+    said = [opening or "<|assistant|>", *pieces, "<|end|>"]
+    for place, (piece, following) in enumerate(pairwise(said)):
+        weights["model.embed_tokens.weight"][ids[piece], place] = 1
+        weights["lm_head.weight"][ids[following], place] = 9
+    mx.save_safetensors(str(file), weights)
     return folder
 
 

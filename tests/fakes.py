@@ -36,6 +36,7 @@ from gateway.jobs import (
     Pair,
     Pass,
     Question,
+    Reading,
     RerankJob,
     Sampling,
     SequenceParams,
@@ -211,6 +212,7 @@ class ScriptedChat:
     dropped: list[int] = field(default_factory=list)
     calls_are_text: bool = False
     thoughts_are_text: bool = False
+    reads_whole: Callable[[str], Sequence[str]] | None = None  # texts of an answer's parts
     thinks: bool = True
     judged: list[tuple[str, str]] = field(default_factory=list)
     verdicts: list[bool | None] = field(default_factory=list)  # True after these
@@ -264,6 +266,7 @@ class ScriptedChat:
             is_open=job.max_tokens is None,
             calls_are_text=self.calls_are_text and job.calling is not None,
             thoughts_are_text=self.thoughts_are_text and job.prompt is None,
+            reads_whole=self.reads_whole is not None,
             logprobs=job.logprobs,
             thinking_budget=job.thinking_budget if self.thinks else None,
             is_thinking=self.thinks,
@@ -283,6 +286,10 @@ class ScriptedChat:
     def matches_schema(self, schema: str, answer: str) -> bool | None:
         self.judged.append((schema, answer))
         return self.verdicts.pop(0) if self.verdicts else True
+
+    def read_answer(self, row: SequenceParams, text: str, is_cut: bool) -> Reading:
+        assert self.reads_whole is not None
+        return [Delta(row.index, part) for part in self.reads_whole(text)], None
 
     def self_test(self) -> Generator[Verdict]:
         yield from self.findings

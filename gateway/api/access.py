@@ -36,6 +36,7 @@ EXPOSED_HEADERS = [
         "x-gateway-truncated",
         "x-gateway-reasoning-format",
         "x-gateway-tool-format",
+        "x-gateway-answer-format",
         "x-gateway-unenforced",
         "x-gateway-schema-valid",
         "x-gateway-thinking-budget",

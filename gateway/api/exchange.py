@@ -291,14 +291,17 @@ def _verdict_json(fit: Fit | None, unenforced: Sequence[str]) -> SchemaVerdict |
 
 def _answer_headers(checker: AnswerChecker, params: SequenceParams) -> dict[str, str]:
     """Return the headers for calls or thoughts that may be text, as the model's format of them is
-    unknown, for the parts of the schema that no grammar enforces, as JSON pointers, and for a
-    budget of thinking that leaves no token for the answer.
+    unknown, for answers that come only once they are whole, for the parts of the schema that no
+    grammar enforces, as JSON pointers, and for a budget of thinking that leaves no token for the
+    answer.
     """
     headers = named_header("x-gateway-unenforced", checker.unenforced)
     if params.calls_are_text:
         headers["x-gateway-tool-format"] = "unknown"
     if params.thoughts_are_text:
         headers["x-gateway-reasoning-format"] = "unknown"
+    if params.reads_whole:
+        headers["x-gateway-answer-format"] = "response_template"
     may_think, budget = params.is_thinking or params.may_think, params.thinking_budget
     if may_think and budget is not None and budget >= params.max_tokens:
         headers["x-gateway-thinking-budget"] = "takes-max-tokens"

@@ -155,6 +155,8 @@ class ChatEngines:
         setup = await run_in_daemon_thread(read)
         for field in setup.unread_formats:
             log.warning("format_unknown", model=spec.id, hint=f"set `{field}:`")
+        if setup.reader is not None and setup.reader.problem is not None:
+            log.warning("response_template_unused", model=spec.id, why=setup.reader.problem)
         is_packed = await run_in_daemon_thread(self._must_stay_packed, setup.checkpoint, spec)
         log_costs(setup.checkpoint, self.device, is_packed=is_packed)
         draft_setup = None

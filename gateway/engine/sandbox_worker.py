@@ -166,10 +166,29 @@ def judge(request: Request) -> Answer:
     return "refused", problem
 
 
+def read_answer(request: Request) -> Answer:
+    """Read an answer by a checkpoint's `response_template`, as transformers does.
+
+    `prefix` is the end of its prompt, and `tools` are the functions that it may call. With None for
+    `text`, only look whether `template` is one.
+    """
+    _renderer()  # that module is among what the reader needs, and is imported alone there
+    from transformers.utils.chat_parsing import parse_response
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    template, prefix = load_response_template(request["template"]), request["prefix"]
+    if request["text"] is None:
+        return "read", None
+    if template.start_anchor_re.search(prefix) is None:  # it would read the whole conversation
+        prefix = ""
+    return "read", parse_response(request["text"], template, prefix=prefix, tools=request["tools"])
+
+
 KINDS: Final[Mapping[str, Callable[[Request], Answer]]] = {
     "grammar": try_grammar,
     "template": render,
     "answer": judge,
+    "reading": read_answer,
 }
 READY: Final[Mapping[str, Callable[[], Answer]]] = {
     "grammar": lambda: try_grammar({"spec": "start: /a+/", "specials": (), "limits": {}}),

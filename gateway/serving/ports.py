@@ -10,6 +10,7 @@ from gateway.jobs import (
     Grammar,
     Pair,
     PrefixPiece,
+    Reading,
     SequenceParams,
     StepPlan,
     StepResult,
@@ -162,6 +163,12 @@ class GenerationEngine(Protocol):
         """Return True if an answer matches a JSON Schema, both as text; None if that is unknown.
 
         Slow, and safe on any thread.
+        """
+
+    def read_answer(self, row: SequenceParams, text: str, is_cut: bool) -> Reading:
+        """Return the parts of a whole answer, for a row that `reads_whole`: its thoughts, text and
+        calls; and None, or why it is text as it stands. `text` is all that the row's deltas had; a
+        cut one makes no call. Slow, and safe on any thread.
         """
 
     def step(self, plan: StepPlan) -> StepResult:

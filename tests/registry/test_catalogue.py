@@ -81,6 +81,23 @@ def test_models_yaml_has_the_same_of_the_models_that_are_in_both() -> None:
         assert short_names()[name] == shipped[name]
 
 
+def test_every_chat_model_has_a_row_that_says_whether_it_thinks_and_who_said_so() -> None:
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    section = text.partition("\n## Which models think\n")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| `")]
+    thinking = [name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    [others] = [line for line in section.splitlines() if line.endswith("do not think at all.")]
+    said = [*thinking, *re.findall(r"`([^`]+)`", others)]
+    chat = {name: entry for name, entry in short_names().items() if entry["kind"] == "chat"}
+    assert sorted(said) == sorted(chat)
+    for row in rows:
+        assert PAGE.search(row), row
+        assert date.fromisoformat(re.findall(r"read (\S+) \|", row)[0]) <= date.today()
+    # A model that has a name without thinking can think.
+    assert {name for name, entry in chat.items() if "no-think" in str(entry)} <= {*thinking}
+    assert not [name for name, entry in chat.items() if "thinking" in entry]
+
+
 def test_a_fact_that_nobody_knows_is_a_mistake() -> None:
     with pytest.raises(ValueError, match="weight_bytes"):
         Facts.model_validate({"read_from": ["x"], "read_on": "2026-11-26", "weight_bytes": 1})

@@ -14,5 +14,6 @@ pairs          calls whose arguments are pairs of a name and a text
 tool_formats   a row for each family's way to write calls; picks one by the chat template
 reasoning      a row for each way to mark thinking; whether a sequence is thinking
 parsing        text → parts, as it comes
+response_template  whole answers by their checkpoint's own patterns, in the sandbox
 answer_format  what reads the answers of one model: its formats, with its tokens
 """

@@ -17,6 +17,7 @@ from gateway.engine.answers.output_parts import (
     Marks,
     Mode,
     OutputProcessor,
+    WholeParser,
     spell_out,
 )
 from gateway.engine.answers.parsing import Markup, Parser
@@ -95,9 +96,9 @@ class AnswerFormat:
                 mode = "forced"
             elif self.reads_calls:
                 mode = "either" if params.is_either else "free"
-        is_single = calling is not None and not (calling.forced or calling.parallel)
-        limit = 1 if is_single else math.inf
-        calls = CallWriter(tools.new_id, params.earlier_calls, limit=limit)
+        calls = self.call_writer(params)
+        if params.reads_whole:
+            return WholeParser("none", calls)
         if params.is_bare:
             return Parser(Markup(), mode, is_thinking=False, is_bound=is_bound, calls=calls)
         if self.is_harmony:
@@ -136,6 +137,13 @@ class AnswerFormat:
             is_begun=params.is_continued,
             calls=calls,
         )
+
+    def call_writer(self, params: SequenceParams) -> CallWriter:
+        """Return what numbers the calls of a sequence, and leaves out those beyond its limit."""
+        calling = params.calling
+        is_single = calling is not None and not (calling.forced or calling.parallel)
+        limit = 1 if is_single else math.inf
+        return CallWriter(self.tools.new_id, params.earlier_calls, limit=limit)
 
     def thinking(self, params: SequenceParams) -> Thinking:
         """Return what tracks, by its tokens, whether a sequence is thinking."""

@@ -127,7 +127,7 @@ def read_json(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> B
     if at < len(text) and text[at] not in "[{":
         raise ValueError("no JSON")
     value, end = _read_value(text, at, closers)
-    return _calls(value if isinstance(value, list) else [value]), end
+    return calls_of(value if isinstance(value, list) else [value]), end
 
 
 def read_arguments(name: str, text: str) -> Call:
@@ -157,7 +157,7 @@ def read_kimi(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> B
     An id of the form that its template knows is the call's own.
     """
     calls, end = _read_headed(_KIMI, text, at, closers)
-    return _calls([_kimi_call(call, schemas) for call in calls]), end
+    return calls_of([_kimi_call(call, schemas) for call in calls]), end
 
 
 def _kimi_call(call: Call, schemas: Schemas) -> Call:
@@ -181,7 +181,7 @@ def _read_headed(pattern: Any, text: str, at: int, closers: Sequence[str]) -> Bo
     """Read a head, which a pattern names the parts of, and the arguments behind it."""
     head = match_head(pattern, text, at)
     arguments, end = _read_value(text, head.end(), closers)
-    return _calls([{**head.groupdict(), "arguments": arguments}]), end
+    return calls_of([{**head.groupdict(), "arguments": arguments}]), end
 
 
 def match_head(pattern: Any, text: str, at: int) -> Any:
@@ -216,7 +216,7 @@ def _mend(text: str) -> Any:
     return []
 
 
-def _calls(values: Sequence[Any]) -> list[Call]:
+def calls_of(values: Sequence[Any]) -> list[Call]:
     """Return the calls that values are; none if one of them isn't a call."""
     try:
         return [_call(value) for value in values]

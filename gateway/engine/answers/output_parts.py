@@ -279,6 +279,18 @@ class AnswerParser(ABC):
         return [OutputPart(call=call) for call in self._forced.flush()]
 
 
+class WholeParser(AnswerParser):
+    """Leaves all as it is, with special tokens spelled, for a reader of whole answers."""
+
+    is_thinking = False
+
+    def push(self, piece: str) -> list[OutputPart]:
+        return [OutputPart(text=piece)]
+
+    def flush(self, *, is_cut: bool = False) -> list[OutputPart]:
+        return []
+
+
 @dataclass(frozen=True, slots=True)
 class TokenScores:
     """The logprobs of one token and of its likeliest alternatives, on the host."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from gateway.engine.answers.response_template import PREFIX_TOKENS
 from gateway.engine.compiled_code import unfused
 from gateway.engine.device import clear_cache
 from gateway.engine.generation.decode_batch import DecodeBatch
@@ -23,6 +24,7 @@ from gateway.jobs import (
     Grammar,
     Pass,
     PrefixPiece,
+    Reading,
     Sampling,
     SequenceParams,
     StepPlan,
@@ -69,6 +71,11 @@ class GenerationEngine(Sequences):
                 part="prompt",
             )
         forced = job.calling is not None and job.calling.forced
+        is_free = grammar is None and job.prompt is None and not job.continues
+        reads_whole = is_free and self._reader is not None and self._reader.problem is None
+        unread = self.facts.unread_formats
+        knows_calls = chat.answers.reads_calls and "tool_parser" not in unread
+        reads_calls = reads_whole or forced or knows_calls
         budget = job.thinking_budget
         if budget is not None and (job.prompt is not None or not chat.answers.ends_thoughts):
             budget = None
@@ -89,9 +96,9 @@ class GenerationEngine(Sequences):
             opening=prompt.opening,
             thinking_budget=budget,
             is_either=job.grammar is not None,
-            calls_are_text=job.calling is not None and not forced and self._leaves_calls,
-            thoughts_are_text=job.prompt is None
-            and "reasoning_parser" in self.facts.unread_formats,
+            calls_are_text=job.calling is not None and not reads_calls,
+            thoughts_are_text=job.prompt is None and "reasoning_parser" in unread,
+            reads_whole=reads_whole,
             earlier_calls=sum(len(turn.get("tool_calls") or ()) for turn in job.messages),
             beginning=job.caller.prefix_names.ends(len(prompt.ids)),
             adapter=job.adapter,
@@ -100,11 +107,6 @@ class GenerationEngine(Sequences):
         return [
             replace(row, index=i, sampling=_sampling_of_choice(sampling, i)) for i in range(job.n)
         ]
-
-    @property
-    def _leaves_calls(self) -> bool:
-        """Return True if calls may be text: the form in which the model writes them is unknown."""
-        return not self._chat.answers.reads_calls or "tool_parser" in self.facts.unread_formats
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Compile a grammar for use by sequences. Slow, and safe on any thread.
@@ -116,6 +118,15 @@ class GenerationEngine(Sequences):
     def matches_schema(self, schema: str, answer: str) -> bool | None:
         """Return whether an answer fits a JSON Schema, both as text; None if undecidable. Slow."""
         return self._structured.matches_schema(schema, answer)
+
+    def read_answer(self, row: SequenceParams, text: str, is_cut: bool) -> Reading:
+        """Return the parts of a sequence's whole text, and None or why it is text as it stands.
+        Slow, and safe on any thread.
+        """
+        assert self._reader is not None
+        prefix = self._chat.decode(row.prompt[-PREFIX_TOKENS:])
+        calls = self._chat.answers.call_writer(row)
+        return self._reader.read(row, text, prefix, calls, is_cut=is_cut)
 
     def step(self, plan: StepPlan) -> StepResult:
         """Change the batch as planned, then run a pass; return what came of both."""

@@ -10,6 +10,7 @@ from typing import Any, TypedDict, Unpack
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_config
 
+from gateway.engine.answers.response_template import ResponseTemplate
 from gateway.engine.device import Device, DeviceBounds
 from gateway.engine.drafts.draft_model import DraftModel
 from gateway.engine.generation.engine import GenerationEngine
@@ -24,7 +25,7 @@ from gateway.engine.models.checkpoint import Checkpoint, Listing, reading_tokeni
 from gateway.engine.models.context import lower_context, text_config
 from gateway.engine.models.decoders import read_decoder
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, open_checkpoint
-from gateway.engine.models.gguf.vocabulary import read_sampling, wrap_tokenizer
+from gateway.engine.models.gguf.vocabulary import named_ends, read_sampling, wrap_tokenizer
 from gateway.engine.models.missing_kernels import Report
 from gateway.engine.models.sharding import RankShare
 from gateway.engine.prompting.chat_tokenizer import (
@@ -63,7 +64,9 @@ def read_chat_setup(
         config, wrapper = _read_tokenizer(checkpoint, files)
         kind = str(config.get("model_type"))
         chat = chat_tokenizer(wrapper, name=name, model_type=kind, **options)
-        unread = [each for each in list_unread(chat) if options.get(each) != "none"]
+        reader = _find_reader(wrapper, chat, options)
+        is_read = reader is not None and reader.problem is None
+        unread = [] if is_read else [e for e in list_unread(chat) if options.get(e) != "none"]
     if isinstance(checkpoint, GgufCheckpoint):
         generation = read_sampling(checkpoint.header.metadata)
     else:
@@ -82,7 +85,23 @@ def read_chat_setup(
         vocab_size=vocab_size,
         sampling_defaults=usable_sampling(generation),
         unread_formats=unread,
+        reader=reader,
     )
+
+
+def _find_reader(
+    wrapper: TokenizerWrapper, chat: ChatTokenizer, options: ChatFormats
+) -> ResponseTemplate | None:
+    """Return what reads answers by the checkpoint's own `response_template`, where nothing of ours
+    does and models.yaml names nothing.
+    """
+    template = getattr(wrapper._tokenizer, "response_template", None)  # since transformers 5.13
+    sandbox = options.get("template_sandbox")
+    is_known = chat.answers.reads_calls or chat.answers.reasoning.name != "none"
+    is_named = options.get("tool_parser") or options.get("reasoning_parser")
+    if template is None or sandbox is None or is_known or is_named:
+        return None
+    return ResponseTemplate(template, sandbox)
 
 
 def read_tokenizer(files: Path, *, name: str, chat_template: str | None) -> Any:
@@ -111,6 +130,8 @@ def _read_tokenizer(
         )
     wrapper = wrap_folder_tokenizer(files, name=checkpoint.name, eos_ids=eos_ids)
     check_growth(wrapper.backend_tokenizer)
+    # Files may all name a wrong end. A word that is no token of its own is no end.
+    wrapper.eos_token_ids |= named_ends(wrapper._tokenizer.get_added_vocab())
     return config, wrapper
 
 

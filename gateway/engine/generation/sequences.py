@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from gateway.engine.answers.response_template import ResponseTemplate
 from gateway.engine.device import DeviceBounds, launch
 from gateway.engine.drafts.draft_model import DraftModel
 from gateway.engine.drafts.draft_policy import DraftPolicy
@@ -51,6 +52,7 @@ class ChatSetup:
     vocab_size: int
     sampling_defaults: Mapping[str, float]
     unread_formats: abc.Sequence[str] = ()  # as EngineFacts has them
+    reader: ResponseTemplate | None = None  # of answers whose format is not known here
 
 
 class Sequences:
@@ -76,6 +78,7 @@ class Sequences:
         self._structured = setup.structured
         self._vocab_size = setup.vocab_size
         self._sampling_defaults = setup.sampling_defaults
+        self._reader = setup.reader
         kv_cost, empty = measure_kv(model), make_prompt_cache(model)
         states = kv_cost.states
         if not (is_listed(model) or all(is_plain(layer) for layer in empty)):

@@ -122,7 +122,7 @@ class StructuredOutput:
                 mask[row.opening // 32] |= np.uint32(1 << (row.opening % 32))
             if row.barred:
                 unbarred = mask.copy()
-                for token in row.barred:
+                for token in (each for each in row.barred if each < 32 * len(mask)):
                     unbarred[token // 32] &= ~np.uint32(1 << (token % 32))
                 if unbarred.any():  # a grammar that must end wins over min_tokens
                     mask[:] = unbarred

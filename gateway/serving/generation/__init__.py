@@ -1,6 +1,6 @@
 """Continuous batching of one chat model.
 
-choice          one choice of a job: waiting, in the batch or ended
+choice          one choice of a job: waiting, in the batch or ended; a job's deltas as they come
 queue           places for jobs, and rows that wait to join: requests take turns
 memory          the bytes of KV that a model's rows may take
 policy          which rows join, take turns, grow and are preempted: decisions of numbers alone

@@ -28,7 +28,7 @@ from gateway.serving.admission import until_deadline
 from gateway.serving.budget import Budget
 from gateway.serving.faults import run_forever
 from gateway.serving.generation.answer_checks import AnswerChecker
-from gateway.serving.generation.choice import Choice, batch_shape
+from gateway.serving.generation.choice import Choice, DeltaReader, batch_shape
 from gateway.serving.generation.draft_gains import DraftGains
 from gateway.serving.generation.grammars import GrammarCache
 from gateway.serving.generation.memory import RowCosts, RowMemory, longest_chunk
@@ -175,7 +175,8 @@ class GenerationBatcher:
             compiled = rows[0].compiled
             unenforced = () if compiled is None else compiled.unenforced
             checker = AnswerChecker(name, self.engine, self._pool, job, unenforced)
-            deltas = self._deltas(job, inbox, len(choices), checker)
+            reader = DeltaReader(self.engine, self._pool, job, rows, inbox, self._warn_once)
+            deltas = self._deltas(job, reader, len(choices), checker)
             if rows[0].calls_are_text:
                 self._warn_once("tool_format_unknown", hint="set `tool_parser:`")
             try:
@@ -225,33 +226,26 @@ class GenerationBatcher:
         return [replace(row, compiled=compiled) for row in rows]
 
     async def _deltas(
-        self,
-        job: GenerateJob,
-        inbox: asyncio.Queue[Delta | GatewayError],
-        choices: int,
-        checker: AnswerChecker,
+        self, job: GenerateJob, reader: DeltaReader, choices: int, checker: AnswerChecker
     ) -> AsyncGenerator[Delta, None]:
         name, timings = self._name_for(job), job.caller.timings
         tokens_out = metrics.of(metrics.TOKENS_OUT, name)
         while choices:
-            async with until_deadline(job.caller):
-                delta = await inbox.get()
-            if isinstance(delta, GatewayError):
-                raise delta
-            choices -= delta.finish_reason is not None
-            tokens_out.inc(delta.tokens)
-            timings.tokens_out += delta.tokens
-            if delta.finish_reason is not None and delta.judgement is None:
-                timings.finish_reasons.append(delta.finish_reason)
-            if delta.cached_tokens:
-                timings.cached_tokens += delta.cached_tokens
-                metrics.of(metrics.CACHED_TOKENS, name).inc(delta.cached_tokens)
-            if delta.unkept_tokens:
-                metrics.of(metrics.UNKEPT_TOKENS, name).inc(delta.unkept_tokens)
-                hint = "see GATEWAY_PREFIX_CACHE_BYTES"
-                self._warn_once("prompt_not_kept", tokens=delta.unkept_tokens, hint=hint)
-            checker.add(delta)
-            yield delta
+            for delta in await reader.next():
+                choices -= delta.finish_reason is not None
+                tokens_out.inc(delta.tokens)
+                timings.tokens_out += delta.tokens
+                if delta.finish_reason is not None and delta.judgement is None:
+                    timings.finish_reasons.append(delta.finish_reason)
+                if delta.cached_tokens:
+                    timings.cached_tokens += delta.cached_tokens
+                    metrics.of(metrics.CACHED_TOKENS, name).inc(delta.cached_tokens)
+                if delta.unkept_tokens:
+                    metrics.of(metrics.UNKEPT_TOKENS, name).inc(delta.unkept_tokens)
+                    hint = "see GATEWAY_PREFIX_CACHE_BYTES"
+                    self._warn_once("prompt_not_kept", tokens=delta.unkept_tokens, hint=hint)
+                checker.add(delta)
+                yield delta
 
     def _wait(self, choices: Iterable[Choice]) -> None:
         self._scheduler.wait(choices)

@@ -1,15 +1,19 @@
 """One choice of a job: serving's half of an answer, from its place in the queue to its end."""
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from gateway import clock, metrics
 from gateway.errors import EngineFailed, GatewayError, OutOfMemory
-from gateway.jobs import Delta, SequenceParams, Stage, Timings
+from gateway.jobs import Delta, GenerateJob, SequenceParams, Stage, Timings
+from gateway.serving.admission import until_deadline
 from gateway.serving.generation.memory import MARGIN, Layout
 from gateway.serving.lane import Turn
+from gateway.serving.ports import GenerationEngine
+from gateway.serving.tokenize import ThreadPools
 
 
 @dataclass(slots=True, eq=False)
@@ -147,6 +151,47 @@ class Choice:
         if not self.is_over:
             self.is_over = True
             self.inbox.put_nowait(error)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaReader:
+    """Takes the deltas of one job from its inbox."""
+
+    engine: GenerationEngine
+    pool: ThreadPools
+    job: GenerateJob
+    rows: Sequence[SequenceParams]  # one a choice
+    inbox: asyncio.Queue[Delta | GatewayError]
+    warn_once: Callable[..., None]  # logs an event, with its details
+    _held: dict[int, list[Delta]] = field(default_factory=lambda: defaultdict(list))
+
+    async def next(self) -> Sequence[Delta]:
+        """Wait for the next deltas. Raises the job's error, and DeadlineExceeded."""
+        async with until_deadline(self.job.caller):
+            delta = await self.inbox.get()
+            if isinstance(delta, GatewayError):
+                raise delta
+            return await self._read_whole(delta) if self.rows[0].reads_whole else (delta,)
+
+    async def _read_whole(self, delta: Delta) -> Sequence[Delta]:
+        """Hold an answer's text back until its end, and then return all of its parts.
+
+        Reading takes the checkpoint's patterns, and so a thread and a process that is not the
+        lane's. A cut answer makes no call.
+        """
+        held, end = self._held[delta.index], delta.finish_reason
+        held.append(delta)
+        if end is None:
+            return (replace(delta, text="", logprobs=()),)
+        text, is_cut = "".join(each.text for each in held), end == "length" or bool(delta.stop)
+        row, read = self.rows[delta.index], self.engine.read_answer
+        parts, problem = await self.pool.run(read, row, text, is_cut, kind="checks")
+        if problem is not None:
+            self.warn_once("answer_not_read", why=problem)
+        if any(part.call is not None for part in parts):
+            end = "tool_calls"
+        logprobs = [each for delta in held for each in delta.logprobs]
+        return (*parts, replace(delta, text="", logprobs=logprobs, finish_reason=end))
 
 
 def lay_out(

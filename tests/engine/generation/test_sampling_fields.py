@@ -88,6 +88,12 @@ def test_a_grammar_that_must_end_wins(engine: GenerationEngine) -> None:
         assert (answer.text, answer.finish_reason, answer.error) == ("yes", "stop", None)
 
 
+def test_an_end_beyond_the_vocabulary_ends_no_grammar(engine: GenerationEngine) -> None:
+    sampling = Sampling(temperature=0, min_tokens=3, stop_token_ids=frozenset({10**9}))
+    answer = held(engine, Grammar("choice", '["yes, indeed it is"]'), sampling, max_tokens=30)
+    assert (answer.text, answer.finish_reason) == ("yes, indeed it is", "stop")
+
+
 def test_a_grammar_that_may_go_on_does_until_its_least_tokens(engine: GenerationEngine) -> None:
     digits = Grammar("regex", "[0-9]{1,400}")
     eager = Sampling(temperature=0, logit_bias=ENDING)

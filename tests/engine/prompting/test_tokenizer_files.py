@@ -52,3 +52,47 @@ def test_ends_that_are_no_ids_are_refused_by_name(folder: Path, ids: Any) -> Non
     change(folder, "config.json", eos_token_id=ids)
     with pytest.raises(ModelLoadFailed, match=r"config\.json: eos_token_id is"):
         read_chat_setup(folder, name="mine", max_context=None)
+
+
+def add_tokens(folder: Path, *names: str) -> None:
+    added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    for i, name in enumerate(names):
+        added.append({"id": 1026 + i, "content": name, "special": True, **plain})
+    change(folder, "tokenizer.json", added_tokens=added)
+
+
+def ends_of(folder: Path) -> list[str]:
+    chat = read_chat_setup(folder, name="mine", max_context=None).chat
+    return chat.pieces(sorted(chat.answers.eos_ids))
+
+
+@pytest.mark.parametrize(
+    "name", ["<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end_of_text|>", "<end_of_turn>"]
+)
+def test_a_token_that_ends_answers_by_its_name_does_where_all_files_name_another(
+    folder: Path, name: str
+) -> None:
+    """The same checkpoint as a GGUF file has the same ends."""
+    change(folder, "config.json", eos_token_id=0)
+    change(folder, "tokenizer_config.json", eos_token="<|pad|>")
+    add_tokens(folder, name)
+    assert ends_of(folder) == ["<|pad|>", "<|end|>", name]
+
+
+@pytest.mark.parametrize("beside", [("<|return|>", "<|call|>"), ("<|flush|>", "<|calls|>")])
+def test_the_end_of_a_message_that_others_follow_is_no_end(
+    folder: Path, beside: tuple[str, str]
+) -> None:
+    """Solar Open's thoughts end with it, and its answer comes after them; likewise gpt-oss's."""
+    change(folder, "config.json", eos_token_id=1026)
+    change(folder, "tokenizer_config.json", eos_token=beside[0])
+    add_tokens(folder, *beside)
+    assert ends_of(folder) == [beside[0]]
+
+
+def test_a_name_that_is_no_token_of_its_own_ends_nothing(folder: Path) -> None:
+    whole = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = {**whole["model"]["vocab"], "<|im_end|>": 1026}
+    change(folder, "tokenizer.json", model={**whole["model"], "vocab": vocabulary})
+    assert ends_of(folder) == ["<|end|>"]

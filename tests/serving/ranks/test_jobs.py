@@ -26,9 +26,10 @@ from gateway.jobs import (
 from gateway.serving.ranks.calls import Call, DropCall, EngineCall, decode
 from gateway.serving.ranks.following import FollowingEngine
 from gateway.serving.ranks.leading import LeadingEngine
-from tests.checkpoints import teach_thinking, write_chat
+from tests.checkpoints import teach_thinking, write_chat, write_reciting
 from tests.engine.generation.harness import open_engine
 from tests.fakes import caller
+from tests.sandboxes import sandbox
 
 HELLO = [{"role": "user", "content": "Hello"}]
 FUNCTION = Function("look", {"type": "object", "properties": {}}, strict=True)
@@ -58,6 +59,7 @@ JOBS: dict[str, dict[str, Any]] = {
         "tools": TOOLS,
     },
     "a message that the template begins": {"messages": HELLO},
+    "an answer that is read whole": {"messages": HELLO},
     "calls and thoughts in an unknown form": {
         "messages": HELLO,
         "calling": Calling(functions=[replace(FUNCTION, strict=False)]),
@@ -84,7 +86,8 @@ JOBS: dict[str, dict[str, Any]] = {
 
 # What changes nothing in an engine is not sent.
 NOT_SENT = {
-    *("prepare", "compile", "matches_schema", "synchronize", "nbytes", "prefix_names"),
+    *("prepare", "compile", "matches_schema", "read_answer", "synchronize", "nbytes"),
+    "prefix_names",
     *("tokens", "facts", "is_batched"),
 }
 
@@ -138,7 +141,15 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pair]]
     options: dict[str, Any] = {"prefix_cache_bytes": 1 << 24, "speculate_rows": 4}
     unknown = "{{ tools }}{{ messages }}{# reasoning_content #}"
     opening = "{% if add_generation_prompt %}<|channel|>final<|message|>{% endif %}"
+    reciting = write_reciting(
+        folder / "reciting",
+        ["<|b|>", "Yes."],
+        response_template={"start_anchor": "<|assistant|>", "fields": {"content": {}}},
+    )
     others = {
+        "an answer that is read whole": Pair(
+            partial(open_engine, reciting, template_sandbox=sandbox("template"), **options)
+        ),
         "thinking": Pair(partial(open_engine, thinking, **options)),
         "calls and thoughts in an unknown form": Pair(
             partial(open_engine, plain, chat_template=unknown, **options)

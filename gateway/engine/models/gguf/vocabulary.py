@@ -12,7 +12,7 @@ checked before it is used.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import chain, islice
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
@@ -128,6 +128,9 @@ _ENDS: Final = frozenset(
         "<｜end▁of▁sentence｜>",
     }
 )
+# gpt-oss's vocabulary has the first two, Solar Open's the others: there `<|end|>` ends a message,
+# and the answer may be in the next one. So llama.cpp has it.
+_ENDS_BESIDE_MESSAGES: Final = ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"})
 
 
 class TokenType(IntEnum):
@@ -168,8 +171,15 @@ def read_end_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
     """
     vocabulary = _vocabulary(metadata)
     named = (_token_id(metadata, f"{name}_token_id", vocabulary) for name in ("eos", "eot", "eom"))
-    by_text = (vocabulary.ids.get(text) for text in _ENDS)
-    return frozenset(token for token in chain(named, by_text) if token is not None)
+    return named_ends(vocabulary.ids).union(token for token in named if token is not None)
+
+
+def named_ends(ids: Mapping[str, int]) -> frozenset[int]:
+    """Return those ids of a vocabulary whose tokens end an answer by their very name."""
+    texts = _ENDS & ids.keys()
+    if any(ends <= ids.keys() for ends in _ENDS_BESIDE_MESSAGES):
+        texts -= {"<|end|>"}
+    return frozenset(ids[text] for text in texts)
 
 
 @dataclass(frozen=True, slots=True)

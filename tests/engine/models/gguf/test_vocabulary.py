@@ -13,7 +13,12 @@ import pytest
 from gateway.engine.grammar.compiling import compile_grammar
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
-from gateway.engine.models.gguf.vocabulary import SPLITTINGS, read_end_ids, read_tokenizer
+from gateway.engine.models.gguf.vocabulary import (
+    SPLITTINGS,
+    named_ends,
+    read_end_ids,
+    read_tokenizer,
+)
 from gateway.jobs import Grammar
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "gguf"
@@ -169,6 +174,14 @@ def test_ends_are_named_by_the_file_or_by_themselves() -> None:
     assert read_end_ids(byte_level(eos_token_id=5, eot_token_id=6, eom_token_id=7)) == {1, 5, 6, 7}
     assert read_end_ids(without(byte_level(), "eos_token_id")) == {1}
     assert read_end_ids(pieces()) == {2}
+
+
+def test_the_end_of_a_message_ends_no_answer_where_other_tokens_do() -> None:
+    ids = {"<|end|>": 3, "<|endoftext|>": 4}
+    assert named_ends(ids) == {3, 4}
+    assert named_ends({**ids, "<|return|>": 5}) == {3, 4}
+    assert named_ends({**ids, "<|return|>": 5, "<|call|>": 6}) == {4}
+    assert named_ends({**ids, "<|flush|>": 5, "<|calls|>": 6}) == {4}
 
 
 def test_chat_templates_come_along() -> None:
