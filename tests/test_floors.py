@@ -138,7 +138,7 @@ BUDGET: dict[str, int] = {
     "cli": 1633,
     "clock": 40,
     "doctor": 336,
-    "engine": 12620,
+    "engine": 12633,
     "errors": 268,
     "ids": 12,
     "jobs": 290,
