@@ -10,6 +10,7 @@ call_values    the text of an argument → its value, by its schema
 literals       JSON and Python as models write them: where they end, what they mean
 call_bodies    calls whose own text says where they end: JSON, Python
 gemma_calls    the bodies of Gemma's calls
+minimax_calls  the bodies of MiniMax M3's calls
 pairs          calls whose arguments are pairs of a name and a text
 tool_formats   a row for each family's way to write calls; picks one by the chat template
 reasoning      a row for each way to mark thinking; whether a sequence is thinking

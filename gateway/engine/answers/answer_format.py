@@ -102,15 +102,19 @@ class AnswerFormat:
         if params.is_bare:
             return Parser(Markup(), mode, is_thinking=False, is_bound=is_bound, calls=calls)
         if self.is_harmony:
+            # Muse Glimmer writes `f.f` for a function without a namespace; own names come last.
+            own = {each: n for n in sorted(functions, key=len) for each in (f"{n}.{n}", n)}
+            known = {written: functions[name] for written, name in own.items()}
 
             def read_message(name: str, text: str) -> Sequence[Call]:
-                if tools.marks:
-                    return read_all(tools.read, text, functions)
-                return [read_arguments(name, text)]
+                if not tools.marks:
+                    return [read_arguments(own.get(name, name), text)]
+                calls = read_all(tools.read, text, known)
+                return [{**call, "name": own.get(call["name"], call["name"])} for call in calls]
 
             return HarmonyParser(
                 mode,
-                functions=functions,
+                functions=known,
                 read=read_message,
                 calls=calls,
                 is_bound=is_bound,

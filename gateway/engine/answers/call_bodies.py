@@ -8,7 +8,7 @@ closing mark.
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,13 +121,21 @@ class Bodies:
         return Reading(calls, end)
 
 
-def read_json(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
-    """Read an object that is a call, or a list of them."""
+def read_json(
+    text: str, at: int, schemas: Schemas, closers: Sequence[str], *, is_named: bool = False
+) -> Body:
+    """Read an object that is a call, or a list of them.
+
+    `is_named`: an object has the arguments of a call under the function's name.
+    """
     at = skip(SPACE, text, at)
     if at < len(text) and text[at] not in "[{":
         raise ValueError("no JSON")
     value, end = _read_value(text, at, closers)
-    return calls_of(value if isinstance(value, list) else [value]), end
+    values: Any = value if isinstance(value, list) else [value]
+    if is_named:
+        values = ({"name": name, "arguments": each[name]} for each in values for name in each)
+    return calls_of(values), end
 
 
 def read_arguments(name: str, text: str) -> Call:
@@ -216,7 +224,7 @@ def _mend(text: str) -> Any:
     return []
 
 
-def calls_of(values: Sequence[Any]) -> list[Call]:
+def calls_of(values: Iterable[Any]) -> list[Call]:
     """Return the calls that values are; none if one of them isn't a call."""
     try:
         return [_call(value) for value in values]

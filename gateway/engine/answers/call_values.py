@@ -22,9 +22,12 @@ _DEPTH = 16  # of references and alternatives followed in a parameter's schema
 
 def read_argument(name: str, text: str, schema: Mapping[str, Any]) -> Any:
     """Return the value of a function's argument; `schema` is of all its arguments."""
-    properties = schema.get("properties")
-    stated = properties.get(name) if isinstance(properties, Mapping) else None
-    allowed = Allowed(schema)
+    return read_value(text, Allowed(schema).inner(schema, name), schema)
+
+
+def read_value(text: str, stated: Any, root: Mapping[str, Any]) -> Any:
+    """Return the value that a text stands for; `stated` is its schema, a part of `root`."""
+    allowed = Allowed(root)
     value = _convert(text, allowed.types(stated))
     quoted = _QUOTED.fullmatch(text)
     if isinstance(value, str) and quoted is not None and text not in allowed.choices:
@@ -106,6 +109,21 @@ class Allowed:
                 fallback = frozenset().union(*branches) or fallback
         known = [types for types in constraints if types]
         return frozenset.intersection(*known) if known else fallback
+
+    def inner(self, schema: Any, name: str) -> Mapping[str, Any]:
+        """Return the schema of what an object has under a name, or a list as an item."""
+        parts, stated, refs = [schema], list[Any](), set[str]()
+        for part in (each for each in parts if isinstance(each, Mapping)):
+            listed = part.get("properties")
+            others = part.get("items", part.get("additionalProperties"))
+            stated.append(listed.get(name, others) if isinstance(listed, Mapping) else others)
+            parts += [
+                each for word in ("allOf", "anyOf", "oneOf") for each in _list(part.get(word))
+            ]
+            if (ref := str(part.get("$ref"))) not in refs:
+                refs.add(ref)
+                parts.append(_resolve(ref, self._root))
+        return {"anyOf": [each for each in stated if isinstance(each, Mapping)]}
 
     def _at(self, ref: str, depth: int) -> frozenset[str]:
         if ref not in self._referred:

@@ -38,6 +38,15 @@ def write_gemma_value(delimiter: str, value: Any) -> str:
     return as_json(value)
 
 
+def write_elements(mark: str, value: Any) -> str:
+    """Write as MiniMax M3 does: each pair and each item is an element, a mark before its tags."""
+    if not isinstance(value, dict | list):
+        return as_text(value)
+    pairs = value.items() if isinstance(value, dict) else [("item", each) for each in value]
+    texts = ((key, write_elements(mark, each)) for key, each in pairs)
+    return "".join(f"{mark}<{key}>{text}{mark}</{key}>" for key, text in texts)
+
+
 def write_call(call: Call, form: str, pair: str, write_value: WriteValue, **more: Any) -> str:
     """Fill a family's form of a call, and its form of an argument if it has one of its own.
 

@@ -1,4 +1,4 @@
-"""gpt-oss's answers: messages on channels, each behind a header, and Muse Spark's, which are alike.
+"""gpt-oss's answers: messages on channels, each behind a header, and Muse's, which are alike.
 
     <|channel|>analysis<|message|>Let me see.<|end|>
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>

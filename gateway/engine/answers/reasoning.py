@@ -30,11 +30,14 @@ class ReasoningFormat:
 
 
 # Thinking is in channels, not between marks; their parser has a file of its own.
-HARMONY = ReasoningFormat("openai_gptoss", "gpt-oss, Muse Spark: in channels", noise=HARMONY_TOKENS)
+HARMONY = ReasoningFormat("openai_gptoss", "gpt-oss and Muse: in channels", noise=HARMONY_TOKENS)
 _THINK = (("<think>",), ("</think>",))
 # In the order in which they are looked for.
 _ROWS = (
     HARMONY,
+    # The model may begin an answer with the end of a thought that was not begun.
+    ReasoningFormat(
+        "minimax_m3", "MiniMax M3", ("<mm:think>",), ("</mm:think>",), ("</mm:think>",)),
     # These two put their answer between marks as well.
     ReasoningFormat(
         "granite_response", "Granite 3.3, with its answer in `<response>`", *_THINK,
@@ -60,6 +63,7 @@ _ROWS = (
         "kimi_k3", "Kimi K3", ("<|open|>think<|sep|>",), ("<|close|>think<|sep|>",),
         ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
     ),
+    ReasoningFormat("apertus", "Apertus", ("<|inner_prefix|>",), ("<|inner_suffix|>",)),
     ReasoningFormat("exaone_deep", "EXAONE Deep", ("<thought>",), ("</thought>",)),
     # Granite 3.2 marks them with sentences; quantised ones write "Here's".
     ReasoningFormat(
@@ -82,8 +86,8 @@ def reasoning_format(name: str) -> ReasoningFormat:
 
 def infer_reasoning(vocabulary: Container[str], template: str, model_type: str) -> str:
     """Return the name of a model's format: by its tokens, else by what its template writes."""
-    has_channels = all(token in vocabulary for token in HARMONY_TOKENS)
-    if has_channels or model_type in ("gpt_oss", "muse_spark"):
+    has_channels = "to=self<|message|>" in template or all(t in vocabulary for t in HARMONY_TOKENS)
+    if has_channels or model_type in ("gpt_oss", "muse_spark", "muse_glimmer"):
         return HARMONY.name
     # Formats that share their marks differ by what else the template writes.
     forms = [

@@ -20,9 +20,10 @@ from gateway.engine.answers.call_bodies import (
     read_python,
 )
 from gateway.engine.answers.call_reading import Call
-from gateway.engine.answers.call_writing import as_cdata, write_gemma_value
+from gateway.engine.answers.call_writing import as_cdata, write_elements, write_gemma_value
 from gateway.engine.answers.gemma_calls import read_gemma
 from gateway.engine.answers.harmony import HARMONY_TOKENS
+from gateway.engine.answers.minimax_calls import MARK, read_minimax
 from gateway.engine.answers.output_parts import NewId, kimi_id, mistral_id, openai_id
 from gateway.engine.answers.pairs import Pairs
 from gateway.registry.parsers import TOOL_PARSERS, canonical_names
@@ -94,10 +95,12 @@ class ToolFormat:
 
 _TOOL_CALL = (("<tool_call>", "</tool_call>"),)
 _JSON = '{{"name": "{name}", "arguments": {arguments}}}'
+_PARAMETERS = '{{"name": "{name}", "parameters": {arguments}}}'
 _LLAMA_MARKS = (("<|python_tag|>", ""), ("<|python_start|>", "<|python_end|>"))
 _PYTHON: Mapping[str, Any] = {
-    "call": "{name}({pairs})", "pair": "{key}={value}", "write_value": repr, "is_list": True,
+    "call": "{name}({pairs})", "pair": "{key}={value}", "write_value": repr,
 }  # fmt: skip
+_LISTED: Mapping[str, Any] = {**_PYTHON, "is_list": True}
 _COHERE = '{{"tool_name": "{name}", "parameters": {arguments}}}'
 
 
@@ -109,6 +112,16 @@ def _argument_pairs(prefix: str) -> Pairs:
         f"{key}{{key}}</{prefix}arg_key>\n{value}{{value}}</{prefix}arg_value>\n",
         ((f"<{prefix}tool_call>", f"</{prefix}tool_call>"),),
     )
+
+
+def _dsml(gap: str, *blocks: str) -> Pairs:
+    """Return DeepSeek's format, whose tags have a space in V4.1."""
+    mark = f"｜DSML｜{gap}"
+    return Pairs(
+        f'<{mark}invoke name="{{name}}">\n{{pairs}}</{mark}invoke>\n',
+        f'<{mark}parameter name="{{key}}" string="{{is_text}}">{{value}}</{mark}parameter>\n',
+        tuple((f"<{mark}{block}>", f"</{mark}{block}>") for block in blocks), joins=True,
+    )  # fmt: skip
 
 
 def _gemma_calls(delimiter: str, marks: tuple[str, str]) -> Bodies:
@@ -125,6 +138,12 @@ _ROWS = (
             '<parameter name="{key}">{value}</parameter>\n',
             (("<minimax:tool_call>", "</minimax:tool_call>"),), joins=True,
         )),
+    ToolFormat("minimax_m3", "MiniMax M3",
+        Bodies(
+            read_minimax, ((f"{MARK}<tool_call>", f"{MARK}</tool_call>"),),
+            f'\n{MARK}<invoke name="{{name}}">{{pairs}}{MARK}</invoke>\n',
+            f"{MARK}<{{key}}>{{value}}{MARK}</{{key}}>", partial(write_elements, MARK),
+        ), written=((MARK,),)),
     ToolFormat("gemma4", "Gemma 4", _gemma_calls('<|"|>', ("<|tool_call>", "<tool_call|>")),
         bare=_BARE_GEMMA, written=(("<|tool_call>", "<tool_call|>"),)),
     ToolFormat("functiongemma", "FunctionGemma",
@@ -133,7 +152,7 @@ _ROWS = (
     ToolFormat("glm47", "GLM 4.5 and later, Laguna", _argument_pairs(""),
         written=(("<arg_key>",),)),
     ToolFormat("lfm2", "LFM2",
-        Bodies(read_python, (("<|tool_call_start|>", "<|tool_call_end|>"),), **_PYTHON),
+        Bodies(read_python, (("<|tool_call_start|>", "<|tool_call_end|>"),), **_LISTED),
         written=(("<|tool_list_start|>",), ("<|tool_call_start|>",))),
     ToolFormat("seed_oss", "Seed-OSS",
         Pairs(
@@ -163,7 +182,7 @@ _ROWS = (
     ToolFormat("mistral", "Mistral, Magistral, Devstral, Ministral: before v11 and since",
         Bodies(read_mistral, (("[TOOL_CALLS]", ""),), "{name}[ARGS]{arguments}"),
         new_id=mistral_id),
-    ToolFormat("muse_spark", "Muse Spark",
+    ToolFormat("muse_spark", "Muse Spark and Glimmer",
         Pairs(
             '<atem:invoke name="{name}">\n{pairs}</atem:invoke>\n',
             '<atem:parameter name="{key}">{value}</atem:parameter>\n',
@@ -177,16 +196,9 @@ _ROWS = (
         ),
         ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         written=(("<｜tool▁calls▁begin｜>",),), tokens=("<｜tool▁calls▁begin｜>",)),
-    ToolFormat("deepseek_v32", "DeepSeek V3.2, V4",
-        Pairs(
-            '<｜DSML｜invoke name="{name}">\n{pairs}</｜DSML｜invoke>\n',
-            '<｜DSML｜parameter name="{key}" string="{is_text}">{value}</｜DSML｜parameter>\n',
-            (
-                ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
-                ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
-            ),
-            joins=True,
-        ),
+    ToolFormat("deepseek_v41", "DeepSeek V4.1", _dsml(" ", "calls"),
+        written=(("｜DSML｜ calls",), ("｜DSML｜", "' calls'"), ("｜DSML｜", '" calls"'))),
+    ToolFormat("deepseek_v32", "DeepSeek V3.2, V4", _dsml("", "function_calls", "tool_calls"),
         written=(("｜DSML｜",),)),
     ToolFormat("cohere_command3", "Command A and R7B",
         Bodies(read_json, (("<|START_ACTION|>", "<|END_ACTION|>"),), _COHERE, is_list=True),
@@ -213,10 +225,10 @@ _ROWS = (
         Bodies(read_json, (("<|tool_call|>", ""), ("<tool_call>", "")), is_list=True),
         written=(("<|tool_call|>",),), model_types=("granite", "granitemoe")),
     ToolFormat("llama4_pythonic", "Llama 3.2 and 4: Python or JSON, with or without marks",
-        Bodies(read_python, _LLAMA_MARKS[::-1], **_PYTHON),
+        Bodies(read_python, _LLAMA_MARKS[::-1], **_LISTED),
         bare=_BARE_LLAMA, written=(("<|python_start|>",),), model_types=("llama4", "llama4_text")),
     ToolFormat("llama3_json", "Llama 3.x: JSON or Python, with or without marks",
-        Bodies(read_python, _LLAMA_MARKS, '{{"name": "{name}", "parameters": {arguments}}}'),
+        Bodies(read_python, _LLAMA_MARKS, _PARAMETERS),
         bare=_BARE_LLAMA,
         written=(
             ("<|python_tag|>",), ("Environment: ipython",),
@@ -224,6 +236,15 @@ _ROWS = (
         )),
     ToolFormat("hermes", "Qwen 2.5 and 3, Hermes 2 Pro and 3, Granite 4",
         Bodies(read_json, _TOOL_CALL, f"\n{_JSON}\n"), is_json=True),
+    ToolFormat("olmo3", "Olmo 3",
+        Bodies(read_python, (("<function_calls>", "</function_calls>"),), **_PYTHON)),
+    ToolFormat("apertus", "Apertus",
+        Bodies(
+            partial(read_json, is_named=True), (("<|tools_prefix|>", "<|tools_suffix|>"),),
+            '{{"{name}": {arguments}}}', is_list=True,
+        )),
+    ToolFormat("internlm", "InternLM 2, 2.5 and 3",
+        Bodies(read_json, (("<|action_start|><|plugin|>", "<|action_end|>"),), _PARAMETERS)),
     # No word of a template tells these two.
     ToolFormat("openai", "gpt-oss (harmony)",
         Bodies(
@@ -257,7 +278,8 @@ def infer_tools(
 
     `declared` is the format that the checkpoint, or else mlx-lm, names.
     """
-    if model_type == "gpt_oss" or all(token in vocabulary for token in HARMONY_TOKENS):
+    has_channels = all(token in vocabulary for token in HARMONY_TOKENS)
+    if model_type == "gpt_oss" or (has_channels and "<atem:function_calls>" not in template):
         return "openai"
     # mlx-lm's "pythonic" is LFM2's, with marks; vLLM's is Llama's, without.
     named = "lfm2" if declared == "pythonic" else _NAMES.get(declared or "none")

@@ -120,4 +120,20 @@ def test_references_that_branch_are_each_read_once() -> None:
     root = {"$defs": {**defs, "d6": {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/d0"}]}}}
     start = time.perf_counter()
     assert Allowed(root).types({"$ref": "#/$defs/d0"}) == {"integer"}
+    assert Allowed(root).inner({"$ref": "#/$defs/d0"}, "a") == {"anyOf": []}
     assert time.perf_counter() - start < 1
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"additionalProperties": {"type": "string"}},
+        {"anyOf": [{"properties": {"a": {"type": "string"}}}, {"type": "null"}]},
+        {"$ref": "#/$defs/all", "$defs": {"all": {"properties": {"a": {"type": "string"}}}}},
+        {"properties": [], "allOf": [{"properties": {"a": {"type": "string"}}}]},
+    ],
+)
+def test_an_argument_has_its_type_wherever_the_schema_states_it(schema: Any) -> None:
+    text = "<tool_call><function=f>\n<parameter=a>\n7\n</parameter></function></tool_call>"
+    (call,) = read_qwen(text, {"f": {"type": "object", **schema}})
+    assert call["arguments"] == {"a": "7"}

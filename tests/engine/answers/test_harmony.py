@@ -311,3 +311,57 @@ def test_thoughts_end_for_good_where_calls_and_a_form_may_follow(tmp_path: Path)
     thought = [*header[1], *header[2]]
     said = [answer.ids[at : at + len(thought)] for at in range(len(answer.ids))]
     assert said.count(thought) == 1
+
+
+MUSE = ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>")
+CALLED = (
+    '<atem:function_calls>\n<atem:invoke name="{0}">\n'
+    '<atem:parameter name="seats">3</atem:parameter>\n</atem:invoke>\n</atem:function_calls>'
+)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"model_type": "muse_glimmer"},
+        {"words": "<|start|>assistant to=self<|message|>"},
+        {"model_type": "muse_spark"},
+    ],
+)
+def test_muse_thinks_to_itself_and_answers_its_user(tmp_path: Path, given: Any) -> None:
+    """Its calls inside either are letters."""
+    words = given.get("words", "") + "<atem:function_calls>"
+    chat = family(tmp_path, tokens=MUSE, **{**given, "words": words})
+    thought, call = "Let me see.", CALLED.format("book")
+    text = f" to=self<|message|>{thought}{call}<|eom|><|start|>assistant"
+    heard = said(chat, row([BOOK]), f"{text} to=user<|message|>Four. {call}<|eot|>")
+    assert (heard["text"], heard["reasoning"]) == (f"Four. {call}", thought + call)
+    assert heard["calls"] == []
+
+
+@pytest.mark.parametrize(
+    ("names", "written", "called"),
+    [
+        (["book"], "book", "book"),
+        (["book"], "book.book", "book"),
+        (["trip.book"], "trip.book", "trip.book"),
+        (["book", "book.book"], "book.book", "book.book"),
+        (["book.book", "book"], "book", "book"),
+    ],
+)
+def test_a_function_whose_name_muse_doubles_is_called(
+    tmp_path: Path, names: list[str], written: str, called: str
+) -> None:
+    chat = family(tmp_path, tokens=MUSE, model_type="muse_glimmer", words="<atem:function_calls>")
+    functions = [Function(name, {"properties": {"seats": {"type": "string"}}}) for name in names]
+    text = f" to={written}<|message|>{CALLED.format(written)}<|eom|><|start|>assistant"
+    heard = said(chat, row(functions), f"{text} to=user<|message|>Done.<|eot|>")
+    assert heard["calls"] == [(called, {"seats": "3"})]
+    assert heard["text"] == "Done."
+
+
+def test_a_call_of_no_function_that_muse_was_given_is_text(tmp_path: Path) -> None:
+    chat = family(tmp_path, tokens=MUSE, model_type="muse_glimmer", words="<atem:function_calls>")
+    call = CALLED.format("trip.cook")
+    heard = said(chat, row([BOOK]), f" to=trip.cook<|message|>{call}<|eot|>")
+    assert (heard["text"], heard["calls"]) == (call, [])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from gateway.engine.answers.minimax_calls import MARK
 from gateway.engine.answers.parsing import ASIDE_SIZE
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
 from gateway.jobs import Calling, Function
@@ -35,6 +36,8 @@ HERMES: dict[str, Any] = {
 }
 MINIMAX: dict[str, Any] = {"words": "<minimax:tool_call>"}
 DSML: dict[str, Any] = {"words": "｜DSML｜"}
+SPACED: dict[str, Any] = {"words": "<｜DSML｜ calls>"}
+M3: dict[str, Any] = {"tokens": (MARK,), "words": MARK}
 KIMI: dict[str, Any] = {
     "tokens": (
         "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
@@ -45,6 +48,7 @@ KIMI: dict[str, Any] = {
 }  # fmt: skip
 GIVEN = {
     "qwen": QWEN, "glm": GLM, "hermes": HERMES, "minimax": MINIMAX, "dsml": DSML, "kimi": KIMI,
+    "spaced": SPACED, "m3": M3,
 }  # fmt: skip
 
 _QWEN, _QWEN_END = "<tool_call>\n<function=write>\n", "</function>\n</tool_call>"
@@ -56,6 +60,8 @@ _KIMI = 'functions.write:0<|tool_call_argument_begin|>{"path": "a.py", "content"
 _BLOCK = "<｜DSML｜function_calls>\n"
 _DSML = '<｜DSML｜invoke name="write">\n<｜DSML｜parameter name="path" string="true">a.py'
 _DSML_CONTENT = '<｜DSML｜parameter name="content" string="true">x</｜DSML｜parameter>\n'
+_DSML_BARE = f"{_DSML}</｜DSML｜parameter>\n{_DSML_CONTENT}</｜DSML｜invoke>"
+_M3 = '<tool_call>\n<invoke name="write"><path>a.py</path><content>x</content></invoke>'
 CALL = ("write", {"path": "a.py", "content": "x"})
 
 
@@ -89,6 +95,9 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatTokenizer]:
          f"{_DSML}</｜DSML｜parameter>\n{_DSML_CONTENT}</｜DSML｜invoke>\n</｜DSML｜tool_calls>"),
         ("dsml",
          f"<｜DSML｜tool_calls>\n{_DSML}</｜DSML｜parameter>\n{_DSML_CONTENT}</｜DSML｜invoke>"),
+        ("spaced", _DSML_BARE.replace("｜DSML｜", "｜DSML｜ ")),
+        ("m3", _M3.replace("<", f"{MARK}<")),
+        ("m3", _M3.replace("<", f"{MARK}\n<").replace("\n", "", 1) + f"{MARK}</tool_call>"),
         ("kimi",
          f"<|tool_calls_section_begin|><|tool_call_begin|>{_KIMI}<|tool_calls_section_end|>"),
         ("kimi", f"<|tool_call_begin|>{_KIMI}<|tool_call_end|>"),

@@ -39,6 +39,10 @@ FAMILIES: list[tuple[str, tuple[str, ...], tuple[str, ...], str, str]] = [
     ("cohere_command3",
      ("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"), (), "",
      "<|START_THINKING|>{}<|END_THINKING|>\n<|START_RESPONSE|>{}<|END_RESPONSE|>"),
+    ("minimax_m3", (), ("<mm:think>", "</mm:think>"), "", "<mm:think>{}</mm:think>{}"),
+    ("minimax_m3", (), (), "<mm:think> <think>", "<mm:think>\n{}</mm:think>\n\n{}"),
+    ("apertus", ("<|inner_prefix|>", "<|inner_suffix|>"), (), "",
+     "<|inner_prefix|>{}<|inner_suffix|>{}"),
     ("hunyuan_a13b", (), (), "<think> <answer> </answer>",
      "<think>\n{}</think>\n<answer>\n{}</answer>"),
 ]  # fmt: skip
@@ -89,6 +93,21 @@ def test_thinking_may_begin_again_after_a_call(tmp_path: Path) -> None:
     assert heard["reasoning"] == "onetwo"
     assert heard["text"].strip() == "Calling."
     assert len(heard["calls"]) == 2
+
+
+def test_minimax_m3_may_end_a_thought_that_it_never_began(tmp_path: Path) -> None:
+    chat = family(tmp_path, added=("<mm:think>", "</mm:think>"))
+    heard = said(chat, row(may_think=True), "</mm:think>Four.")
+    assert (heard["text"], heard["reasoning"]) == ("Four.", "")
+
+
+def test_apertus_may_call_in_the_midst_of_a_thought(tmp_path: Path) -> None:
+    tokens = "<|inner_prefix|>", "<|inner_suffix|>", "<|tools_prefix|>", "<|tools_suffix|>"
+    chat = family(tmp_path, tokens=tokens, words="<|inner_prefix|> <|tools_prefix|>")
+    text = '<|inner_prefix|>Let me see.<|tools_prefix|>[{"f": {"a": 1}}]<|tools_suffix|>'
+    heard = said(chat, row([Function("f", {})], may_think=True), text)
+    assert (heard["calls"], heard["reasoning"]) == ([("f", {"a": 1})], "Let me see.")
+    assert heard["text"] == ""
 
 
 SAID = "asked: {{ enable_thinking }} {{ thinking }} {{ reasoning_effort }}"

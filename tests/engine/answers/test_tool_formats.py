@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.engine.answers.call_reading import read_all
+from gateway.engine.answers.harmony import HARMONY_TOKENS
 from gateway.engine.answers.output_parts import TOKENS
 from gateway.engine.answers.reasoning import REASONING_FORMATS
 from gateway.engine.answers.tool_formats import TOOL_FORMATS, infer_tools, tool_format
@@ -85,6 +86,14 @@ _XTML = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 # named beside.
 _PYTHON_MARKS = ("<|python_start|>", "<|python_end|>")
 _GEMMA = 'call:book{seats:3,vip:true,tags:["a","b"],where:{city:"Berlin"},zip:"10115"}'
+NS = "]<]minimax[>["
+M3 = (
+    f'{NS}<tool_call>\n{NS}<invoke name="book">{NS}<seats>3{NS}</seats>{NS}<vip>true{NS}</vip>'
+    f"{NS}<tags>{NS}<item>a{NS}</item>{NS}<item>b{NS}</item>{NS}</tags>"
+    f"{NS}<where>{NS}<city>Berlin{NS}</city>{NS}</where>{NS}<zip>10115{NS}</zip>"
+    f"{NS}</invoke>\n{NS}</tool_call>"
+)
+INTERNLM = f'<|action_start|><|plugin|>\n{{"name": "book", "parameters": {JSON}}}<|action_end|>'
 FAMILIES = [
     # Qwen 2.5 and 3, Hermes 2 Pro and 3, Granite 4
     Family("hermes", f"<tool_call>\n{CALL}\n</tool_call>", words="<tool_call> tool_call.name"),
@@ -237,6 +246,40 @@ FAMILIES = [
         f" to=functions.book <|constrain|>json<|message|>{JSON}<|call|>",
         _HARMONY, model_type="gpt_oss",
     ),
+    Family(  # ms-swift's swift/agent_template/minimax_m3.py
+        "minimax_m3",
+        M3,
+        (NS,), ("<tool_call>", "</tool_call>"),
+        words=f"set ns_token = '{NS}' set toolcall_begin_token = ns_token ~ '<tool_call>'",
+    ),
+    Family(  # sglang/srt/function_call/deepseekv41_detector.py
+        "deepseek_v41",
+        '<｜DSML｜ calls>\n<｜DSML｜ invoke name="book">\n'
+        + pairs(
+            '<｜DSML｜ parameter name="{name}" string="{is_text}">{value}</｜DSML｜ parameter>',
+            "\n",
+        )
+        + "\n</｜DSML｜ invoke>\n</｜DSML｜ calls>",
+        added=("｜DSML｜",), words="<｜DSML｜ calls>",
+    ),
+    Family(  # vllm/examples/tool_chat_template_muse_glimmer.jinja
+        "muse_spark",
+        " to=self<|message|>Hm.<|eom|><|start|>assistant to=book.book<|message|>"
+        '<atem:function_calls>\n<atem:invoke name="book.book">\n'
+        + pairs('<atem:parameter name="{name}">{value}</atem:parameter>', "\n")
+        + "\n</atem:invoke>\n</atem:function_calls><|eot|>",
+        ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>"),
+        words="to=self<|message|> <atem:function_calls>",
+    ),
+    Family("olmo3", f"<function_calls>\n{PYTHON}\n</function_calls>", words="<function_calls>"),
+    Family(
+        "apertus", f'<|tools_prefix|>[{{"book": {JSON}}}]<|tools_suffix|>',
+        ("<|tools_prefix|>", "<|tools_suffix|>"), words="'<|tools_prefix|>'",
+    ),
+    Family(
+        "internlm", INTERNLM, ("<|action_start|>", "<|plugin|>", "<|action_end|>"),
+        words="<|action_start|><|plugin|>",
+    ),
 ]  # fmt: skip
 IDS = [f"{each.name}-{i}" for i, each in enumerate(FAMILIES)]
 
@@ -327,6 +370,10 @@ SEVERAL = {
     "llama4_pythonic-7": f"[{PYTHON}, {PYTHON}]",
     "granite-24": f"<|tool_call|>[{CALL}, {CALL}]",
     "phi4_mini_json-27": f"functools[{CALL}, {CALL}]",
+    "minimax_m3-31": M3.replace(f"{NS}</tool_call>", M3.partition("\n")[2]),
+    "olmo3-34": f"<function_calls>{PYTHON}\n{PYTHON}</function_calls>",
+    "apertus-35": f'<|tools_prefix|>[{{"book": {JSON}}}, {{"book": {JSON}}}]<|tools_suffix|>',
+    "internlm-36": INTERNLM * 2,
 }
 
 
@@ -411,6 +458,27 @@ def test_every_format_that_mlx_lm_names_is_known_and_its_pythonic_is_lfm2s() -> 
 
 def test_a_template_without_marks_tells_no_format() -> None:
     assert infer_tools((), "{{ messages }}", "llama", None) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("set mark = '｜DSML｜' set block = 'tool_calls'", "deepseek_v32"),
+        ("set mark = '｜DSML｜' set block = ' calls'", "deepseek_v41"),
+        ("<｜DSML｜ calls> <｜DSML｜ invoke name=", "deepseek_v41"),
+        (f"{NS} <tool_call> tool_call.name </think>", "minimax_m3"),
+        (f"<minimax:tool_call> {NS}", "minimax_m2"),
+        ("<tool_call> tool_call.name <function_calls>", "hermes"),
+        ("<atem:function_calls> <|channel|>", "muse_spark"),
+        ("<｜DSML｜function_calls> <function_calls>", "deepseek_v32"),
+    ],
+)
+def test_families_that_are_alike_are_told_apart_by_their_own_marks(
+    template: str, name: str
+) -> None:
+    for vocabulary in ((), HARMONY_TOKENS):
+        if name == "muse_spark" or not vocabulary:
+            assert infer_tools(vocabulary, template, "llama", None) == name
 
 
 def test_the_table_in_models_yaml_comes_before_what_is_inferred(tmp_path: Path) -> None:

@@ -25,6 +25,16 @@ def as_text(value: Any) -> str:
     return value if isinstance(value, str) else dumped(value)
 
 
+def as_elements(value: Any) -> str:
+    """Write lists and objects as elements, as MiniMax M3's template does."""
+    if isinstance(value, list):
+        return "".join(as_elements({"item": each}) for each in value)
+    if isinstance(value, dict):
+        return "".join(f"{_NS}<{k}>{as_elements(v)}{_NS}</{k}>" for k, v in value.items())
+    return as_text(value)
+
+
+_NS = "]<]minimax[>["
 KINDS: Mapping[type, str] = {
     str: "string", bool: "boolean", int: "integer", float: "number", list: "array",
     dict: "object", type(None): "null",
@@ -92,6 +102,7 @@ class Form:
     is_python: bool = False
     # Its tokens are never written in a text: there they are other tokens with the same letters.
     is_split: bool = False
+    is_nested: bool = False  # what lists and objects hold is text, too, which the schema types
     reasoning: str = "none"
     opens: str = ""  # how a thought begins and ends
     closes: str = ""
@@ -198,12 +209,31 @@ FORMS: Mapping[str, Form] = {
         ends=r"</｜DSML｜parameter>\s*(<｜DSML｜parameter name=|</｜DSML｜invoke>)",
         **_THINK,
     ),
+    "deepseek_v41": Form(
+        "deepseek_v41",
+        TOOL_FORMATS["deepseek_v41"].write,
+        ("｜DSML｜", "<think>", "</think>"),
+        ends=r"</｜DSML｜ parameter>\s*(<｜DSML｜ parameter name=|</｜DSML｜ invoke>)",
+        **_THINK,
+    ),
     "minimax_m2": Form(
         "minimax_m2",
         TOOL_FORMATS["minimax_m2"].write,
         ("<minimax:tool_call>", "</minimax:tool_call>", "<think>", "</think>"),
         ends=r"</parameter>\s*(<parameter name=|</invoke>)",
         **_THINK,
+    ),
+    "minimax_m3": Form(
+        "minimax_m3",
+        writes(
+            f'{_NS}<invoke name="{{name}}">{{pairs}}{_NS}</invoke>',
+            begin=f"{_NS}<tool_call>\n", gap="\n", end=f"\n{_NS}</tool_call>",
+            pair=f"{_NS}<{{key}}>{{value}}{_NS}</{{key}}>", value=as_elements,
+        ),
+        (_NS, "<mm:think>", "</mm:think>"),
+        ends=re.escape(_NS),
+        is_nested=True,
+        reasoning="minimax_m3", opens="<mm:think>", closes="</mm:think>",
     ),
     "gemma4": Form(
         "gemma4",
@@ -312,6 +342,24 @@ FORMS: Mapping[str, Form] = {
         ends=r"</atem:parameter>\s*(<atem:parameter |</atem:invoke>)",
         is_split=True, reasoning="muse_spark",
     ),
+    "olmo3": Form(
+        "olmo3",
+        writes(**{**_PYTHON, "gap": "\n"}, begin="<function_calls>\n", end="\n</function_calls>"),
+        ("<think>", "</think>"),
+        is_python=True,
+        **_THINK,
+    ),
+    "apertus": Form(
+        "apertus",
+        TOOL_FORMATS["apertus"].write,
+        ("<|tools_prefix|>", "<|tools_suffix|>", "<|inner_prefix|>", "<|inner_suffix|>"),
+        reasoning="apertus", opens="<|inner_prefix|>", closes="<|inner_suffix|>",
+    ),
+    "internlm": Form(
+        "internlm",
+        TOOL_FORMATS["internlm"].write,
+        ("<|action_start|>", "<|plugin|>", "<|action_end|>"),
+    ),
     "openai": Form(
         "openai",
         writes(
@@ -337,6 +385,9 @@ MARKS = sorted(
         '<invoke name="shown">', "</invoke>", '<parameter name="first">',
         '<｜DSML｜invoke name="shown">', "</｜DSML｜invoke>",
         '<｜DSML｜parameter name="first" string="true">', "</｜DSML｜parameter>",
+        '<｜DSML｜ invoke name="shown">', "</｜DSML｜ invoke>",
+        '<｜DSML｜ parameter name="first" string="true">', "</｜DSML｜ parameter>",
+        f'{_NS}<invoke name="shown">', f"{_NS}</invoke>", f"{_NS}<first>", f"{_NS}</first>",
         '<atem:invoke name="shown">', "</atem:invoke>",
         '<atem:parameter name="first">', "</atem:parameter>",
         '<function name="shown">', '<param name="first">', "</param>", "<![CDATA[", "]]>",
@@ -385,9 +436,16 @@ def arguments(draw: st.DrawFn, form: Form) -> tuple[dict[str, Any], dict[str, An
     text, key = texts(form), keys(form)
     number = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
     leaves = st.none() | st.booleans() | number | text
+
+    def lists(each: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        if not form.is_nested:
+            return st.lists(each, max_size=3)
+        alike = text, st.integers(), st.dictionaries(key, text, max_size=3)
+        return st.one_of([st.lists(one, max_size=3) for one in alike])
+
     nested = st.recursive(
         leaves,
-        lambda each: st.lists(each, max_size=3) | st.dictionaries(key, each, max_size=3),
+        lambda each: lists(each) | st.dictionaries(key, each, max_size=3),
         max_leaves=4,
     )
     of_kind = {
@@ -396,16 +454,31 @@ def arguments(draw: st.DrawFn, form: Form) -> tuple[dict[str, Any], dict[str, An
         "number": st.floats(allow_nan=False, allow_infinity=False),
         "boolean": st.booleans(),
         "null": st.none(),
-        "array": st.lists(nested, max_size=3),
+        "array": lists(nested),
         "object": st.dictionaries(key, nested, max_size=3),
     }
     kinds = st.sampled_from(["string"] * 4 + list(of_kind))
     typed = draw(st.dictionaries(key, kinds, max_size=4))
+    given = {name: draw(of_kind[kind]) for name, kind in typed.items()}
+    if form.is_nested:
+        return given, schema_of(given)
     schema = {
         "type": "object",
         "properties": {name: {"type": kind} for name, kind in typed.items()},
     }
-    return {name: draw(of_kind[kind]) for name, kind in typed.items()}, schema
+    return given, schema
+
+
+def schema_of(value: Any) -> dict[str, Any]:
+    """Return a schema that states the types of a value and of all that it holds."""
+    schema: dict[str, Any] = {"type": KINDS[type(value)]}
+    if isinstance(value, dict):
+        schema["properties"] = {key: schema_of(each) for key, each in value.items()}
+    elif value and isinstance(value, list):
+        schema["items"] = schema_of(value[0])
+        if isinstance(value[0], dict):
+            schema["items"] = {"type": "object", "additionalProperties": {"type": "string"}}
+    return schema
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,86 @@
+"""Bodies of MiniMax M3's calls → calls: elements named after the arguments, a mark before each tag.
+
+    ]<]minimax[>[<invoke name="book">
+    ]<]minimax[>[<tags>]<]minimax[>[<item>a]<]minimax[>[</item>]<]minimax[>[</tags>
+    ]<]minimax[>[</invoke>
+
+Objects and lists hold elements of their own, and the schema gives their texts types. A text may
+hold tags, too: an element ends with the tag that balances its own, and tags inside it that nothing
+balances are letters.
+
+Sources: ms-swift's swift/agent_template/minimax_m3.py, which follows the model's template, and the
+readers of vLLM and SGLang.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import regex  # type: ignore[import-untyped]
+
+from gateway.engine.answers.call_bodies import Body, match_head
+from gateway.engine.answers.call_reading import Schemas, Unfinished
+from gateway.engine.answers.call_values import Allowed, read_value
+
+MARK = "]<]minimax[>["
+_DEPTH = 64  # elements that are open at once
+_START = rf"{regex.escape(MARK)}\s*+<"
+_HEAD = regex.compile(rf"\s*+{_START}invoke\s++name=[\"']?+(?P<name>[^\"'<>\s]{{1,256}})[\"']?+>")
+_NAME = r"(?P<name>invoke(?=\s)|[^<>/\s][^<>]{0,255}+)(?:(?<=invoke)\s[^<>]*+)?"
+_TAG = regex.compile(rf"{_START}(?P<ends>/?+){_NAME}>")
+
+
+@dataclass(slots=True)
+class _Element:
+    name: str
+    schema: Any
+    begin: int  # the place where its text begins
+    at: int  # the place up to which it has been read
+    text: str = ""
+    parts: list["_Element"] = field(default_factory=list)
+    has_text: bool = False  # beside its parts
+
+    def value(self, allowed: Allowed, root: Any) -> Any:
+        """Return the value that the element stands for. Raises ValueError."""
+        types = allowed.types(self.schema) - {"null"}
+        if not self.text.strip() and types in ({"array"}, {"object"}):
+            return [] if "array" in types else {}
+        if not self.parts or self.has_text or (types and not types & {"array", "object"}):
+            return read_value(self.text, self.schema, root)
+        if types != {"object"} and {part.name for part in self.parts} == {"item"}:
+            return [part.value(allowed, root) for part in self.parts]
+        return self.fields(allowed, root)
+
+    def fields(self, allowed: Allowed, root: Any) -> dict[str, Any]:
+        """Return its parts' values by their names. Raises ValueError if there is more."""
+        if self.has_text or len({part.name for part in self.parts}) < len(self.parts):
+            raise ValueError("text between names, or one twice")
+        return {part.name: part.value(allowed, root) for part in self.parts}
+
+
+def read_minimax(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
+    """Read one call; with text between its arguments, or one of them twice, it is no call."""
+    head = match_head(_HEAD, text, at)
+    schema = schemas.get(head["name"], {})
+    allowed = Allowed(schema)
+    stack = [_Element("invoke", schema, head.end(), head.end())]
+    for tag in _TAG.finditer(text, head.end()):
+        name, inner = tag["name"], stack[-1]
+        if tag["ends"] and name not in {each.name for each in stack[len(stack) > 1 :]}:
+            continue
+        inner.has_text = inner.has_text or bool(text[inner.at : tag.start()].strip())
+        if not tag["ends"]:
+            if len(stack) > _DEPTH:
+                break
+            stack.append(_Element(name, allowed.inner(inner.schema, name), tag.end(), tag.end()))
+            continue
+        while stack[-1].name != name:
+            stack.pop()
+            stack[-1].has_text = True
+        element = stack.pop()
+        if not stack:
+            return [{"name": head["name"], "arguments": element.fields(allowed, schema)}], tag.end()
+        element.text = text[element.begin : tag.start()]
+        stack[-1].parts.append(element)
+        stack[-1].at = tag.end()
+    raise Unfinished("no end of a call")
