@@ -23,6 +23,7 @@ class ReasoningFormat:
     starts: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
     noise: tuple[str, ...] = ()  # further marks, to be dropped
+    written: tuple[str, ...] = ()  # words of its templates, where others have the same marks
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -41,11 +42,11 @@ _ROWS = (
     # These two put their answer between marks as well.
     ReasoningFormat(
         "granite_response", "Granite 3.3, with its answer in `<response>`", *_THINK,
-        ("<response>", "</response>"),
+        ("<response>", "</response>"), ("<response></response>",),
     ),
     ReasoningFormat(
         "hunyuan_a13b", "Hunyuan A13B, with its answer in `<answer>`", *_THINK,
-        ("<answer>", "</answer>"),
+        ("<answer>", "</answer>"), ("<answer>", "</answer>"),
     ),
     ReasoningFormat("qwen3", "Qwen 3, DeepSeek, GLM and most others", *_THINK),
     ReasoningFormat("longcat", "LongCat", ("<longcat_think>",), ("</longcat_think>",)),
@@ -89,12 +90,7 @@ def infer_reasoning(vocabulary: Container[str], template: str, model_type: str) 
     has_channels = "to=self<|message|>" in template or all(t in vocabulary for t in HARMONY_TOKENS)
     if has_channels or model_type in ("gpt_oss", "muse_spark", "muse_glimmer"):
         return HARMONY.name
-    # Formats that share their marks differ by what else the template writes.
-    forms = [
-        form
-        for form in _ROWS
-        if form.starts and (form.starts != _THINK[0] or all(n in template for n in form.noise))
-    ]
+    forms = [form for form in _ROWS if form.starts and all(w in template for w in form.written)]
     for form in forms:
         if all(_has_tokens(mark, vocabulary) for mark in (*form.starts, *form.ends)):
             return form.name

@@ -30,7 +30,7 @@ FAMILIES: list[tuple[str, tuple[str, ...], tuple[str, ...], str, str]] = [
      "Here is my thought process: {} Here is my response: {}"),
     ("granite", (), (), "Here is my thought process:",
      "Here's my thought process: {} Here's my response: {}"),
-    ("granite_response", (), (), "<think> <response> </response>",
+    ("granite_response", (), (), "<think></think> <response></response>",
      "<think>{}</think><response>{}</response>"),
     ("exaone_deep", (), (), "<thought>", "<thought>\n{}</thought>\n\n{}"),
     ("gemma4", ("<|channel>", "<channel|>"), (), "", "<|channel>thought\n{}<channel|>{}"),
@@ -65,6 +65,13 @@ def test_thinking_is_reasoning_in_each_family(tmp_path: Path, each: Any) -> None
     assert heard["text"].startswith("The mark")
     assert heard["text"].endswith("opens it.")
     assert (opening in heard["text"]) == (not any(token in opening for token in tokens))
+
+
+def test_a_template_with_a_tools_response_is_not_granites(tmp_path: Path) -> None:
+    """MiniMax's has results of tools between those marks, which an answer may write as text."""
+    chat = family(tmp_path, words="<think> </think> <response> </response>")
+    heard = said(chat, row(may_think=True), "<think>So.</think><response>ok</response>")
+    assert heard["text"] == "<response>ok</response>"
 
 
 @settings(max_examples=30)
