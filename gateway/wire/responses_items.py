@@ -79,7 +79,7 @@ class Item(Part):
     call_id: Label | None = None
     name: Label | None = None
     namespace: Label | None = None
-    arguments: str | None = None
+    arguments: Annotated[Any, Field(json_schema_extra={"type": "string"})] = None
     input: str | None = None
     action: dict[str, Any] | None = None
     operation: dict[str, Any] | None = None

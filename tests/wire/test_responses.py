@@ -149,6 +149,7 @@ def test_two_texts_in_a_row_are_two_turns() -> None:
         ({"type": "local_shell_call"}, "local_shell", {}),
         ({"type": "apply_patch_call", "operation": {"path": "a"}}, "apply_patch", {"path": "a"}),
         ({"type": "function_call", "name": "f", "arguments": '{"a": "b'}, "f", {"a": "b"}),
+        ({"type": "function_call", "name": "f", "arguments": {"a": "b"}}, "f", {"a": "b"}),
     ],
 )  # fmt: skip
 def test_calls_of_other_kinds_are_calls_with_their_output(
