@@ -319,6 +319,8 @@ def _content_text(
     for i, part in enumerate(content):
         if part.type in IMAGE_TYPES:
             raise _not_served(part.type, f"{place}.content[{i}]", "there")
-        if isinstance(part, ResultPart):
-            texts.append(part.tool_name or _text_of(part, f"{place}.content[{i}]"))
+        if part.type == "tool_reference":
+            texts.append(getattr(part, "tool_name", None) or "")
+        elif isinstance(part, ResultPart):
+            texts.append(_text_of(part, f"{place}.content[{i}]"))
     return _join(texts)

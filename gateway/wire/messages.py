@@ -6,13 +6,22 @@ from operator import itemgetter
 from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
-from pydantic import Field, model_validator
+from pydantic import Field, Tag, model_validator
 
 from gateway.errors import BadRequest
 from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label
 from gateway.wire.images import image_refused
 from gateway.wire.tools import parse_object, read_arguments
-from gateway.wire.validation import Part, require
+from gateway.wire.validation import (
+    FILE_TYPES,
+    IMAGE_TYPES,
+    KNOWN,
+    OTHER,
+    Part,
+    Skipped,
+    by_type,
+    require,
+)
 
 Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
 
@@ -28,6 +37,24 @@ class ContentPart(Part):
     type: Label = Field(json_schema_extra={"enum": ["text", "refusal"]})
     text: str | None = None
     refusal: str | None = None
+
+
+class OtherContentPart(Skipped):
+    """A piece of a message that is not read."""
+
+    type: Annotated[Label, Field(json_schema_extra={"not": {"enum": ["text", "refusal"]}})]
+
+
+Contents = Annotated[
+    list[
+        Annotated[
+            Annotated[ContentPart, Tag(KNOWN)] | Annotated[OtherContentPart, Tag(OTHER)],
+            by_type(dict.fromkeys((*ContentPart.fields, *IMAGE_TYPES, *FILE_TYPES), KNOWN)),
+        ]
+    ],
+    FAIL_FAST,
+    ITEM_LIMIT,
+]
 
 
 class Function(Part):
@@ -56,7 +83,7 @@ class ToolCall(Part):
     def _read_custom(cls, call: Any) -> Any:
         """Read a custom tool's input, a text, as the argument `input`."""
         custom = call.get("custom") if isinstance(call, dict) else None
-        if not isinstance(custom, dict):
+        if not isinstance(custom, dict) or call.get("function") is not None:
             return call
         arguments = {"input": custom.get("input")}
         return {**call, "function": {"name": custom.get("name"), "arguments": arguments}}
@@ -72,7 +99,7 @@ class Message(Part):
     harmless = frozenset({"annotations", "refusal"})
 
     role: Role
-    content: str | Annotated[list[ContentPart], FAIL_FAST, ITEM_LIMIT] | None = None
+    content: str | Contents | None = None
     name: Label | None = None
     tool_calls: Annotated[list[ToolCall], FAIL_FAST, ITEM_LIMIT] | None = None
     tool_call_id: Label | None = None
@@ -108,7 +135,7 @@ def is_continuation(messages: Sequence[Message], *, requested: bool) -> bool:
     if not (requested or last.prefix):
         return False
     place = f"messages[{len(earlier)}]"
-    if last.role != "assistant" or last.tool_calls or not _text(last.content, place):
+    if last.role != "assistant" or last.tool_calls or not _text(last, place):
         raise BadRequest(
             f"Invalid '{place}': an answer is continued from an assistant's message that has text "
             "and no 'tool_calls'.",
@@ -143,7 +170,7 @@ def _turn(message: Message, place: str) -> dict[str, Any]:
     role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
     if message.role == "user":
         require(message.content, f"{place}.content")
-    turn: dict[str, Any] = {"role": role, "content": _text(message.content, place)}
+    turn: dict[str, Any] = {"role": role, "content": _text(message, place)}
     if message.thoughts:
         turn["reasoning_content"] = message.thoughts
     if message.name is not None:
@@ -165,19 +192,24 @@ def _turn(message: Message, place: str) -> dict[str, Any]:
     return turn
 
 
-def _text(content: str | list[ContentPart] | None, place: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return join_texts(content, f"{place}.content")
+def _text(message: Message, place: str) -> str:
+    if message.content is None or isinstance(message.content, str):
+        return message.content or ""
+    is_earlier = message.role in ("assistant", "tool", "function")
+    return join_texts(message.content, f"{place}.content", skips=is_earlier)
 
 
-def join_texts(parts: Sequence[ContentPart], place: str) -> str:
-    """Return the text of all parts. Raises BadRequest for a part that is not text."""
+def join_texts(parts: Sequence[ContentPart | Skipped], place: str, *, skips: bool = False) -> str:
+    """Return the text of all parts. Raises BadRequest for a part that is not text, unless it
+    `skips` what only another server reads.
+    """
     texts = []
     for i, part in enumerate(parts):
         if part.is_image:
             raise image_refused(part.type, f"{place}[{i}]", place)
-        if part.type not in part.fields:
+        if isinstance(part, Skipped) and skips:
+            continue
+        if isinstance(part, Skipped) or part.type not in part.fields:
             raise BadRequest(
                 f"Invalid '{place}': a part of type '{part.type}' is not served; "
                 "this gateway reads text.",

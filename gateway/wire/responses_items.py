@@ -14,6 +14,8 @@ from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label
 from gateway.wire.messages import ContentPart, Function, Message, ToolCall, join_texts
 from gateway.wire.tools import QualifiedName, parse_object, read_arguments
 from gateway.wire.validation import (
+    FILE_TYPES,
+    IMAGE_TYPES,
     KNOWN,
     OTHER,
     Part,
@@ -59,8 +61,19 @@ def as_parts(value: object) -> object:
     return value
 
 
+class OtherInputPart(Skipped):
+    """A piece of an item's content that is not read."""
+
+    type: Annotated[Label, Field(json_schema_extra={"not": {"enum": [*InputPart.fields]}})]
+
+
 Parts = Annotated[
-    list[InputPart],
+    list[
+        Annotated[
+            Annotated[InputPart, Tag(KNOWN)] | Annotated[OtherInputPart, Tag(OTHER)],
+            by_type(dict.fromkeys((*InputPart.fields, *IMAGE_TYPES, *FILE_TYPES), KNOWN)),
+        ]
+    ],
     FAIL_FAST,
     BeforeValidator(as_parts, json_schema_input_type=str | list[InputPart] | None),
 ]
@@ -80,9 +93,9 @@ class Item(Part):
     name: Label | None = None
     namespace: Label | None = None
     arguments: Annotated[Any, Field(json_schema_extra={"type": "string"})] = None
-    input: str | None = None
-    action: dict[str, Any] | None = None
-    operation: dict[str, Any] | None = None
+    input: Annotated[Any, Field(json_schema_extra={"type": "string"})] = None
+    action: Annotated[Any, Field(json_schema_extra={"type": "object"})] = None
+    operation: Annotated[Any, Field(json_schema_extra={"type": "object"})] = None
     output: Parts = Field(default_factory=list)
     summary: Parts = Field(default_factory=list)
 
@@ -227,6 +240,7 @@ def to_messages(
     """
     messages = [Message(role="system", content=instructions)] if instructions else []
     call_names: dict[str, str] = {}
+    call_ids: dict[str, str | None] = {}
     # Errors count the request's own items from 0.
     for i, item in enumerate(items, -earlier):
         place = f"input[{i}]"
@@ -234,26 +248,29 @@ def to_messages(
             continue
         match item.type:
             case "reasoning":
-                thoughts = join_texts(item.content, f"{place}.content")
-                thoughts = thoughts or join_texts(item.summary, f"{place}.summary")
+                thoughts = join_texts(item.content, f"{place}.content", skips=True)
+                thoughts = thoughts or join_texts(item.summary, f"{place}.summary", skips=True)
                 if thoughts:
                     messages.append(Message(role="assistant", reasoning_content=thoughts))
             case "message":
                 role: Any = require(item.role, f"{place}.role")
                 if role == "user" and "content" not in item.model_fields_set:
                     raise missing_parameter(f"{place}.content")
-                content = join_texts(item.content, f"{place}.content")
+                is_earlier = role == "assistant"
+                content = join_texts(item.content, f"{place}.content", skips=is_earlier)
                 messages.append(Message(role=role, content=content))
             case call_type if call_type in _CALLS:
                 call = _call(item, place, names)
+                call_ids |= dict.fromkeys(filter(None, (item.id, item.call_id)), call.id)
                 call_names[call.id or ""] = call.function.name
                 messages.append(Message(role="assistant", tool_calls=[call]))
             case output_type if output_type in _OUTPUTS:
-                call_id = require(item.call_id or item.id or None, f"{place}.call_id")
+                given = require(item.call_id or item.id or None, f"{place}.call_id")
+                call_id = call_ids.get(given) or given  # some name a call by its item
                 messages.append(
                     Message(
                         role="tool",
-                        content=join_texts(item.output, f"{place}.output"),
+                        content=join_texts(item.output, f"{place}.output", skips=True),
                         tool_call_id=call_id,
                         name=call_names.get(call_id, item.name),
                     )
@@ -262,11 +279,13 @@ def to_messages(
         raise BadRequest("Invalid 'input': it has no messages.", param="input")
     turns: list[list[Message]] = []
     for message in messages:
-        last = turns[-1][-1] if turns else message
-        is_part = last.role == message.role == "assistant" and turns
-        # Two texts in a row are two messages.
-        if is_part and not (last.content and message.content):
-            turns[-1].append(message)
+        turn = turns[-1] if turns else []
+        is_part = bool(turn) and turn[-1].role == message.role == "assistant"
+        # A text behind a text begins another message, and so does a thought behind one.
+        said = [part for part in turn if part.content]
+        is_next = said and (message.thoughts or (message.content and said[-1] is turn[-1]))
+        if is_part and not is_next:
+            turn.append(message)
         else:
             turns.append([message])
     return [_joined(turn) if len(turn) > 1 else turn[0] for turn in turns]

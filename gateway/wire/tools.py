@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from gateway import jobs
 from gateway.errors import BadRequest
-from gateway.wire.bounds import FAIL_FAST, Label, Name, Schema, parse
+from gateway.wire.bounds import FAIL_FAST, MAX_PARTS, Label, Name, Schema, parse
 from gateway.wire.validation import OTHER, Part, by_type
 
 MAX_TOOLS = 128  # as OpenAI's
@@ -402,6 +402,8 @@ def read_arguments(given: object) -> dict[str, Any]:
 def _repair(json: str) -> Any:
     """Return a JSON value, or the beginning of an object closed; the text itself if it is none."""
     is_partial = json.lstrip().startswith("{")
+    if json.count(":") + json.count("[") + json.count("{") > MAX_PARTS:
+        return json
     try:
         value = from_json(json, allow_partial="trailing-strings" if is_partial else False)
         return parse(orjson.dumps(value))

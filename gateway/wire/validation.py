@@ -32,6 +32,7 @@ _TRACED: Mapping[str, str] = {
 
 
 IMAGE_TYPES = frozenset({"image", "image_url", "input_image"})
+FILE_TYPES = frozenset({"file", "input_file", "input_audio", "input_video", "video_url"})
 
 
 class Request(BaseModel):
@@ -423,7 +424,9 @@ def check_length(parts: Sequence[Any], max_chars: int, *, param: str) -> None:
     """Raise BadRequest if the parts, written as JSON, are too long to tokenise."""
     # A character has at most 4 bytes; a part's braces and names are not the caller's.
     body = orjson.dumps(parts, default=lambda part: part.model_dump())
-    if len(body) > 4 * max_chars or len(body.decode()) > max_chars + 256 * len(parts):
+    escapes = body.count(b"\\n") + body.count(b'\\"')  # the commonest, one character each
+    most = max_chars + 256 * len(parts) + escapes
+    if len(body) > 4 * max_chars + escapes or len(body.decode()) > most:
         raise BadRequest(f"'{param}' is longer than {max_chars} characters.", param=param)
 
 

@@ -143,7 +143,9 @@ def test_thinking_alone_is_a_turn_before_the_answers() -> None:
 
 
 def test_the_tools_that_a_search_found_are_read_by_name() -> None:
-    found = [*text("Found:"), {"type": "tool_reference", "tool_name": "fs__read"}, {"type": "new"}]
+    named = {**text("Found:")[0], "tool_name": "other"}  # no reference
+    found = [named, {"type": "tool_reference", "tool_name": "fs__read"}, {"type": "new"}]
+    found += [{"type": "tool_reference"}]
     messages = [*HI, assistant(CALL), user({**RESULT, "content": found})]
     assert job(messages).messages[-1]["content"] == "Found:\n\nfs__read"
     assert ignored(messages=messages) == ("messages[2].content[0].content[2].new",)

@@ -130,14 +130,34 @@ def test_arguments_that_are_no_object_are_read_as_one_and_named(sent: str, read:
     [
         {"function": {"name": "f", "arguments": {"input": "a"}}},
         {"type": "custom", "custom": {"name": "f", "input": "a"}},
+        {"custom": {}, "function": {"name": "f", "arguments": {"input": "a"}}},
     ],
-    ids=["an object", "a custom tool's"],
+    ids=["an object", "a custom tool's", "both"],
 )
 def test_arguments_that_are_an_object_are_read(call: dict[str, Any]) -> None:
     message = {"role": "assistant", "tool_calls": [{"id": "c", **call}]}
     called = turns(message)[0]["tool_calls"][0]["function"]
     assert called == {"name": "f", "arguments": {"input": "a"}}
     assert ignored(message) == ()
+
+
+def test_parts_of_other_servers_are_skipped_in_earlier_turns_and_named() -> None:
+    """As Mistral's answers have their thoughts; the user's own are refused."""
+    parts = [{"type": "thinking", "thinking": []}, {"type": "text", "text": "Yes."}]
+    for role in ("assistant", "tool"):
+        message = {"role": role, "content": parts}
+        assert turns(message)[0]["content"] == "Yes."
+        assert ignored(message) == ("messages[0].content[0].thinking",)
+    with pytest.raises(BadRequest):
+        turns({"role": "user", "content": parts})
+
+
+def test_arguments_of_very_many_parts_are_a_text() -> None:
+    """Closing them would take seconds."""
+    cut = '{"a": [' + "[]," * 200_001
+    call = {"id": "c", "function": {"name": "f", "arguments": cut}}
+    function = turns({"role": "assistant", "tool_calls": [call]})[0]["tool_calls"][0]["function"]
+    assert function["arguments"] == {"input": cut}
 
 
 def test_older_function_turns_are_tool_turns() -> None:

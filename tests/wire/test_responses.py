@@ -133,10 +133,10 @@ def test_what_an_answer_has_in_a_row_is_one_turn() -> None:
     assert turns[0]["tool_calls"][0]["id"] == "c1"
 
 
-def test_two_texts_in_a_row_are_two_turns() -> None:
+def test_texts_in_a_row_and_a_thought_behind_one_are_turns_of_their_own() -> None:
     turns = job([SAID, reasoning("So."), SAID, SAID]).messages
-    assert [turn["content"] for turn in turns] == ["Hm.Hm.", "Hm."]
-    assert [turn.get("reasoning_content") for turn in turns] == ["So.", None]
+    assert [turn["content"] for turn in turns] == ["Hm.", "Hm.", "Hm."]
+    assert [turn.get("reasoning_content") for turn in turns] == [None, "So.", None]
 
 
 @pytest.mark.parametrize(
@@ -150,6 +150,9 @@ def test_two_texts_in_a_row_are_two_turns() -> None:
         ({"type": "apply_patch_call", "operation": {"path": "a"}}, "apply_patch", {"path": "a"}),
         ({"type": "function_call", "name": "f", "arguments": '{"a": "b'}, "f", {"a": "b"}),
         ({"type": "function_call", "name": "f", "arguments": {"a": "b"}}, "f", {"a": "b"}),
+        ({"type": "function_call", "name": "f", "arguments": [1]}, "f", {"input": [1]}),
+        ({"type": "custom_tool_call", "name": "f", "input": {"a": 1}}, "f", {"input": {"a": 1}}),
+        ({"type": "local_shell_call", "action": "ls"}, "local_shell", {"input": "ls"}),
     ],
 )  # fmt: skip
 def test_calls_of_other_kinds_are_calls_with_their_output(
@@ -206,6 +209,26 @@ def test_arguments_that_were_cut_are_named() -> None:
 )
 def test_an_item_that_cannot_be_read_is_refused_by_its_place(items: Any, param: str) -> None:
     assert refused(items).param == param
+
+
+def test_a_result_may_name_its_call_by_the_items_id() -> None:
+    call = {"type": "local_shell_call", "id": "ls_1", "call_id": "c1", "action": {}}
+    output = {"type": "local_shell_call_output", "id": "ls_1", "output": "done"}
+    turns = job([call, output]).messages
+    assert (turns[1]["tool_call_id"], turns[1]["name"]) == ("c1", "local_shell")
+
+
+def test_parts_of_other_servers_are_skipped_in_earlier_turns() -> None:
+    other = {"type": "new", "text": "x"}
+    thought = {"type": "reasoning", "summary": [], "content": [other]}
+    said = {"role": "assistant", "content": [other, {"type": "output_text", "text": "Hm."}]}
+    turns = job([thought, said, CALL, {**OUTPUT, "output": [other]}]).messages
+    assert [turn["content"] for turn in turns] == ["Hm.", ""]
+    assert refused([{"role": "user", "content": [other]}]).param == "input[0].content"
+
+
+def test_a_line_break_counts_as_one_character() -> None:
+    assert job([{"role": "user", "content": '"\n' * 450}]).messages[0]["content"] == '"\n' * 450
 
 
 def test_formats_are_flat() -> None:

@@ -15,7 +15,7 @@ from gateway.engine.answers.output_parts import CallWriter, spell_out, strip_mar
 from gateway.engine.sandbox_worker import Sandbox
 from gateway.jobs import Delta, Reading, SequenceParams
 
-PREFIX_TOKENS: Final = 4096  # of the prompt's end, where a template may open a thought
+PREFIX_TOKENS: Final = 256  # of the prompt's end, where a template may open a thought
 MOST_BYTES: Final = 1 << 29  # of memory
 THOUGHTS: Final = ("thinking", "reasoning_content", "reasoning")
 FIELDS: Final = frozenset({"role", "content", "tool_calls", *THOUGHTS})
@@ -27,8 +27,6 @@ class ResponseTemplate:
     def __init__(self, template: Any, sandbox: Sandbox) -> None:
         self._request = {"kind": "reading", "template": template, "max_bytes": MOST_BYTES}
         self._sandbox = sandbox
-        # By itself alone: a pattern that took too long for one answer is left alone for a while.
-        self._key = hashlib.blake2b(json.dumps(template).encode(), digest_size=32).digest()
         outcome, why = self._ask(None, "", {})
         self.problem = None if outcome in ("read", "busy", "slow", "killed") else str(why)
 
@@ -60,7 +58,10 @@ class ResponseTemplate:
         tools = [{"name": name, "parameters": each} for name, each in functions.items()]
         given = {"text": text, "prefix": prefix, "tools": tools}
         most = 2 * len(f"{text}{prefix}")  # characters of a message: its text, in JSON
-        return self._sandbox({**self._request, **given, "max_chars": most}, self._key)
+        request = {**self._request, **given, "max_chars": most}
+        # A pattern may take for ever over one answer, and read the next.
+        key = hashlib.blake2b(json.dumps(request).encode(), digest_size=32).digest()
+        return self._sandbox(request, key)
 
 
 def _parts(

@@ -190,7 +190,9 @@ class DeltaReader:
             self.warn_once("answer_not_read", why=problem)
         if any(part.call is not None for part in parts):
             end = "tool_calls"
-        logprobs = [each for delta in held for each in delta.logprobs]
+        # Those of thoughts and calls are none of the content's, and which they are is not known.
+        is_text = all(part.call is None and not part.reasoning for part in parts)
+        logprobs = [each for delta in held for each in delta.logprobs if is_text]
         return (*parts, replace(delta, text="", logprobs=logprobs, finish_reason=end))
 
 

@@ -112,7 +112,7 @@ def test_what_is_no_template_has_a_problem_when_the_model_loads(
     assert ResponseTemplate(template, box).problem
 
 
-def test_a_pattern_that_takes_for_ever_is_ended_once_and_then_left_alone() -> None:
+def test_an_answer_that_takes_for_ever_is_ended_once_and_others_are_read() -> None:
     for_ever = {"open_pattern": r"(.+)+(.+)+\1\2[b-z]", "close": "e"}
     with sandbox("template", 0.3) as box:
         template = ResponseTemplate({**PLAIN, "fields": {"content": {}, "thinking": for_ever}}, box)
@@ -122,4 +122,6 @@ def test_a_pattern_that_takes_for_ever_is_ended_once_and_then_left_alone() -> No
             assert deltas == [Delta(0, text)]
             assert problem is not None
             assert "seconds of processor time" in problem
+        deltas, problem = template.read(row(), "Yes.", "<a>", CallWriter(), is_cut=False)
+        assert (deltas, problem) == ([Delta(0, "Yes.")], None)
         assert not ResponseTemplate(PLAIN, box).read(row(), "x", "", CallWriter(), is_cut=False)[1]
