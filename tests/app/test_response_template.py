@@ -154,6 +154,21 @@ async def test_only_what_may_be_called_and_is_whole_is_a_call(tmp_path: Path) ->
         assert not (scored["logprobs"] or {}).get("content")  # of thoughts and a call, too
 
 
+async def test_an_answer_that_a_stop_string_ended_makes_no_call(tmp_path: Path) -> None:
+    """As with max_tokens: more of it may have been to come."""
+    async with reciting(tmp_path, [*ANSWER, "Bye."]) as client:
+        answer = await choice(client, tools=TOOLS, stop=["Bye."])
+    assert answer["message"]["content"] == AS_IT_STANDS
+    assert (answer["message"].get("tool_calls"), answer["finish_reason"]) == (None, "stop")
+
+
+@pytest.mark.parametrize("setting", ["tool_parser", "reasoning_parser"])
+async def test_models_yaml_comes_before_the_checkpoints_own(tmp_path: Path, setting: str) -> None:
+    async with reciting(tmp_path, **{setting: "none"}) as client:
+        answer = await client.post("/v1/chat/completions", json={**ASKED, "tools": TOOLS})
+    assert HEADER not in answer.headers
+
+
 async def test_a_forced_call_is_held_to_its_grammar_and_read_as_ever(tmp_path: Path) -> None:
     async with reciting(tmp_path) as client:
         body = {**ASKED, "tools": TOOLS, "tool_choice": "required", "max_tokens": 40}

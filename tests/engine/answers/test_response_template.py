@@ -112,6 +112,11 @@ def test_what_is_no_template_has_a_problem_when_the_model_loads(
     assert ResponseTemplate(template, box).problem
 
 
+@pytest.mark.parametrize("outcome", ["busy", "slow", "killed"])
+def test_a_sandbox_without_time_says_nothing_of_a_template(outcome: str) -> None:
+    assert ResponseTemplate(PLAIN, lambda request, key: (outcome, "why")).problem is None
+
+
 def test_an_answer_that_takes_for_ever_is_ended_once_and_others_are_read() -> None:
     for_ever = {"open_pattern": r"(.+)+(.+)+\1\2[b-z]", "close": "e"}
     with sandbox("template", 0.3) as box:
