@@ -45,6 +45,8 @@ class _Element:
         types = allowed.types(self.schema) - {"null"}
         if not self.text.strip() and types in ({"array"}, {"object"}):
             return [] if "array" in types else {}
+        if self.has_text and MARK in self.text and types and types <= {"array", "object"}:
+            raise ValueError("text between names, or one twice")
         if not self.parts or self.has_text or (types and not types & {"array", "object"}):
             return read_value(self.text, self.schema, root)
         if types != {"object"} and {part.name for part in self.parts} == {"item"}:

@@ -199,7 +199,7 @@ _ROWS = (
     ToolFormat("deepseek_v41", "DeepSeek V4.1", _dsml(" ", "calls"),
         written=(("｜DSML｜ calls",), ("｜DSML｜", "' calls'"), ("｜DSML｜", '" calls"'))),
     ToolFormat("deepseek_v32", "DeepSeek V3.2, V4", _dsml("", "function_calls", "tool_calls"),
-        written=(("｜DSML｜",),)),
+        written=(("｜DSML｜",),), tokens=("｜DSML｜",)),
     ToolFormat("cohere_command3", "Command A and R7B",
         Bodies(read_json, (("<|START_ACTION|>", "<|END_ACTION|>"),), _COHERE, is_list=True),
         tokens=("<|START_ACTION|>",)),

@@ -99,7 +99,8 @@ class ChatTemplate:
         try:
             listed = list(tools) or None
             if self.is_program:
-                return "rendered", wrapper._chat_template(list(messages), tools=listed, **arguments)
+                turns = [_with_texts(message) for message in messages]
+                return "rendered", wrapper._chat_template(turns, tools=listed, **arguments)
             if self._sandbox is None:
                 return "rendered", wrapper._tokenizer.apply_chat_template(
                     list(messages), tools=listed, tokenize=False, **arguments
@@ -150,6 +151,16 @@ def fold_late_systems(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
         else:
             turns += run
     return turns
+
+
+def _with_texts(turn: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a turn whose calls have their arguments in JSON, as mlx-lm's programs read them."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(arguments)}}
+        for call in turn.get("tool_calls") or ()
+        for arguments in (call["function"]["arguments"],)
+    ]
+    return {**turn, "tool_calls": calls} if calls else turn
 
 
 def _has_texts(text: str, turns: Sequence[Mapping[str, Any]]) -> bool:

@@ -231,7 +231,11 @@ class ChatTokenizer:
 
     def _turn(self, message: dict[str, Any]) -> Turn:
         """Return a turn as the template reads it, with its thought where the template looks."""
-        thought, turn = message.pop(THOUGHT_KEY, None), message
+        # Templates write line breaks of their own behind a thought, and before a call: with the
+        # model's, the prompt would not begin with the tokens that it wrote.
+        thought, turn = (message.pop(THOUGHT_KEY, None) or "").rstrip("\n"), message
+        if turn.get("tool_calls") and isinstance(turn["content"], str):
+            turn = {**turn, "content": turn["content"].rstrip("\n")}
         if self._splits_controls:
             # A template looks for the marks of thinking in earlier answers.
             whole = self._reasoning.marks if message["role"] == "assistant" else ()

@@ -36,10 +36,8 @@ def list_unread(chat: ChatTokenizer) -> list[str]:
             unread.append("tool_parser")
     for *earlier, last in ANSWERING if may_show_thoughts(chat.template) else ():
         written, thought, _ = _read_back(chat, [*earlier, {**last, THOUGHT_KEY: THOUGHT}])
-        if THOUGHT in written:
-            if thought.strip() != THOUGHT:
-                unread.append("reasoning_parser")
-            break
+        if THOUGHT in written and thought.strip() != THOUGHT:
+            return [*unread, "reasoning_parser"]
     return unread
 
 

@@ -92,6 +92,8 @@ def test_a_text_may_hold_tags_and_whole_calls(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
+        "<tags><item>see <item> tag</item></tags>",
+        "<stops><item><zip>1</zip></item> and <item><zip>2</zip></item></stops>",
         "loose",
         "<text>a</text>loose",
         "<text>a</text>loose<count>1</count>",

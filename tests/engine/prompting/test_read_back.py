@@ -88,6 +88,14 @@ def test_a_template_that_lies_is_found_out(text: str, unread: list[str], tmp_pat
     assert list_unread(family(tmp_path, template=text, tool_parser="hermes")) == unread
 
 
+def test_a_thought_beside_a_call_is_looked_at_too(tmp_path: Path) -> None:
+    """Some write it with other marks than behind a tool's result."""
+    other = "{% if m.tool_calls %}<reason>{{ m.reasoning_content }}</reason>{% else %}"
+    thought = f"{other}<think>{{{{ m.reasoning_content }}}}</think>{{% endif %}}"
+    chat = family(tmp_path, template=template(QWEN, thought), tool_parser="hermes")
+    assert list_unread(chat) == ["reasoning_parser"]
+
+
 REFUSES = "{{ raise_exception('no tools') if m.tool_calls or m.role == 'tool' }}"
 
 

@@ -4,8 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlx_lm.chat_templates import deepseek_v32
 
-from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
+from gateway.engine.prompting.chat_tokenizer import (
+    ChatTokenizer,
+    chat_tokenizer,
+    wrap_folder_tokenizer,
+)
 from gateway.jobs import GenerateJob, Sampling
 from tests.engine.chat_formats import family
 from tests.fakes import caller
@@ -55,6 +60,27 @@ def prompt(chat: ChatTokenizer, turns: list[dict[str, Any]]) -> str:
 def test_a_thought_is_in_the_prompt_once(shown: str, tmp_path: Path) -> None:
     chat = family(tmp_path, template=TURNS.replace("THOUGHT", shown))
     assert prompt(chat, LOOP).count(SECRET) == 1
+
+
+def test_line_breaks_before_a_mark_are_the_templates(tmp_path: Path) -> None:
+    """Models write them before the mark; twice, what they wrote would be read again."""
+    shown = "{% if m.reasoning %}<think>\n{{ m.reasoning }}\n</think>\n{% endif %}"
+    chat = family(tmp_path, template=TURNS.replace("THOUGHT", shown))
+    written = {**LOOP[1], "content": "I look.\n\n", "reasoning_content": f"{SECRET}\n"}
+    text = prompt(chat, [LOOP[0], written, LOOP[2]])
+    assert f"<think>\n{SECRET}\n</think>\nI look.f" in text
+
+
+def test_a_program_of_mlx_lms_reads_calls_and_thoughts(tmp_path: Path) -> None:
+    family(tmp_path, tokens=("｜DSML｜",))
+    wrapper = wrap_folder_tokenizer(tmp_path, name="x", eos_ids=2)
+    wrapper._chat_template = deepseek_v32.apply_chat_template
+    wrapper._tokenizer.chat_template = None
+    chat = chat_tokenizer(wrapper, name="x", model_type="deepseek_v32")
+    text = prompt(chat, LOOP)
+    assert SECRET in text
+    assert '<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>' in text
+    assert chat.answers.tools.name == "deepseek_v32"
 
 
 def test_a_thought_behind_a_tools_result_is_in_the_prompt(tmp_path: Path) -> None:
