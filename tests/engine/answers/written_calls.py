@@ -9,6 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from gateway.engine.answers.pairs import Pairs
 from gateway.engine.answers.reasoning import REASONING_FORMATS
 from gateway.engine.answers.tool_formats import TOOL_FORMATS
 from gateway.jobs import Function
@@ -116,7 +117,12 @@ class Form:
         """Return False for a text that no reader could tell from the marks around it."""
         if not self.may_quote:
             return re.search(self.ends, text) is None
-        return re.search(self.ends, text.replace(self.quoted, "\0")) is None
+        rest = text.replace(self.quoted, "\0")
+        # A whole call and the beginning of a pair that has no end: the doubt makes the call a text.
+        reader = TOOL_FORMATS[self.format].read
+        opening = reader.pair.partition("{key}")[0] if isinstance(reader, Pairs) else ""
+        is_doubtful = bool(opening) and "\0" in rest and opening in rest
+        return re.search(self.ends, rest) is None and not is_doubtful
 
 
 _TOOL_CALL = ("<tool_call>", "</tool_call>", "<think>", "</think>")
