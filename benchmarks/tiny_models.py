@@ -313,10 +313,16 @@ def names() -> list[str]:
 
 
 def tiny_config(name: str) -> dict[str, Any]:
-    """Return a config for a small model of an architecture, as far as names tell what is meant."""
+    """Return a config for a small model of an architecture: as far as names tell what is meant, and
+    else as transformers has it.
+    """
+    from gateway.engine.models.configs import complete  # it needs mlx
+
     module = importlib.import_module(f"mlx_lm.models.{name}")
-    config = _filled(module, module.ModelArgs, name)
-    return {**config, "model_type": name}
+    config = {**_filled(module, module.ModelArgs, name), "model_type": name}
+    for part in filter(None, (config, config.get("text_config"))):
+        complete(part)
+    return config
 
 
 def tiny_model(config: Mapping[str, Any], width: float = 3) -> Any:

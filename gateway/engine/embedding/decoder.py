@@ -14,9 +14,9 @@ from mlx.nn.layers.base import Module
 from gateway.engine.device import Device
 from gateway.engine.embedding.pooling import INSIDE
 from gateway.engine.models.checkpoint import Checkpoint
+from gateway.engine.models.configs import classes_of
 from gateway.engine.models.context import LLAMAS, ignored_window, text_context
 from gateway.engine.models.decoders import (
-    classes_of,
     floating_dtype,
     open_decoder,
     parameters,
@@ -24,11 +24,6 @@ from gateway.engine.models.decoders import (
 from gateway.engine.models.missing_kernels import Report, replace_missing
 
 SAME_AS: Final = {"eurobert": "llama"}  # architectures that mlx-lm has by another name
-# The activation that mlx-lm's class has, whatever config.json says, and the key of it.
-_ACTIVATIONS: Final = {
-    **dict.fromkeys(LLAMAS, ("hidden_act", "silu")),
-    "gemma3_text": ("hidden_activation", "gelu_pytorch_tanh"),
-}
 # By key: its value if no token looks ahead, and what looks ahead by it in transformers, of those
 # whose mlx-lm class takes its mask from the caches.
 _AHEAD: Final = {
@@ -83,9 +78,6 @@ class Decoder:
             if raw.get("model_type") == "gemma3_text":
                 rounded: Any = mx.array(sqrt(self.dimensions), mx.bfloat16).item()
                 self._rounding = sqrt(self.dimensions) / rounded
-        key, served = _ACTIVATIONS.get(raw.get("model_type", ""), ("hidden_act", None))
-        if served is not None and raw.get(key, served) != served:
-            raise checkpoint.failed(f"config.json: {key} `{raw[key]}` is not {served}")
         model, _ = open_decoder(checkpoint, device=device, dtype=dtype, classes=_headless_classes)
         self._model = model
         self._states: Any = getattr(model, "model", None)
@@ -144,6 +136,8 @@ def _headless_classes(config: dict[str, Any]) -> tuple[type[Module], type]:
     Embedding checkpoints are saved from the bare model: no head, and no `model.` before names.
     """
     config["model_type"] = SAME_AS.get(config["model_type"], config["model_type"])
+    for key in _AHEAD:  # the masks are ours
+        config.pop(key, None)
     whole, arguments = classes_of(config)
 
     class Headless(whole):  # type: ignore[misc, valid-type]

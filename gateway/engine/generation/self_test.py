@@ -25,6 +25,7 @@ from gateway.engine.device_faults import classify
 from gateway.engine.kv.layers import can_batch, make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache, PrefixPool
 from gateway.engine.models.checkpoint import Listing
+from gateway.engine.models.reads import architecture
 from gateway.errors import Fault
 from gateway.jobs import Verdict
 
@@ -312,7 +313,7 @@ def bound_of(dtype: mx.Dtype) -> float:
 
 def is_listed(model: Any) -> bool:
     """Return True if a model's architecture is one of EQUAL."""
-    return type(model).__module__.removeprefix("mlx_lm.models.") in EQUAL
+    return architecture(type(model)) in EQUAL
 
 
 def _distance(expected: mx.array, logits: mx.array) -> float:

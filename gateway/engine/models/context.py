@@ -1,7 +1,8 @@
 """The context of a model, as its files state it and models.yaml lowers it; without mlx."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,8 +12,27 @@ from gateway.engine.models.gguf.header import read_header
 from gateway.registry import is_gguf
 
 PAIR_TOKENS: Final = 8192  # a pair's, unless models.yaml has another limit; as in Qwen3's card
-# The decoders whose class of mlx-lm lets every token see all before it.
 LLAMAS: Final = ("eurobert", "llama", "mistral", "qwen2", "qwen3")
+# Families that have windows in transformers and none in mlx-lm: first those that have them whenever
+# `sliding_window` is a number, with transformers' default for a config without the key; then those
+# in which something else decides, with transformers' `max_window_layers`, the layer they begin at.
+WINDOWED: Final = {
+    "gemma2": 4096,
+    "mistral": 4096,
+    **dict.fromkeys(("minimax", "ministral3", "mixtral", "phi3", "phimoe", "starcoder2")),
+}
+SWITCHED: Final = {
+    "dots1": 62,
+    "eurobert": 0,
+    "llama": 0,
+    "ministral": 0,
+    "qwen2": 28,
+    "qwen2_moe": 0,
+    "qwen3": 28,
+    "qwen3_moe": 0,
+    "smollm3": 0,
+    **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), 80),
+}
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -33,15 +53,44 @@ def full_attention_share(config: Mapping[str, Any]) -> float:
     return 1 / every
 
 
-def lower_context(config: Mapping[str, Any], lowered: int | None) -> int | None:
-    """Return the tokens that a prompt and its answer may have in all; None if nobody says."""
-    stated = text_config(config).get("max_position_embeddings")
-    return min((int(limit) for limit in (stated, lowered) if limit), default=None)
+def lower_context(config: Mapping[str, Any], asked: int | None) -> int | None:
+    """Return the tokens that a prompt and its answer may have in all: those that the config states,
+    or up to which mlx-lm's class answers as it says, or those asked for, if they are fewer than it
+    states. None if nobody says.
+    """
+    text = text_config(config)
+    stated = text.get("max_position_embeddings")
+    bound = asked or next((limit.tokens for limit in list_limits(text)), None)
+    return min((int(tokens) for tokens in (stated, bound) if tokens), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """How many tokens mlx-lm's class answers as the config says, and the key that it passes over
+    for more.
+    """
+
+    tokens: int
+    key: str
+
+
+def list_limits(text: Mapping[str, Any]) -> list[Limit]:
+    """List what bounds a decoder's context, besides the positions it states; the least first."""
+    found = [Limit(window, "sliding_window") for window in (ignored_window(text),) if window]
+    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    if (scaling.get("rope_type") or scaling.get("type")) in ("longrope", "su"):
+        original = scaling.get("original_max_position_embeddings") or text.get(
+            "original_max_position_embeddings"
+        )
+        if original and int(original) < int(text.get("max_position_embeddings") or 0):
+            # Longer texts are rotated by other factors from their first token on.
+            found.append(Limit(int(original), "long_factor"))
+    return sorted(found, key=lambda limit: limit.tokens)
 
 
 def pair_context(config: Mapping[str, Any], lowered: int | None) -> int:
     """Return the tokens of a pair that a causal model with this config scores by labels."""
-    positions = int(config.get("max_position_embeddings") or PAIR_TOKENS)
+    positions = lower_context(config, lowered) or PAIR_TOKENS
     return min(positions, lowered or PAIR_TOKENS)
 
 
@@ -65,15 +114,25 @@ def text_context(config: Mapping[str, Any]) -> int:
     return positions if window is None else min(positions, window)
 
 
-def ignored_window(config: Mapping[str, Any]) -> int | None:
+def ignored_window(text: Mapping[str, Any]) -> int | None:
     """Return how many tokens a token sees, where mlx-lm's class would let it see all."""
-    kind = config.get("model_type")
-    is_sliding = "sliding_attention" in (config.get("layer_types") or ())
-    if kind not in LLAMAS or not (
-        kind == "mistral" or is_sliding or config.get("use_sliding_window")
-    ):
+    kind, layers = str(text.get("model_type")), text.get("layer_types")
+    if kind not in WINDOWED and not (kind in SWITCHED and _has_windows(kind, text, layers)):
         return None
-    window = config.get("sliding_window", 4096)  # transformers' default
-    if window is None or int(window) >= int(config["max_position_embeddings"]):
+    window = text.get("sliding_window", WINDOWED.get(kind, 4096))
+    if window is None or int(window) >= int(text.get("max_position_embeddings") or 0):
         return None
     return int(window)
+
+
+def _has_windows(kind: str, text: Mapping[str, Any], layers: Sequence[str] | None) -> bool:
+    """Return True if a layer has a window, as transformers' config classes decide it."""
+    if kind == "ministral":  # whose class has windows, if a layer has none
+        return "full_attention" not in (layers or ())
+    if layers:
+        return "sliding_attention" in layers
+    if not (kind == "dots1" or text.get("use_sliding_window")):
+        return False
+    # The others have windows in all layers, or in layers of their own choice.
+    first = text.get("max_window_layers", SWITCHED[kind]) if SWITCHED[kind] else 0
+    return int(first) < int(text.get("num_hidden_layers") or 0)

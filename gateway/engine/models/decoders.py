@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any, Final
@@ -14,10 +13,13 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedLinear
 from mlx.utils import tree_flatten
-from mlx_lm.utils import MODEL_REMAPPING, _get_classes, load_model
+from mlx_lm.utils import MODEL_REMAPPING, load_model
 
 from gateway.engine.device import Device, pick_dtype
-from gateway.engine.models.checkpoint import MISSING_PACKAGE, Checkpoint, read_in_slices
+from gateway.engine.models.checkpoint import Checkpoint, read_in_slices
+from gateway.engine.models.configs import classes_of
+from gateway.engine.models.context import text_config
+from gateway.engine.models.corrections import correct
 from gateway.engine.models.counts import bounding_modules, check_depth
 from gateway.engine.models.decoder_kernels import use_cpu_kernels
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, read_gguf_decoder
@@ -111,76 +113,31 @@ def _concatenate(parts: Sequence[Any]) -> Module:
     return fused
 
 
-def write_for_mlx_lm(config: dict[str, Any]) -> None:
-    """Add the keys that most of mlx-lm's classes read in the place of `rope_parameters` and
-    `layer_types`, which transformers 5 writes (modeling_rope_utils.py).
-
-    Raises ValueError for what such a class has no key for.
-    """
-    # Without them a class takes its own defaults, and answers are wrong without a word.
-    rope = config.get("rope_parameters") or {}
-    local, rope = rope.get("sliding_attention") or {}, rope.get("full_attention") or rope
-    own = {key: rope.get(key) for key in ("rope_theta", "partial_rotary_factor")}
-    own["rope_local_base_freq"] = local.get("rope_theta")
-    kind = rope.get("rope_type", "default")
-    if kind != "default":
-        own["rope_scaling"] = {"type": kind, **rope}
-    config.update({key: value for key, value in own.items() if value and config.get(key) is None})
-    if rope:
-        config.setdefault("rope_scaling", None)  # some classes insist on the key
-    if kind == "yarn" and rope.get("attention_factor") is not None:
-        raise ValueError("rope_parameters: attention_factor is not supported")
-    types = config.get("layer_types")
-    if config.get("model_type") == "gemma3_text" and types:
-        if local.get("rope_type", "default") != "default":
-            raise ValueError(f"sliding_attention: rope_type {local['rope_type']} is not supported")
-        whole = [index for index, name in enumerate(types) if name == "full_attention"]
-        config["sliding_window_pattern"] = pattern = whole[0] + 1 if whole else len(types) + 1
-        if whole != [*range(pattern - 1, len(types), pattern)] or not whole:
-            raise ValueError("layer_types: no full_attention after each so many sliding_attention")
-
-
-def classes_of(config: dict[str, Any]) -> tuple[Any, type]:
-    """Return mlx-lm's classes of a model and of its arguments. Raises ValueError for rotations
-    that the class does not read.
-    """
-    for part in (config, config.get("text_config")):
-        if part:
-            write_for_mlx_lm(part)
-    try:
-        classes: tuple[Any, type] = _get_classes(config)
-    except SystemExit as error:
-        raise ValueError(MISSING_PACKAGE) from error
-    read = {field.name for field in fields(classes[1])}
-    scaling = config.get("rope_scaling") or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind != "default" and not read & {"rope_scaling", "rope_parameters", "text_config"}:
-        raise ValueError(f"rope_type {kind} is not supported for `{config['model_type']}`")
-    return classes
-
-
 def open_decoder(
     checkpoint: Checkpoint,
     *,
     device: Device,
     dtype: str | None,
     is_packed: bool = False,
+    context: int | None = None,
     classes: Callable[[dict[str, Any]], tuple[Any, type]] = classes_of,
 ) -> tuple[Any, dict[str, Any]]:
-    """Return mlx-lm's model, its weights not read yet, and its config. On the lane. `classes` picks
-    the model's class by its config. Raises ModelLoadFailed. Code from the folder is never run.
+    """Return mlx-lm's model, its weights not read yet, and its config. On the lane. No text will
+    have over `context` tokens. `classes` picks the model's class by its config. Code from the
+    folder is never run. Raises ModelLoadFailed.
     """
-    names = checkpoint.weights().keys()  # refuses a folder without whole safetensors, by name
+    weights = checkpoint.weights()  # refuses a folder without whole safetensors, by name
     checkpoint.config()  # refuses numbers beyond their bounds, by name
 
     def bounded_classes(config: dict[str, Any]) -> tuple[Any, type]:
         chosen = classes(config)
-        check_depth(config, chosen[1], names)
+        check_depth(config, chosen[1], weights)
         return chosen
 
     about = "mlx-lm makes no model of config.json and these weights: "
-    with checkpoint.blame(about), bounding_modules(len(names)):
+    with checkpoint.blame(about), bounding_modules(len(weights)):
         model, config = load_model(checkpoint.folder, lazy=True, get_model_classes=bounded_classes)
+        correct(model, text_config(config), weights, context)
         # There, quantised weights are 10 to 50 times slower than float32.
         if device is Device.CPU and not is_packed:
             widen(model, floating_dtype(model))

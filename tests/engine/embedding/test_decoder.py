@@ -74,16 +74,20 @@ def test_a_token_sees_half_a_window_to_either_side_but_no_padding() -> None:
     assert np.array_equal(np.array(everything)[:, 0, 0], np.array(mask))
 
 
+# Windows begin at a layer, in transformers at the 29th.
+SLIDING: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 1, "layer_types": None}
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
         ({"bidirectional": True}, "bidirectional True"),
         ({"is_causal": False, "model_type": "olmo2"}, "is_causal False.*`olmo2`"),
-        ({"is_causal": False, "use_sliding_window": True, "sliding_window": 8}, "sliding windows"),
+        ({"is_causal": False, "sliding_window": 8, **SLIDING}, "sliding windows"),
         ({"is_causal": False, "model_type": "mistral", "sliding_window": 8}, "sliding windows"),
         ({"is_causal": False, "layer_types": 3}, "config.json has a value"),
-        ({"hidden_act": "gelu"}, "hidden_act `gelu`"),
+        ({"hidden_act": "mish"}, "hidden_act `mish`"),
         ({"num_hidden_layers": 10_000_000}, "num_hidden_layers"),
         ({"max_position_embeddings": -1}, "max_position_embeddings is -1"),
         ({"max_position_embeddings": float("inf")}, "inf"),
@@ -101,8 +105,10 @@ def test_a_decoder_whose_vectors_would_be_wrong_is_refused(
 
 def test_texts_end_at_a_window_that_mlx_lms_class_ignores(tmp_path: Path) -> None:
     folder = tiny(tmp_path, "qwen3")
-    rewrite(folder / "config.json", use_sliding_window=True, sliding_window=8)
+    rewrite(folder / "config.json", sliding_window=8, **SLIDING)
     assert load(folder).max_tokens == 8
+    rewrite(folder / "config.json", max_window_layers=28)  # its layers are fewer
+    assert load(folder).max_tokens == 96
 
 
 @pytest.mark.parametrize("types", [["full_attention", "sliding_attention"], ["sliding_attention"]])

@@ -1,0 +1,142 @@
+"""config.json in the words of mlx-lm's classes, with what transformers takes for keys it lacks."""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Final
+
+from mlx_lm.utils import _get_classes
+
+from gateway.engine.models.checkpoint import MISSING_PACKAGE
+from gateway.engine.models.context import text_config
+from gateway.engine.models.family_defaults import resolve
+from gateway.engine.models.own_classes import OWN, Classes, Make
+from gateway.engine.models.unread import check_keys
+
+# What transformers' classes have built in, and mlx-lm's ask for.
+_CONSTANTS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
+    "glm_moe_dsa": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
+    "minimax_m2": {"shared_intermediate_size": 0},
+    "solar_open": {"first_k_dense_replace": 0, "intermediate_size": 0, "use_qk_norm": False}
+    | {"partial_rotary_factor": 1.0},
+}
+# Arguments that have the value of another key.
+_EQUALS: Final[Mapping[str, Mapping[str, str]]] = {
+    "gpt2": {"n_ctx": "n_positions"},
+    "lfm2": {"block_dim": "hidden_size"},
+    "mistral4": {"head_dim": "qk_rope_head_dim"},
+}
+# Names that transformers 5 writes and mlx-lm doesn't know.
+_HYBRID: Final = {"linear_attention": "mamba", "full_attention": "attention"}
+_LAYERS: Final = {"granitemoehybrid": _HYBRID, "jamba": _HYBRID}
+# Families whose class wants how often a layer sees all, in the place of a list, and by which name.
+_PATTERNS: Final = {
+    **dict.fromkeys(("cohere2", "gemma3_text"), "sliding_window_pattern"),
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), "full_attention_interval"),
+}
+_OBJECTS: Final = ("layer_types", "rope_parameters")
+_ALIASES: Final = {"lfm2_vl": "lfm2-vl", "ministral": "llama", "qwen3_5_text": "qwen3_5"}
+
+
+def write_for_mlx_lm(config: dict[str, Any]) -> None:
+    """Add the keys that most of mlx-lm's classes read in the place of `rope_parameters` and
+    `layer_types`, which transformers 5 writes (modeling_rope_utils.py).
+
+    Raises ValueError for what such a class has no key for.
+    """
+    # Without them a class takes its own defaults, and answers are wrong without a word.
+    rope = config.get("rope_parameters") or {}
+    local, rope = rope.get("sliding_attention") or {}, rope.get("full_attention") or rope
+    own = {key: rope.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    own["rope_local_base_freq"] = local.get("rope_theta")
+    kind = rope.get("rope_type", "default")
+    if kind != "default":
+        own["rope_scaling"] = {"type": kind, **rope}
+    config.update({key: value for key, value in own.items() if value and config.get(key) is None})
+    if rope:
+        config.setdefault("rope_scaling", None)  # some classes insist on the key
+    if config.get("model_type") == "minimax_m2" and config.get("head_dim"):
+        share = config.get("partial_rotary_factor") or 1.0
+        config.setdefault("rotary_dim", int(config["head_dim"] * share))
+    if config.get("model_type") == "gemma3_text" and local.get("rope_type", "default") != "default":
+        raise ValueError(f"sliding_attention: rope_type {local['rope_type']} is not supported")
+    _write_layers(config)
+
+
+def _write_layers(config: dict[str, Any]) -> None:
+    """Write the kinds of layers that transformers lists as mlp-lm's class of the family wants them.
+    Raises ValueError for a list that is no repeated pattern, where it wants the pattern.
+    """
+    kind, types = config.get("model_type"), config.get("layer_types")
+    mixtures = config.get("mlp_layer_types")
+    if kind == "exaone_moe" and mixtures:
+        config.setdefault("is_moe_layer", [each == "sparse" for each in mixtures])
+    if kind == "gemma4_text" and config.get("per_layer_config"):  # since transformers 5.23
+        wide = next(iter(config["per_layer_config"].values()))
+        config.setdefault("global_head_dim", wide.get("head_dim", config.get("head_dim")))
+        config.setdefault("num_global_key_value_heads", wide.get("num_key_value_heads"))
+    if not types:
+        return
+    names = _LAYERS.get(str(kind), {})
+    config["layer_types"] = [names.get(each, each) for each in types]
+    if kind == "ministral" and "full_attention" not in types:
+        del config["layer_types"]  # the class wants one; the window bounds the context
+    elif kind == "exaone4" and "sliding_attention" in types:
+        config["sliding_window_pattern"] = "".join(
+            "G" if each == "full_attention" else "L" for each in types
+        )
+    elif kind in _PATTERNS:
+        whole = [index for index, name in enumerate(types) if name == "full_attention"]
+        config[_PATTERNS[kind]] = pattern = whole[0] + 1 if whole else len(types) + 1
+        if whole != [*range(pattern - 1, len(types), pattern)] or not whole:
+            raise ValueError("layer_types: no full_attention after each so many others")
+
+
+def complete(config: dict[str, Any], arguments: type | None = None) -> None:
+    """Add what a config lacks, as transformers has it: a key by its other name, a default, a
+    constant of its class. Other lists and objects only if they are `arguments` that are needed.
+    """
+    kind = str(config.get("model_type"))
+    aliases, resolved = resolve(config)
+    listed = {field.name: field for field in fields(arguments or _Nothing)}
+    needed = [
+        name
+        for name, field in listed.items()
+        if field.default is MISSING and field.default_factory is MISSING
+    ]
+    others = {**aliases, **_EQUALS.get(kind, {})}
+    own = {key: resolved[name] for key, name in others.items() if name in resolved}
+    for key, value in {**resolved, **own, **_CONSTANTS.get(kind, {})}.items():
+        is_plain = isinstance(value, bool | int | float | str) or (
+            key in _OBJECTS and key in listed
+        )
+        if config.get(key) is None and value is not None and (is_plain or key in needed):
+            config[key] = value
+    head = listed.get("head_dim")
+    if head is not None and head.default is not None and config.get("head_dim") is None:
+        config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+
+
+@dataclass
+class _Nothing:
+    """No arguments."""
+
+
+def classes_of(config: dict[str, Any]) -> Classes:
+    """Return the classes of a model and of its arguments, mlx-lm's or ours, and write the config
+    for them. Raises ValueError for what no class reads.
+    """
+    kind = config.get("model_type")
+    try:
+        make: Make = OWN.get(str(kind), _get_classes)
+        classes = make({**config, "model_type": _ALIASES.get(str(kind), kind)})
+    except SystemExit as error:
+        raise ValueError(MISSING_PACKAGE) from error
+    check_keys(text_config(config), classes[0])
+    complete(config, classes[1])
+    write_for_mlx_lm(config)
+    inner = config.get("text_config")
+    if inner:
+        complete(inner)
+        write_for_mlx_lm(inner)
+    return classes

@@ -1,0 +1,123 @@
+"""Faults of mlx-lm's classes, corrected in a model that was built: one function each, with its
+source. docs/upstream.md has a reproduction of each.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import mlx.core as mx
+from mlx.nn.layers import activations
+from mlx.nn.layers.base import Module
+from mlx_lm.models.switch_layers import SwitchGLU
+
+from gateway.engine.models.family_defaults import default_of
+from gateway.engine.models.reads import reader_of
+from gateway.engine.models.ropes import correct_ropes
+
+Activation = Callable[[mx.array], mx.array]
+_ACTIVATIONS: Final[Mapping[str, Activation]] = {
+    "gelu": activations.gelu,
+    **dict.fromkeys(("gelu_fast", "gelu_new", "gelu_pytorch_tanh"), activations.gelu_approx),
+    "relu": activations.relu,
+    "relu2": activations.relu2,
+    **dict.fromkeys(("silu", "swish"), activations.silu),
+}
+_ROUTER_BIAS: Final = "model.layers.{}.mlp.moe_statics.e_score_correction_bias"
+
+
+def correct(
+    model: Any, text: Mapping[str, Any], weights: Mapping[str, mx.array], context: int | None
+) -> None:
+    """Correct mlx-lm's model for a context of so many tokens. `text` is its language model's config
+    and `weights` are the files' arrays. On the lane. Raises ValueError for what cannot be.
+    """
+    reads = reader_of(type(model))
+    correct_ropes(model, text, reads, context)
+    _correct_activation(model, text, reads)
+    if text.get("model_type") == "ernie4_5_moe":
+        _correct_router(model, weights)
+
+
+class GatedMLP(Module):
+    """A gated MLP with another activation than its class has built in."""
+
+    def __init__(self, mlp: Any, activation: Activation) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # its stub has no types
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self._activation = activation
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return (…, width) for (…, width)."""
+        gated: mx.array = self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))
+        return gated
+
+
+class Gate(Module):
+    """The product of an activation and the other half, as a mixture's experts call it."""
+
+    def __init__(self, activation: Activation) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # its stub has no types
+        self._activation = activation
+
+    def __call__(self, x: mx.array, gate: mx.array) -> mx.array:
+        """Return (…, width) for two of (…, width)."""
+        return self._activation(gate) * x
+
+
+def _correct_activation(model: Any, text: Mapping[str, Any], reads: Callable[[str], bool]) -> None:
+    """Give MLPs the activation that the config states, where their class has one built in."""
+    for key in ("hidden_act", "hidden_activation"):
+        built_in = _ACTIVATIONS.get(str(default_of(text, key)[1]))
+        stated = text.get(key)
+        if stated is None or built_in is None or reads(key):
+            continue
+        activation = _ACTIVATIONS.get(str(stated))
+        if activation is built_in:
+            continue
+        found = [*_gated(model)]
+        if activation is None or not found:
+            raise ValueError(f"{key} `{stated}` is not supported for `{text['model_type']}`")
+        for owner, name, mlp in found:
+            if isinstance(mlp, SwitchGLU):
+                mlp.activation = Gate(activation)
+            else:
+                owner[name] = GatedMLP(mlp, activation)
+
+
+def _gated(model: Any) -> Iterator[tuple[Any, str, Any]]:
+    for module in model.modules():
+        for name, child in module.items():
+            if isinstance(child, Module) and {"gate_proj", "up_proj", "down_proj"} <= child.keys():
+                yield module, name, child
+
+
+class BiasedMixture(Module):
+    """A mixture of experts that are chosen by biased scores and weighted by plain ones, as in
+    https://arxiv.org/abs/2408.15664. mlx-lm drops the biases of ERNIE 4.5's.
+    """
+
+    def __init__(self, mixture: Any, bias: mx.array) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # its stub has no types
+        self.gate, self.switch_mlp = mixture.gate, mixture.switch_mlp
+        self.shared_experts, self.gate_act = mixture.shared_experts, mixture.gate_act
+        self._experts = mixture.k
+        self.bias = bias
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return (…, width) for (…, width)."""
+        scores = self.gate_act(self.gate(x).astype(mx.float32))
+        order = mx.argpartition(-(scores + self.bias), kth=self._experts - 1, axis=-1)
+        chosen = order[..., : self._experts]
+        shares = mx.take_along_axis(scores, chosen, axis=-1)
+        shares = shares / mx.maximum(shares.sum(axis=-1, keepdims=True), 1e-12)
+        y: mx.array = self.switch_mlp(x, chosen)
+        y = (y * shares[..., None]).sum(axis=-2).astype(y.dtype)
+        return y if self.shared_experts is None else y + self.shared_experts(x)
+
+
+def _correct_router(model: Any, weights: Mapping[str, mx.array]) -> None:
+    """Add the biases of ERNIE's routers, where the files still have them."""
+    for index, layer in enumerate(model.layers):
+        bias = weights.get(_ROUTER_BIAS.format(index))
+        if bias is not None and hasattr(layer.mlp, "switch_mlp"):
+            layer.mlp = BiasedMixture(layer.mlp, bias.reshape(-1).astype(mx.float32))

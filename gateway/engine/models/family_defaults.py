@@ -1,0 +1,76 @@
+"""What transformers takes for the keys that a config.json lacks, by family."""
+
+import contextlib
+import logging
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from functools import cache
+from typing import Any, Final
+
+# Keys from before `rope_parameters`, which transformers reads too.
+_ROPE: Final = {"rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq"}
+
+
+def resolve(config: Mapping[str, Any]) -> tuple[Mapping[str, str], Mapping[str, Any]]:
+    """Return transformers' other names of a family's keys, and its whole config; both empty of a
+    family or a config that transformers has no class for.
+    """
+    known = _config_class(str(config.get("model_type")))
+    if known is None:
+        return {}, {}
+    aliases: dict[str, str] = dict(known.attribute_map)
+    # A size that a file may choose freely stays out, such as the number of labels.
+    names = {field.name for field in fields(known)} - _common_names() | _ROPE
+    names |= {*aliases.keys(), *aliases.values()}
+    names -= {"text_config", "vision_config", "audio_config"}
+    given = {key: value for key, value in config.items() if key in names}
+    scaling = given.pop("rope_scaling", None)
+    if scaling:  # the key's former name, at which transformers warns
+        theta = {"rope_theta": given.get("rope_theta")} if given.get("rope_theta") else {}
+        kind = scaling.get("rope_type") or scaling.get("type")
+        given.setdefault("rope_parameters", {**scaling, **theta, "rope_type": kind})
+    with contextlib.suppress(Exception):  # what is wrong is refused by who reads it
+        return aliases, known(**given).to_dict()
+    return aliases, {}
+
+
+def is_default(text: Mapping[str, Any], key: str) -> bool:
+    """Return True if a config says of a key what transformers would take without it, or if the
+    family has no such key.
+    """
+    is_known, default = default_of(text, key)
+    if not is_known or text[key] == default:
+        return True
+    rest = {name: value for name, value in text.items() if name != key}
+    return bool(resolve(rest)[1].get(key) == text[key])
+
+
+def default_of(text: Mapping[str, Any], key: str) -> tuple[bool, Any]:
+    """Return if transformers knows a key of this family's configs, and its default."""
+    known = _config_class(str(text.get("model_type")))
+    for field in () if known is None else fields(known):
+        if field.name == key and key not in _common_names():
+            made: Any = field.default_factory
+            return True, field.default if made is MISSING else made()
+    return False, None
+
+
+@cache
+def _config_class(kind: str) -> Any:
+    import transformers  # once a model is loaded; its parts are imported one by one
+
+    known: Any = transformers.CONFIG_MAPPING
+    # It warns of tokens beyond a vocabulary and of keys' former names: nothing that is acted on.
+    logging.getLogger("transformers.configuration_utils").setLevel(logging.ERROR)
+    logging.getLogger("transformers.modeling_rope_utils").setLevel(logging.ERROR)
+    try:
+        return known[kind]
+    except KeyError:
+        return None
+
+
+@cache
+def _common_names() -> frozenset[str]:
+    from transformers import PretrainedConfig
+
+    return frozenset(field.name for field in fields(PretrainedConfig))

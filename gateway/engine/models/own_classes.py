@@ -1,0 +1,138 @@
+"""Families and forms of files that mlx-lm has no class for, by a few lines over one that it has."""
+
+import re
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any, Final
+
+import mlx.core as mx
+from mlx.nn.layers.activations import relu2
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
+
+Classes = tuple[Any, Any]  # a model's, and that of its arguments
+Make = Callable[[dict[str, Any]], Classes]
+Weights = Mapping[str, mx.array]
+# The names of a language model's arrays in files that have nothing else.
+_OUTER: Final = re.compile(r"^model\.(?!language_model|(vision|audio)_tower|embed_(audio|vision))")
+_EXPERT: Final = re.compile(r"(.*\.mlp\.)experts\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+def _module(name: str) -> Any:
+    return import_module(f"mlx_lm.models.{name}")
+
+
+def _renaming(name: str, rename: Callable[[Weights], Weights]) -> Make:
+    """Return what makes the classes of one of mlx-lm's modules read weights by other names."""
+
+    def make(_: dict[str, Any]) -> Classes:
+        module = _module(name)
+
+        class Model(module.Model):  # type: ignore[misc, name-defined]  # chosen at run time
+            def sanitize(self, weights: Weights) -> Weights:
+                renamed: Weights = rename(weights)
+                return super().sanitize(dict(renamed))  # type: ignore[no-any-return]
+
+        return Model, module.ModelArgs
+
+    return make
+
+
+def _transpose_experts(weights: Weights) -> Weights:
+    """Name gpt-oss's experts as its originals do: transformers saves (experts, inputs, outputs)."""
+    whole = (".experts.gate_up_proj", ".experts.down_proj")
+    return {
+        f"{name}.weight" if name.endswith(whole) else name: (
+            array.swapaxes(1, 2) if name.endswith(whole) else array
+        )
+        for name, array in weights.items()
+    }
+
+
+def _stack_experts(weights: Weights) -> Weights:
+    """Stack the experts that transformers saves one by one, as mlx-lm's class holds them."""
+    kept: dict[str, mx.array] = {}
+    found: dict[str, dict[int, mx.array]] = {}
+    for name, array in weights.items():
+        match = _EXPERT.fullmatch(name)
+        if match is None:
+            kept[name] = array
+        else:
+            stacked = f"{match[1]}switch_mlp.{match[3]}_proj.weight"
+            found.setdefault(stacked, {})[int(match[2])] = array
+    for name, experts in found.items():
+        kept[name] = mx.stack([experts[index] for index in sorted(experts)])
+    return kept
+
+
+def _gemma3n(_: dict[str, Any]) -> Classes:
+    """Return Gemma 3n's classes without the keys and values of layers that take another's, which
+    transformers 5 doesn't save.
+    """
+    gemma3n = _module("gemma3n")
+    unused = ("k_proj", "v_proj", "k_norm")
+
+    class Model(gemma3n.Model):  # type: ignore[misc, name-defined]  # chosen at run time
+        def __init__(self, args: Any) -> None:
+            super().__init__(args)
+            self._first = len(self.layers) - args.text_config["num_kv_shared_layers"]
+            for layer in self.layers[self._first :]:
+                for name in unused:
+                    del layer.self_attn[name]
+
+        def sanitize(self, weights: Weights) -> Weights:
+            kept = {}
+            for name, array in weights.items():
+                match = re.search(r"\.layers\.(\d+)\.self_attn\.(\w+)\.", name)
+                if not (match and int(match[1]) >= self._first and match[2] in unused):
+                    kept[_OUTER.sub("model.language_model.", name)] = array
+            return super().sanitize(kept)  # type: ignore[no-any-return]
+
+    return Model, gemma3n.ModelArgs
+
+
+def _gemma3n_text(config: dict[str, Any]) -> Classes:
+    """Return Gemma 3n's classes for its language model alone, as text-only fine-tunes are saved."""
+    model, arguments = _gemma3n(config)
+
+    class ModelArgs(arguments):  # type: ignore[misc, valid-type]  # chosen at run time
+        @classmethod
+        def from_dict(cls, params: dict[str, Any]) -> Any:
+            return arguments(model_type=params["model_type"], text_config=params)
+
+    return model, ModelArgs
+
+
+class SquaredMLP(Module):
+    """Two projections with the square of ReLU between them: transformers, models/arcee."""
+
+    def __init__(self, width: int, inner: int, bias: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # its stub has no types
+        self.up_proj = Linear(width, inner, bias=bias)
+        self.down_proj = Linear(inner, width, bias=bias)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return (…, width) for (…, width)."""
+        y: mx.array = self.down_proj(relu2(self.up_proj(x)))
+        return y
+
+
+def _arcee(_: dict[str, Any]) -> Classes:
+    llama = _module("llama")
+
+    class Model(llama.Model):  # type: ignore[misc, name-defined]  # chosen at run time
+        def __init__(self, args: Any) -> None:
+            super().__init__(args)
+            for layer in self.layers:
+                layer.mlp = SquaredMLP(args.hidden_size, args.intermediate_size, args.mlp_bias)
+
+    return Model, llama.ModelArgs
+
+
+OWN: Final[Mapping[str, Make]] = {
+    "arcee": _arcee,
+    "gemma3n": _gemma3n,
+    "gemma3n_text": _gemma3n_text,
+    "gpt_oss": _renaming("gpt_oss", _transpose_experts),
+    "qwen3_5_moe_text": _renaming("qwen3_5_moe", _stack_experts),
+}

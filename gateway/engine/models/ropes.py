@@ -1,0 +1,130 @@
+"""Rotary positions of a built model, put right: some of mlx-lm's classes pass over a scaling that a
+config.json states, and its rotations round or leave out a part of what transformers computes.
+
+The formulas are those of transformers 5 (modeling_rope_utils.py), with YaRN's from
+https://arxiv.org/abs/2309.00071 and LongRoPE's from https://arxiv.org/abs/2402.13753.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.positional_encoding import RoPE
+from mlx_lm.models.rope_utils import (
+    DynamicNTKScalingRoPE,
+    Llama3RoPE,
+    SuScaledRoPE,
+    YarnRoPE,
+    initialize_rope,
+)
+
+_KINDS: Final = (DynamicNTKScalingRoPE, Llama3RoPE, RoPE, SuScaledRoPE, YarnRoPE)
+_SCALED: Final = ("linear", "llama3", "longrope", "su", "yarn")
+# The share of each head that is rotated, where the config doesn't say and the class turns all of
+# it: https://github.com/ml-explore/mlx-lm/issues/1698
+_SHARES: Final = {"glm": 0.5}
+
+
+def rope_kind(text: Mapping[str, Any]) -> str:
+    """Return the kind of scaling that a language model's config states for all its layers."""
+    scaling = text.get("rope_scaling") or {}
+    return str(scaling.get("rope_type") or scaling.get("type") or "default")
+
+
+def correct_ropes(
+    model: Any, text: Mapping[str, Any], reads: Callable[[str], bool], context: int | None
+) -> None:
+    """Correct the rotations of mlx-lm's model, for a context of so many tokens; `text` is its
+    language model's config, and `reads` tells which keys its class reads. Raises ValueError for a
+    scaling that the class passes over and that cannot be added to it.
+    """
+    found = list(_find(model))
+    scaling, kind = text.get("rope_scaling") or {}, rope_kind(text)
+    if not reads("partial_rotary_factor"):
+        share = text.get("partial_rotary_factor") or _SHARES.get(str(text.get("model_type")), 1.0)
+        for _, _, rope in found:
+            if isinstance(rope, RoPE):
+                rope.dims = int(rope.dims * share)
+    for owner, name, rope in found:
+        if isinstance(rope, DynamicNTKScalingRoPE):
+            # Up to the stated context it is a plain one, and plain ones can be batched.
+            owner[name] = RoPE(rope.dims, rope.traditional, rope.base)
+    if kind not in _SCALED:
+        return
+    if found and all(isinstance(rope, RoPE) and rope.scale == 1 for _, _, rope in found):
+        _scale_plain(found, text, scaling)
+        found = list(_find(model))
+    for _, _, rope in found:
+        if isinstance(rope, YarnRoPE) and kind == "yarn":
+            _correct_yarn(rope, float(text.get("rope_theta") or 10_000.0), scaling)
+        elif isinstance(rope, SuScaledRoPE):
+            _correct_longrope(rope, text, scaling, context)
+
+
+def _find(model: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Yield each rotation with its module and its name there."""
+    for module in model.modules():
+        for name, child in module.items():
+            if isinstance(child, Module) and isinstance(child, _KINDS):
+                yield module, name, child
+
+
+def _scale_plain(found: list[Any], text: Mapping[str, Any], scaling: Mapping[str, Any]) -> None:
+    """Scale the rotations of a class that reads no scaling, but for those of another base, which
+    layers with windows have.
+    """
+    theta = text.get("rope_theta") or 10_000.0
+    plain = [each for each in found if math.isclose(each[2].base, theta)]
+    if not plain or "qk_rope_head_dim" in text:  # whose attention would have to be scaled, too
+        raise ValueError(f"rope_type {rope_kind(text)} is not supported for `{text['model_type']}`")
+    for owner, name, rope in plain:
+        owner[name] = initialize_rope(
+            rope.dims, rope.base, rope.traditional, dict(scaling), text["max_position_embeddings"]
+        )
+
+
+def _correct_yarn(rope: Any, base: float, scaling: Mapping[str, Any]) -> None:
+    """Give a rotation YaRN's unrounded range, where `truncate` is false, and its stated factor of
+    attention: https://github.com/vllm-project/vllm/pull/27722
+    """
+    factor = float(scaling["factor"])
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    numerator, denominator = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    stated = scaling.get("attention_factor")
+    if stated is not None:
+        rope.mscale = float(stated)
+    elif not (numerator and denominator):
+        rope.mscale = mscale(1.0)
+    if scaling.get("truncate", True):
+        return
+    original = scaling.get("original_max_position_embeddings", 4096)
+    low, high = (
+        rope.dims * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+        for turns in (scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1)
+    )
+    low, high = max(low, 0.0), min(high, rope.dims - 1)
+    places = mx.arange(rope.dims // 2, dtype=mx.float32)
+    slowed = mx.clip((places - low) / max(high - low, 0.001), 0, 1)
+    periods = base ** (mx.arange(0, rope.dims, 2, dtype=mx.float32) / rope.dims)
+    rope._freqs = 1 / (slowed / (factor * periods) + (1 - slowed) / periods)
+
+
+def _correct_longrope(
+    rope: Any, text: Mapping[str, Any], scaling: Mapping[str, Any], context: int | None
+) -> None:
+    """Give a rotation the short factors, where no text is longer than the original context."""
+    original = rope.original_max_position_embeddings
+    is_long = context is None or context > original
+    base = float(text.get("rope_theta") or 10_000.0)
+    periods = base ** (mx.arange(0, rope.dim, 2, dtype=mx.float32) / rope.dim)
+    factors = scaling["long_factor" if is_long else "short_factor"]
+    rope._freqs = mx.array(factors, dtype=mx.float32) * periods
+    stated = scaling.get("long_mscale" if is_long else "short_mscale")
+    stated = stated or scaling.get("attention_factor")
+    if stated is not None:
+        rope._scale = float(stated)
