@@ -1,0 +1,147 @@
+"""One row: transformers' model and the gateway's, from the same files, compared."""
+
+import dataclasses
+import json
+import random
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.reference import configs, forms, keys
+from benchmarks.reference.rows import BASE, Gap, Row, judged
+from gateway.errors import ModelLoadFailed
+
+TOKENS: Final = 70  # of the prompt: beyond a narrow window, and beyond a scaled rope's own context
+PREFILL: Final = 40
+LONG: Final = ("dynamic", "longrope")  # ropes that turn by how much there is to read
+
+
+class NotMade(Exception):
+    """transformers refuses a config, or makes no model of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """transformers' side of a row."""
+
+    config: Any
+    model: Any
+    prompt: list[int]
+    logits: NDArray[np.float32]  # of each position
+
+    def steps(self) -> NDArray[np.float32]:
+        """Return the logits of the prefill's end and of each step after it."""
+        from benchmarks.reference import torch_side
+
+        if any(f'"{kind}"' in json.dumps(self.config.to_dict(), default=str) for kind in LONG):
+            return torch_side.decoded(self.model, self.prompt, PREFILL)
+        return self.logits[PREFILL - 1 :]
+
+
+def try_out(line: str) -> dict[str, Any]:
+    """Try a row, as Row.line() writes it; return what came of it."""
+    row = Row(*json.loads(line))
+    try:
+        change = changes_of(row.architecture)[row.key]
+        made = made_for(row.architecture, change.wanted)
+        if row.key != BASE:
+            beside = made_for(row.architecture, change.beside)
+            if Gap.between(beside.logits, made.logits).first is None:
+                return {"outcome": "unseen"}
+    except NotMade as error:
+        return {"outcome": "not made", "reason": str(error)[:300]}
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        try:
+            write(made, row.form, folder)
+        except forms.NotWritten as error:
+            return {"outcome": "not made", "reason": str(error)}
+        return compared(made, folder)
+
+
+@lru_cache(maxsize=1)
+def changes_of(architecture: str) -> dict[str, keys.Change]:
+    """Return what is changed in an architecture's config, by its name."""
+    try:
+        config = config_of(architecture, {})
+    except NotMade:
+        return {BASE: keys.Change()}
+    return keys.changes(config.get_text_config().to_dict())
+
+
+def config_of(architecture: str, changes: dict[str, Any]) -> Any:
+    """Return transformers' config. Raises NotMade."""
+    from transformers import CONFIG_MAPPING
+
+    try:
+        return configs.tiny(CONFIG_MAPPING[architecture], **changes)
+    except Exception as error:
+        raise NotMade(f"{type(error).__name__}: {error}") from error
+
+
+def made_for(architecture: str, changes: dict[str, Any]) -> Made:
+    """Return transformers' model of a config with some keys changed. Raises NotMade."""
+    return _made(architecture, json.dumps(changes, sort_keys=True))
+
+
+@lru_cache(maxsize=6)
+def _made(architecture: str, changes: str) -> Made:
+    from benchmarks.reference import torch_side
+
+    config = config_of(architecture, json.loads(changes))
+    drawn = random.Random(5)
+    prompt = [drawn.randrange(3, configs.VOCABULARY) for _ in range(TOKENS)]
+    try:
+        model = torch_side.build(config)
+        found = torch_side.logits(model, prompt)
+    except Exception as error:
+        raise NotMade(f"{type(error).__name__}: {error}") from error
+    if not np.isfinite(found).all():
+        raise NotMade("its logits are not finite")
+    return Made(config, model, prompt, found)
+
+
+def write(made: Made, form: str, folder: Path) -> None:
+    """Write a model's files in one of the forms."""
+    from benchmarks.reference import torch_side
+
+    torch_side.save(made.model, folder)
+    place = folder / "config.json"
+    config = json.loads(place.read_text(encoding="utf-8"))
+    if config["model_type"] == "gemma3":
+        config["vocab_size"] = configs.VOCABULARY  # mlx-lm's default is right of originals alone
+    if form == "hub":
+        config = forms.as_original(config, made.config)
+        forms.rewrite_weights(config, folder)
+    place.write_text(json.dumps(config), encoding="utf-8")
+
+
+def compared(made: Made, folder: Path) -> dict[str, Any]:
+    """Open a folder as the gateway does, and compare."""
+    import mlx.core as mx
+    from mlx_lm.models.cache import make_prompt_cache
+
+    from gateway.engine.device import Device
+    from gateway.engine.models.checkpoint import Checkpoint
+    from gateway.engine.models.decoders import open_decoder
+
+    mx.set_default_device(mx.cpu)
+
+    def run(ids: list[int], cache: Any = None) -> NDArray[np.float32]:
+        return np.array(model(mx.array([ids]), cache=cache)[0].astype(mx.float32))
+
+    try:
+        model, _ = open_decoder(Checkpoint("tiny", folder), device=Device.CPU, dtype=None)
+        whole = Gap.between(made.logits, run(made.prompt))
+        cache = make_prompt_cache(model)
+        steps = [run(made.prompt[:PREFILL], cache)[-1:]]
+        steps += [run([each], cache) for each in made.prompt[PREFILL:]]
+        return judged(whole, Gap.between(made.steps(), np.concatenate(steps)))
+    except ModelLoadFailed as error:
+        return {"outcome": "refused", "reason": str(error)[:300]}
+    except Exception as error:
+        return {"outcome": "throws", "reason": f"{type(error).__name__}: {error}"[:300]}
