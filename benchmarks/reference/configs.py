@@ -157,22 +157,35 @@ SPECIAL: Final[dict[str, dict[str, Any]]] = {
         "position_embedding_type": "nope",
     },
     "laguna": {"num_attention_heads_per_layer": [HEADS] * LAYERS},
+    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
+    "kimi_linear": {
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "q_lora_rank": None,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "llama4_text": {"num_local_experts": 4, "num_experts_per_tok": 1},
     "longcat_flash": {"head_dim": 32},
     "minicpm3": {"rope_parameters": _LONG, "max_position_embeddings": 128},
     "mamba2": {"num_heads": 8, "head_dim": 32},
+    "minimax_m3_vl_text": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5000000.0,
+            "partial_rotary_factor": 0.5,
+        }
+    },
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe", "mamba"]},
     "olmo3": {"layer_types": _SLIDING},
     "olmo_hybrid": {"layer_types": _LINEAR},
     "phimoe": {"attention_bias": True, "lm_head_bias": True},
     "qwen2_5_vl_text": {"rope_parameters": _SECTIONS},
     "qwen2_vl_text": {"rope_parameters": _SECTIONS},
-    "step3p5": {"pad_token_id": 0},
     "qwen3_5_moe_text": {"layer_types": _LINEAR},
     "qwen3_5_text": {"layer_types": _LINEAR},
     "qwen3_next": {"layer_types": _LINEAR},
+    "qwen3_vl_moe_text": {"tie_word_embeddings": False},
+    "recurrent_gemma": {"num_key_value_heads": 1},
 }
 
 
@@ -185,7 +198,8 @@ def tiny(kind: type[Any], **changes: Any) -> Any:
         name: tiny_part(kind, name, changes) for name in getattr(kind, "sub_configs", {}) or {}
     }
     if "text_config" in parts:
-        return kind(**parts, tie_word_embeddings=bool(changes.get("tie_word_embeddings")))
+        tied = getattr(parts["text_config"], "tie_word_embeddings", False)
+        return kind(**parts, tie_word_embeddings=changes.get("tie_word_embeddings", tied))
     return kind(**{**parts, **sizes_of(kind), **changes})
 
 

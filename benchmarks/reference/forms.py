@@ -1,8 +1,12 @@
 """Files as transformers 5 saves them, and as the hub's originals are."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
 
 FORMS: Final = ("v5", "hub")
 # Keys that originals write out, where transformers 5 has another name or leaves a default out.
@@ -19,11 +23,23 @@ WRITTEN: Final[dict[str, tuple[str, ...]]] = {
     "granitemoehybrid": ("layer_types",),
     "falcon_h1": ("head_dim",),
     "phimoe": ("attention_bias", "lm_head_bias"),
-    "gemma4_text": ("global_head_dim",),
+    "longcat_flash": ("norm_topk_prob",),
+    "mimo_v2_flash": ("topk_group",),
+    "qwen3_vl_text": ("head_dim",),
+    "qwen3_vl_moe_text": ("num_experts", "norm_topk_prob", "head_dim"),
 }
 # Keys that only originals have.
 OWN: Final[dict[str, dict[str, Any]]] = {
     "lfm2": {"block_dim": 128, "block_ff_dim": 192},
+    "gemma4_unified_text": {"hidden_size_per_layer_input": 0},
+    "glm_moe_dsa": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
+    "longcat_flash": {
+        "attention_method": "MLA",
+        "zero_expert_type": "identity",
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+    },
+    "solar_open": {"intermediate_size": 192, "first_k_dense_replace": 0},
     "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
     "minimax": {"shared_intermediate_size": 0},
     "minimax_m2": {"shared_intermediate_size": 0},
@@ -48,6 +64,7 @@ NEWER: Final = {
     "qwen3_5_text",
     "step3p5",
 }
+FLAT: Final = {"qwen2_vl", "qwen2_5_vl"}  # the text's keys are at the top
 MAMBA: Final = {"linear_attention": "mamba", "full_attention": "attention"}
 
 
@@ -62,30 +79,85 @@ def as_original(saved: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """
     found = dict(saved)
     if isinstance(found.get("text_config"), dict):
-        found["text_config"] = as_original(found["text_config"], config.text_config)
+        text = config if config.model_type.endswith("_text") else config.text_config
+        text = as_original(found["text_config"], text)
+        text.setdefault("tie_word_embeddings", found.get("tie_word_embeddings", False))
+        found["text_config"] = text
+        if found["model_type"] in FLAT:
+            return {**found.pop("text_config"), **found}
         return found
     kind = found["model_type"]
     if kind not in NEWER:
         found.update(_rotation(found.pop("rope_parameters", None) or {}))
     found.update({key: written(config, key) for key in WRITTEN.get(kind, ())})
     found.update(OWN.get(kind, {}))
-    rope = found.get("rope_scaling") or {}
-    if kind in ("phi3", "phimoe") and "original_max_position_embeddings" in rope:
-        found["original_max_position_embeddings"] = rope.pop("original_max_position_embeddings")
-    types = found.get("layer_types") or []
-    if kind in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text") and "full_attention" in types:
-        found["full_attention_interval"] = types.index("full_attention") + 1
-    if kind.startswith("lfm2"):
-        found["full_attn_idxs"] = [i for i, name in enumerate(types) if name == "full_attention"]
-    if kind == "exaone_moe":
-        sparse = found.get("mlp_layer_types") or config.mlp_layer_types
-        found["is_moe_layer"] = [name == "sparse" for name in sparse]
-    if kind == "gpt_neox":
-        found["rotary_emb_base"] = found.get("rope_theta", 10000)
-        found["rotary_pct"] = found.get("partial_rotary_factor", 0.25)
-    if kind in ("minimax", "minimax_m2"):
-        found["rotary_dim"] = int(config.head_dim * found.get("partial_rotary_factor", 1.0))
+    found.update(_worked_out(kind, found, config))
     return found
+
+
+def _worked_out(kind: str, found: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Return the keys in which originals say what transformers 5 says in another way."""
+    types = list(getattr(config, "layer_types", None) or [])
+    rope = found.get("rope_scaling") or {}
+    match kind:
+        case "phi3" | "phimoe" if "original_max_position_embeddings" in rope:
+            return {
+                "original_max_position_embeddings": rope.pop("original_max_position_embeddings")
+            }
+        case "qwen3_next" | "qwen3_5_text" | "qwen3_5_moe_text" if "full_attention" in types:
+            return {"full_attention_interval": types.index("full_attention") + 1}
+        case "lfm2" | "lfm2_moe":
+            return {"full_attn_idxs": [at for at, each in enumerate(types) if each[0] == "f"]}
+        case "exaone_moe":
+            return {"is_moe_layer": [each == "sparse" for each in config.mlp_layer_types]}
+        case "gpt_neox":
+            return {
+                "rotary_emb_base": found.get("rope_theta", 10000),
+                "rotary_pct": found.get("partial_rotary_factor", 0.25),
+            }
+        case "minimax" | "minimax_m2":
+            factor = found.get("partial_rotary_factor", 1.0)
+            return {"rotary_dim": int(config.head_dim * factor)}
+        case "solar_open":
+            return {"partial_rotary_factor": found.get("partial_rotary_factor", 1.0)}
+        case "granitemoehybrid":
+            return {"layer_types": [MAMBA.get(each, each) for each in types]}
+        case "gemma4_text" | "gemma4_unified_text":
+            own = found.pop("per_layer_config", None) or {}
+            wide = next((each["head_dim"] for each in own.values() if "head_dim" in each), None)
+            return {"global_head_dim": wide or config.head_dim}
+        case "kimi_linear":
+            linear = [at + 1 for at, each in enumerate(types) if each[0] == "l"]
+            return {
+                "rope_theta": 10000.0,
+                "first_k_dense_replace": config.mlp_layer_types.count("dense"),
+                "mla_use_nope": True,
+                "linear_attn_config": {
+                    "kda_layers": linear,
+                    "full_attn_layers": [at + 1 for at in range(len(types)) if at + 1 not in linear],
+                    "num_heads": config.linear_num_heads,
+                    "head_dim": config.linear_head_dim,
+                    "short_conv_kernel_size": config.linear_conv_kernel_dim,
+                },
+            }
+        case "mimo_v2_flash":
+            return {
+                "hybrid_layer_pattern": [int(each[0] == "s") for each in types],
+                "moe_layer_freq": [int(each == "sparse") for each in config.mlp_layer_types],
+                "add_swa_attention_sink_bias": True,
+                "add_full_attention_sink_bias": False,
+                "sliding_window_size": config.sliding_window,
+                "n_shared_experts": None,
+                "topk_method": "noaux_tc",
+                "scoring_func": "sigmoid",
+                "layernorm_epsilon": config.rms_norm_eps,
+                "swa_rope_theta": found.get("rope_local_base_freq", 10000.0),
+                "swa_num_attention_heads": config.num_attention_heads,
+                "swa_num_key_value_heads": 2 * config.num_key_value_heads,
+                "swa_head_dim": config.head_dim,
+                "swa_v_head_dim": config.v_head_dim,
+            }
+    return {}
 
 
 def written(config: Any, key: str) -> Any:
@@ -117,5 +189,49 @@ def _rotation(rope: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def rewrite_weights(config: Mapping[str, Any], folder: Path) -> None:
+def rewrite_weights(kind: str, folder: Path) -> None:
     """Give tensors the names that originals have, where transformers 5 saves other ones."""
+    if kind == "gpt2":
+        rename(folder, lambda name: name.removeprefix("transformer."))
+    elif kind == "gpt_oss":
+        place = folder / "model.safetensors"
+        weights = load_file(place)
+        for name in [each for each in weights if re.search(r"experts\.\w+_proj$", each)]:
+            array = weights.pop(name)  # (experts, inputs, outputs)
+            weights[f"{name}.weight"] = np.ascontiguousarray(array.swapaxes(1, 2))
+        save_file(weights, place, {"format": "pt"})
+    elif kind == "kimi_k25":
+        blocks = "language_model.model.blocks", "language_model.model.layers"
+        rename(folder, lambda name: name.replace(*blocks).replace("model.mm_", "mm_"))
+    elif kind == "kimi_linear":
+        dense = re.compile(r"block_sparse_moe(?=\.(gate|up|down)_proj)")
+        rename(folder, lambda name: dense.sub("mlp", name))
+    elif kind == "longcat_flash":  # experts of zero have no weights
+        rename(folder, lambda name: "" if re.search(r"experts\.[89]\.", name) else name)
+    elif kind == "muse_glimmer":
+        rename(folder, lambda name: name.removeprefix("model.") if ".vision_" in name else name)
+    elif kind.startswith("qwen3_5_moe"):
+        fuse_experts(folder)
+
+
+def fuse_experts(folder: Path) -> None:
+    """Make one tensor of a layer's experts: (experts, gate's outputs and up's, inputs)."""
+    place = folder / "model.safetensors"
+    weights = load_file(place)
+    parts: dict[str, dict[str, list[Any]]] = {}
+    for name in sorted(weights, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]):
+        if expert := re.fullmatch(r"(.*experts)\.\d+\.(\w+)_proj\.weight", name):
+            parts.setdefault(expert[1], {}).setdefault(expert[2], []).append(weights.pop(name))
+    for name, own in parts.items():
+        gate, up, down = (np.stack(own[each]) for each in ("gate", "up", "down"))
+        weights[f"{name}.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+        weights[f"{name}.down_proj"] = down
+    save_file(weights, place, {"format": "pt"})
+
+
+def rename(folder: Path, new: Callable[[str], str]) -> None:
+    """Give the tensors of a folder other names; those without one are dropped."""
+    place = folder / "model.safetensors"
+    weights = {new(name): array for name, array in load_file(place).items()}
+    weights.pop("", None)
+    save_file(weights, place, {"format": "pt"})

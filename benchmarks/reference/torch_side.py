@@ -21,12 +21,7 @@ GAIN = 1.6  # of a matrix, so that each layer is heard in the logits
 
 def build(config: Any) -> Any:
     """Return transformers' model of a config, float32, its weights by their names."""
-    config._attn_implementation = "eager"
-    try:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    except ValueError:
-        model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
-    model = model.float().eval()
+    model = _whole(config).float().eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(drawn(name, weight))
@@ -35,6 +30,15 @@ def build(config: Any) -> Any:
                 buffer.copy_(0.1 * _normal(name, buffer))
     model.tie_weights()
     return model
+
+
+def _whole(config: Any) -> Any:
+    if hasattr(config, "text_config"):
+        try:
+            return AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
+        except (ValueError, ImportError):  # no such model, or towers that want another package
+            config = config.text_config
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 
 def _normal(name: str, weight: Any) -> Any:

@@ -57,7 +57,7 @@ def try_out(line: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         try:
-            write(made, row.form, folder)
+            write(made, row, folder)
         except forms.NotWritten as error:
             return {"outcome": "not made", "reason": str(error)}
         return compared(made, folder)
@@ -105,18 +105,21 @@ def _made(architecture: str, changes: str) -> Made:
     return Made(config, model, prompt, found)
 
 
-def write(made: Made, form: str, folder: Path) -> None:
+def write(made: Made, row: Row, folder: Path) -> None:
     """Write a model's files in one of the forms."""
     from benchmarks.reference import torch_side
 
     torch_side.save(made.model, folder)
     place = folder / "config.json"
     config = json.loads(place.read_text(encoding="utf-8"))
-    if config["model_type"] == "gemma3":
+    if config["model_type"] == f"{row.architecture}_text":  # its towers want another package
+        config = {"model_type": row.architecture, "text_config": config}
+        forms.rename(folder, lambda name: name.replace("model.", "model.language_model.", 1))
+    if config["model_type"] in ("gemma3", "gemma3n", "gemma4", "gemma4_unified"):
         config["vocab_size"] = configs.VOCABULARY  # mlx-lm's default is right of originals alone
-    if form == "hub":
+    if row.form == "hub":
         config = forms.as_original(config, made.config)
-        forms.rewrite_weights(config, folder)
+        forms.rewrite_weights(config["model_type"], folder)
     place.write_text(json.dumps(config), encoding="utf-8")
 
 
