@@ -11,8 +11,17 @@ from typing import Final
 from benchmarks import architectures
 from benchmarks.reference import forms
 from benchmarks.reference.rows import BASE, Results, Row, part_of
+from gateway.engine.embedding.cross_encoder import HEADS
+from gateway.engine.embedding.engine import ENCODERS
 
 ALSO: Final = ("arcee", "lfm2_vl", "ministral")  # which are others' models by another name
+# Encoders, decoders that embed and rerankers, each with its task.
+TASKS: Final = (
+    *(f"{kind}:vectors" for kind in ENCODERS if kind != "new"),  # of remote code alone
+    *(f"{kind}:vectors" for kind in ("eurobert", "gemma3_text", "llama")),
+    *(f"{kind}:vectors" for kind in ("mistral", "qwen2", "qwen3")),
+    *(f"{kind}:scores" for kind in HEADS),
+)
 MODULE: Final = "benchmarks.reference"
 RESULTS: Final = architectures.REPOSITORY / "build" / "reference.jsonl"
 
@@ -29,7 +38,7 @@ def names() -> list[str]:
     modules = {path.stem for path in Path(mlx_lm.models.__path__[0]).glob("*.py")}
     ours = {*modules, *MODEL_REMAPPING, *ALSO}
     made = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
-    return sorted(name for name in made if {name, name.removesuffix("_text")} & ours)
+    return [*sorted(name for name in made if {name, name.removesuffix("_text")} & ours), *TASKS]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -92,6 +92,7 @@ TOWER: Final = {"num_hidden_layers": 1}
 _SLIDING: Final = ["sliding_attention"] * 3 + ["full_attention"]
 _LINEAR: Final = ["linear_attention", "full_attention"] * 2
 
+_ROBERTA: Final = {"pad_token_id": 1, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
 _SECTIONS: Final = {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [4, 6, 6]}
 _YARN: Final = {
     "rope_type": "yarn",
@@ -126,6 +127,20 @@ SPECIAL: Final[dict[str, dict[str, Any]]] = {
         "attn_config": {"kv_n_heads": KV_HEADS, "clip_qkv": 8, "rope_theta": 10000.0},
     },
     "deepseek_v2": {"head_dim": 32, "rope_parameters": _YARN},
+    "bert": {"pad_token_id": 0},
+    "camembert": _ROBERTA,
+    "eurobert": {"pad_token_id": 0, "mask_token_id": 1},
+    "gte": {"pad_token_id": 0, "type_vocab_size": 0},
+    "jina_embeddings_v3": {"pad_token_id": 0},
+    "modernbert": {
+        **dict.fromkeys(("pad_token_id", "cls_token_id"), 0),
+        "sep_token_id": 1,
+        "local_attention": WIDE,
+        "layer_types": _SLIDING,
+    },
+    "nomic_bert": {"pad_token_id": 0},
+    "roberta": _ROBERTA,
+    "xlm-roberta": _ROBERTA,
     "exaone4": {"layer_types": _SLIDING, "sliding_window_pattern": "LLLG"},
     "exaone_moe": {"layer_types": _SLIDING},
     "gemma3_text": {"layer_types": [*_SLIDING[1:]] * 2, "num_hidden_layers": 6},
@@ -147,7 +162,10 @@ SPECIAL: Final[dict[str, dict[str, Any]]] = {
     },
     "glm4_moe_lite": {"head_dim": 64},
     "glm_moe_dsa": {"head_dim": 64},
-    "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gpt_oss": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+    },
     "gpt2": {"n_inner": None},
     "gpt_bigcode": {"n_inner": None},
     "gpt_neox": {"intermediate_size": 4 * HIDDEN},

@@ -127,14 +127,16 @@ def _worked_out(kind: str, found: dict[str, Any], config: Any) -> dict[str, Any]
             wide = next((each["head_dim"] for each in own.values() if "head_dim" in each), None)
             return {"global_head_dim": wide or config.head_dim}
         case "kimi_linear":
-            linear = [at + 1 for at, each in enumerate(types) if each[0] == "l"]
+            order = [*enumerate(types, start=1)]
             return {
                 "rope_theta": 10000.0,
                 "first_k_dense_replace": config.mlp_layer_types.count("dense"),
                 "mla_use_nope": True,
                 "linear_attn_config": {
-                    "kda_layers": linear,
-                    "full_attn_layers": [at + 1 for at in range(len(types)) if at + 1 not in linear],
+                    "kda_layers": [at for at, each in order if each[0] == "l"],
+                    "full_attn_layers": [
+                        at + 1 for at in range(len(types)) if at + 1 not in linear
+                    ],
                     "num_heads": config.linear_num_heads,
                     "head_dim": config.linear_head_dim,
                     "short_conv_kernel_size": config.linear_conv_kernel_dim,
@@ -194,12 +196,9 @@ def rewrite_weights(kind: str, folder: Path) -> None:
     if kind == "gpt2":
         rename(folder, lambda name: name.removeprefix("transformer."))
     elif kind == "gpt_oss":
-        place = folder / "model.safetensors"
-        weights = load_file(place)
-        for name in [each for each in weights if re.search(r"experts\.\w+_proj$", each)]:
-            array = weights.pop(name)  # (experts, inputs, outputs)
-            weights[f"{name}.weight"] = np.ascontiguousarray(array.swapaxes(1, 2))
-        save_file(weights, place, {"format": "pt"})
+        turn_experts(folder, r"experts\.\w+_proj", ".weight")
+    elif kind == "qwen3_vl_moe":
+        turn_experts(folder, r"experts\.\w+_proj", "")
     elif kind == "kimi_k25":
         blocks = "language_model.model.blocks", "language_model.model.layers"
         rename(folder, lambda name: name.replace(*blocks).replace("model.mm_", "mm_"))
@@ -226,6 +225,15 @@ def fuse_experts(folder: Path) -> None:
         gate, up, down = (np.stack(own[each]) for each in ("gate", "up", "down"))
         weights[f"{name}.gate_up_proj"] = np.concatenate([gate, up], axis=1)
         weights[f"{name}.down_proj"] = down
+    save_file(weights, place, {"format": "pt"})
+
+
+def turn_experts(folder: Path, pattern: str, ending: str) -> None:
+    """Swap inputs and outputs of the tensors whose names end so, and give names an ending."""
+    place = folder / "model.safetensors"
+    weights = load_file(place)
+    for name in [each for each in weights if re.search(pattern + "$", each)]:
+        weights[name + ending] = np.ascontiguousarray(weights.pop(name).swapaxes(1, 2))
     save_file(weights, place, {"format": "pt"})
 
 

@@ -28,7 +28,7 @@ IRRELEVANT: Final = re.compile(
 )
 # Values of keys whose name is the pattern, tried in turn for the first that has one.
 INTEGERS: Final[dict[str, tuple[Any, ...]]] = {
-    r"sliding_window|attention_window_size|attention_chunk_size": (WINDOW,),
+    r"sliding_window|attention_window_size|attention_chunk_size|local_attention": (WINDOW,),
     r".*experts_per_tok(en)?|moe_topk|moe_k|top_k_experts": (3,),
     r"first_k_dense_replace|num_dense_layers|moe_layer_start_index": (0, 2),
     r"moe_layer_end_index": (2,),
@@ -104,6 +104,20 @@ SHAPES: Final[dict[str, dict[str, dict[str, Any]]]] = {
             "num_global_key_value_heads": 1,
             "global_head_dim": 64,
         },
+    },
+    "gpt_oss": {
+        "the originals' rotation": {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "max_position_embeddings": 131072,
+        }
     },
     "granitemoehybrid": {
         "dense": {"num_local_experts": 0, "num_experts_per_tok": 0},

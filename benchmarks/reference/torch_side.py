@@ -10,7 +10,12 @@ import numpy as np
 import torch
 import transformers
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 
 warnings.filterwarnings("ignore")
 transformers.logging.set_verbosity_error()
@@ -19,9 +24,9 @@ torch.set_num_threads(1)
 GAIN = 1.6  # of a matrix, so that each layer is heard in the logits
 
 
-def build(config: Any) -> Any:
-    """Return transformers' model of a config, float32, its weights by their names."""
-    model = _whole(config).float().eval()
+def build(config: Any, task: str) -> Any:
+    """Return transformers' model of a config for a task, float32, its weights by their names."""
+    model = _whole(config, task).float().eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(drawn(name, weight))
@@ -32,7 +37,10 @@ def build(config: Any) -> Any:
     return model
 
 
-def _whole(config: Any) -> Any:
+def _whole(config: Any, task: str) -> Any:
+    if task != "logits":
+        kind = AutoModel if task == "vectors" else AutoModelForSequenceClassification
+        return kind.from_config(config, attn_implementation="eager")
     if hasattr(config, "text_config"):
         try:
             return AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
@@ -68,11 +76,13 @@ def drawn(name: str, weight: Any) -> Any:
     return GAIN * values / math.sqrt(inputs)
 
 
-def logits(model: Any, ids: list[int]) -> NDArray[np.float32]:
-    """Return the logits of a prompt, (tokens, vocabulary)."""
+def answers(model: Any, ids: list[int], task: str) -> NDArray[np.float32]:
+    """Return a prompt's logits or hidden states, (tokens, …), or its scores, (1, labels)."""
+    cached = {"use_cache": False} if task == "logits" else {}
     with torch.no_grad():
-        found = model(input_ids=torch.tensor([ids]), use_cache=False)
-    return np.asarray(found.logits[0].float().numpy())
+        found = model(input_ids=torch.tensor([ids]), **cached)
+    rows = found.last_hidden_state[0] if task == "vectors" else found.logits
+    return np.asarray((rows[0] if task == "logits" else rows).float().numpy())
 
 
 def decoded(model: Any, ids: list[int], prefill: int) -> NDArray[np.float32]:
