@@ -11,6 +11,7 @@ configs.py     how small each architecture is made
 keys.py        which keys of a config are changed, and to which values
 forms.py       files as transformers 5 saves them, and as the hub's originals are
 torch_side.py  transformers' model of a row, and its logits
+our_side.py    the gateway's
 trial.py       one row: both sides, compared
 rows.py        the rows to try, their results in a file, and how a result is judged
 table.py       docs/architectures.md and docs/reference.json

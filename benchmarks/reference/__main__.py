@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks import architectures
-from benchmarks.reference import forms
+from benchmarks.reference import forms, keys, table
 from benchmarks.reference.rows import BASE, Results, Row, part_of
+from benchmarks.reference.trial import changes_of, fields_of, try_out
 from gateway.engine.embedding.cross_encoder import HEADS
 from gateway.engine.embedding.engine import ENCODERS
 
@@ -53,8 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.inside:
-        from benchmarks.reference.trial import try_out
-
         architectures.inside(try_out)
         return 0
     if importlib.util.find_spec("torch") is None:
@@ -67,7 +66,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run(bases, results, given.jobs)
     if not given.base:
         run(changed(bases, results), results, given.jobs)
-    return int(any(said["outcome"] == "WRONG" for _, said in results.items()))
+    found = table.summary(
+        [(row, said) for row, said in results.items() if row.architecture in wanted],
+        {name: keys.uncovered(fields_of(name)) for name in wanted},
+    )
+    if len(wanted) == len(names()) and not given.base:
+        table.write(found)
+    else:
+        print(table.table(found))
+    wrong = [row for row in results if row.architecture in wanted and results.is_wrong(row)]
+    return int(bool(wrong))
 
 
 def run(rows: Sequence[Row], results: Results, jobs: int) -> None:
@@ -81,18 +89,21 @@ def run(rows: Sequence[Row], results: Results, jobs: int) -> None:
 
 
 def changed(bases: Sequence[Row], results: Results) -> list[Row]:
-    """Return the rows that change a key of those base rows that are equal."""
-    from benchmarks.reference.trial import changes_of
+    """Return the rows that change a key of those base rows that are equal.
 
-    equal = [row for row in bases if results[row]["outcome"] == "equal"]
-    found: dict[str, list[Row]] = {}
-    for row in equal:
-        for key in changes_of(row.architecture):
-            if key != BASE:
-                found.setdefault(f"{row.architecture} {key}", []).append(
-                    Row(row.architecture, row.form, key)
-                )
-    return [row for rows in found.values() for row in rows]
+    Forms of a key follow each other, so that transformers' model is made once for both.
+    """
+    equal: dict[str, list[str]] = {}
+    for row in bases:
+        if results[row]["outcome"] == "equal":
+            equal.setdefault(row.architecture, []).append(row.form)
+    return [
+        Row(name, form, key)
+        for name, its_forms in equal.items()
+        for key in changes_of(name)
+        if key != BASE
+        for form in its_forms
+    ]
 
 
 if __name__ == "__main__":

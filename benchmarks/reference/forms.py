@@ -134,9 +134,7 @@ def _worked_out(kind: str, found: dict[str, Any], config: Any) -> dict[str, Any]
                 "mla_use_nope": True,
                 "linear_attn_config": {
                     "kda_layers": [at for at, each in order if each[0] == "l"],
-                    "full_attn_layers": [
-                        at + 1 for at in range(len(types)) if at + 1 not in linear
-                    ],
+                    "full_attn_layers": [at for at, each in order if each[0] != "l"],
                     "num_heads": config.linear_num_heads,
                     "head_dim": config.linear_head_dim,
                     "short_conv_kernel_size": config.linear_conv_kernel_dim,

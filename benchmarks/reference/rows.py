@@ -82,6 +82,13 @@ class Results:
     def __contains__(self, row: Row) -> bool:
         return row in self._found
 
+    def is_wrong(self, row: Row) -> bool:
+        """Return True if answers are other than the reference's, or none."""
+        return self._found[row]["outcome"] in ("WRONG", "throws")
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._found)
+
     def __getitem__(self, row: Row) -> dict[str, Any]:
         return self._found[row]
 

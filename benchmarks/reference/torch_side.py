@@ -18,7 +18,8 @@ from transformers import (
 )
 
 warnings.filterwarnings("ignore")
-transformers.logging.set_verbosity_error()
+_logging: Any = transformers.logging
+_logging.set_verbosity_error()
 torch.set_num_threads(1)
 
 GAIN = 1.6  # of a matrix, so that each layer is heard in the logits
@@ -38,15 +39,17 @@ def build(config: Any, task: str) -> Any:
 
 
 def _whole(config: Any, task: str) -> Any:
-    if task != "logits":
-        kind = AutoModel if task == "vectors" else AutoModelForSequenceClassification
-        return kind.from_config(config, attn_implementation="eager")
+    whole: Any = AutoModelForImageTextToText
+    text: Any = AutoModelForCausalLM
+    others: dict[str, Any] = {"vectors": AutoModel, "scores": AutoModelForSequenceClassification}
+    if task in others:
+        return others[task].from_config(config, attn_implementation="eager")
     if hasattr(config, "text_config"):
         try:
-            return AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
+            return whole.from_config(config, attn_implementation="eager")
         except (ValueError, ImportError):  # no such model, or towers that want another package
             config = config.text_config
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return text.from_config(config, attn_implementation="eager")
 
 
 def _normal(name: str, weight: Any) -> Any:

@@ -11,7 +11,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.architectures import REPOSITORY
 from benchmarks.reference import configs, forms, keys
 from benchmarks.reference.rows import BASE, Gap, Row, judged
 from gateway.errors import ModelLoadFailed
@@ -19,7 +18,6 @@ from gateway.errors import ModelLoadFailed
 TOKENS: Final = 70  # of the prompt: beyond a narrow window, and beyond a scaled rope's own context
 PREFILL: Final = 40
 LABELS: Final = 3  # of a reranker's head
-GOLDEN: Final = REPOSITORY / "tests" / "golden"  # its rerankers' tokenizers
 LONG: Final = ("dynamic", "longrope")  # ropes that turn by how much there is to read
 
 
@@ -34,15 +32,24 @@ class Made:
     config: Any
     model: Any
     prompt: list[int]
-    logits: NDArray[np.float32]  # of each position
+    answers: NDArray[np.float32]  # of each position; a reranker's one row
 
-    def steps(self) -> NDArray[np.float32]:
-        """Return the logits of the prefill's end and of each step after it."""
+    def cut(self, tokens: int, task: str) -> "Made":
+        """Return the same of the prompt's first tokens."""
         from benchmarks.reference import torch_side
 
-        if any(f'"{kind}"' in json.dumps(self.config.to_dict(), default=str) for kind in LONG):
-            return torch_side.decoded(self.model, self.prompt, PREFILL)
-        return self.logits[PREFILL - 1 :]
+        prompt = self.prompt[:tokens]
+        answers = torch_side.answers(self.model, prompt, task)
+        return dataclasses.replace(self, prompt=prompt, answers=answers)
+
+    def steps(self, prefill: int) -> NDArray[np.float32]:
+        """Return the logits of a prefill's end and of each step after it."""
+        from benchmarks.reference import torch_side
+
+        said = json.dumps(self.config.to_dict(), default=str)
+        if any(f'"{kind}"' in said for kind in LONG):
+            return torch_side.decoded(self.model, self.prompt, prefill)
+        return self.answers[prefill - 1 :]
 
 
 def try_out(line: str) -> dict[str, Any]:
@@ -53,7 +60,7 @@ def try_out(line: str) -> dict[str, Any]:
         made = made_for(row.architecture, change.wanted)
         if row.key != BASE:
             beside = made_for(row.architecture, change.beside)
-            if Gap.between(beside.logits, made.logits).first is None:
+            if Gap.between(beside.answers, made.answers).first is None:
                 return {"outcome": "unseen"}
     except NotMade as error:
         return {"outcome": "not made", "reason": str(error)[:300]}
@@ -64,7 +71,7 @@ def try_out(line: str) -> dict[str, Any]:
         except forms.NotWritten as error:
             return {"outcome": "not made", "reason": str(error)}
         try:
-            return compared(made, row.architecture, folder)
+            return compared(made, split(row.architecture)[1], folder)
         except ModelLoadFailed as error:
             return {"outcome": "refused", "reason": str(error)[:300]}
         except Exception as error:
@@ -74,11 +81,16 @@ def try_out(line: str) -> dict[str, Any]:
 @lru_cache(maxsize=1)
 def changes_of(architecture: str) -> dict[str, keys.Change]:
     """Return what is changed in an architecture's config, by its name."""
+    return keys.changes(fields_of(architecture))
+
+
+def fields_of(architecture: str) -> dict[str, Any]:
+    """Return the keys of an architecture's small config; none where transformers makes none."""
     try:
-        config = config_of(architecture, {})
+        fields: dict[str, Any] = config_of(architecture, {}).get_text_config().to_dict()
     except NotMade:
-        return {BASE: keys.Change()}
-    return keys.changes(config.get_text_config().to_dict())
+        return {}
+    return fields
 
 
 def split(architecture: str) -> tuple[str, str]:
@@ -140,61 +152,21 @@ def write(made: Made, row: Row, folder: Path) -> None:
     place.write_text(json.dumps(config), encoding="utf-8")
 
 
-def compared(made: Made, architecture: str, folder: Path) -> dict[str, Any]:
+def compared(made: Made, task: str, folder: Path) -> dict[str, Any]:
     """Open a folder as the gateway does, and compare. Raises ModelLoadFailed."""
-    import mlx.core as mx
+    from benchmarks.reference.our_side import open_model
 
-    from gateway.engine.models.checkpoint import Checkpoint
-
-    mx.set_default_device(mx.cpu)
-    _, task = split(architecture)
-    if task == "logits":
-        return _compared_decoder(made, Checkpoint("tiny", folder))
-    answers = _vectors if task == "vectors" else _scores
-    gap = Gap.between(made.logits, answers(made, Checkpoint("tiny", folder)))
-    return judged(gap, gap)
-
-
-def _compared_decoder(made: Made, checkpoint: Any) -> dict[str, Any]:
-    import mlx.core as mx
-    from mlx_lm.models.cache import make_prompt_cache
-
-    from gateway.engine.device import Device
-    from gateway.engine.models.decoders import open_decoder
-
-    def run(ids: list[int], cache: Any = None) -> NDArray[np.float32]:
-        return np.array(model(mx.array([ids]), cache=cache)[0].astype(mx.float32))
-
-    model, _ = open_decoder(checkpoint, device=Device.CPU, dtype=None)
-    whole = Gap.between(made.logits, run(made.prompt))
-    cache = make_prompt_cache(model)
-    steps = [run(made.prompt[:PREFILL], cache)[-1:]]
-    steps += [run([each], cache) for each in made.prompt[PREFILL:]]
-    return judged(whole, Gap.between(made.steps(), np.concatenate(steps)))
-
-
-def _vectors(made: Made, checkpoint: Any) -> NDArray[np.float32]:
-    import mlx.core as mx
-
-    from gateway.engine.device import Device
-    from gateway.engine.embedding.engine import open_encoder
-
-    encoder = open_encoder(checkpoint, checkpoint.read_object("config.json"), Device.CPU, None)
-    *_, hidden = encoder(mx.array([made.prompt]), None)
-    return np.array(hidden[0].astype(mx.float32))
-
-
-def _scores(made: Made, checkpoint: Any) -> NDArray[np.float32]:
-    from gateway.engine.device import Device
-    from gateway.engine.embedding.cross_encoder import load_cross_encoder_in_steps
-    from gateway.jobs import Pair
-
-    kind = made.config.model_type
-    golden = {"modernbert": "modernbert-cls-reranker", "bert": "bert-reranker"}
-    for file in (GOLDEN / golden.get(kind, "xlm-roberta-reranker")).glob("tokenizer*.json"):
-        (checkpoint.folder / file.name).write_bytes(file.read_bytes())
-    loading = load_cross_encoder_in_steps(checkpoint.folder, name="tiny", device=Device.CPU)
-    *_, engine = loading
-    assert engine is not None
-    pair = Pair(tuple(made.prompt), len(made.prompt))
-    return np.array(engine.score([pair]), dtype=np.float32)
+    ours = open_model(folder, made.config, task)
+    limit = {}
+    if ours.context is not None and ours.context < len(made.prompt):
+        # A prompt of the whole context would leave no room for an answer.
+        made, limit = made.cut(ours.context - 1, task), {"context": ours.context}
+    whole = Gap.between(made.answers, ours.answers(made.prompt))
+    prefill = min(PREFILL, len(made.prompt) // 2)
+    steps = whole
+    if ours.steps is not None:
+        steps = Gap.between(made.steps(prefill), ours.steps(made.prompt, prefill))
+    found = {**judged(whole, steps), **limit}
+    if limit and found["outcome"] == "equal":
+        found["outcome"] = "limited"
+    return found
