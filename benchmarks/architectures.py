@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -238,16 +238,17 @@ def answers(engine: Any, groups: Iterable[Sequence[Sequence[int]]], budget: int)
 
 
 class Process:
-    """A process that tries architectures one after another; one that dies is begun again."""
+    """A process of a module that tries one thing after another; one that dies is begun again."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str) -> None:
+        self._module = module
         self._inside: subprocess.Popen[str] | None = None
 
-    def tried(self, name: str) -> dict[str, str]:
-        """Try an architecture within bounds of time and memory."""
+    def tried(self, name: str) -> dict[str, Any]:
+        """Try what a line names within bounds of time and memory."""
         if self._inside is None:
             self._inside = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.architectures", "--inside"],
+                [sys.executable, "-m", self._module, "--inside"],
                 cwd=REPOSITORY,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -267,7 +268,7 @@ class Process:
         finally:
             too_long.cancel()
         if said:
-            found: dict[str, str] = json.loads(said)
+            found: dict[str, Any] = json.loads(said)
             return found
         self.end()
         if inside.returncode == -signal.SIGKILL:
@@ -282,25 +283,27 @@ class Process:
             self._inside = None
 
 
-def inside() -> None:
+def inside(tried: Callable[[str], Mapping[str, Any]]) -> None:
     """Try what is named on the input, a line each, within a bound of memory; print what it gave."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     answers_to, sys.stdout = sys.stdout, sys.stderr  # models print, too
     for line in sys.stdin:
         try:
-            found = try_out(line.strip())
+            found = tried(line.strip())
         except BaseException as error:  # SystemExit too: some modules exit for want of a package
             found = {"error": f"{type(error).__name__}: {str(error)[:160]}"}
         print(json.dumps(found), file=answers_to, flush=True)
 
 
-def each_tried(wanted: Sequence[str], jobs: int) -> Iterator[tuple[str, dict[str, str]]]:
-    """Try architectures in so many processes at once; give each in its order."""
+def each_tried(
+    wanted: Sequence[str], jobs: int, module: str = "benchmarks.architectures"
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Try lines in so many processes of a module at once; give each in its order."""
     idle: queue.SimpleQueue[Process] = queue.SimpleQueue()
     for _ in range(jobs):
-        idle.put(Process())
+        idle.put(Process(module))
 
-    def tried(name: str) -> dict[str, str]:
+    def tried(name: str) -> dict[str, Any]:
         process = idle.get()
         try:
             return process.tried(name)
@@ -369,7 +372,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     given = parser.parse_args(arguments)
     if given.inside:
-        inside()
+        inside(try_out)
         return
     results: dict[str, dict[str, str]] = {}
     for name, found in each_tried(given.names or names(), given.jobs):

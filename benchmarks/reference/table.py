@@ -1,0 +1,115 @@
+"""docs/architectures.md and docs/reference.json: what came of all rows."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any, Final
+
+from benchmarks.architectures import DOCUMENT, REPOSITORY
+from benchmarks.reference.forms import FORMS
+from benchmarks.reference.rows import BASE, Row
+
+START: Final = "<!-- reference: written by `make reference` -->"
+END: Final = "<!-- end of reference -->"
+LIST: Final = REPOSITORY / "docs" / "reference.json"
+Said = Mapping[str, Any]
+
+
+def summary(items: Iterable[tuple[Row, Said]], uncovered: Mapping[str, Sequence[str]]) -> Any:
+    """Return what came of each architecture: by form, the base's outcome and keys by theirs."""
+    found: dict[str, dict[str, Any]] = {}
+    for row, said in sorted(items, key=lambda item: (item[0].architecture, item[0].form)):
+        own = found.setdefault(row.architecture, {})
+        form = own.setdefault(row.form, {})
+        if row.key == BASE:
+            form["base"] = said["outcome"]
+            form["reason"] = said.get("reason") or f"gap {max(said['gap'], said['decode']):.2g}"
+        else:
+            form.setdefault(said["outcome"], []).append(row.key)
+    for name, own in found.items():
+        own["uncovered"] = list(uncovered.get(name, ()))
+        for form in own.values():
+            if isinstance(form, dict) and form.get("base") == "equal":
+                del form["reason"]
+    return found
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Write a summary as Markdown, a row for each architecture that transformers makes."""
+    made = {
+        name: own
+        for name, own in found.items()
+        if any(own.get(form, {}).get("base", "not made") != "not made" for form in FORMS)
+    }
+    equal = sum(
+        not any(own.get(form, {}).get("WRONG") or _is_wrong(own, form) for form in FORMS)
+        for own in made.values()
+    )
+    tried = sum(len(_keys(own, form, *TRIED)) for own in made.values() for form in FORMS)
+    unseen = sum(len(_keys(own, form, "unseen")) for own in made.values() for form in FORMS)
+    refused = sum(len(_keys(own, form, "not made")) for own in made.values() for form in FORMS)
+    lines = [
+        f"transformers {version('transformers')}, mlx-lm {version('mlx-lm')}, CPU, float32. "
+        f"{len(made)} architectures, {equal} without a wrong row; {tried} rows change a key. "
+        f"{unseen} more change no logits, and of {refused} transformers makes no model.",
+        "",
+        "| Architecture | As transformers 5 saves it | As originals are | Wrong | Refused "
+        "| Limited | Not tried |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, own in made.items():
+        cells = [_form(own.get(form, {})) for form in FORMS]
+        cells += [
+            _both(own, ("WRONG", "throws")),
+            _both(own, ("refused",)),
+            _both(own, ("limited",)),
+            ", ".join(own.get("uncovered", ())),
+        ]
+        lines.append(f"| {name} | {' | '.join(each.replace('|', '/') for each in cells)} |")
+    return "\n".join(lines)
+
+
+TRIED: Final = ("equal", "WRONG", "throws", "refused", "limited")
+
+
+def _keys(own: Said, form: str, *outcomes: str) -> list[str]:
+    return [key for outcome in outcomes for key in own.get(form, {}).get(outcome, ())]
+
+
+def _is_wrong(own: Said, form: str) -> bool:
+    return own.get(form, {}).get("base") in ("WRONG", "throws")
+
+
+def _form(form: Said) -> str:
+    match form.get("base"):
+        case None:
+            return ""
+        case "equal":
+            return f"equal, and {len(form.get('equal', ()))} keys"
+        case "refused":
+            return "refused"
+        case outcome:
+            return f"{outcome}: {str(form.get('reason', ''))[:80]}"
+
+
+def _both(own: Said, outcomes: Sequence[str]) -> str:
+    """Return the keys of some outcomes, each with its form where the other's is another one."""
+    by_form = {form: _keys(own, form, *outcomes) for form in FORMS}
+    tried = {form: own.get(form, {}).get("base") == "equal" for form in FORMS}
+    said = []
+    for key in dict.fromkeys(key for keys in by_form.values() for key in keys):
+        forms = [form for form in FORMS if key in by_form[form]]
+        is_alone = len(forms) < sum(tried.values())
+        said.append(f"{key} ({forms[0]})" if is_alone else key)
+    return "; ".join(said)
+
+
+def write(found: Mapping[str, Any]) -> None:
+    """Put the table between its marks in the document, and the summary beside it."""
+    document = DOCUMENT.read_text(encoding="utf-8")
+    before, _, rest = document.partition(START)
+    _, _, after = rest.partition(END)
+    DOCUMENT.write_text(f"{before}{START}\n\n{table(found)}\n\n{END}{after}", encoding="utf-8")
+    versions = {name: version(name) for name in ("mlx-lm", "transformers", "torch")}
+    said = {"versions": versions, "architectures": found}
+    LIST.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
