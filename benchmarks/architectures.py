@@ -32,7 +32,7 @@ from gateway.jobs import Drafter
 
 REPOSITORY: Final = Path(__file__).parents[1]
 DOCUMENT: Final = REPOSITORY / "docs" / "architectures.md"
-EQUAL: Final = Path(gateway.__file__).parent / "engine/generation/equal_architectures.txt"
+EQUAL: Final = Path(gateway.__file__).parent / "engine/models/equal_to_mlx_lm.txt"
 START: Final = "<!-- architectures: written by `make architectures` -->"
 END: Final = "<!-- end of architectures -->"
 TIMEOUT_S: Final = 240

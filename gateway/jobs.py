@@ -18,6 +18,7 @@ TokenIds: TypeAlias = Sequence[int]
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 Drafter: TypeAlias = Literal["prompt_lookup", "draft_model"]
 DRAFTERS: Sequence[Drafter] = get_args(Drafter)
+Verified: TypeAlias = Literal["transformers", "mlx-lm", "no"]  # what answers were compared with
 
 
 class Tier(StrEnum):
@@ -52,11 +53,9 @@ class Caller:
     allowed_s: float  # from the request's beginning to the deadline
     tier: Tier = Tier.DEFAULT
     key_id: str | None = None
-    # What is kept of its prompts and texts is for callers with the same one (vLLM's name for it).
-    cache_salt: str = ""
+    cache_salt: str = ""  # what is kept of its texts is for callers with the same (vLLM's name)
     timings: Timings = field(default_factory=Timings)
-    # Of the request: its id may be the client's own, and not unique.
-    number: int = field(default_factory=itertools.count(1).__next__)
+    number: int = field(default_factory=itertools.count(1).__next__)  # an id may not be unique
     prefix_names: PrefixNames = PrefixNames()
 
 
@@ -464,6 +463,8 @@ class EngineFacts:
     kv_cost: KvCost = _ZERO
     self_test_tokens: int = 0  # of the self-test's longest sequence
     unread_formats: Sequence[str] = ()  # the settings of formats that don't fit its chat template
+    notes: Sequence[str] = ()  # sentences on what of its files is not followed
+    verified: Verified = "no"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,7 +61,8 @@ SIZES: Final[dict[str, Any]] = {
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 64),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 32),
     "qk_head_dim": 64,
-    **dict.fromkeys(("linear_num_key_heads", "index_n_heads"), 2),
+    "linear_num_key_heads": 2,
+    "index_n_heads": 8,  # with few, whole scores are zero, and ties are broken in any way
     **dict.fromkeys(("linear_num_value_heads", "linear_num_heads"), 4),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 32),
     "index_head_dim": 64,
@@ -193,7 +194,12 @@ SPECIAL: Final[dict[str, dict[str, Any]]] = {
             "partial_rotary_factor": 0.5,
         }
     },
-    "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe", "mamba"]},
+    # transformers bounds the step of its states by `time_step_min`, NVIDIA's own code and kernels
+    # by `time_step_limit` alone (modeling_nemotron_h.py of nvidia/NVIDIA-Nemotron-Nano-9B-v2).
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "moe", "mamba"],
+        "time_step_min": 0.0,
+    },
     "olmo3": {"layer_types": _SLIDING},
     "olmo_hybrid": {"layer_types": _LINEAR},
     "phimoe": {"attention_bias": True, "lm_head_bias": True},

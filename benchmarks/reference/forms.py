@@ -26,7 +26,7 @@ WRITTEN: Final[dict[str, tuple[str, ...]]] = {
     "longcat_flash": ("norm_topk_prob",),
     "mimo_v2_flash": ("topk_group",),
     "qwen3_vl_text": ("head_dim",),
-    "qwen3_vl_moe_text": ("num_experts", "norm_topk_prob", "head_dim"),
+    "qwen3_vl_moe_text": ("num_experts", "head_dim"),
 }
 # Keys that only originals have.
 OWN: Final[dict[str, dict[str, Any]]] = {

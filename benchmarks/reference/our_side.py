@@ -47,7 +47,8 @@ def open_model(folder: Path, config: Any, task: str) -> Opened:
 
 
 def _open_decoder(checkpoint: Checkpoint) -> Opened:
-    model, _ = open_decoder(checkpoint, device=Device.CPU, dtype=None)
+    context = read_context(checkpoint.folder, None)
+    model, _ = open_decoder(checkpoint, device=Device.CPU, dtype=None, context=context)
 
     def answers(ids: list[int], cache: Any = None) -> Answers:
         return np.array(model(mx.array([ids]), cache=cache)[0].astype(mx.float32))
@@ -58,7 +59,7 @@ def _open_decoder(checkpoint: Checkpoint) -> Opened:
         rows += [answers([each], cache) for each in ids[prefill:]]
         return np.concatenate(rows)
 
-    return Opened(read_context(checkpoint.folder, None), answers, steps)
+    return Opened(context, answers, steps)
 
 
 def _open_encoder(checkpoint: Checkpoint) -> Opened:

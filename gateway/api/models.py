@@ -61,6 +61,13 @@ class Model(TypedDict):
     context_length: Annotated[int | None, Field(description="The same, by OpenRouter's name.")]
     max_context: Annotated[int | None, Field(description="The same, of a chat model.")]
     input_modalities: Sequence[str] | None
+    verified: Annotated[
+        Literal["transformers", "mlx-lm", "no"] | None,
+        Field(description="What answers of a loaded chat model's family were compared with."),
+    ]
+    notes: Annotated[
+        Sequence[str], Field(description="What of its files a loaded chat model doesn't follow.")
+    ]
     batching: Annotated[Batching | None, Field(description="Of a chat model that is loaded.")]
 
 
@@ -116,6 +123,8 @@ def describe_model(service: Service, resolved: Resolved) -> Model:
     spec = resolved.spec
     status = service.models.status(spec)
     inputs, max_tokens = service.inputs.of(spec), _max_tokens(service, spec)
+    model = service.models.model(spec)
+    facts = model.engine.facts if isinstance(model, GenerationBatcher) else None
     return {
         "id": resolved.name,
         "object": "model",
@@ -133,7 +142,9 @@ def describe_model(service: Service, resolved: Resolved) -> Model:
         "context_length": max_tokens,
         "max_context": max_tokens if isinstance(spec, ChatSpec) else None,
         "input_modalities": None if inputs is None else inputs.modalities,
-        "batching": _batching(service.models.model(spec)),
+        "verified": facts.verified if facts else None,
+        "notes": facts.notes if facts else [],
+        "batching": _batching(model),
     }
 
 

@@ -252,6 +252,8 @@ class ModelLoader:
                 size=settings.structured_cache_size,
                 timeout_s=settings.structured_compile_timeout_s,
             )
+            for note in engine.facts.notes:
+                log.warning("files_not_followed", model=spec.id, what=note)
             kv = engine.facts.kv_cost or KvCost(size.kv_token)
             if kv.states:  # docs/performance.md: how many of them `prefix_cache_bytes` is to hold
                 log.info("prefix_states", model=spec.id, bytes=kv.states)

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from gateway.errors import GatewayError, InsufficientMemory
 from gateway.jobs import (
     Caller,
     EmbedJob,
+    EngineFacts,
     GenerateJob,
     KvCost,
     RerankJob,
@@ -160,6 +161,7 @@ def _stages(
     assert isinstance(batcher, GenerationBatcher)
     write = partial(_write, spec, batcher, count())
     return {
+        "files": partial(_check_files, batcher.engine.facts),
         "formats": partial(_check_formats, batcher.engine.facts.unread_formats),
         "batch": partial(_test_batches, spec, batcher, place),
         "speed": partial(_measure, "tokens", write, ROWS_AT_ONCE),
@@ -175,6 +177,17 @@ def _describe(error: Exception) -> str:
 def _dtype(batcher: Any) -> str:
     """Return float32 for mlx.core.float32."""
     return str(batcher.engine.dtype).rpartition(".")[2]
+
+
+async def _check_files(facts: EngineFacts) -> Finding:
+    compared = {
+        "transformers": "answers of its family are transformers', key by key",
+        "mlx-lm": "answers of its family are mlx-lm's; nobody compared them with transformers",
+        "no": "nobody compared the answers of its family with another's",
+    }[facts.verified]
+    status: Literal["ok", "warn"] = "warn" if facts.notes else "ok"
+    message = "; ".join([*facts.notes, compared]) + "."
+    return Finding("files", status, message, {"verified": facts.verified})
 
 
 async def _check_formats(unread: Sequence[str]) -> Finding:

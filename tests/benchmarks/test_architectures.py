@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import architectures
-from gateway.engine.generation.self_test import EQUAL
+from gateway.engine.models.notes import EQUAL
 
 GOOD = dict.fromkeys(
     ("alone", "chunks", "together", "prefix", "self-test", "as served", "ahead"), ""

@@ -27,6 +27,7 @@ from gateway.engine.models.decoders import read_decoder
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, open_checkpoint
 from gateway.engine.models.gguf.vocabulary import named_ends, read_sampling, wrap_tokenizer
 from gateway.engine.models.missing_kernels import Report
+from gateway.engine.models.notes import list_notes, verified_by
 from gateway.engine.models.sharding import RankShare
 from gateway.engine.prompting.chat_tokenizer import (
     ChatFormats,
@@ -85,6 +86,8 @@ def read_chat_setup(
         vocab_size=vocab_size,
         sampling_defaults=usable_sampling(generation),
         unread_formats=unread,
+        notes=[] if isinstance(checkpoint, GgufCheckpoint) else list_notes(config, max_context),
+        verified=verified_by(kind),
         reader=reader,
     )
 
@@ -198,14 +201,19 @@ def load_generation_in_steps(
     engine; a caller that stops before it must close the generator, on the lane too. Raises
     ModelLoadFailed.
     """
-    model = yield from _read_model(setup.checkpoint, numbers, device, share, report)
+    notes = [*setup.notes]
+    model = yield from _read_model(
+        setup.checkpoint, numbers, device, share, report, setup.max_context, notes.append
+    )
     if share is not None and share.parallel == "pipeline":
         prefix_cache_bytes = 0  # ranks have other layers, so they would keep other prompts
     bounds = bounds or DeviceBounds()
     prefixes = prefixes or PrefixPool(prefix_cache_bytes, bounds.kept)
     draft_model = None
     if draft is not None:
-        drafter = yield from _read_model(draft.checkpoint, draft.numbers, device, None, report)
+        drafter = yield from _read_model(
+            draft.checkpoint, draft.numbers, device, None, report, draft.max_context
+        )
         for decoder, checkpoint in ((model, setup.checkpoint), (drafter, draft.checkpoint)):
             if not (can_batch(decoder) and can_go_back(batch_of_one(make_batch_caches(decoder)))):
                 raise setup.checkpoint.failed(
@@ -220,7 +228,7 @@ def load_generation_in_steps(
         )
     yield GenerationEngine(
         model,
-        setup,
+        replace(setup, notes=notes),
         prefixes=prefixes,
         speculate_rows=speculate_rows,
         draft_model=draft_model,
@@ -234,10 +242,14 @@ def _read_model(
     device: Device,
     share: RankShare | None,
     report: Report | None,
+    context: int,
+    note: Callable[[str], None] | None = None,
 ) -> Generator[None, None, Any]:
     model = yield from read_decoder(
         checkpoint,
         device=device,
+        context=context,
+        note=note,
         dtype=numbers.get("dtype"),
         is_packed=numbers.get("is_packed", False),
         is_fused=numbers.get("is_fused", False),

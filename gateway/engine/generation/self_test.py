@@ -12,7 +12,6 @@ import random
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import mlx.core as mx
@@ -25,6 +24,7 @@ from gateway.engine.device_faults import classify
 from gateway.engine.kv.layers import can_batch, make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache, PrefixPool
 from gateway.engine.models.checkpoint import Listing
+from gateway.engine.models.notes import EQUAL
 from gateway.engine.models.reads import architecture
 from gateway.errors import Fault
 from gateway.jobs import Verdict
@@ -41,10 +41,6 @@ CHUNK: Final = 256
 # What holds without a test of a model whose caches mlx-lm cannot put side by side.
 ALONE: Final = Verdict(False, False, False, True, "its KV cache cannot be batched")
 LONGEST_WINDOW: Final = 8192  # a longer one is not tested
-# Those that docs/architectures.md found equal in all, by the names of mlx-lm's modules.
-EQUAL: Final = frozenset(
-    Path(__file__).with_name("equal_architectures.txt").read_text(encoding="utf-8").split()
-)
 
 Tokens: TypeAlias = list[int]
 Steps: TypeAlias = Generator[None]

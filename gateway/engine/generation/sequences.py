@@ -38,7 +38,7 @@ from gateway.engine.models.adapters import Adapters
 from gateway.engine.models.checkpoint import Checkpoint, measure_kv
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
-from gateway.jobs import Delta, EngineFacts, Pass, SequenceParams, Verdict
+from gateway.jobs import Delta, EngineFacts, Pass, SequenceParams, Verdict, Verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,9 @@ class ChatSetup:
     max_context: int
     vocab_size: int
     sampling_defaults: Mapping[str, float]
-    unread_formats: abc.Sequence[str] = ()  # as EngineFacts has them
+    unread_formats: abc.Sequence[str] = ()  # this and the next two as EngineFacts has them
+    notes: abc.Sequence[str] = ()
+    verified: Verified = "no"
     reader: ResponseTemplate | None = None  # of answers whose format is not known here
 
 
@@ -88,7 +90,8 @@ class Sequences:
         if draft_model is not None:
             kv_cost = draft_model.with_kv(kv_cost, speculate_rows)
         tested_tokens = count_tokens(model, setup.max_context)
-        self.facts = EngineFacts(setup.max_context, kv_cost, tested_tokens, setup.unread_formats)
+        said = setup.unread_formats, setup.notes, setup.verified
+        self.facts = EngineFacts(setup.max_context, kv_cost, tested_tokens, *said)
         self._prefixes = PrefixCache(empty, prefixes or PrefixPool(0), states)
         self.adapters = Adapters(model)
         self._prefill = Prefill(

@@ -17,6 +17,7 @@ _CONSTANTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
     "glm_moe_dsa": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
     "minimax_m2": {"shared_intermediate_size": 0},
+    "qwen3_vl_moe_text": {"norm_topk_prob": True},
     "solar_open": {"first_k_dense_replace": 0, "intermediate_size": 0, "use_qk_norm": False}
     | {"partial_rotary_factor": 1.0},
 }
@@ -35,7 +36,7 @@ _PATTERNS: Final = {
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), "full_attention_interval"),
 }
 _OBJECTS: Final = ("layer_types", "rope_parameters")
-_ALIASES: Final = {"lfm2_vl": "lfm2-vl", "ministral": "llama", "qwen3_5_text": "qwen3_5"}
+_ALIASES: Final = {"ministral": "llama", "qwen3_5_text": "qwen3_5"}
 
 
 def write_for_mlx_lm(config: dict[str, Any]) -> None:
@@ -97,7 +98,9 @@ def complete(config: dict[str, Any], arguments: type | None = None) -> None:
     constant of its class. Other lists and objects only if they are `arguments` that are needed.
     """
     kind = str(config.get("model_type"))
-    aliases, resolved = resolve(config)
+    if "vision_config" in config and "text_config" not in config:
+        kind += "_text"  # the language model's keys are at the top
+    aliases, resolved = resolve({**config, "model_type": kind})
     listed = {field.name: field for field in fields(arguments or _Nothing)}
     needed = [
         name
@@ -110,10 +113,15 @@ def complete(config: dict[str, Any], arguments: type | None = None) -> None:
         is_plain = isinstance(value, bool | int | float | str) or (
             key in _OBJECTS and key in listed
         )
-        if config.get(key) is None and value is not None and (is_plain or key in needed):
+        if (
+            config.get(key) is None
+            and value is not None
+            and (is_plain or (key in needed and not key.endswith("_config")))
+        ):
             config[key] = value
     head = listed.get("head_dim")
-    if head is not None and head.default is not None and config.get("head_dim") is None:
+    is_asked = head is not None and head.default is not None and "hidden_size" in config
+    if is_asked and not config.get("head_dim"):
         config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
 
 
@@ -137,6 +145,7 @@ def classes_of(config: dict[str, Any]) -> Classes:
     write_for_mlx_lm(config)
     inner = config.get("text_config")
     if inner:
+        inner.setdefault("tie_word_embeddings", config.get("tie_word_embeddings"))
         complete(inner)
         write_for_mlx_lm(inner)
     return classes

@@ -58,9 +58,8 @@ def lower_context(config: Mapping[str, Any], asked: int | None) -> int | None:
     or up to which mlx-lm's class answers as it says, or those asked for, if they are fewer than it
     states. None if nobody says.
     """
-    text = text_config(config)
-    stated = text.get("max_position_embeddings")
-    bound = asked or next((limit.tokens for limit in list_limits(text)), None)
+    stated = text_config(config).get("max_position_embeddings")
+    bound = asked or next((limit.tokens for limit in list_limits(config)), None)
     return min((int(tokens) for tokens in (stated, bound) if tokens), default=None)
 
 
@@ -74,8 +73,9 @@ class Limit:
     key: str
 
 
-def list_limits(text: Mapping[str, Any]) -> list[Limit]:
+def list_limits(config: Mapping[str, Any]) -> list[Limit]:
     """List what bounds a decoder's context, besides the positions it states; the least first."""
+    text = text_config(config)
     found = [Limit(window, "sliding_window") for window in (ignored_window(text),) if window]
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
     if (scaling.get("rope_type") or scaling.get("type")) in ("longrope", "su"):
@@ -85,6 +85,12 @@ def list_limits(text: Mapping[str, Any]) -> list[Limit]:
         if original and int(original) < int(text.get("max_position_embeddings") or 0):
             # Longer texts are rotated by other factors from their first token on.
             found.append(Limit(int(original), "long_factor"))
+    if config.get("model_type") == "llama4_text":  # Llama 4's own class has both
+        found += [
+            Limit(int(text.get(key) or 8192), key)  # transformers' default of both
+            for key in ("attention_chunk_size", "floor_scale")
+            if key != "floor_scale" or text.get("attn_temperature_tuning", True)
+        ]
     return sorted(found, key=lambda limit: limit.tokens)
 
 

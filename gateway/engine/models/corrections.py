@@ -32,10 +32,16 @@ def correct(
     and `weights` are the files' arrays. On the lane. Raises ValueError for what cannot be.
     """
     reads = reader_of(type(model))
-    correct_ropes(model, text, reads, context)
+    correct_ropes(model, text, context)
     _correct_activation(model, text, reads)
-    if text.get("model_type") == "ernie4_5_moe":
-        _correct_router(model, weights)
+    kind = text.get("model_type")
+    if kind in ("ernie4_5_moe", "jamba"):
+        _correct_routers(model, weights)
+    elif kind == "falcon_h1":
+        _scale_keys(model, float(text["key_multiplier"]))
+    elif kind == "minicpm3" and text.get("tie_word_embeddings"):
+        # transformers narrows the head's input whether it is tied or not; nothing else takes it.
+        model.model.norm.weight *= text["dim_model_base"] / text["hidden_size"]
 
 
 class GatedMLP(Module):
@@ -91,33 +97,49 @@ def _gated(model: Any) -> Iterator[tuple[Any, str, Any]]:
                 yield module, name, child
 
 
-class BiasedMixture(Module):
-    """A mixture of experts that are chosen by biased scores and weighted by plain ones, as in
-    https://arxiv.org/abs/2408.15664. mlx-lm drops the biases of ERNIE 4.5's.
-    """
+class Mixture(Module):
+    """A mixture of experts that are chosen and weighted as transformers does it."""
 
-    def __init__(self, mixture: Any, bias: mx.array) -> None:
+    def __init__(self, mixture: Any, bias: mx.array | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # its stub has no types
-        self.gate, self.switch_mlp = mixture.gate, mixture.switch_mlp
-        self.shared_experts, self.gate_act = mixture.shared_experts, mixture.gate_act
-        self._experts = mixture.k
-        self.bias = bias
+        self.update(mixture)
+        self._is_jamba = "router" in mixture
+        self._chosen: int = mixture.num_experts_per_tok if self._is_jamba else mixture.k
+        if bias is not None:
+            self.bias = bias
 
     def __call__(self, x: mx.array) -> mx.array:
         """Return (…, width) for (…, width)."""
-        scores = self.gate_act(self.gate(x).astype(mx.float32))
-        order = mx.argpartition(-(scores + self.bias), kth=self._experts - 1, axis=-1)
-        chosen = order[..., : self._experts]
+        router = self.router if self._is_jamba else self.gate
+        logits = router(x).astype(mx.float32)
+        # mlx-lm weighs Jamba's experts among the chosen ones alone.
+        scores = mx.softmax(logits, axis=-1) if self._is_jamba else self.gate_act(logits)
+        ranks = scores + self.bias if "bias" in self else scores
+        chosen = mx.argpartition(-ranks, kth=self._chosen - 1, axis=-1)[..., : self._chosen]
         shares = mx.take_along_axis(scores, chosen, axis=-1)
-        shares = shares / mx.maximum(shares.sum(axis=-1, keepdims=True), 1e-12)
+        if not self._is_jamba:
+            shares = shares / mx.maximum(shares.sum(axis=-1, keepdims=True), 1e-12)
         y: mx.array = self.switch_mlp(x, chosen)
         y = (y * shares[..., None]).sum(axis=-2).astype(y.dtype)
-        return y if self.shared_experts is None else y + self.shared_experts(x)
+        return y + self.shared_experts(x) if self.get("shared_experts") else y
 
 
-def _correct_router(model: Any, weights: Mapping[str, mx.array]) -> None:
-    """Add the biases of ERNIE's routers, where the files still have them."""
+def _correct_routers(model: Any, weights: Mapping[str, mx.array]) -> None:
+    """Choose and weigh experts as transformers does it: mlx-lm drops the biases of ERNIE 4.5's
+    choice (https://arxiv.org/abs/2408.15664), and normalises the weights of Jamba's.
+    """
     for index, layer in enumerate(model.layers):
-        bias = weights.get(_ROUTER_BIAS.format(index))
-        if bias is not None and hasattr(layer.mlp, "switch_mlp"):
-            layer.mlp = BiasedMixture(layer.mlp, bias.reshape(-1).astype(mx.float32))
+        name = "feed_forward" if "feed_forward" in layer else "mlp"
+        if "switch_mlp" in layer[name]:
+            bias = weights.get(_ROUTER_BIAS.format(index))
+            if bias is not None:
+                bias = bias.reshape(-1).astype(mx.float32)
+            layer[name] = Mixture(layer[name], bias)
+
+
+def _scale_keys(model: Any, multiplier: float) -> None:
+    """Scale the scores of Falcon-H1's attention by its keys' multiplier, which mlx-lm looks for
+    under another name than the files have: transformers, models/falcon_h1.
+    """
+    for layer in model.layers:
+        layer.self_attn.scale *= multiplier

@@ -25,6 +25,7 @@ from gateway.engine.models.decoder_kernels import use_cpu_kernels
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, read_gguf_decoder
 from gateway.engine.models.missing_kernels import Report, quantization_of, replace_missing, widen
 from gateway.engine.models.sharding import RankShare, shard
+from gateway.engine.models.unread import list_dropped
 
 # What mlx-lm's attention and MLP modules call with one and the same input.
 _GROUPS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -120,6 +121,7 @@ def open_decoder(
     dtype: str | None,
     is_packed: bool = False,
     context: int | None = None,
+    note: Callable[[str], None] | None = None,
     classes: Callable[[dict[str, Any]], tuple[Any, type]] = classes_of,
 ) -> tuple[Any, dict[str, Any]]:
     """Return mlx-lm's model, its weights not read yet, and its config. On the lane. No text will
@@ -138,6 +140,9 @@ def open_decoder(
     with checkpoint.blame(about), bounding_modules(len(weights)):
         model, config = load_model(checkpoint.folder, lazy=True, get_model_classes=bounded_classes)
         correct(model, text_config(config), weights, context)
+        if note is not None:
+            for kind in list_dropped(weights, model, text_config(config)):
+                note(f"nothing reads the weights {kind}")
         # There, quantised weights are 10 to 50 times slower than float32.
         if device is Device.CPU and not is_packed:
             widen(model, floating_dtype(model))
@@ -158,12 +163,16 @@ def read_decoder(
     is_fused: bool = False,
     share: RankShare | None = None,
     report: Report | None = None,
+    context: int | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> Generator[None, None, Any]:
     """Read mlx-lm's model of a folder or a GGUF file, in steps; of a shared one, this rank's part.
     On the lane.
 
-    If it `is_fused`, projections of one input become one product. Quantised weights that the device
-    has no kernel for become floating; `report` is called with them. Raises ModelLoadFailed.
+    No text will have over `context` tokens. `note` is called with a sentence on weights that
+    nothing reads. If it `is_fused`, projections of one input become one product. Quantised weights
+    that the device has no kernel for become floating; `report` is called with them. Raises
+    ModelLoadFailed.
     """
     if isinstance(checkpoint, GgufCheckpoint):
         if share is not None:
@@ -172,7 +181,14 @@ def read_decoder(
             checkpoint, device=device, dtype=dtype, is_packed=is_packed
         )
     else:
-        model, _ = open_decoder(checkpoint, device=device, dtype=dtype, is_packed=is_packed)
+        model, _ = open_decoder(
+            checkpoint,
+            device=device,
+            dtype=dtype,
+            is_packed=is_packed,
+            context=context,
+            note=note,
+        )
         if share is not None:
             shard(checkpoint, model, share)
         yield from read_in_slices(checkpoint, parameters(model))

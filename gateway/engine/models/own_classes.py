@@ -65,6 +65,15 @@ def _stack_experts(weights: Weights) -> Weights:
     return kept
 
 
+def _move_language_model(weights: Weights) -> Weights:
+    """Name the parts of a multimodal model as transformers 4 did."""
+    inner = re.compile(r"^model\.language_model\.")
+    return {
+        inner.sub("language_model.model.", name).removeprefix("model."): array
+        for name, array in weights.items()
+    }
+
+
 def _gemma3n(_: dict[str, Any]) -> Classes:
     """Return Gemma 3n's classes without the keys and values of layers that take another's, which
     transformers 5 doesn't save.
@@ -134,5 +143,7 @@ OWN: Final[Mapping[str, Make]] = {
     "gemma3n": _gemma3n,
     "gemma3n_text": _gemma3n_text,
     "gpt_oss": _renaming("gpt_oss", _transpose_experts),
+    "lfm2_vl": _renaming("lfm2-vl", _move_language_model),
+    "qwen3_5_moe": _renaming("qwen3_5_moe", _stack_experts),
     "qwen3_5_moe_text": _renaming("qwen3_5_moe", _stack_experts),
 }

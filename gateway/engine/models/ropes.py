@@ -6,7 +6,7 @@ https://arxiv.org/abs/2309.00071 and LongRoPE's from https://arxiv.org/abs/2402.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import mlx.core as mx
@@ -22,9 +22,6 @@ from mlx_lm.models.rope_utils import (
 
 _KINDS: Final = (DynamicNTKScalingRoPE, Llama3RoPE, RoPE, SuScaledRoPE, YarnRoPE)
 _SCALED: Final = ("linear", "llama3", "longrope", "su", "yarn")
-# The share of each head that is rotated, where the config doesn't say and the class turns all of
-# it: https://github.com/ml-explore/mlx-lm/issues/1698
-_SHARES: Final = {"glm": 0.5}
 
 
 def rope_kind(text: Mapping[str, Any]) -> str:
@@ -33,20 +30,18 @@ def rope_kind(text: Mapping[str, Any]) -> str:
     return str(scaling.get("rope_type") or scaling.get("type") or "default")
 
 
-def correct_ropes(
-    model: Any, text: Mapping[str, Any], reads: Callable[[str], bool], context: int | None
-) -> None:
+def correct_ropes(model: Any, text: Mapping[str, Any], context: int | None) -> None:
     """Correct the rotations of mlx-lm's model, for a context of so many tokens; `text` is its
-    language model's config, and `reads` tells which keys its class reads. Raises ValueError for a
-    scaling that the class passes over and that cannot be added to it.
+    language model's config. Raises ValueError for a scaling that the class passes over and that
+    cannot be added to it.
     """
     found = list(_find(model))
     scaling, kind = text.get("rope_scaling") or {}, rope_kind(text)
-    if not reads("partial_rotary_factor"):
-        share = text.get("partial_rotary_factor") or _SHARES.get(str(text.get("model_type")), 1.0)
+    if text.get("model_type") == "glm":
+        # The class turns whole heads: https://github.com/ml-explore/mlx-lm/issues/1698
+        share = text.get("partial_rotary_factor") or 0.5
         for _, _, rope in found:
-            if isinstance(rope, RoPE):
-                rope.dims = int(rope.dims * share)
+            rope.dims = int(rope.dims * share)
     for owner, name, rope in found:
         if isinstance(rope, DynamicNTKScalingRoPE):
             # Up to the stated context it is a plain one, and plain ones can be batched.

@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
 from typing import Any, Final
 
+import mlx.core as mx
+
+from gateway.engine.models.counts import MOST_LAYERS
 from gateway.engine.models.family_defaults import is_default
 from gateway.engine.models.reads import architecture, reader_of
 
 # Keys whose other values change logits in silence: docs/architectures.md has where that was seen.
 CHANGES: Final = re.compile(
-    r"activation_function|attention_chunk_size|attention_in_multiplier|attn_scale|clip_qkv"
-    r"|attn_temperature_tuning|\w+_softcapping|first_k_dense_replace|floor_scale|(mlp_layer|indexer)_types"
+    r"activation_function|attention_in_multiplier|clip_qkv"
+    r"|\w+_softcapping|first_k_dense_replace|(mlp_layer|indexer)_types"
     r"|(full_attn|linear_attn|mlp)_(alpha|beta)_factor|interleave_moe_layer_step|kda_\w+"
     r"|(rms|layer)?_?norm_(eps|epsilon)|(mamba|mlp)_hidden_act|mlp_only_layers|moe_layers"
     r"|moe_apply_router_weight_on_input|moe_norm_min|n_group|no_rope_layer_interval"
@@ -30,7 +33,7 @@ _RIGHT: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
 }
 # Keys that change no answer: of training, of the tokenizer, of other tasks, of how files are kept.
 _INERT: Final = re.compile(
-    r"_.*|.*(dropout|pdrop|token_id|token_index|_config|loss_coef|loss|init|initializer)\w*"
+    r"_.*|attention_chunk_size|attn_temperature_tuning|attn_scale|floor_scale|.*(dropout|pdrop|token_id|token_index|_config|loss_coef|loss|init|initializer)\w*"
     r"|architectures|auto_map|.*dtype|id2label|label2id|max_position_embeddings|max_window_layers"
     r"|model_type|num_(nextn|mtp)\w*|pretraining_tp|problem_type|quantization\w*|residual_in_fp32"
     r"|rope_\w+|output_\w+|sliding_window\w*|time_step_\w+|tie_word_embeddings|transformers_version"
@@ -44,7 +47,9 @@ _SPARE: Final = re.compile(
     r"|rotary_emb|lm_head|attn\.(bias|masked_bias)|\w*(scale_inv|input_scale|weight_scale\w*))(\..*|$)"
 )
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
-_MOST_GROUPS: Final = 16
+_MOST_KINDS: Final = 12
+# The biases that choose a mixture's experts.
+_BIAS: Final = re.compile(r"e_score_correction_bias|expert_bias")
 
 
 def check_keys(text: Mapping[str, Any], model_class: type) -> None:
@@ -72,35 +77,39 @@ def _unread(text: Mapping[str, Any], reads: Callable[[str], bool]) -> Iterator[s
             yield key
 
 
-def list_dropped(
-    found: Mapping[str, tuple[int, ...]], kept: Mapping[str, tuple[int, ...]]
-) -> list[str]:
-    """List the kinds of arrays, by names and shapes in the files, that a class has dropped: those
-    whose numbers are missing among what it kept under other names.
+def list_dropped(found: Mapping[str, mx.array], model: Any, text: Mapping[str, Any]) -> list[str]:
+    """List the kinds of arrays of the files that a class drops when it takes them in: those whose
+    numbers are missing among the arrays that it has under other names. Raises ValueError for
+    the biases of an expert's choice, without which answers are others.
     """
-    gone = _sizes({name: shape for name, shape in found.items() if name not in kept})
-    new = _sizes({name: shape for name, shape in kept.items() if name not in found})
-    spare = [name for name in gone if _SPARE.fullmatch(name)]
-    missing = sum(gone.values()) - sum(new.values()) - sum(gone[name] for name in spare)
-    others = sorted(gone.keys() - spare)
-    if missing <= 0 or len(others) > _MOST_GROUPS:
+    if not hasattr(model, "sanitize"):
         return []
-    for count in range(1, len(others) + 1):
-        for chosen in combinations(others, count):
-            if sum(gone[name] for name in chosen) == missing:
-                return list(chosen)
-    return []
+    kept = model.sanitize(dict(found))
+    layers = int(text.get("num_hidden_layers") or MOST_LAYERS)
+    gone = _sizes(found, kept, layers)
+    missing = sum(gone.values()) - sum(_sizes(kept, found, MOST_LAYERS).values())
+    kinds = sorted(gone)
+    if missing <= 0 or len(kinds) > _MOST_KINDS:
+        return []
+    chosen = (each for count in range(1, len(kinds) + 1) for each in combinations(kinds, count))
+    dropped = next((each for each in chosen if sum(gone[kind] for kind in each) == missing), ())
+    if text.get("model_type") != "ernie4_5_moe":  # whose biases are read by `correct`
+        for kind in dropped:
+            if _BIAS.search(kind):
+                raise ValueError(f"the weights {kind} are not supported")
+    return [kind for kind in dropped if not _BIAS.search(kind)]
 
 
-def _sizes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Return how many numbers there are of each kind of array: layers and experts are not told
-    apart.
+def _sizes(
+    arrays: Mapping[str, mx.array], others: Mapping[str, mx.array], layers: int
+) -> dict[str, int]:
+    """Return how many numbers there are of each kind of array that the others lack by name: those
+    of all layers and experts are one kind. Spare ones, and those of layers beyond, are left out.
     """
     sizes: dict[str, int] = {}
-    for name, shape in shapes.items():
-        size = 1
-        for length in shape:
-            size *= length
-        kind = _NUMBER.sub("*", name)
-        sizes[kind] = sizes.get(kind, 0) + size
+    for name, array in arrays.items():
+        numbers = _NUMBER.findall(name)
+        if name not in others and not _SPARE.fullmatch(name) and int(([*numbers, 0])[0]) < layers:
+            kind = _NUMBER.sub("*", name)
+            sizes[kind] = sizes.get(kind, 0) + array.size
     return sizes

@@ -1,0 +1,47 @@
+"""What of a model's files is not followed, and what its family's answers were compared with."""
+
+import contextlib
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, Final
+
+from gateway.engine.models.configs import classes_of
+from gateway.engine.models.context import list_limits, text_config
+from gateway.engine.models.unread import list_unread
+from gateway.jobs import Verified
+
+
+def _listed(file: str) -> frozenset[str]:
+    return frozenset(Path(__file__).with_name(file).read_text(encoding="utf-8").split())
+
+
+# Those that docs/architectures.md found equal in all: by the names of mlx-lm's modules, and by the
+# families' `model_type`.
+EQUAL: Final = _listed("equal_to_mlx_lm.txt")
+_TRANSFORMERS: Final = _listed("equal_to_transformers.txt")
+
+
+def list_notes(config: dict[str, Any], asked: int | None) -> list[str]:
+    """List, in sentences, what of a config is not followed by a model that answers contexts of
+    `asked` tokens, or of as many as its own limits let it.
+    """
+    text, notes = text_config(config), []
+    for limit in list_limits(config):
+        more = f"beyond {limit.tokens:,} tokens, `{limit.key}` is not as config.json says"
+        if asked is None:
+            notes.append(f"{more}: the context ends there, unless `max_context:` raises it")
+            break
+        if asked > limit.tokens:
+            notes.append(f"{more}, and `max_context:` allows {asked:,}: longer answers differ")
+    with contextlib.suppress(Exception):  # the load says what is wrong
+        keys = list_unread(text, classes_of(deepcopy(config))[0])
+        if keys:
+            notes.append(f"nothing reads {', '.join(f'`{key}`' for key in keys)} of config.json")
+    return notes
+
+
+def verified_by(kind: str) -> Verified:
+    """Return what the answers of a family, by its `model_type`, were compared with."""
+    if kind in _TRANSFORMERS:
+        return "transformers"
+    return "mlx-lm" if kind in EQUAL else "no"
