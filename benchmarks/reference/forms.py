@@ -65,6 +65,7 @@ NEWER: Final = {
     "step3p5",
 }
 FLAT: Final = {"qwen2_vl", "qwen2_5_vl"}  # the text's keys are at the top
+FULL: Final = "full_attention"
 MAMBA: Final = {"linear_attention": "mamba", "full_attention": "attention"}
 
 
@@ -104,10 +105,10 @@ def _worked_out(kind: str, found: dict[str, Any], config: Any) -> dict[str, Any]
             return {
                 "original_max_position_embeddings": rope.pop("original_max_position_embeddings")
             }
-        case "qwen3_next" | "qwen3_5_text" | "qwen3_5_moe_text" if "full_attention" in types:
-            return {"full_attention_interval": types.index("full_attention") + 1}
+        case "qwen3_next" | "qwen3_5_text" | "qwen3_5_moe_text" if FULL in types:
+            return {"full_attention_interval": types.index(FULL) + 1}
         case "lfm2" | "lfm2_moe":
-            return {"full_attn_idxs": [at for at, each in enumerate(types) if each[0] == "f"]}
+            return {"full_attn_idxs": [at for at, each in enumerate(types) if each == FULL]}
         case "exaone_moe":
             return {"is_moe_layer": [each == "sparse" for each in config.mlp_layer_types]}
         case "gpt_neox":
@@ -133,8 +134,8 @@ def _worked_out(kind: str, found: dict[str, Any], config: Any) -> dict[str, Any]
                 "first_k_dense_replace": config.mlp_layer_types.count("dense"),
                 "mla_use_nope": True,
                 "linear_attn_config": {
-                    "kda_layers": [at for at, each in order if each[0] == "l"],
-                    "full_attn_layers": [at for at, each in order if each[0] != "l"],
+                    "kda_layers": [at for at, each in order if each != FULL],
+                    "full_attn_layers": [at for at, each in order if each == FULL],
                     "num_heads": config.linear_num_heads,
                     "head_dim": config.linear_head_dim,
                     "short_conv_kernel_size": config.linear_conv_kernel_dim,
@@ -142,7 +143,7 @@ def _worked_out(kind: str, found: dict[str, Any], config: Any) -> dict[str, Any]
             }
         case "mimo_v2_flash":
             return {
-                "hybrid_layer_pattern": [int(each[0] == "s") for each in types],
+                "hybrid_layer_pattern": [int(each != FULL) for each in types],
                 "moe_layer_freq": [int(each == "sparse") for each in config.mlp_layer_types],
                 "add_swa_attention_sink_bias": True,
                 "add_full_attention_sink_bias": False,
