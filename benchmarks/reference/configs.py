@@ -184,7 +184,11 @@ SPECIAL: Final[dict[str, dict[str, Any]]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "llama4_text": {"num_local_experts": 4, "num_experts_per_tok": 1},
     "longcat_flash": {"head_dim": 32},
-    "minicpm3": {"rope_parameters": _LONG, "max_position_embeddings": 128},
+    "minicpm3": {
+        "rope_parameters": _LONG,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+    },
     "mamba2": {"num_heads": 8, "head_dim": 32},
     "minimax_m3_vl_text": {
         "rope_parameters": {
@@ -193,7 +197,10 @@ SPECIAL: Final[dict[str, dict[str, Any]]] = {
             "partial_rotary_factor": 0.5,
         }
     },
-    "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe", "mamba"]},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "moe", "mamba"],
+        "time_step_min": 1e-9,  # below which mlx-lm bounds nothing
+    },
     "olmo3": {"layer_types": _SLIDING},
     "olmo_hybrid": {"layer_types": _LINEAR},
     "phimoe": {"attention_bias": True, "lm_head_bias": True},

@@ -26,7 +26,7 @@ WRITTEN: Final[dict[str, tuple[str, ...]]] = {
     "longcat_flash": ("norm_topk_prob",),
     "mimo_v2_flash": ("topk_group",),
     "qwen3_vl_text": ("head_dim",),
-    "qwen3_vl_moe_text": ("num_experts", "norm_topk_prob", "head_dim"),
+    "qwen3_vl_moe_text": ("num_experts", "head_dim"),
 }
 # Keys that only originals have.
 OWN: Final[dict[str, dict[str, Any]]] = {
@@ -39,6 +39,7 @@ OWN: Final[dict[str, dict[str, Any]]] = {
         "mla_scale_q_lora": True,
         "mla_scale_kv_lora": True,
     },
+    "qwen3_vl_moe_text": {"norm_topk_prob": True},
     "solar_open": {"intermediate_size": 192, "first_k_dense_replace": 0},
     "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
     "minimax": {"shared_intermediate_size": 0},
@@ -119,6 +120,11 @@ def _worked_out(kind: str, found: dict[str, Any], config: Any) -> dict[str, Any]
         case "minimax" | "minimax_m2":
             factor = found.get("partial_rotary_factor", 1.0)
             return {"rotary_dim": int(config.head_dim * factor)}
+        case "minimax_m3_vl_text":
+            factor = config.rope_parameters.get("partial_rotary_factor", 1.0)
+            return {"rotary_dim": int(config.head_dim * factor)}
+        case "dbrx":
+            return {"attn_config": {**found["attn_config"], "rope_theta": found["rope_theta"]}}
         case "solar_open":
             return {"partial_rotary_factor": found.get("partial_rotary_factor", 1.0)}
         case "granitemoehybrid":
@@ -178,6 +184,8 @@ def _rotation(rope: Mapping[str, Any]) -> dict[str, Any]:
         if "rope_theta" in local:
             found["rope_local_base_freq"] = local["rope_theta"]
         rope = rope.get("full_attention") or {}
+        if rope.get("partial_rotary_factor") != local.get("partial_rotary_factor"):
+            raise NotWritten("one key says how much of each head is rotated in all layers")
     for key in ("rope_theta", "partial_rotary_factor"):
         if rope.get(key) is not None:
             found[key] = rope[key]

@@ -131,8 +131,9 @@ SHAPES: Final[dict[str, dict[str, dict[str, Any]]]] = {
         "dense": {"num_local_experts": 0, "num_experts_per_tok": 0},
     },
     "nemotron_h": {
-        "attention and mixture": {"layers_block_type": ["attention", "moe"] * 2},
+        "mixtures": {"layers_block_type": ["mamba", "moe", "attention", "moe"]},
         "dense": {"layers_block_type": ["mamba", "mlp", "attention", "mlp"]},
+        "the originals' time_step_min": {"time_step_min": 0.001},
     },
 }
 
@@ -211,7 +212,7 @@ def _other_float(name: str, value: float) -> float:
         return 0.5
     if "softcap" in name or "soft_cap" in name:
         return 5.0
-    return round(value * 1.7, 6) if value else 0.5
+    return float(f"{value * 1.7:.4g}") if value else 0.5
 
 
 def _other_list(name: str, value: list[Any]) -> list[Any]:
@@ -259,10 +260,12 @@ def _rotations(
     own: Mapping[str, Any], fields: Mapping[str, Any], label: str
 ) -> Iterator[tuple[str, Change]]:
     theta = own.get("rope_theta") or 10000.0
-    plain = {"rope_theta": theta, "rope_type": "default"}
     partial = own.get("partial_rotary_factor")
-    if partial is not None:
-        plain["partial_rotary_factor"] = partial
+    if own.get("rope_type", "default") == "default":
+        plain = dict(own)  # with what a kind of model says besides, of pictures for example
+    else:
+        plain = {key: own[key] for key in ("rope_theta", "partial_rotary_factor") if key in own}
+    plain |= {"rope_theta": theta, "rope_type": "default"}
 
     def keys(context: int | None = None, **rope: Any) -> dict[str, Any]:
         found: dict[str, Any] = {"rope_parameters": {**plain, **rope}}
@@ -272,6 +275,8 @@ def _rotations(
 
     long = int(ORIGINAL * FACTOR)
     yarn = keys(long, **YARN)
+    if own.get("rope_type", "default") != "default":
+        yield f"{label}rope default", Change(keys())
     yield f"{label}rope_theta", Change(keys(rope_theta=theta * 50))
     yield f"{label}rope linear", Change(keys(rope_type="linear", factor=FACTOR))
     original = {"original_max_position_embeddings": ORIGINAL}
