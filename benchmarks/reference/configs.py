@@ -136,7 +136,7 @@ SPECIAL: Final[dict[str, dict[str, Any]]] = {
         **dict.fromkeys(("pad_token_id", "cls_token_id"), 0),
         "sep_token_id": 1,
         "local_attention": WIDE,
-        "layer_types": _SLIDING,
+        "layer_types": [*_SLIDING[::-1][:3], "full_attention"],
     },
     "nomic_bert": {"pad_token_id": 0},
     "roberta": _ROBERTA,

@@ -89,12 +89,25 @@ def as_original(saved: Mapping[str, Any], config: Any) -> dict[str, Any]:
             return {**found.pop("text_config"), **found}
         return found
     kind = found["model_type"]
-    if kind not in NEWER:
+    if kind == "modernbert":
+        found.update(_rotation_of_modernbert(found.pop("rope_parameters")))
+        del found["layer_types"]
+    elif kind not in NEWER:
         found.update(_rotation(found.pop("rope_parameters", None) or {}))
     found.update({key: written(config, key) for key in WRITTEN.get(kind, ())})
     found.update(OWN.get(kind, {}))
     found.update(_worked_out(kind, found, config))
     return found
+
+
+def _rotation_of_modernbert(rope: Mapping[str, Any]) -> dict[str, Any]:
+    if any(part.get("rope_type", "default") != "default" for part in rope.values()):
+        raise NotWritten("no key says how a rotation is scaled")
+    return {
+        "global_rope_theta": rope["full_attention"]["rope_theta"],
+        "local_rope_theta": rope["sliding_attention"]["rope_theta"],
+        "global_attn_every_n_layers": 3,
+    }
 
 
 def _worked_out(kind: str, found: dict[str, Any], config: Any) -> dict[str, Any]:
