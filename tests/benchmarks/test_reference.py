@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.reference import forms, keys, table
+from benchmarks.reference.__main__ import changed, run
 from benchmarks.reference.rows import Gap, Results, Row, judged, part_of
 
 FIELDS = {
@@ -130,7 +131,9 @@ def test_an_interrupted_run_goes_on_where_it_ended(tmp_path: Path) -> None:
     assert not again.is_wrong(second)
     assert Row("llama", "v5") not in again
     again.forget(["glm"])
-    assert list(Results(path)) == [second]
+    later = Results(path)
+    assert first not in later
+    assert later[second] == {"outcome": "equal"}
 
 
 def test_parts_take_each_architecture_once() -> None:
@@ -165,12 +168,31 @@ ITEMS: list[tuple[Row, dict[str, Any]]] = [
 def test_the_table_has_a_row_for_each_architecture_that_transformers_makes() -> None:
     text = table.table(table.summary(ITEMS, {"llama": ["strange"]}))
     assert (
-        "| llama | equal, and 1 keys | equal, and 1 keys | hidden_act=gelu; rope yarn (hub) "
+        "| llama | equal; keys: 1 | equal; keys: 1 | hidden_act=gelu; rope yarn (hub) "
         "| rope yarn (v5) | window=24 (hub) | strange |" in text
     )
     assert "| glm | WRONG: gap 1.6 | refused |  |  |  |  |" in text
     assert "| odd |" not in text
     assert "2 architectures, 0 without a wrong row; 7 rows change a key." in text
+
+
+def test_kinds_of_rotation_share_their_words() -> None:
+    items: list[tuple[Row, dict[str, Any]]] = [
+        (Row("llama", "v5"), {"outcome": "equal", "gap": 0.0, "decode": 0.0}),
+        (Row("llama", "v5", "rope dynamic"), {"outcome": "WRONG"}),
+        (Row("llama", "v5", "rope yarn, truncate"), {"outcome": "throws", "reason": "why"}),
+    ]
+    text = table.table(table.summary(items, {}))
+    assert "| llama | equal; keys: 0 |  | rope: dynamic, yarn truncate |" in text
+
+
+@pytest.mark.slow
+def test_a_row_that_fails_stops_no_other(tmp_path: Path) -> None:
+    rows = [Row("nobody_knows", "v5"), Row("nor_this", "hub")]
+    results = Results(tmp_path / "results.jsonl")
+    run(rows, results, jobs=1)
+    assert [results[row]["outcome"] for row in rows] == ["not made", "not made"]
+    assert changed(rows, results) == []
 
 
 def test_the_summary_has_each_key_by_its_outcome() -> None:
