@@ -58,24 +58,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if importlib.util.find_spec("torch") is None:
         sys.exit("make reference has an environment of its own, with torch.")
-    wanted = part_of(given.names or names(), given.part)
+    every = names()
+    wanted = part_of(given.names or every, given.part)
     results = Results(given.results)
     if given.fresh:
         results.forget(wanted)
-    bases = [Row(name, form) for name in wanted for form in forms.FORMS]
-    run(bases, results, given.jobs)
+    rows = [Row(name, form) for name in wanted for form in forms.FORMS]
+    run(rows, results, given.jobs)
     if not given.base:
-        run(changed(bases, results), results, given.jobs)
+        rows += changed(rows, results)
+        run(rows, results, given.jobs)
     found = table.summary(
-        [(row, said) for row, said in results.items() if row.architecture in wanted],
+        [(row, results[row]) for row in rows],
         {name: keys.uncovered(fields_of(name)) for name in wanted},
     )
-    if len(wanted) == len(names()) and not given.base:
+    if set(wanted) == set(every) and not given.base:
         table.write(found)
     else:
         print(table.table(found))
-    wrong = [row for row in results if row.architecture in wanted and results.is_wrong(row)]
-    return int(bool(wrong))
+    return int(any(results.is_wrong(row) for row in rows))
 
 
 def run(rows: Sequence[Row], results: Results, jobs: int) -> None:

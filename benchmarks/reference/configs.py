@@ -128,20 +128,6 @@ SPECIAL: Final[dict[str, dict[str, Any]]] = {
         "attn_config": {"kv_n_heads": KV_HEADS, "clip_qkv": 8, "rope_theta": 10000.0},
     },
     "deepseek_v2": {"head_dim": 32, "rope_parameters": _YARN},
-    "bert": {"pad_token_id": 0},
-    "camembert": _ROBERTA,
-    "eurobert": {"pad_token_id": 0, "mask_token_id": 1},
-    "gte": {"pad_token_id": 0, "type_vocab_size": 0},
-    "jina_embeddings_v3": {"pad_token_id": 0},
-    "modernbert": {
-        **dict.fromkeys(("pad_token_id", "cls_token_id"), 0),
-        "sep_token_id": 1,
-        "local_attention": WIDE,
-        "layer_types": _SLIDING,
-    },
-    "nomic_bert": {"pad_token_id": 0},
-    "roberta": _ROBERTA,
-    "xlm-roberta": _ROBERTA,
     "exaone4": {"layer_types": _SLIDING, "sliding_window_pattern": "LLLG"},
     "exaone_moe": {"layer_types": _SLIDING},
     "gemma3_text": {"layer_types": [*_SLIDING[1:]] * 2, "num_hidden_layers": 6},
@@ -185,8 +171,12 @@ SPECIAL: Final[dict[str, dict[str, Any]]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "llama4_text": {"num_local_experts": 4, "num_experts_per_tok": 1},
     "longcat_flash": {"head_dim": 32},
-    "minicpm3": {"rope_parameters": _LONG, "max_position_embeddings": 128},
     "mamba2": {"num_heads": 8, "head_dim": 32},
+    "minicpm3": {
+        "rope_parameters": _LONG,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+    },
     "minimax_m3_vl_text": {
         "rope_parameters": {
             "rope_type": "default",
@@ -210,6 +200,21 @@ SPECIAL: Final[dict[str, dict[str, Any]]] = {
     "qwen3_next": {"layer_types": _LINEAR},
     "qwen3_vl_moe_text": {"tie_word_embeddings": False},
     "recurrent_gemma": {"num_key_value_heads": 1},
+    # Encoders, and a decoder that looks ahead.
+    "bert": {"pad_token_id": 0},
+    "camembert": _ROBERTA,
+    "eurobert": {"pad_token_id": 0, "mask_token_id": 1},
+    "gte": {"pad_token_id": 0, "type_vocab_size": 0},
+    "jina_embeddings_v3": {"pad_token_id": 0},
+    "modernbert": {
+        **dict.fromkeys(("pad_token_id", "cls_token_id"), 0),
+        "sep_token_id": 1,
+        "local_attention": WIDE,
+        "layer_types": [*_SLIDING[::-1][:3], "full_attention"],
+    },
+    "nomic_bert": {"pad_token_id": 0},
+    "roberta": _ROBERTA,
+    "xlm-roberta": _ROBERTA,
 }
 
 

@@ -39,6 +39,7 @@ OWN: Final[dict[str, dict[str, Any]]] = {
         "mla_scale_q_lora": True,
         "mla_scale_kv_lora": True,
     },
+    "qwen3_vl_moe_text": {"norm_topk_prob": True},
     "solar_open": {"intermediate_size": 192, "first_k_dense_replace": 0},
     "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
     "minimax": {"shared_intermediate_size": 0},
@@ -65,6 +66,7 @@ NEWER: Final = {
     "step3p5",
 }
 FLAT: Final = {"qwen2_vl", "qwen2_5_vl"}  # the text's keys are at the top
+FULL: Final = "full_attention"
 MAMBA: Final = {"linear_attention": "mamba", "full_attention": "attention"}
 
 
@@ -87,12 +89,25 @@ def as_original(saved: Mapping[str, Any], config: Any) -> dict[str, Any]:
             return {**found.pop("text_config"), **found}
         return found
     kind = found["model_type"]
-    if kind not in NEWER:
+    if kind == "modernbert":
+        found.update(_rotation_of_modernbert(found.pop("rope_parameters")))
+        del found["layer_types"]
+    elif kind not in NEWER:
         found.update(_rotation(found.pop("rope_parameters", None) or {}))
     found.update({key: written(config, key) for key in WRITTEN.get(kind, ())})
     found.update(OWN.get(kind, {}))
     found.update(_worked_out(kind, found, config))
     return found
+
+
+def _rotation_of_modernbert(rope: Mapping[str, Any]) -> dict[str, Any]:
+    if any(part.get("rope_type", "default") != "default" for part in rope.values()):
+        raise NotWritten("no key says how a rotation is scaled")
+    return {
+        "global_rope_theta": rope["full_attention"]["rope_theta"],
+        "local_rope_theta": rope["sliding_attention"]["rope_theta"],
+        "global_attn_every_n_layers": 3,
+    }
 
 
 def _worked_out(kind: str, found: dict[str, Any], config: Any) -> dict[str, Any]:
@@ -104,10 +119,10 @@ def _worked_out(kind: str, found: dict[str, Any], config: Any) -> dict[str, Any]
             return {
                 "original_max_position_embeddings": rope.pop("original_max_position_embeddings")
             }
-        case "qwen3_next" | "qwen3_5_text" | "qwen3_5_moe_text" if "full_attention" in types:
-            return {"full_attention_interval": types.index("full_attention") + 1}
+        case "qwen3_next" | "qwen3_5_text" | "qwen3_5_moe_text" if FULL in types:
+            return {"full_attention_interval": types.index(FULL) + 1}
         case "lfm2" | "lfm2_moe":
-            return {"full_attn_idxs": [at for at, each in enumerate(types) if each[0] == "f"]}
+            return {"full_attn_idxs": [at for at, each in enumerate(types) if each == FULL]}
         case "exaone_moe":
             return {"is_moe_layer": [each == "sparse" for each in config.mlp_layer_types]}
         case "gpt_neox":
@@ -118,6 +133,11 @@ def _worked_out(kind: str, found: dict[str, Any], config: Any) -> dict[str, Any]
         case "minimax" | "minimax_m2":
             factor = found.get("partial_rotary_factor", 1.0)
             return {"rotary_dim": int(config.head_dim * factor)}
+        case "minimax_m3_vl_text":
+            factor = config.rope_parameters.get("partial_rotary_factor", 1.0)
+            return {"rotary_dim": int(config.head_dim * factor)}
+        case "dbrx":
+            return {"attn_config": {**found["attn_config"], "rope_theta": found["rope_theta"]}}
         case "solar_open":
             return {"partial_rotary_factor": found.get("partial_rotary_factor", 1.0)}
         case "granitemoehybrid":
@@ -133,8 +153,8 @@ def _worked_out(kind: str, found: dict[str, Any], config: Any) -> dict[str, Any]
                 "first_k_dense_replace": config.mlp_layer_types.count("dense"),
                 "mla_use_nope": True,
                 "linear_attn_config": {
-                    "kda_layers": [at for at, each in order if each[0] == "l"],
-                    "full_attn_layers": [at for at, each in order if each[0] != "l"],
+                    "kda_layers": [at for at, each in order if each != FULL],
+                    "full_attn_layers": [at for at, each in order if each == FULL],
                     "num_heads": config.linear_num_heads,
                     "head_dim": config.linear_head_dim,
                     "short_conv_kernel_size": config.linear_conv_kernel_dim,
@@ -142,7 +162,7 @@ def _worked_out(kind: str, found: dict[str, Any], config: Any) -> dict[str, Any]
             }
         case "mimo_v2_flash":
             return {
-                "hybrid_layer_pattern": [int(each[0] == "s") for each in types],
+                "hybrid_layer_pattern": [int(each != FULL) for each in types],
                 "moe_layer_freq": [int(each == "sparse") for each in config.mlp_layer_types],
                 "add_swa_attention_sink_bias": True,
                 "add_full_attention_sink_bias": False,
@@ -177,6 +197,8 @@ def _rotation(rope: Mapping[str, Any]) -> dict[str, Any]:
         if "rope_theta" in local:
             found["rope_local_base_freq"] = local["rope_theta"]
         rope = rope.get("full_attention") or {}
+        if rope.get("partial_rotary_factor") != local.get("partial_rotary_factor"):
+            raise NotWritten("one key says how much of each head is rotated in all layers")
     for key in ("rope_theta", "partial_rotary_factor"):
         if rope.get(key) is not None:
             found[key] = rope[key]

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from benchmarks.reference.configs import EXPERT, INNER, LAYERS, SIZES
+from benchmarks.reference.configs import EXPERT, INNER, KV_HEADS, LAYERS, SIZES
 
 WINDOW: Final = 24  # narrower than the prompt, and than its prefill
 ORIGINAL: Final = 32  # a scaled rope's own context, shorter than the prompt
@@ -24,7 +24,7 @@ IRRELEVANT: Final = re.compile(
     r"chunk_size|^model_type$|architectures|label|problem_type|transformers_version|dtype|"
     r"is_encoder_decoder|_in_fp32|upcast|block_size|multiple_of|auto_adjust|linear_dt|a_log_m|"
     r"time_step_(init|floor|rank)|max_position|n_positions|max_seq_len|image|patch_size|"
-    r"num_channels|moe_shared_expert_overlap|^attn_implementation"
+    r"num_channels|moe_shared_expert_overlap|^attn_implementation|sparse_pred|full_attn_idxs"
 )
 # Values of keys whose name is the pattern, tried in turn for the first that has one.
 INTEGERS: Final[dict[str, tuple[Any, ...]]] = {
@@ -32,8 +32,9 @@ INTEGERS: Final[dict[str, tuple[Any, ...]]] = {
     r".*experts_per_tok(en)?|moe_topk|moe_k|top_k_experts": (3,),
     r"first_k_dense_replace|num_dense_layers|moe_layer_start_index": (0, 2),
     r"moe_layer_end_index": (2,),
-    r"decoder_sparse_step|moe_layer_interval|interleave_moe_layer_step|expert_layer_period": (2,),
-    r"attn_layer_period|global_attn_every_n_layers|no_rope_layer_interval": (2,),
+    r"max_window_layers": (2,),
+    r"decoder_sparse_step|moe_layer_interval|interleave_moe_layer_step": (2,),
+    r"(attn|expert)_layer_period|global_attn_every_n_layers|no_rope_layer_interval": (2, 3),
     r"layer_group_size|full_attention_interval|sliding_window_pattern": (2,),
     r"expert_layer_offset|attn_layer_offset": (0,),
     r"n_shared_experts|num_shared_experts|moe_num_shared_experts": (2,),
@@ -46,7 +47,8 @@ INTEGERS: Final[dict[str, tuple[Any, ...]]] = {
     r".*(factor|multiplier|scale|emb)|pad_vocab": (3,),
     r"dim_model_base": (32,),
     r"n_groups|mamba_n_groups": (2,),
-    r"conv_kernel|conv_L_cache|.*d_conv|.*conv_kernel_(dim|size)|conv1d_width": (3,),
+    r"conv_kernel|conv_L_cache|.*d_conv|.*conv_kernel_(dim|size)|conv1d_width": (5,),
+    r"altup_active_idx": (1,),
 }
 NONES: Final[dict[str, tuple[Any, ...]]] = {
     r"sliding_window": (WINDOW,),
@@ -62,9 +64,12 @@ NONES: Final[dict[str, tuple[Any, ...]]] = {
 STRINGS: Final[dict[str, tuple[str, ...]]] = {
     r"position_embedding_type": ("rope", "nope"),
     r"topk_method": ("greedy", "group_limited_greedy", "noaux_tc"),
+    r"classifier_pooling": ("cls", "mean"),
     r"scoring_func": ("softmax", "sigmoid"),
     r"sliding_window_pattern": ("LG",),
 }
+# What a layer becomes where all are of one kind.
+KINDS: Final = {"full_attention": "sliding_attention", "sparse": "dense", "dense": "sparse"}
 # Changes of several keys at once, and those that are seen beside others alone.
 TOGETHER: Final[dict[str, dict[str, Any]]] = {
     "n_group": {"n_group": 2, "topk_group": 1},
@@ -73,10 +78,13 @@ TOGETHER: Final[dict[str, dict[str, Any]]] = {
 BESIDE: Final[dict[str, dict[str, Any]]] = {
     "use_sliding_window": {"sliding_window": WINDOW, "max_window_layers": 2},
     "max_window_layers": {"sliding_window": WINDOW, "use_sliding_window": True},
-    "layer_types": {"sliding_window": WINDOW},
+    "layer_types": {"sliding_window": WINDOW, "attention_chunk_size": WINDOW},
     "topk_method": {"n_group": 2, "topk_group": 1},
 }
 SHAPES: Final[dict[str, dict[str, dict[str, Any]]]] = {
+    "dbrx": {
+        "clipped": {"attn_config": {"kv_n_heads": KV_HEADS, "clip_qkv": 0.5, "rope_theta": 10000.0}}
+    },
     "gemma3n_text": {
         "shared": {
             "layer_types": ["sliding_attention", "full_attention"] * 3,
@@ -123,8 +131,9 @@ SHAPES: Final[dict[str, dict[str, dict[str, Any]]]] = {
         "dense": {"num_local_experts": 0, "num_experts_per_tok": 0},
     },
     "nemotron_h": {
-        "attention and mixture": {"layers_block_type": ["attention", "moe"] * 2},
+        "mixtures": {"layers_block_type": ["mamba", "moe", "attention", "moe"]},
         "dense": {"layers_block_type": ["mamba", "mlp", "attention", "mlp"]},
+        "the originals' time_step_min": {"time_step_min": 0.001},
     },
 }
 
@@ -203,7 +212,7 @@ def _other_float(name: str, value: float) -> float:
         return 0.5
     if "softcap" in name or "soft_cap" in name:
         return 5.0
-    return round(value * 1.7, 6) if value else 0.5
+    return float(f"{value * 1.7:.4g}") if value else 0.5
 
 
 def _other_list(name: str, value: list[Any]) -> list[Any]:
@@ -219,6 +228,8 @@ def _other_list(name: str, value: list[Any]) -> list[Any]:
         return value[1::2]
     if value and all(isinstance(each, float) for each in value):
         return [round(each * 1.7, 6) for each in value]
+    if value and value.count(value[0]) == len(value):
+        return [KINDS.get(value[0], value[0]), *value[1:]]
     return value[::-1]
 
 
@@ -249,10 +260,12 @@ def _rotations(
     own: Mapping[str, Any], fields: Mapping[str, Any], label: str
 ) -> Iterator[tuple[str, Change]]:
     theta = own.get("rope_theta") or 10000.0
-    plain = {"rope_theta": theta, "rope_type": "default"}
     partial = own.get("partial_rotary_factor")
-    if partial is not None:
-        plain["partial_rotary_factor"] = partial
+    if own.get("rope_type", "default") == "default":
+        plain = dict(own)  # with what a kind of model says besides, of pictures for example
+    else:
+        plain = {key: own[key] for key in ("rope_theta", "partial_rotary_factor") if key in own}
+    plain |= {"rope_theta": theta, "rope_type": "default"}
 
     def keys(context: int | None = None, **rope: Any) -> dict[str, Any]:
         found: dict[str, Any] = {"rope_parameters": {**plain, **rope}}
@@ -262,6 +275,8 @@ def _rotations(
 
     long = int(ORIGINAL * FACTOR)
     yarn = keys(long, **YARN)
+    if own.get("rope_type", "default") != "default":
+        yield f"{label}rope default", Change(keys())
     yield f"{label}rope_theta", Change(keys(rope_theta=theta * 50))
     yield f"{label}rope linear", Change(keys(rope_type="linear", factor=FACTOR))
     original = {"original_max_position_embeddings": ORIGINAL}

@@ -1,7 +1,7 @@
 """The rows to try, their results in a file, and how a result is judged."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -86,15 +86,8 @@ class Results:
         """Return True if answers are other than the reference's, or none."""
         return self._found[row]["outcome"] in ("WRONG", "throws")
 
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self._found)
-
     def __getitem__(self, row: Row) -> dict[str, Any]:
         return self._found[row]
-
-    def items(self) -> Iterator[tuple[Row, Mapping[str, Any]]]:
-        """Give rows and what came of each."""
-        yield from self._found.items()
 
     def add(self, row: Row, said: Mapping[str, Any]) -> None:
         """Keep what came of a row, at once."""

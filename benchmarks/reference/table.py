@@ -12,6 +12,7 @@ from benchmarks.reference.rows import BASE, Row
 START: Final = "<!-- reference: written by `make reference` -->"
 END: Final = "<!-- end of reference -->"
 LIST: Final = REPOSITORY / "docs" / "reference.json"
+TRIED: Final = ("equal", "WRONG", "throws", "refused", "limited")
 Said = Mapping[str, Any]
 
 
@@ -69,9 +70,6 @@ def table(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-TRIED: Final = ("equal", "WRONG", "throws", "refused", "limited")
-
-
 def _keys(own: Said, form: str, *outcomes: str) -> list[str]:
     return [key for outcome in outcomes for key in own.get(form, {}).get(outcome, ())]
 
@@ -85,7 +83,7 @@ def _form(form: Said) -> str:
         case None:
             return ""
         case "equal":
-            return f"equal, and {len(form.get('equal', ()))} keys"
+            return f"equal; keys: {len(form.get('equal', ()))}"
         case "refused":
             return "refused"
         case outcome:
@@ -95,13 +93,17 @@ def _form(form: Said) -> str:
 def _both(own: Said, outcomes: Sequence[str]) -> str:
     """Return the keys of some outcomes, each with its form where the other's is another one."""
     by_form = {form: _keys(own, form, *outcomes) for form in FORMS}
-    tried = {form: own.get(form, {}).get("base") == "equal" for form in FORMS}
-    said = []
+    compared = sum(own.get(form, {}).get("base") == "equal" for form in FORMS)
+    said: dict[str, list[str]] = {}  # kinds of rotation share their words
     for key in dict.fromkeys(key for keys in by_form.values() for key in keys):
         forms = [form for form in FORMS if key in by_form[form]]
-        is_alone = len(forms) < sum(tried.values())
-        said.append(f"{key} ({forms[0]})" if is_alone else key)
-    return "; ".join(said)
+        words = f"{key} ({forms[0]})" if len(forms) < compared else key
+        head, rope, kind = words.partition("rope ")
+        said.setdefault(head + rope, []).append(kind.replace(", ", " "))
+    return "; ".join(
+        f"{head}{', '.join(kinds)}" if len(kinds) < 2 else f"{head.strip()}: {', '.join(kinds)}"
+        for head, kinds in said.items()
+    )
 
 
 def write(found: Mapping[str, Any]) -> None:

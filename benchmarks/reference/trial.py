@@ -118,9 +118,9 @@ def made_for(architecture: str, changes: dict[str, Any]) -> Made:
 
 @lru_cache(maxsize=6)
 def _made(architecture: str, changes: str) -> Made:
-    from benchmarks.reference import torch_side
-
     config = config_of(architecture, json.loads(changes))
+    from benchmarks.reference import torch_side  # once there is something to make
+
     drawn = random.Random(5)
     prompt = [drawn.randrange(3, configs.VOCABULARY) for _ in range(TOKENS)]
     try:
