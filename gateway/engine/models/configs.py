@@ -56,10 +56,15 @@ def write_for_mlx_lm(config: dict[str, Any]) -> None:
     config.update({key: value for key, value in own.items() if value and config.get(key) is None})
     if rope:
         config.setdefault("rope_scaling", None)  # some classes insist on the key
+    inner = config.get("attn_config") or {}  # DBRX's
+    if rope.get("rope_theta") and inner.get("rope_theta", rope["rope_theta"]) != rope["rope_theta"]:
+        raise ValueError("rope_theta is not that of attn_config")
     if config.get("model_type") == "minimax_m2" and config.get("head_dim"):
         share = config.get("partial_rotary_factor") or 1.0
         config.setdefault("rotary_dim", int(config["head_dim"] * share))
-    if config.get("model_type") == "gemma3_text" and local.get("rope_type", "default") != "default":
+    is_odd = local.get("attention_factor") is not None or not local.get("truncate", True)
+    is_scaled = local.get("rope_type", "default") != "default"
+    if is_odd or (is_scaled and str(config.get("model_type")).startswith("gemma3")):
         raise ValueError(f"sliding_attention: rope_type {local['rope_type']} is not supported")
     _write_layers(config)
 

@@ -78,6 +78,7 @@ def list_limits(config: Mapping[str, Any]) -> list[Limit]:
     text = text_config(config)
     found = [Limit(window, "sliding_window") for window in (ignored_window(text),) if window]
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    scaling = scaling.get("full_attention") or scaling
     if (scaling.get("rope_type") or scaling.get("type")) in ("longrope", "su"):
         original = scaling.get("original_max_position_embeddings") or text.get(
             "original_max_position_embeddings"

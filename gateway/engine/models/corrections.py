@@ -32,7 +32,7 @@ def correct(
     and `weights` are the files' arrays. On the lane. Raises ValueError for what cannot be.
     """
     reads = reader_of(type(model))
-    correct_ropes(model, text, context)
+    correct_ropes(model, text, reads, context)
     _correct_activation(model, text, reads)
     kind = text.get("model_type")
     if kind in ("ernie4_5_moe", "jamba"):

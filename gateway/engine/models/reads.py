@@ -25,9 +25,9 @@ def reader_of(model_class: type) -> Callable[[str], bool]:
 
 @cache
 def read_names(module: str) -> frozenset[str]:
-    """Return the names of attributes and texts in the source of a module of mlx-lm's models, and of
-    those that it imports. A key that is not among them is read by nothing: a field that only keeps
-    a value is no reader.
+    """Return the names of attributes, texts and constant arguments in the source of a module of
+    mlx-lm's models, and of those that it imports. A key that is not among them is read by nothing:
+    a field that only keeps a value is no reader.
     """
     found: set[str] = set()
     waiting, seen = [module], set(_OTHERS)
@@ -47,5 +47,7 @@ def read_names(module: str) -> frozenset[str]:
 def _names(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
         yield node.attr
+    elif isinstance(node, ast.keyword) and node.arg and isinstance(node.value, ast.Constant):
+        yield f"{node.arg}={node.value.value!r}"
     elif isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield node.value

@@ -6,7 +6,7 @@ https://arxiv.org/abs/2309.00071 and LongRoPE's from https://arxiv.org/abs/2402.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import mlx.core as mx
@@ -30,10 +30,12 @@ def rope_kind(text: Mapping[str, Any]) -> str:
     return str(scaling.get("rope_type") or scaling.get("type") or "default")
 
 
-def correct_ropes(model: Any, text: Mapping[str, Any], context: int | None) -> None:
+def correct_ropes(
+    model: Any, text: Mapping[str, Any], reads: Callable[[str], bool], context: int | None
+) -> None:
     """Correct the rotations of mlx-lm's model, for a context of so many tokens; `text` is its
-    language model's config. Raises ValueError for a scaling that the class passes over and that
-    cannot be added to it.
+    language model's config, and `reads` tells what its class reads. Raises ValueError for a scaling
+    that the class passes over or gets wrong, and that cannot be added to it.
     """
     found = list(_find(model))
     scaling, kind = text.get("rope_scaling") or {}, rope_kind(text)
@@ -46,8 +48,14 @@ def correct_ropes(model: Any, text: Mapping[str, Any], context: int | None) -> N
         if isinstance(rope, DynamicNTKScalingRoPE):
             # Up to the stated context it is a plain one, and plain ones can be batched.
             owner[name] = RoPE(rope.dims, rope.traditional, rope.base)
+    if not found and not (kind == "dynamic" and "alpha" in scaling):  # rotations of its own
+        is_plain = kind == "yarn" and scaling.get("truncate", True)
+        if kind != "default" and not (is_plain and scaling.get("attention_factor") is None):
+            raise _unsupported(text)
     if kind not in _SCALED:
         return
+    if kind in ("longrope", "su") and reads("traditional=True"):
+        raise _unsupported(text)  # mlx-lm's turns halves alone, not neighbours
     if found and all(isinstance(rope, RoPE) and rope.scale == 1 for _, _, rope in found):
         _scale_plain(found, text, scaling)
         found = list(_find(model))
@@ -56,6 +64,10 @@ def correct_ropes(model: Any, text: Mapping[str, Any], context: int | None) -> N
             _correct_yarn(rope, float(text.get("rope_theta") or 10_000.0), scaling)
         elif isinstance(rope, SuScaledRoPE):
             _correct_longrope(rope, text, scaling, context)
+
+
+def _unsupported(text: Mapping[str, Any]) -> ValueError:
+    return ValueError(f"rope_type {rope_kind(text)} is not supported for `{text['model_type']}`")
 
 
 def _find(model: Any) -> Iterator[tuple[Any, str, Any]]:
@@ -73,7 +85,7 @@ def _scale_plain(found: list[Any], text: Mapping[str, Any], scaling: Mapping[str
     theta = text.get("rope_theta") or 10_000.0
     plain = [each for each in found if math.isclose(each[2].base, theta)]
     if not plain or "qk_rope_head_dim" in text:  # whose attention would have to be scaled, too
-        raise ValueError(f"rope_type {rope_kind(text)} is not supported for `{text['model_type']}`")
+        raise _unsupported(text)
     for owner, name, rope in plain:
         owner[name] = initialize_rope(
             rope.dims, rope.base, rope.traditional, dict(scaling), text["max_position_embeddings"]

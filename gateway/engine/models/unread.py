@@ -5,6 +5,7 @@ it is missing changes nothing, as the class has that built in; any other value i
 key is known to change answers, and named otherwise.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
@@ -26,9 +27,17 @@ CHANGES: Final = re.compile(
     r"|norm_topk_prob|query_pre_attn_scalar|rope_interleave|routed_scaling_factor|scale_attn_\w+|swiglu_\w+"
     r"|time_step_limit|topk_group|use_bidirectional_attention"
 )
+_GELU: Final = {"hidden_activation": ("gelu_pytorch_tanh",)}
 # What a class reads, and computes otherwise than transformers: the values that are right.
 _RIGHT: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
-    "falcon_h1": {"attention_in_multiplier": (1.0,)},
+    "falcon_h1": {
+        "attention_in_multiplier": (1.0,),
+        "hidden_act": ("silu",),
+        "time_step_limit": ([0.0, math.inf], None),
+    },
+    "gemma3n": _GELU,
+    "gemma4": _GELU,
+    "gemma4_text": _GELU,
     "granitemoehybrid": {"mamba_n_groups": (1,)},
 }
 # Keys that change no answer: of training, of the tokenizer, of other tasks, of how files are kept.
