@@ -138,7 +138,7 @@ BUDGET: dict[str, int] = {
     "cli": 1633,
     "clock": 40,
     "doctor": 344,
-    "engine": 12926,
+    "engine": 12913,
     "errors": 268,
     "ids": 12,
     "jobs": 294,

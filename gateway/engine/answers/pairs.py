@@ -155,7 +155,8 @@ class Pairs:
         self, text: str, at: int, schema: Mapping[str, Any], schemas: Schemas, ending: Ending
     ) -> "_Scan | None":
         """Look for a call's end; return None if it is in doubt, or may depend on more text."""
-        scan = _Scan(self, text, at, _listed(schema, "properties"), schemas)
+        declared = _listed(schema, "properties")
+        scan = _Scan(self, text, at, declared, schemas)
         if scan.end is not None:
             rest = text[scan.end :].strip()
             follows = scan.is_settled or rest.startswith(tuple(start for start, _ in self.marks))
@@ -168,15 +169,8 @@ class Pairs:
             return None
         if text.rstrip().endswith(self.value_end):  # at least the text's end is there
             text = text.rstrip() + self.call_end
-        scan = _Scan(
-            self,
-            text,
-            at,
-            _listed(schema, "properties"),
-            schemas,
-            is_lenient=True,
-            is_flat=not scan.holds_calls,
-        )
+        is_flat = not scan.holds_calls
+        scan = _Scan(self, text, at, declared, schemas, is_lenient=True, is_flat=is_flat)
         is_last = scan.end is not None and not text[scan.end :].strip()
         return scan if is_last or scan.is_settled else None
 
