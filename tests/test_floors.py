@@ -132,7 +132,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2766,
+    "api": 2747,
     "app": 1574,
     "bench": 282,
     "cli": 1633,
