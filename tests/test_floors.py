@@ -145,7 +145,7 @@ BUDGET: dict[str, int] = {
     "logs": 145,
     "metrics": 210,
     "panics": 20,
-    "registry": 1311,
+    "registry": 1300,
     "server": 290,
     "serving": 4488,
     "settings": 360,
