@@ -138,7 +138,7 @@ BUDGET: dict[str, int] = {
     "cli": 1629,
     "clock": 40,
     "doctor": 339,
-    "engine": 12913,
+    "engine": 12937,
     "errors": 268,
     "ids": 10,
     "jobs": 294,

@@ -25,7 +25,7 @@ import regex  # type: ignore[import-untyped]
 
 from gateway.engine.answers.call_bodies import Bodies, read_json
 from gateway.engine.answers.call_reading import Call, Ending, Reading, Schemas
-from gateway.engine.answers.call_values import read_argument
+from gateway.engine.answers.call_values import Allowed, guess
 from gateway.engine.answers.call_writing import as_cdata, as_text, write_call
 
 _GAP = r"(?:\s|\\n)*+"
@@ -179,6 +179,7 @@ class Pairs:
     ) -> dict[str, Any]:
         """Return the values that texts stand for, as the family or else the schema says."""
         arguments: dict[str, Any] = {}
+        allowed = Allowed(schema)
         for key, text in texts:
             kind = key.groupdict().get("kind")
             if self.write_value is as_cdata:
@@ -189,7 +190,7 @@ class Pairs:
                 arguments[_unquote(key["key"])] = text
             else:
                 name = _unquote(key["key"])
-                arguments[name] = read_argument(name, text, {} if kind else schema)
+                arguments[name] = guess(text) if kind else allowed.argument(name, text)
         (name, value), *others = arguments.items()
         declared = _listed(schema, "properties")
         is_around = name in ("arguments", "parameters") and name not in declared and not others
