@@ -358,7 +358,8 @@ class Delta:
     is_out_of_memory: bool = False  # the error is that of a device without memory
 
 
-Reading: TypeAlias = tuple[Sequence[Delta], str | None]  # and why it is text as it stands, if so
+# The parts of an answer, and why it is text as it stands, if so: an event to log, and the reason.
+Reading: TypeAlias = tuple[Sequence[Delta], tuple[str, str] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

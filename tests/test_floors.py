@@ -138,7 +138,7 @@ BUDGET: dict[str, int] = {
     "cli": 1629,
     "clock": 40,
     "doctor": 339,
-    "engine": 12937,
+    "engine": 12954,
     "errors": 268,
     "ids": 10,
     "jobs": 294,
@@ -147,7 +147,7 @@ BUDGET: dict[str, int] = {
     "panics": 20,
     "registry": 1300,
     "server": 290,
-    "serving": 4488,
+    "serving": 4492,
     "settings": 360,
     "wire": 3755,
 }
