@@ -138,7 +138,7 @@ BUDGET: dict[str, int] = {
     "cli": 1629,
     "clock": 40,
     "doctor": 339,
-    "engine": 12995,
+    "engine": 12998,
     "errors": 268,
     "ids": 10,
     "jobs": 294,
@@ -149,7 +149,7 @@ BUDGET: dict[str, int] = {
     "server": 290,
     "serving": 4492,
     "settings": 360,
-    "wire": 3755,
+    "wire": 3760,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))
 # A line of a map: names, two spaces or more, and what they are.

@@ -49,6 +49,7 @@ async def test_what_is_not_read_is_named_unless_models_yaml_says_that_it_is_text
     assert named == [(model, hint) for model in ("own", "named") for hint in hints]
 
 
+@pytest.mark.slow
 async def test_a_template_that_is_slow_for_answers_is_tried_once_while_its_model_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
