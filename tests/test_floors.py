@@ -138,7 +138,7 @@ BUDGET: dict[str, int] = {
     "cli": 1629,
     "clock": 40,
     "doctor": 339,
-    "engine": 12998,
+    "engine": 13001,
     "errors": 268,
     "ids": 10,
     "jobs": 294,

@@ -2,10 +2,11 @@
 
 import inspect
 import secrets
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TypedDict, Unpack
+from typing import Any, Final, TypedDict, TypeVar, Unpack
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
@@ -27,11 +28,10 @@ from gateway.engine.prompting.thoughts import (
     Form,
     Turn,
     find_form,
-    patiently,
     trial_job,
 )
 from gateway.engine.sandbox_worker import Sandbox
-from gateway.errors import BadRequest, ModelLoadFailed
+from gateway.errors import BadRequest, ModelLoadFailed, Overloaded, Unavailable
 from gateway.jobs import GenerateJob, TokenIds
 
 # Parameters of transformers' functions, which no request may set by `template_args`: its
@@ -43,6 +43,8 @@ RESERVED = frozenset(
 ) | {"messages"}
 
 
+T = TypeVar("T")
+TRIALS_S: Final = 30.0  # for renderings of made-up turns, of a few milliseconds each
 MOST_ADDED: Final = 1 << 17  # each takes transformers a tenth of a millisecond
 MOST_TOKENS: Final = 1 << 20  # XLM-V has 901,629, the most known
 
@@ -87,6 +89,7 @@ class ChatTokenizer:
         self.answers = AnswerFormat(
             tools, reasoning, self.backend, self.vocabulary, wrapper.eos_token_ids
         )
+        self._tried_until = time.monotonic() + TRIALS_S
         self._form = Form()
         self.untried: str | None = None  # why it is not known how the template reads turns
         try:
@@ -259,10 +262,22 @@ class ChatTokenizer:
             turn, thought = self.controls.split(turn, whole), self.controls.split(thought)
         return self._form.put(turn, thought) if thought else turn
 
+    def try_out(self, render: Callable[[], T]) -> T:
+        """Render made-up turns, once more if other work left no time for it.
+
+        Raises BadRequest too if all trials of the model have taken too long.
+        """
+        if time.monotonic() > self._tried_until:
+            raise BadRequest(f"Its trials took over {TRIALS_S:g} seconds.")
+        try:
+            return render()
+        except (Overloaded, Unavailable):
+            return render()
+
     def _try(self, turns: Sequence[Turn]) -> str | None:
         """Return the text of a made-up conversation; None if the template refuses it."""
         try:
-            return patiently(lambda: self._apply(trial_job(turns), is_asking=False))
+            return self.try_out(lambda: self._apply(trial_job(turns), is_asking=False))
         except TemplateRefusal:
             return None
 

@@ -19,7 +19,6 @@ from gateway.engine.prompting.thoughts import (
     THOUGHT_KEY,
     Turn,
     may_show_thoughts,
-    patiently,
     trial_job,
 )
 from gateway.jobs import Calling, Sampling, SequenceParams
@@ -45,8 +44,8 @@ def list_unread(chat: ChatTokenizer) -> list[str]:
 def _read_back(chat: ChatTokenizer, turns: Sequence[Turn]) -> tuple[str, str, list[Any]]:
     """Return what the template writes of the last turn, and the thought and the calls in it."""
     try:
-        text = patiently(lambda: chat.apply(trial_job(turns), is_asking=False))
-        asked, opening = patiently(lambda: chat.render(trial_job(turns[:-1])))
+        text = chat.try_out(lambda: chat.apply(trial_job(turns), is_asking=False))
+        asked, opening = chat.try_out(lambda: chat.render(trial_job(turns[:-1])))
     except TemplateRefusal:
         return "", "", []
     begin = count_alike(text, asked)

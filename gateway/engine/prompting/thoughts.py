@@ -8,13 +8,11 @@ in any last answer. gpt-oss's refuses one beside a text and a call.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias
 
 from gateway.engine.prompting.chat_template import ChatTemplate
-from gateway.errors import Overloaded, Unavailable
 from gateway.jobs import Caller, Function, GenerateJob, Sampling
 
-T = TypeVar("T")
 Turn: TypeAlias = Mapping[str, Any]
 PutThought: TypeAlias = Callable[[Turn, str], Turn]
 """Adds a thought to a turn, in the form that a template reads."""
@@ -52,14 +50,6 @@ def trial_job(turns: Sequence[Turn]) -> GenerateJob:
         template_args={"enable_thinking": True},
         sampling=Sampling(),
     )
-
-
-def patiently(render: Callable[[], T]) -> T:
-    """Render once more if other work left no time for it. Raises Overloaded and Unavailable."""
-    try:
-        return render()
-    except (Overloaded, Unavailable):
-        return render()
 
 
 def put_as(key: str) -> PutThought:

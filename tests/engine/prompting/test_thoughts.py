@@ -8,13 +8,15 @@ import pytest
 from mlx_lm.chat_templates import deepseek_v32
 
 from gateway.engine.generation.loading import read_chat_setup
+from gateway.engine.prompting import chat_tokenizer as chat_tokenizer_module
 from gateway.engine.prompting.chat_tokenizer import (
     ChatTokenizer,
     chat_tokenizer,
     wrap_folder_tokenizer,
 )
+from gateway.engine.prompting.read_back import list_unread
 from gateway.engine.sandbox_worker import Answer, Request, render
-from gateway.errors import Overloaded, Unavailable
+from gateway.errors import BadRequest, Overloaded, Unavailable
 from gateway.jobs import GenerateJob, Sampling
 from tests.checkpoints import write_chat
 from tests.engine.chat_formats import family
@@ -122,6 +124,18 @@ def test_a_template_that_takes_too_long_for_a_trial_is_tried_no_more(
         setup = read_chat_setup(tmp_path / "m", name="m", max_context=None, template_sandbox=box)
         assert "it took long" in str(setup.chat.untried)
         assert (setup.unread_formats, box.asked) == ([], first)
+
+
+def test_trials_end_once_all_of_them_have_taken_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_tokenizer_module, "TRIALS_S", -1.0)
+    box = Box({})
+    chat = family(tmp_path, template=MENTIONED, template_sandbox=box)
+    assert "took over" in str(chat.untried)
+    assert box.asked == 1  # for the greeting
+    with pytest.raises(BadRequest, match="took over"):
+        list_unread(chat)
 
 
 @pytest.mark.parametrize("outcome", ["busy", "killed", "slow"])
