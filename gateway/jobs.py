@@ -358,8 +358,7 @@ class Delta:
     is_out_of_memory: bool = False  # the error is that of a device without memory
 
 
-# The parts of an answer, and why it is text as it stands, if so: an event to log, and the reason.
-Reading: TypeAlias = tuple[Sequence[Delta], tuple[str, str] | None]
+Reading: TypeAlias = tuple[Sequence[Delta], tuple[str, str] | None]  # an event to log, and why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
