@@ -18,8 +18,9 @@ _TYPES: Mapping[str, Callable[[Any], bool]] = {
 }
 _QUOTED = re.compile(r"\s*([\"'])(.*)\1\s*", re.DOTALL)
 _DEPTH = 16  # of references and alternatives followed in a parameter's schema
-_MOST_PARTS = 256  # that one schema consists of; the lane waits while they are looked at
-_MOST_SCHEMAS = 4096  # of one call
+# Bounds, as the lane waits meanwhile: the parts of one schema, and the schemas of one call.
+_MOST_PARTS = 256
+_MOST_SCHEMAS = 4096
 
 
 def _convert(text: str, types: frozenset[str]) -> Any:

@@ -48,7 +48,7 @@ async def test_other_answers_go_on_while_one_is_read_and_whoever_leaves_it_may()
     async with batching(engine) as batcher:
         leaving = asking(batcher, "slow")
         await until(slow.begun.is_set)
-        assert slow.thread.startswith("readings")  # which each model has for itself
+        assert slow.thread.startswith("readings")  # each model has its own
         engine.reads_whole = None
         assert await asking(batcher, "quick") == "quick"
         leaving.cancel()
