@@ -121,8 +121,8 @@ class GenerationEngine(Sequences):
         return self._structured.matches_schema(schema, answer)
 
     def read_answer(self, row: SequenceParams, text: str, is_cut: bool) -> Reading:
-        """Return the parts of a sequence's whole text, as ResponseTemplate.read does. Slow, and safe
-        on any thread.
+        """Return the parts of a sequence's whole text, as ResponseTemplate.read does. Slow, and
+        safe on any thread.
         """
         assert self._reader is not None
         prefix = self._chat.decode(row.prompt[-PREFIX_TOKENS:])
