@@ -23,6 +23,4 @@ def passing_id(prefix: str) -> str:
 def owner_of(id_: str) -> str | None:
     """Return the name in an id; None if it has not the form of ours."""
     match = _NAMED.fullmatch(id_)
-    if match:
-        return match[1]
-    return None
+    return match[1] if match else None

@@ -357,7 +357,7 @@ class Delta:
     is_out_of_memory: bool = False  # the error is that of a device without memory
 
 
-Reading: TypeAlias = tuple[Sequence[Delta], str | None]  # and why it is text as it stands, if so
+Reading: TypeAlias = tuple[Sequence[Delta], tuple[str, str] | None]  # an event to log, and why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -132,24 +132,24 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2766,
-    "app": 1574,
+    "api": 2747,
+    "app": 1576,
     "bench": 282,
-    "cli": 1633,
+    "cli": 1629,
     "clock": 40,
-    "doctor": 344,
-    "engine": 12926,
+    "doctor": 339,
+    "engine": 13001,
     "errors": 268,
-    "ids": 12,
+    "ids": 10,
     "jobs": 294,
     "logs": 145,
     "metrics": 210,
     "panics": 20,
-    "registry": 1311,
+    "registry": 1300,
     "server": 290,
-    "serving": 4488,
+    "serving": 4491,
     "settings": 360,
-    "wire": 3804,
+    "wire": 3760,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))
 # A line of a map: names, two spaces or more, and what they are.

@@ -320,6 +320,4 @@ def format_duration(seconds: float) -> str:
     hours, m = divmod(minutes, 60)
     if hours:
         return f"{hours}h{m}m{s}s"
-    if m:
-        return f"{m}m{s}s"
-    return f"{s}s"
+    return f"{m}m{s}s" if m else f"{s}s"

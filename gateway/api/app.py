@@ -86,6 +86,4 @@ def _hint(path: str) -> str:
     if not UNSERVED.isdisjoint(bare_steps[:1]):
         return f". `/{bare_steps[0]}` is not served here; /openapi.json lists the paths that are."
     is_known = nearest.removeprefix("/v1") in PATHS
-    if is_known and nearest != path:
-        return f". Did you mean {nearest}?"
-    return ""
+    return f". Did you mean {nearest}?" if is_known and nearest != path else ""

@@ -151,9 +151,8 @@ class Exchange:
                     has_begun = True
                     for event in writer.begin(usage):
                         yield self._frame(event)
-                verdict = None
-                if update.finish_reason is not None:
-                    verdict = await run.verdict(update.index)
+                is_last = update.finish_reason is not None
+                verdict = await run.verdict(update.index) if is_last else None
                 for event in writer.add(update, verdict):
                     yield self._frame(event)
         # Before the end is sent: a client may go on from the response as soon as it has that.

@@ -91,8 +91,7 @@ async def list_models(service: Service, request: Request) -> Response:
     if request.scope["gateway.is_anthropic"]:
         infos = [_anthropic_model(service, entry) for entry in catalog if entry.spec.kind == "chat"]
         return reply(model_page(infos, request.query_params))
-    data = [describe_model(service, entry) for entry in catalog]
-    body: Models = {"object": "list", "data": data}
+    body: Models = {"object": "list", "data": [describe_model(service, each) for each in catalog]}
     return reply(body)
 
 
@@ -264,9 +263,7 @@ async def unload(service: Service, request: Request) -> Response:
     resolved = service.catalog().resolve(request.path_params["name"])
     is_gone = await service.models.unload(resolved.spec)
     body = await _look(service, resolved)
-    if is_gone:
-        return reply(body)
-    return reply(body, HTTPStatus.ACCEPTED)
+    return reply(body, HTTPStatus.OK if is_gone else HTTPStatus.ACCEPTED)
 
 
 async def pin(service: Service, request: Request, *, is_pinned: bool) -> Response:
@@ -280,13 +277,7 @@ async def reload(service: Service, request: Request) -> Response:
     """Read models.yaml again and answer with the changes, or 400 with its errors."""
     async with while_connected(request.receive):
         changes = await service.reload()
-    body: Reload = {
-        "object": "reload",
-        "added": list(changes.added),
-        "changed": list(changes.changed),
-        "removed": list(changes.removed),
-    }
-    return reply(body)
+    return reply({"object": "reload", **changes.by_kind()})
 
 
 async def save_prefixes(service: Service, request: Request) -> Response:

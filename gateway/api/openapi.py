@@ -133,9 +133,7 @@ class Endpoint:
     def paths(self) -> tuple[str, ...]:
         """Return every path that it is served by."""
         versions = (self.path,) if self.is_bare else (self.bare_path, f"/v1{self.bare_path}")
-        if self.also is None:
-            return versions
-        return (*versions, self.also)
+        return versions if self.also is None else (*versions, self.also)
 
     @property
     def all_errors(self) -> Errors:

@@ -267,9 +267,7 @@ def ignored_header(ignored: Sequence[str]) -> dict[str, str]:
 def named_header(header: str, names: Sequence[str]) -> dict[str, str]:
     """Return a header with the first of the names, percent-encoded; none if there are no names."""
     values = [quote(name, safe="[]+") for name in first_names(names)]
-    if values:
-        return {header: ",".join(values)}
-    return {}
+    return {header: ",".join(values)} if values else {}
 
 
 def first_names(names: Sequence[str]) -> Sequence[str]:

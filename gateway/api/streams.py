@@ -128,8 +128,7 @@ class EventStream:
 
     async def _send(self, send: Send, scope: Scope) -> None:
         headers = [(name.encode(), value.encode()) for name, value in self._headers.items()]
-        start = {"type": "http.response.start", "status": 200, "headers": _HEADERS + headers}
-        await send(start)
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS + headers})
         keep_alive = asyncio.ensure_future(self._keep_alive())
         try:
             while not self._producer.done() or self._buffer:

@@ -253,6 +253,4 @@ def _run(
             (Path(folder) / name).write_text(text, encoding="utf-8")
         environment = tool.environment(setup, first_key(settings), os.environ)
         status = signals.start([command[0], *setup.arguments, *command[1:]], environment)
-    if status < 0:  # a signal ended it
-        return 128 - status
-    return status
+    return 128 - status if status < 0 else status  # below 0 a signal ended it

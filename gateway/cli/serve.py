@@ -333,6 +333,4 @@ def _host_header(host: str, settings: Settings) -> list[str]:
 
 def key_in_shell(settings: Settings) -> str:
     """Return what a shell expands to the first key, where the variable of the keys is exported."""
-    if len(settings.api_keys) > 1:
-        return "${GATEWAY_API_KEYS%%,*}"
-    return "$GATEWAY_API_KEYS"
+    return "${GATEWAY_API_KEYS%%,*}" if len(settings.api_keys) > 1 else "$GATEWAY_API_KEYS"

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -116,10 +117,7 @@ class Report:
     @property
     def has_passed(self) -> bool:
         # A skipped check is no failure.
-        findings = [
-            *self.findings,
-            *(finding for model in self.models for finding in model.findings),
-        ]
+        findings = chain(self.findings, *(model.findings for model in self.models))
         return all(finding.state != "fail" for finding in findings)
 
     def rows(self) -> list[tuple[str, str, str, str]]:

@@ -169,9 +169,8 @@ def _stages(
 
 
 def _describe(error: Exception) -> str:
-    if isinstance(error, GatewayError):  # which names the model and the cause
-        return str(error)
-    return f"{type(error).__name__}: {error}"
+    # The gateway's own errors name the model and the cause.
+    return str(error) if isinstance(error, GatewayError) else f"{type(error).__name__}: {error}"
 
 
 def _dtype(batcher: Any) -> str:

@@ -35,9 +35,7 @@ class Resolved:
     @property
     def name(self) -> str:
         """Return the name that the model was found by."""
-        if self.alias is None:
-            return self.spec.id
-        return self.alias.name
+        return self.spec.id if self.alias is None else self.alias.name
 
 
 @dataclass(frozen=True, slots=True)

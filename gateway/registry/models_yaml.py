@@ -334,9 +334,8 @@ class _Reader:
 
     def _report_missing(self, spec: ModelSpec, path: Path) -> None:
         """Report a folder or a GGUF file that does not exist."""
-        noun, exists = "folder", Path.is_dir
-        if spec.source.is_gguf:
-            noun, exists = "file", Path.is_file
+        is_file = spec.source.is_gguf
+        noun, exists = ("file", Path.is_file) if is_file else ("folder", Path.is_dir)
         if exists(path):
             return
         siblings = [sibling.name for sibling in path.parent.glob("*") if exists(sibling)]
@@ -400,9 +399,7 @@ WHY_NOT = {"draft": _why_no_draft, "base": _why_no_base}
 
 def _source_key(spec: ModelSpec) -> str:
     """Return the key that says where a model's own files come from."""
-    if isinstance(spec, ChatSpec) and spec.adapter is not None:
-        return "adapter"
-    return "source"
+    return "adapter" if isinstance(spec, ChatSpec) and spec.adapter is not None else "source"
 
 
 def _keys_in_file(loc: tuple[int | str, ...]) -> Iterator[int | str]:
@@ -438,6 +435,4 @@ def _list_aliases(entry: object) -> Iterator[tuple[Where, str, bool]]:
 
 def _drop_aliases(spec: ModelSpec, dropped: Collection[tuple[str, str]]) -> ModelSpec:
     aliases = tuple(alias for alias in spec.aliases if (spec.id, alias.name) not in dropped)
-    if aliases == spec.aliases:
-        return spec
-    return spec.model_copy(update={"aliases": aliases})
+    return spec if aliases == spec.aliases else spec.model_copy(update={"aliases": aliases})

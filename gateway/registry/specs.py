@@ -255,8 +255,7 @@ class _Spec(Section):
 
 def _misplaced(key: str, message: str) -> PydanticCustomError:
     """Return the error of a key that does not go with the others."""
-    context = {"key": key, "message": message}
-    return PydanticCustomError("misplaced_key", "{message}", context)
+    return PydanticCustomError("misplaced_key", "{message}", {"key": key, "message": message})
 
 
 class EmbeddingSpec(_Spec):
@@ -457,8 +456,7 @@ class ChatSpec(_Spec):
     @model_validator(mode="after")
     def _divided_as_it_is(self) -> "ChatSpec":
         if self.parallel and self.fuse_projections:
-            message = "a model with 'parallel' has no 'fuse_projections'"
-            raise _misplaced("parallel", message)
+            raise _misplaced("parallel", "a model with 'parallel' has no 'fuse_projections'")
         return self
 
 

@@ -116,9 +116,8 @@ class ModelVariables:
             if get_origin(kind) is dict:
                 names: dict[str, list[str]] = {}
                 mapping = self._entry.get(path[0])
-                if not isinstance(mapping, dict):  # which is reported as it is
-                    mapping = {}
-                for key in mapping:
+                # Any other value is reported as it is.
+                for key in mapping if isinstance(mapping, dict) else ():
                     names.setdefault(_in_capitals(key), []).append(key)
                 yield path[0], names
 

@@ -167,8 +167,10 @@ class GenerationEngine(Protocol):
 
     def read_answer(self, row: SequenceParams, text: str, is_cut: bool) -> Reading:
         """Return the parts of a whole answer, for a row that `reads_whole`: its thoughts, text and
-        calls; and None, or why it is text as it stands. `text` is all that the row's deltas had; a
-        cut one makes no call. Slow, and safe on any thread.
+        calls; and None, or an event to log and why it is text as it stands. `text` is all that the
+        row's deltas had; a cut one makes no call. Slow, and safe on any thread.
+
+        Raises Overloaded and Unavailable if other work leaves no time to read it.
         """
 
     def step(self, plan: StepPlan) -> StepResult:

@@ -24,6 +24,7 @@ Kind: TypeAlias = Literal[
     "long prompts",
     "grammars",
     "checks",
+    "readings",
     "descriptions",
 ]
 THREADS: Final[dict[Kind, int]] = {
@@ -36,9 +37,13 @@ THREADS: Final[dict[Kind, int]] = {
     "long prompts": 1,
     "grammars": 3,
     "checks": 2,
+    "readings": 1,
     "descriptions": 1,
 }
-TEXTS: Final[tuple[Kind, ...]] = ("short texts", "long texts", "short prompts", "long prompts")
+# What a model's own files may keep busy without end.
+OWN: Final[frozenset[Kind]] = frozenset(
+    {"short texts", "long texts", "short prompts", "long prompts", "readings"}
+)
 # A single text so short is tokenised on the loop: it takes 20 µs, a hop to a thread 300.
 SHORT_CHARS: Final = 1000
 # Longer requests are long work. A slice takes about a tenth of a second.
@@ -50,15 +55,15 @@ class ThreadPools:
     """A context manager. At exit it drops queued calls, and does not wait for running ones. A
     cancelled call that is still queued is dropped too.
 
-    A model's pools share all with `others` but the threads for texts: its tokenizer may never end,
-    and must keep no other model's waiting.
+    A model's pools share all with `others` but the threads for texts and readings: its tokenizer
+    may never end, and must keep no other model's waiting.
     """
 
     def __init__(self, others: "ThreadPools | None" = None) -> None:
         self._own: dict[Kind, ThreadPoolExecutor] = {
             kind: ThreadPoolExecutor(count, thread_name_prefix=kind.replace(" ", "-"))
             for kind, count in THREADS.items()
-            if others is None or kind in TEXTS
+            if others is None or kind in OWN
         }
         shared: dict[Kind, ThreadPoolExecutor] = {} if others is None else others._threads
         self._threads: dict[Kind, ThreadPoolExecutor] = {**shared, **self._own}

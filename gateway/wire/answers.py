@@ -127,9 +127,7 @@ class BlockWriter(AnswerWriter):
     def _close(self) -> list[Event]:
         """End the open block, if there is one, and return the events of its end."""
         block, self._open = self._open, None
-        if block is None:
-            return []
-        return self._stop(block)
+        return [] if block is None else self._stop(block)
 
     @abstractmethod
     def _start(self, block: Block) -> list[Event]:

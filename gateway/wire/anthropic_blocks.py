@@ -259,7 +259,7 @@ def _join(texts: Iterator[str] | Sequence[str]) -> str:
     return "\n\n".join(text for text in texts if text)
 
 
-def _require(placed: _Placed, field: Literal["text", "thinking", "id", "name"]) -> str:
+def _require(placed: _Placed, field: Literal["text", "id", "name"]) -> str:
     value: str | None = getattr(placed.block, field)
     return require(value, f"{placed.place}.{field}")
 
@@ -272,7 +272,7 @@ def _assistant_turn(placed: Sequence[_Placed], names: dict[str, str]) -> dict[st
         if block.type == "text":
             texts.append(_require(placed_block, "text"))
         elif block.type == "thinking":
-            thinking.append(_require(placed_block, "thinking"))
+            thinking.append(block.thinking or "")
         elif block.type == "tool_use":
             call_id, name = _require(placed_block, "id"), _require(placed_block, "name")
             names[call_id] = name

@@ -84,13 +84,9 @@ def error_status(error: GatewayError | type[GatewayError]) -> int:
 
 def error_body(error: GatewayError, request_id: str) -> AnthropicErrorBody:
     status = error_status(error)
-    fallback: AnthropicErrorType = "invalid_request_error"
-    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-        fallback = "api_error"
-    details: AnthropicErrorDetails = {
-        "type": _TYPES.get(status, fallback),
-        "message": _message(error),
-    }
+    is_ours = status >= HTTPStatus.INTERNAL_SERVER_ERROR
+    kind = _TYPES.get(status, "api_error" if is_ours else "invalid_request_error")
+    details: AnthropicErrorDetails = {"type": kind, "message": _message(error)}
     code = _CODES.get((error.code, error.param)) or error.code
     if code is not None:
         details["details"] = {"error_code": code}
@@ -311,9 +307,7 @@ class MessageWriter(BlockWriter):
             "index": block.index,
             "content_block": _content(block, "", ""),
         }
-        if block.index == 0:  # where Anthropic sends a ping
-            return [start, PING]
-        return [start]
+        return [start, PING] if block.index == 0 else [start]  # where Anthropic sends a ping
 
     def _piece(self, block: Block, text: str) -> list[Event]:
         if block.kind == "reasoning" and self._thoughts == "signed":
@@ -358,9 +352,7 @@ def _read_input(arguments: str) -> dict[str, Any]:
         value = orjson.loads(arguments)
     except ValueError:
         return {}
-    if not isinstance(value, dict):
-        return {}
-    return value
+    return value if isinstance(value, dict) else {}
 
 
 class _Ending(TypedDict):

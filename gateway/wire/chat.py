@@ -110,7 +110,7 @@ class ChatRequest(StructuredRequest):
     add_generation_prompt: bool | None = None
 
     @model_validator(mode="after")
-    def _check_continuation(self) -> "ChatRequest":
+    def _check_combinations(self) -> "ChatRequest":
         if self.continue_final_message and self.add_generation_prompt:
             raise BadRequest(
                 "'continue_final_message' needs 'add_generation_prompt' to be false.",
@@ -121,30 +121,20 @@ class ChatRequest(StructuredRequest):
                 "'add_generation_prompt' can only be false beside 'continue_final_message'.",
                 param="add_generation_prompt",
             )
+        if self.top_logprobs and not self.logprobs:
+            raise BadRequest("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
+        self.selection()  # raises for tools that do not go together
         return self
 
     @property
     def continues(self) -> bool:
         return is_continuation(self.messages, requested=self.continue_final_message)
 
-    @model_validator(mode="after")
-    def _check_top_logprobs(self) -> "ChatRequest":
-        if self.top_logprobs and not self.logprobs:
-            raise BadRequest("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
-        return self
-
-    @model_validator(mode="after")
-    def _check_tools(self) -> "ChatRequest":
-        self.selection()
-        return self
-
     def param_of(self, part: ErrorPart) -> str:
         if part != "answer_form":
             return super().param_of(part)
         param, grammar = self.form()
-        if grammar is None and self.requested_tools():
-            return "tools"
-        return param
+        return "tools" if grammar is None and self.requested_tools() else param
 
     def unserved_tools(self) -> Sequence[str]:
         return unserved_tools(self.tools)

@@ -69,9 +69,7 @@ class CompletionRequest(StructuredRequest):
     service_tier: ServiceTier = "auto"
 
     def param_of(self, part: ErrorPart) -> str:
-        if part == "answer_form":
-            return self.form()[0]
-        return part
+        return self.form()[0] if part == "answer_form" else part
 
 
 def to_jobs(
@@ -131,14 +129,6 @@ def _check(request: CompletionRequest, bounds: CharBounds) -> None:
     bounds.check(texts, param="prompt", noun="A prompt")
 
 
-def _echo(request: CompletionRequest, index: int) -> str:
-    """Return the prompt that a choice repeats, if any."""
-    prompt = request.prompt[index]
-    if request.echo and isinstance(prompt, str):
-        return prompt
-    return ""  # that of token ids comes with a delta
-
-
 class TextLogprobs(TypedDict):
     """Every token of a text, in four lists of one length."""
 
@@ -174,15 +164,13 @@ class CompletionWriter(ChunkWriter):
 
     def __init__(self, request: CompletionRequest, heading: Heading, timings: Timings) -> None:
         super().__init__(heading, timings, has_usage=request.stream_options.include_usage)
+        has_logprobs = request.logprobs is not None
         # Those of the first prompt, those of the second, …
-        self._choices = [
-            TextChoiceWriter(
-                index,
-                echo=_echo(request, index // request.n),
-                with_logprobs=request.logprobs is not None,
-            )
-            for index in range(len(request.prompt) * request.n)
-        ]
+        self._choices: list[TextChoiceWriter] = []
+        for index in range(len(request.prompt) * request.n):
+            prompt = request.prompt[index // request.n]  # the text of token ids comes with a delta
+            echo = prompt if request.echo and isinstance(prompt, str) else ""
+            self._choices.append(TextChoiceWriter(index, echo=echo, with_logprobs=has_logprobs))
 
     def add(self, delta: Delta, verdict: SchemaVerdict | None = None) -> Sequence[Event]:
         choice = self._choices[delta.index].add(delta)

@@ -39,7 +39,7 @@ SCORE = (
 )
 YES_NO = ("yes", "no")
 _OUTPUTS = {"function_call_output": "function_call", "custom_tool_call_output": "custom_tool_call"}
-_OPTIONS = frozenset({"choices", "levels"})
+_OPTIONS: Mapping[str, Literal["choices", "levels"]] = {"choice": "choices", "score": "levels"}
 _KINDS = ("message", *_OUTPUTS.values(), *_OUTPUTS)
 
 
@@ -116,17 +116,12 @@ class QuestionParam(Part):
     @property
     def unread(self) -> frozenset[str]:
         """Return the options that only a question of another type has."""
-        return _OPTIONS - {self.options_field}
+        return frozenset(_OPTIONS.values()) - {self.options_field}
 
     @property
     def options_field(self) -> Literal["choices", "levels"] | None:
         """Return the field with what may be answered; None for a predicate."""
-        match self.type:
-            case "choice":
-                return "choices"
-            case "score":
-                return "levels"
-        return None
+        return _OPTIONS.get(self.type)
 
     @property
     def values(self) -> Sequence[str | bool]:

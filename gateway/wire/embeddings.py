@@ -117,6 +117,10 @@ class EmbeddingUsage(TypedDict):
     total_tokens: int
 
 
+def usage_dict(prompt_tokens: int) -> EmbeddingUsage:
+    return {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
+
+
 class Embeddings(TypedDict):
     """A vector for every input, in order."""
 
@@ -170,10 +174,7 @@ def write_pieces(answer: Embedded, *, name: str, model: str, encoding: str) -> I
     # Little-endian float32 is what OpenAI's SDKs read from base64.
     vectors = np.ascontiguousarray(answer.vectors, dtype="<f4")
     rows = max(1, PIECE_FLOATS // vectors.shape[1])
-    usage: EmbeddingUsage = {
-        "prompt_tokens": answer.prompt_tokens,
-        "total_tokens": answer.prompt_tokens,
-    }
+    usage = usage_dict(answer.prompt_tokens)
     empty = Embeddings(id=name, object="list", data=[], model=model, usage=usage)
     before, after = orjson.dumps(empty).split(b"[]", 1)
     yield before + b"["

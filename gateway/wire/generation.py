@@ -39,9 +39,8 @@ StopTexts = Annotated[list[StopText], FAIL_FAST, Field(max_length=MAX_STOPS)]
 
 
 def read_stops(value: str | list[str]) -> Sequence[str]:
-    if isinstance(value, str):
-        value = [value]
-    return tuple(filter(None, value))  # an empty one has no effect
+    texts = [value] if isinstance(value, str) else value
+    return tuple(filter(None, texts))  # an empty one has no effect
 
 
 def _read_token_limit(value: object) -> object:
@@ -130,10 +129,7 @@ class SampledRequest(Request):
 
 def read_tier(name: str) -> Tier:
     """Read `service_tier`; OpenAI's tiers that this gateway lacks are the default."""
-    names = [tier.value for tier in Tier]
-    if name in names:
-        return Tier(name)
-    return Tier.DEFAULT
+    return Tier(name) if name in list(Tier) else Tier.DEFAULT
 
 
 ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
@@ -202,15 +198,9 @@ class StructuredOutputs(Form):
 
     @model_validator(mode="after")
     def _check_not_empty(self) -> "StructuredOutputs":
-        fields = {
-            "json": self.json_,
-            "json_object": self.json_object,
-            "regex": self.regex,
-            "choice": self.choice,
-            "grammar": self.grammar,
-        }
-        if all(value is None for value in fields.values()):
-            raise ValueError(f"it should have one of {', '.join(fields)}")
+        if all(value is None for _, value in self):
+            names = (name.removesuffix("_") for name, _ in self)
+            raise ValueError(f"it should have one of {', '.join(names)}")
         return self
 
     def forms(self, param: str) -> list[tuple[str, Grammar]]:

@@ -111,7 +111,8 @@ class Message(Part):
     def thoughts(self) -> str:
         """Return the assistant's thoughts, empty if it has none."""
         texts = (self.reasoning_content, self.reasoning) if self.role == "assistant" else ()
-        return next((text for text in texts if text and isinstance(text, str)), "")
+        given = [text for text in texts if text and isinstance(text, str)]
+        return next(filter(str.strip, given), "".join(given[:1]))
 
     @property
     def unread(self) -> frozenset[str]:

@@ -18,7 +18,7 @@ from gateway.errors import (
 )
 from gateway.jobs import Caller, Reranked, RerankJob
 from gateway.wire.bounds import FAIL_FAST, INNER_DEPTH, Label, parse
-from gateway.wire.embeddings import EmbeddingUsage
+from gateway.wire.embeddings import EmbeddingUsage, usage_dict
 from gateway.wire.validation import MAX_INPUTS, CharBounds, Part, Request
 
 _TEXT: Final = {"type": "string", "minLength": 1}
@@ -39,9 +39,7 @@ _TextDocuments = Annotated[list[str | TextDocument], Field(max_length=MAX_INPUTS
 
 def _read_flag(value: object) -> object:
     # RAGFlow sends "true" and "false".
-    if value in ("true", "false"):
-        return value == "true"
-    return value
+    return value == "true" if value in ("true", "false") else value
 
 
 Flag = Annotated[
@@ -228,7 +226,7 @@ def write_reranking(
         "object": "list",
         "model": model,
         "results": results,
-        "usage": _usage(answer),
+        "usage": usage_dict(answer.prompt_tokens),
         "meta": {
             "billed_units": {"search_units": 1},
             "tokens": {"input_tokens": answer.prompt_tokens, "output_tokens": 0},
@@ -285,17 +283,13 @@ def write_scores(answer: Reranked, *, name: str, created: int, model: str) -> Sc
         "created": created,
         "model": model,
         "data": data,
-        "usage": _usage(answer),
+        "usage": usage_dict(answer.prompt_tokens),
     }
 
 
 def _best_first(answer: Reranked) -> list[int]:
     order: list[int] = np.argsort(-answer.scores, kind="stable").tolist()
     return order
-
-
-def _usage(answer: Reranked) -> EmbeddingUsage:
-    return {"prompt_tokens": answer.prompt_tokens, "total_tokens": answer.prompt_tokens}
 
 
 def may_be_texts(body: bytes | bytearray) -> bool:
@@ -305,8 +299,6 @@ def may_be_texts(body: bytes | bytearray) -> bool:
 
 def is_texts(body: bytes | bytearray, max_depth: int = INNER_DEPTH) -> bool:
     """Return True for a body in TEI's form: with `texts` and without `documents`."""
-    if not may_be_texts(body):
-        return False
     try:
         fields = parse(body, max_depth)
     except ValueError:  # it is no JSON: reading the request reports that

@@ -56,9 +56,14 @@ class InputPart(ContentPart):
 
 
 def as_parts(value: object) -> object:
+    """Read texts, also those in a list, as parts."""
     if isinstance(value, str):
-        return [{"type": "input_text", "text": value}]
-    return value
+        value = [value]
+    if not isinstance(value, list):
+        return value
+    return [
+        {"type": "input_text", "text": each} if isinstance(each, str) else each for each in value
+    ]
 
 
 class OtherInputPart(Skipped):
@@ -179,6 +184,8 @@ def dump_items(items: Sequence[AnyItem], used_ids: Iterable[str]) -> list[tuple[
             item_id = new_id(_PREFIXES.get(item.type, "item"), 16)
         seen_ids.add(item_id)
         fields = item.model_dump(exclude_unset=True, exclude={"id"})
+        if item.type in (*_CALLS, *_OUTPUTS):  # some name a call by an id that may not stay its own
+            fields["call_id"] = fields.get("call_id") or item.id
         pairs.append((item_id, orjson.dumps({"id": item_id, "type": item.type, **fields})))
     return pairs
 

@@ -135,11 +135,10 @@ def by_type(tags: Mapping[str, str]) -> Discriminator:
     """Tell parts by the tags of their types; all other types have the tag OTHER."""
 
     def tag(part: object) -> str:
+        # A part is read from a dict, and written from a model.
+        kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
         # One whose type is missing, or no text, is taken for one of the first type.
-        kind = next(iter(tags))
-        if isinstance(part, dict) and isinstance(part.get("type"), str):
-            kind = part["type"]
-        return tags.get(kind, OTHER)
+        return tags.get(kind if isinstance(kind, str) else next(iter(tags)), OTHER)
 
     return Discriminator(tag)
 

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import structlog
 
+from gateway.app import engines
 from tests.checkpoints import write_chat
 from tests.cpu_engines import cpu_engines
+from tests.sandboxes import SLOW
 from tests.serving_app import catalog, served
 
 pytestmark = pytest.mark.anyio
@@ -45,3 +47,22 @@ async def test_what_is_not_read_is_named_unless_models_yaml_says_that_it_is_text
     named = [(e["model"], e["hint"]) for e in logged if e["event"] == "format_unknown"]
     hints = ["set `tool_parser:`", "set `reasoning_parser:`"]
     assert named == [(model, hint) for model in ("own", "named") for hint in hints]
+
+
+@pytest.mark.slow
+async def test_a_template_that_is_slow_for_answers_is_tried_once_while_its_model_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "RENDER_S", 0.5)
+    slow = f"{{% if m.role == 'assistant' %}}{SLOW}{{% endif %}}"
+    template = f"{{% for m in messages %}}{{{{ m.content }}}}{slow}{{% endfor %}}"
+    files = write_chat(tmp_path / "m")
+    (files / "chat_template.jinja").write_text(f"{template}{{# tool_calls reasoning_content #}}")
+    models = catalog(tmp_path, {"m": {"kind": "chat", "source": "path:m"}})
+    with structlog.testing.capture_logs() as logged:
+        async with served(models, cpu_engines()) as client:
+            answer = await client.post("/v1/chat/completions", json={"model": "m", **ASK})
+    assert answer.status_code == 200
+    [why] = [each["why"] for each in logged if each["event"] == "template_untried"]
+    assert "processor time" in why
+    assert [each["event"] for each in logged].count("sandbox_killed") == 1

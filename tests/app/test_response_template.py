@@ -37,7 +37,7 @@ TEMPLATE: dict[str, Any] = {
 THOUGHT = ("<|thought|>", "It may rain.", "<|thought over|>")
 CALL = ("<|do|>", "look", '{"at": "Oslo"}', "<|done|>")
 ANSWER = (*THOUGHT, "I shall ", "look.", *CALL)
-AS_IT_STANDS = 'It may rain.I shall look.look{"at": "Oslo"}'
+AS_IT_STANDS = 'I shall look.look{"at": "Oslo"}'
 LOOK = {"name": "look", "parameters": {"type": "object", "properties": {"at": {}}}}
 TOOLS = [{"type": "function", "function": LOOK}]
 ASKED: dict[str, Any] = {
@@ -142,6 +142,7 @@ async def test_only_what_may_be_called_and_is_whole_is_a_call(tmp_path: Path) ->
             ({"tools": TOOLS, "max_tokens": len(ANSWER)}, "length"),
         ):
             answer = await choice(client, **body)
+            assert answer["message"]["reasoning_content"] == "It may rain."
             assert answer["message"]["content"] == AS_IT_STANDS
             assert not answer["message"].get("tool_calls")
             assert answer["finish_reason"] == reason
@@ -193,7 +194,8 @@ async def test_what_is_no_template_is_logged_and_left_alone(tmp_path: Path, temp
             answer = await client.post("/v1/chat/completions", json={**ASKED, "tools": TOOLS})
     assert HEADER not in answer.headers
     assert answer.headers["x-gateway-tool-format"] == "unknown"
-    assert answer.json()["choices"][0]["message"]["content"] == AS_IT_STANDS
+    assert answer.headers["x-gateway-reasoning-format"] == "unknown"
+    assert answer.json()["choices"][0]["message"]["content"] == f"It may rain.{AS_IT_STANDS}"
     assert "response_template_unused" in [each["event"] for each in logged]
 
 
@@ -201,7 +203,7 @@ async def test_a_format_that_models_yaml_names_goes_before_the_template(tmp_path
     async with reciting(tmp_path, tool_parser="none") as client:
         answer = await client.post("/v1/chat/completions", json=ASKED)
     assert HEADER not in answer.headers
-    assert answer.json()["choices"][0]["message"]["content"] == AS_IT_STANDS
+    assert answer.json()["choices"][0]["message"]["content"] == f"It may rain.{AS_IT_STANDS}"
 
 
 async def test_a_family_that_is_known_has_its_own_reader_and_streams(tmp_path: Path) -> None:

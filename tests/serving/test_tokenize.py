@@ -141,3 +141,16 @@ async def test_a_tokenizer_that_never_ends_keeps_no_other_models_texts_waiting()
         gate.set()
         await asyncio.gather(*waiting)
         assert await pool.run(int, "6") == 6
+
+
+async def test_readings_that_never_end_keep_no_other_model_and_no_check_waiting() -> None:
+    gate = threading.Event()
+    with ThreadPools() as pool, ThreadPools(pool) as stuck, ThreadPools(pool) as other:
+        run = asyncio.create_task(stuck.run(gate.wait, kind="readings"))
+        next_run = asyncio.create_task(stuck.run(gate.is_set, kind="readings"))
+        async with asyncio.timeout(20):
+            assert await other.run(int, "3", kind="readings") == 3
+            assert await stuck.run(int, "4", kind="checks") == 4
+        gate.set()
+        assert await run
+        assert await next_run  # a model's readings run one after another

@@ -142,6 +142,12 @@ def test_thinking_alone_is_a_turn_before_the_answers() -> None:
     assert not begun.continues
 
 
+@pytest.mark.parametrize("thought", [{}, {"thinking": None}, {"thinking": ""}])
+def test_a_block_of_thinking_without_a_thought_is_left_out(thought: dict[str, Any]) -> None:
+    messages = [*HI, assistant({"type": "thinking", **thought}, *text("Well.")), *HI]
+    assert job(messages).messages[1] == {"role": "assistant", "content": "Well."}
+
+
 def test_the_tools_that_a_search_found_are_read_by_name() -> None:
     named = {**text("Found:")[0], "tool_name": "other"}  # no reference
     found = [named, {"type": "tool_reference", "tool_name": "fs__read"}, {"type": "new"}]

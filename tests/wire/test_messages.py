@@ -1,13 +1,16 @@
 """Chat messages in their many forms → the turns that templates read."""
 
+import tracemalloc
 from typing import Any
 
 import orjson
 import pytest
 
 from gateway.errors import BadRequest
+from gateway.wire.bounds import MAX_PARTS
 from gateway.wire.chat import ChatRequest
 from gateway.wire.messages import Message, to_template
+from gateway.wire.tools import read_arguments
 from gateway.wire.validation import read_request
 from tests.fuzz.growing import MOST, least, uncollected
 
@@ -73,6 +76,7 @@ def ignored(message: dict[str, Any]) -> tuple[str, ...]:
         ({"reasoning_content": "So."}, ()),
         ({"reasoning": "So."}, ()),
         ({"reasoning_content": "", "reasoning": "So."}, ()),
+        ({"reasoning_content": " \n", "reasoning": "So."}, ("messages[0].reasoning_content",)),
         ({"reasoning_content": "So.", "reasoning": "So."}, ()),
         ({"reasoning_content": "So.", "reasoning": "Other."}, ("messages[0].reasoning",)),
         ({"reasoning": {"text": "x"}, "reasoning_content": "So."}, ("messages[0].reasoning",)),
@@ -192,3 +196,14 @@ def test_a_part_without_its_text_is_missing_it(kind: str) -> None:
         turns({"role": "assistant", "content": parts})
     assert caught.value.param == f"messages[0].content[1].{kind}"
     assert caught.value.code == "missing_required_parameter"
+
+
+def test_a_cut_text_of_many_parts_is_not_made_into_values() -> None:
+    """Each takes more than fifty times the memory of its text."""
+    text = '{"a": [' + "[]," * (MAX_PARTS + 1)
+    tracemalloc.start()
+    try:
+        assert read_arguments(text) == {"input": text}
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()

@@ -1,5 +1,7 @@
 """Responses requests → jobs, and deltas → items and events."""
 
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -19,6 +21,7 @@ from gateway.jobs import (
 )
 from gateway.wire.generation import read_tier
 from gateway.wire.responses import ResponsesRequest, new_response, to_job
+from gateway.wire.responses_items import AnyItem, dump_items, read_item, to_messages
 from gateway.wire.responses_stream import ResponseWriter
 from gateway.wire.tools import unpack
 from gateway.wire.validation import read_request
@@ -216,6 +219,53 @@ def test_a_result_may_name_its_call_by_the_items_id() -> None:
     output = {"type": "local_shell_call_output", "id": "ls_1", "output": "done"}
     turns = job([call, output]).messages
     assert (turns[1]["tool_call_id"], turns[1]["name"]) == ("c1", "local_shell")
+
+
+def stored(items: Sequence[AnyItem], used_ids: Sequence[str] = ()) -> list[AnyItem]:
+    """Return items as the store keeps them."""
+    return [read_item(body) for _, body in dump_items(items, used_ids)]
+
+
+@pytest.mark.parametrize("used_ids", [(), ("ls_1", "fc_1")])
+def test_a_stored_result_still_belongs_to_the_call_whose_id_it_names(
+    used_ids: Sequence[str],
+) -> None:
+    items = [
+        {"type": "local_shell_call", "id": "ls_1", "action": {}},
+        {"type": "local_shell_call_output", "id": "ls_1", "output": "done"},
+        {"type": "function_call", "id": "fc_1", "call_id": "", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "id": "fc_1", "output": "7"},
+    ]
+    asked = read(items).input
+    sent, kept = (to_messages(None, each) for each in (asked, stored(asked, used_ids)))
+    assert kept == sent
+    assert [turn.name for turn in kept if turn.role == "tool"] == ["local_shell", "f"]
+
+
+def test_items_of_every_kind_are_stored_without_a_warning_of_their_text() -> None:
+    """pydantic's warnings quote what callers sent, and go to the log of the process."""
+    other = {"type": "new", "secret": "x"}
+    items = [
+        {"type": "zzz", "id": "z1", "secret": "x"},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "So."}, other]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "Hm."}, other]},
+        CALL,
+        {**OUTPUT, "output": [{"type": "input_text", "text": "rain"}, other]},
+        {"role": "user", "content": "And?"},
+    ]
+    asked = read(items).input
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kept = stored(asked)
+    assert [item.type for item in kept] == [item.type for item in asked]
+    assert to_messages(None, kept) == to_messages(None, asked)
+
+
+def test_texts_in_a_list_are_parts() -> None:
+    thought = {"type": "reasoning", "summary": ["So ", {"type": "summary_text", "text": "it is."}]}
+    [turn, asking] = job([thought, {"role": "user", "content": ["And", "?"]}]).messages
+    assert (turn["reasoning_content"], asking["content"]) == ("So it is.", "And?")
+    assert refused([{"role": "user", "content": [7]}]).param == "input[0].content[0]"
 
 
 def test_parts_of_other_servers_are_skipped_in_earlier_turns() -> None:

@@ -18,21 +18,9 @@ _TYPES: Mapping[str, Callable[[Any], bool]] = {
 }
 _QUOTED = re.compile(r"\s*([\"'])(.*)\1\s*", re.DOTALL)
 _DEPTH = 16  # of references and alternatives followed in a parameter's schema
-
-
-def read_argument(name: str, text: str, schema: Mapping[str, Any]) -> Any:
-    """Return the value of a function's argument; `schema` is of all its arguments."""
-    return read_value(text, Allowed(schema).inner(schema, name), schema)
-
-
-def read_value(text: str, stated: Any, root: Mapping[str, Any]) -> Any:
-    """Return the value that a text stands for; `stated` is its schema, a part of `root`."""
-    allowed = Allowed(root)
-    value = _convert(text, allowed.types(stated))
-    quoted = _QUOTED.fullmatch(text)
-    if isinstance(value, str) and quoted is not None and text not in allowed.choices:
-        return quoted[2] if quoted[2] in allowed.choices else value
-    return value
+# Bounds, as the lane waits meanwhile: the parts of one schema, and the schemas of one call.
+_MOST_PARTS = 256
+_MOST_SCHEMAS = 4096
 
 
 def _convert(text: str, types: frozenset[str]) -> Any:
@@ -74,35 +62,54 @@ def guess(text: str) -> Any:
 
 
 class Allowed:
-    """Reads what subschemas of one root allow, each reference once; `choices` are the values that
-    the schemas read so far list.
+    """Reads the texts of one call as parts of its function's schema, the root, allow. What is
+    beyond the bounds above says nothing.
     """
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
-        self._referred: dict[str, frozenset[str]] = {}
-        self.choices: list[Any] = []
+        # By the identity of parts, which the root and `_inner` keep alive.
+        self._types: dict[int, frozenset[str]] = {}
+        self._parts: dict[int, list[tuple[Mapping[str, Any], bool]]] = {}
+        self._inner: dict[tuple[int, str, bool], Mapping[str, Any]] = {}
+
+    def argument(self, name: str, text: str) -> Any:
+        """Return the value of the function's argument that a text stands for."""
+        return self.value(text, self.inner(self._root, name))
+
+    def value(self, text: str, schema: Any) -> Any:
+        """Return the value that a text stands for; `schema` is a part of the root, or None."""
+        value = _convert(text, self.types(schema))
+        quoted = _QUOTED.fullmatch(text)
+        if isinstance(value, str) and quoted is not None and not self._lists(schema, text):
+            return quoted[2] if self._lists(schema, quoted[2]) else value
+        return value
 
     def types(self, schema: Any, depth: int = _DEPTH) -> frozenset[str]:
-        """Return the JSON types that a schema allows, as far as it says; empty if it doesn't.
+        """Return the JSON types that a schema allows, as far as it says; empty if it doesn't."""
+        if not isinstance(schema, Mapping) or depth == 0:
+            return frozenset()
+        if id(schema) not in self._types:
+            self._types[id(schema)] = frozenset()  # while it is followed: it may lead to itself
+            if len(self._types) <= _MOST_SCHEMAS:
+                self._types[id(schema)] = self._read_types(schema, depth - 1)
+        return self._types[id(schema)]
+
+    def _read_types(self, schema: Mapping[str, Any], depth: int) -> frozenset[str]:
+        """Look at a schema's keywords, and follow those that lead to others.
 
         Keywords of one schema narrow each other; among alternatives, those that say nothing don't
         count, unless something else does say. An integer is a number: "number" allows both.
         """
-        if not isinstance(schema, Mapping) or depth == 0:
-            return frozenset()
-        listed = [schema["const"]] if "const" in schema else _list(schema.get("enum"))
-        self.choices += listed
-        stated = schema.get("type", [type_of(value) for value in listed])
+        kinds = {type(value): value for value in _listed(schema)}
+        stated = schema.get("type", [type_of(value) for value in kinds.values()])
         names = {name for name in [stated, *_list(stated)] if isinstance(name, str)}
         constraints = [frozenset(names | {"integer"} if "number" in names else names)]
-        ref = schema.get("$ref")
-        if isinstance(ref, str):
-            constraints.append(self._at(ref, depth))
-        constraints += [self.types(part, depth - 1) for part in _list(schema.get("allOf"))]
+        constraints.append(self.types(_resolve(schema, self._root), depth))
+        constraints += [self.types(part, depth) for part in _followed(schema, "allOf")]
         fallback = frozenset({"object"} if "properties" in schema else ())
         for keyword in ("anyOf", "oneOf"):
-            branches = [self.types(each, depth - 1) for each in _list(schema.get(keyword))]
+            branches = [self.types(each, depth) for each in _followed(schema, keyword)]
             if all(branches):
                 constraints.append(frozenset().union(*branches))
             else:
@@ -110,26 +117,38 @@ class Allowed:
         known = [types for types in constraints if types]
         return frozenset.intersection(*known) if known else fallback
 
-    def inner(self, schema: Any, name: str) -> Mapping[str, Any]:
-        """Return the schema of what an object has under a name, or a list as an item."""
-        parts, stated, refs = [schema], list[Any](), set[str]()
-        for part in (each for each in parts if isinstance(each, Mapping)):
-            listed = part.get("properties")
-            others = part.get("items", part.get("additionalProperties"))
-            stated.append(listed.get(name, others) if isinstance(listed, Mapping) else others)
-            parts += [
-                each for word in ("allOf", "anyOf", "oneOf") for each in _list(part.get(word))
-            ]
-            if (ref := str(part.get("$ref"))) not in refs:
-                refs.add(ref)
-                parts.append(_resolve(ref, self._root))
-        return {"anyOf": [each for each in stated if isinstance(each, Mapping)]}
+    def inner(self, schema: Any, name: str, *, is_item: bool = False) -> Mapping[str, Any]:
+        """Return the schema of the value that an object has under a name, or a list as an item."""
+        key = id(schema), name, is_item
+        if key not in self._inner:
+            stated: dict[bool, list[Any]] = {False: [], True: []}
+            for part, is_alternative in self._flatten(schema):
+                listed = part.get("properties")
+                others = part.get("additionalProperties")
+                own = listed.get(name, others) if isinstance(listed, Mapping) else others
+                stated[is_alternative].append(part.get("items", own) if is_item else own)
+            self._inner[key] = {"allOf": stated[False], "anyOf": stated[True]}
+        return self._inner[key]
 
-    def _at(self, ref: str, depth: int) -> frozenset[str]:
-        if ref not in self._referred:
-            self._referred[ref] = frozenset()  # while it is followed: it may lead to itself
-            self._referred[ref] = self.types(_resolve(ref, self._root), depth - 1)
-        return self._referred[ref]
+    def _lists(self, schema: Any, text: str) -> bool:
+        """Return True if a text is among the values that a schema lists."""
+        return any(text in _listed(part) for part, _ in self._flatten(schema))
+
+    def _flatten(self, schema: Any) -> list[tuple[Mapping[str, Any], bool]]:
+        """List a schema and those it consists of, each with whether it is only an alternative."""
+        if id(schema) not in self._parts:
+            parts, known = [(schema, False)], {}
+            for part, is_alternative in parts:
+                if not isinstance(part, Mapping) or id(part) in known:
+                    continue
+                known[id(part)] = part, is_alternative
+                more = [(_resolve(part, self._root), is_alternative)]
+                for word in ("allOf", "anyOf", "oneOf"):
+                    is_one = is_alternative or word != "allOf"
+                    more += [(each, is_one) for each in _followed(part, word)]
+                parts += more[: _MOST_PARTS - len(parts)]
+            self._parts[id(schema)] = list(known.values())
+        return self._parts[id(schema)]
 
 
 def _list(value: Any) -> list[Any]:
@@ -141,9 +160,19 @@ def type_of(value: Any) -> str:
     return next((name for name, holds in _TYPES.items() if holds(value)), "string")
 
 
-def _resolve(ref: str, root: Mapping[str, Any]) -> Any:
-    """Return what a reference within the function's own schema points to."""
-    if not ref.startswith("#/"):
+def _listed(schema: Mapping[str, Any]) -> list[Any]:
+    """Return the values that a schema lists."""
+    return [schema["const"]] if "const" in schema else _list(schema.get("enum"))
+
+
+def _followed(schema: Mapping[str, Any], word: str) -> list[Any]:
+    return _list(schema.get(word))[:_MOST_PARTS]
+
+
+def _resolve(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
+    """Return what a schema refers to within the function's own; None if it does not."""
+    ref = schema.get("$ref")
+    if not isinstance(ref, str) or not ref.startswith("#/"):
         return None
     place: Any = root
     for step in ref.removeprefix("#/").split("/"):

@@ -77,9 +77,7 @@ class Detokenizer:
     def __init__(self, vocabulary: Vocabulary, *, continues: bool = False) -> None:
         self._vocabulary = vocabulary
         self._tokenizer = vocabulary.tokenizer
-        self._stream = DecodeStream(skip_special_tokens=False)
-        if continues:
-            self._stream = self._new_stream()
+        self._stream = self._new_stream() if continues else DecodeStream(skip_special_tokens=False)
         self._is_first = not continues  # until there is text
         self._held: list[int] = []  # tokens whose text is still to come
 

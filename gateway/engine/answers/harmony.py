@@ -122,9 +122,8 @@ class HarmonyParser(AnswerParser):
         if self._body == "header" or token not in ("<|start|>", "<|channel|>"):
             return self._take_text(run)
         parts = self._close()
-        self._body, self._header = "header", ""
-        if token == "<|channel|>":
-            self._header = run
+        self._body = "header"
+        self._header = run if token == "<|channel|>" else ""
         return parts
 
     def _take_text(self, run: str) -> list[OutputPart]:

@@ -20,7 +20,7 @@ import regex  # type: ignore[import-untyped]
 
 from gateway.engine.answers.call_bodies import Body, match_head
 from gateway.engine.answers.call_reading import Schemas, Unfinished
-from gateway.engine.answers.call_values import Allowed, read_value
+from gateway.engine.answers.call_values import Allowed
 
 MARK = "]<]minimax[>["
 _DEPTH = 64  # elements that are open at once
@@ -40,24 +40,26 @@ class _Element:
     parts: list["_Element"] = field(default_factory=list)
     has_text: bool = False  # beside its parts
 
-    def value(self, allowed: Allowed, root: Any) -> Any:
+    def value(self, allowed: Allowed) -> Any:
         """Return the value that the element stands for. Raises ValueError."""
         types = allowed.types(self.schema) - {"null"}
         if not self.text.strip() and types in ({"array"}, {"object"}):
             return [] if "array" in types else {}
-        if self.has_text and MARK in self.text and types and types <= {"array", "object"}:
+        if self.parts and not self.has_text:
+            is_list = {part.name for part in self.parts} == {"item"}
+            if is_list and (not types or "array" in types):
+                return [part.value(allowed) for part in self.parts]
+            if not types or "object" in types:
+                return self.fields(allowed)
+        if MARK in self.text and types and "string" not in types:
             raise ValueError("text between names, or one twice")
-        if not self.parts or self.has_text or (types and not types & {"array", "object"}):
-            return read_value(self.text, self.schema, root)
-        if types != {"object"} and {part.name for part in self.parts} == {"item"}:
-            return [part.value(allowed, root) for part in self.parts]
-        return self.fields(allowed, root)
+        return allowed.value(self.text, self.schema)
 
-    def fields(self, allowed: Allowed, root: Any) -> dict[str, Any]:
+    def fields(self, allowed: Allowed) -> dict[str, Any]:
         """Return its parts' values by their names. Raises ValueError if there is more."""
         if self.has_text or len({part.name for part in self.parts}) < len(self.parts):
             raise ValueError("text between names, or one twice")
-        return {part.name: part.value(allowed, root) for part in self.parts}
+        return {part.name: part.value(allowed) for part in self.parts}
 
 
 def read_minimax(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
@@ -74,14 +76,16 @@ def read_minimax(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -
         if not tag["ends"]:
             if len(stack) > _DEPTH:
                 break
-            stack.append(_Element(name, allowed.inner(inner.schema, name), tag.end(), tag.end()))
+            is_item = name == "item" and len(stack) > 1
+            schema = allowed.inner(inner.schema, name, is_item=is_item)
+            stack.append(_Element(name, schema, tag.end(), tag.end()))
             continue
         while stack[-1].name != name:
             stack.pop()
             stack[-1].has_text = True
         element = stack.pop()
         if not stack:
-            return [{"name": head["name"], "arguments": element.fields(allowed, schema)}], tag.end()
+            return [{"name": head["name"], "arguments": element.fields(allowed)}], tag.end()
         element.text = text[element.begin : tag.start()]
         stack[-1].parts.append(element)
         stack[-1].at = tag.end()

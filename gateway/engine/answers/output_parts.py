@@ -373,13 +373,9 @@ class OutputProcessor:
         if not part.text:
             return part
         self._parsed += len(part.text)
-        text = part.text
-        if may_stop:
-            text = self.stops.push(text)
+        text = self.stops.push(part.text) if may_stop else part.text
         self._shown += len(text)
-        if text == part.text:
-            return part
-        return OutputPart(text=text)
+        return part if text == part.text else OutputPart(text=text)
 
 
 def _cut_text(logprob: TokenLogprob, length: int) -> TokenLogprob:

@@ -25,7 +25,7 @@ import regex  # type: ignore[import-untyped]
 
 from gateway.engine.answers.call_bodies import Bodies, read_json
 from gateway.engine.answers.call_reading import Call, Ending, Reading, Schemas
-from gateway.engine.answers.call_values import read_argument
+from gateway.engine.answers.call_values import Allowed, guess
 from gateway.engine.answers.call_writing import as_cdata, as_text, write_call
 
 _GAP = r"(?:\s|\\n)*+"
@@ -155,7 +155,8 @@ class Pairs:
         self, text: str, at: int, schema: Mapping[str, Any], schemas: Schemas, ending: Ending
     ) -> "_Scan | None":
         """Look for a call's end; return None if it is in doubt, or may depend on more text."""
-        scan = _Scan(self, text, at, _listed(schema, "properties"), schemas)
+        declared = _listed(schema, "properties")
+        scan = _Scan(self, text, at, declared, schemas)
         if scan.end is not None:
             rest = text[scan.end :].strip()
             follows = scan.is_settled or rest.startswith(tuple(start for start, _ in self.marks))
@@ -168,15 +169,8 @@ class Pairs:
             return None
         if text.rstrip().endswith(self.value_end):  # at least the text's end is there
             text = text.rstrip() + self.call_end
-        scan = _Scan(
-            self,
-            text,
-            at,
-            _listed(schema, "properties"),
-            schemas,
-            is_lenient=True,
-            is_flat=not scan.holds_calls,
-        )
+        is_flat = not scan.holds_calls
+        scan = _Scan(self, text, at, declared, schemas, is_lenient=True, is_flat=is_flat)
         is_last = scan.end is not None and not text[scan.end :].strip()
         return scan if is_last or scan.is_settled else None
 
@@ -185,6 +179,7 @@ class Pairs:
     ) -> dict[str, Any]:
         """Return the values that texts stand for, as the family or else the schema says."""
         arguments: dict[str, Any] = {}
+        allowed = Allowed(schema)
         for key, text in texts:
             kind = key.groupdict().get("kind")
             if self.write_value is as_cdata:
@@ -195,7 +190,7 @@ class Pairs:
                 arguments[_unquote(key["key"])] = text
             else:
                 name = _unquote(key["key"])
-                arguments[name] = read_argument(name, text, {} if kind else schema)
+                arguments[name] = guess(text) if kind else allowed.argument(name, text)
         (name, value), *others = arguments.items()
         declared = _listed(schema, "properties")
         is_around = name in ("arguments", "parameters") and name not in declared and not others

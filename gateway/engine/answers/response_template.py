@@ -13,20 +13,26 @@ from typing import Any, Final
 from gateway.engine.answers.call_bodies import calls_of
 from gateway.engine.answers.output_parts import CallWriter, spell_out, strip_marks
 from gateway.engine.sandbox_worker import Sandbox
+from gateway.errors import Overloaded, Unavailable
 from gateway.jobs import Delta, Reading, SequenceParams
 
 PREFIX_TOKENS: Final = 256  # of the prompt's end, where a template may open a thought
 MOST_BYTES: Final = 1 << 29  # of memory
+MOST_ENDED: Final = 3  # answers in a row
+BUSY_S: Final = 2.0
 THOUGHTS: Final = ("thinking", "reasoning_content", "reasoning")
 FIELDS: Final = frozenset({"role", "content", "tool_calls", *THOUGHTS})
 
 
 class ResponseTemplate:
-    """Reads answers, unless it has a `problem`. Safe on any thread."""
+    """Reads answers, unless it has a `problem`: from the start, or since several answers in a row
+    ended the sandbox's process. Safe on any thread.
+    """
 
     def __init__(self, template: Any, sandbox: Sandbox) -> None:
         self._request = {"kind": "reading", "template": template, "max_bytes": MOST_BYTES}
         self._sandbox = sandbox
+        self._ended = 0  # answers in a row
         outcome, why = self._ask(None, "", {})
         self.problem = None if outcome in ("read", "busy", "slow", "killed") else str(why)
 
@@ -36,23 +42,32 @@ class ResponseTemplate:
         """Return the parts of a whole answer: thoughts, text and calls.
 
         `text` has its special tokens spelled, and `prefix` is the end of its prompt. An answer that
-        cannot be read, or that calls what it may not or was cut, is text as it stands; the second
-        value is the reason, else None. Takes up to the sandbox's time.
+        cannot be read is text as it stands, and so is what is no thought of one that calls what it
+        may not, or was cut; the second value is then an event to log, and the reason.
+
+        Takes up to the sandbox's time. Raises Overloaded if others take all of it, and Unavailable
+        if the system ended the process that read, or gave it no processor.
         """
         functions: dict[str, Mapping[str, Any]] = {}
         if row.calling is not None and not is_cut:
             functions = {each.name: dict(each.parameters) for each in row.calling.functions}
-        problem = None
-        try:
+        outcome, message = "refused", self.problem
+        if self.problem is None:
             outcome, message = self._ask(spell_out(text), prefix, functions)
+        if outcome == "busy":
+            raise Overloaded("Other answers are being read; ask again.", retry_after_s=BUSY_S)
+        if outcome in ("killed", "slow"):
+            raise Unavailable(f"The answer was not read: {message}.", retry_after_s=BUSY_S)
+        self._ended = self._ended + 1 if outcome in ("late", "died") else 0
+        if self._ended == MOST_ENDED:
+            self.problem = f"{message}, {MOST_ENDED} times in a row"
+        try:
             if outcome != "read":
                 raise ValueError(message)
-            parts = _parts(row.index, message, functions, calls)
-            if not parts and strip_marks(text).strip():
-                raise ValueError("it reads nothing of a text")
+            return _parts(row.index, message, text, functions, calls)
         except (ValueError, AttributeError, TypeError) as error:
-            parts, problem = [Delta(row.index, strip_marks(text))], str(error)
-        return parts, problem
+            event = "response_template_unused" if self.problem else "answer_not_read"
+            return [Delta(row.index, strip_marks(text))], (event, self.problem or str(error))
 
     def _ask(self, text: str | None, prefix: str, functions: Mapping[str, Any]) -> tuple[str, Any]:
         tools = [{"name": name, "parameters": each} for name, each in functions.items()]
@@ -61,21 +76,31 @@ class ResponseTemplate:
         request = {**self._request, **given, "max_chars": most}
         # A pattern may take for ever over one answer, and read the next.
         key = hashlib.blake2b(json.dumps(request).encode(), digest_size=32).digest()
-        return self._sandbox(request, key)
+        outcome, value = self._sandbox(request, key)
+        if outcome in ("busy", "killed"):  # by other work, which may be over
+            outcome, value = self._sandbox(request, key)
+        return outcome, value
 
 
 def _parts(
-    index: int, message: Any, functions: Mapping[str, Any], calls: CallWriter
-) -> list[Delta]:
-    """Return the parts of a message in transformers' form. Raises what another form leads to."""
+    index: int, message: Any, text: str, functions: Mapping[str, Any], calls: CallWriter
+) -> Reading:
+    """Return the parts of a text, as the message in transformers' form that was read from it has
+    them. Raises errors for another form.
+    """
     thoughts = next((message[name] for name in THOUGHTS if message.get(name)), "")
-    text, listed = message.get("content") or "", message.get("tool_calls") or []
-    is_message = isinstance(thoughts, str) and isinstance(text, str) and message.keys() <= FIELDS
-    read = calls_of(listed)
-    if not is_message or len(read) < len(listed):
+    content, listed = message.get("content") or "", message.get("tool_calls") or []
+    is_message = isinstance(thoughts, str) and isinstance(content, str)
+    read, problem = calls_of(listed), None
+    if not is_message or not message.keys() <= FIELDS or len(read) < len(listed):
         raise ValueError("it makes other fields than those of a message")
     if not {call["name"] for call in read} <= functions.keys():
-        raise ValueError("a call was cut, or may not be made")
-    parts = [Delta(index, reasoning=thoughts), Delta(index, text)]
+        read, problem = [], ("answer_not_read", "a call was cut, or may not be made")
+        thoughts = thoughts if thoughts in text else ""
+        content = strip_marks(text.replace(thoughts, "", 1))
+    parts = [Delta(index, reasoning=thoughts), Delta(index, content)]
     parts += [Delta(index, call=call) for call in calls.write(read)]
-    return [part for part in parts if part != Delta(index)]
+    shown = [part for part in parts if part != Delta(index)]
+    if not shown and strip_marks(text).strip():
+        raise ValueError("it reads nothing of a text")
+    return shown, problem

@@ -197,7 +197,8 @@ _ROWS = (
         ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         written=(("<｜tool▁calls▁begin｜>",),), tokens=("<｜tool▁calls▁begin｜>",)),
     ToolFormat("deepseek_v41", "DeepSeek V4.1", _dsml(" ", "calls"),
-        written=(("｜DSML｜ calls",), ("｜DSML｜", "' calls'"), ("｜DSML｜", '" calls"'))),
+        written=(("｜DSML｜ calls",), ("｜DSML｜", " calls>"), ("｜DSML｜", "' calls'"),
+            ("｜DSML｜", '" calls"'))),
     ToolFormat("deepseek_v32", "DeepSeek V3.2, V4", _dsml("", "function_calls", "tool_calls"),
         written=(("｜DSML｜",),), tokens=("｜DSML｜",)),
     ToolFormat("cohere_command3", "Command A and R7B",
@@ -244,7 +245,9 @@ _ROWS = (
             '{{"{name}": {arguments}}}', is_list=True,
         )),
     ToolFormat("internlm", "InternLM 2, 2.5 and 3",
-        Bodies(read_json, (("<|action_start|><|plugin|>", "<|action_end|>"),), _PARAMETERS)),
+        Bodies(read_json, tuple(
+            (f"<|action_start|>{gap}<|plugin|>", "<|action_end|>") for gap in ("", " ")
+        ), _PARAMETERS)),
     # No word of a template tells these two.
     ToolFormat("openai", "gpt-oss (harmony)",
         Bodies(

@@ -72,7 +72,8 @@ class GenerationEngine(Sequences):
             )
         forced = job.calling is not None and job.calling.forced
         is_free = grammar is None and job.prompt is None and not job.continues
-        reads_whole = is_free and self._reader is not None and self._reader.problem is None
+        is_unread = self._reader is not None and self._reader.problem is not None
+        reads_whole = is_free and self._reader is not None and not is_unread
         unread = self.facts.unread_formats
         knows_calls = chat.answers.reads_calls and "tool_parser" not in unread
         reads_calls = reads_whole or forced or knows_calls
@@ -97,7 +98,7 @@ class GenerationEngine(Sequences):
             thinking_budget=budget,
             is_either=job.grammar is not None,
             calls_are_text=job.calling is not None and not reads_calls,
-            thoughts_are_text=job.prompt is None and "reasoning_parser" in unread,
+            thoughts_are_text=job.prompt is None and (is_unread or "reasoning_parser" in unread),
             reads_whole=reads_whole,
             earlier_calls=sum(len(turn.get("tool_calls") or ()) for turn in job.messages),
             beginning=job.caller.prefix_names.ends(len(prompt.ids)),
@@ -120,8 +121,8 @@ class GenerationEngine(Sequences):
         return self._structured.matches_schema(schema, answer)
 
     def read_answer(self, row: SequenceParams, text: str, is_cut: bool) -> Reading:
-        """Return the parts of a sequence's whole text, and None or why it is text as it stands.
-        Slow, and safe on any thread.
+        """Return the parts of a sequence's whole text, as ResponseTemplate.read does. Slow, and
+        safe on any thread.
         """
         assert self._reader is not None
         prefix = self._chat.decode(row.prompt[-PREFIX_TOKENS:])

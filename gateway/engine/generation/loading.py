@@ -38,6 +38,7 @@ from gateway.engine.prompting.chat_tokenizer import (
 from gateway.engine.prompting.read_back import list_unread
 from gateway.engine.sandbox_worker import Sandbox
 from gateway.engine.tokenizer_parts import check_growth
+from gateway.errors import BadRequest
 
 
 def read_chat_setup(
@@ -67,7 +68,12 @@ def read_chat_setup(
         chat = chat_tokenizer(wrapper, name=name, model_type=kind, **options)
         reader = _find_reader(wrapper, chat, options)
         is_read = reader is not None and reader.problem is None
-        unread = [] if is_read else [e for e in list_unread(chat) if options.get(e) != "none"]
+        unread: list[str] = []
+        try:
+            if not is_read and chat.untried is None:
+                unread = [each for each in list_unread(chat) if options.get(each) != "none"]
+        except BadRequest as error:  # rendering takes too much
+            chat.untried = str(error)
     if isinstance(checkpoint, GgufCheckpoint):
         generation = read_sampling(checkpoint.header.metadata)
     else:

@@ -19,7 +19,7 @@ import mlx.core as mx
 from gateway.engine.device import Device, pick_dtype
 from gateway.engine.models.context import text_config
 from gateway.engine.models.counts import check_counts
-from gateway.errors import ModelLoadFailed
+from gateway.errors import ModelLoadFailed, Overloaded, Unavailable
 from gateway.jobs import KvCost
 from gateway.panics import as_exception
 from gateway.registry import is_gguf
@@ -213,10 +213,12 @@ def _tensor(array: Mapping[str, Any]) -> Tensor:
 
 @contextlib.contextmanager
 def reading_tokenizer(checkpoint: Listing) -> Iterator[None]:
-    """Turn whatever making a tokenizer raises inside, a panic too, into ModelLoadFailed."""
+    """Turn whatever making a tokenizer raises inside, a panic too, into ModelLoadFailed, unless it
+    says nothing of the tokenizer: Overloaded and Unavailable.
+    """
     try:
         yield
-    except ModelLoadFailed:
+    except (ModelLoadFailed, Overloaded, Unavailable):
         raise
     except SystemExit as error:  # mlx-lm looks for a tokenizer's defaults beside the model's class
         raise checkpoint.failed(MISSING_PACKAGE) from error

@@ -23,6 +23,10 @@ BUSY_S: Final = 2.0
 HELLO: Final = ({"role": "user", "content": "Hello!"},)
 
 
+class TemplateRefusal(BadRequest):
+    """The template's own words against a conversation, which it had the time to render."""
+
+
 class ChatTemplate:
     """Renders conversations. Safe on any thread.
 
@@ -53,9 +57,9 @@ class ChatTemplate:
         System turns after the first turn are folded into the user's, where they stand, if the
         template refuses or drops them there.
 
-        Raises BadRequest with the template's own words if it refuses the conversation, or if
-        rendering takes too much, Overloaded if other templates take all the time, and Unavailable
-        if the system ended the process that rendered it, or gave it no processor.
+        Raises TemplateRefusal if the template refuses the conversation, BadRequest if rendering
+        takes too much, Overloaded if other templates take all the time, and Unavailable if the
+        system ended the process that rendered it, or gave it no processor.
         """
         outcome, value = self._render_once(messages, tools, arguments)
         # A template may raise at a late system turn, or drop it without a word.
@@ -72,8 +76,11 @@ class ChatTemplate:
             raise Unavailable(
                 f"The model's chat template was not rendered: {value}.", retry_after_s=BUSY_S
             )
-        verb = "refuses" if outcome == "refused" else "could not render"
-        raise BadRequest(
+        is_refused = outcome == "refused"
+        verb, error = (
+            ("refuses", TemplateRefusal) if is_refused else ("could not render", BadRequest)
+        )
+        raise error(
             f"The model's chat template {verb} these messages: {str(value)[:500]}",
             part="prompt",
         )

@@ -2,10 +2,11 @@
 
 import inspect
 import secrets
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TypedDict, Unpack
+from typing import Any, Final, TypedDict, TypeVar, Unpack
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
@@ -21,10 +22,16 @@ from gateway.engine.answers.output_parts import own_ids
 from gateway.engine.answers.reasoning import ReasoningFormat, infer_reasoning, reasoning_format
 from gateway.engine.answers.tool_formats import ToolFormat, infer_tools, tool_format
 from gateway.engine.control_tokens import ControlTokens, Piece
-from gateway.engine.prompting.chat_template import ChatTemplate
-from gateway.engine.prompting.thoughts import THOUGHT_KEY, Turn, find_form, put_as, trial_job
+from gateway.engine.prompting.chat_template import ChatTemplate, TemplateRefusal
+from gateway.engine.prompting.thoughts import (
+    THOUGHT_KEY,
+    Form,
+    Turn,
+    find_form,
+    trial_job,
+)
 from gateway.engine.sandbox_worker import Sandbox
-from gateway.errors import BadRequest, GatewayError, ModelLoadFailed
+from gateway.errors import BadRequest, ModelLoadFailed, Overloaded, Unavailable
 from gateway.jobs import GenerateJob, TokenIds
 
 # Parameters of transformers' functions, which no request may set by `template_args`: its
@@ -36,6 +43,8 @@ RESERVED = frozenset(
 ) | {"messages"}
 
 
+T = TypeVar("T")
+TRIALS_S: Final = 30.0  # for renderings of made-up turns, of a few milliseconds each
 MOST_ADDED: Final = 1 << 17  # each takes transformers a tenth of a millisecond
 MOST_TOKENS: Final = 1 << 20  # XLM-V has 901,629, the most known
 
@@ -80,8 +89,13 @@ class ChatTokenizer:
         self.answers = AnswerFormat(
             tools, reasoning, self.backend, self.vocabulary, wrapper.eos_token_ids
         )
-        self._put_thought = put_as(THOUGHT_KEY)
-        self._put_thought = find_form(template, self._try)
+        self._tried_until = time.monotonic() + TRIALS_S
+        self._form = Form()
+        self.untried: str | None = None  # why it is not known how the template reads turns
+        try:
+            self._form = find_form(template, self._try)
+        except BadRequest as error:
+            self.untried = str(error)
 
     @property
     def tokenizer(self) -> Any:
@@ -200,7 +214,7 @@ class ChatTokenizer:
             return text, ""
         try:
             opening = text[count_alike(text, self.apply(job, is_asking=False)) :]
-        except BadRequest:  # some cannot be rendered otherwise
+        except TemplateRefusal:  # some cannot be rendered otherwise
             opening = ""
         if opening:
             return text, opening
@@ -213,8 +227,18 @@ class ChatTokenizer:
     def apply(self, job: GenerateJob, *, is_asking: bool) -> str:
         """Return a conversation in the model's template, to be answered if `is_asking`.
 
-        Raises BadRequest if the template refuses it.
+        A template that refuses it is given it without thoughts, which may contain its marks. Raises
+        what rendering does, and BadRequest for arguments that no request may set.
         """
+        try:
+            return self._apply(job, is_asking=is_asking)
+        except TemplateRefusal:
+            turns = [{**turn, THOUGHT_KEY: None} for turn in job.messages]
+            if not any(turn.get(THOUGHT_KEY) for turn in job.messages):
+                raise
+            return self._apply(replace(job, messages=turns), is_asking=is_asking)
+
+    def _apply(self, job: GenerateJob, *, is_asking: bool) -> str:
         reserved = RESERVED & job.template_args.keys()
         if reserved:
             raise BadRequest(
@@ -231,30 +255,39 @@ class ChatTokenizer:
 
     def _turn(self, message: dict[str, Any]) -> Turn:
         """Return a turn as the template reads it, with its thought where the template looks."""
-        # Templates write line breaks of their own behind a thought, and before a call: with the
-        # model's, the prompt would not begin with the tokens that it wrote.
-        thought, turn = (message.pop(THOUGHT_KEY, None) or "").rstrip("\n"), message
-        if turn.get("tool_calls") and isinstance(turn["content"], str):
-            turn = {**turn, "content": turn["content"].rstrip("\n")}
+        turn, thought = self._form.turn(message, message.pop(THOUGHT_KEY, None) or "")
         if self._splits_controls:
             # A template looks for the marks of thinking in earlier answers.
             whole = self._reasoning.marks if message["role"] == "assistant" else ()
             turn, thought = self.controls.split(turn, whole), self.controls.split(thought)
-        return self._put_thought(turn, thought) if thought else turn
+        return self._form.put(turn, thought) if thought else turn
+
+    def try_out(self, render: Callable[[], T]) -> T:
+        """Render made-up turns, once more if other work left no time for it.
+
+        Raises BadRequest too if all trials of the model have taken too long.
+        """
+        if time.monotonic() > self._tried_until:
+            raise BadRequest(f"Its trials took over {TRIALS_S:g} seconds.")
+        try:
+            return render()
+        except (Overloaded, Unavailable):
+            return render()
 
     def _try(self, turns: Sequence[Turn]) -> str | None:
-        """Return the text of a made-up conversation; None if it is refused."""
+        """Return the text of a made-up conversation; None if the template refuses it."""
         try:
-            return self.apply(trial_job(turns), is_asking=False)
-        except GatewayError:
+            return self.try_out(lambda: self._apply(trial_job(turns), is_asking=False))
+        except TemplateRefusal:
             return None
 
     def _thinking_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return a template's arguments, with those about thinking renamed to the words of its
         family.
 
-        Most templates read `enable_thinking`; Granite's and DeepSeek's read `thinking`; gpt-oss has
-        three levels of thinking and cannot turn it off.
+        Most templates read `enable_thinking`; Granite's and DeepSeek's read `thinking`, Cohere's
+        `reasoning` and MiniMax M3's `thinking_mode`; gpt-oss has three levels of thinking and
+        cannot turn it off.
         """
         if self.template.is_program:  # which has arguments of its own
             return arguments
@@ -267,7 +300,10 @@ class ChatTokenizer:
             if effort not in nearest:
                 return arguments
             return {**arguments, "reasoning_effort": nearest[str(effort)]}
-        return arguments if asked is None else {"thinking": asked, **arguments}
+        if asked is None:
+            return arguments
+        mode = "enabled" if asked else "disabled"
+        return {"thinking": asked, "reasoning": asked, "thinking_mode": mode, **arguments}
 
 
 def count_alike(text: str, other: str) -> int:

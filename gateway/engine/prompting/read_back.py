@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
+from gateway.engine.prompting.chat_template import TemplateRefusal
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer, count_alike
 from gateway.engine.prompting.thoughts import (
     ANSWERING,
@@ -20,7 +21,6 @@ from gateway.engine.prompting.thoughts import (
     may_show_thoughts,
     trial_job,
 )
-from gateway.errors import GatewayError
 from gateway.jobs import Calling, Sampling, SequenceParams
 
 
@@ -44,9 +44,9 @@ def list_unread(chat: ChatTokenizer) -> list[str]:
 def _read_back(chat: ChatTokenizer, turns: Sequence[Turn]) -> tuple[str, str, list[Any]]:
     """Return what the template writes of the last turn, and the thought and the calls in it."""
     try:
-        text = chat.apply(trial_job(turns), is_asking=False)
-        asked, opening = chat.render(trial_job(turns[:-1]))
-    except GatewayError:
+        text = chat.try_out(lambda: chat.apply(trial_job(turns), is_asking=False))
+        asked, opening = chat.try_out(lambda: chat.render(trial_job(turns[:-1])))
+    except TemplateRefusal:
         return "", "", []
     begin = count_alike(text, asked)
     for mark in (*chat.answers.reasoning.starts, *chat.answers.reasoning.ends):

@@ -7,6 +7,7 @@ in any last answer. gpt-oss's refuses one beside a text and a call.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from gateway.engine.prompting.chat_template import ChatTemplate
@@ -56,6 +57,9 @@ def put_as(key: str) -> PutThought:
     return lambda turn, thought: {**turn, key: thought}
 
 
+_PUT: Final = put_as(THOUGHT_KEY)
+
+
 def _put_alone(put: PutThought) -> PutThought:
     """Return a form without the thoughts of turns that have both a text and calls."""
     return lambda turn, thought: (
@@ -84,16 +88,39 @@ def may_show_thoughts(template: ChatTemplate) -> bool:
     return any(template.has(word) for word, _ in _FORMS)
 
 
-def find_form(template: ChatTemplate, render: Callable[[Sequence[Turn]], str | None]) -> PutThought:
-    """Return the form in which a template reads thoughts; the usual one if it shows none.
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The form in which a template reads what its model wrote earlier.
+
+    A template that writes a line break behind a thought, or behind a text before a call, needs the
+    model's own left out: with both, the prompt would not begin with the tokens that it wrote.
+    """
+
+    put: PutThought = _PUT
+    breaks_thoughts: bool = False
+    breaks_texts: bool = False
+
+    def turn(self, turn: Turn, thought: str) -> tuple[Turn, str]:
+        """Return a turn and its thought without the line breaks that the template writes."""
+        text = turn.get("content")
+        if self.breaks_texts and turn.get("tool_calls") and isinstance(text, str):
+            turn = {**turn, "content": text.rstrip("\n")}
+        return turn, thought.rstrip("\n") if self.breaks_thoughts else thought
+
+
+def find_form(template: ChatTemplate, render: Callable[[Sequence[Turn]], str | None]) -> Form:
+    """Return the form in which a template reads turns; the usual one if it shows no thoughts.
 
     `render` returns the text of a conversation, None for one that the template refuses.
     """
+    talk = (render([_ASKED, _TALKING]) if template.has("tool_calls") else None) or ""
+    breaks_texts = f"{_TALKING['content']}\n" in talk
     for word, put in _FORMS:
         for *earlier, last in ANSWERING if template.has(word) else ():
             text = render([*earlier, put(last, THOUGHT)]) or ""
             # A template may print a list of parts that it does not read.
             if THOUGHT in text and not any(f"{mark}thinking{mark}:" in text for mark in "'\""):
-                is_refused = render([_ASKED, put(_TALKING, THOUGHT)]) is None
-                return _put_alone(put) if is_refused and render([_ASKED, _TALKING]) else put
-    return put_as(THOUGHT_KEY)
+                is_refused = talk and render([_ASKED, put(_TALKING, THOUGHT)]) is None
+                put = _put_alone(put) if is_refused else put
+                return Form(put, f"{THOUGHT}\n" in text, breaks_texts)
+    return Form(breaks_texts=breaks_texts)

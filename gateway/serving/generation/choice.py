@@ -185,9 +185,9 @@ class DeltaReader:
             return (replace(delta, text="", logprobs=()),)
         text, is_cut = "".join(each.text for each in held), end == "length" or bool(delta.stop)
         row, read = self.rows[delta.index], self.engine.read_answer
-        parts, problem = await self.pool.run(read, row, text, is_cut, kind="checks")
+        parts, problem = await self.pool.run(read, row, text, is_cut, kind="readings")
         if problem is not None:
-            self.warn_once("answer_not_read", why=problem)
+            self.warn_once(problem[0], why=problem[1])
         if any(part.call is not None for part in parts):
             end = "tool_calls"
         # Those of thoughts and calls are none of the content's, and which they are is not known.

@@ -19,6 +19,7 @@ SCHEMA: dict[str, Any] = {
         "stops": {"type": "array", "items": {"$ref": "#/$defs/place"}},
         "sizes": {"type": "object", "additionalProperties": {"type": "number"}},
         "item": {"type": "object", "properties": {"item": {"type": "integer"}}},
+        "either": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
         "free": {},
     },
     "$defs": {
@@ -64,6 +65,11 @@ def read(text: str) -> Any:
         ("<item><item>3</item></item>", {"item": {"item": 3}}),
         ("<free><a>1</a><b><item>x</item></b></free>", {"free": {"a": 1, "b": ["x"]}}),
         ("<other>x</other>", {"other": "x"}),
+        ("<either><item>1</item></either>", {"either": ["1"]}),
+        ("<either><b>bold</b></either>", {"either": marked("<b>bold</b>")}),
+        ("<text><b>so</b> it is</text>", {"text": marked("<b>so</b> it is")}),
+        ("<free><b>so</b> it is</free>", {"free": marked("<b>so</b> it is")}),
+        ("<free><a>x</a><b></free>", {"free": marked("<a>x</a><b>")}),
     ],
 )  # fmt: skip
 def test_what_stands_in_elements_has_the_types_of_the_schema(text: str, arguments: Any) -> None:
@@ -100,6 +106,10 @@ def test_a_text_may_hold_tags_and_whole_calls(text: str) -> None:
         "<text>a</text><text>b</text>",
         "<text>see </text> here</text>",
         "<place><zip>1</zip><zip>2</zip></place>",
+        "<tags><zip>1</zip></tags>",
+        "<count><item>1</item></count>",
+        "<count><b>1</b></count>",
+        "<count>1<b></count>",
     ],
 )
 def test_text_between_arguments_or_a_name_twice_is_no_call(text: str) -> None:

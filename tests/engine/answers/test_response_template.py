@@ -7,6 +7,8 @@ import pytest
 
 from gateway.engine.answers.output_parts import SPECIAL, CallWriter
 from gateway.engine.answers.response_template import ResponseTemplate
+from gateway.engine.sandbox_worker import Answer, Request
+from gateway.errors import GatewayError, Overloaded, Unavailable
 from gateway.jobs import Delta, Function, Reading
 from gateway.serving.sandbox import Sandbox
 from tests.engine.chat_formats import row
@@ -112,9 +114,76 @@ def test_what_is_no_template_has_a_problem_when_the_model_loads(
     assert ResponseTemplate(template, box).problem
 
 
+class Scripted:
+    """A sandbox with these outcomes, the last for good."""
+
+    def __init__(self, *outcomes: str) -> None:
+        self.outcomes, self.asked = list(outcomes), 0
+
+    def __call__(self, request: Request, key: bytes) -> Answer:
+        self.asked += 1
+        outcome = self.outcomes.pop(0) if len(self.outcomes) > 1 else self.outcomes[0]
+        return outcome, {"content": "Yes."} if outcome == "read" else "it took long"
+
+
+def answer(template: ResponseTemplate) -> Reading:
+    return template.read(row([LOOK]), "<c>", "", CallWriter(), is_cut=False)
+
+
 @pytest.mark.parametrize("outcome", ["busy", "slow", "killed"])
 def test_a_sandbox_without_time_says_nothing_of_a_template(outcome: str) -> None:
-    assert ResponseTemplate(PLAIN, lambda request, key: (outcome, "why")).problem is None
+    assert ResponseTemplate(PLAIN, Scripted(outcome)).problem is None
+
+
+@pytest.mark.parametrize(
+    ("outcome", "error", "asked"),
+    [("busy", Overloaded, 2), ("killed", Unavailable, 2), ("slow", Unavailable, 1)],
+)
+def test_an_answer_that_others_left_no_time_to_read_is_refused(
+    outcome: str, error: type[GatewayError], asked: int
+) -> None:
+    """As text as it stands, a call in it would be lost without a word."""
+    box = Scripted("read", outcome)
+    template = ResponseTemplate(PLAIN, box)
+    for number in range(1, 4):
+        with pytest.raises(error, match="read"):
+            answer(template)
+        assert (box.asked - 1, template.problem) == (asked * number, None)
+
+
+@pytest.mark.parametrize("outcome", ["busy", "killed"])
+def test_an_answer_is_read_once_others_leave_the_time(outcome: str) -> None:
+    template = ResponseTemplate(PLAIN, Scripted("read", outcome, "read"))
+    assert answer(template) == ([Delta(0, "Yes.")], None)
+
+
+@pytest.mark.parametrize("outcome", ["late", "died"])
+def test_a_template_that_ends_its_process_each_time_is_used_no_more(outcome: str) -> None:
+    box = Scripted("read", outcome, outcome, "read", *[outcome] * 3, "read")
+    template = ResponseTemplate(PLAIN, box)
+    events = [problem and problem[0] for _, problem in (answer(template) for _ in range(7))]
+    missed, over = "answer_not_read", "response_template_unused"
+    assert events == [missed, missed, None, missed, missed, over, over]
+    assert template.problem == "it took long, 3 times in a row"
+    assert box.asked == 7
+    assert answer(template)[0] == [Delta(0, "<c>")]
+
+
+def test_a_long_answer_is_read(box: Sandbox) -> None:
+    text = "é" * 100_000
+    assert read(box, {"content": {}}, text) == ([Delta(0, text)], None)
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_the_thought_before_a_call_that_is_none_is_a_thought(box: Sandbox, is_cut: bool) -> None:
+    name = "look" if is_cut else "listen"
+    thought = {"open": "<t>", "close": "</t>"}
+    fields = {"thinking": thought, **calls(call(name, "{content}"), repeats=True)}
+    template = ResponseTemplate({**PLAIN, "fields": fields}, box)
+    text = f"{special('<t>')}It may rain.{special('</t>')}I look.{special('<c>')}{{}}</c>"
+    deltas, problem = template.read(row([LOOK]), text, "<a>", CallWriter(), is_cut=is_cut)
+    assert deltas == [Delta(0, reasoning="It may rain."), Delta(0, "I look.{}</c>")]
+    assert problem is not None
 
 
 def test_an_answer_that_takes_for_ever_is_ended_once_and_others_are_read() -> None:
@@ -126,7 +195,7 @@ def test_an_answer_that_takes_for_ever_is_ended_once_and_others_are_read() -> No
             deltas, problem = template.read(row(), text, "<a>", CallWriter(), is_cut=False)
             assert deltas == [Delta(0, text)]
             assert problem is not None
-            assert "seconds of processor time" in problem
+            assert "seconds of processor time" in problem[1]
         deltas, problem = template.read(row(), "Yes.", "<a>", CallWriter(), is_cut=False)
         assert (deltas, problem) == ([Delta(0, "Yes.")], None)
         assert not ResponseTemplate(PLAIN, box).read(row(), "x", "", CallWriter(), is_cut=False)[1]

@@ -460,12 +460,21 @@ def test_a_template_without_marks_tells_no_format() -> None:
     assert infer_tools((), "{{ messages }}", "llama", None) is None
 
 
+def test_internlms_marks_may_have_a_space_between_them() -> None:
+    read = tool_format("internlm").read
+    for gap in ("", " "):
+        text = f'<|action_start|>{gap}<|plugin|>{{"name": "f", "parameters": {{}}}}<|action_end|>'
+        assert read_all(read, text, {}) == [{"name": "f", "arguments": {}}]
+
+
 @pytest.mark.parametrize(
     ("template", "name"),
     [
         ("set mark = '｜DSML｜' set block = 'tool_calls'", "deepseek_v32"),
         ("set mark = '｜DSML｜' set block = ' calls'", "deepseek_v41"),
         ("<｜DSML｜ calls> <｜DSML｜ invoke name=", "deepseek_v41"),
+        ("{% set mark = '｜DSML｜' %}<{{ mark }} calls>", "deepseek_v41"),
+        ("{% set mark = '｜DSML｜' %}<{{ mark }}function_calls>", "deepseek_v32"),
         (f"{NS} <tool_call> tool_call.name </think>", "minimax_m3"),
         (f"<minimax:tool_call> {NS}", "minimax_m2"),
         ("<tool_call> tool_call.name <function_calls>", "hermes"),

@@ -1,17 +1,24 @@
 """Thoughts of earlier turns reach a template in the form that it reads."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mlx_lm.chat_templates import deepseek_v32
 
+from gateway.engine.generation.loading import read_chat_setup
+from gateway.engine.prompting import chat_tokenizer as chat_tokenizer_module
 from gateway.engine.prompting.chat_tokenizer import (
     ChatTokenizer,
     chat_tokenizer,
     wrap_folder_tokenizer,
 )
+from gateway.engine.prompting.read_back import list_unread
+from gateway.engine.sandbox_worker import Answer, Request, render
+from gateway.errors import BadRequest, Overloaded, Unavailable
 from gateway.jobs import GenerateJob, Sampling
+from tests.checkpoints import write_chat
 from tests.engine.chat_formats import family
 from tests.fakes import caller
 
@@ -62,13 +69,139 @@ def test_a_thought_is_in_the_prompt_once(shown: str, tmp_path: Path) -> None:
     assert prompt(chat, LOOP).count(SECRET) == 1
 
 
-def test_line_breaks_before_a_mark_are_the_templates(tmp_path: Path) -> None:
-    """Models write them before the mark; twice, what they wrote would be read again."""
-    shown = "{% if m.reasoning %}<think>\n{{ m.reasoning }}\n</think>\n{% endif %}"
-    chat = family(tmp_path, template=TURNS.replace("THOUGHT", shown))
-    written = {**LOOP[1], "content": "I look.\n\n", "reasoning_content": f"{SECRET}\n"}
+@pytest.mark.parametrize("behind_thought", ["", "\n"])
+@pytest.mark.parametrize("behind_text", ["", "{{ '\\n' }}"])
+def test_line_breaks_are_the_templates_where_it_writes_them_and_else_the_models(
+    behind_thought: str, behind_text: str, tmp_path: Path
+) -> None:
+    """Twice, or not at all, the model would read anew what it wrote."""
+    shown = f"<think>\n{{{{ m.reasoning }}}}{behind_thought}</think>\n"
+    template = TURNS.replace("THOUGHT", f"{{% if m.reasoning %}}{shown}{{% endif %}}")
+    call = "{{ c.function.name }}"
+    chat = family(tmp_path, template=template.replace(call, behind_text + call))
+    written = {**LOOP[1], "content": "I look.\n", "reasoning_content": f"{SECRET}\n"}
     text = prompt(chat, [LOOP[0], written, LOOP[2]])
-    assert f"<think>\n{SECRET}\n</think>\nI look.f" in text
+    assert f"<think>\n{SECRET}\n</think>\nI look.\nf" in text
+    answer = {"role": "assistant", "content": "Done.\n"}
+    assert prompt(chat, [LOOP[0], answer]).endswith("Done.\n")
+
+
+def test_a_thought_with_marks_that_a_template_refuses_is_left_out(tmp_path: Path) -> None:
+    """Else each further turn of the conversation would be refused."""
+    refuses = "{% if '<|m|>' in m.thinking %}{{ raise_exception('marks') }}{% endif %}"
+    shown = f"{{% if m.thinking %}}{refuses}<think>{{{{ m.thinking }}}}</think>{{% endif %}}"
+    chat = family(tmp_path, template=TURNS.replace("THOUGHT", shown))
+    quoting = {**LOOP[1], "reasoning_content": f"{SECRET} <|m|>"}
+    assert SECRET in prompt(chat, LOOP)
+    assert "[assistant]f[tool]7" in prompt(chat, [LOOP[0], quoting, LOOP[2]])
+
+
+class Box:
+    """A sandbox that renders, but has these outcomes for requests by their number."""
+
+    def __init__(self, outcomes: Mapping[int, str]) -> None:
+        self.outcomes, self.asked = outcomes, 0
+
+    def __call__(self, request: Request, key: bytes) -> Answer:
+        self.asked += 1
+        outcome = self.outcomes.get(self.asked)
+        return (outcome, "it took long") if outcome else render(request)
+
+
+MENTIONED = "{# reasoning_content #}" + TURNS.replace("THOUGHT", FIELD.format("reasoning"))
+TRIALS = range(2, 100)  # the first request is a greeting
+
+
+@pytest.mark.parametrize("outcome", ["late", "died", "large"])
+def test_a_template_that_takes_too_long_for_a_trial_is_tried_no_more(
+    outcome: str, tmp_path: Path
+) -> None:
+    """Each further trial would take as long, while the model loads."""
+    write_chat(tmp_path / "m")
+    (tmp_path / "m" / "chat_template.jinja").write_text(MENTIONED)
+    for first in (2, 5, 9):  # the last is one of those that the formats read back
+        box = Box(dict.fromkeys(range(first, 100), outcome))
+        setup = read_chat_setup(tmp_path / "m", name="m", max_context=None, template_sandbox=box)
+        assert "it took long" in str(setup.chat.untried)
+        assert (setup.unread_formats, box.asked) == ([], first)
+
+
+def test_trials_end_once_all_of_them_have_taken_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_tokenizer_module, "TRIALS_S", -1.0)
+    box = Box({})
+    chat = family(tmp_path, template=MENTIONED, template_sandbox=box)
+    assert "took over" in str(chat.untried)
+    assert box.asked == 1  # for the greeting
+    with pytest.raises(BadRequest, match="took over"):
+        list_unread(chat)
+
+
+@pytest.mark.parametrize("outcome", ["busy", "killed", "slow"])
+def test_a_trial_that_others_leave_no_time_for_is_tried_again_and_else_no_model_is_loaded(
+    outcome: str, tmp_path: Path
+) -> None:
+    """It would get its thoughts in a form that it does not read, until it is loaded again."""
+    write_chat(tmp_path / "m")
+    (tmp_path / "m" / "chat_template.jinja").write_text(MENTIONED)
+    for number in range(2, 9):
+        box = Box({number: outcome})
+        setup = read_chat_setup(tmp_path / "m", name="m", max_context=None, template_sandbox=box)
+        assert SECRET in prompt(setup.chat, LOOP)
+        box = Box({number: outcome, number + 1: outcome})
+        with pytest.raises((Overloaded, Unavailable)):
+            read_chat_setup(tmp_path / "m", name="m", max_context=None, template_sandbox=box)
+
+
+def test_a_template_that_wants_a_result_behind_a_call_reads_thoughts_beside_texts(
+    tmp_path: Path,
+) -> None:
+    """That it refuses the trial of both says nothing: it refuses the call without a thought too."""
+    wants = (
+        "{% if m.tool_calls and m.content and loop.last %}{{ raise_exception('no') }}{% endif %}"
+    )
+    template = TURNS.replace("THOUGHT", FIELD.format("reasoning") + wants)
+    turns = [LOOP[0], {**LOOP[1], "content": "Let me look."}, LOOP[2]]
+    assert SECRET in prompt(family(tmp_path, template=template), turns)
+
+
+def test_a_template_that_shows_thoughts_only_to_a_model_that_thinks_is_found(
+    tmp_path: Path,
+) -> None:
+    shown = f"{{% if enable_thinking %}}{FIELD.format('reasoning')}{{% endif %}}"
+    thinking = {"enable_thinking": True}
+    template = TURNS.replace("THOUGHT", shown)
+    chat = family(tmp_path, template=template, template_args=thinking)
+    assert SECRET in prompt(chat, LOOP)
+    job = GenerateJob(caller=caller(), sampling=Sampling(), messages=LOOP, template_args=thinking)
+    chat = family(tmp_path, template=template)
+    assert SECRET in chat.decode(chat.prompt(job).ids)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_thinking_is_turned_on_and_off_in_the_words_of_each_family(
+    asked: bool, tmp_path: Path
+) -> None:
+    words = ("enable_thinking", "thinking", "reasoning", "thinking_mode")
+    chat = family(tmp_path, template=" ".join(f"{{{{ {word} }}}}" for word in words))
+    given = {"enable_thinking": asked}
+    named = {"thinking_mode": "adaptive"}
+    for more, mode in (({}, "enabled" if asked else "disabled"), (named, "adaptive")):
+        arguments: dict[str, Any] = {**given, **more}
+        job = GenerateJob(
+            caller=caller(), sampling=Sampling(), messages=LOOP[:1], template_args=arguments
+        )
+        assert chat.decode(chat.prompt(job).ids).endswith(f"{asked} {asked} {asked} {mode}")
+    assert "True" not in prompt(chat, LOOP[:1])
+
+
+def test_a_program_of_mlx_lms_may_read_thoughts_in_any_form(tmp_path: Path) -> None:
+    family(tmp_path)
+    wrapper = wrap_folder_tokenizer(tmp_path, name="x", eos_ids=2)
+    wrapper._chat_template = lambda turns, **given: " ".join(t.get("thinking", "") for t in turns)
+    wrapper._tokenizer.chat_template = None
+    assert SECRET in prompt(chat_tokenizer(wrapper, name="x", model_type="x"), LOOP)
 
 
 def test_a_program_of_mlx_lms_reads_calls_and_thoughts(tmp_path: Path) -> None:

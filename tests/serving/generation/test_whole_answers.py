@@ -36,6 +36,7 @@ class Slow:
         self.begun, self.held = threading.Event(), threading.Event()
 
     def __call__(self, text: str) -> Sequence[str]:
+        self.thread = threading.current_thread().name
         self.begun.set()
         self.held.wait(30)
         return [text]
@@ -47,6 +48,7 @@ async def test_other_answers_go_on_while_one_is_read_and_whoever_leaves_it_may()
     async with batching(engine) as batcher:
         leaving = asking(batcher, "slow")
         await until(slow.begun.is_set)
+        assert slow.thread.startswith("readings")  # each model has its own
         engine.reads_whole = None
         assert await asking(batcher, "quick") == "quick"
         leaving.cancel()
