@@ -84,7 +84,8 @@ SIZES: Final[dict[str, Any]] = {
     # Towers that see or hear, which no row asks anything.
     "depth": 1,
     "num_heads": HEADS,
-    "out_hidden_size": HIDDEN,
+    **dict.fromkeys(("embed_dim", "out_hidden_size", "vision_output_dim"), HIDDEN),
+    **dict.fromkeys(("projector_input_dim", "projector_output_dim"), HIDDEN),
     "patch_size": 14,
     "image_size": 56,
 }
