@@ -154,7 +154,6 @@ SPECIAL: Final[dict[str, dict[str, Any]]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
     },
     "gpt2": {"n_inner": None},
-    "gpt_bigcode": {"n_inner": None},
     "gpt_neox": {"intermediate_size": 4 * HIDDEN},
     "gptj": {"n_inner": None},
     "granitemoehybrid": {
