@@ -85,7 +85,8 @@ SIZES: Final[dict[str, Any]] = {
     # Towers that see or hear, which no row asks anything.
     "depth": 1,
     "num_heads": HEADS,
-    "out_hidden_size": HIDDEN,
+    **dict.fromkeys(("embed_dim", "out_hidden_size", "vision_output_dim"), HIDDEN),
+    **dict.fromkeys(("projector_input_dim", "projector_output_dim"), HIDDEN),
     "patch_size": 14,
     "image_size": 56,
 }
@@ -154,7 +155,6 @@ SPECIAL: Final[dict[str, dict[str, Any]]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
     },
     "gpt2": {"n_inner": None},
-    "gpt_bigcode": {"n_inner": None},
     "gpt_neox": {"intermediate_size": 4 * HIDDEN},
     "gptj": {"n_inner": None},
     "granitemoehybrid": {

@@ -17,22 +17,36 @@ Said = Mapping[str, Any]
 
 
 def summary(items: Iterable[tuple[Row, Said]], uncovered: Mapping[str, Sequence[str]]) -> Any:
-    """Return what came of each architecture: by form, the base's outcome and keys by theirs."""
+    """Return what came of each architecture: by form, the base's outcome and keys by theirs.
+
+    Wrong keys have their worst gap, limited ones the context; of those that are no rows there is
+    a count.
+    """
     found: dict[str, dict[str, Any]] = {}
     for row, said in sorted(items, key=lambda item: (item[0].architecture, item[0].form)):
-        own = found.setdefault(row.architecture, {})
-        form = own.setdefault(row.form, {})
+        form = found.setdefault(row.architecture, {}).setdefault(row.form, {})
+        outcome = said["outcome"]
         if row.key == BASE:
-            form["base"] = said["outcome"]
-            form["reason"] = said.get("reason") or f"gap {max(said['gap'], said['decode']):.2g}"
+            form["base"] = outcome
+            if outcome != "equal":
+                form["reason"] = said.get("reason") or f"gap {_gap(said)}"
+        elif outcome in ("unseen", "not made"):
+            form[outcome] = form.get(outcome, 0) + 1
+        elif outcome == "WRONG":
+            form.setdefault(outcome, {})[row.key] = _gap(said)
+        elif outcome == "limited":
+            form.setdefault(outcome, {})[row.key] = said["context"]
+        elif outcome == "throws":
+            form.setdefault(outcome, {})[row.key] = said["reason"]
         else:
-            form.setdefault(said["outcome"], []).append(row.key)
+            form.setdefault(outcome, []).append(row.key)
     for name, own in found.items():
         own["uncovered"] = list(uncovered.get(name, ()))
-        for form in own.values():
-            if isinstance(form, dict) and form.get("base") == "equal":
-                del form["reason"]
     return found
+
+
+def _gap(said: Said) -> float:
+    return float(f"{max(said['gap'], said['decode']):.2g}")
 
 
 def table(found: Mapping[str, Any]) -> str:
@@ -46,9 +60,10 @@ def table(found: Mapping[str, Any]) -> str:
         not any(own.get(form, {}).get("WRONG") or _is_wrong(own, form) for form in FORMS)
         for own in made.values()
     )
-    tried = sum(len(_keys(own, form, *TRIED)) for own in made.values() for form in FORMS)
-    unseen = sum(len(_keys(own, form, "unseen")) for own in made.values() for form in FORMS)
-    refused = sum(len(_keys(own, form, "not made")) for own in made.values() for form in FORMS)
+    parts = [own.get(form, {}) for own in made.values() for form in FORMS]
+    tried = sum(len(part.get(outcome, ())) for part in parts for outcome in TRIED)
+    unseen = sum(part.get("unseen", 0) for part in parts)
+    refused = sum(part.get("not made", 0) for part in parts)
     lines = [
         f"transformers {version('transformers')}, mlx-lm {version('mlx-lm')}, CPU, float32. "
         f"{len(made)} architectures, {equal} without a wrong row; {tried} rows change a key. "
@@ -112,6 +127,5 @@ def write(found: Mapping[str, Any]) -> None:
     before, _, rest = document.partition(START)
     _, _, after = rest.partition(END)
     DOCUMENT.write_text(f"{before}{START}\n\n{table(found)}\n\n{END}{after}", encoding="utf-8")
-    versions = {name: version(name) for name in ("mlx-lm", "transformers", "torch")}
-    said = {"versions": versions, "architectures": found}
-    LIST.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    lines = [f"{json.dumps(name)}: {json.dumps(own)}" for name, own in found.items()]
+    LIST.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

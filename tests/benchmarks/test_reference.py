@@ -147,15 +147,16 @@ def test_a_line_names_a_row() -> None:
     assert Row(*json.loads(row.line())) == row
 
 
+WRONG = {"outcome": "WRONG", "gap": 0.3468, "decode": 0.3469}
 ITEMS: list[tuple[Row, dict[str, Any]]] = [
     (Row("llama", "v5"), {"outcome": "equal", "gap": 1e-6, "decode": 1e-6}),
     (Row("llama", "hub"), {"outcome": "equal", "gap": 1e-6, "decode": 1e-6}),
     (Row("llama", "v5", "mlp_bias=True"), {"outcome": "equal"}),
     (Row("llama", "hub", "mlp_bias=True"), {"outcome": "equal"}),
-    (Row("llama", "v5", "hidden_act=gelu"), {"outcome": "WRONG"}),
-    (Row("llama", "hub", "hidden_act=gelu"), {"outcome": "WRONG"}),
+    (Row("llama", "v5", "hidden_act=gelu"), WRONG),
+    (Row("llama", "hub", "hidden_act=gelu"), WRONG),
     (Row("llama", "v5", "rope yarn"), {"outcome": "refused"}),
-    (Row("llama", "hub", "rope yarn"), {"outcome": "WRONG"}),
+    (Row("llama", "hub", "rope yarn"), WRONG),
     (Row("llama", "hub", "window=24"), {"outcome": "limited", "context": 24}),
     (Row("llama", "v5", "head_dim=64"), {"outcome": "unseen"}),
     (Row("llama", "v5", "strange=1"), {"outcome": "not made", "reason": "refused there"}),
@@ -179,7 +180,7 @@ def test_the_table_has_a_row_for_each_architecture_that_transformers_makes() -> 
 def test_kinds_of_rotation_share_their_words() -> None:
     items: list[tuple[Row, dict[str, Any]]] = [
         (Row("llama", "v5"), {"outcome": "equal", "gap": 0.0, "decode": 0.0}),
-        (Row("llama", "v5", "rope dynamic"), {"outcome": "WRONG"}),
+        (Row("llama", "v5", "rope dynamic"), WRONG),
         (Row("llama", "v5", "rope yarn, truncate"), {"outcome": "throws", "reason": "why"}),
     ]
     text = table.table(table.summary(items, {}))
@@ -200,10 +201,17 @@ def test_the_summary_has_each_key_by_its_outcome() -> None:
     assert found["llama"]["v5"] == {
         "base": "equal",
         "equal": ["mlp_bias=True"],
-        "WRONG": ["hidden_act=gelu"],
+        "WRONG": {"hidden_act=gelu": 0.35},
         "refused": ["rope yarn"],
-        "unseen": ["head_dim=64"],
-        "not made": ["strange=1"],
+        "unseen": 1,
+        "not made": 1,
     }
+    assert found["llama"]["hub"]["limited"] == {"window=24": 24}
     assert found["llama"]["uncovered"] == ["strange"]
     assert found["glm"]["hub"] == {"base": "refused", "reason": "a reason"}
+
+
+def test_the_list_is_that_of_the_document() -> None:
+    found = json.loads(table.LIST.read_text(encoding="utf-8"))
+    document = table.DOCUMENT.read_text(encoding="utf-8").splitlines()
+    assert set(table.table(found).splitlines()[2:]) <= set(document)
