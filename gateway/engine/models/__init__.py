@@ -7,6 +7,14 @@ decoder_kernels  what replaces mlx-lm's SwiGLU and attention on a CPU
 encoder_kernels  exp, softmax and GELU in vectors, for CPUs
 missing_kernels  what a device cannot multiply, tried at load and replaced
 sharding         one model over several processes: this one's part of it
+notes            what of a model's files is not followed, and what its answers were compared with
+corrections      faults of mlx-lm's classes, corrected in a model that was built
+ropes            its rotary positions, as config.json has them
+configs          config.json in the words of mlx-lm's classes
+own_classes      families and forms of files that mlx-lm has no class for
+unread           keys and arrays that nothing reads, and the refusal of those that change answers
+reads            which keys a class of mlx-lm reads, by its source
+family_defaults  what transformers takes for keys that a config.json lacks
 context          the tokens that a model may be given, without mlx
 counts           numbers of a model's files, each within its bounds
 checkpoint       a model's folder, read and sized
