@@ -102,7 +102,7 @@ class Mixture(Module):
 
     def __init__(self, mixture: Any, bias: mx.array | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # its stub has no types
-        self.update(mixture)
+        dict.update(self, mixture)
         self._is_jamba = "router" in mixture
         self._chosen: int = mixture.num_experts_per_tok if self._is_jamba else mixture.k
         if bias is not None:
