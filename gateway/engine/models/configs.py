@@ -1,7 +1,7 @@
 """config.json in the words of mlx-lm's classes, with what transformers takes for keys it lacks."""
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from mlx_lm.utils import _get_classes
@@ -18,15 +18,10 @@ _CONSTANTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "glm_moe_dsa": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
     "minimax_m2": {"shared_intermediate_size": 0},
     "qwen3_vl_moe_text": {"norm_topk_prob": True},
-    "solar_open": {"first_k_dense_replace": 0, "intermediate_size": 0, "use_qk_norm": False}
-    | {"partial_rotary_factor": 1.0},
+    "solar_open": {"first_k_dense_replace": 0, "intermediate_size": 0, "use_qk_norm": False},
 }
 # Arguments that have the value of another key.
-_EQUALS: Final[Mapping[str, Mapping[str, str]]] = {
-    "gpt2": {"n_ctx": "n_positions"},
-    "lfm2": {"block_dim": "hidden_size"},
-    "mistral4": {"head_dim": "qk_rope_head_dim"},
-}
+_EQUALS: Final = {"gpt2": {"n_ctx": "n_positions"}, "lfm2": {"block_dim": "hidden_size"}}
 # Names that transformers 5 writes and mlx-lm doesn't know.
 _HYBRID: Final = {"linear_attention": "mamba", "full_attention": "attention"}
 _LAYERS: Final = {"granitemoehybrid": _HYBRID, "jamba": _HYBRID}
@@ -35,7 +30,6 @@ _PATTERNS: Final = {
     **dict.fromkeys(("cohere2", "gemma3_text"), "sliding_window_pattern"),
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), "full_attention_interval"),
 }
-_OBJECTS: Final = ("layer_types", "rope_parameters")
 _ALIASES: Final = {"ministral": "llama", "qwen3_5_text": "qwen3_5"}
 
 
@@ -70,7 +64,7 @@ def write_for_mlx_lm(config: dict[str, Any]) -> None:
 
 
 def _write_layers(config: dict[str, Any]) -> None:
-    """Write the kinds of layers that transformers lists as mlp-lm's class of the family wants them.
+    """Write the kinds of layers that transformers lists as mlx-lm's class of the family wants them.
     Raises ValueError for a list that is no repeated pattern, where it wants the pattern.
     """
     kind, types = config.get("model_type"), config.get("layer_types")
@@ -100,33 +94,21 @@ def _write_layers(config: dict[str, Any]) -> None:
 
 def complete(config: dict[str, Any], arguments: type | None = None) -> None:
     """Add what a config lacks, as transformers has it: a key by its other name, a default, a
-    constant of its class. Other lists and objects only if they are `arguments` that are needed.
+    constant of its class. Lists only if they are among the class's `arguments`.
     """
     kind = str(config.get("model_type"))
     if "vision_config" in config and "text_config" not in config:
         kind += "_text"  # the language model's keys are at the top
     aliases, resolved = resolve({**config, "model_type": kind})
     listed = {field.name: field for field in fields(arguments or _Nothing)}
-    needed = [
-        name
-        for name, field in listed.items()
-        if field.default is MISSING and field.default_factory is MISSING
-    ]
     others = {**aliases, **_EQUALS.get(kind, {})}
     own = {key: resolved[name] for key, name in others.items() if name in resolved}
     for key, value in {**resolved, **own, **_CONSTANTS.get(kind, {})}.items():
-        is_plain = isinstance(value, bool | int | float | str) or (
-            key in _OBJECTS and key in listed
-        )
-        if (
-            config.get(key) is None
-            and value is not None
-            and (is_plain or (key in needed and not key.endswith("_config")))
-        ):
+        is_plain = isinstance(value, bool | int | float | str) or key == "rope_parameters"
+        if config.get(key) is None and (is_plain or (key in listed and isinstance(value, list))):
             config[key] = value
     head = listed.get("head_dim")
-    is_asked = head is not None and head.default is not None and "hidden_size" in config
-    if is_asked and not config.get("head_dim"):
+    if head and head.default is not None and "hidden_size" in config and not config.get("head_dim"):
         config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
 
 

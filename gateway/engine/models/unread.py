@@ -19,13 +19,12 @@ from gateway.engine.models.reads import architecture, reader_of
 
 # Keys whose other values change logits in silence: docs/architectures.md has where that was seen.
 CHANGES: Final = re.compile(
-    r"activation_function|attention_in_multiplier|clip_qkv"
-    r"|\w+_softcapping|first_k_dense_replace|(mlp_layer|indexer)_types"
+    r"activation_function|attention_in_multiplier|clip_qkv|\w+_softcapping|first_k_dense_replace"
     r"|(full_attn|linear_attn|mlp)_(alpha|beta)_factor|interleave_moe_layer_step|kda_\w+"
     r"|(rms|layer)?_?norm_(eps|epsilon)|(mamba|mlp)_hidden_act|mlp_only_layers|moe_layers"
-    r"|moe_apply_router_weight_on_input|moe_norm_min|n_group|no_rope_layer_interval"
-    r"|norm_topk_prob|query_pre_attn_scalar|rope_interleave|routed_scaling_factor|scale_attn_\w+|swiglu_\w+"
-    r"|time_step_limit|topk_group|use_bidirectional_attention"
+    r"|moe_apply_router_weight_on_input|moe_norm_min|n_group|no_rope_layer_interval|norm_topk_prob"
+    r"|query_pre_attn_scalar|rope_interleave|routed_scaling_factor|scale_attn_\w+|swiglu_\w+"
+    r"|time_step_limit|topk_group|use_bidirectional_attention|(mlp_layer|indexer)_types"
 )
 _GELU: Final = {"hidden_activation": ("gelu_pytorch_tanh",)}
 # What a class reads, and computes otherwise than transformers: the values that are right.
@@ -42,12 +41,13 @@ _RIGHT: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
 }
 # Keys that change no answer: of training, of the tokenizer, of other tasks, of how files are kept.
 _INERT: Final = re.compile(
-    r"_.*|attention_chunk_size|attn_temperature_tuning|attn_scale|floor_scale|.*(dropout|pdrop|token_id|token_index|_config|loss_coef|loss|init|initializer)\w*"
+    r"_.*|attention_chunk_size|attn_temperature_tuning|attn_scale|floor_scale|layer_types"
+    r"|.*(dropout|pdrop|token_id|token_index|_config|loss|init)\w*|(num|n)_\w+|intermediate_size"
     r"|architectures|auto_map|.*dtype|id2label|label2id|max_position_embeddings|max_window_layers"
     r"|model_type|num_(nextn|mtp)\w*|pretraining_tp|problem_type|quantization\w*|residual_in_fp32"
     r"|rope_\w+|output_\w+|sliding_window\w*|time_step_\w+|tie_word_embeddings|transformers_version"
     r"|use_(cache|sliding_window|mamba_kernels|mambapy|associative_scan)|hidden_act\w*"
-    r"|partial_rotary_factor|(num|n)_\w+|layer_types|intermediate_size|per_layer_config|router_jitter_noise|input_jitter_noise|rescale\w+"
+    r"|partial_rotary_factor|per_layer_config|(router|input)_jitter_noise|rescale\w+"
     r"|chunk_size|\w+_chunk_size|num_logits_to_keep|summary_\w+|expand|\w+_expand|head_dim"
 )
 # Arrays that a language model has no place for, or that are computed anew.
