@@ -22,7 +22,7 @@ _logging: Any = transformers.logging
 _logging.set_verbosity_error()
 torch.set_num_threads(1)
 
-GAIN = 1.6  # of a matrix, so that each layer is heard in the logits
+GAIN = 1.6  # makes matrices large enough for each layer to change the logits
 
 
 def build(config: Any, task: str) -> Any:
