@@ -16,6 +16,11 @@ YARN: Final = {
     "original_max_position_embeddings": ORIGINAL,
 }
 
+SCALED: Final = {
+    *("rope_type", "type", "factor", "original_max_position_embeddings", "truncate"),
+    *("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"),
+    *("low_freq_factor", "high_freq_factor", "short_factor", "long_factor"),
+}
 # Keys that matter to training, running or naming a model, and to no answer.
 IRRELEVANT: Final = re.compile(
     r"dropout|pdrop|initializer|_init_|variance|aux_loss|jitter|token_id|use_cache|^output_|"
@@ -261,10 +266,8 @@ def _rotations(
 ) -> Iterator[tuple[str, Change]]:
     theta = own.get("rope_theta") or 10000.0
     partial = own.get("partial_rotary_factor")
-    if own.get("rope_type", "default") == "default":
-        plain = dict(own)  # some models have more keys there, for pictures for example
-    else:
-        plain = {key: own[key] for key in ("rope_theta", "partial_rotary_factor") if key in own}
+    # Some models have more keys there, for pictures for example.
+    plain = {key: value for key, value in own.items() if key not in SCALED}
     plain |= {"rope_theta": theta, "rope_type": "default"}
 
     def keys(context: int | None = None, **rope: Any) -> dict[str, Any]:

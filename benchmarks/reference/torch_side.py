@@ -44,12 +44,15 @@ def _whole(config: Any, task: str) -> Any:
     others: dict[str, Any] = {"vectors": AutoModel, "scores": AutoModelForSequenceClassification}
     if task in others:
         return others[task].from_config(config, attn_implementation="eager")
+    kinds = [(text, config), (whole, config)]
     if hasattr(config, "text_config"):
-        try:
-            return whole.from_config(config, attn_implementation="eager")
-        except (ValueError, ImportError):  # no such model, or towers that want another package
-            config = config.text_config
-    return text.from_config(config, attn_implementation="eager")
+        kinds = [(whole, config), (text, config.text_config)]
+    kind, own = kinds[0]
+    try:
+        return kind.from_config(own, attn_implementation="eager")
+    except (ValueError, ImportError):  # no such model, or towers that want another package
+        kind, own = kinds[1]
+        return kind.from_config(own, attn_implementation="eager")
 
 
 def _normal(name: str, weight: Any) -> Any:
