@@ -272,7 +272,7 @@ device-short: setup ## Do that and measure, with small shapes, into .device/ (a 
 architectures: setup ## Compare each of mlx-lm's architectures with mlx-lm alone (half an hour)
 	$(BIN)/python -m benchmarks.architectures $(ARGS)
 
-reference: setup-reference ## Compare tiny models with transformers, key by key; goes on where it ended (ARGS=--fresh)
+reference: setup-reference ## Compare tiny models with transformers, key by key (a quarter of an hour; goes on if interrupted)
 	$(VENV)-reference/bin/python -m benchmarks.reference $(ARGS)
 
 simulate: setup ## Predict rates and p95 of 1 to 64 Macs; ARGS=--check compares with this machine

@@ -298,7 +298,7 @@ def inside(tried: Callable[[str], Mapping[str, Any]]) -> None:
 def each_tried(
     wanted: Sequence[str], jobs: int, module: str = "benchmarks.architectures"
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Try lines in so many processes of a module at once; give each in its order."""
+    """Try lines in `jobs` processes of a module at once; give each result in its line's order."""
     idle: queue.SimpleQueue[Process] = queue.SimpleQueue()
     for _ in range(jobs):
         idle.put(Process(module))

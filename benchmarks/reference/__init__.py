@@ -1,7 +1,7 @@
 """Our models beside transformers' (torch, on the CPU), one key of a config after another.
 
     python -m benchmarks.reference               try every row that has no result yet
-    python -m benchmarks.reference glm qwen3     try some architectures, and print what was found
+    python -m benchmarks.reference glm qwen3     try some architectures, and print the table
 
 A row is an architecture, a form of its files and one key of its config. A tiny checkpoint with
 random weights is made by transformers' class, saved, opened by the gateway, and the logits of both

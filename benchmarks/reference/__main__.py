@@ -15,10 +15,10 @@ from benchmarks.reference.trial import changes_of, fields_of, try_out
 from gateway.engine.embedding.cross_encoder import HEADS
 from gateway.engine.embedding.engine import ENCODERS
 
-ALSO: Final = ("arcee", "lfm2_vl", "ministral")  # which are others' models by another name
+ALSO: Final = ("arcee", "lfm2_vl", "ministral")  # known classes by another name
 # Encoders, decoders that embed and rerankers, each with its task.
 TASKS: Final = (
-    *(f"{kind}:vectors" for kind in ENCODERS if kind != "new"),  # of remote code alone
+    *(f"{kind}:vectors" for kind in ENCODERS if kind != "new"),  # transformers has no class of it
     *(f"{kind}:vectors" for kind in ("eurobert", "gemma3_text", "llama")),
     *(f"{kind}:vectors" for kind in ("mistral", "qwen2", "qwen3")),
     *(f"{kind}:scores" for kind in HEADS),
@@ -28,7 +28,7 @@ RESULTS: Final = architectures.REPOSITORY / "build" / "reference.jsonl"
 
 
 def names() -> list[str]:
-    """List what mlx-lm has by name, and the texts in such, of what transformers has a model of."""
+    """List the architectures that mlx-lm and transformers share, and the text parts of such."""
     import mlx_lm.models
     from mlx_lm.utils import MODEL_REMAPPING
     from transformers.models.auto.modeling_auto import (
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--part", default="1/1", metavar="N/M", help="every Mth architecture")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once")
-    parser.add_argument("--fresh", action="store_true", help="drop what is known of these")
+    parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     parser.add_argument("--base", action="store_true", help="change no key")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)

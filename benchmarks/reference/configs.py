@@ -244,7 +244,7 @@ def tiny_part(kind: type[Any], name: str, changes: dict[str, Any]) -> Any:
 
 
 def sizes_of(kind: type[Any]) -> dict[str, Any]:
-    """Return what makes a config class small: keys that it has, or has another name for."""
+    """Return small values of the keys that a config class has, under any name."""
     default = kind()
     has = {*default.to_dict(), *getattr(kind, "attribute_map", {})}
     sizes = {key: value for key, value in SIZES.items() if key in has}

@@ -111,7 +111,7 @@ def _rotation_of_modernbert(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _worked_out(kind: str, found: dict[str, Any], config: Any) -> dict[str, Any]:
-    """Return the keys in which originals say what transformers 5 says in another way."""
+    """Return the originals' keys that have another name or meaning in transformers 5."""
     types = list(getattr(config, "layer_types", None) or [])
     rope = found.get("rope_scaling") or {}
     match kind:
@@ -188,7 +188,7 @@ def written(config: Any, key: str) -> Any:
 
 
 def _rotation(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys at the top of a config that say what `rope_parameters` does."""
+    """Return the keys at the top of a config that mean the same as `rope_parameters`."""
     found: dict[str, Any] = {}
     if "full_attention" in rope or "sliding_attention" in rope:
         local = rope.get("sliding_attention") or {}

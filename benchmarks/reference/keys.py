@@ -1,4 +1,4 @@
-"""Which keys of a config are changed, and to which values."""
+"""The keys of a config that are changed, and their other values."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,12 @@ YARN: Final = {
     "original_max_position_embeddings": ORIGINAL,
 }
 
-# Keys that say how a model is trained, run or told apart, and not what it computes.
+SCALED: Final = {
+    *("rope_type", "type", "factor", "original_max_position_embeddings", "truncate"),
+    *("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"),
+    *("low_freq_factor", "high_freq_factor", "short_factor", "long_factor"),
+}
+# Keys that matter to training, running or naming a model, and to no answer.
 IRRELEVANT: Final = re.compile(
     r"dropout|pdrop|initializer|_init_|variance|aux_loss|jitter|token_id|use_cache|^output_|"
     r"^return_|kernels|mambapy|associative_scan|logits_to_keep|pretraining_tp|^summary_|loss|"
@@ -68,7 +73,7 @@ STRINGS: Final[dict[str, tuple[str, ...]]] = {
     r"scoring_func": ("softmax", "sigmoid"),
     r"sliding_window_pattern": ("LG",),
 }
-# What a layer becomes where all are of one kind.
+# The first layer's other kind, where all layers are of one.
 KINDS: Final = {"full_attention": "sliding_attention", "sparse": "dense", "dense": "sparse"}
 # Changes of several keys at once, and those that are seen beside others alone.
 TOGETHER: Final[dict[str, dict[str, Any]]] = {
@@ -180,7 +185,7 @@ def uncovered(fields: Mapping[str, Any]) -> list[str]:
 
 
 def others(name: str, value: Any) -> Sequence[Any]:
-    """Return other values of a key; none of one that says nothing of what is computed."""
+    """Return other values of a key; none for a key that matters to no answer."""
     if IRRELEVANT.search(name):
         return ()
     if isinstance(value, bool):
@@ -261,10 +266,8 @@ def _rotations(
 ) -> Iterator[tuple[str, Change]]:
     theta = own.get("rope_theta") or 10000.0
     partial = own.get("partial_rotary_factor")
-    if own.get("rope_type", "default") == "default":
-        plain = dict(own)  # with what a kind of model says besides, of pictures for example
-    else:
-        plain = {key: own[key] for key in ("rope_theta", "partial_rotary_factor") if key in own}
+    # Some models have more keys there, for pictures for example.
+    plain = {key: value for key, value in own.items() if key not in SCALED}
     plain |= {"rope_theta": theta, "rope_type": "default"}
 
     def keys(context: int | None = None, **rope: Any) -> dict[str, Any]:

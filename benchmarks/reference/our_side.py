@@ -1,4 +1,4 @@
-"""The gateway's model of a row, opened from files, and what it answers."""
+"""The gateway's model of a row, opened from files, and its answers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Opened:
 
     context: int | None  # tokens that it may be asked, if there is a limit
     answers: Callable[[list[int]], Answers]  # (tokens, …), or (1, labels)
-    # The rows of the last positions: a prefill of so many tokens, then one by one.
+    # The rows from the end of a prefill on: the prompt, and the prefill's number of tokens.
     steps: Callable[[list[int], int], Answers] | None = None
 
 

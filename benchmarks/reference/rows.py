@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 EQUAL: Final = 1e-3  # rms of a difference ÷ standard deviation of the reference
 BASE: Final = ""  # the key of a row in which nothing is changed
-# What may come of a row. The last two say that it is none: the key changes nothing, or transformers
-# makes no such model.
+# A row's outcomes. The last two say that it is none: the key changes nothing, or transformers makes
+# no such model.
 OUTCOMES: Final = ("equal", "refused", "limited", "WRONG", "throws", "unseen", "not made")
 
 
@@ -51,7 +51,7 @@ class Gap:
 
 
 def judged(whole: Gap, steps: Gap) -> dict[str, Any]:
-    """Return what a row's two comparisons say: all positions at once, and steps after a prefill."""
+    """Return the outcome of two comparisons: all positions at once, and steps after a prefill."""
     is_equal = whole.first is None and steps.first is None
     return {
         "outcome": "equal" if is_equal else "WRONG",
@@ -62,7 +62,7 @@ def judged(whole: Gap, steps: Gap) -> dict[str, Any]:
 
 
 class Results:
-    """What came of rows, in a file of JSON lines that grows as they come."""
+    """The rows' outcomes, in a file of JSON lines that grows as they come."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -90,14 +90,14 @@ class Results:
         return self._found[row]
 
     def add(self, row: Row, said: Mapping[str, Any]) -> None:
-        """Keep what came of a row, at once."""
+        """Keep a row's outcome, and write it down at once."""
         self._found[row] = dict(said)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
             print(json.dumps({**asdict(row), **said}), file=file)
 
     def forget(self, architectures: Iterable[str]) -> None:
-        """Drop what is known of some architectures."""
+        """Drop the results of some architectures."""
         gone = set(architectures)
         self._found = {row: v for row, v in self._found.items() if row.architecture not in gone}
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""docs/architectures.md and docs/reference.json: what came of all rows."""
+"""docs/architectures.md and docs/reference.json: the outcomes of all rows."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,10 +17,10 @@ Said = Mapping[str, Any]
 
 
 def summary(items: Iterable[tuple[Row, Said]], uncovered: Mapping[str, Sequence[str]]) -> Any:
-    """Return what came of each architecture: by form, the base's outcome and keys by theirs.
+    """Return the outcomes of each architecture: by form, the base's, and keys by theirs.
 
-    Wrong keys have their worst gap, limited ones the context; of those that are no rows there is
-    a count.
+    Wrong keys have their worst gap, limited ones the context; keys that are no rows are only
+    counted.
     """
     found: dict[str, dict[str, Any]] = {}
     for row, said in sorted(items, key=lambda item: (item[0].architecture, item[0].form)):

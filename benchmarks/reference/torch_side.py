@@ -22,7 +22,7 @@ _logging: Any = transformers.logging
 _logging.set_verbosity_error()
 torch.set_num_threads(1)
 
-GAIN = 1.6  # of a matrix, so that each layer is heard in the logits
+GAIN = 1.6  # makes matrices large enough for each layer to change the logits
 
 
 def build(config: Any, task: str) -> Any:
@@ -44,12 +44,15 @@ def _whole(config: Any, task: str) -> Any:
     others: dict[str, Any] = {"vectors": AutoModel, "scores": AutoModelForSequenceClassification}
     if task in others:
         return others[task].from_config(config, attn_implementation="eager")
+    kinds = [(text, config), (whole, config)]
     if hasattr(config, "text_config"):
-        try:
-            return whole.from_config(config, attn_implementation="eager")
-        except (ValueError, ImportError):  # no such model, or towers that want another package
-            config = config.text_config
-    return text.from_config(config, attn_implementation="eager")
+        kinds = [(whole, config), (text, config.text_config)]
+    kind, own = kinds[0]
+    try:
+        return kind.from_config(own, attn_implementation="eager")
+    except (ValueError, ImportError):  # no such model, or towers that want another package
+        kind, own = kinds[1]
+        return kind.from_config(own, attn_implementation="eager")
 
 
 def _normal(name: str, weight: Any) -> Any:

@@ -15,9 +15,9 @@ from benchmarks.reference import configs, forms, keys
 from benchmarks.reference.rows import BASE, Gap, Row, judged
 from gateway.errors import ModelLoadFailed
 
-TOKENS: Final = 70  # of the prompt: beyond a narrow window, and beyond a scaled rope's own context
+TOKENS: Final = 70  # longer than a narrow window, and than a scaled rope's own context
 PREFILL: Final = 40
-LABELS: Final = 3  # of a reranker's head
+LABELS: Final = 3  # a reranker's scores
 LONG: Final = ("dynamic", "longrope")  # ropes that turn by how much there is to read
 
 
@@ -32,7 +32,7 @@ class Made:
     config: Any
     model: Any
     prompt: list[int]
-    answers: NDArray[np.float32]  # of each position; a reranker's one row
+    answers: NDArray[np.float32]  # a row for each position; a reranker has one
 
     def cut(self, tokens: int, task: str) -> "Made":
         """Return the same of the prompt's first tokens."""
@@ -53,7 +53,7 @@ class Made:
 
 
 def try_out(line: str) -> dict[str, Any]:
-    """Try a row, as Row.line() writes it; return what came of it."""
+    """Try a row, as Row.line() writes it; return the outcome."""
     row = Row(*json.loads(line))
     try:
         change = changes_of(row.architecture)[row.key]
@@ -80,7 +80,7 @@ def try_out(line: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def changes_of(architecture: str) -> dict[str, keys.Change]:
-    """Return what is changed in an architecture's config, by its name."""
+    """Return an architecture's changes by their names."""
     return keys.changes(fields_of(architecture))
 
 
@@ -94,7 +94,7 @@ def fields_of(architecture: str) -> dict[str, Any]:
 
 
 def split(architecture: str) -> tuple[str, str]:
-    """Return a config's model_type, and the task: logits, or what its name says after a colon."""
+    """Return a config's model_type, and the task after the name's colon, or logits."""
     kind, _, task = architecture.partition(":")
     return kind, task or "logits"
 

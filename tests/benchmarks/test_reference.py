@@ -1,4 +1,4 @@
-"""What is compared with transformers, and what is made of the results; without torch."""
+"""The comparison with transformers: its rows, their outcomes and the table, without torch."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.architectures import DOCUMENT
 from benchmarks.reference import forms, keys, table
 from benchmarks.reference.__main__ import changed, run
 from benchmarks.reference.rows import Gap, Results, Row, judged, part_of
@@ -63,7 +64,7 @@ def test_each_kind_of_rotation_is_a_row_and_its_own_keys_are_beside_it() -> None
             ]
         )
         == 16
-    )  # of 32 dimensions, two share a frequency
+    )  # two dimensions share a frequency
 
 
 def test_each_layer_type_has_rotations_of_its_own() -> None:
@@ -213,5 +214,5 @@ def test_the_summary_has_each_key_by_its_outcome() -> None:
 
 def test_the_list_is_that_of_the_document() -> None:
     found = json.loads(table.LIST.read_text(encoding="utf-8"))
-    document = table.DOCUMENT.read_text(encoding="utf-8").splitlines()
+    document = DOCUMENT.read_text(encoding="utf-8").splitlines()
     assert set(table.table(found).splitlines()[2:]) <= set(document)
