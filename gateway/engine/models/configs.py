@@ -8,7 +8,7 @@ from mlx_lm.utils import _get_classes
 
 from gateway.engine.models.checkpoint import MISSING_PACKAGE
 from gateway.engine.models.context import text_config
-from gateway.engine.models.family_defaults import resolve
+from gateway.engine.models.family_defaults import ROPE_KEYS, resolve
 from gateway.engine.models.own_classes import OWN, Classes, Make
 from gateway.engine.models.unread import check_keys
 
@@ -18,7 +18,8 @@ _CONSTANTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "glm_moe_dsa": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
     "minimax_m2": {"shared_intermediate_size": 0},
     "qwen3_vl_moe_text": {"norm_topk_prob": True},
-    "solar_open": {"first_k_dense_replace": 0, "intermediate_size": 0, "use_qk_norm": False},
+    "solar_open": {"first_k_dense_replace": 0, "intermediate_size": 0, "use_qk_norm": False}
+    | {"partial_rotary_factor": 1.0},
 }
 # Arguments that have the value of another key.
 _EQUALS: Final = {"gpt2": {"n_ctx": "n_positions"}, "lfm2": {"block_dim": "hidden_size"}}
@@ -103,9 +104,12 @@ def complete(config: dict[str, Any], arguments: type | None = None) -> None:
     listed = {field.name: field for field in fields(arguments or _Nothing)}
     others = {**aliases, **_EQUALS.get(kind, {})}
     own = {key: resolved[name] for key, name in others.items() if name in resolved}
+    if not config.keys() & ROPE_KEYS:
+        config["rope_parameters"] = resolved.get("rope_parameters")
     for key, value in {**resolved, **own, **_CONSTANTS.get(kind, {})}.items():
-        is_plain = isinstance(value, bool | int | float | str) or key == "rope_parameters"
-        if config.get(key) is None and (is_plain or (key in listed and isinstance(value, list))):
+        is_plain = isinstance(value, bool | int | float | str)
+        is_listed = key in listed and (isinstance(value, list) or key == "rope_parameters")
+        if config.get(key) is None and (is_plain or is_listed):
             config[key] = value
     head = listed.get("head_dim")
     if head and head.default is not None and "hidden_size" in config and not config.get("head_dim"):

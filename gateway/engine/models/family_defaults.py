@@ -7,8 +7,11 @@ from dataclasses import MISSING, fields
 from functools import cache
 from typing import Any, Final
 
-# Keys from before `rope_parameters`, which transformers reads too.
-_ROPE: Final = {"rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq"}
+# Keys of rotary positions; all but the first are from before transformers 5, which reads them too.
+ROPE_KEYS: Final = {"rope_parameters", "rope_theta", "rope_scaling"} | {
+    "partial_rotary_factor",
+    "rope_local_base_freq",
+}
 
 
 def resolve(config: Mapping[str, Any]) -> tuple[Mapping[str, str], Mapping[str, Any]]:
@@ -20,7 +23,7 @@ def resolve(config: Mapping[str, Any]) -> tuple[Mapping[str, str], Mapping[str, 
         return {}, {}
     aliases: dict[str, str] = dict(known.attribute_map)
     # A size that a file may choose freely stays out, such as the number of labels.
-    names = {field.name for field in fields(known)} - _common_names() | _ROPE
+    names = {field.name for field in fields(known)} - _common_names() | ROPE_KEYS
     names |= {*aliases.keys(), *aliases.values()}
     names -= {"text_config", "vision_config", "audio_config"}
     given = {key: value for key, value in config.items() if key in names}

@@ -66,12 +66,23 @@ def _stack_experts(weights: Weights) -> Weights:
 
 
 def _move_language_model(weights: Weights) -> Weights:
-    """Name the parts of a multimodal model as transformers 4 did."""
-    inner = re.compile(r"^model\.language_model\.")
-    return {
-        inner.sub("language_model.model.", name).removeprefix("model."): array
-        for name, array in weights.items()
-    }
+    """Name the parts of LFM2-VL as transformers 4 did, with its kernels as mlx-lm has them."""
+    inner, moved = re.compile(r"^model\.language_model\."), {}
+    for name, array in weights.items():
+        if name.endswith("conv.conv.weight") and array.shape[-1] > array.shape[1]:
+            array = array.transpose(0, 2, 1)
+        moved[inner.sub("language_model.model.", name).removeprefix("model.")] = array
+    return moved
+
+
+def _turn_experts(weights: Weights) -> Weights:
+    """Give a mixture's experts the axes of Qwen3-VL's originals: (experts, inputs, outputs)."""
+    turned = dict(weights)
+    for name, down in weights.items():
+        whole = name.removesuffix("down_proj") + "gate_up_proj"
+        if name.endswith(".experts.down_proj") and down.shape[2] * 2 == weights[whole].shape[1]:
+            turned[name], turned[whole] = down.swapaxes(1, 2), weights[whole].swapaxes(1, 2)
+    return turned
 
 
 def _gemma3n(_: dict[str, Any]) -> Classes:
@@ -144,6 +155,7 @@ OWN: Final[Mapping[str, Make]] = {
     "gemma3n_text": _gemma3n_text,
     "gpt_oss": _renaming("gpt_oss", _transpose_experts),
     "lfm2_vl": _renaming("lfm2-vl", _move_language_model),
+    "qwen3_vl_moe": _renaming("qwen3_vl_moe", _turn_experts),
     "qwen3_5_moe": _renaming("qwen3_5_moe", _stack_experts),
     "qwen3_5_moe_text": _renaming("qwen3_5_moe", _stack_experts),
 }
