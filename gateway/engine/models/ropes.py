@@ -49,7 +49,8 @@ def correct_ropes(
             raise _unsupported(text)
     if kind not in _SCALED:
         return
-    if kind in ("longrope", "su") and reads("traditional=True"):
+    is_traditional = any(isinstance(rope, RoPE) and rope.traditional for _, _, rope in found)
+    if kind in ("longrope", "su") and (is_traditional or reads("traditional=True")):
         raise _unsupported(text)  # mlx-lm's turns halves alone, not neighbours
     if found and all(isinstance(rope, RoPE) and rope.scale == 1 for _, _, rope in found):
         _scale_plain(found, text, scaling)
