@@ -39,7 +39,7 @@ _RIGHT: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
     "gemma4_text": _GELU,
     "glm4_moe_lite": {"rms_norm_eps": (1e-5,)},  # some of its norms have their own
     "gpt_bigcode": {"multi_query": (True,)},
-    "granitemoehybrid": {"mamba_n_groups": (1,)},
+    "granitemoehybrid": {"hidden_act": ("silu",), "mamba_n_groups": (1,)},
 }
 # Keys that change no answer: of training, of the tokenizer, of other tasks, of how files are kept.
 _INERT: Final = re.compile(
