@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import mlx.core as mx
 
+from gateway.engine.models.checkpoint import TOWER
 from gateway.engine.models.counts import MOST_LAYERS
 from gateway.engine.models.family_defaults import is_default
 from gateway.engine.models.reads import architecture, reader_of
@@ -52,8 +53,8 @@ _INERT: Final = re.compile(
 )
 # Arrays that a language model has no place for, or that are computed anew.
 _SPARE: Final = re.compile(
-    r"(^|.*\.)(visual|vision\w*|audio\w*|\w*(projector|tower|embedder)|mtp\w*|embed_(audio|vision)"
-    r"|rotary_emb|lm_head|attn\.(bias|masked_bias)|\w*(scale_inv|input_scale|weight_scale\w*))(\..*|$)"
+    rf"(^|.*\.)({TOWER}|rotary_emb|lm_head|attn\.(bias|masked_bias)"
+    r"|\w*(scale_inv|input_scale|weight_scale\w*))(\..*|$)"
 )
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 _MOST_KINDS: Final = 12
