@@ -107,11 +107,18 @@ def read_context(
     """Return the context of a model's folder or GGUF file, by one of the functions above; None if
     nobody says. Raises anything for files that are wrong.
     """
+    return limit(read_files(files), lowered)
+
+
+def read_files(files: Path) -> Mapping[str, Any]:
+    """Return the config of a model's folder or GGUF file. Raises anything for files that are
+    wrong.
+    """
     if is_gguf(files.name):
-        return limit(read_config(read_header(files)), lowered)
-    config = json.loads((files / "config.json").read_text(encoding="utf-8"))
+        return read_config(read_header(files))
+    config: Mapping[str, Any] = json.loads((files / "config.json").read_text(encoding="utf-8"))
     check_counts(config)
-    return limit(config, lowered)
+    return config
 
 
 def text_context(config: Mapping[str, Any]) -> int:
