@@ -132,13 +132,13 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2758,
+    "api": 2760,
     "app": 1578,
     "bench": 282,
     "cli": 1635,
     "clock": 40,
     "doctor": 349,
-    "engine": 13592,
+    "engine": 13595,
     "errors": 268,
     "ids": 10,
     "jobs": 297,

@@ -12,7 +12,7 @@ from benchmarks.loading import load_generation
 from gateway.doctor.trial import _check_files
 from gateway.engine.device import Device
 from gateway.engine.models import notes
-from gateway.engine.models.notes import verified_by
+from gateway.engine.models.notes import list_notes, verified_by
 from tests.checkpoints import write_chat
 from tests.cpu_engines import cpu_engines
 from tests.engine.embedding.harness import GOLDEN
@@ -88,6 +88,22 @@ async def test_a_window_that_nothing_follows_lowers_the_context_until_models_yam
     assert codes == {"windowed": 400, "raised": 200}
     lines = [(e["model"], e["what"]) for e in logged if e["event"] == "files_not_followed"]
     assert sorted(lines) == [("raised", RAISED), ("windowed", ENDS)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "note"),
+    [
+        (None, "beyond 4,096 tokens, `long_factor` is not as config.json says: the context ends "),
+        (8192, "`max_context:` allows 8,192 tokens: texts of up to 4,096 are not rotated by "),
+    ],
+)
+def test_a_raised_longrope_names_the_texts_that_differ(asked: int | None, note: str) -> None:
+    """Its long factors are right for long texts, and all texts are rotated by one kind."""
+    scaling = {"type": "longrope", "long_factor": [2.0], "short_factor": [1.0]}
+    lengths = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
+    config = {"model_type": "phi3", "rope_scaling": scaling, **lengths}
+    assert [each[: len(note)] for each in list_notes(config, asked)] == [note]
+    assert list_notes(config, 4096) == []
 
 
 @pytest.mark.usefixtures("compared")

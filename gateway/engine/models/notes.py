@@ -33,7 +33,10 @@ def list_notes(config: dict[str, Any], asked: int | None) -> list[str]:
         if asked is None:
             notes.append(f"{more}: the context ends there, unless `max_context:` raises it")
             break
-        if asked > limit.tokens:
+        if asked > limit.tokens and limit.key == "long_factor":  # for all texts, by `ropes`
+            short = f"texts of up to {limit.tokens:,} are not rotated by `short_factor`"
+            notes.append(f"`max_context:` allows {asked:,} tokens: {short}, and answers differ")
+        elif asked > limit.tokens:
             notes.append(f"{more}, and `max_context:` allows {asked:,}: longer answers differ")
     with contextlib.suppress(Exception):  # the load says what is wrong
         keys = list_unread(text, classes_of(deepcopy(config))[0])
