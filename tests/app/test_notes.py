@@ -15,7 +15,7 @@ from gateway.engine.models import notes
 from gateway.engine.models.notes import list_notes, verified_by
 from tests.checkpoints import write_chat
 from tests.cpu_engines import cpu_engines
-from tests.engine.embedding.harness import GOLDEN
+from tests.engine.embedding.harness import tiny
 from tests.serving_app import catalog, served
 
 pytestmark = pytest.mark.anyio
@@ -111,8 +111,8 @@ async def test_every_kind_of_model_on_disk_is_verified_before_a_load(tmp_path: P
     write_chat(tmp_path / "plain")
     models = {
         "plain": {"kind": "chat", "source": "path:plain"},
-        "vectors": {"kind": "embedding", "source": f"path:{GOLDEN / 'bert'}"},
-        "scores": {"kind": "rerank", "source": f"path:{GOLDEN / 'modernbert-cls-reranker'}"},
+        "vectors": {"kind": "embedding", "source": f"path:{tiny(tmp_path, 'bert')}"},
+        "scores": {"kind": "rerank", "source": f"path:{tiny(tmp_path, 'modernbert-cls-reranker')}"},
         "far": {"kind": "chat", "source": "hub:org/far"},
     }
     async with served(catalog(tmp_path, models), cpu_engines()) as client:
