@@ -60,9 +60,10 @@ def write_for_mlx_lm(config: dict[str, Any]) -> None:
     is_odd = local.get("attention_factor") is not None or not local.get("truncate", True)
     is_scaled = local.get("rope_type", "default") != "default"
     name = str(config.get("model_type"))
-    is_moved = name == "olmo3" and local and local.get("rope_theta") != rope.get("rope_theta")
+    theta = config.get("rope_theta")
+    is_moved = name == "olmo3" and (config.get("rope_local_base_freq") or theta) != theta
     if is_odd or is_moved or (is_scaled and name.startswith(("gemma3", "olmo3"))):
-        raise ValueError(f"sliding_attention: rope_parameters {local} are not supported")
+        raise ValueError(f"sliding_attention: other rope_parameters are not supported: {local}")
     _write_layers(config)
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import mlx.core as mx
 
+from gateway.engine.models.checkpoint import TOWER
 from gateway.engine.models.counts import MOST_LAYERS
 from gateway.engine.models.family_defaults import is_default
 from gateway.engine.models.reads import architecture, reader_of
@@ -42,6 +43,7 @@ _RIGHT: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
     "glm4_moe_lite": {"rms_norm_eps": (1e-5,)},  # some of its norms have their own
     "gpt_bigcode": {"multi_query": (True,)},
     "qwen2_moe": {"layer_types": ()},
+    "recurrent_gemma": {"hidden_activation": (), "rope_theta": (), "partial_rotary_factor": ()},
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), _SILU),
     "granitemoehybrid": {"hidden_act": (), "mamba_n_groups": (1,)},
     "jamba": _SILU,
@@ -63,8 +65,8 @@ _INERT: Final = re.compile(
 )
 # Arrays that a language model has no place for, or that are computed anew.
 _SPARE: Final = re.compile(
-    r"(^|.*\.)(visual|vision\w*|audio\w*|\w*(projector|tower|embedder)|mtp\w*|embed_(audio|vision)"
-    r"|rotary_emb|lm_head|attn\.(bias|masked_bias)|\w*(scale_inv|input_scale|weight_scale\w*))(\..*|$)"
+    rf"(^|.*\.)({TOWER}|rotary_emb|lm_head|attn\.(bias|masked_bias)"
+    r"|\w*(scale_inv|input_scale|weight_scale\w*))(\..*|$)"
 )
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 _MOST_KINDS: Final = 12
