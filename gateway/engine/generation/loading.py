@@ -337,7 +337,8 @@ def complete_shape(shape: Shape, config: Mapping[str, Any]) -> Shape:
 
 
 def _context(checkpoint: Listing, config: Mapping[str, Any], lowered: int | None) -> int:
-    limit = lower_context(config, lowered)
+    with checkpoint.blame():
+        limit = lower_context(config, lowered)
     if limit is None:
         raise checkpoint.failed(
             "its config has no max_position_embeddings; set `max_context:` in models.yaml"

@@ -25,15 +25,15 @@ def list_notes(config: dict[str, Any], asked: int | None) -> list[str]:
     """List, in sentences, what of a config is not followed by a model that answers contexts of
     `asked` tokens, or of as many as its own limits let it.
     """
-    text, notes = text_config(config), []
-    for limit in list_limits(config):
-        more = f"beyond {limit.tokens:,} tokens, `{limit.key}` is not as config.json says"
-        if asked is None:
-            notes.append(f"{more}: the context ends there, unless `max_context:` raises it")
-            break
-        if asked > limit.tokens:
-            notes.append(f"{more}, and `max_context:` allows {asked:,}: longer answers differ")
+    text, notes = text_config(config), list[str]()
     with contextlib.suppress(Exception):  # the load says what is wrong
+        for limit in list_limits(config):
+            more = f"beyond {limit.tokens:,} tokens, `{limit.key}` is not as config.json says"
+            if asked is None:
+                notes.append(f"{more}: the context ends there, unless `max_context:` raises it")
+                break
+            if asked > limit.tokens:
+                notes.append(f"{more}, and `max_context:` allows {asked:,}: longer answers differ")
         keys = list_unread(text, classes_of(deepcopy(config))[0])
         if keys:
             notes.append(f"nothing reads {', '.join(f'`{key}`' for key in keys)} of config.json")
