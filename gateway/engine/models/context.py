@@ -13,6 +13,8 @@ from gateway.registry import is_gguf
 
 PAIR_TOKENS: Final = 8192  # a pair's, unless models.yaml has another limit; as in Qwen3's card
 LLAMAS: Final = ("eurobert", "llama", "mistral", "qwen2", "qwen3")
+# Names that families have for it: most, DBRX, GPT-2's kin.
+POSITIONS: Final = ("max_position_embeddings", "max_seq_len", "n_positions")
 # Families that have windows in transformers and none in mlx-lm: first those that have them whenever
 # `sliding_window` is a number, with transformers' default for a config without the key; then those
 # in which something else decides, with transformers' `max_window_layers`, the layer they begin at.
@@ -58,7 +60,8 @@ def lower_context(config: Mapping[str, Any], asked: int | None) -> int | None:
     or up to which mlx-lm's class answers as it says, or those asked for, if they are fewer than it
     states. None if nobody says.
     """
-    stated = text_config(config).get("max_position_embeddings")
+    text = text_config(config)
+    stated = next((text[key] for key in POSITIONS if text.get(key)), None)
     bound = asked or next((limit.tokens for limit in list_limits(config)), None)
     return min((int(tokens) for tokens in (stated, bound) if tokens), default=None)
 

@@ -10,17 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import mlx.core as mx
-from mlx.nn.layers.base import Module
 from mlx.nn.layers.positional_encoding import RoPE
-from mlx_lm.models.rope_utils import (
-    DynamicNTKScalingRoPE,
-    Llama3RoPE,
-    SuScaledRoPE,
-    YarnRoPE,
-    initialize_rope,
-)
+from mlx_lm.models.rope_utils import Llama3RoPE, SuScaledRoPE, YarnRoPE, initialize_rope
 
-_KINDS: Final = (DynamicNTKScalingRoPE, Llama3RoPE, RoPE, SuScaledRoPE, YarnRoPE)
+_KINDS: Final = (Llama3RoPE, RoPE, SuScaledRoPE, YarnRoPE)
+_DYNAMIC: Final = "DynamicNTKScalingRoPE"  # two of mlx-lm's classes have this name
 _SCALED: Final = ("linear", "llama3", "longrope", "su", "yarn")
 
 
@@ -45,16 +39,18 @@ def correct_ropes(
         for _, _, rope in found:
             rope.dims = int(rope.dims * share)
     for owner, name, rope in found:
-        if isinstance(rope, DynamicNTKScalingRoPE):
+        if type(rope).__name__ == _DYNAMIC and kind == "dynamic":
             # Up to the stated context it is a plain one, and plain ones can be batched.
-            owner[name] = RoPE(rope.dims, rope.traditional, rope.base)
+            base = getattr(rope, "original_base", None) or rope.base  # InternLM3's, or any other
+            owner[name] = RoPE(rope.dims, rope.traditional, base)
     if not found and not (kind == "dynamic" and "alpha" in scaling):  # rotations of its own
         is_plain = kind == "yarn" and scaling.get("truncate", True)
         if kind != "default" and not (is_plain and scaling.get("attention_factor") is None):
             raise _unsupported(text)
     if kind not in _SCALED:
         return
-    if kind in ("longrope", "su") and reads("traditional=True"):
+    is_traditional = any(isinstance(rope, RoPE) and rope.traditional for _, _, rope in found)
+    if kind in ("longrope", "su") and (is_traditional or reads("traditional=True")):
         raise _unsupported(text)  # mlx-lm's turns halves alone, not neighbours
     if found and all(isinstance(rope, RoPE) and rope.scale == 1 for _, _, rope in found):
         _scale_plain(found, text, scaling)
@@ -74,7 +70,7 @@ def _find(model: Any) -> Iterator[tuple[Any, str, Any]]:
     """Yield each rotation with its module and its name there."""
     for module in model.modules():
         for name, child in module.items():
-            if isinstance(child, Module) and isinstance(child, _KINDS):
+            if isinstance(child, _KINDS) or type(child).__name__ == _DYNAMIC:
                 yield module, name, child
 
 

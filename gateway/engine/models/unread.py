@@ -41,7 +41,7 @@ _RIGHT: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
 }
 # Keys that change no answer: of training, of the tokenizer, of other tasks, of how files are kept.
 _INERT: Final = re.compile(
-    r"_.*|attention_chunk_size|attn_temperature_tuning|attn_scale|floor_scale|layer_types"
+    r"_.*|\w*bias|attention_chunk_size|attn_temperature_tuning|attn_scale|floor_scale|layer_types"
     r"|.*(dropout|pdrop|token_id|token_index|_config|loss|init)\w*|(num|n)_\w+|intermediate_size"
     r"|architectures|auto_map|.*dtype|id2label|label2id|max_position_embeddings|max_window_layers"
     r"|model_type|num_(nextn|mtp)\w*|pretraining_tp|problem_type|quantization\w*|residual_in_fp32"
@@ -82,7 +82,9 @@ def list_unread(text: Mapping[str, Any], model_class: type) -> list[str]:
 
 def _unread(text: Mapping[str, Any], reads: Callable[[str], bool]) -> Iterator[str]:
     for key, value in text.items():
-        if value is not None and not reads(key) and not is_default(text, key):
+        # Gemma 4's tokens look ahead in images alone.
+        is_of_images = key == "use_bidirectional_attention" and value == "vision"
+        if value is not None and not (reads(key) or is_of_images or is_default(text, key)):
             yield key
 
 
