@@ -138,7 +138,7 @@ BUDGET: dict[str, int] = {
     "cli": 1629,
     "clock": 40,
     "doctor": 349,
-    "engine": 13584,
+    "engine": 13587,
     "errors": 268,
     "ids": 10,
     "jobs": 297,

@@ -1,4 +1,4 @@
-"""docs/architectures.md and docs/reference.json: the outcomes of all rows."""
+"""docs/architectures.md, docs/reference.json and the list of what is equal: all rows' outcomes."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +11,7 @@ from benchmarks.reference.rows import BASE, Row
 
 START: Final = "<!-- reference: written by `make reference` -->"
 END: Final = "<!-- end of reference -->"
+EQUAL: Final = REPOSITORY / "gateway" / "engine" / "models" / "equal_to_transformers.txt"
 LIST: Final = REPOSITORY / "docs" / "reference.json"
 TRIED: Final = ("equal", "WRONG", "throws", "refused", "limited")
 Said = Mapping[str, Any]
@@ -129,3 +130,19 @@ def write(found: Mapping[str, Any]) -> None:
     DOCUMENT.write_text(f"{before}{START}\n\n{table(found)}\n\n{END}{after}", encoding="utf-8")
     lines = [f"{json.dumps(name)}: {json.dumps(own)}" for name, own in found.items()]
     LIST.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    EQUAL.write_text("\n".join([*equal_families(found), ""]), encoding="utf-8")
+
+
+def equal_families(found: Mapping[str, Said]) -> list[str]:
+    """Return each `model_type` of which a form is equal and no row, of any task, is wrong."""
+    told: dict[str, list[Said]] = {}
+    for name, own in found.items():
+        told.setdefault(name.partition(":")[0], []).append(own)
+    return [kind for kind, each in told.items() if all(map(_is_equal, each))]
+
+
+def _is_equal(own: Said) -> bool:
+    forms = [own.get(form, {}) for form in FORMS]
+    is_wrong = any(each.get("WRONG") or each.get("throws") for each in forms)
+    bases = {each.get("base") for each in forms}
+    return not is_wrong and not bases & {"WRONG", "throws"} and "equal" in bases

@@ -37,7 +37,15 @@ _RIGHT: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
     "gemma3n": _GELU,
     "gemma4": _GELU,
     "gemma4_text": _GELU,
-    "granitemoehybrid": {"mamba_n_groups": (1,)},
+    "glm4_moe_lite": {"rms_norm_eps": (1e-5,)},  # some of its norms have their own
+    "gpt_bigcode": {"multi_query": (True,)},
+    "granitemoehybrid": {"hidden_act": ("silu",), "mamba_n_groups": (1,)},
+    "jamba": {"hidden_act": ("silu",)},
+    "kimi_linear": {
+        "hidden_act": ("silu",),
+        "rms_norm_eps": (1e-5,),
+        "tie_word_embeddings": (False,),
+    },
 }
 # Keys that change no answer: of training, of the tokenizer, of other tasks, of how files are kept.
 _INERT: Final = re.compile(
