@@ -49,9 +49,6 @@ class Listing(Protocol):
     def failed(self, reason: str) -> ModelLoadFailed:
         """Return the error that says why this model cannot be loaded."""
 
-    def blame(self) -> contextlib.AbstractContextManager[None]:
-        """Turn any exception raised inside into the reason why this model cannot be loaded."""
-
     def config(self) -> Mapping[str, Any]:
         """Return the content of config.json, or its equivalent."""
 
