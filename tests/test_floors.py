@@ -132,10 +132,10 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2758,
+    "api": 2760,
     "app": 1578,
     "bench": 282,
-    "cli": 1629,
+    "cli": 1635,
     "clock": 40,
     "doctor": 349,
     "engine": 13587,
@@ -145,7 +145,7 @@ BUDGET: dict[str, int] = {
     "logs": 145,
     "metrics": 210,
     "panics": 20,
-    "registry": 1300,
+    "registry": 1302,
     "server": 290,
     "serving": 4491,
     "settings": 360,

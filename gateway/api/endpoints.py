@@ -268,9 +268,11 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         details="Every id and alias; `root` is the id, `parent` the base of an adapter; `state`, "
         "`bytes`, `last_used` and `error` describe the model's condition; `max_model_len`, also "
         "`context_length` and of a chat model `max_context`, is the tokens of an input with its "
-        "answer, null if the files are not on disk or do not say; `batching` says whether a loaded "
-        "chat model's answers are written together. With the header `anthropic-version`: the chat "
-        "models in Anthropic's form, with `limit`, `after_id` and `before_id`.",
+        "answer, null if the files are not on disk or do not say; `verified` is what answers of "
+        "its family were compared with; `notes` says what of its files a loaded chat model does "
+        "not follow, and `batching` whether its answers are written together. With the header "
+        "`anthropic-version`: the chat models in Anthropic's form, with `limit`, `after_id` and "
+        "`before_id`.",
         answer=models.ModelList,
         errors=(BadRequest,),
     ),

@@ -63,7 +63,7 @@ class Model(TypedDict):
     input_modalities: Sequence[str] | None
     verified: Annotated[
         Literal["transformers", "mlx-lm", "no"] | None,
-        Field(description="What answers of a loaded chat model's family were compared with."),
+        Field(description="What answers of its family were compared with, by its files."),
     ]
     notes: Annotated[
         Sequence[str], Field(description="What of its files a loaded chat model doesn't follow.")
@@ -141,7 +141,7 @@ def describe_model(service: Service, resolved: Resolved) -> Model:
         "context_length": max_tokens,
         "max_context": max_tokens if isinstance(spec, ChatSpec) else None,
         "input_modalities": None if inputs is None else inputs.modalities,
-        "verified": facts.verified if facts else None,
+        "verified": facts.verified if facts else inputs and inputs.verified,
         "notes": facts.notes if facts else [],
         "batching": _batching(model),
     }

@@ -48,6 +48,7 @@ class Fit:
     kv_bytes: int
     prefix_bytes: int
     token_bytes: int  # of weights, read for each token
+    verified: str  # what answers of its family were compared with
 
     @property
     def total_bytes(self) -> int:
@@ -106,7 +107,10 @@ def fit(name: str, kind: str, facts: Facts, memory_bytes: int, settings: Setting
             kv_bytes = row_bytes(context)
             prefix_bytes = bound_prefixes(lazy.limits.prefix_share(memory_bytes), room, kv_bytes)
     is_whole = context in (0, facts.context)
-    return Fit(name, kind, weights, context, is_whole, kv_bytes, prefix_bytes, token_bytes)
+    verified = lazy.verified_by({"model_type": facts.architecture})
+    return Fit(
+        name, kind, weights, context, is_whole, kv_bytes, prefix_bytes, token_bytes, verified
+    )
 
 
 def fits(memory_bytes: int, settings: Settings) -> Iterator[Fit]:
@@ -142,8 +146,9 @@ def recommend(
         memory_bytes = working_set(_read_memory(memory))
         settings = settings.model_copy(update={"cache_max_bytes": None})  # is this machine's
     budget = human_bytes(lazy.limits.budget_bytes(settings, memory_bytes))
-    columns = ("Model", "Kind", "Weights", "Context", "KV", "Kept prompts", "In all", "Speed")
-    show(columns, [_row(fit) for fit in fits(memory_bytes, settings) if fit.context is not None])
+    columns = ("Model", "Kind", "Weights", "Context", "KV", "Kept prompts", "In all")
+    found = [_row(fit) for fit in fits(memory_bytes, settings) if fit.context is not None]
+    show((*columns, "Speed", "Verified"), found)
     unsized = [name for name, _, facts in read_facts() if facts.weights_bytes is None]
     unpinned = [name for name, _, facts in read_facts() if "revision" in facts.unread]
     print(
@@ -153,8 +158,8 @@ def recommend(
 
 
 def _row(fit: Fit) -> tuple[str, ...]:
-    sizes = (fit.kv_bytes, fit.prefix_bytes, fit.total_bytes)
+    sizes = (fit.weights_bytes, fit.kv_bytes, fit.prefix_bytes, fit.total_bytes)
     context = f"{fit.context:,}{'' if fit.is_whole else ' (cut)'}" if fit.context else ""
-    kv, kept, total = (human_bytes(size) if size else "" for size in sizes)
+    weights, kv, kept, total = (human_bytes(size) if size else "" for size in sizes)
     speed = fit.speed if fit.kind == "chat" else ""
-    return (fit.name, fit.kind, human_bytes(fit.weights_bytes), context, kv, kept, total, speed)
+    return (fit.name, fit.kind, weights, context, kv, kept, total, speed, fit.verified)

@@ -1,4 +1,5 @@
-"""How long a model's inputs may be once it is loaded, read from its files without any weights.
+"""How long a model's inputs may be once it is loaded, and what its family was compared with: read
+from its files without any weights.
 
 The modules that embed need mlx and are imported for their models alone.
 """
@@ -10,7 +11,9 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 
 from gateway.engine.hub import Hub, on_disk
-from gateway.engine.models.context import pair_context, read_context
+from gateway.engine.models.context import pair_context, read_context, read_files
+from gateway.engine.models.notes import verified_by
+from gateway.jobs import Verified
 from gateway.registry import ChatSpec, EmbeddingSpec, Inputs, ModelSpec, is_gguf
 
 
@@ -28,10 +31,11 @@ def read_inputs(spec: ModelSpec, hub: Hub) -> Inputs | None:
         return None
     if files is None:
         return None
-    max_tokens = None
+    max_tokens = verified = None
     with contextlib.suppress(Exception):  # the load says what is wrong
-        max_tokens = _read(files, _condition(files), *_reader(spec))
-    return Inputs(max_tokens, spec.input_modalities)
+        max_tokens = _read(files, condition := _condition(files), *_reader(spec))
+        verified = _read_verified(files, condition)
+    return Inputs(max_tokens, spec.input_modalities, verified)
 
 
 def _reader(spec: ModelSpec) -> tuple[Callable[..., int | None], *tuple[Hashable, ...]]:
@@ -52,6 +56,11 @@ def _reader(spec: ModelSpec) -> tuple[Callable[..., int | None], *tuple[Hashable
 @lru_cache(maxsize=1024)
 def _read(files: Path, _: Hashable, read: Callable[..., int | None], *keys: Hashable) -> int | None:
     return read(files, *keys)
+
+
+@lru_cache(maxsize=1024)
+def _read_verified(files: Path, _: Hashable) -> Verified:
+    return verified_by(read_files(files))
 
 
 def _condition(files: Path) -> Hashable:

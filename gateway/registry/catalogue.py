@@ -38,6 +38,7 @@ class LayersKept(Section):
 class Facts(Section):
     """What was read of a model; `unread` names what was not."""
 
+    architecture: str = Field(min_length=1)  # config.json's `model_type`
     weights_bytes: int | None = Field(default=None, ge=1)
     context: int | None = Field(default=None, ge=1)
     kv: tuple[LayersKept, ...] = ()

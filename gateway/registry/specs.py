@@ -461,10 +461,13 @@ class ChatSpec(_Spec):
 
 
 class Inputs(NamedTuple):
-    """How long the inputs of a model on this disk may be, and of which kinds."""
+    """How long the inputs of a model on this disk may be, and of which kinds; and what answers of
+    its family were compared with.
+    """
 
     max_tokens: int | None  # a chat model's with its answer; None if the files do not say it
     modalities: Sequence[str] = _Spec.input_modalities
+    verified: Literal["transformers", "mlx-lm", "no"] | None = None  # None: the files do not say
 
 
 ModelSpec = EmbeddingSpec | RerankSpec | ChatSpec

@@ -8,6 +8,7 @@ import httpx2
 import pytest
 
 from gateway.engine.hub import Hub
+from gateway.engine.models.notes import verified_by
 from tests.checkpoints import write_adapter, write_chat
 from tests.cpu_engines import cpu_engines
 from tests.engine.embedding.harness import GOLDEN
@@ -22,11 +23,12 @@ EMBEDDERS = (
     *("qwen3", "roberta", "xlm-roberta"),
 )
 RERANKERS = ("bert-reranker", "modernbert-cls-reranker", "xlm-roberta-reranker")
-SAID = ("max_model_len", "context_length", "max_context", "input_modalities")
+SAID = ("max_model_len", "context_length", "max_context", "input_modalities", "verified")
+LLAMA = verified_by({"model_type": "llama"})
 
 
 async def said(client: httpx2.AsyncClient, model: str) -> list[Any]:
-    """Give what a model's description says of its inputs; its list says the same."""
+    """Give what a model's description says of its inputs and its family; its list says the same."""
     listed = (await client.get("/v1/models")).json()["data"]
     shown: dict[str, Any] = (await client.get(f"/v1/models/{model}")).json()
     assert shown == next(each for each in listed if each["id"] == model)
@@ -74,8 +76,9 @@ async def test_a_load_changes_nothing_of_what_is_said_of_inputs(tmp_path: Path) 
     others = {"minilm": 256, "minilm-lowered": 64, "labels": 3000, "labels-lowered": 500}
     assert limits | chats | others == limits
     assert None not in limits.values()
-    for model, (limit, same, context, modalities) in before.items():
+    for model, (limit, same, context, modalities, verified) in before.items():
         assert (same, modalities) == (limit, ["text"])
+        assert verified is not None
         assert context == (limit if model in chats else None)
 
 
@@ -85,9 +88,9 @@ async def test_a_pull_that_completes_brings_the_limit(tmp_path: Path) -> None:
     with FakeHub({"org/far": repo}).serving() as hub:
         engines = cpu_engines(Hub(endpoint=hub.url, cache=tmp_path / "cache"))
         async with served(catalog(tmp_path, far), engines, admin_key="sesame") as client:
-            assert await said(client, "far") == [None] * 4
+            assert await said(client, "far") == [None] * 5
             await client.post("/admin/models/pull", json={"model": "far"}, headers=ADMIN)
-            assert await said(client, "far") == [3000, 3000, 3000, ["text"]]
+            assert await said(client, "far") == [3000, 3000, 3000, ["text"], LLAMA]
 
 
 async def test_files_that_change_by_hand_are_read_again(tmp_path: Path) -> None:
@@ -107,9 +110,9 @@ async def test_files_that_change_by_hand_are_read_again(tmp_path: Path) -> None:
         await client.post("/admin/reload", headers=ADMIN)
         assert (await said(client, "mine"))[0] == 1000
         config.write_text("{")
-        assert await said(client, "mine") == [None, None, None, ["text"]]
+        assert await said(client, "mine") == [None, None, None, ["text"], None]
         config.parent.rename(tmp_path / "gone")
-        assert await said(client, "mine") == [None] * 4
+        assert await said(client, "mine") == [None] * 5
 
 
 async def test_files_that_cannot_be_read_hide_no_other_models(tmp_path: Path) -> None:
@@ -128,6 +131,6 @@ async def test_files_that_cannot_be_read_hide_no_other_models(tmp_path: Path) ->
     }
     engines = cpu_engines(Hub(endpoint="http://127.0.0.1:9", cache=tmp_path / "cache"))
     async with served(catalog(tmp_path, models), engines) as client:
-        assert await said(client, "pipe") == [None, None, None, ["text"]]
-        assert await said(client, "torn") == [None] * 4
+        assert await said(client, "pipe") == [None, None, None, ["text"], None]
+        assert await said(client, "torn") == [None] * 5
         assert (await said(client, "near"))[0] == 3000

@@ -9,6 +9,7 @@ import yaml
 
 from gateway.cli import main
 from gateway.cli.recommend import GIB, fit, fits, kv_cost, working_set
+from gateway.engine.models import notes
 from gateway.engine.models.checkpoint import measure_kv
 from gateway.registry import Facts, LayersKept, read_facts
 from gateway.settings import Settings
@@ -38,7 +39,7 @@ def plain(**facts: Any) -> Facts:
     """Facts of a model whose token takes 512 bytes of KV, and a layer more as many."""
     layers = LayersKept(layers=1, kv_heads=1, head_dim=128)
     words = {"context": 8192, "kv": [layers], "read_from": ["x"], "read_on": "2026-11-26"}
-    return Facts.model_validate({**words, **facts})
+    return Facts.model_validate({"architecture": "llama", **words, **facts})
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -89,6 +90,18 @@ def test_what_a_token_reads_is_the_share_of_the_experts_that_it_takes() -> None:
     assert dense is not None
     assert (mixture.token_bytes, dense.token_bytes) == (GIB, 20 * GIB)
     assert (mixture.speed, dense.speed) == ("fast", "slow")
+
+
+def test_each_model_says_what_its_family_was_compared_with(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notes, "_TRANSFORMERS", frozenset({"qwen3_5", "nomic_bert"}))
+    monkeypatch.setattr(notes, "EQUAL", frozenset({"gpt_oss"}))
+    assert run("--memory", "512") == 0
+    rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    verified = {row[0]: row[-1] for row in rows}
+    assert (verified["qwen3.5-9b"], verified["nomic-embed-text-v1.5"]) == ("transformers",) * 2
+    assert (verified["gpt-oss-20b"], verified["llama-3.2-3b"]) == ("mlx-lm", "no")
 
 
 def test_more_memory_never_offers_less() -> None:

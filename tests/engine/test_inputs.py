@@ -13,6 +13,7 @@ from gateway.engine import inputs
 from gateway.engine.device import Device
 from gateway.engine.hub import Hub
 from gateway.engine.inputs import read_inputs
+from gateway.engine.models.notes import verified_by
 from gateway.errors import ModelLoadFailed
 from gateway.registry import ChatSpec, EmbeddingSpec, Inputs, ModelSpec, PathSource, RerankSpec
 from tests.engine.embedding.harness import rewrite, tiny
@@ -32,6 +33,7 @@ KEYS = st.sampled_from(
     ]
 )
 EMBED: dict[str, Any] = {"id": "m", "kind": "embedding", "pooling": "mean", "normalize": True}
+BERT = {"model_type": "bert"}
 RANK: dict[str, Any] = {"id": "m", "kind": "rerank"}
 
 
@@ -80,7 +82,7 @@ def test_the_limit_by_files_is_the_one_of_the_engine(
     found = read_inputs(spec, NO_HUB)
     assert found is not None
     if limit is not None:
-        assert found == Inputs(limit)
+        assert found.max_tokens == limit
 
 
 @pytest.mark.generator(weight=0.5)
@@ -117,8 +119,8 @@ def test_files_that_have_not_changed_are_not_read_again(tmp_path: Path) -> None:
     spec = EmbeddingSpec(id="m", kind="embedding", source=PathSource(folder))
     first = read_inputs(spec, NO_HUB)
     before = inputs._read.cache_info()
-    assert read_inputs(spec, NO_HUB) == first == Inputs(48)
+    assert read_inputs(spec, NO_HUB) == first == Inputs(48, verified=verified_by(BERT))
     after = inputs._read.cache_info()
     assert (after.misses, after.hits) == (before.misses, before.hits + 1)
     rewrite(folder / "sentence_bert_config.json", max_seq_length=20)
-    assert read_inputs(spec, NO_HUB) == Inputs(20)
+    assert read_inputs(spec, NO_HUB) == Inputs(20, verified=verified_by(BERT))

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from gateway.engine.embedding.cross_encoder import HEADS
+from gateway.engine.embedding.engine import ENCODERS
+from gateway.engine.models.decoders import is_known
 from gateway.errors import RegistryInvalid
 from gateway.registry import Facts, HubSource, catalogue, load_catalog, read_facts, short_names
 from gateway.registry.catalogue import FACTS
@@ -56,6 +59,17 @@ def test_what_is_not_said_is_named_as_unread(name: str, specs: dict[str, HubSour
     # Of one the id's own page has no address.
     unread = {*facts.unread} - {"page"}
     assert unread == {key for key, value in is_said.items() if value is None}
+
+
+@pytest.mark.parametrize("name", FACTS_OF)
+def test_an_architecture_is_one_that_is_opened_here(name: str) -> None:
+    architecture, entry = FACTS_OF[name].architecture, short_names()[name]
+    if entry["kind"] == "embedding":
+        assert architecture in ENCODERS or is_known(architecture)
+    elif entry["kind"] == "rerank" and entry.get("scoring") != "labels":
+        assert architecture in HEADS
+    else:
+        assert is_known(architecture)
 
 
 @pytest.mark.parametrize("name", FACTS_OF)

@@ -93,7 +93,7 @@ def read_chat_setup(
         sampling_defaults=usable_sampling(generation),
         unread_formats=unread,
         notes=[] if isinstance(checkpoint, GgufCheckpoint) else list_notes(config, max_context),
-        verified=verified_by(kind),
+        verified=verified_by(config),
         reader=reader,
     )
 

@@ -8,6 +8,7 @@ Pickled weights are never opened: unpickling runs whatever code they hold.
 import contextlib
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -32,6 +33,9 @@ HEADER_BYTES: Final = 100_000_000
 # A module of mlx-lm ends the process where a package of its own is missing.
 MISSING_PACKAGE: Final = "mlx-lm's class for the model_type of config.json wants another package"
 KV_GROUP_SIZES: Final = (64, 32)
+# A part of the name of an array for images, sound or guesses ahead, which mlx-lm's classes drop.
+TOWER: Final = r"visual|(embed_)?(vision|audio)\w*|\w*(projector|tower|embedder)|mtp\w*"
+_TOWER: Final = re.compile(rf"(^|.*\.)({TOWER})(\..*|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +152,16 @@ class Checkpoint:
         return arrays
 
     def tensors(self) -> dict[str, Tensor]:
-        """Read the headers of the safetensors: every array by name, none of its bytes.
+        """Read the headers of the safetensors: every array that is held, by name.
 
         Raises ModelLoadFailed for a file that is not whole.
         """
+        has_towers = self.config().get("model_type") == "muse_spark"  # mlx-lm's one class that sees
         return {
             name: tensor
             for file in self._weight_files()
             for name, tensor in self.header(file).items()
+            if has_towers or not _TOWER.fullmatch(name)
         }
 
     def header(self, file: str) -> dict[str, Tensor]:

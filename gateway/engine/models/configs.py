@@ -8,7 +8,7 @@ from mlx_lm.utils import _get_classes
 
 from gateway.engine.models.checkpoint import MISSING_PACKAGE
 from gateway.engine.models.context import text_config
-from gateway.engine.models.family_defaults import ROPE_KEYS, resolve
+from gateway.engine.models.family_defaults import ROPE_KEYS, family, resolve
 from gateway.engine.models.own_classes import OWN, Classes, Make
 from gateway.engine.models.unread import check_keys
 
@@ -54,13 +54,16 @@ def write_for_mlx_lm(config: dict[str, Any]) -> None:
     inner = config.get("attn_config") or {}  # DBRX's
     if rope.get("rope_theta") and inner.get("rope_theta", rope["rope_theta"]) != rope["rope_theta"]:
         raise ValueError("rope_theta is not that of attn_config")
-    if config.get("model_type") == "minimax_m2" and config.get("head_dim"):
-        share = config.get("partial_rotary_factor") or 1.0
-        config.setdefault("rotary_dim", int(config["head_dim"] * share))
+    if str(config.get("model_type")).startswith("minimax_m") and "rope_parameters" in config:
+        share = rope.get("partial_rotary_factor") or 1.0
+        config["rotary_dim"] = int(config["head_dim"] * share)
     is_odd = local.get("attention_factor") is not None or not local.get("truncate", True)
     is_scaled = local.get("rope_type", "default") != "default"
-    if is_odd or (is_scaled and str(config.get("model_type")).startswith("gemma3")):
-        raise ValueError(f"sliding_attention: rope_type {local['rope_type']} is not supported")
+    name = str(config.get("model_type"))
+    theta = config.get("rope_theta")
+    is_moved = name == "olmo3" and (config.get("rope_local_base_freq") or theta) != theta
+    if is_odd or is_moved or (is_scaled and name.startswith(("gemma3", "olmo3"))):
+        raise ValueError(f"sliding_attention: other rope_parameters are not supported: {local}")
     _write_layers(config)
 
 
@@ -97,10 +100,8 @@ def complete(config: dict[str, Any], arguments: type | None = None) -> None:
     """Add what a config lacks, as transformers has it: a key by its other name, a default, a
     constant of its class. Lists only if they are among the class's `arguments`.
     """
-    kind = str(config.get("model_type"))
-    if "vision_config" in config and "text_config" not in config:
-        kind += "_text"  # the language model's keys are at the top
-    aliases, resolved = resolve({**config, "model_type": kind})
+    kind = family(config)
+    aliases, resolved = resolve(config)
     listed = {field.name: field for field in fields(arguments or _Nothing)}
     others = {**aliases, **_EQUALS.get(kind, {})}
     own = {key: resolved[name] for key, name in others.items() if name in resolved}

@@ -110,18 +110,25 @@ def read_context(
     """Return the context of a model's folder or GGUF file, by one of the functions above; None if
     nobody says. Raises anything for files that are wrong.
     """
+    return limit(read_files(files), lowered)
+
+
+def read_files(files: Path) -> Mapping[str, Any]:
+    """Return the config of a model's folder or GGUF file. Raises anything for files that are
+    wrong.
+    """
     if is_gguf(files.name):
-        return limit(read_config(read_header(files)), lowered)
-    config = json.loads((files / "config.json").read_text(encoding="utf-8"))
+        return read_config(read_header(files))
+    config: Mapping[str, Any] = json.loads((files / "config.json").read_text(encoding="utf-8"))
     check_counts(config)
-    return limit(config, lowered)
+    return config
 
 
 def text_context(config: Mapping[str, Any]) -> int:
     """Return the tokens of a text that a decoder with this config embeds."""
-    positions, window = int(config["max_position_embeddings"]), ignored_window(config)
-    # In texts that are no longer than the window each token sees all before it.
-    return positions if window is None else min(positions, window)
+    # In texts that are no longer than a window each token sees all before it.
+    limits = [limit.tokens for limit in list_limits(config)]
+    return min([int(config["max_position_embeddings"]), *limits])
 
 
 def ignored_window(text: Mapping[str, Any]) -> int | None:

@@ -14,11 +14,17 @@ ROPE_KEYS: Final = {"rope_parameters", "rope_theta", "rope_scaling"} | {
 }
 
 
+def family(config: Mapping[str, Any]) -> str:
+    """Return the `model_type` that transformers knows a language model's config by."""
+    is_flat = "vision_config" in config and "text_config" not in config
+    return f"{config.get('model_type')}{'_text' if is_flat else ''}"
+
+
 def resolve(config: Mapping[str, Any]) -> tuple[Mapping[str, str], Mapping[str, Any]]:
     """Return transformers' other names of a family's keys, and its whole config; both empty of a
     family or a config that transformers has no class for.
     """
-    known = _config_class(str(config.get("model_type")))
+    known = _config_class(family(config))
     if known is None:
         return {}, {}
     aliases: dict[str, str] = dict(known.attribute_map)
@@ -50,7 +56,7 @@ def is_default(text: Mapping[str, Any], key: str) -> bool:
 
 def default_of(text: Mapping[str, Any], key: str) -> tuple[bool, Any]:
     """Return if transformers knows a key of this family's configs, and its default."""
-    known = _config_class(str(text.get("model_type")))
+    known = _config_class(family(text))
     for field in () if known is None else fields(known):
         if field.name == key and key not in _common_names():
             made: Any = field.default_factory

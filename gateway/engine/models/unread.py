@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import mlx.core as mx
 
+from gateway.engine.models.checkpoint import TOWER
 from gateway.engine.models.counts import MOST_LAYERS
 from gateway.engine.models.family_defaults import is_default
 from gateway.engine.models.reads import architecture, reader_of
@@ -26,12 +27,14 @@ CHANGES: Final = re.compile(
     r"|query_pre_attn_scalar|rope_interleave|routed_scaling_factor|scale_attn_\w+|swiglu_\w+"
     r"|time_step_limit|topk_group|use_bidirectional_attention|(mlp_layer|indexer)_types"
 )
-_GELU: Final = {"hidden_activation": ("gelu_pytorch_tanh",)}
-# What a class reads, and computes otherwise than transformers: the values that are right.
+_GELU: Final[dict[str, tuple[Any, ...]]] = {"hidden_activation": ()}
+_SILU: Final[dict[str, tuple[Any, ...]]] = {"hidden_act": ()}
+# What a class reads, and computes otherwise than transformers: the values that are right, or none
+# where that is transformers' default.
 _RIGHT: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
     "falcon_h1": {
         "attention_in_multiplier": (1.0,),
-        "hidden_act": ("silu",),
+        "hidden_act": (),
         "time_step_limit": ([0.0, math.inf], None),
     },
     "gemma3n": _GELU,
@@ -39,13 +42,15 @@ _RIGHT: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
     "gemma4_text": _GELU,
     "glm4_moe_lite": {"rms_norm_eps": (1e-5,)},  # some of its norms have their own
     "gpt_bigcode": {"multi_query": (True,)},
-    "granitemoehybrid": {"hidden_act": ("silu",), "mamba_n_groups": (1,)},
-    "jamba": {"hidden_act": ("silu",)},
-    "kimi_linear": {
-        "hidden_act": ("silu",),
-        "rms_norm_eps": (1e-5,),
-        "tie_word_embeddings": (False,),
-    },
+    "qwen2_moe": {"layer_types": ()},
+    "recurrent_gemma": {"hidden_activation": (), "rope_theta": (), "partial_rotary_factor": ()},
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), _SILU),
+    "granitemoehybrid": {"hidden_act": (), "mamba_n_groups": (1,)},
+    "jamba": _SILU,
+    "kimi_linear": {"hidden_act": (), "rms_norm_eps": (1e-5,), "tie_word_embeddings": (False,)},
+    "llama4": {"rms_norm_eps": (1e-5,), "no_rope_layers": (), "layer_types": ()},
+    "longcat_flash": _SILU,
+    "mamba2": {"layer_norm_epsilon": (1e-5,), "n_groups": (1,)},
 }
 # Keys that change no answer: of training, of the tokenizer, of other tasks, of how files are kept.
 _INERT: Final = re.compile(
@@ -60,8 +65,8 @@ _INERT: Final = re.compile(
 )
 # Arrays that a language model has no place for, or that are computed anew.
 _SPARE: Final = re.compile(
-    r"(^|.*\.)(visual|vision\w*|audio\w*|\w*(projector|tower|embedder)|mtp\w*|embed_(audio|vision)"
-    r"|rotary_emb|lm_head|attn\.(bias|masked_bias)|\w*(scale_inv|input_scale|weight_scale\w*))(\..*|$)"
+    rf"(^|.*\.)({TOWER}|rotary_emb|lm_head|attn\.(bias|masked_bias)"
+    r"|\w*(scale_inv|input_scale|weight_scale\w*))(\..*|$)"
 )
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 _MOST_KINDS: Final = 12
@@ -77,7 +82,7 @@ def check_keys(text: Mapping[str, Any], model_class: type) -> None:
         if CHANGES.fullmatch(key):
             raise ValueError(f"{key} {text[key]!r:.60} is not supported for `{text['model_type']}`")
     for key, right in _RIGHT.get(architecture(model_class), {}).items():
-        if text.get(key, right[0]) not in right:
+        if key in text and text[key] not in right and (right or not is_default(text, key)):
             raise ValueError(f"{key} {text[key]!r:.60} is not supported for `{text['model_type']}`")
 
 

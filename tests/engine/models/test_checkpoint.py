@@ -1,19 +1,23 @@
 """A model's size before it is loaded: what its engine measures afterwards."""
 
+import ast
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm.models
 import pytest
 from mlx_lm.utils import load_model, quantize_model, save_model
 
 from benchmarks.loading import load_embedding, load_generation
 from gateway.engine.device import Device
-from gateway.engine.models.checkpoint import Checkpoint, kv_bytes, weights_bytes
+from gateway.engine.models.checkpoint import TOWER, Checkpoint, kv_bytes, weights_bytes
 from gateway.engine.models.context import full_attention_share
 from gateway.errors import ModelLoadFailed
-from tests.checkpoints import STATEFUL, write_chat
+from tests.checkpoints import HYBRID, LLAMA, SLIDING, STATEFUL, write_chat
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 
@@ -121,3 +125,63 @@ def test_quantised_weights_without_a_group_size_are_refused(tmp_path: Path) -> N
 )
 def test_a_share_of_the_layers_keeps_every_token(config: dict[str, Any], share: float) -> None:
     assert full_attention_share(config) == share
+
+
+def write_with_tower(folder: Path, names: Sequence[str], **config: Any) -> Path:
+    """Write a chat model with arrays of these modules beside it, one of them quantised."""
+    write_chat(folder, **config)
+    file = folder / "model.safetensors"
+    weights: Any = mx.load(str(file))
+    for name in names:
+        weights[f"{name}.layers.0.fc1.weight"] = mx.ones((64, 64))
+        weights[f"{name}.layers.0.fc2.weight"] = mx.zeros((64, 8), mx.uint32)
+        weights[f"{name}.layers.0.fc2.scales"] = mx.ones((64, 2))
+        weights[f"{name}.layers.0.fc2.biases"] = mx.ones((64, 2))
+    mx.save_safetensors(str(file), weights)
+    return folder
+
+
+SIGHTED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "gemma3": (
+        {"model_type": "gemma3", "text_config": {**LLAMA, **SLIDING, "vocab_size": 1026}},
+        ("vision_tower", "multi_modal_projector"),
+    ),
+    "qwen3_5": (
+        {
+            "model_type": "qwen3_5",
+            "text_config": {
+                **LLAMA,
+                **HYBRID,
+                "model_type": "qwen3_5_text",
+                "num_experts": 0,
+                "vocab_size": 1026,
+            },
+        },
+        ("model.visual", "vision_tower", "mtp"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIGHTED)
+def test_towers_that_no_class_holds_are_not_counted(tmp_path: Path, name: str) -> None:
+    config, towers = SIGHTED[name]
+    blind = weights_bytes(checkpoint(write_chat(tmp_path / "blind", **config)), Device.CPU, None)
+    folder = write_with_tower(tmp_path / "sighted", towers, **config)
+    assert weights_bytes(checkpoint(folder), Device.CPU, None) == blind == measured(folder)
+    assert weights_bytes(checkpoint(folder), Device.METAL, None) == blind
+
+
+def test_one_class_of_mlx_lm_holds_towers_and_its_are_counted(tmp_path: Path) -> None:
+    """Any other that assigns a module by such a name would be counted as too small."""
+    sighted = {
+        file.stem
+        for file in Path(mlx_lm.models.__path__[0]).glob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if re.fullmatch(TOWER, node.attr)
+    }
+    assert sighted == {"muse_spark"}
+    folder = write_with_tower(tmp_path, ["vision_tower"])
+    assert "vision_tower.layers.0.fc1.weight" not in checkpoint(folder).tensors()
+    (folder / "config.json").write_text('{"model_type": "muse_spark"}')
+    assert "vision_tower.layers.0.fc1.weight" in checkpoint(folder).tensors()

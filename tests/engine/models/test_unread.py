@@ -200,5 +200,5 @@ def test_a_name_is_read_where_a_class_or_what_it_imports_takes_it() -> None:
 
 
 def test_families_say_with_what_their_answers_were_compared() -> None:
-    assert verified_by("bailing_moe_linear") == "no"
-    assert verified_by("llama") in ("mlx-lm", "transformers")
+    assert verified_by({"model_type": "bailing_moe_linear"}) == "no"
+    assert verified_by({"model_type": "llama"}) in ("mlx-lm", "transformers")
