@@ -78,7 +78,13 @@ class Decoder:
             if raw.get("model_type") == "gemma3_text":
                 rounded: Any = mx.array(sqrt(self.dimensions), mx.bfloat16).item()
                 self._rounding = sqrt(self.dimensions) / rounded
-        model, _ = open_decoder(checkpoint, device=device, dtype=dtype, classes=_headless_classes)
+        model, _ = open_decoder(
+            checkpoint,
+            device=device,
+            dtype=dtype,
+            context=self.max_tokens,
+            classes=_headless_classes,
+        )
         self._model = model
         self._states: Any = getattr(model, "model", None)
         if self._states is None:

@@ -309,12 +309,13 @@ def load_label_scorer_in_steps(
     tokenizer = load_text_tokenizer(checkpoint, lower_case=False)
     ids = _read_labels(checkpoint, tokenizer, recipe.labels)
     yield None
-    model, _ = open_decoder(checkpoint, device=device, dtype=dtype)
+    context = pair_context(config, max_context)
+    model, _ = open_decoder(checkpoint, device=device, dtype=dtype, context=context)
     yield from read_in_slices(checkpoint, parameters(model))
     yield from replace_missing(checkpoint.name, model, device, floating_dtype(model), report)
     head = LabelHead(model, ids)
     _check_head(checkpoint, model, head, ids)
-    yield LabelScorer(model, tokenizer, recipe, head, max_tokens=pair_context(config, max_context))
+    yield LabelScorer(model, tokenizer, recipe, head, max_tokens=context)
 
 
 def _read_labels(

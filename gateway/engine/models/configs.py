@@ -61,8 +61,10 @@ def write_for_mlx_lm(config: dict[str, Any]) -> None:
     is_odd = local.get("attention_factor") is not None or not local.get("truncate", True)
     is_scaled = local.get("rope_type", "default") != "default"
     name = str(config.get("model_type"))
-    theta = config.get("rope_theta")
+    theta, share = config.get("rope_theta"), config.get("partial_rotary_factor")
     is_moved = name == "olmo3" and (config.get("rope_local_base_freq") or theta) != theta
+    if name == "recurrent_gemma" and ((theta or 1e4) != 1e4 or (share or 0.5) != 0.5):
+        raise ValueError(f"rope_parameters are not supported for `{name}`: {rope}")
     if is_odd or is_moved or (is_scaled and name.startswith(("gemma3", "olmo3"))):
         raise ValueError(f"sliding_attention: other rope_parameters are not supported: {local}")
     _write_layers(config)
