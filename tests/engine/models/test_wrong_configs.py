@@ -3,9 +3,7 @@
 import json
 import shutil
 import time
-from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -20,7 +18,7 @@ from gateway.errors import ModelLoadFailed
 from tests.checkpoints import DEMO, write_chat
 from tests.golden_decoders import cases, write_decoder
 
-SECONDS = 10  # on a machine that does other things, too
+SECONDS = 10  # of the processor
 ORIGINAL = {"original_max_position_embeddings": 16}
 YARN = {"rope_type": "yarn", "type": "yarn", "factor": 4.0, **ORIGINAL}
 LONGROPE = {
@@ -34,7 +32,7 @@ LONGROPE = {
 
 def open_or_refuse(folder: Path) -> ModelLoadFailed | None:
     """Read and open a chat model's folder; return the error that refuses it."""
-    started = time.monotonic()
+    started = time.process_time()
     try:
         setup = read_chat_setup(folder, name="mine", max_context=None)
         open_decoder(
@@ -47,7 +45,7 @@ def open_or_refuse(folder: Path) -> ModelLoadFailed | None:
     except ModelLoadFailed as error:
         return error
     finally:
-        assert time.monotonic() - started < SECONDS
+        assert time.process_time() - started < SECONDS
     return None
 
 
@@ -89,13 +87,20 @@ def test_a_wrong_value_is_refused_as_the_models(changes: dict[str, Any], tmp_pat
     assert open_or_refuse(tmp_path) is not None
 
 
-@cache
-def folder_of(case: str) -> Path:
-    """Return a folder with the files of a case, and demo-chat's tokenizer."""
-    folder = write_decoder(case, Path(mkdtemp()))
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(DEMO / file, folder)
+def folder_of(case: str, place: Path) -> Path:
+    """Return a folder with the files of a case, and demo-chat's tokenizer; made once."""
+    folder = place / case
+    if not folder.exists():
+        folder.mkdir()
+        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            shutil.copy(DEMO / file, folder)
+        write_decoder(case, folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cases")
 
 
 NUMBERS = st.sampled_from([0, -1, 1, 3, 2.5, 1e30, -1e-30, 10**9, 10**30, float("inf")])
@@ -125,12 +130,14 @@ OTHERS += [
 @pytest.mark.generator(weight=2)
 @settings(deadline=None)
 @given(data=st.data())
-def test_any_value_of_any_key_ends_in_a_refusal_or_a_model(data: st.DataObject) -> None:
+def test_any_value_of_any_key_ends_in_a_refusal_or_a_model(
+    place: Path, data: st.DataObject
+) -> None:
     case = data.draw(st.sampled_from(sorted(cases())))
     config = cases()[case]["config"]
     keys = st.sampled_from([*OTHERS, *sorted(config)])
     changes = data.draw(st.dictionaries(keys, VALUES, min_size=1, max_size=3))
-    folder = folder_of(case)
+    folder = folder_of(case, place)
     try:
         change(folder, **changes)
         open_or_refuse(folder)
