@@ -78,7 +78,7 @@ def test_no_context_is_longer_than_a_window_of_transformers(kind: str) -> None:
         if kind not in UNLISTED and layers and SLIDING not in layers:
             window = None
         if kind == "ministral" and layers and FULL in layers:
-            window = None  # which its class has
+            window = None  # its class has such windows
         # A config as people write it, and as transformers saves it.
         for config in ({**size, **keys}, text):
             found = ignored_window({**config, "model_type": kind})

@@ -80,7 +80,7 @@ def changed(family: str, changes: Mapping[str, Any]) -> dict[str, Any]:
 def test_a_key_that_a_class_passes_over_is_refused_by_name(
     family: str, changes: dict[str, Any], named: str
 ) -> None:
-    built(tiny_models.tiny_config(family))  # which has another value, and is served
+    built(tiny_models.tiny_config(family))  # served with another value
     with pytest.raises(ValueError, match=named) as refused:
         built(changed(family, changes))
     assert family in str(refused.value) or "sliding_attention" in named

@@ -57,7 +57,7 @@ def change(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"num_labels": 10**9},  # of which transformers makes a dictionary
+        {"num_labels": 10**9},  # transformers makes a dictionary of them
         {"text_config": [1]},
         {"text_config": {"model_type": 7}},
         {"rope_scaling": "yarn"},
