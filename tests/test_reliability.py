@@ -1,4 +1,4 @@
-"""docs/reliability.md and docs/llama-cpp-suite.md cite what there is: tests, settings, series."""
+"""docs/reliability.md and pages beside it cite what there is: tests, settings, series."""
 
 import re
 from pathlib import Path
@@ -10,6 +10,7 @@ from gateway.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+UPSTREAM = (ROOT / "docs" / "upstream.md").read_text(encoding="utf-8")
 FOREIGN = (ROOT / "docs" / "llama-cpp-suite.md").read_text(encoding="utf-8")
 BYTES = TEXT.partition("\n## Where bytes are held\n")[2].partition("\n## ")[0]
 
@@ -17,7 +18,7 @@ CONSTANT = re.compile(r"`((?:\w+/)*\w+\.py)::([A-Za-z_]+)`")
 CITED = re.compile(r"`((?:\w+/)*test_\w+\.py(?:::\w+)?)`")
 
 
-@pytest.mark.parametrize("cited", sorted(set(CITED.findall(TEXT + FOREIGN))))
+@pytest.mark.parametrize("cited", sorted(set(CITED.findall(TEXT + FOREIGN + UPSTREAM))))
 def test_every_test_that_is_cited_exists(cited: str) -> None:
     file, _, name = cited.partition("::")
     path = ROOT / file if file.startswith("compat_tests/") else ROOT / "tests" / file

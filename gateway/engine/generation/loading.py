@@ -337,7 +337,10 @@ def complete_shape(shape: Shape, config: Mapping[str, Any]) -> Shape:
 
 
 def _context(checkpoint: Listing, config: Mapping[str, Any], lowered: int | None) -> int:
-    limit = lower_context(config, lowered)
+    try:
+        limit = lower_context(config, lowered)
+    except Exception as error:  # a value of any kind may stand in a file
+        raise checkpoint.failed(f"config.json: {error}") from error
     if limit is None:
         raise checkpoint.failed(
             "its config has no max_position_embeddings; set `max_context:` in models.yaml"

@@ -146,7 +146,7 @@ def _has_windows(kind: str, text: Mapping[str, Any], layers: Sequence[str] | Non
     """Return True if a layer has a window, as transformers' config classes decide it."""
     if kind == "ministral":  # whose class has windows, if a layer has none
         return "full_attention" not in (layers or ())
-    if layers:
+    if layers and kind != "qwen3_moe":  # its config has no such list
         return "sliding_attention" in layers
     if not (kind == "dots1" or text.get("use_sliding_window")):
         return False

@@ -26,7 +26,7 @@ _BOUNDS: Final = tuple(
         (r"\w*(position|context|ctx|length)\w*", 0, MOST_CONTEXT),
         (r"(n|num)_(\w+_)?(layers?|loops?|blocks|inputs)", 0, MOST_LAYERS),
         (r"loop_num|\w+_iters|\w+_inputs|\w+_mult|depth|emb_(neighbor|split)_num", 0, MOST_LAYERS),
-        (r"\w*(heads?|experts?|groups?)(_per_\w+)?|\w*expert_num", 0, MOST_PARTS),
+        (r"\w*(heads?|experts?|groups?|labels)(_per_\w+)?|\w*expert_num", 0, MOST_PARTS),
         (r"(n|num)_(vocab|inner|embd|channels|sink_tokens)|d_model", 0, MOST_WIDTH),
         (r"\w+_(size|dim|rank|width|kernel|channels)(_\w+)?", 0, MOST_WIDTH),
         (r"\w*(topk|top_k|conv|expand|expansion)\w*|mamba_\w+|moe_(k|capacity)", 0, MOST_WIDTH),

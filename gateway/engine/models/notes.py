@@ -27,18 +27,18 @@ def list_notes(config: dict[str, Any], asked: int | None) -> list[str]:
     from gateway.engine.models.configs import classes_of  # mlx-lm takes a second
     from gateway.engine.models.unread import list_unread
 
-    text, notes = text_config(config), []
-    for limit in list_limits(config):
-        more = f"beyond {limit.tokens:,} tokens, `{limit.key}` is not as config.json says"
-        if asked is None:
-            notes.append(f"{more}: the context ends there, unless `max_context:` raises it")
-            break
-        if asked > limit.tokens and limit.key == "long_factor":  # for all texts, by `ropes`
-            short = f"texts of up to {limit.tokens:,} are not rotated by `short_factor`"
-            notes.append(f"`max_context:` allows {asked:,} tokens: {short}, and answers differ")
-        elif asked > limit.tokens:
-            notes.append(f"{more}, and `max_context:` allows {asked:,}: longer answers differ")
+    text, notes = text_config(config), list[str]()
     with contextlib.suppress(Exception):  # the load says what is wrong
+        for limit in list_limits(config):
+            more = f"beyond {limit.tokens:,} tokens, `{limit.key}` is not as config.json says"
+            if asked is None:
+                notes.append(f"{more}: the context ends there, unless `max_context:` raises it")
+                break
+            if asked > limit.tokens and limit.key == "long_factor":  # for all texts, by `ropes`
+                short = f"texts of up to {limit.tokens:,} are not rotated by `short_factor`"
+                notes.append(f"`max_context:` allows {asked:,} tokens: {short}, and answers differ")
+            elif asked > limit.tokens:
+                notes.append(f"{more}, and `max_context:` allows {asked:,}: longer answers differ")
         keys = list_unread(text, classes_of(deepcopy(config))[0])
         if keys:
             notes.append(f"nothing reads {', '.join(f'`{key}`' for key in keys)} of config.json")
