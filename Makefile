@@ -66,7 +66,7 @@ nightly-reference: ## Compare the newest mlx-lm with the newest transformers, ke
 	@$(MAKE) --no-print-directory VENV=$(VENV)-nightly setup-reference
 	@$(VENV)-nightly-reference/bin/python -m pip install $(QUIET) --disable-pip-version-check --upgrade \
 		mlx "mlx[cpu]; sys_platform == 'linux'" mlx-lm transformers
-	$(VENV)-nightly-reference/bin/python -m benchmarks.reference $(ARGS)
+	$(VENV)-nightly-reference/bin/python -m benchmarks.reference $(or $(ARGS),--jobs 2)
 
 first-minute: setup-dev ## Serve models.yaml as a newcomer does, and ask what README asks
 	$(BIN)/python -m pytest compat_tests/test_readme.py compat_tests/test_shipped.py -m slow
