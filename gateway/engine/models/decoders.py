@@ -25,7 +25,7 @@ from gateway.engine.models.decoder_kernels import use_cpu_kernels
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, read_gguf_decoder
 from gateway.engine.models.missing_kernels import Report, quantization_of, replace_missing, widen
 from gateway.engine.models.sharding import RankShare, shard
-from gateway.engine.models.unread import list_dropped
+from gateway.engine.models.unread import list_lost
 
 # What mlx-lm's attention and MLP modules call with one and the same input.
 _GROUPS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -141,8 +141,8 @@ def open_decoder(
         model, config = load_model(checkpoint.folder, lazy=True, get_model_classes=bounded_classes)
         correct(model, text_config(config), weights, context)
         if note is not None:
-            for kind in list_dropped(weights, model, text_config(config)):
-                note(f"nothing reads the weights {kind}")
+            for sentence in list_lost(weights, model, text_config(config)):
+                note(sentence)
         # There, quantised weights are 10 to 50 times slower than float32.
         if device is Device.CPU and not is_packed:
             widen(model, floating_dtype(model))

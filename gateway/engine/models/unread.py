@@ -101,6 +101,17 @@ def _unread(text: Mapping[str, Any], reads: Callable[[str], bool]) -> Iterator[s
             yield key
 
 
+def list_lost(found: Mapping[str, mx.array], model: Any, text: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each kind of arrays that the files have and nothing reads, or that the
+    model needs and they have lost. Raises ValueError for what `list_dropped` refuses.
+    """
+    is_biased = text.get("model_type") == "ernie4_5_moe" and text.get("moe_use_aux_free")
+    if is_biased and not any(map(_BIAS.search, found)):
+        yield "the files have lost the biases that experts are chosen by: answers differ"
+    for kind in list_dropped(found, model, text):
+        yield f"nothing reads the weights {kind}"
+
+
 def list_dropped(found: Mapping[str, mx.array], model: Any, text: Mapping[str, Any]) -> list[str]:
     """List the kinds of arrays of the files that a class drops when it takes them in: those whose
     numbers are missing among the arrays that it has under other names. Raises ValueError for
