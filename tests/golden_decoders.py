@@ -23,7 +23,7 @@ VOCABULARY: Final = 64
 TOKENS: Final = 40
 _drawn = random.Random(5)
 PROMPT: Final = [_drawn.randrange(3, VOCABULARY) for _ in range(TOKENS)]
-_GAIN: Final = 1.6  # of a matrix, so that each layer is heard in the logits
+_GAIN: Final = 1.6  # a matrix's, so that each layer is heard in the logits
 
 
 def draw(name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:

@@ -50,7 +50,7 @@ def _longrope(original: int) -> dict[str, Any]:
 
 _DYNAMIC: Final = {**THETA, "rope_type": "dynamic", "factor": 2.0}
 _GPT_OSS: Final = SHAPES["gpt_oss"]["the originals' rotation"]
-# Each case has the family, the form of its files, and the keys that differ from those of the tiny configs.
+# Each case has the family, the form of its files, and the keys that differ from the tiny configs'.
 CASES: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
     "arcee": ("arcee", "v5", {}),
     "ernie4_5_moe router's bias": ("ernie4_5_moe", "hub", {}),

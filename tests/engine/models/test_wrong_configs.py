@@ -18,7 +18,7 @@ from gateway.errors import ModelLoadFailed
 from tests.checkpoints import DEMO, write_chat
 from tests.golden_decoders import cases, write_decoder
 
-SECONDS = 10  # of the processor
+SECONDS = 10  # processor time
 ORIGINAL = {"original_max_position_embeddings": 16}
 YARN = {"rope_type": "yarn", "type": "yarn", "factor": 4.0, **ORIGINAL}
 LONGROPE = {
