@@ -1,5 +1,6 @@
 """config.json in the words of mlx-lm's classes, with what transformers takes for keys it lacks."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final
@@ -51,6 +52,9 @@ def write_for_mlx_lm(config: dict[str, Any]) -> None:
     config.update({key: value for key, value in own.items() if value and config.get(key) is None})
     if rope:
         config.setdefault("rope_scaling", None)  # some classes insist on the key
+    for number in (config.get("rope_theta"), (config.get("rope_scaling") or {}).get("factor")):
+        if number is not None and not (isinstance(number, int | float) and 0 < number < math.inf):
+            raise ValueError(f"a rotation's rope_theta or factor is {number!r:.40}")
     inner = config.get("attn_config") or {}  # DBRX's
     if rope.get("rope_theta") and inner.get("rope_theta", rope["rope_theta"]) != rope["rope_theta"]:
         raise ValueError("rope_theta is not that of attn_config")

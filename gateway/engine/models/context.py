@@ -144,7 +144,7 @@ def ignored_window(text: Mapping[str, Any]) -> int | None:
 
 def _has_windows(kind: str, text: Mapping[str, Any], layers: Sequence[str] | None) -> bool:
     """Return True if a layer has a window, as transformers' config classes decide it."""
-    if kind == "ministral":  # whose class has windows, if a layer has none
+    if kind == "ministral":  # its class has windows if a layer has none
         return "full_attention" not in (layers or ())
     if layers and kind != "qwen3_moe":  # its config has no such list
         return "sliding_attention" in layers

@@ -80,7 +80,7 @@ def _scale_plain(found: list[Any], text: Mapping[str, Any], scaling: Mapping[str
     """
     theta = text.get("rope_theta") or 10_000.0
     plain = [each for each in found if math.isclose(each[2].base, theta)]
-    if not plain or "qk_rope_head_dim" in text:  # whose attention would have to be scaled, too
+    if not plain or "qk_rope_head_dim" in text:  # MLA scales its attention, too
         raise _unsupported(text)
     for owner, name, rope in plain:
         owner[name] = initialize_rope(

@@ -128,7 +128,7 @@ def list_dropped(found: Mapping[str, mx.array], model: Any, text: Mapping[str, A
         return []
     chosen = (each for count in range(1, len(kinds) + 1) for each in combinations(kinds, count))
     dropped = next((each for each in chosen if sum(gone[kind] for kind in each) == missing), ())
-    if text.get("model_type") != "ernie4_5_moe":  # whose biases are read by `correct`
+    if text.get("model_type") != "ernie4_5_moe":  # `correct` reads its biases
         for kind in dropped:
             if _BIAS.search(kind):
                 raise ValueError(f"the weights {kind} are not supported")
