@@ -105,8 +105,7 @@ class Mixture(Module):
         dict.update(self, mixture)
         self._is_jamba = "router" in mixture
         self._chosen: int = mixture.num_experts_per_tok if self._is_jamba else mixture.k
-        if bias is not None:
-            self.bias = bias
+        self._bias = bias  # float32 whatever the weights are, as in transformers
 
     def __call__(self, x: mx.array) -> mx.array:
         """Return (…, width) for (…, width)."""
@@ -114,7 +113,7 @@ class Mixture(Module):
         logits = router(x).astype(mx.float32)
         # mlx-lm weighs Jamba's experts among the chosen ones alone.
         scores = mx.softmax(logits, axis=-1) if self._is_jamba else self.gate_act(logits)
-        ranks = scores + self.bias if "bias" in self else scores
+        ranks = scores if self._bias is None else scores + self._bias
         chosen = mx.argpartition(-ranks, kth=self._chosen - 1, axis=-1)[..., : self._chosen]
         shares = mx.take_along_axis(scores, chosen, axis=-1)
         if not self._is_jamba:
