@@ -95,9 +95,11 @@ def list_unread(text: Mapping[str, Any], model_class: type) -> list[str]:
 
 def _unread(text: Mapping[str, Any], reads: Callable[[str], bool]) -> Iterator[str]:
     for key, value in text.items():
-        # Gemma 4's tokens look ahead in images alone.
-        is_of_images = key == "use_bidirectional_attention" and value == "vision"
-        if value is not None and not (reads(key) or is_of_images or is_default(text, key)):
+        # Gemma 4's tokens look ahead in images alone; forms of GELU are alike.
+        is_same = (key, value) == ("use_bidirectional_attention", "vision") or (
+            key == "activation_function" and str(value).startswith("gelu")
+        )
+        if value is not None and not (reads(key) or is_same or is_default(text, key)):
             yield key
 
 
