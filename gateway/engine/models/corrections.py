@@ -81,7 +81,8 @@ def _correct_activation(model: Any, text: Mapping[str, Any], reads: Callable[[st
         if activation is built_in:
             continue
         found = [*_gated(model)]
-        if activation is None or not found:
+        is_alike = {built_in, activation} == {activations.gelu, activations.gelu_approx}
+        if activation is None or not (found or is_alike):
             raise ValueError(f"{key} `{stated}` is not supported for `{text['model_type']}`")
         for owner, name, mlp in found:
             if isinstance(mlp, SwitchGLU):

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.tiny_models import tiny_config
 from gateway.engine.models.configs import classes_of
 from gateway.engine.models.context import list_limits, lower_context
+from gateway.engine.models.corrections import correct
 from gateway.engine.models.notes import list_notes
 
 COMMON: dict[str, Any] = {
@@ -306,3 +308,14 @@ def test_a_family_of_the_catalogue_is_read_whole(name: str) -> None:
     assert lower_context(config, None) == stated
     assert list_notes(config, None) == []
     classes_of(deepcopy(config))
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [("gpt_bigcode", "activation_function", "gelu"), ("gpt_neox", "hidden_act", "gelu_fast")],
+)
+def test_one_form_of_gelu_is_served_for_another(kind: str, key: str, value: str) -> None:
+    """StarCoder's and GPT-NeoX-20B's files name other forms than transformers' defaults."""
+    config = {**tiny_config(kind), key: value}
+    classes, arguments = classes_of(config)
+    correct(classes(arguments.from_dict(config)), config, {}, None)
