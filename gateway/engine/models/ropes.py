@@ -43,6 +43,8 @@ def correct_ropes(
             # Up to the stated context it is a plain one, and plain ones can be batched.
             base = getattr(rope, "original_base", None) or rope.base  # InternLM3's, or any other
             owner[name] = RoPE(rope.dims, rope.traditional, base)
+    if any(getattr(rope, "dims", 0) % 2 for _, _, rope in found):
+        raise ValueError("an odd number of dimensions cannot be rotated")
     if not found and not (kind == "dynamic" and "alpha" in scaling):  # rotations of its own
         is_plain = kind == "yarn" and scaling.get("truncate", True)
         if kind != "default" and not (is_plain and scaling.get("attention_factor") is None):
