@@ -188,7 +188,7 @@ SPECIAL: Final[dict[str, dict[str, Any]]] = {
     # by `time_step_limit` alone (modeling_nemotron_h.py of nvidia/NVIDIA-Nemotron-Nano-9B-v2).
     "nemotron_h": {
         "layers_block_type": ["mamba", "attention", "moe", "mamba"],
-        "time_step_min": 0.0,
+        "time_step_min": 1e-9,  # its logarithm is taken
     },
     "olmo3": {"layer_types": _SLIDING},
     "olmo_hybrid": {"layer_types": _LINEAR},
