@@ -184,8 +184,7 @@ SPECIAL: Final[dict[str, dict[str, Any]]] = {
             "partial_rotary_factor": 0.5,
         }
     },
-    # transformers bounds the step of its states by `time_step_min`, NVIDIA's own code and kernels
-    # by `time_step_limit` alone (modeling_nemotron_h.py of nvidia/NVIDIA-Nemotron-Nano-9B-v2).
+    # keys.is_disputed has why.
     "nemotron_h": {
         "layers_block_type": ["mamba", "attention", "moe", "mamba"],
         "time_step_min": 1e-9,  # its logarithm is taken

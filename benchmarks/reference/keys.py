@@ -138,7 +138,6 @@ SHAPES: Final[dict[str, dict[str, dict[str, Any]]]] = {
     "nemotron_h": {
         "mixtures": {"layers_block_type": ["mamba", "moe", "attention", "moe"]},
         "dense": {"layers_block_type": ["mamba", "mlp", "attention", "mlp"]},
-        "the originals' time_step_min": {"time_step_min": 0.001},
     },
 }
 
@@ -155,7 +154,7 @@ def changes(fields: Mapping[str, Any]) -> dict[str, Change]:
     """Return the changes of a config's fields by their names; the base is the first."""
     found = {"": Change()}
     for name, value in fields.items():
-        if name in ("rope_parameters", "rope_scaling"):
+        if name in ("rope_parameters", "rope_scaling") or is_disputed(name, fields):
             continue
         for other in others(name, value):
             beside = {k: v for k, v in BESIDE.get(name, {}).items() if k in fields}
@@ -180,8 +179,16 @@ def uncovered(fields: Mapping[str, Any]) -> list[str]:
         and name not in SIZES
         and name not in ("rope_parameters", "rope_scaling", *TOGETHER, "topk_group")
         and not re.search(r"_size|_dim$|_rank|heads|num_layers|num_experts$|_expand|^expand$", name)
-        and not others(name, value)
+        and (is_disputed(name, fields) or not others(name, value))
     ]
+
+
+def is_disputed(name: str, fields: Mapping[str, Any]) -> bool:
+    """Return True for a key that transformers reads otherwise than a family's authors: NVIDIA's
+    code and kernels bound a step by `time_step_limit` (modeling_nemotron_h.py of
+    nvidia/NVIDIA-Nemotron-Nano-9B-v2), transformers by `time_step_min`.
+    """
+    return fields.get("model_type") == "nemotron_h" and name in ("time_step_limit", "time_step_min")
 
 
 def others(name: str, value: Any) -> Sequence[Any]:
