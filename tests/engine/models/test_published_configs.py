@@ -9,7 +9,8 @@ from benchmarks.tiny_models import tiny_config
 from gateway.engine.models.configs import classes_of
 from gateway.engine.models.context import list_limits, lower_context
 from gateway.engine.models.corrections import correct
-from gateway.engine.models.notes import list_notes
+from gateway.engine.models.notes import list_notes, verified_by
+from gateway.registry.catalogue import read_facts
 
 COMMON: dict[str, Any] = {
     "attention_bias": False,
@@ -319,3 +320,11 @@ def test_one_form_of_gelu_is_served_for_another(kind: str, key: str, value: str)
     config = {**tiny_config(kind), key: value}
     classes, arguments = classes_of(config)
     correct(classes(arguments.from_dict(config)), config, {}, None)
+
+
+def test_every_family_of_the_catalogue_is_equal_to_transformers() -> None:
+    families = {facts.architecture for _, _, facts in read_facts()}
+    assert len(families) > 10
+    assert {
+        kind for kind in families if verified_by({"model_type": kind}) != "transformers"
+    } == OTHERS
