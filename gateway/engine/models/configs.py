@@ -58,8 +58,7 @@ def write_for_mlx_lm(config: dict[str, Any]) -> None:
     inner = config.get("attn_config") or {}  # DBRX's
     if rope.get("rope_theta") and inner.get("rope_theta", rope["rope_theta"]) != rope["rope_theta"]:
         raise ValueError("rope_theta is not that of attn_config")
-    is_minimax = str(config.get("model_type")).startswith("minimax_m")
-    if is_minimax and {"head_dim", "rope_parameters"} <= config.keys():
+    if str(config.get("model_type")).startswith("minimax_m") and rope and "head_dim" in config:
         share = rope.get("partial_rotary_factor") or 1.0
         config["rotary_dim"] = int(config["head_dim"] * share)
     is_odd = local.get("attention_factor") is not None or not local.get("truncate", True)
