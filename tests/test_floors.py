@@ -138,7 +138,7 @@ BUDGET: dict[str, int] = {
     "cli": 1635,
     "clock": 40,
     "doctor": 349,
-    "engine": 13640,
+    "engine": 13654,
     "errors": 268,
     "ids": 10,
     "jobs": 297,

@@ -50,6 +50,13 @@ def write_for_mlx_lm(config: dict[str, Any]) -> None:
     if kind != "default":
         own["rope_scaling"] = {"type": kind, **rope}
     config.update({key: value for key, value in own.items() if value and config.get(key) is None})
+    scaling = config.get("rope_scaling") or {}
+    if isinstance(scaling, dict) and "yarn" in (scaling.get("type"), scaling.get("rope_type")):
+        whole = config.get("original_max_position_embeddings") or config.get(
+            "max_position_embeddings", 4096
+        )
+        stated = {key: value for key, value in scaling.items() if value is not None}
+        config["rope_scaling"] = {"original_max_position_embeddings": whole, **stated}
     if rope:
         config.setdefault("rope_scaling", None)  # some classes insist on the key
     for number in (config.get("rope_theta"), (config.get("rope_scaling") or {}).get("factor")):
@@ -111,7 +118,7 @@ def complete(config: dict[str, Any], arguments: type | None = None) -> None:
     listed = {field.name: field for field in fields(arguments or _Nothing)}
     others = {**aliases, **_EQUALS.get(kind, {})}
     own = {key: resolved[name] for key, name in others.items() if name in resolved}
-    if not config.keys() & ROPE_KEYS:
+    if not config.keys() & (ROPE_KEYS | {"attn_config"}):  # where DBRX has them
         config["rope_parameters"] = resolved.get("rope_parameters")
     for key, value in {**resolved, **own, **_CONSTANTS.get(kind, {})}.items():
         is_plain = isinstance(value, bool | int | float | str)

@@ -75,7 +75,8 @@ def _correct_activation(model: Any, text: Mapping[str, Any], reads: Callable[[st
     for key in ("hidden_act", "hidden_activation"):
         built_in = _ACTIVATIONS.get(str(default_of(text, key)[1]))
         stated = text.get(key)
-        if stated is None or built_in is None or reads(key):
+        is_own = text.get("model_type") == "gpt_oss"  # in transformers, too
+        if stated is None or built_in is None or is_own or reads(key):
             continue
         activation = _ACTIVATIONS.get(str(stated))
         if activation is built_in:

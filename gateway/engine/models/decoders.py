@@ -1,6 +1,7 @@
 """A decoder that mlx-lm knows, opened to be fast on this device; long passes of it cut in parts."""
 
 import math
+import re
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from gateway.engine.models.unread import list_lost
 
 # What mlx-lm's attention and MLP modules call with one and the same input.
 _GROUPS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_HEAD: Final = re.compile(r"(^|\.)(lm_head|embed_out)\.|^(model\.)?output\.")
 _ARRAYS: Final = ("weight", "bias", "scales", "biases")  # whose first axis is the outputs
 
 
@@ -132,6 +134,8 @@ def open_decoder(
     checkpoint.config()  # refuses numbers beyond their bounds, by name
 
     def bounded_classes(config: dict[str, Any]) -> tuple[Any, type]:
+        # mlx-lm's classes and transformers differ in what they take for a missing key.
+        config.setdefault("tie_word_embeddings", not any(map(_HEAD.search, weights)))
         chosen = classes(config)
         check_depth(config, chosen[1], weights)
         return chosen

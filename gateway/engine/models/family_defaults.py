@@ -38,6 +38,10 @@ def resolve(config: Mapping[str, Any]) -> tuple[Mapping[str, str], Mapping[str, 
         theta = {"rope_theta": given.get("rope_theta")} if given.get("rope_theta") else {}
         kind = scaling.get("rope_type") or scaling.get("type")
         given.setdefault("rope_parameters", {**scaling, **theta, "rope_type": kind})
+    for field in fields(known):  # which transformers insists on
+        default: Any = field.default
+        if type(default) in (bool, float) and type(given.get(field.name)) in (bool, int):
+            given[field.name] = type(default)(given[field.name])
     with contextlib.suppress(Exception):  # what is wrong is refused by who reads it
         return aliases, known(**given).to_dict()
     return aliases, {}
@@ -48,7 +52,7 @@ def is_default(text: Mapping[str, Any], key: str) -> bool:
     family has no such key.
     """
     is_known, default = default_of(text, key)
-    if not is_known or text[key] == default:
+    if not is_known or text[key] == default or (default is None and text[key] == []):
         return True
     rest = {name: value for name, value in text.items() if name != key}
     return bool(resolve(rest)[1].get(key) == text[key])
@@ -72,6 +76,7 @@ def _config_class(kind: str) -> Any:
     # It warns of tokens beyond a vocabulary and of keys' former names: nothing that is acted on.
     logging.getLogger("transformers.configuration_utils").setLevel(logging.ERROR)
     logging.getLogger("transformers.modeling_rope_utils").setLevel(logging.ERROR)
+    logging.getLogger("transformers.models").setLevel(logging.ERROR)
     try:
         return known[kind]
     except KeyError:

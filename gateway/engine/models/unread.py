@@ -42,6 +42,7 @@ _RIGHT: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
     "gemma4_text": _GELU,
     "glm4_moe_lite": {"rms_norm_eps": (1e-5,)},  # some of its norms have their own
     "gpt_bigcode": {"multi_query": (True,)},
+    "phimoe": {"num_experts_per_tok": (2,)},
     "qwen2_moe": {"layer_types": ()},
     "recurrent_gemma": {"hidden_activation": (), "rope_theta": (), "partial_rotary_factor": ()},
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), _SILU),
@@ -56,11 +57,11 @@ _RIGHT: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
 _INERT: Final = re.compile(
     r"_.*|\w*bias|attention_chunk_size|attn_temperature_tuning|attn_scale|floor_scale|layer_types"
     r"|.*(dropout|pdrop|token_id|token_index|_config|loss|init)\w*|(num|n)_\w+|intermediate_size"
-    r"|architectures|auto_map|.*dtype|id2label|label2id|max_position_embeddings|max_window_layers"
+    r"|architectures|auto_map|.*dtype|id2label|label2id|max_position_embeddings|max_seq_len|max_window_layers"
     r"|model_type|num_(nextn|mtp)\w*|pretraining_tp|problem_type|quantization\w*|residual_in_fp32"
     r"|rope_\w+|output_\w+|sliding_window\w*|time_step_\w+|tie_word_embeddings|transformers_version"
     r"|use_(cache|sliding_window|mamba_kernels|mambapy|associative_scan)|hidden_act\w*"
-    r"|partial_rotary_factor|per_layer_config|(router|input)_jitter_noise|rescale\w+"
+    r"|partial_rotary_factor|per_layer_config|moe_shared_expert_overlap|(router|input)_jitter_noise|rescale\w+"
     r"|chunk_size|\w+_chunk_size|num_logits_to_keep|summary_\w+|expand|\w+_expand|head_dim"
 )
 # Arrays that a language model has no place for, or that are computed anew.
@@ -107,8 +108,7 @@ def list_lost(found: Mapping[str, mx.array], model: Any, text: Mapping[str, Any]
     """Yield a sentence for each kind of arrays that the files have and nothing reads, or that the
     model needs and they have lost. Raises ValueError for what `list_dropped` refuses.
     """
-    is_biased = text.get("model_type") == "ernie4_5_moe" and text.get("moe_use_aux_free")
-    if is_biased and not any(map(_BIAS.search, found)):
+    if text.get("model_type") == "ernie4_5_moe" and not any(map(_BIAS.search, found)):
         yield "the files have lost the biases that experts are chosen by: answers differ"
     for kind in list_dropped(found, model, text):
         yield f"nothing reads the weights {kind}"

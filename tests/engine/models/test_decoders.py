@@ -84,3 +84,16 @@ def test_gemmas_windows_are_those_of_its_layer_types() -> None:
     config: dict[str, Any] = {"model_type": "gemma3_text", "layer_types": types * 2}
     write_for_mlx_lm(config)
     assert config["sliding_window_pattern"] == 3
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_head_is_tied_where_the_files_have_none_and_the_config_says_nothing(
+    tmp_path: Path, is_tied: bool
+) -> None:
+    write_chat(tmp_path, tie_word_embeddings=is_tied)
+    expected = logits(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    del config["tie_word_embeddings"]
+    file.write_text(json.dumps(config))
+    assert mx.array_equal(logits(tmp_path), expected)

@@ -1,6 +1,7 @@
 """Configs of families in the catalogue, with the keys that their published files have."""
 
 from copy import deepcopy
+from math import inf
 from typing import Any
 
 import pytest
@@ -326,3 +327,35 @@ def test_every_family_of_the_catalogue_is_equal_to_transformers() -> None:
     families = {facts.architecture for _, _, facts in read_facts()}
     assert len(families) > 10
     assert {verified_by({"model_type": kind}) for kind in families} == {"transformers"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("granitemoehybrid", {"router_aux_loss_coef": 0, "initializer_range": 1}),
+        ("llama4_text", {"attn_temperature_tuning": 4, "no_rope_layers": []}),
+        ("dbrx", {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 500000}}),
+    ],
+)
+def test_numbers_of_another_type_leave_a_familys_defaults(
+    kind: str, changes: dict[str, Any]
+) -> None:
+    """transformers' classes insist on types; Llama 4's and DBRX's files have others."""
+    config = {**tiny_config(kind), **changes}
+    for key in ("time_step_limit", "rope_theta"):
+        config.pop(key, None)
+    classes_of(config)
+    assert config.get("time_step_limit", [0.0, inf]) == [0.0, inf]
+    assert config.get("rope_theta") in (None, 10000.0, 500000.0)
+
+
+def test_yarns_original_context_is_the_configs_where_the_scaling_has_none() -> None:
+    config = {**tiny_config("llama"), "rope_scaling": {"type": "yarn", "factor": 2.0}}
+    config["rope_scaling"]["beta_fast"] = None
+    classes_of(config)
+    expected = {"original_max_position_embeddings": 4096, "type": "yarn", "factor": 2.0}
+    assert config["rope_scaling"] == expected
+    config |= {"rope_scaling": {"type": "yarn", "factor": 2.0}}
+    config |= {"original_max_position_embeddings": 512}
+    classes_of(config)
+    assert config["rope_scaling"]["original_max_position_embeddings"] == 512
