@@ -30,8 +30,7 @@ def built(kind: str, context: int | None = None, **changes: Any) -> Any:
 def test_glm_turns_the_share_of_a_head_that_its_config_states(
     share: float | None, dims: int
 ) -> None:
-    changes = {} if share is None else {"partial_rotary_factor": share}
-    assert built("glm", head_dim=16, **{"partial_rotary_factor": None, **changes}).dims == dims
+    assert built("glm", head_dim=16, partial_rotary_factor=share).dims == dims
 
 
 @pytest.mark.parametrize(("kind", "pairs"), [("cohere", 8), ("ernie4_5", 8), ("deepseek_v3", 4)])
