@@ -40,7 +40,7 @@ THREADS: Final[dict[Kind, int]] = {
     "readings": 1,
     "descriptions": 1,
 }
-# What a model's own files may keep busy without end.
+# Kinds of work that a model's own files may prolong without end.
 OWN: Final[frozenset[Kind]] = frozenset(
     {"short texts", "long texts", "short prompts", "long prompts", "readings"}
 )

@@ -13,7 +13,7 @@ from gateway.engine.models.family_defaults import ROPE_KEYS, family, resolve
 from gateway.engine.models.own_classes import OWN, Classes, Make
 from gateway.engine.models.unread import check_keys
 
-# What transformers' classes have built in, and mlx-lm's ask for.
+# Arguments that mlx-lm's classes ask for, with the values built into transformers' classes.
 _CONSTANTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
     "glm_moe_dsa": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},

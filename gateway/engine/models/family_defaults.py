@@ -1,4 +1,4 @@
-"""What transformers takes for the keys that a config.json lacks, by family."""
+"""Transformers' values for the keys that a config.json lacks, by family."""
 
 import contextlib
 import logging

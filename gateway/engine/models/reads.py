@@ -1,4 +1,4 @@
-"""Which keys of config.json a class of mlx-lm reads, by its source."""
+"""The keys of config.json that a class of mlx-lm reads, by its source."""
 
 import ast
 from collections.abc import Callable, Iterator

@@ -1,8 +1,8 @@
 """Keys of config.json and arrays that change answers in transformers, and that nothing reads here.
 
-What is told apart: a key that mlx-lm's class doesn't read and that is as transformers has it where
-it is missing changes nothing, as the class has that built in; any other value is refused, if the
-key is known to change answers, and named otherwise.
+A key that mlx-lm's class doesn't read changes nothing while it has transformers' default, which
+the class has built in. Another value is refused if the key is known to change answers, and named
+otherwise.
 """
 
 import math
@@ -29,8 +29,8 @@ CHANGES: Final = re.compile(
 )
 _GELU: Final[dict[str, tuple[Any, ...]]] = {"hidden_activation": ()}
 _SILU: Final[dict[str, tuple[Any, ...]]] = {"hidden_act": ()}
-# What a class reads, and computes otherwise than transformers: the values that are right, or none
-# where that is transformers' default.
+# Keys that a class reads, and by which it computes other answers than transformers, with the values
+# for which both agree; an empty tuple stands for transformers' default.
 _RIGHT: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
     "falcon_h1": {
         "attention_in_multiplier": (1.0,),
