@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.loading import load_generation
+from benchmarks.steps import Steps
 from gateway.engine.device import Device, choose_device, configure, prepare_malloc
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.models.adapters import read_adapter
@@ -84,31 +85,31 @@ def load(engine: GenerationEngine, folder: Path) -> Adapter:
 
 def measure(rows: Sequence[Row], prompt_tokens: int, tokens: int) -> tuple[float, float]:
     """Return how many prompt tokens a second are read, and how many tokens a second written."""
-    engines = list(dict.fromkeys(engine for engine, _ in rows))
+    engines = {engine: Steps(engine) for engine, _ in rows}
     ids = []
     for i, (engine, adapter) in enumerate(rows):
         prompt = [1 + (7 * i + 3 * j) % 900 for j in range(prompt_tokens)]
         job = SequenceParams(
             prompt=prompt, max_tokens=2 * tokens, sampling=SAMPLING, is_bare=True, adapter=adapter
         )
-        engine.join(i, job)
+        engines[engine].join(i, job)
         ids.append((engine, i))
     started = time.perf_counter()
-    while any(engine.is_prefilling for engine in engines):
-        for engine in engines:
-            engine.prefill(2048)
-    for engine in engines:
-        engine.decode()
+    while any(steps.is_reading for steps in engines.values()):
+        for steps in engines.values():
+            steps.prefill(2048)
+    for steps in engines.values():
+        steps.decode()
     read_s = time.perf_counter() - started
     started = time.perf_counter()
     for _ in range(tokens):
-        for engine in engines:
-            engine.decode()
+        for steps in engines.values():
+            steps.decode()
     for engine in engines:
         engine.synchronize()
     written_s = time.perf_counter() - started
     for engine, row in ids:
-        engine.leave(row)
+        engines[engine].leave(row)
     return len(rows) * prompt_tokens / read_s, len(rows) * tokens / written_s
 
 

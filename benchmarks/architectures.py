@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import gateway
+from benchmarks.steps import Steps
 from benchmarks.tiny_models import names, tiny_config, tiny_model
 from gateway.jobs import Drafter
 
@@ -111,7 +112,7 @@ def compare(folder: Path, reference: Reference, vocab_size: int) -> dict[str, st
     """Run rows alone, together and from the prefix cache; return what differs of each."""
     from gateway.engine.device import Device
     from gateway.engine.generation.engine import GenerationEngine
-    from gateway.engine.generation.sequences import ChatSetup
+    from gateway.engine.generation.prepare import ChatSetup
     from gateway.engine.grammar.shaping import Shape
     from gateway.engine.grammar.structured import StructuredOutput
     from gateway.engine.kv.prefix_cache import PrefixPool
@@ -218,15 +219,16 @@ def answers(engine: Any, groups: Iterable[Sequence[Sequence[int]]], budget: int)
     from gateway.jobs import Sampling, SequenceParams
 
     rows: list[Any] = []
+    steps = Steps(engine)
 
     def step() -> None:
-        for delta in [*engine.prefill(budget), *engine.decode()]:
+        for delta in [*steps.prefill(budget), *steps.decode()]:
             if delta.error is not None:
                 raise RuntimeError(delta.error)
 
     for group in groups:
         for prompt in group:
-            engine.join(
+            steps.join(
                 len(rows),
                 SequenceParams(
                     prompt=list(prompt),
@@ -235,10 +237,10 @@ def answers(engine: Any, groups: Iterable[Sequence[Sequence[int]]], budget: int)
                     is_bare=True,
                 ),
             )
-            rows.append(engine._prefill._line[-1])
+            rows.append(engine._sequences._prefill._line[-1])
         step()
         step()
-    while engine.is_prefilling or engine.is_decoding:
+    while steps.is_busy:
         step()
     return [row.tokens for row in rows]
 

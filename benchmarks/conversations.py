@@ -22,6 +22,7 @@ from random import Random
 from typing import Any, Final
 
 from benchmarks.loading import load_generation
+from benchmarks.steps import Steps
 from gateway.engine.device import Device, choose_device, configure, prepare_malloc
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.jobs import Sampling, SequenceParams
@@ -95,11 +96,12 @@ def draw(random: Random, tokens: int) -> list[int]:
 
 def ask(engine: GenerationEngine, prompt: Sequence[int], max_tokens: int) -> list[int]:
     """Answer a prompt; return the answer."""
-    engine.join(0, _params(prompt, max_tokens))
-    (row,) = engine._prefill.rows
-    while engine.is_prefilling or engine.is_decoding:
-        engine.prefill(512)
-        engine.decode()
+    steps = Steps(engine)
+    steps.join(0, _params(prompt, max_tokens))
+    (row,) = engine._sequences._prefill.rows
+    while steps.is_busy:
+        steps.prefill(512)
+        steps.decode()
     return row.tokens
 
 
@@ -109,37 +111,37 @@ def time_first(
     """Return the seconds until each of some prompts has a first token, and how many tokens of them
     were cached.
     """
+    steps = Steps(engine)
     started, waiting, cached = time.perf_counter(), set(range(len(prompts))), 0
     for number, prompt in enumerate(prompts):
-        engine.join(number, _params(prompt, 2))
+        steps.join(number, _params(prompt, 2))
     while waiting:
-        deltas = engine.prefill(chunk) if engine.is_prefilling else []
-        if not engine.is_prefilling:
-            deltas += engine.decode()
+        deltas = [*steps.prefill(chunk)] if steps.is_reading else []
+        if not steps.is_reading:
+            deltas += steps.decode()
         cached += sum(delta.cached_tokens for delta in deltas)
         waiting -= {delta.row for delta in deltas}
     spent = time.perf_counter() - started
-    while engine.is_decoding:
-        engine.decode()
+    while steps.is_decoding:
+        steps.decode()
     return spent, cached
 
 
 def time_writing(engine: GenerationEngine, prompts: Sequence[Sequence[int]], tokens: int) -> float:
     """Return how many tokens of answers to some prompts are written a second."""
-    ids = range(len(prompts))
+    steps, ids = Steps(engine), range(len(prompts))
     for number, prompt in enumerate(prompts):
-        engine.join(number, _params(prompt, 2 * tokens))
-    while engine.is_prefilling:
-        engine.prefill(512)
-    engine.decode()
+        steps.join(number, _params(prompt, 2 * tokens))
+    while steps.is_reading:
+        steps.prefill(512)
+    steps.decode()
     engine.synchronize()
     started = time.perf_counter()
     for _ in range(tokens):
-        engine.decode()
+        steps.decode()
     engine.synchronize()
     spent = time.perf_counter() - started
-    for each in ids:
-        engine.leave(each)
+    steps.leave(*ids)
     return len(prompts) * tokens / spent
 
 
@@ -164,7 +166,7 @@ def measure(folder: Path, device: Device, given: argparse.Namespace) -> Iterator
     for turn in range(given.rounds + 1):
         prompt = history + draw(random, new + given.answer)
         again, cached = time_first(warm, [prompt], given.chunk)
-        cold.clear_prefixes()
+        Steps(cold).change(clear_prefixes=True)
         first, none = time_first(cold, [prompt], given.chunk)
         assert none == 0
         bursts = [[draw(random, given.prompt + 9 * i) for i in range(given.burst)] for _ in "ab"]

@@ -18,6 +18,7 @@ from pydoc_data.topics import topics
 from typing import Any, Final
 
 from benchmarks.loading import load_generation
+from benchmarks.steps import Steps
 from gateway.engine.device import Device, choose_device, configure, prepare_malloc
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.kv.layers import make_batch_caches
@@ -69,18 +70,18 @@ def perplexity(engine: GenerationEngine, tokens: Sequence[int]) -> float:
 
 def answer(engine: GenerationEngine, prompts: Sequence[str], tokens: int) -> list[list[int]]:
     """Answer greedily, all at once."""
-    rows: dict[int, list[int]] = {}
+    steps, rows = Steps(engine), dict[int, list[int]]()
     for prompt in prompts:
         messages = [{"role": "user", "content": prompt}]
         job = GenerateJob(caller=CALLER, messages=messages, sampling=GREEDY, max_tokens=tokens)
         (sequence,) = engine.prepare(job)
         number = len(rows)
-        engine.join(number, sequence)
-        rows[number] = engine._prefill.rows[-1].tokens
-    while engine.is_prefilling or engine.is_decoding:
-        if engine.is_prefilling:
-            engine.prefill(512)
-        engine.decode()
+        steps.join(number, sequence)
+        rows[number] = engine._sequences._prefill.rows[-1].tokens
+    while steps.is_busy:
+        if steps.is_reading:
+            steps.prefill(512)
+        steps.decode()
     return list(rows.values())
 
 
@@ -92,25 +93,26 @@ def agreement(one: Sequence[int], other: Sequence[int]) -> float:
 
 def join(engine: GenerationEngine, rows: int, prompt: Sequence[int], tokens: int) -> list[int]:
     """Begin so many answers to a prompt, each with another first token."""
-    ids = []
+    steps, ids = Steps(engine), []
     for i in range(rows):
         job = SequenceParams(
             prompt=[300 + i, *prompt[1:]], max_tokens=tokens, sampling=GREEDY, is_bare=True
         )
-        engine.join(i, job)
+        steps.join(i, job)
         ids.append(i)
-    while engine.is_prefilling:
-        engine.prefill(1024)
-    engine.decode()
+    while steps.is_reading:
+        steps.prefill(1024)
+    steps.decode()
     return ids
 
 
 def rate(engine: GenerationEngine, rows: int, tokens: int) -> float:
     """Return tokens a second of a batch that decodes."""
+    steps = Steps(engine)
     engine.synchronize()
     started = time.perf_counter()
     for _ in range(tokens):
-        engine.decode()
+        steps.decode()
     engine.synchronize()
     return rows * tokens / (time.perf_counter() - started)
 
@@ -140,7 +142,7 @@ def main(arguments: Sequence[str]) -> None:
         for bits in BITS
     }
     whole = engines[None]
-    backend: Any = whole._chat.backend
+    backend: Any = whole.tokens.backend
     text = backend.encode("\n\n".join(topics.values())[: 20 * given.text]).ids[: given.text + 1]
     names = {None: "all", 8: "8", 4: "4"}
 
@@ -151,11 +153,10 @@ def main(arguments: Sequence[str]) -> None:
     expected: list[list[int]] = []
     for bits, engine in engines.items():
         ids = join(engine, 1, text[:64], given.tokens)
-        assert engine._running is not None
-        layers = engine._running.cache
+        assert engine._sequences._running is not None
+        layers = engine._sequences._running.cache
         nbytes = sum(layer.nbytes / layer.planes[0].shape[2] for layer in layers)
-        for row in ids:
-            engine.leave(row)
+        Steps(engine).leave(*ids)
         found = nbytes, perplexity(engine, text)
         first = first or found
         told = answer(engine, QUESTIONS, given.answer)
@@ -184,8 +185,7 @@ def main(arguments: Sequence[str]) -> None:
                 if turn:  # the first warms up
                     rates[bits].append(speed)
         for bits, engine in engines.items():
-            for row in ids_of[bits]:
-                engine.leave(row)
+            Steps(engine).leave(*ids_of[bits])
         medians = {bits: statistics.median(each) for bits, each in rates.items()}
         cells = (f"{medians[bits]:.1f} | {medians[bits] / medians[None]:.2f}" for bits in BITS)
         print(f"| {name} | " + " | ".join(cells) + " |")

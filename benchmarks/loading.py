@@ -13,7 +13,7 @@ from gateway.engine.generation.loading import (
     read_chat_setup,
     read_draft_setup,
 )
-from gateway.engine.generation.sequences import ChatSetup
+from gateway.engine.generation.prepare import ChatSetup
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.prompting.chat_tokenizer import ChatFormats
 from gateway.engine.sandbox_worker import Sandbox

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from gateway.jobs import (
     EchoedPrompt,
     EmbedJob,
     EngineFacts,
+    FinishReason,
     GenerateJob,
     Grammar,
     Judgement,
@@ -192,6 +193,49 @@ class ScriptedGrammar:
 
 
 @dataclass
+class ScriptedRow:
+    """A row of a scripted chat."""
+
+    params: SequenceParams
+    state: Literal["reading", "decoding", "parked", "preempted"] = "reading"
+    rest: list[int] | None = None  # characters to say, once it is read; at a -1 it is cut
+    said: int = 0
+    is_held: bool = False  # parked once it is read
+    echo: EchoedPrompt | None = None  # for its first delta
+
+    def cap(self, max_tokens: int) -> bool:
+        """Limit its answer; return True if it has said as much."""
+        self.params = replace(self.params, max_tokens=max_tokens)
+        if self.rest is not None:
+            self.rest = [*self.rest[: max_tokens - self.said], -1]
+        return self.rest is not None and self.said >= max_tokens
+
+    def park(self) -> None:
+        """Stop it, once it is read."""
+        if self.state == "reading":
+            self.is_held = True
+        elif self.state == "decoding":
+            self.state = "parked"
+
+    def go_on(self) -> None:
+        """Resume it."""
+        self.is_held = False
+        if self.state == "parked":
+            self.state = "decoding"
+        elif self.state == "preempted":
+            self.state = "reading"
+
+    def begin(self) -> None:
+        """Go on from its prompt, or from where it was preempted."""
+        if not self.said:
+            self.echo = _echo(self.params)
+        if self.rest is None:
+            prompt, limit = list(self.params.prompt), self.params.max_tokens
+            self.rest = prompt[:limit] + [-1] * (limit < len(prompt))
+        self.state, self.is_held = "parked" if self.is_held else "decoding", False
+
+
+@dataclass
 class ScriptedChat:
     """Answers a conversation with its last message, or a prompt with itself, a character a step;
     or, if there is a `script`, with its deltas, one a step.
@@ -208,15 +252,12 @@ class ScriptedChat:
     script: list[dict[str, Any]] = field(default_factory=list)
     jobs: list[GenerateJob] = field(default_factory=list)
     prefix_bytes: int = 0
-    names: list[bytes] = field(default_factory=list)
-    dropped: list[int] = field(default_factory=list)
     calls_are_text: bool = False
     thoughts_are_text: bool = False
     reads_whole: Callable[[str], Sequence[str]] | None = None  # texts of an answer's parts
     thinks: bool = True
     judged: list[tuple[str, str]] = field(default_factory=list)
     verdicts: list[bool | None] = field(default_factory=list)  # True after these
-    curtailed: dict[int, int] = field(default_factory=dict)
     kv_cost: KvCost = field(default_factory=KvCost)
     preempted: list[int] = field(default_factory=list)
     is_batched: bool = True
@@ -225,16 +266,10 @@ class ScriptedChat:
     findings: list[Verdict] = field(default_factory=lambda: [PASSED])
     held: list[Verdict] = field(default_factory=list)
     faults: list[PassFault] = field(default_factory=list)
-    _waiting: dict[int, SequenceParams] = field(default_factory=dict)
-    _running: dict[int, list[int]] = field(default_factory=dict)
-    _parked: dict[int, list[int]] = field(default_factory=dict)
-    _preempted: dict[int, list[int] | None] = field(default_factory=dict)
-    _rests: dict[int, list[int]] = field(default_factory=dict)
-    _said: dict[int, int] = field(default_factory=dict)
-    _held: set[int] = field(default_factory=set)
-    _places: dict[int, int] = field(default_factory=dict)
-    _jobs: dict[int, SequenceParams] = field(default_factory=dict)
-    _echoed: dict[int, EchoedPrompt | None] = field(default_factory=dict)
+    params: dict[int, SequenceParams] = field(default_factory=dict)  # of all that joined
+    scripted: dict[int, ScriptedRow] = field(default_factory=dict)  # of those inside
+
+    prefixes = None
 
     @property
     def tokens(self) -> "ScriptedTokens":
@@ -306,174 +341,113 @@ class ScriptedChat:
     def step(self, plan: StepPlan) -> StepResult:
         deltas = self._change(plan)
         self.last_pass = Pass()
-        if plan.kind == "prefill" and self.is_prefilling:
+        if plan.kind == "prefill" and self.inside("reading"):
             deltas += self.prefill(plan.token_budget)
-        if plan.kind == "decode" and self.is_decoding:
+        if plan.kind == "decode" and self.inside("decoding"):
             deltas += self.decode()
         faults: list[PassFault] = []
         if plan.kind is not None:
             faults, self.faults = self.faults, []
-        return StepResult(
-            deltas,
-            self.last_pass,
-            faults,
-            frozenset(self._waiting),
-            len(self._running),
-            self.prefix_bytes,
-        )
+        reading, decoding = (self.inside(state) for state in ("reading", "decoding"))
+        size, kept = self.last_pass, self.prefix_bytes
+        return StepResult(deltas, size, faults, frozenset(reading), len(decoding), kept)
 
-    def _change(self, plan: StepPlan) -> list[Delta]:
-        deltas = []
-        for row in plan.leaving:
-            self.leave(row)
-        for row in plan.preempting:
-            self.preempt(row)
-        for row, limit in plan.capped:
-            deltas += self.cap_tokens(row, limit)
-        if plan.clear_prefixes:
-            self.clear_prefixes()
-        if plan.prefix_limit is not None:
-            self.prefix_bytes = min(self.prefix_bytes, plan.prefix_limit)
-        for row, job in plan.joining:
-            try:
-                self.join(row, job)
-            except Exception as error:
-                deltas.append(Delta(job.index, row=row, error=str(error)))
-        for row in plan.parking:
-            self.park(row)
-        for row in plan.resuming:
-            self.resume(row)
-            if row in plan.parking:
-                self.park(row)
-        return deltas
-
-    def join(self, row: int, job: SequenceParams) -> None:
-        self.joined.append(row)
-        self._waiting[row] = job
-        self._jobs[row] = job
-
-    def leave(self, row: int) -> None:
-        self.left.append(row)
-        self._drop(row)
-
-    def _drop(self, row: int) -> None:
-        for rows in (self._waiting, self._running, self._parked, self._preempted):
-            rows.pop(row, None)
-
-    def park(self, row: int) -> None:
-        if row in self._waiting:
-            self._held.add(row)
-        elif row in self._running:
-            self._parked[row] = self._running.pop(row)
-
-    def preempt(self, row: int) -> None:
-        self.preempted.append(row)
-        rest = self._running.get(row, self._parked.get(row))
-        self._drop(row)
-        self._held.discard(row)
-        self._preempted[row] = rest
-
-    def resume(self, row: int) -> None:
-        self._held.discard(row)
-        if row in self._parked:
-            self._running[row] = self._parked.pop(row)
-        elif row in self._preempted:
-            if (rest := self._preempted.pop(row)) is not None:
-                self._rests[row] = rest
-            self._waiting[row] = self._jobs[row]
-
-    def cap_tokens(self, row: int, max_tokens: int) -> list[Delta]:
-        self.curtailed[row] = max_tokens
-        self._jobs[row] = replace(self._jobs[row], max_tokens=max_tokens)
-        for rests in (self._running, self._parked, self._rests, self._preempted):
-            if (rest := rests.get(row)) is not None:
-                said = self._said.get(row, 0)
-                if said >= max_tokens:
-                    self._drop(row)
-                    return [self._delta(row, finish_reason="length")]
-                rests[row] = [*rest[: max_tokens - said], -1]
-        return []
-
-    def clear_prefixes(self) -> None:
-        self.prefix_bytes = 0
-
-    def prefix_names(self, adapter: int = 0) -> list[bytes]:
-        return [] if adapter else self.names
-
-    def drop_adapter(self, number: int) -> None:
-        self.dropped.append(number)
-
-    def prefill(self, token_budget: int) -> list[Delta]:
-        lengths = [len(job.prompt) for job in self._waiting.values()]
-        rows = len(lengths)
-        self.last_pass = Pass(rows, sum(lengths), rows * max(lengths, default=0))
-        whole = [row for row, job in self._waiting.items() if job.max_tokens == 0]
-        ended = [
-            self._delta(row, finish_reason="length", prompt=_echo(self._waiting.pop(row)))
-            for row in whole
-        ]
-        judged = {row: job.step for row, job in self._waiting.items() if job.step is not None}
-        if judged:
-            self.gate.pass_through()
-        for row, step in judged.items():
-            ended.append(_judge(row, self._waiting.pop(row), step))
-        for row, job in self._waiting.items():
-            if row not in self._said:
-                self._echoed[row] = _echo(job)
-            rest = list(job.prompt)[: job.max_tokens]
-            if job.max_tokens < len(job.prompt):
-                rest.append(-1)
-            held = row in self._held
-            (self._parked if held else self._running)[row] = self._rests.pop(row, rest)
-            self._held.discard(row)
-        self._waiting.clear()
-        return ended
-
-    def decode(self) -> list[Delta]:
-        self.gate.pass_through()
-        rows = len(self._running)
-        self.last_pass = Pass(rows, rows, rows)
-        self.steps.append(rows)
-        if self.fail_at_step == len(self.steps):
-            raise RuntimeError("the step failed")
-        deltas = [delta for row in list(self._running) for delta in self._next(row)]
-        return [replace(delta, prompt=self._echoed.pop(delta.row, None)) for delta in deltas]
-
-    def synchronize(self) -> None: ...
-
-    def _next(self, row: int) -> list[Delta]:
-        if self.script:
-            at = self._places.get(row, 0)
-            self._places[row] = at + 1
-            if at + 1 == len(self.script):
-                del self._running[row]
-            return [self._delta(row, **self.script[at])]
-        said = self._running[row]
-        if not said or said[0] == -1:
-            del self._running[row]
-            end = "length" if said else "stop"
-            return [self._delta(row, tokens=1 - len(said), finish_reason=end)]
-        self._said[row] = self._said.get(row, 0) + 1
-        return [self._delta(row, text=chr(said.pop(0)), tokens=1)]
-
-    def _delta(self, row: int, **fields: Any) -> Delta:
-        return Delta(self._jobs[row].index, row=row, **fields)
+    def inside(self, state: str) -> dict[int, ScriptedRow]:
+        """Return the rows in a state by their numbers."""
+        return {number: row for number, row in self.scripted.items() if row.state == state}
 
     @property
     def rows(self) -> int:
-        return len(self._waiting) + len(self._running)
+        return len(self.inside("reading")) + len(self.inside("decoding"))
 
-    @property
-    def prefilling(self) -> frozenset[int]:
-        return frozenset(self._waiting)
+    def _change(self, plan: StepPlan) -> list[Delta]:
+        deltas = []
+        self.left += plan.leaving
+        self.preempted += plan.preempting
+        for number in plan.leaving:
+            self.scripted.pop(number, None)
+        for number in self.scripted.keys() & {*plan.preempting}:
+            self.scripted[number].state, self.scripted[number].is_held = "preempted", False
+        for number, limit in plan.capped:
+            if number in self.scripted and self.scripted[number].cap(limit):
+                deltas.append(self._end(number, "length"))
+        if plan.clear_prefixes:
+            self.prefix_bytes = 0
+        if plan.prefix_limit is not None:
+            self.prefix_bytes = min(self.prefix_bytes, plan.prefix_limit)
+        for number, params in plan.joining:
+            try:
+                self.join(number, params)
+            except Exception as error:
+                deltas.append(Delta(params.index, row=number, error=str(error)))
+        for number in self.scripted.keys() & {*plan.parking}:
+            self.scripted[number].park()
+        for number in self.scripted.keys() & {*plan.resuming}:
+            self.scripted[number].go_on()
+            if number in plan.parking:
+                self.scripted[number].park()
+        return deltas
 
-    @property
-    def is_prefilling(self) -> bool:
-        return bool(self._waiting)
+    def join(self, number: int, params: SequenceParams) -> None:
+        """Queue a row to be read."""
+        self.joined.append(number)
+        self.params[number] = params
+        self.scripted[number] = ScriptedRow(params)
 
-    @property
-    def is_decoding(self) -> bool:
-        return bool(self._running)
+    def prefix_names(self, adapter: int = 0) -> list[bytes]:
+        return []
+
+    def drop_adapter(self, number: int) -> None:
+        """Do nothing: no adapter takes anything."""
+
+    def prefill(self, token_budget: int) -> list[Delta]:
+        """Read all prompts, whatever the budget."""
+        reading = self.inside("reading")
+        lengths = [len(row.params.prompt) for row in reading.values()]
+        self.last_pass = Pass(len(lengths), sum(lengths), len(lengths) * max(lengths))
+        ended: list[Delta] = []
+        if any(row.params.step is not None for row in reading.values()):
+            self.gate.pass_through()
+        for number, row in reading.items():
+            if row.params.max_tokens == 0:
+                ended.append(self._end(number, "length", prompt=_echo(row.params)))
+            elif row.params.step is not None:
+                ended.append(_judge(number, row.params, row.params.step))
+                del self.scripted[number]
+            else:
+                row.begin()
+        return ended
+
+    def decode(self) -> list[Delta]:
+        """Let each row say a character, or the next delta of the script."""
+        self.gate.pass_through()
+        decoding = self.inside("decoding")
+        self.last_pass = Pass(len(decoding), len(decoding), len(decoding))
+        self.steps.append(len(decoding))
+        if self.fail_at_step == len(self.steps):
+            raise RuntimeError("the step failed")
+        deltas: list[Delta] = []
+        for number, row in decoding.items():
+            echo, row.echo = row.echo, None
+            deltas.append(replace(self._next(number, row), prompt=echo))
+        return deltas
+
+    def synchronize(self) -> None: ...
+
+    def _next(self, number: int, row: ScriptedRow) -> Delta:
+        row.said += 1
+        if self.script:
+            if row.said == len(self.script):
+                del self.scripted[number]
+            return Delta(row.params.index, row=number, **self.script[row.said - 1])
+        assert row.rest is not None
+        if not row.rest or row.rest[0] == -1:
+            return self._end(number, "length" if row.rest else "stop", tokens=1 - len(row.rest))
+        return Delta(row.params.index, row=number, text=chr(row.rest.pop(0)), tokens=1)
+
+    def _end(self, number: int, reason: FinishReason, **fields: Any) -> Delta:
+        index = self.scripted.pop(number).params.index
+        return Delta(index, row=number, finish_reason=reason, **fields)
 
     def probe(self) -> None:
         """Do nothing: there is no device to fail."""

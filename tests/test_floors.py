@@ -138,7 +138,7 @@ BUDGET: dict[str, int] = {
     "cli": 1635,
     "clock": 40,
     "doctor": 349,
-    "engine": 13654,
+    "engine": 13688,
     "errors": 268,
     "ids": 10,
     "jobs": 297,
@@ -147,7 +147,7 @@ BUDGET: dict[str, int] = {
     "panics": 20,
     "registry": 1302,
     "server": 290,
-    "serving": 4491,
+    "serving": 4493,
     "settings": 360,
     "wire": 3760,
 }

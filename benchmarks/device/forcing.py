@@ -12,6 +12,7 @@ from typing import Any, Final
 from unittest.mock import patch
 
 import gateway.engine  # noqa: F401  (first: OpenBLAS must be there before mlx)
+from benchmarks.steps import Steps
 
 import mlx.core as mx  # isort: skip
 
@@ -121,22 +122,22 @@ def answer(engine: GenerationEngine, rows: Sequence[Row], late: int = 0) -> Outc
     with forced(rows) as forcing:
         jobs = [(number, _job(number, row)) for number, row in enumerate(rows)]
         first, joining = jobs[: len(jobs) - late], jobs[len(jobs) - late :]
+        steps, decoded = Steps(engine), 0
         for job in first:
-            engine.join(*job)
-        steps = 0
-        while engine.is_prefilling or engine.is_decoding or joining:
-            if steps == LATE_STEPS:
+            steps.join(*job)
+        while steps.is_busy or joining:
+            if decoded == LATE_STEPS:
                 for job in joining:
-                    engine.join(*job)
+                    steps.join(*job)
                 joining = []
-            if engine.is_prefilling:
-                _read(engine.prefill(PREFILL_TOKENS), outcome)
-            if engine.is_decoding:
-                steps += 1
-                _read(engine.decode(), outcome)
-                outcome.drafted += engine.last_pass.drafted
-                outcome.accepted += engine.last_pass.accepted
-        outcome.faults += [fault.message for fault in engine._faults.take()]
+            if steps.is_reading:
+                _read(steps.prefill(PREFILL_TOKENS), outcome)
+            if steps.is_decoding:
+                decoded += 1
+                _read(steps.decode(), outcome)
+                outcome.drafted += steps.size.drafted
+                outcome.accepted += steps.size.accepted
+        outcome.faults += [fault.message for fault in steps.faults]
         outcome.places = forcing.places()
         outcome.beside = forcing.beside
     return outcome

@@ -23,7 +23,7 @@ from gateway.bench.requests import Texts
 from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.loading import read_chat_setup
-from gateway.engine.generation.sequences import ChatSetup
+from gateway.engine.generation.prepare import ChatSetup
 from gateway.engine.kv.prefix_cache import PrefixPool
 from gateway.engine.kv.quantized import quantize_kv
 from gateway.engine.models.decoders import floating_dtype, read_decoder

@@ -16,6 +16,7 @@ from benchmarks import servers
 from benchmarks.device.results import Figure
 from benchmarks.device.speed import Plan, draw_prompts, name_streams
 from benchmarks.loading import load_embedding, load_generation
+from benchmarks.steps import Steps
 from benchmarks.targets.rig import rate, rest
 from benchmarks.workloads import Wording, burst
 from gateway.bench.figures import Answer
@@ -163,7 +164,7 @@ async def measure_lane(folder: Path, shape: str, form: str, device: Device) -> l
                 decoding = pair[:models]
 
                 def step(number: int, decoding: list[GenerationEngine] = decoding) -> Any:
-                    return _call(lane, decoding[number % len(decoding)].decode)
+                    return _call(lane, Steps(decoding[number % len(decoding)]).decode)
 
                 rounds.append(await _time(STEPS, step))
         add("a step of one model", median(steps[0][1:]), shape, form)
@@ -203,6 +204,7 @@ def _start(folder: Path, device: Device) -> GenerationEngine:
         sampling=Sampling(temperature=0, ignore_eos=True),
         is_bare=True,
     )
-    engine.join(1, job)
-    engine.prefill(64)
+    steps = Steps(engine)
+    steps.join(1, job)
+    steps.prefill(64)
     return engine

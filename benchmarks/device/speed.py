@@ -8,6 +8,7 @@ from random import Random
 from typing import Any, Final
 
 import gateway.engine  # noqa: F401  (first: OpenBLAS must be there before mlx)
+from benchmarks.steps import Steps
 
 import mlx.core as mx  # isort: skip
 from statistics import median
@@ -94,14 +95,14 @@ def _kinds(weights: Sequence[tuple[str, mx.array]]) -> dict[str, tuple[Any, Any]
 
 def run_engine(engine: GenerationEngine, prompts: Prompts, tokens: int) -> None:
     """Answer with our engine, reading as many tokens in a turn as the gateway does by default."""
-    sampling = Sampling(temperature=0, ignore_eos=True)
+    steps, sampling = Steps(engine), Sampling(temperature=0, ignore_eos=True)
     for number, prompt in enumerate(prompts):
         job = SequenceParams(prompt=prompt, max_tokens=tokens, sampling=sampling, is_bare=True)
-        engine.join(number, job)
+        steps.join(number, job)
     count = 0
-    while engine.is_prefilling or engine.is_decoding:
-        deltas = engine.prefill(PREFILL_TOKENS) if engine.is_prefilling else []
-        for delta in (*deltas, *engine.decode()):
+    while steps.is_busy:
+        deltas = steps.prefill(PREFILL_TOKENS) if steps.is_reading else []
+        for delta in (*deltas, *steps.decode()):
             if delta.error is not None:
                 raise RuntimeError(delta.error)
             count += delta.tokens

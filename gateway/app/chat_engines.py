@@ -23,8 +23,8 @@ from gateway.engine.generation.loading import (
     read_chat_setup,
     read_draft_setup,
 )
+from gateway.engine.generation.prepare import ChatSetup
 from gateway.engine.generation.self_test import self_test_digest
-from gateway.engine.generation.sequences import ChatSetup
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.kv.prefix_cache import PrefixPool
 from gateway.engine.models.adapters import read_adapter

@@ -29,7 +29,7 @@ from gateway.errors import GatewayError, Unavailable
 from gateway.jobs import PrefixPiece, StepPlan
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.lane import Lane
-from gateway.serving.ports import PrefixKeeper
+from gateway.serving.ports import PrefixCache
 from gateway.settings import Settings, SettingsInvalid
 
 log = logs.get("kept_prefixes")
@@ -247,8 +247,8 @@ class KeptPrefixes:
         """Read files while there is time, and room for them, and delete what is wrong: not what the
         machine cannot read now.
         """
-        folder, engine = self.folder, batcher.engine
-        if folder is None or not isinstance(engine, PrefixKeeper):
+        folder, engine, prefixes = self.folder, batcher.engine, batcher.engine.prefixes
+        if folder is None or prefixes is None:
             return
         started, read, dropped, problems = clock.now(), 0, 0, list[str]()
         if not adapter:  # a base applies the limit in its own steps
@@ -263,7 +263,7 @@ class KeptPrefixes:
                             raise ValueError("it is of other weights, settings, versions or keys")
                         content = await run_in_daemon_thread(folder.read, name)
                         async with self._lane.turn("load") as run:
-                            has_room = await run(engine.put_prefix, adapter, salt, content)
+                            has_room = await run(prefixes.put_piece, adapter, salt, content)
                     except GatewayError:
                         raise
                     except Exception as error:
@@ -272,7 +272,7 @@ class KeptPrefixes:
                             dropped += 1
                             await run_in_daemon_thread(folder.drop, name)
                         continue
-                    batcher.memory.note_prefixes(engine.prefix_bytes)
+                    batcher.memory.note_prefixes(prefixes.pool_bytes)
                     if not has_room:
                         break
                     read += 1
@@ -294,8 +294,8 @@ class KeptPrefixes:
                 used = [used for used, _ in tuple(folder.files.values())]
                 since = max([time.time_ns(), *used]) + 1  # whatever the clock was
                 for (batcher, adapter), key in tuple(self._keys.items()):
-                    if isinstance(batcher.engine, PrefixKeeper):
-                        await self._save(folder, batcher.engine, adapter, key, since)
+                    if batcher.engine.prefixes is not None:
+                        await self._save(folder, batcher.engine.prefixes, adapter, key, since)
         except Exception as error:
             problem = str(error) or "there was no time for all"
         counts = {"files": len(folder.files), "bytes": folder.nbytes, "problem": problem}
@@ -305,17 +305,17 @@ class KeptPrefixes:
         return len(folder.files)
 
     async def _save(
-        self, folder: PrefixFolder, engine: PrefixKeeper, adapter: int, key: str, since: int
+        self, folder: PrefixFolder, prefixes: PrefixCache, adapter: int, key: str, since: int
     ) -> None:
         async with self._lane.turn("load") as run:
-            pieces = await run(engine.prefix_pieces, adapter)
+            pieces = await run(prefixes.pieces, adapter)
         for i, piece in enumerate(pieces):
             name = await run_in_daemon_thread(folder.name, key, piece)
             at = since + 1000 * (len(pieces) - i)  # what was used last is the last to go
             if await run_in_daemon_thread(folder.touch, name, at):
                 continue
             async with self._lane.turn("load") as run:
-                content = await run(engine.copy_prefix, adapter, piece)
+                content = await run(prefixes.copy_piece, adapter, piece)
             if content is not None:
                 await run_in_daemon_thread(folder.write, name, content, at, since)
 

@@ -1,7 +1,7 @@
 """The Protocols of engines: app passes the real ones, tests pass scripted ones."""
 
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from gateway.jobs import (
     Compiled,
@@ -131,6 +131,27 @@ class Tokens(Protocol):
         """Return the text of ids, special tokens too."""
 
 
+class PrefixCache(Protocol):
+    """The KV kept of a chat model's prompts, as files need it. On the lane only."""
+
+    @property
+    def pool_bytes(self) -> int:
+        """Count the bytes kept by all models that share the room."""
+
+    def pieces(self, adapter: int) -> Sequence[PrefixPiece]:
+        """List an adapter's KV in pieces for files, the one used last first: each comes after
+        those that it follows.
+        """
+
+    def copy_piece(self, adapter: int, piece: PrefixPiece) -> bytes | None:
+        """Return a piece's content; None if some of it has gone meanwhile."""
+
+    def put_piece(self, adapter: int, salt: str, content: bytes) -> bool:
+        """Keep the content of a piece of prompts that were read before; False if there is no more
+        room. Raises anything for what `copy_piece` did not return for this model.
+        """
+
+
 class GenerationEngine(Protocol):
     """The maths of one chat model: a batch that rows join and leave between passes."""
 
@@ -141,6 +162,10 @@ class GenerationEngine(Protocol):
     @property
     def tokens(self) -> Tokens:
         """Return the model's tokenizer."""
+
+    @property
+    def prefixes(self) -> PrefixCache | None:
+        """Return the KV kept of its prompts; None if no one process has all of it."""
 
     @property
     def is_batched(self) -> bool:
@@ -210,25 +235,3 @@ class GenerationEngine(Protocol):
 
     def close(self) -> None:
         """Free every array. On the lane only."""
-
-
-@runtime_checkable
-class PrefixKeeper(Protocol):
-    """A generation engine of which what is kept of prompts can be saved. On the lane only."""
-
-    @property
-    def prefix_bytes(self) -> int:
-        """Count the bytes of KV kept of prompts, by all models that share the room."""
-
-    def prefix_pieces(self, adapter: int) -> Sequence[PrefixPiece]:
-        """List what is kept of an adapter's prompts in pieces for files, the one used last first:
-        so each comes after those that it follows.
-        """
-
-    def copy_prefix(self, adapter: int, piece: PrefixPiece) -> bytes | None:
-        """Return a piece's content; None if some of it has gone meanwhile."""
-
-    def put_prefix(self, adapter: int, salt: str, content: bytes) -> bool:
-        """Keep the content of a piece of prompts that were read before; False if there is no more
-        room. Raises anything for what `copy_prefix` did not return for this model.
-        """

@@ -16,7 +16,7 @@ from gateway.api.in_flight import InFlight
 from gateway.api.traces import Tracer
 from gateway.jobs import CallDelta, Delta
 from gateway.serving.rate_limit import Allowance
-from tests.fakes import Gate, ScriptedChat
+from tests.fakes import Gate, ScriptedChat, ScriptedRow
 
 
 def protected(
@@ -65,8 +65,8 @@ ASK: dict[str, Callable[[Any], dict[str, Any]]] = {
 class ManyVoices(ScriptedChat):
     """Small letters are text, capitals are reasoning; `!` calls the clock."""
 
-    def _next(self, row: int) -> list[Delta]:
-        return [_voiced(delta) for delta in super()._next(row)]
+    def _next(self, number: int, row: ScriptedRow) -> Delta:
+        return _voiced(super()._next(number, row))
 
 
 def _voiced(delta: Delta) -> Delta:

@@ -152,7 +152,7 @@ def fail_to_put(error: Exception, patched: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> bool:
         raise error
 
-    patched.setattr("gateway.engine.generation.engine.GenerationEngine.put_prefix", fail)
+    patched.setattr("gateway.engine.kv.prefix_cache.PrefixCache.put_piece", fail)
 
 
 FAULTS: dict[str, Any] = {

@@ -35,12 +35,14 @@ class Stumbling(ScriptedChat):
     """Each step fails, as the real engine's does: the row is read again, alone, and then ends."""
 
     def decode(self) -> list[Delta]:
-        if self._running and len(self.steps) < 2:
-            self.steps.append(len(self._running))
-            self._waiting, self._running = {row: self._jobs[row] for row in self._running}, {}
+        decoding = self.inside("decoding")
+        if len(self.steps) < 2:
+            self.steps.append(len(decoding))
+            for row in decoding.values():
+                row.state, row.rest = "reading", None
             return []
-        broken, self._running = list(self._running), {}
-        return [self._delta(row, error="out of luck") for row in broken]
+        self.scripted.clear()
+        return [Delta(0, row=number, error="out of luck") for number in decoding]
 
 
 async def test_a_step_that_fails_is_a_failed_load(tmp_path: Path) -> None:

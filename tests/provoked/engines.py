@@ -75,7 +75,7 @@ class HeldWriter(ScriptedChat):
         return super().prefill(token_budget)
 
     def decode(self) -> list[Delta]:
-        if any(ord(EXIT) in said for said in self._running.values()):
+        if any(ord(EXIT) in (row.rest or ()) for row in self.inside("decoding").values()):
             raise SystemExit
         if len(self.steps) == self.hold_at_step:
             self.gates[Stage.DECODE].close()

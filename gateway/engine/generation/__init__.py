@@ -6,7 +6,8 @@ prefill          which prompts are read together, and in what chunks; their logp
 decode_batch     sequences between two decode steps; logits of a pass → their next tokens
 label_scoring    questions → steps into their labels; the logprobs of those
 self_test        sequences in batches compared with the same alone
+prepare          a job → its sequences: their prompts, n, sampling, max_tokens; a context too long
 sequences        from join to last token: prefill, decode, leave; read again after a fault
-engine           one model: a job → its sequences; a step changes the batch and runs a pass
+engine           one model: a step changes the batch and runs a pass; the KV kept of prompts
 loading          a folder or GGUF file → an engine
 """

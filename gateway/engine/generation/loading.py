@@ -14,7 +14,7 @@ from gateway.engine.answers.response_template import ResponseTemplate
 from gateway.engine.device import Device, DeviceBounds
 from gateway.engine.drafts.draft_model import DraftModel
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.sequences import ChatSetup
+from gateway.engine.generation.prepare import ChatSetup
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.structured import StructuredOutput
 from gateway.engine.grammar.tokenizer import GrammarTokenizer

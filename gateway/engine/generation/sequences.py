@@ -5,17 +5,14 @@ separate calls (mlx-lm's `next()` does both in one).
 """
 
 from collections import abc, deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
 
-from gateway.engine.answers.response_template import ResponseTemplate
-from gateway.engine.device import DeviceBounds, launch
-from gateway.engine.drafts.draft_model import DraftModel
+from gateway.engine.device import launch
 from gateway.engine.drafts.draft_policy import DraftPolicy
 from gateway.engine.generation.decode_batch import (
     DecodeBatch,
@@ -27,34 +24,16 @@ from gateway.engine.generation.decode_batch import (
 )
 from gateway.engine.generation.label_scoring import score_labels
 from gateway.engine.generation.prefill import Prefill, PrefillBatch, max_scored_tokens
+from gateway.engine.generation.prepare import ChatSetup
 from gateway.engine.generation.sampling import Sampler
-from gateway.engine.generation.self_test import ALONE, count_tokens, is_listed
+from gateway.engine.generation.self_test import ALONE, is_listed
 from gateway.engine.generation.sequence import Faults, Sequence
-from gateway.engine.grammar.structured import StructuredOutput
 from gateway.engine.kv.cache import compact
-from gateway.engine.kv.layers import can_batch, hold_states, is_plain, padded, row_lengths
-from gateway.engine.kv.prefix_cache import PrefixCache, PrefixPool
-from gateway.engine.models.adapters import Adapters
-from gateway.engine.models.checkpoint import Checkpoint, measure_kv
-from gateway.engine.models.gguf.checkpoint import GgufCheckpoint
-from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
-from gateway.jobs import Delta, EngineFacts, Pass, SequenceParams, Verdict, Verified
+from gateway.engine.kv.layers import can_batch, hold_states, padded, row_lengths
+from gateway.engine.kv.prefix_cache import PrefixCache
+from gateway.jobs import Delta, Pass, SequenceParams, StepPlan, Verdict
 
-
-@dataclass(frozen=True, slots=True)
-class ChatSetup:
-    """What a chat model has besides its weights, and the files that those are read from."""
-
-    checkpoint: Checkpoint | GgufCheckpoint
-    chat: ChatTokenizer
-    structured: StructuredOutput
-    max_context: int
-    vocab_size: int
-    sampling_defaults: Mapping[str, float]
-    unread_formats: abc.Sequence[str] = ()  # this and the next two as EngineFacts has them
-    notes: abc.Sequence[str] = ()
-    verified: Verified = "no"
-    reader: ResponseTemplate | None = None  # of answers whose format is not known here
+Applied: TypeAlias = Callable[[abc.Sequence[int]], AbstractContextManager[None]]
 
 
 class Sequences:
@@ -68,59 +47,32 @@ class Sequences:
         self,
         model: Any,
         setup: ChatSetup,
-        *,
-        prefixes: PrefixPool | None = None,  # that its prompts are kept in; None keeps none
-        speculate_rows: int = 0,
-        draft_model: DraftModel | None = None,
-        bounds: DeviceBounds | None = None,
+        prefixes: PrefixCache,
+        drafts: DraftPolicy,
+        faults: Faults,
+        applied: Applied,
+        pass_s: float | None,
     ) -> None:
-        bounds = bounds or DeviceBounds()
+        """`applied` gives the context of a pass with these adapters, one a row; no pass is to take
+        longer than `pass_s`.
+        """
+        self.last_pass = Pass()  # of the step under way, or the last one
         self._model: Any = model
-        self._chat = self.tokens = setup.chat
+        self._answers = setup.chat.answers
         self._structured = setup.structured
         self._vocab_size = setup.vocab_size
-        self._sampling_defaults = setup.sampling_defaults
-        self._reader = setup.reader
-        kv_cost, empty = measure_kv(model), make_prompt_cache(model)
-        states = kv_cost.states
-        if not (is_listed(model) or all(is_plain(layer) for layer in empty)):
-            speculate_rows = 0  # no one has compared what goes back with what never went
-        if kv_cost.constant and speculate_rows:  # states are kept as before the pass under way
-            kv_cost = replace(kv_cost, ahead=(kv_cost.constant, speculate_rows))
-        if draft_model is not None:
-            kv_cost = draft_model.with_kv(kv_cost, speculate_rows)
-        tested_tokens = count_tokens(model, setup.max_context)
-        said = setup.unread_formats, setup.notes, setup.verified
-        self.facts = EngineFacts(setup.max_context, kv_cost, tested_tokens, *said)
-        self._prefixes = PrefixCache(empty, prefixes or PrefixPool(0), states)
-        self.adapters = Adapters(model)
-        self._prefill = Prefill(
-            model,
-            self._prefixes,
-            max_scored_tokens(setup.vocab_size),
-            self.adapters.applied,
-            bounds.pass_s,
-        )
+        self._prefixes = prefixes
+        self._drafts, self._faults = drafts, faults
+        self._applied = applied
+        max_scored = max_scored_tokens(setup.vocab_size)
+        self._prefill = Prefill(model, prefixes, max_scored, applied, pass_s)
         self._running: DecodeBatch | None = None
         self._queued: deque[DecodeBatch] = deque()  # of one sequence each, if not batched
-        self._faults = Faults()
-        self._drafts = DraftPolicy(speculate_rows, draft_model, self._faults.record_draft)
+        self._parked: dict[int, Sequence | DecodeBatch] = {}
+        self._untold: list[Delta] = []  # of rows that ended as another left
         self._may_batch = True  # no verdict forbids it
         if not can_batch(model):
             self.apply_verdict(ALONE)
-        self._parked: dict[int, Sequence | DecodeBatch] = {}
-        self.last_pass = Pass()
-        self._untold: list[Delta] = []  # of rows that ended as another left
-
-    @property
-    def is_prefilling(self) -> bool:
-        """Return True while a sequence has prompt left to read."""
-        return len(self._prefill) > 0
-
-    @property
-    def is_decoding(self) -> bool:
-        """Return True while a sequence is decoding."""
-        return self._running is not None or bool(self._queued)
 
     @property
     def is_batched(self) -> bool:
@@ -139,24 +91,64 @@ class Sequences:
             self._prefixes.stop()
 
     @property
-    def rows(self) -> int:
-        """Count the sequences inside, reading or decoding."""
-        count = len(self._prefill) + len(self._queued)
-        if self._running is not None:
-            count += len(self._running.rows)
-        return count
+    def reading(self) -> frozenset[int]:
+        """Return the ids of the sequences with prompt left to read."""
+        return frozenset(row.id for row in self._prefill.rows)
 
-    def join(self, number: int, params: SequenceParams) -> None:
-        """Queue a sequence for prefill."""
-        self._prefill.add(self.begin(number, params))
+    @property
+    def decoding(self) -> int:
+        """Count the sequences that decode."""
+        running = 0 if self._running is None else len(self._running.rows)
+        return running + len(self._queued)
+
+    @property
+    def nbytes(self) -> int:
+        """Count the bytes of their KV on the device."""
+        batches = [self._running, *self._queued, *self._parked.values()]
+        kv = sum(batch.nbytes for batch in batches if isinstance(batch, DecodeBatch))
+        return kv + self._prefill.nbytes
+
+    def apply(self, plan: StepPlan) -> list[Delta]:
+        """Change the batch as planned; return the deltas of sequences that end by it."""
+        self.last_pass = Pass()
+        for number in plan.leaving:
+            self.leave(number)
+        for number in plan.preempting:
+            self._preempt(number)
+        deltas: list[Delta] = []
+        for number, limit in plan.capped:
+            deltas += self._cap_tokens(number, limit)
+        for number, params in plan.joining:
+            try:
+                self._prefill.add(self.begin(number, params))
+            except Exception as error:
+                deltas.append(Delta(params.index, row=number, error=str(error)))
+        for number in plan.parking:
+            self._park(number)
+        for number in plan.resuming:
+            self._resume(number)
+            if number in plan.parking:
+                self._park(number)  # once it is read again
+        self._drafts.allowed = plan.drafters
+        deltas += self._untold
+        self._untold = []
+        return deltas
 
     def begin(self, number: int, params: SequenceParams) -> Sequence:
         """Return the sequence of these parameters, with nothing read yet."""
-        chat, sampler = self._chat, Sampler(params.sampling, self._vocab_size, params.prompt)
-        output, thinking = chat.answers.output_processor(params), chat.answers.thinking(params)
-        row = Sequence(number, params, sampler, output, chat.answers.eos_ids, thinking)
+        answers, sampler = self._answers, Sampler(params.sampling, self._vocab_size, params.prompt)
+        output, thinking = answers.output_processor(params), answers.thinking(params)
+        row = Sequence(number, params, sampler, output, answers.eos_ids, thinking)
         row.stops_at_blocks = self._prefixes.needs_block_ends and self._prefixes.keeps_growing
         return row
+
+    def leave_adapter(self, adapter: int) -> None:
+        """Drop all sequences of an adapter, and the step under way."""
+        self.synchronize()
+        for row in self._all():
+            if row.adapter == adapter:
+                self.leave(row.id)
+        self.synchronize()  # a wait for buffers would take an error of the others' KV
 
     def leave(self, sequence_id: int) -> None:
         """Drop a sequence, in whatever state it is. An unknown id is ignored."""
@@ -173,7 +165,7 @@ class Sequences:
         if fault is not None:  # it is not the others' fault: they are read again
             self._untold += self._blame(rows, fault)
 
-    def park(self, sequence_id: int) -> None:
+    def _park(self, sequence_id: int) -> None:
         """Stop a sequence, keeping its KV and next token. One being read stops after that."""
         for row in self._prefill.rows:
             if row.id == sequence_id:
@@ -192,7 +184,7 @@ class Sequences:
                 self._keep([i for i in range(len(running.rows)) if i != place])
                 return
 
-    def preempt(self, sequence_id: int) -> None:
+    def _preempt(self, sequence_id: int) -> None:
         """Stop a sequence and free its KV: when resumed, all its tokens are read again."""
         row = self._find(sequence_id)
         if row is not None:
@@ -200,7 +192,7 @@ class Sequences:
             row.preempt()
             self._parked[sequence_id] = row
 
-    def resume(self, sequence_id: int) -> None:
+    def _resume(self, sequence_id: int) -> None:
         """Continue a sequence that was parked or preempted. An unknown id is ignored."""
         for row in self._prefill.rows:
             if row.id == sequence_id:
@@ -213,7 +205,7 @@ class Sequences:
             parked.rows[0].is_held = False  # or it would stop again once it is read anew
             self._extend(parked)
 
-    def cap_tokens(self, sequence_id: int, max_tokens: int) -> list[Delta]:
+    def _cap_tokens(self, sequence_id: int, max_tokens: int) -> list[Delta]:
         """Limit an answer, if its id is known; end it here if it already has as many tokens."""
         row = self._find(sequence_id)
         if row is None:
@@ -425,7 +417,7 @@ class Sequences:
             started.wait()
             self._queued.append(started)
 
-    def _sequences(self) -> list[Sequence]:
+    def _all(self) -> list[Sequence]:
         """List the sequences inside, in whatever state they are."""
         rows = self._prefill.rows
         for inside in (self._running, *self._queued, *self._parked.values()):
@@ -435,8 +427,15 @@ class Sequences:
                 rows += inside.rows
         return rows
 
+    def close(self) -> None:
+        """Release every array."""
+        self._prefill.close()
+        self._queued.clear()
+        self._parked.clear()
+        self._running = self._model = None
+
     def _find(self, sequence_id: int) -> Sequence | None:
-        return next((row for row in self._sequences() if row.id == sequence_id), None)
+        return next((row for row in self._all() if row.id == sequence_id), None)
 
     def _clear_or_dismiss(self, row: Sequence, *, is_finite: bool) -> None:
         """Record the outcome of a sequence read alone; too many faults end batching."""
@@ -467,7 +466,7 @@ class Sequences:
         A step under way is over before, on a late device: the pass is built while it runs.
         """
         with (
-            self.adapters.applied([row.adapter for row in rows]),
+            self._applied([row.adapter for row in rows]),
             padded(cache, tokens.shape[1], padding),
         ):
             logits: mx.array = self._model(tokens, cache=cache)

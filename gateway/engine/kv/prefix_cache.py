@@ -120,6 +120,11 @@ class PrefixCache:
         self._names: dict[tuple[Root, bytes], Key] = {}  # a router's, of what ends in a block
 
     @property
+    def pool_bytes(self) -> int:
+        """Count the bytes kept by all models that share the room."""
+        return self.pool.nbytes
+
+    @property
     def needs_block_ends(self) -> bool:
         """Return True if prompts are kept only as they are at the end of a block."""
         return self.is_on and not all(self._is_plain)
@@ -287,7 +292,7 @@ class PrefixCache:
         states = None if after is None else [layer.state for layer in after.layers]
         return encode((tokens, [self._kept[key].layers for key in own], states))
 
-    def put_piece(self, root: Root, content: bytes) -> bool:
+    def put_piece(self, adapter: int, salt: str, content: bytes) -> bool:
         """Keep a piece, as what was used before all that is kept; False if there is no room for it.
         Nothing is kept of one that follows what is not there. Raises anything for other content.
         """
@@ -296,6 +301,7 @@ class PrefixCache:
         nbytes = sum(array.nbytes for array in arrays) + _TOKEN_BYTES * 2 * len(tokens)
         if not self.is_on or not self.pool.has_room(nbytes, len(arrays)):
             return False
+        root = adapter, salt
         path = self._path(tokens, root)
         missing = len(tokens) // BLOCK - len(path)
         if missing > len(blocks):

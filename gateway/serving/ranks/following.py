@@ -63,7 +63,7 @@ def follow(link: Link, load: LoadModel, tidy: Callable[[], None]) -> None:
 
 
 def _load(call: LoadCall, load: LoadModel, models: "dict[str, FollowingEngine]") -> str:
-    """LoadCall a model; return why it cannot be."""
+    """Load a model; return why it cannot be."""
     try:
         models[call.model] = FollowingEngine(load(call.model, call.setup))
     except GatewayError as error:

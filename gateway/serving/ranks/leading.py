@@ -48,7 +48,7 @@ def lead_in_steps(
     setup: Setup,
     steps: Generator[GenerationEngine | None],
 ) -> Generator[GenerationEngine | None]:
-    """LoadCall a model on every rank, in steps; the last yields rank 0's engine. On the lane.
+    """Load a model on every rank, in steps; the last yields rank 0's engine. On the lane.
 
     `setup` is what the other ranks need to load the same. Raises ModelLoadFailed, naming the rank.
     """
@@ -82,6 +82,8 @@ def lead_in_steps(
 
 class LeadingEngine:
     """Rank 0's engine of a model that several ranks share."""
+
+    prefixes = None  # other ranks have parts of them
 
     def __init__(self, leader: Leader, model: str, engine: GenerationEngine) -> None:
         self._leader = leader

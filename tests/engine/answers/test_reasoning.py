@@ -225,7 +225,7 @@ def test_the_template_that_always_asks_still_opens_the_thinking(tmp_path: Path) 
 def test_an_end_inside_the_thinking_closes_it_where_a_form_was_promised(tmp_path: Path) -> None:
     """Else the answer would be empty, though a schema was asked for."""
     engine = open_engine(teach_thinking(write_chat(tmp_path, vocab_size=1030), opens=True))
-    (eos,) = engine._chat.answers.eos_ids
+    (eos,) = engine.tokens.answers.eos_ids
     urge = Sampling(temperature=0, logit_bias={eos: 100.0})
     text, _, end = asked(engine, job("Well?", YES_OR_NO, sampling=urge))
     assert text in ("yes", "no")

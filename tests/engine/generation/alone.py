@@ -87,7 +87,7 @@ class Alone:
         what they say.
         """
         prompt, engine = list(params.prompt), self.engine
-        row = engine.begin(0, params)
+        row = engine._sequences.begin(0, params)
         read = mx.array([[*prompt, *tokens[:-1]]])
         logits = self._model(read, cache=make_prompt_cache(self._model))[0].astype(mx.float32)
         expected = Told()
@@ -98,7 +98,7 @@ class Alone:
             expected.end = "length"
         for at, token in enumerate(tokens):
             last = len(prompt) + at - 1
-            allowed = constrain(engine._structured, [row], logits[last : last + 1])
+            allowed = constrain(engine._setup.structured, [row], logits[last : last + 1])
             assert may_draw(row.sampler, np.array(allowed[0]), at, token, self._rounding), (
                 f"token {at}, {token}, cannot be drawn: {mx.argmax(allowed).item()} is likeliest"
             )

@@ -1,4 +1,4 @@
-"""What tests do to an engine: its own verbs, one by one; what its rows are asked and told."""
+"""An engine driven by plans, one by one; what its rows are asked and told."""
 
 import gc
 import json
@@ -15,12 +15,13 @@ import mlx.core as mx
 import pytest
 
 from benchmarks.loading import load_generation, load_weights
+from benchmarks.steps import Steps
 from gateway.engine.device import Device
 from gateway.engine.drafts.draft_model import DraftModel
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.loading import read_chat_setup
+from gateway.engine.generation.prepare import ChatSetup
 from gateway.engine.generation.sequence import Sequence
-from gateway.engine.generation.sequences import ChatSetup
 from gateway.engine.models.adapters import read_adapter
 from gateway.engine.models.decoders import parameters
 from gateway.engine.models.gguf.checkpoint import open_checkpoint
@@ -104,15 +105,11 @@ MAMBA = {
 }  # fmt: skip
 
 
-def join(engine: GenerationEngine, params: SequenceParams) -> int:
+def join(steps: Steps, params: SequenceParams) -> int:
     """Queue a sequence for prefill, by a number of its own."""
     number = next(_numbers)
-    engine.join(number, params)
+    steps.join(number, params)
     return number
-
-
-def prefilling(engine: GenerationEngine) -> set[int]:
-    return {row.id for row in engine._prefill.rows}
 
 
 def open_engine(
@@ -194,27 +191,27 @@ def job(text: str, sampling: Sampling = GREEDY, **more: Any) -> GenerateJob:
     return GenerateJob(caller=caller(), messages=messages, sampling=sampling, **more)
 
 
-def finish(engine: GenerationEngine, budget: int = 512) -> list[Delta]:
+def finish(steps: Steps, budget: int = 512) -> list[Delta]:
     """Bring all rows to their ends; return what they were told."""
     deltas: list[Delta] = []
-    while engine.is_prefilling or engine.is_decoding:
-        deltas += engine.prefill(budget) if engine.is_prefilling else []
-        deltas += engine.decode()
+    while steps.is_busy:
+        deltas += steps.prefill(budget) if steps.is_reading else []
+        deltas += steps.decode()
     return deltas
 
 
 def newest(engine: GenerationEngine) -> Sequence:
     """Give the row that joined last, before it is read."""
-    row = engine._prefill._line[-1]
+    row = engine._sequences._prefill._line[-1]
     assert isinstance(row, Sequence)
     return row
 
 
-class Rows:
+class Rows(Steps):
     """Rows under way, and what they were told so far."""
 
     def __init__(self, engine: GenerationEngine) -> None:
-        self.engine = engine
+        super().__init__(engine)
         self.answers: dict[int, Answer] = {}
 
     def hear(self, deltas: abc.Sequence[Delta]) -> None:
@@ -222,8 +219,8 @@ class Rows:
             self.answers[delta.row].add(delta)
 
     def step(self, budget: int = 512) -> None:
-        self.hear(self.engine.prefill(budget) if self.engine.is_prefilling else [])
-        self.hear(self.engine.decode())
+        self.hear(self.prefill(budget) if self.is_reading else [])
+        self.hear(self.decode())
 
     def finish(self, budget: int = 512) -> list[Answer]:
         while self.is_busy:
@@ -234,27 +231,18 @@ class Rows:
     def open(self) -> list[int]:
         return [row for row, each in self.answers.items() if not each.ends and not each.error]
 
-    @property
-    def is_busy(self) -> bool:
-        return self.engine.is_prefilling or self.engine.is_decoding
-
     def add(self, job: GenerateJob) -> list[int]:
         rows = []
         for row in self.engine.prepare(job):
             if row.grammar is not None:
                 row = replace(row, compiled=compiled(self.engine, row.grammar))
-            rows.append(join(self.engine, row))
+            rows.append(join(self, row))
             self.answers[rows[-1]] = Answer(ids=newest(self.engine).tokens)
         return rows
 
 
-class Run(Rows):
-    def join(self, job: GenerateJob) -> list[int]:
-        return self.add(job)
-
-
 class Batch(Rows):
-    def join(self, text: str, given: dict[str, Any]) -> int:
+    def ask(self, text: str, given: dict[str, Any]) -> int:
         [number] = self.add(job(text, **{"max_tokens": None, **given}))
         return number
 
@@ -262,15 +250,16 @@ class Batch(Rows):
 def answers(
     engine: GenerationEngine, jobs: abc.Sequence[GenerateJob], budget: int = 512
 ) -> list[Answer]:
-    run = Run(engine)
+    run = Rows(engine)
     for each in jobs:
-        run.join(each)
+        run.add(each)
     return run.finish(budget)
 
 
 def exchange(engine: GenerationEngine, model: Any) -> None:
     """Give an engine another model to ask, from the next prompt on."""
-    engine._model = engine._prefill._model = model
+    sequences = engine._sequences
+    engine._model = sequences._model = sequences._prefill._model = model
 
 
 class Watched:
@@ -365,12 +354,12 @@ def answer_at_random(
     batch, waiting, rows, passes = Batch(engine), list(jobs), [], []
     while waiting or batch.is_busy:
         if waiting and (not batch.is_busy or chance.random() < 0.3):
-            rows.append(batch.join(*waiting.pop(0)))
-        batch.hear(engine.prefill(64) if engine.is_prefilling else [])
-        is_decoding = engine.is_decoding
-        batch.hear(engine.decode())
-        passes += [engine.last_pass] if is_decoding else []
-    assert not engine._faults.take()
+            rows.append(batch.ask(*waiting.pop(0)))
+        batch.hear(batch.prefill(64) if batch.is_reading else [])
+        is_decoding = batch.is_decoding
+        batch.hear(batch.decode())
+        passes += [batch.size] if is_decoding else []
+    assert not batch.faults
     return [batch.answers[row] for row in rows], passes
 
 
@@ -386,4 +375,4 @@ def held(engine: GenerationEngine) -> int:
     if isinstance(drafting, DraftModel):
         models.append(drafting._model)
     weights = sum(array.nbytes for model in models for array in parameters(model))
-    return engine.nbytes() - weights - engine.prefix_bytes
+    return engine.nbytes() - weights - engine.prefixes.pool_bytes

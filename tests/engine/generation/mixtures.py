@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.steps import Steps
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.kv.prefix_cache import BLOCK
 from gateway.engine.models.adapters import read_adapter
@@ -43,7 +44,7 @@ from tests.checkpoints import (
     write_chat,
 )
 from tests.engine.generation.alone import Alone, Told
-from tests.engine.generation.harness import join, open_engine, prefilling
+from tests.engine.generation.harness import join, open_engine
 from tests.engine.generation.ties import ROUNDING
 from tests.fakes import caller
 
@@ -257,6 +258,7 @@ class Mixture:
         self.settings = Settings.draw(self.chance)
         self.models = models
         self.engine = self._open(models.base)
+        self.steps = Steps(self.engine)
         self.numbers: dict[str, int] = {}
         if self.settings.has_adapters:
             for name in models.adapters:
@@ -284,8 +286,8 @@ class Mixture:
                 self._resume_all()
                 self._read(4096)
                 self._decode()
-            assert not self.engine.rows
-            assert not self.engine._parked
+            assert not self.steps.count
+            assert not self.engine._sequences._parked
         except Exception as error:
             raise AssertionError(self._report(steps)) from error
         finally:
@@ -323,19 +325,19 @@ class Mixture:
             self._read(self.chance.choice([1, 5, 16, 64, 64, 512]))
         for _ in range(self.chance.choice([1, 1, 3, 8])):
             self._decode()
-        if not (self.engine.is_prefilling or self.engine.is_decoding):
+        if not self.steps.is_busy:
             self._resume_all()
 
     def _read(self, budget: int) -> None:
-        if self.engine.is_prefilling:
-            self.done.append(f"prefill({budget}) of {sorted(prefilling(self.engine))}")
-            self._hear(self.engine.prefill(budget))
+        if self.steps.is_reading:
+            self.done.append(f"prefill({budget}) of {sorted(self.steps.result.reading)}")
+            self._hear(self.steps.prefill(budget))
 
     def _decode(self) -> None:
-        if self.engine.is_decoding:
+        if self.steps.is_decoding:
             self.done.append("decode()")
-            self._hear(self.engine.decode())
-            size = self.engine.last_pass
+            self._hear(self.steps.decode())
+            size = self.steps.size
             self.counts.update(forced=size.forced, drafted=size.drafted, accepted=size.accepted)
 
     def _join(self) -> None:
@@ -350,8 +352,8 @@ class Mixture:
             for params in prepared:
                 if params.grammar is not None:
                     params = replace(params, compiled=self._compile(params.grammar))
-                number = join(self.engine, params)
-                sequence = self.engine._find(number)
+                number = join(self.steps, params)
+                sequence = self.engine._sequences._find(number)
                 assert sequence is not None
                 self.rows[number] = Row(name, params, sequence.tokens)
                 self.done.append(f"join: {number}, of {name or 'base'}, {_describe(params)}")
@@ -362,17 +364,20 @@ class Mixture:
 
     def _drop(self, number: int) -> None:
         self.done.append(f"leave({number})")
-        self.engine.leave(number)
+        self.steps.leave(number)
         row = self.rows.pop(number)
         self.stopped.discard(number)
         self._check(number, row)
         self.counts["left"] += 1
 
     def _stop(self) -> None:
-        number, act = self.chance.choice(list(self.rows)), self.chance.choice(["park", "preempt"])
+        number, act = (
+            self.chance.choice(list(self.rows)),
+            self.chance.choice(["parking", "preempting"]),
+        )
         if number not in self.stopped:
             self.done.append(f"{act}({number})")
-            getattr(self.engine, act)(number)
+            self.steps.change(**{act: [number]})
             self.stopped.add(number)
             self.counts[act] += 1
 
@@ -380,7 +385,7 @@ class Mixture:
         number = self.chance.choice(sorted(self.stopped))
         self.done.append(f"resume({number})")
         self.stopped.discard(number)
-        self.engine.resume(number)
+        self.steps.change(resuming=[number])
 
     def _resume_all(self) -> None:
         while self.stopped:
@@ -392,7 +397,7 @@ class Mixture:
         if row.params.max_tokens == 0 or row.params.step is not None:
             return
         self.done.append(f"cap_tokens({number}, {bound})")
-        deltas = self.engine.cap_tokens(number, bound)
+        deltas = self.steps.change(capped=[(number, bound)])
         row.bound = min(bound, row.bound or bound)
         row.is_ended_early = bool(deltas)
         self._hear(deltas)
@@ -400,7 +405,7 @@ class Mixture:
 
     def _clear(self) -> None:
         self.done.append("clear_prefixes()")
-        self.engine.clear_prefixes()
+        self.steps.change(clear_prefixes=True)
 
     def _reload_adapter(self) -> None:
         """Drop an adapter with its rows; add it again, by another number."""
@@ -417,8 +422,7 @@ class Mixture:
         self.numbers[name] = next(adapter for adapter in steps if adapter is not None).number
 
     def _hear(self, deltas: Sequence[Delta]) -> None:
-        faults = self.engine._faults.take()
-        assert not faults, faults
+        assert not self.steps.faults, self.steps.faults
         for delta in deltas:
             self.rows[delta.row].told.add(delta)
         for number, row in list(self.rows.items()):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.steps import Steps
 from gateway.engine.generation.decode_batch import KEPT_ENDS, spread
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.kv.prefix_cache import BLOCK, MIN_SETS
@@ -16,7 +17,7 @@ from tests.checkpoints import HYBRID, SLIDING, teach_thinking, write_chat
 from tests.engine.generation.harness import (
     PLENTY,
     Passing,
-    Run,
+    Rows,
     active_memory,
     answers,
     bare,
@@ -108,16 +109,16 @@ def test_a_long_answer_keeps_few_states(tmp_path: Path, kind: str) -> None:
     answers(
         engine, [replace(asked, max_tokens=30)]
     )  # makes what passes leave behind: constants, masks
-    engine.clear_prefixes()
+    Steps(engine).change(clear_prefixes=True)
     weights, before = engine.nbytes(), active_memory()
     answers(engine, [asked])
-    kept = engine._prefixes._kept
+    kept = engine.prefixes._kept
     states = sum(1 for key in kept if len(key) == 1)
     assert states == 3 + 1  # three of the ends of the answer's four blocks; the prompt's
     assert sum(1 for key in kept if len(key) > 1) == 329 // BLOCK
-    assert engine._prefixes.nbytes == engine.nbytes() - weights
-    assert engine._prefixes.nbytes == sum(each.nbytes for each in kept.values())
-    engine.clear_prefixes()
+    assert engine.prefixes.nbytes == engine.nbytes() - weights
+    assert engine.prefixes.nbytes == sum(each.nbytes for each in kept.values())
+    Steps(engine).change(clear_prefixes=True)
     assert active_memory() == before
 
 
@@ -133,14 +134,14 @@ def test_the_ends_of_an_answers_blocks_that_stay_are_fewer_further_back() -> Non
 
 def test_a_cache_dropped_under_an_answer_is_not_filled_again_by_it(warm: GenerationEngine) -> None:
     """Memory that others need was freed: it stays so until another prompt is read."""
-    run = Run(warm)
-    run.join(bare(tokens(200, 1), FOREVER, max_tokens=70))
+    run = Rows(warm)
+    run.add(bare(tokens(200, 1), FOREVER, max_tokens=70))
     for _ in range(20):
         run.step()
-    assert warm._prefixes.nbytes > 0
-    warm.clear_prefixes()
+    assert warm.prefixes.nbytes > 0
+    Steps(warm).change(clear_prefixes=True)
     run.finish()
-    assert warm._prefixes.nbytes == 0
+    assert warm.prefixes.nbytes == 0
 
 
 PAIR = [tokens(each, each) for each in (50, 100)]
@@ -188,12 +189,12 @@ def set_bytes(sliding: Path) -> int:
 
 def test_a_shared_beginning_stays_while_answers_to_it_grow(sliding: Path, set_bytes: int) -> None:
     engine = open_engine(sliding, prefix_cache_bytes=4 * set_bytes)
-    run, hits, left = Run(engine), [], 12
+    run, hits, left = Rows(engine), [], 12
     ids: list[int] = []
-    while left or engine.is_decoding or engine.is_prefilling:
-        while left and engine.rows < 4:
+    while left or run.is_busy:
+        while left and run.count < 4:
             left -= 1
-            ids += run.join(
+            ids += run.add(
                 bare([*SHARED, *tokens(20, left)], FOREVER, max_tokens=50 + 10 * (left % 4))
             )
         run.step()
@@ -204,12 +205,12 @@ def test_a_shared_beginning_stays_while_answers_to_it_grow(sliding: Path, set_by
 def test_answers_under_way_take_at_most_half_of_the_room(sliding: Path, set_bytes: int) -> None:
     engine = open_engine(sliding, prefix_cache_bytes=(MIN_SETS + 2) * set_bytes)
     answers(engine, [bare(SHARED, FOREVER, max_tokens=1)])
-    run = Run(engine)
+    run = Rows(engine)
     for seed in range(4):
-        run.join(bare(tokens(20, 1 + seed), FOREVER, max_tokens=4 * BLOCK))
+        run.add(bare(tokens(20, 1 + seed), FOREVER, max_tokens=4 * BLOCK))
     for _ in range(3 * BLOCK):
         run.step()
-    prefixes = engine._prefixes
+    prefixes = engine.prefixes
     growing = sum(prefixes._kept[key].nbytes for key in prefixes._growing)
     assert 3 * set_bytes < growing < (MIN_SETS / 2 + 2) * set_bytes
     run.finish()

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from benchmarks.steps import Steps
 from gateway.engine.drafts.draft_model import CHUNK, MOST_AHEAD, DraftModel
 from gateway.engine.drafts.prompt_lookup import PromptLookup
 from gateway.engine.generation.engine import GenerationEngine
@@ -134,8 +135,8 @@ def test_a_prompt_that_begins_like_an_earlier_one_is_read_from_there_on(folder: 
         read.clear()
         answer_at_random(engine, [(text, {"sampling": GREEDY, "max_tokens": 30})])
     assert max(read) < CHUNK / 2
-    engine.clear_prefixes()
-    assert engine.prefix_bytes == 0
+    Steps(engine).change(clear_prefixes=True)
+    assert engine.prefixes.pool_bytes == 0
 
 
 def test_rows_beyond_the_limit_get_no_drafts_and_the_model_catches_up(
@@ -145,21 +146,21 @@ def test_rows_beyond_the_limit_get_no_drafts_and_the_model_catches_up(
     [expected], _ = answer_at_random(plain, jobs)
     engine = open_engine(folder, speculate_rows=2, draft=folder)
     batch, read = Batch(engine), watch(engine)
-    row = batch.join(*jobs[0])
+    row = batch.ask(*jobs[0])
     for _ in range(5):
         batch.step()
     for text in ("a", "b"):
-        batch.join(text, {"sampling": GREEDY, "max_tokens": 50})
+        batch.ask(text, {"sampling": GREEDY, "max_tokens": 50})
     read_before, drafted = len(read), []
     while len(batch.open) == 3:
         batch.step()
-        drafted.append(engine.last_pass.drafted)
+        drafted.append(batch.size.drafted)
         assert len(batch.open) < 3 or len(read) == read_before
     assert not any(drafted[1:]), "only what was launched before the others came"
     accepted = 0
     while batch.is_busy:
         batch.step()
-        accepted += engine.last_pass.accepted
+        accepted += batch.size.accepted
     assert accepted > 50
     assert batch.answers[row].says_as(expected)
 
@@ -174,10 +175,10 @@ def test_a_draft_model_that_fails_is_dropped_and_fails_no_answer(
     bytes_with = engine.nbytes()
     watch(engine, fails_after=passes)
     batch = Batch(engine)
-    row = batch.join(*jobs[0])
+    row = batch.ask(*jobs[0])
     batch.finish()
     assert batch.answers[row].says_as(expected)
-    [fault] = engine._faults.take()
+    [fault] = batch.faults
     assert fault.message == "draft model, off now: ValueError: no more"
     assert engine.nbytes() < bytes_with
 
@@ -211,11 +212,11 @@ def test_weights_and_kv_are_counted(plain: GenerationEngine, folder: Path) -> No
     weights, sizes = plain.nbytes(), []
     for each in (plain, engine):
         batch = Batch(each)
-        row = batch.join("Hi", {"sampling": GREEDY, "max_tokens": 60})
+        row = batch.ask("Hi", {"sampling": GREEDY, "max_tokens": 60})
         for _ in range(3):
             batch.step()
         sizes.append(each.nbytes())
-        each.leave(row)
+        batch.leave(row)
     kv = sizes[0] - weights
     assert sizes[1] == 2 * (weights + kv)
 

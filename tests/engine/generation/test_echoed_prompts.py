@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from benchmarks.steps import Steps
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.prefill import MOST_BYTES
 from gateway.errors import ContextLengthExceeded
@@ -48,8 +49,9 @@ def echo(prompt: str | Sequence[int], **asked: Any) -> GenerateJob:
 def told(
     engine: GenerationEngine, jobs: Sequence[GenerateJob], budget: int = 512
 ) -> list[list[Delta]]:
-    rows = [join(engine, engine.prepare(each)[0]) for each in jobs]
-    deltas = finish(engine, budget)
+    steps = Steps(engine)
+    rows = [join(steps, engine.prepare(each)[0]) for each in jobs]
+    deltas = finish(steps, budget)
     return [[delta for delta in deltas if delta.row == row] for row in rows]
 
 
@@ -151,7 +153,7 @@ def test_a_prompt_that_leaves_no_room_can_be_scored_but_not_continued(folder: Pa
 def test_special_tokens_are_shown_where_they_were_written(folder: Path) -> None:
     engine = open_engine(folder)
     token = 2
-    content = engine._chat.backend.get_added_tokens_decoder()[token].content
+    content = engine.tokens.backend.get_added_tokens_decoder()[token].content
     prompt = echoed(told(engine, [echo([token, 70, 71, token])])[0])
     assert prompt.texts[0] == prompt.texts[-1] == content
     assert "".join(echoed(told(engine, [echo(f"a{content}b")])[0]).texts) == f"a{content}b"

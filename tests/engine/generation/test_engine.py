@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from mlx_lm import load
 from mlx_lm.generate import generate_step
 
+from benchmarks.steps import Steps
 from gateway.engine.device import Device
 from gateway.engine.generation.decode_batch import DecodeBatch
 from gateway.engine.generation.engine import GenerationEngine
@@ -24,7 +25,7 @@ from tests.engine.generation.harness import (
     SEEDED,
     TEXTS,
     Passing,
-    Run,
+    Rows,
     answers,
     exchange,
     job,
@@ -46,30 +47,28 @@ def engine(folder: Path) -> GenerationEngine:
     return open_engine(folder)
 
 
-@pytest.mark.parametrize("act", ["park", "leave", "clear_prefixes"])
+@pytest.mark.parametrize("act", ["parking", "leaving", "clear_prefixes"])
 def test_an_error_of_a_step_is_kept_whoever_meets_it(engine: GenerationEngine, act: str) -> None:
     alone = answers(engine, [job(text) for text in TEXTS[:2]])
     with SimulatedDevice().installed() as device:
-        run = Run(engine)
-        [first], [second] = (run.join(job(text)) for text in TEXTS[:2])
+        run = Rows(engine)
+        [first], [second] = (run.add(job(text)) for text in TEXTS[:2])
         for _ in range(3):
             run.step()
         device.fail(TIMEOUT)
-        if act == "clear_prefixes":
-            engine.clear_prefixes()
-        else:
-            getattr(engine, act)(first)
+        run.change(**{act: True if act == "clear_prefixes" else [first]})
         assert device.failures == 1
         run.step()
-        assert engine._faults.take()
-        if act == "park":
-            engine.resume(first)
+        faults = len(run.faults)
+        assert faults > 0
+        if act == "parking":
+            run.change(resuming=[first])
         run.finish()
         assert device.failures == 1
-        if act == "park":
-            assert engine._faults.take()  # the parked row's own
+        if act == "parking":
+            assert len(run.faults) > faults  # the parked row's own
     expected = {first: alone[0], second: alone[1]}
-    for row in expected.keys() - ({first} if act == "leave" else set()):
+    for row in expected.keys() - ({first} if act == "leaving" else set()):
         assert run.answers[row].ids == expected[row].ids
         assert run.answers[row].error is None
 
@@ -77,9 +76,9 @@ def test_an_error_of_a_step_is_kept_whoever_meets_it(engine: GenerationEngine, a
 def test_the_probe_raises_what_the_device_does_and_changes_no_row(engine: GenerationEngine) -> None:
     alone = answers(engine, [job(text) for text in TEXTS[:2]])
     with SimulatedDevice().installed() as device:
-        run = Run(engine)
+        run = Rows(engine)
         for text in TEXTS[:2]:
-            run.join(job(text))
+            run.add(job(text))
         for _ in range(4):
             run.step()
             engine.probe()
@@ -116,53 +115,55 @@ def test_greedy_tokens_equal_mlx_lms_in_a_mixed_batch(
 
 
 def test_a_row_can_leave_wherever_it_is(engine: GenerationEngine) -> None:
-    run = Run(engine)
-    (waiting,) = run.join(job("a"))
-    engine.leave(waiting)
-    assert not engine.is_prefilling
-    (reading,) = run.join(job(TEXTS[4]))
-    engine.prefill(16)
-    engine.leave(reading)
-    assert not engine.is_prefilling
-    (running,) = run.join(job("b"))
+    run = Rows(engine)
+    (waiting,) = run.add(job("a"))
+    run.leave(waiting)
+    assert not run.is_reading
+    (reading,) = run.add(job(TEXTS[4]))
+    run.prefill(16)
+    run.leave(reading)
+    assert not run.is_reading
+    (running,) = run.add(job("b"))
     run.step()
-    engine.leave(running)
-    engine.leave(running)
-    assert (engine.rows, engine.is_decoding) == (0, False)
+    run.leave(running)
+    run.leave(running)
+    assert (run.count, run.is_decoding) == (0, False)
     assert engine.nbytes() < 1_000_000
 
 
 def test_a_prompt_is_read_in_chunks_of_the_budget(engine: GenerationEngine) -> None:
+    steps = Steps(engine)
     (row,) = engine.prepare(job(TEXTS[4]))
-    join(engine, row)
+    join(steps, row)
     chunks = []
-    while engine.is_prefilling:
-        engine.prefill(64)
-        chunks.append(engine.last_pass.tokens)
+    while steps.is_reading:
+        steps.prefill(64)
+        chunks.append(steps.size.tokens)
     assert sum(chunks) == len(row.prompt) - 1
     assert set(chunks[:-1]) == {64}
 
 
 def test_the_end_of_a_prompt_is_read_with_its_last_chunk(engine: GenerationEngine) -> None:
     """Where it is at most a quarter of one: a pass of a few tokens costs as much as a whole one."""
+    steps = Steps(engine)
     (row,) = engine.prepare(job(TEXTS[4]))
     length = len(row.prompt) - 1
     for beyond, passes in ((1, 1), (length // 5, 1), (length // 4, 2)):
-        number = join(engine, row)
-        before, chunks = engine.rows, 0
-        while engine.is_prefilling:
-            engine.prefill(length - beyond)
+        number = join(steps, row)
+        before, chunks = steps.count, 0
+        while steps.is_reading:
+            steps.prefill(length - beyond)
             chunks += 1
         assert (before, chunks) == (1, passes)
-        engine.leave(number)
+        steps.leave(number)
 
 
 def test_a_short_prompt_overtakes_long_ones(engine: GenerationEngine, reference: Reference) -> None:
-    run = Run(engine)
-    long = [run.join(job(TEXTS[4]))[0] for _ in range(3)]
+    run = Rows(engine)
+    long = [run.add(job(TEXTS[4]))[0] for _ in range(3)]
     for _ in range(4):
         run.step(64)
-    (short,) = run.join(job(TEXTS[0]))
+    (short,) = run.add(job(TEXTS[0]))
     for _ in range(4):
         run.step(64)
     assert run.answers[short].tokens > 0
@@ -174,11 +175,11 @@ def test_a_short_prompt_overtakes_long_ones(engine: GenerationEngine, reference:
 
 def test_one_token_rows_end_without_a_decode_step(engine: GenerationEngine) -> None:
     """A reranker sends eighty of them at once."""
-    run = Run(engine)
+    run = Rows(engine)
     for _ in range(8):
-        run.join(job("Hello", max_tokens=1))
+        run.add(job("Hello", max_tokens=1))
     run.step(10_000)
-    assert not engine.is_decoding
+    assert not run.is_decoding
     ends = {(answer.tokens, answer.finish_reason) for answer in run.answers.values()}
     assert ends == {(1, "length")}
 
@@ -194,7 +195,7 @@ def test_no_row_is_run_on_after_the_last_token_it_may_say(engine: GenerationEngi
 def test_a_row_that_ends_sooner_is_run_on_once_at_most(
     engine: GenerationEngine, reference: Reference
 ) -> None:
-    (eos,) = engine._chat.answers.eos_ids
+    (eos,) = engine.tokens.answers.eos_ids
     silent = Sampling(temperature=0, logit_bias={eos: 1000.0})
     passes = shapes(engine)
     told = answers(engine, [job("Hello", silent), job(TEXTS[0])])
@@ -235,7 +236,7 @@ def test_a_bias_forces_and_forbids_tokens_and_foreign_ids_are_ignored(
     engine: GenerationEngine,
 ) -> None:
     """Clients send the ids of another tokenizer; MLX would not check them."""
-    (token,) = engine._chat.backend.encode("Q", add_special_tokens=False).ids
+    (token,) = engine.tokens.backend.encode("Q", add_special_tokens=False).ids
     forced = Sampling(temperature=0, logit_bias={token: 100.0, 10**9: 100.0, 999_999: -100.0})
     (answer,) = answers(engine, [job("hello", forced, max_tokens=5)])
     (plain,) = answers(engine, [job("hello", max_tokens=5)])
@@ -324,14 +325,14 @@ def test_what_has_met_its_stop_string_is_not_read_again(engine: GenerationEngine
 
 
 def test_a_row_whose_text_breaks_ends_alone(engine: GenerationEngine, reference: Reference) -> None:
-    run = Run(engine)
-    (broken,) = run.join(job(TEXTS[0]))
+    run = Rows(engine)
+    (broken,) = run.add(job(TEXTS[0]))
 
     def snap(token: int) -> str:
         raise RuntimeError("snapped")
 
     newest(engine)._output.decoder.push = snap  # type: ignore[method-assign]
-    (fine,) = run.join(job(TEXTS[3]))
+    (fine,) = run.add(job(TEXTS[3]))
     run.finish()
     assert "snapped" in (run.answers[broken].error or "")
     assert run.answers[fine].ids == reference[TEXTS[3]]
@@ -348,7 +349,7 @@ def test_a_template_from_models_yaml_takes_the_place_of_the_models(folder: Path)
     template = "{{ greeting }} {{ messages[0].content }}"
     engine = open_engine(folder, chat_template=template, template_args={"greeting": "Yo"})
     (row,) = engine.prepare(job("you"))
-    assert engine._chat.backend.decode(list(row.prompt)) == "Yo you"
+    assert engine.tokens.backend.decode(list(row.prompt)) == "Yo you"
 
 
 @pytest.mark.parametrize(
@@ -415,10 +416,10 @@ def test_a_row_that_fails_to_leave_changes_no_other_answer(
     engine: GenerationEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = [answer.text for answer in answers(engine, [job(text) for text in TEXTS[:2]])]
-    run = Run(engine)
-    [leaving] = run.join(job(TEXTS[3]))
+    run = Rows(engine)
+    [leaving] = run.add(job(TEXTS[3]))
     for text in TEXTS[:2]:
-        run.join(job(text))
+        run.add(job(text))
     for _ in range(4):
         run.step()
     with monkeypatch.context() as patched:
@@ -428,7 +429,7 @@ def test_a_row_that_fails_to_leave_changes_no_other_answer(
     assert result.decoding == 0
     del run.answers[leaving]
     assert [answer.text for answer in run.finish()] == expected
-    assert len(engine._faults.take()) == 1
+    assert len(run.faults) == 1
 
 
 def no_memory(*_: Any) -> None:

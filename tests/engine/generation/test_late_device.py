@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.steps import Steps
 from gateway.engine.device import give_back
 from gateway.engine.device_faults import classify
 from gateway.engine.drafts.draft_model import DraftModel
@@ -45,7 +46,9 @@ JOBS: list[tuple[str, dict[str, Any]]] = [
     (SEA + "and how", {"sampling": Sampling(temperature=0), "grammar": SCHEMA, "max_tokens": 12}),
     ("x y x y x y x y", {"sampling": Sampling(temperature=0, ignore_eos=True), "max_tokens": 11}),
 ]
-ACTS = st.sampled_from(["park", "preempt", "leave", "clear_prefixes", "synchronize", "probe"])
+ACTS = st.sampled_from(
+    ["parking", "preempting", "leaving", "clear_prefixes", "synchronize", "probe"]
+)
 
 
 @pytest.fixture(scope="module")
@@ -68,22 +71,24 @@ def engines(folders: dict[str, Path]) -> dict[str, GenerationEngine]:
 def told(engine: GenerationEngine, text: str, asked: dict[str, Any]) -> Answer:
     """Return what a row is told that is alone."""
     batch = Batch(engine)
-    row = batch.join(text, asked)
+    row = batch.ask(text, asked)
     batch.finish()
     return batch.answers[row]
 
 
 def act_on(batch: Batch, act: str, row: int) -> None:
     """Do something with a row, or beside it, as the scheduler does."""
-    if act in ("clear_prefixes", "synchronize"):
-        getattr(batch.engine, act)()
+    if act == "clear_prefixes":
+        batch.change(clear_prefixes=True)
+    elif act == "synchronize":
+        batch.engine.synchronize()
     elif act == "probe":
         with suppress(RuntimeError):
             batch.engine.probe()
     else:
-        getattr(batch.engine, act)(row)
-        if act != "leave":
-            batch.engine.resume(row)
+        batch.change(**{act: [row]})
+        if act != "leaving":
+            batch.change(resuming=[row])
 
 
 @pytest.mark.generator(weight=2)
@@ -111,17 +116,17 @@ def test_no_row_is_given_what_failed_late(engines: dict[str, GenerationEngine], 
     )
     @within_share
     def run(work: int, text: str, chosen: list[int], acts: dict[int, str]) -> None:
-        engine.clear_prefixes()
+        Steps(engine).change(clear_prefixes=True)
         with LateDevice().installed() as device:
             device.fail_at(work, text)
             batch = Batch(engine)
-            rows = {batch.join(*JOBS[number]): number for number in chosen}
+            rows = {batch.ask(*JOBS[number]): number for number in chosen}
             left: set[int] = set()
             step = 0
             while batch.is_busy:
                 if batch.open and step in acts:
                     row = batch.open[step % len(batch.open)]
-                    left |= {row} if acts[step] == "leave" else set()
+                    left |= {row} if acts[step] == "leaving" else set()
                     act_on(batch, acts[step], row)
                 batch.step()
                 step += 1
@@ -131,7 +136,6 @@ def test_no_row_is_given_what_failed_late(engines: dict[str, GenerationEngine], 
             device.relent()
             for number in chosen:
                 assert told(engine, *JOBS[number]).says_as(alone[number])
-        engine._faults.take()
 
     run()
 
@@ -140,7 +144,7 @@ LONG = {"sampling": Sampling(temperature=0, ignore_eos=True), "max_tokens": 16}
 
 
 @pytest.mark.parametrize("meanwhile", ["another model works", "the others go on"])
-@pytest.mark.parametrize("act", ["leave", "park", "preempt"])
+@pytest.mark.parametrize("act", ["leaving", "parking", "preempting"])
 def test_what_a_row_leaves_to_be_computed_is_no_others(
     folders: dict[str, Path], act: str, meanwhile: str
 ) -> None:
@@ -150,26 +154,25 @@ def test_what_a_row_leaves_to_be_computed_is_no_others(
     with LateDevice().installed() as device:
         alone = [told(engine, text, LONG) for text in texts]
         for work in range(0, 8, 2):
-            engine.clear_prefixes()
             batch = Batch(engine)
-            rows = [batch.join(text, LONG) for text in texts]
+            batch.change(clear_prefixes=True)
+            rows = [batch.ask(text, LONG) for text in texts]
             for _ in range(3):
                 batch.step()
             device.fail_at(work, TIMEOUT)
-            getattr(engine, act)(rows[0])
+            batch.change(**{act: [rows[0]]})
             if meanwhile == "another model works":
                 engine.synchronize()  # the lane does so before another's turn
                 with suppress(RuntimeError):
                     told(other, "hi", LONG)
             else:
                 batch.step()
-            engine.resume(rows[0])
+            batch.change(resuming=[rows[0]])
             batch.finish()
             device.relent()
-            for row, right in zip(rows[act == "leave" :], alone[act == "leave" :], strict=True):
+            for row, right in zip(rows[act == "leaving" :], alone[act == "leaving" :], strict=True):
                 answer = batch.answers[row]
                 assert answer.error or answer.says_as(right), work
-            engine._faults.take()
 
 
 def test_an_adapter_that_comes_or_goes_late_spoils_no_other(
@@ -188,7 +191,7 @@ def test_an_adapter_that_comes_or_goes_late_spoils_no_other(
         return adapter
 
     def ask(adapter: Adapter) -> Answer:
-        engine.clear_prefixes()
+        Steps(engine).change(clear_prefixes=True)
         return told(engine, "tell me of", {**LONG, "adapter": adapter})
 
     with LateDevice().installed() as device:
@@ -220,8 +223,8 @@ def test_an_adapter_that_goes_takes_no_error_of_others_along(
         for work in range(4):
             *_, adapter = engine.adapters.add_in_steps(read_adapter("a", files))
             batch = Batch(engine)
-            batch.join("Hello you", {**LONG, "adapter": adapter})
-            rows = [batch.join(text, LONG) for text in texts]
+            batch.ask("Hello you", {**LONG, "adapter": adapter})
+            rows = [batch.ask(text, LONG) for text in texts]
             for _ in range(3):
                 batch.step()
             device.fail_at(work, TIMEOUT)
@@ -232,7 +235,6 @@ def test_an_adapter_that_goes_takes_no_error_of_others_along(
             device.relent()
             for row, right in zip(rows, alone, strict=True):
                 assert batch.answers[row].error or batch.answers[row].says_as(right), work
-            engine._faults.take()
 
 
 def test_memory_is_shed_once_the_step_under_way_is_known(folders: dict[str, Path]) -> None:
@@ -243,9 +245,9 @@ def test_memory_is_shed_once_the_step_under_way_is_known(folders: dict[str, Path
     with LateDevice().installed() as device, health.shedding(give_back):
         alone = [told(engine, text, LONG) for text in texts]
         batch = Batch(engine)
-        rows = [batch.join(text, LONG) for text in texts]
-        while engine.is_prefilling:
-            batch.hear(engine.prefill(512))
+        rows = [batch.ask(text, LONG) for text in texts]
+        while batch.is_reading:
+            batch.hear(batch.prefill(512))
         drafter = engine._drafts.sources[-1]
         assert isinstance(drafter, DraftModel)
 
@@ -255,8 +257,8 @@ def test_memory_is_shed_once_the_step_under_way_is_known(folders: dict[str, Path
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(DraftModel, "draft", run_out)
-            batch.hear(engine.decode())
-        [fault] = engine._faults.take()
+            batch.hear(batch.decode())
+        [fault] = batch.faults
         assert fault.is_pressure
         lane = SimpleNamespace(health=health)
         batcher: Any = SimpleNamespace(engine=engine, _interrupt=threading.Event(), _lane=lane)
@@ -271,15 +273,15 @@ def test_a_piece_of_a_file_that_failed_late_is_not_kept(folders: dict[str, Path]
     writer, reader = (open_engine(folders["plain"], PLENTY) for _ in range(2))
     with LateDevice().installed() as device:
         right = told(writer, SEA * 3, LONG)
-        pieces = [writer.copy_prefix(0, piece) for piece in writer.prefix_pieces(0)]
+        pieces = [writer.prefixes.copy_piece(0, piece) for piece in writer.prefixes.pieces(0)]
         assert pieces
         for work in range(8):
-            reader.clear_prefixes()
+            Steps(reader).change(clear_prefixes=True)
             device.fail_at(work, TIMEOUT)
             with suppress(RuntimeError):
                 for piece in reversed(pieces):
                     assert piece is not None
-                    reader.put_prefix(0, "", piece)
+                    reader.prefixes.put_piece(0, "", piece)
             device.relent()
             assert told(reader, SEA * 3, LONG).says_as(right), work
         assert told(reader, SEA * 3, LONG).cached_tokens > 0
@@ -314,7 +316,7 @@ def test_the_next_pass_is_built_while_the_step_runs_and_launched_once_it_is_over
     engine = open_engine(folders["plain"])
     batch = Batch(engine)
     for text, asked in JOBS[:2]:
-        batch.join(text, {**asked, "max_tokens": 20})
+        batch.ask(text, {**asked, "max_tokens": 20})
     events: list[str] = []
 
     def noting(name: str, own: Callable[..., None]) -> Callable[..., None]:
@@ -329,8 +331,8 @@ def test_the_next_pass_is_built_while_the_step_runs_and_launched_once_it_is_over
         watch(engine, lambda _: events.append("build"))
         for name in ("eval", "synchronize", "async_eval"):
             monkeypatch.setattr(mx, name, noting(name, getattr(mx, name)))
-        batch.hear(engine.decode())
-        batch.hear(engine.decode())
+        batch.hear(batch.decode())
+        batch.hear(batch.decode())
         monkeypatch.undo()
     assert events == ["build", "eval", "synchronize", *["async_eval"] * 3] * 2
 
@@ -340,7 +342,7 @@ def test_the_self_test_believes_no_zeros(engines: dict[str, GenerationEngine]) -
     engine = engines["sliding"]
 
     def tested() -> Verdict | None:
-        test = BatchSelfTest(engine._model, engine._vocab_size, 400, mx.float32)
+        test = BatchSelfTest(engine._model, engine._setup.vocab_size, 400, mx.float32)
         try:
             return list(test.verdicts())[-1]
         except RuntimeError:

@@ -15,7 +15,17 @@ pytestmark = pytest.mark.slow
 # One in which much happens in little time: prompts kept and drafts, whatever else.
 SEEDS = {"plain": 4, "sliding": 5, "hybrid": 11, "states": 1}
 LONG_STEPS = 10_000 / len(KINDS)
-ALWAYS = {"joined", "ended", "left", "park", "preempt", "capped", "cached", "formed", "reloaded"}
+ALWAYS = {
+    "joined",
+    "ended",
+    "left",
+    "parking",
+    "preempting",
+    "capped",
+    "cached",
+    "formed",
+    "reloaded",
+}
 ALWAYS |= {"forced", "accepted"}
 
 

@@ -23,16 +23,16 @@ def test_a_parked_row_says_nothing_and_keeps_its_kv(folder: Path) -> None:
     engine = open_engine(folder)
     weights = engine.nbytes()
     batch = Batch(engine)
-    row = batch.join("Hello", GREEDY)
+    row = batch.ask("Hello", GREEDY)
     batch.step()
-    engine.park(row)
+    batch.change(parking=[row])
     assert not batch.is_busy
     assert engine.nbytes() > weights
-    engine.preempt(row)
+    batch.change(preempting=[row])
     assert engine.nbytes() == weights
-    assert engine.decode() == []
-    engine.leave(row)
-    engine.resume(row)
+    assert batch.decode() == []
+    batch.leave(row)
+    batch.change(resuming=[row])
     assert not batch.is_busy
 
 
@@ -40,14 +40,14 @@ def test_a_fault_after_a_row_is_resumed_does_not_stop_it_again(folder: Path) -> 
     """It was parked while it was read; the fault has it read again, and nobody resumes it twice."""
     engine = open_engine(folder)
     batch = Batch(engine)
-    row = batch.join("Hello", {**GREEDY, "max_tokens": 12})
-    engine.park(row)
+    row = batch.ask("Hello", {**GREEDY, "max_tokens": 12})
+    batch.change(parking=[row])
     batch.step()
-    engine.resume(row)
+    batch.change(resuming=[row])
     exchange(engine, Passing(engine._model, 2))
     batch.finish()
     assert batch.answers[row].ends
-    assert not engine._parked
+    assert not engine._sequences._parked
 
 
 @pytest.mark.parametrize(("tokens", "is_batched"), [(1, False), (6, True)])
@@ -56,14 +56,14 @@ def test_a_bound_that_is_reached_ends_a_row(folder: Path, tokens: int, is_batche
     engine.apply_verdict(Verdict(rows=is_batched, single=True, prefixes=True, window=True))
     batch = Batch(engine)
     sampling = {"sampling": Sampling(temperature=1, seed=1, ignore_eos=True), "max_tokens": 12}
-    batch.join("Hi " * 200, sampling)
+    batch.ask("Hi " * 200, sampling)
     batch.finish()
-    row, other = batch.join("Hi " * 200, sampling), batch.join("Hello!", sampling)
+    row, other = batch.ask("Hi " * 200, sampling), batch.ask("Hello!", sampling)
     while batch.answers[row].tokens < tokens:
         batch.step()
     cached = batch.answers[row].cached_tokens
     assert cached
-    batch.hear(engine.cap_tokens(row, tokens))
+    batch.hear(batch.change(capped=[(row, tokens)]))
     batch.finish()
     assert (batch.answers[row].finish_reason, batch.answers[row].tokens) == ("length", tokens)
     assert batch.answers[row].cached_tokens == cached

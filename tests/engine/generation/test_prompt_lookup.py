@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.steps import Steps
 from gateway.engine.drafts.prompt_lookup import PromptLookup
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.sequence import Sequence
@@ -122,22 +123,23 @@ def repeating(folder: Path, speculate_rows: int = 8) -> tuple[GenerationEngine, 
     twice.
     """
     engine = forget(open_engine(folder, speculate_rows=speculate_rows))
+    steps = Steps(engine)
     [row] = engine.prepare(job("Hi", FOREVER, max_tokens=40))
-    join(engine, row)
-    engine.prefill(512)
-    assert engine._running is not None
-    [answer] = engine._running.rows
-    finish(engine)
+    join(steps, row)
+    steps.prefill(512)
+    assert engine._sequences._running is not None
+    [answer] = engine._sequences._running.rows
+    finish(steps)
     assert len(set(answer.tokens)) == 40
     return engine, replace(row, prompt=[*answer.tokens, *row.prompt])
 
 
 def answer(engine: GenerationEngine, row: SequenceParams) -> tuple[Answer, list[Pass]]:
-    batch, passes = Batch(engine), []
-    heard = batch.answers[join(engine, row)] = Answer()
+    batch, passes = Batch(engine), list[Pass]()
+    heard = batch.answers[join(batch, row)] = Answer()
     while batch.is_busy:
         batch.step()
-        passes.append(engine.last_pass)
+        passes.append(batch.size)
     return heard, passes
 
 
@@ -176,15 +178,15 @@ def test_more_rows_than_allowed_read_nothing_ahead(folder: Path) -> None:
     engine = open_engine(folder, speculate_rows=2)
     batch = Batch(engine)
     formed = {"sampling": GREEDY, "max_tokens": 40, "grammar": FIXED}
-    rows = [batch.join(ECHO, formed) for _ in range(3)]
-    while engine.is_prefilling:
-        batch.hear(engine.prefill(512))
-    batch.hear(engine.decode())
-    assert (engine.last_pass.rows, engine.last_pass.forced) == (3, 0)
-    engine.leave(rows.pop())
-    batch.hear(engine.decode())
-    assert engine.last_pass.rows == 2
-    assert engine.last_pass.forced > 0
+    rows = [batch.ask(ECHO, formed) for _ in range(3)]
+    while batch.is_reading:
+        batch.hear(batch.prefill(512))
+    batch.hear(batch.decode())
+    assert (batch.size.rows, batch.size.forced) == (3, 0)
+    batch.leave(rows.pop())
+    batch.hear(batch.decode())
+    assert batch.size.rows == 2
+    assert batch.size.forced > 0
 
 
 @pytest.mark.parametrize("kind", [{}, SLIDING, STATEFUL, HYBRID])
@@ -272,23 +274,23 @@ def test_who_leaves_with_a_draft_leaves_no_states_to_go_back_to(
     engine = open_engine(write_chat(tmp_path, **HYBRID), speculate_rows=8)
     batch = Batch(engine)
     drafted, other = (
-        batch.join(text, {"sampling": GREEDY, "max_tokens": 40}) for text in ("Hi", "a b c")
+        batch.ask(text, {"sampling": GREEDY, "max_tokens": 40}) for text in ("Hi", "a b c")
     )
-    while engine.is_prefilling:
-        batch.hear(engine.prefill(512))
-    assert engine._running is not None
-    prompt = next(row.job.prompt for row in engine._running.rows if row.id == drafted)
+    while batch.is_reading:
+        batch.hear(batch.prefill(512))
+    assert engine._sequences._running is not None
+    prompt = next(row.job.prompt for row in engine._sequences._running.rows if row.id == drafted)
 
     def draft(_: PromptLookup, context: list[int], limit: int) -> list[int]:
         return [1] * (limit > 0 and context[: len(prompt)] == list(prompt))
 
     monkeypatch.setattr(PromptLookup, "draft", draft)
-    batch.hear(engine.decode())
-    states = [layer for layer in engine._running.cache if isinstance(layer, StatesCache)]
+    batch.hear(batch.decode())
+    states = [layer for layer in engine._sequences._running.cache if isinstance(layer, StatesCache)]
     assert states
     assert all(layer.earlier is not None for layer in states)
-    engine.leave(drafted)
+    batch.leave(drafted)
     assert all(layer.earlier is None for layer in states)
-    while engine.is_decoding:
-        batch.hear(engine.decode())
+    while batch.is_decoding:
+        batch.hear(batch.decode())
     assert batch.answers[other].ends

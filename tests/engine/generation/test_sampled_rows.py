@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.steps import Steps
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.jobs import Sampling
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
-from tests.engine.generation.harness import TEXTS, Run, job, newest, open_engine
+from tests.engine.generation.harness import TEXTS, Rows, job, newest, open_engine
 
 # Random weights say anything: half of what top_p keeps is beyond the first window.
 WIDE = Sampling(temperature=50.0, top_p=0.97, seed=11)
@@ -26,14 +27,15 @@ def engine(
 @pytest.fixture(autouse=True)
 def no_fault(engine: GenerationEngine) -> Iterator[None]:
     """A pass that throws is made again, row by row: its answers are right, and slow."""
+    steps = Steps(engine)
     yield
-    assert engine._faults.take() == []
+    assert steps.faults == []
 
 
 def whole(engine: GenerationEngine, text: str, **more: Any) -> Any:
     """Answer with every token sorted from the first step on."""
-    run = Run(engine)
-    run.join(job(text, WIDE, **more))
+    run = Rows(engine)
+    run.add(job(text, WIDE, **more))
     sampler = newest(engine).sampler
     while not sampler.is_certain:
         sampler.widen()
@@ -42,8 +44,8 @@ def whole(engine: GenerationEngine, text: str, **more: Any) -> Any:
 
 
 def test_a_window_that_was_too_small_changes_no_token_or_logprob(engine: GenerationEngine) -> None:
-    run = Run(engine)
-    run.join(job(TEXTS[0], WIDE, logprobs=2))
+    run = Rows(engine)
+    run.add(job(TEXTS[0], WIDE, logprobs=2))
     sampler = newest(engine).sampler
     assert not sampler.is_certain
     (answer,) = run.finish()

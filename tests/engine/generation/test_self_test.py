@@ -12,6 +12,7 @@ from mlx_lm import load
 from mlx_lm.generate import generate_step
 
 from benchmarks.loading import load_generation
+from benchmarks.steps import Steps
 from benchmarks.tiny_models import tiny_config, tiny_model
 from gateway.engine import compiled_code
 from gateway.engine.device import Device
@@ -19,10 +20,10 @@ from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.self_test import BatchSelfTest
 from gateway.engine.generation.sequence import FAULTS, Faults
 from gateway.engine.kv.prefix_cache import BLOCK
-from gateway.errors import Fault
+from gateway.errors import Fault, PassFault
 from gateway.jobs import Verdict
 from tests.checkpoints import ABSOLUTE, DEMO, SLIDING, STATEFUL, write_chat
-from tests.engine.generation.harness import MAMBA, Run, bare, watch
+from tests.engine.generation.harness import MAMBA, Rows, bare, watch
 
 VOCABULARY = json.loads((DEMO / "config.json").read_text())["vocab_size"]
 MIXTURE = {
@@ -94,7 +95,7 @@ def a_few(cases: Iterable[Any], *shown: Any) -> list[Any]:
 
 def opened(folder: Path) -> GenerationEngine:
     engine = load_generation(folder, name="m", device=Device.CPU, prefix_cache_bytes=1 << 24)
-    engine._chat.answers.eos_ids = frozenset()
+    engine.tokens.answers.eos_ids = frozenset()
     return engine
 
 
@@ -114,33 +115,35 @@ def alone(folder: Path, prompts: list[list[int]], max_tokens: int = MOST) -> lis
 
 def joined(engine: GenerationEngine) -> list[int]:
     """Let all rows join, and read their prompts."""
-    rows = [row for prompt in PROMPTS for row in Run(engine).join(bare(prompt))]
-    while engine.is_prefilling:
-        engine.prefill(512)
+    run = Rows(engine)
+    rows = [row for prompt in PROMPTS for row in run.add(bare(prompt))]
+    while run.is_reading:
+        run.prefill(512)
     return rows
 
 
 @dataclass
 class Told:
-    """What rows have said, and the most that were decoded in a pass."""
+    """What rows have said, the most that were decoded in a pass, and the faults of all passes."""
 
     tokens: list[list[int]]
     errors: list[str | None]
     most_rows: int
+    faults: list[PassFault]
 
 
 def answers(engine: GenerationEngine, prompts: list[list[int]], late: int = 2) -> Told:
     """Run rows, the last of them joining a little later."""
-    run, waiting, most, step = Run(engine), prompts[-late:], 0, 0
+    run, waiting, most, step = Rows(engine), prompts[-late:], 0, 0
     for prompt in prompts[:-late]:
-        run.join(bare(prompt, max_tokens=MOST))
+        run.add(bare(prompt, max_tokens=MOST))
     while run.is_busy or waiting:
         if step % 3 == 2 and waiting:
-            run.join(bare(waiting.pop(0), max_tokens=MOST))
+            run.add(bare(waiting.pop(0), max_tokens=MOST))
         run.step()
-        most, step = max(most, engine.last_pass.rows), step + 1
+        most, step = max(most, run.size.rows), step + 1
     told = run.answers.values()
-    return Told([row.ids for row in told], [row.error for row in told], most)
+    return Told([row.ids for row in told], [row.error for row in told], most, run.faults)
 
 
 def unfinished(engine: GenerationEngine) -> Verdict:
@@ -171,7 +174,7 @@ def test_a_model_that_is_wrong_in_a_batch_answers_as_alone_once_it_is_tested_and
     assert not tested.is_batched
     expected = alone(folder, PROMPTS)
     for each in (engine, tested, tested):
-        assert answers(each, PROMPTS) == Told(expected, [None] * len(PROMPTS), 1)
+        assert answers(each, PROMPTS) == Told(expected, [None] * len(PROMPTS), 1, [])
 
 
 @pytest.mark.parametrize("kind", a_few(FIT, "gemma3"))
@@ -252,10 +255,8 @@ def test_batches_that_fail_though_no_row_does_are_given_up_after_a_few(tmp_path:
     assert told.tokens == alone(folder, PROMPTS)
     assert told.errors == [None] * len(PROMPTS)
     assert not engine.is_batched
-    faults = engine._faults.take()
-    assert FAULTS <= len(faults) <= FAULTS + 1
-    assert all("no such shapes" in fault.message for fault in faults)
-    assert engine._faults.take() == []
+    assert FAULTS <= len(told.faults) <= FAULTS + 1
+    assert all("no such shapes" in fault.message for fault in told.faults)
 
 
 def test_a_row_that_breaks_its_batches_is_to_blame_itself(tmp_path: Path) -> None:
@@ -281,18 +282,19 @@ def test_a_row_that_leaves_proves_nothing() -> None:
 
 def test_rows_that_run_one_at_a_time_can_leave_wherever_they_are(tmp_path: Path) -> None:
     engine = opened(write_chat(tmp_path / "m"))
+    steps = Steps(engine)
     engine.apply_verdict(Verdict(rows=False))
     rows = joined(engine)
-    engine.decode()
-    assert engine.rows == 4
-    assert engine.last_pass.rows == 1
-    engine.leave(rows[2])
-    engine.leave(rows[0])
-    assert engine.rows == 2
-    assert engine.is_decoding
+    steps.decode()
+    assert steps.count == 4
+    assert steps.size.rows == 1
+    steps.leave(rows[2])
+    steps.leave(rows[0])
+    assert steps.count == 2
+    assert steps.is_decoding
     ended = set()
-    while engine.is_decoding:
-        ended |= {delta.row for delta in engine.decode() if delta.finish_reason}
+    while steps.is_decoding:
+        ended |= {delta.row for delta in steps.decode() if delta.finish_reason}
     assert ended == {rows[1], rows[3]}
 
 

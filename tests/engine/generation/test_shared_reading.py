@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache, make_prompt_cache
 
+from benchmarks.steps import Steps
 from benchmarks.tiny_models import tiny_config, tiny_model
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.prefill import (
@@ -266,7 +267,7 @@ def test_prompts_that_begin_alike_go_on_from_one_state(tmp_path: Path, kind: str
     told = answers(engine, [short(each) for each in prompts], 1000)
     assert ids(told) == alone(cold, prompts)
     assert cached(told) == [0, *[128] * 6, 64]
-    engine.clear_prefixes()
+    Steps(engine).change(clear_prefixes=True)
     told = [answers(engine, [short(each)])[0] for each in prompts[:4]]
     assert ids(told) == alone(cold, prompts[:4])
     assert cached(told) == [0, 0, 128, 128]

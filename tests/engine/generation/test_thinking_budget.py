@@ -16,7 +16,7 @@ from tests.engine.chat_formats import PLAIN
 from tests.engine.generation.harness import (
     GREEDY,
     Answer,
-    Run,
+    Rows,
     answers,
     bare,
     exchange,
@@ -51,7 +51,7 @@ def job(text: str, budget: int | None, **given: Any) -> GenerateJob:
 
 def thoughts(engine: GenerationEngine, answer: Answer) -> int:
     """Count the tokens before the end of the thinking; all of them without one."""
-    (end,) = engine._chat.answers.ids(["</think>"])
+    (end,) = engine.tokens.answers.ids(["</think>"])
     assert answer.error is None
     assert answer.ids.count(end) <= 1
     return answer.ids.index(end) if end in answer.ids else len(answer.ids)
@@ -91,13 +91,13 @@ def test_rows_of_one_batch_have_budgets_of_their_own(engine: GenerationEngine) -
 
 def test_the_grammar_begins_after_the_forced_end(engine: GenerationEngine) -> None:
     """Of a form and of a call."""
-    run = Run(engine)
+    run = Rows(engine)
     look = Calling(functions=[Function("look", {"type": "object"})], forced=True)
     for each in (job("a", 6, grammar=YES_OR_NO), job("b", 0, calling=look), job("c", 4)):
         (row,) = engine.prepare(each)
         if row.grammar is not None:
             row = replace(row, compiled=engine.compile(row.grammar))
-        number = join(engine, row)
+        number = join(run, row)
         run.answers[number] = Answer(ids=newest(engine).tokens)
     form, call, free = run.finish()
     assert form.text in ("yes", "no")
@@ -107,19 +107,19 @@ def test_the_grammar_begins_after_the_forced_end(engine: GenerationEngine) -> No
     assert (thoughts(engine, call), thoughts(engine, free)) == (0, 4)
 
 
-@pytest.mark.parametrize("act", ["park", "preempt"])
+@pytest.mark.parametrize("act", ["parking", "preempting"])
 def test_a_row_that_stops_and_goes_on_ends_its_thinking_at_the_same_place(
     engine: GenerationEngine, act: str
 ) -> None:
     """Before the end is forced, and while it is."""
     (alone,) = answers(engine, [job("x", 5)])
     for steps in (1, 4, 5, 6, 9):
-        run = Run(engine)
-        (row,) = run.join(job("x", 5))
+        run = Rows(engine)
+        (row,) = run.add(job("x", 5))
         while len(run.answers[row].ids) < steps:
             run.step()
-        getattr(engine, act)(row)
-        engine.resume(row)
+        run.change(**{act: [row]})
+        run.change(resuming=[row])
         assert run.finish()[0].ids == alone.ids
     assert thoughts(engine, alone) == 5
 
@@ -127,13 +127,13 @@ def test_a_row_that_stops_and_goes_on_ends_its_thinking_at_the_same_place(
 def test_drafts_stop_before_the_limit(engine: GenerationEngine) -> None:
     """And go on once no other thought can begin."""
     exchange(engine, Circling(engine._model))
-    run = Run(engine)
-    run.join(job("Hello", 20, max_tokens=60))
+    run = Rows(engine)
+    run.add(job("Hello", 20, max_tokens=60))
     accepted = [0, 0]
-    while engine.is_prefilling or engine.is_decoding:
+    while run.is_busy:
         run.step()
         (answer,) = run.answers.values()
-        accepted[thoughts(engine, answer) < len(answer.ids)] += engine.last_pass.accepted
+        accepted[thoughts(engine, answer) < len(answer.ids)] += run.size.accepted
     assert thoughts(engine, answer) == 20
     assert accepted[0] > 5
     assert accepted[1] > 5
@@ -143,8 +143,8 @@ def test_ends_keep_their_meaning_inside_thoughts(engine: GenerationEngine) -> No
     """The model's own ends the answer; a mark that would end it waits for `min_tokens`; a limit of
     all tokens may come before.
     """
-    (end,) = engine._chat.answers.ids(["</think>"])
-    (eos,) = engine._chat.answers.eos_ids
+    (end,) = engine.tokens.answers.ids(["</think>"])
+    (eos,) = engine.tokens.answers.eos_ids
     urged = Sampling(temperature=0, logit_bias={eos: 100.0})
     kept = Sampling(temperature=0, min_tokens=9, stop_token_ids=frozenset({end}))
     jobs = [job("a", 5, sampling=urged), job("b", 3, sampling=kept), job("c", 8, max_tokens=8)]
@@ -165,7 +165,7 @@ def test_a_bare_prompt_and_a_model_that_does_not_think_have_no_budget(
 
 def test_a_model_that_would_think_again_answers(engine: GenerationEngine) -> None:
     """The mark that opens a thought is no token of the answer then."""
-    (opens,) = engine._chat.answers.ids(["<think>"])
+    (opens,) = engine.tokens.answers.ids(["<think>"])
     urged = Sampling(temperature=0, logit_bias={opens: 100.0})
     (told,) = answers(engine, [job("a", 3, sampling=urged)])
     assert told.ids[:3] == [opens] * 3
@@ -180,9 +180,9 @@ def test_a_mark_that_a_grammar_makes_is_not_ended(tmp_path: Path) -> None:
     grammar = Grammar("choice", json.dumps(["<think>yes"]))
     (row,) = plain.prepare(job("a", 0, grammar=grammar))
     assert row.thinking_budget == 0
-    run = Run(plain)
-    number = join(plain, replace(row, compiled=plain.compile(grammar)))
+    run = Rows(plain)
+    number = join(run, replace(row, compiled=plain.compile(grammar)))
     run.answers[number] = Answer(ids=newest(plain).tokens)
     (told,) = run.finish()
     assert (told.error, told.finish_reason) == (None, "stop")
-    assert plain._chat.decode(told.ids).startswith("<think>yes")
+    assert plain.tokens.decode(told.ids).startswith("<think>yes")

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from benchmarks.steps import Steps
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.kv.prefix_cache import BLOCK
 from gateway.jobs import Sampling
@@ -24,8 +25,8 @@ from tests.engine.generation.harness import (
     SCHEMA,
     SEEDED,
     Batch,
-    Watched,
     open_engine,
+    watch,
 )
 
 READS: Final = (
@@ -119,10 +120,10 @@ ASKED: dict[str, list[dict[str, Any]]] = {
 def begun(engine: GenerationEngine, jobs: list[dict[str, Any]], most: int = 200) -> Batch:
     batch = Batch(engine)
     for text, job in zip(PROMPTS * 3, jobs, strict=False):
-        batch.join(text, {"max_tokens": most, **job})
-    while engine.is_prefilling:
-        engine.prefill(512)
-    batch.hear(engine.decode())
+        batch.ask(text, {"max_tokens": most, **job})
+    while batch.is_reading:
+        batch.prefill(512)
+    batch.hear(batch.decode())
     return batch
 
 
@@ -131,16 +132,17 @@ def steps(batch: Batch, count: int) -> list[list[str]]:
     waited = []
     for _ in range(count):
         with counted() as waits:
-            batch.hear(batch.engine.decode())
+            batch.hear(batch.decode())
         waited.append(waits.calls)
     return waited
 
 
 def end_soon(engine: GenerationEngine, place: int) -> None:
     """Let the row at a place of the batch end after a few more tokens."""
-    assert engine._running is not None
-    row = engine._running.rows[place]
-    engine.cap_tokens(row.id, len(row.tokens) + 4)
+    steps = Steps(engine)
+    assert engine._sequences._running is not None
+    row = engine._sequences._running.rows[place]
+    steps.change(capped=[(row.id, len(row.tokens) + 4)])
 
 
 @pytest.fixture(scope="module")
@@ -162,17 +164,17 @@ def test_a_step_waits_once_and_launches_the_next_pass_before_tokens_are_appended
     assert steps(batch, 4) == [["eval"]] * 4
 
     def lengths() -> list[int]:
-        assert engine._running is not None
-        return [len(row.tokens) for row in engine._running.rows]
+        assert engine._sequences._running is not None
+        return [len(row.tokens) for row in engine._sequences._running.rows]
 
     launched: list[list[int]] = []
-    engine._model = Watched(engine._model, lambda _: launched.append(lengths()), None)
+    watch(engine, lambda _: launched.append(lengths()))
     before = []
     for _ in range(3):
         before.append(lengths())
-        batch.hear(engine.decode())
+        batch.hear(batch.decode())
     assert launched == before
-    assert not engine._faults.take()
+    assert not batch.faults
 
 
 def test_a_draw_whose_window_was_too_small_waits_once_more(
@@ -220,8 +222,8 @@ def test_states_are_waited_for_at_ends_of_blocks_alone(folders: dict[str, Path],
     """There they are copied, before the next pass writes over them."""
     engine = open_engine(folders[kind], prefix_cache_bytes=PLENTY)
     batch = begun(engine, [{"sampling": PLAIN}])
-    assert engine._running is not None
-    (row,) = engine._running.rows
+    assert engine._sequences._running is not None
+    (row,) = engine._sequences._running.rows
     waited: dict[bool, set[int]] = {False: set(), True: set()}
     for _ in range(BLOCK + 2):
         is_end = len(row.context) % BLOCK == 0

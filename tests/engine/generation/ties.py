@@ -71,7 +71,7 @@ def count_common(
         assert len(found) == len(expected)
         return len(found)
     [row] = engine.prepare(job)
-    sampler = Sampler(job.sampling, engine._vocab_size, row.prompt)
+    sampler = Sampler(job.sampling, engine._setup.vocab_size, row.prompt)
     for token in found[:at]:
         sampler.count(token)
     model: Any = engine._model

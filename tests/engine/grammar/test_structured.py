@@ -17,7 +17,7 @@ from gateway.engine.grammar.shaping import Shape
 from gateway.jobs import Calling, Function, GenerateJob, Grammar, Sampling
 from tests.checkpoints import teach_thinking, write_chat
 from tests.engine.generation import harness
-from tests.engine.generation.harness import Answer, Passing, Run, exchange, job, newest
+from tests.engine.generation.harness import Answer, Passing, Rows, exchange, job, newest
 
 SCHEMA = {
     "type": "object",
@@ -54,18 +54,18 @@ def hot(text: str, seed: int, **more: Any) -> GenerateJob:
     return job(text, Sampling(temperature=1.5, seed=seed), **more)
 
 
-def join(run: Run, asked: GenerateJob) -> int:
+def join(run: Rows, asked: GenerateJob) -> int:
     """Plan, compile and join, as the batcher does."""
     (row,) = run.engine.prepare(asked)
     if row.grammar is not None:
         row = replace(row, compiled=run.engine.compile(row.grammar))
-    number = harness.join(run.engine, row)
+    number = harness.join(run, row)
     run.answers[number] = Answer(ids=newest(run.engine).tokens)
     return number
 
 
 def alone(engine: GenerationEngine, asked: GenerateJob) -> Answer:
-    run = Run(engine)
+    run = Rows(engine)
     number = join(run, asked)
     run.finish()
     return run.answers[number]
@@ -77,7 +77,7 @@ def test_a_grammar_survives_a_fault_of_the_engine(engine: GenerationEngine, at: 
     expected = alone(engine, asked).ids
     model = engine._model
     exchange(engine, Passing(model, at))
-    run = Run(engine)
+    run = Rows(engine)
     number = join(run, asked)
     join(run, job(FREE[0]))
     run.finish()
@@ -113,7 +113,7 @@ def test_a_forced_call_fits_its_schema(engine: GenerationEngine) -> None:
     names = set()
     for seed in range(8):
         calling = Calling(functions=[WEATHER, CLOCK], forced=True)
-        run = Run(engine)
+        run = Rows(engine)
         number = join(run, hot("x", seed, calling=calling))
         run.finish()
         answer = run.answers[number]
@@ -146,7 +146,7 @@ def forced(engine: GenerationEngine, seed: int, parameters: dict[str, Any]) -> A
 
 def mark(engine: GenerationEngine) -> int:
     """Give the token that opens a call."""
-    token = engine._chat.backend.token_to_id("<tool_call>")
+    token = engine.tokens.backend.token_to_id("<tool_call>")
     assert token is not None
     return token
 
@@ -155,7 +155,7 @@ def test_a_strict_call_fits_its_schema_wherever_it_comes(engine: GenerationEngin
     opening = mark(engine)
     eager = Sampling(temperature=1.5, seed=5, logit_bias={opening: 12.0})
     calling = Calling(functions=[WEATHER], parallel=False)
-    run = Run(engine)
+    run = Rows(engine)
     number = join(run, job("x", eager, calling=calling, max_tokens=300))
     run.finish()
     answer = run.answers[number]
@@ -185,7 +185,7 @@ def test_a_grammars_exclusions_are_left_out_of_logprobs(engine: GenerationEngine
 
 def test_a_bias_counts_in_logprobs(engine: GenerationEngine) -> None:
     """As OpenAI's does: a reranker raises True and False by it."""
-    ids = engine._chat.backend.encode("Q", add_special_tokens=False).ids
+    ids = engine.tokens.backend.encode("Q", add_special_tokens=False).ids
     forced = Sampling(temperature=0, logit_bias={ids[0]: 100.0})
     answer = alone(engine, job("x", forced, logprobs=2, max_tokens=1))
     assert answer.logprobs[0].chosen.token == "Q"
@@ -231,7 +231,7 @@ def thinker(folder: Path, *, opens: bool) -> GenerationEngine:
 def test_a_grammar_begins_after_the_thinking(tmp_path: Path, opens: bool) -> None:
     engine = thinker(tmp_path, opens=opens)
     thoughts = "hm { hm</think>" if opens else "<think>hm { hm</think>"
-    ids = engine._chat.backend.encode(thoughts, add_special_tokens=False).ids
+    ids = engine.tokens.backend.encode(thoughts, add_special_tokens=False).ids
     exchange(engine, Saying(engine._model, ids))
     answer = alone(engine, hot("x", 1, grammar=JSON))
     assert answer.reasoning == "hm { hm"
@@ -243,7 +243,7 @@ def test_thinking_can_be_turned_off(tmp_path: Path) -> None:
     """Then the first token is the answer's: what a reranker needs."""
     engine = thinker(tmp_path, opens=True)
     off = {"enable_thinking": False}
-    ids = engine._chat.backend.encode("<think>", add_special_tokens=False).ids
+    ids = engine.tokens.backend.encode("<think>", add_special_tokens=False).ids
     exchange(engine, Saying(engine._model, ids))
     answer = alone(engine, hot("x", 1, grammar=JSON, template_args=off))
     assert answer.reasoning == ""

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.loading import load_generation
+from benchmarks.steps import Steps
 from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.grammar.tokenizer import MOST_ADDED, MOST_CHARS, GrammarTokenizer
@@ -84,6 +85,7 @@ def open_engine(folder: Path, tokenizer: Tokenizer) -> GenerationEngine:
 
 def written(engine: GenerationEngine, grammar: Grammar | None) -> str:
     """Ask for an answer; give its text."""
+    steps = Steps(engine)
     job = GenerateJob(
         caller=caller(),
         messages=[{"role": "user", "content": "a b"}],
@@ -92,10 +94,10 @@ def written(engine: GenerationEngine, grammar: Grammar | None) -> str:
         grammar=grammar,
     )
     (row,) = engine.prepare(job)
-    join(engine, replace(row, compiled=engine.compile(grammar) if grammar else None))
+    join(steps, replace(row, compiled=engine.compile(grammar) if grammar else None))
     text = ""
-    while engine.is_prefilling or engine.is_decoding:
-        for delta in [*engine.prefill(512), *engine.decode()]:
+    while steps.is_reading or steps.is_decoding:
+        for delta in [*steps.prefill(512), *steps.decode()]:
             assert delta.error is None
             text += delta.text
     return text

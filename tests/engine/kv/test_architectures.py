@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
+from benchmarks.steps import Steps
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.jobs import Sampling, SequenceParams
 from tests.checkpoints import ABSOLUTE, SLIDING, STATEFUL, write_chat
@@ -16,8 +17,8 @@ from tests.engine.generation.harness import join, open_engine
 
 def unevaluated(engine: GenerationEngine) -> int:
     """Count the edges of the graphs behind the running rows' caches."""
-    assert engine._running is not None
-    leaves: Any = tree_flatten([layer.state for layer in engine._running.cache])
+    assert engine._sequences._running is not None
+    leaves: Any = tree_flatten([layer.state for layer in engine._sequences._running.cache])
     arrays = [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
     assert arrays
     drawn = io.StringIO()
@@ -41,16 +42,17 @@ def test_no_graph_grows_with_tokens(tmp_path: Path, kind: str, lengths: tuple[in
     """A batch that never empties would end with Metal out of buffers."""
     config = KINDS[kind]
     engine = open_engine(write_chat(tmp_path / "m", **config, eos_token_id=[9_999_999]))
+    steps = Steps(engine)
     for length in lengths:
         prompt = range(5, 5 + length)
         greedy = Sampling(temperature=0)
-        join(engine, SequenceParams(prompt=prompt, max_tokens=300, sampling=greedy, is_bare=True))
-    while engine.is_prefilling:
-        engine.prefill(512)
+        join(steps, SequenceParams(prompt=prompt, max_tokens=300, sampling=greedy, is_bare=True))
+    while steps.is_reading:
+        steps.prefill(512)
     counts = []
     for _ in range(3):
         for _ in range(10):
-            engine.decode()
+            steps.decode()
         engine.synchronize()
         counts.append(unevaluated(engine))
     assert counts[0] == counts[1] == counts[2]

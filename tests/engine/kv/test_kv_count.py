@@ -9,6 +9,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
+from benchmarks.steps import Steps
 from gateway.engine.device import Device
 from gateway.engine.models.checkpoint import Checkpoint, kv_bytes, measure_kv
 from gateway.jobs import SequenceParams
@@ -39,6 +40,7 @@ def test_rows_hold_no_more_kv_than_is_counted(tmp_path: Path, kind: str, seed: i
     engine = open_engine(
         write_chat(tmp_path / "m", **KINDS.get(kind, {})), 1_000_000, 4, draft=draft
     )
+    steps = Steps(engine)
     costs = RowCosts(engine.facts.kv_cost, chunk_tokens=256)
     used: dict[int, int] = {}
     whole: dict[int, int] = {}
@@ -48,7 +50,7 @@ def test_rows_hold_no_more_kv_than_is_counted(tmp_path: Path, kind: str, seed: i
     for _ in range(150):
         if chance.random() < 0.25 and len(used) < 6:
             asked = row(chance.choice([3, 20, 300, 700]), chance.choice([1, 2, 30, 200]))
-            joined = join(engine, asked)
+            joined = join(steps, asked)
             used[joined], whole[joined] = len(asked.prompt), len(asked.prompt) + asked.max_tokens
         if used and chance.random() < 0.2:
             one = chance.choice(list(used))
@@ -63,8 +65,8 @@ def test_rows_hold_no_more_kv_than_is_counted(tmp_path: Path, kind: str, seed: i
                 case "leave":
                     del used[one]
             getattr(engine, act)(one)
-        deltas = engine.prefill(256) if engine.is_prefilling else []
-        for delta in (*deltas, *engine.decode()):
+        deltas = steps.prefill(256) if steps.is_reading else []
+        for delta in (*deltas, *steps.decode()):
             assert delta.error is None
             used[delta.row] += delta.tokens
             if delta.finish_reason is not None:

@@ -12,15 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
 
+from benchmarks.steps import Steps
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.kv.cache import RaggedKVCache
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache, PrefixPool, count_shared
-from gateway.jobs import PrefixNames, Sampling, StepPlan
+from gateway.jobs import PrefixNames, Sampling
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
 from tests.engine.generation.harness import (
     PLENTY,
     SEEDED,
-    Run,
+    Rows,
     active_memory,
     answers,
     bare,
@@ -146,12 +147,12 @@ def test_a_burst_reads_what_it_shares_once(plain: Path) -> None:
 
 def test_who_waits_for_a_prompt_that_leaves_reads_on_alone(plain: Path) -> None:
     engine = open_engine(plain, prefix_cache_bytes=PLENTY)
-    run = Run(engine)
+    run = Rows(engine)
     begin = tokens(600, 1)
-    (leaving,) = run.join(bare([*begin, 1]))
-    (waiting,) = run.join(bare([*begin, 2]))
+    (leaving,) = run.add(bare([*begin, 1]))
+    (waiting,) = run.add(bare([*begin, 2]))
     run.step(200)
-    engine.leave(leaving)
+    run.leave(leaving)
     run.finish(200)
     assert run.answers[leaving].tokens == 0
     assert run.answers[waiting].cached_tokens == 192
@@ -161,10 +162,10 @@ def test_who_waits_for_a_prompt_that_leaves_reads_on_alone(plain: Path) -> None:
 @pytest.mark.parametrize("limit", [1, PLENTY])
 def test_nobody_waits_longer_than_for_what_is_shared(plain: Path, limit: int) -> None:
     engine = open_engine(plain, prefix_cache_bytes=limit)
-    run = Run(engine)
+    run = Rows(engine)
     begin = tokens(256, 1)
-    (long,) = run.join(bare(begin + tokens(900, 2)))
-    (short,) = run.join(bare(begin + tokens(40, 3)))
+    (long,) = run.add(bare(begin + tokens(900, 2)))
+    (short,) = run.add(bare(begin + tokens(40, 3)))
     for _ in range(8):
         run.step(128)
     assert run.answers[long].tokens == 0
@@ -181,7 +182,7 @@ def test_a_next_turn_reads_no_answer_again(plain: Path, others: int, speculate_r
     assert stop not in whole.text[: len(whole.text) // 2]
     beside = [bare(tokens(50, i), max_tokens=110) for i in range(others)]
     for stops in ((), (stop,)):
-        engine.clear_prefixes()
+        Steps(engine).change(clear_prefixes=True)
         answer, *_ = answers(engine, [bare(BASE, max_tokens=90, stop=stops), *beside])
         assert (answer.stop, answer.ids == whole.ids) == (stops[0] if stops else None, not stops)
         turn = BASE + answer.ids + tokens(30, 1)
@@ -212,9 +213,9 @@ def test_the_bytes_kept_never_pass_the_bound(tmp_path: Path, kind: str, kv_heads
         before = active_memory()
         for jobs, told in zip(rounds, expected, strict=True):
             assert ids(answers(engine, jobs)) == told
-            assert engine.nbytes() - weights == engine._prefixes.nbytes <= blocks * block
-            assert active_memory() - before <= engine._prefixes.nbytes
-        assert (engine._prefixes.nbytes > 0) == (blocks > 0)
+            assert engine.nbytes() - weights == engine.prefixes.nbytes <= blocks * block
+            assert active_memory() - before <= engine.prefixes.nbytes
+        assert (engine.prefixes.nbytes > 0) == (blocks > 0)
         engine.close()
 
 
@@ -226,17 +227,21 @@ def test_models_share_a_room_by_use(plain: Path) -> None:
     first = answers(one, [bare(BASE, max_tokens=1), bare(other, max_tokens=1)])
     assert [each.cached_tokens for each in answers(two, [bare(BASE, max_tokens=1)])] == [0]
     assert ids(answers(one, [bare(BASE, max_tokens=1)])) == ids(first[:1])
-    assert one.prefix_bytes == two.prefix_bytes == one._prefixes.nbytes + two._prefixes.nbytes
+    assert (
+        one.prefixes.pool_bytes
+        == two.prefixes.pool_bytes
+        == one.prefixes.nbytes + two.prefixes.nbytes
+    )
     whole, before = pool.nbytes, active_memory()
-    two.step(StepPlan(prefix_limit=2 * whole // 3))
+    Steps(two).change(prefix_limit=2 * whole // 3)
     assert 0.6 * whole < pool.nbytes <= 2 * whole // 3
     assert before - active_memory() >= 0.9 * (whole - pool.nbytes)
-    assert [one._prefixes.count_known(each) for each in (BASE, other)] == [384, 0]
-    two.step(StepPlan(prefix_limit=0))
-    assert one._prefixes.nbytes == two._prefixes.nbytes == pool.nbytes == 0
+    assert [one.prefixes.count_known(each) for each in (BASE, other)] == [384, 0]
+    Steps(two).change(prefix_limit=0)
+    assert one.prefixes.nbytes == two.prefixes.nbytes == pool.nbytes == 0
     assert ids(answers(one, [bare(BASE, max_tokens=1)])) == ids(first[:1])
     assert pool.nbytes == 0, "the limit holds"
-    one.step(StepPlan(prefix_limit=PLENTY))
+    Steps(one).change(prefix_limit=PLENTY)
     answers(one, [bare(BASE)])
     one.close()
     assert pool.nbytes == 0
@@ -277,9 +282,9 @@ def test_a_closed_engine_holds_no_prefix(plain: Path) -> None:
 def test_a_broken_prefix_cannot_break_a_row_twice(plain: Path) -> None:
     engine = open_engine(plain, prefix_cache_bytes=PLENTY)
     (expected,) = answers(engine, [bare(BASE)])
-    for key, kept in engine._prefixes._kept.items():
+    for key, kept in engine.prefixes._kept.items():
         short = [(keys[..., :3], values) for keys, values in kept.layers]
-        engine._prefixes._kept[key] = replace(kept, layers=short)
+        engine.prefixes._kept[key] = replace(kept, layers=short)
     (told,) = answers(engine, [bare(BASE)])
     assert (told.ids, told.cached_tokens) == (expected.ids, 0)
 
@@ -290,7 +295,7 @@ def test_what_is_no_number_is_not_kept(tmp_path: Path) -> None:
     engine = open_engine(folder, prefix_cache_bytes=PLENTY)
     (told,) = answers(engine, [bare(BASE)])
     assert "not a number" in (told.error or "")
-    assert engine._prefixes.nbytes == 0
+    assert engine.prefixes.nbytes == 0
 
 
 @pytest.mark.parametrize("speculate_rows", [0, 4])
@@ -305,7 +310,7 @@ def test_an_answer_that_becomes_no_number_is_not_kept(plain: Path, speculate_row
     (told,) = answers(engine, [bare(BASE, max_tokens=150)])
     assert "not a number" in (told.error or "")
     assert len(told.ids) > BLOCK
-    assert engine._prefixes.count_known([*BASE, *told.ids]) == len(BASE) // BLOCK * BLOCK
+    assert engine.prefixes.count_known([*BASE, *told.ids]) == len(BASE) // BLOCK * BLOCK
 
 
 def batch(length: int) -> RaggedKVCache:
@@ -347,7 +352,7 @@ def test_a_routers_names_live_as_long_as_what_they_name(folder: Path) -> None:
     who = replace(caller(), prefix_names=prefix_names)
     answers(engine, [replace(bare(BASE), caller=who)])
     assert list(engine.prefix_names()) == names
-    engine.clear_prefixes()
+    Steps(engine).change(clear_prefixes=True)
     assert not engine.prefix_names()
 
 

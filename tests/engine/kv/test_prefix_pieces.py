@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
+from benchmarks.steps import Steps
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.kv import prefix_pieces
 from gateway.engine.kv.prefix_pieces import decode, encode
@@ -42,16 +43,16 @@ NEXT = [prompt + tokens(40, 9) for prompt in PROMPTS]
 def move(engine: GenerationEngine, other: GenerationEngine) -> list[int]:
     """Put all that one keeps into another; return the pieces' sizes."""
     sizes = []
-    for piece in engine.prefix_pieces(0):
-        content = engine.copy_prefix(0, piece)
+    for piece in engine.prefixes.pieces(0):
+        content = engine.prefixes.copy_piece(0, piece)
         assert content is not None
-        assert other.put_prefix(0, piece.salt, content)
+        assert other.prefixes.put_piece(0, piece.salt, content)
         sizes.append(len(content))
     return sizes
 
 
 def kept(engine: GenerationEngine, prompt: Sequence[int]) -> tuple[int, list[list[Any]]]:
-    count, layers = engine._prefixes.take(prompt)
+    count, layers = engine.prefixes.take(prompt)
     states: Any = [tree_flatten(layer.state) for layer in layers or ()]
     return count, [
         [leaf.tolist() if isinstance(leaf, mx.array) else leaf for _, leaf in state]
@@ -71,10 +72,10 @@ def test_a_prompt_goes_on_to_the_bit_as_it_would_have(
     answers(one, [bare(prompt, max_tokens=2) for prompt in PROMPTS])
     sizes = move(one, other)
     assert len(sizes) > (len(BEGIN) // 64 if piece_bytes == 1 else 2)
-    assert sum(sizes) < 1.3 * one.prefix_bytes + 4000 * len(sizes), (
+    assert sum(sizes) < 1.3 * one.prefixes.pool_bytes + 4000 * len(sizes), (
         "what prompts share is there once"
     )
-    assert other.prefix_bytes <= one.prefix_bytes
+    assert other.prefixes.pool_bytes <= one.prefixes.pool_bytes
     for prompt in NEXT:
         assert kept(one, prompt) == kept(other, prompt)
         assert kept(one, prompt)[0] > 100
@@ -90,14 +91,14 @@ def test_what_was_used_longest_ago_is_still_the_first_to_go(tmp_path: Path) -> N
     for prompt in (PROMPTS[0], PROMPTS[2], PROMPTS[1]):
         answers(one, [bare(prompt, max_tokens=1)])
     move(one, other)
-    while other.prefix_bytes:
+    while other.prefixes.pool_bytes:
         lengths = [
-            [each._prefixes.count_known(prompt) for prompt in PROMPTS] for each in (one, other)
+            [each.prefixes.count_known(prompt) for prompt in PROMPTS] for each in (one, other)
         ]
         assert lengths[0] == lengths[1]
         for each in (one, other):
-            each.limit_prefixes(each.prefix_bytes - 1)
-    assert one.prefix_bytes == 0
+            Steps(each).change(prefix_limit=each.prefixes.pool_bytes - 1)
+    assert one.prefixes.pool_bytes == 0
 
 
 def test_what_has_no_room_pushes_nothing_out(tmp_path: Path) -> None:
@@ -105,18 +106,18 @@ def test_what_has_no_room_pushes_nothing_out(tmp_path: Path) -> None:
     folder = write_chat(tmp_path, **SLIDING)
     one = open_engine(folder, prefix_cache_bytes=PLENTY)
     answers(one, [bare(prompt) for prompt in PROMPTS])
-    pieces = [(piece, one.copy_prefix(0, piece)) for piece in one.prefix_pieces(0)]
-    other = open_engine(folder, prefix_cache_bytes=one.prefix_bytes // 2)
+    pieces = [(piece, one.prefixes.copy_piece(0, piece)) for piece in one.prefixes.pieces(0)]
+    other = open_engine(folder, prefix_cache_bytes=one.prefixes.pool_bytes // 2)
     answers(other, [bare(PROMPTS[2])])
-    has_room = [other.put_prefix(0, "", content or b"") for _, content in pieces]
+    has_room = [other.prefixes.put_piece(0, "", content or b"") for _, content in pieces]
     assert has_room[0]
     assert not has_room[-1]
     assert answers(other, [bare(PROMPTS[2])])[0].cached_tokens > 100
     empty = open_engine(folder, prefix_cache_bytes=PLENTY)
     last, content = next(each for each in pieces if each[0].before)
-    assert empty.put_prefix(0, "", content or b"")
-    assert (empty.prefix_bytes, empty.copy_prefix(0, last)) == (0, None)
-    assert not open_engine(folder).put_prefix(0, "", pieces[0][1] or b"")
+    assert empty.prefixes.put_piece(0, "", content or b"")
+    assert (empty.prefixes.pool_bytes, empty.prefixes.copy_piece(0, last)) == (0, None)
+    assert not open_engine(folder).prefixes.put_piece(0, "", pieces[0][1] or b"")
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.uint32, mx.bool_, mx.int64])
@@ -146,7 +147,7 @@ def test_states_in_the_middle_of_a_prompt_are_not_written(tmp_path: Path) -> Non
     prompt = tokens(700, 4)
     answers(one, [bare(prompt)], budget=64)
     move(one, other)
-    assert other.prefix_bytes < one.prefix_bytes / 2
+    assert other.prefixes.pool_bytes < one.prefixes.pool_bytes / 2
     turn = prompt + tokens(40, 9)
     assert kept(one, turn) == kept(other, turn)
     assert kept(other, turn)[0] == 640

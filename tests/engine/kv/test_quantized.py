@@ -187,7 +187,7 @@ def test_answers_are_mlx_lms_own(plain: Path, bits: int) -> None:
 
 def alone(engine: GenerationEngine, text: str, sampling: Sampling, max_tokens: int) -> Answer:
     batch = Batch(engine)
-    row = batch.join(text, {"sampling": sampling, "max_tokens": max_tokens})
+    row = batch.ask(text, {"sampling": sampling, "max_tokens": max_tokens})
     batch.finish()
     return batch.answers[row]
 

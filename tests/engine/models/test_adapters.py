@@ -52,7 +52,7 @@ class World:
         """Answer a job by the merged model, alone."""
         name, text, given = asked
         batch = Batch(self.merged[name])
-        row = batch.join(text, given)
+        row = batch.ask(text, given)
         while batch.is_busy:
             batch.step(64)
         return batch.answers[row]
@@ -74,10 +74,10 @@ class Adapted(Batch):
         super().__init__(engine)
         self.numbers = numbers
 
-    def ask(self, asked: Asked) -> int:
+    def ask_one(self, asked: Asked) -> int:
         name, text, given = asked
         adapter = Adapter(self.numbers[name], name) if name else None
-        return self.join(text, {**given, "adapter": adapter})
+        return self.ask(text, {**given, "adapter": adapter})
 
 
 def add(engine: GenerationEngine, name: str, folder: Path) -> int:
@@ -86,10 +86,10 @@ def add(engine: GenerationEngine, name: str, folder: Path) -> int:
 
 def run(batch: Adapted, jobs: Sequence[Asked]) -> list[Answer]:
     """Hear some jobs together."""
-    rows = [batch.ask(job) for job in jobs]
+    rows = [batch.ask_one(job) for job in jobs]
     while batch.is_busy:
         batch.step(64)
-    assert not batch.engine._faults.take()
+    assert not batch.faults
     return [batch.answers[row] for row in rows]
 
 
@@ -135,9 +135,9 @@ def test_kv_of_one_adapter_is_never_used_for_another(plain: World, batch: Adapte
 def test_nobody_waits_for_the_prompt_of_another_adapter(batch: Adapted) -> None:
     """What is read for one cannot be continued by the others: they are read together."""
     for name in ADAPTERS:
-        batch.ask((name, PROMPTS[1], JOBS[0]))
-    batch.engine.prefill(4096)
-    assert batch.engine.last_pass.rows == len(ADAPTERS)
+        batch.ask_one((name, PROMPTS[1], JOBS[0]))
+    batch.prefill(4096)
+    assert batch.size.rows == len(ADAPTERS)
 
 
 def test_an_adapter_leaves_nothing_behind(
@@ -146,11 +146,12 @@ def test_an_adapter_leaves_nothing_behind(
     """Neither rows, KV, bytes nor modules; one that is added later has another number."""
     bare, engine = engine.nbytes(), batch.engine
     run(batch, [(name, PROMPTS[1], JOBS[0]) for name in ADAPTERS])
-    rows = [batch.ask((name, "Hi", JOBS[0])) for name in ADAPTERS]
+    rows = [batch.ask_one((name, "Hi", JOBS[0])) for name in ADAPTERS]
     batch.step(64)
     for name in ADAPTERS:
         engine.drop_adapter(batch.numbers[name])
-    assert (engine.rows, engine.prefix_bytes, engine.nbytes()) == (0, 0, bare)
+    batch.change()
+    assert (batch.count, engine.prefixes.pool_bytes, engine.nbytes()) == (0, 0, bare)
     assert not [each for each in engine._model.modules() if hasattr(each, "lora_a")]
     assert not any(batch.answers[row].ends for row in rows)
     again = add(engine, "small", plain.folders["small"])

@@ -61,11 +61,12 @@ class OneByOne(ScriptedChat):
 
     def prefill(self, token_budget: int) -> list[Delta]:
         self.now_s += PASS_S
-        others = dict(list(self._waiting.items())[1:])
+        _, *others = self.inside("reading").values()
         for row in others:
-            del self._waiting[row]
+            row.state = "parked"
         ended = super().prefill(token_budget)
-        self._waiting.update(others)
+        for row in others:
+            row.state = "reading"
         return ended
 
     def decode(self) -> list[Delta]:
@@ -155,7 +156,7 @@ async def test_a_caller_who_leaves_takes_its_row_along() -> None:
         assert joined(await staying) == "b" * 9
         await until(lambda: len(engine.left) == 1)
         assert len(engine.steps) < 20
-        assert not engine.is_decoding
+        assert not engine.inside("decoding")
 
 
 async def test_a_caller_who_leaves_while_waiting_never_joins() -> None:
@@ -382,10 +383,10 @@ async def test_bound_rows_that_wait_have_read_their_prompts() -> None:
     engine = ScriptedChat(max_context=10_000)
     async with batching(engine) as batcher:
         asked = [asking_bound(batcher, "g" * 2000) for _ in range(5)]
-        await until(lambda: len(engine._parked) == batcher.tickets == 4)
+        await until(lambda: len(engine.inside("parked")) == batcher.tickets == 4)
         assert engine.rows == 1
         for task in asked:
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
         await until(lambda: not engine.rows and not batcher.tickets)
-        assert not engine._parked
+        assert not engine.inside("parked")

@@ -440,8 +440,7 @@ async def test_no_answer_is_lost_when_memory_ends_again_and_again(seed: int) -> 
         assert batcher.tickets == 0
     assert max(Counter(engine.preempted).values(), default=0) <= 2
     assert engine.rows == 0
-    assert not engine._preempted
-    assert not engine._parked
+    assert not engine.scripted
     assert budget.free_bytes == budget.limit_bytes
 
 

@@ -116,7 +116,7 @@ def test_the_other_rank_makes_every_call(ranks: Ranks) -> None:
     engine.step(StepPlan(leaving=[1, 2]))
     [other] = ranks.engines
     assert (other.joined, other.left, other.steps) == (mine.joined, mine.left, mine.steps)
-    seeds = {engine._jobs[row].sampling.seed for engine in (mine, other) for row in (1, 2)}
+    seeds = {engine.params[row].sampling.seed for engine in (mine, other) for row in (1, 2)}
     assert len(seeds) == 2
     assert None not in seeds
     engine.close()
@@ -129,10 +129,10 @@ def test_the_other_rank_makes_every_call(ranks: Ranks) -> None:
 
 def test_a_call_that_fails_everywhere_fails_for_its_caller_alone(ranks: Ranks) -> None:
     class Refusing(ScriptedChat):
-        def join(self, row: int, job: SequenceParams) -> None:
-            if job.prompt[0] == ord("!"):
+        def join(self, number: int, params: SequenceParams) -> None:
+            if params.prompt[0] == ord("!"):
                 raise BadRequest("no")
-            super().join(row, job)
+            super().join(number, params)
 
         def probe(self) -> None:
             raise RuntimeError("no")

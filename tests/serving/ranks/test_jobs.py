@@ -87,7 +87,7 @@ JOBS: dict[str, dict[str, Any]] = {
 # What changes nothing in an engine is not sent.
 NOT_SENT = {
     *("prepare", "compile", "matches_schema", "read_answer", "synchronize", "nbytes"),
-    "prefix_names",
+    *("prefixes", "prefix_names"),
     *("tokens", "facts", "is_batched"),
 }
 
@@ -193,7 +193,8 @@ def test_a_job_is_answered_alike_on_every_rank(
     assert not [delta.error for delta in deltas if delta.error is not None]
     ends = [delta.row for delta in deltas if delta.finish_reason is not None]
     assert sorted(ends) == list(range(1, 1 + len(rows[name])))
-    assert pair.other.rows == 0
+    end = pair.other.step(StepPlan())
+    assert (end.reading, end.decoding) == (frozenset(), 0)
     assert not any(result.faults for result in results)
 
 

@@ -17,7 +17,7 @@ import mlx.core as mx
 from gateway.engine import device
 from gateway.engine.device import Device
 from gateway.engine.generation.loading import read_chat_setup
-from gateway.engine.generation.sequences import ChatSetup
+from gateway.engine.generation.prepare import ChatSetup
 from gateway.engine.models.gguf.header import GgufError, read_header
 from gateway.errors import ModelLoadFailed
 from tests.engine.models.gguf.opening import open_decoder_of

@@ -7,8 +7,8 @@ import pytest
 
 from gateway.engine.device import Device
 from gateway.engine.generation.loading import read_chat_setup
+from gateway.engine.generation.prepare import ChatSetup
 from gateway.engine.generation.self_test import self_test_digest
-from gateway.engine.generation.sequences import ChatSetup
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint
 from gateway.errors import ModelLoadFailed
 from tests.engine.generation.harness import job
