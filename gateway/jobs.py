@@ -393,16 +393,24 @@ class SequenceParams:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftCost:
+    """The bytes that drafts take beside a sequence's own KV, in up to `rows` sequences at once."""
+
+    token: int = 0  # a draft model's KV of a token
+    states: int = 0  # states from before a draft, to go back to
+    rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class KvCost:
     """The bytes of KV that a sequence takes; the zero cost is that of a model without counts."""
 
-    token: int = 0  # of each token
-    windows: tuple[tuple[int, int], ...] = ()  # of each: bytes a token, and most tokens kept
-    constant: int = 0  # of what does not grow, such as states
-    draft: tuple[int, int] = (0, 0)  # beside: bytes a token, and of at most so many sequences
-    ahead: tuple[int, int] = (0, 0)  # likewise, of those that read ahead: bytes that do not grow
+    token: int = 0  # a token's, in all layers that keep every token
+    windows: tuple[tuple[int, int], ...] = ()  # a sliding window's: bytes a token, tokens at most
+    constant: int = 0  # whatever the length, such as states
+    draft: DraftCost = DraftCost()
     plane: int = 0  # a token's, in the largest array
-    states: int = 0  # of all full windows and states
+    states: int = 0  # all full windows and states
 
     def of(self, tokens: int, beyond: int = 0) -> int:
         """Return the bytes of so many tokens; in prefill a window holds `beyond` its size, too."""

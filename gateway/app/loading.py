@@ -258,8 +258,8 @@ class ModelLoader:
             if kv.states:  # docs/performance.md: how many of them `prefix_cache_bytes` is to hold
                 log.info("prefix_states", model=spec.id, bytes=kv.states)
             # The size from the config may be many times that of the loaded layers.
-            allowance, (draft_token, _) = settings.kv_allowance_tokens, kv.draft
-            included = min(size.kv, kv.of(allowance) + draft_token * allowance)
+            allowance = settings.kv_allowance_tokens
+            included = min(size.kv, kv.of(allowance) + kv.draft.token * allowance)
             costs = RowCosts(
                 kv,
                 included,

@@ -176,19 +176,26 @@ class Prefixes:
             wanted -= prefixes.nbytes
         return max(0, min(self.nbytes, max(wanted, self.recalled)))
 
-    def limit(self, row_bytes: int) -> int:
-        """Return the bytes that may be kept from now on, beside a row of so many, and count no more
-        than these as kept: the next step frees the others.
+    def allowed(self, row_bytes: int) -> int:
+        """Return the bytes that may be kept from now on, beside a row of `row_bytes`.
+
+        There are three cases. Bytes that are kept here have to go: the rest stays. The budget has
+        bytes to spare: these may be kept, too. Neither: all stays, and no more is kept.
         """
-        most = self._most
+        most, excess, spare = self._most, self.excess_bytes, self._budget.spare_bytes
         if self._leaves_room:
             room = self._budget.limit_bytes - self._budget.model_bytes
             most = bound_prefixes(most, room, row_bytes)
-        change = -self.excess_bytes or max(0, self._budget.spare_bytes)
-        most = min(most, self.nbytes + change)
+        if excess > 0:
+            return min(most, self.nbytes - excess)
+        if spare > 0:
+            return min(most, self.nbytes + spare)
+        return min(most, self.nbytes)
+
+    def shrink_to(self, nbytes: int) -> None:
+        """Count no more than these as kept: the engine's next step frees the others."""
         self.recalled = 0
-        self.note(min(self.nbytes, most))
-        return most
+        self.note(min(self.nbytes, nbytes))
 
     def note(self, nbytes: int) -> None:
         """Note the bytes that are kept."""

@@ -21,7 +21,7 @@ from gateway.engine.kv.layers import batch_of_one, hold_layers, make_batch_cache
 from gateway.engine.kv.prefix_cache import PrefixCache, PrefixPool, Root
 from gateway.engine.models.checkpoint import measure_kv
 from gateway.engine.models.decoders import parameters
-from gateway.jobs import Drafter, KvCost
+from gateway.jobs import DraftCost, Drafter, KvCost
 
 MOST_AHEAD: Final = 7  # tokens a row: a turn's steps stay within the memory held for it
 CHUNK: Final = 512  # tokens, padding included, that catch up in one step
@@ -71,8 +71,7 @@ class DraftModel:
         """Return what a sequence's KV costs with this model's added, for up to `rows` of them."""
         own, rows = measure_kv(self._model), rows + rows // SPARE
         held = 2 * (own.constant + sum(token * most for token, most in own.windows))
-        nbytes = cost.ahead[0] + held
-        return replace(cost, draft=(own.token, rows), ahead=(nbytes, rows) if nbytes else (0, 0))
+        return replace(cost, draft=DraftCost(own.token, cost.draft.states + held, rows))
 
     @property
     def nbytes(self) -> int:

@@ -24,7 +24,7 @@ class DraftSource(Protocol):
         """Return the bytes on the device: weights, KV and prefixes."""
 
     def is_due(self, sequence_id: int, context: Sequence[int]) -> bool:
-        """Return True if it may have a draft now."""
+        """Return True if it may have a draft now; new tokens of its context are indexed for it."""
 
     def draft(
         self, rows: Mapping[int, DraftRow], rooms: Mapping[int, int]
@@ -103,7 +103,9 @@ class DraftPolicy:
 
     def note(self, row: DraftRow, accepted: int) -> None:
         """Note how much of a sequence's draft was chosen, once that is appended."""
-        any(source.note(row.id, row.context, accepted) for source in self.sources)
+        for source in self.sources:
+            if source.note(row.id, row.context, accepted):
+                return
 
     @property
     def nbytes(self) -> int:

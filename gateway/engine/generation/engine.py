@@ -30,6 +30,7 @@ from gateway.engine.models.adapters import Adapters
 from gateway.engine.models.checkpoint import measure_kv
 from gateway.engine.models.decoders import floating_dtype, parameters
 from gateway.jobs import (
+    DraftCost,
     EngineFacts,
     GenerateJob,
     Grammar,
@@ -74,7 +75,7 @@ class GenerationEngine:
             (bounds or DeviceBounds()).pass_s,
         )
         if kv_cost.constant and speculate_rows:  # states are kept as before the pass under way
-            kv_cost = replace(kv_cost, ahead=(kv_cost.constant, speculate_rows))
+            kv_cost = replace(kv_cost, draft=DraftCost(0, kv_cost.constant, speculate_rows))
         if draft_model is not None:
             kv_cost = draft_model.with_kv(kv_cost, speculate_rows)
         self.facts = EngineFacts(

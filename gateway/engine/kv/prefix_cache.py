@@ -161,8 +161,8 @@ class PrefixCache:
         length = BLOCK * len(blocks)
         pages = zip(*(block.layers for block in blocks), strict=True)
         empty, _ = self._split(self._empty)
-        layers = {True: map(_join, empty, pages), False: iter(states)}  # by whether they are plain
-        return length, [next(layers[is_plain]) for is_plain in self._is_plain]
+        plain, others = map(_join, empty, pages), iter(states)
+        return length, [next(plain if is_plain else others) for is_plain in self._is_plain]
 
     def names(self, adapter: int = 0) -> list[bytes]:
         """List the names of what is kept, the oldest first. Safe on any thread."""
@@ -256,12 +256,13 @@ class PrefixCache:
                 self.pool.drop(key)
 
     def pieces(self, adapter: int = 0) -> list[PrefixPiece]:
-        """List what is kept of an adapter's prompts in pieces for files, the one used last first:
-        so each comes after those that it follows.
+        """List an adapter's KV in pieces for files, the one used last first: each comes after those
+        that it follows.
 
-        A piece ends where prompts part, after states that are near their end or where they part,
-        and at places that depend on nothing else. Other states are those of chunks: a slow device
-        has many times as much of them as of all else, and few prompts go on there.
+        A piece is a run of blocks without a fork. Two prompts with the blocks A B C and A B D have
+        the pieces A B, C and D. A run also ends every PIECE_BYTES from the prompt's first block on,
+        and after a block whose states are kept, if the prompt ends or forks soon after it. States
+        further ahead are left out: few prompts go on there, and a slow device has many of them.
         """
         following: dict[int, list[Key]] = defaultdict(list)
         for key, kept in self._kept.items():
@@ -334,10 +335,9 @@ class PrefixCache:
 
     def _split(self, layers: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Separate the plain layers from the others."""
-        split: tuple[list[Any], list[Any]] = [], []
-        for layer, is_plain in zip(layers, self._is_plain, strict=True):
-            split[not is_plain].append(layer)
-        return split
+        pairs = list(zip(layers, self._is_plain, strict=True))
+        plain = [layer for layer, is_plain in pairs if is_plain]
+        return plain, [layer for layer, is_plain in pairs if not is_plain]
 
     def _path(self, tokens: Sequence[int], root: Root) -> list[Key]:
         """List the kept blocks that the tokens begin with."""

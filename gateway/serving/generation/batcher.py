@@ -232,7 +232,8 @@ class GenerationBatcher:
         tokens_out = metrics.of(metrics.TOKENS_OUT, name)
         while choices:
             for delta in await reader.next():
-                choices -= delta.finish_reason is not None
+                if delta.finish_reason is not None:
+                    choices -= 1
                 tokens_out.inc(delta.tokens)
                 timings.tokens_out += delta.tokens
                 if delta.finish_reason is not None and delta.judgement is None:

@@ -58,13 +58,10 @@ class Layout:
         slots = len(self.batched) + len(self.batched) // SPARE_ROWS
         rectangle = slots * kv.of(longest + KV_STEP, chunk) if longest else 0
         # A draft model has KV of few rows: whichever, of one with a single token left too.
-        draft_token, max_rows = kv.draft
-        drafted = min(max_rows, slots + len(self.single))
-        drafts = draft_token * (drafted * (max(longest, *self.single, 0) + KV_STEP) + chunk)
+        drafted = min(kv.draft.rows, slots + len(self.single))
+        drafts = kv.draft.token * (drafted * (max(longest, *self.single, 0) + KV_STEP) + chunk)
         single = sum(kv.of(length + KV_STEP, chunk) for length in self.single)
-        ahead_bytes, ahead_rows = kv.ahead
-        ahead = ahead_bytes * min(ahead_rows, slots + len(self.single))
-        return rectangle + drafts + ahead + single + kv.of(chunk)
+        return rectangle + drafts + drafted * kv.draft.states + single + kv.of(chunk)
 
     def has_buffers(self, costs: RowCosts) -> bool:
         """Return True if no buffer is larger than the device can have."""
@@ -105,11 +102,15 @@ class RowMemory:
             self.prefixes.note(nbytes)
 
     def limit_prefixes(self) -> int | None:
-        """Return the bytes that may be kept of prompts; None if bytes are not counted."""
+        """Limit the bytes kept of prompts for the next step; return the limit, or None if bytes are
+        not counted.
+        """
         if not self._costs.kv:
             return None
         row = Layout([min(self._costs.max_context, PREFIX_ROW)]).nbytes(self._costs)
-        return self.prefixes.limit(max(0, row - self._costs.included))
+        allowed = self.prefixes.allowed(max(0, row - self._costs.included))
+        self.prefixes.shrink_to(allowed)
+        return allowed
 
     def adopt(self, chunk_tokens: int) -> None:
         """Apply a new size of chunks."""

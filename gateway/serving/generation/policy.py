@@ -184,7 +184,8 @@ def choose_rotation(batch: Batch) -> Rotation:
             break
         rotation.parking, rotation.resuming = parking, resuming
         ready.popleft()
-        free -= free > 0
+        if free > 0:
+            free -= 1
     return rotation
 
 

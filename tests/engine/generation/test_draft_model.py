@@ -14,7 +14,7 @@ from gateway.engine.drafts.draft_model import CHUNK, MOST_AHEAD, DraftModel
 from gateway.engine.drafts.prompt_lookup import PromptLookup
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.errors import ModelLoadFailed
-from gateway.jobs import Sampling
+from gateway.jobs import DraftCost, Sampling
 from tests.checkpoints import HYBRID, SLIDING, STATEFUL, teach_thinking, write_chat
 from tests.engine.generation.harness import (
     ECHO,
@@ -207,7 +207,7 @@ def test_weights_and_kv_are_counted(plain: GenerationEngine, folder: Path) -> No
     engine = open_engine(folder, speculate_rows=4, draft=folder)
     assert engine.nbytes() == 2 * plain.nbytes()
     assert engine.facts.kv_cost == replace(
-        plain.facts.kv_cost, draft=(plain.facts.kv_cost.token, 4)
+        plain.facts.kv_cost, draft=DraftCost(plain.facts.kv_cost.token, rows=4)
     )
     weights, sizes = plain.nbytes(), []
     for each in (plain, engine):
@@ -245,7 +245,9 @@ def test_windows_and_states_draft_and_are_drafted_for(
     near = write_chat(tmp_path / "near", **{**kind, **others})
     jobs = [(text, {"sampling": GREEDY, "max_tokens": 50}) for text in (*PROMPTS[:3], LONG)]
     plain, drafted = open_engine(base), open_engine(base, PLENTY, 4, draft=near)
-    assert drafted.facts.kv_cost.ahead >= (3 * plain.facts.kv_cost.constant, 4)
+    cost = drafted.facts.kv_cost.draft
+    assert cost.states >= 3 * plain.facts.kv_cost.constant
+    assert cost.rows == 4
     expected, _ = answer_at_random(plain, jobs)
     for _ in range(2):  # the second time prompts are kept
         found, fewer = answer_at_random(drafted, jobs)

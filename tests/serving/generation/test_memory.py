@@ -11,7 +11,7 @@ import pytest
 
 from gateway import metrics
 from gateway.errors import NoRoom, PromptTooLarge
-from gateway.jobs import Grammar, KvCost, Sampling, SequenceParams
+from gateway.jobs import DraftCost, Grammar, KvCost, Sampling, SequenceParams
 from gateway.serving.budget import LEAST_PREFIXES, Budget, Prefixes
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.generation.choice import Choice
@@ -63,7 +63,7 @@ def test_rows_wait_where_they_would_need_a_larger_buffer_than_there_can_be() -> 
 
 
 def test_a_draft_model_has_kv_of_few_rows() -> None:
-    drafted = RowCosts(KvCost(1, draft=(3, 4)), chunk_tokens=50)
+    drafted = RowCosts(KvCost(1, draft=DraftCost(3, rows=4)), chunk_tokens=50)
     alone = costs(chunk_tokens=50)
     for rows in (1, 4, 32):
         more = 3 * (min(rows, 4) * (100 + KV_STEP) + 50)
@@ -318,7 +318,9 @@ def test_rooms_give_in_turn_and_no_more_than_is_wanted() -> None:
         two.note(700)
         budget.claim(400)
         assert (one.excess_bytes, two.excess_bytes) == (300, 100)
-        assert (one.limit(0), two.limit(0)) == (0, 600)
+        assert [one.allowed(0), two.allowed(0)] == [0, 600]
+        one.shrink_to(0)
+        two.shrink_to(600)
         assert budget.spare_bytes == 0
     assert budget.free_bytes == 1000, "of a model that is gone nothing is left"
 
@@ -337,7 +339,7 @@ def test_what_is_kept_is_sized_by_models_and_a_row() -> None:
         loaded.nbytes = models
         budget.attach(loaded)
         budget.share().resize(models)
-        assert Prefixes(budget, 10 * least, leaves_room=True).limit(row) == expected
+        assert Prefixes(budget, 10 * least, leaves_room=True).allowed(row) == expected
 
 
 async def test_a_row_that_fits_passes_one_that_others_keep_waiting() -> None:
