@@ -98,7 +98,7 @@ def ask(engine: GenerationEngine, prompt: Sequence[int], max_tokens: int) -> lis
     """Answer a prompt; return the answer."""
     steps = Steps(engine)
     steps.join(0, _params(prompt, max_tokens))
-    (row,) = engine._sequences._prefill.rows
+    (row,) = engine._sequences._prefill.seqs
     while steps.is_busy:
         steps.prefill(512)
         steps.decode()
@@ -120,7 +120,7 @@ def time_first(
         if not steps.is_reading:
             deltas += steps.decode()
         cached += sum(delta.cached_tokens for delta in deltas)
-        waiting -= {delta.row for delta in deltas}
+        waiting -= {delta.id for delta in deltas}
     spent = time.perf_counter() - started
     while steps.is_decoding:
         steps.decode()

@@ -77,7 +77,7 @@ def answer(engine: GenerationEngine, prompts: Sequence[str], tokens: int) -> lis
         (sequence,) = engine.prepare(job)
         number = len(rows)
         steps.join(number, sequence)
-        rows[number] = engine._sequences._prefill.rows[-1].tokens
+        rows[number] = engine._sequences._prefill.seqs[-1].tokens
     while steps.is_busy:
         if steps.is_reading:
             steps.prefill(512)

@@ -352,7 +352,7 @@ class Delta:
     stop: str | None = None  # the stop string that ended it: in the last delta
     prompt: EchoedPrompt | None = None  # in the first delta, if it is echoed
     judgement: Judgement | None = None  # of a step into a question's labels: in its only delta
-    row: int = 0  # the engine's number for the answer
+    id: int = 0  # its sequence's
     error: str | None = None
     is_out_of_memory: bool = False  # the error is that of a device without memory
 
@@ -479,14 +479,14 @@ class EngineFacts:
 class StepPlan:
     """What an engine does in one step: it changes its batch, in this order, then runs a pass.
 
-    Rows are named by numbers, each of which joins once; an unknown one is ignored.
+    Sequences are named by ids, each of which joins once; an unknown one is ignored.
     """
 
     kind: Literal["prefill", "decode"] | None = None  # of the pass; None for no pass
     token_budget: int = 0  # padded tokens that a prefill pass reads, about
     leaving: Sequence[int] = ()  # in whatever state they are
     preempting: Sequence[int] = ()  # their KV is freed; all their tokens are read again later
-    capped: Sequence[tuple[int, int]] = ()  # rows, and how many tokens their answers have at most
+    capped: Sequence[tuple[int, int]] = ()  # ids, and the most tokens of their answers
     clear_prefixes: bool = False  # of this model
     prefix_limit: int | None = None  # bytes, from now on, of all models that share them
     drafters: Sequence[Drafter] = DRAFTERS  # whose drafts the pass after this one may read

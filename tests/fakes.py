@@ -379,7 +379,7 @@ class ScriptedChat:
             try:
                 self.join(number, params)
             except Exception as error:
-                deltas.append(Delta(params.index, row=number, error=str(error)))
+                deltas.append(Delta(params.index, id=number, error=str(error)))
         for number in self.scripted.keys() & {*plan.parking}:
             self.scripted[number].park()
         for number in self.scripted.keys() & {*plan.resuming}:
@@ -439,15 +439,15 @@ class ScriptedChat:
         if self.script:
             if row.said == len(self.script):
                 del self.scripted[number]
-            return Delta(row.params.index, row=number, **self.script[row.said - 1])
+            return Delta(row.params.index, id=number, **self.script[row.said - 1])
         assert row.rest is not None
         if not row.rest or row.rest[0] == -1:
             return self._end(number, "length" if row.rest else "stop", tokens=1 - len(row.rest))
-        return Delta(row.params.index, row=number, text=chr(row.rest.pop(0)), tokens=1)
+        return Delta(row.params.index, id=number, text=chr(row.rest.pop(0)), tokens=1)
 
     def _end(self, number: int, reason: FinishReason, **fields: Any) -> Delta:
         index = self.scripted.pop(number).params.index
-        return Delta(index, row=number, finish_reason=reason, **fields)
+        return Delta(index, id=number, finish_reason=reason, **fields)
 
     def probe(self) -> None:
         """Do nothing: there is no device to fail."""
@@ -497,14 +497,14 @@ def _judged_row(job: GenerateJob, head: str, question: Question, index: int) -> 
 def _judge(row: int, job: SequenceParams, step: LabelStep) -> Delta:
     """The first label has a logprob of -1, the second of -2, …; a poisoned question fails."""
     if "poison" in _text(job.prompt):
-        return Delta(job.index, row=row, error="poisoned")
+        return Delta(job.index, id=row, error="poisoned")
     logprobs = [(label, -1.0 - label) for _, labels in step.entries for label in labels]
     return Delta(
         job.index,
         finish_reason="stop",
         cached_tokens=step.question,
         judgement=Judgement(step.question, logprobs),
-        row=row,
+        id=row,
     )
 
 

@@ -174,7 +174,7 @@ def _job(number: int, row: Row) -> SequenceParams:
 def _read(deltas: Sequence[Any], outcome: Outcome) -> None:
     for delta in deltas:
         if delta.error is not None:
-            raise RuntimeError(f"row {delta.row}: {delta.error}")
+            raise RuntimeError(f"row {delta.id}: {delta.error}")
         outcome.cached += delta.cached_tokens
 
 

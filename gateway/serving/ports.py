@@ -190,7 +190,7 @@ class GenerationEngine(Protocol):
         Slow, and safe on any thread.
         """
 
-    def read_answer(self, row: SequenceParams, text: str, is_cut: bool) -> Reading:
+    def read_answer(self, params: SequenceParams, text: str, is_cut: bool) -> Reading:
         """Return the parts of a whole answer, for a row that `reads_whole`: its thoughts, text and
         calls; and None, or an event to log and why it is text as it stands. `text` is all that the
         row's deltas had; a cut one makes no call. Slow, and safe on any thread.

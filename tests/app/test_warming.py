@@ -42,7 +42,7 @@ class Stumbling(ScriptedChat):
                 row.state, row.rest = "reading", None
             return []
         self.scripted.clear()
-        return [Delta(0, row=number, error="out of luck") for number in decoding]
+        return [Delta(0, id=number, error="out of luck") for number in decoding]
 
 
 async def test_a_step_that_fails_is_a_failed_load(tmp_path: Path) -> None:

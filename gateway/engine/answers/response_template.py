@@ -37,7 +37,7 @@ class ResponseTemplate:
         self.problem = None if outcome in ("read", "busy", "slow", "killed") else str(why)
 
     def read(
-        self, row: SequenceParams, text: str, prefix: str, calls: CallWriter, *, is_cut: bool
+        self, params: SequenceParams, text: str, prefix: str, calls: CallWriter, *, is_cut: bool
     ) -> Reading:
         """Return the parts of a whole answer: thoughts, text and calls.
 
@@ -49,8 +49,8 @@ class ResponseTemplate:
         if the system ended the process that read, or gave it no processor.
         """
         functions: dict[str, Mapping[str, Any]] = {}
-        if row.calling is not None and not is_cut:
-            functions = {each.name: dict(each.parameters) for each in row.calling.functions}
+        if params.calling is not None and not is_cut:
+            functions = {each.name: dict(each.parameters) for each in params.calling.functions}
         outcome, message = "refused", self.problem
         if self.problem is None:
             outcome, message = self._ask(spell_out(text), prefix, functions)
@@ -64,10 +64,10 @@ class ResponseTemplate:
         try:
             if outcome != "read":
                 raise ValueError(message)
-            return _parts(row.index, message, text, functions, calls)
+            return _parts(params.index, message, text, functions, calls)
         except (ValueError, AttributeError, TypeError) as error:
             event = "response_template_unused" if self.problem else "answer_not_read"
-            return [Delta(row.index, strip_marks(text))], (event, self.problem or str(error))
+            return [Delta(params.index, strip_marks(text))], (event, self.problem or str(error))
 
     def _ask(self, text: str | None, prefix: str, functions: Mapping[str, Any]) -> tuple[str, Any]:
         tools = [{"name": name, "parameters": each} for name, each in functions.items()]

@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from gateway.engine.device import launch
-from gateway.engine.drafts.prompt_lookup import DraftRow, Patience, count_accepted
+from gateway.engine.drafts.prompt_lookup import DraftedSequence, Patience, count_accepted
 from gateway.engine.kv.cache import SPARE, RaggedKVCache, cache_nbytes, compact, filter_layers
 from gateway.engine.kv.layers import batch_of_one, hold_layers, make_batch_caches, padded
 from gateway.engine.kv.prefix_cache import PrefixCache, PrefixPool, Root
@@ -62,7 +62,7 @@ class DraftModel:
         # MLX reads positions beyond an array's end without a word.
         self._longest = max_context - FEED
         self._prefixes = PrefixCache(make_prompt_cache(model), prefixes)
-        self._rows: list[_Follower] = []
+        self._seqs: list[_Follower] = []
         self._cache: list[Any] = []
         # What of it cannot take tokens off, as it was before the drafts under way, by place.
         self._held: dict[int, Any] = {}
@@ -87,87 +87,87 @@ class DraftModel:
         """Return True if a sequence is not too long, and has waited long enough."""
         if len(context) > self._longest:
             return False
-        row = self._find(sequence_id)
-        return row is None or row.patience.is_over(len(context))
+        seq = self._find(sequence_id)
+        return seq is None or seq.patience.is_over(len(context))
 
     def keep(self, ids: Collection[int]) -> None:
         """Drop the KV of all other sequences."""
-        staying = [i for i, row in enumerate(self._rows) if row.id in ids]
+        staying = [i for i, seq in enumerate(self._seqs) if seq.id in ids]
         if not staying:
-            self._rows, self._cache, self._held = [], [], {}
-        elif len(staying) < len(self._rows):
+            self._seqs, self._cache, self._held = [], [], {}
+        elif len(staying) < len(self._seqs):
             staying = compact(staying)
-            self._rows = [self._rows[i] for i in staying]
+            self._seqs = [self._seqs[i] for i in staying]
             filter_layers(self._cache, staying)
             filter_layers(list(self._held.values()), staying)
             launch([layer.state for layer in self._cache])
 
     def draft(
-        self, rows: Mapping[int, DraftRow], rooms: Mapping[int, int]
+        self, seqs: Mapping[int, DraftedSequence], rooms: Mapping[int, int]
     ) -> dict[int, Sequence[int]]:
         """Return drafts of up to so many tokens; none of those whose prompt is still being read."""
         contexts = {
-            number: row.context for number, row in rows.items() if len(row.context) <= self._longest
+            number: seq.context for number, seq in seqs.items() if len(seq.context) <= self._longest
         }
         self.keep(contexts)
         self._take_back(contexts)
         for number in contexts:
             if self._find(number) is None:
-                self._join(rows[number])
+                self._join(seqs[number])
         due = {
-            row.id
-            for row in self._rows
-            if rooms.get(row.id, 0) > 0 and row.patience.is_over(len(contexts[row.id]))
+            seq.id
+            for seq in self._seqs
+            if rooms.get(seq.id, 0) > 0 and seq.patience.is_over(len(contexts[seq.id]))
         }
         if not due:
             return {}
         self._catch_up(contexts)
         # Those with more to read than a draft's first pass takes have none this time.
-        ready = [row for row in self._rows if len(contexts[row.id]) - row.read <= FEED]
-        lengths = {row.id: min(row.length, rooms[row.id]) for row in ready if row.id in due}
+        ready = [seq for seq in self._seqs if len(contexts[seq.id]) - seq.read <= FEED]
+        lengths = {seq.id: min(seq.length, rooms[seq.id]) for seq in ready if seq.id in due}
         if not lengths:
             return {}
         drafts = self._generate(contexts, max(lengths.values()))
-        for row in self._rows:
-            row.drafted = lengths.get(row.id, 0)
+        for seq in self._seqs:
+            seq.drafted = lengths.get(seq.id, 0)
         return {number: drafts[number][:length] for number, length in lengths.items()}
 
     def note(self, sequence_id: int, context: Sequence[int], accepted: int) -> bool:
-        row = self._find(sequence_id)
-        if row is None or not row.drafted:
+        seq = self._find(sequence_id)
+        if seq is None or not seq.drafted:
             return False
-        if accepted >= row.drafted:
-            row.length = min(MOST_AHEAD, row.length + 2)
+        if accepted >= seq.drafted:
+            seq.length = min(MOST_AHEAD, seq.length + 2)
         else:
-            row.length = max(1, row.length - 1)
-        row.patience.note(len(context), accepted)
-        row.drafted = 0
+            seq.length = max(1, seq.length - 1)
+        seq.patience.note(len(context), accepted)
+        seq.drafted = 0
         return True
 
     def _find(self, sequence_id: int) -> _Follower | None:
-        return next((row for row in self._rows if row.id == sequence_id), None)
+        return next((seq for seq in self._seqs if seq.id == sequence_id), None)
 
-    def _join(self, joining_row: DraftRow) -> None:
+    def _join(self, joiner: DraftedSequence) -> None:
         """Follow a sequence, from what is kept of its prompt on."""
-        _, salt = joining_row.root
+        _, salt = joiner.root
         root = 0, salt  # no adapter is this model's
-        known, kept = self._prefixes.take(joining_row.context[:-1], root)
+        known, kept = self._prefixes.take(joiner.context[:-1], root)
         layers = batch_of_one(kept or make_batch_caches(self._model))
-        if self._rows:
+        if self._seqs:
             for layer, joining in zip(self._cache, layers, strict=True):
                 layer.extend(joining)
         else:
             self._cache = layers
-        self._rows.append(_Follower(joining_row.id, root, known))
+        self._seqs.append(_Follower(joiner.id, root, known))
 
     def _take_back(self, contexts: Mapping[int, Sequence[int]]) -> None:
         """Take off the tokens of drafts that were not chosen. Each context keeps one to read."""
-        rests = [contexts[row.id][row.read :] for row in self._rows]
+        rests = [contexts[seq.id][seq.read :] for seq in self._seqs]
         chosen = [
-            min(count_accepted(row.ahead, rest), len(rest) - 1)
-            for row, rest in zip(self._rows, rests, strict=True)
+            min(count_accepted(seq.ahead, rest), len(rest) - 1)
+            for seq, rest in zip(self._seqs, rests, strict=True)
         ]
-        drafted = [len(row.ahead) for row in self._rows]
+        drafted = [len(seq.ahead) for seq in self._seqs]
         if self._held and chosen != drafted:
             chosen = [0] * len(chosen)  # it is read again
             for place, layer in self._held.items():
@@ -176,28 +176,28 @@ class DraftModel:
         for layer in self._cache:
             if isinstance(layer, RaggedKVCache) and any(back):
                 layer.rewind(back)
-        for row, count in zip(self._rows, chosen, strict=True):
-            row.read, row.ahead = row.read + count, ()
+        for seq, count in zip(self._seqs, chosen, strict=True):
+            seq.read, seq.ahead = seq.read + count, ()
         self._held = {}
 
     def _catch_up(self, contexts: Mapping[int, Sequence[int]]) -> None:
         """Read what a draft's first pass would be too wide for, or a part of it."""
-        behind = max(len(contexts[row.id]) - row.read for row in self._rows)
+        behind = max(len(contexts[seq.id]) - seq.read for seq in self._seqs)
         if behind <= FEED:
             return
-        width = min(behind - 1, CHUNK // len(self._rows))
-        feeds = [contexts[row.id][row.read : -1][:width] for row in self._rows]
+        width = min(behind - 1, CHUNK // len(self._seqs))
+        feeds = [contexts[seq.id][seq.read : -1][:width] for seq in self._seqs]
         self._read(self._cache, feeds)
         launch([layer.state for layer in self._cache])
-        for i, (row, feed) in enumerate(zip(self._rows, feeds, strict=True)):
-            row.read += len(feed)
-            self._prefixes.store(contexts[row.id][: row.read], self._cache, i, root=row.root)
+        for i, (seq, feed) in enumerate(zip(self._seqs, feeds, strict=True)):
+            seq.read += len(feed)
+            self._prefixes.store(contexts[seq.id][: seq.read], self._cache, i, root=seq.root)
 
     def _generate(
         self, contexts: Mapping[int, Sequence[int]], length: int
     ) -> dict[int, Sequence[int]]:
         """Continue every context by so many tokens, each the likeliest."""
-        feeds = [contexts[row.id][row.read :][:FEED] for row in self._rows]
+        feeds = [contexts[seq.id][seq.read :][:FEED] for seq in self._seqs]
         logits = self._read(self._cache, feeds)
         self._held = hold_layers(self._cache)
         ends = mx.array([len(feed) - 1 for feed in feeds])
@@ -207,9 +207,9 @@ class DraftModel:
             tokens.append(self._likeliest(logits[:, -1]))
         drafts: Any = mx.stack(tokens, axis=1)
         mx.eval(drafts, [layer.state for layer in self._cache])
-        for row, feed, draft in zip(self._rows, feeds, drafts.tolist(), strict=True):
-            row.read, row.ahead = row.read + len(feed), draft[:-1]
-        return dict(zip((row.id for row in self._rows), drafts.tolist(), strict=True))
+        for seq, feed, draft in zip(self._seqs, feeds, drafts.tolist(), strict=True):
+            seq.read, seq.ahead = seq.read + len(feed), draft[:-1]
+        return dict(zip((seq.id for seq in self._seqs), drafts.tolist(), strict=True))
 
     def _read(self, cache: list[Any], feeds: Sequence[Sequence[int]]) -> mx.array:
         """Append tokens to each row; return the logits, (rows, longest, vocabulary). Nothing is

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from gateway.engine.drafts.draft_model import MOST_AHEAD, DraftModel
-from gateway.engine.drafts.prompt_lookup import DraftRow, LookupDrafter
+from gateway.engine.drafts.prompt_lookup import DraftedSequence, LookupDrafter
 from gateway.engine.kv.layers import can_go_back
 from gateway.jobs import DRAFTERS, Drafter
 
@@ -27,7 +27,7 @@ class DraftSource(Protocol):
         """Return True if it may have a draft now; new tokens of its context are indexed for it."""
 
     def draft(
-        self, rows: Mapping[int, DraftRow], rooms: Mapping[int, int]
+        self, seqs: Mapping[int, DraftedSequence], rooms: Mapping[int, int]
     ) -> Mapping[int, Sequence[int]]:
         """Return drafts of up to so many tokens; of some sequences none. All that may get drafts
         are given; the context of each only grows between calls.
@@ -46,7 +46,7 @@ class DraftSource(Protocol):
 
 
 def count_ahead(rows: int) -> int:
-    """Return how many tokens each of so many rows may read ahead in one pass."""
+    """Return how many tokens each row of a pass of so many may read ahead."""
     return min(MOST_AHEAD, MOST_TOKENS // rows - 1)
 
 
@@ -65,24 +65,24 @@ class DraftPolicy:
         self.allowed: Collection[Drafter] = DRAFTERS
         self.drafter: Drafter | None = None  # whose drafts are being read, if they are of one
 
-    def count_ahead(self, rows: Sequence[DraftRow], cache: Sequence[Any]) -> int:
+    def count_ahead(self, seqs: Sequence[DraftedSequence], cache: Sequence[Any]) -> int:
         """Return how many tokens a sequence may read ahead in the next pass; 0 if none does."""
-        if not 0 < len(rows) <= self._rows or any(row.was_suspect for row in rows):
+        if not 0 < len(seqs) <= self._rows or any(seq.was_suspect for seq in seqs):
             return 0
         if not can_go_back(cache):
             return 0
-        if any(row.matcher is not None or self._is_due(row) for row in rows):
-            return count_ahead(len(rows))
+        if any(seq.matcher is not None or self._is_due(seq) for seq in seqs):
+            return count_ahead(len(seqs))
         return 0
 
-    def draft(self, rows: Sequence[DraftRow], rooms: Sequence[int]) -> list[Sequence[int]]:
+    def draft(self, seqs: Sequence[DraftedSequence], rooms: Sequence[int]) -> list[Sequence[int]]:
         """Return a draft for each sequence, of up to so many tokens."""
-        drafting = {row.id: row for row in rows if row.room(1)}
-        free = {row.id: row.room(room) for row, room in zip(rows, rooms, strict=True)}
+        drafting = {seq.id: seq for seq in seqs if seq.room(1)}
+        free = {seq.id: seq.room(room) for seq, room in zip(seqs, rooms, strict=True)}
         drafts: dict[int, Sequence[int]] = {}
         names: list[Drafter] = []
         for source in self._allowed():
-            is_due = any(source.is_due(row.id, row.context) for row in drafting.values())
+            is_due = any(source.is_due(seq.id, seq.context) for seq in drafting.values())
             if max(rooms) < 1 or not is_due:
                 continue
             # It follows the contexts of those, too, that have a draft already.
@@ -99,12 +99,12 @@ class DraftPolicy:
                 names.append(source.name)
             drafts |= {number: tokens for number, tokens in new_drafts.items() if tokens}
         self.drafter = names[0] if len(names) == 1 else None
-        return [drafts.get(row.id, ()) for row in rows]
+        return [drafts.get(seq.id, ()) for seq in seqs]
 
-    def note(self, row: DraftRow, accepted: int) -> None:
+    def note(self, seq: DraftedSequence, accepted: int) -> None:
         """Note how much of a sequence's draft was chosen, once that is appended."""
         for source in self.sources:
-            if source.note(row.id, row.context, accepted):
+            if source.note(seq.id, seq.context, accepted):
                 return
 
     @property
@@ -120,9 +120,9 @@ class DraftPolicy:
         self.keep([])
         self.clear_prefixes()
 
-    def keep(self, rows: Sequence[DraftRow]) -> None:
+    def keep(self, seqs: Sequence[DraftedSequence]) -> None:
         """Drop what is held of all other sequences."""
-        ids = {row.id for row in rows}
+        ids = {seq.id for seq in seqs}
         for source in self.sources:
             source.keep(ids)
 
@@ -130,9 +130,9 @@ class DraftPolicy:
         self.forget()
         self.sources.clear()
 
-    def _is_due(self, row: DraftRow) -> bool:
-        return row.room(1) > 0 and any(
-            source.is_due(row.id, row.context) for source in self._allowed()
+    def _is_due(self, seq: DraftedSequence) -> bool:
+        return seq.room(1) > 0 and any(
+            source.is_due(seq.id, seq.context) for source in self._allowed()
         )
 
     def _allowed(self) -> list[DraftSource]:

@@ -20,7 +20,7 @@ def count_accepted(draft: Sequence[int], chosen: Sequence[int]) -> int:
     return next((i for i, (one, other) in enumerate(pairs) if one != other), len(draft))
 
 
-class DraftRow(Protocol):
+class DraftedSequence(Protocol):
     """A sequence that may read ahead."""
 
     id: int
@@ -103,11 +103,11 @@ class LookupDrafter:
         return bool(self._find(sequence_id).draft(context, 1))
 
     def draft(
-        self, rows: Mapping[int, DraftRow], rooms: Mapping[int, int]
+        self, seqs: Mapping[int, DraftedSequence], rooms: Mapping[int, int]
     ) -> dict[int, Sequence[int]]:
         drafts = {
-            number: self._find(number).draft(row.context, rooms[number])
-            for number, row in rows.items()
+            number: self._find(number).draft(seq.context, rooms[number])
+            for number, seq in seqs.items()
         }
         self._drafted = {number for number, tokens in drafts.items() if tokens}
         return drafts

@@ -48,7 +48,7 @@ class Doubt:
     from.
     """
 
-    rows: list[Sequence]
+    seqs: list[Sequence]
     logits: mx.array
     is_sure: mx.array
 
@@ -74,11 +74,11 @@ Draft = Callable[
 
 
 def plan_reading(
-    rows: abc.Sequence[Sequence], lengths: abc.Sequence[int], limit: int, draft: Draft
+    seqs: abc.Sequence[Sequence], lengths: abc.Sequence[int], limit: int, draft: Draft
 ) -> AheadReading:
-    """Plan the pass that follows KV of these lengths and reads up to `limit` tokens ahead a row."""
-    feeds = [row.context[length:] for row, length in zip(rows, lengths, strict=True)]
-    drafts = draft(rows, [limit + 1 - len(feed) for feed in feeds])
+    """Plan the pass after KV of these lengths that reads up to `limit` tokens ahead in each."""
+    feeds = [seq.context[length:] for seq, length in zip(seqs, lengths, strict=True)]
+    drafts = draft(seqs, [limit + 1 - len(feed) for feed in feeds])
     inputs = [[*feed, *tokens] for feed, tokens in zip(feeds, drafts, strict=True)]
     width = max(map(len, inputs))
     padding = [width - len(tokens) for tokens in inputs]
@@ -116,7 +116,7 @@ class DecodeBatch:
     of the sequences that want them.
     """
 
-    rows: list[Sequence]
+    seqs: list[Sequence]
     cache: list[Any]
     tokens: mx.array
     finite: mx.array
@@ -132,7 +132,7 @@ class DecodeBatch:
         two conditions: no token is the last that its sequence may have; no sequence has met a
         fault, which must show in a pass of its own.
         """
-        return not any(row.is_at_last or row.was_suspect for row in self.rows)
+        return not any(seq.is_at_last or seq.was_suspect for seq in self.seqs)
 
     @property
     def can_take_back(self) -> bool:
@@ -155,19 +155,19 @@ class DecodeBatch:
         """
         if not prefixes.needs_block_ends:
             return
-        lengths = lengths or [len(row.context) for row in self.rows]
-        for i, (row, end) in enumerate(zip(self.rows, lengths, strict=True)):
-            is_growing = end > len(row.job.prompt)
+        lengths = lengths or [len(seq.context) for seq in self.seqs]
+        for i, (seq, end) in enumerate(zip(self.seqs, lengths, strict=True)):
+            is_growing = end > len(seq.params.prompt)
             if end % BLOCK or (is_growing and not prefixes.keeps_growing):
                 continue
-            ends = [*row.kept_ends, end]
+            ends = [*seq.kept_ends, end]
             staying = spread(ends)
             dropped = [end for end in ends if end not in staying]
             is_new = prefixes.store_next(
-                row.context[:end], self.cache, i, dropped, row.root, is_growing=is_growing
+                seq.context[:end], self.cache, i, dropped, seq.root, is_growing=is_growing
             )
             if is_new and is_growing:  # what ends the prompt stays
-                row.kept_ends = staying
+                seq.kept_ends = staying
 
     def keep_answers(self, prefixes: PrefixCache, ended: abc.Sequence[int]) -> None:
         """Store the KV of ended answers: a conversation's next prompt begins with it. Of those that
@@ -177,13 +177,13 @@ class DecodeBatch:
         if not prefixes.is_on or not ended:
             return
         if prefixes.needs_block_ends:
-            for row in [self.rows[i] for i in ended]:
-                prefixes.note_ended(row.context, row.kept_ends, row.root)
+            for seq in [self.seqs[i] for i in ended]:
+                prefixes.note_ended(seq.context, seq.kept_ends, seq.root)
             return
         lengths = self.cache[0].lengths.counts  # forced tokens at the end were not read
         for i in ended:
-            row = self.rows[i]
-            prefixes.store(row.context[: lengths[i]], self.cache, i, root=row.root)
+            seq = self.seqs[i]
+            prefixes.store(seq.context[: lengths[i]], self.cache, i, root=seq.root)
 
     def take_back(self) -> None:
         """Undo the pass that has read these tokens."""
@@ -192,14 +192,14 @@ class DecodeBatch:
 
     def replace(
         self,
-        rows: abc.Sequence[Sequence],
+        seqs: abc.Sequence[Sequence],
         tokens: mx.array,
         scores: list[RowScores],
         doubts: list[Doubt],
     ) -> None:
         """Put newly chosen tokens in the place of these sequences' next tokens."""
         first = [at.start for at in self._places()]
-        places = [first[self.rows.index(row)] for row in rows]
+        places = [first[self.seqs.index(seq)] for seq in seqs]
         self.tokens[mx.array(places)] = tokens
         self.scores += scores  # the later ones count
         self.doubts += doubts
@@ -207,14 +207,14 @@ class DecodeBatch:
 
     def keep(self, indices: list[int]) -> None:
         """Drop the other sequences. Those kept are in the order of `compact` then."""
-        if len(indices) == len(self.rows):
+        if len(indices) == len(self.seqs):
             return  # caches of a single row cannot be filtered
         indices = compact(indices)
         spans = self._places()
         places = mx.array([place for i in indices for place in spans[i]])
         self.tokens, self.finite = self.tokens[places], self.finite[places]
         had_drafts = any(self.drafts)
-        self.rows = [self.rows[i] for i in indices]
+        self.seqs = [self.seqs[i] for i in indices]
         self.drafts = [self.drafts[i] for i in indices]
         filter_layers(self.cache, indices)
         if had_drafts and not any(self.drafts):  # nobody is left who may go back
@@ -226,23 +226,23 @@ class DecodeBatch:
 
     def take(self, index: int) -> "DecodeBatch":
         """Return a copy of one sequence with its next token; it stays here until dropped."""
-        row = self.rows[index]
+        seq = self.seqs[index]
         # Other sequences' logprobs would be taken for newer ones once this one is back.
         scores: list[RowScores] = []
-        for logprobs, rows in self.scores:
-            if row in rows:
-                owners: list[Sequence | None] = [None] * len(rows)
-                owners[rows.index(row)] = row
+        for logprobs, seqs in self.scores:
+            if seq in seqs:
+                owners: list[Sequence | None] = [None] * len(seqs)
+                owners[seqs.index(seq)] = seq
                 scores.append((logprobs, owners))
         doubts = []
         for doubt in self.doubts:
-            if row in doubt.rows:
-                place = doubt.rows.index(row)
+            if seq in doubt.seqs:
+                place = doubt.seqs.index(seq)
                 at = slice(place, place + 1)
-                doubts.append(Doubt([row], doubt.logits[at], doubt.is_sure[at]))
+                doubts.append(Doubt([seq], doubt.logits[at], doubt.is_sure[at]))
         cache = [copy_layer(layer) for layer in self.cache]
         single = DecodeBatch(
-            self.rows, cache, self.tokens, self.finite, scores, doubts, self.drafts
+            self.seqs, cache, self.tokens, self.finite, scores, doubts, self.drafts
         )
         single.keep([index])
         single.late_error = self.late_error
@@ -251,7 +251,7 @@ class DecodeBatch:
 
     def extend(self, other: "DecodeBatch") -> None:
         """Add sequences that have read their prompts."""
-        self.rows = [*self.rows, *other.rows]  # a new list: doubts keep the old one
+        self.seqs = [*self.seqs, *other.seqs]  # a new list: doubts keep the old one
         self.tokens = mx.concatenate([self.tokens, other.tokens])
         self.finite = mx.concatenate([self.finite, other.finite])
         self.scores += other.scores
@@ -297,24 +297,24 @@ class DecodeBatch:
         # mlx's stubs do not type what `tolist` returns.
         tokens: Any = self.tokens.tolist()
         finite: Any = self.finite.tolist()
-        scores: dict[int, TokenScores] = {}  # of the tokens, by id(row)
-        for logprobs, rows in self.scores:
-            scores.update((id(row), score) for row, score in _to_host(logprobs, rows))
+        scores: dict[int, TokenScores] = {}  # of the tokens, by id(seq)
+        for logprobs, seqs in self.scores:
+            scores.update((id(seq), score) for seq, score in _to_host(logprobs, seqs))
         if not any(self.drafts):
             return [
-                SequenceOutput(row, (token,), is_finite, scores.get(id(row)))
-                for row, token, is_finite in zip(self.rows, tokens, finite, strict=True)
+                SequenceOutput(seq, (token,), is_finite, scores.get(id(seq)))
+                for seq, token, is_finite in zip(self.seqs, tokens, finite, strict=True)
             ]
         outputs = []
-        for row, draft, at in zip(self.rows, self.drafts, self._places(), strict=True):
+        for seq, draft, at in zip(self.seqs, self.drafts, self._places(), strict=True):
             chosen = tokens[at.start : at.stop]
             numbers = sum(1 for _ in takewhile(bool, finite[at.start : at.stop]))
             end = 1 + count_accepted(draft[: max(0, numbers - 1)], chosen)
-            outputs.append(SequenceOutput(row, chosen[:end], numbers > 0, scores.get(id(row))))
+            outputs.append(SequenceOutput(seq, chosen[:end], numbers > 0, scores.get(id(seq))))
         pairs = zip(self.drafts, outputs, strict=True)
         dropped = [1 + len(draft) - len(out.tokens) for draft, out in pairs]
-        go_back(self.cache, dropped, [row.read_last for row in self.rows])
-        self.drafts = [()] * len(self.rows)
+        go_back(self.cache, dropped, [seq.read_last for seq in self.seqs])
+        self.drafts = [()] * len(self.seqs)
         self.tokens = mx.array([output.tokens[-1] for output in outputs])
         self.finite = mx.array([output.is_finite for output in outputs])
         return outputs
@@ -327,45 +327,45 @@ class DecodeBatch:
 
 def choose_tokens(
     structured: StructuredOutput,
-    rows: list[Sequence],
+    seqs: list[Sequence],
     cache: list[Any],
     logits: mx.array,
     drafts: abc.Sequence[abc.Sequence[int]] = (),
 ) -> DecodeBatch:
     """Launch the choice of the next tokens. Their masks are made while the pass runs.
 
-    `logits`, (tokens, vocabulary), are those of each row's next token, followed by those after each
-    token of its draft, if there are `drafts`, one a row.
+    `logits`, (tokens, vocabulary), are those of each sequence's next token, followed by those after
+    each token of its draft, if there are `drafts`, one a sequence.
     """
-    drafts = drafts or [()] * len(rows)
+    drafts = drafts or [()] * len(seqs)
     ahead = [i for tokens in drafts for i in range(len(tokens) + 1)]
     choosing = [
-        row for row, tokens in zip(rows, drafts, strict=True) for _ in range(len(tokens) + 1)
+        seq for seq, tokens in zip(seqs, drafts, strict=True) for _ in range(len(tokens) + 1)
     ]
     finite = is_finite(logits)
     logits = constrain(structured, choosing, logits)
     tokens, scores, doubts = _draw(choosing, ahead, logits)
     launch(tokens, finite, [(score.chosen, score.ids, score.logprobs) for score, _ in scores])
     launch([doubt.is_sure for doubt in doubts])
-    return DecodeBatch(rows, cache, tokens, finite, scores, doubts, list(drafts))
+    return DecodeBatch(seqs, cache, tokens, finite, scores, doubts, list(drafts))
 
 
-def constrain(structured: StructuredOutput, rows: list[Sequence], logits: mx.array) -> mx.array:
-    """Return logits, (rows, vocabulary), with each row's bias and penalties, and with -inf for what
-    may not be its next token.
+def constrain(structured: StructuredOutput, seqs: list[Sequence], logits: mx.array) -> mx.array:
+    """Return logits, (rows, vocabulary), with each sequence's bias and penalties, and with -inf for
+    tokens that may not be next.
     """
-    logits = adjust_logits([row.sampler for row in rows], logits)
-    for i, row in enumerate(rows):
-        thinking = row.thinking_first
+    logits = adjust_logits([seq.sampler for seq in seqs], logits)
+    for i, seq in enumerate(seqs):
+        thinking = seq.thinking_first
         if thinking is not None:
             logits = keep_open(logits, i, thinking)
-    free = [(i, row.unwanted) for i, row in enumerate(rows) if row.matcher is None]
+    free = [(i, seq.unwanted) for i, seq in enumerate(seqs) if seq.matcher is None]
     if free:
         logits = bar_tokens(logits, free)
-    bound = list(filter(None, (row.bound(i) for i, row in enumerate(rows))))
+    bound = list(filter(None, (seq.bound(i) for i, seq in enumerate(seqs))))
     if bound:
         logits = structured.mask(logits, bound)
-    ends = [(i, row.forced_end) for i, row in enumerate(rows)]
+    ends = [(i, seq.forced_end) for i, seq in enumerate(seqs)]
     return force_tokens(logits, [(i, token) for i, token in ends if token is not None])
 
 
@@ -376,33 +376,33 @@ def redraw_unsure(running: DecodeBatch) -> bool:
         running.evaluate()
         doubt = running.doubts.pop()
         is_sure: Any = doubt.is_sure.tolist()
-        wrong = [i for i, row in enumerate(doubt.rows) if not is_sure[i] and row in running.rows]
+        wrong = [i for i, seq in enumerate(doubt.seqs) if not is_sure[i] and seq in running.seqs]
         if wrong:
-            rows = [doubt.rows[i] for i in wrong]
-            for row in rows:
-                row.sampler.widen()
-            running.replace(rows, *_draw(rows, [0] * len(rows), doubt.logits[mx.array(wrong)]))
+            seqs = [doubt.seqs[i] for i in wrong]
+            for seq in seqs:
+                seq.sampler.widen()
+            running.replace(seqs, *_draw(seqs, [0] * len(seqs), doubt.logits[mx.array(wrong)]))
             has_mended = True
     return has_mended
 
 
 def _draw(
-    rows: list[Sequence], ahead: list[int], logits: mx.array
+    seqs: list[Sequence], ahead: list[int], logits: mx.array
 ) -> tuple[mx.array, list[RowScores], list[Doubt]]:
     """Choose from logits, (rows, vocabulary), that are adjusted and masked.
 
-    `ahead` says how many tokens after the row's next one each is.
+    `ahead` says how many tokens after the sequence's next one each is.
     """
-    positions = [len(row.tokens) + i for row, i in zip(rows, ahead, strict=True)]
-    choice = choose([row.sampler for row in rows], logits, positions)
+    positions = [len(seq.tokens) + i for seq, i in zip(seqs, ahead, strict=True)]
+    choice = choose([seq.sampler for seq in seqs], logits, positions)
     scores: list[RowScores] = []
-    places = [i for i, row in enumerate(rows) if row.job.logprobs is not None]
+    places = [i for i, seq in enumerate(seqs) if seq.params.logprobs is not None]
     if places:
-        k = max(rows[i].job.logprobs or 0 for i in places)
-        scores.append((score(logits, choice.tokens, places, k), [rows[i] for i in places]))
+        k = max(seqs[i].params.logprobs or 0 for i in places)
+        scores.append((score(logits, choice.tokens, places, k), [seqs[i] for i in places]))
     if choice.is_sure is None:
         return choice.tokens, scores, []
-    return choice.tokens, scores, [Doubt(rows, logits, choice.is_sure)]
+    return choice.tokens, scores, [Doubt(seqs, logits, choice.is_sure)]
 
 
 @dataclass(slots=True)
@@ -411,7 +411,7 @@ class SequenceOutput:
     to the first whose logits were no numbers.
     """
 
-    row: Sequence
+    seq: Sequence
     tokens: abc.Sequence[int]
     is_finite: bool  # the logits of the one were numbers
     scores: TokenScores | None
@@ -425,25 +425,25 @@ class SequenceOutput:
     def append_first(self) -> None:
         """Append the only token, without its text."""
         if self.is_finite:
-            self.end = self.row.append(self.tokens[0])
+            self.end = self.seq.append(self.tokens[0])
 
     def append(self, limit: int) -> tuple[list[Delta], bool]:
         """Append these tokens to the sequence, then up to `limit` that its grammar leaves no choice
         of. Return the deltas, and whether the sequence goes on.
         """
-        row = self.row
+        seq = self.seq
         if not self.is_finite:
             return self.to_deltas(None), False
         deltas: list[Delta] = []
         for token in self.tokens:
-            end = row.append(token)
+            end = seq.append(token)
             deltas += self.to_deltas(end)
-            if end is not None or row.is_over:
+            if end is not None or seq.is_over:
                 return deltas, False
-        for token in row.forced(limit):
-            end = row.append(token)
-            deltas += replace(self, scores=row.certainty(token)).to_deltas(end)
-            if end is not None or row.is_over:
+        for token in seq.forced(limit):
+            end = seq.append(token)
+            deltas += replace(self, scores=seq.certainty(token)).to_deltas(end)
+            if end is not None or seq.is_over:
                 return deltas, False
         return deltas, True
 
@@ -452,12 +452,12 @@ class SequenceOutput:
         alone.
         """
         if not self.is_finite:
-            return [self.row.error_delta("its output is not a number")]
+            return [self.seq.error_delta("its output is not a number")]
         try:
-            return self.row.to_deltas(end, self.scores)
+            return self.seq.to_deltas(end, self.scores)
         except Exception as error:
-            self.row.is_broken = True
-            return [self.row.error_delta(f"{type(error).__name__}: {error}")]
+            self.seq.is_broken = True
+            return [self.seq.error_delta(f"{type(error).__name__}: {error}")]
 
 
 def count_ahead_pass(
@@ -489,12 +489,12 @@ def copy_layer(layer: Any) -> Any:
 
 
 def _to_host(
-    scores: TopLogprobs, rows: abc.Sequence[Sequence | None]
+    scores: TopLogprobs, seqs: abc.Sequence[Sequence | None]
 ) -> Iterator[tuple[Sequence, TokenScores]]:
     """Read logprobs from the device, one sequence at a time."""
     chosen: Any = scores.chosen.tolist()
     ids: Any = scores.ids.tolist()
     logprobs: Any = scores.logprobs.tolist()
-    for row, logprob, top, top_logprobs in zip(rows, chosen, ids, logprobs, strict=True):
-        if row is not None:
-            yield row, TokenScores(logprob, top, top_logprobs, row.job.logprobs or 0)
+    for seq, logprob, top, top_logprobs in zip(seqs, chosen, ids, logprobs, strict=True):
+        if seq is not None:
+            yield seq, TokenScores(logprob, top, top_logprobs, seq.params.logprobs or 0)

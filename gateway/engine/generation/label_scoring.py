@@ -58,30 +58,30 @@ def prepare_questions(
     head, rests, opening = encode_questions(job, chat)
     texts = [label for question in job.questions for label in question.labels]
     labels = iter(encode_labels(texts, opening, chat))
-    rows: list[SequenceParams] = []
+    steps: list[SequenceParams] = []
     for question, rest in zip(job.questions, rests, strict=True):
         ids = [next(labels) for _ in question.labels]
         for label, depth, step in _steps(question, ids, chat.answers.eos_ids, vocab_size):
             prompt = StepPrompt(head, rest, label, depth)
             if len(prompt) >= max_context:
                 raise _too_long(max_context, len(prompt), is_question=len(rest) > len(head))
-            if len(rows) == MAX_STEPS:
+            if len(steps) == MAX_STEPS:
                 raise BadRequest(
                     f"The labels of these questions have more than {MAX_STEPS} tokens to read.",
                     part="questions",
                 )
-            rows.append(
+            steps.append(
                 SequenceParams(
                     prompt=prompt,
                     max_tokens=1,
                     sampling=job.sampling,
-                    index=len(rows),
+                    index=len(steps),
                     step=step,
                     adapter=job.adapter,
                     cache_salt=job.caller.cache_salt,
                 )
             )
-    return rows
+    return steps
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -199,14 +199,14 @@ def _steps(
         nodes += [(depth + 1, child) for child in node.next.values()]
 
 
-def score_labels(rows: abc.Sequence[Sequence], logits: mx.array) -> list[Delta]:
-    """Return the only delta of each row, from the logits, (rows, vocabulary), at its end."""
+def score_labels(seqs: abc.Sequence[Sequence], logits: mx.array) -> list[Delta]:
+    """Return the only delta of each sequence, from the logits, (rows, vocabulary), at its end."""
     # The log-softmax is over the whole vocabulary, as of sampled tokens.
     logits = logits.astype(mx.float32)
     rows_of: list[int] = []  # of each logit that is asked for
     tokens_of: list[int] = []
-    for i, row in enumerate(rows):
-        for tokens, _ in _step_of(row).entries:
+    for i, seq in enumerate(seqs):
+        for tokens, _ in _step_of(seq).entries:
             rows_of += [i] * len(tokens)
             tokens_of += tokens
     asked, sums = logits[mx.array(rows_of), mx.array(tokens_of)], mx.logsumexp(logits, axis=-1)
@@ -215,27 +215,27 @@ def score_labels(rows: abc.Sequence[Sequence], logits: mx.array) -> list[Delta]:
     totals: Any = sums.tolist()
     values = iter(read)
     deltas = []
-    for row, total in zip(rows, totals, strict=True):
-        step = _step_of(row)
+    for seq, total in zip(seqs, totals, strict=True):
+        step = _step_of(seq)
         logprobs = [[next(values) - total for _ in tokens] for tokens, _ in step.entries]
-        deltas.append(_to_delta(row, step, logprobs))
+        deltas.append(_to_delta(seq, step, logprobs))
     return deltas
 
 
-def _to_delta(row: Sequence, step: LabelStep, logprobs: abc.Sequence[abc.Sequence[float]]) -> Delta:
+def _to_delta(seq: Sequence, step: LabelStep, logprobs: abc.Sequence[abc.Sequence[float]]) -> Delta:
     if any(map(math.isnan, chain.from_iterable(logprobs))):
-        return row.error_delta("its output is not a number")
+        return seq.error_delta("its output is not a number")
     by_label = [
         (label, max(LOWEST_LOGPROB, _add(entry_logprobs)))
         for (_, labels), entry_logprobs in zip(step.entries, logprobs, strict=True)
         for label in labels
     ]
     return Delta(
-        row.index,
+        seq.index,
         finish_reason="stop",
-        cached_tokens=row.cached_tokens,
+        cached_tokens=seq.cached_tokens,
         judgement=Judgement(step.question, by_label),
-        row=row.id,
+        id=seq.id,
     )
 
 
@@ -247,6 +247,6 @@ def _add(logprobs: abc.Sequence[float]) -> float:
     return greatest + math.log(math.fsum(math.exp(logprob - greatest) for logprob in logprobs))
 
 
-def _step_of(row: Sequence) -> LabelStep:
-    assert row.job.step is not None
-    return row.job.step
+def _step_of(seq: Sequence) -> LabelStep:
+    assert seq.params.step is not None
+    return seq.params.step

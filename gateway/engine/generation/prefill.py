@@ -99,7 +99,7 @@ class PrefillBatch:
     because they have fewer pieces.
     """
 
-    rows: list[Sequence]
+    seqs: list[Sequence]
     lm_batch: PromptProcessingBatch | Alone
     prompts: list[list[int]]
     pieces: list[list[int]]
@@ -108,7 +108,7 @@ class PrefillBatch:
     read: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.read = [0] * len(self.rows)
+        self.read = [0] * len(self.seqs)
 
     @property
     def is_read(self) -> bool:
@@ -162,20 +162,20 @@ class Prefill:
         layers = [layer for batch in self._batches() for layer in batch.lm_batch.prompt_cache]
         return sum(int(layer.nbytes) for layer in layers)
 
-    def add(self, row: Sequence) -> None:
-        self._line.append(row)
+    def add(self, seq: Sequence) -> None:
+        self._line.append(seq)
 
-    def readmit(self, rows: abc.Sequence[Sequence]) -> None:
+    def readmit(self, seqs: abc.Sequence[Sequence]) -> None:
         """Queue sequences that were inside before, ahead of all others."""
-        self._line.extendleft(reversed(rows))
+        self._line.extendleft(reversed(seqs))
 
     @property
-    def rows(self) -> list[Sequence]:
+    def seqs(self) -> list[Sequence]:
         """List the sequences in the queue, those of batches under way included."""
-        rows: list[Sequence] = []
+        seqs: list[Sequence] = []
         for entry in self._line:
-            rows += _rows(entry)
-        return rows
+            seqs += _rows(entry)
+        return seqs
 
     def drop(self, sequence_id: int) -> None:
         self._line = deque(entry for entry in self._line if _rows(entry)[0].id != sequence_id)
@@ -209,7 +209,7 @@ class Prefill:
         """Read several prompts, or a chunk of one; one with more to read joins the queue again."""
         begun, padded = sum(batch.positions), 0
         for sizes in self._plan(batch, budget):
-            adapters = [row.adapter for row in batch.rows[: len(sizes)]]
+            adapters = [seq.adapter for seq in batch.seqs[: len(sizes)]]
             with self._applied(adapters), self._groups.applied(self._model):
                 batch.read_on(sizes)
             self._store(batch, len(sizes))
@@ -217,29 +217,30 @@ class Prefill:
         confirm()
         if not batch.is_read:
             self._line.append(batch)
-        return Pass(len(batch.rows), sum(batch.positions) - begun, padded)
+        return Pass(len(batch.seqs), sum(batch.positions) - begun, padded)
 
     def _plan(self, batch: PrefillBatch, budget: int) -> list[list[int]]:
         """Return how much the next passes read of each prompt."""
-        if len(batch.rows) > 1:
+        if len(batch.seqs) > 1:
             return plan_passes(batch.pieces)
-        size = self._chunk_size(batch, self._bound_budget(batch.rows[0], budget))
+        size = self._chunk_size(batch, self._bound_budget(batch.seqs[0], budget))
         if not size:
             return []
         return [[size]]
 
     def _store(self, batch: PrefillBatch, count: int) -> None:
         """Keep what the first sequences of a batch have read, as far as it can be kept."""
-        for i, (row, position) in enumerate(zip(batch.rows[:count], batch.positions, strict=False)):
-            row.kept_tokens += self._prefixes.store(
-                row.context[:position], batch.lm_batch.prompt_cache, i, row.job.beginning, row.root
+        for i, (seq, position) in enumerate(zip(batch.seqs[:count], batch.positions, strict=False)):
+            cache, names = batch.lm_batch.prompt_cache, seq.params.beginning
+            seq.kept_tokens += self._prefixes.store(
+                seq.context[:position], cache, i, names, seq.root
             )
-            if position == len(row.context) - 1 and self._prefixes.is_on and not row.scores_prompt:
+            if position == len(seq.context) - 1 and self._prefixes.is_on and not seq.scores_prompt:
                 unkept = position // BLOCK * BLOCK - self._prefixes.count_known(
-                    row.context[:-1], row.root
+                    seq.context[:-1], seq.root
                 )
                 # States are kept at most two blocks before the end.
-                row.unkept_tokens = unkept if unkept > 2 * BLOCK else 0
+                seq.unkept_tokens = unkept if unkept > 2 * BLOCK else 0
 
     def _batches(self) -> list[PrefillBatch]:
         return [entry for entry in self._line if isinstance(entry, PrefillBatch)]
@@ -247,163 +248,163 @@ class Prefill:
     def _being_read(self) -> list[tuple[Sequence, int]]:
         """List the sequences whose KV others may wait for, and how far each is read."""
         return [
-            (row, position)
+            (seq, position)
             for batch in self._batches()
-            for row, position in zip(batch.rows, batch.positions, strict=True)
+            for seq, position in zip(batch.seqs, batch.positions, strict=True)
         ]
 
-    def _bound_budget(self, row: Sequence, budget: int) -> int:
+    def _bound_budget(self, seq: Sequence, budget: int) -> int:
         """Return how many tokens to read in one pass with this sequence in it."""
-        if row.scores_prompt:
+        if seq.scores_prompt:
             return min(budget, self._max_scored)
         return budget
 
-    def _count_known(self, row: Sequence) -> int:
+    def _count_known(self, seq: Sequence) -> int:
         """Count the tokens that need not be read: none if the prompt is to be scored."""
-        if row.scores_prompt:
+        if seq.scores_prompt:
             return 0
-        return self._prefixes.count_known(row.context[:-1], row.root)
+        return self._prefixes.count_known(seq.context[:-1], seq.root)
 
     def _gains_by_waiting(
-        self, row: Sequence, known: int, others: Iterable[tuple[Sequence, int]]
+        self, seq: Sequence, known: int, others: Iterable[tuple[Sequence, int]]
     ) -> bool:
         """Return True if another sequence will soon have read more of this prompt than is known."""
         return any(
-            self._count_common(row, other) > max(known, position) for other, position in others
+            self._count_common(seq, other) > max(known, position) for other, position in others
         )
 
-    def _count_common(self, row: Sequence, other: Sequence) -> int:
+    def _count_common(self, seq: Sequence, other: Sequence) -> int:
         """Count the first tokens that a sequence need not read once another has read them."""
-        is_whole = row.is_suspect or row.scores_prompt
-        if is_whole or other.root != row.root or not self._prefixes.is_on:
+        is_whole = seq.is_suspect or seq.scores_prompt
+        if is_whole or other.root != seq.root or not self._prefixes.is_on:
             return 0
-        return count_shared(row.context[:-1], other.context[:-1])
+        return count_shared(seq.context[:-1], other.context[:-1])
 
-    def _awaited(self, row: Sequence, position: int) -> Iterator[int]:
+    def _awaited(self, seq: Sequence, position: int) -> Iterator[int]:
         """Yield how far sequences in the queue wait for this one to be read, from here on."""
         at = slice(position // BLOCK * BLOCK, position // BLOCK * BLOCK + BLOCK)
-        ahead = row.context[at]  # most others part from it before, and need no longer comparison
+        ahead = seq.context[at]  # most others part from it before, and need no longer comparison
         for other in self._line:
-            if isinstance(other, Sequence) and other is not row and other.context[at] == ahead:
-                common = self._count_common(other, row)
+            if isinstance(other, Sequence) and other is not seq and other.context[at] == ahead:
+                common = self._count_common(other, seq)
                 if common > position and common > self._count_known(other):
                     yield common
 
-    def _is_alone(self, row: Sequence, rest: int) -> bool:
+    def _is_alone(self, seq: Sequence, rest: int) -> bool:
         """Return True if a sequence with so many tokens to read cannot share a batch."""
         # mlx-lm cannot pad a row that has nothing to read. A scorer reads all rows from the
         # beginning on, and they could not stop at ends of their blocks.
-        is_stopping = self._prefixes.needs_block_ends and row.scores_prompt and rest >= BLOCK
-        return not self.is_batched or row.is_suspect or rest == 0 or is_stopping
+        is_stopping = self._prefixes.needs_block_ends and seq.scores_prompt and rest >= BLOCK
+        return not self.is_batched or seq.is_suspect or rest == 0 or is_stopping
 
-    def _cut(self, row: Sequence, known: int) -> list[int]:
+    def _cut(self, seq: Sequence, known: int) -> list[int]:
         """Return the sizes of the pieces in which a sequence is read beside others."""
-        end = len(row.context) - 1
-        if not self._prefixes.needs_block_ends or row.scores_prompt:
+        end = len(seq.context) - 1
+        if not self._prefixes.needs_block_ends or seq.scores_prompt:
             return [end - known]
-        branch = self._prefixes.count_kept(row.context[:-1], row.root)
-        return cut_prompt(known, end, branch, min(self._awaited(row, known), default=branch))
+        branch = self._prefixes.count_kept(seq.context[:-1], seq.root)
+        return cut_prompt(known, end, branch, min(self._awaited(seq, known), default=branch))
 
     def _choose_companions(self, first: Sequence, known: int, budget: int) -> list[Sequence]:
         """Choose the sequences to read along with the first, and take them out of the queue."""
-        rows, pieces = [first], [self._cut(first, known)]
+        seqs, pieces = [first], [self._cut(first, known)]
         if self._is_alone(first, sum(pieces[0])):
-            return rows
+            return seqs
         if self._prefixes.needs_block_ends and any(self._awaited(first, known)):
-            return rows  # alone it can stop where others go on from it
+            return seqs  # alone it can stop where others go on from it
         reading = [*self._being_read(), (first, known)]
         lengths = [len(first.context)]
-        for row in [entry for entry in self._line if isinstance(entry, Sequence)]:
-            known = self._count_known(row)
-            rest = len(row.context) - 1 - known
-            if self._is_alone(row, rest) or self._gains_by_waiting(row, known, reading):
+        for seq in [entry for entry in self._line if isinstance(entry, Sequence)]:
+            known = self._count_known(seq)
+            rest = len(seq.context) - 1 - known
+            if self._is_alone(seq, rest) or self._gains_by_waiting(seq, known, reading):
                 continue
-            if not _alike(row, first):
+            if not _alike(seq, first):
                 continue
-            cut = self._cut(row, known)
-            if take_prompts([*pieces, cut], budget) == len(rows):
+            cut = self._cut(seq, known)
+            if take_prompts([*pieces, cut], budget) == len(seqs):
                 break
-            if _padding([*lengths, len(row.context)]) > budget:
+            if _padding([*lengths, len(seq.context)]) > budget:
                 continue  # what is in KV is padded too, and rows are counted by their own length
-            rows.append(row)
+            seqs.append(seq)
             pieces.append(cut)
-            lengths.append(len(row.context))
-            reading.append((row, known))
-            self._line.remove(row)
-        return rows
+            lengths.append(len(seq.context))
+            reading.append((seq, known))
+            self._line.remove(seq)
+        return seqs
 
-    def _take_known(self, row: Sequence) -> list[Any]:
+    def _take_known(self, seq: Sequence) -> list[Any]:
         """Return the caches into which a prompt is read; note how much of it they have already."""
         # A suspect reads its whole prompt: a kept prefix may be what broke it.
-        is_whole = row.is_suspect or row.scores_prompt
-        row.cached_tokens, caches = 0, None
+        is_whole = seq.is_suspect or seq.scores_prompt
+        seq.cached_tokens, caches = 0, None
         if not is_whole:
-            row.cached_tokens, caches = self._prefixes.take(row.context[:-1], row.root)
+            seq.cached_tokens, caches = self._prefixes.take(seq.context[:-1], seq.root)
         if caches:
             return caches
         if self.is_plain:
             return make_prompt_cache(self._model)
         return make_batch_caches(self._model)
 
-    def _form_batch(self, rows: list[Sequence], budget: int) -> PrefillBatch:
-        read = [(row, self._take_known(row), self._cut(row, row.cached_tokens)) for row in rows]
+    def _form_batch(self, seqs: list[Sequence], budget: int) -> PrefillBatch:
+        read = [(seq, self._take_known(seq), self._cut(seq, seq.cached_tokens)) for seq in seqs]
         read.sort(key=lambda entry: len(entry[2]), reverse=True)
-        rows = [row for row, _, _ in read]
+        seqs = [seq for seq, _, _ in read]
         model = self._model
-        if rows[0].scores_prompt:
-            model = Scorer(model, rows)
+        if seqs[0].scores_prompt:
+            model = Scorer(model, seqs)
         lm_batches = deque(
-            self._open([(row, caches) for row, caches, _ in group], model, budget)
+            self._open([(seq, caches) for seq, caches, _ in group], model, budget)
             for _, group in groupby(read, key=lambda entry: len(entry[2]))
         )
         return PrefillBatch(
-            rows,
+            seqs,
             lm_batches.popleft(),
-            [row.context[row.cached_tokens : -1] for row in rows],
+            [seq.context[seq.cached_tokens : -1] for seq in seqs],
             [pieces for _, _, pieces in read],
-            [row.cached_tokens for row in rows],
+            [seq.cached_tokens for seq in seqs],
             lm_batches,
         )
 
     def _open(
-        self, rows: abc.Sequence[tuple[Sequence, list[Any]]], model: Any, budget: int
+        self, seqs: abc.Sequence[tuple[Sequence, list[Any]]], model: Any, budget: int
     ) -> PromptProcessingBatch | Alone:
         """Return what reads prompts into these caches."""
         if self.is_plain:
-            return Alone(model, rows[0][1])
-        ids, caches = [row.id for row, _ in rows], [layers for _, layers in rows]
+            return Alone(model, seqs[0][1])
+        ids, caches = [seq.id for seq, _ in seqs], [layers for _, layers in seqs]
         return PromptProcessingBatch(model, ids, caches, prefill_step_size=max(budget, 1))
 
     def _chunk_size(self, batch: PrefillBatch, budget: int) -> int:
         """Return how much to read now of a single prompt. Where states are kept, that ends a block,
         and goes no further than where they are of use: to this sequence's next turn, to others.
         """
-        row, position = batch.rows[0], batch.positions[0]
+        seq, position = batch.seqs[0], batch.positions[0]
         rest = len(batch.prompts[0]) - batch.read[0]
         size = min(max(1, budget), rest)
         # The logits of a scored one have a bound that holds.
-        if rest - size <= budget // REST_SHARE and not row.scores_prompt:
+        if rest - size <= budget // REST_SHARE and not seq.scores_prompt:
             size = rest
         aligned = (position + size) // BLOCK * BLOCK
         if not self._prefixes.needs_block_ends or aligned <= position:
             return size
-        stop = position + self._cut(row, position)[0]
-        return min(aligned, stop, *self._awaited(row, position)) - position
+        stop = position + self._cut(seq, position)[0]
+        return min(aligned, stop, *self._awaited(seq, position)) - position
 
 
 def _rows(entry: Sequence | PrefillBatch) -> list[Sequence]:
     if isinstance(entry, PrefillBatch):
-        return entry.rows
+        return entry.seqs
     return [entry]
 
 
 def _judges(entry: Sequence | PrefillBatch) -> bool:
-    return _rows(entry)[0].job.step is not None
+    return _rows(entry)[0].params.step is not None
 
 
 def _alike(one: Sequence, other: Sequence) -> bool:
     """Return True if two sequences may share a batch: equally scored, to the same end."""
-    ends = [(row.job.max_tokens == 0, row.job.step is None) for row in (one, other)]
+    ends = [(seq.params.max_tokens == 0, seq.params.step is None) for seq in (one, other)]
     return one.scores_prompt == other.scores_prompt and ends[0] == ends[1]
 
 
@@ -422,12 +423,12 @@ class Scorer:
     beginning. It is called as the model is.
     """
 
-    def __init__(self, model: Callable[..., mx.array], rows: abc.Sequence[Sequence]) -> None:
+    def __init__(self, model: Callable[..., mx.array], seqs: abc.Sequence[Sequence]) -> None:
         self._model = model
-        self._rows = rows
+        self._rows = seqs
         self._at = 0
-        for row in rows:
-            row.prompt_logprobs.clear()
+        for seq in seqs:
+            seq.prompt_logprobs.clear()
 
     def __call__(self, tokens: mx.array, **options: Any) -> mx.array:
         """Read tokens, (rows, n), padded on the right for shorter rows."""
@@ -435,10 +436,10 @@ class Scorer:
         width = tokens.shape[1]
         places: list[int] = []
         targets: list[tuple[Sequence, int]] = []  # the token that follows each place
-        for i, row in enumerate(self._rows):
-            following = row.job.prompt[self._at + 1 : self._at + 1 + width]
+        for i, seq in enumerate(self._rows):
+            following = seq.params.prompt[self._at + 1 : self._at + 1 + width]
             places += range(i * width, i * width + len(following))
-            targets += [(row, token) for token in following]
+            targets += [(seq, token) for token in following]
         if places:
             self._store_scores(logits.reshape(-1, logits.shape[-1])[mx.array(places)], targets)
         self._at += width
@@ -447,16 +448,16 @@ class Scorer:
     def _store_scores(self, logits: mx.array, targets: list[tuple[Sequence, int]]) -> None:
         """Append the scores of these tokens, in order, to their sequences."""
         tokens = mx.array([token for _, token in targets])
-        top = max(row.job.logprobs or 0 for row in self._rows)
+        top = max(seq.params.logprobs or 0 for seq in self._rows)
         scores = score(logits, tokens, range(len(targets)), top)
         chosen: Any = scores.chosen.tolist()
         ids: Any = scores.ids.tolist()
         logprobs: Any = scores.logprobs.tolist()
-        for place, (row, token) in enumerate(targets):
+        for place, (seq, token) in enumerate(targets):
             logprob = chosen[place]
             if logprob == -math.inf:
                 logprob = LOWEST_LOGPROB
-            alternatives = row.job.logprobs or 0
-            row.add_prompt_score(
+            alternatives = seq.params.logprobs or 0
+            seq.add_prompt_score(
                 token, TokenScores(logprob, ids[place], logprobs[place], alternatives)
             )

@@ -31,19 +31,19 @@ class Sequence:
     def __init__(
         self,
         sequence_id: int,
-        job: SequenceParams,
+        params: SequenceParams,
         sampler: Sampler,
         output: OutputProcessor,
         eos_ids: frozenset[int],
         thinking: Thinking,
     ) -> None:
         self.id = sequence_id
-        self.index = job.index
-        self.job = job
+        self.index = params.index
+        self.params = params
         self.sampler = sampler
         # All tokens that the model must have read before the next one is chosen; never copied, as
         # it may be long.
-        self.context: list[int] = [*job.prompt]
+        self.context: list[int] = [*params.prompt]
         self.tokens: list[int] = []
         self.prompt_logprobs: list[TokenLogprob] = []  # of all the prompt's tokens but the first
         self.cached_tokens = 0  # of the prompt, from the prefix cache
@@ -59,42 +59,42 @@ class Sequence:
         self._output = output
         self._eos_ids = eos_ids
         self._thinking = thinking
-        sampling = job.sampling
+        sampling = params.sampling
         self._ends = sampling.stop_token_ids
         if not sampling.ignore_eos:
             self._ends |= eos_ids
-        assert job.compiled is None or isinstance(job.compiled, CompiledGrammar)
-        self._grammar = job.compiled
+        assert params.compiled is None or isinstance(params.compiled, CompiledGrammar)
+        self._grammar = params.compiled
         self._matcher = None if self._grammar is None else self._grammar.matcher()
         self._matched = 0
 
     @property
     def adapter(self) -> int:
         """Return the number of its adapter, 0 for none."""
-        if self.job.adapter is None:
+        if self.params.adapter is None:
             return 0
-        return self.job.adapter.number
+        return self.params.adapter.number
 
     @property
     def root(self) -> Root:
         """Return where what is kept of its prompt begins: no two adapters have the same KV."""
-        return self.adapter, self.job.cache_salt
+        return self.adapter, self.params.cache_salt
 
     @property
     def scores_prompt(self) -> bool:
         """Return True if the prompt's logprobs are wanted and not taken yet."""
-        job = self.job
-        return job.echoed is not None and job.logprobs is not None and not self.tokens
+        params = self.params
+        return params.echoed is not None and params.logprobs is not None and not self.tokens
 
     def add_prompt_score(self, token: int, scores: TokenScores) -> None:
         """Append the logprobs of the prompt's next token."""
-        assert self.job.echoed is not None
-        text = self.job.echoed[len(self.prompt_logprobs) + 1]
+        assert self.params.echoed is not None
+        text = self.params.echoed[len(self.prompt_logprobs) + 1]
         self.prompt_logprobs.append(scores.to_logprob(self._output.vocabulary, token, text))
 
     def error_delta(self, error: str, *, is_out_of_memory: bool = False) -> Delta:
         """Return the last delta of a sequence that fails."""
-        return Delta(self.index, row=self.id, error=error, is_out_of_memory=is_out_of_memory)
+        return Delta(self.index, id=self.id, error=error, is_out_of_memory=is_out_of_memory)
 
     def echo_delta(self) -> Delta:
         """Return the only delta of a sequence that echoes its prompt and has no answer."""
@@ -104,21 +104,21 @@ class Sequence:
             return self.error_delta(str(error))
         cached = self.cached_tokens
         return Delta(
-            self.index, finish_reason="length", cached_tokens=cached, prompt=prompt, row=self.id
+            self.index, finish_reason="length", cached_tokens=cached, prompt=prompt, id=self.id
         )
 
     def _echo(self) -> EchoedPrompt | None:
         """Return the prompt if it is echoed. Raises ValueError for logprobs that are NaN."""
-        if self.job.echoed is None:
+        if self.params.echoed is None:
             return None
         if any(math.isnan(token.chosen.logprob) for token in self.prompt_logprobs):
             raise ValueError("its output is not a number")
-        return EchoedPrompt(self.job.echoed, self.prompt_logprobs)
+        return EchoedPrompt(self.params.echoed, self.prompt_logprobs)
 
     @property
     def is_at_last(self) -> bool:
         """Return True if the next token is the last one allowed."""
-        return len(self.tokens) + 1 >= self.job.max_tokens
+        return len(self.tokens) + 1 >= self.params.max_tokens
 
     @property
     def matcher(self) -> Matcher | None:
@@ -128,7 +128,7 @@ class Sequence:
     @property
     def barred(self) -> frozenset[int]:
         """Return the tokens that must not be next because they would end the answer too soon."""
-        if len(self.tokens) < self.job.sampling.min_tokens:
+        if len(self.tokens) < self.params.sampling.min_tokens:
             return self._ends
         return frozenset()
 
@@ -158,14 +158,14 @@ class Sequence:
     @property
     def is_over(self) -> bool:
         """Return True if the answer met a stop string, made its only allowed call, or broke."""
-        one_call = self.job.calling is not None and not self.job.calling.parallel
+        one_call = self.params.calling is not None and not self.params.calling.parallel
         parser = self._output.parser
         made_its_call = one_call and parser.mode != "forced" and parser.calls > 0
         broke = self.is_broken or (self._matcher is not None and self._matcher.error is not None)
         return self._output.stops.is_stopped or made_its_call or broke
 
     def cap_tokens(self, max_tokens: int) -> None:
-        self.job = replace(self.job, max_tokens=min(max_tokens, self.job.max_tokens))
+        self.params = replace(self.params, max_tokens=min(max_tokens, self.params.max_tokens))
 
     def preempt(self) -> None:
         """Prepare to be read again, from the prompt and the answer so far, with the same outcome.
@@ -207,18 +207,18 @@ class Sequence:
 
     def certainty(self, token: int) -> TokenScores | None:
         """Return the logprobs of a token that was forced, if logprobs are wanted."""
-        if self.job.logprobs is None:
+        if self.params.logprobs is None:
             return None
-        return TokenScores(0.0, [token], [0.0], self.job.logprobs)
+        return TokenScores(0.0, [token], [0.0], self.params.logprobs)
 
     def room(self, limit: int) -> int:
         """Return how many tokens a draft may have, at most `limit`; 0 unless they can be chosen
         several at once: by logits that depend on no token before them.
         """
         depends = self._matcher is not None or self.barred or len(self.sampler.adjustments)
-        if depends or self.job.logprobs is not None or not self.sampler.is_certain:
+        if depends or self.params.logprobs is not None or not self.sampler.is_certain:
             return 0
-        room = max(0, min(self._ahead(limit), self.job.max_tokens - len(self.tokens) - 1))
+        room = max(0, min(self._ahead(limit), self.params.max_tokens - len(self.tokens) - 1))
         budget = self._thinking.budget
         return room if budget is None else budget.room(room)
 
@@ -235,7 +235,7 @@ class Sequence:
             self._matched += 1
             if self._matcher.is_over:
                 return "stop"
-        return "length" if len(self.tokens) >= self.job.max_tokens else None
+        return "length" if len(self.tokens) >= self.params.max_tokens else None
 
     def to_deltas(self, ended: FinishReason | None, scores: TokenScores | None) -> list[Delta]:
         """Return the deltas that the newest token makes certain; the last has the finish reason."""
@@ -248,7 +248,7 @@ class Sequence:
         if not is_end or (scores is not None and len(self.tokens) == 1):
             # An answer of one token shows it, whatever it is: rerankers read its logprobs.
             is_only = ended is not None and len(self.tokens) == 1
-            may_stop = len(self.tokens) > self.job.sampling.min_tokens
+            may_stop = len(self.tokens) > self.params.sampling.min_tokens
             parts = self._output.push(
                 token, scores, is_shown_as_text=not is_only, may_stop=may_stop
             )
@@ -273,7 +273,7 @@ class Sequence:
         filled = [part for part in parts if part.text or part.reasoning or part.call]
         *first, last = filled or [OutputPart()]
         deltas = [
-            Delta(self.index, part.text, reasoning=part.reasoning, call=part.call, row=self.id)
+            Delta(self.index, part.text, reasoning=part.reasoning, call=part.call, id=self.id)
             for part in first
         ]
         deltas.append(
@@ -287,7 +287,7 @@ class Sequence:
                 logprobs=ready,
                 reasoning_tokens=int(reasoned),
                 stop=self._output.stops.met if ended == "stop" else None,
-                row=self.id,
+                id=self.id,
             )
         )
         if tokens and len(self.tokens) == 1:
@@ -322,29 +322,29 @@ class Faults:
         """Return True once enough passes have failed whose sequences all went well alone."""
         return self._count >= FAULTS
 
-    def blame(self, rows: abc.Sequence[Sequence], error: Exception) -> Delta | None:
+    def blame(self, seqs: abc.Sequence[Sequence], error: Exception) -> Delta | None:
         """Record the error of a pass. Return the end of a sequence that was alone already; all
         others are to be read again.
         """
         error = name_failure(error)
         fault = classify(error)
-        self.record([row.id for row in rows], fault, error)
-        if len(rows) == 1 and rows[0].is_suspect:
-            self.dismiss(rows[0].id)
+        self.record([seq.id for seq in seqs], fault, error)
+        if len(seqs) == 1 and seqs[0].is_suspect:
+            self.dismiss(seqs[0].id)
             message = f"{type(error).__name__}: {error}"
-            return rows[0].error_delta(message, is_out_of_memory=fault is Fault.PRESSURE)
-        for row in rows:
+            return seqs[0].error_delta(message, is_out_of_memory=fault is Fault.PRESSURE)
+        for seq in seqs:
             # Of several that memory was too short for, none is to blame: fewer are read together.
-            row.suspect(is_read_alone=len(rows) == 1 or fault is not Fault.PRESSURE)
+            seq.suspect(is_read_alone=len(seqs) == 1 or fault is not Fault.PRESSURE)
         return None
 
-    def record(self, rows: abc.Sequence[int], fault: Fault, error: Exception) -> None:
+    def record(self, ids: abc.Sequence[int], fault: Fault, error: Exception) -> None:
         """Record the error that a pass over several sequences has raised. That memory ended, or
         that nothing could be compiled, says nothing of batching.
         """
-        self._record(fault, f"{len(rows)} rows", error)
-        if len(rows) > 1 and fault not in (Fault.PRESSURE, Fault.COMPILER):
-            self._suspects.append(set(rows))
+        self._record(fault, f"{len(ids)} rows", error)
+        if len(ids) > 1 and fault not in (Fault.PRESSURE, Fault.COMPILER):
+            self._suspects.append(set(ids))
 
     def record_draft(self, error: Exception) -> None:
         """Record the error of a draft model, not used any more. No sequence is to blame."""
@@ -354,16 +354,16 @@ class Faults:
         message = f"{where}: {type(error).__name__}: {str(error)[:500]}"
         self._untold.append(PassFault(fault, message))
 
-    def clear_of_blame(self, row: int) -> None:
+    def clear_of_blame(self, seq: int) -> None:
         """Record that a sequence went well alone."""
         for suspects in self._suspects:
-            suspects.discard(row)
+            suspects.discard(seq)
         self._count += sum(1 for suspects in self._suspects if not suspects)
         self._suspects = [suspects for suspects in self._suspects if suspects]
 
-    def dismiss(self, row: int) -> None:
+    def dismiss(self, seq: int) -> None:
         """Record that a sequence failed alone, or left: its pass proves nothing about batching."""
-        self._suspects = [suspects for suspects in self._suspects if row not in suspects]
+        self._suspects = [suspects for suspects in self._suspects if seq not in suspects]
 
     def take(self) -> list[PassFault]:
         """Return the errors recorded since the last call."""

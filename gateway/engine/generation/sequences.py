@@ -93,12 +93,12 @@ class Sequences:
     @property
     def reading(self) -> frozenset[int]:
         """Return the ids of the sequences with prompt left to read."""
-        return frozenset(row.id for row in self._prefill.rows)
+        return frozenset(seq.id for seq in self._prefill.seqs)
 
     @property
     def decoding(self) -> int:
         """Count the sequences that decode."""
-        running = 0 if self._running is None else len(self._running.rows)
+        running = 0 if self._running is None else len(self._running.seqs)
         return running + len(self._queued)
 
     @property
@@ -122,7 +122,7 @@ class Sequences:
             try:
                 self._prefill.add(self.begin(number, params))
             except Exception as error:
-                deltas.append(Delta(params.index, row=number, error=str(error)))
+                deltas.append(Delta(params.index, id=number, error=str(error)))
         for number in plan.parking:
             self._park(number)
         for number in plan.resuming:
@@ -138,16 +138,16 @@ class Sequences:
         """Return the sequence of these parameters, with nothing read yet."""
         answers, sampler = self._answers, Sampler(params.sampling, self._vocab_size, params.prompt)
         output, thinking = answers.output_processor(params), answers.thinking(params)
-        row = Sequence(number, params, sampler, output, answers.eos_ids, thinking)
-        row.stops_at_blocks = self._prefixes.needs_block_ends and self._prefixes.keeps_growing
-        return row
+        seq = Sequence(number, params, sampler, output, answers.eos_ids, thinking)
+        seq.stops_at_blocks = self._prefixes.needs_block_ends and self._prefixes.keeps_growing
+        return seq
 
     def leave_adapter(self, adapter: int) -> None:
         """Drop all sequences of an adapter, and the step under way."""
         self.synchronize()
-        for row in self._all():
-            if row.adapter == adapter:
-                self.leave(row.id)
+        for seq in self._all():
+            if seq.adapter == adapter:
+                self.leave(seq.id)
         self.synchronize()  # a wait for buffers would take an error of the others' KV
 
     def leave(self, sequence_id: int) -> None:
@@ -156,65 +156,65 @@ class Sequences:
         self._parked.pop(sequence_id, None)
         self._prefill.drop(sequence_id)
         self._faults.dismiss(sequence_id)
-        self._queued = deque(batch for batch in self._queued if batch.rows[0].id != sequence_id)
+        self._queued = deque(batch for batch in self._queued if batch.seqs[0].id != sequence_id)
         if self._running is None:
             return
-        staying = [i for i, row in enumerate(self._running.rows) if row.id != sequence_id]
-        rows = [self._running.rows[i] for i in staying]
+        staying = [i for i, seq in enumerate(self._running.seqs) if seq.id != sequence_id]
+        seqs = [self._running.seqs[i] for i in staying]
         fault = self._attempt(partial(self._keep, staying))
         if fault is not None:  # it is not the others' fault: they are read again
-            self._untold += self._blame(rows, fault)
+            self._untold += self._blame(seqs, fault)
 
     def _park(self, sequence_id: int) -> None:
         """Stop a sequence, keeping its KV and next token. One being read stops after that."""
-        for row in self._prefill.rows:
-            if row.id == sequence_id:
-                row.is_held = True
+        for seq in self._prefill.seqs:
+            if seq.id == sequence_id:
+                seq.is_held = True
         for batch in tuple(self._queued):
-            if batch.rows[0].id == sequence_id:
+            if batch.seqs[0].id == sequence_id:
                 self._queued.remove(batch)
                 self._parked[sequence_id] = batch
         self.synchronize()  # an error of the step under way is of this sequence too
         running = self._running
         if running is None:
             return
-        for place, row in enumerate(running.rows):
-            if row.id == sequence_id:
+        for place, seq in enumerate(running.seqs):
+            if seq.id == sequence_id:
                 self._parked[sequence_id] = running.take(place)
-                self._keep([i for i in range(len(running.rows)) if i != place])
+                self._keep([i for i in range(len(running.seqs)) if i != place])
                 return
 
     def _preempt(self, sequence_id: int) -> None:
         """Stop a sequence and free its KV: when resumed, all its tokens are read again."""
-        row = self._find(sequence_id)
-        if row is not None:
+        seq = self._find(sequence_id)
+        if seq is not None:
             self.leave(sequence_id)
-            row.preempt()
-            self._parked[sequence_id] = row
+            seq.preempt()
+            self._parked[sequence_id] = seq
 
     def _resume(self, sequence_id: int) -> None:
         """Continue a sequence that was parked or preempted. An unknown id is ignored."""
-        for row in self._prefill.rows:
-            if row.id == sequence_id:
-                row.is_held = False
+        for seq in self._prefill.seqs:
+            if seq.id == sequence_id:
+                seq.is_held = False
         parked = self._parked.pop(sequence_id, None)
         if isinstance(parked, Sequence):
             parked.is_held = False
             self._prefill.readmit([parked])
         elif parked is not None:
-            parked.rows[0].is_held = False  # or it would stop again once it is read anew
+            parked.seqs[0].is_held = False  # or it would stop again once it is read anew
             self._extend(parked)
 
     def _cap_tokens(self, sequence_id: int, max_tokens: int) -> list[Delta]:
         """Limit an answer, if its id is known; end it here if it already has as many tokens."""
-        row = self._find(sequence_id)
-        if row is None:
+        seq = self._find(sequence_id)
+        if seq is None:
             return []
-        row.cap_tokens(max_tokens)
-        if len(row.tokens) < max_tokens:
+        seq.cap_tokens(max_tokens)
+        if len(seq.tokens) < max_tokens:
             return []
         self.leave(sequence_id)
-        return row.end_early()
+        return seq.end_early()
 
     def prefill(self, token_budget: int) -> list[Delta]:
         """Read one chunk of the next prompts in line; those read whole start to decode."""
@@ -229,7 +229,7 @@ class Sequences:
                 return []
             return self._start(batch)
         except Exception as error:
-            return self._blame(batch.rows, error)
+            return self._blame(batch.seqs, error)
 
     def decode(self) -> list[Delta]:
         """Take the tokens of the step under way, launch the next step, then return the deltas."""
@@ -238,7 +238,7 @@ class Sequences:
         running = self._running
         if running is None:
             return []
-        limit = self._drafts.count_ahead(running.rows, running.cache)
+        limit = self._drafts.count_ahead(running.seqs, running.cache)
         if limit or any(running.drafts):
             return self._decode_ahead(running, limit)
         self._drafts.drafter = None
@@ -246,7 +246,7 @@ class Sequences:
             outputs, logits = self._read_and_launch(running)
         except Exception as error:
             self._running = None
-            return self._blame(running.rows, error)
+            return self._blame(running.seqs, error)
         for output in outputs:
             output.append_first()
         self.last_pass = Pass(len(outputs), len(outputs), len(outputs))
@@ -255,8 +255,8 @@ class Sequences:
         if fault is None:
             fault = self._attempt(self._drop_ended)
         if fault is not None:
-            rows = [output.row for output in outputs if output.goes_on and not output.row.is_over]
-            deltas += self._blame(rows, fault)
+            seqs = [output.seq for output in outputs if output.goes_on and not output.seq.is_over]
+            deltas += self._blame(seqs, fault)
         return deltas
 
     def _read_and_launch(
@@ -294,15 +294,15 @@ class Sequences:
             logits = self._launch_next(running)
         elif len(staying) < len(outputs):
             logits = logits[mx.array(compact(staying))]
-        self._running = choose_tokens(self._structured, running.rows, running.cache, logits)
+        self._running = choose_tokens(self._structured, running.seqs, running.cache, logits)
 
     def _drop_ended(self) -> None:
         """Drop the sequences that their newest text has ended."""
         running = self._running
         if running is not None:
-            ended = [i for i, row in enumerate(running.rows) if row.is_over]
+            ended = [i for i, seq in enumerate(running.seqs) if seq.is_over]
             running.keep_answers(self._prefixes, ended)
-            self._keep([i for i in range(len(running.rows)) if i not in ended])
+            self._keep([i for i in range(len(running.seqs)) if i not in ended])
 
     def _attempt(self, act: Callable[[], None]) -> Exception | None:
         """Do something with the batch; return its error, which leaves no batch."""
@@ -324,7 +324,7 @@ class Sequences:
             outputs = running.read()
         except Exception as error:
             self._running = None
-            return self._blame(running.rows, error)
+            return self._blame(running.seqs, error)
         deltas: list[Delta] = []
         counts, staying = [], []
         for i, output in enumerate(outputs):
@@ -334,10 +334,10 @@ class Sequences:
             if goes_on:
                 staying.append(i)
         self.last_pass = count_ahead_pass(outputs, counts, drafts, self._drafts.drafter)
-        rows = [outputs[i].row for i in staying]
+        seqs = [outputs[i].seq for i in staying]
         for i in staying:
             if drafts[i]:
-                self._drafts.note(outputs[i].row, len(outputs[i].tokens) - 1)
+                self._drafts.note(outputs[i].seq, len(outputs[i].tokens) - 1)
         try:
             ended = [i for i, output in enumerate(outputs) if output.is_finite and i not in staying]
             running.keep_block_ends(self._prefixes, row_lengths(running.cache))
@@ -347,7 +347,7 @@ class Sequences:
                 self._running = self._read_ahead(self._running, limit)
         except Exception as error:
             self._running = None
-            return deltas + self._blame(rows, error)
+            return deltas + self._blame(seqs, error)
         return deltas
 
     def _read_ahead(self, running: DecodeBatch, limit: int) -> DecodeBatch:
@@ -355,15 +355,15 @@ class Sequences:
         running.settle()  # a draft would take its error for its own
         running.check()
         lengths = row_lengths(running.cache)
-        reading = plan_reading(running.rows, lengths, limit, self._drafts.draft)
-        for row, tokens, padding in zip(running.rows, reading.inputs, reading.padding, strict=True):
-            row.read_last = len(tokens) - padding
+        reading = plan_reading(running.seqs, lengths, limit, self._drafts.draft)
+        for seq, tokens, padding in zip(running.seqs, reading.inputs, reading.padding, strict=True):
+            seq.read_last = len(tokens) - padding
         if any(reading.drafts):
             hold_states(running.cache)
         inputs = mx.array(reading.inputs)
-        logits = self._launch_pass(running.rows, inputs, running.cache, reading.padding)
+        logits = self._launch_pass(running.seqs, inputs, running.cache, reading.padding)
         logits = logits.reshape(-1, logits.shape[-1])[mx.array(reading.places)]
-        return choose_tokens(self._structured, running.rows, running.cache, logits, reading.drafts)
+        return choose_tokens(self._structured, running.seqs, running.cache, logits, reading.drafts)
 
     def synchronize(self) -> None:
         """Wait for the step under way. Its error is raised when it is read: MLX raises it once."""
@@ -372,36 +372,36 @@ class Sequences:
 
     def _start(self, batch: PrefillBatch) -> list[Delta]:
         """Run the last prompt token of each; answers of one token at most end here."""
-        if batch.rows[0].job.max_tokens == 0:
-            return [row.echo_delta() for row in batch.rows]
-        inputs = mx.array([row.context[-1:] for row in batch.rows])
+        if batch.seqs[0].params.max_tokens == 0:
+            return [seq.echo_delta() for seq in batch.seqs]
+        inputs = mx.array([seq.context[-1:] for seq in batch.seqs])
         cache = batch.lm_batch.prompt_cache
-        logits = self._launch_pass(batch.rows, inputs, cache)[:, -1]
-        if batch.rows[0].job.step is not None:
-            scored = score_labels(batch.rows, logits)
-            for row, delta in zip(batch.rows, scored, strict=True):
-                self._clear_or_dismiss(row, is_finite=delta.error is None)
+        logits = self._launch_pass(batch.seqs, inputs, cache)[:, -1]
+        if batch.seqs[0].params.step is not None:
+            scored = score_labels(batch.seqs, logits)
+            for seq, delta in zip(batch.seqs, scored, strict=True):
+                self._clear_or_dismiss(seq, is_finite=delta.error is None)
             return scored
-        started = choose_tokens(self._structured, batch.rows, cache, logits)
-        ending = [i for i, row in enumerate(batch.rows) if row.is_at_last]
+        started = choose_tokens(self._structured, batch.seqs, cache, logits)
+        ending = [i for i, seq in enumerate(batch.seqs) if seq.is_at_last]
         deltas: list[Delta] = []
-        if ending or batch.rows[0].is_suspect:
+        if ending or batch.seqs[0].is_suspect:
             redraw_unsure(started)
             for i, output in enumerate(started.read()):
-                self._clear_or_dismiss(output.row, is_finite=output.is_finite)
+                self._clear_or_dismiss(output.seq, is_finite=output.is_finite)
                 if i in ending:
                     output.append_first()
                     deltas += output.to_deltas(output.end)
-        if len(ending) == len(batch.rows):
+        if len(ending) == len(batch.seqs):
             return deltas
         if ending:
-            started.keep([i for i in range(len(batch.rows)) if i not in ending])
-        staying = [i for i, row in enumerate(started.rows) if not row.is_held]
-        if len(staying) < len(started.rows):
+            started.keep([i for i in range(len(batch.seqs)) if i not in ending])
+        staying = [i for i, seq in enumerate(started.seqs) if not seq.is_held]
+        if len(staying) < len(started.seqs):
             started.wait()
-            for i, row in enumerate(started.rows):
-                if row.is_held:
-                    self._parked[row.id] = started.take(i)
+            for i, seq in enumerate(started.seqs):
+                if seq.is_held:
+                    self._parked[seq.id] = started.take(i)
             if not staying:
                 return deltas
             started.keep(staying)
@@ -419,13 +419,13 @@ class Sequences:
 
     def _all(self) -> list[Sequence]:
         """List the sequences inside, in whatever state they are."""
-        rows = self._prefill.rows
+        seqs = self._prefill.seqs
         for inside in (self._running, *self._queued, *self._parked.values()):
             if isinstance(inside, Sequence):
-                rows.append(inside)
+                seqs.append(inside)
             elif inside is not None:
-                rows += inside.rows
-        return rows
+                seqs += inside.seqs
+        return seqs
 
     def close(self) -> None:
         """Release every array."""
@@ -435,26 +435,26 @@ class Sequences:
         self._running = self._model = None
 
     def _find(self, sequence_id: int) -> Sequence | None:
-        return next((row for row in self._all() if row.id == sequence_id), None)
+        return next((seq for seq in self._all() if seq.id == sequence_id), None)
 
-    def _clear_or_dismiss(self, row: Sequence, *, is_finite: bool) -> None:
+    def _clear_or_dismiss(self, seq: Sequence, *, is_finite: bool) -> None:
         """Record the outcome of a sequence read alone; too many faults end batching."""
-        row.is_suspect = False
+        seq.is_suspect = False
         if is_finite:
-            self._faults.clear_of_blame(row.id)
+            self._faults.clear_of_blame(seq.id)
         else:
-            self._faults.dismiss(row.id)
+            self._faults.dismiss(seq.id)
         if self._faults.is_batching_to_blame:
             self.apply_verdict(Verdict(rows=False))
 
     def _launch_next(self, running: DecodeBatch) -> mx.array:
         """Launch the pass that reads the step's tokens; return the logits, (rows, vocabulary)."""
         tokens, cache = running.tokens[:, None], running.cache
-        return self._launch_pass(running.rows, tokens, cache, under_way=running)[:, -1]
+        return self._launch_pass(running.seqs, tokens, cache, under_way=running)[:, -1]
 
     def _launch_pass(
         self,
-        rows: abc.Sequence[Sequence],
+        seqs: abc.Sequence[Sequence],
         tokens: mx.array,
         cache: list[Any],
         padding: abc.Sequence[int] = (),
@@ -466,7 +466,7 @@ class Sequences:
         A step under way is over before, on a late device: the pass is built while it runs.
         """
         with (
-            self._applied([row.adapter for row in rows]),
+            self._applied([seq.adapter for seq in seqs]),
             padded(cache, tokens.shape[1], padding),
         ):
             logits: mx.array = self._model(tokens, cache=cache)
@@ -484,14 +484,14 @@ class Sequences:
             self._drafts.keep([])
             return
         self._running.keep(indices)
-        self._drafts.keep(self._running.rows)
+        self._drafts.keep(self._running.seqs)
 
-    def _blame(self, rows: list[Sequence], error: Exception) -> list[Delta]:
+    def _blame(self, seqs: list[Sequence], error: Exception) -> list[Delta]:
         """Queue every sequence to be read again, alone; end one that was alone already."""
         self._prefixes.clear()  # it may be what broke them
         self._drafts.forget()
-        end = self._faults.blame(rows, error)
+        end = self._faults.blame(seqs, error)
         if end is not None:
             return [end]
-        self._prefill.readmit(rows)
+        self._prefill.readmit(seqs)
         return []

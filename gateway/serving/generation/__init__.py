@@ -1,9 +1,9 @@
 """Continuous batching of one chat model.
 
 choice          one choice of a job: waiting, in the batch or ended; a job's deltas as they come
-queue           places for jobs, and rows that wait to join: requests take turns
-memory          the bytes of KV that a model's rows may take
-policy          which rows join, take turns, grow and are preempted: decisions of numbers alone
+queue           places for jobs, and sequences that wait to join: requests take turns
+memory          the bytes of KV that a model's sequences may take
+policy          which sequences join, take turns, grow and are preempted: decisions of numbers alone
 draft_gains     whether drafts make answers come sooner on this device
 scheduler       carries them out: the plan of a turn; how many tokens a prefill pass reads
 batcher         two workers, one for prefill and one for decode; a batcher for each adapter

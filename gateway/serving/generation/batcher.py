@@ -83,7 +83,7 @@ class GenerationBatcher:
         self._wake_events = {kind: asyncio.Event() for kind in ("prefill", "decode")}
         self._decode_waits_since: float | None = None
         self._warnings: set[str] = set()  # that were logged already
-        self._interrupt = threading.Event()  # rows have to leave: ends the turn after its pass
+        self._interrupt = threading.Event()  # sequences have to leave: ends the turn after its pass
         self._pace = PrefillPace(limits)
         self._gains = DraftGains()
         self._state = StepResult()  # of the engine, after the last pass
@@ -92,12 +92,12 @@ class GenerationBatcher:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows that are read or decode."""
+        """Return the number of sequences that are read or decode."""
         return self._scheduler.running
 
     @property
     def tickets(self) -> int:
-        """Return the number of rows that wait to join or to decode."""
+        """Return the number of sequences that wait to join or to decode."""
         return self._scheduler.waiting + self._scheduler.parked
 
     @property
@@ -107,19 +107,19 @@ class GenerationBatcher:
 
     @property
     def is_short_of_memory(self) -> bool:
-        """Return True while a row waits for memory."""
+        """Return True while a sequence waits for memory."""
         return self._scheduler.is_short_of_memory
 
     @property
     def is_batched(self) -> bool:
-        """Return True while rows run together, False once they run one at a time."""
+        """Return True while sequences run together, False once they run one at a time."""
         return self.engine.is_batched
 
     def _cap_batch(self, limits: GenerationLimits) -> GenerationLimits:
         return limits if self.is_batched else replace(limits, max_batch_size=1)
 
     def note_batching(self) -> None:
-        """Limit the batch to one row while the engine does not batch rows."""
+        """Limit the batch to one sequence while the engine does not batch sequences."""
         if self._was_batched == self.is_batched:
             return
         self._was_batched = self.is_batched
@@ -128,7 +128,7 @@ class GenerationBatcher:
         self.adopt(self._limits)
 
     def _on_fault(self, fault: PassFault) -> None:
-        """Log the exception of a pass; its rows are read again, fewer at once if memory ended."""
+        """Log the error of a pass; its sequences are read again, fewer at once if memory ended."""
         metrics.of(metrics.BATCH_FAULTS, self._name).inc()
         log.warning("batch_fault", model=self._name, fault=fault.fault.value, error=fault.message)
         if fault.is_pressure:
@@ -136,7 +136,7 @@ class GenerationBatcher:
         self.note_batching()
 
     def adopt(self, limits: GenerationLimits) -> None:
-        """Apply new limits, also to running rows."""
+        """Apply new limits, also to running sequences."""
         self._limits = limits
         self._scheduler.limits = self._cap_batch(limits)
         self._queue.adopt(max_tokens=limits.queue_max_tokens, max_choices=limits.queue_limit)
@@ -148,7 +148,7 @@ class GenerationBatcher:
     async def generate(
         self, job: GenerateJob, on_full: Callable[[], None] | None = None
     ) -> AsyncIterator[Generation]:
-        """Enter once the job is queued, then iterate over `deltas`. Leaving drops every row.
+        """Enter once the job is queued, then iterate over `deltas`. Leaving drops every sequence.
 
         If the queue is full and `on_full` is set, call it and wait for a place until the deadline.
 
@@ -158,29 +158,30 @@ class GenerationBatcher:
         """
         timings, name = job.caller.timings, self._name_for(job)
         timings.model, timings.stage = name, Stage.TOKENISE
-        rows = await self._plan(job)
-        async with self._queue.place(job.caller, rows, on_full):
+        sequences = await self._plan(job)
+        async with self._queue.place(job.caller, sequences, on_full):
             # Of all: a check takes 0.1 ms of the loop, and labels may have thousands of steps.
-            self.memory.check(self._name, max(rows, key=lambda row: len(row.prompt)))
-            rows = await self._compile(job, rows)
+            self.memory.check(self._name, max(sequences, key=lambda each: len(each.prompt)))
+            sequences = await self._compile(job, sequences)
             inbox: asyncio.Queue[Delta | GatewayError] = asyncio.Queue()
             job_rank = rank(clock.now(), job.caller.tier, self._limits.tier_head_start_s)
-            choices = [Choice(row, inbox, job_rank, None, str(job.caller.number)) for row in rows]
+            request = str(job.caller.number)
+            choices = [Choice(each, inbox, job_rank, None, request) for each in sequences]
             choices[0].timings, timings.stage = timings, Stage.QUEUE
             self._wait(choices)
             counted = [choice.params for choice in choices if choice.counts_prompt]
-            usage = Usage(prompt_tokens=sum(len(row.prompt) for row in counted))
+            usage = Usage(prompt_tokens=sum(len(each.prompt) for each in counted))
             timings.tokens_in = usage.prompt_tokens
             metrics.count_prompt(name, usage.prompt_tokens)
-            compiled = rows[0].compiled
+            compiled = sequences[0].compiled
             unenforced = () if compiled is None else compiled.unenforced
             checker = AnswerChecker(name, self.engine, self._pool, job, unenforced)
-            reader = DeltaReader(self.engine, self._pool, job, rows, inbox, self._warn_once)
+            reader = DeltaReader(self.engine, self._pool, job, sequences, inbox, self._warn_once)
             deltas = self._deltas(job, reader, len(choices), checker)
-            if rows[0].calls_are_text:
+            if sequences[0].calls_are_text:
                 self._warn_once("tool_format_unknown", hint="set `tool_parser:`")
             try:
-                yield Generation(usage, deltas, rows[0], checker)
+                yield Generation(usage, deltas, sequences[0], checker)
             finally:
                 stages = (choice.stage for choice in choices if not choice.is_over)
                 timings.stage = next(stages, None)
@@ -200,9 +201,9 @@ class GenerationBatcher:
     async def _plan(self, job: GenerateJob) -> Sequence[SequenceParams]:
         started = clock.now()
         async with until_deadline(job.caller):
-            rows = await self._pool.run(self.engine.prepare, job, kind=prompt_kind(job))
+            sequences = await self._pool.run(self.engine.prepare, job, kind=prompt_kind(job))
         job.caller.timings.add(Stage.TOKENISE, started)
-        return rows
+        return sequences
 
     def _name_for(self, job: GenerateJob) -> str:
         """Return the model that a job is for: an adapter of this one has a name of its own."""
@@ -214,16 +215,16 @@ class GenerationBatcher:
             log.warning(event, model=self._name, **details)
 
     async def _compile(
-        self, job: GenerateJob, rows: Sequence[SequenceParams]
+        self, job: GenerateJob, sequences: Sequence[SequenceParams]
     ) -> Sequence[SequenceParams]:
-        grammar = rows[0].grammar
+        grammar = sequences[0].grammar
         if grammar is None:
-            return rows
+            return sequences
         started, job.caller.timings.stage = clock.now(), Stage.COMPILE
         async with until_deadline(job.caller):
             compiled = await self._grammars.get(grammar)
         job.caller.timings.add(Stage.COMPILE, started)
-        return [replace(row, compiled=compiled) for row in rows]
+        return [replace(each, compiled=compiled) for each in sequences]
 
     async def _deltas(
         self, job: GenerateJob, reader: DeltaReader, choices: int, checker: AnswerChecker
@@ -253,13 +254,13 @@ class GenerationBatcher:
         self._wake_events["prefill"].set()
 
     def _drop(self, choices: Sequence[Choice]) -> None:
-        """Drop every row of a job. Running ones leave before the next step."""
+        """Drop every sequence of a job. Running ones leave before the next step."""
         if self._scheduler.drop(choices):
             self._interrupt.set()
             self._wake()
 
     def _on_memory_change(self) -> None:
-        """Wake the workers if rows wait for memory, or what is kept of prompts has to go."""
+        """Wake the workers if sequences wait for memory, or what is kept of prompts has to go."""
         if self.tickets or self.memory.must_shrink_prefixes:
             self._wake()
 
@@ -268,7 +269,7 @@ class GenerationBatcher:
             event.set()
 
     async def _prefill(self) -> None:
-        """Admit rows and prefill a chunk in each turn, for ever."""
+        """Admit sequences and prefill a chunk in each turn, for ever."""
         scheduler = self._scheduler
         while True:
             try:
@@ -286,7 +287,7 @@ class GenerationBatcher:
                 scheduler.make_room()
 
     async def _decode(self) -> None:
-        """Remove rows that end and decode the next tokens of the others, for ever."""
+        """Remove sequences that end and decode the next tokens of the others, for ever."""
         while True:
             await self._wake_events["decode"].wait()
             self._wake_events["decode"].clear()
@@ -298,7 +299,7 @@ class GenerationBatcher:
                 self._decode_waits_since = None
 
     def _prefill_goes_first(self) -> bool:
-        """Return True if decoding rows wait for those in prefill, and record since when."""
+        """Return True if decoding sequences wait for those in prefill, and record since when."""
         scheduler, now = self._scheduler, clock.now()
         if scheduler.must_move or not self._state.reading:
             return False
@@ -317,7 +318,7 @@ class GenerationBatcher:
                 self._interrupt.clear()
                 plan = scheduler.schedule(turn, may_join=kind == "prefill")
                 self._pace.begin(turn, scheduler.prompts_in_prefill)
-                turn.set_shape((self._name, kind, *batch_shape(scheduler.batch.rows)))
+                turn.set_shape((self._name, kind, *batch_shape(scheduler.batch.choices)))
                 await turn(self._run, plan, turn, asyncio.get_running_loop())
         except Unavailable as error:
             scheduler.end_all(error)
@@ -372,7 +373,7 @@ class GenerationBatcher:
         health = self._lane.health
         for fault in faults:
             if fault.is_pressure:
-                self._interrupt.set()  # rows have to be preempted before the next pass
+                self._interrupt.set()  # sequences have to be preempted before the next pass
                 self.engine.synchronize()  # the buffers' wait would take an error of the step
                 health.shed()
             health.note(fault.fault, fault.message, self.engine.probe)
@@ -387,10 +388,10 @@ class GenerationBatcher:
         if result.size.rows:
             self._observe(kind, result.size, seconds)
         for delta in result.deltas:
-            choice = self._scheduler.get(delta.row)
+            choice = self._scheduler.get(delta.id)
             if choice is not None:
                 if delta.finish_reason is not None or delta.error is not None:
-                    self._scheduler.note_end(delta.row)
+                    self._scheduler.note_end(delta.id)
                     self._wake_events["prefill"].set()  # a place is free
                 choice.deliver(delta, self._name)
 
@@ -417,13 +418,13 @@ class GenerationBatcher:
             log.info("drafts_pause", model=self._name, drafter=drafter, gain=round(gain, 2))
 
     def end(self, error: GatewayError) -> None:
-        """End every row with an error."""
+        """End every sequence with an error."""
         self._scheduler.end_all(error)
         self._wake()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["GenerationBatcher"]:
-        """Run the workers while entered; rows that remain at the end fail with Unavailable."""
+        """Run the workers while entered; sequences that remain at the end fail with Unavailable."""
 
         def end(error: Exception) -> None:
             self.end(self._lane.health.as_error(self._name, error))
@@ -451,19 +452,19 @@ class GenerationBatcher:
 class AdaptedBatcher:
     """The batcher of a base, for the requests of one of its adapters."""
 
-    # It has no workers, queue or limits of its own, and counts no rows: those are the base's.
+    # It has no workers, queue or limits of its own, and counts no sequences: those are the base's.
     def __init__(self, base: GenerationBatcher, adapter: Adapter) -> None:
         self._base = base
         self._adapter = adapter
 
     @property
     def tickets(self) -> int:
-        """Return 0: its rows wait among the base's."""
+        """Return 0: its sequences wait among the base's."""
         return 0
 
     @property
     def is_batched(self) -> bool:
-        """Return True while rows run together, False once they run one at a time."""
+        """Return True while sequences run together, False once they run one at a time."""
         return self._base.is_batched
 
     @property
@@ -485,7 +486,7 @@ class AdaptedBatcher:
         return await self._base.count_tokens(self._adapt(job))
 
     def end(self, error: GatewayError) -> None:
-        """Do nothing: its rows end with the base's."""
+        """Do nothing: its sequences end with the base's."""
 
     def _adapt(self, job: GenerateJob) -> GenerateJob:
         return replace(job, adapter=self._adapter)

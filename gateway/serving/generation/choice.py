@@ -24,8 +24,8 @@ class Choice:
     inbox: asyncio.Queue[Delta | GatewayError]  # of all choices of the job
     rank: float = 0.0
     timings: Timings | None = None  # the job's, of its first choice alone
-    request: str = ""  # requests take turns to have a row join
-    row: int | None = None  # its number in the engine, once it has joined
+    request: str = ""  # requests take turns to have a sequence join
+    id: int | None = None  # its sequence's, once it has joined
     is_over: bool = False
     is_queued: bool = False  # to join, or to join again
     is_held: bool = False  # in the batch but not to decode now: parked, or parked after prefill
@@ -44,7 +44,7 @@ class Choice:
     @property
     def stage(self) -> Stage:
         """Return its present stage, or its last."""
-        if self.row is None:
+        if self.id is None:
             return Stage.QUEUE
         return Stage.DECODE if self.tokens else Stage.PREFILL
 
@@ -100,9 +100,9 @@ class Choice:
         # The oldest is first.
         return self.rank, self.index
 
-    def join(self, row: int, turn: Turn) -> None:
-        """Record that it joins the batch in this turn, as a row of this number."""
-        self.row = row
+    def join(self, sequence_id: int, turn: Turn) -> None:
+        """Record that it joins the batch in this turn, under this id."""
+        self.id = sequence_id
         now = clock.now()
         lane_s = max(0.0, min(turn.waited_s, turn.gained - self.since))
         if self.timings is not None:
@@ -160,7 +160,7 @@ class DeltaReader:
     engine: GenerationEngine
     pool: ThreadPools
     job: GenerateJob
-    rows: Sequence[SequenceParams]  # one a choice
+    sequences: Sequence[SequenceParams]  # one a choice
     inbox: asyncio.Queue[Delta | GatewayError]
     warn_once: Callable[..., None]  # logs an event, with its details
     _held: dict[int, list[Delta]] = field(default_factory=lambda: defaultdict(list))
@@ -171,7 +171,7 @@ class DeltaReader:
             delta = await self.inbox.get()
             if isinstance(delta, GatewayError):
                 raise delta
-            return await self._read_whole(delta) if self.rows[0].reads_whole else (delta,)
+            return await self._read_whole(delta) if self.sequences[0].reads_whole else (delta,)
 
     async def _read_whole(self, delta: Delta) -> Sequence[Delta]:
         """Hold an answer's text back until its end, and then return all of its parts.
@@ -184,8 +184,8 @@ class DeltaReader:
         if end is None:
             return (replace(delta, text="", logprobs=()),)
         text, is_cut = "".join(each.text for each in held), end == "length" or bool(delta.stop)
-        row, read = self.rows[delta.index], self.engine.read_answer
-        parts, problem = await self.pool.run(read, row, text, is_cut, kind="readings")
+        params, read = self.sequences[delta.index], self.engine.read_answer
+        parts, problem = await self.pool.run(read, params, text, is_cut, kind="readings")
         if problem is not None:
             self.warn_once(problem[0], why=problem[1])
         if any(part.call is not None for part in parts):
@@ -197,23 +197,25 @@ class DeltaReader:
 
 
 def lay_out(
-    rows: Iterable[Choice],
+    choices: Iterable[Choice],
     lengths: Mapping[Choice, int] = MappingProxyType({}),
     *,
     parking: Collection[Choice] = (),
     resuming: Collection[Choice] = (),
 ) -> Layout:
-    """Return the layout of rows in memory, or as it would be with other lengths or others held."""
+    """Return the layout of sequences in memory, or as it would be with other lengths or others
+    held.
+    """
     batched: list[int] = []
     single: list[int] = []
-    for row in rows:
-        is_held = (row.is_held or row in parking) and row not in resuming
-        rows_alike = single if is_held or not row.will_decode else batched
-        rows_alike.append(lengths.get(row, row.length))
+    for choice in choices:
+        is_held = (choice.is_held or choice in parking) and choice not in resuming
+        rows_alike = single if is_held or not choice.will_decode else batched
+        rows_alike.append(lengths.get(choice, choice.length))
     return Layout(batched, single)
 
 
-def batch_shape(rows: Iterable[Choice]) -> tuple[int, int]:
-    """Return the bit lengths of the number of rows and of the longest one's tokens."""
-    lengths = [row.used for row in rows]
+def batch_shape(choices: Iterable[Choice]) -> tuple[int, int]:
+    """Return the bit lengths of the number of sequences and of the longest one's tokens."""
+    lengths = [choice.used for choice in choices]
     return len(lengths).bit_length(), max(lengths, default=0).bit_length()

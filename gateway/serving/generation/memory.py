@@ -1,7 +1,7 @@
-"""The memory of a model's KV, reserved before it is allocated: rows that do not fit wait.
+"""The memory of a model's KV, reserved before it is allocated: sequences that do not fit wait.
 
-A row reserves what it has, not the most it may come to: it joins with room for a usual answer and
-grows while there is memory; when there is none, the youngest row is preempted.
+A sequence reserves what it has, not the most it may come to: it joins with room for a usual answer
+and grows while there is memory; when there is none, the youngest sequence is preempted.
 """
 
 import contextlib
@@ -14,33 +14,33 @@ from gateway.jobs import KvCost, SequenceParams
 from gateway.serving.budget import Budget, Prefixes
 
 KV_STEP = 256  # tokens by which KV caches grow: they may hold as many unused ones
-SPARE_ROWS = 8  # for so many rows in a batch, KV may have the room of one more
-GROWTH = 256  # tokens by which a row's reservation grows while memory is free
+SPARE_ROWS = 8  # for so many sequences in a batch, KV may have the room of one more
+GROWTH = 256  # tokens by which a sequence's reservation grows while memory is free
 MARGIN = 32  # tokens: more than a turn's steps and the pass launched ahead of its last
-PREFIX_ROW = 32 * 1024  # tokens: a row up to so long has room beside what is kept of prompts
+PREFIX_ROW = 32 * 1024  # tokens: a sequence up to so long has room beside what is kept of prompts
 LONGEST = 1 << 24  # tokens, beyond every model's context
 
 
 @dataclass(frozen=True, slots=True)
 class RowCosts:
-    """What rows cost in bytes."""
+    """What sequences cost in bytes."""
 
     kv: KvCost = field(default_factory=KvCost)
     included: int = 0  # of their KV, in the model's own share
     # Returns the bytes there could be if every other model that may be evicted were.
     most: Callable[[], int] = lambda: 0
     largest: int | None = None  # that one buffer may have, if that is bounded
-    answer_tokens: int = 256  # for which a row that joins has room
+    answer_tokens: int = 256  # for which a sequence that joins has room
     chunk_tokens: int = 0  # of prompts, which are read in chunks
     max_context: int = LONGEST
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How rows of these lengths, in tokens, are laid out in memory."""
+    """How sequences of these lengths, in tokens, are laid out in memory."""
 
-    # They decode, or will after prefill: their KV is a rectangle, rows times the longest of them
-    # (measured: one long row among seven short ones takes 14 times the memory).
+    # They decode, or will after prefill: their KV is a rectangle, sequences times the longest of
+    # them (measured: one long sequence among seven short ones takes 14 times the memory).
     batched: Sequence[int] = ()
     # They have caches of their own: they are parked, or answer with one token.
     single: Sequence[int] = ()
@@ -51,13 +51,13 @@ class Layout:
     def nbytes(self, costs: RowCosts) -> int:
         if not self:
             return 0
-        # In prefill rows are padded by a chunk at most, and sliding windows hold a chunk more than
-        # their size.
+        # In prefill sequences are padded by a chunk at most, and sliding windows hold a chunk more
+        # than their size.
         kv, chunk = costs.kv, costs.chunk_tokens
         longest = max(self.batched, default=0)
         slots = len(self.batched) + len(self.batched) // SPARE_ROWS
         rectangle = slots * kv.of(longest + KV_STEP, chunk) if longest else 0
-        # A draft model has KV of few rows: whichever, of one with a single token left too.
+        # A draft model has KV of few sequences: whichever, of one with a single token left too.
         drafted = min(kv.draft.rows, slots + len(self.single))
         drafts = kv.draft.token * (drafted * (max(longest, *self.single, 0) + KV_STEP) + chunk)
         single = sum(kv.of(length + KV_STEP, chunk) for length in self.single)
@@ -65,7 +65,7 @@ class Layout:
 
     def has_buffers(self, costs: RowCosts) -> bool:
         """Return True if no buffer is larger than the device can have."""
-        # The largest has one layer's keys, or values, of all rows that share a batch.
+        # The largest has one layer's keys, or values, of all sequences that share a batch.
         if costs.largest is None:
             return True
         slots = len(self.batched) + len(self.batched) // SPARE_ROWS
@@ -82,13 +82,13 @@ def longest_chunk(chunk_tokens: int) -> int:
 
 
 class RowMemory:
-    """The share of the budget of one model's rows."""
+    """The share of the budget of one model's sequences."""
 
     def __init__(self, budget: Budget, costs: RowCosts, prefixes: Prefixes | None = None) -> None:
         self._budget = budget
         self._costs = costs
         self._share = budget.share()
-        # What is kept of prompts is freed when rows or models need memory.
+        # What is kept of prompts is freed when sequences or models need memory.
         self.prefixes = prefixes or Prefixes(budget, budget.limit_bytes)
 
     @property
@@ -107,8 +107,8 @@ class RowMemory:
         """
         if not self._costs.kv:
             return None
-        row = Layout([min(self._costs.max_context, PREFIX_ROW)]).nbytes(self._costs)
-        allowed = self.prefixes.allowed(max(0, row - self._costs.included))
+        row_bytes = Layout([min(self._costs.max_context, PREFIX_ROW)]).nbytes(self._costs)
+        allowed = self.prefixes.allowed(max(0, row_bytes - self._costs.included))
         self.prefixes.shrink_to(allowed)
         return allowed
 
@@ -116,16 +116,16 @@ class RowMemory:
         """Apply a new size of chunks."""
         self._costs = replace(self._costs, chunk_tokens=chunk_tokens)
 
-    def check(self, model: str, row: SequenceParams) -> None:
+    def check(self, model: str, params: SequenceParams) -> None:
         """Raise PromptTooLarge for a prompt that, alone, leaves no room for one token."""
         longest = self.longest
         # `max_tokens` does not count: few answers are as long.
-        if longest <= len(row.prompt):
-            raise PromptTooLarge(model, len(row.prompt), max(0, longest - 1))
+        if longest <= len(params.prompt):
+            raise PromptTooLarge(model, len(params.prompt), max(0, longest - 1))
 
     @property
     def longest(self) -> int:
-        """Return the most tokens, prompt and answer, that a row could ever have."""
+        """Return the most tokens, prompt and answer, that a sequence could ever have."""
         if not self._costs.kv:
             return LONGEST
         available = max(self._costs.most(), self._costs.included)
@@ -137,7 +137,9 @@ class RowMemory:
         return bisect_left(range(1, LONGEST), True, key=exceeds)
 
     def grant_length(self, used: int, max_length: int, preemptions: int) -> int:
-        """Return the length to reserve for a row that joins with `used` of `max_length` tokens."""
+        """Return the length to reserve for a sequence that joins with `used` of `max_length`
+        tokens.
+        """
         # Each preemption doubles the room for its answer, so that it is not preempted often.
         usual = used + (self._costs.answer_tokens << preemptions)
         return min(max_length, max(used + 1, min(usual, self.longest)))
@@ -149,21 +151,21 @@ class RowMemory:
         available = self._budget.spare_bytes
         if has_grown:
             # They may take bytes that a model waits for, and what is kept in other rooms, which is
-            # freed in the next turns there. New rows wait for both.
+            # freed in the next turns there. New sequences wait for both.
             available = self._budget.free_bytes + self._budget.kept_besides(self.prefixes)
         has_bytes = self._missing_bytes(layout, available) <= 0
         return has_bytes and layout.has_buffers(self._costs)
 
     def hold(self, layout: Layout) -> None:
-        """Reserve the bytes of these rows."""
+        """Reserve the bytes of these sequences."""
         if self._costs.kv:
             self._share.resize(max(0, layout.nbytes(self._costs) - self._costs.included))
 
     def make_room(self, layout: Layout, *, is_pressing: bool) -> None:
-        """Free what others keep of prompts or, if there is nothing, evict idle models if these rows
-        fit then. It is pressing if no row runs whose end would free memory.
+        """Free what others keep of prompts or, if there is nothing, evict idle models if these
+        sequences fit then. It is pressing if no sequence runs whose end would free memory.
         """
-        # While a model waits for bytes, no model is evicted for rows.
+        # While a model waits for bytes, no model is evicted for sequences.
         free = self._budget.free_bytes
         missing = self._missing_bytes(layout, free)
         if self._budget.claimed_bytes or missing <= 0:
@@ -187,8 +189,8 @@ class RowMemory:
         self._share.release()
 
     def _missing_bytes(self, layout: Layout, available: int) -> int:
-        """Return the bytes that the model's rows need beyond `available` and what it, and those
-        that share the room, keep of prompts, laid out like this.
+        """Return the bytes that the model's sequences need beyond `available` and what it, and
+        those that share the room, keep of prompts, laid out like this.
         """
         if not self._costs.kv:
             return 0

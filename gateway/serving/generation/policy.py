@@ -1,4 +1,4 @@
-"""Limits, ranks, and which rows join, take turns, grow and are preempted: decisions of numbers
+"""Limits, ranks, and which sequences join, take turns, grow and are preempted: decisions of numbers
 alone, which change nothing. The scheduler carries them out.
 """
 
@@ -12,9 +12,9 @@ from gateway.serving.generation.choice import Choice, lay_out
 from gateway.serving.generation.memory import GROWTH, MARGIN, Layout, RowMemory
 from gateway.serving.generation.queue import Joins, WaitingQueue
 
-MAX_PREEMPTIONS = 2  # of a row; then it keeps its memory, and younger rows are preempted
-QUANTUM = 64  # tokens that a constrained row decodes before another goes on in its place
-ANSWERS_SHARE = 0.25  # of the places, which rows that only judge leave free: they may be thousands
+MAX_PREEMPTIONS = 2  # of a sequence; then it keeps its memory, and younger sequences are preempted
+QUANTUM = 64  # tokens that a constrained sequence decodes before another goes on in its place
+ANSWERS_SHARE = 0.25  # of the places, left free by sequences that only judge: they may be thousands
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class GenerationLimits:
     """The bounds of a batch, of a pass and of the queue."""
 
     max_batch_size: int
-    structured_rows: int = 1  # rows with a grammar that decode at once
+    structured_rows: int = 1  # sequences with a grammar that decode at once
     prefill_chunk_tokens: int  # of a prefill pass
     pass_limit_s: float = 0.25  # of a prefill pass
     queue_limit: int = NO_BOUND
@@ -39,32 +39,35 @@ def rank(arrived: float, tier: Tier, head_start_s: float) -> float:
 
 
 def prefill_goes_first(soon: int, decoding: int, waited_s: float, bound_s: float) -> bool:
-    """Return True if decoding rows wait for the prefill of `soon` rows, which will then decode."""
-    # A decode step of a few rows costs nearly as much as one of all of them, so the prompts of a
-    # burst are read first: while more rows will join than decode, for `bound_s` between two steps.
+    """Return True if decoding sequences wait for the prefill of `soon` rows, which will then
+    decode.
+    """
+    # A decode step of a few sequences costs nearly as much as one of all of them, so the prompts of
+    # a burst are read first: while more sequences will join than decode, for `bound_s` between two
+    # steps.
     return soon > decoding and waited_s < bound_s
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The rows of a batch as a turn begins, and what bounds them."""
+    """The sequences of a batch as a turn begins, and what bounds them."""
 
     limits: GenerationLimits
     memory: RowMemory
-    rows: Sequence[Choice]
+    choices: Sequence[Choice]
     held: Sequence[Choice] = ()  # of the rows, in the order in which they will go on
-    reading: frozenset[int] = frozenset()  # rows with prompt left to read
-    bearable: int | None = None  # rows that the device has memory for, if it ran out
+    reading: frozenset[int] = frozenset()  # sequences with prompt left to read
+    bearable: int | None = None  # sequences that the device has memory for, if it ran out
 
     @property
     def active(self) -> list[Choice]:
-        """Return the rows that are not held."""
-        return [row for row in self.rows if not row.is_held]
+        """Return the sequences that are not held."""
+        return [choice for choice in self.choices if not choice.is_held]
 
     @property
     def constrained(self) -> list[Choice]:
-        """Return the rows with a grammar that are not held."""
-        return [row for row in self.active if row.is_constrained]
+        """Return the sequences with a grammar that are not held."""
+        return [choice for choice in self.active if choice.is_constrained]
 
     @property
     def free_places(self) -> int:
@@ -73,28 +76,28 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Joiner:
-    """A row that is to join, the tokens that memory is held for, and if others decode first."""
+    """A sequence that is to join, the tokens memory is held for, and if others decode first."""
 
     choice: Choice
     length: int
     is_held: bool = False
 
-    def lay_out(self, rows: Sequence[Choice], others: "Sequence[Joiner]" = ()) -> Layout:
-        """Return the layout of rows in memory with this one and other joiners among them."""
+    def lay_out(self, choices: Sequence[Choice], others: "Sequence[Joiner]" = ()) -> Layout:
+        """Return the layout of sequences in memory with this one and other joiners among them."""
         joiners = [*others, self]
         return lay_out(
-            [*rows, *(joiner.choice for joiner in joiners)],
+            [*choices, *(joiner.choice for joiner in joiners)],
             {joiner.choice: joiner.length for joiner in joiners},
             parking={joiner.choice for joiner in joiners if joiner.is_held},
         )
 
 
 class Joining:
-    """Which of the waiting rows join a batch: as many as there are places and memory for."""
+    """Which of the waiting sequences join a batch: as many as there are places and memory for."""
 
     def __init__(self, batch: Batch, waiting: WaitingQueue) -> None:
         limits = batch.limits
-        self.rows: list[Joiner] = []
+        self.joiners: list[Joiner] = []
         self.blocked: Joiner | None = None  # the first that would join if there were memory
         self.waits_for_rows: Choice | None = None  # of this model, which hold what it lacks
         self.stuck: list[Choice] = []  # those that lack memory only other models hold
@@ -106,10 +109,10 @@ class Joining:
         )  # 0 or less if any are held
         self._room = limits.max_batch_size * 2  # those active, and those held
         if batch.bearable is not None:
-            self._room = batch.bearable - len(batch.rows)
+            self._room = batch.bearable - len(batch.choices)
         has_places = max(self._places, self._held_places) > 0
         if has_places and waiting and not choose_rotation(batch).is_blocked:
-            waiting.offer(Counter(row.request for row in batch.rows), self._decide)
+            waiting.offer(Counter(choice.request for choice in batch.choices), self._decide)
 
     def _decide(self, choice: Choice) -> Joins:
         limits, memory = self._batch.limits, self._batch.memory
@@ -123,7 +126,7 @@ class Joining:
             return Joins.LATER
         length = memory.grant_length(choice.used, choice.max_length, choice.preemptions)
         joiner = Joiner(choice, length, is_held)
-        if memory.fits(joiner.lay_out(self._batch.rows, self.rows)):
+        if memory.fits(joiner.lay_out(self._batch.choices, self.joiners)):
             self._join(joiner)
             return Joins.NOW
         self.blocked = self.blocked or joiner
@@ -134,7 +137,7 @@ class Joining:
         return Joins.LATER
 
     def _join(self, joiner: Joiner) -> None:
-        self.rows.append(joiner)
+        self.joiners.append(joiner)
         self._room -= 1
         if joiner.is_held:
             self._held_places -= 1
@@ -143,42 +146,42 @@ class Joining:
             self._free_constrained -= joiner.choice.is_constrained
 
     def _can_finish(self, choice: Choice) -> bool:
-        """Return True if a row may be preempted again, or else could run to its end together with
-        the others that may not.
+        """Return True if a sequence may be preempted again, or else could run to its end together
+        with the others that may not.
         """
         if choice.preemptions < MAX_PREEMPTIONS:
             return True
-        rows = [*self._batch.rows, *(joiner.choice for joiner in self.rows)]
-        lasting = [row for row in rows if row.preemptions >= MAX_PREEMPTIONS]
-        lengths = [row.max_length for row in (*lasting, choice)]
+        choices = [*self._batch.choices, *(joiner.choice for joiner in self.joiners)]
+        lasting = [choice for choice in choices if choice.preemptions >= MAX_PREEMPTIONS]
+        lengths = [choice.max_length, *(other.max_length for other in lasting)]
         return not lasting or self._batch.memory.fits(Layout(lengths))
 
 
 @dataclass(slots=True)
 class Rotation:
-    """Rows with a grammar that stop to decode, and held ones that go on in their place."""
+    """Sequences with a grammar that stop to decode, and held ones that go on in their place."""
 
     parking: list[Choice] = field(default_factory=list)
     resuming: list[Choice] = field(default_factory=list)
-    is_blocked: bool = False  # one could go on if it had memory: no row may join and take it
+    is_blocked: bool = False  # one could go on if it had memory: no sequence may join and take it
 
 
 def choose_rotation(batch: Batch) -> Rotation:
-    """Choose which rows with a grammar are parked after a quantum, and which resume."""
+    """Choose which sequences with a grammar are parked after a quantum, and which resume."""
     rotation = Rotation()
-    ready = deque(row for row in batch.held if row.row not in batch.reading)
+    ready = deque(choice for choice in batch.held if choice.id not in batch.reading)
     if not ready:
         return rotation
     active = batch.constrained
     free = min(batch.limits.structured_rows - len(active), batch.free_places)
-    spent = [row for row in active if row.tokens - row.rotated_at >= QUANTUM]
+    spent = [choice for choice in active if choice.tokens - choice.rotated_at >= QUANTUM]
     while ready and (free > 0 or spent):
         parking, resuming = rotation.parking, [*rotation.resuming, ready[0]]
         if free <= 0:
             parking = [*parking, spent.pop(0)]
-        # A row has its own memory already, so it may always go on if no other runs.
+        # A sequence has its own memory already, so it may always go on if no other runs.
         is_alone = not batch.active and not rotation.resuming
-        layout = lay_out(batch.rows, parking=parking, resuming=resuming)
+        layout = lay_out(batch.choices, parking=parking, resuming=resuming)
         if not is_alone and not batch.memory.fits(layout, has_grown=True):
             rotation.is_blocked = free > 0
             break
@@ -191,7 +194,9 @@ def choose_rotation(batch: Batch) -> Rotation:
 
 @dataclass(slots=True)
 class Growth:
-    """What lets running rows grow: the tokens that memory is held for, and what it costs others."""
+    """What lets running sequences grow: the tokens that memory is held for, and what it costs
+    others.
+    """
 
     lengths: dict[Choice, int] = field(default_factory=dict)
     preempting: list[Choice] = field(default_factory=list)
@@ -200,36 +205,36 @@ class Growth:
 
 
 def plan_growth(batch: Batch) -> Growth:
-    """Plan memory for rows before they need it, the oldest first. If there is none, the youngest
-    rows are preempted; one that is alone ends there.
+    """Plan memory for sequences before they need it, the oldest first. If there is none, the
+    youngest sequences are preempted; one that is alone ends there.
     """
-    growth, rows, memory = Growth(), list(batch.rows), batch.memory
+    growth, choices, memory = Growth(), list(batch.choices), batch.memory
 
     def fits(layout: Layout) -> bool:
         return memory.fits(layout, has_grown=True)
 
-    for row in sorted(batch.active, key=lambda row: row.age):
-        if row not in rows or not row.needs_more:
+    for choice in sorted(batch.active, key=lambda choice: choice.age):
+        if choice not in choices or not choice.needs_more:
             continue
-        before, lengths = row.length, growth.lengths
-        lengths[row] = min(row.max_length, row.used + MARGIN + GROWTH)
-        if fits(lay_out(rows, lengths)):
+        before, lengths = choice.length, growth.lengths
+        lengths[choice] = min(choice.max_length, choice.used + MARGIN + GROWTH)
+        if fits(lay_out(choices, lengths)):
             continue
-        if len(rows) == 1:
-            growth.room = lay_out(rows, lengths)  # perhaps in time for its next turn
-        lengths[row] = min(row.max_length, row.used + MARGIN)
-        while row in rows and not fits(lay_out(rows, lengths)):
-            if len(rows) == 1:
-                growth.capped, lengths[row] = row, before
+        if len(choices) == 1:
+            growth.room = lay_out(choices, lengths)  # perhaps in time for its next turn
+        lengths[choice] = min(choice.max_length, choice.used + MARGIN)
+        while choice in choices and not fits(lay_out(choices, lengths)):
+            if len(choices) == 1:
+                growth.capped, lengths[choice] = choice, before
                 break
-            youngest = choose_youngest(rows)
-            rows.remove(youngest)
+            youngest = choose_youngest(choices)
+            choices.remove(youngest)
             growth.preempting.append(youngest)
     return growth
 
 
-def choose_youngest(rows: Sequence[Choice]) -> Choice:
-    """Choose the row to preempt: of those that may be, held rows before others."""
-    preemptible = [row for row in rows if row.preemptions < MAX_PREEMPTIONS]
-    # There is none only if other models took memory that these rows had counted on.
-    return max(preemptible or rows, key=lambda row: (row.is_held, *row.age))
+def choose_youngest(choices: Sequence[Choice]) -> Choice:
+    """Choose the sequence to preempt: of those that may be, held sequences before others."""
+    preemptible = [choice for choice in choices if choice.preemptions < MAX_PREEMPTIONS]
+    # There is none only if other models took memory that these sequences had counted on.
+    return max(preemptible or choices, key=lambda choice: (choice.is_held, *choice.age))

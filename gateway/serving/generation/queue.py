@@ -1,4 +1,4 @@
-"""A chat model's queue: places for its jobs, which are bounded; and rows that wait to join."""
+"""A chat model's queue: places for its jobs, which are bounded; and sequences that wait to join."""
 
 import asyncio
 import bisect
@@ -58,8 +58,8 @@ class JobQueue:
     @contextlib.contextmanager
     def _admit(self, request: int, sequences: Sequence[SequenceParams]) -> Iterator[None]:
         # The steps into a question's labels read its prompt once, and are one choice.
-        counted = [row for row in sequences if row.step is None or row.step.is_first]
-        tokens = sum(len(row.prompt) for row in counted) + len(sequences) - len(counted)
+        counted = [each for each in sequences if each.step is None or each.step.is_first]
+        tokens = sum(len(each.prompt) for each in counted) + len(sequences) - len(counted)
         is_more = self._jobs[request] > 0
         with contextlib.ExitStack() as places:
             places.enter_context(self._tokens.admit(tokens))
@@ -80,72 +80,73 @@ class JobQueue:
 
 
 class Joins(Enum):
-    """What happens to the row that is next."""
+    """What happens to the sequence that is next."""
 
     NOW = auto()
-    LATER = auto()  # its request waits, and the others' rows are next
-    NONE = auto()  # no row joins before it
+    LATER = auto()  # its request waits, and the others' sequences are next
+    NONE = auto()  # no sequence joins before it
 
 
 class WaitingQueue:
-    """Preempted rows first, by rank; then one row of each request in turn."""
+    """Preempted sequences first, by rank; then one sequence of each request in turn."""
 
     def __init__(self) -> None:
         self._preempted: list[Choice] = []
-        self._requests: dict[str, dict[Choice, None]] = {}  # rows in order of arrival
+        self._requests: dict[str, dict[Choice, None]] = {}  # sequences in order of arrival
 
     def __len__(self) -> int:
         return len(self._preempted) + sum(map(len, self._requests.values()))
 
     def __iter__(self) -> Iterator[Choice]:
         """Iterate over the waiting rows, in no particular order."""
-        for rows in (self._preempted, *self._requests.values()):
-            yield from rows
+        for choices in (self._preempted, *self._requests.values()):
+            yield from choices
 
     def add(self, choice: Choice) -> None:
-        """Queue a row that has not joined before."""
+        """Queue a sequence that has not joined before."""
         choice.is_queued = True
         self._requests.setdefault(choice.request, {})[choice] = None
 
     def add_preempted(self, choice: Choice) -> None:
-        """Queue a preempted row, ahead of all that have not joined before."""
+        """Queue a preempted sequence, ahead of all that have not joined before."""
         choice.is_queued = True
-        bisect.insort(self._preempted, choice, key=lambda row: row.rank)
+        bisect.insort(self._preempted, choice, key=lambda choice: choice.rank)
 
     def remove(self, choices: Iterable[Choice]) -> None:
-        """Remove rows that join, or have ended."""
+        """Remove sequences that join, or have ended."""
         for choice in choices:
             choice.is_queued = False
-            if choice.row is not None:
+            if choice.id is not None:
                 self._preempted.remove(choice)
                 continue
-            rows = self._requests[choice.request]
-            del rows[choice]
-            if not rows:
+            choices = self._requests[choice.request]
+            del choices[choice]
+            if not choices:
                 del self._requests[choice.request]
 
     def offer(self, running: Mapping[str, int], decide: Callable[[Choice], Joins]) -> None:
-        """Call `decide` for each row that is next, until it says NONE; see `remove`.
+        """Call `decide` for each sequence that is next, until it says NONE; see `remove`.
 
-        `running` counts the rows that each request has in the batch.
+        `running` counts the sequences that each request has in the batch.
         """
         for choice in self._preempted:
             if decide(choice) is Joins.NONE:
                 return
-        # The request with the fewest rows in the batch is next, and of equals the one with the
-        # lowest rank: so one of a thousand rows delays no other, nor do they keep it from one row.
+        # The request with the fewest sequences in the batch is next, and of equals the one with the
+        # lowest rank: so one of a thousand sequences delays no other, nor do they keep it from one
+        # sequence.
         turns = [
-            (running.get(request, 0), next(iter(rows)).rank, number, iter(rows))
-            for number, (request, rows) in enumerate(self._requests.items())
+            (running.get(request, 0), next(iter(choices)).rank, number, iter(choices))
+            for number, (request, choices) in enumerate(self._requests.items())
         ]
         heapq.heapify(turns)
         while turns:
-            count, rank, number, rows = heapq.heappop(turns)
-            first = next(rows, None)
+            count, rank, number, choices = heapq.heappop(turns)
+            first = next(choices, None)
             if first is None:
                 continue
             decision = decide(first)
             if decision is Joins.NONE:
                 return
             if decision is Joins.NOW:
-                heapq.heappush(turns, (count + 1, rank, number, rows))
+                heapq.heappush(turns, (count + 1, rank, number, choices))

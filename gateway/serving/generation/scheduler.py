@@ -1,4 +1,6 @@
-"""Schedules a chat model's rows: which wait, join, decode, are parked, leave and are preempted."""
+"""Schedules a chat model's sequences: which wait, join, decode, are parked, leave and are
+preempted.
+"""
 
 import asyncio
 from collections import deque
@@ -43,23 +45,23 @@ class PlanChanges:
 
 
 class Scheduler:
-    """One model's rows and the memory of their KV. Its methods run on the loop's thread."""
+    """One model's sequences and the memory of their KV. Its methods run on the loop's thread."""
 
-    # Rows in the batch are active or held. A held row is parked, or will be after its prefill,
-    # since only so many rows with a grammar decode at once. Those take turns of a quantum of
-    # tokens, so that the wait for one is in proportion to the quantum and not to the longest answer
-    # before it: which answer is the shortest is unknown.
+    # Sequences in the batch are active or held. A held sequence is parked, or will be after its
+    # prefill, since only so many sequences with a grammar decode at once. Those take turns of a
+    # quantum of tokens, so that the wait for one is in proportion to the quantum and not to the
+    # longest answer before it: which answer is the shortest is unknown.
     def __init__(self, model: str, limits: GenerationLimits, memory: RowMemory) -> None:
         self.memory = memory
         self.limits = limits
-        self.bearable: int | None = None  # rows that the device has memory for, if it ran out
+        self.bearable: int | None = None  # sequences that the device has memory for, if it ran out
         self.leaving: list[int] = []
         self._model = model
-        self._last_row = 0
+        self._last_id = 0
         self._waiting = WaitingQueue()
         self._batch: dict[int, Choice] = {}
         self._held: deque[Choice] = deque()  # in the order in which they will go on
-        self._reading: frozenset[int] = frozenset()  # rows with prompt left to read
+        self._reading: frozenset[int] = frozenset()  # sequences with prompt left to read
         self._ending: dict[int, Choice] = {}  # preempted, to end with the tokens they have
         self._blocked: Joiner | None = None  # when last tried, it did not join for want of memory
         self._stuck: Sequence[Choice] = ()  # those that lacked memory only other models hold
@@ -79,134 +81,136 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Return the number of rows that wait to join, or to join again."""
+        """Return the number of sequences that wait to join, or to join again."""
         return len(self._waiting)
 
     @property
     def parked(self) -> int:
-        """Return the number of rows that have their KV and wait to decode."""
-        return sum(row.row not in self._reading for row in self._held)
+        """Return the number of sequences that have their KV and wait to decode."""
+        return sum(choice.id not in self._reading for choice in self._held)
 
     @property
     def running(self) -> int:
-        """Return the number of rows in the batch that are not parked."""
+        """Return the number of sequences in the batch that are not parked."""
         return len(self._batch) - self.parked
 
     @property
     def decoding(self) -> int:
-        return sum(row.row not in self._reading for row in self.batch.active)
+        return sum(choice.id not in self._reading for choice in self.batch.active)
 
     @property
     def prompts_in_prefill(self) -> list[int]:
         """Return the lengths of the prompts that are being read."""
-        rows = self._batch.values()
-        return [len(row.params.prompt) for row in rows if row.row in self._reading]
+        choices = self._batch.values()
+        return [len(choice.params.prompt) for choice in choices if choice.id in self._reading]
 
     def count_soon_decoding(self, most_tokens: int) -> int:
-        """Return how many rows in prefill, of prompts up to `most_tokens`, will decode."""
+        """Return how many sequences in prefill, of prompts up to `most_tokens`, will decode."""
         return sum(
-            row.row in self._reading and row.will_decode and len(row.params.prompt) <= most_tokens
-            for row in self.batch.active
+            choice.id in self._reading
+            and choice.will_decode
+            and len(choice.params.prompt) <= most_tokens
+            for choice in self.batch.active
         )
 
     @property
     def is_short_of_memory(self) -> bool:
-        """Return True if, when last tried, a row did not join for want of memory."""
+        """Return True if, when last tried, a sequence did not join for want of memory."""
         return self._blocked is not None
 
     @property
     def may_join(self) -> bool:
-        """Return True if a row joins now, or what is kept of prompts has to be freed."""
-        return self.memory.must_shrink_prefixes or bool(Joining(self.batch, self._waiting).rows)
+        """Return True if a sequence joins now, or what is kept of prompts has to be freed."""
+        return self.memory.must_shrink_prefixes or bool(Joining(self.batch, self._waiting).joiners)
 
     @property
     def must_move(self) -> bool:
-        """Return True if rows have to leave, end or take turns, even if none decodes."""
+        """Return True if sequences have to leave, end or take turns, even if none decodes."""
         return bool(self.leaving or self._ending or choose_rotation(self.batch).resuming)
 
-    def get(self, row: int) -> Choice | None:
-        """Return the choice of a row if it is in the batch."""
-        return self._batch.get(row) or self._ending.get(row)
+    def get(self, sequence_id: int) -> Choice | None:
+        """Return the choice of a sequence if it is in the batch."""
+        return self._batch.get(sequence_id) or self._ending.get(sequence_id)
 
     def wait(self, choices: Iterable[Choice]) -> None:
         """Add choices to the queue."""
         for choice in choices:
             self._waiting.add(choice)
 
-    def note_reading(self, rows: frozenset[int]) -> None:
-        """Record which rows have prompt left to read after a pass."""
-        self._reading = rows
+    def note_reading(self, ids: frozenset[int]) -> None:
+        """Record which sequences have prompt left to read after a pass."""
+        self._reading = ids
 
-    def note_end(self, row: int) -> None:
-        """Record that a row has ended."""
-        if self._ending.pop(row, None) is None:
-            self._exit(self._batch[row], row)
+    def note_end(self, sequence_id: int) -> None:
+        """Record that a sequence has ended."""
+        if self._ending.pop(sequence_id, None) is None:
+            self._exit(self._batch[sequence_id])
             self._bear_more()
 
     def shed(self) -> None:
-        """Keep half of the rows in the batch: the device had no memory for all. The others join
-        again as these leave it, and with each one that does one row more may run.
+        """Keep half of the sequences in the batch: the device had no memory for all. The others
+        join again as these leave it, and with each one that does one sequence more may run.
         """
         self.bearable = max(1, len(self._batch) // 2)
 
     def drop(self, choices: Sequence[Choice]) -> bool:
-        """Drop every row of a job. Return True if any has to leave the engine."""
+        """Drop every sequence of a job. Return True if any has to leave the engine."""
         for choice in choices:
             if choice.is_over:
                 continue
             choice.is_over = True
             if choice.is_queued:
                 self._waiting.remove([choice])
-            if choice.row is not None:
-                self.leaving.append(choice.row)
-                if self._batch.get(choice.row) is choice:
-                    self._exit(choice, choice.row)
+            if choice.id is not None:
+                self.leaving.append(choice.id)
+                if self._batch.get(choice.id) is choice:
+                    self._exit(choice)
                     self._bear_more()
-                self._ending.pop(choice.row, None)
+                self._ending.pop(choice.id, None)
         return bool(self.leaving)
 
     def end_running(self, error: GatewayError) -> None:
-        """End all rows that the engine has, with an error."""
-        preempted = [choice for choice in self._waiting if choice.row is not None]
+        """End all sequences that the engine has, with an error."""
+        preempted = [choice for choice in self._waiting if choice.id is not None]
         joined = [*self._batch.values(), *self._ending.values(), *preempted]
         for choice in joined:
             choice.end(error)
         self._waiting.remove(preempted)
-        self.leaving += [choice.row for choice in joined if choice.row is not None]
+        self.leaving += [choice.id for choice in joined if choice.id is not None]
         self._batch.clear()
         self._bear_more()
         self._ending.clear()
         self._held.clear()
 
     def end_stuck(self, error: GatewayError) -> None:
-        """End rows that have waited too long for memory that only other models hold.
+        """End sequences that have waited too long for memory that only other models hold.
 
-        A row that has tokens already ends with them, and finish reason `length`.
+        A sequence that has tokens already ends with them, and finish reason `length`.
         """
         now = asyncio.get_running_loop().time()
         for choice in self._stuck:
             has_joined = choice.stuck_since is None
             if choice.is_over or has_joined or now < self._gives_up_at(choice):
                 continue
-            if choice.row is not None and choice.tokens:
+            if choice.id is not None and choice.tokens:
                 self._waiting.remove([choice])
-                self._ending[choice.row] = choice
+                self._ending[choice.id] = choice
             else:
                 choice.end(error)
                 self._waiting.remove([choice])
-                if choice.row is not None:
-                    self.leaving.append(choice.row)
+                if choice.id is not None:
+                    self.leaving.append(choice.id)
 
     def end_all(self, error: GatewayError) -> None:
-        """End every row with an error."""
+        """End every sequence with an error."""
         self.end_running(error)
         for choice in self._waiting:
             choice.end(error)
         self._waiting = WaitingQueue()
 
     def look_for_memory(self) -> float | None:
-        """Record which rows lack memory. Return when, on the loop's clock, to try again to find
-        some, or to end stuck rows; None if no row lacks memory.
+        """Record which sequences lack memory. Return when, on the loop's clock, to try again to
+        find some, or to end stuck sequences; None if no sequence lacks memory.
         """
         self._choose_joining()
         if not self.is_short_of_memory:
@@ -215,19 +219,19 @@ class Scheduler:
         return min([soon, *map(self._gives_up_at, self._stuck)])
 
     def make_room(self) -> None:
-        """Evict idle models for the next row to join."""
+        """Evict idle models for the next sequence to join."""
         if self._blocked is not None and not self._blocked.choice.is_over:
-            rows = list(self._batch.values())
-            self.memory.make_room(self._blocked.lay_out(rows), is_pressing=not rows)
+            choices = list(self._batch.values())
+            self.memory.make_room(self._blocked.lay_out(choices), is_pressing=not choices)
 
     def schedule(self, turn: Turn, *, may_join: bool) -> StepPlan:
         """Plan the changes before a turn's first pass, once the lane is held, and record them.
 
-        Afterwards running rows have memory for the turn's steps and the pass launched ahead.
+        Afterwards running sequences have memory for the turn's steps and the pass launched ahead.
         """
         changes = PlanChanges(leaving=self.leaving)
         self.leaving = []
-        changes.capped += [(row, choice.tokens) for row, choice in self._ending.items()]
+        changes.capped += [(number, choice.tokens) for number, choice in self._ending.items()]
         self._rotate(changes)
         while self.bearable is not None and len(self._batch) > self.bearable:
             self._preempt(choose_youngest(list(self._batch.values())), changes)
@@ -242,24 +246,25 @@ class Scheduler:
         )
 
     def hold(self) -> None:
-        """Reserve the memory of the rows in the batch."""
+        """Reserve the memory of the sequences in the batch."""
         self.memory.hold(lay_out(self._batch.values()))
 
-    def _enter(self, choice: Choice, row: int) -> None:
-        self._batch[row] = choice
-        self._reading |= {row}
+    def _enter(self, choice: Choice, sequence_id: int) -> None:
+        self._batch[sequence_id] = choice
+        self._reading |= {sequence_id}
         choice.rotated_at = choice.tokens
         if choice.is_held:
             self._held.append(choice)
 
-    def _exit(self, choice: Choice, row: int) -> None:
-        del self._batch[row]
+    def _exit(self, choice: Choice) -> None:
+        assert choice.id is not None
+        del self._batch[choice.id]
         if choice.is_held:
             self._held.remove(choice)
 
     def _bear_more(self) -> None:
-        """Let one row more run, since one has left; any number once none is left, or as many as
-        may run at all.
+        """Let one sequence more run, since one has left; any number once none is left, or as many
+        as may run at all.
         """
         if self.bearable is not None:
             self.bearable += 1
@@ -267,7 +272,7 @@ class Scheduler:
                 self.bearable = None
 
     def _choose_joining(self) -> Sequence[Joiner]:
-        """Choose the rows that join, and record which lack memory."""
+        """Choose the sequences that join, and record which lack memory."""
         now = asyncio.get_running_loop().time()
         joining = Joining(self.batch, self._waiting)
         self._blocked, self._stuck = joining.blocked, joining.stuck
@@ -275,7 +280,7 @@ class Scheduler:
             choice.stuck_since = choice.stuck_since or now
         if joining.waits_for_rows is not None:
             joining.waits_for_rows.stuck_since = None
-        return joining.rows
+        return joining.joiners
 
     def _join(self, joiners: Sequence[Joiner], changes: PlanChanges, turn: Turn) -> None:
         self._waiting.remove(joiner.choice for joiner in joiners)
@@ -283,30 +288,30 @@ class Scheduler:
             choice = joiner.choice
             choice.is_held, choice.length = joiner.is_held, joiner.length
             choice.stuck_since = None
-            if choice.row is None:
-                self._last_row += 1
-                choice.join(self._last_row, turn)
-                changes.joining.append((self._last_row, choice.params))
+            if choice.id is None:
+                self._last_id += 1
+                choice.join(self._last_id, turn)
+                changes.joining.append((self._last_id, choice.params))
             else:
-                changes.resuming.append(choice.row)
-            assert choice.row is not None
-            self._enter(choice, choice.row)
+                changes.resuming.append(choice.id)
+            assert choice.id is not None
+            self._enter(choice, choice.id)
             if choice.is_held:
-                changes.parking.append(choice.row)
+                changes.parking.append(choice.id)
 
     def _rotate(self, changes: PlanChanges) -> None:
         rotation = choose_rotation(self.batch)
         for choice in rotation.parking:
-            assert choice.row is not None
+            assert choice.id is not None
             choice.is_held = True
             self._held.append(choice)
-            changes.parking.append(choice.row)
+            changes.parking.append(choice.id)
         for choice in rotation.resuming:
-            assert choice.row is not None
+            assert choice.id is not None
             choice.is_held = False
             self._held.remove(choice)
             choice.rotated_at = choice.tokens
-            changes.resuming.append(choice.row)
+            changes.resuming.append(choice.id)
 
     def _grow(self, changes: PlanChanges) -> None:
         growth = plan_growth(self.batch)
@@ -317,22 +322,22 @@ class Scheduler:
         if growth.room is not None:
             self.memory.make_room(growth.room, is_pressing=True)
         if growth.capped is not None:
-            assert growth.capped.row is not None
-            changes.capped.append((growth.capped.row, growth.capped.cap_at_memory()))
+            assert growth.capped.id is not None
+            changes.capped.append((growth.capped.id, growth.capped.cap_at_memory()))
 
     def _preempt(self, choice: Choice, changes: PlanChanges) -> None:
-        assert choice.row is not None
-        self._exit(choice, choice.row)
-        for rows in (changes.parking, changes.resuming):  # as was decided before in this turn
-            if choice.row in rows:
-                rows.remove(choice.row)
-        changes.preempting.append(choice.row)
+        assert choice.id is not None
+        self._exit(choice)
+        for ids in (changes.parking, changes.resuming):  # as was decided before in this turn
+            if choice.id in ids:
+                ids.remove(choice.id)
+        changes.preempting.append(choice.id)
         choice.preempt()
         self._waiting.add_preempted(choice)
         metrics.of(metrics.PREEMPTIONS, self._model).inc()
 
     def _gives_up_at(self, choice: Choice) -> float:
-        """Return when, on the loop's clock, a stuck row ends."""
+        """Return when, on the loop's clock, a stuck sequence ends."""
         assert choice.stuck_since is not None
         return choice.stuck_since + self.limits.memory_wait_s
 

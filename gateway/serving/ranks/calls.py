@@ -116,7 +116,7 @@ def digest(result: StepResult) -> str:
     """Return a digest of what a step did. Ranks whose digests differ are no longer alike."""
     # A call's id is random and a logprob may be rounded otherwise, so neither counts.
     said = [
-        (delta.row, delta.tokens, delta.finish_reason, delta.text, delta.reasoning, delta.error)
+        (delta.id, delta.tokens, delta.finish_reason, delta.text, delta.reasoning, delta.error)
         for delta in result.deltas
     ]
     state = (result.size, sorted(result.reading), result.decoding, len(result.faults))

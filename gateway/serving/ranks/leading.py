@@ -152,8 +152,8 @@ class LeadingEngine:
     def matches_schema(self, schema: str, answer: str) -> bool | None:
         return self._engine.matches_schema(schema, answer)
 
-    def read_answer(self, row: SequenceParams, text: str, is_cut: bool) -> Reading:
-        return self._engine.read_answer(row, text, is_cut)
+    def read_answer(self, params: SequenceParams, text: str, is_cut: bool) -> Reading:
+        return self._engine.read_answer(params, text, is_cut)
 
     def synchronize(self) -> None:
         self._engine.synchronize()

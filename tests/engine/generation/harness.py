@@ -216,7 +216,7 @@ class Rows(Steps):
 
     def hear(self, deltas: abc.Sequence[Delta]) -> None:
         for delta in deltas:
-            self.answers[delta.row].add(delta)
+            self.answers[delta.id].add(delta)
 
     def step(self, budget: int = 512) -> None:
         self.hear(self.prefill(budget) if self.is_reading else [])

@@ -424,7 +424,7 @@ class Mixture:
     def _hear(self, deltas: Sequence[Delta]) -> None:
         assert not self.steps.faults, self.steps.faults
         for delta in deltas:
-            self.rows[delta.row].told.add(delta)
+            self.rows[delta.id].told.add(delta)
         for number, row in list(self.rows.items()):
             if row.told.is_over:
                 del self.rows[number]

@@ -52,7 +52,7 @@ def told(
     steps = Steps(engine)
     rows = [join(steps, engine.prepare(each)[0]) for each in jobs]
     deltas = finish(steps, budget)
-    return [[delta for delta in deltas if delta.row == row] for row in rows]
+    return [[delta for delta in deltas if delta.id == row] for row in rows]
 
 
 def echoed(deltas: Sequence[Delta]) -> EchoedPrompt:

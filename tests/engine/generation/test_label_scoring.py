@@ -66,7 +66,7 @@ def run(
     }
     deltas: list[list[Delta]] = [[] for _ in jobs]
     for delta in finish(steps, budget):
-        deltas[owners[delta.row]].append(delta)
+        deltas[owners[delta.id]].append(delta)
     return deltas
 
 
@@ -173,7 +173,7 @@ def test_a_question_that_fails_fails_alone(plain: GenerationEngine, raises: bool
     pairs = zip(rows, prompts, strict=True)
     steps = Steps(plain)
     ids = [join(steps, replace(row, prompt=prompt)) for row, prompt in pairs]
-    deltas = {delta.row: delta for delta in finish(steps)}
+    deltas = {delta.id: delta for delta in finish(steps)}
     assert deltas[ids[1]].error is not None
     for i in (0, 2):
         judgement = deltas[ids[i]].judgement
@@ -294,7 +294,7 @@ def test_an_answer_waits_for_one_chunk_of_all_that_only_judge(plain: GenerationE
     for _ in range(2):
         steps.prefill(64)
         told += steps.decode()
-    assert [delta.row for delta in told] == [answer] * 2
+    assert [delta.id for delta in told] == [answer] * 2
     assert sum(delta.judgement is not None for delta in finish(steps, 64)) == 4
 
 

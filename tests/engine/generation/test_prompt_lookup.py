@@ -128,7 +128,7 @@ def repeating(folder: Path, speculate_rows: int = 8) -> tuple[GenerationEngine, 
     join(steps, row)
     steps.prefill(512)
     assert engine._sequences._running is not None
-    [answer] = engine._sequences._running.rows
+    [answer] = engine._sequences._running.seqs
     finish(steps)
     assert len(set(answer.tokens)) == 40
     return engine, replace(row, prompt=[*answer.tokens, *row.prompt])
@@ -203,7 +203,7 @@ def test_drafts_that_are_right_in_part_change_no_answer(
     append = Sequence.append
 
     def watched(row: Sequence, token: int) -> Any:
-        wholes[tuple(row.job.prompt)] = row.context
+        wholes[tuple(row.params.prompt)] = row.context
         return append(row, token)
 
     with monkeypatch.context() as watch:
@@ -279,7 +279,7 @@ def test_who_leaves_with_a_draft_leaves_no_states_to_go_back_to(
     while batch.is_reading:
         batch.hear(batch.prefill(512))
     assert engine._sequences._running is not None
-    prompt = next(row.job.prompt for row in engine._sequences._running.rows if row.id == drafted)
+    prompt = next(row.params.prompt for row in engine._sequences._running.seqs if row.id == drafted)
 
     def draft(_: PromptLookup, context: list[int], limit: int) -> list[int]:
         return [1] * (limit > 0 and context[: len(prompt)] == list(prompt))

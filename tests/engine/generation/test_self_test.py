@@ -294,7 +294,7 @@ def test_rows_that_run_one_at_a_time_can_leave_wherever_they_are(tmp_path: Path)
     assert steps.is_decoding
     ended = set()
     while steps.is_decoding:
-        ended |= {delta.row for delta in steps.decode() if delta.finish_reason}
+        ended |= {delta.id for delta in steps.decode() if delta.finish_reason}
     assert ended == {rows[1], rows[3]}
 
 

@@ -141,7 +141,7 @@ def end_soon(engine: GenerationEngine, place: int) -> None:
     """Let the row at a place of the batch end after a few more tokens."""
     steps = Steps(engine)
     assert engine._sequences._running is not None
-    row = engine._sequences._running.rows[place]
+    row = engine._sequences._running.seqs[place]
     steps.change(capped=[(row.id, len(row.tokens) + 4)])
 
 
@@ -165,7 +165,7 @@ def test_a_step_waits_once_and_launches_the_next_pass_before_tokens_are_appended
 
     def lengths() -> list[int]:
         assert engine._sequences._running is not None
-        return [len(row.tokens) for row in engine._sequences._running.rows]
+        return [len(row.tokens) for row in engine._sequences._running.seqs]
 
     launched: list[list[int]] = []
     watch(engine, lambda _: launched.append(lengths()))
@@ -223,7 +223,7 @@ def test_states_are_waited_for_at_ends_of_blocks_alone(folders: dict[str, Path],
     engine = open_engine(folders[kind], prefix_cache_bytes=PLENTY)
     batch = begun(engine, [{"sampling": PLAIN}])
     assert engine._sequences._running is not None
-    (row,) = engine._sequences._running.rows
+    (row,) = engine._sequences._running.seqs
     waited: dict[bool, set[int]] = {False: set(), True: set()}
     for _ in range(BLOCK + 2):
         is_end = len(row.context) % BLOCK == 0

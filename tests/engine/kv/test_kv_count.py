@@ -68,9 +68,9 @@ def test_rows_hold_no_more_kv_than_is_counted(tmp_path: Path, kind: str, seed: i
         deltas = steps.prefill(256) if steps.is_reading else []
         for delta in (*deltas, *steps.decode()):
             assert delta.error is None
-            used[delta.row] += delta.tokens
+            used[delta.id] += delta.tokens
             if delta.finish_reason is not None:
-                del used[delta.row]
+                del used[delta.id]
         lone = {each for each in used if each in apart or whole[each] - used[each] <= 1} - gone
         layout = Layout(
             [used[each] for each in used.keys() - lone - gone],

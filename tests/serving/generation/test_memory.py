@@ -469,7 +469,7 @@ def test_rows_that_leave_after_a_shortage_make_room_for_others() -> None:
     )
     choices = [Choice(row(1, 9), asyncio.Queue()) for _ in range(9)]
     for number, choice in enumerate(choices[:8]):
-        choice.row = number
+        choice.id = number
         scheduler._enter(choice, number)
     scheduler.shed()
     assert scheduler.bearable == 4

@@ -123,7 +123,7 @@ async def test_the_preempted_go_first_by_rank() -> None:
     waiting = filled(a=(1.0, 2))
     for request, rank in (("y", 9.0), ("x", 5.0)):
         late = a_choice(request, rank)
-        late.row = int(rank)
+        late.id = int(rank)
         waiting.add_preempted(late)
     joining = choose(waiting, 3)
     assert names(joining) == "xya"

@@ -41,7 +41,7 @@ def test_a_compiled_grammar_is_not_sent() -> None:
 
 def test_the_digest_is_of_what_was_said() -> None:
     """Tokens, texts and ends count; a call's random id does not."""
-    delta = Delta(0, "a", 1, row=1)
+    delta = Delta(0, "a", 1, id=1)
     result = StepResult([delta], Pass(1, 1, 1), decoding=1)
     one = digest(result)
     assert one == digest(replace(result, deltas=[replace(delta, cached_tokens=5)]))
@@ -50,7 +50,7 @@ def test_the_digest_is_of_what_was_said() -> None:
         digest(replace(result, reading=frozenset({2}))),
         digest(replace(result, size=Pass(1, 2, 2))),
         digest(replace(result, deltas=[replace(delta, text="b")])),
-        digest(replace(result, deltas=[replace(delta, row=2)])),
+        digest(replace(result, deltas=[replace(delta, id=2)])),
         digest(replace(result, deltas=[replace(delta, finish_reason="stop")])),
         digest(replace(result, deltas=[replace(delta, error="no")])),
         digest(replace(result, faults=[PassFault(Fault.ROW, "no")])),

@@ -140,7 +140,7 @@ def test_a_call_that_fails_everywhere_fails_for_its_caller_alone(ranks: Ranks) -
     ranks.follow(Refusing)
     engine = ranks.lead(Refusing())
     [refused] = join(engine, params("!"), params("a")).deltas
-    assert (refused.row, refused.error) == (1, "no")
+    assert (refused.id, refused.error) == (1, "no")
     with pytest.raises(RuntimeError):
         engine.probe()
     assert decode(engine) == ["a"]

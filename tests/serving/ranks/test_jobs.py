@@ -191,7 +191,7 @@ def test_a_job_is_answered_alike_on_every_rank(
     results = pair.run(rows[name])
     deltas = [delta for result in results for delta in result.deltas]
     assert not [delta.error for delta in deltas if delta.error is not None]
-    ends = [delta.row for delta in deltas if delta.finish_reason is not None]
+    ends = [delta.id for delta in deltas if delta.finish_reason is not None]
     assert sorted(ends) == list(range(1, 1 + len(rows[name])))
     end = pair.other.step(StepPlan())
     assert (end.reading, end.decoding) == (frozenset(), 0)
@@ -210,10 +210,10 @@ def test_every_call_that_changes_an_engine_is_made_on_every_rank(
     engine.step(StepPlan(kind="decode"))
     plan = StepPlan(parking=[parked], preempting=[preempted], leaving=[left], capped=[(capped, 1)])
     [end] = engine.step(plan).deltas
-    assert (end.row, end.finish_reason) == (capped, "length")
+    assert (end.id, end.finish_reason) == (capped, "length")
     engine.step(StepPlan(kind="decode", clear_prefixes=True, resuming=[parked, preempted]))
     deltas = [delta for result in run_rows(engine, []) for delta in result.deltas]
-    ends = {delta.row for delta in deltas if delta.finish_reason is not None}
+    ends = {delta.id for delta in deltas if delta.finish_reason is not None}
     assert ends == {parked, preempted, kept}
     engine.probe()
     for verdict in engine.self_test():
