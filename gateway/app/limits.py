@@ -1,7 +1,7 @@
 """The limits of each model: the settings, overridden by the model's keys of models.yaml."""
 
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
-from gateway.serving.budget import LEAST_PREFIXES, Budget, Prefixes
+from gateway.serving.budget import LEAST_PREFIXES, Budget, PrefixShare
 from gateway.serving.embedding.policy import EmbeddingLimits, Windows
 from gateway.serving.generation.policy import GenerationLimits
 from gateway.settings import Settings
@@ -15,9 +15,9 @@ def budget_bytes(settings: Settings, memory_bytes: int) -> int:
     return settings.cache_max_bytes or int(CACHE_SHARE * memory_bytes)
 
 
-def sized_prefixes(budget: Budget, memory_bytes: int) -> Prefixes:
+def sized_prefixes(budget: Budget, memory_bytes: int) -> PrefixShare:
     """Return the room for what is kept of prompts, by the size of machine and models."""
-    return Prefixes(budget, prefix_share(memory_bytes), leaves_room=True)
+    return PrefixShare(budget, prefix_share(memory_bytes), leaves_room=True)
 
 
 def prefix_share(memory_bytes: int) -> int:

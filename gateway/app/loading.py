@@ -16,7 +16,7 @@ from gateway.errors import EngineFailed, Fault, ModelLoadFailed
 from gateway.jobs import Adapter, Compiled, KvCost, Sampling, SequenceParams, StepPlan
 from gateway.registry import ChatSpec, EmbeddingSpec, Inputs, ModelSpec, RerankSpec
 from gateway.serving.admission import Arrivals
-from gateway.serving.budget import Budget, Prefixes
+from gateway.serving.budget import Budget, PrefixShare
 from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.serving.embedding.reranker import RerankBatcher
 from gateway.serving.faults import DeviceHealth
@@ -171,7 +171,7 @@ class ModelLoader:
     pool: ThreadPools
     arrivals: Arrivals
     budget: Budget
-    prefixes: Prefixes  # of all chat models that have no room of their own for them
+    prefixes: PrefixShare  # of all chat models that have no room of their own for them
     pulls: Pulls
     kept: KeptPrefixes
 
@@ -293,11 +293,11 @@ class ModelLoader:
                 ):
                     yield batcher, nbytes + included
 
-    def _prefixes_of(self, spec: ChatSpec) -> Prefixes:
+    def _prefixes_of(self, spec: ChatSpec) -> PrefixShare:
         """Return the room for what is kept of a model's prompts."""
         kept = settings_of(spec, self.settings).prefix_cache_bytes
         if kept != "auto":
-            return Prefixes(self.budget, kept)
+            return PrefixShare(self.budget, kept)
         if spec.parallel is not None:  # whose ranks load no other models
             return sized_prefixes(self.budget, self.engines.memory_bytes)
         return self.prefixes

@@ -31,7 +31,7 @@ class Budget:
         self._held_bytes = 0
         self._models: Evictable | None = None
         self._listeners: dict[Callable[[], None], None] = {}
-        self.prefixes: list[Prefixes] = []  # in the order in which they give bytes back
+        self.prefixes: list[PrefixShare] = []  # in the order in which they give bytes back
 
     @property
     def free_bytes(self) -> int:
@@ -77,11 +77,11 @@ class Budget:
         """Return the bytes that are kept of prompts, which are freed when others need them."""
         return sum(prefixes.nbytes for prefixes in self.prefixes)
 
-    def kept_besides(self, own: "Prefixes") -> int:
+    def kept_besides(self, own: "PrefixShare") -> int:
         """Return the bytes that are kept of prompts in other rooms."""
         return sum(prefixes.nbytes for prefixes in self.prefixes if prefixes is not own)
 
-    def recall(self, nbytes: int, *, besides: "Prefixes") -> bool:
+    def recall(self, nbytes: int, *, besides: "PrefixShare") -> bool:
         """Have so many bytes freed that others than these keep of prompts; False if they keep none.
 
         They are freed in turns of those, after which listeners are called.
@@ -150,8 +150,8 @@ class Share:
         self.resize(0)
 
 
-class Prefixes:
-    """The bytes that models keep of prompts in one room: the first to go when others need them."""
+class PrefixShare:
+    """The share of the budget that one prefix pool has: the first to go when others need bytes."""
 
     # At most `most` bytes; with `leaves_room`, as many as leave room for models and a row.
     def __init__(self, budget: Budget, most: int, *, leaves_room: bool = False) -> None:

@@ -112,7 +112,7 @@ async def test_models_share_what_the_machine_has_room_for(tmp_path: Path) -> Non
         pool = engines._chat.prefixes
         assert {each.cached[0] for each in asked.values()} == {0}
         assert min(each.cached[1] for each in asked.values()) > 0
-        assert len({kept.owner for kept in pool.kept.values()}) == 2
+        assert len({kept.owner for kept in pool.entries.values()}) == 2
         assert 0 < pool.nbytes <= pool.limit <= budget - 3 * weights
 
 

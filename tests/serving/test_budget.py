@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.serving.budget import Budget, Prefixes
+from gateway.serving.budget import Budget, PrefixShare
 
 
 def test_a_share_is_held_until_it_is_released() -> None:
@@ -33,7 +33,7 @@ def test_whoever_listens_hears_of_bytes_that_come_back(sizes: list[int]) -> None
 def test_a_row_that_lacks_memory_calls_on_other_rooms_than_its_own() -> None:
     """Its own it empties by itself, in its own turn; listeners hear of a call once."""
     budget = Budget(1000)
-    own, other = Prefixes(budget, 1000), Prefixes(budget, 1000)
+    own, other = PrefixShare(budget, 1000), PrefixShare(budget, 1000)
     heard: list[int] = []
     budget.listen(lambda: heard.append(other.recalled))
     with own.in_use(), other.in_use():

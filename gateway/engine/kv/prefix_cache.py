@@ -38,7 +38,7 @@ ROOT: Root = (0, "")
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _Entry:
     """The plain layers' planes of one block, or the other layers' caches after a block."""
 
     owner: "PrefixCache"
@@ -64,14 +64,14 @@ class PrefixPool:
         self.roots = count(0, -1)  # the numbers of what no block comes before
         # Least recently used first. A block counts as used just before the one that it follows,
         # so the first of a cache has no block that follows it, and can be evicted.
-        self.kept: OrderedDict[Key, _Kept] = OrderedDict()
+        self.entries: OrderedDict[Key, _Entry] = OrderedDict()
         self.growing: dict[Key, None] = {}  # the states of answers under way, the oldest first
         self._buffers = buffers or KeptBuffers()  # the arrays that all pools keep
 
     def shrink(self) -> None:
         """Drop what exceeds the limit."""
         while self.nbytes > self.limit:
-            self.drop(next(chain(self.growing, self.kept)))
+            self.drop(next(chain(self.growing, self.entries)))
 
     def has_room(self, nbytes: int, buffers: int) -> bool:
         has_buffers = self._buffers.count + buffers <= self._buffers.limit
@@ -79,25 +79,25 @@ class PrefixPool:
 
     def next_evicted(self, nbytes: int, *, is_growing: bool) -> Key | None:
         """Return what has to go first for so many bytes more."""
-        growing = sum(self.kept[key].nbytes for key in self.growing)
+        growing = sum(self.entries[key].nbytes for key in self.growing)
         if not is_growing or growing + nbytes > GROWING_SHARE * self.limit:
-            keys: Iterable[Key] = chain(self.growing, self.kept)
+            keys: Iterable[Key] = chain(self.growing, self.entries)
         else:
-            keys = (key for key in self.kept if key not in self.growing)
+            keys = (key for key in self.entries if key not in self.growing)
         return next(iter(keys), None)
 
-    def add(self, key: Key, kept: _Kept) -> None:
-        self.kept[key] = kept
-        self._count(kept, 1)
+    def add(self, key: Key, entry: _Entry) -> None:
+        self.entries[key] = entry
+        self._count(entry, 1)
 
     def drop(self, key: Key) -> None:
         self.growing.pop(key, None)
-        self._count(self.kept.pop(key), -1)
+        self._count(self.entries.pop(key), -1)
 
-    def _count(self, kept: _Kept, times: int) -> None:
-        self.nbytes += times * kept.nbytes
-        kept.owner.nbytes += times * kept.nbytes
-        self._buffers.count += times * kept.buffers
+    def _count(self, entry: _Entry, times: int) -> None:
+        self.nbytes += times * entry.nbytes
+        entry.owner.nbytes += times * entry.nbytes
+        self._buffers.count += times * entry.buffers
 
 
 class PrefixCache:
@@ -116,7 +116,7 @@ class PrefixCache:
         self._empty = [for_batch(layer) for layer in empty]
         self._is_plain = [isinstance(layer, RaggedKVCache) for layer in self._empty]
         self._roots: dict[Root, int] = {}  # the numbers of what no block comes before
-        self._kept, self._growing = pool.kept, pool.growing
+        self._entries, self._growing = pool.entries, pool.growing
         self._names: dict[tuple[Root, bytes], Key] = {}  # a router's, of what ends in a block
 
     @property
@@ -152,11 +152,11 @@ class PrefixCache:
         path = self._usable(tokens, root)
         if not path:
             return 0, None
-        blocks = [self._kept[key] for key in path]
+        blocks = [self._entries[key] for key in path]
         states: Sequence[Any] = ()
         if self.needs_block_ends:
             path.append(self._state_key(path))
-            states = self._kept[path[-1]].layers
+            states = self._entries[path[-1]].layers
         self._use(path)
         length = BLOCK * len(blocks)
         pages = zip(*(block.layers for block in blocks), strict=True)
@@ -167,7 +167,7 @@ class PrefixCache:
     def names(self, adapter: int = 0) -> list[bytes]:
         """List the names of what is kept, the oldest first. Safe on any thread."""
         named = list(self._names.items())
-        return [name for (root, name), key in named if root[0] == adapter and key in self._kept]
+        return [name for (root, name), key in named if root[0] == adapter and key in self._entries]
 
     def store(
         self,
@@ -234,7 +234,7 @@ class PrefixCache:
             return False
         for end in dropped:
             key = self._state_key(path[: end // BLOCK])
-            if key in self._kept:
+            if key in self._entries:
                 self.pool.drop(key)
         return True
 
@@ -243,14 +243,14 @@ class PrefixCache:
         path = self._path(tokens, root)
         for end in ends:
             key = self._state_key(path[: end // BLOCK])
-            if BLOCK * len(path) >= end and key in self._kept:
+            if BLOCK * len(path) >= end and key in self._entries:
                 self._use([key])
         self._use(path)
 
     def forget(self, adapter: int) -> None:
         """Drop all that is kept of an adapter."""
         gone = {number for root, number in self._roots.items() if root[0] == adapter}
-        for key, block in sorted(self._kept.items(), key=lambda item: item[1].number):
+        for key, block in sorted(self._entries.items(), key=lambda item: item[1].number):
             if key[0] in gone:  # it follows another that is gone
                 gone.add(block.number)
                 self.pool.drop(key)
@@ -265,8 +265,8 @@ class PrefixCache:
         further ahead are left out: few prompts go on there, and a slow device has many of them.
         """
         following: dict[int, list[Key]] = defaultdict(list)
-        for key, kept in self._kept.items():
-            if kept.owner is self and len(key) > 1:  # not states
+        for key, entry in self._entries.items():
+            if entry.owner is self and len(key) > 1:  # not states
                 following[key[0]].append(key)
         pieces: dict[Key, PrefixPiece] = {}  # by their first block
         starts: list[tuple[str, int, PrefixPiece | None, int]] = [
@@ -275,12 +275,12 @@ class PrefixCache:
         while starts:
             salt, after, before, place = starts.pop()
             for key in following[after]:
-                run = follow(key, place, self._kept, following)
+                run = follow(key, place, self._entries, following)
                 own = [token for key in run for token in key[1:]]
                 pieces[key] = PrefixPiece(salt, own, before)
-                last = self._kept[run[-1]].number
+                last = self._entries[run[-1]].number
                 starts.append((salt, last, pieces[key], place + len(run)))
-        return [pieces[key] for key in reversed(self._kept) if key in pieces]
+        return [pieces[key] for key in reversed(self._entries) if key in pieces]
 
     def copy_piece(self, adapter: int, piece: PrefixPiece) -> bytes | None:
         """Return a piece's content; None if some of it has gone meanwhile."""
@@ -289,9 +289,9 @@ class PrefixCache:
         if BLOCK * len(path) < len(tokens):
             return None
         own = path[-len(piece.own) // BLOCK :]
-        after = self._kept.get(self._state_key(path))
+        after = self._entries.get(self._state_key(path))
         states = None if after is None else [layer.state for layer in after.layers]
-        return encode((tokens, [self._kept[key].layers for key in own], states))
+        return encode((tokens, [self._entries[key].layers for key in own], states))
 
     def put_piece(self, adapter: int, salt: str, content: bytes) -> bool:
         """Keep a piece, as what was used before all that is kept; False if there is no room for it.
@@ -311,7 +311,7 @@ class PrefixCache:
             start = BLOCK * len(path)
             self._put_back((self._after(path, root), *tokens[start : start + BLOCK]), pages, path)
         key = self._state_key(path)
-        if states is not None and key not in self._kept:
+        if states is not None and key not in self._entries:
             _, layers = self._split(copy.deepcopy(self._empty))
             for layer, state in zip(layers, states, strict=True):
                 layer.state = state
@@ -321,7 +321,7 @@ class PrefixCache:
     def _put_back(self, key: Key, layers: Sequence[Any], path: list[Key]) -> None:
         if not self._put(key, layers, path, is_growing=False):
             raise ValueError("it is not finite")
-        self._kept.move_to_end(key, last=False)
+        self._entries.move_to_end(key, last=False)
 
     def stop(self) -> None:
         """Drop everything, and keep nothing from now on."""
@@ -329,7 +329,7 @@ class PrefixCache:
         self.clear()
 
     def clear(self) -> None:
-        for key in [key for key, kept in self._kept.items() if kept.owner is self]:
+        for key in [key for key, entry in self._entries.items() if entry.owner is self]:
             self.pool.drop(key)
         self._names.clear()
 
@@ -344,19 +344,19 @@ class PrefixCache:
         path: list[Key] = []
         for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
             key = (self._after(path, root), *tokens[start : start + BLOCK])
-            if key not in self._kept:
+            if key not in self._entries:
                 break
             path.append(key)
         return path
 
     def _has_states(self, path: Sequence[Key], tokens: Sequence[int]) -> bool:
         """Return True if a path ends where the tokens do, and a prompt can continue from there."""
-        return BLOCK * len(path) == len(tokens) and self._state_key(path) in self._kept
+        return BLOCK * len(path) == len(tokens) and self._state_key(path) in self._entries
 
     def _usable(self, tokens: Sequence[int], root: Root) -> list[Key]:
         """List those blocks up to the last one after which a prompt can continue."""
         path = self._path(tokens, root)
-        while path and self.needs_block_ends and self._state_key(path) not in self._kept:
+        while path and self.needs_block_ends and self._state_key(path) not in self._entries:
             path.pop()
         return path
 
@@ -365,13 +365,13 @@ class PrefixCache:
         for end, name in named:
             if 0 < end <= BLOCK * len(path):
                 self._names[root, name] = path[(end - 1) // BLOCK]
-        if len(self._names) > 2 * len(self._kept) + BLOCK:
-            self._names = {name: key for name, key in self._names.items() if key in self._kept}
+        if len(self._names) > 2 * len(self._entries) + BLOCK:
+            self._names = {name: key for name, key in self._names.items() if key in self._entries}
 
     def _after(self, path: Sequence[Key], root: Root = ROOT) -> int:
         """Return the number that identifies what follows a path."""
         if path:
-            return self._kept[path[-1]].number
+            return self._entries[path[-1]].number
         if root not in self._roots:
             self._roots[root] = next(self.pool.roots)
         return self._roots[root]
@@ -382,7 +382,7 @@ class PrefixCache:
 
     def _use(self, path: Sequence[Key]) -> None:
         for key in reversed(path):
-            self._kept.move_to_end(key)
+            self._entries.move_to_end(key)
             self._growing.pop(key, None)
 
     def _keep_states(
@@ -390,7 +390,7 @@ class PrefixCache:
     ) -> None:
         """Keep what the other layers have of a row after a path."""
         key = self._state_key(path)
-        if key not in self._kept:
+        if key not in self._entries:
             states = [_extract(layer, row) for layer in layers]
             if self._put(key, states, list(path), is_growing=is_growing) and is_growing:
                 self._growing[key] = None
@@ -413,7 +413,7 @@ class PrefixCache:
         if not all(is_finite.item() for is_finite in are_finite):
             return False
         number = next(self.pool.numbers)
-        self.pool.add(key, _Kept(self, number, layers, nbytes, len(arrays)))
+        self.pool.add(key, _Entry(self, number, layers, nbytes, len(arrays)))
         path.append(key)
         return True
 

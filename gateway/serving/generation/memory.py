@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from gateway.errors import PromptTooLarge
 from gateway.jobs import KvCost, SequenceParams
-from gateway.serving.budget import Budget, Prefixes
+from gateway.serving.budget import Budget, PrefixShare
 
 KV_STEP = 256  # tokens by which KV caches grow: they may hold as many unused ones
 SPARE_ROWS = 8  # for so many sequences in a batch, KV may have the room of one more
@@ -84,12 +84,14 @@ def longest_chunk(chunk_tokens: int) -> int:
 class RowMemory:
     """The share of the budget of one model's sequences."""
 
-    def __init__(self, budget: Budget, costs: RowCosts, prefixes: Prefixes | None = None) -> None:
+    def __init__(
+        self, budget: Budget, costs: RowCosts, prefixes: PrefixShare | None = None
+    ) -> None:
         self._budget = budget
         self._costs = costs
         self._share = budget.share()
         # What is kept of prompts is freed when sequences or models need memory.
-        self.prefixes = prefixes or Prefixes(budget, budget.limit_bytes)
+        self.prefixes = prefixes or PrefixShare(budget, budget.limit_bytes)
 
     @property
     def must_shrink_prefixes(self) -> bool:

@@ -112,7 +112,7 @@ def test_a_long_answer_keeps_few_states(tmp_path: Path, kind: str) -> None:
     Steps(engine).change(clear_prefixes=True)
     weights, before = engine.nbytes(), active_memory()
     answers(engine, [asked])
-    kept = engine.prefixes._kept
+    kept = engine.prefixes._entries
     states = sum(1 for key in kept if len(key) == 1)
     assert states == 3 + 1  # three of the ends of the answer's four blocks; the prompt's
     assert sum(1 for key in kept if len(key) > 1) == 329 // BLOCK
@@ -211,7 +211,7 @@ def test_answers_under_way_take_at_most_half_of_the_room(sliding: Path, set_byte
     for _ in range(3 * BLOCK):
         run.step()
     prefixes = engine.prefixes
-    growing = sum(prefixes._kept[key].nbytes for key in prefixes._growing)
+    growing = sum(prefixes._entries[key].nbytes for key in prefixes._growing)
     assert 3 * set_bytes < growing < (MIN_SETS / 2 + 2) * set_bytes
     run.finish()
     assert answers(engine, [bare(SHARED)])[0].cached_tokens == 2 * BLOCK

@@ -282,9 +282,9 @@ def test_a_closed_engine_holds_no_prefix(plain: Path) -> None:
 def test_a_broken_prefix_cannot_break_a_row_twice(plain: Path) -> None:
     engine = open_engine(plain, prefix_cache_bytes=PLENTY)
     (expected,) = answers(engine, [bare(BASE)])
-    for key, kept in engine.prefixes._kept.items():
+    for key, kept in engine.prefixes._entries.items():
         short = [(keys[..., :3], values) for keys, values in kept.layers]
-        engine.prefixes._kept[key] = replace(kept, layers=short)
+        engine.prefixes._entries[key] = replace(kept, layers=short)
     (told,) = answers(engine, [bare(BASE)])
     assert (told.ids, told.cached_tokens) == (expected.ids, 0)
 
@@ -336,9 +336,9 @@ def test_what_is_kept_is_bounded_and_within_reach(prompts: list[list[int]], bloc
     prefixes = PrefixCache([KVCache()], PrefixPool(blocks * block))  # type: ignore[no-untyped-call]
     for prompt in prompts:
         prefixes.store(prompt, [batch(len(prompt))], 0)
-        assert prefixes.nbytes == block * len(prefixes._kept) <= blocks * block
-        numbers = {0, *(kept.number for kept in prefixes._kept.values())}
-        assert all(key[0] in numbers for key in prefixes._kept)
+        assert prefixes.nbytes == block * len(prefixes._entries) <= blocks * block
+        numbers = {0, *(kept.number for kept in prefixes._entries.values())}
+        assert all(key[0] in numbers for key in prefixes._entries)
         known, layers = prefixes.take(prompt)
         assert known == prefixes.count_known(prompt) == min(len(prompt), blocks * BLOCK)
         if layers is not None:

@@ -12,7 +12,7 @@ import pytest
 from gateway import metrics
 from gateway.errors import NoRoom, PromptTooLarge
 from gateway.jobs import DraftCost, Grammar, KvCost, Sampling, SequenceParams
-from gateway.serving.budget import LEAST_PREFIXES, Budget, Prefixes
+from gateway.serving.budget import LEAST_PREFIXES, Budget, PrefixShare
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.generation.choice import Choice
 from gateway.serving.generation.memory import KV_STEP, Layout, RowCosts, RowMemory
@@ -312,7 +312,7 @@ async def test_what_an_idle_model_keeps_gives_way_to_rows_that_grow(rows: int) -
 def test_rooms_give_in_turn_and_no_more_than_is_wanted() -> None:
     """The second only what the first has not."""
     budget = Budget(1000)
-    one, two = Prefixes(budget, 1000), Prefixes(budget, 1000)
+    one, two = PrefixShare(budget, 1000), PrefixShare(budget, 1000)
     with one.in_use(), two.in_use():
         one.note(300)
         two.note(700)
@@ -339,7 +339,7 @@ def test_what_is_kept_is_sized_by_models_and_a_row() -> None:
         loaded.nbytes = models
         budget.attach(loaded)
         budget.share().resize(models)
-        assert Prefixes(budget, 10 * least, leaves_room=True).allowed(row) == expected
+        assert PrefixShare(budget, 10 * least, leaves_room=True).allowed(row) == expected
 
 
 async def test_a_row_that_fits_passes_one_that_others_keep_waiting() -> None:
