@@ -32,12 +32,13 @@ the way back is the way in. A rerank request takes the same way, by serving/embe
 engine/embedding/cross_encoder or label_scorer; an embedding model scores by the cosine of its
 vectors.
 
-A chat request: the same by api/chat and wire/chat, until serving/generation/scheduler lets its rows
-join, when there is memory for their KV. Reading prompts and decoding take turns of the lane of
-their own. In each the scheduler makes a StepPlan, by generation/policy, which
-engine/generation/engine carries out: rows join and a chunk is read (prefill), or rows leave and
-each of the others gets a token (decode_batch). The deltas in its StepResult travel up one async
-generator to api/exchange, whose end, however it comes, takes its row out of the batch.
+A chat request: the same by api/chat and wire/chat; engine/generation/prepare makes its sequences,
+and serving/generation/scheduler lets them join, when there is memory for their KV. Reading prompts
+and decoding take turns of the lane of their own. In each the scheduler makes a StepPlan, by
+generation/policy, which engine/generation/engine carries out on its sequences: some join and a
+chunk is read (prefill), or some leave and each of the others gets a token (decode_batch). The
+deltas in its StepResult travel up one async generator to api/exchange, whose end, however it comes,
+takes the sequence out of the batch.
 """
 
 __version__ = "0.1.0"

@@ -53,7 +53,7 @@ class Sequences:
         applied: Applied,
         pass_s: float | None,
     ) -> None:
-        """`applied` gives the context of a pass with these adapters, one a row; no pass is to take
+        """`applied` returns the context for a pass of rows with these adapters. No pass is to take
         longer than `pass_s`.
         """
         self.last_pass = Pass()  # of the step under way, or the last one
@@ -69,7 +69,7 @@ class Sequences:
         self._running: DecodeBatch | None = None
         self._queued: deque[DecodeBatch] = deque()  # of one sequence each, if not batched
         self._parked: dict[int, Sequence | DecodeBatch] = {}
-        self._untold: list[Delta] = []  # of rows that ended as another left
+        self._untold: list[Delta] = []  # ends that came of another's leaving
         self._may_batch = True  # no verdict forbids it
         if not can_batch(model):
             self.apply_verdict(ALONE)
@@ -143,7 +143,7 @@ class Sequences:
         return seq
 
     def leave_adapter(self, adapter: int) -> None:
-        """Drop all sequences of an adapter, and the step under way."""
+        """Drop all sequences of an adapter, once the step under way is over."""
         self.synchronize()
         for seq in self._all():
             if seq.adapter == adapter:
