@@ -194,7 +194,7 @@ def test_what_finds_out_whether_the_device_works_compiles_nothing(
 
     monkeypatch.setattr(generation, "read_probe", note)
     encoder = {"encode": list, "encode_pairs": lambda *_: []}
-    decoder = {"synchronize": list, "_model": None, "_vocab_size": 1}
+    decoder = {"synchronize": list, "_model": None, "_setup": SimpleNamespace(vocab_size=1)}
     operation = "embed" if engine is EmbeddingEngine else "score"
     some: Any = SimpleNamespace(**encoder, **decoder, **{operation: note})
     probe: Any = engine
