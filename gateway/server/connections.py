@@ -22,8 +22,7 @@ from hypercorn.config import Sockets
 from hypercorn.events import Event, Updated
 
 from gateway import clock, logs
-from gateway.server.bodies import Stream
-from gateway.server.http1 import Http1
+from gateway.server.http1 import Http1, Stream
 
 log = logs.get("server")
 
