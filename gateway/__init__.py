@@ -6,7 +6,7 @@ The house, from the roof down; an import goes down, never up, never to a strange
 
     cli, __main__      one file per command; serve is the one that stays
     server             beside cli: what Hypercorn needs for HTTP/1.1
-    doctor             the engine tested and timed on the user's own device
+    doctor             the user's own machine checked; the engine tested and timed on it
     bench              the load tool (its client is in the extra of that name)
     app                where concrete parts meet: an engine and a batcher for every spec
     api                HTTP, one file an endpoint; endpoints.py has the table of all of them
