@@ -1,5 +1,9 @@
-"""The limits of each model: the settings, overridden by the model's keys of models.yaml."""
+"""The settings, overridden by a model's keys of models.yaml → its limits; and → the hub's client.
 
+No mlx is needed: some commands only list models.
+"""
+
+from gateway.engine.hub import Hub
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
 from gateway.serving.budget import LEAST_PREFIXES, Budget, Prefixes
 from gateway.serving.embedding.policy import EmbeddingLimits, Windows
@@ -23,11 +27,6 @@ def sized_prefixes(budget: Budget, memory_bytes: int) -> Prefixes:
 def prefix_share(memory_bytes: int) -> int:
     """Return the most bytes that may be kept of prompts, however small models are."""
     return max(int(PREFIX_SHARE * memory_bytes), LEAST_PREFIXES)
-
-
-def dtype_of(spec: ModelSpec) -> str | None:
-    """Return the type that a model's weights are to have; None for the checkpoint's."""
-    return None if spec.dtype == "auto" else spec.dtype
 
 
 def settings_of(spec: ModelSpec, settings: Settings) -> Settings:
@@ -69,4 +68,14 @@ def generation_limits(settings: Settings, spec: ChatSpec) -> GenerationLimits:
         pass_limit_s=settings.pass_limit_s,
         tier_head_start_s=settings.tier_head_start_s,
         memory_wait_s=settings.load_wait_s,
+    )
+
+
+def hub_of(settings: Settings, *, may_download: bool) -> Hub:
+    """Return a client of the settings' hub. `pull` may download even without GATEWAY_AUTO_PULL."""
+    return Hub(
+        endpoint=settings.hub_endpoint,
+        cache=settings.hub_cache,
+        timeout_s=settings.hub_timeout_s,
+        may_download=may_download,
     )

@@ -15,9 +15,10 @@ from pydantic_core import ErrorDetails
 
 from gateway.errors import RegistryInvalid, shorten
 from gateway.registry.catalog import Catalog
+from gateway.registry.fields import split_names
 from gateway.registry.names import did_you_mean, nearest
 from gateway.registry.sources import PackageSource, PathSource, install_command, package_folder
-from gateway.registry.specs import SPECS, ChatSpec, ModelSpec, Section, split_names
+from gateway.registry.specs import SPECS, ChatSpec, ModelSpec, Section
 from gateway.registry.variables import ModelVariables
 from gateway.registry.yaml_lines import Document, Where, read_yaml
 from gateway.settings import PREFIX, VARIABLES

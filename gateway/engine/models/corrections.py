@@ -11,8 +11,8 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from gateway.engine.models.family_defaults import default_of
-from gateway.engine.models.reads import reader_of
 from gateway.engine.models.ropes import correct_ropes
+from gateway.engine.models.unread import reader_of
 
 Activation = Callable[[mx.array], mx.array]
 _ACTIVATIONS: Final[Mapping[str, Activation]] = {

@@ -19,7 +19,7 @@ from gateway.engine.answers.reasoning import REASONING_FORMATS
 from gateway.engine.answers.tool_formats import TOOL_FORMATS, infer_tools, tool_format
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
 from gateway.jobs import Calling, Function, Grammar
-from gateway.registry.parsers import REASONING_PARSERS, TOOL_PARSERS, canonical_names
+from gateway.registry.names import REASONING_PARSERS, TOOL_PARSERS, canonical_names
 from tests.engine.answers.harness import cut, pushed
 from tests.engine.chat_formats import family, open_tokenizer, row, said
 
