@@ -163,8 +163,9 @@ class _Reader:
         if not isinstance(file, dict) or not isinstance(file.get("models"), dict):
             return []
         written = file["models"]
-        # A key keeps its first place with its last value.
-        entries = {**self._named, **written, **self._found, **self._named, **written}
+        order = [*self._named, *written, *self._found]
+        known = {**self._found, **self._named, **written}  # the last of them counts
+        entries = {model: known[model] for model in order}
         self._unwritten = [model for model in entries if model not in written]
         models = self._override_keys(entries)
         self._add_short_names(models)
