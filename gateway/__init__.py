@@ -25,7 +25,7 @@ The house, from the roof down; an import goes down, never up, never to a strange
 
 An embeddings request: api/middleware gives it an id and a clock; api/embeddings reads its body by
 wire/embeddings into an EmbedJob; serving/models/cache leases the model, for which idle ones may
-have to go; serving/embedding/batcher tokenises it and row_batcher queues it; when that gains
+have to go; serving/embedding/batcher tokenizes it and row_batcher queues it; when that gains
 serving/lane, it takes inputs of every waiting request in turn until the batch is full
 (embedding/policy), and engine/embedding/engine runs its passes; each request gets its rows, and
 the way back is the way in. A rerank request takes the same way, by serving/embedding/reranker and

@@ -127,7 +127,7 @@ class Mixture(Module):
 
 def _correct_routers(model: Any, weights: Mapping[str, mx.array]) -> None:
     """Choose and weigh experts as transformers does it: mlx-lm drops the biases of ERNIE 4.5's
-    choice (https://arxiv.org/abs/2408.15664), and normalises the weights of Jamba's.
+    choice (https://arxiv.org/abs/2408.15664), and normalizes the weights of Jamba's.
     """
     for index, layer in enumerate(model.layers):
         name = "feed_forward" if "feed_forward" in layer else "mlp"
