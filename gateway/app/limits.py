@@ -3,6 +3,8 @@
 No mlx is needed: some commands only list models.
 """
 
+from dataclasses import fields
+
 from gateway.engine.hub import Hub
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
 from gateway.serving.budget import LEAST_PREFIXES, Budget, Prefixes
@@ -59,15 +61,11 @@ def embedding_limits(settings: Settings, spec: EmbeddingSpec | RerankSpec) -> Em
 def generation_limits(settings: Settings, spec: ChatSpec) -> GenerationLimits:
     """Return the limits of a chat model's batch and queue."""
     settings = settings_of(spec, settings)
+    names = {field.name for field in fields(GenerationLimits)} & Settings.model_fields.keys()
     return GenerationLimits(
         max_batch_size=settings.generation_max_batch_size,
-        structured_rows=settings.structured_rows,
-        prefill_chunk_tokens=settings.prefill_chunk_tokens,
-        queue_limit=settings.queue_limit,
-        queue_max_tokens=settings.queue_max_tokens,
-        pass_limit_s=settings.pass_limit_s,
-        tier_head_start_s=settings.tier_head_start_s,
         memory_wait_s=settings.load_wait_s,
+        **{name: getattr(settings, name) for name in names},
     )
 
 
