@@ -105,8 +105,8 @@ class ChatEngines:
     async def generation(
         self, spec: ChatSpec, files: Path, draft: DraftFiles | None, led: Setup | None
     ) -> Generator[GenerationEngine | None]:
-        """Read a chat model's tokenizer, off the lane; return the steps that load the rest: if it
-        is `led`, of this rank's share, as rank 0 loads it.
+        """Read a chat model's tokenizer, off the lane; return the steps that load the rest. A rank
+        that is `led` by rank 0 loads its own share, with rank 0's settings.
         """
         settings = led or settings_of(spec, self.settings)
         kept_bytes, rows, pool = settings.prefix_cache_bytes, settings.speculate_rows, None
@@ -189,8 +189,8 @@ class ChatEngines:
         return draft_setup
 
     def _size(self, spec: ChatSpec, files: Path, beside: int = 0) -> tuple[Size, Numbers]:
-        """Return a chat model's size without its draft, with so many bytes beside it, and how it is
-        kept.
+        """Return a chat model's size without its draft, next to `beside` bytes of another one, and
+        how it is kept.
         """
         checkpoint, dtype = self._listing(spec, files), spec.weights_dtype
         numbers = self._numbers(checkpoint, spec, beside)
@@ -219,8 +219,8 @@ class ChatEngines:
         return kv_bytes(checkpoint, self.device, spec.weights_dtype, tokens, spec.kv_bits)
 
     def _numbers(self, checkpoint: Listing, spec: ChatSpec, beside: int = 0) -> Numbers:
-        """Return how a chat model is kept, with so many bytes beside it: quantised weights stay so
-        on a CPU if the memory budget has no room for them dequantized.
+        """Return how a chat model is kept, next to `beside` bytes of another one: quantised weights
+        stay so on a CPU if the memory budget has no room for them dequantized.
         """
         # On a CPU quantised weights are slower, and floating ones many times as large.
         room = self.budget_bytes - beside - self._first_kv_bytes(checkpoint, spec)

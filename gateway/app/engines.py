@@ -323,8 +323,8 @@ class MlxEngines:
     async def generation(
         self, spec: ChatSpec, files: Path, led: Setup | None = None
     ) -> Generator[GenerationEngine | None]:
-        """Read a chat model's tokenizer, off the lane; return the steps that load the rest: if it
-        is `led`, of this rank's share, as rank 0 loads it.
+        """Read a chat model's tokenizer, off the lane; return the steps that load the rest. A rank
+        that is `led` by rank 0 loads its own share, with rank 0's settings.
         """
         draft = await run_in_daemon_thread(self._find_draft, spec)
         return _fused(spec, await self._chat.generation(spec, files, draft, led))

@@ -1,4 +1,4 @@
-"""The settings, overridden by a model's keys of models.yaml → its limits; and → the hub's client.
+"""The limits of each model: the settings, overridden by its keys of models.yaml. The hub's client.
 
 No mlx is needed: some commands only list models.
 """

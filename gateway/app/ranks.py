@@ -31,7 +31,7 @@ class RankEngines(Engines, Protocol):
     async def generation(
         self, spec: ChatSpec, files: Path, led: Setup | None = None
     ) -> Generator[GenerationEngine | None]:
-        """Load as any `Engines` do. If it is `led`, that is this rank's share of a model."""
+        """Load as any `Engines` do. A rank that is `led` by rank 0 loads its own share."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,7 +164,7 @@ class _Reader:
             return []
         written = file["models"]
         order = [*self._named, *written, *self._found]
-        known = {**self._found, **self._named, **written}  # the last of them counts
+        known = {**self._found, **self._named, **written}  # a later entry counts
         entries = {model: known[model] for model in order}
         self._unwritten = [model for model in entries if model not in written]
         models = self._override_keys(entries)

@@ -47,7 +47,7 @@ class Shape:
 
     @classmethod
     def of(cls, spec: ChatSpec) -> "Shape":
-        """Return what models.yaml says of a model's."""
+        """Return the shape with the bounds that models.yaml sets for a model."""
         return cls(**{name: getattr(spec.structured, name) for name in _BOUNDS})
 
     def completed(self, stated: object) -> "Shape":

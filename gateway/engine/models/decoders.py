@@ -171,7 +171,7 @@ class Numbers:
 
     @classmethod
     def of(cls, spec: ChatSpec, *, is_packed: bool) -> "Numbers":
-        """Return what models.yaml says of a model's."""
+        """Return the numbers that models.yaml sets for a model."""
         fused, bits = spec.fuse_projections, spec.kv_bits
         return cls(dtype=spec.weights_dtype, is_packed=is_packed, is_fused=fused, kv_bits=bits)
 

@@ -328,7 +328,7 @@ class ChatFormats:
 
     @classmethod
     def of(cls, spec: ChatSpec, template_sandbox: Sandbox) -> "ChatFormats":
-        """Return what models.yaml says of a model's."""
+        """Return the formats that models.yaml sets for a model."""
         return cls(
             chat_template=spec.chat_template,
             template_args=spec.chat_template_kwargs,
