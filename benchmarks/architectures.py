@@ -118,11 +118,15 @@ def compare(folder: Path, reference: Reference, vocab_size: int) -> dict[str, st
     from gateway.engine.kv.prefix_cache import PrefixPool
     from gateway.engine.models.checkpoint import Checkpoint
     from gateway.engine.models.decoders import open_decoder
-    from gateway.engine.prompting.chat_tokenizer import chat_tokenizer, wrap_folder_tokenizer
+    from gateway.engine.prompting.chat_tokenizer import (
+        ChatFormats,
+        chat_tokenizer,
+        wrap_folder_tokenizer,
+    )
 
     demo = REPOSITORY / "demo" / "chat"
     wrapper = wrap_folder_tokenizer(demo, name="demo", eos_ids=[0])
-    chat = chat_tokenizer(wrapper, name="demo", model_type="llama")
+    chat = chat_tokenizer(wrapper, ChatFormats(), name="demo", model_type="llama")
     chat.answers.eos_ids = frozenset()
     drawn = random.Random(1)
     prompts = [[drawn.randrange(1, vocab_size) for _ in range(n)] for n in (4, 9, 33, 70, 17)]

@@ -1,8 +1,9 @@
 """Engines loaded in one go, for a thread that serves nothing else."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from gateway.engine.device import Device
 from gateway.engine.embedding.cross_encoder import CrossEncoderEngine, load_cross_encoder_in_steps
@@ -15,6 +16,7 @@ from gateway.engine.generation.loading import (
 )
 from gateway.engine.generation.prepare import ChatSetup
 from gateway.engine.grammar.shaping import Shape
+from gateway.engine.models.decoders import Numbers
 from gateway.engine.prompting.chat_tokenizer import ChatFormats
 from gateway.engine.sandbox_worker import Sandbox
 
@@ -43,12 +45,16 @@ def load_generation(
     shape: Shape | None = None,
     sandbox: Sandbox | None = None,
     draft: Path | None = None,  # the folder or GGUF file of its draft model
-    **options: Any,  # of the template and the formats, and of the engine
+    **options: Any,  # of the template and the formats, of its numbers, and of the engine
 ) -> GenerationEngine:
     """Load a chat model, all of it."""
-    formats: Any = {key: options.pop(key) for key in ChatFormats.__annotations__ if key in options}
     setup = read_chat_setup(
-        files, name=name, max_context=max_context, shape=shape, sandbox=sandbox, **formats
+        files,
+        name=name,
+        max_context=max_context,
+        formats=_taken(ChatFormats, options),
+        shape=shape,
+        sandbox=sandbox,
     )
     return load_weights(setup, device=device, draft=draft, **options)
 
@@ -57,6 +63,14 @@ def load_weights(
     setup: ChatSetup, *, device: Device, draft: Path | None = None, **options: Any
 ) -> GenerationEngine:
     """Load a chat model whose other files are read already."""
+    numbers = _taken(Numbers, options)
     if draft is not None:
-        options["draft"] = read_draft_setup(draft, name=draft.name, target=setup)
-    return run_steps(load_generation_in_steps(setup, device=device, **options))
+        own = Numbers()
+        options["draft"] = read_draft_setup(draft, name=draft.name, target=setup, numbers=own)
+    return run_steps(load_generation_in_steps(setup, device=device, numbers=numbers, **options))
+
+
+def _taken(kind: Callable[..., T], options: dict[str, Any]) -> T:
+    """Make a dataclass of the options that are its fields, which are no others' then."""
+    names = {each.name for each in fields(cast(Any, kind))} & options.keys()
+    return kind(**{name: options.pop(name) for name in names})

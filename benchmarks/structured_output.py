@@ -26,7 +26,7 @@ import jsonschema  # type: ignore[import-untyped]
 from mlx_lm.tokenizer_utils import load
 from referencing import Registry
 
-from gateway.engine.generation.loading import complete_shape, generation_config
+from gateway.engine.generation.loading import generation_config
 from gateway.engine.grammar.compiling import CompiledGrammar, compile_grammar
 from gateway.engine.grammar.matching import GrammarState
 from gateway.engine.grammar.schemas import walk
@@ -36,7 +36,7 @@ from gateway.errors import BadRequest
 from gateway.jobs import Grammar
 
 DEMO = Path(__file__).parents[1] / "demo" / "chat"
-SERVED = complete_shape(Shape(), generation_config(DEMO))
+SERVED = Shape().completed(generation_config(DEMO).get("structured"))
 AS_WRITTEN = Shape(complete=False, closed=False)
 AT_ONCE = 4
 

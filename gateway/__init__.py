@@ -6,7 +6,7 @@ The house, from the roof down; an import goes down, never up, never to a strange
 
     cli, __main__      one file per command; serve is the one that stays
     server             beside cli: what Hypercorn needs for HTTP/1.1
-    doctor             the engine tested and timed on the user's own device
+    doctor             the user's own machine checked; the engine tested and timed on it
     bench              the load tool (its client is in the extra of that name)
     app                where concrete parts meet: an engine and a batcher for every spec
     api                HTTP, one file an endpoint; endpoints.py has the table of all of them
@@ -25,7 +25,7 @@ The house, from the roof down; an import goes down, never up, never to a strange
 
 An embeddings request: api/middleware gives it an id and a clock; api/embeddings reads its body by
 wire/embeddings into an EmbedJob; serving/models/cache leases the model, for which idle ones may
-have to go; serving/embedding/batcher tokenises it and row_batcher queues it; when that gains
+have to go; serving/embedding/batcher tokenizes it and row_batcher queues it; when that gains
 serving/lane, it takes inputs of every waiting request in turn until the batch is full
 (embedding/policy), and engine/embedding/engine runs its passes; each request gets its rows, and
 the way back is the way in. A rerank request takes the same way, by serving/embedding/reranker and

@@ -12,7 +12,7 @@ from gateway.cli.recommend import GIB, Fit, fits, working_set
 from gateway.engine.answers.reasoning import REASONING_FORMATS, ReasoningFormat
 from gateway.engine.answers.tool_formats import TOOL_FORMATS, ToolFormat
 from gateway.logs import human_bytes
-from gateway.registry.parsers import REASONING_PARSERS, TOOL_PARSERS
+from gateway.registry.names import REASONING_PARSERS, TOOL_PARSERS
 from gateway.registry.schema import describe_fields
 from gateway.settings import Settings, variable
 from gateway.settings.sources import in_words

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.cli.doctor import bind_problem
+from gateway.doctor.machine import bind_problem
 from gateway.errors import GatewayError
 from gateway.registry import ChatSpec, EmbeddingSpec
 from gateway.registry.specs import ChatBatching, EmbeddingBatching, Sampling, Structured

@@ -26,7 +26,7 @@ from gateway.engine.generation.loading import read_chat_setup
 from gateway.engine.generation.prepare import ChatSetup
 from gateway.engine.kv.prefix_cache import PrefixPool
 from gateway.engine.kv.quantized import quantize_kv
-from gateway.engine.models.decoders import floating_dtype, read_decoder
+from gateway.engine.models.decoders import Numbers, floating_dtype, read_decoder
 from gateway.errors import GatewayError
 from gateway.jobs import Adapter
 
@@ -105,10 +105,9 @@ class Subject:
     @classmethod
     def load(cls, folder: Path, device: Device, dtype: str) -> "Subject":
         """Load a folder as it is written: quantised weights stay so."""
-        setup = read_chat_setup(
-            folder, name=folder.name, max_context=None, chat_template=None, template_args={}
-        )
-        steps = read_decoder(setup.checkpoint, device=device, dtype=dtype, is_packed=True)
+        setup = read_chat_setup(folder, name=folder.name, max_context=None)
+        numbers = Numbers(dtype=dtype, is_packed=True)
+        steps = read_decoder(setup.checkpoint, device=device, numbers=numbers)
         while True:
             try:
                 next(steps)

@@ -11,10 +11,10 @@ from typing import TypeAlias
 
 from gateway import logs
 from gateway.app.daemon_threads import run_in_daemon_thread
-from gateway.app.limits import dtype_of, settings_of
+from gateway.app.limits import budget_bytes, prefix_share, settings_of
 from gateway.app.loading import Size
 from gateway.app.ranks import Ranks, describe
-from gateway.engine.device import Device, DeviceBounds
+from gateway.engine.device import Device, DeviceBounds, choose_device, memory_bytes
 from gateway.engine.embedding.label_scorer import label_recipe, load_label_scorer_in_steps
 from gateway.engine.generation.engine import GenerationEngine as MlxGenerationEngine
 from gateway.engine.generation.loading import (
@@ -35,12 +35,16 @@ from gateway.engine.models.checkpoint import (
     must_stay_packed,
     weights_bytes,
 )
+from gateway.engine.models.context import full_attention_share, text_config
+from gateway.engine.models.decoders import Numbers
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, open_checkpoint
 from gateway.engine.models.missing_kernels import Report
 from gateway.engine.models.sharding import RankShare, SharedListing
+from gateway.engine.prompting.chat_tokenizer import ChatFormats
 from gateway.jobs import Adapter
 from gateway.registry import ChatSpec, RerankSpec
-from gateway.serving.budget import LEAST_PREFIXES
+from gateway.serving.budget import LEAST_PREFIXES, bound_prefixes
+from gateway.serving.generation.memory import PREFIX_ROW
 from gateway.serving.ports import GenerationEngine, RerankEngine
 from gateway.serving.ranks.calls import Setup
 from gateway.serving.ranks.leading import lead_in_steps
@@ -68,15 +72,8 @@ class ChatEngines:
 
     def digest(self, spec: ChatSpec, files: Path) -> str:
         """Return a digest of all that a self-test depends on; raises ModelLoadFailed."""
-        checkpoint, dtype = open_checkpoint(spec.id, files), dtype_of(spec)
-        digest = self_test_digest(
-            checkpoint,
-            self.device,
-            dtype,
-            is_packed=self._must_stay_packed(checkpoint, spec),
-            is_fused=spec.fuse_projections,
-            kv_bits=spec.kv_bits,
-        )
+        checkpoint = open_checkpoint(spec.id, files)
+        digest = self_test_digest(checkpoint, self.device, self._numbers(checkpoint, spec))
         share = self._share(spec)
         if share is None:
             return digest
@@ -99,23 +96,25 @@ class ChatEngines:
             files,
             name=spec.id,
             device=self.device,
-            dtype=dtype_of(spec),
+            dtype=spec.weights_dtype,
             max_context=spec.max_context,
             recipe=label_recipe(spec.labels, spec.template, spec.instruction),
             report=self.report,
         )
 
     async def generation(
-        self, spec: ChatSpec, files: Path, draft: DraftFiles | None
+        self, spec: ChatSpec, files: Path, draft: DraftFiles | None, led: Setup | None
     ) -> Generator[GenerationEngine | None]:
-        """Read a chat model's tokenizer, off the lane; return the steps that load the rest."""
-        settings = settings_of(spec, self.settings)
+        """Read a chat model's tokenizer, off the lane; return the steps that load the rest. A rank
+        that is `led` by rank 0 loads its own share, with rank 0's settings.
+        """
+        settings = led or settings_of(spec, self.settings)
         kept_bytes, rows, pool = settings.prefix_cache_bytes, settings.speculate_rows, None
         if kept_bytes == "auto":
             kept_bytes = LEAST_PREFIXES  # until the first step says more
             pool = self.prefixes if spec.parallel is None else None
-        steps = await self.follow(spec, files, draft, kept_bytes, rows, pool)
-        if spec.parallel is None:
+        steps = await self._load(spec, files, draft, kept_bytes, rows, pool)
+        if led is not None or spec.parallel is None:
             return steps
         if self.ranks is None or self.ranks.leader is None:
             log.warning("parallel_alone", model=spec.id, hint="start all ranks by mlx.launch")
@@ -125,32 +124,23 @@ class ChatEngines:
         setup = Setup(describe(spec), digest, kept_bytes, rows)
         return lead_in_steps(self.ranks.leader, spec.id, setup, steps)
 
-    async def follow(
+    async def _load(
         self,
         spec: ChatSpec,
         files: Path,
         draft: DraftFiles | None,
         prefix_cache_bytes: int,
         speculate_rows: int,
-        prefixes: PrefixPool | None = None,
+        prefixes: PrefixPool | None,
     ) -> Generator[GenerationEngine | None]:
-        """Load as `generation` does, with these two settings, and tell no other rank of it."""
         read = partial(
             read_chat_setup,
             files,
             name=spec.id,
             max_context=spec.max_context,
-            chat_template=spec.chat_template,
-            template_args=spec.chat_template_kwargs,
-            tool_parser=spec.tool_parser,
-            reasoning_parser=spec.reasoning_parser,
-            split_special_tokens=spec.split_special_tokens,
+            formats=ChatFormats.of(spec, self.templates),
+            shape=Shape.of(spec),
             sandbox=self.grammars,
-            template_sandbox=self.templates,
-            shape=Shape(
-                max_string_chars=spec.structured.max_string_chars,
-                max_array_items=spec.structured.max_array_items,
-            ),
         )
         setup = await run_in_daemon_thread(read)
         if setup.chat.untried is not None:
@@ -159,18 +149,15 @@ class ChatEngines:
             log.warning("format_unknown", model=spec.id, hint=f"set `{field}:`")
         if setup.reader is not None and setup.reader.problem is not None:
             log.warning("response_template_unused", model=spec.id, why=setup.reader.problem)
-        is_packed = await run_in_daemon_thread(self._must_stay_packed, setup.checkpoint, spec)
-        log_costs(setup.checkpoint, self.device, is_packed=is_packed)
+        numbers = await run_in_daemon_thread(self._numbers, setup.checkpoint, spec)
+        log_costs(setup.checkpoint, self.device, is_packed=numbers.is_packed)
         draft_setup = None
         if draft is not None:
             draft_setup = await run_in_daemon_thread(self._read_draft, spec, files, setup, draft)
         return load_generation_in_steps(
             setup,
             device=self.device,
-            dtype=dtype_of(spec),
-            is_packed=is_packed,
-            is_fused=spec.fuse_projections,
-            kv_bits=spec.kv_bits,
+            numbers=numbers,
             prefix_cache_bytes=prefix_cache_bytes,
             prefixes=prefixes,
             speculate_rows=speculate_rows,
@@ -194,31 +181,25 @@ class ChatEngines:
         draft_spec, draft_files = draft
         target, _ = self._size(spec, files)
         # The draft has the memory that its target leaves.
-        _, is_packed = self._size(draft_spec, draft_files, beside=target.weights + target.kv)
+        _, numbers = self._size(draft_spec, draft_files, beside=target.weights + target.kv)
         draft_setup = read_draft_setup(
-            draft_files,
-            name=draft_spec.id,
-            target=setup,
-            dtype=dtype_of(draft_spec),
-            is_packed=is_packed,
-            is_fused=draft_spec.fuse_projections,
-            kv_bits=draft_spec.kv_bits,
+            draft_files, name=draft_spec.id, target=setup, numbers=numbers
         )
-        log_costs(draft_setup.checkpoint, self.device, is_packed=is_packed)
+        log_costs(draft_setup.checkpoint, self.device, is_packed=numbers.is_packed)
         return draft_setup
 
-    def _size(self, spec: ChatSpec, files: Path, beside: int = 0) -> tuple[Size, bool]:
-        """Return a chat model's size without its draft, with so many bytes beside it, and whether
-        its weights stay quantised.
+    def _size(self, spec: ChatSpec, files: Path, beside: int = 0) -> tuple[Size, Numbers]:
+        """Return a chat model's size without its draft, next to `beside` bytes of another one, and
+        how it is kept.
         """
-        checkpoint, dtype = self._listing(spec, files), dtype_of(spec)
-        is_packed = self._must_stay_packed(checkpoint, spec, beside)
+        checkpoint, dtype = self._listing(spec, files), spec.weights_dtype
+        numbers = self._numbers(checkpoint, spec, beside)
         size = Size(
-            weights_bytes(checkpoint, self.device, dtype, is_packed=is_packed),
+            weights_bytes(checkpoint, self.device, dtype, is_packed=numbers.is_packed),
             self._first_kv_bytes(checkpoint, spec),
             kv_bytes(checkpoint, self.device, dtype, 1, spec.kv_bits),
         )
-        return size, is_packed
+        return size, numbers
 
     def _listing(self, spec: ChatSpec, files: Path) -> Listing:
         """Return what a chat model's files say of this process's share of it."""
@@ -235,15 +216,38 @@ class ChatEngines:
         # No answer is longer than the context.
         allowance = self.settings.kv_allowance_tokens
         tokens = min(allowance, spec.max_context or allowance)
-        return kv_bytes(checkpoint, self.device, dtype_of(spec), tokens, spec.kv_bits)
+        return kv_bytes(checkpoint, self.device, spec.weights_dtype, tokens, spec.kv_bits)
 
-    def _must_stay_packed(self, checkpoint: Listing, spec: ChatSpec, beside: int = 0) -> bool:
-        """Return True if the memory budget has no room for the weights dequantized, with so many
-        bytes beside them.
+    def _numbers(self, checkpoint: Listing, spec: ChatSpec, beside: int = 0) -> Numbers:
+        """Return how a chat model is kept, next to `beside` bytes of another one: quantised weights
+        stay so on a CPU if the memory budget has no room for them dequantized.
         """
         # On a CPU quantised weights are slower, and floating ones many times as large.
         room = self.budget_bytes - beside - self._first_kv_bytes(checkpoint, spec)
-        return must_stay_packed(checkpoint, self.device, dtype_of(spec), room)
+        is_packed = must_stay_packed(checkpoint, self.device, spec.weights_dtype, room)
+        return Numbers.of(spec, is_packed=is_packed)
+
+
+def count_kept(spec: ChatSpec, files: Path, settings: Settings) -> int | None:
+    """Return about how many tokens of prompts a chat model keeps at most, while no other model is
+    loaded; None if its KV is unknown.
+
+    Raises ModelLoadFailed, and ValueError if there is no such device.
+    """
+    used, dtype = choose_device(settings.device), spec.weights_dtype
+    checkpoint, memory = open_checkpoint(spec.id, files), memory_bytes(used)
+    token = kv_bytes(checkpoint, used, dtype, 1, spec.kv_bits)
+    # Windows and states do not grow by the token.
+    token = int(token * full_attention_share(text_config(checkpoint.config())))
+    if not token:
+        return None
+    kept = settings_of(spec, settings).prefix_cache_bytes
+    if kept == "auto":
+        limit = budget_bytes(settings, memory)
+        is_packed = must_stay_packed(checkpoint, used, dtype, limit)
+        room = limit - weights_bytes(checkpoint, used, dtype, is_packed=is_packed)
+        kept = bound_prefixes(prefix_share(memory), room, token * PREFIX_ROW)
+    return kept // token
 
 
 def log_costs(checkpoint: Checkpoint | GgufCheckpoint, device: Device, *, is_packed: bool) -> None:

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from gateway import logs
 from gateway.app.daemon_threads import run_in_daemon_thread
-from gateway.app.hub import hub_of
-from gateway.app.limits import budget_bytes, dtype_of, prefix_share, settings_of
+from gateway.app.limits import budget_bytes, hub_of
 from gateway.app.loading import Size
 from gateway.app.ranks import Ranks
 from gateway.engine import device, sandbox_worker
@@ -39,13 +38,7 @@ from gateway.engine.embedding.pooling import weight_folders
 from gateway.engine.hub import Hub, ask_hub, download, fetched_bytes, free_bytes, on_disk
 from gateway.engine.hub_offer import look, require_public
 from gateway.engine.inputs import read_inputs
-from gateway.engine.models.checkpoint import (
-    Checkpoint,
-    kv_bytes,
-    must_stay_packed,
-    weights_bytes,
-)
-from gateway.engine.models.context import full_attention_share, text_config
+from gateway.engine.models.checkpoint import Checkpoint, weights_bytes
 from gateway.errors import Fault, ModelLoadFailed, ModelNotFound, ModelRefused, ModelUnavailable
 from gateway.jobs import Adapter
 from gateway.registry import (
@@ -59,11 +52,11 @@ from gateway.registry import (
     read_models,
     unlisted_entry,
 )
-from gateway.serving.budget import LEAST_PREFIXES, bound_prefixes
-from gateway.serving.generation.memory import PREFIX_ROW
+from gateway.serving.budget import LEAST_PREFIXES
 from gateway.serving.models.named import Candidate
 from gateway.serving.models.pulls import Fetched
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine, RerankEngine
+from gateway.serving.ranks.calls import Setup
 from gateway.serving.sandbox import Sandbox
 from gateway.settings import Settings, variables
 
@@ -280,7 +273,7 @@ class MlxEngines:
             parts = weight_folders(checkpoint, spec.pooling, spec.normalize)
         elif not _scores_labels(spec):
             parts = [find_transformer(checkpoint)]
-        return Size(sum(weights_bytes(part, self._device, dtype_of(spec)) for part in parts))
+        return Size(sum(weights_bytes(part, self._device, spec.weights_dtype) for part in parts))
 
     def _draft_of(self, spec: ModelSpec) -> ChatSpec | None:
         """Return the model that drafts for a chat model, if it has one and tokens are drafted."""
@@ -305,7 +298,7 @@ class MlxEngines:
             files,
             name=spec.id,
             device=self._device,
-            dtype=dtype_of(spec),
+            dtype=spec.weights_dtype,
             pooling=spec.pooling,
             normalize=spec.normalize,
             max_context=spec.max_context,
@@ -322,23 +315,19 @@ class MlxEngines:
             files,
             name=spec.id,
             device=self._device,
-            dtype=dtype_of(spec),
+            dtype=spec.weights_dtype,
             max_context=spec.max_context,
         )
         return _fused(spec, steps)
 
-    async def generation(self, spec: ChatSpec, files: Path) -> Generator[GenerationEngine | None]:
-        """Read a chat model's tokenizer, off the lane; return the steps that load the rest."""
-        draft = await run_in_daemon_thread(self._find_draft, spec)
-        return _fused(spec, await self._chat.generation(spec, files, draft))
-
-    async def follow(
-        self, spec: ChatSpec, files: Path, *, prefix_cache_bytes: int, rows: int
+    async def generation(
+        self, spec: ChatSpec, files: Path, led: Setup | None = None
     ) -> Generator[GenerationEngine | None]:
-        """Load as `generation` does, with these settings, and tell no other rank of it."""
-        draft = self._find_draft(spec)
-        steps = await self._chat.follow(spec, files, draft, prefix_cache_bytes, rows)
-        return _fused(spec, steps)
+        """Read a chat model's tokenizer, off the lane; return the steps that load the rest. A rank
+        that is `led` by rank 0 loads its own share, with rank 0's settings.
+        """
+        draft = await run_in_daemon_thread(self._find_draft, spec)
+        return _fused(spec, await self._chat.generation(spec, files, draft, led))
 
     async def adapter(
         self, spec: ChatSpec, files: Path, engine: GenerationEngine
@@ -382,29 +371,6 @@ async def _answered_within(seconds: float, model: str) -> AsyncIterator[None]:
     except TimeoutError:
         reason = f"the hub did not answer within {seconds:g} seconds."
         raise ModelUnavailable(model, reason) from None
-
-
-def count_kept(spec: ChatSpec, files: Path, settings: Settings) -> int | None:
-    """Return about how many at most, while no other model is loaded; None if its KV is unknown.
-
-    Raises ModelLoadFailed, and ValueError if there is no such device.
-    """
-    from gateway.engine.models.gguf.checkpoint import open_checkpoint  # mlx-lm takes a second
-
-    used, dtype = device.choose_device(settings.device), dtype_of(spec)
-    checkpoint, memory = open_checkpoint(spec.id, files), memory_bytes(used)
-    token = kv_bytes(checkpoint, used, dtype, 1, spec.kv_bits)
-    # Windows and states do not grow by the token.
-    token = int(token * full_attention_share(text_config(checkpoint.config())))
-    if not token:
-        return None
-    kept = settings_of(spec, settings).prefix_cache_bytes
-    if kept == "auto":
-        limit = budget_bytes(settings, memory)
-        is_packed = must_stay_packed(checkpoint, used, dtype, limit)
-        room = limit - weights_bytes(checkpoint, used, dtype, is_packed=is_packed)
-        kept = bound_prefixes(prefix_share(memory), room, token * PREFIX_ROW)
-    return kept // token
 
 
 def _fused(spec: ModelSpec, steps: Generator[T]) -> Generator[T]:

@@ -18,10 +18,10 @@ import secrets
 import stat
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from gateway import clock, logs
 from gateway.app.daemon_threads import run_in_daemon_thread
@@ -176,17 +176,26 @@ class PrefixFolder:
         return hashlib.pbkdf2_hmac("sha256", text.encode(), self._secret, ROUNDS).hex()
 
     def _write(self, name: str, content: bytes, at: int) -> None:
-        handle, part = tempfile.mkstemp(dir=self._folder, prefix=PART)  # mode 0600
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(handle)
-            os.utime(part, ns=(at, at))
-            os.replace(part, self._folder / name)  # no reader sees half of it
-        except BaseException:
-            os.unlink(part)
-            raise
+        with replacing(self._folder / name, PART) as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            os.utime(file.fileno(), ns=(at, at))
+
+
+@contextlib.contextmanager
+def replacing(path: Path, prefix: str) -> Iterator[BinaryIO]:
+    """Yield a file that takes the place of `path` at exit, unless there is an error: no reader sees
+    half of it, and no other user any. Its name begins with `prefix` until then. Raises OSError.
+    """
+    handle, part = tempfile.mkstemp(dir=path.parent, prefix=prefix)  # mode 0600
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+        os.replace(part, path)
+    except BaseException:
+        os.unlink(part)
+        raise
 
 
 class KeptPrefixes:

@@ -1,5 +1,11 @@
-"""The limits of each model: the settings, overridden by the model's keys of models.yaml."""
+"""The limits of each model: the settings, overridden by its keys of models.yaml. The hub's client.
 
+No mlx is needed: some commands only list models.
+"""
+
+from dataclasses import fields
+
+from gateway.engine.hub import Hub
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
 from gateway.serving.budget import LEAST_PREFIXES, Budget, PrefixShare
 from gateway.serving.embedding.policy import EmbeddingLimits, Windows
@@ -23,11 +29,6 @@ def sized_prefixes(budget: Budget, memory_bytes: int) -> PrefixShare:
 def prefix_share(memory_bytes: int) -> int:
     """Return the most bytes that may be kept of prompts, however small models are."""
     return max(int(PREFIX_SHARE * memory_bytes), LEAST_PREFIXES)
-
-
-def dtype_of(spec: ModelSpec) -> str | None:
-    """Return the type that a model's weights are to have; None for the checkpoint's."""
-    return None if spec.dtype == "auto" else spec.dtype
 
 
 def settings_of(spec: ModelSpec, settings: Settings) -> Settings:
@@ -60,13 +61,19 @@ def embedding_limits(settings: Settings, spec: EmbeddingSpec | RerankSpec) -> Em
 def generation_limits(settings: Settings, spec: ChatSpec) -> GenerationLimits:
     """Return the limits of a chat model's batch and queue."""
     settings = settings_of(spec, settings)
+    names = {field.name for field in fields(GenerationLimits)} & Settings.model_fields.keys()
     return GenerationLimits(
         max_batch_size=settings.generation_max_batch_size,
-        structured_rows=settings.structured_rows,
-        prefill_chunk_tokens=settings.prefill_chunk_tokens,
-        queue_limit=settings.queue_limit,
-        queue_max_tokens=settings.queue_max_tokens,
-        pass_limit_s=settings.pass_limit_s,
-        tier_head_start_s=settings.tier_head_start_s,
         memory_wait_s=settings.load_wait_s,
+        **{name: getattr(settings, name) for name in names},
+    )
+
+
+def hub_of(settings: Settings, *, may_download: bool) -> Hub:
+    """Return a client of the settings' hub. `pull` may download even without GATEWAY_AUTO_PULL."""
+    return Hub(
+        endpoint=settings.hub_endpoint,
+        cache=settings.hub_cache,
+        timeout_s=settings.hub_timeout_s,
+        may_download=may_download,
     )

@@ -25,7 +25,7 @@ from gateway.registry import (
     kind_variable,
     parse_source,
     read_models,
-    short_names,
+    read_short_names,
     source_id,
     unlisted_entry,
 )
@@ -45,7 +45,7 @@ def read_served(settings: Settings, *, may_pull: bool | None = None) -> Reading:
     The hub is asked what a named model is if that is not on the disk. `may_pull` is
     GATEWAY_AUTO_PULL's unless it is given.
     """
-    set_variables, known = variables(), short_names() if settings.serve else {}
+    set_variables, known = variables(), read_short_names() if settings.serve else {}
     named: dict[str, Mapping[str, Any]] = {}
     entry: Mapping[str, Any]
     ids, problems, file = [], [], settings.models_file
@@ -106,7 +106,7 @@ def _is_same(one: Source, other: str) -> bool:
 
 
 def _find_kind(source: Source, model: str, settings: Settings, may_pull: bool | None) -> str:
-    from gateway.app.hub import hub_of
+    from gateway.app.limits import hub_of
     from gateway.engine.hub import on_disk
     from gateway.engine.hub_offer import look
     from gateway.engine.kind import read_kind
@@ -123,7 +123,7 @@ def _discover(settings: Settings, given: Mapping[str, str]) -> tuple[Entries, di
     """Return the entries of models that are found on the disk, and why others have none."""
     if not settings.discover:
         return {}, {}
-    from gateway.app.hub import hub_of
+    from gateway.app.limits import hub_of
     from gateway.engine.discovery import discover
 
     found: dict[str, Mapping[str, Any]] = {}

@@ -16,7 +16,6 @@ from gateway.app.named import load_served
 from gateway.engine.models.sharding import RankGroup, RankShare, first_host, share_bytes
 from gateway.errors import ModelLoadFailed
 from gateway.registry import ChatSpec
-from gateway.registry.catalog import ADOPTABLE
 from gateway.serving.ports import GenerationEngine
 from gateway.serving.ranks.calls import Setup
 from gateway.serving.ranks.following import follow
@@ -29,10 +28,10 @@ log = logs.get("ranks")
 class RankEngines(Engines, Protocol):
     """What loads the models of a rank: MlxEngines."""
 
-    async def follow(
-        self, spec: ChatSpec, files: Path, *, prefix_cache_bytes: int, rows: int
+    async def generation(
+        self, spec: ChatSpec, files: Path, led: Setup | None = None
     ) -> Generator[GenerationEngine | None]:
-        """Return the steps that load this rank's share of a model; the last yields its engine."""
+        """Load as any `Engines` do. A rank that is `led` by rank 0 loads its own share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +96,8 @@ def follow_rank_0(settings: Settings, group: RankGroup, engines: RankEngines) ->
 
 def describe(spec: ChatSpec) -> str:
     """Return a digest of what a spec says to an engine: the same on every rank."""
-    said = spec.model_dump(exclude={**ADOPTABLE, "source": True})  # ranks may have it elsewhere
-    return hashlib.sha256(repr(sorted(said.items())).encode()).hexdigest()
+    said = sorted(spec.loaded_with().items())  # its files may lie elsewhere on each rank
+    return hashlib.sha256(repr(said).encode()).hexdigest()
 
 
 async def _load(
@@ -113,9 +112,7 @@ async def _load(
     if await engines.digest(spec, files) != setup.files:
         reason = "its device, versions, memory or files of the model are not those of rank 0"
         raise ModelLoadFailed(model, reason)
-    steps = await engines.follow(
-        spec, files, prefix_cache_bytes=setup.prefix_cache_bytes, rows=setup.speculate_rows
-    )
+    steps = await engines.generation(spec, files, setup)
     return next(engine for engine in steps if engine is not None)
 
 

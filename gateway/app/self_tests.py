@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import json
 import os
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from pydantic import TypeAdapter
 
 from gateway import clock, logs
 from gateway.app.daemon_threads import run_in_daemon_thread
+from gateway.app.kept_prefixes import replacing
 from gateway.errors import Unavailable
 from gateway.jobs import KvCost, Verdict
 from gateway.registry import ChatSpec
@@ -54,14 +54,8 @@ class VerdictStore:
         if not (verdict.is_whole and verdict.is_lasting):
             return
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, name = tempfile.mkstemp(dir=self.folder, prefix=".verdict-")  # mode 0600
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(asdict(verdict), file)
-            os.replace(name, self._file(digest))  # no reader sees half of it
-        except BaseException:
-            os.unlink(name)
-            raise
+        with replacing(self._file(digest), ".verdict-") as file:
+            file.write(json.dumps(asdict(verdict)).encode())
 
     def _file(self, digest: str) -> Path:
         return self.folder / f"{digest}.json"

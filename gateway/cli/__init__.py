@@ -3,8 +3,7 @@
 serve      the gateway itself, until it is stopped
 models     check, config, init, models, pull and schema: models.yaml, and the files of its models
 recommend  models recommend: what of the catalogue fits a machine
-doctor     checks the machine, by a function each, or with --engine the models
-probe      a process for doctor's facts that need mlx
+doctor     checks the machine, or with --engine the models; what needs mlx in a process of its own
 bench      measures a server
 launch     runs a tool, Claude Code for instance, on a gateway; connect prints how
 tools      the tools of both, and what each needs

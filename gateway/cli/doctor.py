@@ -1,36 +1,45 @@
-"""`mlx-gateway doctor`: can this machine serve, and what would make it serve better.
-
-Its checks of the machine are below it, one function each: facts → a finding, with advice.
-"""
+"""`mlx-gateway doctor`: can this machine serve, and what would make it serve better."""
 
 import asyncio
-import errno
 import faulthandler
 import json
 import os
 import resource
 import shutil
 import signal
-import socket
-import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from gateway import logs
 from gateway.cli import lazy
+from gateway.cli.gateways import kept_tokens
 from gateway.cli.terminal import ModelsFile, show
 from gateway.cli.tools import AGENT_CONTEXT
+from gateway.doctor.machine import (
+    COMPILED,
+    check_blas,
+    check_compiler,
+    check_contexts,
+    check_files,
+    check_folder,
+    check_hub,
+    check_kept,
+    check_memory,
+    check_packages,
+    check_port,
+    machine_problems,
+)
 from gateway.doctor.report import COLUMNS, Checked, Finding, Report
 from gateway.errors import GatewayError, ModelNotFound, ModelUnavailable
-from gateway.logs import human_bytes
 from gateway.registry import (
     Catalog,
     ChatSpec,
@@ -41,9 +50,11 @@ from gateway.registry import (
 )
 from gateway.settings import Settings, SettingsInvalid, load_settings, strays, variables
 
+if TYPE_CHECKING:
+    from gateway.app.engines import MlxEngines
+    from gateway.engine.hub import Hub
+
 _PROBE_S = 120  # a cold import of mlx from a slow disk
-COMPILED = "compiled code"
-LEAST_FREE_BYTES = 16 << 20  # for what is written; with less, too, nothing is compiled
 
 
 def doctor(
@@ -167,7 +178,8 @@ def _check_machine(models: Path | None) -> Iterator[Finding]:
     sizes = {name: size for name, size in probe.sizes.items() if isinstance(size, int)}
     yield check_memory(probe.limit_bytes, sizes)
     yield check_contexts(probe.contexts)
-    yield check_kept({name: kept for name, kept in probe.kept.items() if kept is not None})
+    kept = {name: tokens for name, tokens in probe.kept.items() if tokens is not None}
+    yield check_kept(kept, AGENT_CONTEXT)
     if not reading.problems:
         yield from _check_models(reading.catalog, probe.sizes, settings)
 
@@ -195,33 +207,6 @@ class MlxBroken(Exception):
     """mlx does not work here; the text is its error, or how its process ended."""
 
 
-def machine_problems(settings: Settings) -> list[str]:
-    """Return what is wrong with settings on this machine."""
-    problems = []
-    if settings.tls_cert is not None and settings.tls_key is not None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        try:  # with a password, even if a wrong one: OpenSSL would ask a terminal for it
-            context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
-        except OSError as error:  # SSLError is one
-            files = f"GATEWAY_TLS_CERT={settings.tls_cert} and GATEWAY_TLS_KEY={settings.tls_key}"
-            problems.append(
-                f"{files}: should be a certificate chain and its key, in PEM and without a "
-                f"password ({error.strerror or error})"
-            )
-    if settings.device == "gpu":
-        try:
-            lazy.device.choose_device(settings.device)
-        except ValueError as error:
-            problems.append(f"GATEWAY_DEVICE=gpu: {error}")
-    return problems
-
-
-def require_machine(settings: Settings) -> None:
-    """Raise SettingsInvalid if something is wrong with settings on this machine."""
-    if problems := machine_problems(settings):
-        raise SettingsInvalid(problems)
-
-
 @dataclass(frozen=True, slots=True)
 class Probe:
     """What a process with mlx found."""
@@ -246,7 +231,7 @@ class Probe:
 
 def run_probe(models: Path) -> Probe:
     """Run `probe` in a process of its own; raises MlxBroken."""
-    command = [sys.executable, "-m", "gateway.cli.probe", str(models)]
+    command = [sys.executable, "-c", f"from {__name__} import probe; probe()", str(models)]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_PROBE_S, check=False
@@ -260,140 +245,54 @@ def run_probe(models: Path) -> Probe:
     return Probe(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def check_blas(device: str, described: str, gflops: float, hint: str | None) -> Finding:
-    """Check which library multiplies matrices on the CPU, and how fast."""
-    if device != "cpu":
-        return Finding("blas", "ok", f"not needed on {device}.")
-    if hint:
-        return Finding("blas", "warn", hint)
-    return Finding("blas", "ok", f"{described}; {gflops:.3g} GFLOP/s (512³, float32).")
+def probe() -> None:
+    """Compute a little on the device, and print a Probe as JSON, for the models file that is this
+    process's argument.
+    """
+    from huggingface_hub import constants
 
+    from gateway.app.self_tests import verdict_store
+    from gateway.engine.blas import BLAS, cache_folder
+    from gateway.engine.compiled_code import FOLDER
+    from gateway.engine.inputs import read_inputs
 
-def check_compiler(device: str, found: str | None) -> Finding:
-    """Check that g++ is installed."""
-    # Without it mx.compile silently fuses nothing on the CPU.
-    if device != "cpu" or found:
-        return Finding("compiler", "ok", found or f"not needed on {device}.")
-    message = "there is no g++, so mlx runs unfused and slower. Install it: `apt-get install g++`."
-    return Finding("compiler", "warn", message)
-
-
-def check_packages(installed: Iterable[str]) -> Finding:
-    """Check that one build of MLX is installed."""
-    builds = sorted(name for name in installed if name.startswith(("mlx-cpu", "mlx-cuda")))
-    if len(builds) > 1:
-        # They overwrite each other's files: the first that is uninstalled takes the others' along.
-        message = (
-            f"{' and '.join(builds)} are both installed. Uninstall all of them, then install one: "
-            f"`pip uninstall {' '.join(builds)}`; `make setup-cuda` does both."
-        )
-        return Finding("packages", "warn", message)
-    return Finding("packages", "ok", f"{' and '.join(builds) or 'mlx'}, and no other build.")
-
-
-def check_memory(limit_bytes: int, sizes: Mapping[str, int]) -> Finding:
-    """Check that the largest model fits in the memory that models may hold."""
-    name = max(sizes, key=lambda each: sizes[each], default=None)
-    may = f"models may hold {human_bytes(limit_bytes)}"
-    if name is None or sizes[name] <= limit_bytes:
-        return Finding("memory", "ok", f"{may}.")
-    message = f"{name} would hold {human_bytes(sizes[name])}, and {may}. Use a smaller one."
-    return Finding("memory", "warn", message)
-
-
-def check_contexts(contexts: Mapping[str, int | None]) -> Finding:
-    """List how many tokens each model on disk may be given."""
-    unknown = [name for name, tokens in contexts.items() if tokens is None]
-    if unknown:
-        message = "their files say no context, which `max_context:` may set, or cannot be read"
-        return Finding("contexts", "warn", f"{', '.join(unknown)}: {message}.")
-    listed = [f"{name} {tokens:,}" for name, tokens in contexts.items()]
-    return Finding("contexts", "ok", f"in tokens: {', '.join(listed) or 'no model is on disk'}.")
-
-
-def check_kept(kept: Mapping[str, int]) -> Finding:
-    """Check that of an agent's first prompt all is kept, for those that follow."""
-    few = [f"{name} {tokens:,}" for name, tokens in kept.items() if tokens < AGENT_CONTEXT]
-    if not few:
-        return Finding("prefixes", "ok", f"each keeps {AGENT_CONTEXT:,} tokens of a prompt.")
-    message = (
-        f"of a prompt so many tokens are kept, and an agent's has {AGENT_CONTEXT:,}: "
-        f"{', '.join(few)}. Use a smaller model or `kv_bits`, or raise GATEWAY_PREFIX_CACHE_BYTES."
+    settings = load_settings({"models": Path(sys.argv[1])})
+    hub = lazy.hub_of(settings, may_download=False)
+    engines = lazy.engines.MlxEngines(settings)
+    engines.begin()
+    lazy.device.multiply()
+    catalog = read_models(settings.models, variables()).catalog
+    inputs = {spec.id: read_inputs(spec, hub) for spec in catalog.specs}
+    folders = {
+        "models": settings.hub_cache or constants.HF_HUB_CACHE,
+        "self-tests": verdict_store(settings).folder,
+        "kept prompts": settings.prefix_folder,
+        "OpenBLAS's copy": cache_folder(os.environ, "openblas") if BLAS.kind == "wheel" else None,
+        COMPILED: FOLDER if engines.device != "metal" else None,
+        "temporary files": os.environ.get("TMPDIR") or "/tmp",
+    }
+    found = Probe(
+        device=engines.device,
+        limit_bytes=lazy.limits.budget_bytes(settings, engines.memory_bytes),
+        sizes={spec.id: _size(spec, engines, hub) for spec in catalog.specs},
+        kept={spec.id: kept_tokens(spec.id, catalog, settings) for spec in catalog.specs},
+        contexts={name: each.max_tokens for name, each in inputs.items() if each is not None},
+        blas=BLAS.described,
+        blas_hint=BLAS.hint,
+        gflops=lazy.device.gflops(),
+        folders={content: str(folder) for content, folder in folders.items() if folder},
     )
-    return Finding("prefixes", "warn", message)
+    print(json.dumps(asdict(found)))
+    engines.end()
 
 
-def check_hub(missing: Sequence[str], *, may_download: bool, refusal: str | None) -> Finding:
-    """Check that missing models can be downloaded; `refusal` is the hub's error for the first."""
-    if not missing:
-        return Finding("hub", "ok", "nothing is to be fetched.")
-    first = missing[0]
-    if len(missing) > 1:
-        first += f" and {len(missing) - 1} more"
-    pull = f"`mlx-gateway pull {missing[0]}`"
-    if not may_download:
-        message = f"{first}: not on disk, and GATEWAY_AUTO_PULL is off. Run {pull}."
-        return Finding("hub", "warn", message)
-    if refusal is not None:
-        return Finding("hub", "warn", f"{refusal} When that is mended: {pull}.")
-    return Finding("hub", "ok", f"{first}: fetched at the first request, or by {pull}.")
-
-
-def check_port(bind: str) -> Finding:
-    """Check that the gateway can listen on a bind, by listening on it for a moment."""
-    if bind.startswith("fd://"):
-        return Finding("port", "ok", f"{bind} is inherited.")
-    if bind.startswith("unix:"):
-        folder = Path(bind.removeprefix("unix:")).absolute().parent
-        if os.access(folder, os.W_OK):
-            return Finding("port", "ok", f"{bind} can be made.")
-        return Finding("port", "fail", f"nothing can be made in {folder}. Set GATEWAY_BIND.")
-    host, _, number = bind.rpartition(":")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def _size(spec: ModelSpec, engines: "MlxEngines", hub: "Hub") -> int | str | None:
+    """Return the bytes a model would hold, or its problem; None if it is not on disk."""
     try:
-        with socket.create_server((host.strip("[]"), int(number)), family=family):
-            return Finding("port", "ok", f"{bind} is free.")
-    except OSError as error:
-        return Finding("port", "fail", bind_problem(bind, error))
-
-
-def bind_problem(bind: str, error: OSError) -> str:
-    """Return why nothing can listen on a bind, and what to do."""
-    reason = (error.strerror or str(error)).partition(" (")[0]  # asyncio repeats the address
-    is_path = bind.startswith("unix:")
-    match error.errno:
-        case errno.EADDRINUSE:
-            advice = "Is a gateway running already? If not, choose another "
-            advice += "path: GATEWAY_BIND." if is_path else "port: GATEWAY_PORT."
-        case errno.EACCES if not is_path:
-            advice = "Set GATEWAY_PORT to one above 1023."
-        case _ if is_path:
-            advice = "Set GATEWAY_BIND to another path."
-        case _:
-            advice = "Set GATEWAY_HOST to an address of this machine."
-    return f"{bind}: {reason}. {advice}"
-
-
-def check_folder(content: str, folder: Path) -> Finding:
-    """Check that there is room in a folder that is written to, and that code in it is safe."""
-    there = next(each for each in (folder, *folder.absolute().parents) if os.path.isdir(each))
-    free = shutil.disk_usage(there).free
-    found = f"{human_bytes(free)} free for {content} in {folder}."
-    if not os.access(there, os.W_OK):
-        return Finding("disk", "warn", f"{folder} cannot be written to, for {content}.")
-    if free < LEAST_FREE_BYTES:
-        return Finding("disk", "fail", f"{found} Make room there.")
-    # Without a cache of the user's own, mlx compiles in the temporary folder.
-    may_run = not os.statvfs(there).f_flag & getattr(os, "ST_NOEXEC", 0)
-    if content == COMPILED and (there.stat().st_mode & 0o002 or not may_run):
-        problem = "Others may write what is run there" if may_run else "Nothing may run there"
-        return Finding("disk", "warn", f"{found} {problem}: set XDG_CACHE_HOME to your own folder.")
-    return Finding("disk", "ok", found)
-
-
-def check_files(limit: int) -> Finding:
-    """Check the limit of open files."""
-    if limit < 1024:  # each connection is one
-        message = f"{limit} files may be open, so fewer clients. Raise it: `ulimit -n 4096`."
-        return Finding("files", "warn", message)
-    return Finding("files", "ok", f"{limit} may be open.")
+        folder = lazy.hub.on_disk(spec, hub)
+        if folder is None:
+            return None
+        size = asyncio.run(engines.size(spec, folder))
+    except GatewayError as error:
+        return str(error)
+    return size.weights + size.kv

@@ -31,7 +31,7 @@ from gateway.cli.gateways import (
 from gateway.cli.serve import key_in_shell
 from gateway.cli.terminal import ModelsFile, fail
 from gateway.cli.tools import NO_KEY, TOOLS, NoModel, Service, Tool, choose
-from gateway.registry import short_names, source_id
+from gateway.registry import read_short_names, source_id
 from gateway.settings import Settings, load_settings, origin, variable
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -126,7 +126,7 @@ def _find_gateway(settings: Settings, model: str | None) -> tuple[str | None, Se
         source = parse_name(model)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--model") from None
-    has_files = source is not None or model in short_names()
+    has_files = source is not None or model in read_short_names()
     if url is None and has_files and model not in load_served(settings).names():
         settings = settings.model_copy(update={"serve": (*settings.serve, model)})
     return url, settings, model if source is None else source_id(source)

@@ -13,8 +13,8 @@ import typer
 from gateway import logs
 from gateway.app.named import read_served
 from gateway.cli import lazy
-from gateway.cli.doctor import require_machine
 from gateway.cli.terminal import Discover, Host, ModelsFile, Names, Port, fail, flags_of, show
+from gateway.doctor.machine import require_machine
 from gateway.errors import GatewayError
 from gateway.logs import human_bytes
 from gateway.registry import (

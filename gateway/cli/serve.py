@@ -22,9 +22,9 @@ import typer
 from gateway import __version__, logs
 from gateway.app.named import read_served
 from gateway.cli import lazy
-from gateway.cli.doctor import bind_problem, require_machine
 from gateway.cli.models import fetch_preloaded
 from gateway.cli.terminal import Discover, Host, ModelsFile, Names, Port, flags_of
+from gateway.doctor.machine import bind_problem, require_machine
 from gateway.errors import GatewayError
 from gateway.registry import ChatSpec, ModelSpec
 from gateway.settings import Settings, SettingsInvalid, load_settings, strays, with_port

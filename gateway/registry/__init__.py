@@ -5,26 +5,25 @@ yaml_lines   YAML text → plain values and their lines; ${VAR:-default} in any 
 variables    GATEWAY_<ID>_<KEY>: environment variables for any key of any model
 specs        the keys of each model, with types and bounds
 fields       the types of their values: what may be written, and what it is read as
-parsers      the names of the formats of tool calls and thinking
 sources      where a model's files come from: hub, folder, installed package
-catalogue    models by short names that come with the gateway, and what was read of them
+short_names  models by short names that come with the gateway, and what was read of them
 catalog      the models of one reading, found by id or alias; immutable
 schema       the file's JSON Schema, for editors
-names        the nearest valid names, for messages about an unknown one
+names        the names of the formats of tool calls and thinking; the nearest valid name to another
 """
 
 from gateway.registry.catalog import Catalog, Changes, Resolved, load_alike
-from gateway.registry.catalogue import (
+from gateway.registry.models_yaml import Entries, Reading, load_catalog, read_models
+from gateway.registry.schema import json_schema
+from gateway.registry.short_names import (
     Facts,
     LayersKept,
     complete,
     find_entry,
     read_facts,
-    short_names,
+    read_short_names,
     unlisted_entry,
 )
-from gateway.registry.models_yaml import Entries, Reading, load_catalog, read_models
-from gateway.registry.schema import json_schema
 from gateway.registry.sources import (
     SCHEMES,
     HubSource,
@@ -87,7 +86,7 @@ __all__ = [
     "parse_source",
     "read_facts",
     "read_models",
-    "short_names",
+    "read_short_names",
     "source_id",
     "stays_inside",
     "unlisted_entry",

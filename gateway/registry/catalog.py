@@ -1,28 +1,15 @@
 """The catalog of models, which finds them by id or alias."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 from gateway.errors import ModelNotFound
 from gateway.registry.names import most_similar
 from gateway.registry.specs import Alias, ChatSpec, ModelSpec
 
 MOST_SUGGESTED: Final = 3  # names, to a caller who has sent an unknown one
-# Keys that no load depends on, as pydantic excludes them: a loaded model adopts their values.
-ADOPTABLE: Final[Mapping[str, Any]] = {
-    **dict.fromkeys(
-        ("aliases", "preload", "pinned", "ttl_s", "queue_limit", "queue_max_tokens"), True
-    ),
-    **dict.fromkeys(("sampling", "thinking", "thinking_budget", "overflow"), True),
-    **dict.fromkeys(("matryoshka", "token_ids", "default_prompt_name", "max_tokens_per_doc"), True),
-    "structured": {"rows", "schema_in_prompt"},
-    "batching": {
-        *("max_batch_size", "max_batch_tokens", "batch_window_ms", "adaptive_window"),
-        *("min_batch_size", "batch_deadline_ms", "cache_size", "prefill_chunk_tokens"),
-    },
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +115,8 @@ def load_alike(one: ModelSpec, other: ModelSpec) -> bool:
 
 def _loaded_with(spec: ModelSpec) -> tuple[object, ...]:
     """Return all that loading a model depends on."""
-    keys = (spec.source, spec.model_dump(exclude={**ADOPTABLE, "source": True, "adapter": True}))
+    keys = (spec.source, spec.loaded_with())
     if not isinstance(spec, ChatSpec):
         return keys
     base, draft = spec.base_spec, spec.draft_spec
-    # Of a draft's entry only these matter to the model that it drafts for.
-    draft_keys = draft and (draft.source, draft.dtype, draft.fuse_projections, draft.kv_bits)
-    return (*keys, base and _loaded_with(base), draft_keys)
+    return (*keys, base and _loaded_with(base), draft and draft.drafts_with())

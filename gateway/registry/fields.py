@@ -2,8 +2,9 @@
 
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated
 
 from pydantic import (
@@ -14,8 +15,13 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from gateway.registry.names import did_you_mean, nearest
-from gateway.registry.parsers import REASONING_PARSERS, TOOL_PARSERS, canonical_names
+from gateway.registry.names import (
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    canonical_names,
+    did_you_mean,
+    nearest,
+)
 from gateway.registry.sources import SOURCE_PATTERN, Source, parse_source
 
 Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\s,]+$")]
@@ -101,3 +107,51 @@ ReasoningParser = Annotated[
     AfterValidator(lambda value: _check_name(value, _REASONING_NAMES)),
     WithJsonSchema({"type": "string", "enum": _REASONING_NAMES}),
 ]
+
+
+def read_mode(value: object) -> object:
+    """Read a boolean as a mode."""
+    # YAML reads `off` without quotes as false.
+    if value is True:
+        return "auto"
+    if value is False:
+        return "off"
+    return value
+
+
+def read_thinking_budget(value: object) -> object:
+    """Read a number on its own as the default."""
+    is_number = isinstance(value, int | str) and not isinstance(value, bool)
+    return {"default": value} if is_number else value
+
+
+def read_batching(value: object) -> object:
+    """Read a mode on its own as the section that it stands for."""
+    value = read_mode(value)
+    return {"mode": value} if isinstance(value, str) else value
+
+
+SHORT_FORMS: Mapping[str, Callable[[object], object]] = MappingProxyType(
+    {"batching": read_batching, "thinking_budget": read_thinking_budget}
+)
+"""The sections that may be written as one value, with what reads it."""
+
+
+def split_names(text: str) -> list[str]:
+    """Split `a, b` into names."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def read_aliases(value: object) -> object:
+    """Return `a, b`, ["a", {name: b}] or any mixture of these as a list of mappings."""
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list):
+        return value
+    aliases: list[object] = []
+    for item in value:
+        if isinstance(item, str):
+            aliases += [{"name": name} for name in split_names(item)]
+        else:
+            aliases.append(item)
+    return aliases

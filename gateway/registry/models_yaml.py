@@ -15,9 +15,10 @@ from pydantic_core import ErrorDetails
 
 from gateway.errors import RegistryInvalid, shorten
 from gateway.registry.catalog import Catalog
+from gateway.registry.fields import split_names
 from gateway.registry.names import did_you_mean, nearest
 from gateway.registry.sources import PackageSource, PathSource, install_command, package_folder
-from gateway.registry.specs import SPECS, ChatSpec, ModelSpec, Section, split_names
+from gateway.registry.specs import SPECS, ChatSpec, ModelSpec, Section
 from gateway.registry.variables import ModelVariables
 from gateway.registry.yaml_lines import Document, Where, read_yaml
 from gateway.settings import PREFIX, VARIABLES
@@ -162,8 +163,9 @@ class _Reader:
         if not isinstance(file, dict) or not isinstance(file.get("models"), dict):
             return []
         written = file["models"]
-        # A key keeps its first place with its last value.
-        entries = {**self._named, **written, **self._found, **self._named, **written}
+        order = [*self._named, *written, *self._found]
+        known = {**self._found, **self._named, **written}  # a later entry counts
+        entries = {model: known[model] for model in order}
         self._unwritten = [model for model in entries if model not in written]
         models = self._override_keys(entries)
         self._add_short_names(models)

@@ -3,7 +3,7 @@
 A key that overrides a setting takes its type, bounds and description.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple
@@ -29,7 +29,11 @@ from gateway.registry.fields import (
     SourceOf,
     Template,
     ToolParser,
+    read_aliases,
+    read_batching,
+    read_mode,
     read_source,
+    read_thinking_budget,
 )
 from gateway.registry.names import did_you_mean, nearest
 from gateway.registry.sources import Source
@@ -43,10 +47,15 @@ class Overrides:
     setting: str
 
 
-def override(setting: str) -> Any:
+ADOPTABLE: Final = "adoptable"
+"""Marks a key that no load depends on: a loaded model adopts its value."""
+
+
+def override(setting: str, *, adoptable: bool = False) -> Any:
     """Declare a key that overrides a setting: with that one's bounds, but it may be absent."""
     field: Any = Field(default=None)
     field.metadata = [*Settings.model_fields[setting].metadata, Overrides(setting)]
+    field.metadata += [ADOPTABLE] if adoptable else []
     return field
 
 
@@ -61,6 +70,17 @@ class Section(BaseModel):
         if isinstance(data, Mapping):  # null is as if the key were not there
             return {key: value for key, value in data.items() if value is not None}
         return data
+
+    @classmethod
+    def adoptable_keys(cls) -> dict[str, Any]:
+        """Return the keys that no load depends on, as pydantic excludes them."""
+        keys: dict[str, Any] = {}
+        for key, field in cls.model_fields.items():
+            if ADOPTABLE in field.metadata:
+                keys[key] = True
+            elif isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+                keys[key] = field.annotation.adoptable_keys()
+        return keys
 
     def overrides(self) -> dict[str, Any]:
         """Return the overridden settings, by name."""
@@ -89,49 +109,39 @@ class Alias(Section):
 class EmbeddingBatching(Section):
     """How waiting inputs share a forward pass."""
 
-    max_batch_size: int | None = override("embedding_max_batch_size")
-    max_batch_tokens: int | None = override("embedding_max_batch_tokens")
-    batch_window_ms: float | None = override("embedding_batch_window_ms")
-    adaptive_window: bool | None = override("embedding_adaptive_window")
-    min_batch_size: int | None = override("embedding_min_batch_size")
-    batch_deadline_ms: float | None = override("embedding_batch_deadline_ms")
-    cache_size: int | None = override("embedding_cache_size")
+    max_batch_size: int | None = override("embedding_max_batch_size", adoptable=True)
+    max_batch_tokens: int | None = override("embedding_max_batch_tokens", adoptable=True)
+    batch_window_ms: float | None = override("embedding_batch_window_ms", adoptable=True)
+    adaptive_window: bool | None = override("embedding_adaptive_window", adoptable=True)
+    min_batch_size: int | None = override("embedding_min_batch_size", adoptable=True)
+    batch_deadline_ms: float | None = override("embedding_batch_deadline_ms", adoptable=True)
+    cache_size: int | None = override("embedding_cache_size", adoptable=True)
 
 
 BatchingMode = Literal["auto", "force", "off"]
 Modes = BatchingMode | bool
 
 
-def _mode(value: object) -> object:
-    """Read a boolean as a mode."""
-    # YAML reads `off` without quotes as false.
-    if value is True:
-        return "auto"
-    if value is False:
-        return "off"
-    return value
-
-
 class ChatBatching(Section):
     """How answers share decoding steps."""
 
-    max_batch_size: int | None = override("generation_max_batch_size")
-    prefill_chunk_tokens: int | None = override("prefill_chunk_tokens")
+    max_batch_size: int | None = override("generation_max_batch_size", adoptable=True)
+    prefill_chunk_tokens: int | None = override("prefill_chunk_tokens", adoptable=True)
     prefix_cache_bytes: PrefixBytes | None = override("prefix_cache_bytes")
     speculate_rows: int | None = override("speculate_rows")
-    mode: Annotated[BatchingMode, BeforeValidator(_mode, json_schema_input_type=Modes)] = "auto"
+    mode: Annotated[BatchingMode, BeforeValidator(read_mode, json_schema_input_type=Modes)] = "auto"
     """Whether answers are decoded together: as a self-test allows, always, or one at a time."""
 
 
 class Structured(Section):
     """How grammars constrain answers."""
 
-    rows: int | None = override("structured_rows")
+    rows: int | None = override("structured_rows", adoptable=True)
     max_string_chars: int | None = Field(default=None, ge=1)
     """Longest string where a schema sets no bound."""
     max_array_items: int | None = Field(default=None, ge=1)
     """Longest array where a schema sets no bound."""
-    schema_in_prompt: bool = False
+    schema_in_prompt: Annotated[bool, ADOPTABLE] = False
     """Hold a json_object answer to a JSON Schema that ends the last message."""
 
 
@@ -169,44 +179,6 @@ class ThinkingBudgets(Section):
     """With max effort."""
 
 
-def read_thinking_budget(value: object) -> object:
-    """Read a number on its own as the default."""
-    is_number = isinstance(value, int | str) and not isinstance(value, bool)
-    return {"default": value} if is_number else value
-
-
-def read_batching(value: object) -> object:
-    """Read a mode on its own as the section that it stands for."""
-    value = _mode(value)
-    return {"mode": value} if isinstance(value, str) else value
-
-
-SHORT_FORMS: Mapping[str, Callable[[object], object]] = MappingProxyType(
-    {"batching": read_batching, "thinking_budget": read_thinking_budget}
-)
-"""The sections that may be written as one value, with what reads it."""
-
-
-def split_names(text: str) -> list[str]:
-    """Split `a, b` into names."""
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _aliases(value: object) -> object:
-    """Return `a, b`, ["a", {name: b}] or any mixture of these as a list of mappings."""
-    if isinstance(value, str):
-        value = [value]
-    if not isinstance(value, list):
-        return value
-    aliases: list[object] = []
-    for item in value:
-        if isinstance(item, str):
-            aliases += [{"name": name} for name in split_names(item)]
-        else:
-            aliases.append(item)
-    return aliases
-
-
 class _Spec(Section):
     """The keys of models of every kind."""
 
@@ -221,20 +193,31 @@ class _Spec(Section):
     hub:org/name/x.gguf[@revision], path:x.gguf, package:module/x.gguf.
     """
     aliases: Annotated[
-        tuple[Alias, ...], BeforeValidator(_aliases, json_schema_input_type=str | list[str | Alias])
+        tuple[Alias, ...],
+        BeforeValidator(read_aliases, json_schema_input_type=str | list[str | Alias]),
+        ADOPTABLE,
     ] = ()
     """Further names: text (commas separate several) or {name, …}."""
-    preload: bool = False
+    preload: Annotated[bool, ADOPTABLE] = False
     """Load at start, before the gateway is ready."""
-    pinned: bool = False
+    pinned: Annotated[bool, ADOPTABLE] = False
     """Once loaded, stay: never evicted, and never idle too long."""
-    ttl_s: float | None = override("model_ttl_s")
+    ttl_s: float | None = override("model_ttl_s", adoptable=True)
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Weights' type; auto is the checkpoint's, float32 on CPU."""
     max_context: int | None = Field(default=None, ge=8)
     """Longest input in tokens; never beyond the model's own."""
-    queue_limit: int | None = override("queue_limit")
-    queue_max_tokens: int | None = override("queue_max_tokens")
+    queue_limit: int | None = override("queue_limit", adoptable=True)
+    queue_max_tokens: int | None = override("queue_max_tokens", adoptable=True)
+
+    def loaded_with(self) -> dict[str, Any]:
+        """Return the keys that a load depends on, but for the place of the files."""
+        return self.model_dump(exclude={**self.adoptable_keys(), "source": True, "adapter": True})
+
+    @property
+    def weights_dtype(self) -> str | None:
+        """Return the type that the weights are to have; None for the checkpoint's."""
+        return None if self.dtype == "auto" else self.dtype
 
     @field_validator("source")
     @classmethod
@@ -271,13 +254,13 @@ class EmbeddingSpec(_Spec):
     """Scale vectors to length 1; the model's own files decide when absent."""
     prompts: dict[str, str] = {}
     """Text put before an input, by name; absent, the model's own are used."""
-    default_prompt_name: str | None = None
+    default_prompt_name: Annotated[str | None, ADOPTABLE] = None
     """The prompt used when neither request nor alias names one."""
-    overflow: Literal["error", "truncate"] = "error"
+    overflow: Annotated[Literal["error", "truncate"], ADOPTABLE] = "error"
     """What happens to a text beyond the limit: a 400, or a cut that is reported."""
-    matryoshka: Sizes = False
+    matryoshka: Annotated[Sizes, ADOPTABLE] = False
     """Whether vectors may be shortened: true, or the sizes allowed."""
-    token_ids: Literal["reject", "accept"] = "reject"
+    token_ids: Annotated[Literal["reject", "accept"], ADOPTABLE] = "reject"
     """Whether inputs may be token ids of this model's own tokenizer."""
     batching: EmbeddingBatching = Field(default_factory=EmbeddingBatching)
     """Overrides of the gateway's settings."""
@@ -321,7 +304,7 @@ class RerankSpec(_Spec):
     """With labels: the word for relevant and the one for not, a token each; or the first alone."""
     instruction: str | None = None
     """With labels: the instruction where a request has none; absent, Qwen3's."""
-    max_tokens_per_doc: int | None = Field(default=None, ge=1)
+    max_tokens_per_doc: Annotated[int | None, ADOPTABLE] = Field(default=None, ge=1)
     """Longest document in tokens, where a request sets no limit; longer ones are cut."""
     batching: EmbeddingBatching = Field(default_factory=EmbeddingBatching)
     """Overrides of the gateway's settings."""
@@ -354,7 +337,7 @@ class ChatSpec(_Spec):
 
     kind: Literal["chat"]
     """This is a chat model."""
-    sampling: Sampling = Field(default_factory=Sampling)
+    sampling: Annotated[Sampling, ADOPTABLE] = Field(default_factory=Sampling)
     """Defaults for what a request leaves out."""
     chat_template: Template = None
     """A Jinja template, or file:path to one; absent, the model's own."""
@@ -366,11 +349,12 @@ class ChatSpec(_Spec):
     """How the model marks its thinking; absent, its files decide."""
     split_special_tokens: bool = False
     """Whether control tokens in what callers send are plain letters."""
-    thinking: bool | None = None
+    thinking: Annotated[bool | None, ADOPTABLE] = None
     """Whether the model thinks aloud; absent, its template decides."""
     thinking_budget: Annotated[
         ThinkingBudgets,
         BeforeValidator(read_thinking_budget, json_schema_input_type=ThinkingBudgets | int),
+        ADOPTABLE,
     ] = Field(default_factory=ThinkingBudgets)
     """After how many tokens its thinking is ended; a number stands for `{default: …}`."""
     draft: Name | None = None
@@ -412,6 +396,10 @@ class ChatSpec(_Spec):
     def draft_spec(self) -> "ChatSpec | None":
         """Return the model that `draft` names, once the whole file is read."""
         return self._draft_spec
+
+    def drafts_with(self) -> tuple[object, ...]:
+        """Return all of its entry that matters to a model that it drafts for."""
+        return (self.source, self.dtype, self.fuse_projections, self.kv_bits)
 
     def draft_in_use(self, speculate_rows: int) -> "ChatSpec | None":
         """Return that model unless this one has no drafts. `speculate_rows` is the gateway's."""

@@ -17,7 +17,8 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from gateway.registry.specs import SHORT_FORMS, SPECS
+from gateway.registry.fields import SHORT_FORMS
+from gateway.registry.specs import SPECS
 from gateway.registry.yaml_lines import read_plain_value
 from gateway.settings import PREFIX, VARIABLES
 

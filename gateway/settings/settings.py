@@ -360,7 +360,7 @@ class Settings(BaseSettings):
     body_timeout_s: float = Field(default=30, gt=0, le=3600)
     """Time a body may take to arrive; then 408."""
     max_input_chars: int = Field(default=1_000_000, ge=1)
-    """Longest text that is tokenised; beyond it, 400."""
+    """Longest text that is tokenized; beyond it, 400."""
     max_request_chars: int = Field(default=8_000_000, ge=1)
     """Characters of a request's texts together; beyond it, 400."""
     max_json_depth: int = Field(default=64, ge=8, le=200)

@@ -11,14 +11,14 @@ import pytest
 from gateway.app.engines import MlxEngines
 from gateway.app.limits import generation_limits
 from gateway.app.named import load_served
-from gateway.registry import ChatSpec, load_catalog, short_names
+from gateway.registry import ChatSpec, load_catalog, read_short_names
 from gateway.settings import load_settings
 from tests.checkpoints import write_chat
 from tests.fake_hub import FakeHub
 
 REPO = "mlx-community/Qwen3-0.6B-4bit"
 SHORT = "qwen3-0.6b"
-KNOWN: dict[str, Any] = dict(short_names()[SHORT])
+KNOWN: dict[str, Any] = dict(read_short_names()[SHORT])
 SHIPPED = Path(__file__).parents[2] / "models.yaml"
 WAYS = ["short name", "hub", "folder", "cached", "discover", "any model"]
 
@@ -104,7 +104,7 @@ def test_shipped_entries_are_those_of_the_catalogue() -> None:
     """One model of both files has the same sampling, thinking, structure and context."""
     checked = 0
     for spec in load_catalog(SHIPPED, {}).specs:
-        entry = short_names().get(spec.id)
+        entry = read_short_names().get(spec.id)
         if entry is None or not isinstance(spec, ChatSpec):
             continue
         known = ChatSpec.model_validate({**entry, "id": spec.id}, context={"folder": Path()})

@@ -1,9 +1,11 @@
 """What models.yaml says of a model stands in the place of the settings, for that model."""
 
+from dataclasses import astuple, fields
 from pathlib import Path
 
-from gateway.app.limits import settings_of
-from gateway.registry import EmbeddingSpec
+from gateway.app.limits import generation_limits, settings_of
+from gateway.registry import ChatSpec, EmbeddingSpec
+from gateway.serving.generation.policy import GenerationLimits
 from gateway.settings import Settings
 
 EMBEDDING = {
@@ -37,3 +39,16 @@ def test_what_an_embedding_model_overrides_holds_for_it() -> None:
         )
         == settings()
     )
+
+
+def test_every_limit_of_a_chat_model_is_the_setting_of_its_name() -> None:
+    """But for two of another name. A default of the limits themselves is for tests alone."""
+    changed = settings().model_copy(
+        update={
+            field.name: 777 for field in fields(GenerationLimits) if hasattr(settings(), field.name)
+        }
+        | {"generation_max_batch_size": 777, "load_wait_s": 777}
+    )
+    given = {"id": "m", "kind": "chat", "source": "hub:a/b"}
+    limits = generation_limits(changed, ChatSpec.model_validate(given, context=FOLDER))
+    assert {*astuple(limits)} == {777}

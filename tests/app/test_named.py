@@ -78,7 +78,7 @@ def test_the_hub_is_asked_only_for_what_nothing_else_says(
 ) -> None:
     """A variable may say the kind, and so may an entry of the repository under a short name."""
     entry = {"kind": "embedding", "source": f"hub:org/tiny@{COMMIT}", "pooling": "last"}
-    monkeypatch.setattr(named, "short_names", lambda: {"short": entry})
+    monkeypatch.setattr(named, "read_short_names", lambda: {"short": entry})
     for name, source in (("short", COMMIT), ("org/tiny", COMMIT), ("org/tiny@other", "other")):
         [spec] = load_served(named_as(name)).specs
         assert (spec.kind, str(spec.source)) == ("embedding", f"hub:org/tiny@{source}")
@@ -92,7 +92,7 @@ def test_a_name_that_the_file_has_is_not_the_catalogues(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = {"kind": "embedding", "source": "hub:org/none"}
-    monkeypatch.setattr(named, "short_names", lambda: dict.fromkeys(("ours", "short"), entry))
+    monkeypatch.setattr(named, "read_short_names", lambda: dict.fromkeys(("ours", "short"), entry))
     assert ids(named_as("ours", "short")) == ["mine", "short"]
     write_chat(folder / "elsewhere" / "mine")
     assert ids(named_as("./elsewhere/mine", "mine")) == ["mine"]

@@ -19,6 +19,7 @@ from gateway.app.self_tests import SelfTest, VerdictStore
 from gateway.engine.device import BLAS, Device
 from gateway.engine.generation.self_test import self_test_digest
 from gateway.engine.models.checkpoint import Checkpoint
+from gateway.engine.models.decoders import Numbers
 from gateway.errors import Fault, PassFault
 from gateway.jobs import KvCost, Verdict
 from gateway.registry import ChatSpec, PathSource
@@ -258,7 +259,7 @@ def test_a_digest_names_what_a_verdict_depends_on(
     """
 
     def digest(folder: Path, device: Device = Device.CPU, dtype: str | None = None) -> str:
-        return self_test_digest(Checkpoint("m", folder), device, dtype)
+        return self_test_digest(Checkpoint("m", folder), device, Numbers(dtype=dtype))
 
     one = write_chat(tmp_path / "one")
     assert digest(one) == digest(write_chat(tmp_path / "again", seed=1))

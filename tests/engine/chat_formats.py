@@ -8,6 +8,7 @@ from typing import Any
 
 from gateway.engine.answers.output_parts import OutputPart
 from gateway.engine.prompting.chat_tokenizer import (
+    ChatFormats,
     ChatTokenizer,
     chat_tokenizer,
     wrap_folder_tokenizer,
@@ -59,7 +60,7 @@ def open_tokenizer(folder: Path, eos_ids: int | list[int], **options: Any) -> Ch
     config = folder / "config.json"
     model_type = json.loads(config.read_text()).get("model_type") if config.is_file() else None
     wrapper = wrap_folder_tokenizer(folder, name="x", eos_ids=eos_ids)
-    return chat_tokenizer(wrapper, name="x", model_type=str(model_type), **options)
+    return chat_tokenizer(wrapper, ChatFormats(**options), name="x", model_type=str(model_type))
 
 
 def row(functions: Sequence[Function] = (), **given: Any) -> SequenceParams:

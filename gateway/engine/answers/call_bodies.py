@@ -22,7 +22,7 @@ from gateway.engine.answers.call_reading import (
     Schemas,
     Unfinished,
 )
-from gateway.engine.answers.call_writing import write_call
+from gateway.engine.answers.call_values import write_call
 from gateway.engine.answers.literals import (
     SPACE,
     UNREADABLE,
@@ -56,7 +56,7 @@ class Bodies:
     """One family's calls.
 
     `marks` are pairs of marks; the second is empty if only the answer's end ends the calls. One
-    call, and one pair of its arguments, are written by forms (call_writing.py).
+    call, and one pair of its arguments, are written by forms (call_values.py).
     """
 
     read_body: ReadBody

@@ -313,7 +313,7 @@ class TokenScores:
 
 @dataclass(slots=True)
 class OutputProcessor:
-    """Turns a sequence's tokens into parts: detokenises, parses, scans for stop strings."""
+    """Turns a sequence's tokens into parts: detokenizes, parses, scans for stop strings."""
 
     decoder: Detokenizer
     parser: AnswerParser

@@ -25,8 +25,7 @@ import regex  # type: ignore[import-untyped]
 
 from gateway.engine.answers.call_bodies import Bodies, read_json
 from gateway.engine.answers.call_reading import Call, Ending, Reading, Schemas
-from gateway.engine.answers.call_values import Allowed, guess
-from gateway.engine.answers.call_writing import as_cdata, as_text, write_call
+from gateway.engine.answers.call_values import Allowed, as_cdata, as_text, guess, write_call
 
 _GAP = r"(?:\s|\\n)*+"
 _QUOTE = r"\\*+[\"']"  # escaped inside JSON, which a text may be

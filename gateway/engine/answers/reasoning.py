@@ -11,14 +11,14 @@ from types import MappingProxyType
 from gateway.engine.answers.harmony import HARMONY_TOKENS
 from gateway.engine.answers.output_parts import AnswerParser
 from gateway.engine.answers.stop_strings import held_back
-from gateway.registry.parsers import REASONING_PARSERS, canonical_names
+from gateway.registry.names import REASONING_PARSERS, canonical_names
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
     """Marks that open and close thinking, and the models that write them."""
 
-    name: str  # the canonical one (registry/parsers.py)
+    name: str  # the canonical one (registry/names.py)
     models: str  # in words, for docs/tools.md
     starts: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()

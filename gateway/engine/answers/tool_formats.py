@@ -20,13 +20,13 @@ from gateway.engine.answers.call_bodies import (
     read_python,
 )
 from gateway.engine.answers.call_reading import Call
-from gateway.engine.answers.call_writing import as_cdata, write_elements, write_gemma_value
+from gateway.engine.answers.call_values import as_cdata, write_elements, write_gemma_value
 from gateway.engine.answers.gemma_calls import read_gemma
 from gateway.engine.answers.harmony import HARMONY_TOKENS
 from gateway.engine.answers.minimax_calls import MARK, read_minimax
 from gateway.engine.answers.output_parts import NewId, kimi_id, mistral_id, openai_id
 from gateway.engine.answers.pairs import Pairs
-from gateway.registry.parsers import TOOL_PARSERS, canonical_names
+from gateway.registry.names import TOOL_PARSERS, canonical_names
 
 # A call without marks, at the beginning of an answer: JSON that names one of the functions, or
 # Python that calls one.
@@ -43,7 +43,7 @@ _BARE_GEMMA = r"\s*+call:\s*+(?:{})\s*+[{{(]"
 class ToolFormat:
     """How a family of models writes calls, and how its checkpoints are known."""
 
-    name: str  # the canonical one (registry/parsers.py)
+    name: str  # the canonical one (registry/names.py)
     models: str  # the family in words, for docs/tools.md
     read: Pairs | Bodies
     noise: tuple[str, str] | tuple[()] = ()  # marks around all calls together

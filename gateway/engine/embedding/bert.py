@@ -49,7 +49,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Layer normalisation."""
+    """Layer normalization."""
 
     weight: mx.array
     bias: mx.array | None
@@ -57,7 +57,7 @@ class Norm:
     normalize: Normalization
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Normalise each row of (rows, dimensions)."""
+        """Normalize each row of (rows, dimensions)."""
         return self.normalize(x, self.weight, self.bias, self.epsilon)
 
 
@@ -75,7 +75,7 @@ def arrays_of(part: object) -> list[mx.array]:
 
 @dataclass(frozen=True, slots=True)
 class BertLayer:
-    """Attention, then two products with an activation between; each added and normalised."""
+    """Attention, then two products with an activation between; each added and normalized."""
 
     qkv: Dense
     attention_out: Dense
@@ -112,7 +112,7 @@ def make_dense(weights: Mapping[str, mx.array], name: str) -> Dense:
 def make_norm(
     weights: Mapping[str, mx.array], name: str, choice: Arithmetic, epsilon: float
 ) -> Norm:
-    """Make a normalisation from the weight and, if there is one, the bias under a name."""
+    """Make a normalization from the weight and, if there is one, the bias under a name."""
     return Norm(weights[f"{name}.weight"], weights.get(f"{name}.bias"), epsilon, choice.normalize)
 
 

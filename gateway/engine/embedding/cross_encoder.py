@@ -127,7 +127,7 @@ class CrossEncoderEngine(EncoderEngine):
         max_document_tokens: int | None = None,
         instruction: str | None = None,
     ) -> list[Pair]:
-        """Tokenise a query, once, with each document. Safe on any thread.
+        """Tokenize a query, once, with each document. Safe on any thread.
 
         A document is cut to `max_document_tokens`, and then until the pair has `max_tokens`; the
         query is kept whole. No instruction is read. Raises ContextLengthExceeded for a query that

@@ -406,11 +406,11 @@ class EmbeddingEngine(EncoderEngine):
         return super().nbytes() + sum(a.nbytes for a in arrays_of(list(self._projections)))
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenise, special tokens included. Safe on any thread."""
+        """Tokenize, special tokens included. Safe on any thread."""
         return self.tokenizer.encode(texts)
 
     def encode_start(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenise as far as `truncate` keeps. More ids than `max_tokens` mean a longer text."""
+        """Tokenize as far as `truncate` keeps. More ids than `max_tokens` mean a longer text."""
         return self.tokenizer.encode_start(texts, self.max_tokens)
 
     def truncate(self, tokens: Sequence[int], limit: int | None = None) -> list[int]:
@@ -418,7 +418,7 @@ class EmbeddingEngine(EncoderEngine):
         return self.tokenizer.truncate(tokens, limit or self.max_tokens)
 
     def shorten(self, vectors: Vectors, dimensions: int) -> Vectors:
-        """Keep the first `dimensions` of each vector, normalised again if the model does."""
+        """Keep the first `dimensions` of each vector, normalized again if the model does."""
         return shorten(vectors, dimensions, normalize=self._recipe.normalize)
 
     def embed(self, rows: Sequence[Sequence[int]]) -> Vectors:

@@ -104,7 +104,7 @@ class LabelScorer:
         max_document_tokens: int | None = None,
         instruction: str | None = None,
     ) -> list[Pair]:
-        """Tokenise a query's part of the prompt, once, with each document. Safe on any thread.
+        """Tokenize a query's part of the prompt, once, with each document. Safe on any thread.
 
         A document is cut to `max_document_tokens`, and then until the prompt has `max_tokens`. The
         space before a document is encoded with it, which is where tokenizers split words. Control

@@ -1,8 +1,8 @@
 """ModernBERT: rotary positions, global attention in some layers and a window in the others, GeGLU.
 
 Weights and names are Hugging Face's (transformers, models/modernbert/modeling_modernbert.py); its
-heads are not used here. Layers normalise what they read (pre-norm), but for the first, which reads
-what the embedding has normalised. Biases are off in every published checkpoint, and refused.
+heads are not used here. Layers normalize what they read (pre-norm), but for the first, which reads
+what the embedding has normalized. Biases are off in every published checkpoint, and refused.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -170,7 +170,7 @@ def make_spans(
 
 @dataclass(frozen=True, slots=True)
 class ModernBertLayer:
-    """Attention, then the gated product; each reads what is normalised, and is added."""
+    """Attention, then the gated product; each reads what is normalized, and is added."""
 
     attention_norm: Norm | None
     qkv: Dense

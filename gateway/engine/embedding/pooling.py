@@ -39,7 +39,7 @@ _OLD_KEYS: Final = {
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """What happens around the model: its subfolder, the pooling, the layers after it, whether to
-    normalise.
+    normalize.
     """
 
     transformer: str

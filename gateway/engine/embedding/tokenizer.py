@@ -185,7 +185,7 @@ def _splits_words(tokenizer: Tokenizer) -> bool:
 
 
 def _follow_bert_settings(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
-    """Apply tokenizer_config.json over tokenizer.json's normaliser, as BertTokenizer does."""
+    """Apply tokenizer_config.json over tokenizer.json's normalizer, as BertTokenizer does."""
     normalizer = tokenizer.normalizer
     if not isinstance(normalizer, normalizers.BertNormalizer):
         return
@@ -200,7 +200,7 @@ def _follow_bert_settings(tokenizer: Tokenizer, config: Mapping[str, Any]) -> No
 
 
 def _lowers(tokenizer: Tokenizer) -> bool:
-    """Return True if the normaliser already lower-cases, in a sequence too."""
+    """Return True if the normalizer already lower-cases, in a sequence too."""
     rules = repr(tokenizer.normalizer)
     return "lowercase=True" in rules or "Lowercase()" in rules
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_config
@@ -23,7 +23,7 @@ from gateway.engine.kv.prefix_cache import PrefixPool
 from gateway.engine.kv.quantized import quantize_kv
 from gateway.engine.models.checkpoint import Checkpoint, Listing, reading_tokenizer
 from gateway.engine.models.context import lower_context, text_config
-from gateway.engine.models.decoders import read_decoder
+from gateway.engine.models.decoders import Numbers, read_decoder
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, open_checkpoint
 from gateway.engine.models.gguf.vocabulary import named_ends, read_sampling, wrap_tokenizer
 from gateway.engine.models.missing_kernels import Report
@@ -46,9 +46,9 @@ def read_chat_setup(
     *,
     name: str,
     max_context: int | None,
+    formats: ChatFormats | None = None,
     shape: Shape | None = None,
     sandbox: Sandbox | None = None,
-    **options: Unpack[ChatFormats],
 ) -> ChatSetup:
     """Read a chat model's config, tokenizer and template, and prepare its grammars.
 
@@ -61,17 +61,17 @@ def read_chat_setup(
     tightens the schemas that answers are held to, with the folder's own bounds where it has none.
     Grammars are compiled in `sandbox` first. Raises ModelLoadFailed.
     """
-    checkpoint = open_checkpoint(name, files)
+    checkpoint, formats = open_checkpoint(name, files), formats or ChatFormats()
     with reading_tokenizer(checkpoint):
         config, wrapper = _read_tokenizer(checkpoint, files)
         kind = str(config.get("model_type"))
-        chat = chat_tokenizer(wrapper, name=name, model_type=kind, **options)
-        reader = _find_reader(wrapper, chat, options)
+        chat = chat_tokenizer(wrapper, formats, name=name, model_type=kind)
+        reader = _find_reader(wrapper, chat, formats)
         is_read = reader is not None and reader.problem is None
         unread: list[str] = []
         try:
             if not is_read and chat.untried is None:
-                unread = [each for each in list_unread(chat) if options.get(each) != "none"]
+                unread = [each for each in list_unread(chat) if getattr(formats, each) != "none"]
         except BadRequest as error:  # rendering takes too much
             chat.untried = str(error)
     if isinstance(checkpoint, GgufCheckpoint):
@@ -84,10 +84,11 @@ def read_chat_setup(
         raise checkpoint.failed(
             f"vocab_size is {vocab_size:,}, and no weights have over {rows:,} rows"
         )
+    shape = (shape or Shape()).completed(generation.get("structured"))
     return ChatSetup(
         checkpoint,
         chat,
-        _make_structured(chat, vocab_size, complete_shape(shape or Shape(), generation), sandbox),
+        _make_structured(chat, vocab_size, shape, sandbox),
         max_context=_context(checkpoint, config, max_context),
         vocab_size=vocab_size,
         sampling_defaults=usable_sampling(generation),
@@ -99,15 +100,15 @@ def read_chat_setup(
 
 
 def _find_reader(
-    wrapper: TokenizerWrapper, chat: ChatTokenizer, options: ChatFormats
+    wrapper: TokenizerWrapper, chat: ChatTokenizer, formats: ChatFormats
 ) -> ResponseTemplate | None:
     """Return what reads answers by the checkpoint's own `response_template`, where nothing of ours
     does and models.yaml names nothing.
     """
     template = getattr(wrapper._tokenizer, "response_template", None)  # since transformers 5.13
-    sandbox = options.get("template_sandbox")
+    sandbox = formats.template_sandbox
     is_known = chat.answers.reads_calls or chat.answers.reasoning.name != "none"
-    is_named = options.get("tool_parser") or options.get("reasoning_parser")
+    is_named = formats.tool_parser or formats.reasoning_parser
     if template is None or sandbox is None or is_known or is_named:
         return None
     return ResponseTemplate(template, sandbox)
@@ -144,15 +145,6 @@ def _read_tokenizer(
     return config, wrapper
 
 
-class Numbers(TypedDict, total=False):
-    """How a model's weights and KV are kept."""
-
-    dtype: str | None
-    is_packed: bool  # weights stay quantised on a CPU too: `must_stay_packed` decides
-    is_fused: bool  # projections of one input are one product
-    kv_bits: int | None
-
-
 @dataclass(frozen=True, slots=True)
 class DraftSetup:
     """A checkpoint whose model drafts for another one."""
@@ -163,9 +155,7 @@ class DraftSetup:
     numbers: Numbers
 
 
-def read_draft_setup(
-    files: Path, *, name: str, target: ChatSetup, **numbers: Unpack[Numbers]
-) -> DraftSetup:
+def read_draft_setup(files: Path, *, name: str, target: ChatSetup, numbers: Numbers) -> DraftSetup:
     """Read the config and the tokenizer of a model that is to draft for `target`.
 
     Takes seconds and no MLX, as `read_chat_setup` does. Raises ModelLoadFailed, naming both models,
@@ -192,6 +182,7 @@ def load_generation_in_steps(
     setup: ChatSetup,
     *,
     device: Device,
+    numbers: Numbers,
     prefix_cache_bytes: int = 0,  # of the KV that is kept of prompts, a draft model's too
     prefixes: PrefixPool | None = None,  # that is shared with other models, instead
     speculate_rows: int = 0,  # in batches of up to so many, tokens may be read ahead
@@ -199,7 +190,6 @@ def load_generation_in_steps(
     share: RankShare | None = None,  # this rank's part of the model; every rank must make its calls
     bounds: DeviceBounds | None = None,
     report: Report | None = None,  # called with weights that become floating for want of a kernel
-    **numbers: Unpack[Numbers],
 ) -> Generator[GenerationEngine | None]:
     """Load a chat model that mlx-lm knows, one step for each slice of its weights. On the lane.
 
@@ -254,17 +244,14 @@ def _read_model(
     model = yield from read_decoder(
         checkpoint,
         device=device,
+        numbers=numbers,
         context=context,
         note=note,
-        dtype=numbers.get("dtype"),
-        is_packed=numbers.get("is_packed", False),
-        is_fused=numbers.get("is_fused", False),
         share=share,
         report=report,
     )
-    kv_bits = numbers.get("kv_bits")
-    if kv_bits is not None:
-        quantize_kv(checkpoint, model, kv_bits, is_shared=share is not None)
+    if numbers.kv_bits is not None:
+        quantize_kv(checkpoint, model, numbers.kv_bits, is_shared=share is not None)
     return model
 
 
@@ -317,23 +304,6 @@ def usable_sampling(config: Mapping[str, Any]) -> dict[str, float]:
     if "top_k" in usable:
         usable["top_k"] = int(usable["top_k"])
     return usable
-
-
-def complete_shape(shape: Shape, config: Mapping[str, Any]) -> Shape:
-    """Return a shape, with the checkpoint's own bounds where it has none.
-
-    They stand in generation_config.json under `structured`, under models.yaml's names: a model too
-    small to end a string by itself is so wherever it is served.
-    """
-    stated = config.get("structured")
-    if not isinstance(stated, dict):
-        return shape
-    bounds = {
-        name: stated[name]
-        for name in ("max_string_chars", "max_array_items")
-        if getattr(shape, name) is None and type(stated.get(name)) is int and stated[name] >= 1
-    }
-    return replace(shape, **bounds)
 
 
 def _context(checkpoint: Listing, config: Mapping[str, Any], lowered: int | None) -> int:

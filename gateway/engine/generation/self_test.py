@@ -10,7 +10,7 @@ import math
 import platform
 import random
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from typing import Any, Final, TypeAlias
 
@@ -24,8 +24,9 @@ from gateway.engine.device_faults import classify
 from gateway.engine.kv.layers import can_batch, make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache, PrefixPool
 from gateway.engine.models.checkpoint import Listing
+from gateway.engine.models.decoders import Numbers
 from gateway.engine.models.notes import EQUAL
-from gateway.engine.models.reads import architecture
+from gateway.engine.models.unread import architecture
 from gateway.errors import Fault
 from gateway.jobs import Verdict
 
@@ -346,11 +347,7 @@ def count_tokens(model: Any, longest: int) -> int:
 def self_test_digest(
     checkpoint: Listing,
     device: Device,
-    dtype: str | None,
-    *,
-    is_packed: bool = False,
-    is_fused: bool = False,
-    kv_bits: int | None = None,
+    numbers: Numbers,
 ) -> str:
     """Hash everything that a verdict depends on: architecture, number formats, versions, device and
     BLAS.
@@ -368,9 +365,7 @@ def self_test_digest(
         "versions": [version(package) for package in ("mlx", "mlx-lm", "mlx-gateway")],
         "device": [device.value, platform.machine(), str(known.get("device_name"))],
         "blas": BLAS.config if device is Device.CPU else None,
-        "dtype": [dtype, is_packed],
-        "fused": is_fused,
-        "kv_bits": kv_bits,
+        "numbers": asdict(numbers),
         "test": [LENGTHS, ANSWER_TOKENS, PADDED, sorted(BOUNDS.values()), BLOCK],
     }
     return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()

@@ -3,7 +3,8 @@
 Whatever fits the shaped schema fits the caller's own. Pure functions, copies throughout.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any, Final
 
@@ -19,9 +20,11 @@ from gateway.engine.grammar.schemas import (
     types,
     walk,
 )
+from gateway.registry import ChatSpec
 
 _SETTLED: Final = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 _CONSTRAINTS: Final = frozenset({"properties", "patternProperties", "required"})
+_BOUNDS: Final = ("max_string_chars", "max_array_items")  # as models.yaml names them
 _OPEN: Final = "#/$defs/gateway-open-"
 _OPEN_DEPTH: Final = 3
 _SHORTEST_FORMAT: Final = 16  # characters that an address or a link of any use has
@@ -41,6 +44,27 @@ class Shape:
     max_array_items: int | None = None
     complete: bool = True  # optional properties are emitted when each is nullable or has a default
     closed: bool = True  # no property that the schema doesn't name, unless it says it may
+
+    @classmethod
+    def of(cls, spec: ChatSpec) -> "Shape":
+        """Return the shape with the bounds that models.yaml sets for a model."""
+        return cls(**{name: getattr(spec.structured, name) for name in _BOUNDS})
+
+    def completed(self, stated: object) -> "Shape":
+        """Return the shape with the checkpoint's own bounds where it has none.
+
+        They stand in generation_config.json under `structured`, under models.yaml's names: a model
+        too small to end a string by itself is so wherever it is served.
+        """
+        own = stated if isinstance(stated, Mapping) else {}
+        return replace(
+            self,
+            **{
+                name: own[name]
+                for name in _BOUNDS
+                if getattr(self, name) is None and type(own.get(name)) is int and own[name] >= 1
+            },
+        )
 
 
 def shape_schema(schema: Schema, shape: Shape) -> Schema:

@@ -12,8 +12,8 @@ corrections      faults of mlx-lm's classes, corrected in a model that was built
 ropes            its rotary positions, as config.json has them
 configs          config.json in the words of mlx-lm's classes
 own_classes      families and forms of files that mlx-lm has no class for
-unread           keys and arrays that nothing reads, and the refusal of those that change answers
-reads            which keys a class of mlx-lm reads, by its source
+unread           which keys a class of mlx-lm reads, by its source; those and arrays that nothing
+                 reads, and the refusal of those that change answers
 family_defaults  what transformers takes for keys that a config.json lacks
 context          the tokens that a model may be given, without mlx
 counts           numbers of a model's files, each within its bounds

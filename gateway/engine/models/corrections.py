@@ -11,8 +11,8 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from gateway.engine.models.family_defaults import default_of
-from gateway.engine.models.reads import reader_of
 from gateway.engine.models.ropes import correct_ropes
+from gateway.engine.models.unread import reader_of
 
 Activation = Callable[[mx.array], mx.array]
 _ACTIVATIONS: Final[Mapping[str, Activation]] = {
@@ -127,7 +127,7 @@ class Mixture(Module):
 
 def _correct_routers(model: Any, weights: Mapping[str, mx.array]) -> None:
     """Choose and weigh experts as transformers does it: mlx-lm drops the biases of ERNIE 4.5's
-    choice (https://arxiv.org/abs/2408.15664), and normalises the weights of Jamba's.
+    choice (https://arxiv.org/abs/2408.15664), and normalizes the weights of Jamba's.
     """
     for index, layer in enumerate(model.layers):
         name = "feed_forward" if "feed_forward" in layer else "mlp"

@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any, Final
@@ -27,6 +28,7 @@ from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, read_gguf_deco
 from gateway.engine.models.missing_kernels import Report, quantization_of, replace_missing, widen
 from gateway.engine.models.sharding import RankShare, shard
 from gateway.engine.models.unread import list_lost
+from gateway.registry import ChatSpec
 
 # What mlx-lm's attention and MLP modules call with one and the same input.
 _GROUPS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -158,13 +160,27 @@ def open_decoder(
     return model, config
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """How a chat model's weights and KV are kept."""
+
+    dtype: str | None = None  # the checkpoint's, if it is None
+    is_packed: bool = False  # weights stay quantised on a CPU too: `must_stay_packed` decides
+    is_fused: bool = False  # projections of one input are one product
+    kv_bits: int | None = None
+
+    @classmethod
+    def of(cls, spec: ChatSpec, *, is_packed: bool) -> "Numbers":
+        """Return the numbers that models.yaml sets for a model."""
+        fused, bits = spec.fuse_projections, spec.kv_bits
+        return cls(dtype=spec.weights_dtype, is_packed=is_packed, is_fused=fused, kv_bits=bits)
+
+
 def read_decoder(
     checkpoint: Checkpoint | GgufCheckpoint,
     *,
     device: Device,
-    dtype: str | None,
-    is_packed: bool,
-    is_fused: bool = False,
+    numbers: Numbers,
     share: RankShare | None = None,
     report: Report | None = None,
     context: int | None = None,
@@ -174,22 +190,21 @@ def read_decoder(
     On the lane.
 
     No text will have over `context` tokens. `note` is called with a sentence on weights that
-    nothing reads. If it `is_fused`, projections of one input become one product. Quantised weights
-    that the device has no kernel for become floating; `report` is called with them. Raises
-    ModelLoadFailed.
+    nothing reads. Quantised weights that the device has no kernel for become floating; `report` is
+    called with them. The KV is not quantised yet. Raises ModelLoadFailed.
     """
     if isinstance(checkpoint, GgufCheckpoint):
         if share is not None:
             raise checkpoint.failed("a GGUF file's model cannot be divided by `parallel:`")
         model = yield from read_gguf_decoder(
-            checkpoint, device=device, dtype=dtype, is_packed=is_packed
+            checkpoint, device=device, dtype=numbers.dtype, is_packed=numbers.is_packed
         )
     else:
         model, _ = open_decoder(
             checkpoint,
             device=device,
-            dtype=dtype,
-            is_packed=is_packed,
+            dtype=numbers.dtype,
+            is_packed=numbers.is_packed,
             context=context,
             note=note,
         )
@@ -197,7 +212,7 @@ def read_decoder(
             shard(checkpoint, model, share)
         yield from read_in_slices(checkpoint, parameters(model))
     yield from replace_missing(checkpoint.name, model, device, floating_dtype(model), report)
-    if is_fused:
+    if numbers.is_fused:
         yield from fuse_projections(model)
     return model
 

@@ -1,10 +1,10 @@
-"""Activations, attention and normalisation, one choice per device, made at load.
+"""Activations, attention and normalization, one choice per device, made at load.
 
 mlx computes exp, erf and tanh one element at a time on a CPU (10 to 60 ns each), and sums,
 products and shifts with vectors (0.1 ns), one pass over the array for each. So on a CPU the
 three are made of few sums, products and shifts, of which `mx.compile` makes a pass or two (2.2
 times as fast for GELU, 1.7 for exp) where it finds a g++; on Metal and CUDA mlx's own are the fast
-ones. One trace serves all shapes. Normalisations stay as they are: compiled they take twice as
+ones. One trace serves all shapes. Normalizations stay as they are: compiled they take twice as
 long, for mlx makes slow loops of what broadcasts.
 """
 
@@ -162,7 +162,7 @@ def attend_fused(q: mx.array, k: mx.array, v: mx.array, bias: mx.array | None) -
 
 
 def layer_norm_by_products(dimensions: int) -> Normalization:
-    """Make a layer normalisation whose averages are products with a column of 1 / dimensions."""
+    """Make a layer normalization whose averages are products with a column of 1 / dimensions."""
     # BLAS adds up a row in vectors, mlx's sums go one by one: 0.2 against 0.5 ns an element.
     average = mx.full((dimensions, 1), 1 / dimensions)
     mx.eval(average)  # here, on the thread that loads: later several streams read it

@@ -4,9 +4,9 @@ import inspect
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, TypedDict, TypeVar, Unpack
+from typing import Any, Final, TypeVar
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
@@ -33,6 +33,7 @@ from gateway.engine.prompting.thoughts import (
 from gateway.engine.sandbox_worker import Sandbox
 from gateway.errors import BadRequest, ModelLoadFailed, Overloaded, Unavailable
 from gateway.jobs import GenerateJob, TokenIds
+from gateway.registry import ChatSpec
 
 # Parameters of transformers' functions, which no request may set by `template_args`: its
 # `chat_template` would run as a program.
@@ -314,15 +315,28 @@ def count_alike(text: str, other: str) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
 
 
-class ChatFormats(TypedDict, total=False):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatFormats:
     """What a user may set of a chat model's template and formats."""
 
-    chat_template: str | None  # in the place of the checkpoint's own
-    template_args: Mapping[str, Any]
-    tool_parser: str | None  # a format's name, inferred if it is None
-    reasoning_parser: str | None  # likewise
-    split_special_tokens: bool  # control tokens in what callers send are letters
-    template_sandbox: Sandbox | None  # where the template is rendered
+    chat_template: str | None = None  # in the place of the checkpoint's own
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    tool_parser: str | None = None  # a format's name, inferred if it is None
+    reasoning_parser: str | None = None  # likewise
+    split_special_tokens: bool = False  # control tokens in what callers send are letters
+    template_sandbox: Sandbox | None = None  # where the template is rendered
+
+    @classmethod
+    def of(cls, spec: ChatSpec, template_sandbox: Sandbox) -> "ChatFormats":
+        """Return the formats that models.yaml sets for a model."""
+        return cls(
+            chat_template=spec.chat_template,
+            template_args=spec.chat_template_kwargs,
+            tool_parser=spec.tool_parser,
+            reasoning_parser=spec.reasoning_parser,
+            split_special_tokens=spec.split_special_tokens,
+            template_sandbox=template_sandbox,
+        )
 
 
 def wrap_folder_tokenizer(
@@ -346,10 +360,10 @@ def wrap_folder_tokenizer(
 
 
 def chat_tokenizer(
-    wrapper: TokenizerWrapper, *, name: str, model_type: str, **options: Unpack[ChatFormats]
+    wrapper: TokenizerWrapper, formats: ChatFormats, *, name: str, model_type: str
 ) -> ChatTokenizer:
     """Wrap mlx-lm's tokenizer for chat. Raises ModelLoadFailed."""
-    chat_template, template_args = options.get("chat_template"), options.get("template_args", {})
+    chat_template = formats.chat_template
     # mlx-lm infers a format from the checkpoint's own template, and notes it here.
     declared = wrapper._tokenizer.init_kwargs.get("tool_parser_type")
     if chat_template is not None:
@@ -357,20 +371,20 @@ def chat_tokenizer(
         wrapper._chat_template = None  # a program of mlx-lm's, which would take precedence
     if not (wrapper.has_chat_template or chat_template):
         raise ModelLoadFailed(name, "it has no chat template; set `chat_template:` in models.yaml")
-    template = ChatTemplate(wrapper, options.get("template_sandbox"))
-    template.check(name, template_args)
+    template = ChatTemplate(wrapper, formats.template_sandbox)
+    template.check(name, formats.template_args)
     text = template.text
     vocabulary = wrapper.backend_tokenizer.get_vocab()
     largest = max(vocabulary.values(), default=0)
     if largest >= MOST_TOKENS:  # the grammars' tables have a place for each id
         raise ModelLoadFailed(name, f"tokenizer.json has a token with the id {largest:,}")
-    tools = options.get("tool_parser") or infer_tools(vocabulary, text, model_type, declared)
-    reasoning = options.get("reasoning_parser") or infer_reasoning(vocabulary, text, model_type)
+    tools = formats.tool_parser or infer_tools(vocabulary, text, model_type, declared)
+    reasoning = formats.reasoning_parser or infer_reasoning(vocabulary, text, model_type)
     return ChatTokenizer(
         wrapper,
-        template_args,
+        formats.template_args,
         tools=tool_format(tools or "none"),
         reasoning=reasoning_format(reasoning),
         template=template,
-        split_special_tokens=options.get("split_special_tokens", False),
+        split_special_tokens=formats.split_special_tokens,
     )

@@ -19,8 +19,9 @@ from gateway.engine.answers.reasoning import REASONING_FORMATS
 from gateway.engine.answers.tool_formats import TOOL_FORMATS, infer_tools, tool_format
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
 from gateway.jobs import Calling, Function, Grammar
-from gateway.registry.parsers import REASONING_PARSERS, TOOL_PARSERS, canonical_names
+from gateway.registry.names import REASONING_PARSERS, TOOL_PARSERS, canonical_names
 from tests.engine.answers.harness import cut, pushed
+from tests.engine.answers.written_calls import FORMS
 from tests.engine.chat_formats import family, open_tokenizer, row, said
 
 BOOK = Function(
@@ -307,7 +308,9 @@ def case(
 
 
 def test_every_format_of_the_table_has_a_text() -> None:
-    assert {each.name for each in FAMILIES} == set(TOOL_FORMATS) - {"none"}
+    formats = set(TOOL_FORMATS) - {"none"}
+    assert {each.name for each in FAMILIES} == formats
+    assert {form.format for form in FORMS.values()} == formats
 
 
 def test_a_format_is_known_by_its_checkpoint_and_its_calls_typed_by_their_schema(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.loading import complete_shape, generation_config, usable_sampling
+from gateway.engine.generation.loading import generation_config, usable_sampling
 from gateway.engine.grammar.shaping import Shape
 from gateway.errors import BadRequest
 from gateway.jobs import Grammar, Sampling
@@ -147,8 +147,7 @@ def test_a_checkpoint_says_how_it_is_sampled(tmp_path: Path, written: Any, read:
     ],
 )  # fmt: skip
 def test_a_checkpoint_states_bounds_of_its_own(stated: Any, given: Any, shape: Any) -> None:
-    said = {"structured": stated}
-    completed = complete_shape(Shape(max_string_chars=given[0], max_array_items=given[1]), said)
+    completed = Shape(max_string_chars=given[0], max_array_items=given[1]).completed(stated)
     assert (completed.max_string_chars, completed.max_array_items) == shape
 
 

@@ -19,7 +19,7 @@ from gateway.engine.models.context import (
 from gateway.engine.models.decoders import is_known
 from gateway.engine.models.notes import list_notes
 from gateway.engine.models.own_classes import OWN
-from gateway.engine.models.reads import architecture, read_names
+from gateway.engine.models.unread import architecture, read_names
 
 KNOWN: Any = CONFIG_MAPPING
 POSITIONS = 131_072

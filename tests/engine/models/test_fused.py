@@ -13,6 +13,7 @@ from gateway.engine.device import Device
 from gateway.engine.generation.loading import DraftSetup, load_generation_in_steps, read_chat_setup
 from gateway.engine.models.decoders import (
     FusedProjection,
+    Numbers,
     fuse_projections,
     parameters,
     read_decoder,
@@ -32,7 +33,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def opened(files: Path, **options: Any) -> Any:
     checkpoint = open_checkpoint("tiny", files)
-    return ended(read_decoder(checkpoint, device=Device.CPU, dtype=None, is_packed=True, **options))
+    numbers = Numbers(is_packed=True, **options)
+    return ended(read_decoder(checkpoint, device=Device.CPU, numbers=numbers))
 
 
 def nbytes(model: Any) -> int:
@@ -78,17 +80,16 @@ def test_projections_of_unlike_formats_stay_apart(tmp_path: Path) -> None:
 def test_each_group_that_is_fused_is_a_step_of_loading(tmp_path: Path) -> None:
     """Others may have the lane in between. A draft is fused if its own entry says so."""
     folder = write_chat(tmp_path / "tiny")
-    setup = read_chat_setup(
-        folder, name="tiny", max_context=None, chat_template=None, template_args={}
-    )
+    setup = read_chat_setup(folder, name="tiny", max_context=None)
 
-    def count_steps(**options: Any) -> int:
+    def count_steps(numbers: Numbers, draft: DraftSetup | None = None) -> int:
         steps = load_generation_in_steps(
-            setup, device=Device.CPU, dtype=None, speculate_rows=4, **options
+            setup, device=Device.CPU, numbers=numbers, speculate_rows=4, draft=draft
         )
         return len([*steps])
 
-    groups, draft = 4, DraftSetup(setup.checkpoint, setup.vocab_size, setup.max_context, {})
-    alone, drafted = count_steps(), count_steps(draft=draft)
-    assert count_steps(is_fused=True) == alone + groups
-    assert count_steps(draft=replace(draft, numbers={"is_fused": True})) == drafted + groups
+    groups, plain, fused = 4, Numbers(), Numbers(is_fused=True)
+    draft = DraftSetup(setup.checkpoint, setup.vocab_size, setup.max_context, plain)
+    alone, drafted = count_steps(plain), count_steps(plain, draft)
+    assert count_steps(fused) == alone + groups
+    assert count_steps(plain, replace(draft, numbers=fused)) == drafted + groups

@@ -20,7 +20,7 @@ from mlx_lm.utils import load_model
 
 from benchmarks.tiny_models import tiny_config, tiny_model
 from gateway.engine.device import Device
-from gateway.engine.models.decoders import parameters, read_decoder
+from gateway.engine.models.decoders import Numbers, parameters, read_decoder
 from gateway.engine.models.gguf.checkpoint import open_checkpoint
 from gateway.engine.models.missing_kernels import (
     LoopedExperts,
@@ -240,9 +240,7 @@ def test_a_loaded_model_says_what_it_said_whether_or_not_there_are_kernels(
     steps = read_decoder(
         open_checkpoint("tiny", folder),
         device=Device.CUDA,
-        dtype=None,
-        is_packed=False,
-        is_fused=True,
+        numbers=Numbers(is_fused=True),
         report=reports.append,
     )
     assert mx.allclose(ended(steps)(TOKENS), expected, rtol=1e-3, atol=1e-3)

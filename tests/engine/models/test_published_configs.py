@@ -11,7 +11,7 @@ from gateway.engine.models.configs import classes_of
 from gateway.engine.models.context import list_limits, lower_context
 from gateway.engine.models.corrections import correct
 from gateway.engine.models.notes import list_notes, verified_by
-from gateway.registry.catalogue import read_facts
+from gateway.registry.short_names import read_facts
 
 COMMON: dict[str, Any] = {
     "attention_bias": False,

@@ -7,7 +7,7 @@ import pytest
 
 from gateway.engine.device import Device
 from gateway.engine.models.checkpoint import Checkpoint, kv_bytes, weights_bytes
-from gateway.engine.models.decoders import parameters, read_decoder
+from gateway.engine.models.decoders import Numbers, parameters, read_decoder
 from gateway.engine.models.sharding import Parallel, RankShare, SharedListing
 from gateway.errors import ModelLoadFailed
 from tests.checkpoints import SLIDING, write_chat
@@ -32,9 +32,7 @@ def share(parallel: Parallel, rank: int = 0, size: int = 2) -> RankShare:
 
 
 def load(checkpoint: Checkpoint, its: RankShare) -> Any:
-    return ended(
-        read_decoder(checkpoint, device=Device.CPU, dtype=None, is_packed=False, share=its)
-    )
+    return ended(read_decoder(checkpoint, device=Device.CPU, numbers=Numbers(), share=its))
 
 
 @pytest.mark.parametrize(("layers", "ranks"), [(2, 2), (7, 3), (5, 2), (4, 4)])

@@ -17,8 +17,7 @@ from gateway.engine.models.corrections import correct
 from gateway.engine.models.decoders import open_decoder
 from gateway.engine.models.family_defaults import is_default, resolve
 from gateway.engine.models.notes import list_notes, verified_by
-from gateway.engine.models.reads import read_names
-from gateway.engine.models.unread import list_dropped
+from gateway.engine.models.unread import list_dropped, read_names
 from gateway.errors import ModelLoadFailed
 from tests.golden_decoders import write_decoder
 

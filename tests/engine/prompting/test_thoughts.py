@@ -10,6 +10,7 @@ from mlx_lm.chat_templates import deepseek_v32
 from gateway.engine.generation.loading import read_chat_setup
 from gateway.engine.prompting import chat_tokenizer as chat_tokenizer_module
 from gateway.engine.prompting.chat_tokenizer import (
+    ChatFormats,
     ChatTokenizer,
     chat_tokenizer,
     wrap_folder_tokenizer,
@@ -121,7 +122,8 @@ def test_a_template_that_takes_too_long_for_a_trial_is_tried_no_more(
     (tmp_path / "m" / "chat_template.jinja").write_text(MENTIONED)
     for first in (2, 5, 9):  # the last is one of those that the formats read back
         box = Box(dict.fromkeys(range(first, 100), outcome))
-        setup = read_chat_setup(tmp_path / "m", name="m", max_context=None, template_sandbox=box)
+        given = ChatFormats(template_sandbox=box)
+        setup = read_chat_setup(tmp_path / "m", name="m", max_context=None, formats=given)
         assert "it took long" in str(setup.chat.untried)
         assert (setup.unread_formats, box.asked) == ([], first)
 
@@ -147,11 +149,13 @@ def test_a_trial_that_others_leave_no_time_for_is_tried_again_and_else_no_model_
     (tmp_path / "m" / "chat_template.jinja").write_text(MENTIONED)
     for number in range(2, 9):
         box = Box({number: outcome})
-        setup = read_chat_setup(tmp_path / "m", name="m", max_context=None, template_sandbox=box)
+        given = ChatFormats(template_sandbox=box)
+        setup = read_chat_setup(tmp_path / "m", name="m", max_context=None, formats=given)
         assert SECRET in prompt(setup.chat, LOOP)
         box = Box({number: outcome, number + 1: outcome})
+        given = ChatFormats(template_sandbox=box)
         with pytest.raises((Overloaded, Unavailable)):
-            read_chat_setup(tmp_path / "m", name="m", max_context=None, template_sandbox=box)
+            read_chat_setup(tmp_path / "m", name="m", max_context=None, formats=given)
 
 
 def test_a_template_that_wants_a_result_behind_a_call_reads_thoughts_beside_texts(
@@ -201,7 +205,7 @@ def test_a_program_of_mlx_lms_may_read_thoughts_in_any_form(tmp_path: Path) -> N
     wrapper = wrap_folder_tokenizer(tmp_path, name="x", eos_ids=2)
     wrapper._chat_template = lambda turns, **given: " ".join(t.get("thinking", "") for t in turns)
     wrapper._tokenizer.chat_template = None
-    assert SECRET in prompt(chat_tokenizer(wrapper, name="x", model_type="x"), LOOP)
+    assert SECRET in prompt(chat_tokenizer(wrapper, ChatFormats(), name="x", model_type="x"), LOOP)
 
 
 def test_a_program_of_mlx_lms_reads_calls_and_thoughts(tmp_path: Path) -> None:
@@ -209,7 +213,7 @@ def test_a_program_of_mlx_lms_reads_calls_and_thoughts(tmp_path: Path) -> None:
     wrapper = wrap_folder_tokenizer(tmp_path, name="x", eos_ids=2)
     wrapper._chat_template = deepseek_v32.apply_chat_template
     wrapper._tokenizer.chat_template = None
-    chat = chat_tokenizer(wrapper, name="x", model_type="deepseek_v32")
+    chat = chat_tokenizer(wrapper, ChatFormats(), name="x", model_type="deepseek_v32")
     text = prompt(chat, LOOP)
     assert SECRET in text
     assert '<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>' in text

@@ -56,7 +56,7 @@ def damaged(content: bytes, header_bytes: int, draw: random.Random) -> bytes:
 
 def load(path: Path) -> ChatSetup:
     """Open a model and ask it for one token."""
-    setup = read_chat_setup(path, name="m", max_context=None, chat_template=None, template_args={})
+    setup = read_chat_setup(path, name="m", max_context=None)
     checkpoint = setup.checkpoint
     model = open_decoder_of(checkpoint, is_packed=path.stat().st_size % 2 == 0)  # type: ignore[arg-type]
     mx.eval(model(mx.array([[1, 2, 3]])))

@@ -9,6 +9,7 @@ from gateway.engine.device import Device
 from gateway.engine.generation.loading import read_chat_setup
 from gateway.engine.generation.prepare import ChatSetup
 from gateway.engine.generation.self_test import self_test_digest
+from gateway.engine.models.decoders import Numbers
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint
 from gateway.errors import ModelLoadFailed
 from tests.engine.generation.harness import job
@@ -16,7 +17,7 @@ from tests.gguf_files import CONTEXT, Stored, describe, vocabulary, weigh, write
 
 
 def read(path: Path, **given: Any) -> ChatSetup:
-    whole = {"max_context": None, "chat_template": None, "template_args": {}, **given}
+    whole = {"max_context": None, **given}
     return read_chat_setup(path, name="mine", **whole)
 
 
@@ -63,7 +64,7 @@ def test_the_self_test_depends_on_the_numbers_formats(tmp_path: Path) -> None:
         tensors: dict[str, Stored] = weigh("qwen3", seed, **kinds)
         path = write_gguf(tmp_path / name, describe("qwen3"), tensors)
         checkpoint = GgufCheckpoint("mine", path)
-        return self_test_digest(checkpoint, Device.CPU, None, is_packed=is_packed)
+        return self_test_digest(checkpoint, Device.CPU, Numbers(is_packed=is_packed))
 
     one = digest("a.gguf", 0)
     assert digest("b.gguf", 1) == one

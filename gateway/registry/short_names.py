@@ -49,7 +49,7 @@ class Facts(Section):
     unread: tuple[str, ...] = ()
 
 
-def short_names() -> Mapping[str, Mapping[str, Any]]:
+def read_short_names() -> Mapping[str, Mapping[str, Any]]:
     """Return the entry that models.yaml would have for each short name."""
     return {
         name: {key: value for key, value in entry.items() if key != FACTS}
@@ -72,7 +72,7 @@ def unlisted_entry(kind: str, source: str, variables: Mapping[str, str]) -> Mapp
     """Return the entry of a model that was found or asked for: that of its source under a short
     name, but for the aliases, which another model may have.
     """
-    known = find_entry(parse_source(source, Path.cwd()), short_names())
+    known = find_entry(parse_source(source, Path.cwd()), read_short_names())
     keys = {} if known.get("kind") != kind else known
     entry = {**keys, "kind": kind, "source": source}
     entry.pop("aliases", None)

@@ -11,8 +11,15 @@ from gateway.engine.embedding.cross_encoder import HEADS
 from gateway.engine.embedding.engine import ENCODERS
 from gateway.engine.models.decoders import is_known
 from gateway.errors import RegistryInvalid
-from gateway.registry import Facts, HubSource, catalogue, load_catalog, read_facts, short_names
-from gateway.registry.catalogue import FACTS
+from gateway.registry import (
+    Facts,
+    HubSource,
+    load_catalog,
+    read_facts,
+    read_short_names,
+    short_names,
+)
+from gateway.registry.short_names import FACTS
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "catalogue.yaml"
@@ -24,7 +31,7 @@ PAGE = re.compile(r"https://[\w.-]+/\S+|models\.yaml")
 def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HubSource]:
     """The sources of the entries, as the reader of models.yaml reads them."""
     file = tmp_path_factory.mktemp("catalogue") / "models.yaml"
-    models = {name: dict(entry) for name, entry in short_names().items()}
+    models = {name: dict(entry) for name, entry in read_short_names().items()}
     file.write_text(yaml.safe_dump({"version": 1, "models": models}))
     found = {spec.id: spec.source for spec in load_catalog(file, {}).specs}
     assert all(isinstance(source, HubSource) for source in found.values())
@@ -32,9 +39,9 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HubSource]:
 
 
 def test_every_entry_is_one_that_models_yaml_may_have(specs: dict[str, HubSource]) -> None:
-    assert {*specs} == {*short_names()} == {*FACTS_OF}
+    assert {*specs} == {*read_short_names()} == {*FACTS_OF}
     assert "qwen3.5-9b" in specs
-    assert FACTS not in str(short_names())
+    assert FACTS not in str(read_short_names())
 
 
 @pytest.mark.parametrize("name", FACTS_OF)
@@ -47,7 +54,7 @@ def test_an_entry_says_where_and_when_it_was_read(name: str) -> None:
 @pytest.mark.parametrize("name", FACTS_OF)
 def test_what_is_not_said_is_named_as_unread(name: str, specs: dict[str, HubSource]) -> None:
     """And nothing else: what is pinned is a commit."""
-    facts, entry = FACTS_OF[name], short_names()[name]
+    facts, entry = FACTS_OF[name], read_short_names()[name]
     revision = specs[name].revision
     assert revision is None or re.fullmatch(r"[0-9a-f]{40}", revision)
     is_said = {
@@ -63,7 +70,7 @@ def test_what_is_not_said_is_named_as_unread(name: str, specs: dict[str, HubSour
 
 @pytest.mark.parametrize("name", FACTS_OF)
 def test_an_architecture_is_one_that_is_opened_here(name: str) -> None:
-    architecture, entry = FACTS_OF[name].architecture, short_names()[name]
+    architecture, entry = FACTS_OF[name].architecture, read_short_names()[name]
     if entry["kind"] == "embedding":
         assert architecture in ENCODERS or is_known(architecture)
     elif entry["kind"] == "rerank" and entry.get("scoring") != "labels":
@@ -74,7 +81,7 @@ def test_an_architecture_is_one_that_is_opened_here(name: str) -> None:
 
 @pytest.mark.parametrize("name", FACTS_OF)
 def test_a_chat_model_has_all_that_its_kv_is_counted_by(name: str) -> None:
-    facts, kind = FACTS_OF[name], short_names()[name]["kind"]
+    facts, kind = FACTS_OF[name], read_short_names()[name]["kind"]
     assert bool(facts.kv) == (kind == "chat")
     for group in facts.kv:
         forms = group.latent_dim, group.kv_heads, group.value_heads
@@ -89,10 +96,10 @@ def test_a_chat_model_has_all_that_its_kv_is_counted_by(name: str) -> None:
 def test_models_yaml_has_the_same_of_the_models_that_are_in_both() -> None:
     """So a short name means one thing, and a pin is renewed in both."""
     shipped = yaml.safe_load((ROOT / "models.yaml").read_text())["models"]
-    both = {*shipped} & {*short_names()}
+    both = {*shipped} & {*read_short_names()}
     assert len(both) == 4
     for name in both:
-        assert short_names()[name] == shipped[name]
+        assert read_short_names()[name] == shipped[name]
 
 
 def test_every_chat_model_has_a_row_that_says_whether_it_thinks_and_who_said_so() -> None:
@@ -102,7 +109,7 @@ def test_every_chat_model_has_a_row_that_says_whether_it_thinks_and_who_said_so(
     thinking = [name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
     [others] = [line for line in section.splitlines() if line.endswith("do not think at all.")]
     said = [*thinking, *re.findall(r"`([^`]+)`", others)]
-    chat = {name: entry for name, entry in short_names().items() if entry["kind"] == "chat"}
+    chat = {name: entry for name, entry in read_short_names().items() if entry["kind"] == "chat"}
     assert sorted(said) == sorted(chat)
     for row in rows:
         assert PAGE.search(row), row
@@ -121,8 +128,8 @@ def test_a_broken_file_is_named_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "catalogue.yaml").write_text("models:\n  a: {kind: chat\n")
-    monkeypatch.setattr(catalogue, "__file__", str(tmp_path / "gateway/registry/catalogue.py"))
-    catalogue._entries.cache_clear()
+    monkeypatch.setattr(short_names, "__file__", str(tmp_path / "gateway/registry/short_names.py"))
+    short_names._entries.cache_clear()
     with pytest.raises(RegistryInvalid, match=r"catalogue.yaml:\d+: not YAML"):
-        short_names()
-    catalogue._entries.cache_clear()
+        read_short_names()
+    short_names._entries.cache_clear()
