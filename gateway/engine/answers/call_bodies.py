@@ -22,14 +22,14 @@ from gateway.engine.answers.call_reading import (
     Schemas,
     Unfinished,
 )
-from gateway.engine.answers.call_values import write_call
-from gateway.engine.answers.literals import (
+from gateway.engine.answers.call_values import (
     SPACE,
     UNREADABLE,
     find_end,
     parse_python,
     read_literal,
     skip,
+    write_call,
 )
 
 Body = tuple[list[Call], int]  # what a ReadBody returns

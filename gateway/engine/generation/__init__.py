@@ -9,5 +9,5 @@ self_test        sequences in batches compared with the same alone
 prepare          a job → its sequences: their prompts, n, sampling, max_tokens; a context too long
 sequences        from join to last token: prefill, decode, leave; read again after a fault
 engine           one model: a step changes the batch and runs a pass; the KV kept of prompts
-loading          a folder or GGUF file → an engine
+loading          a folder or GGUF file → an engine, once its formats have read a trial turn
 """

@@ -2,8 +2,9 @@
 
 import json
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,29 @@ from gateway.engine.models.gguf.vocabulary import named_ends, read_sampling, wra
 from gateway.engine.models.missing_kernels import Report
 from gateway.engine.models.notes import list_notes, verified_by
 from gateway.engine.models.sharding import RankShare
+from gateway.engine.prompting.chat_template import TemplateRefusal
 from gateway.engine.prompting.chat_tokenizer import (
     ChatFormats,
     ChatTokenizer,
     chat_tokenizer,
+    count_alike,
     wrap_folder_tokenizer,
 )
-from gateway.engine.prompting.read_back import list_unread
+from gateway.engine.prompting.thoughts import (
+    ANSWERING,
+    ARGUMENTS,
+    CALLING,
+    FUNCTION,
+    THOUGHT,
+    THOUGHT_KEY,
+    Turn,
+    may_show_thoughts,
+    trial_job,
+)
 from gateway.engine.sandbox_worker import Sandbox
 from gateway.engine.tokenizer_parts import check_growth
 from gateway.errors import BadRequest
+from gateway.jobs import Calling, Sampling, SequenceParams
 
 
 def read_chat_setup(
@@ -71,7 +85,7 @@ def read_chat_setup(
         unread: list[str] = []
         try:
             if not is_read and chat.untried is None:
-                unread = [each for each in list_unread(chat) if getattr(formats, each) != "none"]
+                unread = [each for each in unread_formats(chat) if getattr(formats, each) != "none"]
         except BadRequest as error:  # rendering takes too much
             chat.untried = str(error)
     if isinstance(checkpoint, GgufCheckpoint):
@@ -316,3 +330,50 @@ def _context(checkpoint: Listing, config: Mapping[str, Any], lowered: int | None
             "its config has no max_position_embeddings; set `max_context:` in models.yaml"
         )
     return limit
+
+
+def unread_formats(chat: ChatTokenizer) -> list[str]:
+    """Return which formats do not read what the model's template writes, by the settings that name
+    them: `tool_parser`, `reasoning_parser`. Slow: the template is rendered several times.
+    """
+    unread = []
+    if chat.template.has("tool_calls"):
+        written, _, calls = _read_back(chat, CALLING)
+        is_shown = all(str(each) in written for each in (FUNCTION.name, *ARGUMENTS.values()))
+        if is_shown and calls != [(FUNCTION.name, ARGUMENTS)]:
+            unread.append("tool_parser")
+    for *earlier, last in ANSWERING if may_show_thoughts(chat.template) else ():
+        written, thought, _ = _read_back(chat, [*earlier, {**last, THOUGHT_KEY: THOUGHT}])
+        if THOUGHT in written and thought.strip() != THOUGHT:
+            return [*unread, "reasoning_parser"]
+    return unread
+
+
+def _read_back(chat: ChatTokenizer, turns: Sequence[Turn]) -> tuple[str, str, list[Any]]:
+    """Return what the template writes of the last turn, and the thought and the calls in it."""
+    try:
+        text = chat.try_out(lambda: chat.apply(trial_job(turns), is_asking=False))
+        asked, opening = chat.try_out(lambda: chat.render(trial_job(turns[:-1])))
+    except TemplateRefusal:
+        return "", "", []
+    begin = count_alike(text, asked)
+    for mark in (*chat.answers.reasoning.starts, *chat.answers.reasoning.ends):
+        place = asked.rfind(mark)
+        if place < begin < place + len(mark):  # the turn begins otherwise, with the same letters
+            begin = place
+    prompt = chat.begin(opening[: max(0, len(opening) - len(asked) + begin)], [])
+    params = SequenceParams(
+        prompt=prompt.ids,
+        max_tokens=len(text),
+        sampling=Sampling(),
+        calling=Calling(functions=[FUNCTION]),
+        is_thinking=prompt.is_thinking,
+        may_think=prompt.may_think,
+        opening=prompt.opening,
+    )
+    output = chat.answers.output_processor(params)
+    ids = takewhile(lambda token: token not in chat.answers.eos_ids, chat.encode(text[begin:]))
+    parts = [part for token in ids for part in output.push(token, None, is_shown_as_text=True)]
+    parts += output.finish()
+    calls = [(part.call.name, json.loads(part.call.arguments)) for part in parts if part.call]
+    return text[begin:], "".join(part.reasoning for part in parts), calls

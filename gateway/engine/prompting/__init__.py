@@ -3,5 +3,4 @@
 chat_template   messages → text, in the sandbox
 thoughts        the form in which a template reads thoughts
 chat_tokenizer  a model's template and vocabulary, and the format of its answers
-read_back       whether that format reads what the template writes
 """

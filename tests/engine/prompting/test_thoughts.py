@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from mlx_lm.chat_templates import deepseek_v32
 
-from gateway.engine.generation.loading import read_chat_setup
+from gateway.engine.generation.loading import read_chat_setup, unread_formats
 from gateway.engine.prompting import chat_tokenizer as chat_tokenizer_module
 from gateway.engine.prompting.chat_tokenizer import (
     ChatFormats,
@@ -15,7 +15,6 @@ from gateway.engine.prompting.chat_tokenizer import (
     chat_tokenizer,
     wrap_folder_tokenizer,
 )
-from gateway.engine.prompting.read_back import list_unread
 from gateway.engine.sandbox_worker import Answer, Request, render
 from gateway.errors import BadRequest, Overloaded, Unavailable
 from gateway.jobs import GenerateJob, Sampling
@@ -137,7 +136,7 @@ def test_trials_end_once_all_of_them_have_taken_too_long(
     assert "took over" in str(chat.untried)
     assert box.asked == 1  # for the greeting
     with pytest.raises(BadRequest, match="took over"):
-        list_unread(chat)
+        unread_formats(chat)
 
 
 @pytest.mark.parametrize("outcome", ["busy", "killed", "slow"])

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from gateway.engine.answers.reasoning import REASONING_FORMATS
+from gateway.engine.generation.loading import unread_formats
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
-from gateway.engine.prompting.read_back import list_unread
 from gateway.engine.prompting.thoughts import ARGUMENTS, FUNCTION
 from tests.engine.answers.written_calls import FORMS, Form
 from tests.engine.chat_formats import family
@@ -43,7 +43,7 @@ def opened(folder: Path, form: Form, **given: str) -> ChatTokenizer:
 def test_each_family_reads_its_own_turns(name: str, tmp_path: Path) -> None:
     form = FORMS[name]
     formats = {"tool_parser": form.format, "reasoning_parser": form.reasoning}
-    assert list_unread(opened(tmp_path, form, **formats)) == []
+    assert unread_formats(opened(tmp_path, form, **formats)) == []
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -51,16 +51,16 @@ def test_no_other_family_reads_them(name: str, tmp_path: Path) -> None:
     form = FORMS[name]
     other = "kimi_k2" if form.format != "kimi_k2" else "hermes"
     chat = opened(tmp_path, form, tool_parser=other, reasoning_parser="none")
-    assert list_unread(chat) == ["tool_parser", *(["reasoning_parser"] if form.opens else [])]
+    assert unread_formats(chat) == ["tool_parser", *(["reasoning_parser"] if form.opens else [])]
 
 
 @pytest.mark.parametrize("name", MARKED)
 def test_thoughts_between_the_marks_of_a_family_are_read(name: str, tmp_path: Path) -> None:
     start, end = MARKED[name].starts[0], MARKED[name].ends[0]
     text = template(thought=f"{start}\n{{{{ m.reasoning_content }}}}\n{end}\n")
-    assert list_unread(family(tmp_path / "a", template=text, reasoning_parser=name)) == []
+    assert unread_formats(family(tmp_path / "a", template=text, reasoning_parser=name)) == []
     other = family(tmp_path / "b", template=text, reasoning_parser="none")
-    assert list_unread(other) == ["reasoning_parser"]
+    assert unread_formats(other) == ["reasoning_parser"]
 
 
 def test_a_thought_that_the_template_opens_for_the_answer_is_read(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_thought_that_the_template_opens_for_the_answer_is_read(tmp_path: Path
     )
     chat = family(tmp_path, added=("<think>", "</think>"), template=text, words="tool_call.name")
     assert chat.answers.tools.name == "hermes"
-    assert list_unread(chat) == []
+    assert unread_formats(chat) == []
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_thought_that_the_template_opens_for_the_answer_is_read(tmp_path: Path
     ],
 )
 def test_a_template_that_lies_is_found_out(text: str, unread: list[str], tmp_path: Path) -> None:
-    assert list_unread(family(tmp_path, template=text, tool_parser="hermes")) == unread
+    assert unread_formats(family(tmp_path, template=text, tool_parser="hermes")) == unread
 
 
 def test_a_thought_beside_a_call_is_looked_at_too(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_thought_beside_a_call_is_looked_at_too(tmp_path: Path) -> None:
     other = "{% if m.tool_calls %}<reason>{{ m.reasoning_content }}</reason>{% else %}"
     thought = f"{other}<think>{{{{ m.reasoning_content }}}}</think>{{% endif %}}"
     chat = family(tmp_path, template=template(QWEN, thought), tool_parser="hermes")
-    assert list_unread(chat) == ["reasoning_parser"]
+    assert unread_formats(chat) == ["reasoning_parser"]
 
 
 REFUSES = "{{ raise_exception('no tools') if m.tool_calls or m.role == 'tool' }}"
@@ -110,7 +110,7 @@ REFUSES = "{{ raise_exception('no tools') if m.tool_calls or m.role == 'tool' }}
     ids=["drops", "refuses calls", "refuses", "breaks"],
 )
 def test_a_template_that_drops_or_refuses_gives_no_verdict(text: str, tmp_path: Path) -> None:
-    assert list_unread(family(tmp_path, template=text)) == []
+    assert unread_formats(family(tmp_path, template=text)) == []
 
 
 def test_a_template_without_words_for_either_is_not_rendered(
@@ -121,4 +121,4 @@ def test_a_template_without_words_for_either_is_not_rendered(
 
     chat = family(tmp_path)
     monkeypatch.setattr(chat.template, "render", refuse)
-    assert list_unread(chat) == []
+    assert unread_formats(chat) == []
