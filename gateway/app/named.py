@@ -107,9 +107,9 @@ def _is_same(one: Source, other: str) -> bool:
 
 def _find_kind(source: Source, model: str, settings: Settings, may_pull: bool | None) -> str:
     from gateway.app.limits import hub_of
+    from gateway.engine.discovery import read_kind
     from gateway.engine.hub import on_disk
     from gateway.engine.hub_offer import look
-    from gateway.engine.kind import read_kind
 
     hub = hub_of(settings, may_download=settings.auto_pull if may_pull is None else may_pull)
     files = on_disk(ChatSpec.model_construct(id=model, kind="chat", source=source), hub)

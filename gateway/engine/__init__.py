@@ -14,11 +14,10 @@ models          a folder or a GGUF file → a model that runs
 sandbox_worker  what a process of its own runs: templates, first tries of grammars
 control_tokens  callers' texts encoded without any
 tokenizer_parts  what parts of a tokenizer.json may cost
-discovery       models that lie on this machine, in others' folders too
+discovery       models that lie on this machine, in others' folders too; what each is for
 hub_offer       what the hub has under a name, before any of its weights are fetched
 hub             where a model's folder comes from
 inputs          how long a model's inputs may be, by its files, before it is loaded
-kind            what a model is for, as its files say
 device_faults   what MLX's errors say of the device
 compiled_code   what mlx compiles with g++: where, and whether there is room for it
 device          which device, its dtype, what it bears of memory and seconds; how fast it multiplies

@@ -1,20 +1,169 @@
-"""Models that lie on this machine: in Hugging Face's cache, LM Studio's folder, or any folder.
+"""Models that lie on this machine: in Hugging Face's cache, LM Studio's folder, or any folder; and
+what a model is for, as its files say: chat, embedding or rerank.
 
-Nothing is fetched and nobody is asked.
+Nothing is fetched and nobody is asked. What files leave open is refused with the entry of
+models.yaml that says it. A name is evidence against alone: conversions of embedders for mlx-lm have
+the architecture and even the chat template of the chat model that they were trained from.
 """
 
 import contextlib
+import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
 
 from huggingface_hub import constants
 
+from gateway.engine.device import keep_file_limits
+from gateway.engine.embedding.cross_encoder import HEADS
+from gateway.engine.embedding.engine import ENCODERS
 from gateway.engine.hub import Hub, has_weights
-from gateway.engine.kind import Kind, read_kind
+from gateway.engine.models.gguf.architectures import ARCHITECTURES
+from gateway.engine.models.gguf.header import read_header
+from gateway.errors import ModelRefused
 from gateway.registry import is_gguf, parse_source
+
+Kind: TypeAlias = Literal["chat", "embedding", "rerank"]
+
+MOST_BYTES: Final = 8_000_000  # of a file that is read here: tokenizer_config.json takes up to two
+_OF_SENTENCES: Final = (
+    "modules.json",
+    "config_sentence_transformers.json",
+    "1_Pooling/config.json",
+)
+_TEMPLATES: Final = ("chat_template.jinja", "chat_template.json")
+# The files that are read here, as far as a model has them.
+TELLING: Final = (
+    *("config.json", "adapter_config.json", "tokenizer_config.json"),
+    *(*_OF_SENTENCES, *_TEMPLATES),
+)
+_NAMED: Final = re.compile(r"(rerank)|embed|retriev|\b(?:gte|bge|e5)\b")
+# What models.yaml is to say of a model whose files do not.
+_EMBEDS: Final = "kind: embedding, pooling: {pooling}, normalize: true"
+_SCORES: Final = "kind: rerank, scoring: labels"
+
+
+class _Unclear(Exception):
+    """Why a model's kind is not known, and the keys of models.yaml that would say it."""
+
+    def __init__(self, why: str, keys: str = "kind: …") -> None:
+        super().__init__(why)
+        self.keys = keys
+
+
+def read_kind(files: Path | None, model: str, source: str) -> Kind:
+    """Read it from a model's folder, without weights, or from the header of its GGUF file; None is
+    a GGUF file that is not here yet.
+
+    `model` is the id, in which the repository's name is; `source` is as models.yaml has it. Raises
+    ModelRefused.
+    """
+    try:
+        if files is not None and not is_gguf(files.name):
+            return _of_folder(files, model)
+        if files is not None:
+            _require_chat(files)
+        _require_plain_name(model)
+        return "chat"
+    except _Unclear as error:
+        entry = f"{json.dumps(model)}: {{{error.keys}, source: {json.dumps(source)}}}"
+        why = f"{error}. If you know what it is, say so in models.yaml: {entry}"
+        raise ModelRefused(model, why) from None
+    except (OSError, ValueError) as error:  # a file that cannot be read, no JSON, no GGUF
+        raise ModelRefused(model, f"{str(error).rstrip('.')}.") from error
+
+
+def _require_plain_name(model: str) -> None:
+    """Raise for the name of an embedding or rerank model."""
+    found = _NAMED.search(model.lower())
+    if found is None:
+        return
+    does, keys = "embeds", _EMBEDS.format(pooling="last")
+    if found[1]:
+        does, keys = "ranks", _SCORES
+    raise _Unclear(f"its name says that it {does}, and its files that it chats", keys)
+
+
+def _require_chat(file: Path) -> None:
+    """Raise for a GGUF file that is not a chat model's."""
+    metadata = read_header(file).metadata
+    architecture = metadata.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"its architecture, {architecture!r:.60}, is not served from GGUF files")
+    if f"{architecture}.pooling_type" in metadata or "tokenizer.chat_template" not in metadata:
+        raise ValueError("it has no chat template, and GGUF files are served as chat models only")
+
+
+def _of_folder(folder: Path, model: str) -> Kind:
+    config = read_object(folder, "config.json")
+    if not config:
+        if (folder / "adapter_config.json").is_file():
+            raise _Unclear("it is an adapter", "kind: chat, base: …, adapter: …")
+        raise _Unclear("it has no config.json")
+    kind, listed = str(config.get("model_type")), config.get("architectures")
+    architectures = [str(name) for name in listed] if isinstance(listed, list) else []
+    if any(name.endswith("ForSequenceClassification") for name in architectures):
+        return _of_classifier(config, kind)
+    if any(name.endswith(("Classification", "QuestionAnswering")) for name in architectures):
+        raise _Unclear("it marks words of texts")
+    if any((folder / name).is_file() for name in _OF_SENTENCES):
+        task = read_object(folder, _OF_SENTENCES[1]).get("model_type", "SentenceTransformer")
+        if task != "SentenceTransformer":
+            raise _Unclear(f"it is a {task!r:.60} of sentence-transformers", _SCORES)
+        return "embedding"
+    is_encoder = kind in ENCODERS or any(
+        name.endswith(("Model", "ForMaskedLM")) and not name.endswith("LMHeadModel")
+        for name in architectures
+    )
+    if is_encoder:
+        keys = _EMBEDS.format(pooling="mean")
+        raise _Unclear("its files do not say how token vectors become one", keys)
+    return _of_decoder(folder, model, kind, config)
+
+
+def _of_classifier(config: Mapping[str, Any], kind: str) -> Kind:
+    labels = config.get("id2label")
+    # transformers writes them unless there are two.
+    count = len(labels) if isinstance(labels, Mapping) else config.get("num_labels", 2)
+    if kind not in HEADS or count != 1:
+        what = f"{kind!r:.60} with {count!r:.60} labels"
+        raise _Unclear(f"it sorts texts ({what}), which need not be ranking", "kind: rerank")
+    return "rerank"
+
+
+def _of_decoder(folder: Path, model: str, kind: str, config: Mapping[str, Any]) -> Kind:
+    with keep_file_limits():
+        from gateway.engine.models.decoders import is_known  # with mlx-lm, which takes a second
+
+    if "model_file" in config:
+        raise _Unclear("it needs code of its own, which is never run")
+    if not re.fullmatch(r"\w[\w-]*", kind) or not is_known(kind):
+        raise _Unclear(f"mlx-lm has no architecture {kind!r:.60}")
+    templates = [name for name in _TEMPLATES if (folder / name).is_file()]
+    if not templates and not read_object(folder, "tokenizer_config.json").get("chat_template"):
+        raise _Unclear("it has no chat template", "kind: chat, chat_template: file:…")
+    _require_plain_name(model)
+    return "chat"
+
+
+def read_object(folder: Path, name: str) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one if there is no such file."""
+    if not (folder / name).is_file():
+        return {}
+    with (folder / name).open("rb") as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"{name} is longer than {MOST_BYTES:,} bytes")
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} holds no JSON object")
+    return value
 
 
 @dataclass(frozen=True, slots=True)

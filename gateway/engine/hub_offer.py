@@ -20,6 +20,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
     disable_progress_bars,
 )
 
+from gateway.engine.discovery import MOST_BYTES, TELLING, Kind, read_kind, read_object
 from gateway.engine.hub import (
     BoundedFile,
     Hub,
@@ -32,7 +33,6 @@ from gateway.engine.hub import (
     room_needed,
     wanted_files,
 )
-from gateway.engine.kind import MOST_BYTES, TELLING, Kind, read_kind, read_object
 from gateway.errors import ModelNotFound, ModelRefused, ModelUnavailable
 from gateway.registry import HubSource
 

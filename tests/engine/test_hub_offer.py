@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from gateway.engine.discovery import MOST_BYTES
 from gateway.engine.hub import Hub
 from gateway.engine.hub_offer import look
-from gateway.engine.kind import MOST_BYTES
 from gateway.errors import GatewayError, ModelRefused, ModelUnavailable
 from gateway.registry import HubSource
 from tests import fake_hub

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.engine.kind import TELLING, read_kind
+from gateway.engine.discovery import TELLING, read_kind
 from gateway.errors import ModelRefused
 from tests.checkpoints import write_chat
 from tests.gguf_files import write_model
