@@ -16,6 +16,7 @@ import ray.serve._private.replica as ray_replica
 
 from deploy.ray.choice import Call
 from gateway import ids, logs
+from gateway.api.in_flight import context_of
 from gateway.app.gateway import Gateway
 from gateway.app.kept_prefixes import lock
 from gateway.app.loading import Engines
@@ -61,7 +62,7 @@ class Replica:
         """Yield a request's answer as ASGI messages, as many at a time as there are; with its head
         and its end, the timings so far. The request's client has left once this is closed.
         """
-        scope = {**scope, "gateway.prefix_names": PrefixNames(call.blocks, share)}
+        scope = {**scope, "prefix_names": PrefixNames(call.blocks, share)}
         exchange = _Exchange(body)
         task = asyncio.create_task(exchange.run(self._gateway, scope))
         self._exchanges.add(task)
@@ -202,9 +203,9 @@ class _Lifespan:
 
 def _timings(scope: Message) -> Mapping[str, Any]:
     """Return what the ingress's log line, header and rates need, as plain values."""
-    timings = scope.get("gateway.timings")
-    if timings is None:
+    if "gateway" not in scope:
         return {}
+    timings = context_of(scope).timings
     return {
         "model": timings.model,
         "seconds": {str(stage): seconds for stage, seconds in timings.seconds.items()},

@@ -17,7 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.api.bodies import Bodies
-from gateway.api.in_flight import InFlight
+from gateway.api.in_flight import InFlight, RequestContext, context_of
 from gateway.api.middleware import Context, ErrorMiddleware
 from gateway.errors import Forbidden, GatewayError, RateLimited, Unauthorized, shorten
 from gateway.jobs import Timings
@@ -128,9 +128,10 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             is_open = scope["path"].removeprefix("/v1") in self._open_paths
+            context = context_of(scope)
             try:
-                self._identify(scope)
-                scope["gateway.is_known"] = True
+                self._identify(context)
+                context.is_known = True
                 if self._in_flight.is_draining and not is_open:
                     raise shutting_down()
             except GatewayError:
@@ -138,15 +139,14 @@ class Guard:
                     raise
         await self._app(scope, receive, send)
 
-    def _identify(self, scope: Scope) -> None:
+    def _identify(self, context: RequestContext) -> None:
         """Set the id of the request's key. Raises Unauthorized or Forbidden."""
-        headers: Mapping[bytes, bytes] = scope["gateway.headers"]
-        keys = self._admin_keys if scope["path"].startswith(ADMIN) else self._keys
+        keys = self._admin_keys if context.scope["path"].startswith(ADMIN) else self._keys
         if keys:
-            key_id = scope["gateway.key_id"] = _key_id(headers, keys)
-            scope["gateway.cache_salt"] = key_id if self._has_salts else ""
+            context.key_id = _key_id(context.headers, keys)
+            context.cache_salt = context.key_id if self._has_salts else ""
             return
-        self._check_page(scope, headers)
+        self._check_page(context.scope, context.headers)
 
     def _check_page(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
         """Raise Forbidden for a request that a web page may have made."""
@@ -244,8 +244,9 @@ class Rates:
         if scope["type"] != "http" or scope["path"].removeprefix("/v1") not in self._paths:
             await self._app(scope, receive, send)
             return
-        buckets = self._accounts.of(scope.get("gateway.key_id"))
-        meter = scope["gateway.meter"] = Meter(buckets, scope["gateway.timings"])
+        context = context_of(scope)
+        meter = Meter(self._accounts.of(context.key_id), context.timings)
+        context.rate_headers = meter.headers
         try:
             meter.admit()
         except RateLimited:

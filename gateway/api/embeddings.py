@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import __version__
-from gateway.api.in_flight import while_connected
+from gateway.api.in_flight import context_of, while_connected
 from gateway.api.requests import Service, ignored_header, reply, time_stage
 from gateway.errors import BadRequest, GatewayError
 from gateway.ids import passing_id
@@ -92,7 +92,7 @@ async def _embedded(service: Service, request: Request, shape: type[R]) -> _Resu
             embedded = await batcher.embed(job, arrival)
     number_bytes = wire.NUMBER_BYTES[parsed.request.encoding_format]
     # Before it is written: vectors as JSON are several times their floats.
-    request.scope["gateway.unread"].count_answer(embedded.vectors.size * number_bytes)
+    context_of(request).unread.count_answer(embedded.vectors.size * number_bytes)
     headers = ignored_header(parsed.ignored)
     if embedded.truncated:
         headers["x-gateway-truncated"] = str(embedded.truncated)

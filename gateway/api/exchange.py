@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from gateway import clock
-from gateway.api.in_flight import while_connected
+from gateway.api.in_flight import context_of, while_connected
 from gateway.api.requests import Service, first_names, ignored_header, named_header, serialise
 from gateway.api.streams import ACCEPTED, COMMENT, DONE, EventStream, frame
 from gateway.errors import BadRequest, GatewayError, SchemaViolated
@@ -213,7 +213,7 @@ def without_images(
     the header with their number. Raises BadRequest if the request's own header is not a boolean.
     """
     name = "x-gateway-leave-out-images"
-    given = request.scope["gateway.headers"].get(name.encode())
+    given = context_of(request).headers.get(name.encode())
     choices = {None: service.rules.leave_out_images, b"true": True, b"false": False}
     if given not in choices:
         raise BadRequest(f"The header {name} should be true or false.", param=name)

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 from typing_extensions import TypeAliasType, TypedDict
 
-from gateway.api.in_flight import while_connected
+from gateway.api.in_flight import context_of, while_connected
 from gateway.api.requests import Service, ignored_header, reply
 from gateway.api.streams import COMMENT, DONE, EventStream, frame
 from gateway.registry import ChatSpec, ModelSpec, Resolved
@@ -88,7 +88,7 @@ async def list_models(service: Service, request: Request) -> Response:
     """
     await service.inputs.look()
     catalog = service.catalog()
-    if request.scope["gateway.is_anthropic"]:
+    if context_of(request).is_anthropic:
         infos = [_anthropic_model(service, entry) for entry in catalog if entry.spec.kind == "chat"]
         return reply(model_page(infos, request.query_params))
     body: Models = {"object": "list", "data": [describe_model(service, each) for each in catalog]}
@@ -100,7 +100,7 @@ async def show(service: Service, request: Request) -> Response:
     if not name:
         raise HTTPException(HTTPStatus.NOT_FOUND)
     await service.inputs.look()
-    if request.scope["gateway.is_anthropic"]:
+    if context_of(request).is_anthropic:
         return reply(_anthropic_model(service, service.catalog().resolve(name, ChatSpec)))
     return reply(describe_model(service, service.catalog().resolve(name)))
 

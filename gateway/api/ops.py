@@ -10,6 +10,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from gateway import metrics as instruments
+from gateway.api.in_flight import context_of
 from gateway.api.openapi import Endpoint, document
 from gateway.api.requests import Exposure, Service, reply
 from gateway.registry import Catalog
@@ -56,7 +57,7 @@ async def ready(service: Service, request: Request) -> Response:
     """
     status = service.readiness()
     body: Ready = {"status": status}
-    if request.scope.get("gateway.is_known", False):
+    if context_of(request).is_known:
         body["models"] = service.models.states()
     return reply(body, 200 if status == "ready" else 503)
 

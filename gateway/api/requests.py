@@ -15,12 +15,9 @@ from starlette.responses import Response
 
 from gateway import clock, logs
 from gateway.api.bodies import read_body
-from gateway.api.in_flight import InFlight, Watchers
-from gateway.errors import (
-    BadRequest,
-    GatewayError,
-)
-from gateway.jobs import Caller, PrefixNames, Stage, Tier
+from gateway.api.in_flight import InFlight, Watchers, context_of
+from gateway.errors import BadRequest, GatewayError
+from gateway.jobs import Caller, Stage, Tier
 from gateway.registry import (
     Catalog,
     Changes,
@@ -126,7 +123,7 @@ class Service:
         def parse() -> Parsed[R]:
             rules = self.rules
             parsed = read_request(body, shape, strict=rules.strict_fields, bounds=rules.bounds)
-            trace = request.scope.get("gateway.trace")
+            trace = context_of(request).trace
             if trace is not None:
                 trace.note_request(parsed.request)
             if rules.log_prompts:
@@ -155,29 +152,32 @@ class Service:
 
     async def read_body(self, request: Request) -> bytearray:
         """Read the whole body. Raises what the function of this name does."""
-        return await read_body(request, self.rules.max_body_bytes, self.rules.body_timeout_s)
+        rules, held = self.rules, context_of(request).body
+        return await read_body(request, held, rules.max_body_bytes, rules.body_timeout_s)
 
     def caller(self, request: Request, tier: Tier = Tier.DEFAULT) -> Caller:
         """Return the caller; its deadline is `x-gateway-timeout-s` from the first time that a
         request's is asked for, or the setting.
         """
-        allowed_s = self._allowed_s(request)
-        started = request.scope.setdefault("gateway.asked", clock.now())
+        context = context_of(request)
+        allowed_s = self._allowed_s(context.headers)
+        if context.asked is None:
+            context.asked = clock.now()
         return Caller(
-            request_id=request.scope["gateway.request_id"],
-            deadline=started + allowed_s,
+            request_id=context.request_id,
+            deadline=context.asked + allowed_s,
             allowed_s=allowed_s,
             tier=tier,
-            key_id=request.scope.get("gateway.key_id"),
-            cache_salt=request.scope.get("gateway.cache_salt", ""),
-            timings=request.scope["gateway.timings"],
-            prefix_names=request.scope.get("gateway.prefix_names", PrefixNames()),
+            key_id=context.key_id,
+            cache_salt=context.cache_salt,
+            timings=context.timings,
+            prefix_names=context.prefix_names,
         )
 
-    def _allowed_s(self, request: Request) -> float:
+    def _allowed_s(self, headers: Mapping[bytes, bytes]) -> float:
         limit = self.rules.request_timeout_s
         try:
-            seconds = float(request.scope["gateway.headers"].get(b"x-gateway-timeout-s", limit))
+            seconds = float(headers.get(b"x-gateway-timeout-s", limit))
         except ValueError:
             seconds = 0.0
         if not seconds > 0:
@@ -252,7 +252,7 @@ def time_stage(request: Request, stage: Stage) -> Iterator[None]:
     """Add the time while entered to a stage of the request."""
     started = clock.now()
     yield
-    request.scope["gateway.timings"].add(stage, started)
+    context_of(request).timings.add(stage, started)
 
 
 def _body_kind(body: bytearray) -> Kind:
