@@ -133,7 +133,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2781,
+    "api": 2784,
     "app": 1578,
     "bench": 282,
     "cli": 1635,

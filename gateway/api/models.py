@@ -26,7 +26,6 @@ from gateway.serving.generation.batcher import ChatBatcher, GenerationBatcher
 from gateway.serving.models.pulls import Pull
 from gateway.wire.anthropic import AnthropicModel, AnthropicModels, model_info, model_page
 from gateway.wire.pulls import PullProgress, PullRequest
-from gateway.wire.validation import read_request
 
 PULL_PERIOD_S = 1.0  # between two events of a pull
 STATES = ["unloaded", "loading", "loaded", "failed"]
@@ -186,8 +185,7 @@ async def pull(service: Service, request: Request) -> ASGIApp:
 
     It goes on if the client leaves; to pull the model again is to watch it again.
     """
-    body, rules = await service.read_body(request), service.rules
-    parsed = read_request(body, PullRequest, strict=rules.strict_fields, bounds=rules.bounds)
+    parsed = await service.read(await service.read_body(request), PullRequest)
     headers, asked = ignored_header(parsed.ignored), parsed.request
     pull = await service.named.pull(asked.model)
     if not asked.stream:
@@ -202,7 +200,7 @@ async def pull(service: Service, request: Request) -> ASGIApp:
         write_error=lambda error: frame(orjson.dumps(error.body())),
         keep_alive=COMMENT,
     )
-    return await stream.prime(rules.stream_open_after_s)
+    return await stream.prime(service.rules.stream_open_after_s)
 
 
 async def _frames(service: Service, pull: Pull) -> AsyncGenerator[bytes, None]:

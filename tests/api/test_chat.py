@@ -12,7 +12,7 @@ from starlette.types import Message, Scope
 
 from gateway.api.bodies import Bodies, Body
 from gateway.api.in_flight import RequestContext
-from gateway.api.requests import MANY_LOGPROBS, serialise
+from gateway.api.requests import MANY_LOGPROBS, serialize
 from gateway.api.streams import COMMENT, EventStream, frame
 from gateway.jobs import CallDelta, Likelihood, TokenLogprob
 from tests.api.harness import TOOLS, chat, error_of, stream
@@ -253,5 +253,5 @@ async def test_very_many_logprobs_are_written_off_the_event_loop(logprobs: int) 
         threads.append(threading.get_ident())
         return b"{}"
 
-    assert await serialise(write, logprobs) == b"{}"
+    assert await serialize(write, logprobs) == b"{}"
     assert (threads == [threading.get_ident()]) is (logprobs <= MANY_LOGPROBS)
