@@ -15,7 +15,7 @@ import ray
 import ray.serve._private.replica as ray_replica
 
 from deploy.ray.choice import Call
-from gateway import ids, logs
+from gateway import ids, logs, metrics
 from gateway.api.in_flight import context_of
 from gateway.app.gateway import Gateway
 from gateway.app.kept_prefixes import lock
@@ -23,6 +23,7 @@ from gateway.app.loading import Engines
 from gateway.errors import RegistryInvalid
 from gateway.jobs import PrefixNames
 from gateway.registry import read_models
+from gateway.serving.generation.batcher import ChatBatcher
 from gateway.settings import Settings, load_settings, variables
 
 Message = MutableMapping[str, Any]
@@ -89,12 +90,14 @@ class Replica:
 
     def record_routing_stats(self) -> dict[str, Any]:
         """Return what the router chooses by. Of what is kept, salted digests alone."""
-        now = self._gateway.condition()
+        models = self._gateway.models
         return {
-            "models": list(now.models),
-            "tokens": now.tokens,
+            "models": [model for model, state in models.states().items() if state != "failed"],
+            "tokens": _tokens(),
             "prefixes": {
-                model: b"".join(names[-NAMES_MOST:]) for model, names in now.prefixes.items()
+                entry.spec.id: b"".join(entry.model.prefix_names[-NAMES_MOST:])
+                for entry in models.entries
+                if isinstance(entry.model, ChatBatcher)
             },
         }
 
@@ -104,7 +107,7 @@ class Replica:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return what the number of replicas follows."""
-        return {"tokens": self._gateway.condition().tokens}
+        return {"tokens": _tokens()}
 
     async def check_health(self) -> None:
         """Raise if the lane is stuck or dead: Ray then starts another replica."""
@@ -199,6 +202,11 @@ class _Lifespan:
 
     async def _send(self, message: Message) -> None:
         self._answers.put_nowait(message)
+
+
+def _tokens() -> int:
+    """Return the number of tokens that wait or run."""
+    return int(metrics.total(metrics.QUEUE_TOKENS))
 
 
 def _timings(scope: Message) -> Mapping[str, Any]:

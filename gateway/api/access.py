@@ -19,31 +19,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.api.bodies import Bodies
 from gateway.api.in_flight import InFlight, RequestContext, context_of
 from gateway.api.middleware import Context, ErrorMiddleware
-from gateway.errors import Forbidden, GatewayError, RateLimited, Unauthorized, shorten
+from gateway.errors import Forbidden, GatewayError, RateLimited, ShuttingDown, Unauthorized, shorten
 from gateway.jobs import Timings
-from gateway.serving.admission import shutting_down
 from gateway.serving.rate_limit import KINDS, Accounts, Allowance, Bucket, Kind
 
 if TYPE_CHECKING:
     from gateway.api.traces import Tracer
 
 EXPOSED_HEADERS = [
-    *(
-        "x-request-id",
-        "request-id",
-        "x-gateway-ignored",
-        "x-gateway-images-left-out",
-        "x-gateway-truncated",
-        "x-gateway-reasoning-format",
-        "x-gateway-tool-format",
-        "x-gateway-answer-format",
-        "x-gateway-unenforced",
-        "x-gateway-schema-valid",
-        "x-gateway-thinking-budget",
-    ),
-    *("server-timing", "retry-after", "x-should-retry"),
+    "x-request-id", "request-id", "x-gateway-ignored", "x-gateway-images-left-out",
+    "x-gateway-truncated", "x-gateway-reasoning-format", "x-gateway-tool-format",
+    "x-gateway-answer-format", "x-gateway-unenforced", "x-gateway-schema-valid",
+    "x-gateway-thinking-budget", "server-timing", "retry-after", "x-should-retry",
     *(f"x-ratelimit-{name}-{kind}" for name in ("limit", "remaining", "reset") for kind in KINDS),
-]
+]  # fmt: skip
 # Of desktop apps: no web page can have these schemes. Tauri's is a host of http on Windows.
 APP_ORIGINS = r"(?:tauri|app|vscode-webview|vscode-file)://[^/\s]+|https?://tauri\.localhost"
 ADMIN = "/admin/"
@@ -133,7 +122,7 @@ class Guard:
                 self._identify(context)
                 context.is_known = True
                 if self._in_flight.is_draining and not is_open:
-                    raise shutting_down()
+                    raise ShuttingDown
             except GatewayError:
                 if not is_open:
                     raise

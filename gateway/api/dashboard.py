@@ -138,7 +138,7 @@ def _models(service: Service) -> list[dict[str, Any]]:
             **describe_model(service, Resolved(spec)),
             "aliases": [alias.name for alias in spec.aliases],
         }
-        for spec in service.catalog().specs
+        for spec in service.served.catalog.specs
     ]
 
 
@@ -171,7 +171,7 @@ class Cancelled(TypedDict):
 async def cancel(service: Service, request: Request) -> Response:
     """Cancel a request in flight, by its number among the samples."""
     number = request.path_params["number"]
-    cancelled = service.in_flight.find(number)
+    cancelled = service.in_flight.requests.get(number)
     if cancelled is None:
         raise RequestNotFound(number)
     if cancelled.cancellation is None:

@@ -24,9 +24,8 @@ from starlette.types import Receive, Scope
 
 from gateway import metrics
 from gateway.api.bodies import Body
-from gateway.errors import GatewayError, TooManyWatchers
+from gateway.errors import GatewayError, ShuttingDown, TooManyWatchers
 from gateway.jobs import PrefixNames, Timings
-from gateway.serving.admission import shutting_down
 
 if TYPE_CHECKING:
     from gateway.api.traces import Trace
@@ -139,10 +138,6 @@ class InFlight:
             }
         )
 
-    def find(self, number: int) -> RequestContext | None:
-        """Return the request of this number, if it has not ended."""
-        return self._requests.get(number)
-
     async def drain(self, timeout_s: float) -> bool:
         """Admit no more requests; return True if those in flight ended in time."""
         self.is_draining = True
@@ -154,7 +149,7 @@ class InFlight:
     def cancel(self) -> None:
         """Cancel the requests in flight, as the gateway stops."""
         for context in self.requests.values():
-            context.cancel(shutting_down())
+            context.cancel(ShuttingDown())
 
 
 class Watchers:

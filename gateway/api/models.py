@@ -18,8 +18,8 @@ from typing_extensions import TypeAliasType, TypedDict
 from gateway.api.in_flight import context_of, while_connected
 from gateway.api.requests import Service, ignored_header, reply
 from gateway.api.streams import COMMENT, DONE, EventStream, frame
+from gateway.errors import ShuttingDown
 from gateway.registry import ChatSpec, ModelSpec, Resolved
-from gateway.serving.admission import shutting_down
 from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.serving.embedding.reranker import RerankBatcher
 from gateway.serving.generation.batcher import ChatBatcher, GenerationBatcher
@@ -86,7 +86,7 @@ async def list_models(service: Service, request: Request) -> Response:
     get those of chat models alone, in their form.
     """
     await service.inputs.look()
-    catalog = service.catalog()
+    catalog = service.served.catalog
     if context_of(request).is_anthropic:
         infos = [_anthropic_model(service, entry) for entry in catalog if entry.spec.kind == "chat"]
         return reply(model_page(infos, request.query_params))
@@ -100,8 +100,8 @@ async def show(service: Service, request: Request) -> Response:
         raise HTTPException(HTTPStatus.NOT_FOUND)
     await service.inputs.look()
     if context_of(request).is_anthropic:
-        return reply(_anthropic_model(service, service.catalog().resolve(name, ChatSpec)))
-    return reply(describe_model(service, service.catalog().resolve(name)))
+        return reply(_anthropic_model(service, service.served.catalog.resolve(name, ChatSpec)))
+    return reply(describe_model(service, service.served.catalog.resolve(name)))
 
 
 def _anthropic_model(service: Service, resolved: Resolved) -> AnthropicModel:
@@ -213,7 +213,7 @@ async def _watch(service: Service, pull: Pull) -> AsyncGenerator[PullProgress, N
     """Yield the progress of a pull until it has succeeded. Raises its error."""
     while not pull.task.done():
         if service.in_flight.is_draining:  # the next process goes on with what is there
-            raise shutting_down()
+            raise ShuttingDown
         yield describe_pull(service, pull)
         await asyncio.wait({pull.task}, timeout=PULL_PERIOD_S)
     files = await pull.wait()
@@ -251,14 +251,14 @@ class SavedPrefixes(TypedDict):
 
 async def load(service: Service, request: Request) -> Response:
     """Load a model as a request would, and describe it. A failed load is retried at once."""
-    resolved = service.catalog().resolve(request.path_params["name"])
+    resolved = service.served.catalog.resolve(request.path_params["name"])
     await service.models.load(resolved.spec)
     return reply(await _look(service, resolved))
 
 
 async def unload(service: Service, request: Request) -> Response:
     """Unload a model, pinned or not: 200 if it is unloaded, 202 if requests still use it."""
-    resolved = service.catalog().resolve(request.path_params["name"])
+    resolved = service.served.catalog.resolve(request.path_params["name"])
     is_gone = await service.models.unload(resolved.spec)
     body = await _look(service, resolved)
     return reply(body, HTTPStatus.OK if is_gone else HTTPStatus.ACCEPTED)
@@ -266,7 +266,7 @@ async def unload(service: Service, request: Request) -> Response:
 
 async def pin(service: Service, request: Request, *, is_pinned: bool) -> Response:
     """Keep a model from being evicted, or let it be, until models.yaml is read again."""
-    resolved = service.catalog().resolve(request.path_params["name"])
+    resolved = service.served.catalog.resolve(request.path_params["name"])
     service.models.pin(resolved.spec, is_pinned=is_pinned)
     return reply(await _look(service, resolved))
 

@@ -67,7 +67,7 @@ async def metrics(service: Service, request: Request) -> Response:
 
 
 async def describe(service: Service, endpoints: Sequence[Endpoint]) -> Response:
-    served = service.catalog(), tuple(endpoints), service.exposure, service.rules.strict_fields
+    served = service.served.catalog, tuple(endpoints), service.exposure, service.rules.strict_fields
     # It takes a fifth of a second, once.
     body = await service.pool.run(_document_json, *served, kind="descriptions")
     return Response(body, media_type="application/json")

@@ -20,7 +20,6 @@ from gateway.api.in_flight import InFlight, Watchers, context_of
 from gateway.errors import BadRequest, GatewayError
 from gateway.jobs import Caller, Stage, Tier
 from gateway.registry import (
-    Catalog,
     Changes,
     ChatSpec,
     EmbeddingSpec,
@@ -33,9 +32,9 @@ from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.serving.embedding.reranker import RerankBatcher
 from gateway.serving.generation.batcher import ChatBatcher
 from gateway.serving.models.cache import ModelCache
-from gateway.serving.models.inputs import KnownInputs
 from gateway.serving.models.named import NamedModels
 from gateway.serving.models.pulls import NOBODY
+from gateway.serving.models.served import KnownInputs, Served
 from gateway.serving.response_store import ResponseStore
 from gateway.serving.tokenize import Kind, ThreadPools
 from gateway.wire.bounds import Bounds
@@ -88,7 +87,7 @@ class Exposure(NamedTuple):
 class Service:
     """The models, settings and state that handlers use."""
 
-    catalog: Callable[[], Catalog]
+    served: Served
     models: ModelCache[EmbeddingBatcher | RerankBatcher | ChatBatcher]
     named: NamedModels
     inputs: KnownInputs
@@ -221,7 +220,7 @@ class Service:
         Without a name it is a loaded one of the first kind of which there is any, else the first
         one in models.yaml.
         """
-        resolved = self.catalog().resolve(name or self._at_hand(*kinds), *kinds)
+        resolved = self.served.catalog.resolve(name or self._at_hand(*kinds), *kinds)
         if isinstance(resolved.spec, kinds):
             return resolved, resolved.spec
         kind = {"embedding": "an embedding"}.get(resolved.spec.kind, f"a {resolved.spec.kind}")
@@ -234,7 +233,7 @@ class Service:
     def _at_hand(self, *kinds: type[ModelSpec]) -> str:
         """Return the id of a loaded model of the first kind there is, else of its first model."""
         for kind in kinds:
-            specs = [spec for spec in self.catalog().specs if isinstance(spec, kind)]
+            specs = [spec for spec in self.served.catalog.specs if isinstance(spec, kind)]
             loaded = [spec for spec in specs if self.models.model(spec) is not None]
             for spec in (*loaded, *specs):
                 return spec.id

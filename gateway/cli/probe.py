@@ -14,8 +14,8 @@ from pathlib import Path
 from huggingface_hub import constants
 
 from gateway.app.engines import MlxEngines
-from gateway.app.hub import hub_of
 from gateway.app.limits import budget_bytes
+from gateway.app.named import hub_of
 from gateway.app.self_tests import verdict_store
 from gateway.cli.doctor import COMPILED
 from gateway.cli.gateways import kept_tokens
