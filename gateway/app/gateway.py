@@ -63,7 +63,7 @@ STALLED = "The engine has stopped, and is being started again."
 
 
 class Gateway:
-    """One catalog's models behind one lane. `asgi` is what a server serves."""
+    """One catalog's models behind one lane. A server serves `asgi`; a router reads `models`."""
 
     def __init__(
         self,

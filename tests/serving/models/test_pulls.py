@@ -88,12 +88,16 @@ async def pulls(store: ScriptedStore) -> AsyncIterator[Pulls]:
 
 
 class ScriptedCache(ModelCache[str]):
-    """Says of its models what it is told to."""
+    """Says of its models what it is told to; keeps the names that were served at its last look."""
 
     told: Mapping[str, str] = MappingProxyType({})
+    seen: frozenset[str] = frozenset()
 
     def states(self) -> dict[str, str]:
         return dict(self.told)
+
+    def forget(self) -> None:
+        self.seen = frozenset(self._served.catalog.names())
 
 
 class Callers:
@@ -270,6 +274,7 @@ async def test_what_was_refused_or_failed_is_forgotten_and_asked_anew(
     with refused("model_unavailable"):
         await pulls.under_way[0].wait()
     assert not callers.served.named
+    assert callers.models.seen == {"org/own"}
     store.failing.clear()
     await callers.named.admit("org/b", "key-1")
     assert callers.offered == ["org/a", "org/b", "org/b"]
@@ -322,3 +327,4 @@ async def test_an_idle_model_goes_for_the_next(pulls: Pulls, store: ScriptedStor
     callers.models.told = {name: "loaded" for name in names if name != "org/3"}
     await callers.named.admit("org/next", "key-1")
     assert callers.served.named.keys() == {*names, "org/next"} - {"org/3"}
+    assert callers.models.seen == {"org/own", *names, "org/next"} - {"org/3"}
