@@ -155,7 +155,7 @@ async def decide(service: Service, request: Request) -> Response:
     lease = service.lease(spec, jobs[0].caller, asked)
     async with while_connected(request.receive), lease as batcher:
         logprobs, usage = await score_labels(batcher, jobs)
-    with time_stage(request, Stage.SERIALISE):
+    with time_stage(request, Stage.SERIALIZE):
         # 400 questions of 255 choices have 102,000 probabilities, which take a while to write.
         answer = await serialize(
             lambda: orjson.dumps(decisions.to_decision(asked, logprobs, usage)),

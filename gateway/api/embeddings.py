@@ -108,7 +108,7 @@ async def _embedded(service: Service, request: Request, shape: type[R]) -> _Resu
 async def _write(request: Request, pieces: Iterator[bytes], headers: dict[str, str]) -> Response:
     """Write the answer's JSON."""
     body = []
-    with time_stage(request, Stage.SERIALISE):
+    with time_stage(request, Stage.SERIALIZE):
         for piece in pieces:
             body.append(piece)
             # To write 2,048 vectors at once would keep all others waiting.

@@ -119,7 +119,7 @@ class Exchange:
         started = clock.now()
         body = await serialize(lambda: self._write(answer), _count_parts(job, answer))
         self.keep()
-        job.caller.timings.add(Stage.SERIALISE, started)
+        job.caller.timings.add(Stage.SERIALIZE, started)
         return body
 
     def _write(self, answer: _Attempt) -> bytes:

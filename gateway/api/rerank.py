@@ -30,7 +30,7 @@ async def rerank(service: Service, request: Request) -> Response:
             except GatewayError as error:
                 raise wire.TextsError(error) from error
         result = await _score(service, request, body, wire.RerankRequest, arrival)
-        with time_stage(request, Stage.SERIALISE):
+        with time_stage(request, Stage.SERIALIZE):
             answer = wire.write_reranking(
                 result.answer, result.request, name=passing_id("rerank"), model=result.model
             )
@@ -47,7 +47,7 @@ async def _rerank_texts(
     service: Service, request: Request, body: bytearray, arrival: Arrival
 ) -> Response:
     result = await _score(service, request, body, wire.TextsRequest, arrival)
-    with time_stage(request, Stage.SERIALISE):
+    with time_stage(request, Stage.SERIALIZE):
         return reply(wire.write_ranked_texts(result.answer, result.request), headers=result.headers)
 
 
@@ -56,7 +56,7 @@ async def score(service: Service, request: Request) -> Response:
     with service.arrivals.expect() as arrival:
         body = await service.read_body(request)
         result = await _score(service, request, body, wire.ScoreRequest, arrival)
-    with time_stage(request, Stage.SERIALISE):
+    with time_stage(request, Stage.SERIALIZE):
         created = int(time.time())
         answer = wire.write_scores(
             result.answer, name=passing_id("score"), created=created, model=result.model

@@ -108,10 +108,10 @@ async def _leased(
     lease = service.lease(spec.base_spec or spec, caller, asked)
     async with while_connected(request.receive), lease as batcher:
         assert isinstance(batcher, GenerationBatcher)
-        caller.timings.model, caller.timings.stage = spec.id, Stage.TOKENISE
+        caller.timings.model, caller.timings.stage = spec.id, Stage.TOKENIZE
         yield batcher
 
 
 async def _run(service: Service, request: Request, work: Callable[[], T], kind: Kind) -> T:
-    with time_stage(request, Stage.TOKENISE):
+    with time_stage(request, Stage.TOKENIZE):
         return await service.pool.run(work, kind=kind)
