@@ -22,12 +22,11 @@ def trace(tracer: Tracer, traceparent: bytes) -> tuple[float, float]:
         "scheme": "http",
         "http_version": "1.1",
         "server": ("127.0.0.1", 8000),
-        "gateway.request_id": "req-1",
-        "gateway.headers": {b"traceparent": traceparent, b"user-agent": b"benchmark"},
     }
+    headers = {b"traceparent": traceparent, b"user-agent": b"benchmark"}
     timings = Timings(model="writer", tokens_in=100, tokens_out=100, finish_reasons=["stop"])
     began = now()
-    trace = tracer.begin(scope, timings)
+    trace = tracer.begin(scope, headers, "req-1", timings)
     assert trace is not None
     assert trace.header
     before_s = now() - began

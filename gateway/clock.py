@@ -8,18 +8,18 @@ __all__ = ["Stage", "Timings", "now"]
 
 
 class Stage(StrEnum):
-    """Where a request's time goes."""
+    """Where a request's time goes, by the names that headers, metrics, logs and traces have."""
 
     PARSE = "parse"
     LOAD = "load"
-    TOKENISE = "tokenise"
+    TOKENIZE = "tokenise"
     COMPILE = "compile"
     QUEUE = "queue"
     LANE = "lane"
     INFERENCE = "inference"
     PREFILL = "prefill"
     DECODE = "decode"
-    SERIALISE = "serialise"
+    SERIALIZE = "serialise"
 
 
 @dataclass(slots=True)

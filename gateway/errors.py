@@ -78,11 +78,15 @@ class GatewayError(Exception):
             headers["x-should-retry"] = "true" if self.should_retry else "false"
         return headers
 
+    def copy(self, **changes: str | None) -> Self:
+        """Return a copy without frames, which gather in an error that is raised many times."""
+        copy = type(self).__new__(type(self), *self.args)
+        vars(copy).update(vars(self), **changes)
+        return copy
+
     def named(self, param: str, code: str | None = None) -> Self:
         """Return a copy that is about this field of a request, with this code if it has none."""
-        copy = type(self).__new__(type(self), *self.args)
-        vars(copy).update(vars(self), param=param, code=self.code or code)
-        return copy
+        return self.copy(param=param, code=self.code or code)
 
     def body(self) -> ErrorBody:
         """Return OpenAI's error envelope."""
@@ -278,10 +282,8 @@ class TooManyWatchers(GatewayError):
     code = "too_many_watchers"
 
     def __init__(self, most: int) -> None:
-        super().__init__(
-            f"{most} dashboards are open already, the most there may be: close one of them.",
-            retry_after_s=10,
-        )
+        message = f"{most} dashboards are open already, the most there may be: close one of them."
+        super().__init__(message, retry_after_s=10)
 
 
 class RateLimited(GatewayError):
@@ -298,6 +300,13 @@ class Unavailable(GatewayError):
     status = HTTPStatus.SERVICE_UNAVAILABLE
     type = "server_error"
     code = "service_unavailable"
+
+
+class ShuttingDown(Unavailable):
+    """The gateway stops: whatever arrives, or is under way, is refused or ended."""
+
+    def __init__(self) -> None:
+        super().__init__("The gateway is shutting down.", retry_after_s=1)
 
 
 class RequestCancelled(Unavailable):
@@ -357,9 +366,8 @@ class InsufficientMemory(GatewayError):
     code = "insufficient_memory"
 
     def __init__(self, model: str, reason: str) -> None:
-        super().__init__(
-            f"The model `{model}` does not fit in memory: {reason}", should_retry=False
-        )
+        message = f"The model `{model}` does not fit in memory: {reason}"
+        super().__init__(message, should_retry=False)
 
 
 class InsufficientDisk(GatewayError):
@@ -413,9 +421,8 @@ class SchemaViolated(GatewayError):
     code = "schema_violated"
 
     def __init__(self) -> None:
-        super().__init__(
-            "The model's answer does not fit the schema that it has to fit.", should_retry=False
-        )
+        message = "The model's answer does not fit the schema that it has to fit."
+        super().__init__(message, should_retry=False)
 
 
 class OutOfMemory(Unavailable):
@@ -437,9 +444,8 @@ class DeviceLost(Unavailable):
     code = "device_lost"
 
     def __init__(self) -> None:
-        super().__init__(
-            "The device has failed, and the gateway is being started again.", retry_after_s=5
-        )
+        message = "The device has failed, and the gateway is being started again."
+        super().__init__(message, retry_after_s=5)
 
 
 class DeadlineExceeded(GatewayError):
@@ -449,9 +455,8 @@ class DeadlineExceeded(GatewayError):
     code = "deadline_exceeded"
 
     def __init__(self, seconds: float) -> None:
-        super().__init__(
-            f"The request did not finish within {seconds:g} seconds.", should_retry=False
-        )
+        message = f"The request did not finish within {seconds:g} seconds."
+        super().__init__(message, should_retry=False)
 
 
 class ModelsFileInvalid(BadRequest):

@@ -1,11 +1,9 @@
 """Random ids. Those of what is kept for clients to go on from name the process that keeps it."""
 
-import re
 import secrets
 from typing import Final
 
 NAME_CHARS: Final = 8
-_NAMED = re.compile(r"[a-z]+_([0-9a-f]{8})[0-9a-f]+")
 # Of this process, since what it keeps is gone with it. A router finds the process by it.
 OWN_NAME: Final = secrets.token_hex(NAME_CHARS // 2)
 
@@ -18,9 +16,3 @@ def new_id(prefix: str, nbytes: int) -> str:
 def passing_id(prefix: str) -> str:
     """Return an id of something that is not kept."""
     return f"{prefix}-{secrets.token_hex(12)}"
-
-
-def owner_of(id_: str) -> str | None:
-    """Return the name in an id; None if it has not the form of ours."""
-    match = _NAMED.fullmatch(id_)
-    return match[1] if match else None

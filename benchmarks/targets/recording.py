@@ -13,7 +13,7 @@ RECORDING = Target("recording / one-text request (MiniLM) over HTTP, p50", at_mo
 REQUESTS = 40
 TIMES = 5_000  # a recording is some microseconds
 TOKENS = 17  # of a text of 15 words
-STAGES = Stage.PARSE, Stage.TOKENISE, Stage.QUEUE, Stage.LANE, Stage.INFERENCE, Stage.SERIALISE
+STAGES = Stage.PARSE, Stage.TOKENIZE, Stage.QUEUE, Stage.LANE, Stage.INFERENCE, Stage.SERIALIZE
 
 
 async def recording(rig: Rig) -> list[Verdict]:

@@ -1,19 +1,21 @@
 """A request's body → what decides who answers it. Only digests of what it says go any further."""
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import orjson
 
 from deploy.ray.choice import Call
-from gateway.ids import owner_of
+from gateway.ids import NAME_CHARS
 from gateway.wire.bounds import parse
 
 BLOCK_BYTES: Final = 256  # some 64 tokens of English: what the engine keeps prefixes by
 MOST_BLOCKS: Final = 128  # of the beginning; what is alike in 32 KB is alike enough
 DIGEST_BYTES: Final = 8
 TOKEN_BYTES: Final = 4
+_KEPT_ID: Final = re.compile(rf"[a-z]+_([0-9a-f]{{{NAME_CHARS}}})[0-9a-f]+")
 # In the order in which a chat template has them.
 _CONVERSATION: Final = ("instructions", "system", "tools", "messages", "prompt", "input")
 
@@ -80,15 +82,21 @@ def _beginning(request: Mapping[str, Any]) -> Iterator[bytes]:
 def _owner_in(path: str) -> str | None:
     """Return who keeps the response that a path names, /responses/ID and what is under it."""
     steps = path.split("/")
-    return owner_of(steps[2]) if steps[:2] == ["", "responses"] and len(steps) > 2 else None
+    return _owner_of(steps[2]) if steps[:2] == ["", "responses"] and len(steps) > 2 else None
+
+
+def _owner_of(id_: str) -> str | None:
+    """Return the name in a gateway's id; None if it has not the form of one."""
+    match = _KEPT_ID.fullmatch(id_)
+    return match[1] if match else None
 
 
 def _owner_of_parts(request: Mapping[str, Any]) -> str | None:
     """Return who keeps what a request goes on from, or the first item it refers to."""
     if isinstance(earlier := request.get("previous_response_id"), str):
-        return owner_of(earlier)
+        return _owner_of(earlier)
     items = request.get("input")
     for item in items if isinstance(items, Sequence) and not isinstance(items, str) else ():
         if isinstance(item, dict) and item.get("type") == "item_reference":
-            return owner_of(item["id"]) if isinstance(item.get("id"), str) else None
+            return _owner_of(item["id"]) if isinstance(item.get("id"), str) else None
     return None

@@ -27,7 +27,7 @@ from gateway import clock, logs
 from gateway.api.access import protect
 from gateway.api.bodies import Bodies, read_body
 from gateway.api.endpoints import METERED_PATHS, OPEN_PATHS
-from gateway.api.in_flight import InFlight, while_connected
+from gateway.api.in_flight import InFlight, RequestContext, context_of, while_connected
 from gateway.api.middleware import is_anthropic
 from gateway.api.streams import frame
 from gateway.app.gateway import access_rules
@@ -105,9 +105,11 @@ class Ingress:
             return
         limits = self._settings
         request = Request(scope, receive)
-        body = bytes(await read_body(request, limits.max_body_bytes, limits.body_timeout_s))
+        context = context_of(scope)
+        read = read_body(request, context.body, limits.max_body_bytes, limits.body_timeout_s)
+        body = bytes(await read)
         path = scope["path"].removeprefix("/v1")
-        sent_on = _scope_to_send(scope)
+        sent_on = _scope_to_send(context)
         if path.startswith(_EVERYWHERE) and not path.endswith("/load"):
             async with while_connected(receive):
                 answer = await self._ask(path, sent_on, body)
@@ -119,12 +121,11 @@ class Ingress:
             return
         if not await board.BOARD.wait_for_any(limits.load_wait_s):
             raise _nobody()
-        cache_salt = scope.get("gateway.cache_salt", "")
         if len(body) > LONG_BYTES:
-            call = await asyncio.to_thread(self._read, path, body, cache_salt)
+            call = await asyncio.to_thread(self._read, path, body, context.cache_salt)
         else:
-            call = self._read(path, body, cache_salt)
-        relay = _Relay(self._handle, scope, send, limits.request_timeout_s + GRACE_S)
+            call = self._read(path, body, context.cache_salt)
+        relay = _Relay(self._handle, context, send, limits.request_timeout_s + GRACE_S)
         async with while_connected(receive):
             await relay.run(call, sent_on, body)
         await send(relay.last)  # only now: with its end the client may disconnect
@@ -178,10 +179,10 @@ class _Relay:
     """One request's way to a replica and back."""
 
     def __init__(
-        self, handle: DeploymentHandle[Any], scope: Scope, send: Send, patience_s: float
+        self, handle: DeploymentHandle[Any], context: RequestContext, send: Send, patience_s: float
     ) -> None:
         self._handle = handle.options(stream=True)
-        self._scope = scope
+        self._context = context
         self._send = send
         self._patience_s = patience_s
         self._began: Message | None = None  # the message that the answer began with
@@ -239,7 +240,7 @@ class _Relay:
     def _take_timings(self, told: Mapping[str, Any]) -> None:
         if not told:
             return
-        timings = self._scope["gateway.timings"]
+        timings = self._context.timings
         timings.model = told["model"]
         now = clock.now()
         stages = told["seconds"].items()
@@ -253,8 +254,8 @@ class _Relay:
         error = Unavailable("The replica that wrote this answer is gone.", retry_after_s=1)
         if not kinds.get(b"content-type", b"").startswith(b"text/event-stream"):
             raise error
-        self._scope["gateway.error"] = error.code or error.type
-        event = _error_event(error, self._scope)
+        self._context.error = error.code or error.type
+        event = _error_event(error, self._context)
         await self._send({"type": "http.response.body", "body": event, "more_body": True})
 
 
@@ -271,11 +272,12 @@ def _drain(response: Any) -> None:
     task.add_done_callback(_draining.discard)
 
 
-def _error_event(error: GatewayError, scope: Scope) -> bytes:
+def _error_event(error: GatewayError, context: RequestContext) -> bytes:
     """Return an error as the stream of its path has it."""
-    if is_anthropic(scope["path"]):
-        return frame(orjson.dumps(error_body(error, scope["gateway.request_id"])), "error")
-    if scope["path"].removeprefix("/v1") == "/responses":
+    path = context.scope["path"]
+    if is_anthropic(path):
+        return frame(orjson.dumps(error_body(error, context.request_id)), "error")
+    if path.removeprefix("/v1") == "/responses":
         return _responses_error(error)
     return frame(orjson.dumps(error.body()))
 
@@ -293,10 +295,11 @@ def _responses_error(error: GatewayError) -> bytes:
     return b"event: error\n" + frame(orjson.dumps(body))
 
 
-def _scope_to_send(scope: Scope) -> Message:
+def _scope_to_send(context: RequestContext) -> Message:
     """Return what a replica needs of a scope; the id is the one that the front has given."""
+    scope = context.scope
     headers = [each for each in scope["headers"] if each[0] != b"x-request-id"]
-    headers.append((b"x-request-id", scope["gateway.request_id"].encode()))
+    headers.append((b"x-request-id", context.request_id.encode()))
     return {
         **{name: scope[name] for name in _SENT_ON if name in scope},
         "query_string": scope["query_string"],

@@ -15,13 +15,15 @@ import ray
 import ray.serve._private.replica as ray_replica
 
 from deploy.ray.choice import Call
-from gateway import ids, logs
+from gateway import ids, logs, metrics
+from gateway.api.in_flight import context_of
 from gateway.app.gateway import Gateway
 from gateway.app.kept_prefixes import lock
 from gateway.app.loading import Engines
 from gateway.errors import RegistryInvalid
 from gateway.jobs import PrefixNames
 from gateway.registry import read_models
+from gateway.serving.generation.batcher import ChatBatcher
 from gateway.settings import Settings, load_settings, variables
 
 Message = MutableMapping[str, Any]
@@ -61,7 +63,7 @@ class Replica:
         """Yield a request's answer as ASGI messages, as many at a time as there are; with its head
         and its end, the timings so far. The request's client has left once this is closed.
         """
-        scope = {**scope, "gateway.prefix_names": PrefixNames(call.blocks, share)}
+        scope = {**scope, "prefix_names": PrefixNames(call.blocks, share)}
         exchange = _Exchange(body)
         task = asyncio.create_task(exchange.run(self._gateway, scope))
         self._exchanges.add(task)
@@ -88,12 +90,14 @@ class Replica:
 
     def record_routing_stats(self) -> dict[str, Any]:
         """Return what the router chooses by. Of what is kept, salted digests alone."""
-        now = self._gateway.condition()
+        models = self._gateway.models
         return {
-            "models": list(now.models),
-            "tokens": now.tokens,
+            "models": [model for model, state in models.states().items() if state != "failed"],
+            "tokens": _tokens(),
             "prefixes": {
-                model: b"".join(names[-NAMES_MOST:]) for model, names in now.prefixes.items()
+                entry.spec.id: b"".join(entry.model.prefix_names[-NAMES_MOST:])
+                for entry in models.entries
+                if isinstance(entry.model, ChatBatcher)
             },
         }
 
@@ -103,7 +107,7 @@ class Replica:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return what the number of replicas follows."""
-        return {"tokens": self._gateway.condition().tokens}
+        return {"tokens": _tokens()}
 
     async def check_health(self) -> None:
         """Raise if the lane is stuck or dead: Ray then starts another replica."""
@@ -200,11 +204,16 @@ class _Lifespan:
         self._answers.put_nowait(message)
 
 
+def _tokens() -> int:
+    """Return the number of tokens that wait or run."""
+    return int(metrics.total(metrics.QUEUE_TOKENS))
+
+
 def _timings(scope: Message) -> Mapping[str, Any]:
     """Return what the ingress's log line, header and rates need, as plain values."""
-    timings = scope.get("gateway.timings")
-    if timings is None:
+    if "gateway" not in scope:
         return {}
+    timings = context_of(scope).timings
     return {
         "model": timings.model,
         "seconds": {str(stage): seconds for stage, seconds in timings.seconds.items()},

@@ -17,6 +17,6 @@ traces                        a span for each request, where the extra `otel` se
 streams                       server-sent events: framing, priming, silences
 requests                      the service that handlers use; bodies → checked requests
 bodies                        request bodies within limits, each and all together
-in_flight                     requests in flight; clients that leave, whose work is cancelled; the
-                              last errors, who watches
+in_flight                     the context of each request; requests in flight; clients that leave,
+                              whose work is cancelled; the last errors, who watches
 """

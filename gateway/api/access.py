@@ -17,33 +17,22 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.api.bodies import Bodies
-from gateway.api.in_flight import InFlight
+from gateway.api.in_flight import InFlight, RequestContext, context_of
 from gateway.api.middleware import Context, ErrorMiddleware
-from gateway.errors import Forbidden, GatewayError, RateLimited, Unauthorized, shorten
+from gateway.errors import Forbidden, GatewayError, RateLimited, ShuttingDown, Unauthorized, shorten
 from gateway.jobs import Timings
-from gateway.serving.admission import shutting_down
 from gateway.serving.rate_limit import KINDS, Accounts, Allowance, Bucket, Kind
 
 if TYPE_CHECKING:
     from gateway.api.traces import Tracer
 
 EXPOSED_HEADERS = [
-    *(
-        "x-request-id",
-        "request-id",
-        "x-gateway-ignored",
-        "x-gateway-images-left-out",
-        "x-gateway-truncated",
-        "x-gateway-reasoning-format",
-        "x-gateway-tool-format",
-        "x-gateway-answer-format",
-        "x-gateway-unenforced",
-        "x-gateway-schema-valid",
-        "x-gateway-thinking-budget",
-    ),
-    *("server-timing", "retry-after", "x-should-retry"),
+    "x-request-id", "request-id", "x-gateway-ignored", "x-gateway-images-left-out",
+    "x-gateway-truncated", "x-gateway-reasoning-format", "x-gateway-tool-format",
+    "x-gateway-answer-format", "x-gateway-unenforced", "x-gateway-schema-valid",
+    "x-gateway-thinking-budget", "server-timing", "retry-after", "x-should-retry",
     *(f"x-ratelimit-{name}-{kind}" for name in ("limit", "remaining", "reset") for kind in KINDS),
-]
+]  # fmt: skip
 # Of desktop apps: no web page can have these schemes. Tauri's is a host of http on Windows.
 APP_ORIGINS = r"(?:tauri|app|vscode-webview|vscode-file)://[^/\s]+|https?://tauri\.localhost"
 ADMIN = "/admin/"
@@ -128,25 +117,25 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             is_open = scope["path"].removeprefix("/v1") in self._open_paths
+            context = context_of(scope)
             try:
-                self._identify(scope)
-                scope["gateway.is_known"] = True
+                self._identify(context)
+                context.is_known = True
                 if self._in_flight.is_draining and not is_open:
-                    raise shutting_down()
+                    raise ShuttingDown
             except GatewayError:
                 if not is_open:
                     raise
         await self._app(scope, receive, send)
 
-    def _identify(self, scope: Scope) -> None:
+    def _identify(self, context: RequestContext) -> None:
         """Set the id of the request's key. Raises Unauthorized or Forbidden."""
-        headers: Mapping[bytes, bytes] = scope["gateway.headers"]
-        keys = self._admin_keys if scope["path"].startswith(ADMIN) else self._keys
+        keys = self._admin_keys if context.scope["path"].startswith(ADMIN) else self._keys
         if keys:
-            key_id = scope["gateway.key_id"] = _key_id(headers, keys)
-            scope["gateway.cache_salt"] = key_id if self._has_salts else ""
+            context.key_id = _key_id(context.headers, keys)
+            context.cache_salt = context.key_id if self._has_salts else ""
             return
-        self._check_page(scope, headers)
+        self._check_page(context.scope, context.headers)
 
     def _check_page(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
         """Raise Forbidden for a request that a web page may have made."""
@@ -244,8 +233,9 @@ class Rates:
         if scope["type"] != "http" or scope["path"].removeprefix("/v1") not in self._paths:
             await self._app(scope, receive, send)
             return
-        buckets = self._accounts.of(scope.get("gateway.key_id"))
-        meter = scope["gateway.meter"] = Meter(buckets, scope["gateway.timings"])
+        context = context_of(scope)
+        meter = Meter(self._accounts.of(context.key_id), context.timings)
+        context.rate_headers = meter.headers
         try:
             meter.admit()
         except RateLimited:

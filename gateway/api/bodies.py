@@ -4,7 +4,6 @@ hold together.
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
 from itertools import chain
 
 from starlette.requests import Request
@@ -34,15 +33,6 @@ class Bodies:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self.nbytes = 0
-
-    @contextlib.contextmanager
-    def body(self) -> Iterator["Body"]:
-        """Count one body while entered."""
-        body = Body(self)
-        try:
-            yield body
-        finally:
-            body.count(0)
 
     def has_room(self, more: int, nbytes: int) -> bool:
         """Return True if a body of `nbytes` may grow by `more`; the only body always may."""
@@ -85,8 +75,9 @@ def check_head(scope: Scope, max_bytes: int) -> None:
         raise HeadTooLarge(f"The path, query and headers are larger than {max_bytes} bytes.")
 
 
-async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytearray:
-    """Read the whole body. A client that waits to be asked for one above the limit is refused.
+async def read_body(request: Request, held: Body, max_bytes: int, timeout_s: float) -> bytearray:
+    """Read the whole body, and count it as `held`. A client that waits to be asked for one above
+    the limit is refused.
 
     Raises TooLarge for a body above the limit, SlowBody for one that has not arrived within
     `timeout_s`, Unavailable if the bodies of all requests leave no room, EncodingNotSupported for a
@@ -98,7 +89,7 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytea
         raise _too_large(max_bytes)
     try:
         async with asyncio.timeout(timeout_s):
-            refusal = await _receive(request, body, max_bytes)
+            refusal = await _receive(request, held, body, max_bytes)
     except TimeoutError:
         raise SlowBody(f"The request body did not arrive within {timeout_s:g} seconds.") from None
     if refusal is not None:
@@ -106,7 +97,9 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytea
     return body
 
 
-async def _receive(request: Request, body: bytearray, max_bytes: int) -> GatewayError | None:
+async def _receive(
+    request: Request, held: Body, body: bytearray, max_bytes: int
+) -> GatewayError | None:
     """Receive a body. If it is refused, read on and keep nothing, and return the reason."""
     size = 0
     refusal = _refuse_encoding(request)
@@ -116,7 +109,7 @@ async def _receive(request: Request, body: bytearray, max_bytes: int) -> Gateway
             if size > DISCARD_FACTOR * max_bytes:
                 break
             if refusal is None:
-                refusal = _refuse_size(request.scope["gateway.body"], size, max_bytes)
+                refusal = _refuse_size(held, size, max_bytes)
             if refusal is None:
                 body += chunk
             else:

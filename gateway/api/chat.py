@@ -1,7 +1,6 @@
 """POST /v1/chat/completions and /v1/completions; /v1/messages of Anthropic's API; /v1/decisions."""
 
 import time
-from collections.abc import Sequence
 from functools import partial
 
 import orjson
@@ -18,10 +17,9 @@ from gateway.api.exchange import (
     without_images,
 )
 from gateway.api.in_flight import while_connected
-from gateway.api.requests import Service, ignored_header, reply, serialise, time_stage
+from gateway.api.requests import Service, ignored_header, reply, serialize, time_stage
 from gateway.ids import passing_id
-from gateway.jobs import GenerateJob, Stage
-from gateway.registry import ChatSpec
+from gateway.jobs import Stage
 from gateway.serving.generation.fan_out import score_labels
 from gateway.wire import anthropic, chat, completions, decisions
 from gateway.wire.anthropic_stream import MessageWriter
@@ -144,28 +142,24 @@ async def decide(service: Service, request: Request) -> Response:
 
     If one question fails, or the client leaves, the others end too.
     """
-
-    def translate(
-        wire_request: decisions.DecisionsRequest,
-    ) -> tuple[ChatSpec, Sequence[GenerateJob]]:
-        resolved, spec = service.chat_spec(wire_request.model, "decisions")
-        jobs = decisions.to_jobs(
-            wire_request,
-            service.caller(request),
-            template_args(resolved, spec),
-            bounds=service.rules.chars,
-        )
-        return spec, jobs
-
-    parsed, (spec, jobs) = await service.read(request, decisions.DecisionsRequest, translate)
-    lease = service.lease(spec, jobs[0].caller, parsed.request)
+    body = await service.read_body(request)
+    with time_stage(request, Stage.PARSE):
+        parsed = await service.read(body, decisions.DecisionsRequest)
+        asked = parsed.request
+        await service.note(request, body, asked)
+        await service.admit(request, asked)
+        resolved, spec = service.chat_spec(asked.model, "decisions")
+        caller, args = service.caller(request), template_args(resolved, spec)
+        translate = partial(decisions.to_jobs, asked, caller, args, bounds=service.rules.chars)
+        jobs = await service.run_on_body(body, translate)
+    lease = service.lease(spec, jobs[0].caller, asked)
     async with while_connected(request.receive), lease as batcher:
         logprobs, usage = await score_labels(batcher, jobs)
-    with time_stage(request, Stage.SERIALISE):
+    with time_stage(request, Stage.SERIALIZE):
         # 400 questions of 255 choices have 102,000 probabilities, which take a while to write.
-        body = await serialise(
-            lambda: orjson.dumps(decisions.to_decision(parsed.request, logprobs, usage)),
+        answer = await serialize(
+            lambda: orjson.dumps(decisions.to_decision(asked, logprobs, usage)),
             sum(map(len, logprobs)),
         )
     headers = ignored_header(parsed.ignored)
-    return Response(body, media_type="application/json", headers=headers)
+    return Response(answer, media_type="application/json", headers=headers)

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from typing_extensions import TypedDict
 
 from gateway import __version__, clock, metrics
-from gateway.api.in_flight import RequestInFlight, count_cancelled, while_connected
+from gateway.api.in_flight import RequestContext, context_of, count_cancelled, while_connected
 from gateway.api.models import describe_model, describe_pull
 from gateway.api.requests import Service, reply
 from gateway.errors import RequestCancelled, RequestNotFound
@@ -82,7 +82,7 @@ async def samples(service: Service, request: Request, *, is_admin: bool) -> ASGI
     is_reserved = is_admin or not service.exposure.has_admin
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        scope["gateway.is_watch"] = True
+        context_of(scope).is_watch = True
         if scope["method"] == "HEAD":
             await Response(headers=_SAMPLES_HEADERS)(scope, receive, send)
             return
@@ -123,9 +123,9 @@ def _sample(service: Service, is_admin: bool) -> bytes:
         "histograms": readings.histograms,
     }
     if is_admin:
-        requests = service.in_flight.requests
+        requests = service.in_flight.requests.items()
         sample["requests"] = [
-            _describe(request) for request in requests if "gateway.is_watch" not in request.scope
+            _describe(number, context) for number, context in requests if not context.is_watch
         ]
         sample["errors"] = service.in_flight.errors
     return orjson.dumps(sample) + b"\n"
@@ -138,27 +138,26 @@ def _models(service: Service) -> list[dict[str, Any]]:
             **describe_model(service, Resolved(spec)),
             "aliases": [alias.name for alias in spec.aliases],
         }
-        for spec in service.catalog().specs
+        for spec in service.served.catalog.specs
     ]
 
 
-def _describe(request: RequestInFlight) -> dict[str, Any]:
+def _describe(number: int, context: RequestContext) -> dict[str, Any]:
     """Return what is known of a request but what it says: its route, not its path."""
-    scope = request.scope
-    timings: Timings = scope["gateway.timings"]
+    scope, timings = context.scope, context.timings
     jobs: Sequence[Timings] = (timings, *timings.parallel)
     return {
-        "number": request.number,
-        "request_id": scope["gateway.request_id"],
+        "number": number,
+        "request_id": context.request_id,
         "method": scope["method"],
         "route": scope["route"].path if "route" in scope else None,
-        "key": scope.get("gateway.key_id"),
+        "key": context.key_id,
         "model": timings.model,
         "stage": next((job.stage for job in jobs if job.stage is not None), None),
         "age_s": round(clock.now() - timings.started, 3),
         "tokens_in": sum(job.tokens_in for job in jobs),
         "tokens_out": sum(job.tokens_out for job in jobs),
-        "is_cancelled": request.cancellation is not None,
+        "is_cancelled": context.cancellation is not None,
     }
 
 
@@ -172,11 +171,11 @@ class Cancelled(TypedDict):
 async def cancel(service: Service, request: Request) -> Response:
     """Cancel a request in flight, by its number among the samples."""
     number = request.path_params["number"]
-    cancelled = service.in_flight.find(number)
+    cancelled = service.in_flight.requests.get(number)
     if cancelled is None:
         raise RequestNotFound(number)
     if cancelled.cancellation is None:
-        count_cancelled(cancelled.scope["gateway.timings"])
+        count_cancelled(cancelled.timings)
         cancelled.cancel(RequestCancelled())
     body: Cancelled = {"object": "request.cancelled", "number": number}
     return reply(body)

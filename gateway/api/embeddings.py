@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import __version__
-from gateway.api.in_flight import while_connected
+from gateway.api.in_flight import context_of, while_connected
 from gateway.api.requests import Service, ignored_header, reply, time_stage
 from gateway.errors import BadRequest, GatewayError
 from gateway.ids import passing_id
@@ -85,24 +85,30 @@ async def _embedded(service: Service, request: Request, shape: type[R]) -> _Resu
         )
 
     with service.arrivals.expect() as arrival:
-        parsed, (spec, job) = await service.read(request, shape, translate)
-        lease = service.lease(spec, job.caller, parsed.request)
+        body = await service.read_body(request)
+        with time_stage(request, Stage.PARSE):
+            parsed = await service.read(body, shape)
+            asked = parsed.request
+            await service.note(request, body, asked)
+            await service.admit(request, asked)
+            spec, job = await service.run_on_body(body, translate, asked)
+        lease = service.lease(spec, job.caller, asked)
         async with while_connected(request.receive), lease as batcher:
             check_dimensions(spec, batcher.engine.dimensions, job.dimensions)
             embedded = await batcher.embed(job, arrival)
-    number_bytes = wire.NUMBER_BYTES[parsed.request.encoding_format]
+    number_bytes = wire.NUMBER_BYTES[asked.encoding_format]
     # Before it is written: vectors as JSON are several times their floats.
-    request.scope["gateway.unread"].count_answer(embedded.vectors.size * number_bytes)
+    context_of(request).unread.count_answer(embedded.vectors.size * number_bytes)
     headers = ignored_header(parsed.ignored)
     if embedded.truncated:
         headers["x-gateway-truncated"] = str(embedded.truncated)
-    return _Result(parsed.request, embedded, headers)
+    return _Result(asked, embedded, headers)
 
 
 async def _write(request: Request, pieces: Iterator[bytes], headers: dict[str, str]) -> Response:
     """Write the answer's JSON."""
     body = []
-    with time_stage(request, Stage.SERIALISE):
+    with time_stage(request, Stage.SERIALIZE):
         for piece in pieces:
             body.append(piece)
             # To write 2,048 vectors at once would keep all others waiting.

@@ -14,8 +14,15 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from gateway import clock
-from gateway.api.in_flight import while_connected
-from gateway.api.requests import Service, first_names, ignored_header, named_header, serialise
+from gateway.api.in_flight import context_of, while_connected
+from gateway.api.requests import (
+    Service,
+    first_names,
+    ignored_header,
+    named_header,
+    serialize,
+    time_stage,
+)
 from gateway.api.streams import ACCEPTED, COMMENT, DONE, EventStream, frame
 from gateway.errors import BadRequest, GatewayError, SchemaViolated
 from gateway.jobs import Delta, GenerateJob, Sampling, SequenceParams, Stage, Usage
@@ -110,9 +117,9 @@ class Exchange:
         _require_fit(answer.fits)
         self.headers.update(_schema_valid_header(answer))
         started = clock.now()
-        body = await serialise(lambda: self._write(answer), _count_parts(job, answer))
+        body = await serialize(lambda: self._write(answer), _count_parts(job, answer))
         self.keep()
-        job.caller.timings.add(Stage.SERIALISE, started)
+        job.caller.timings.add(Stage.SERIALIZE, started)
         return body
 
     def _write(self, answer: _Attempt) -> bytes:
@@ -201,7 +208,13 @@ async def read_exchange(
     is_large: Callable[[R], bool] = lambda _: False,
 ) -> Exchange:
     """Read a request and translate it. `is_large`: its translation may take long."""
-    parsed, exchange = await service.read(request, shape, translate, is_large=is_large)
+    body = await service.read_body(request)
+    with time_stage(request, Stage.PARSE):
+        parsed = await service.read(body, shape)
+        asked = parsed.request
+        await service.note(request, body, asked)
+        await service.admit(request, asked)
+        exchange = await service.run_on_body(body, translate, asked, is_large=is_large(asked))
     exchange.headers.update(ignored_header(parsed.ignored))
     return exchange
 
@@ -213,7 +226,7 @@ def without_images(
     the header with their number. Raises BadRequest if the request's own header is not a boolean.
     """
     name = "x-gateway-leave-out-images"
-    given = request.scope["gateway.headers"].get(name.encode())
+    given = context_of(request).headers.get(name.encode())
     choices = {None: service.rules.leave_out_images, b"true": True, b"false": False}
     if given not in choices:
         raise BadRequest(f"The header {name} should be true or false.", param=name)

@@ -1,5 +1,5 @@
-"""The requests in flight, to be listed, waited for and cancelled, also because their client has
-left; the last errors; who watches.
+"""The requests in flight: the context of each, which is listed, waited for and cancelled, also
+because its client has left; the last errors; who watches.
 """
 
 import asyncio
@@ -7,17 +7,28 @@ import contextlib
 import itertools
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
 
 from gateway import metrics
-from gateway.errors import GatewayError, TooManyWatchers
-from gateway.jobs import Timings
-from gateway.serving.admission import shutting_down
+from gateway.api.bodies import Body
+from gateway.errors import GatewayError, ShuttingDown, TooManyWatchers
+from gateway.jobs import PrefixNames, Timings
+
+if TYPE_CHECKING:
+    from gateway.api.traces import Trace
 
 T = TypeVar("T")
 
@@ -26,15 +37,37 @@ LAST_ERRORS = 50
 MOST_WATCHERS = 4
 
 
-@dataclass(slots=True, eq=False)
-class RequestInFlight:
-    """A request from its first byte to the end of its answer, and the task that serves it."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class RequestContext:
+    """A request from its first byte to the end of its answer, and the task that serves it.
 
-    # Unique, which an id may not be: clients may send one.
-    number: int
+    The outermost middleware makes it and leaves it in the scope, where `context_of` finds it.
+    """
+
     scope: Scope
+    headers: Mapping[bytes, bytes]  # the first one of each name
+    request_id: str
+    is_anthropic: bool  # its answer has Anthropic's form, also if that is an error
+    body: Body  # counts the bytes of its body
+    unread: Body  # counts the bytes of its answer that the client has not read
+    # A router's names for the beginnings of its prompt, which it leaves in the scope.
+    prefix_names: PrefixNames = field(default_factory=PrefixNames)
+    timings: Timings = field(default_factory=Timings)
+    trace: "Trace | None" = None  # if traces are sent, and this path has one
     _task: "asyncio.Task[object] | None" = field(default_factory=asyncio.current_task)
-    cancellation: GatewayError | None = None  # what its client gets if it was cancelled
+
+    # The guard sets these before any handler runs, and the rates the last one:
+    is_known: bool = False  # the caller may list models
+    key_id: str | None = None  # None where no keys are set
+    cache_salt: str = ""  # keeps the cached prompts of different keys apart
+    rate_headers: Callable[[], Iterable[tuple[bytes, bytes]]] = tuple  # the allowance that is left
+
+    # Set while it is served:
+    asked: float | None = None  # by Service.caller: the time from which its deadline counts
+    is_watch: bool = False  # by the dashboard's samples, which last as long as somebody looks
+    status: int | None = None  # by the outermost middleware, as the answer begins
+    error: str | None = None  # the code, by whatever sends an error to the client
+    cancellation: GatewayError | None = None  # by `cancel`: the error that the client gets
 
     def cancel(self, reason: GatewayError) -> None:
         """Cancel its task: what it held is freed as if its client had left."""
@@ -48,59 +81,62 @@ class RequestInFlight:
             self._task.uncancel()
 
 
+def context_of(request: Mapping[str, Any]) -> RequestContext:
+    """Return the context of a request, or of its scope."""
+    context: RequestContext = request["gateway"]
+    return context
+
+
 class InFlight:
     """The requests in flight. A drain waits for them and cancels those that remain."""
 
     def __init__(self) -> None:
         self.is_draining = False
+        # Unique, which an id may not be: clients may send one.
         self._numbers = itertools.count(1)
-        self._requests: dict[int, RequestInFlight] = {}
+        self._requests: dict[int, RequestContext] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._errors: deque[dict[str, Any]] = deque(maxlen=LAST_ERRORS)
 
     @contextlib.contextmanager
-    def track(self, scope: Scope) -> Iterator[RequestInFlight]:
-        """Track one request, the current task, while entered."""
-        request = RequestInFlight(next(self._numbers), scope)
-        scope["gateway.in_flight"] = self._requests[request.number] = request
+    def track(self, context: RequestContext) -> Iterator[None]:
+        """Track one request while entered."""
+        number = next(self._numbers)
+        self._requests[number] = context
         self._idle.clear()
         try:
-            yield request
+            yield
         finally:
-            del self._requests[request.number]
+            del self._requests[number]
             if not self._requests:
                 self._idle.set()
 
     @property
-    def requests(self) -> Sequence[RequestInFlight]:
-        """Return the requests in flight, the oldest first."""
-        return tuple(self._requests.values())
+    def requests(self) -> Mapping[int, RequestContext]:
+        """Return the requests in flight by their numbers, the oldest first."""
+        return dict(self._requests)
 
     @property
     def errors(self) -> Sequence[dict[str, Any]]:
         """Return the last errors, the newest first."""
         return tuple(reversed(self._errors))
 
-    def note_error(self, scope: Scope, status: int, seconds: float) -> None:
+    def note_error(self, context: RequestContext, status: int, seconds: float) -> None:
         """Keep an error that a request was answered with."""
         # Without its message, which may repeat what the caller sent.
         self._errors.append(
             {
                 "at": time.time(),
-                "request_id": scope["gateway.request_id"],
-                "method": scope["method"],
-                "route": scope["route"].path,
-                "model": scope["gateway.timings"].model,
+                "request_id": context.request_id,
+                "method": context.scope["method"],
+                "route": context.scope["route"].path,
+                "model": context.timings.model,
                 "status": status,
-                "code": scope["gateway.error"],
+                "code": context.error,
                 "ms": round(1000 * seconds, 1),
             }
         )
-
-    def find(self, number: int) -> RequestInFlight | None:
-        """Return the request of this number, if it has not ended."""
-        return self._requests.get(number)
 
     async def drain(self, timeout_s: float) -> bool:
         """Admit no more requests; return True if those in flight ended in time."""
@@ -112,8 +148,8 @@ class InFlight:
 
     def cancel(self) -> None:
         """Cancel the requests in flight, as the gateway stops."""
-        for request in self.requests:
-            request.cancel(shutting_down())
+        for context in self.requests.values():
+            context.cancel(ShuttingDown())
 
 
 class Watchers:

@@ -13,10 +13,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import clock, logs, metrics
 from gateway.api.bodies import Bodies, Body, check_head
-from gateway.api.in_flight import CLIENT_CLOSED, InFlight, RequestInFlight, count_cancelled
+from gateway.api.in_flight import (
+    CLIENT_CLOSED,
+    InFlight,
+    RequestContext,
+    context_of,
+    count_cancelled,
+)
 from gateway.errors import EngineFailed, GatewayError, Overloaded, Unavailable, shorten
 from gateway.ids import passing_id
-from gateway.jobs import Timings
+from gateway.jobs import PrefixNames, Timings
 from gateway.panics import NativeError, as_exception
 from gateway.wire.anthropic_stream import error_body, error_status
 
@@ -50,19 +56,19 @@ def speaks_anthropic(path: str, headers: Mapping[bytes, bytes]) -> bool:
 class ErrorResponse(Response):
     """An error as JSON, in the envelope of the request's path."""
 
-    def __init__(self, error: GatewayError, scope: Scope) -> None:
+    def __init__(self, error: GatewayError, context: RequestContext) -> None:
         body: object = error.body()
         status = int(error.status)
-        if scope["gateway.is_anthropic"]:
-            body, status = error_body(error, scope["gateway.request_id"]), error_status(error)
+        if context.is_anthropic:
+            body, status = error_body(error, context.request_id), error_status(error)
         super().__init__(
             orjson.dumps(body), status, headers=error.headers, media_type="application/json"
         )
-        self._code = error.code or error.type
+        self._error, self._context = error, context
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # For the list of the last errors, and for the trace.
-        scope["gateway.error"] = self._code
+        self._context.error = self._error.code or self._error.type
         await super().__call__(scope, receive, send)
 
 
@@ -115,55 +121,60 @@ class Context:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        self._fill(scope)
+        context = scope["gateway"] = self._begin(scope)
         is_last = self._in_flight.is_draining  # connections close after their answer then
-        reply = _Reply(send, scope, self._send_timeout_s, is_last=is_last)
-        scope["gateway.reply"] = reply
+        reply = _Reply(send, context, self._send_timeout_s, is_last=is_last)
         has_left = False
         try:
-            with self._in_flight.track(scope), self._bodies.body() as scope["gateway.body"]:
+            with self._in_flight.track(context):
                 await self._app(scope, receive, reply)
         except ClientDisconnect:
             has_left = True
-            count_cancelled(scope["gateway.timings"])
+            count_cancelled(context.timings)
         finally:
-            scope["gateway.unread"].count(0)
-            self._end(scope, reply.status, has_left=has_left)
+            context.body.count(0)
+            context.unread.count(0)
+            self._end(context, has_left=has_left)
 
-    def _fill(self, scope: Scope) -> None:
-        """Add to the scope what all else reads there."""
+    def _begin(self, scope: Scope) -> RequestContext:
+        """Return a request's context, and begin its trace."""
         scope["method"] = shorten(scope["method"])
         # Of a header sent twice, the first counts.
-        headers = scope["gateway.headers"] = dict(reversed(scope["headers"]))
-        scope["gateway.is_anthropic"] = speaks_anthropic(scope["path"], headers)
+        headers = dict(reversed(scope["headers"]))
         request_id = headers.get(b"x-request-id", b"").decode("latin-1")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = passing_id("req")
-        scope["gateway.request_id"] = request_id
         structlog.contextvars.bind_contextvars(request_id=request_id)
-        timings = scope["gateway.timings"] = Timings()
-        scope["gateway.unread"] = Body(self._bodies)
-        trace = None if self._tracer is None else self._tracer.begin(scope, timings)
-        if trace is not None:
-            scope["gateway.trace"] = trace
-            structlog.contextvars.bind_contextvars(trace_id=trace.trace_id)
+        context = RequestContext(
+            scope=scope,
+            headers=headers,
+            request_id=request_id,
+            is_anthropic=speaks_anthropic(scope["path"], headers),
+            body=Body(self._bodies),
+            unread=Body(self._bodies),
+            prefix_names=scope.get("prefix_names", PrefixNames()),
+        )
+        if self._tracer is not None:
+            context.trace = self._tracer.begin(scope, headers, request_id, context.timings)
+        if context.trace is not None:
+            structlog.contextvars.bind_contextvars(trace_id=context.trace.trace_id)
+        return context
 
-    def _end(self, scope: Scope, sent: int | None, *, has_left: bool) -> None:
-        """Trace, count and log a request that is over; `sent` is the status of its answer."""
-        timings: Timings = scope["gateway.timings"]
+    def _end(self, context: RequestContext, *, has_left: bool) -> None:
+        """Trace, count and log a request that is over."""
+        scope, timings, sent = context.scope, context.timings, context.status
         seconds = clock.now() - timings.started
         path = getattr(scope.get("route"), "path", None)
-        if "gateway.trace" in scope:
-            error = scope.get("gateway.error")
-            scope["gateway.trace"].end(path, sent, error, seconds, has_left=has_left)
+        if context.trace is not None:
+            context.trace.end(path, sent, context.error, seconds, has_left=has_left)
         status = CLIENT_CLOSED if has_left or sent is None else int(sent)
         route = path or "none"
         metrics.of(metrics.REQUESTS, route, str(status)).inc()
-        if "gateway.is_watch" not in scope:  # which lasts as long as somebody looks
+        if not context.is_watch:  # which lasts as long as somebody looks
             metrics.of(metrics.REQUEST_SECONDS, route).observe(seconds)
         record_timings(timings, route)
-        if "gateway.error" in scope and path is not None and status != CLIENT_CLOSED:
-            self._in_flight.note_error(scope, status, seconds)
+        if context.error is not None and path is not None and status != CLIENT_CLOSED:
+            self._in_flight.note_error(context, status, seconds)
         self._log.info(
             "request",
             method=scope["method"],
@@ -185,7 +196,7 @@ class ErrorMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        reply: _Reply = scope["gateway.reply"]
+        context = context_of(scope)
         try:
             check_head(scope, self._max_header_bytes)
             await self._app(scope, receive, send)
@@ -194,67 +205,65 @@ class ErrorMiddleware:
             raise
         except asyncio.CancelledError:
             # By an admin, or as the gateway stops: the client gets the reason of both as an error.
-            request: RequestInFlight = scope["gateway.in_flight"]
-            if reply.status is not None or request.cancellation is None:
-                scope["gateway.error"] = "cancelled"
+            if context.status is not None or context.cancellation is None:
+                context.error = "cancelled"
                 raise
-            request.uncancel()
-            failure = request.cancellation
+            context.uncancel()
+            failure = context.cancellation
         except GatewayError as error:
             failure = error
         except BaseException as error:
             unforeseen = as_exception(error)
             log.exception("request_failed", path=shorten(scope["path"]))
             failure = GatewayError("The server had an error while processing your request.")
-            named = scope["gateway.timings"].model
+            named = context.timings.model
             if isinstance(unforeseen, NativeError) and named is not None:
                 failure = EngineFailed(named, str(unforeseen))
-        if reply.status is not None:
+        if context.status is not None:
             return
-        model = scope["gateway.timings"].model
+        model = context.timings.model
         if failure.status == Overloaded.status and model is not None:
             metrics.of(metrics.REJECTED, model).inc()
-        await ErrorResponse(failure, scope)(scope, receive, send)
+        await ErrorResponse(failure, context)(scope, receive, send)
 
 
 class _Reply:
-    """Wraps `send`: adds the headers of every answer, and keeps the status.
+    """Wraps `send`: adds the headers of every answer, and notes its status in the context.
 
     Raises ClientDisconnect if the client stops reading, or reads too slowly.
     """
 
-    def __init__(self, send: Send, scope: Scope, send_timeout_s: float, *, is_last: bool) -> None:
+    def __init__(
+        self, send: Send, context: RequestContext, send_timeout_s: float, *, is_last: bool
+    ) -> None:
         self._send = send
-        self._scope = scope
+        self._context = context
         self._send_timeout_s = send_timeout_s
         self._is_last = is_last
-        self._unread: Body = scope["gateway.unread"]
         self._is_refused = False  # an error was sent in its place
         self._waited_s = 0.0  # for the client to read
         self._nbytes = 0
-        self.status: int | None = None
 
     async def __call__(self, message: Message) -> None:
         if self._is_refused:
             return
         if message["type"] == "http.response.start":
-            if self.status is None and not await self._has_room(message):
+            if self._context.status is None and not await self._has_room(message):
                 return
-            self.status = message["status"]
+            self._context.status = message["status"]
             message["headers"] = [*message["headers"], *self._headers()]
         await self._send_body(message)
 
     def _headers(self) -> Iterator[tuple[bytes, bytes]]:
-        scope = self._scope
-        request_id = scope["gateway.request_id"].encode()
+        context = self._context
+        request_id = context.request_id.encode()
         yield b"x-request-id", request_id
-        yield b"server-timing", server_timing(scope["gateway.timings"]).encode()
-        if scope["gateway.is_anthropic"]:  # by its own name
+        yield b"server-timing", server_timing(context.timings).encode()
+        if context.is_anthropic:  # by its own name
             yield b"request-id", request_id
-        if "gateway.trace" in scope:
-            yield scope["gateway.trace"].header
-        if "gateway.meter" in scope:
-            yield from scope["gateway.meter"].headers()
+        if context.trace is not None:
+            yield context.trace.header
+        yield from context.rate_headers()
         if self._is_last:
             yield b"connection", b"close"
 
@@ -263,9 +272,10 @@ class _Reply:
         length = int(dict(start["headers"]).get(b"content-length", b"0"))
         # Raised as an error it would come too late: Starlette takes none once an answer has begun.
         try:
-            self._unread.count_answer(length)
+            self._context.unread.count_answer(length)
         except Unavailable as error:
-            await ErrorResponse(error, self._scope)(self._scope, _receive_nothing, self)
+            refusal = ErrorResponse(error, self._context)
+            await refusal(self._context.scope, _receive_nothing, self)
             self._is_refused = True
         return not self._is_refused
 
@@ -286,7 +296,7 @@ class _Reply:
             self._waited_s += clock.now() - began
             if left > PIECE_BYTES and not message.get("more_body"):  # a stream counts its own
                 left -= PIECE_BYTES
-                self._unread.count(left)
+                self._context.unread.count(left)
 
 
 async def _receive_nothing() -> Message:

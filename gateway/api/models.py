@@ -15,18 +15,17 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 from typing_extensions import TypeAliasType, TypedDict
 
-from gateway.api.in_flight import while_connected
+from gateway.api.in_flight import context_of, while_connected
 from gateway.api.requests import Service, ignored_header, reply
 from gateway.api.streams import COMMENT, DONE, EventStream, frame
+from gateway.errors import ShuttingDown
 from gateway.registry import ChatSpec, ModelSpec, Resolved
-from gateway.serving.admission import shutting_down
 from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.serving.embedding.reranker import RerankBatcher
 from gateway.serving.generation.batcher import ChatBatcher, GenerationBatcher
 from gateway.serving.models.pulls import Pull
 from gateway.wire.anthropic import AnthropicModel, AnthropicModels, model_info, model_page
 from gateway.wire.pulls import PullProgress, PullRequest
-from gateway.wire.validation import read_request
 
 PULL_PERIOD_S = 1.0  # between two events of a pull
 STATES = ["unloaded", "loading", "loaded", "failed"]
@@ -87,8 +86,8 @@ async def list_models(service: Service, request: Request) -> Response:
     get those of chat models alone, in their form.
     """
     await service.inputs.look()
-    catalog = service.catalog()
-    if request.scope["gateway.is_anthropic"]:
+    catalog = service.served.catalog
+    if context_of(request).is_anthropic:
         infos = [_anthropic_model(service, entry) for entry in catalog if entry.spec.kind == "chat"]
         return reply(model_page(infos, request.query_params))
     body: Models = {"object": "list", "data": [describe_model(service, each) for each in catalog]}
@@ -100,9 +99,9 @@ async def show(service: Service, request: Request) -> Response:
     if not name:
         raise HTTPException(HTTPStatus.NOT_FOUND)
     await service.inputs.look()
-    if request.scope["gateway.is_anthropic"]:
-        return reply(_anthropic_model(service, service.catalog().resolve(name, ChatSpec)))
-    return reply(describe_model(service, service.catalog().resolve(name)))
+    if context_of(request).is_anthropic:
+        return reply(_anthropic_model(service, service.served.catalog.resolve(name, ChatSpec)))
+    return reply(describe_model(service, service.served.catalog.resolve(name)))
 
 
 def _anthropic_model(service: Service, resolved: Resolved) -> AnthropicModel:
@@ -186,8 +185,7 @@ async def pull(service: Service, request: Request) -> ASGIApp:
 
     It goes on if the client leaves; to pull the model again is to watch it again.
     """
-    body, rules = await service.read_body(request), service.rules
-    parsed = read_request(body, PullRequest, strict=rules.strict_fields, bounds=rules.bounds)
+    parsed = await service.read(await service.read_body(request), PullRequest)
     headers, asked = ignored_header(parsed.ignored), parsed.request
     pull = await service.named.pull(asked.model)
     if not asked.stream:
@@ -202,7 +200,7 @@ async def pull(service: Service, request: Request) -> ASGIApp:
         write_error=lambda error: frame(orjson.dumps(error.body())),
         keep_alive=COMMENT,
     )
-    return await stream.prime(rules.stream_open_after_s)
+    return await stream.prime(service.rules.stream_open_after_s)
 
 
 async def _frames(service: Service, pull: Pull) -> AsyncGenerator[bytes, None]:
@@ -215,7 +213,7 @@ async def _watch(service: Service, pull: Pull) -> AsyncGenerator[PullProgress, N
     """Yield the progress of a pull until it has succeeded. Raises its error."""
     while not pull.task.done():
         if service.in_flight.is_draining:  # the next process goes on with what is there
-            raise shutting_down()
+            raise ShuttingDown
         yield describe_pull(service, pull)
         await asyncio.wait({pull.task}, timeout=PULL_PERIOD_S)
     files = await pull.wait()
@@ -253,14 +251,14 @@ class SavedPrefixes(TypedDict):
 
 async def load(service: Service, request: Request) -> Response:
     """Load a model as a request would, and describe it. A failed load is retried at once."""
-    resolved = service.catalog().resolve(request.path_params["name"])
+    resolved = service.served.catalog.resolve(request.path_params["name"])
     await service.models.load(resolved.spec)
     return reply(await _look(service, resolved))
 
 
 async def unload(service: Service, request: Request) -> Response:
     """Unload a model, pinned or not: 200 if it is unloaded, 202 if requests still use it."""
-    resolved = service.catalog().resolve(request.path_params["name"])
+    resolved = service.served.catalog.resolve(request.path_params["name"])
     is_gone = await service.models.unload(resolved.spec)
     body = await _look(service, resolved)
     return reply(body, HTTPStatus.OK if is_gone else HTTPStatus.ACCEPTED)
@@ -268,7 +266,7 @@ async def unload(service: Service, request: Request) -> Response:
 
 async def pin(service: Service, request: Request, *, is_pinned: bool) -> Response:
     """Keep a model from being evicted, or let it be, until models.yaml is read again."""
-    resolved = service.catalog().resolve(request.path_params["name"])
+    resolved = service.served.catalog.resolve(request.path_params["name"])
     service.models.pin(resolved.spec, is_pinned=is_pinned)
     return reply(await _look(service, resolved))
 

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from gateway import metrics as instruments
+from gateway.api.in_flight import context_of
 from gateway.api.openapi import Endpoint, document
 from gateway.api.requests import Exposure, Service, reply
 from gateway.registry import Catalog
@@ -56,7 +57,7 @@ async def ready(service: Service, request: Request) -> Response:
     """
     status = service.readiness()
     body: Ready = {"status": status}
-    if request.scope.get("gateway.is_known", False):
+    if context_of(request).is_known:
         body["models"] = service.models.states()
     return reply(body, 200 if status == "ready" else 503)
 
@@ -66,7 +67,7 @@ async def metrics(service: Service, request: Request) -> Response:
 
 
 async def describe(service: Service, endpoints: Sequence[Endpoint]) -> Response:
-    served = service.catalog(), tuple(endpoints), service.exposure, service.rules.strict_fields
+    served = service.served.catalog, tuple(endpoints), service.exposure, service.rules.strict_fields
     # It takes a fifth of a second, once.
     body = await service.pool.run(_document_json, *served, kind="descriptions")
     return Response(body, media_type="application/json")

@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, TypeVarTuple, overload
 from urllib.parse import quote
 
 import orjson
@@ -15,14 +16,10 @@ from starlette.responses import Response
 
 from gateway import clock, logs
 from gateway.api.bodies import read_body
-from gateway.api.in_flight import InFlight, Watchers
-from gateway.errors import (
-    BadRequest,
-    GatewayError,
-)
-from gateway.jobs import Caller, PrefixNames, Stage, Tier
+from gateway.api.in_flight import InFlight, Watchers, context_of
+from gateway.errors import BadRequest, GatewayError
+from gateway.jobs import Caller, Stage, Tier
 from gateway.registry import (
-    Catalog,
     Changes,
     ChatSpec,
     EmbeddingSpec,
@@ -35,9 +32,9 @@ from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.serving.embedding.reranker import RerankBatcher
 from gateway.serving.generation.batcher import ChatBatcher
 from gateway.serving.models.cache import ModelCache
-from gateway.serving.models.inputs import KnownInputs
 from gateway.serving.models.named import NamedModels
 from gateway.serving.models.pulls import NOBODY
+from gateway.serving.models.served import KnownInputs, Served
 from gateway.serving.response_store import ResponseStore
 from gateway.serving.tokenize import Kind, ThreadPools
 from gateway.wire.bounds import Bounds
@@ -51,6 +48,7 @@ log = logs.get("service")
 LONG_BYTES = 32_000
 LARGE_BYTES = 1_000_000
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 MAX_HEADER_NAMES = 16
 MAX_HEADER_CHARS = 1024
 R = TypeVar("R", bound=WireRequest)
@@ -89,7 +87,7 @@ class Exposure(NamedTuple):
 class Service:
     """The models, settings and state that handlers use."""
 
-    catalog: Callable[[], Catalog]
+    served: Served
     models: ModelCache[EmbeddingBatcher | RerankBatcher | ChatBatcher]
     named: NamedModels
     inputs: KnownInputs
@@ -108,76 +106,71 @@ class Service:
     watchers: Watchers
     exposure: Exposure
 
-    async def read(
-        self,
-        request: Request,
-        shape: type[R],
-        translate: Callable[[R], T],
-        *,
-        is_large: Callable[[R], bool] = lambda _: False,
-        body: bytearray | None = None,
-    ) -> tuple[Parsed[R], T]:
-        """Read, check and translate a request's body. `body` is the body if it has been read
-        already, `is_large` whether translating a request may take long.
-        """
-        if body is None:
-            body = await self.read_body(request)
-
-        def parse() -> Parsed[R]:
-            rules = self.rules
-            parsed = read_request(body, shape, strict=rules.strict_fields, bounds=rules.bounds)
-            trace = request.scope.get("gateway.trace")
-            if trace is not None:
-                trace.note_request(parsed.request)
-            if rules.log_prompts:
-                log.info("prompt", **parsed.request.prompt_fields())
-            return parsed
-
-        with time_stage(request, Stage.PARSE):
-            # A thread costs more than a small body, and a large one would stop the loop.
-            parsed = await self.run_on_body(body, parse)
-            name = getattr(parsed.request, "model", None)
-            if name is not None and self.named.is_new(name):
-                caller = self.caller(request)
-                async with until_deadline(caller):
-                    await self.named.admit(name, caller.key_id or NOBODY)
-            if len(body) > LONG_BYTES or is_large(parsed.request):
-                job = await self.pool.run(translate, parsed.request, kind=_body_kind(body))
-            else:
-                job = translate(parsed.request)
-            return parsed, job
-
-    async def run_on_body(self, body: bytearray, work: Callable[[], T]) -> T:
-        """Run what takes time in proportion to a body: off the loop if it is long."""
-        if len(body) <= LONG_BYTES:
-            return work()
-        return await self.pool.run(work, kind=_body_kind(body))
-
     async def read_body(self, request: Request) -> bytearray:
         """Read the whole body. Raises what the function of this name does."""
-        return await read_body(request, self.rules.max_body_bytes, self.rules.body_timeout_s)
+        rules, held = self.rules, context_of(request).body
+        return await read_body(request, held, rules.max_body_bytes, rules.body_timeout_s)
+
+    async def read(self, body: bytearray, shape: type[R]) -> Parsed[R]:
+        """Parse and check a body, and do nothing else. Raises as `read_request` does."""
+        strict, bounds = self.rules.strict_fields, self.rules.bounds
+        parse = partial(read_request, body, shape, strict=strict, bounds=bounds)
+        return await self.run_on_body(body, parse)
+
+    async def note(self, request: Request, body: bytearray, asked: WireRequest) -> None:
+        """Record a request in its trace and, where the settings say so, its prompts in the log."""
+        trace = context_of(request).trace
+        if trace is not None:
+            trace.note_request(asked)
+        if self.rules.log_prompts:
+            await self.run_on_body(body, lambda: log.info("prompt", **asked.prompt_fields()))
+
+    async def admit(self, request: Request, asked: WireRequest) -> None:
+        """Begin to fetch the model that a request names, if it is the hub's and may be named.
+
+        Raises as NamedModels.admit does, and DeadlineExceeded.
+        """
+        name = getattr(asked, "model", None)
+        if name is not None and self.named.is_new(name):
+            caller = self.caller(request)
+            async with until_deadline(caller):
+                await self.named.admit(name, caller.key_id or NOBODY)
+
+    async def run_on_body(
+        self, body: bytearray, work: Callable[[*Ts], T], *args: *Ts, is_large: bool = False
+    ) -> T:
+        """Run work that takes time in proportion to a body, or is large for another reason: off the
+        loop if it may be long.
+        """
+        # A thread costs more than a small body, and a large one would stop the loop.
+        if len(body) <= LONG_BYTES and not is_large:
+            return work(*args)
+        kind: Kind = "large bodies" if len(body) > LARGE_BYTES else "bodies"
+        return await self.pool.run(work, *args, kind=kind)
 
     def caller(self, request: Request, tier: Tier = Tier.DEFAULT) -> Caller:
         """Return the caller; its deadline is `x-gateway-timeout-s` from the first time that a
         request's is asked for, or the setting.
         """
-        allowed_s = self._allowed_s(request)
-        started = request.scope.setdefault("gateway.asked", clock.now())
+        context = context_of(request)
+        allowed_s = self._allowed_s(context.headers)
+        if context.asked is None:
+            context.asked = clock.now()
         return Caller(
-            request_id=request.scope["gateway.request_id"],
-            deadline=started + allowed_s,
+            request_id=context.request_id,
+            deadline=context.asked + allowed_s,
             allowed_s=allowed_s,
             tier=tier,
-            key_id=request.scope.get("gateway.key_id"),
-            cache_salt=request.scope.get("gateway.cache_salt", ""),
-            timings=request.scope["gateway.timings"],
-            prefix_names=request.scope.get("gateway.prefix_names", PrefixNames()),
+            key_id=context.key_id,
+            cache_salt=context.cache_salt,
+            timings=context.timings,
+            prefix_names=context.prefix_names,
         )
 
-    def _allowed_s(self, request: Request) -> float:
+    def _allowed_s(self, headers: Mapping[bytes, bytes]) -> float:
         limit = self.rules.request_timeout_s
         try:
-            seconds = float(request.scope["gateway.headers"].get(b"x-gateway-timeout-s", limit))
+            seconds = float(headers.get(b"x-gateway-timeout-s", limit))
         except ValueError:
             seconds = 0.0
         if not seconds > 0:
@@ -227,7 +220,7 @@ class Service:
         Without a name it is a loaded one of the first kind of which there is any, else the first
         one in models.yaml.
         """
-        resolved = self.catalog().resolve(name or self._at_hand(*kinds), *kinds)
+        resolved = self.served.catalog.resolve(name or self._at_hand(*kinds), *kinds)
         if isinstance(resolved.spec, kinds):
             return resolved, resolved.spec
         kind = {"embedding": "an embedding"}.get(resolved.spec.kind, f"a {resolved.spec.kind}")
@@ -240,7 +233,7 @@ class Service:
     def _at_hand(self, *kinds: type[ModelSpec]) -> str:
         """Return the id of a loaded model of the first kind there is, else of its first model."""
         for kind in kinds:
-            specs = [spec for spec in self.catalog().specs if isinstance(spec, kind)]
+            specs = [spec for spec in self.served.catalog.specs if isinstance(spec, kind)]
             loaded = [spec for spec in specs if self.models.model(spec) is not None]
             for spec in (*loaded, *specs):
                 return spec.id
@@ -252,11 +245,7 @@ def time_stage(request: Request, stage: Stage) -> Iterator[None]:
     """Add the time while entered to a stage of the request."""
     started = clock.now()
     yield
-    request.scope["gateway.timings"].add(stage, started)
-
-
-def _body_kind(body: bytearray) -> Kind:
-    return "large bodies" if len(body) > LARGE_BYTES else "bodies"
+    context_of(request).timings.add(stage, started)
 
 
 def ignored_header(ignored: Sequence[str]) -> dict[str, str]:
@@ -289,7 +278,7 @@ def reply(
     return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
 
-async def serialise(write: Callable[[], bytes], logprobs: int) -> bytes:
+async def serialize(write: Callable[[], bytes], logprobs: int) -> bytes:
     """Write an answer with this many logprobs: off the loop if it would block it for long."""
     if logprobs <= MANY_LOGPROBS:
         return write()

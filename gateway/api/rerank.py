@@ -29,8 +29,8 @@ async def rerank(service: Service, request: Request) -> Response:
                 return await _rerank_texts(service, request, body, arrival)
             except GatewayError as error:
                 raise wire.TextsError(error) from error
-        result = await _score(service, request, wire.RerankRequest, arrival, body)
-        with time_stage(request, Stage.SERIALISE):
+        result = await _score(service, request, body, wire.RerankRequest, arrival)
+        with time_stage(request, Stage.SERIALIZE):
             answer = wire.write_reranking(
                 result.answer, result.request, name=passing_id("rerank"), model=result.model
             )
@@ -46,16 +46,17 @@ async def _is_texts(service: Service, request: Request, body: bytearray) -> bool
 async def _rerank_texts(
     service: Service, request: Request, body: bytearray, arrival: Arrival
 ) -> Response:
-    result = await _score(service, request, wire.TextsRequest, arrival, body)
-    with time_stage(request, Stage.SERIALISE):
+    result = await _score(service, request, body, wire.TextsRequest, arrival)
+    with time_stage(request, Stage.SERIALIZE):
         return reply(wire.write_ranked_texts(result.answer, result.request), headers=result.headers)
 
 
 async def score(service: Service, request: Request) -> Response:
     """Answer with the score of every pair of texts, in order."""
     with service.arrivals.expect() as arrival:
-        result = await _score(service, request, wire.ScoreRequest, arrival)
-    with time_stage(request, Stage.SERIALISE):
+        body = await service.read_body(request)
+        result = await _score(service, request, body, wire.ScoreRequest, arrival)
+    with time_stage(request, Stage.SERIALIZE):
         created = int(time.time())
         answer = wire.write_scores(
             result.answer, name=passing_id("score"), created=created, model=result.model
@@ -74,11 +75,7 @@ class _Result(Generic[R]):
 
 
 async def _score(
-    service: Service,
-    request: Request,
-    shape: type[R],
-    arrival: Arrival,
-    body: bytearray | None = None,
+    service: Service, request: Request, body: bytearray, shape: type[R], arrival: Arrival
 ) -> _Result[R]:
     def translate(wire_request: R) -> tuple[Resolved, EmbeddingSpec | RerankSpec, RerankJob]:
         resolved, spec = service.find_spec(
@@ -93,15 +90,20 @@ async def _score(
         )
         return resolved, spec, job
 
-    parsed, (resolved, spec, job) = await service.read(request, shape, translate, body=body)
-    lease = service.lease(spec, job.caller, parsed.request)
+    with time_stage(request, Stage.PARSE):
+        parsed = await service.read(body, shape)
+        asked = parsed.request
+        await service.note(request, body, asked)
+        await service.admit(request, asked)
+        resolved, spec, job = await service.run_on_body(body, translate, asked)
+    lease = service.lease(spec, job.caller, asked)
     async with while_connected(request.receive), lease as batcher:
         answer = await batcher.rerank(job, arrival)
     ignored = parsed.ignored
     reads_instruction = isinstance(spec, RerankSpec) and spec.scoring == "labels"
-    if parsed.request.instruction is not None and not reads_instruction:
+    if asked.instruction is not None and not reads_instruction:
         ignored = (*ignored, "instruction")
     headers = ignored_header(ignored)
     if answer.truncated:
         headers["x-gateway-truncated"] = str(answer.truncated)
-    return _Result(parsed.request, answer, resolved.name, headers)
+    return _Result(asked, answer, resolved.name, headers)

@@ -18,6 +18,7 @@ from gateway.api.exchange import (
     thinking_budgets,
     without_images,
 )
+from gateway.api.in_flight import context_of
 from gateway.api.requests import Service, reply
 from gateway.errors import BadRequest, ResponseNotFound, shorten
 from gateway.ids import new_id
@@ -60,7 +61,7 @@ async def show(service: Service, request: Request) -> Response:
 
 async def delete(service: Service, request: Request) -> Response:
     stored = _find_stored(service, request)
-    service.responses.delete(_owner(request), stored.id)
+    service.responses.delete(context_of(request).key_id, stored.id)
     body: wire.DeletedResponse = {"id": stored.id, "object": "response", "deleted": True}
     return reply(body)
 
@@ -81,7 +82,8 @@ async def cancel(service: Service, request: Request) -> Response:
 
 
 def _find_stored(service: Service, request: Request) -> StoredResponse:
-    return _find(service, _owner(request), request.path_params["name"], "response_id")
+    owner = context_of(request).key_id
+    return _find(service, owner, request.path_params["name"], "response_id")
 
 
 def _find(service: Service, owner: str | None, response_id: str, param: str) -> StoredResponse:
@@ -186,8 +188,3 @@ def _store(
     response = StoredResponse(whole["id"], orjson.dumps(whole), context, output)
     if not service.responses.keep(caller.key_id, response):
         log.warning("response_not_kept", response=response.id, bytes=response.nbytes)
-
-
-def _owner(request: Request) -> str | None:
-    key_id: str | None = request.scope.get("gateway.key_id")
-    return key_id

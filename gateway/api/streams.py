@@ -9,8 +9,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway import logs
-from gateway.api.bodies import Body
-from gateway.api.in_flight import RequestInFlight, cancel, run_unless, wait_for_disconnect
+from gateway.api.in_flight import cancel, context_of, run_unless, wait_for_disconnect
 from gateway.errors import GatewayError
 
 log = logs.get("streams")
@@ -62,7 +61,7 @@ class EventStream:
         # Events are kept here as fast as they are generated: a slow reader holds memory for its
         # answer, which is counted with all bodies, but neither a sequence nor a lease.
         self._buffer: deque[bytes] = deque()
-        self._unread: Body = request.scope["gateway.unread"]
+        self._context = context_of(request)
         self._nbytes = 0  # in the buffer
         self._sent = 0
         self._accepted = asyncio.Event()
@@ -86,14 +85,14 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await run_unless(self._disconnect, self._send(send, scope))
+            await run_unless(self._disconnect, self._send(send))
         except asyncio.CancelledError:
-            request: RequestInFlight = scope["gateway.in_flight"]
-            if request.cancellation is None:
+            cancellation = self._context.cancellation
+            if cancellation is None:
                 raise
-            request.uncancel()
+            self._context.uncancel()
             await self._close()  # before the error is sent, as its client may read slowly
-            await self._send_error(request.cancellation, scope, send)
+            await self._send_error(cancellation, send)
         finally:
             await self._close()
 
@@ -124,9 +123,9 @@ class EventStream:
     def _hold(self, nbytes: int) -> None:
         """Count what is added to the buffer. Raises Unavailable if there is no room for it."""
         self._nbytes += nbytes
-        self._unread.count(self._nbytes)
+        self._context.unread.count(self._nbytes)
 
-    async def _send(self, send: Send, scope: Scope) -> None:
+    async def _send(self, send: Send) -> None:
         headers = [(name.encode(), value.encode()) for name, value in self._headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS + headers})
         keep_alive = asyncio.ensure_future(self._keep_alive())
@@ -144,13 +143,13 @@ class EventStream:
             keep_alive.cancel()
         failure = self._failure()
         if failure is not None:
-            await self._send_error(failure, scope, send)
+            await self._send_error(failure, send)
         else:
             await send(_body(b"", more=False))
 
-    async def _send_error(self, error: GatewayError, scope: Scope, send: Send) -> None:
+    async def _send_error(self, error: GatewayError, send: Send) -> None:
         """End the stream with an error event, and leave its code for the list of the last ones."""
-        scope["gateway.error"] = error.code or error.type
+        self._context.error = error.code or error.type
         await send(_body(self._write_error(error), more=True))
         await send(_body(b"", more=False))
 

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -10,7 +11,7 @@ from starlette.responses import Response
 from gateway.api.in_flight import while_connected
 from gateway.api.requests import LONG_BYTES, Service, ignored_header, reply, time_stage
 from gateway.errors import BadRequest
-from gateway.jobs import GenerateJob, Stage
+from gateway.jobs import Stage
 from gateway.registry import ChatSpec
 from gateway.serving.admission import until_deadline
 from gateway.serving.generation.batcher import GenerationBatcher
@@ -23,14 +24,16 @@ T = TypeVar("T")
 
 async def tokenize(service: Service, request: Request) -> Response:
     """Answer with the ids of a prompt, or of a conversation in the model's template."""
-
-    def translate(wire_request: wire.TokenizeRequest) -> tuple[ChatSpec, GenerateJob]:
-        _, spec = service.chat_spec(wire_request.model, "tokenizing")
-        caller = service.caller(request)
-        return spec, wire.to_job(wire_request, caller, max_chars=service.rules.max_input_chars)
-
-    parsed, (spec, job) = await service.read(request, wire.TokenizeRequest, translate)
-    asked = parsed.request
+    body = await service.read_body(request)
+    with time_stage(request, Stage.PARSE):
+        parsed = await service.read(body, wire.TokenizeRequest)
+        asked = parsed.request
+        await service.note(request, body, asked)
+        await service.admit(request, asked)
+        _, spec = service.chat_spec(asked.model, "tokenizing")
+        max_chars = service.rules.max_input_chars
+        translate = partial(wire.to_job, asked, service.caller(request), max_chars=max_chars)
+        job = await service.run_on_body(body, translate)
     async with _leased(service, request, spec, asked) as batcher:
         tokens = batcher.engine.tokens
 
@@ -41,22 +44,23 @@ async def tokenize(service: Service, request: Request) -> Response:
             return ids, tokens.pieces(ids) if asked.return_token_strs else None
 
         ids, pieces = await _run(service, request, encode, prompt_kind(job))
-        body: wire.Tokenized = {
+        answer: wire.Tokenized = {
             "count": len(ids),
             "max_model_len": batcher.engine.facts.max_context,
             "tokens": ids,
             "token_strs": pieces,
         }
-    return reply(body, headers=ignored_header(parsed.ignored))
+    return reply(answer, headers=ignored_header(parsed.ignored))
 
 
 async def detokenize(service: Service, request: Request) -> Response:
     """Answer with the text of token ids."""
-
-    def translate(wire_request: wire.DetokenizeRequest) -> ChatSpec:
-        return service.chat_spec(wire_request.model, "tokenizing")[1]
-
-    parsed, spec = await service.read(request, wire.DetokenizeRequest, translate)
+    body = await service.read_body(request)
+    with time_stage(request, Stage.PARSE):
+        parsed = await service.read(body, wire.DetokenizeRequest)
+        await service.note(request, body, parsed.request)
+        await service.admit(request, parsed.request)
+        _, spec = service.chat_spec(parsed.request.model, "tokenizing")
     ids = parsed.request.tokens
     async with _leased(service, request, spec, parsed.request) as batcher:
         tokens = batcher.engine.tokens
@@ -67,8 +71,8 @@ async def detokenize(service: Service, request: Request) -> Response:
             return tokens.decode(ids)
 
         kind: Kind = "long prompts" if len(ids) > LONG_BYTES else "short prompts"
-        body: wire.Detokenized = {"prompt": await _run(service, request, decode, kind)}
-    return reply(body, headers=ignored_header(parsed.ignored))
+        answer: wire.Detokenized = {"prompt": await _run(service, request, decode, kind)}
+    return reply(answer, headers=ignored_header(parsed.ignored))
 
 
 async def info(service: Service, request: Request) -> Response:
@@ -104,10 +108,10 @@ async def _leased(
     lease = service.lease(spec.base_spec or spec, caller, asked)
     async with while_connected(request.receive), lease as batcher:
         assert isinstance(batcher, GenerationBatcher)
-        caller.timings.model, caller.timings.stage = spec.id, Stage.TOKENISE
+        caller.timings.model, caller.timings.stage = spec.id, Stage.TOKENIZE
         yield batcher
 
 
 async def _run(service: Service, request: Request, work: Callable[[], T], kind: Kind) -> T:
-    with time_stage(request, Stage.TOKENISE):
+    with time_stage(request, Stage.TOKENIZE):
         return await service.pool.run(work, kind=kind)

@@ -85,11 +85,12 @@ class Tracer:
         finally:
             logging.getLogger("opentelemetry").removeHandler(self._log_handler)
 
-    def begin(self, scope: Scope, timings: Timings) -> "Trace | None":
+    def begin(
+        self, scope: Scope, headers: Mapping[bytes, bytes], request_id: str, timings: Timings
+    ) -> "Trace | None":
         """Start a request's trace, as part of its caller's if `traceparent` has one."""
         if scope["path"] in self._untraced:
             return None
-        headers: Mapping[bytes, bytes] = scope["gateway.headers"]
         carrier = {
             name: headers[name.encode()].decode("latin-1")
             for name in ("traceparent", "tracestate")
@@ -103,19 +104,21 @@ class Tracer:
             name,
             self._propagator.extract(carrier) if carrier else Context(),
             SpanKind.SERVER,
-            _http_attributes(scope, method, headers),
+            _http_attributes(scope, method, headers, request_id),
             start_time=started_ns,
         )
         return Trace(self._tracer, span, name, timings, started_ns, self._operations)
 
 
-def _http_attributes(scope: Scope, method: str, headers: Mapping[bytes, bytes]) -> dict[str, Any]:
+def _http_attributes(
+    scope: Scope, method: str, headers: Mapping[bytes, bytes], request_id: str
+) -> dict[str, Any]:
     attributes: dict[str, Any] = {
         "http.request.method": method,
         "url.path": shorten(scope["path"]),
         "url.scheme": scope["scheme"],
         "network.protocol.version": scope["http_version"],
-        "http.response.header.x-request-id": [scope["gateway.request_id"]],
+        "http.response.header.x-request-id": [request_id],
     }
     if scope.get("server") is not None:
         attributes["server.address"], port = scope["server"]

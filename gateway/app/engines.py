@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from gateway import logs
 from gateway.app.daemon_threads import run_in_daemon_thread
-from gateway.app.limits import budget_bytes, hub_of
+from gateway.app.limits import budget_bytes
 from gateway.app.loading import Size
+from gateway.app.named import hub_of
 from gateway.app.ranks import Ranks
 from gateway.engine import device, sandbox_worker
 from gateway.engine.compiled_code import FOLDER, fuse, name_failure, room

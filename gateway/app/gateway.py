@@ -8,8 +8,7 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp
@@ -30,18 +29,19 @@ from gateway.errors import (
     ModelLoading,
     ModelsFileInvalid,
     RegistryInvalid,
+    ShuttingDown,
     Unavailable,
 )
 from gateway.registry import Catalog, Changes, HubSource, ModelSpec
-from gateway.serving.admission import Arrivals, shutting_down
+from gateway.serving.admission import Arrivals
 from gateway.serving.budget import Budget
 from gateway.serving.faults import DeviceHealth, run_forever
-from gateway.serving.generation.batcher import ChatBatcher, GenerationBatcher
+from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.lane import Lane
 from gateway.serving.models.cache import ModelCache
-from gateway.serving.models.inputs import KnownInputs
 from gateway.serving.models.named import NamedModels
 from gateway.serving.models.pulls import Pulls
+from gateway.serving.models.served import KnownInputs, Served
 from gateway.serving.rate_limit import Allowance
 from gateway.serving.response_store import ResponseStore
 from gateway.serving.tokenize import ThreadPools
@@ -52,19 +52,6 @@ from gateway.wire.bounds import Bounds
 if TYPE_CHECKING:
     from gateway.api.traces import Tracer
 
-
-@dataclass(frozen=True, slots=True)
-class Condition:
-    """What a router of several gateways chooses by."""
-
-    # The models loaded or loading.
-    models: Sequence[str]
-    # The tokens that wait or run.
-    tokens: int
-    # The gateway's own names of the prefixes that each chat model keeps.
-    prefixes: Mapping[str, Sequence[bytes]]
-
-
 log = logs.get("app")
 
 RETRY_S = 30.0  # between two attempts to load a preloaded model that failed
@@ -72,10 +59,11 @@ LOAD_POLL_S = 0.5  # between two attempts to lease a model that is still loading
 READING_S = 10.0  # for models.yaml: its disk may not answer
 FLUSH_S = 3.0  # for the last traces, at shutdown
 GRACE_S = 1.0  # for ended requests to send their error
+STALLED = "The engine has stopped, and is being started again."
 
 
 class Gateway:
-    """One catalog's models behind one lane. `asgi` is what a server serves."""
+    """One catalog's models behind one lane. A server serves `asgi`; a router reads `models`."""
 
     def __init__(
         self,
@@ -85,7 +73,7 @@ class Gateway:
         lost: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._settings = settings
-        self._file = self._catalog = catalog  # of models.yaml; with models that callers name
+        self._served = Served(catalog)
         self._engines = engines
         self.is_preloaded = asyncio.Event()
         self._has_tried = False  # to load what models.yaml preloads
@@ -93,7 +81,7 @@ class Gateway:
         self._watch = Watch(
             self._lane,
             StallLimits(settings.stall_limit_s, settings.load_stall_limit_s),
-            on_stall=lambda: self._end_all("The engine has stopped, and is being started again."),
+            on_stall=lambda: self._end_all(Unavailable(STALLED, retry_after_s=1)),
             exit_process=os._exit if settings.exit_on_stall else None,
             lost=lost,
         )
@@ -115,33 +103,29 @@ class Gateway:
             self._pulls,
             self._kept,
         )
-        self._models: ModelCache[Batcher] = ModelCache(
+        self.models: ModelCache[Batcher] = ModelCache(
             loader,
-            lambda: self._catalog,
+            self._served,
             self._budget,
             max_models=settings.cache_max_models,
             queue_limit=settings.queue_limit,
             load_wait_s=settings.load_wait_s,
             ttl_s=settings.model_ttl_s,
         )
-        self._named = self._make_named()
+        self._named = NamedModels(
+            served=self._served,
+            models=self.models,
+            hub=engines,
+            pulls=self._pulls,
+            patterns=settings.any_model,
+            memory_bytes=self._budget.limit_bytes,
+            reserve_bytes=settings.disk_reserve_bytes,
+        )
         self._responses = _make_response_store(settings)
         self._tracer = _make_tracer()
         self._reloading = asyncio.Lock()
         self._has_reloaded = asyncio.Event()
         self.asgi = self._make_app()
-
-    def _make_named(self) -> NamedModels:
-        return NamedModels(
-            pulls=self._pulls,
-            patterns=self._settings.any_model,
-            memory_bytes=self._budget.limit_bytes,
-            reserve_bytes=self._settings.disk_reserve_bytes,
-            offer=self._engines.offer,
-            catalog=lambda: self._catalog,
-            publish=self._publish,
-            states=self._models.states,
-        )
 
     async def reload(self) -> Changes:
         """Read models.yaml again and return what changed.
@@ -150,7 +134,7 @@ class Gateway:
         """
         async with self._reloading:  # one at a time, so that the last one reads the newest file
             if self.in_flight.is_draining:
-                raise shutting_down()
+                raise ShuttingDown
             try:
                 async with asyncio.timeout(READING_S):
                     catalog = await run_in_daemon_thread(load_served, self._settings)
@@ -159,21 +143,12 @@ class Gateway:
                 raise _invalid([message]) from None
             except RegistryInvalid as error:
                 raise _invalid(error.problems) from None
-            before, self._file = self._catalog, catalog
-            self._publish()
-            changes = self._catalog.changes_since(before)
+            changes = self._served.replace(catalog)
         # Requests under way finish with the models they have.
-        self._models.reconsider()
+        self.models.reconsider()
         self._has_reloaded.set()
         log.info("reloaded", **changes.by_kind())
         return changes
-
-    def _publish(self) -> None:
-        """Serve the models of models.yaml, which wins a name, and those that callers have named."""
-        taken, named = {*self._file.names()}, self._named.specs.values()
-        rest = [spec for spec in named if taken.isdisjoint((spec.id, f"hub:{spec.id}"))]
-        self._catalog = Catalog([*self._file.specs, *rest])
-        self._models.forget()
 
     async def drain(self) -> None:
         """Refuse new requests, wait for those under way for at most the drain time, and save what
@@ -182,16 +157,16 @@ class Gateway:
         until = clock.now() + self._settings.drain_s
         if not await self.in_flight.drain(self._settings.drain_s):
             log.warning("drain_cut_short", seconds=self._settings.drain_s)
-            self._end_all("The gateway is shutting down.")
+            self._end_all(ShuttingDown())
             await self.in_flight.drain(GRACE_S)
             self.in_flight.cancel()  # those waiting for a model, or for a very slow body
             await self.in_flight.drain(GRACE_S)
         with contextlib.suppress(Unavailable):  # it is logged
             await self._kept.save(max(DRAIN_S, until - clock.now()))
 
-    def _end_all(self, message: str) -> None:
-        for batcher in self._models.loaded():
-            batcher.end(Unavailable(message, retry_after_s=1))
+    def _end_all(self, error: GatewayError) -> None:
+        for batcher in self.models.loaded():
+            batcher.end(error.copy())
 
     def _make_app(self) -> ASGIApp:
         return app.create_app(
@@ -206,10 +181,10 @@ class Gateway:
     def _service(self) -> Service:
         settings = self._settings
         return Service(
-            catalog=lambda: self._catalog,
-            models=self._models,
+            served=self._served,
+            models=self.models,
             named=self._named,
-            inputs=KnownInputs(lambda: self._engines.inputs(self._catalog.specs)),
+            inputs=KnownInputs(self._served, self._engines.inputs),
             arrivals=self._arrivals,
             pool=self._pool,
             rules=Rules(
@@ -256,7 +231,7 @@ class Gateway:
                 async with lane.turn("load") as run:
                     await run(self._engines.begin)
                 log.info("memory_budget", bytes=self._budget.limit_bytes)
-                async with self._pulls, self._models:
+                async with self._pulls, self.models:
                     background = [
                         asyncio.create_task(run_forever("preload", self._preload), name="preload"),
                         asyncio.create_task(run_forever("tidy", self._tidy), name="tidy"),
@@ -271,7 +246,7 @@ class Gateway:
     def _read_gauges(self, loop: asyncio.AbstractEventLoop) -> Iterator[metrics.Reading]:
         """Yield the gauges, which are computed at a scrape: serving a request costs nothing."""
         rows, tickets, leases = Counter[str](), Counter[str](), Counter[str]()
-        for entry in self._models.entries:  # an id may have two: one that leaves, and its successor
+        for entry in self.models.entries:  # an id may have two: one that leaves, and its successor
             model, batcher = entry.spec.id, entry.model
             leases[model] += entry.leases
             if batcher is not None:
@@ -310,20 +285,21 @@ class Gateway:
         while True:
             # Before the catalog is read, so that a reload from here on is not missed.
             self._has_reloaded.clear()
-            names, limit = self._catalog.preloaded(), self._settings.cache_max_models
+            names, limit = self._served.catalog.preloaded(), self._settings.cache_max_models
             if len(names) > limit:
                 log.warning("preload_beyond_limit", models=list(names), cache_max_models=limit)
             for spec in reversed(specs):  # if there is no room for all, the first ones stay
                 await self._load(spec)
             try:
-                await self._engines.import_for(self._catalog.specs)  # before the first request
+                # Before the first request.
+                await self._engines.import_for(self._served.catalog.specs)
             except Exception:  # a model's load says so to those who ask for it
                 log.exception("import_failed")
             self._has_tried = True
             failed = self._failed()
             if self._status() == "ready":
                 self.is_preloaded.set()
-                log.info("ready", models=self._models.states())
+                log.info("ready", models=self.models.states())
             elif failed:
                 log.error("not_ready", failed=[spec.id for spec in failed], retry_s=RETRY_S)
             # Those that failed are tried again after a while.
@@ -333,18 +309,18 @@ class Gateway:
             specs = self._preloaded() if self._has_reloaded.is_set() else self._failed()
 
     def _preloaded(self) -> list[ModelSpec]:
-        return [spec for spec in self._catalog.specs if spec.preload]
+        return [spec for spec in self._served.catalog.specs if spec.preload]
 
     def _failed(self) -> list[ModelSpec]:
         """Return the preloaded models whose last load failed, those that are tried again too."""
-        return [spec for spec in self._preloaded() if self._models.has_failed(spec)]
+        return [spec for spec in self._preloaded() if self.models.has_failed(spec)]
 
     async def _load(self, spec: ModelSpec) -> None:
         """Load a model, however long that takes."""
         # A reload may remove its spec meanwhile.
-        while self._catalog.current(spec) is not None:
+        while self._served.catalog.current(spec) is not None:
             try:
-                async with self._models.lease(spec):
+                async with self.models.lease(spec):
                     return
             except ModelLoading:
                 await asyncio.sleep(LOAD_POLL_S)
@@ -356,22 +332,10 @@ class Gateway:
         """Return "ok" while the lane's thread works."""
         return self._watch.status
 
-    def condition(self) -> Condition:
-        """Return the condition for a router."""
-        return Condition(
-            [model for model, state in self._models.states().items() if state != "failed"],
-            int(metrics.total(metrics.QUEUE_TOKENS)),
-            {
-                entry.spec.id: entry.model.prefix_names
-                for entry in self._models.entries
-                if isinstance(entry.model, ChatBatcher)
-            },
-        )
-
     def loaded(self) -> list[ModelSpec]:
         """Return the models that are loaded, in the catalog's order."""
-        states = self._models.states()
-        return [spec for spec in self._catalog.specs if states.get(spec.id) == "loaded"]
+        states = self.models.states()
+        return [spec for spec in self._served.catalog.specs if states.get(spec.id) == "loaded"]
 
     def _status(self) -> str:
         if self.in_flight.is_draining:

@@ -1,11 +1,10 @@
-"""The limits of each model: the settings, overridden by its keys of models.yaml. The hub's client.
+"""The limits of each model: the settings, overridden by its keys of models.yaml.
 
 No mlx is needed: some commands only list models.
 """
 
 from dataclasses import fields
 
-from gateway.engine.hub import Hub
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
 from gateway.serving.budget import LEAST_PREFIXES, Budget, PrefixShare
 from gateway.serving.embedding.policy import EmbeddingLimits, Windows
@@ -66,14 +65,4 @@ def generation_limits(settings: Settings, spec: ChatSpec) -> GenerationLimits:
         max_batch_size=settings.generation_max_batch_size,
         memory_wait_s=settings.load_wait_s,
         **{name: getattr(settings, name) for name in names},
-    )
-
-
-def hub_of(settings: Settings, *, may_download: bool) -> Hub:
-    """Return a client of the settings' hub. `pull` may download even without GATEWAY_AUTO_PULL."""
-    return Hub(
-        endpoint=settings.hub_endpoint,
-        cache=settings.hub_cache,
-        timeout_s=settings.hub_timeout_s,
-        may_download=may_download,
     )

@@ -25,7 +25,7 @@ from gateway.serving.generation.grammars import GrammarCache
 from gateway.serving.generation.memory import RowCosts, RowMemory, longest_chunk
 from gateway.serving.lane import Lane
 from gateway.serving.models.cache import Loaded, Prepared
-from gateway.serving.models.named import Candidate
+from gateway.serving.models.named import Hub
 from gateway.serving.models.pulls import Pulls, Store
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine, RerankEngine
 from gateway.serving.tokenize import ThreadPools
@@ -81,7 +81,7 @@ class Size:
     kv_token: int = 0
 
 
-class Engines(Store, Protocol):
+class Engines(Store, Hub, Protocol):
     """Loads engines. MlxEngines is the real one; tests have scripted ones."""
 
     @property
@@ -121,11 +121,6 @@ class Engines(Store, Protocol):
 
     async def import_for(self, specs: Iterable[ModelSpec]) -> None:
         """Import what loads and runs these models, off the loop and the lane."""
-
-    async def offer(self, repo: str, is_pull: bool) -> Candidate:
-        """Ask the hub for a repository. Refuse what may not or cannot be served, for requests also
-        what is not public.
-        """
 
     def tokenizer(self, spec: ChatSpec) -> Any:
         """Read a chat model's tokenizer, as transformers has it, from its files, off the loop and

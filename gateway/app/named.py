@@ -1,4 +1,5 @@
-"""What is served: models.yaml's models, those that were named, and those found on the disk.
+"""What is served: models.yaml's models, those that were named, and those found on the disk; and
+the hub that they come from.
 
 The hub's client and mlx are imported with the first model that has no entry anywhere.
 """
@@ -7,7 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gateway.errors import GatewayError
 from gateway.registry import (
@@ -30,6 +31,21 @@ from gateway.registry import (
     unlisted_entry,
 )
 from gateway.settings import Settings, variables
+
+if TYPE_CHECKING:
+    from gateway.engine.hub import Hub
+
+
+def hub_of(settings: Settings, *, may_download: bool) -> "Hub":
+    """Return a client of the settings' hub. `pull` may download even without GATEWAY_AUTO_PULL."""
+    from gateway.engine.hub import Hub
+
+    return Hub(
+        endpoint=settings.hub_endpoint,
+        cache=settings.hub_cache,
+        timeout_s=settings.hub_timeout_s,
+        may_download=may_download,
+    )
 
 
 def load_served(settings: Settings) -> Catalog:
@@ -106,7 +122,6 @@ def _is_same(one: Source, other: str) -> bool:
 
 
 def _find_kind(source: Source, model: str, settings: Settings, may_pull: bool | None) -> str:
-    from gateway.app.limits import hub_of
     from gateway.engine.discovery import read_kind
     from gateway.engine.hub import on_disk
     from gateway.engine.hub_offer import look
@@ -123,7 +138,6 @@ def _discover(settings: Settings, given: Mapping[str, str]) -> tuple[Entries, di
     """Return the entries of models that are found on the disk, and why others have none."""
     if not settings.discover:
         return {}, {}
-    from gateway.app.limits import hub_of
     from gateway.engine.discovery import discover
 
     found: dict[str, Mapping[str, Any]] = {}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gateway.app import limits as limits
     from gateway.app import ranks as ranks
     from gateway.app.chat_engines import count_kept as count_kept
-    from gateway.app.limits import hub_of as hub_of
+    from gateway.app.named import hub_of as hub_of
     from gateway.bench import load as load
     from gateway.doctor import trial as trial
     from gateway.engine import device as device
@@ -50,7 +50,7 @@ _PLACES = {
     "gateway": "gateway.app.gateway",
     "limits": "gateway.app.limits",
     "ranks": "gateway.app.ranks",
-    "hub_of": "gateway.app.limits:hub_of",
+    "hub_of": "gateway.app.named:hub_of",
     "count_kept": "gateway.app.chat_engines:count_kept",
     "load": "gateway.bench.load",
     "trial": "gateway.doctor.trial",

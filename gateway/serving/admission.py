@@ -10,13 +10,8 @@ from enum import StrEnum
 from typing import Final
 
 from gateway import clock, metrics
-from gateway.errors import DeadlineExceeded, Overloaded, Unavailable
+from gateway.errors import DeadlineExceeded, Overloaded
 from gateway.jobs import Caller, Stage
-
-
-def shutting_down() -> Unavailable:
-    """Return the error for whatever arrives, or is under way, when the gateway stops."""
-    return Unavailable("The gateway is shutting down.", retry_after_s=1)
 
 
 class Arrival:

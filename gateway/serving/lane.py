@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar, TypeVarTuple
 
 from gateway import clock, logs, metrics
-from gateway.errors import Unavailable
+from gateway.errors import ShuttingDown, Unavailable
 from gateway.panics import as_exception
 from gateway.serving.faults import DeviceHealth
 
@@ -280,8 +280,9 @@ class Lane:
 
     def _check(self) -> None:
         if not self.is_alive:
-            state = "engine has stopped" if self.has_died else "gateway is shutting down"
-            raise Unavailable(f"The {state}.", retry_after_s=1)
+            if self.has_died:
+                raise Unavailable("The engine has stopped.", retry_after_s=1)
+            raise ShuttingDown
 
     def _run_thread(self) -> None:
         while (work := self._work.get()) is not None:

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from httpx2 import AsyncClient, Response
 from starlette.requests import Request
-from starlette.types import Message
+from starlette.types import Message, Scope
 
 from gateway.api.bodies import Bodies, Body
-from gateway.api.requests import MANY_LOGPROBS, serialise
+from gateway.api.in_flight import RequestContext
+from gateway.api.requests import MANY_LOGPROBS, serialize
 from gateway.api.streams import COMMENT, EventStream, frame
 from gateway.jobs import CallDelta, Likelihood, TokenLogprob
 from tests.api.harness import TOOLS, chat, error_of, stream
@@ -90,7 +91,17 @@ async def test_a_stream_that_pauses_in_its_middle_is_kept_alive_too(
     async def send(message: Message) -> None:
         sent.extend(message.get("body", b""))
 
-    request = Request({"type": "http", "gateway.unread": Body(Bodies(10**9))}, receive)
+    scope: Scope = {"type": "http"}
+    counted = Body(Bodies(10**9))
+    scope["gateway"] = RequestContext(
+        scope=scope,
+        headers={},
+        request_id="req-1",
+        is_anthropic=False,
+        body=counted,
+        unread=counted,
+    )
+    request = Request(scope, receive)
     stream = EventStream(events(), {}, request, write_error=lambda error: b"", keep_alive=COMMENT)
     await stream.prime(1)
     await stream({}, receive, send)
@@ -242,5 +253,5 @@ async def test_very_many_logprobs_are_written_off_the_event_loop(logprobs: int) 
         threads.append(threading.get_ident())
         return b"{}"
 
-    assert await serialise(write, logprobs) == b"{}"
+    assert await serialize(write, logprobs) == b"{}"
     assert (threads == [threading.get_ident()]) is (logprobs <= MANY_LOGPROBS)

@@ -15,13 +15,14 @@ from starlette.types import Receive, Scope, Send
 from gateway import logs
 from gateway.registry import Catalog
 from tests.api.harness import error_of, protected
-from tests.fakes import ScriptedEngines
+from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.serving_app import served
 
 pytestmark = pytest.mark.anyio
 KEY = "sk-4f9d2c81e7"  # the gateway's own
 OTHER = "sk-of-another-service-77"  # sent to us by mistake
 PROMPT = "the-patient-is-called-Ada"
+QUESTION = {"type": "predicate", "instructions": "Is it?"}
 CHAT: dict[str, Any] = {"model": "writer", "messages": [{"role": "user", "content": PROMPT}]}
 MISPLACED: list[dict[str, Any]] = [
     {"headers": {"authorization": "Basic {}"}},
@@ -110,13 +111,16 @@ def requests() -> list[tuple[str, dict[str, Any]]]:
         ("completions", {"model": "writer", "prompt": [PROMPT]}),
         ("responses", {"model": "writer", "input": PROMPT, "instructions": PROMPT}),
         ("embeddings", {"model": "embed", "input": [PROMPT]}),
+        ("rerank", {"model": "judge", "query": PROMPT, "documents": [PROMPT]}),
+        ("score", {"model": "judge", "text_1": PROMPT, "text_2": [PROMPT]}),
+        ("decisions", {"model": "writer", "input": PROMPT, "questions": [QUESTION]}),
+        ("tokenize", {"model": "writer", "prompt": PROMPT}),
     ]
 
 
-async def test_prompts_are_not_logged(
-    models: Catalog, engines: ScriptedEngines, written: io.StringIO
-) -> None:
+async def test_prompts_are_not_logged(models: Catalog, written: io.StringIO) -> None:
     """Not even at debug, nor when the answer is an error."""
+    engines = ScriptedEngines(chat=ScriptedChat(max_context=1000))
     async with served(models, engines) as client:
         for path, body in requests():
             assert (await client.post(f"/v1/{path}", json=body)).status_code == 200
@@ -130,22 +134,31 @@ async def test_prompts_are_not_logged(
 
 
 async def test_prompts_are_logged_when_settings_say_so(
-    models: Catalog, engines: ScriptedEngines, monkeypatch: pytest.MonkeyPatch
+    models: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Those for a model that may not be named too, but not those of a body that is refused."""
+    engines = ScriptedEngines(chat=ScriptedChat(max_context=1000))
     written = io.StringIO()
     monkeypatch.setattr(sys, "stderr", written)
     try:
         logs.configure("info", "json")
-        async with served(models, engines, log_prompts=True) as client:
+        async with served(models, engines, log_prompts=True, any_model="org/*") as client:
             for path, body in requests():
                 answer = await client.post(
                     f"/v1/{path}", json=body, headers={"x-request-id": f"req-{path}"}
                 )
-                assert answer.status_code == 200
+                assert answer.status_code == 200, answer.text
+            unserved = {**CHAT, "model": "else/a"}
+            answer = await client.post("/v1/chat/completions", json=unserved)
+            assert answer.status_code == 404
+            refused = {**CHAT, "temperature": "hot"}
+            answer = await client.post("/v1/chat/completions", json=refused)
+            assert answer.status_code == 400
     finally:
         structlog.reset_defaults()
     events = [json.loads(line) for line in written.getvalue().splitlines()]
     prompts = [event for event in events if event["event"] == "prompt"]
-    assert [event["request_id"] for event in prompts] == [f"req-{path}" for path, _ in requests()]
+    served_ids = [f"req-{path}" for path, _ in requests()]
+    assert [event["request_id"] for event in prompts[:-1]] == served_ids
     assert all(PROMPT in json.dumps(event) for event in prompts)
     assert sum(PROMPT in json.dumps(event) for event in events) == len(prompts)

@@ -140,6 +140,45 @@ async def test_what_may_not_be_served_is_refused_by_name_on_both_surfaces(
     assert not [*cached(tmp_path, "*/blobs/*")]
 
 
+async def test_a_body_or_header_that_is_refused_asks_the_hub_nothing(
+    client: httpx2.AsyncClient, hub: FakeHub
+) -> None:
+    unread = b'{"model": "org/one", "messages": ['
+    incomplete = b'{"model": "org/one"}'
+    for body in (unread, incomplete):
+        answer = await client.post("/v1/chat/completions", content=body, headers=KEYS[0])
+        assert answer.status_code == 400
+    assert (await ask(client, "org/one", allowed_s="soon")).status_code == 400
+    assert not hub.asked
+    assert not await listed(client)
+
+
+async def test_every_endpoint_of_a_model_says_which_models_may_be_named(
+    client: httpx2.AsyncClient,
+) -> None:
+    question = {"type": "predicate", "instructions": "Is it?"}
+    message = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    bodies: dict[str, dict[str, Any]] = {
+        "/chat/completions": message,
+        "/completions": {"prompt": "Hi"},
+        "/messages": message,
+        "/messages/count_tokens": {"messages": message["messages"]},
+        "/responses": {"input": "Hi"},
+        "/responses/input_tokens": {"input": "Hi"},
+        "/decisions": {"input": "Hi", "questions": [question]},
+        "/embeddings": {"input": "Hi"},
+        "/rerank": {"query": "Hi", "documents": ["Hi"]},
+        "/score": {"text_1": "Hi", "text_2": "Hi"},
+        "/tokenize": {"prompt": "Hi"},
+        "/detokenize": {"tokens": [1]},
+    }
+    for path, body in bodies.items():
+        body = {**body, "model": "else/a"}
+        answer = await client.post(f"/v1{path}", json=body, headers=KEYS[0])
+        assert answer.status_code == 404, (path, answer.text)
+        assert "may be named here: org/*" in answer.json()["error"]["message"], path
+
+
 @pytest.mark.parametrize(
     ("given", "code"),
     [

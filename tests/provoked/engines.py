@@ -39,7 +39,7 @@ class HeldEmbedder(ScriptedEmbedder):
     gates: dict[Stage, Gate] = field(default_factory=gates)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        self.gates[Stage.TOKENISE].pass_through()
+        self.gates[Stage.TOKENIZE].pass_through()
         return super().encode(texts)
 
     def embed(self, rows: Sequence[TokenIds]) -> Vectors:
@@ -63,7 +63,7 @@ class HeldWriter(ScriptedChat):
     gates: dict[Stage, Gate] = field(default_factory=gates)
 
     def prepare(self, job: GenerateJob) -> list[SequenceParams]:
-        self.gates[Stage.TOKENISE].pass_through()
+        self.gates[Stage.TOKENIZE].pass_through()
         return super().prepare(job)
 
     def compile(self, grammar: Grammar) -> Compiled:

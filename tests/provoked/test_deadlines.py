@@ -26,7 +26,7 @@ def is_told(answer: httpx2.Response) -> None:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize(
-    "stage", [Stage.LOAD, Stage.TOKENISE, Stage.COMPILE, Stage.QUEUE, Stage.PREFILL, Stage.DECODE]
+    "stage", [Stage.LOAD, Stage.TOKENIZE, Stage.COMPILE, Stage.QUEUE, Stage.PREFILL, Stage.DECODE]
 )
 async def test_a_chat_that_takes_too_long(
     client: httpx2.AsyncClient, engines: HeldEngines, stage: Stage, stream: bool
@@ -51,7 +51,7 @@ async def test_a_chat_that_takes_too_long(
     assert said(await ask(client, chat("next"))) == "next"
 
 
-@pytest.mark.parametrize("stage", [Stage.LOAD, Stage.TOKENISE, Stage.INFERENCE])
+@pytest.mark.parametrize("stage", [Stage.LOAD, Stage.TOKENIZE, Stage.INFERENCE])
 async def test_an_embedding_that_takes_too_long(
     client: httpx2.AsyncClient, engines: HeldEngines, stage: Stage
 ) -> None:

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize(
-    "stage", [Stage.TOKENISE, Stage.COMPILE, Stage.QUEUE, Stage.PREFILL, Stage.DECODE]
+    "stage", [Stage.TOKENIZE, Stage.COMPILE, Stage.QUEUE, Stage.PREFILL, Stage.DECODE]
 )
 async def test_a_chat_whose_client_leaves(
     client: httpx2.AsyncClient, engines: HeldEngines, stage: Stage, stream: bool

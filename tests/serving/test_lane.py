@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 
 from gateway import clock
-from gateway.errors import Unavailable
+from gateway.errors import ShuttingDown, Unavailable
 from gateway.serving.lane import Lane, Turn
 from tests.fakes import Gate
 
@@ -172,7 +172,7 @@ async def test_a_closed_lane_refuses_and_its_farewell_ran_on_its_thread() -> Non
             thread = await run(threading.current_thread)
     assert farewells == [thread]
     assert not lane.is_alive
-    with pytest.raises(Unavailable):
+    with pytest.raises(ShuttingDown):
         await _one_turn(lane)
 
 

@@ -142,5 +142,5 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
         encode = self.engine.encode_start if job.truncate else self.engine.encode
         has_patterns = self.engine.has_patterns
         rows = await tokenise(encode, texts, self._pool, has_patterns=has_patterns)
-        job.caller.timings.add(Stage.TOKENISE, started)
+        job.caller.timings.add(Stage.TOKENIZE, started)
         return rows

@@ -49,7 +49,7 @@ class RerankBatcher(RowBatcher[Pair]):
         async with self._begin(job.caller, arrival) as expected:
             started = clock.now()
             pairs = [pair for part in _slices(job) for pair in await self._encode(part, job)]
-            timings.add(Stage.TOKENISE, started)
+            timings.add(Stage.TOKENIZE, started)
             self._check(pairs, truncate=job.truncate)
             logits = await self._queue(pairs, timings, expected)
         tokens, truncated = sum(map(len, pairs)), sum(pair.cut > 0 for pair in pairs)

@@ -153,7 +153,7 @@ class RowBatcher(Generic[R]):
     async def _begin(self, caller: Caller, arrival: Arrival | None) -> AsyncIterator[Arrival]:
         """Until the caller's deadline, yield its arrival, which ends once its rows are queued."""
         timings = caller.timings
-        timings.model, timings.stage = self._name, Stage.TOKENISE
+        timings.model, timings.stage = self._name, Stage.TOKENIZE
         async with until_deadline(caller):
             if arrival is not None:
                 yield arrival

@@ -157,7 +157,7 @@ class GenerationBatcher:
         DeadlineExceeded and EngineFailed.
         """
         timings, name = job.caller.timings, self._name_for(job)
-        timings.model, timings.stage = name, Stage.TOKENISE
+        timings.model, timings.stage = name, Stage.TOKENIZE
         sequences = await self._plan(job)
         async with self._queue.place(job.caller, sequences, on_full):
             # Of all: a check takes 0.1 ms of the loop, and labels may have thousands of steps.
@@ -192,7 +192,7 @@ class GenerationBatcher:
 
         Raises BadRequest for a prompt that cannot be rendered.
         """
-        job.caller.timings.model, job.caller.timings.stage = self._name_for(job), Stage.TOKENISE
+        job.caller.timings.model, job.caller.timings.stage = self._name_for(job), Stage.TOKENIZE
         try:
             return len((await self._plan(job))[0].prompt)
         except ContextLengthExceeded as error:
@@ -202,7 +202,7 @@ class GenerationBatcher:
         started = clock.now()
         async with until_deadline(job.caller):
             sequences = await self._pool.run(self.engine.prepare, job, kind=prompt_kind(job))
-        job.caller.timings.add(Stage.TOKENISE, started)
+        job.caller.timings.add(Stage.TOKENIZE, started)
         return sequences
 
     def _name_for(self, job: GenerateJob) -> str:

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from gateway import clock, logs, metrics
-from gateway.errors import GatewayError, ModelLoadFailed, ModelLoading, NoRoom
+from gateway.errors import GatewayError, ModelLoadFailed, ModelLoading, NoRoom, ShuttingDown
 from gateway.jobs import Caller
-from gateway.registry import Catalog, ChatSpec, ModelSpec, load_alike
-from gateway.serving.admission import NO_BOUND, Admission, Noun, shutting_down, time_load
+from gateway.registry import ChatSpec, ModelSpec, load_alike
+from gateway.serving.admission import NO_BOUND, Admission, Noun, time_load
 from gateway.serving.budget import Budget
-from gateway.serving.models.entry import Entry, Failures, State, copy_error
+from gateway.serving.models.entry import Entry, Failures, State
 from gateway.serving.models.eviction import Abandoned, Room
+from gateway.serving.models.served import Served
 
 M = TypeVar("M")
 LOAD_RETRY_S = 5.0  # while a model loads, the rate of its queue is unknown
@@ -64,14 +65,14 @@ class Status:
 class ModelCache(Generic[M]):
     """At most `max_models` models at once, within the budget's bytes.
 
-    `catalog` returns the current catalog. A model that it lacks, or would load differently, is
-    freed after its last lease. A context manager: leaving it frees every model.
+    A model that is served no longer, or would load differently, is freed after its last lease. A
+    context manager: leaving it frees every model.
     """
 
     def __init__(
         self,
         loader: Loader[M],
-        catalog: Callable[[], Catalog],
+        served: Served,
         budget: Budget,
         *,
         max_models: int,
@@ -80,7 +81,7 @@ class ModelCache(Generic[M]):
         queue_limit: int = NO_BOUND,
     ) -> None:
         self._loader = loader
-        self._catalog = catalog
+        self._served = served
         self._load_wait_s = load_wait_s
         self._ttl_s = ttl_s
         self._queue_limit = queue_limit
@@ -146,15 +147,16 @@ class ModelCache(Generic[M]):
         return self._pins.get(spec.id, spec.pinned)
 
     def reconsider(self) -> None:
-        """Apply a new catalog: free idle models that it lacks.
+        """Apply a new catalog: free idle models that it lacks, and `forget` them.
 
         Loaded models adopt the keys that do not need another load. Failures, and what was pinned
         or unpinned by hand, are forgotten.
         """
+        self.forget()
         self._failures.clear()
         self._pins.clear()
         for entry in self._entries:
-            current = self._catalog().current(entry.spec)
+            current = self._served.catalog.current(entry.spec)
             if current is not None:
                 # The catalog's own object: load_alike compares identity first.
                 entry.spec = current
@@ -165,7 +167,7 @@ class ModelCache(Generic[M]):
 
     def forget(self) -> None:
         """Let go of what was counted for models that are neither in the catalog nor in memory."""
-        known = {spec.id for spec in self._catalog().specs}
+        known = {spec.id for spec in self._served.catalog.specs}
         known.update(entry.spec.id for entry in self._entries)
         for model in self._admissions.keys() - known:
             del self._admissions[model]
@@ -220,7 +222,7 @@ class ModelCache(Generic[M]):
 
     def _is_pinned(self, entry: Entry[M]) -> bool:
         """Return True if an entry is pinned, or holds what is: a base goes with its adapters."""
-        current = self._catalog().current(entry.spec)
+        current = self._served.catalog.current(entry.spec)
         is_pinned = current is not None and self.is_pinned(current) and entry.is_open
         return is_pinned or any(self._is_pinned(adapter) for adapter in self._adapters(entry))
 
@@ -229,7 +231,7 @@ class ModelCache(Generic[M]):
         return [entry for entry in self._entries if entry.base is base]
 
     def _admission(self, spec: ModelSpec) -> Admission:
-        current = self._catalog().by_id(spec.id) or spec
+        current = self._served.catalog.by_id(spec.id) or spec
         limit = current.queue_limit or self._queue_limit
         admission = self._admissions.get(spec.id)
         if admission is None:
@@ -260,7 +262,7 @@ class ModelCache(Generic[M]):
                 async with time_load(caller) if caller else contextlib.nullcontext():
                     await self._wait(entry)
             if entry.failure is not None:
-                raise copy_error(entry.failure)
+                raise entry.failure.copy()
             yield entry
         finally:
             entry.leave()
@@ -269,7 +271,7 @@ class ModelCache(Generic[M]):
     def _entry(self, spec: ModelSpec, base: Entry[M] | None) -> Entry[M]:
         """Return the copy of the model that is open to new callers, or begin to load one."""
         if self._is_closed:
-            raise shutting_down()
+            raise ShuttingDown
         for entry in self._entries:
             if entry.is_open and entry.base is base and load_alike(entry.spec, spec):
                 return entry
@@ -301,7 +303,7 @@ class ModelCache(Generic[M]):
         if entry.leases:
             return
         if entry.may_move_to(State.LEAVING):
-            current = self._catalog().current(entry.spec)
+            current = self._served.catalog.current(entry.spec)
             if entry.state is State.RETIRING or current is None:
                 entry.move_to(State.LEAVING)
             elif entry.is_loaded:
@@ -342,7 +344,7 @@ class ModelCache(Generic[M]):
         except Abandoned:
             log.info("model_load_abandoned", model=spec.id)
         except asyncio.CancelledError:
-            self._fail(entry, shutting_down())
+            self._fail(entry, ShuttingDown())
             raise
         except GatewayError as error:
             self._fail(entry, error)
@@ -392,7 +394,7 @@ class ModelCache(Generic[M]):
         model = entry.spec.id
         metrics.of(metrics.MODEL_LOADS, model, "failed").inc()
         log.error("model_failed", model=model, error=str(error), exc_info=unforeseen)
-        if self._catalog().current(entry.spec):  # else it is of an older spec
+        if self._served.catalog.current(entry.spec):  # else it is of an older spec
             self._failures.remember(model, error)
         entry.settle(error)
 
@@ -405,7 +407,7 @@ class ModelCache(Generic[M]):
         for entry in entries:
             if entry.model is None and entry.task is not None:
                 entry.task.cancel()
-                entry.settle(shutting_down())  # a task that has not begun would not do it
+                entry.settle(ShuttingDown())  # a task that has not begun would not do it
             elif entry.may_move_to(State.LEAVING):
                 entry.move_to(State.LEAVING)
         tasks = [entry.task for entry in entries if entry.task is not None]

@@ -40,7 +40,7 @@ class Failures:
             case _:
                 return
         # Without its traceback, whose frames hold the half-read model.
-        self._errors[model] = (copy_error(error), clock.now() + seconds)
+        self._errors[model] = (error.copy(), clock.now() + seconds)
 
     def forget(self, model: str) -> None:
         """Let a model's next load be tried at once."""
@@ -53,7 +53,7 @@ class Failures:
         """Raise the error of this model's last load if it is recent."""
         error, until = self._errors.get(model, (None, 0.0))
         if error is not None and clock.now() < until:
-            raise copy_error(error) from None
+            raise error.copy() from None
 
     def of(self, model: str) -> GatewayError | None:
         """Return the model's last failure, however long ago, if no load has succeeded since."""
@@ -64,19 +64,12 @@ class Failures:
         return tuple(self._errors)
 
 
-def copy_error(error: GatewayError) -> GatewayError:
-    # One raised many times would gather the frames of each.
-    copy = type(error).__new__(type(error), *error.args)
-    vars(copy).update(vars(error))
-    return copy
-
-
 async def shared(task: asyncio.Task[T]) -> T:
     """Wait for a task that others wait for too: it goes on if one of them leaves."""
     try:
         return await asyncio.shield(task)
     except GatewayError as error:
-        raise copy_error(error) from error
+        raise error.copy() from error
 
 
 class State(Enum):

@@ -2,12 +2,12 @@
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Protocol
 
 from gateway.errors import (
     GatewayError,
@@ -17,9 +17,11 @@ from gateway.errors import (
     Overloaded,
 )
 from gateway.logs import human_bytes
-from gateway.registry import Catalog, ModelSpec
+from gateway.registry import ModelSpec
+from gateway.serving.models.cache import ModelCache
 from gateway.serving.models.entry import Failures, shared
 from gateway.serving.models.pulls import ADMIN, Pull, Pulls
+from gateway.serving.models.served import Served
 
 MOST_NAMED: Final = 16
 MOST_REFUSED: Final = 256  # names of which it is known for a while that the hub has them not
@@ -37,6 +39,15 @@ class Candidate:
     missing: int  # of its files, on this disk
     whole: int  # of it on the disk, once nothing is missing
     free: int  # on the disk
+
+
+class Hub(Protocol):
+    """A hub of models."""
+
+    async def offer(self, repo: str, is_pull: bool) -> Candidate:
+        """Look up a repository. Refuse a model that may not or cannot be served; for requests, but
+        not for an admin's pull, also one that is not public.
+        """
 
 
 def repository(name: str) -> str | None:
@@ -68,16 +79,13 @@ def check_sizes(candidate: Candidate, *, pending: int, memory: int, reserve: int
 class NamedModels:
     """The models by name, at most MOST_NAMED: an idle one goes for the next."""
 
+    served: Served
+    models: ModelCache[Any]
+    hub: Hub
     pulls: Pulls
     patterns: Sequence[str]  # of what requests may name
     memory_bytes: int
     reserve_bytes: int
-    # Asks the hub for a repository, for a request or an admin; refuses what is not to be served.
-    offer: Callable[[str, bool], Awaitable[Candidate]]
-    catalog: Callable[[], Catalog]
-    publish: Callable[[], None]  # adds `specs` to it
-    states: Callable[[], Mapping[str, str]]  # of models, by the model cache
-    specs: dict[str, ModelSpec] = field(default_factory=dict)
     # What the hub is being asked for, and for which key.
     _looks: dict[str, tuple[str, asyncio.Task[ModelSpec]]] = field(default_factory=dict)
     _refusals: Failures = field(default_factory=Failures)  # of what requests have named
@@ -89,7 +97,7 @@ class NamedModels:
 
     def _known(self, *names: str | None) -> str | None:
         """Return the first of the names that the catalog has."""
-        known = self.catalog().names()
+        known = self.served.catalog.names()
         return next((name for name in names if name in known), None)
 
     async def admit(self, name: str, key: str) -> None:
@@ -106,7 +114,7 @@ class NamedModels:
         self._refusals.check(repo)
         looks = [asked for asked, (owner, _) in self._looks.items() if owner == key]
         pulls = [pull.spec.id for pull in self.pulls.under_way if pull.key == key]
-        for other in {*looks, *self.specs.keys() & pulls} - {repo}:
+        for other in {*looks, *self.served.named.keys() & pulls} - {repo}:
             message = f"`{other}` is on its way for this key. Try again once it is here."
             raise Overloaded(message, retry_after_s=RETRY_S)
         await self._add(repo, key)
@@ -117,7 +125,7 @@ class NamedModels:
         known = self._known(name, repo)
         if known is None and repo is not None:
             return self.pulls.begin(await self._add(repo, ADMIN), ADMIN)
-        return self.pulls.begin(self.catalog().resolve(known or name).spec, ADMIN)
+        return self.pulls.begin(self.served.catalog.resolve(known or name).spec, ADMIN)
 
     async def _add(self, repo: str, key: str) -> ModelSpec:
         """Add a model, or wait until another caller has."""
@@ -127,7 +135,7 @@ class NamedModels:
 
     async def _look(self, repo: str, key: str) -> ModelSpec:
         try:
-            candidate = await self.offer(repo, key == ADMIN)
+            candidate = await self.hub.offer(repo, key == ADMIN)
         except GatewayError as error:
             if key != ADMIN:
                 self._refuse(repo, error)
@@ -141,8 +149,8 @@ class NamedModels:
             reserve=self.reserve_bytes,
         )
         self._make_place()
-        self.specs[repo] = candidate.spec
-        self.publish()
+        self.served.named[repo] = candidate.spec
+        self._publish()
         pull = self.pulls.begin(candidate.spec, key, candidate.whole)
         pull.task.add_done_callback(partial(self._settle, repo))
         return candidate.spec
@@ -155,18 +163,22 @@ class NamedModels:
 
     def _make_place(self) -> None:
         """Let go of an idle model if there are MOST_NAMED. Raises Overloaded if none is idle."""
-        if len(self.specs) < MOST_NAMED:
+        if len(self.served.named) < MOST_NAMED:
             return
-        used = {model for model, state in self.states().items() if state != "failed"}
+        used = {model for model, state in self.models.states().items() if state != "failed"}
         used.update(pull.spec.id for pull in self.pulls.under_way)
-        idle = next((repo for repo in self.specs if repo not in used), None)
+        idle = next((repo for repo in self.served.named if repo not in used), None)
         if idle is None:
             message = f"{MOST_NAMED} models have been named, and all are in use."
             raise Overloaded(message, retry_after_s=RETRY_S)
-        del self.specs[idle]
+        del self.served.named[idle]
 
     def _settle(self, repo: str, task: asyncio.Task[Path]) -> None:
         """Ask anew next time for a model that could not be fetched."""
         if task.cancelled() or task.exception() is not None:
-            self.specs.pop(repo, None)
-            self.publish()
+            self.served.named.pop(repo, None)
+            self._publish()
+
+    def _publish(self) -> None:
+        self.served.publish()
+        self.models.forget()

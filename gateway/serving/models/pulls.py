@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 from gateway import clock, logs, metrics
+from gateway.errors import ShuttingDown
 from gateway.registry import ChatSpec, ModelSpec
-from gateway.serving.admission import shutting_down
 from gateway.serving.models.entry import shared
 
 log = logs.get("pulls")
@@ -58,7 +58,7 @@ class Pull:
             return await shared(self.task)
         except asyncio.CancelledError:
             if self.task.cancelled():
-                raise shutting_down() from None
+                raise ShuttingDown from None
             raise
 
 

@@ -113,7 +113,7 @@ async def test_long_documents_are_tokenised_in_slices_off_the_loop() -> None:
     assert engine.queries == ["y"] * 3
     assert answer.scores.tolist() == [0] * 5 + [1]
     stages = job.caller.timings.seconds
-    assert {Stage.TOKENISE, Stage.QUEUE, Stage.LANE, Stage.INFERENCE} <= stages.keys()
+    assert {Stage.TOKENIZE, Stage.QUEUE, Stage.LANE, Stage.INFERENCE} <= stages.keys()
 
 
 async def test_each_document_may_have_a_query_of_its_own() -> None:

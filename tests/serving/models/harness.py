@@ -10,6 +10,7 @@ from gateway.registry import Catalog, ModelSpec
 from gateway.registry.specs import ChatSpec
 from gateway.serving.budget import Budget
 from gateway.serving.models.cache import Loaded, ModelCache, Prepared
+from gateway.serving.models.served import Served
 from tests.fakes import caller
 
 CONTEXT = {"folder": Path()}
@@ -30,7 +31,7 @@ class Shelf:
     """Opens models, noting what happens. Each has SIZE bytes, unless said otherwise."""
 
     def __init__(self, *specs: ChatSpec) -> None:
-        self.catalog = Catalog(specs or [spec(name) for name in "abcd"])
+        self.served = Served(Catalog(specs or [spec(name) for name in "abcd"]))
         self.open: list[str] = []
         self.loads: list[str] = []
         self.freed: list[str] = []
@@ -74,7 +75,7 @@ class Shelf:
 
 def cache(shelf: Shelf, budget: Budget | None = None, **given: Any) -> ModelCache[str]:
     options = {"max_models": 2, "load_wait_s": 5, "queue_limit": 100, **given}
-    return ModelCache(shelf, lambda: shelf.catalog, budget or Budget(1000), **options)
+    return ModelCache(shelf, shelf.served, budget or Budget(1000), **options)
 
 
 async def use(models: ModelCache[str], wanted: str | ModelSpec) -> str:

@@ -65,7 +65,7 @@ async def test_unloading_a_base_frees_its_adapters_too() -> None:
 async def test_a_pinned_adapter_keeps_its_base() -> None:
     """Until it is unpinned: then the base ends its time, and takes the adapter with it."""
     shelf = Shelf(BASE, adapter("long", BASE, ttl_s=600))
-    long = shelf.catalog.specs[1]
+    long = shelf.served.catalog.specs[1]
     async with cache(shelf, Budget(20), ttl_s=1) as models:
         models.pin(long, is_pinned=True)
         await use(models, long)
@@ -99,7 +99,7 @@ async def test_a_new_catalog_moves_an_adapter_to_its_new_base() -> None:
     async with cache(shelf) as models:
         await use(models, TWO)
         async with models.lease(ONE):
-            shelf.catalog = Catalog((BASE, OTHER, moved, TWO))
+            shelf.served.replace(Catalog((BASE, OTHER, moved, TWO)))
             models.reconsider()
             assert await use(models, moved) == "other+one"
             assert "base+one" in shelf.open

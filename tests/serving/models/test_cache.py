@@ -251,9 +251,9 @@ async def test_old_leases_finish_on_the_old_spec() -> None:
     async with cache(shelf, max_models=3) as models:
         await use(models, "b")
         async with models.lease(old):
-            shelf.catalog = Catalog([new, spec("b", aliases="beta", ttl_s=60)])
+            shelf.served.replace(Catalog([new, spec("b", aliases="beta", ttl_s=60)]))
             models.reconsider()
-            assert shelf.adopted == [shelf.catalog.by_id("b")]
+            assert shelf.adopted == [shelf.served.catalog.by_id("b")]
             async with models.lease(new):
                 assert shelf.open == ["b", "a", "a"]
             async with models.lease(old):  # resolved before the reload, leased after it
@@ -261,7 +261,7 @@ async def test_old_leases_finish_on_the_old_spec() -> None:
         await settle()
         assert shelf.open == ["b", "a"]
         assert shelf.loads == ["b", "a", "a"]
-        shelf.catalog = Catalog([new])
+        shelf.served.replace(Catalog([new]))
         models.reconsider()
         await settle()
         assert shelf.open == ["a"], "the file has it no more"
@@ -276,7 +276,7 @@ async def test_a_spec_that_was_replaced_while_it_loaded_fails_alone() -> None:
     async with cache(shelf) as models:
         loading = asyncio.create_task(use(models, old))
         await settle()
-        shelf.catalog = Catalog([new])
+        shelf.served.replace(Catalog([new]))
         models.reconsider()
         shelf.may_load.set()
         with pytest.raises(ModelLoadFailed, match="corrupt"):
@@ -322,15 +322,15 @@ async def test_what_was_counted_for_a_model_that_nothing_has_any_more_is_let_go(
     async with cache(shelf) as models:
         for name in ("named-once", "named-still"):
             await use(models, name)
-        shelf.catalog = Catalog([spec("named-still")])
+        shelf.served.replace(Catalog([spec("named-still")]))
         models.forget()
         assert counted("named-once"), "it is in memory"
         models.reconsider()
         await settle()
-        models.forget()
+        models.reconsider()  # it has left the memory by now
         assert not counted("named-once")
         assert counted("named-still")
-        shelf.catalog = Catalog([spec("named-once")])
+        shelf.served.replace(Catalog([spec("named-once")]))
         await use(models, "named-once")
         assert counted("named-once")
 

@@ -14,6 +14,7 @@ from gateway.registry import Catalog, ChatSpec, ModelSpec
 from gateway.serving.budget import Budget
 from gateway.serving.models.cache import Loaded, ModelCache, Prepared
 from gateway.serving.models.entry import MOVES, Entry, State
+from gateway.serving.models.served import Served
 from tests.fakes import caller
 from tests.serving.models.harness import adapter, spec
 from tests.virtual_time import VirtualLoop
@@ -33,17 +34,17 @@ class World:
         self.adapters = adapters
         self.sizes = {**SIZES, **{name: size for name, (_, size) in adapters.items()}}
         self.budget = Budget(LIMIT)
-        self.catalog = self.drawn()
+        self.served = Served(self.drawn())
         self.places = chance.choice([1, 2, 3])
         self.kept_waiting: list[str] = []
-        self.served = 0
+        self.uses = 0
         self.inside = 0
         self.rows_bytes = 0
         self.held = 0
         self.seen: dict[Entry[str], State] = {}
         self.models: ModelCache[str] = ModelCache(
             self,
-            lambda: self.catalog,
+            self.served,
             self.budget,
             max_models=self.places,
             load_wait_s=WAIT_S,
@@ -106,7 +107,7 @@ class World:
                 if is_healthy and clock.now() - began > 0.001:
                     self.kept_waiting.append(wanted.id)
                 assert model == wanted.id
-                self.served += 1
+                self.uses += 1
                 self.inside += 1
                 try:
                     await asyncio.sleep(seconds)
@@ -133,12 +134,12 @@ class World:
 
     async def act(self) -> None:
         """Do one thing that a client, a batcher or an operator may do."""
-        wanted = self.chance.choice(self.catalog.specs)
+        wanted = self.chance.choice(self.served.catalog.specs)
         match self.chance.randrange(40):
             case 0:
                 await self.models.unload(wanted)
             case 1:
-                self.catalog = self.drawn()
+                self.served.replace(self.drawn())
                 self.models.reconsider()
             case 2:
                 with contextlib.suppress(GatewayError):
@@ -167,7 +168,7 @@ class World:
         assert not [entry for entry in entries if entry.leases and entry.is_leaving]
         assert all(entry.is_loaded for entry in entries if entry.state is State.READY)
         current = [
-            each.spec for each in entries if each.is_open and each.spec in self.catalog.specs
+            each.spec for each in entries if each.is_open and each.spec in self.served.catalog.specs
         ]
         assert len(current) == len({spec.id for spec in current}), "one copy is open"
         holding = [entry for entry in entries if entry.share is not None]
@@ -204,7 +205,7 @@ def test_nobody_waits_for_a_loaded_model_for_another_s_sake(
         world = World(random.Random(seed), adapters)
         runner.run(world.live())
     assert world.kept_waiting == []
-    assert world.served > 50
+    assert world.uses > 50
 
 
 def _reachable(state: State) -> set[State]:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -19,6 +20,8 @@ from gateway.errors import (
     Unavailable,
 )
 from gateway.registry import Catalog, ChatSpec, HubSource, ModelSpec
+from gateway.serving.budget import Budget
+from gateway.serving.models.cache import ModelCache
 from gateway.serving.models.entry import UNAVAILABLE_S
 from gateway.serving.models.named import (
     MOST_NAMED,
@@ -29,6 +32,8 @@ from gateway.serving.models.named import (
     repository,
 )
 from gateway.serving.models.pulls import Fetched, Pulls
+from gateway.serving.models.served import Served
+from tests.serving.models.harness import Shelf
 
 pytestmark = pytest.mark.anyio
 GB = 1_000_000_000
@@ -82,26 +87,39 @@ async def pulls(store: ScriptedStore) -> AsyncIterator[Pulls]:
         yield pulls
 
 
+class ScriptedCache(ModelCache[str]):
+    """Says of its models what it is told to; keeps the names that were served at its last look."""
+
+    told: Mapping[str, str] = MappingProxyType({})
+    seen: frozenset[str] = frozenset()
+
+    def states(self) -> dict[str, str]:
+        return dict(self.told)
+
+    def forget(self) -> None:
+        self.seen = frozenset(self._served.catalog.names())
+
+
 class Callers:
-    """Names that a gateway with one model of its own may be asked for."""
+    """Names that a gateway with one model of its own may be asked for, and its hub."""
 
     def __init__(self, pulls: Pulls, *patterns: str) -> None:
-        self.own = Catalog([spec("org/own")])
-        self.states: Mapping[str, str] = {}
+        self.served = Served(Catalog([spec("org/own")]))
+        budget = Budget(2 * GB)
+        self.models = ScriptedCache(Shelf(), self.served, budget, max_models=1, load_wait_s=1)
         self.offered: list[str] = []
         self.refusal: GatewayError | None = None
         self.named = NamedModels(
+            served=self.served,
+            models=self.models,
+            hub=self,
             pulls=pulls,
             patterns=patterns,
             memory_bytes=2 * GB,
             reserve_bytes=GB,
-            offer=self._offer,
-            catalog=lambda: Catalog([*self.own.specs, *self.named.specs.values()]),
-            publish=lambda: None,
-            states=lambda: self.states,
         )
 
-    async def _offer(self, repo: str, is_pull: bool) -> Candidate:
+    async def offer(self, repo: str, is_pull: bool) -> Candidate:
         self.offered.append(repo)
         await asyncio.sleep(0)
         if self.refusal is not None:
@@ -255,7 +273,8 @@ async def test_what_was_refused_or_failed_is_forgotten_and_asked_anew(
     store.may_end.set()
     with refused("model_unavailable"):
         await pulls.under_way[0].wait()
-    assert not callers.named.specs
+    assert not callers.served.named
+    assert callers.models.seen == {"org/own"}
     store.failing.clear()
     await callers.named.admit("org/b", "key-1")
     assert callers.offered == ["org/a", "org/b", "org/b"]
@@ -301,10 +320,11 @@ async def test_an_idle_model_goes_for_the_next(pulls: Pulls, store: ScriptedStor
     names = [f"org/{number}" for number in range(MOST_NAMED)]
     for name in names:
         await callers.named.admit(name, "key-1")
-        await pulls.begin(callers.named.specs[name]).wait()
-    callers.states = dict.fromkeys(names, "loaded")
+        await pulls.begin(callers.served.named[name]).wait()
+    callers.models.told = dict.fromkeys(names, "loaded")
     with pytest.raises(Overloaded, match="all are in use"):
         await callers.named.admit("org/next", "key-1")
-    callers.states = {name: "loaded" for name in names if name != "org/3"}
+    callers.models.told = {name: "loaded" for name in names if name != "org/3"}
     await callers.named.admit("org/next", "key-1")
-    assert callers.named.specs.keys() == {*names, "org/next"} - {"org/3"}
+    assert callers.served.named.keys() == {*names, "org/next"} - {"org/3"}
+    assert callers.models.seen == {"org/own", *names, "org/next"} - {"org/3"}

@@ -1,18 +1,19 @@
 """Looks at models' files: one at a time, and none that began too early counts."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from gateway.registry import ChatSpec, Inputs, PathSource
-from gateway.serving.models import inputs
-from gateway.serving.models.inputs import KnownInputs
+from gateway.registry import Catalog, ChatSpec, Inputs, ModelSpec, PathSource
+from gateway.serving.models import served
+from gateway.serving.models.served import KnownInputs, Served
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 SPEC = ChatSpec(id="m", kind="chat", source=PathSource(Path()))
+SERVED = Served(Catalog([SPEC]))
 
 
 class Disk:
@@ -22,8 +23,8 @@ class Disk:
         self.there: Inputs | None = None
         self.looks: list[asyncio.Event] = []
 
-    async def read(self) -> Mapping[str, Inputs | None]:
-        found = {SPEC.id: self.there}
+    async def read(self, specs: Sequence[ModelSpec]) -> Mapping[str, Inputs | None]:
+        found = {spec.id: self.there for spec in specs}
         self.looks.append(asyncio.Event())
         await self.looks[-1].wait()
         return found
@@ -31,7 +32,7 @@ class Disk:
 
 async def test_a_look_that_began_before_files_came_is_not_what_a_later_asker_gets() -> None:
     disk = Disk()
-    known = KnownInputs(disk.read)
+    known = KnownInputs(SERVED, disk.read)
     early = asyncio.create_task(known.look())
     await until(lambda: disk.looks)
     disk.there = Inputs(7)
@@ -47,9 +48,9 @@ async def test_a_look_that_began_before_files_came_is_not_what_a_later_asker_get
 
 async def test_a_disk_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many ask, and if their clients leave."""
-    monkeypatch.setattr(inputs, "LOOK_S", 0.01)
+    monkeypatch.setattr(served, "LOOK_S", 0.01)
     disk = Disk()
-    known = KnownInputs(disk.read)
+    known = KnownInputs(SERVED, disk.read)
     await asyncio.gather(*(known.look() for _ in range(3)))
     left = asyncio.create_task(known.look())
     for _ in range(5):  # it waits for the look by then
@@ -61,7 +62,7 @@ async def test_a_disk_that_does_not_answer_is_asked_once(monkeypatch: pytest.Mon
     disk.looks[0].set()
     await until(lambda: len(disk.looks) == 2)  # for all who came meanwhile
     disk.looks[1].set()
-    monkeypatch.setattr(inputs, "LOOK_S", 20)
+    monkeypatch.setattr(served, "LOOK_S", 20)
     disk.there = Inputs(7)
     looking = asyncio.create_task(known.look())
     await until(lambda: len(disk.looks) == 3)
@@ -73,10 +74,10 @@ async def test_a_disk_that_does_not_answer_is_asked_once(monkeypatch: pytest.Mon
 async def test_a_look_that_takes_too_long_counts_once_it_is_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(inputs, "LOOK_S", 0.01)
+    monkeypatch.setattr(served, "LOOK_S", 0.01)
     disk = Disk()
     disk.there = Inputs(7)
-    known = KnownInputs(disk.read)
+    known = KnownInputs(SERVED, disk.read)
     await known.look()
     assert known.of(SPEC) is None
     disk.looks[0].set()
@@ -85,7 +86,7 @@ async def test_a_look_that_takes_too_long_counts_once_it_is_over(
 
 async def test_all_who_ask_during_a_look_share_the_next_one() -> None:
     disk = Disk()
-    known = KnownInputs(disk.read)
+    known = KnownInputs(SERVED, disk.read)
     first = asyncio.create_task(known.look())
     await until(lambda: disk.looks)
     disk.there = Inputs(7)
