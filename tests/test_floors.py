@@ -124,7 +124,6 @@ INSIDE: dict[str, dict[str, set[str]]] = {
         "images": {"validation"},
         "messages": {"images", "tools", "validation", "bounds"},
         "generation": {"validation", "bounds"},
-        "schemas": {"validation", "bounds"},
         "validation": {"bounds"},
     },
 }
@@ -132,7 +131,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2772,
+    "api": 2817,
     "app": 1516,
     "bench": 282,
     "cli": 1509,
@@ -149,7 +148,7 @@ BUDGET: dict[str, int] = {
     "server": 290,
     "serving": 4515,
     "settings": 360,
-    "wire": 3760,
+    "wire": 3715,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))
 # A line of a map: names, two spaces or more, and what they are.

@@ -1,14 +1,15 @@
 """What an endpoint is: how it is routed, guarded, metered and described; and the document of
-/openapi.json, made from the table of all of them.
+/openapi.json, made from the table of all of them, their requests and answers as JSON Schemas.
 """
 
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from http import HTTPStatus
 from itertools import chain
 from typing import Any, NamedTuple
 
+from pydantic import TypeAdapter
 from starlette.convertors import IntegerConvertor, register_url_convertor
 from starlette.requests import Request
 from starlette.types import ASGIApp
@@ -35,10 +36,13 @@ from gateway.errors import (
 )
 from gateway.registry import Catalog
 from gateway.wire.anthropic_stream import OVERLOADED, AnthropicErrorBody, error_status
+from gateway.wire.bounds import NAME_CHARS
 from gateway.wire.rerank import TEXTS_ERROR_STATUSES
-from gateway.wire.schemas import Schema, reference, schemas
 from gateway.wire.validation import Request as WireRequest
 
+Schema = dict[str, Any]
+Schemas = dict[str, Schema]
+_NULL: Schema = {"type": "null"}
 Errors = tuple[type[GatewayError], ...]
 Handler = Callable[[Service, Request], Awaitable[ASGIApp]]
 COMMON_ERRORS: Errors = (HeadTooLarge, GatewayError)
@@ -299,3 +303,68 @@ def _error_responses(endpoint: Endpoint) -> Schema:
 def _response(status: int, content: Schema) -> Schema:
     phrase = "Overloaded" if status == OVERLOADED else HTTPStatus(status).phrase
     return {"description": phrase, "content": content}
+
+
+def schemas(
+    requests: Sequence[type[WireRequest]],
+    answers: Sequence[Any],
+    names: Mapping[str, Sequence[str]],
+    *,
+    strict: bool,
+) -> Schemas:
+    """Return the schemas of requests and answers, and of the types inside them, by name.
+
+    `answers` are TypedDicts and unions of them. `names` are the models' names by kind. If `strict`,
+    unknown fields are refused.
+    """
+    request_schemas = _schemas_of(requests)
+    for schema in request_schemas.values():
+        _allow_nulls(schema)
+    for request in requests:
+        schema = request_schemas[request.__name__]
+        schema["properties"] |= dict(_unserved(request))
+        schema["properties"]["model"]["examples"] = list(names[request.kind])
+        schema["additionalProperties"] = _NULL if strict else True
+    return request_schemas | _schemas_of(answers)
+
+
+def _schemas_of(shapes: Sequence[Any]) -> Schemas:
+    _, document = TypeAdapter.json_schemas(
+        [(index, "validation", TypeAdapter(shape)) for index, shape in enumerate(shapes)],
+        ref_template="#/components/schemas/{model}",
+    )
+    definitions: Schemas = document["$defs"]
+    return definitions
+
+
+def _allow_nulls(schema: Schema) -> None:
+    """Mark every optional field nullable, and unknown ones where they are refused."""
+    # The API treats null as absent.
+    if schema.get("additionalProperties") is False:
+        schema["additionalProperties"] = _NULL
+    for name, field in schema.get("properties", {}).items():
+        if field.get("default") in (None, []):
+            field.pop("default", None)  # it only marks the field as optional
+        if name not in schema.get("required", ()):
+            options = field.pop("anyOf", None) or [_pop_constraints(field)]
+            field["anyOf"] = options if _NULL in options else [*options, _NULL]
+
+
+def _pop_constraints(field: Schema) -> Schema:
+    """Remove and return a field's constraints; its annotations stay."""
+    annotations = ("title", "description", "default")
+    return {key: field.pop(key) for key in list(field) if key not in annotations}
+
+
+def _unserved(request: type[WireRequest]) -> Iterator[tuple[str, Schema]]:
+    """Yield the fields that are known and not served, each with its schema."""
+    for name in sorted(request.harmless):
+        yield name, {"description": "Accepted, without effect.", "maxLength": NAME_CHARS}
+    for name, reason in request.refused.items():
+        allowed = [None, *request.neutral.get(name, ())]
+        yield name, {"enum": allowed, "description": f"Refused. {reason}"}
+
+
+def reference(shape: Any) -> Schema:
+    """Return a pointer to the schema of a request or an answer."""
+    return {"$ref": f"#/components/schemas/{shape.__name__}"}

@@ -17,5 +17,4 @@ messages, tools                    chat messages, and tools of all APIs → what
 generation                         of chat, completions, responses: sampling, forms, usage, logprobs
 validation, bounds                 bytes → a checked request, or the 400 that names the field
 answers                            what each writer of answers does: events, or the whole
-schemas                            requests and answers → JSON Schemas, for /openapi.json
 """

@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from gateway.engine.answers.call_bodies import read_arguments
-from gateway.engine.answers.call_reading import Call, read_all
+from gateway.engine.answers.calls import Call, read_all
 from gateway.engine.answers.detokenizer import Detokenizer, Vocabulary
 from gateway.engine.answers.harmony import STOPS, HarmonyParser, answer_begins, thought_end
 from gateway.engine.answers.output_parts import (

@@ -14,17 +14,15 @@ from typing import Any
 
 import regex  # type: ignore[import-untyped]
 
-from gateway.engine.answers.call_reading import (
+from gateway.engine.answers.calls import (
+    SPACE,
+    UNREADABLE,
     Call,
     Ending,
     ReadBody,
     Reading,
     Schemas,
     Unfinished,
-)
-from gateway.engine.answers.call_values import (
-    SPACE,
-    UNREADABLE,
     find_end,
     parse_python,
     read_literal,
@@ -56,7 +54,7 @@ class Bodies:
     """One family's calls.
 
     `marks` are pairs of marks; the second is empty if only the answer's end ends the calls. One
-    call, and one pair of its arguments, are written by forms (call_values.py).
+    call, and one pair of its arguments, are written by forms (calls.py).
     """
 
     read_body: ReadBody

@@ -12,8 +12,15 @@ from typing import Any
 import regex  # type: ignore[import-untyped]
 
 from gateway.engine.answers.call_bodies import Body, match_head
-from gateway.engine.answers.call_reading import Schemas, Unfinished
-from gateway.engine.answers.call_values import SPACE, UNREADABLE, guess, read_literal, skip
+from gateway.engine.answers.calls import (
+    SPACE,
+    UNREADABLE,
+    Schemas,
+    Unfinished,
+    guess,
+    read_literal,
+    skip,
+)
 
 _DEPTH = 64  # brackets that are open at once
 _MOST = 1 << 16  # places looked at in one call: a quarter of a second

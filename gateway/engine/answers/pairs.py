@@ -24,8 +24,17 @@ from typing import Any
 import regex  # type: ignore[import-untyped]
 
 from gateway.engine.answers.call_bodies import Bodies, read_json
-from gateway.engine.answers.call_reading import Call, Ending, Reading, Schemas
-from gateway.engine.answers.call_values import Allowed, as_cdata, as_text, guess, write_call
+from gateway.engine.answers.calls import (
+    Allowed,
+    Call,
+    Ending,
+    Reading,
+    Schemas,
+    as_cdata,
+    as_text,
+    guess,
+    write_call,
+)
 
 _GAP = r"(?:\s|\\n)*+"
 _QUOTE = r"\\*+[\"']"  # escaped inside JSON, which a text may be

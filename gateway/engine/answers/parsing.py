@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from gateway.engine.answers.call_reading import Call, Ending, Reading
+from gateway.engine.answers.calls import Call, Ending, Reading
 from gateway.engine.answers.output_parts import (
     SPECIAL,
     AnswerParser,

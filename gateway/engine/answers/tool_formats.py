@@ -19,8 +19,7 @@ from gateway.engine.answers.call_bodies import (
     read_mistral,
     read_python,
 )
-from gateway.engine.answers.call_reading import Call
-from gateway.engine.answers.call_values import as_cdata, write_elements, write_gemma_value
+from gateway.engine.answers.calls import Call, as_cdata, write_elements, write_gemma_value
 from gateway.engine.answers.gemma_calls import read_gemma
 from gateway.engine.answers.harmony import HARMONY_TOKENS
 from gateway.engine.answers.minimax_calls import MARK, read_minimax

@@ -20,7 +20,7 @@ from gateway.engine.answers.call_bodies import (
     read_mistral,
     read_python,
 )
-from gateway.engine.answers.call_reading import ReadBody, Unfinished
+from gateway.engine.answers.calls import ReadBody, Unfinished
 from gateway.engine.answers.gemma_calls import read_gemma
 
 END = "</call>"

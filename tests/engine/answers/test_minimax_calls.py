@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.engine.answers.call_reading import Unfinished
+from gateway.engine.answers.calls import Unfinished
 from gateway.engine.answers.minimax_calls import MARK, read_minimax
 
 SCHEMA: dict[str, Any] = {

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.engine.answers.call_reading import read_all
+from gateway.engine.answers.calls import read_all
 from gateway.engine.answers.harmony import HARMONY_TOKENS
 from gateway.engine.answers.output_parts import TOKENS
 from gateway.engine.answers.reasoning import REASONING_FORMATS

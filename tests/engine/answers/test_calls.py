@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.engine.answers.call_reading import Call, Schemas, read_all
-from gateway.engine.answers.call_values import Allowed
+from gateway.engine.answers.calls import Allowed, Call, Schemas, read_all
 from gateway.engine.answers.output_parts import arguments_json
 from gateway.engine.answers.tool_formats import tool_format
 
