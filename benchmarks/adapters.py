@@ -23,7 +23,8 @@ from gateway.engine.device import Device, choose_device, configure, prepare_mall
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.models.adapters import read_adapter
 from gateway.engine.models.missing_kernels import dimensions
-from gateway.jobs import Adapter, Sampling, SequenceParams
+from gateway.jobs.chat import Adapter, Sampling
+from gateway.jobs.steps import SequenceParams
 from gateway.registry import package_folder
 
 # After OpenBLAS, which the lines above load.
@@ -71,7 +72,7 @@ def merge(engine: GenerationEngine, folder: Path) -> GenerationEngine:
     factors: Any = mx.load(str(folder / "adapters.safetensors"))
     for path, linear in projections(engine).items():
         if isinstance(linear, QuantizedLinear):
-            raise SystemExit("quantised weights cannot take a product: give a floating model")
+            raise SystemExit("quantized weights cannot take a product: give a floating model")
         product = factors[f"{path}.lora_a"] @ factors[f"{path}.lora_b"]
         linear.weight = linear.weight + product.T.astype(linear.weight.dtype)
         mx.eval(linear.weight)

@@ -30,7 +30,7 @@ from typing import Any, Final
 import gateway
 from benchmarks.steps import Steps
 from benchmarks.tiny_models import names, tiny_config, tiny_model
-from gateway.jobs import Drafter
+from gateway.jobs.steps import Drafter
 
 REPOSITORY: Final = Path(__file__).parents[1]
 DOCUMENT: Final = REPOSITORY / "docs" / "architectures.md"
@@ -220,7 +220,8 @@ class Guesses:
 
 def answers(engine: Any, groups: Iterable[Sequence[Sequence[int]]], budget: int) -> list[list[int]]:
     """Run rows, each group joining two steps after the one before; return their tokens."""
-    from gateway.jobs import Sampling, SequenceParams
+    from gateway.jobs.chat import Sampling
+    from gateway.jobs.steps import SequenceParams
 
     rows: list[Any] = []
     steps = Steps(engine)

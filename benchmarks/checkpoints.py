@@ -161,7 +161,7 @@ def write_chat_tokenizer(folder: Path, vocabulary: int = VOCABULARY) -> Tokenize
 def write_embedder(folder: Path) -> Path:
     """Write a BERT of one layer by 32: next to no work, so that what is around it shows.
 
-    models.yaml must say its pooling and whether it normalises.
+    models.yaml must say its pooling and whether it normalizes.
     """
     return _write_bert(folder, NEAR_FREE)
 

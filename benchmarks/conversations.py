@@ -25,7 +25,8 @@ from benchmarks.loading import load_generation
 from benchmarks.steps import Steps
 from gateway.engine.device import Device, choose_device, configure, prepare_malloc
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.jobs import Sampling, SequenceParams
+from gateway.jobs.chat import Sampling
+from gateway.jobs.steps import SequenceParams
 
 # After OpenBLAS, which the lines above load.
 import mlx.core as mx  # isort: skip

@@ -22,7 +22,9 @@ from benchmarks.steps import Steps
 from gateway.engine.device import Device, choose_device, configure, prepare_malloc
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.kv.layers import make_batch_caches
-from gateway.jobs import Caller, GenerateJob, Sampling, SequenceParams
+from gateway.jobs import Caller
+from gateway.jobs.chat import GenerateJob, Sampling
+from gateway.jobs.steps import SequenceParams
 from gateway.registry import package_folder
 
 # After OpenBLAS, which the lines above load.

@@ -24,7 +24,7 @@ from mlx_lm.sample_utils import make_sampler
 from gateway.engine.device import prepare_malloc
 from gateway.engine.generation.sampling import Sampler, adjust_logits, choose, is_finite
 from gateway.engine.grammar.matching import Mask, apply_masks, words
-from gateway.jobs import Sampling
+from gateway.jobs.chat import Sampling
 
 GREEDY = Sampling(temperature=0)
 ASKED: Mapping[str, Sampling] = {

@@ -5,7 +5,8 @@ from typing import Any
 
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.errors import PassFault
-from gateway.jobs import Delta, Pass, SequenceParams, StepPlan, StepResult
+from gateway.jobs.chat import Delta
+from gateway.jobs.steps import Pass, SequenceParams, StepPlan, StepResult
 
 
 class Steps:

@@ -33,7 +33,7 @@ from gateway.engine.grammar.schemas import walk
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
 from gateway.errors import BadRequest
-from gateway.jobs import Grammar
+from gateway.jobs.chat import Grammar
 
 DEMO = Path(__file__).parents[1] / "demo" / "chat"
 SERVED = Shape().completed(generation_config(DEMO).get("structured"))

@@ -19,33 +19,32 @@ from gateway.errors import (
     ModelUnavailable,
     PassFault,
 )
-from gateway.jobs import (
+from gateway.jobs import Caller, TokenIds, Vectors
+from gateway.jobs.chat import (
     Adapter,
-    Caller,
     Compiled,
     Delta,
     EchoedPrompt,
-    EmbedJob,
-    EngineFacts,
     FinishReason,
     GenerateJob,
     Grammar,
     Judgement,
-    KvCost,
-    LabelStep,
     Likelihood,
-    Pair,
-    Pass,
     Question,
     Reading,
-    RerankJob,
     Sampling,
+    TokenLogprob,
+)
+from gateway.jobs.embed import EmbedJob
+from gateway.jobs.rerank import Pair, RerankJob
+from gateway.jobs.steps import (
+    EngineFacts,
+    KvCost,
+    LabelStep,
+    Pass,
     SequenceParams,
     StepPlan,
     StepResult,
-    TokenIds,
-    TokenLogprob,
-    Vectors,
     Verdict,
 )
 from gateway.registry import ChatSpec, EmbeddingSpec, Inputs, ModelSpec, RerankSpec
@@ -394,7 +393,7 @@ class ScriptedChat:
         self.params[number] = params
         self.scripted[number] = ScriptedRow(params)
 
-    def prefix_names(self, adapter: int = 0) -> list[bytes]:
+    def routing_keys(self, adapter: int = 0) -> list[bytes]:
         return []
 
     def drop_adapter(self, number: int) -> None:

@@ -152,7 +152,7 @@ def floats(kind: str, numbers: npt.NDArray[np.float32]) -> Stored:
 def blocks(
     kind: str, shape: Sequence[int], random: np.random.Generator, spread: float = 1.0
 ) -> Stored:
-    """Draw quantised weights: any bytes, but for scales that keep them near `spread`."""
+    """Draw quantized weights: any bytes, but for scales that keep them near `spread`."""
     _, weights, nbytes = TYPES[kind]
     count = math.prod(shape) // weights
     raw = random.integers(0, 256, (count, nbytes), dtype=np.uint8)

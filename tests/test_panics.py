@@ -21,12 +21,12 @@ pytestmark = pytest.mark.anyio
 
 
 def panic() -> object:
-    """Tokenise with a part that panics at any text."""
+    """Tokenize with a part that panics at any text."""
     return spoilt(pre_tokenizer={"type": "FixedLength", "length": 0}).encode("abc")
 
 
 def refuse() -> object:
-    """Tokenise a text that the tokenizer has no token for: it raises a bare Exception."""
+    """Tokenize a text that the tokenizer has no token for: it raises a bare Exception."""
     model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}
     return spoilt(model=model, decoder=None).encode("b")
 

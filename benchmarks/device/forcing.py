@@ -19,7 +19,8 @@ import mlx.core as mx  # isort: skip
 from gateway.engine.generation import decode_batch
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.sampling import ChosenTokens, Sampler, TopLogprobs, score
-from gateway.jobs import Adapter, Sampling, SequenceParams
+from gateway.jobs.chat import Adapter, Sampling
+from gateway.jobs.steps import SequenceParams
 
 PREFILL_TOKENS: Final = 64  # of a chunk, so that prompts are read in several
 LATE_STEPS: Final = 3  # of the rows that run, before others join

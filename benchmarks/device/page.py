@@ -79,7 +79,7 @@ def write_page(machine: Machine, results: Mapping[str, Result], day: str, *, is_
         "## In short",
         "",
         "```json",
-        json.dumps(summarise(machine, results, day, is_small=is_small)),
+        json.dumps(summarize(machine, results, day, is_small=is_small)),
         "```",
     ]
     return "\n".join(lines) + "\n"
@@ -170,7 +170,7 @@ def _not_run(results: Mapping[str, Result]) -> Iterator[str]:
     yield ""
 
 
-def summarise(
+def summarize(
     machine: Machine, results: Mapping[str, Result], day: str, *, is_small: bool
 ) -> dict[str, object]:
     """Return the short figures: what the table of all devices shows."""

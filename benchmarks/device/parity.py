@@ -28,7 +28,7 @@ from gateway.engine.kv.prefix_cache import PrefixPool
 from gateway.engine.kv.quantized import quantize_kv
 from gateway.engine.models.decoders import Numbers, floating_dtype, read_decoder
 from gateway.errors import GatewayError
-from gateway.jobs import Adapter
+from gateway.jobs.chat import Adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Subject:
 
     @classmethod
     def load(cls, folder: Path, device: Device, dtype: str) -> "Subject":
-        """Load a folder as it is written: quantised weights stay so."""
+        """Load a folder as it is written: quantized weights stay so."""
         setup = read_chat_setup(folder, name=folder.name, max_context=None)
         numbers = Numbers(dtype=dtype, is_packed=True)
         steps = read_decoder(setup.checkpoint, device=device, numbers=numbers)

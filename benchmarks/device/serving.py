@@ -24,7 +24,8 @@ from gateway.bench.load import Load, Peer, run_closed_loop
 from gateway.bench.requests import Kind, Texts
 from gateway.engine.device import Device, leave
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.jobs import Sampling, SequenceParams
+from gateway.jobs.chat import Sampling
+from gateway.jobs.steps import SequenceParams
 from gateway.serving.lane import Lane
 
 OURS, THEIRS, ENGINE = "gateway, HTTP", "mlx-lm's server", "gateway's engine"

@@ -1,6 +1,6 @@
 """Models of known shapes with random weights, written as folders that mlx-lm reads too.
 
-Weights are drawn by a seed, quantised and written a shard at a time, so an 8B model needs a shard's
+Weights are drawn by a seed, quantized and written a shard at a time, so an 8B model needs a shard's
 memory. Matrices are three times as wide as mlx draws them, and the logits' standard deviation is
 about 3 nats, as a trained model's.
 """
@@ -25,7 +25,7 @@ FORMATS: Final = {
     "float32": mx.float32,
     "float16": mx.float16,
     "bfloat16": mx.bfloat16,
-    "4bit": mx.bfloat16,  # of what is not quantised, and of the scales
+    "4bit": mx.bfloat16,  # of what is not quantized, and of the scales
 }
 GROUP_SIZE, BITS = 64, 4
 WIDTH: Final = 3.0
@@ -186,7 +186,7 @@ def _tokenizer_folder(models: Path, size: str) -> Path:
 
 
 def _write_model(folder: Path, config: dict[str, Any], form: str, output: float) -> None:
-    """Draw, quantise and write the weights, and at last config.json: a folder with it is whole."""
+    """Draw, quantize and write the weights, and at last config.json: a folder with it is whole."""
     mx.random.seed(0)
     classes: Any = _get_classes(dict(config))
     model = classes[0](classes[1].from_dict(dict(config)))

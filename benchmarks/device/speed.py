@@ -21,7 +21,8 @@ from benchmarks.device.results import Figure
 from benchmarks.loading import load_generation
 from gateway.engine.device import Device, clear_cache
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.jobs import Sampling, SequenceParams
+from gateway.jobs.chat import Sampling
+from gateway.jobs.steps import SequenceParams
 from gateway.settings import Settings
 
 OURS, THEIRS = "gateway's engine", "BatchGenerator"

@@ -17,7 +17,7 @@ from gateway.engine.embedding.engine import open_encoder
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.models.context import read_context
 from gateway.engine.models.decoders import open_decoder
-from gateway.jobs import Pair
+from gateway.jobs.rerank import Pair
 
 GOLDEN: Final = REPOSITORY / "tests" / "golden"
 TOKENIZERS: Final = {"bert": "bert-reranker", "modernbert": "modernbert-cls-reranker"}

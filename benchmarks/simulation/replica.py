@@ -92,7 +92,7 @@ class Replica:
         self._python = Python(events)
         self._beside = beside
         # embeddings
-        self._coming: dict[Request, None] = {}  # being read or tokenised
+        self._coming: dict[Request, None] = {}  # being read or tokenized
         self._waiting: deque[Request] = deque()
         self._embedding_tokens = 0
         self._embedding_pace = Pace(limits.embedding.pass_limit_s)

@@ -65,7 +65,8 @@ class Pair:
 
     def own(self, prompts: Sequence[list[int]], steps: int) -> float:
         """Return the seconds that a token takes the engine, once all rows decode."""
-        from gateway.jobs import Sampling, SequenceParams, StepPlan
+        from gateway.jobs.chat import Sampling
+        from gateway.jobs.steps import SequenceParams, StepPlan
 
         engine, sampling = self.engine, Sampling(temperature=0, ignore_eos=True)
         most = steps + WARM_STEPS + 2 * len(prompts)

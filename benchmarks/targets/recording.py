@@ -7,7 +7,7 @@ from benchmarks.targets.rig import MINILM, Rig, errors, rest
 from benchmarks.targets.verdicts import Target, Verdict
 from gateway import clock, metrics
 from gateway.api.middleware import record_timings, server_timing, timings_log
-from gateway.jobs import Stage, Timings
+from gateway.clock import Stage, Timings
 
 RECORDING = Target("recording / one-text request (MiniLM) over HTTP, p50", at_most=0.01)
 REQUESTS = 40

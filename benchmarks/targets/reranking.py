@@ -26,7 +26,7 @@ from gateway.bench.load import Load, Peer, run_closed_loop
 from gateway.bench.requests import Kind
 from gateway.engine.device import Device, choose_device, configure, prepare_malloc
 from gateway.engine.embedding.label_scorer import LabelScorer, load_label_scorer_in_steps
-from gateway.jobs import Pair
+from gateway.jobs.rerank import Pair
 from gateway.registry.sources import package_folder
 
 CLIENTS = 4  # so that one's answer is written while others' pairs are scored
@@ -34,7 +34,7 @@ PAIRS = (32, 64)
 CALLS, CALL_PAIRS = 10, 10
 LABEL_PAIRS, LABEL_WORDS = 16, 99  # so many are 100 tokens of SmolLM2's, or 101
 TOGETHER = Target("10 concurrent calls of 10 pairs / 10 sequential (reranker), pairs/s")
-TOKENISING = Target(f"rerank, {PAIRS[0]} pairs, one client: tokenising / all stages", at_most=0.2)
+TOKENIZING = Target(f"rerank, {PAIRS[0]} pairs, one client: tokenizing / all stages", at_most=0.2)
 SHARED = Target(
     f"label scoring (SmolLM2), {LABEL_PAIRS} documents of 100 tokens, in-process: "
     "prompt up to the document read once / every time, pairs/s",
@@ -47,9 +47,9 @@ def _many(pairs: int) -> Target:
 
 
 async def reranking(rig: Rig) -> list[Verdict]:
-    """Measure both sizes, the share of tokenising, and calls at once."""
+    """Measure both sizes, the share of tokenizing, and calls at once."""
     found = [await _rates(rig, pairs) for pairs in PAIRS]
-    return [*found, await _tokenising(rig), await _together(rig)]
+    return [*found, await _tokenizing(rig), await _together(rig)]
 
 
 async def labels(rig: Rig) -> list[Verdict]:
@@ -120,7 +120,7 @@ async def _rates(rig: Rig, pairs: int) -> Verdict:
     return _many(pairs).judge(list(map(ratio, over_http, best)), errors=wrong, note=note)
 
 
-async def _tokenising(rig: Rig) -> Verdict:
+async def _tokenizing(rig: Rig) -> Verdict:
     """Ask in turn, so that no wait for other requests is in the sum that the share is of."""
     samples, wrong, spent = [], 0, []
     workload = rig.wording(RERANKER, texts=PAIRS[0], prompt_words=8).workload(Kind.RERANK)
@@ -132,13 +132,13 @@ async def _tokenising(rig: Rig) -> Verdict:
             answers = [await peer.ask(workload.next()) for _ in range(requests)]
             after = await _stages(peer)
             wrong += errors(answers)
-            tokenising = after["tokenise"] - before["tokenise"]
+            tokenizing = after["tokenise"] - before["tokenise"]
             every = sum(after.values()) - sum(before.values())
-            samples.append(ratio(tokenising, every))
-            spent.append((tokenising / requests, every / requests))
+            samples.append(ratio(tokenizing, every))
+            spent.append((tokenizing / requests, every / requests))
     medians = [1e3 * median(each) for each in zip(*spent, strict=True)]
     note = "{:.1f} of {:.0f} ms".format(*medians)
-    return TOKENISING.judge(samples, errors=wrong, note=note)
+    return TOKENIZING.judge(samples, errors=wrong, note=note)
 
 
 async def _stages(peer: Peer) -> dict[str, float]:

@@ -15,7 +15,8 @@ from typing import Any
 import httpx2
 import orjson
 
-from gateway.jobs import CallDelta, Delta, GenerateJob, SequenceParams
+from gateway.jobs.chat import CallDelta, Delta, GenerateJob
+from gateway.jobs.steps import SequenceParams
 from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.serving_app import catalog, served
 

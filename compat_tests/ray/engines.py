@@ -5,7 +5,7 @@ import time
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from gateway.jobs import Delta
+from gateway.jobs.chat import Delta
 from gateway.registry import ChatSpec
 from gateway.serving.ports import GenerationEngine
 from gateway.settings import Settings

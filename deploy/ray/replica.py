@@ -18,10 +18,10 @@ from deploy.ray.choice import Call
 from gateway import ids, logs, metrics
 from gateway.api.in_flight import context_of
 from gateway.app.gateway import Gateway
-from gateway.app.kept_prefixes import lock
 from gateway.app.loading import Engines
+from gateway.app.prefix_files import lock
 from gateway.errors import RegistryInvalid
-from gateway.jobs import PrefixNames
+from gateway.jobs import RoutingKeys
 from gateway.registry import read_models
 from gateway.serving.generation.batcher import ChatBatcher
 from gateway.settings import Settings, load_settings, variables
@@ -63,7 +63,7 @@ class Replica:
         """Yield a request's answer as ASGI messages, as many at a time as there are; with its head
         and its end, the timings so far. The request's client has left once this is closed.
         """
-        scope = {**scope, "prefix_names": PrefixNames(call.blocks, share)}
+        scope = {**scope, "routing_keys": RoutingKeys(call.blocks, share)}
         exchange = _Exchange(body)
         task = asyncio.create_task(exchange.run(self._gateway, scope))
         self._exchanges.add(task)
@@ -95,7 +95,7 @@ class Replica:
             "models": [model for model, state in models.states().items() if state != "failed"],
             "tokens": _tokens(),
             "prefixes": {
-                entry.spec.id: b"".join(entry.model.prefix_names[-NAMES_MOST:])
+                entry.spec.id: b"".join(entry.model.routing_keys[-NAMES_MOST:])
                 for entry in models.entries
                 if isinstance(entry.model, ChatBatcher)
             },

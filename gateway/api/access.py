@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.api.bodies import Bodies
 from gateway.api.in_flight import InFlight, RequestContext, context_of
 from gateway.api.middleware import Context, ErrorMiddleware
+from gateway.clock import Timings
 from gateway.errors import Forbidden, GatewayError, RateLimited, ShuttingDown, Unauthorized, shorten
-from gateway.jobs import Timings
 from gateway.serving.rate_limit import KINDS, Accounts, Allowance, Bucket, Kind
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from gateway.api.exchange import (
 )
 from gateway.api.in_flight import while_connected
 from gateway.api.requests import Service, ignored_header, reply, serialize, time_stage
+from gateway.clock import Stage
 from gateway.ids import passing_id
-from gateway.jobs import Stage
 from gateway.serving.generation.fan_out import score_labels
 from gateway.wire import anthropic, chat, completions, decisions
 from gateway.wire.anthropic_stream import MessageWriter

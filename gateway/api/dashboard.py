@@ -21,8 +21,8 @@ from gateway import __version__, clock, metrics
 from gateway.api.in_flight import RequestContext, context_of, count_cancelled, while_connected
 from gateway.api.models import describe_model, describe_pull
 from gateway.api.requests import Service, reply
+from gateway.clock import Timings
 from gateway.errors import RequestCancelled, RequestNotFound
-from gateway.jobs import Timings
 from gateway.registry import Resolved
 
 # The page has no data of its own, so it needs no key; the samples need one, and those that tell of

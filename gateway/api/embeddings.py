@@ -10,9 +10,10 @@ from starlette.responses import Response
 from gateway import __version__
 from gateway.api.in_flight import context_of, while_connected
 from gateway.api.requests import Service, ignored_header, reply, time_stage
+from gateway.clock import Stage
 from gateway.errors import BadRequest, GatewayError
 from gateway.ids import passing_id
-from gateway.jobs import Embedded, EmbedJob, Stage
+from gateway.jobs.embed import Embedded, EmbedJob
 from gateway.registry import EmbeddingSpec
 from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.wire import embeddings as wire

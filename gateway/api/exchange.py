@@ -24,8 +24,10 @@ from gateway.api.requests import (
     time_stage,
 )
 from gateway.api.streams import ACCEPTED, COMMENT, DONE, EventStream, frame
+from gateway.clock import Stage
 from gateway.errors import BadRequest, GatewayError, SchemaViolated
-from gateway.jobs import Delta, GenerateJob, Sampling, SequenceParams, Stage, Usage
+from gateway.jobs.chat import Delta, GenerateJob, Sampling, Usage
+from gateway.jobs.steps import SequenceParams
 from gateway.registry import ChatSpec, Resolved
 from gateway.serving.generation.answer_checks import AnswerChecker, Fit
 from gateway.serving.generation.fan_out import generate_many

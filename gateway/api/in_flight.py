@@ -24,8 +24,9 @@ from starlette.types import Receive, Scope
 
 from gateway import metrics
 from gateway.api.bodies import Body
+from gateway.clock import Timings
 from gateway.errors import GatewayError, ShuttingDown, TooManyWatchers
-from gateway.jobs import PrefixNames, Timings
+from gateway.jobs import RoutingKeys
 
 if TYPE_CHECKING:
     from gateway.api.traces import Trace
@@ -51,7 +52,7 @@ class RequestContext:
     body: Body  # counts the bytes of its body
     unread: Body  # counts the bytes of its answer that the client has not read
     # A router's names for the beginnings of its prompt, which it leaves in the scope.
-    prefix_names: PrefixNames = field(default_factory=PrefixNames)
+    routing_keys: RoutingKeys = field(default_factory=RoutingKeys)
     timings: Timings = field(default_factory=Timings)
     trace: "Trace | None" = None  # if traces are sent, and this path has one
     _task: "asyncio.Task[object] | None" = field(default_factory=asyncio.current_task)

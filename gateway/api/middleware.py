@@ -20,9 +20,10 @@ from gateway.api.in_flight import (
     context_of,
     count_cancelled,
 )
+from gateway.clock import Timings
 from gateway.errors import EngineFailed, GatewayError, Overloaded, Unavailable, shorten
 from gateway.ids import passing_id
-from gateway.jobs import PrefixNames, Timings
+from gateway.jobs import RoutingKeys
 from gateway.panics import NativeError, as_exception
 from gateway.wire.anthropic_stream import error_body, error_status
 
@@ -152,7 +153,7 @@ class Context:
             is_anthropic=speaks_anthropic(scope["path"], headers),
             body=Body(self._bodies),
             unread=Body(self._bodies),
-            prefix_names=scope.get("prefix_names", PrefixNames()),
+            routing_keys=scope.get("routing_keys", RoutingKeys()),
         )
         if self._tracer is not None:
             context.trace = self._tracer.begin(scope, headers, request_id, context.timings)

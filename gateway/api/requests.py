@@ -17,8 +17,9 @@ from starlette.responses import Response
 from gateway import clock, logs
 from gateway.api.bodies import read_body
 from gateway.api.in_flight import InFlight, Watchers, context_of
+from gateway.clock import Stage
 from gateway.errors import BadRequest, GatewayError
-from gateway.jobs import Caller, Stage, Tier
+from gateway.jobs import Caller, Tier
 from gateway.registry import (
     Changes,
     ChatSpec,
@@ -164,7 +165,7 @@ class Service:
             key_id=context.key_id,
             cache_salt=context.cache_salt,
             timings=context.timings,
-            prefix_names=context.prefix_names,
+            routing_keys=context.routing_keys,
         )
 
     def _allowed_s(self, headers: Mapping[bytes, bytes]) -> float:

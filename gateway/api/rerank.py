@@ -9,9 +9,10 @@ from starlette.responses import Response
 
 from gateway.api.in_flight import while_connected
 from gateway.api.requests import Service, ignored_header, reply, time_stage
+from gateway.clock import Stage
 from gateway.errors import GatewayError
 from gateway.ids import passing_id
-from gateway.jobs import Reranked, RerankJob, Stage
+from gateway.jobs.rerank import Reranked, RerankJob
 from gateway.registry import EmbeddingSpec, RerankSpec, Resolved
 from gateway.serving.admission import Arrival
 from gateway.wire import rerank as wire

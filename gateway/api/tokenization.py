@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from gateway.api.in_flight import while_connected
 from gateway.api.requests import LONG_BYTES, Service, ignored_header, reply, time_stage
+from gateway.clock import Stage
 from gateway.errors import BadRequest
-from gateway.jobs import Stage
 from gateway.registry import ChatSpec
 from gateway.serving.admission import until_deadline
 from gateway.serving.generation.batcher import GenerationBatcher

@@ -6,7 +6,7 @@ engines         specs → engines loaded with MLX, and what they share: device, 
 chat_engines    chat models and label-scoring reranks → engines; imported late, as mlx-lm is slow
 ranks           this process as one rank of a model that several share
 self_tests      a chat model's self-test at load and in idle time; its verdicts on disk
-kept_prefixes   what is kept of prompts, in files that outlive a restart
+prefix_files    the KV kept of prompts, in files that outlive a restart
 limits          settings and a spec → the bounds of a model's batches, and all models' memory
 named           settings → the catalog: models.yaml, and models that were named or found; the hub
 daemon_threads  calls that may never return, as of a hub or a network disk

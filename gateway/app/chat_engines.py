@@ -41,7 +41,7 @@ from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, open_checkpoin
 from gateway.engine.models.missing_kernels import Report
 from gateway.engine.models.sharding import RankShare, SharedListing
 from gateway.engine.prompting.chat_tokenizer import ChatFormats
-from gateway.jobs import Adapter
+from gateway.jobs.chat import Adapter
 from gateway.registry import ChatSpec, RerankSpec
 from gateway.serving.budget import LEAST_PREFIXES, bound_prefixes
 from gateway.serving.generation.memory import PREFIX_ROW
@@ -219,10 +219,10 @@ class ChatEngines:
         return kv_bytes(checkpoint, self.device, spec.weights_dtype, tokens, spec.kv_bits)
 
     def _numbers(self, checkpoint: Listing, spec: ChatSpec, beside: int = 0) -> Numbers:
-        """Return how a chat model is kept, next to `beside` bytes of another one: quantised weights
+        """Return how a chat model is kept, next to `beside` bytes of another one: quantized weights
         stay so on a CPU if the memory budget has no room for them dequantized.
         """
-        # On a CPU quantised weights are slower, and floating ones many times as large.
+        # On a CPU quantized weights are slower, and floating ones many times as large.
         room = self.budget_bytes - beside - self._first_kv_bytes(checkpoint, spec)
         is_packed = must_stay_packed(checkpoint, self.device, spec.weights_dtype, room)
         return Numbers.of(spec, is_packed=is_packed)

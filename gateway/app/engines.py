@@ -41,7 +41,7 @@ from gateway.engine.hub_offer import look, require_public
 from gateway.engine.inputs import read_inputs
 from gateway.engine.models.checkpoint import Checkpoint, weights_bytes
 from gateway.errors import Fault, ModelLoadFailed, ModelNotFound, ModelRefused, ModelUnavailable
-from gateway.jobs import Adapter
+from gateway.jobs.chat import Adapter
 from gateway.registry import (
     Alias,
     ChatSpec,
@@ -359,7 +359,7 @@ class MlxEngines:
         log.warning("weights_become_floating", **asdict(widened))
         if widened.total_bytes > self._budget_bytes:
             needed, room = map(logs.human_bytes, (widened.total_bytes, self._budget_bytes))
-            reason = f"without kernels for its quantised weights it needs {needed}"
+            reason = f"without kernels for its quantized weights it needs {needed}"
             raise ModelLoadFailed(widened.model, f"{reason}, and models may hold {room}")
 
 

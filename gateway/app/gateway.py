@@ -20,10 +20,10 @@ from gateway.api.bodies import Bodies
 from gateway.api.in_flight import InFlight, Watchers
 from gateway.api.requests import Exposure, Rules, Service
 from gateway.app.daemon_threads import run_in_daemon_thread
-from gateway.app.kept_prefixes import DRAIN_S, KeptPrefixes
 from gateway.app.limits import budget_bytes, sized_prefixes
 from gateway.app.loading import Batcher, Engines, ModelLoader
 from gateway.app.named import load_served
+from gateway.app.prefix_files import DRAIN_S, PrefixFiles
 from gateway.errors import (
     GatewayError,
     ModelLoading,
@@ -91,7 +91,7 @@ class Gateway:
         self._bodies = Bodies(settings.max_bodies_bytes)
         self._budget = Budget(budget_bytes(settings, engines.memory_bytes))
         self._pulls = Pulls(engines)
-        self._kept = KeptPrefixes(settings, self._lane)
+        self._kept = PrefixFiles(settings, self._lane)
         loader = ModelLoader(
             settings,
             engines,

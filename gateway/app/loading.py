@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from gateway import logs
-from gateway.app.kept_prefixes import KeptPrefixes
 from gateway.app.limits import embedding_limits, generation_limits, settings_of, sized_prefixes
+from gateway.app.prefix_files import PrefixFiles
 from gateway.app.self_tests import SelfTest, verdict_store
 from gateway.errors import EngineFailed, Fault, ModelLoadFailed
-from gateway.jobs import Adapter, Compiled, KvCost, Sampling, SequenceParams, StepPlan
+from gateway.jobs.chat import Adapter, Compiled, Sampling
+from gateway.jobs.steps import KvCost, SequenceParams, StepPlan
 from gateway.registry import ChatSpec, EmbeddingSpec, Inputs, ModelSpec, RerankSpec
 from gateway.serving.admission import Arrivals
 from gateway.serving.budget import Budget, PrefixShare
@@ -168,7 +169,7 @@ class ModelLoader:
     budget: Budget
     prefixes: PrefixShare  # of all chat models that have no room of their own for them
     pulls: Pulls
-    kept: KeptPrefixes
+    kept: PrefixFiles
 
     async def prepare(self, spec: ModelSpec, base: Batcher | None = None) -> Prepared[Batcher]:
         """Find or download a model's files, and read its size. An adapter's `base` is loaded."""

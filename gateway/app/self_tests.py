@@ -16,9 +16,9 @@ from pydantic import TypeAdapter
 
 from gateway import clock, logs
 from gateway.app.daemon_threads import run_in_daemon_thread
-from gateway.app.kept_prefixes import replacing
+from gateway.app.prefix_files import replacing
 from gateway.errors import Unavailable
-from gateway.jobs import KvCost, Verdict
+from gateway.jobs.steps import KvCost, Verdict
 from gateway.registry import ChatSpec
 from gateway.serving.budget import Budget
 from gateway.serving.generation.batcher import GenerationBatcher

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gateway.engine import inputs as inputs
     from gateway.engine.models import sharding as sharding
     from gateway.engine.models.notes import verified_by as verified_by
-    from gateway.jobs import KvCost as KvCost
+    from gateway.jobs.steps import KvCost as KvCost
     from gateway.server import connections as connections
     from gateway.server.connections import Config as Config
     from gateway.serving.generation import memory as memory
@@ -59,7 +59,7 @@ _PLACES = {
     "inputs": "gateway.engine.inputs",
     "sharding": "gateway.engine.models.sharding",
     "verified_by": "gateway.engine.models.notes:verified_by",
-    "KvCost": "gateway.jobs:KvCost",
+    "KvCost": "gateway.jobs.steps:KvCost",
     "memory": "gateway.serving.generation.memory",
     "connections": "gateway.server.connections",
     "links": "gateway.serving.ranks.links",

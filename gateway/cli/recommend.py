@@ -21,7 +21,7 @@ from gateway.serving.budget import LEAST_PREFIXES, bound_prefixes
 from gateway.settings import Settings, load_settings
 
 if TYPE_CHECKING:
-    from gateway.jobs import KvCost
+    from gateway.jobs.steps import KvCost
 
 GIB: Final = 1 << 30
 STEP: Final = 1024  # tokens, of a context that is cut short

@@ -14,9 +14,9 @@ import numpy as np
 
 from gateway.api.exchange import template_args
 from gateway.app.engines import MlxEngines
-from gateway.app.kept_prefixes import KeptPrefixes
 from gateway.app.limits import budget_bytes, sized_prefixes
 from gateway.app.loading import Batcher, ModelLoader
+from gateway.app.prefix_files import PrefixFiles
 from gateway.app.self_tests import SelfTest, verdict_store
 from gateway.bench.requests import Texts
 from gateway.doctor.report import Checked, Finding, Report
@@ -24,17 +24,11 @@ from gateway.engine.blas import BLAS
 from gateway.engine.device import Device, device_facts, gflops
 from gateway.engine.generation.self_test import bound_of
 from gateway.errors import GatewayError, InsufficientMemory
-from gateway.jobs import (
-    Caller,
-    EmbedJob,
-    EngineFacts,
-    GenerateJob,
-    KvCost,
-    RerankJob,
-    Sampling,
-    Vectors,
-    Verdict,
-)
+from gateway.jobs import Caller, Vectors
+from gateway.jobs.chat import GenerateJob, Sampling
+from gateway.jobs.embed import EmbedJob
+from gateway.jobs.rerank import RerankJob
+from gateway.jobs.steps import EngineFacts, KvCost, Verdict
 from gateway.logs import human_bytes
 from gateway.registry import ChatSpec, ModelSpec, Resolved
 from gateway.serving.admission import Arrivals
@@ -86,7 +80,7 @@ async def check_models(specs: Sequence[ModelSpec], settings: Settings, on_stage:
                 budget,
                 sized_prefixes(budget, engines.memory_bytes),
                 Pulls(engines),
-                KeptPrefixes(settings, lane),
+                PrefixFiles(settings, lane),
             )
             place = Workplace(settings, engines, lane, budget, loader)
             async with lane.turn("load") as run:

@@ -13,7 +13,7 @@ from stat import S_ISDIR, S_ISREG
 from gateway.engine.hub import Hub, on_disk
 from gateway.engine.models.context import pair_context, read_context, read_files
 from gateway.engine.models.notes import verified_by
-from gateway.jobs import Verified
+from gateway.jobs.steps import Verified
 from gateway.registry import ChatSpec, EmbeddingSpec, Inputs, ModelSpec, is_gguf
 
 

@@ -7,7 +7,7 @@ watch            notices when that thread stalls or dies
 admission        bounds on waiting requests; deadlines; requests on their way
 rate_limit       requests and tokens per minute of each caller
 budget           the bytes of memory that models and their sequences share
-tokenize         thread pools off the loop, and texts that are tokenised there
+tokenize         thread pools off the loop, and texts that are tokenized there
 sandbox          processes for work that may hang, grow or crash
 response_store   responses kept for `previous_response_id`
 ports            the Protocols of engines

@@ -1,6 +1,6 @@
 """Bounds on the requests and tokens that wait for a model, each until its deadline.
 
-Also the arrivals: requests being read or tokenised, so that a batcher can wait for a burst.
+Also the arrivals: requests being read or tokenized, so that a batcher can wait for a burst.
 """
 
 import asyncio
@@ -10,12 +10,13 @@ from enum import StrEnum
 from typing import Final
 
 from gateway import clock, metrics
+from gateway.clock import Stage
 from gateway.errors import DeadlineExceeded, Overloaded
-from gateway.jobs import Caller, Stage
+from gateway.jobs import Caller
 
 
 class Arrival:
-    """A request that is being read or tokenised: it will be queued, or ends first."""
+    """A request that is being read or tokenized: it will be queued, or ends first."""
 
     def __init__(self, arrivals: "Arrivals") -> None:
         self._arrivals = arrivals

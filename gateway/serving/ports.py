@@ -3,19 +3,15 @@
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Protocol
 
-from gateway.jobs import (
-    Compiled,
+from gateway.jobs import TokenIds, Vectors
+from gateway.jobs.chat import Compiled, GenerateJob, Grammar, Reading
+from gateway.jobs.rerank import Pair
+from gateway.jobs.steps import (
     EngineFacts,
-    GenerateJob,
-    Grammar,
-    Pair,
     PrefixPiece,
-    Reading,
     SequenceParams,
     StepPlan,
     StepResult,
-    TokenIds,
-    Vectors,
     Verdict,
 )
 
@@ -48,16 +44,16 @@ class EmbeddingEngine(Protocol):
         """Return True if patterns of the model's files are tried on texts, which may take long."""
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenise, special tokens included. Safe on any thread."""
+        """Tokenize, special tokens included. Safe on any thread."""
 
     def encode_start(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenise as much as `truncate` needs; a longer text has more ids than `max_tokens`."""
+        """Tokenize as much as `truncate` needs; a longer text has more ids than `max_tokens`."""
 
     def truncate(self, tokens: TokenIds, limit: int | None = None) -> list[int]:
         """Cut one input to `limit`, or to `max_tokens`, as sentence-transformers would."""
 
     def shorten(self, vectors: Vectors, dimensions: int) -> Vectors:
-        """Keep the first `dimensions` of each vector, normalised again if the model does."""
+        """Keep the first `dimensions` of each vector, normalized again if the model does."""
 
     def embed(self, rows: Sequence[TokenIds]) -> Vectors:
         """Return (rows, dimensions) float32. On the lane only."""
@@ -89,7 +85,7 @@ class RerankEngine(Protocol):
         max_document_tokens: int | None = None,
         instruction: str | None = None,
     ) -> list[Pair]:
-        """Tokenise the query with each document, which is cut to fit. Safe on any thread.
+        """Tokenize the query with each document, which is cut to fit. Safe on any thread.
 
         Only a model whose prompt has an instruction reads one. Raises ContextLengthExceeded for a
         query that leaves no room for a token of a document.
@@ -224,8 +220,8 @@ class GenerationEngine(Protocol):
         what the device does. On the lane only.
         """
 
-    def prefix_names(self, adapter: int = 0) -> Sequence[bytes]:
-        """Return a router's names of the prefixes that are kept. Safe on any thread."""
+    def routing_keys(self, adapter: int = 0) -> Sequence[bytes]:
+        """Return the routing keys of what is kept of prompts. Safe on any thread."""
 
     def drop_adapter(self, number: int) -> None:
         """Free an adapter, with its rows. On the lane only."""

@@ -1,5 +1,5 @@
-"""Thread pools for work off the loop (reading bodies, tokenising, templates, grammars,
-descriptions of models and of the API), and texts that are tokenised there.
+"""Thread pools for work off the loop (reading bodies, tokenizing, templates, grammars,
+descriptions of models and of the API), and texts that are tokenized there.
 
 Each kind of work has its own threads, and long work has others than short work.
 """
@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Literal, TypeAlias, TypeVar, TypeVarTuple
 
-from gateway.jobs import GenerateJob, TokenIds
+from gateway.jobs import TokenIds
+from gateway.jobs.chat import GenerateJob
 from gateway.panics import raise_panics
 
 T = TypeVar("T")
@@ -44,7 +45,7 @@ THREADS: Final[dict[Kind, int]] = {
 OWN: Final[frozenset[Kind]] = frozenset(
     {"short texts", "long texts", "short prompts", "long prompts", "readings"}
 )
-# A single text so short is tokenised on the loop: it takes 20 µs, a hop to a thread 300.
+# A single text so short is tokenized on the loop: it takes 20 µs, a hop to a thread 300.
 SHORT_CHARS: Final = 1000
 # Longer requests are long work. A slice takes about a tenth of a second.
 LONG_CHARS: Final = 1 << 16
@@ -122,7 +123,7 @@ def texts_kind(chars: int) -> Kind:
     return "short texts"
 
 
-async def tokenise(
+async def tokenize(
     encode: Callable[[Sequence[str]], Sequence[TokenIds]],
     texts: Sequence[str],
     pool: ThreadPools,

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from gateway.clock import Timings
 from gateway.errors import GatewayError
-from gateway.jobs import CallDelta, Delta, Sampling, Timings, Usage
+from gateway.jobs.chat import CallDelta, Delta, Sampling, Usage
 from gateway.wire.generation import Heading, SchemaVerdict, usage_dict
 
 Event = Mapping[str, Any]

@@ -10,7 +10,8 @@ from typing_extensions import TypeAliasType, TypedDict
 
 from gateway.errors import BadRequest
 from gateway.errors import Part as ErrorPart
-from gateway.jobs import Caller, Calling, GenerateJob, Grammar, Sampling, Usage
+from gateway.jobs import Caller
+from gateway.jobs.chat import Calling, GenerateJob, Grammar, Sampling, Usage
 from gateway.wire.anthropic_blocks import (
     InputMessage,
     SystemPrompt,

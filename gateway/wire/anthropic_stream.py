@@ -10,7 +10,7 @@ import orjson
 from typing_extensions import TypeAliasType, TypedDict
 
 from gateway.errors import ContextLengthExceeded, GatewayError, NoRoom, Overloaded
-from gateway.jobs import Delta, FinishReason, Usage
+from gateway.jobs.chat import Delta, FinishReason, Usage
 from gateway.wire.answers import Answer, Block, BlockKind, BlockWriter, Event
 from gateway.wire.anthropic import (
     AnthropicMessage,

@@ -7,19 +7,12 @@ import orjson
 from pydantic import Field, model_validator
 from typing_extensions import TypedDict
 
+from gateway.clock import Timings
 from gateway.errors import BadRequest
 from gateway.errors import Part as ErrorPart
-from gateway.jobs import (
-    CallDelta,
-    Caller,
-    Calling,
-    Delta,
-    GenerateJob,
-    Sampling,
-    Timings,
-    Usage,
-)
-from gateway.jobs import FinishReason as Finish
+from gateway.jobs import Caller
+from gateway.jobs.chat import CallDelta, Calling, Delta, GenerateJob, Sampling, Usage
+from gateway.jobs.chat import FinishReason as Finish
 from gateway.wire.answers import Answer, ChunkWriter, Event
 from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label
 from gateway.wire.generation import (

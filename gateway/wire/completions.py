@@ -9,17 +9,11 @@ import orjson
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from gateway.clock import Timings
 from gateway.errors import BadRequest
 from gateway.errors import Part as ErrorPart
-from gateway.jobs import (
-    Caller,
-    Delta,
-    FinishReason,
-    GenerateJob,
-    Sampling,
-    Timings,
-    TokenLogprob,
-)
+from gateway.jobs import Caller
+from gateway.jobs.chat import Delta, FinishReason, GenerateJob, Sampling, TokenLogprob
 from gateway.wire.answers import Answer, ChunkWriter, Event
 from gateway.wire.bounds import Label
 from gateway.wire.generation import (

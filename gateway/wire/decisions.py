@@ -13,8 +13,10 @@ import orjson
 from pydantic import BeforeValidator, Field
 from typing_extensions import TypeAliasType, TypedDict
 
+from gateway.clock import Timings
 from gateway.errors import BadRequest
-from gateway.jobs import Caller, GenerateJob, Question, Sampling, Timings, Usage
+from gateway.jobs import Caller
+from gateway.jobs.chat import GenerateJob, Question, Sampling, Usage
 from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label
 from gateway.wire.messages import join_texts
 from gateway.wire.responses import ResponseUsage, usage_dict
@@ -336,7 +338,7 @@ def to_decision(
 ) -> Decision:
     """Return the answers, from the logprob of every label by question."""
     answers = [
-        _answer(question, _normalise(row))
+        _answer(question, _normalize(row))
         for question, row in zip(request.questions, logprobs, strict=True)
     ]
     return {"model": request.model, "answers": answers, "usage": usage_dict(usage)}
@@ -373,7 +375,7 @@ def _answer(question: QuestionParam, probabilities: Sequence[float]) -> Answer:
     }
 
 
-def _normalise(logprobs: Sequence[float]) -> list[float]:
+def _normalize(logprobs: Sequence[float]) -> list[float]:
     highest = max(logprobs)
     weights = [math.exp(logprob - highest) for logprob in logprobs]
     total = math.fsum(weights)

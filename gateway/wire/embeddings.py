@@ -10,7 +10,8 @@ from pydantic import Field
 from typing_extensions import TypeAliasType, TypedDict
 
 from gateway.errors import BadRequest
-from gateway.jobs import Caller, Embedded, EmbedJob, TokenIds
+from gateway.jobs import Caller, TokenIds
+from gateway.jobs.embed import Embedded, EmbedJob
 from gateway.wire.bounds import Label
 from gateway.wire.validation import CharBounds, Inputs, Request
 

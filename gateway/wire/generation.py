@@ -18,7 +18,8 @@ from pydantic import (
 from typing_extensions import TypedDict
 
 from gateway.errors import BadRequest
-from gateway.jobs import Calling, Grammar, Sampling, Tier, TokenLogprob, Usage
+from gateway.jobs import Tier
+from gateway.jobs.chat import Calling, Grammar, Sampling, TokenLogprob, Usage
 from gateway.wire.bounds import (
     FAIL_FAST,
     NAME_CHARS,

@@ -16,7 +16,8 @@ from gateway.errors import (
     Overloaded,
     Unavailable,
 )
-from gateway.jobs import Caller, Reranked, RerankJob
+from gateway.jobs import Caller
+from gateway.jobs.rerank import Reranked, RerankJob
 from gateway.wire.bounds import FAIL_FAST, INNER_DEPTH, Label, parse
 from gateway.wire.embeddings import EmbeddingUsage, usage_dict
 from gateway.wire.validation import MAX_INPUTS, CharBounds, Part, Request

@@ -14,7 +14,8 @@ from typing_extensions import TypeAliasType, TypedDict
 
 from gateway.errors import GatewayError
 from gateway.errors import Part as ErrorPart
-from gateway.jobs import Caller, GenerateJob, Grammar, Sampling, Usage
+from gateway.jobs import Caller
+from gateway.jobs.chat import GenerateJob, Grammar, Sampling, Usage
 from gateway.wire.bounds import FAIL_FAST, Label, Name, Schema
 from gateway.wire.generation import (
     ANY_OBJECT,

@@ -10,7 +10,7 @@ from typing_extensions import TypeAliasType, TypedDict
 
 from gateway.errors import BadRequest, GatewayError, Overloaded
 from gateway.ids import new_id
-from gateway.jobs import Delta, Sampling, Usage
+from gateway.jobs.chat import Delta, Sampling, Usage
 from gateway.wire.answers import Answer, Block, BlockKind, BlockWriter, Event
 from gateway.wire.generation import ChatTokenLogprob, SchemaVerdict, token_dict
 from gateway.wire.responses import (

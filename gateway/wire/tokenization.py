@@ -8,7 +8,8 @@ from typing_extensions import TypedDict
 
 from gateway.errors import BadRequest
 from gateway.errors import Part as ErrorPart
-from gateway.jobs import Caller, GenerateJob, Sampling
+from gateway.jobs import Caller
+from gateway.jobs.chat import GenerateJob, Sampling
 from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label, at_most
 from gateway.wire.messages import Message, is_continuation, to_template
 from gateway.wire.tools import ChatTools, Selection, ToolParam, read_tools, unserved_tools

@@ -10,8 +10,8 @@ from pydantic import Field, Tag, model_validator
 from pydantic_core import from_json
 from typing_extensions import TypedDict
 
-from gateway import jobs
 from gateway.errors import BadRequest
+from gateway.jobs import chat
 from gateway.wire.bounds import FAIL_FAST, MAX_PARTS, Label, Name, Schema, parse
 from gateway.wire.validation import OTHER, Part, by_type
 
@@ -27,14 +27,14 @@ class FunctionParam(Part):
     parameters: Schema | None = None
     strict: bool | None = None
 
-    def to_function(self) -> jobs.Function:
+    def to_function(self) -> chat.Function:
         """Return the function as it may be called; without parameters it takes an object."""
         parameters = self.parameters or {"type": "object", "properties": {}}
         types = parameters.get("type", "object")
         if "object" not in (types if isinstance(types, list) else [types]):
             problem = f"The parameters of '{self.name}' are of another 'type' than 'object'."
             raise BadRequest(problem, param="tools", code="invalid_function_parameters")
-        return jobs.Function(self.name, parameters, strict=bool(self.strict))
+        return chat.Function(self.name, parameters, strict=bool(self.strict))
 
     def to_template(self) -> dict[str, Any]:
         """Return the function in the form that models were trained on."""
@@ -316,7 +316,7 @@ def select(
 
 def read_tools(
     tools: Sequence[FunctionParam | OtherTool], selection: Selection
-) -> tuple[Sequence[Mapping[str, Any]], jobs.Calling | None]:
+) -> tuple[Sequence[Mapping[str, Any]], chat.Calling | None]:
     """Return the tools as templates read them, and which of them may or must be called.
 
     Raises BadRequest for a choice that names no tool, for two tools of one name, and if no tool is
@@ -347,7 +347,7 @@ def read_tools(
         return (), None
     # In the order of the tools, not of the choice: a prompt's beginning stays the same.
     allowed = [function for name, function in functions.items() if name in names]
-    calling = jobs.Calling(
+    calling = chat.Calling(
         functions=[function.to_function() for function in allowed],
         forced=selection.forced,
         parallel=selection.parallel,

@@ -408,7 +408,7 @@ class CharBounds:
     request: int
 
     def check(self, texts: Sequence[str], *, param: str, noun: str) -> None:
-        """Raise BadRequest if one text, or all together, are too long to tokenise."""
+        """Raise BadRequest if one text, or all together, are too long to tokenize."""
         lengths = [len(text) for text in texts]
         if any(length > self.text for length in lengths):
             raise BadRequest(f"{noun} is longer than {self.text} characters.", param=param)
@@ -420,7 +420,7 @@ class CharBounds:
 
 
 def check_length(parts: Sequence[Any], max_chars: int, *, param: str) -> None:
-    """Raise BadRequest if the parts, written as JSON, are too long to tokenise."""
+    """Raise BadRequest if the parts, written as JSON, are too long to tokenize."""
     # A character has at most 4 bytes; a part's braces and names are not the caller's.
     body = orjson.dumps(parts, default=lambda part: part.model_dump())
     escapes = body.count(b"\\n") + body.count(b'\\"')  # the commonest, one character each

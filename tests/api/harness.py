@@ -14,7 +14,7 @@ from gateway.api.access import AccessRules, protect
 from gateway.api.bodies import Bodies
 from gateway.api.in_flight import InFlight
 from gateway.api.traces import Tracer
-from gateway.jobs import CallDelta, Delta
+from gateway.jobs.chat import CallDelta, Delta
 from gateway.serving.rate_limit import Allowance
 from tests.fakes import Gate, ScriptedChat, ScriptedRow
 

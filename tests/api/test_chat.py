@@ -14,7 +14,7 @@ from gateway.api.bodies import Bodies, Body
 from gateway.api.in_flight import RequestContext
 from gateway.api.requests import MANY_LOGPROBS, serialize
 from gateway.api.streams import COMMENT, EventStream, frame
-from gateway.jobs import CallDelta, Likelihood, TokenLogprob
+from gateway.jobs.chat import CallDelta, Likelihood, TokenLogprob
 from tests.api.harness import TOOLS, chat, error_of, stream
 from tests.fakes import ScriptedEngines
 from tests.waiting import until

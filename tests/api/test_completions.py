@@ -9,7 +9,9 @@ import pytest
 from httpx2 import AsyncClient, Response
 
 from gateway import metrics
-from gateway.jobs import GenerateJob, SequenceParams, Stage
+from gateway.clock import Stage
+from gateway.jobs.chat import GenerateJob
+from gateway.jobs.steps import SequenceParams
 from gateway.registry import Catalog
 from gateway.serving.generation import fan_out
 from tests.api.harness import error_of, held, stream

@@ -9,7 +9,7 @@ import orjson
 import pytest
 from httpx2 import AsyncClient, Response
 
-from gateway.jobs import Embedded
+from gateway.jobs.embed import Embedded
 from gateway.wire.embeddings import NUMBER_BYTES, PIECE_FLOATS, write_pieces, write_vectors
 from tests.api.harness import error_of
 from tests.fakes import ScriptedEngines

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.api.access import is_here, origin_pattern
 from gateway.api.in_flight import context_of
 from gateway.api.middleware import PIECE_BYTES, split_body
-from gateway.jobs import PrefixNames
+from gateway.jobs import RoutingKeys
 from gateway.registry import Catalog
 from tests.api.harness import chat, error_of, protected
 from tests.fakes import ScriptedEngines
@@ -37,21 +37,21 @@ async def test_every_answer_has_a_request_id_and_one_sent_is_echoed(client: Asyn
 
 
 async def test_the_context_has_the_names_that_a_router_leaves_in_the_scope() -> None:
-    found: list[PrefixNames] = []
+    found: list[RoutingKeys] = []
 
     async def note(scope: Scope, receive: Receive, send: Send) -> None:
-        found.append(context_of(scope).prefix_names)
+        found.append(context_of(scope).routing_keys)
         await Response()(scope, receive, send)
 
-    named = PrefixNames([b"name"], 0.5)
+    named = RoutingKeys([b"name"], 0.5)
 
     async def routed(scope: Scope, receive: Receive, send: Send) -> None:
-        await protected(note)({**scope, "prefix_names": named}, receive, send)
+        await protected(note)({**scope, "routing_keys": named}, receive, send)
 
     for app in (protected(note), routed):
         async with AsyncClient(transport=ASGITransport(app), base_url="http://localhost") as client:
             assert (await client.get("/x")).status_code == 200
-    assert found == [PrefixNames(), named]
+    assert found == [RoutingKeys(), named]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from httpx2 import AsyncClient
 
-from gateway.jobs import CallDelta
+from gateway.jobs.chat import CallDelta
 from tests.api.harness import ASK, TOOLS, chat, code_of
 from tests.fakes import ScriptedChat, ScriptedEngines
 

@@ -39,7 +39,7 @@ async def test_a_prompt_and_a_conversation_become_tokens(
     }
 
 
-async def test_a_prompt_longer_than_the_context_is_tokenised(client: AsyncClient) -> None:
+async def test_a_prompt_longer_than_the_context_is_tokenized(client: AsyncClient) -> None:
     body = {"prompt": "a" * 200, "return_token_strs": True, "add_special_tokens": False}
     answer = (await client.post("/tokenize", json=body)).json()
     assert (answer["count"], answer["token_strs"]) == (200, ["a"] * 200)

@@ -12,7 +12,7 @@ from gateway.engine.models.checkpoint import Checkpoint, Listing, kv_bytes, weig
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint
 from tests.checkpoints import write_chat
 from tests.cpu_engines import cpu_engines
-from tests.engine.models.test_checkpoint import quantised
+from tests.engine.models.test_checkpoint import quantized
 from tests.gguf_files import write_model
 from tests.serving_app import catalog, served
 
@@ -42,13 +42,13 @@ async def test_a_file_is_a_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["path:tiny.gguf", "path:folder"])
-async def test_weights_stay_quantised_where_the_budget_has_no_room(
+async def test_weights_stay_quantized_where_the_budget_has_no_room(
     tmp_path: Path, source: str
 ) -> None:
     """Of a folder too: slower, and said so; with room for float32 nothing is said."""
     checkpoint: Listing
     if source == "path:folder":
-        checkpoint = Checkpoint("tiny", quantised(write_chat(tmp_path / "folder")))
+        checkpoint = Checkpoint("tiny", quantized(write_chat(tmp_path / "folder")))
     else:
         checkpoint = GgufCheckpoint("tiny", write_model(tmp_path / "tiny.gguf", "qwen2"))
     kv = kv_bytes(checkpoint, Device.CPU, None, 512)

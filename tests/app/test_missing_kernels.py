@@ -1,6 +1,6 @@
-"""Quantised weights that the device has no kernel for: counted, and refused if too large.
+"""Quantized weights that the device has no kernel for: counted, and refused if too large.
 
-The device is called CUDA and is this machine's CPU; MLX's quantised product is a stand-in.
+The device is called CUDA and is this machine's CPU; MLX's quantized product is a stand-in.
 """
 
 import json
@@ -24,7 +24,7 @@ from tests.serving_app import catalog, served
 pytestmark = pytest.mark.anyio
 
 
-def write_quantised(folder: Path) -> Path:
+def write_quantized(folder: Path) -> Path:
     write_chat(folder)
     model, _ = load_model(folder)
     quantize(model, group_size=32, bits=4)
@@ -38,8 +38,8 @@ def write_quantised(folder: Path) -> Path:
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MlxEngines:
-    """Return those of a device without a kernel for anything quantised."""
-    write_quantised(tmp_path / "small")
+    """Return those of a device without a kernel for anything quantized."""
+    write_quantized(tmp_path / "small")
     engines = cpu_engines(cache_max_bytes=1 << 30, kv_allowance_tokens=64)
     monkeypatch.setattr(engines, "_device", Device.CUDA)
     monkeypatch.setattr(device, "configure", lambda *_: None)
@@ -62,4 +62,4 @@ async def test_weights_are_counted_as_floating_and_refused_by_name_if_too_large(
     async with served(models, engines) as client:
         answer = await client.post("/v1/chat/completions", json=body)
     assert answer.json()["error"]["code"] == "model_load_failed"
-    assert "without kernels for its quantised weights" in answer.json()["error"]["message"]
+    assert "without kernels for its quantized weights" in answer.json()["error"]["message"]

@@ -21,7 +21,7 @@ from gateway.engine.generation.self_test import self_test_digest
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.models.decoders import Numbers
 from gateway.errors import Fault, PassFault
-from gateway.jobs import KvCost, Verdict
+from gateway.jobs.steps import KvCost, Verdict
 from gateway.registry import ChatSpec, PathSource
 from gateway.serving.budget import Budget
 from gateway.serving.lane import Lane

@@ -11,7 +11,8 @@ import httpx2
 import pytest
 
 from gateway.app.loading import Size
-from gateway.jobs import Delta, GenerateJob, KvCost, SequenceParams
+from gateway.jobs.chat import Delta, GenerateJob
+from gateway.jobs.steps import KvCost, SequenceParams
 from gateway.registry import ChatSpec, ModelSpec
 from gateway.serving.generation.memory import Layout, RowCosts, longest_chunk
 from gateway.serving.ports import GenerationEngine

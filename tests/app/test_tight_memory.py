@@ -7,7 +7,7 @@ import httpx2
 import mlx.core as mx
 import pytest
 
-from gateway.jobs import KvCost
+from gateway.jobs.steps import KvCost
 from gateway.serving.generation.memory import Layout, RowCosts
 from tests.checkpoints import write_chat
 from tests.cpu_engines import cpu_engines

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.jobs import StepPlan, StepResult
+from gateway.jobs.steps import StepPlan, StepResult
 from gateway.serving.generation.batcher import STEPS_PER_TURN
 from gateway.serving.generation.policy import QUANTUM
 from tests.checkpoints import write_chat

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from gateway.errors import EngineFailed
-from gateway.jobs import Delta, Vectors
+from gateway.jobs import Vectors
+from gateway.jobs.chat import Delta
 from tests.fakes import ScriptedChat, ScriptedEmbedder, ScriptedEngines
 from tests.serving_app import catalog, served
 

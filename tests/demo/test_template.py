@@ -58,7 +58,7 @@ def test_content_parts_are_joined(tokenizer: TokenizerWrapper) -> None:
     )
 
 
-def test_mlx_lm_recognises_the_tool_calls(tokenizer: TokenizerWrapper) -> None:
+def test_mlx_lm_recognizes_the_tool_calls(tokenizer: TokenizerWrapper) -> None:
     """mlx-lm infers the json_tools parser, and each marker is one token."""
     assert tokenizer.tool_call_start == "<tool_call>"
     assert len(tokenizer.encode("<tool_call></tool_call>")) == 2

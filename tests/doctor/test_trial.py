@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gateway.doctor.trial import judge_distance, judge_verdict
-from gateway.jobs import Verdict
+from gateway.jobs.steps import Verdict
 
 PASSED = Verdict(single=True, rows=True, prefixes=True, window=True)
 ROWS = np.ones((4, 8), dtype=np.float32)

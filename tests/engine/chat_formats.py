@@ -13,7 +13,8 @@ from gateway.engine.prompting.chat_tokenizer import (
     chat_tokenizer,
     wrap_folder_tokenizer,
 )
-from gateway.jobs import Calling, Function, Sampling, SequenceParams
+from gateway.jobs.chat import Calling, Function, Sampling
+from gateway.jobs.steps import SequenceParams
 
 DEMO = Path(__file__).parents[2] / "demo" / "chat"
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -11,7 +11,8 @@ from anyio.from_thread import start_blocking_portal
 
 from gateway.app.loading import Engines
 from gateway.errors import BadRequest
-from gateway.jobs import GenerateJob, SequenceParams
+from gateway.jobs.chat import GenerateJob
+from gateway.jobs.steps import SequenceParams
 from gateway.registry import Catalog
 from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.serving_app import catalog, served

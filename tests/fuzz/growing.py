@@ -11,7 +11,8 @@ import orjson
 
 from gateway.api.endpoints import ENDPOINTS
 from gateway.errors import GatewayError
-from gateway.jobs import Caller, Sampling
+from gateway.jobs import Caller
+from gateway.jobs.chat import Sampling
 from gateway.registry import Catalog
 from gateway.wire import (
     anthropic,

@@ -5,7 +5,7 @@ torch and sentence-transformers, that of one that holds fastembed and onnx, or b
     python tests/golden/compare_speed.py --torch-python <python> --onnx-python <python>
     python tests/golden/compare_speed.py --torch-python <python> --model bge-base --turns 5
     python tests/golden/compare_speed.py --torch-python <python> --rerank
-They take turns of a fraction of a second, tokenising included, so that a busy moment hits all.
+They take turns of a fraction of a second, tokenizing included, so that a busy moment hits all.
 A ratio above 1 means that the gateway is the faster one; its range is that of the turns. All must
 give the same vectors before they are timed. Nothing is fetched: fastembed reads what
 `write_onnx.py` makes of the same weights.

@@ -58,7 +58,7 @@ Metadata = dict[str, Any]
 
 def llama_cpp(path: Path, texts: Sequence[str], node: Path) -> list[tuple[list[int], str]]:
     """Return llama.cpp's ids of each text, special tokens read as such, and its text of them."""
-    script = node / "tokenise.mjs"  # its imports are looked for beside it
+    script = node / "tokenize.mjs"  # its imports are looked for beside it
     script.write_text(NODE)
     try:
         done = subprocess.run(

@@ -8,16 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gateway.jobs import (
-    Compiled,
-    Delta,
-    GenerateJob,
-    Grammar,
-    SequenceParams,
-    Stage,
-    TokenIds,
-    Vectors,
-)
+from gateway.clock import Stage
+from gateway.jobs import TokenIds, Vectors
+from gateway.jobs.chat import Compiled, Delta, GenerateJob, Grammar
+from gateway.jobs.steps import SequenceParams
 from gateway.registry import ModelSpec
 from tests.fakes import Gate, ScriptedChat, ScriptedEmbedder, ScriptedEngines
 
@@ -33,7 +27,7 @@ def gates() -> dict[Stage, Gate]:
 
 @dataclass
 class HeldEmbedder(ScriptedEmbedder):
-    """Tokenising and the pass have a gate each."""
+    """Tokenizing and the pass have a gate each."""
 
     pass_s: float = 0.0
     gates: dict[Stage, Gate] = field(default_factory=gates)

@@ -12,7 +12,7 @@ import orjson
 import pytest
 import structlog
 
-from gateway.jobs import Stage
+from gateway.clock import Stage
 from gateway.server import connections
 from gateway.server.http1 import MOST_AHEAD
 from tests.provoked.engines import HeldEngines

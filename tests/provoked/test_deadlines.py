@@ -7,7 +7,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from gateway.jobs import Stage
+from gateway.clock import Stage
 from tests.fakes import Gate
 from tests.provoked.engines import HeldEngines
 from tests.provoked.harness import SCHEMA, ask, chat, embed, reached, said

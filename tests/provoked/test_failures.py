@@ -9,7 +9,7 @@ import httpx2
 import mlx.core as mx
 import pytest
 
-from gateway.jobs import Stage
+from gateway.clock import Stage
 from tests.checkpoints import write_chat
 from tests.cpu_engines import cpu_engines
 from tests.provoked.engines import EXIT, HeldEngines

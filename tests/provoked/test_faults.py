@@ -61,7 +61,7 @@ FAULTS = {
     "helpers SIGKILL": Fault(Call.NONE),  # as the kernel does first where memory is short
     **{f"{call.name.lower()} EINTR": Fault(call, errno.EINTR) for call in INTERRUPTED},
 }
-STAGES = ("start", "load", "tokenise", "decode", "drain")
+STAGES = ("start", "load", "tokenize", "decode", "drain")
 _names = itertools.count()
 
 
@@ -153,7 +153,7 @@ def load(gateway: Gateway) -> None:
     gateway.ask("/v1/chat/completions", body)
 
 
-def tokenise(gateway: Gateway) -> None:
+def tokenize(gateway: Gateway) -> None:
     """Send requests of every kind, on new connections."""
     for path, body in gateway.kinds():
         gateway.ask(path, body)
@@ -212,8 +212,8 @@ class Trial:
         if stage == "load":
             gateway.ask("/admin/models/second/unload", {})
             self._strike(fault, times, lambda: load(gateway))
-        elif stage == "tokenise":
-            self._strike(fault, times, lambda: tokenise(gateway))
+        elif stage == "tokenize":
+            self._strike(fault, times, lambda: tokenize(gateway))
         elif stage == "decode":
             with streaming(gateway):
                 self._strike(fault, times, lambda: gateway.ask("/health"))
@@ -312,13 +312,13 @@ def report(trial: Trial, stage: str, name: str, times: int) -> str:
 QUICK = [
     ("start", "open EMFILE", 1),
     ("load", "open EMFILE", FOR_A_WHILE),
-    ("tokenise", "accept EMFILE", FOR_A_WHILE),
-    ("tokenise", "fork EAGAIN", FOR_A_WHILE),
+    ("tokenize", "accept EMFILE", FOR_A_WHILE),
+    ("tokenize", "fork EAGAIN", FOR_A_WHILE),
     ("decode", "write ENOSPC", FOR_A_WHILE),
     ("decode", "clock -1 h", FOR_A_WHILE),
     ("load", "thread EAGAIN", 1),
     ("load", "mmap ENOMEM", 1),
-    ("tokenise", "helpers SIGKILL", FOR_A_WHILE),
+    ("tokenize", "helpers SIGKILL", FOR_A_WHILE),
     ("drain", "write ENOSPC", FOR_A_WHILE),
 ]
 

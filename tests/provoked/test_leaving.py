@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from gateway import metrics
-from gateway.jobs import Stage, TokenIds, Vectors
+from gateway.clock import Stage
+from gateway.jobs import TokenIds, Vectors
 from gateway.registry import Catalog
 from tests.provoked.engines import HeldEmbedder, HeldEngines
 from tests.provoked.harness import (

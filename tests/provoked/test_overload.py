@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from gateway.jobs import Stage
+from gateway.clock import Stage
 from gateway.registry import Catalog
 from tests.processes import Served, started
 from tests.provoked.engines import HeldEngines

@@ -27,7 +27,7 @@ def test_named_models_come_first_and_found_ones_last(tmp_path: Path) -> None:
     assert str(reading.catalog.resolve("mine").spec.source) == "hub:org/mine"
 
 
-def test_a_named_model_is_found_without_its_organisation_where_that_is_free(tmp_path: Path) -> None:
+def test_a_named_model_is_found_without_its_organization_where_that_is_free(tmp_path: Path) -> None:
     reading = read_models(written(tmp_path), {}, {"a/free": CHAT, "b/free": CHAT, "a/name": CHAT})
     assert reading.problems == ()
     assert reading.catalog.resolve("free").spec.id == "a/free"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway.serving.tokenize import LONG_CHARS, SLICE_CHARS, ThreadPools, prompt_kind, tokenise
+from gateway.serving.tokenize import LONG_CHARS, SLICE_CHARS, ThreadPools, prompt_kind, tokenize
 from tests.fakes import generate_job
 from tests.waiting import until
 
@@ -44,7 +44,7 @@ def texts(chars: int, count: int) -> list[str]:
 async def test_each_text_has_its_row(pool: ThreadPools) -> None:
     asked = ["x" * (n * 997 % 60_000) for n in range(100)]
     encoder = Encoder()
-    assert await tokenise(encoder, asked, pool) == [[len(text)] for text in asked]
+    assert await tokenize(encoder, asked, pool) == [[len(text)] for text in asked]
     assert len(encoder.calls) > 10
     assert max(map(sum, encoder.calls)) <= SLICE_CHARS
 
@@ -52,10 +52,10 @@ async def test_each_text_has_its_row(pool: ThreadPools) -> None:
 async def test_a_short_request_passes_a_long_one(pool: ThreadPools) -> None:
     encoder = Encoder()
     encoder.gate.clear()
-    long = asyncio.create_task(tokenise(encoder, texts(LONG_CHARS, 100), pool))
+    long = asyncio.create_task(tokenize(encoder, texts(LONG_CHARS, 100), pool))
     await until(lambda: encoder.calls)
     encoder.gate.set()
-    assert await tokenise(encoder, texts(2000, 2), pool) == [[2000], [2000]]
+    assert await tokenize(encoder, texts(2000, 2), pool) == [[2000], [2000]]
     assert not long.done()
     assert await long == [[LONG_CHARS]] * 100
 
@@ -66,7 +66,7 @@ async def test_long_requests_take_turns(pool: ThreadPools) -> None:
     ended: list[str] = []
 
     async def ask(name: str, count: int) -> None:
-        await tokenise(encoder, texts(SLICE_CHARS, count), pool)
+        await tokenize(encoder, texts(SLICE_CHARS, count), pool)
         ended.append(name)
 
     await asyncio.gather(ask("first", 40), ask("second", 3), ask("third", 20))
@@ -77,10 +77,10 @@ async def test_long_requests_take_turns(pool: ThreadPools) -> None:
 async def test_what_nobody_waits_for_is_not_encoded(pool: ThreadPools) -> None:
     encoder = Encoder()
     encoder.gate.clear()
-    left = asyncio.create_task(tokenise(encoder, texts(SLICE_CHARS, 50), pool))
+    left = asyncio.create_task(tokenize(encoder, texts(SLICE_CHARS, 50), pool))
     await until(lambda: encoder.calls)
     left.cancel()
-    stays = asyncio.create_task(tokenise(encoder, texts(SLICE_CHARS, 2), pool))
+    stays = asyncio.create_task(tokenize(encoder, texts(SLICE_CHARS, 2), pool))
     await asyncio.sleep(0)
     encoder.gate.set()
     assert await stays == [[SLICE_CHARS]] * 2
@@ -124,8 +124,8 @@ async def test_a_text_that_patterns_are_tried_on_is_never_read_on_the_loop() -> 
         return [[len(text)] for text in texts]
 
     with ThreadPools() as pool:
-        assert await tokenise(encode, ["short"], pool) == [[5]]
-        assert await tokenise(encode, ["short"], pool, has_patterns=True) == [[5]]
+        assert await tokenize(encode, ["short"], pool) == [[5]]
+        assert await tokenize(encode, ["short"], pool, has_patterns=True) == [[5]]
     assert threads[0] is threading.current_thread()
     assert threads[1] is not threading.current_thread()
 

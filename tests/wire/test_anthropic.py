@@ -22,7 +22,7 @@ from gateway.errors import (
     Unauthorized,
     UnknownParameter,
 )
-from gateway.jobs import CallDelta, Delta, GenerateJob, Grammar, Sampling, Usage
+from gateway.jobs.chat import CallDelta, Delta, GenerateJob, Grammar, Sampling, Usage
 from gateway.wire.answers import Answer
 from gateway.wire.anthropic import (
     CountMessageTokensRequest,

@@ -5,15 +5,15 @@ from typing import Any
 import orjson
 import pytest
 
+from gateway.clock import Timings
 from gateway.errors import BadRequest, UnsupportedParameter
-from gateway.jobs import (
+from gateway.jobs.chat import (
     Delta,
     EchoedPrompt,
     GenerateJob,
     Grammar,
     Likelihood,
     Sampling,
-    Timings,
     TokenLogprob,
     Usage,
 )

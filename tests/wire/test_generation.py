@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from gateway.errors import BadRequest
-from gateway.jobs import Grammar
+from gateway.jobs.chat import Grammar
 from gateway.wire.chat import ChatRequest
 from gateway.wire.generation import ANY_OBJECT, schema_from_prompt
 from gateway.wire.validation import read_request

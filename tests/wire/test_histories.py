@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import BadRequest
-from gateway.jobs import Sampling
+from gateway.jobs.chat import Sampling
 from gateway.wire import anthropic, chat, responses
 from gateway.wire.anthropic_blocks import BLOCKS, RESULT_PARTS
 from gateway.wire.responses_items import KINDS

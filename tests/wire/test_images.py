@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import BadRequest
-from gateway.jobs import Sampling
+from gateway.jobs.chat import Sampling
 from gateway.wire import anthropic, chat, responses
 from gateway.wire.images import leave_images_out
 from gateway.wire.validation import Request, read_request

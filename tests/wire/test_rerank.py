@@ -15,7 +15,7 @@ from gateway.errors import (
     ModelNotFound,
     Overloaded,
 )
-from gateway.jobs import Reranked, RerankJob
+from gateway.jobs.rerank import Reranked, RerankJob
 from gateway.wire.rerank import (
     Empty,
     RerankRequest,

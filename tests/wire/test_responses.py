@@ -8,14 +8,14 @@ import orjson
 import pytest
 
 from gateway.errors import BadRequest, EngineFailed, Overloaded, UnknownParameter
-from gateway.jobs import (
+from gateway.jobs import Tier
+from gateway.jobs.chat import (
     CallDelta,
     Delta,
     GenerateJob,
     Grammar,
     Likelihood,
     Sampling,
-    Tier,
     TokenLogprob,
     Usage,
 )

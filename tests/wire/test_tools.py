@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from gateway.errors import BadRequest
-from gateway.jobs import Calling
+from gateway.jobs.chat import Calling
 from gateway.wire.chat import ChatRequest
 from gateway.wire.validation import read_request
 

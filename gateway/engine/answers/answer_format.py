@@ -25,7 +25,7 @@ from gateway.engine.answers.reasoning import HARMONY, ReasoningFormat, Thinking,
 from gateway.engine.answers.stop_strings import StopScanner
 from gateway.engine.answers.tool_formats import NO_TOOLS, ToolFormat
 from gateway.engine.grammar.calls import CallFormat
-from gateway.jobs import SequenceParams
+from gateway.jobs.steps import SequenceParams
 
 
 class AnswerFormat:

@@ -21,7 +21,7 @@ from tokenizers import AddedToken
 
 from gateway.engine.answers.detokenizer import Detokenizer, Vocabulary
 from gateway.engine.answers.stop_strings import StopScanner
-from gateway.jobs import CallDelta, Likelihood, TokenLogprob
+from gateway.jobs.chat import CallDelta, Likelihood, TokenLogprob
 
 SPECIAL, _ADDED, _END = "\ud800", "\ud801", "\ud802"
 _SPELLING = str.maketrans("", "", SPECIAL + _ADDED + _END)

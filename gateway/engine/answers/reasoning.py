@@ -66,7 +66,7 @@ _ROWS = (
     ),
     ReasoningFormat("apertus", "Apertus", ("<|inner_prefix|>",), ("<|inner_suffix|>",)),
     ReasoningFormat("exaone_deep", "EXAONE Deep", ("<thought>",), ("</thought>",)),
-    # Granite 3.2 marks them with sentences; quantised ones write "Here's".
+    # Granite 3.2 marks them with sentences; quantized ones write "Here's".
     ReasoningFormat(
         "granite", "Granite 3.2",
         ("Here is my thought process:", "Here's my thought process:"),

@@ -14,7 +14,8 @@ from gateway.engine.answers.call_bodies import calls_of
 from gateway.engine.answers.output_parts import CallWriter, spell_out, strip_marks
 from gateway.engine.sandbox_worker import Sandbox
 from gateway.errors import Overloaded, Unavailable
-from gateway.jobs import Delta, Reading, SequenceParams
+from gateway.jobs.chat import Delta, Reading
+from gateway.jobs.steps import SequenceParams
 
 PREFIX_TOKENS: Final = 256  # of the prompt's end, where a template may open a thought
 MOST_BYTES: Final = 1 << 29  # of memory

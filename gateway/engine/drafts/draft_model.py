@@ -21,7 +21,7 @@ from gateway.engine.kv.layers import batch_of_one, hold_layers, make_batch_cache
 from gateway.engine.kv.prefix_cache import PrefixCache, PrefixPool, Root
 from gateway.engine.models.checkpoint import measure_kv
 from gateway.engine.models.decoders import parameters
-from gateway.jobs import DraftCost, Drafter, KvCost
+from gateway.jobs.steps import DraftCost, Drafter, KvCost
 
 MOST_AHEAD: Final = 7  # tokens a row: a turn's steps stay within the memory held for it
 CHUNK: Final = 512  # tokens, padding included, that catch up in one step

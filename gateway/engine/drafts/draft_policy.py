@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 from gateway.engine.drafts.draft_model import MOST_AHEAD, DraftModel
 from gateway.engine.drafts.prompt_lookup import DraftedSequence, LookupDrafter
 from gateway.engine.kv.layers import can_go_back
-from gateway.jobs import DRAFTERS, Drafter
+from gateway.jobs.steps import DRAFTERS, Drafter
 
 # In a pass of all rows. On a CPU a pass of 8 tokens takes 1.5 times as long as one of 1 token.
 MOST_TOKENS: Final = 16

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final, Protocol
 
 from gateway.engine.kv.prefix_cache import Root
-from gateway.jobs import Drafter
+from gateway.jobs.steps import Drafter
 
 _GRAMS: Final = (3, 2)  # how many tokens must have stood together before; the longer ones first
 _INDEXED_AT_ONCE: Final = 4096  # tokens, in 3 to 4 ms: a step of others waits for it

@@ -42,7 +42,7 @@ from gateway.engine.models.checkpoint import (
 )
 from gateway.engine.models.encoder_kernels import Activation, arithmetic
 from gateway.errors import ContextLengthExceeded
-from gateway.jobs import Pair
+from gateway.jobs.rerank import Pair
 
 Pooling = Literal["cls", "mean"]
 _TASK: Final = ("sequence-classification", "scores")  # transformer_task, module_output_name

@@ -467,7 +467,7 @@ def load_embedding_in_steps(
 
     `pooling` (mean, cls, last) and `normalize` are needed if the folder has no modules.json, and
     win if it has one. `max_context` can only lower the model's own limit. `prompts`, if there are
-    any, replace the model's own. `report` is called with a decoder's quantised weights that become
+    any, replace the model's own. `report` is called with a decoder's quantized weights that become
     floating, since the device has no kernel for them.
     """
     checkpoint = Checkpoint(name, folder)

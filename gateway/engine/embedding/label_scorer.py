@@ -25,7 +25,8 @@ from gateway.engine.models.context import pair_context
 from gateway.engine.models.decoders import floating_dtype, open_decoder, parameters
 from gateway.engine.models.missing_kernels import Report, replace_missing
 from gateway.errors import ContextLengthExceeded
-from gateway.jobs import Pair, TokenIds, Vectors
+from gateway.jobs import TokenIds, Vectors
+from gateway.jobs.rerank import Pair
 
 # A shared beginning is read in a pass of its own if that saves so many tokens.
 LEAST_SAVED: Final = 64
@@ -252,7 +253,7 @@ def _rows(layer: Any, ids: mx.array) -> mx.array:
         )
     if isinstance(layer, _layers.Linear):
         return layer.weight[ids]  # type: ignore[no-any-return]
-    rows: mx.array = layer(ids)  # dequantised, if need be
+    rows: mx.array = layer(ids)  # dequantized, if need be
     return rows
 
 
@@ -300,7 +301,7 @@ def load_label_scorer_in_steps(
     """Load a causal model as a reranker, in steps; the last one yields it. Raises ModelLoadFailed.
 
     Its labels must each be one token, and its logits the plain product of its hidden states and its
-    output matrix, which is checked. `report` is called with quantised weights that become floating.
+    output matrix, which is checked. `report` is called with quantized weights that become floating.
     """
     checkpoint = Checkpoint(name, folder)
     config = checkpoint.read_object("config.json")

@@ -69,7 +69,7 @@ def read_recipe(checkpoint: Checkpoint, pooling: str | None, normalize: bool | N
         )
     if normalize is None:
         raise checkpoint.failed(
-            "its folder does not say whether vectors are normalised: "
+            "its folder does not say whether vectors are normalized: "
             "set `normalize:` (true or false) in models.yaml"
         )
     dense = [path for name, path in modules if name == "Dense"]
@@ -169,7 +169,7 @@ def _read_projection(folder: Checkpoint) -> Projection:
 
 
 def _projections_inside(transformer: Checkpoint) -> list[Projection]:
-    """Open the layers that mlx-embeddings moves into the model's own file, perhaps quantised: those
+    """Open the layers that mlx-embeddings moves into the model's own file, perhaps quantized: those
     of EmbeddingGemma, which have no activation.
     """
     named = {n: a for n, a in transformer.weights().items() if n.startswith(INSIDE)}

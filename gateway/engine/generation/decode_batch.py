@@ -33,7 +33,8 @@ from gateway.engine.kv.cache import (
 )
 from gateway.engine.kv.layers import go_back
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache
-from gateway.jobs import Delta, Drafter, FinishReason, Pass
+from gateway.jobs.chat import Delta, FinishReason
+from gateway.jobs.steps import Drafter, Pass
 
 # How many of the blocks of an answer a next prompt can continue after, if states are to be kept
 # with each: the last two, and two further back, the oldest four to seven. The last tokens may be

@@ -29,17 +29,8 @@ from gateway.engine.kv.prefix_cache import PrefixCache, PrefixPool
 from gateway.engine.models.adapters import Adapters
 from gateway.engine.models.checkpoint import measure_kv
 from gateway.engine.models.decoders import floating_dtype, parameters
-from gateway.jobs import (
-    DraftCost,
-    EngineFacts,
-    GenerateJob,
-    Grammar,
-    Reading,
-    SequenceParams,
-    StepPlan,
-    StepResult,
-    Verdict,
-)
+from gateway.jobs.chat import GenerateJob, Grammar, Reading
+from gateway.jobs.steps import DraftCost, EngineFacts, SequenceParams, StepPlan, StepResult, Verdict
 
 
 class GenerationEngine:
@@ -178,9 +169,9 @@ class GenerationEngine:
         """Wait for the step under way. Its error is raised when it is read: MLX raises it once."""
         self._sequences.synchronize()
 
-    def prefix_names(self, adapter: int = 0) -> Sequence[bytes]:
-        """Return a router's names of the prefixes that are kept. Safe on any thread."""
-        return self.prefixes.names(adapter)
+    def routing_keys(self, adapter: int = 0) -> Sequence[bytes]:
+        """Return the routing keys of what is kept of prompts. Safe on any thread."""
+        return self.prefixes.routing_keys(adapter)
 
     def drop_adapter(self, number: int) -> None:
         """Free an adapter, with its sequences and the KV kept of their prompts."""

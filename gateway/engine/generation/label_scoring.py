@@ -25,15 +25,9 @@ from gateway.engine.generation.sampling import LOWEST_LOGPROB
 from gateway.engine.generation.sequence import Sequence
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
 from gateway.errors import BadRequest, ContextLengthExceeded
-from gateway.jobs import (
-    Delta,
-    GenerateJob,
-    Judgement,
-    LabelStep,
-    Question,
-    SequenceParams,
-    TokenIds,
-)
+from gateway.jobs import TokenIds
+from gateway.jobs.chat import Delta, GenerateJob, Judgement, Question
+from gateway.jobs.steps import LabelStep, SequenceParams
 
 MAX_STEPS = 4096  # of one job's labels
 

@@ -52,7 +52,8 @@ from gateway.engine.prompting.thoughts import (
 from gateway.engine.sandbox_worker import Sandbox
 from gateway.engine.tokenizer_parts import check_growth
 from gateway.errors import BadRequest
-from gateway.jobs import Calling, Sampling, SequenceParams
+from gateway.jobs.chat import Calling, Sampling
+from gateway.jobs.steps import SequenceParams
 
 
 def read_chat_setup(

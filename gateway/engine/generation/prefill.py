@@ -20,7 +20,7 @@ from gateway.engine.generation.sequence import Sequence
 from gateway.engine.kv.layers import make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache, count_shared
 from gateway.engine.models.decoders import LayerGroups
-from gateway.jobs import Pass
+from gateway.jobs.steps import Pass
 
 # The rest of a prompt is read with its last chunk if it is at most a chunk divided by this: a pass
 # of a few tokens costs nearly as much as a whole one.
@@ -231,9 +231,9 @@ class Prefill:
     def _store(self, batch: PrefillBatch, count: int) -> None:
         """Keep what the first sequences of a batch have read, as far as it can be kept."""
         for i, (seq, position) in enumerate(zip(batch.seqs[:count], batch.positions, strict=False)):
-            cache, names = batch.lm_batch.prompt_cache, seq.params.beginning
+            cache, keys = batch.lm_batch.prompt_cache, seq.params.routing_keys
             seq.kept_tokens += self._prefixes.store(
-                seq.context[:position], cache, i, names, seq.root
+                seq.context[:position], cache, i, keys, seq.root
             )
             if position == len(seq.context) - 1 and self._prefixes.is_on and not seq.scores_prompt:
                 unkept = position // BLOCK * BLOCK - self._prefixes.count_known(

@@ -11,7 +11,9 @@ from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
 from gateway.errors import BadRequest, ContextLengthExceeded
-from gateway.jobs import GenerateJob, Sampling, SequenceParams, TokenIds, Verified
+from gateway.jobs import TokenIds
+from gateway.jobs.chat import GenerateJob, Sampling
+from gateway.jobs.steps import SequenceParams, Verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ def prepare(job: GenerateJob, setup: ChatSetup) -> list[SequenceParams]:
         and (is_unread or "reasoning_parser" in setup.unread_formats),
         reads_whole=reads_whole,
         earlier_calls=sum(len(turn.get("tool_calls") or ()) for turn in job.messages),
-        beginning=job.caller.prefix_names.ends(len(prompt.ids)),
+        routing_keys=job.caller.routing_keys.ends(len(prompt.ids)),
         adapter=job.adapter,
         cache_salt=job.caller.cache_salt,
     )

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gateway.engine.answers.reasoning import Thinking
-from gateway.jobs import Sampling
+from gateway.jobs.chat import Sampling
 
 _WORD: Final = (1 << 64) - 1
 _LOG2_E: Final = math.log2(math.e)

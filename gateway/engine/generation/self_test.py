@@ -28,7 +28,7 @@ from gateway.engine.models.decoders import Numbers
 from gateway.engine.models.notes import EQUAL
 from gateway.engine.models.unread import architecture
 from gateway.errors import Fault
-from gateway.jobs import Verdict
+from gateway.jobs.steps import Verdict
 
 # How much logits may differ, root mean square, in standard deviations of the logits alone: what
 # rounding may do by itself. Wrong ones differed by 0.1 to 1.4 (tiny random models in float32),

@@ -16,13 +16,8 @@ from gateway.engine.grammar.compiling import CompiledGrammar
 from gateway.engine.grammar.matching import BoundRow, Matcher
 from gateway.engine.kv.prefix_cache import BLOCK, Root
 from gateway.errors import Fault, PassFault
-from gateway.jobs import (
-    Delta,
-    EchoedPrompt,
-    FinishReason,
-    SequenceParams,
-    TokenLogprob,
-)
+from gateway.jobs.chat import Delta, EchoedPrompt, FinishReason, TokenLogprob
+from gateway.jobs.steps import SequenceParams
 
 
 class Sequence:

@@ -31,7 +31,8 @@ from gateway.engine.generation.sequence import Faults, Sequence
 from gateway.engine.kv.cache import compact
 from gateway.engine.kv.layers import can_batch, hold_states, padded, row_lengths
 from gateway.engine.kv.prefix_cache import PrefixCache
-from gateway.jobs import Delta, Pass, SequenceParams, StepPlan, Verdict
+from gateway.jobs.chat import Delta
+from gateway.jobs.steps import Pass, SequenceParams, StepPlan, Verdict
 
 Applied: TypeAlias = Callable[[abc.Sequence[int]], AbstractContextManager[None]]
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 from gateway.engine.grammar.schemas import Schema, bare
 from gateway.engine.grammar.unenforced import to_llguidance
 from gateway.errors import BadRequest
-from gateway.jobs import Calling, Function, Grammar, SchemaRule
+from gateway.jobs.chat import Calling, Function, Grammar, SchemaRule
 
 _ANSWER: Final = "answer"
 _FREE: Final = "start: tag* TEXT"

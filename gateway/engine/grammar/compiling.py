@@ -35,7 +35,7 @@ from gateway.engine.grammar.unenforced import (
 )
 from gateway.engine.sandbox_worker import TRIAL_FORCED, TRIAL_STEPS, Sandbox
 from gateway.errors import BadRequest, Overloaded, Unavailable
-from gateway.jobs import Grammar
+from gateway.jobs.chat import Grammar
 
 # Bounds of llguidance's parser, here and in the sandbox.
 LIMITS: Final[Mapping[str, Any]] = {"max_lexer_states": 50_000, "verbose_errors": False}

@@ -24,7 +24,7 @@ from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
 from gateway.engine.sandbox_worker import Sandbox
 from gateway.errors import BadRequest
-from gateway.jobs import GenerateJob, Grammar
+from gateway.jobs.chat import GenerateJob, Grammar
 
 _MAX_BYTES: Final = 1 << 29
 

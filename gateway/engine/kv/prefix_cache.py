@@ -22,7 +22,7 @@ from gateway.engine.device import KeptBuffers, evaluate
 from gateway.engine.kv.cache import RaggedKVCache, copy_rows
 from gateway.engine.kv.layers import for_batch
 from gateway.engine.kv.prefix_pieces import Key, decode, encode, follow
-from gateway.jobs import PrefixPiece
+from gateway.jobs.steps import PrefixPiece
 
 # In tokens, and so the shortest prefix worth keeping: reading fewer takes a device hardly longer
 # than the one pass that a prompt needs anyway. At most this many are read again after a hit.
@@ -117,7 +117,7 @@ class PrefixCache:
         self._is_plain = [isinstance(layer, RaggedKVCache) for layer in self._empty]
         self._roots: dict[Root, int] = {}  # the numbers of what no block comes before
         self._entries, self._growing = pool.entries, pool.growing
-        self._names: dict[tuple[Root, bytes], Key] = {}  # a router's, of what ends in a block
+        self._routed: dict[tuple[Root, bytes], Key] = {}  # where their beginnings end
 
     @property
     def pool_bytes(self) -> int:
@@ -164,17 +164,17 @@ class PrefixCache:
         plain, others = map(_join, empty, pages), iter(states)
         return length, [next(plain if is_plain else others) for is_plain in self._is_plain]
 
-    def names(self, adapter: int = 0) -> list[bytes]:
-        """List the names of what is kept, the oldest first. Safe on any thread."""
-        named = list(self._names.items())
-        return [name for (root, name), key in named if root[0] == adapter and key in self._entries]
+    def routing_keys(self, adapter: int = 0) -> list[bytes]:
+        """List the routing keys of what is kept, the oldest first. Safe on any thread."""
+        routed = list(self._routed.items())
+        return [name for (root, name), key in routed if root[0] == adapter and key in self._entries]
 
     def store(
         self,
         tokens: Sequence[int],
         layers: Sequence[Any],
         row: int,
-        named: Sequence[tuple[int, bytes]] = (),
+        routed: Sequence[tuple[int, bytes]] = (),
         root: Root = ROOT,
         *,
         is_growing: bool = False,
@@ -182,9 +182,9 @@ class PrefixCache:
         """Keep the whole blocks of the tokens that row `row` of a batch with these caches has read.
 
         Return how many tokens those blocks have that were not there before. If the cache
-        `needs_block_ends`, the tokens must end with a block, or nothing is kept. `named` are names
-        of beginnings of the tokens, each with the token that it ends before. `is_growing`: they end
-        within an answer under way.
+        `needs_block_ends`, the tokens must end with a block, or nothing is kept. `routed` are
+        routing keys of beginnings of the tokens, each behind the token that its beginning ends
+        before. `is_growing`: they end within an answer under way.
         """
         whole = len(tokens) - len(tokens) % BLOCK
         if not self.is_on or (self.needs_block_ends and whole < len(tokens)):
@@ -205,7 +205,7 @@ class PrefixCache:
         if stateful and is_there:
             self._keep_states(path, stateful, row, is_growing=is_growing)
         self._use(path)
-        self._name(path, named, root)
+        self._route(path, routed, root)
         return new
 
     def store_next(
@@ -331,7 +331,7 @@ class PrefixCache:
     def clear(self) -> None:
         for key in [key for key, entry in self._entries.items() if entry.owner is self]:
             self.pool.drop(key)
-        self._names.clear()
+        self._routed.clear()
 
     def _split(self, layers: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Separate the plain layers from the others."""
@@ -360,13 +360,13 @@ class PrefixCache:
             path.pop()
         return path
 
-    def _name(self, path: Sequence[Key], named: Sequence[tuple[int, bytes]], root: Root) -> None:
+    def _route(self, path: Sequence[Key], routed: Sequence[tuple[int, bytes]], root: Root) -> None:
         """Remember in which block of a path each beginning ends, for as long as that is kept."""
-        for end, name in named:
+        for end, name in routed:
             if 0 < end <= BLOCK * len(path):
-                self._names[root, name] = path[(end - 1) // BLOCK]
-        if len(self._names) > 2 * len(self._entries) + BLOCK:
-            self._names = {name: key for name, key in self._names.items() if key in self._entries}
+                self._routed[root, name] = path[(end - 1) // BLOCK]
+        if len(self._routed) > 2 * len(self._entries) + BLOCK:
+            self._routed = {name: key for name, key in self._routed.items() if key in self._entries}
 
     def _after(self, path: Sequence[Key], root: Root = ROOT) -> int:
         """Return the number that identifies what follows a path."""

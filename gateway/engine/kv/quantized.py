@@ -1,6 +1,6 @@
-"""KV in 8 or 4 bits: what a model's plain layers keep of each token, quantised.
+"""KV in 8 or 4 bits: what a model's plain layers keep of each token, quantized.
 
-MLX quantises along the numbers of one head, so every token has groups of its own: rows of any
+MLX quantizes along the numbers of one head, so every token has groups of its own: rows of any
 lengths share a batch, and blocks of a prompt are kept and tokens taken back as those of plain KV
 are. Layers of other kinds, of sliding windows or states, keep what they have.
 """
@@ -39,7 +39,7 @@ class Packing:
 
 
 class PackedKVCache(RaggedKVCache):
-    """The KV of one layer, quantised. Its planes are codes, scales and biases; each has the heads
+    """The KV of one layer, quantized. Its planes are codes, scales and biases; each has the heads
     of the keys, then those of the values.
     """
 
@@ -100,7 +100,7 @@ def quantize_kv(checkpoint: Listing, model: Any, bits: int, *, is_shared: bool =
 
     What mlx-lm makes as its caches is that from now on. Passes that read it are tried; they are not
     evaluated of a model that `is_shared`, since other ranks would have to make them too. Raises
-    ModelLoadFailed for a model without plain layers, or whose heads cannot be quantised.
+    ModelLoadFailed for a model without plain layers, or whose heads cannot be quantized.
     """
     make_plain = _own_caches(model)
     layers = _read(model, make_plain(), (1,))

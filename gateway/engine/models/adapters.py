@@ -22,7 +22,7 @@ from gateway.engine.device import evaluate
 from gateway.engine.models.checkpoint import SLICE_BYTES, Checkpoint, Tensor, join_names
 from gateway.engine.models.decoders import floating_dtype
 from gateway.engine.models.missing_kernels import can_gather, dimensions
-from gateway.jobs import Adapter
+from gateway.jobs.chat import Adapter
 
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapters.safetensors"
@@ -230,7 +230,7 @@ class _Stack(_Module):  # type: ignore[misc]
 
 
 class AdaptedLinear(_Module):  # type: ignore[misc]
-    """A linear projection, quantised or not, and the factors of adapters."""
+    """A linear projection, quantized or not, and the factors of adapters."""
 
     def __init__(self, linear: Any, current: _Pass) -> None:
         super().__init__()

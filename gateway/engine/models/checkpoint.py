@@ -21,7 +21,7 @@ from gateway.engine.device import Device, pick_dtype
 from gateway.engine.models.context import text_config
 from gateway.engine.models.counts import check_counts
 from gateway.errors import ModelLoadFailed, Overloaded, Unavailable
-from gateway.jobs import KvCost
+from gateway.jobs.steps import KvCost
 from gateway.panics import as_exception
 from gateway.registry import is_gguf
 
@@ -274,7 +274,7 @@ def dequantize(
     unpacked = dict(arrays)
     for module in [n.removesuffix(".scales") for n in arrays if n.endswith(".scales")]:
         packed = _module_quantization(quantization, module)
-        with checkpoint.blame(f"the quantised weights of {module:.60}: "):
+        with checkpoint.blame(f"the quantized weights of {module:.60}: "):
             unpacked[f"{module}.weight"] = mx.dequantize(
                 unpacked[f"{module}.weight"],
                 unpacked.pop(f"{module}.scales"),
@@ -333,7 +333,7 @@ _FLOATING: Final = {
 def weights_bytes(
     checkpoint: Listing, device: Device, dtype: str | None, *, is_packed: bool = False
 ) -> int:
-    """Count the bytes of the weights once cast. On a CPU quantised ones become floating, unless the
+    """Count the bytes of the weights once cast. On a CPU quantized ones become floating, unless the
     model `is_packed`.
 
     Raises ModelLoadFailed for files that are not whole.
@@ -360,9 +360,9 @@ def weights_bytes(
 def must_stay_packed(
     checkpoint: Listing, device: Device, dtype: str | None, limit_bytes: int
 ) -> bool:
-    """Return True if a CPU has no room for quantised weights as floating ones.
+    """Return True if a CPU has no room for quantized weights as floating ones.
 
-    Products with quantised weights are 10 to 50 times slower there, but better than none.
+    Products with quantized weights are 10 to 50 times slower there, but better than none.
     """
     return (
         device is Device.CPU
@@ -403,7 +403,7 @@ def kv_bytes(
 
 
 def kv_group_size(head: int) -> int | None:
-    """Return how many of a head's numbers share a scale and a bias once its KV is quantised; None
+    """Return how many of a head's numbers share a scale and a bias once its KV is quantized; None
     if they can't be divided. mlx-lm's default is 64.
     """
     return next((size for size in KV_GROUP_SIZES if head % size == 0), None)
@@ -413,7 +413,7 @@ def measure_kv(model: Any) -> KvCost:
     """Return the cost of a sequence's KV, from the shapes that one token and two leave in the
     model's caches. The passes are never evaluated.
 
-    One layer more is counted than there is, as by `kv_bytes`: floating, if its KV is quantised,
+    One layer more is counted than there is, as by `kv_bytes`: floating, if its KV is quantized,
     since long passes attend to it so.
     """
     one, two = list(_plain(_read(model, 1))), list(_plain(_read(model, 2)))
@@ -488,7 +488,7 @@ def _group_size(checkpoint: Listing, module: str) -> int:
     quantization = config.get("quantization") or config.get("quantization_config") or {}
     size = _module_quantization(quantization, module).get("group_size")
     if not isinstance(size, int):
-        raise checkpoint.failed("config.json does not say the group_size of its quantised weights")
+        raise checkpoint.failed("config.json does not say the group_size of its quantized weights")
     return size
 
 

@@ -1,5 +1,5 @@
 """What decoders compute in place of mlx-lm's functions on a CPU: mlx's exp goes one by one there,
-and so do its products with quantised keys.
+and so do its products with quantized keys.
 
 SwiGLU and softmax take a third to a half of a prefill so. Metal and CUDA have fast kernels of
 their own, and keep mlx-lm's functions.
@@ -61,7 +61,7 @@ def attend(
     sinks: mx.array | None = None,
 ) -> mx.array:
     """Return attention as mlx-lm's `scaled_dot_product_attention` does: of long float32 passes, and
-    of quantised keys. Few queries, sinks and masks that are added are left to mlx-lm's own.
+    of quantized keys. Few queries, sinks and masks that are added are left to mlx-lm's own.
 
     Queries are (rows, heads, tokens, size), keys and values (rows, heads of their own, places,
     size), or what `attend_packed` takes.

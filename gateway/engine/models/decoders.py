@@ -103,7 +103,7 @@ def _alike(module: Module, group: Sequence[str]) -> list[list[str]]:
 
 
 def _form(part: Any) -> tuple[Any, ...]:
-    """Return what projections must share: their arrays' types, inputs, and quantisation."""
+    """Return what projections must share: their arrays' types, inputs, and quantization."""
     arrays = [(name, part[name].dtype, part[name].shape[1:]) for name in _ARRAYS if name in part]
     return type(part), *arrays, *quantization_of(part)
 
@@ -149,7 +149,7 @@ def open_decoder(
         if note is not None:
             for sentence in list_lost(weights, model, text_config(config)):
                 note(sentence)
-        # There, quantised weights are 10 to 50 times slower than float32.
+        # There, quantized weights are 10 to 50 times slower than float32.
         if device is Device.CPU and not is_packed:
             widen(model, floating_dtype(model))
         target = pick_dtype(device, dtype, floating_dtype(model))
@@ -165,7 +165,7 @@ class Numbers:
     """How a chat model's weights and KV are kept."""
 
     dtype: str | None = None  # the checkpoint's, if it is None
-    is_packed: bool = False  # weights stay quantised on a CPU too: `must_stay_packed` decides
+    is_packed: bool = False  # weights stay quantized on a CPU too: `must_stay_packed` decides
     is_fused: bool = False  # projections of one input are one product
     kv_bits: int | None = None
 
@@ -190,8 +190,8 @@ def read_decoder(
     On the lane.
 
     No text will have over `context` tokens. `note` is called with a sentence on weights that
-    nothing reads. Quantised weights that the device has no kernel for become floating; `report` is
-    called with them. The KV is not quantised yet. Raises ModelLoadFailed.
+    nothing reads. Quantized weights that the device has no kernel for become floating; `report` is
+    called with them. The KV is not quantized yet. Raises ModelLoadFailed.
     """
     if isinstance(checkpoint, GgufCheckpoint):
         if share is not None:

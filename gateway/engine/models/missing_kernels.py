@@ -1,6 +1,6 @@
 """Products that a device has no kernel for: tried once when a model is loaded, and replaced there.
 
-MLX says that there is none when a product is evaluated, so it would be in every pass. Quantised
+MLX says that there is none when a product is evaluated, so it would be in every pass. Quantized
 layers become floating ones, and mixtures of experts go without mx.gather_mm.
 """
 
@@ -39,7 +39,7 @@ _Layers = dict[str, Any]  # by their path in the model
 
 @dataclass(frozen=True, slots=True)
 class WidenedWeights:
-    """Quantised layers of a model that become floating ones, for want of a kernel."""
+    """Quantized layers of a model that become floating ones, for want of a kernel."""
 
     model: str
     layers: int
@@ -82,7 +82,7 @@ def replace_missing(
 
     Weights that become floating are reported before they take memory: what `report` raises ends it.
     They are of the `dtype` unless their scales have one. A CPU has kernels for all that is
-    quantised. Other errors than that there is no kernel are raised as they are. On the lane.
+    quantized. Other errors than that there is no kernel are raised as they are. On the lane.
     """
     if device is not Device.CPU:
         layers = yield from _find_missing(model, dtype, *_FLOATING_KINDS)
@@ -99,7 +99,7 @@ def replace_missing(
 
 
 def widen(model: Any, dtype: mx.Dtype, layers: _Layers | None = None) -> _Layers:
-    """Put floating layers, not computed yet, in the place of quantised ones; return them. By
+    """Put floating layers, not computed yet, in the place of quantized ones; return them. By
     default of all, which need not be read yet, for a CPU.
     """
     is_read = layers is not None
@@ -166,11 +166,11 @@ def _trials(layer: Any, dtype: mx.Dtype) -> Iterator[Callable[[], mx.array]]:
 
 
 def _float(layer: Any, dtype: mx.Dtype, *, is_read: bool) -> Any:
-    """Return a quantised layer as a floating one, not computed yet."""
+    """Return a quantized layer as a floating one, not computed yet."""
     kind, dtype = _FLOATING_KINDS[type(layer)], _number_type(layer, dtype)
     packed = [layer[part] for part in ("weight", "scales")]
     packed.append(layer.get("biases"))
-    # Where the device cannot dequantise either, the processor does.
+    # Where the device cannot dequantize either, the processor does.
     stream = None
     few = [part if part is None else part[..., :1, :] for part in packed]
     if is_read and not has_kernel(lambda: _unpack(layer, few, dtype, None)):

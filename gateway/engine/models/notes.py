@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gateway.engine.models.context import list_limits, text_config
-from gateway.jobs import Verified
+from gateway.jobs.steps import Verified
 
 
 def _listed(file: str) -> frozenset[str]:

@@ -32,7 +32,8 @@ from gateway.engine.prompting.thoughts import (
 )
 from gateway.engine.sandbox_worker import Sandbox
 from gateway.errors import BadRequest, ModelLoadFailed, Overloaded, Unavailable
-from gateway.jobs import GenerateJob, TokenIds
+from gateway.jobs import TokenIds
+from gateway.jobs.chat import GenerateJob
 from gateway.registry import ChatSpec
 
 # Parameters of transformers' functions, which no request may set by `template_args`: its

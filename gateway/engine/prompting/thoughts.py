@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from gateway.engine.prompting.chat_template import ChatTemplate
-from gateway.jobs import Caller, Function, GenerateJob, Sampling
+from gateway.jobs import Caller
+from gateway.jobs.chat import Function, GenerateJob, Sampling
 
 Turn: TypeAlias = Mapping[str, Any]
 PutThought: TypeAlias = Callable[[Turn, str], Turn]

@@ -6,8 +6,11 @@ from dataclasses import replace
 import numpy as np
 
 from gateway import clock, metrics
+from gateway.clock import Stage
 from gateway.errors import ContextLengthExceeded
-from gateway.jobs import Embedded, EmbedJob, Reranked, RerankJob, Stage, TokenIds
+from gateway.jobs import TokenIds
+from gateway.jobs.embed import Embedded, EmbedJob
+from gateway.jobs.rerank import Reranked, RerankJob
 from gateway.serving.admission import Arrival, Arrivals
 from gateway.serving.embedding.policy import (
     DOCUMENT_PROMPTS,
@@ -24,7 +27,7 @@ from gateway.serving.embedding.policy import (
 from gateway.serving.embedding.row_batcher import RowBatcher
 from gateway.serving.lane import Lane
 from gateway.serving.ports import EmbeddingEngine
-from gateway.serving.tokenize import ThreadPools, tokenise
+from gateway.serving.tokenize import ThreadPools, tokenize
 
 
 class EmbeddingBatcher(RowBatcher[TokenIds]):
@@ -74,7 +77,7 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
         async with self._begin(job.caller, arrival) as expected:
             cut = 0
             if job.max_tokens_per_doc is not None:
-                rows = await self._tokenise(embed_job, texts)
+                rows = await self._tokenize(embed_job, texts)
                 max_tokens = len(self.engine.encode([document_prompt])[0]) + job.max_tokens_per_doc
                 if max_tokens < self.engine.max_tokens:
                     cut = sum(len(row) > max_tokens for row in rows[len(queries) :])
@@ -85,7 +88,7 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
             try:
                 embedded = await self._embed(embed_job, texts, expected)
             except ContextLengthExceeded as error:
-                longest = max(map(len, await self._tokenise(embed_job, queries)))
+                longest = max(map(len, await self._tokenize(embed_job, queries)))
                 if longest > self.engine.max_tokens:
                     raise
                 raise ContextLengthExceeded(
@@ -126,7 +129,7 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
         self, job: EmbedJob, texts: Sequence[str], arrival: Arrival
     ) -> list[TextVector]:
         """Embed texts or, if there are none, the job's token ids."""
-        rows = await self._tokenise(job, texts)
+        rows = await self._tokenize(job, texts)
         rows, truncated = fit_to_context(self.engine, rows, truncate=job.truncate)
         vectors = await self._queue(rows, job.caller.timings, arrival)
         return [
@@ -134,13 +137,13 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
             for index, (row, vector) in enumerate(zip(rows, vectors, strict=True))
         ]
 
-    async def _tokenise(self, job: EmbedJob, texts: Sequence[str]) -> list[TokenIds]:
+    async def _tokenize(self, job: EmbedJob, texts: Sequence[str]) -> list[TokenIds]:
         if not texts:
             check_ids(self.engine, self._name, job.token_rows)
             return list(job.token_rows)
         started = clock.now()
         encode = self.engine.encode_start if job.truncate else self.engine.encode
         has_patterns = self.engine.has_patterns
-        rows = await tokenise(encode, texts, self._pool, has_patterns=has_patterns)
+        rows = await tokenize(encode, texts, self._pool, has_patterns=has_patterns)
         job.caller.timings.add(Stage.TOKENIZE, started)
         return rows

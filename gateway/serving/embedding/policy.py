@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from gateway import metrics
 from gateway.errors import BadRequest, ContextLengthExceeded
-from gateway.jobs import EmbedJob, TokenIds, Vectors
+from gateway.jobs import TokenIds, Vectors
+from gateway.jobs.embed import EmbedJob
 from gateway.serving.admission import NO_BOUND
 from gateway.serving.ports import EmbeddingEngine
 

@@ -8,8 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gateway import clock
+from gateway.clock import Stage
 from gateway.errors import ContextLengthExceeded, EngineFailed
-from gateway.jobs import Pair, Reranked, RerankJob, Stage, Vectors
+from gateway.jobs import Vectors
+from gateway.jobs.rerank import Pair, Reranked, RerankJob
 from gateway.serving.admission import Arrival, Arrivals
 from gateway.serving.embedding.policy import EmbeddingLimits
 from gateway.serving.embedding.row_batcher import RowBatcher

@@ -8,8 +8,9 @@ from typing import ClassVar, Generic, NamedTuple, Self, TypeVar
 import numpy as np
 
 from gateway import clock, logs, metrics
+from gateway.clock import Stage, Timings
 from gateway.errors import DeviceLost, Fault, GatewayError, Unavailable
-from gateway.jobs import Caller, Stage, Timings, Vectors
+from gateway.jobs import Caller, Vectors
 from gateway.serving.admission import Admission, Arrival, Arrivals, Noun, until_deadline
 from gateway.serving.embedding.policy import EmbeddingLimits, patience, take_batch, window
 from gateway.serving.faults import run_forever

@@ -7,7 +7,7 @@ from enum import Enum
 
 from gateway import logs, metrics
 from gateway.errors import DeadlineExceeded, SchemaViolated
-from gateway.jobs import Delta, GenerateJob
+from gateway.jobs.chat import Delta, GenerateJob
 from gateway.serving.admission import until_deadline
 from gateway.serving.ports import GenerationEngine
 from gateway.serving.tokenize import ThreadPools

@@ -9,21 +9,10 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from gateway import clock, logs, metrics
+from gateway.clock import Stage
 from gateway.errors import ContextLengthExceeded, GatewayError, NoRoom, PassFault, Unavailable
-from gateway.jobs import (
-    Adapter,
-    Compiled,
-    Delta,
-    Drafter,
-    GenerateJob,
-    Pass,
-    SequenceParams,
-    Stage,
-    StepPlan,
-    StepResult,
-    Usage,
-    Verdict,
-)
+from gateway.jobs.chat import Adapter, Compiled, Delta, GenerateJob, Usage
+from gateway.jobs.steps import Drafter, Pass, SequenceParams, StepPlan, StepResult, Verdict
 from gateway.serving.admission import until_deadline
 from gateway.serving.budget import Budget
 from gateway.serving.faults import run_forever
@@ -101,9 +90,9 @@ class GenerationBatcher:
         return self._scheduler.waiting + self._scheduler.parked
 
     @property
-    def prefix_names(self) -> Sequence[bytes]:
-        """Return a router's names of the prefixes that are kept."""
-        return self.engine.prefix_names()
+    def routing_keys(self) -> Sequence[bytes]:
+        """Return the routing keys of what is kept of prompts."""
+        return self.engine.routing_keys()
 
     @property
     def is_short_of_memory(self) -> bool:
@@ -473,9 +462,9 @@ class AdaptedBatcher:
         return self._base.verdict
 
     @property
-    def prefix_names(self) -> Sequence[bytes]:
-        """Return a router's names of the prefixes that are kept of this adapter."""
-        return self._base.engine.prefix_names(self._adapter.number)
+    def routing_keys(self) -> Sequence[bytes]:
+        """Return the routing keys of what is kept of this adapter's prompts."""
+        return self._base.engine.routing_keys(self._adapter.number)
 
     def generate(
         self, job: GenerateJob, on_full: Callable[[], None] | None = None

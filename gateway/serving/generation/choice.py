@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from gateway import clock, metrics
+from gateway.clock import Stage, Timings
 from gateway.errors import EngineFailed, GatewayError, OutOfMemory
-from gateway.jobs import Delta, GenerateJob, SequenceParams, Stage, Timings
+from gateway.jobs.chat import Delta, GenerateJob
+from gateway.jobs.steps import SequenceParams
 from gateway.serving.admission import until_deadline
 from gateway.serving.generation.memory import MARGIN, Layout
 from gateway.serving.lane import Turn

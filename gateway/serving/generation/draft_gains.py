@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Final
 
-from gateway.jobs import DRAFTERS, Drafter, StepResult
+from gateway.jobs.steps import DRAFTERS, Drafter, StepResult
 
 WINDOW: Final = 32  # passes with drafts of one drafter, after which it is judged
 BASELINES: Final = 5  # steps without drafts that are timed, for each count of rows

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from gateway.jobs import Delta, GenerateJob, Usage
+from gateway.jobs.chat import Delta, GenerateJob, Usage
 from gateway.serving.generation.batcher import ChatBatcher
 
 JOBS_AT_ONCE = 16  # of one request: a long list of prompts is admitted in slices

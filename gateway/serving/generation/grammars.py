@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from gateway import clock, metrics
 from gateway.errors import BadRequest, Overloaded, Unavailable
-from gateway.jobs import Grammar
+from gateway.jobs.chat import Grammar
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from gateway.errors import PromptTooLarge
-from gateway.jobs import KvCost, SequenceParams
+from gateway.jobs.steps import KvCost, SequenceParams
 from gateway.serving.budget import Budget, PrefixShare
 
 KV_STEP = 256  # tokens by which KV caches grow: they may hold as many unused ones

@@ -8,8 +8,10 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum, auto
 
+from gateway.clock import Stage
 from gateway.errors import Overloaded
-from gateway.jobs import Caller, SequenceParams, Stage
+from gateway.jobs import Caller
+from gateway.jobs.steps import SequenceParams
 from gateway.serving.admission import Admission, Noun, until_deadline
 from gateway.serving.generation.choice import Choice
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from gateway import metrics
 from gateway.errors import GatewayError
-from gateway.jobs import SequenceParams, StepPlan
+from gateway.jobs.steps import SequenceParams, StepPlan
 from gateway.serving.generation.choice import Choice, lay_out
 from gateway.serving.generation.memory import RowMemory
 from gateway.serving.generation.policy import (

@@ -9,7 +9,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from gateway.jobs import StepPlan, StepResult, Verdict
+from gateway.jobs.steps import StepPlan, StepResult, Verdict
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ from typing import Final, Protocol
 
 from gateway import logs
 from gateway.errors import GatewayError
-from gateway.jobs import Compiled, Grammar, SequenceParams, StepPlan, Verdict
+from gateway.jobs.chat import Compiled, Grammar
+from gateway.jobs.steps import SequenceParams, StepPlan, Verdict
 from gateway.serving.ports import GenerationEngine
 from gateway.serving.ranks.calls import (
     DropAdapterCall,

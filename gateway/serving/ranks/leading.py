@@ -11,17 +11,8 @@ from dataclasses import replace
 from typing import Final, TypeVar
 
 from gateway.errors import ModelLoadFailed, Unavailable
-from gateway.jobs import (
-    Compiled,
-    EngineFacts,
-    GenerateJob,
-    Grammar,
-    Reading,
-    SequenceParams,
-    StepPlan,
-    StepResult,
-    Verdict,
-)
+from gateway.jobs.chat import Compiled, GenerateJob, Grammar, Reading
+from gateway.jobs.steps import EngineFacts, SequenceParams, StepPlan, StepResult, Verdict
 from gateway.serving.ports import GenerationEngine, Tokens
 from gateway.serving.ranks.calls import (
     DropAdapterCall,
@@ -169,8 +160,8 @@ class LeadingEngine:
     def is_batched(self) -> bool:
         return self._engine.is_batched
 
-    def prefix_names(self, adapter: int = 0) -> Sequence[bytes]:
-        return self._engine.prefix_names(adapter)
+    def routing_keys(self, adapter: int = 0) -> Sequence[bytes]:
+        return self._engine.routing_keys(adapter)
 
 
 def _with_seed(params: SequenceParams) -> SequenceParams:

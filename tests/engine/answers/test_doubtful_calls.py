@@ -7,7 +7,7 @@ import pytest
 
 from gateway.engine.answers.parsing import Markup, Parser
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
-from gateway.jobs import Function, Grammar
+from gateway.jobs.chat import Function, Grammar
 from tests.engine.answers.harness import pushed
 from tests.engine.answers.test_marks_left_out import (
     _CONTENT,

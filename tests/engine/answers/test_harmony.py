@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
-from gateway.jobs import Calling, Function, Grammar, SequenceParams
+from gateway.jobs.chat import Calling, Function, Grammar
+from gateway.jobs.steps import SequenceParams
 from tests.checkpoints import write_chat
 from tests.engine.answers.harness import cut, pushed
 from tests.engine.chat_formats import family, row, said

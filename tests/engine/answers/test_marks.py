@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
-from gateway.jobs import Calling, Function, Grammar
+from gateway.jobs.chat import Calling, Function, Grammar
 from tests.engine.chat_formats import family, row, said
 
 NOTE = Function("note", {"type": "object"})

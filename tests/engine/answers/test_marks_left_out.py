@@ -13,7 +13,7 @@ import pytest
 from gateway.engine.answers.minimax_calls import MARK
 from gateway.engine.answers.parsing import ASIDE_SIZE
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
-from gateway.jobs import Calling, Function
+from gateway.jobs.chat import Calling, Function
 from tests.engine.chat_formats import family, gathered, row, said
 
 WRITE = Function(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gateway.engine.answers.output_parts import TokenScores
 from gateway.engine.answers.reasoning import REASONING_FORMATS
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.jobs import Function, GenerateJob, Grammar, Sampling
+from gateway.jobs.chat import Function, GenerateJob, Grammar, Sampling
 from tests.checkpoints import teach_thinking, write_chat
 from tests.engine.answers.harness import cut, pushed
 from tests.engine.chat_formats import family, row, said

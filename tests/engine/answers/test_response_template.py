@@ -9,7 +9,7 @@ from gateway.engine.answers.output_parts import SPECIAL, CallWriter
 from gateway.engine.answers.response_template import ResponseTemplate
 from gateway.engine.sandbox_worker import Answer, Request
 from gateway.errors import GatewayError, Overloaded, Unavailable
-from gateway.jobs import Delta, Function, Reading
+from gateway.jobs.chat import Delta, Function, Reading
 from gateway.serving.sandbox import Sandbox
 from tests.engine.chat_formats import row
 from tests.sandboxes import sandbox

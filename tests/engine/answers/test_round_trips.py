@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from gateway.engine.answers.output_parts import TOKENS
 from gateway.engine.answers.tool_formats import TOOL_FORMATS
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
-from gateway.jobs import Function
+from gateway.jobs.chat import Function
 from tests.engine.answers.written_calls import (
     DIVIDER,
     FORMS,

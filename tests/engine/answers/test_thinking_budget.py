@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
-from gateway.jobs import Calling, Function, Grammar, SequenceParams
+from gateway.jobs.chat import Calling, Function, Grammar
+from gateway.jobs.steps import SequenceParams
 from tests.engine.answers.test_harmony import TOKENS
 from tests.engine.answers.test_reasoning import FAMILIES, IDS
 from tests.engine.chat_formats import family, row, said

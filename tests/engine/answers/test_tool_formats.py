@@ -18,7 +18,7 @@ from gateway.engine.answers.output_parts import TOKENS
 from gateway.engine.answers.reasoning import REASONING_FORMATS
 from gateway.engine.answers.tool_formats import TOOL_FORMATS, infer_tools, tool_format
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
-from gateway.jobs import Calling, Function, Grammar
+from gateway.jobs.chat import Calling, Function, Grammar
 from gateway.registry.names import REASONING_PARSERS, TOOL_PARSERS, canonical_names
 from tests.engine.answers.harness import cut, pushed
 from tests.engine.answers.written_calls import FORMS

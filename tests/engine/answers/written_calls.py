@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gateway.engine.answers.pairs import Pairs
 from gateway.engine.answers.reasoning import REASONING_FORMATS
 from gateway.engine.answers.tool_formats import TOOL_FORMATS
-from gateway.jobs import Function
+from gateway.jobs.chat import Function
 
 Calls = Sequence[Mapping[str, Any]]
 Write = Callable[[Calls], str]

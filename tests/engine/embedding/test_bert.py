@@ -194,7 +194,7 @@ def test_the_names_of_old_checkpoints_are_understood(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", [Device.CPU, Device.METAL])
-def test_quantised_weights_are_unpacked(tmp_path: Path, device: Device) -> None:
+def test_quantized_weights_are_unpacked(tmp_path: Path, device: Device) -> None:
     """The hub has encoders in 4 and 8 bits, one module perhaps otherwise than the rest."""
     folder, packed = tiny(tmp_path, "bert"), {}
     odd = "embeddings.word_embeddings"

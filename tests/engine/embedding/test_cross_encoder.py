@@ -13,7 +13,7 @@ from gateway.engine.embedding.cross_encoder import CrossEncoderEngine
 from gateway.engine.embedding.tokenizer import load_text_tokenizer, read_pair_template
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.errors import ContextLengthExceeded, EngineFailed, ModelLoadFailed
-from gateway.jobs import Pair
+from gateway.jobs.rerank import Pair
 from tests.engine.embedding import harness
 from tests.engine.embedding.harness import GOLDEN, read_weights, rewrite, write_weights
 

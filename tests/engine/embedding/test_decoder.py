@@ -122,7 +122,7 @@ def test_layers_that_gemmas_class_has_no_key_for_are_refused(
 
 
 def packed_by_mlx_embeddings(folder: Path) -> None:
-    """Write a checkpoint as mlx-embeddings 0.1 does: quantised, linear layers in the same file."""
+    """Write a checkpoint as mlx-embeddings 0.1 does: quantized, linear layers in the same file."""
     weights = {f"model.{name}": array for name, array in read_weights(folder).items()}
     for index, part in enumerate(("2_Dense", "3_Dense")):
         weights[f"dense.{index}.weight"] = read_weights(folder / part)["linear.weight"]
@@ -176,8 +176,8 @@ def test_a_decoder_saved_whole_gives_the_same_vectors(tmp_path: Path) -> None:
         assert engine.nbytes() == load(QWEN3).nbytes()
 
 
-def test_a_quantised_decoder_is_float32_on_the_cpu(tmp_path: Path) -> None:
-    """Quantised products are the slowest of all there; the vectors stay close."""
+def test_a_quantized_decoder_is_float32_on_the_cpu(tmp_path: Path) -> None:
+    """Quantized products are the slowest of all there; the vectors stay close."""
     folder = tiny(tmp_path, "qwen3")
     save_whole(folder)
     model, _ = load_model(folder)

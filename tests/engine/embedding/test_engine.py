@@ -204,7 +204,7 @@ def test_prompts_are_the_models_own(tmp_path: Path) -> None:
     assert (load(folder).prompts, load(folder).default_prompt_name) == ({}, None)
 
 
-def test_vectors_are_normalised_only_if_the_model_says_so() -> None:
+def test_vectors_are_normalized_only_if_the_model_says_so() -> None:
     plain = load(GOLDEN / "bert", normalize=False).embed([[2, 9, 3]])
     unit = golden("bert").embed([[2, 9, 3]])
     assert abs(np.linalg.norm(plain) - 1) > 0.1

@@ -19,7 +19,7 @@ from gateway.engine.embedding.label_scorer import (
     load_label_scorer_in_steps,
 )
 from gateway.errors import ContextLengthExceeded, ModelLoadFailed
-from gateway.jobs import Pair
+from gateway.jobs.rerank import Pair
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
 
 RECIPE = LabelRecipe("Say y or n. {instruction}\nQ: {query}\nD: {document}\nAnswer:", ("y", "n"))
@@ -163,7 +163,7 @@ def test_documents_are_cut_and_queries_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_quantised_rows_give_the_quantised_models_scores(tmp_path: Path, tied: bool) -> None:
+def test_quantized_rows_give_the_quantized_models_scores(tmp_path: Path, tied: bool) -> None:
     scorer = load(write_chat(tmp_path, tie_word_embeddings=tied))
     layers: Any = nn
     layers.quantize(scorer._model, group_size=32, bits=8)

@@ -64,7 +64,7 @@ def test_pooling_is_read_from_old_and_new_keys(
     assert (recipe.pooling, recipe.normalize) == (mode, True)
 
 
-def test_a_listing_without_normalize_means_not_normalised(tmp_path: Path) -> None:
+def test_a_listing_without_normalize_means_not_normalized(tmp_path: Path) -> None:
     """modules.json is complete: what it does not list does not happen."""
     checkpoint = folder(tmp_path, ALL[:2], {"pooling_mode": "mean"})
     assert read_recipe(checkpoint, None, None).normalize is False
@@ -108,8 +108,8 @@ def test_what_is_not_computed_is_refused_by_name(
         read_recipe(folder(tmp_path, modules, config), None, None)
 
 
-def test_normalising_anything_but_the_vector_is_refused(tmp_path: Path) -> None:
-    """sentence-transformers 6 can normalise token vectors instead."""
+def test_normalizing_anything_but_the_vector_is_refused(tmp_path: Path) -> None:
+    """sentence-transformers 6 can normalize token vectors instead."""
     checkpoint = folder(tmp_path, ALL, {"pooling_mode": "mean"}, module_input_name="tokens")
     with pytest.raises(ModelLoadFailed, match="tokens"):
         read_recipe(checkpoint, None, None)
@@ -200,7 +200,7 @@ def test_unit_vectors_have_length_one_and_zero_stays_zero() -> None:
 
 
 def test_shortened_vectors_are_unit_length_again() -> None:
-    """Matryoshka: the first dimensions, renormalised."""
+    """Matryoshka: the first dimensions, renormalized."""
     vectors = np.array([[0.6, 0.0, 0.8], [0.0, 0.0, 1.0]], dtype=np.float32)
     short = shorten(vectors, 2)
     assert short.dtype == np.float32

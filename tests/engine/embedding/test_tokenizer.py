@@ -68,8 +68,8 @@ def test_lower_casing_is_added_only_where_asked_for() -> None:
     assert bert.encode(TEXTS) == load(GOLDEN / "bert").encode(TEXTS)
 
 
-def test_the_tokenizer_config_wins_over_berts_normaliser(tmp_path: Path) -> None:
-    """transformers rebuilds BERT's normaliser from do_lower_case."""
+def test_the_tokenizer_config_wins_over_berts_normalizer(tmp_path: Path) -> None:
+    """transformers rebuilds BERT's normalizer from do_lower_case."""
     cased = load(tiny(tmp_path, "bert", do_lower_case=False))
     assert cased.encode(["hello"]) == load(GOLDEN / "bert").encode(["hello"])
     assert cased.encode(["HELLO"]) != cased.encode(["hello"])

@@ -15,7 +15,8 @@ from gateway.engine.generation.decode_batch import constrain
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.label_scoring import score_labels
 from gateway.engine.generation.sampling import score
-from gateway.jobs import Delta, EchoedPrompt, Judgement, SequenceParams, TokenLogprob
+from gateway.jobs.chat import Delta, EchoedPrompt, Judgement, TokenLogprob
+from gateway.jobs.steps import SequenceParams
 from tests.engine.generation.ties import may_draw
 
 NEVER = -40.0  # logprobs below it are as good as none, and their rounding is large

@@ -26,7 +26,7 @@ from gateway.engine.models.adapters import read_adapter
 from gateway.engine.models.decoders import parameters
 from gateway.engine.models.gguf.checkpoint import open_checkpoint
 from gateway.engine.prompting.chat_tokenizer import ChatFormats
-from gateway.jobs import (
+from gateway.jobs.chat import (
     Adapter,
     CallDelta,
     Calling,
@@ -35,11 +35,10 @@ from gateway.jobs import (
     Function,
     GenerateJob,
     Grammar,
-    Pass,
     Sampling,
-    SequenceParams,
     TokenLogprob,
 )
+from gateway.jobs.steps import Pass, SequenceParams
 from tests.checkpoints import HYBRID, SLIDING, STATEFUL
 from tests.fakes import caller
 
@@ -69,12 +68,12 @@ SCHEMA = Grammar(
 )
 CALLS = Calling(functions=[Function("look", {"type": "object"})])
 # Of another seed's tokens two are as likely within 3e-6: rounding says which of them is first.
-PENALISED = Sampling(temperature=1.3, top_p=0.95, top_k=50, seed=-8, frequency_penalty=0.4)
+PENALIZED = Sampling(temperature=1.3, top_p=0.95, top_k=50, seed=-8, frequency_penalty=0.4)
 JOBS: list[dict[str, Any]] = [
     {"sampling": Sampling(temperature=0), "max_tokens": 40},
     {"sampling": Sampling(temperature=0), "max_tokens": 1, "logprobs": 3},
     {"sampling": Sampling(temperature=0), "max_tokens": 30, "logprobs": 2},
-    {"sampling": PENALISED, "max_tokens": 40, "logprobs": 1},
+    {"sampling": PENALIZED, "max_tokens": 40, "logprobs": 1},
     {"sampling": Sampling(temperature=1.5, seed=3), "max_tokens": 80, "grammar": SCHEMA},
     {"sampling": Sampling(temperature=1.0, seed=4), "max_tokens": 40, "stop": ["e", "at"]},
     {"sampling": Sampling(temperature=1.2, seed=5), "max_tokens": 40, "calling": CALLS},

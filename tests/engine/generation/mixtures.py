@@ -22,7 +22,7 @@ from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.kv.prefix_cache import BLOCK
 from gateway.engine.models.adapters import read_adapter
 from gateway.errors import BadRequest
-from gateway.jobs import (
+from gateway.jobs.chat import (
     Adapter,
     Calling,
     Compiled,
@@ -32,8 +32,8 @@ from gateway.jobs import (
     Grammar,
     Question,
     Sampling,
-    SequenceParams,
 )
+from gateway.jobs.steps import SequenceParams
 from tests.checkpoints import (
     HYBRID,
     SLIDING,

@@ -12,7 +12,7 @@ from benchmarks.steps import Steps
 from gateway.engine.generation.decode_batch import KEPT_ENDS, spread
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.kv.prefix_cache import BLOCK, MIN_SETS
-from gateway.jobs import Sampling
+from gateway.jobs.chat import Sampling
 from tests.checkpoints import HYBRID, SLIDING, teach_thinking, write_chat
 from tests.engine.generation.harness import (
     PLENTY,

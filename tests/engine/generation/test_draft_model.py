@@ -14,7 +14,8 @@ from gateway.engine.drafts.draft_model import CHUNK, MOST_AHEAD, DraftModel
 from gateway.engine.drafts.prompt_lookup import PromptLookup
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.errors import ModelLoadFailed
-from gateway.jobs import DraftCost, Sampling
+from gateway.jobs.chat import Sampling
+from gateway.jobs.steps import DraftCost
 from tests.checkpoints import HYBRID, SLIDING, STATEFUL, teach_thinking, write_chat
 from tests.engine.generation.harness import (
     ECHO,

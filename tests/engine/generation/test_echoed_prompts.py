@@ -13,7 +13,7 @@ from benchmarks.steps import Steps
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.prefill import MOST_BYTES
 from gateway.errors import ContextLengthExceeded
-from gateway.jobs import Delta, EchoedPrompt, GenerateJob
+from gateway.jobs.chat import Delta, EchoedPrompt, GenerateJob
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
 from tests.engine.generation.harness import (
     GREEDY,

@@ -18,7 +18,8 @@ from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.models.checkpoint import Checkpoint, read_in_slices, slices
 from gateway.engine.models.decoders import open_decoder, parameters
 from gateway.errors import BadRequest, ContextLengthExceeded, ModelLoadFailed
-from gateway.jobs import Calling, Function, GenerateJob, Sampling, StepPlan
+from gateway.jobs.chat import Calling, Function, GenerateJob, Sampling
+from gateway.jobs.steps import StepPlan
 from tests.checkpoints import write_chat
 from tests.engine.generation.harness import (
     GREEDY,

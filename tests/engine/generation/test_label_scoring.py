@@ -22,7 +22,7 @@ from gateway.engine.generation.label_scoring import (
 )
 from gateway.engine.generation.sampling import LOWEST_LOGPROB
 from gateway.errors import BadRequest, ContextLengthExceeded
-from gateway.jobs import Delta, GenerateJob, Question
+from gateway.jobs.chat import Delta, GenerateJob, Question
 from tests.checkpoints import SLIDING, STATEFUL, teach_thinking, write_chat
 from tests.engine.generation.harness import finish, job, join, open_engine, watch
 

@@ -19,7 +19,8 @@ from gateway.engine.drafts.draft_model import DraftModel
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.self_test import BatchSelfTest
 from gateway.engine.models.adapters import read_adapter
-from gateway.jobs import Adapter, Sampling, Verdict
+from gateway.jobs.chat import Adapter, Sampling
+from gateway.jobs.steps import Verdict
 from gateway.serving.faults import DeviceHealth
 from gateway.serving.generation.batcher import GenerationBatcher
 from tests.checkpoints import HYBRID, SLIDING, STATEFUL, write_adapter, write_chat

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from gateway.jobs import Sampling, Verdict
+from gateway.jobs.chat import Sampling
+from gateway.jobs.steps import Verdict
 from tests.checkpoints import SLIDING, STATEFUL, teach_thinking, write_chat
 from tests.engine.generation.harness import Batch, Passing, exchange, open_engine
 

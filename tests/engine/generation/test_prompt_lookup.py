@@ -16,7 +16,8 @@ from gateway.engine.drafts.prompt_lookup import PromptLookup
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.sequence import Sequence
 from gateway.engine.kv.layers import StatesCache
-from gateway.jobs import Grammar, Pass, Sampling, SequenceParams
+from gateway.jobs.chat import Grammar, Sampling
+from gateway.jobs.steps import Pass, SequenceParams
 from tests.checkpoints import HYBRID, SLIDING, STATEFUL, write_chat
 from tests.engine.generation.harness import (
     ECHO,

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.steps import Steps
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.jobs import Sampling
+from gateway.jobs.chat import Sampling
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
 from tests.engine.generation.harness import TEXTS, Rows, job, newest, open_engine
 

@@ -17,7 +17,7 @@ from gateway.engine.generation.sampling import (
     is_finite,
     score,
 )
-from gateway.jobs import Sampling
+from gateway.jobs.chat import Sampling
 
 DRAWS = 2000
 FEW = 600  # where each is dear
@@ -42,7 +42,7 @@ def chosen(samplers: Sequence[Sampler], logits: mx.array, positions: Sequence[in
 
 
 def exact(logits: npt.NDArray[np.float32], asked: Mapping[str, Any]) -> Probabilities:
-    """Compute the distribution as it is defined: top_k, top_p of that, min_p, all normalised."""
+    """Compute the distribution as it is defined: top_k, top_p of that, min_p, all normalized."""
     scaled = logits.astype(np.float64) / asked.get("temperature", 1.0)
     odds = np.exp(scaled - scaled.max())
     order = np.argsort(-odds, kind="stable")

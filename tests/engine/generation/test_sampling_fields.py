@@ -11,7 +11,7 @@ from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.loading import generation_config, usable_sampling
 from gateway.engine.grammar.shaping import Shape
 from gateway.errors import BadRequest
-from gateway.jobs import Grammar, Sampling
+from gateway.jobs.chat import Grammar, Sampling
 from tests.checkpoints import teach_thinking, write_chat
 from tests.engine.generation.harness import Answer, answers, job, open_engine
 

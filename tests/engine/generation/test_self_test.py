@@ -21,7 +21,7 @@ from gateway.engine.generation.self_test import BatchSelfTest
 from gateway.engine.generation.sequence import FAULTS, Faults
 from gateway.engine.kv.prefix_cache import BLOCK
 from gateway.errors import Fault, PassFault
-from gateway.jobs import Verdict
+from gateway.jobs.steps import Verdict
 from tests.checkpoints import ABSOLUTE, DEMO, SLIDING, STATEFUL, write_chat
 from tests.engine.generation.harness import MAMBA, Rows, bare, watch
 

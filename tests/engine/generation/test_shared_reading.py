@@ -27,7 +27,7 @@ from gateway.engine.generation.prefill import (
 from gateway.engine.kv.cache import RaggedKVCache
 from gateway.engine.kv.layers import make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK
-from gateway.jobs import GenerateJob, Sampling
+from gateway.jobs.chat import GenerateJob, Sampling
 from tests.checkpoints import HYBRID, SLIDING, STATEFUL, write_chat
 from tests.engine.generation.harness import ARCHITECTURES as CONFIGS
 from tests.engine.generation.harness import (

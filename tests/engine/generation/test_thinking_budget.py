@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.jobs import Calling, Function, GenerateJob, Grammar, Sampling
+from gateway.jobs.chat import Calling, Function, GenerateJob, Grammar, Sampling
 from tests.checkpoints import teach_thinking, write_chat
 from tests.engine.chat_formats import PLAIN
 from tests.engine.generation.harness import (

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from benchmarks.steps import Steps
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.kv.prefix_cache import BLOCK
-from gateway.jobs import Sampling
+from gateway.jobs.chat import Sampling
 from tests.checkpoints import HYBRID, SLIDING, STATEFUL, write_chat
 from tests.engine.generation.harness import (
     PLENTY,

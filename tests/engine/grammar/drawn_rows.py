@@ -13,7 +13,7 @@ from gateway.engine.grammar.compiling import CompiledGrammar, GrammarBounds, com
 from gateway.engine.grammar.matching import Matcher
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
-from gateway.jobs import Grammar
+from gateway.jobs.chat import Grammar
 
 DEMO = Path(__file__).parents[3] / "demo" / "chat"
 VOCAB = 1030  # four more logits than the tokenizer has tokens

@@ -12,7 +12,7 @@ from gateway.engine.grammar.calls import answer_grammar
 from gateway.engine.grammar.compiling import GrammarBounds, compile_grammar, try_grammar
 from gateway.engine.grammar.shaping import Shape
 from gateway.errors import BadRequest
-from gateway.jobs import Calling, Function, Grammar
+from gateway.jobs.chat import Calling, Function, Grammar
 from gateway.serving.sandbox import Sandbox
 from gateway.settings import Settings
 from tests.engine.grammar.drawn_rows import (

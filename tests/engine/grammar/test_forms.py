@@ -9,7 +9,7 @@ import pytest
 from gateway.engine.grammar.compiling import compile_grammar
 from gateway.engine.grammar.patterns import FORMATS, OWN_FORMATS
 from gateway.errors import BadRequest
-from gateway.jobs import Grammar
+from gateway.jobs.chat import Grammar
 from tests.engine.grammar.drawn_rows import compiled, ids, tokenizer
 
 LIST = {

@@ -9,7 +9,7 @@ from llguidance import LLMatcher, LLParserLimits
 
 from gateway.engine.grammar.compiling import compile_grammar
 from gateway.engine.grammar.matching import GrammarState, Masks, Matcher, apply_masks, words
-from gateway.jobs import Grammar
+from gateway.jobs.chat import Grammar
 from tests.engine.grammar.drawn_rows import ENDS, allowed, answer, compiled, ids, tokenizer
 
 AGE = {"type": "integer", "minimum": 10, "maximum": 99}

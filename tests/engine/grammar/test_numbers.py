@@ -13,7 +13,7 @@ from gateway.engine.grammar.calls import answer_grammar
 from gateway.engine.grammar.compiling import compile_grammar
 from gateway.engine.grammar.matching import Matcher, open_part
 from gateway.engine.grammar.shaping import Shape
-from gateway.jobs import Calling, Function, Grammar
+from gateway.jobs.chat import Calling, Function, Grammar
 from tests.engine.grammar.drawn_rows import ENDS, OPEN, allowed, compiled, ids, text, tokenizer
 
 NUMBER = {"type": "number"}

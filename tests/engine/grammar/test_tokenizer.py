@@ -19,7 +19,7 @@ from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.grammar.tokenizer import MOST_ADDED, MOST_CHARS, GrammarTokenizer
 from gateway.errors import BadRequest
-from gateway.jobs import GenerateJob, Grammar, Sampling
+from gateway.jobs.chat import GenerateJob, Grammar, Sampling
 from tests.checkpoints import write_chat
 from tests.engine.generation.harness import join
 from tests.fakes import caller

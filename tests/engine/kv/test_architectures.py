@@ -10,7 +10,8 @@ from mlx.utils import tree_flatten
 
 from benchmarks.steps import Steps
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.jobs import Sampling, SequenceParams
+from gateway.jobs.chat import Sampling
+from gateway.jobs.steps import SequenceParams
 from tests.checkpoints import ABSOLUTE, SLIDING, STATEFUL, write_chat
 from tests.engine.generation.harness import join, open_engine
 

@@ -18,7 +18,7 @@ from gateway.engine.kv.cache import SPARE, STEP, RaggedKVCache, compact
 from gateway.engine.kv.layers import make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK
 from gateway.engine.kv.quantized import PackedKVCache, Packing
-from gateway.jobs import KvCost
+from gateway.jobs.steps import KvCost
 from gateway.serving.generation.memory import Layout, RowCosts
 from tests.checkpoints import write_chat
 

@@ -16,7 +16,8 @@ from benchmarks.steps import Steps
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.kv.cache import RaggedKVCache
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache, PrefixPool, count_shared
-from gateway.jobs import PrefixNames, Sampling
+from gateway.jobs import RoutingKeys
+from gateway.jobs.chat import Sampling
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
 from tests.engine.generation.harness import (
     PLENTY,
@@ -348,14 +349,14 @@ def test_what_is_kept_is_bounded_and_within_reach(prompts: list[list[int]], bloc
 def test_a_routers_names_live_as_long_as_what_they_name(folder: Path) -> None:
     names = [bytes([i]) for i in range(6)]
     engine = open_engine(folder, prefix_cache_bytes=PLENTY)
-    prefix_names = PrefixNames(names, share=0.96)  # 384 tokens: six blocks
-    who = replace(caller(), prefix_names=prefix_names)
+    routing_keys = RoutingKeys(names, share=0.96)  # 384 tokens: six blocks
+    who = replace(caller(), routing_keys=routing_keys)
     answers(engine, [replace(bare(BASE), caller=who)])
-    assert list(engine.prefix_names()) == names
+    assert list(engine.routing_keys()) == names
     Steps(engine).change(clear_prefixes=True)
-    assert not engine.prefix_names()
+    assert not engine.routing_keys()
 
 
 def test_names_end_where_their_share_of_the_prompt_does() -> None:
-    assert PrefixNames([b"a", b"b"], 0.5).ends(100) == [(25, b"a"), (50, b"b")]
-    assert not PrefixNames().ends(100)
+    assert RoutingKeys([b"a", b"b"], 0.5).ends(100) == [(25, b"a"), (50, b"b")]
+    assert not RoutingKeys().ends(100)

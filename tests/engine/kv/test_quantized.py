@@ -27,7 +27,7 @@ from gateway.engine.kv.quantized import (
 )
 from gateway.engine.models.checkpoint import Checkpoint, kv_bytes, measure_kv
 from gateway.errors import ModelLoadFailed
-from gateway.jobs import Sampling
+from gateway.jobs.chat import Sampling
 from tests.checkpoints import (
     HYBRID,
     SLIDING,
@@ -76,8 +76,8 @@ def normal(*shape: int) -> mx.array:
     return mx.random.normal(shape)
 
 
-def quantised(tokens: mx.array, bits: int) -> np.ndarray:
-    """Return what numbers are once they were quantised."""
+def quantized(tokens: mx.array, bits: int) -> np.ndarray:
+    """Return what numbers are once they were quantized."""
     packed: Any = mx.quantize(tokens, group_size=SIZE, bits=bits)
     unpack: Any = mx.dequantize
     return np.array(unpack(*packed, group_size=SIZE, bits=bits))
@@ -95,7 +95,7 @@ operations = st.one_of(
 @pytest.mark.parametrize("bits", [8, 4])
 @given(done=st.lists(operations, max_size=10))
 @settings(max_examples=15)
-def test_each_row_holds_its_own_tokens_quantised_whatever_the_others_do(
+def test_each_row_holds_its_own_tokens_quantized_whatever_the_others_do(
     bits: int, done: list[tuple[str, Any]]
 ) -> None:
     both: list[RaggedKVCache] = [PackedKVCache(Packing(bits, SIZE)), RaggedKVCache()]
@@ -131,7 +131,7 @@ def test_each_row_holds_its_own_tokens_quantised_whatever_the_others_do(
         found = packed.keys_and_values()
         packed.rewind((9,) * len(plain.lengths.counts))
         for got, exact in zip(found, plain.keys_and_values(), strict=True):
-            expected = quantised(exact[row, :, :count], bits)
+            expected = quantized(exact[row, :, :count], bits)
             assert (np.array(got[row, :, :count]) == expected).all()
 
 
@@ -253,7 +253,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_model_whose_kv_cannot_be_quantised_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+def test_a_model_whose_kv_cannot_be_quantized_is_refused_by_name(tmp_path: Path, kind: str) -> None:
     config, reason = REFUSED[kind]
     files = write_chat(tmp_path / "m", **config)
     with pytest.raises(ModelLoadFailed, match=f"tiny.*{reason}"):

@@ -16,7 +16,7 @@ from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.models.adapters import read_adapter
 from gateway.errors import ModelLoadFailed
-from gateway.jobs import Adapter, Sampling
+from gateway.jobs.chat import Adapter, Sampling
 from tests.checkpoints import merge_adapter, write_adapter, write_chat
 from tests.engine.generation.harness import JOBS, PROMPTS, Answer, Batch, load_adapter, open_engine
 
@@ -163,7 +163,7 @@ def test_an_adapter_leaves_nothing_behind(
     assert not found.cached_tokens
 
 
-def test_a_quantised_base_is_adapted_too(plain: World) -> None:
+def test_a_quantized_base_is_adapted_too(plain: World) -> None:
     engine, reference = open_engine(plain.base), open_engine(plain.base)
     layers: Any = nn  # untyped
     for each in (engine, reference):

@@ -30,8 +30,8 @@ def measured(folder: Path, dtype: str | None = None) -> int:
     return load_generation(folder, name="mine", device=Device.CPU, dtype=dtype).nbytes()
 
 
-def quantised(folder: Path, bits: int = 4, **own: Any) -> Path:
-    """Quantise a checkpoint where it is, as mlx_lm.convert does."""
+def quantized(folder: Path, bits: int = 4, **own: Any) -> Path:
+    """Quantize a checkpoint where it is, as mlx_lm.convert does."""
     model, config = load_model(folder)
     model, config = quantize_model(model, config, group_size=32, bits=bits, **own)
     save_model(folder, model)
@@ -47,9 +47,9 @@ def test_the_size_is_what_the_engine_measures(tmp_path: Path, dtype: str | None)
 
 
 @pytest.mark.parametrize("bits", [4, 6, 8])
-def test_quantised_weights_count_as_what_they_become(tmp_path: Path, bits: int) -> None:
+def test_quantized_weights_count_as_what_they_become(tmp_path: Path, bits: int) -> None:
     """float32 on a CPU; on a GPU they stay as they are."""
-    folder = quantised(write_chat(tmp_path / "packed"), bits)
+    folder = quantized(write_chat(tmp_path / "packed"), bits)
     assert weights_bytes(checkpoint(folder), Device.CPU, None) == measured(folder)
     arrays: Any = mx.load(str(folder / "model.safetensors"))
     packed = sum(array.nbytes for array in arrays.values())
@@ -62,7 +62,7 @@ def test_a_layer_may_have_a_group_size_of_its_own(tmp_path: Path) -> None:
     def predicate(path: str, module: Any) -> Any:
         return own if "down_proj" not in path and "lm_head" in path else True
 
-    folder = quantised(write_chat(tmp_path / "mixed"), quant_predicate=predicate)
+    folder = quantized(write_chat(tmp_path / "mixed"), quant_predicate=predicate)
     assert weights_bytes(checkpoint(folder), Device.CPU, None) == measured(folder)
 
 
@@ -105,8 +105,8 @@ def test_a_header_that_is_none_is_named(tmp_path: Path, header: bytes) -> None:
         weights_bytes(checkpoint(tmp_path), Device.CPU, None)
 
 
-def test_quantised_weights_without_a_group_size_are_refused(tmp_path: Path) -> None:
-    folder = quantised(write_chat(tmp_path / "packed"))
+def test_quantized_weights_without_a_group_size_are_refused(tmp_path: Path) -> None:
+    folder = quantized(write_chat(tmp_path / "packed"))
     config = json.loads((folder / "config.json").read_text())
     config = {key: value for key, value in config.items() if "quantization" not in key}
     (folder / "config.json").write_text(json.dumps(config))
@@ -128,7 +128,7 @@ def test_a_share_of_the_layers_keeps_every_token(config: dict[str, Any], share: 
 
 
 def write_with_tower(folder: Path, names: Sequence[str], **config: Any) -> Path:
-    """Write a chat model with arrays of these modules beside it, one of them quantised."""
+    """Write a chat model with arrays of these modules beside it, one of them quantized."""
     write_chat(folder, **config)
     file = folder / "model.safetensors"
     weights: Any = mx.load(str(file))

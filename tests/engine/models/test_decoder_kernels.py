@@ -145,7 +145,7 @@ def test_a_mask_that_is_none_is_refused() -> None:
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize("size", [32, 64, 128])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_quantised_keys_give_what_mlx_lms_attention_gives(
+def test_quantized_keys_give_what_mlx_lms_attention_gives(
     bits: int, size: int, dtype: mx.Dtype
 ) -> None:
     cache: Any = QuantizedKVCache(group_size=min(size, 64), bits=bits)
@@ -162,7 +162,7 @@ def test_quantised_keys_give_what_mlx_lms_attention_gives(
         assert np.allclose(got.astype(mx.float32), own, atol=ATOL[dtype])
 
 
-def test_a_masked_place_of_quantised_keys_counts_for_nothing() -> None:
+def test_a_masked_place_of_quantized_keys_counts_for_nothing() -> None:
     cache: Any = QuantizedKVCache(group_size=32, bits=8)
     keys, values = normal(1, 2, 9, 32, seed=1), normal(1, 2, 9, 32, seed=2)
     keys[:, :, 5:], values[:, :, 5:] = 1e3, 1e3

@@ -54,7 +54,7 @@ def test_a_fused_model_has_the_same_logits_and_size(tmp_path: Path, family: str)
     assert mx.allclose(fused(TOKENS), own(TOKENS), rtol=1e-4, atol=1e-3)
 
 
-def test_quantised_projections_are_fused_as_they_are(tmp_path: Path) -> None:
+def test_quantized_projections_are_fused_as_they_are(tmp_path: Path) -> None:
     folder = write_chat(tmp_path / "tiny")
     own, fused = opened(folder), opened(folder)
     for model in (own, fused):

@@ -130,7 +130,7 @@ def test_each_shape_is_tried_with_one_row_and_with_nine(
     assert not kinds(model) & {QuantizedLinear, QuantizedEmbedding}
 
 
-def test_weights_are_dequantised_by_the_processor_where_the_device_cannot(
+def test_weights_are_dequantized_by_the_processor_where_the_device_cannot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = made("llama", bits=1, tie_word_embeddings=True)
@@ -202,7 +202,7 @@ def test_another_error_of_a_trial_is_raised_as_it_is(monkeypatch: pytest.MonkeyP
         replaced(made("llama"))
 
 
-def test_nothing_quantised_is_tried_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_quantized_is_tried_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     lacking = lack(monkeypatch, "quantized_matmul", NO_SHAPE, lambda *_, **given: True)
     assert not replaced(made("llama"), Device.CPU)
     assert lacking.refused == 0

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
-from gateway.jobs import Calling, Function, GenerateJob, Grammar, Sampling
+from gateway.jobs.chat import Calling, Function, GenerateJob, Grammar, Sampling
 from tests.checkpoints import write_chat
 from tests.engine.chat_formats import family, row, said
 from tests.engine.generation.harness import open_engine

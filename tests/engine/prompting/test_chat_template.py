@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from gateway.engine.prompting.chat_template import ChatTemplate
 from gateway.errors import BadRequest, ModelLoadFailed, Overloaded
-from gateway.jobs import GenerateJob, Sampling
+from gateway.jobs.chat import GenerateJob, Sampling
 from gateway.serving.sandbox import Sandbox
 from tests.engine.chat_formats import DEMO, family, open_tokenizer
 from tests.fakes import caller

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
 from gateway.errors import BadRequest
-from gateway.jobs import Calling, Function, GenerateJob, Grammar, Sampling
+from gateway.jobs.chat import Calling, Function, GenerateJob, Grammar, Sampling
 from tests.checkpoints import teach_thinking, write_chat
 from tests.engine.chat_formats import family, row, said
 from tests.engine.generation.harness import answers, open_engine

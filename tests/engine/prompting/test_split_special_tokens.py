@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
-from gateway.jobs import GenerateJob, Sampling
+from gateway.jobs.chat import GenerateJob, Sampling
 from tests.engine.chat_formats import family
 from tests.fakes import caller
 

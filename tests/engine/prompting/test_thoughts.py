@@ -17,7 +17,7 @@ from gateway.engine.prompting.chat_tokenizer import (
 )
 from gateway.engine.sandbox_worker import Answer, Request, render
 from gateway.errors import BadRequest, Overloaded, Unavailable
-from gateway.jobs import GenerateJob, Sampling
+from gateway.jobs.chat import GenerateJob, Sampling
 from tests.checkpoints import write_chat
 from tests.engine.chat_formats import family
 from tests.fakes import caller

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from gateway.jobs import Embedded
+from gateway.jobs.embed import Embedded
 from gateway.serving.admission import Arrivals
 from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.serving.embedding.policy import EmbeddingLimits

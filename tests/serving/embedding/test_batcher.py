@@ -18,7 +18,8 @@ from gateway.errors import (
     GatewayError,
     Overloaded,
 )
-from gateway.jobs import EmbedJob, TokenIds, Vectors
+from gateway.jobs import TokenIds, Vectors
+from gateway.jobs.embed import EmbedJob
 from gateway.serving.admission import Arrivals
 from gateway.serving.lane import START_TOKENS, Lane
 from tests.fakes import ScriptedEmbedder, caller, embed_job
@@ -149,7 +150,7 @@ async def test_a_tokenizer_that_fails_on_one_text_fails_its_request_alone() -> N
                 raise BadRequest("No shouting.", part="prompt")
             return super().encode(texts)
 
-    engine = Fussy(max_tokens=5000)  # for texts so long that they are tokenised on a thread
+    engine = Fussy(max_tokens=5000)  # for texts so long that they are tokenized on a thread
     async with batching(engine) as batcher:
         engine.gate.close()
         asked = [asking(batcher, text * 1001) for text in "ab!cd"]

@@ -5,8 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
+from gateway.clock import Stage
 from gateway.errors import ContextLengthExceeded, EngineFailed, Overloaded
-from gateway.jobs import Stage
 from gateway.serving.embedding.reranker import relevance
 from gateway.serving.tokenize import SLICE_CHARS
 from tests.fakes import ScriptedEmbedder, ScriptedReranker, rerank_job
@@ -103,7 +103,7 @@ async def test_a_query_too_long_only_with_its_prompt_is_not_blamed_on_the_docume
     assert (too_long.value.part, too_long.value.tokens) == ("prompt", 9)
 
 
-async def test_long_documents_are_tokenised_in_slices_off_the_loop() -> None:
+async def test_long_documents_are_tokenized_in_slices_off_the_loop() -> None:
     """Each call encodes the query once more, and holds its thread for a bounded time."""
     engine = ScriptedReranker()
     long = "x" * (SLICE_CHARS // 2 - 1)

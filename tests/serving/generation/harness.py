@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from gateway.jobs import Delta, GenerateJob, Grammar
+from gateway.jobs.chat import Delta, GenerateJob, Grammar
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.generation.grammars import GrammarCache
 from gateway.serving.generation.memory import RowMemory

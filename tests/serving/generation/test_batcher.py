@@ -17,7 +17,8 @@ from gateway.errors import (
     GatewayError,
     Overloaded,
 )
-from gateway.jobs import Delta, Grammar, Tier
+from gateway.jobs import Tier
+from gateway.jobs.chat import Delta, Grammar
 from gateway.serving.generation.batcher import STEPS_PER_TURN
 from gateway.serving.generation.policy import QUANTUM
 from gateway.serving.lane import Lane, Turn

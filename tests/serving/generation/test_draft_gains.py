@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.jobs import Drafter, Pass, StepResult
+from gateway.jobs.steps import Drafter, Pass, StepResult
 from gateway.serving.generation.draft_gains import BASELINES, SHORTEST_PAUSE, STALE, DraftGains
 
 LOOKUP: Drafter = "prompt_lookup"

@@ -9,7 +9,7 @@ import pytest
 
 from gateway import metrics
 from gateway.errors import BadRequest, Overloaded, Unavailable
-from gateway.jobs import Grammar
+from gateway.jobs.chat import Grammar
 from gateway.serving.generation import grammars
 from gateway.serving.generation.grammars import GrammarCache
 from gateway.serving.tokenize import ThreadPools

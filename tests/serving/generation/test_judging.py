@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from gateway.errors import EngineFailed, Overloaded
-from gateway.jobs import GenerateJob, LabelStep, Question, Sampling, SequenceParams
+from gateway.jobs.chat import GenerateJob, Question, Sampling
+from gateway.jobs.steps import LabelStep, SequenceParams
 from gateway.serving.generation.fan_out import score_labels
 from gateway.serving.generation.queue import JobQueue
 from tests.fakes import ScriptedChat, caller

@@ -11,7 +11,8 @@ import pytest
 
 from gateway import metrics
 from gateway.errors import NoRoom, PromptTooLarge
-from gateway.jobs import DraftCost, Grammar, KvCost, Sampling, SequenceParams
+from gateway.jobs.chat import Grammar, Sampling
+from gateway.jobs.steps import DraftCost, KvCost, SequenceParams
 from gateway.serving.budget import LEAST_PREFIXES, Budget, PrefixShare
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.generation.choice import Choice

@@ -9,7 +9,8 @@ import pytest
 
 from gateway import clock
 from gateway.errors import DeadlineExceeded, Overloaded
-from gateway.jobs import Sampling, SequenceParams
+from gateway.jobs.chat import Sampling
+from gateway.jobs.steps import SequenceParams
 from gateway.serving.generation.choice import Choice
 from gateway.serving.generation.queue import JobQueue, Joins, WaitingQueue
 from tests.fakes import caller

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from gateway import clock
-from gateway.jobs import Delta, Pass
+from gateway.jobs.chat import Delta
+from gateway.jobs.steps import Pass
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.lane import START_TOKENS, Lane
 from tests.fakes import ScriptedChat, generate_job

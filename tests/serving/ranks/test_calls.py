@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from gateway.errors import Fault, PassFault
-from gateway.jobs import Delta, Pass, Sampling, SequenceParams, StepPlan, StepResult
+from gateway.jobs.chat import Delta, Sampling
+from gateway.jobs.steps import Pass, SequenceParams, StepPlan, StepResult
 from gateway.serving.ranks.calls import StepCall, decode, digest, encode
 
 

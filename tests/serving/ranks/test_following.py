@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from gateway.errors import BadRequest, ModelLoadFailed, Unavailable
-from gateway.jobs import Sampling, SequenceParams, StepPlan, StepResult
+from gateway.jobs.chat import Sampling
+from gateway.jobs.steps import SequenceParams, StepPlan, StepResult
 from gateway.serving.ports import GenerationEngine
 from gateway.serving.ranks.calls import Setup
 from gateway.serving.ranks.following import follow

@@ -9,20 +9,9 @@ from typing import Any
 import pytest
 
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.jobs import (
-    Adapter,
-    Calling,
-    Function,
-    GenerateJob,
-    Grammar,
-    PrefixNames,
-    Question,
-    Sampling,
-    SequenceParams,
-    StepPlan,
-    StepResult,
-    Verdict,
-)
+from gateway.jobs import RoutingKeys
+from gateway.jobs.chat import Adapter, Calling, Function, GenerateJob, Grammar, Question, Sampling
+from gateway.jobs.steps import SequenceParams, StepPlan, StepResult, Verdict
 from gateway.serving.ranks.calls import Call, DropCall, EngineCall, decode
 from gateway.serving.ranks.following import FollowingEngine
 from gateway.serving.ranks.leading import LeadingEngine
@@ -87,7 +76,7 @@ JOBS: dict[str, dict[str, Any]] = {
 # What changes nothing in an engine is not sent.
 NOT_SENT = {
     *("prepare", "compile", "matches_schema", "read_answer", "synchronize", "nbytes"),
-    *("prefixes", "prefix_names"),
+    *("prefixes", "routing_keys"),
     *("tokens", "facts", "is_batched"),
 }
 
@@ -177,8 +166,8 @@ def rows(pairs: dict[str, Pair]) -> dict[str, list[SequenceParams]]:
 
 
 def prepare(engine: LeadingEngine, **job: Any) -> list[SequenceParams]:
-    names = PrefixNames([b"\x00\xff"], 0.5)
-    asking = replace(caller(), prefix_names=names, cache_salt="key-1")
+    names = RoutingKeys([b"\x00\xff"], 0.5)
+    asking = replace(caller(), routing_keys=names, cache_salt="key-1")
     return engine.prepare(GenerateJob(**{"caller": asking, "sampling": Sampling(), **job}))
 
 

@@ -56,7 +56,7 @@ def read_config(header: Header) -> dict[str, Any]:
             f"{', '.join(ARCHITECTURES)} are served"
         )
     if version != 2:
-        raise GgufError(f"its weights are quantised as of version {version!r:.60}, which is not 2")
+        raise GgufError(f"its weights are quantized as of version {version!r:.60}, which is not 2")
     keys = _Keys(metadata, name)
     config = {"model_type": name, **_sizes(keys), **_rotations(keys, header)}
     embeddings = header.tensors.get("token_embd.weight")

@@ -2,7 +2,7 @@
 model, built by that config and read a chunk a step.
 
 It is listed as `mlx_lm.convert` would have written it. Types whose groups are MLX's own stay
-quantised, with the file's numbers; the others become floating. On a CPU all do.
+quantized, with the file's numbers; the others become floating. On a CPU all do.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ class GgufCheckpoint:
             raise self.failed(f"{type(error).__name__}: {error}") from error
 
     def config(self) -> dict[str, Any]:
-        """Return the model's config, with the modules that can stay quantised and their bits."""
+        """Return the model's config, with the modules that can stay quantized and their bits."""
         return self._config
 
     def kind(self, name: str) -> str:
@@ -85,7 +85,7 @@ class GgufCheckpoint:
         return self.header.tensors[self.places[name].tensor].type.name
 
     def packed_bits(self, name: str) -> int | None:
-        """Return the bits of a weight that MLX can hold quantised; None for the others."""
+        """Return the bits of a weight that MLX can hold quantized; None for the others."""
         if len(self.places[name].shape) != 2:
             return None
         return PACKED_BITS.get(self.kind(name))
@@ -106,7 +106,7 @@ class GgufCheckpoint:
         return listed
 
     def widen_types(self) -> Widened | None:
-        """Return the cost of types that no device can hold quantised; None if there are none."""
+        """Return the cost of types that no device can hold quantized; None if there are none."""
         grown = [
             name
             for name in self.places
@@ -193,7 +193,7 @@ def read_gguf_decoder(
 ) -> Generator[None, None, Any]:
     """Build a model and read its weights, in steps; return it.
 
-    Weights that MLX can hold quantised stay so on a GPU, and on a CPU if it `is_packed`. Raises
+    Weights that MLX can hold quantized stay so on a GPU, and on a CPU if it `is_packed`. Raises
     ModelLoadFailed where the file no longer has what its header listed.
     """
     is_packed = is_packed or device is not Device.CPU
@@ -257,7 +257,7 @@ def _floating(
 def _pack(
     file: RawIOBase, info: TensorInfo, target: mx.Dtype, module: str
 ) -> Generator[None, None, dict[str, mx.array]]:
-    """Read a matrix as MLX quantises them, a chunk a step: three arrays by their names."""
+    """Read a matrix as MLX quantizes them, a chunk a step: three arrays by their names."""
     rows, columns = info.shape
     words = columns * PACKED_BITS[info.type.name] // 32
     weight = np.empty((rows, words), np.uint32)

@@ -1,4 +1,4 @@
-"""GGUF's blocks of quantised weights → the numbers that they stand for, or MLX's packing of them.
+"""GGUF's blocks of quantized weights → the numbers that they stand for, or MLX's packing of them.
 
 Each type cuts a row into groups of 16 or 32 weights; a weight is `scale · (code - zero) + bias`, of
 its group's scale and bias. The blocks are those of ggml's src/ggml-common.h, and the weights are,
@@ -40,7 +40,7 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Weights as MLX quantises them, affine and in groups of 32: see `mlx.core.quantize`.
+    """Weights as MLX quantizes them, affine and in groups of 32: see `mlx.core.quantize`.
 
     For (rows, columns) they are (rows, columns · bits / 32), (rows, columns / 32) and the same.
     """

@@ -85,7 +85,7 @@ def test_what_changes_nothing_is_passed_over(tmp_path: Path) -> None:
         ({"general.architecture": ["llama"]}, "architecture is"),
         ({"general.type": "mmproj"}, "general.type is 'mmproj': it holds no model"),
         ({"split.count": Number("H", 3)}, "one of 3 pieces: join them with"),
-        ({"general.quantization_version": 1}, "quantised as of version 1"),
+        ({"general.quantization_version": 1}, "quantized as of version 1"),
         ({"llama.block_count": 0}, "llama.block_count is 0"),
         ({"llama.block_count": "2"}, "llama.block_count is '2'"),
         ({"llama.block_count": (1 << 31) - 1}, "no tensors for 2,147,483,647 layers"),
@@ -194,8 +194,8 @@ def test_kv_is_counted_by_the_config(tmp_path: Path) -> None:
     assert kv_bytes(file, Device.METAL, None, 100) == 100 * 2 * 3 * 4 * 32 * 2
 
 
-def test_weights_stay_quantised_on_a_cpu_only_where_there_is_no_room(tmp_path: Path) -> None:
-    """They are slower there, and better than none; what is not quantised has no choice."""
+def test_weights_stay_quantized_on_a_cpu_only_where_there_is_no_room(tmp_path: Path) -> None:
+    """They are slower there, and better than none; what is not quantized has no choice."""
     file = checkpoint(tmp_path)
     unpacked = weights_bytes(file, Device.CPU, None)
     assert not must_stay_packed(file, Device.CPU, None, unpacked)
@@ -204,7 +204,7 @@ def test_weights_stay_quantised_on_a_cpu_only_where_there_is_no_room(tmp_path: P
     assert not must_stay_packed(checkpoint(tmp_path, "qwen3"), Device.CPU, None, 1)
 
 
-def test_what_no_device_holds_quantised_is_told_with_its_cost(tmp_path: Path) -> None:
+def test_what_no_device_holds_quantized_is_told_with_its_cost(tmp_path: Path) -> None:
     cost = checkpoint(tmp_path).widen_types()
     assert cost is not None
     assert cost.types == ("Q2_K", "Q3_K", "Q6_K")

@@ -1,4 +1,4 @@
-"""Blocks of quantised weights: the numbers that the package `gguf` makes of them, bit for bit."""
+"""Blocks of quantized weights: the numbers that the package `gguf` makes of them, bit for bit."""
 
 from pathlib import Path
 from typing import Any

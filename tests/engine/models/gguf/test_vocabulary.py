@@ -19,7 +19,7 @@ from gateway.engine.models.gguf.vocabulary import (
     read_end_ids,
     read_tokenizer,
 )
-from gateway.jobs import Grammar
+from gateway.jobs.chat import Grammar
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "gguf"
 TEXTS = json.loads((GOLDEN / "texts.json").read_text())

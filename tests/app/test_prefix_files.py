@@ -19,8 +19,8 @@ import pytest
 import structlog
 
 from gateway.app.gateway import Gateway
-from gateway.app.kept_prefixes import PrefixFolder
-from gateway.jobs import PrefixPiece
+from gateway.app.prefix_files import PrefixFolder
+from gateway.jobs.steps import PrefixPiece
 from gateway.settings import SettingsInvalid
 from tests.checkpoints import HYBRID, SLIDING, write_adapter, write_chat
 from tests.cpu_engines import cpu_engines
@@ -327,7 +327,7 @@ async def test_a_disk_that_stands_still_does_not_hold_up_a_load(
     (file,) = await saved(tmp_path)
     file.unlink()
     os.mkfifo(file)  # to open it waits for a writer
-    monkeypatch.setattr("gateway.app.kept_prefixes.READ_S", 0.05)
+    monkeypatch.setattr("gateway.app.prefix_files.READ_S", 0.05)
     async with gateway(tmp_path) as client:
         assert (await ask(client, SEA))[1] == 0
         os.close(os.open(file, os.O_RDWR))
@@ -371,7 +371,7 @@ async def test_a_disk_that_stands_still_does_not_hold_up_a_drain(
 KILLED = """
 import os, sys
 from pathlib import Path
-from gateway.app.kept_prefixes import PrefixFolder
+from gateway.app.prefix_files import PrefixFolder
 folder = PrefixFolder(Path(sys.argv[1]), 1 << 20, [])
 folder.write("a-a-a.kv", b"whole", 1, 1)
 os.fsync = lambda _: os.kill(os.getpid(), 9)
@@ -392,7 +392,7 @@ def test_a_kill_in_the_middle_of_writing_loses_that_file_alone(tmp_path: Path) -
 HOLDER = """
 import os, subprocess, sys
 from pathlib import Path
-from gateway.app.kept_prefixes import PrefixFolder
+from gateway.app.prefix_files import PrefixFolder
 folder = PrefixFolder(Path(sys.argv[1]), 1 << 20, [])
 helper = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, close_fds=False)
 print(helper.pid, flush=True)

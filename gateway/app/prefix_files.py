@@ -26,7 +26,7 @@ from typing import BinaryIO, Final
 from gateway import clock, logs
 from gateway.app.daemon_threads import run_in_daemon_thread
 from gateway.errors import GatewayError, Unavailable
-from gateway.jobs import PrefixPiece, StepPlan
+from gateway.jobs.steps import PrefixPiece, StepPlan
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.lane import Lane
 from gateway.serving.ports import PrefixCache
@@ -198,7 +198,7 @@ def replacing(path: Path, prefix: str) -> Iterator[BinaryIO]:
         raise
 
 
-class KeptPrefixes:
+class PrefixFiles:
     """Reads and saves what loaded models keep of prompts; without a folder, nothing."""
 
     def __init__(self, settings: Settings, lane: Lane) -> None:

@@ -1,0 +1,29 @@
+"""Jobs of embedding models."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gateway.jobs import Caller, TokenIds, Vectors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbedJob:
+    """Texts, or rows of token ids, to turn into vectors."""
+
+    caller: Caller
+    texts: Sequence[str] = ()
+    token_rows: Sequence[TokenIds] = ()
+    # Over-long inputs are cut as sentence-transformers does; else they are refused.
+    truncate: bool = False
+    # The vectors of a Matryoshka model are shortened to it.
+    dimensions: int | None = None
+    prompt_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """The answer to an `EmbedJob`: (inputs, dimensions) float32, in the order of the inputs."""
+
+    vectors: Vectors
+    prompt_tokens: int
+    truncated: int
