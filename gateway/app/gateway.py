@@ -20,7 +20,7 @@ from gateway.api.bodies import Bodies
 from gateway.api.in_flight import InFlight, Watchers
 from gateway.api.requests import Exposure, Rules, Service
 from gateway.app.daemon_threads import run_in_daemon_thread
-from gateway.app.limits import budget_bytes, sized_prefixes
+from gateway.app.limits import budget_bytes, fields_from, sized_prefixes
 from gateway.app.loading import Batcher, Engines, ModelLoader
 from gateway.app.named import load_served
 from gateway.app.prefix_files import DRAIN_S, PrefixFiles
@@ -188,21 +188,13 @@ class Gateway:
             arrivals=self._arrivals,
             pool=self._pool,
             rules=Rules(
-                max_body_bytes=settings.max_body_bytes,
-                body_timeout_s=settings.body_timeout_s,
-                max_input_chars=settings.max_input_chars,
-                max_request_chars=settings.max_request_chars,
                 bounds=Bounds(
                     max_depth=settings.max_json_depth,
                     max_messages=settings.max_messages,
                     max_schema_bytes=settings.max_schema_bytes,
                     max_regex_chars=settings.max_regex_chars,
                 ),
-                strict_fields=settings.strict_fields,
-                leave_out_images=settings.leave_out_images,
-                log_prompts=settings.log_prompts,
-                request_timeout_s=settings.request_timeout_s,
-                stream_open_after_s=settings.stream_open_after_s,
+                **fields_from(settings, Rules),
             ),
             responses=self._responses,
             fingerprint=self._fingerprint,

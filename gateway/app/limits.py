@@ -4,6 +4,7 @@ No mlx is needed: some commands only list models.
 """
 
 from dataclasses import fields
+from typing import Any
 
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
 from gateway.serving.budget import LEAST_PREFIXES, Budget, PrefixShare
@@ -35,6 +36,12 @@ def settings_of(spec: ModelSpec, settings: Settings) -> Settings:
     return settings.model_copy(update=spec.overrides())
 
 
+def fields_from(settings: Settings, kind: type[Any]) -> dict[str, Any]:
+    """Return the fields of a dataclass that are settings of the same names."""
+    names = {field.name for field in fields(kind)} & Settings.model_fields.keys()
+    return {name: getattr(settings, name) for name in names}
+
+
 def embedding_limits(settings: Settings, spec: EmbeddingSpec | RerankSpec) -> EmbeddingLimits:
     """Return the limits of an embedding or rerank model's batches and queue."""
     settings = settings_of(spec, settings)
@@ -51,18 +58,16 @@ def embedding_limits(settings: Settings, spec: EmbeddingSpec | RerankSpec) -> Em
         windows=windows if settings.embedding_adaptive_window else None,
         min_batch_size=settings.embedding_min_batch_size,
         batch_deadline_s=settings.embedding_batch_deadline_ms / 1000,
-        queue_max_tokens=settings.queue_max_tokens,
-        pass_limit_s=settings.pass_limit_s,
         cache_size=settings.embedding_cache_size,
+        **fields_from(settings, EmbeddingLimits),
     )
 
 
 def generation_limits(settings: Settings, spec: ChatSpec) -> GenerationLimits:
     """Return the limits of a chat model's batch and queue."""
     settings = settings_of(spec, settings)
-    names = {field.name for field in fields(GenerationLimits)} & Settings.model_fields.keys()
     return GenerationLimits(
         max_batch_size=settings.generation_max_batch_size,
         memory_wait_s=settings.load_wait_s,
-        **{name: getattr(settings, name) for name in names},
+        **fields_from(settings, GenerationLimits),
     )

@@ -27,7 +27,7 @@ class Choice:
     rank: float = 0.0
     timings: Timings | None = None  # the job's, of its first choice alone
     request: str = ""  # requests take turns to have a sequence join
-    id: int | None = None  # its sequence's, once it has joined
+    id: int = 0  # its sequence's; 0 until it joins
     is_over: bool = False
     is_queued: bool = False  # to join, or to join again
     is_held: bool = False  # in the batch but not to decode now: parked, or parked after prefill
@@ -46,7 +46,7 @@ class Choice:
     @property
     def stage(self) -> Stage:
         """Return its present stage, or its last."""
-        if self.id is None:
+        if not self.id:
             return Stage.QUEUE
         return Stage.DECODE if self.tokens else Stage.PREFILL
 

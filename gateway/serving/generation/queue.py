@@ -118,7 +118,7 @@ class WaitingQueue:
         """Remove sequences that join, or have ended."""
         for choice in choices:
             choice.is_queued = False
-            if choice.id is not None:
+            if choice.id:
                 self._preempted.remove(choice)
                 continue
             choices = self._requests[choice.request]

@@ -161,7 +161,7 @@ class Scheduler:
             choice.is_over = True
             if choice.is_queued:
                 self._waiting.remove([choice])
-            if choice.id is not None:
+            if choice.id:
                 self.leaving.append(choice.id)
                 if self._batch.get(choice.id) is choice:
                     self._exit(choice)
@@ -171,12 +171,12 @@ class Scheduler:
 
     def end_running(self, error: GatewayError) -> None:
         """End all sequences that the engine has, with an error."""
-        preempted = [choice for choice in self._waiting if choice.id is not None]
+        preempted = [choice for choice in self._waiting if choice.id]
         joined = [*self._batch.values(), *self._ending.values(), *preempted]
         for choice in joined:
             choice.end(error)
         self._waiting.remove(preempted)
-        self.leaving += [choice.id for choice in joined if choice.id is not None]
+        self.leaving += [choice.id for choice in joined if choice.id]
         self._batch.clear()
         self._bear_more()
         self._ending.clear()
@@ -192,13 +192,13 @@ class Scheduler:
             has_joined = choice.stuck_since is None
             if choice.is_over or has_joined or now < self._gives_up_at(choice):
                 continue
-            if choice.id is not None and choice.tokens:
+            if choice.id and choice.tokens:
                 self._waiting.remove([choice])
                 self._ending[choice.id] = choice
             else:
                 choice.end(error)
                 self._waiting.remove([choice])
-                if choice.id is not None:
+                if choice.id:
                     self.leaving.append(choice.id)
 
     def end_all(self, error: GatewayError) -> None:
@@ -249,15 +249,14 @@ class Scheduler:
         """Reserve the memory of the sequences in the batch."""
         self.memory.hold(lay_out(self._batch.values()))
 
-    def _enter(self, choice: Choice, sequence_id: int) -> None:
-        self._batch[sequence_id] = choice
-        self._reading |= {sequence_id}
+    def _enter(self, choice: Choice) -> None:
+        self._batch[choice.id] = choice
+        self._reading |= {choice.id}
         choice.rotated_at = choice.tokens
         if choice.is_held:
             self._held.append(choice)
 
     def _exit(self, choice: Choice) -> None:
-        assert choice.id is not None
         del self._batch[choice.id]
         if choice.is_held:
             self._held.remove(choice)
@@ -288,26 +287,23 @@ class Scheduler:
             choice = joiner.choice
             choice.is_held, choice.length = joiner.is_held, joiner.length
             choice.stuck_since = None
-            if choice.id is None:
+            if not choice.id:
                 self._last_id += 1
                 choice.join(self._last_id, turn)
                 changes.joining.append((self._last_id, choice.params))
             else:
                 changes.resuming.append(choice.id)
-            assert choice.id is not None
-            self._enter(choice, choice.id)
+            self._enter(choice)
             if choice.is_held:
                 changes.parking.append(choice.id)
 
     def _rotate(self, changes: PlanChanges) -> None:
         rotation = choose_rotation(self.batch)
         for choice in rotation.parking:
-            assert choice.id is not None
             choice.is_held = True
             self._held.append(choice)
             changes.parking.append(choice.id)
         for choice in rotation.resuming:
-            assert choice.id is not None
             choice.is_held = False
             self._held.remove(choice)
             choice.rotated_at = choice.tokens
@@ -322,11 +318,9 @@ class Scheduler:
         if growth.room is not None:
             self.memory.make_room(growth.room, is_pressing=True)
         if growth.capped is not None:
-            assert growth.capped.id is not None
             changes.capped.append((growth.capped.id, growth.capped.cap_at_memory()))
 
     def _preempt(self, choice: Choice, changes: PlanChanges) -> None:
-        assert choice.id is not None
         self._exit(choice)
         for ids in (changes.parking, changes.resuming):  # as was decided before in this turn
             if choice.id in ids:

@@ -6,14 +6,13 @@ order leave the same batches everywhere, and every pass finds all ranks in it.
 
 import contextlib
 import secrets
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Final, TypeVar
 
 from gateway.errors import ModelLoadFailed, Unavailable
-from gateway.jobs.chat import Compiled, GenerateJob, Grammar, Reading
-from gateway.jobs.steps import EngineFacts, SequenceParams, StepPlan, StepResult, Verdict
-from gateway.serving.ports import GenerationEngine, Tokens
+from gateway.jobs.steps import SequenceParams, StepPlan, StepResult, Verdict
+from gateway.serving.ports import GenerationEngine
 from gateway.serving.ranks.calls import (
     DropAdapterCall,
     DropCall,
@@ -80,6 +79,12 @@ class LeadingEngine:
         self._leader = leader
         self._model = model
         self._engine = engine
+        # These change nothing, and need no other rank.
+        self.tokens, self.facts = engine.tokens, engine.facts
+        self.prepare, self.compile = engine.prepare, engine.compile
+        self.matches_schema, self.read_answer = engine.matches_schema, engine.read_answer
+        self.synchronize, self.nbytes = engine.synchronize, engine.nbytes
+        self.routing_keys = engine.routing_keys
 
     def step(self, plan: StepPlan) -> StepResult:
         """Make a step on every rank. Its deltas are returned once all have the same."""
@@ -128,40 +133,9 @@ class LeadingEngine:
         self._leader.agree(sent, digest(result) if isinstance(result, StepResult) else "")
         return result
 
-    # What changes nothing, and needs no other rank:
-
-    @property
-    def tokens(self) -> Tokens:
-        return self._engine.tokens
-
-    def prepare(self, job: GenerateJob) -> list[SequenceParams]:
-        return self._engine.prepare(job)
-
-    def compile(self, grammar: Grammar) -> Compiled:
-        return self._engine.compile(grammar)
-
-    def matches_schema(self, schema: str, answer: str) -> bool | None:
-        return self._engine.matches_schema(schema, answer)
-
-    def read_answer(self, params: SequenceParams, text: str, is_cut: bool) -> Reading:
-        return self._engine.read_answer(params, text, is_cut)
-
-    def synchronize(self) -> None:
-        self._engine.synchronize()
-
-    def nbytes(self) -> int:
-        return self._engine.nbytes()
-
-    @property
-    def facts(self) -> EngineFacts:
-        return self._engine.facts
-
     @property
     def is_batched(self) -> bool:
         return self._engine.is_batched
-
-    def routing_keys(self, adapter: int = 0) -> Sequence[bytes]:
-        return self._engine.routing_keys(adapter)
 
 
 def _with_seed(params: SequenceParams) -> SequenceParams:

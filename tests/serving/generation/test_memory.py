@@ -469,18 +469,19 @@ def test_rows_that_leave_after_a_shortage_make_room_for_others() -> None:
         RowMemory(Budget(0), RowCosts()),
     )
     choices = [Choice(row(1, 9), asyncio.Queue()) for _ in range(9)]
-    for number, choice in enumerate(choices[:8]):
+    for number, choice in enumerate(choices, 1):
         choice.id = number
-        scheduler._enter(choice, number)
+    for choice in choices[:8]:
+        scheduler._enter(choice)
     scheduler.shed()
     assert scheduler.bearable == 4
     scheduler.drop(choices[:2])
     assert scheduler.bearable == 6
-    scheduler.note_end(2)
+    scheduler.note_end(3)
     assert scheduler.bearable == 7
     scheduler.drop(choices[3:8])
     assert scheduler.bearable is None
-    scheduler._enter(choices[8], 9)
+    scheduler._enter(choices[8])
     scheduler.shed()
     scheduler.end_running(NoRoom("m", ()))
     assert scheduler.bearable is None

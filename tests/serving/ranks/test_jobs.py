@@ -12,6 +12,7 @@ from gateway.engine.generation.engine import GenerationEngine
 from gateway.jobs import RoutingKeys
 from gateway.jobs.chat import Adapter, Calling, Function, GenerateJob, Grammar, Question, Sampling
 from gateway.jobs.steps import SequenceParams, StepPlan, StepResult, Verdict
+from gateway.serving import ports
 from gateway.serving.ranks.calls import Call, DropCall, EngineCall, decode
 from gateway.serving.ranks.following import FollowingEngine
 from gateway.serving.ranks.leading import LeadingEngine
@@ -211,7 +212,7 @@ def test_every_call_that_changes_an_engine_is_made_on_every_rank(
     assert engine.is_batched is pair.other.is_batched is False
     engine.drop_adapter(1)
     engine.close()
-    public = {name for name in vars(LeadingEngine) if not name.startswith("_")}
+    public = {name for name in vars(ports.GenerationEngine) if not name.startswith("_")}
     assert {
         method.replace("drop", "close", method == "drop") for method in pair.sent
     } == public - NOT_SENT
