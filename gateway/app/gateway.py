@@ -123,8 +123,7 @@ class Gateway:
         )
         self._responses = _make_response_store(settings)
         self._tracer = _make_tracer()
-        self._reloading = asyncio.Lock()
-        self._has_reloaded = asyncio.Event()
+        self._reloading, self._has_reloaded = asyncio.Lock(), asyncio.Event()
         self.asgi = self._make_app()
 
     async def reload(self) -> Changes:

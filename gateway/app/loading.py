@@ -26,7 +26,7 @@ from gateway.serving.generation.grammars import GrammarCache
 from gateway.serving.generation.memory import RowCosts, RowMemory, longest_chunk
 from gateway.serving.lane import Lane
 from gateway.serving.models.cache import Loaded, Prepared
-from gateway.serving.models.named import Hub
+from gateway.serving.models.named import Offers
 from gateway.serving.models.pulls import Pulls, Store
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine, RerankEngine
 from gateway.serving.tokenize import ThreadPools
@@ -82,7 +82,7 @@ class Size:
     kv_token: int = 0
 
 
-class Engines(Store, Hub, Protocol):
+class Engines(Store, Offers, Protocol):
     """Loads engines. MlxEngines is the real one; tests have scripted ones."""
 
     @property

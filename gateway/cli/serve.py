@@ -106,7 +106,7 @@ def _make_tls(settings: Settings) -> "ssl.SSLContext | None":
     return config.create_ssl_context()
 
 
-class Served(Protocol):
+class Serving(Protocol):
     """What can be served: a gateway, or what stands in front of several."""
 
     asgi: Any  # an ASGI application
@@ -122,7 +122,7 @@ class Served(Protocol):
         """Refuse new requests and wait for those under way."""
 
 
-async def run(gateway: Served, settings: Settings, leader: "Leader | None" = None) -> None:
+async def run(gateway: Serving, settings: Settings, leader: "Leader | None" = None) -> None:
     """Serve until SIGTERM or SIGINT, here or at another rank, then drain."""
     connections = lazy.connections
     connections.install(settings.send_timeout_s, _make_tls(settings))
@@ -168,7 +168,7 @@ async def run(gateway: Served, settings: Settings, leader: "Leader | None" = Non
         os._exit(os.EX_SOFTWARE)  # as for any stall
 
 
-async def _ready(gateway: Served, settings: Settings, opened: Sequence[str]) -> None:
+async def _ready(gateway: Serving, settings: Settings, opened: Sequence[str]) -> None:
     """Once the preloaded models are ready, freeze what is there, and greet on a terminal."""
     where = find_places(opened)  # before the wait, in which Hypercorn may close them
     await gateway.is_preloaded.wait()
@@ -180,7 +180,7 @@ async def _ready(gateway: Served, settings: Settings, opened: Sequence[str]) -> 
         print(f"\n{write_greeting(where, gateway.loaded(), settings)}", file=sys.stderr, flush=True)
 
 
-async def _reload_at(hangup: asyncio.Event, gateway: Served) -> None:
+async def _reload_at(hangup: asyncio.Event, gateway: Serving) -> None:
     """Reload models.yaml at each SIGHUP."""
     while True:
         await hangup.wait()

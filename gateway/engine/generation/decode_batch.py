@@ -25,12 +25,7 @@ from gateway.engine.generation.sampling import (
 )
 from gateway.engine.generation.sequence import Sequence
 from gateway.engine.grammar.structured import StructuredOutput
-from gateway.engine.kv.cache import (
-    RaggedKVCache,
-    cache_nbytes,
-    compact,
-    filter_layers,
-)
+from gateway.engine.kv.cache import RaggedKVCache, cache_nbytes, compact, filter_layers
 from gateway.engine.kv.layers import go_back
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache
 from gateway.jobs.chat import Delta, FinishReason

@@ -41,8 +41,8 @@ class Candidate:
     free: int  # on the disk
 
 
-class Hub(Protocol):
-    """A hub of models."""
+class Offers(Protocol):
+    """A hub of models, as it offers them."""
 
     async def offer(self, repo: str, is_pull: bool) -> Candidate:
         """Look up a repository. Refuse a model that may not or cannot be served; for requests, but
@@ -81,7 +81,7 @@ class NamedModels:
 
     served: Served
     models: ModelCache[Any]
-    hub: Hub
+    hub: Offers
     pulls: Pulls
     patterns: Sequence[str]  # of what requests may name
     memory_bytes: int
