@@ -49,8 +49,8 @@ def try_out(name: str) -> dict[str, str]:
     from mlx.utils import tree_flatten
     from mlx_lm.utils import load_model
 
-    from gateway.engine.models.context import text_config
     from gateway.engine.models.corrections import correct
+    from gateway.engine.models.counts import text_config
 
     config = {**tiny_config(name), "eos_token_id": 0}
     weights: Any = dict(tree_flatten(tiny_model(config).parameters()))
@@ -113,7 +113,7 @@ def compare(folder: Path, reference: Reference, vocab_size: int) -> dict[str, st
     from gateway.engine.device import Device
     from gateway.engine.generation.engine import GenerationEngine
     from gateway.engine.generation.prepare import ChatSetup
-    from gateway.engine.grammar.shaping import Shape
+    from gateway.engine.grammar.schema_bounds import Shape
     from gateway.engine.grammar.structured import StructuredOutput
     from gateway.engine.kv.prefix_cache import PrefixPool
     from gateway.engine.models.checkpoint import Checkpoint

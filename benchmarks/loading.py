@@ -15,7 +15,7 @@ from gateway.engine.generation.loading import (
     read_draft_setup,
 )
 from gateway.engine.generation.prepare import ChatSetup
-from gateway.engine.grammar.shaping import Shape
+from gateway.engine.grammar.schema_bounds import Shape
 from gateway.engine.models.decoders import Numbers
 from gateway.engine.prompting.chat_tokenizer import ChatFormats
 from gateway.engine.sandbox_worker import Sandbox

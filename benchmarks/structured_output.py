@@ -29,8 +29,8 @@ from referencing import Registry
 from gateway.engine.generation.loading import generation_config
 from gateway.engine.grammar.compiling import CompiledGrammar, compile_grammar
 from gateway.engine.grammar.matching import GrammarState
+from gateway.engine.grammar.schema_bounds import Shape
 from gateway.engine.grammar.schemas import walk
-from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
 from gateway.errors import BadRequest
 from gateway.jobs.chat import Grammar

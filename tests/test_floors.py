@@ -105,7 +105,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
     "wire": {
         "anthropic_stream": {"anthropic", "answers", "generation"},
         "anthropic": {"anthropic_blocks", "tools", "generation", "validation", "bounds"},
-        "anthropic_blocks": {"images", "tools", "validation", "bounds"},
+        "anthropic_blocks": {"images", "messages", "validation", "bounds"},
         "responses_stream": {"responses", "tools", "answers", "generation"},
         "responses": {
             *("responses_items", "tools", "messages", "generation"),
@@ -122,7 +122,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
         "pulls": {"validation", "bounds"},
         "tools": {"validation", "bounds"},
         "images": {"validation"},
-        "messages": {"images", "tools", "validation", "bounds"},
+        "messages": {"images", "validation", "bounds"},
         "generation": {"validation", "bounds"},
         "validation": {"bounds"},
     },
@@ -131,13 +131,13 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2817,
-    "app": 1508,
+    "api": 2814,
+    "app": 1521,
     "bench": 282,
     "cli": 1509,
     "clock": 40,
     "doctor": 475,
-    "engine": 13700,
+    "engine": 13686,
     "errors": 267,
     "ids": 6,
     "jobs": 299,
@@ -146,7 +146,7 @@ BUDGET: dict[str, int] = {
     "panics": 20,
     "registry": 1312,
     "server": 290,
-    "serving": 4494,
+    "serving": 4498,
     "settings": 360,
     "wire": 3715,
 }

@@ -29,7 +29,7 @@ from gateway.errors import BadRequest, GatewayError, SchemaViolated
 from gateway.jobs.chat import Delta, GenerateJob, Sampling, Usage
 from gateway.jobs.steps import SequenceParams
 from gateway.registry import ChatSpec, Resolved
-from gateway.serving.generation.answer_checks import AnswerChecker, Fit
+from gateway.serving.generation.answer_checks import AnswerChecker, Fit, choose_retried
 from gateway.serving.generation.fan_out import generate_many
 from gateway.wire.answers import Answer, AnswerWriter, Event
 from gateway.wire.generation import SchemaVerdict
@@ -107,9 +107,8 @@ class Exchange:
     async def _answer_whole(self) -> bytes:
         job = self.jobs[0]
         answer = await self._generate(self.jobs)
-        violations = (Fit.INVALID, Fit.BROKEN)
-        invalid = [index for index, fit in enumerate(answer.fits) if fit in violations]
-        if invalid and _can_retry(job):
+        invalid = choose_retried(job, answer.fits)
+        if invalid:
             # Without time or room for it, the first answers stand.
             with contextlib.suppress(GatewayError):
                 retry = await self._generate([replace(job, n=len(invalid))])
@@ -284,11 +283,6 @@ def _add_usage(usage: Usage, update: Usage | Delta) -> Usage:
         reasoning_tokens=usage.reasoning_tokens + update.reasoning_tokens,
         kept_tokens=usage.kept_tokens + update.kept_tokens,
     )
-
-
-def _can_retry(job: GenerateJob) -> bool:
-    """Return True if another try could give another answer."""
-    return job.sampling.seed is None and job.sampling.temperature > 0
 
 
 def _require_fit(fits: Sequence[Fit | None]) -> None:

@@ -25,7 +25,7 @@ from gateway.engine.generation.loading import (
 )
 from gateway.engine.generation.prepare import ChatSetup
 from gateway.engine.generation.self_test import self_test_digest
-from gateway.engine.grammar.shaping import Shape
+from gateway.engine.grammar.schema_bounds import Shape
 from gateway.engine.kv.prefix_cache import PrefixPool
 from gateway.engine.models.adapters import read_adapter
 from gateway.engine.models.checkpoint import (
@@ -35,7 +35,8 @@ from gateway.engine.models.checkpoint import (
     must_stay_packed,
     weights_bytes,
 )
-from gateway.engine.models.context import full_attention_share, text_config
+from gateway.engine.models.context import full_attention_share
+from gateway.engine.models.counts import text_config
 from gateway.engine.models.decoders import Numbers
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, open_checkpoint
 from gateway.engine.models.missing_kernels import Report

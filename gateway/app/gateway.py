@@ -9,6 +9,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp
@@ -21,12 +22,11 @@ from gateway.api.in_flight import InFlight, Watchers
 from gateway.api.requests import Exposure, Rules, Service
 from gateway.app.daemon_threads import run_in_daemon_thread
 from gateway.app.limits import budget_bytes, fields_from, sized_prefixes
-from gateway.app.loading import Batcher, Engines, ModelLoader
+from gateway.app.loading import Batcher, Engines, ModelLoader, Preload
 from gateway.app.named import load_served
 from gateway.app.prefix_files import DRAIN_S, PrefixFiles
 from gateway.errors import (
     GatewayError,
-    ModelLoading,
     ModelsFileInvalid,
     RegistryInvalid,
     ShuttingDown,
@@ -54,8 +54,6 @@ if TYPE_CHECKING:
 
 log = logs.get("app")
 
-RETRY_S = 30.0  # between two attempts to load a preloaded model that failed
-LOAD_POLL_S = 0.5  # between two attempts to lease a model that is still loading
 READING_S = 10.0  # for models.yaml: its disk may not answer
 FLUSH_S = 3.0  # for the last traces, at shutdown
 GRACE_S = 1.0  # for ended requests to send their error
@@ -75,8 +73,6 @@ class Gateway:
         self._settings = settings
         self._served = Served(catalog)
         self._engines = engines
-        self.is_preloaded = asyncio.Event()
-        self._has_tried = False  # to load what models.yaml preloads
         self._lane = _make_lane(settings, engines)
         self._watch = Watch(
             self._lane,
@@ -123,7 +119,9 @@ class Gateway:
         )
         self._responses = _make_response_store(settings)
         self._tracer = _make_tracer()
-        self._reloading, self._has_reloaded = asyncio.Lock(), asyncio.Event()
+        self._preload = Preload(settings, self._served, self.models, engines)
+        self.is_preloaded = self._preload.is_done
+        self._reloading = asyncio.Lock()
         self.asgi = self._make_app()
 
     async def reload(self) -> Changes:
@@ -145,7 +143,7 @@ class Gateway:
             changes = self._served.replace(catalog)
         # Requests under way finish with the models they have.
         self.models.reconsider()
-        self._has_reloaded.set()
+        self._preload.has_reloaded.set()
         log.info("reloaded", **changes.by_kind())
         return changes
 
@@ -223,9 +221,10 @@ class Gateway:
                     await run(self._engines.begin)
                 log.info("memory_budget", bytes=self._budget.limit_bytes)
                 async with self._pulls, self.models:
+                    preload = partial(self._preload.run, lambda: self._status() == "ready")
                     background = [
-                        asyncio.create_task(run_forever("preload", self._preload), name="preload"),
-                        asyncio.create_task(run_forever("tidy", self._tidy), name="tidy"),
+                        asyncio.create_task(run_forever(name, work), name=name)
+                        for name, work in (("preload", preload), ("tidy", self._tidy))
                     ]
                     try:
                         yield
@@ -270,54 +269,6 @@ class Gateway:
                 async with self._lane.turn("tidy") as run:
                     await run(self._engines.tidy)
 
-    async def _preload(self) -> None:
-        """Load the models that models.yaml preloads, now and after each reload."""
-        specs = self._preloaded()
-        while True:
-            # Before the catalog is read, so that a reload from here on is not missed.
-            self._has_reloaded.clear()
-            names, limit = self._served.catalog.preloaded(), self._settings.cache_max_models
-            if len(names) > limit:
-                log.warning("preload_beyond_limit", models=list(names), cache_max_models=limit)
-            for spec in reversed(specs):  # if there is no room for all, the first ones stay
-                await self._load(spec)
-            try:
-                # Before the first request.
-                await self._engines.import_for(self._served.catalog.specs)
-            except Exception:  # a model's load says so to those who ask for it
-                log.exception("import_failed")
-            self._has_tried = True
-            failed = self._failed()
-            if self._status() == "ready":
-                self.is_preloaded.set()
-                log.info("ready", models=self.models.states())
-            elif failed:
-                log.error("not_ready", failed=[spec.id for spec in failed], retry_s=RETRY_S)
-            # Those that failed are tried again after a while.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(RETRY_S if failed else None):
-                    await self._has_reloaded.wait()
-            specs = self._preloaded() if self._has_reloaded.is_set() else self._failed()
-
-    def _preloaded(self) -> list[ModelSpec]:
-        return [spec for spec in self._served.catalog.specs if spec.preload]
-
-    def _failed(self) -> list[ModelSpec]:
-        """Return the preloaded models whose last load failed, those that are tried again too."""
-        return [spec for spec in self._preloaded() if self.models.has_failed(spec)]
-
-    async def _load(self, spec: ModelSpec) -> None:
-        """Load a model, however long that takes."""
-        # A reload may remove its spec meanwhile.
-        while self._served.catalog.current(spec) is not None:
-            try:
-                async with self.models.lease(spec):
-                    return
-            except ModelLoading:
-                await asyncio.sleep(LOAD_POLL_S)
-            except GatewayError:  # the cache has logged it
-                return
-
     @property
     def health(self) -> str:
         """Return "ok" while the lane's thread works."""
@@ -333,13 +284,7 @@ class Gateway:
             return "draining"
         if self._watch.status != "ok":
             return self._watch.status
-        if not self._has_tried:
-            return "loading"
-        # As long as one of several models is there, a setting may call that ready.
-        failed = len(self._failed())
-        if failed and (failed == len(self._preloaded()) or not self._settings.ready_in_part):
-            return "failed"
-        return "ready"
+        return self._preload.status
 
     def _fingerprint(self, spec: ModelSpec) -> str:
         """Return the `system_fingerprint`: the gateway's version, the revision and the device."""

@@ -1,9 +1,12 @@
-"""Loads a spec's model: its files, its engine, its batcher; they are freed in reverse order."""
+"""Loads a spec's model: its files, its engine, its batcher; they are freed in reverse order. Loads
+those that are preloaded, and tries again.
+"""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -12,7 +15,7 @@ from gateway import logs
 from gateway.app.limits import embedding_limits, generation_limits, settings_of, sized_prefixes
 from gateway.app.prefix_files import PrefixFiles
 from gateway.app.self_tests import SelfTest, verdict_store
-from gateway.errors import EngineFailed, Fault, ModelLoadFailed
+from gateway.errors import EngineFailed, Fault, GatewayError, ModelLoadFailed, ModelLoading
 from gateway.jobs.chat import Adapter, Compiled, Sampling
 from gateway.jobs.steps import KvCost, SequenceParams, StepPlan
 from gateway.registry import ChatSpec, EmbeddingSpec, Inputs, ModelSpec, RerankSpec
@@ -25,14 +28,18 @@ from gateway.serving.generation.batcher import AdaptedBatcher, ChatBatcher, Gene
 from gateway.serving.generation.grammars import GrammarCache
 from gateway.serving.generation.memory import RowCosts, RowMemory, longest_chunk
 from gateway.serving.lane import Lane
-from gateway.serving.models.cache import Loaded, Prepared
+from gateway.serving.models.cache import Loaded, ModelCache, Prepared
 from gateway.serving.models.named import Offers
 from gateway.serving.models.pulls import Pulls, Store
+from gateway.serving.models.served import Served
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine, RerankEngine
 from gateway.serving.tokenize import ThreadPools
 from gateway.settings import Settings
 
 log = logs.get("loading")
+
+RETRY_S = 30.0  # between two attempts to load a preloaded model that failed
+LOAD_POLL_S = 0.5  # between two attempts to lease a model that is still loading
 _WARM_UP = SequenceParams(prompt=[0], max_tokens=2, sampling=Sampling(temperature=0), is_bare=True)
 
 
@@ -352,3 +359,75 @@ def _next(steps: Generator[T | None]) -> T | None:
     if engine is not None:
         steps.close()  # which frees all but the engine
     return engine
+
+
+@dataclass(slots=True)
+class Preload:
+    """Loads the models that models.yaml preloads: at the start, and after each reload."""
+
+    _settings: Settings
+    _served: Served
+    _models: ModelCache[Batcher]
+    _engines: Engines
+    has_reloaded: asyncio.Event = field(default_factory=asyncio.Event)  # models.yaml was read again
+    is_done: asyncio.Event = field(default_factory=asyncio.Event)  # the gateway has been ready
+    _has_tried: bool = False
+
+    @property
+    def status(self) -> str:
+        """Return "loading", "failed" or "ready"."""
+        if not self._has_tried:
+            return "loading"
+        # As long as one of several models is there, a setting may call that ready.
+        failed = len(self._failed())
+        if failed and (failed == len(self._preloaded()) or not self._settings.ready_in_part):
+            return "failed"
+        return "ready"
+
+    async def run(self, is_ready: Callable[[], bool]) -> None:
+        """Load them, for ever. `is_ready` says whether the whole gateway is."""
+        specs = self._preloaded()
+        while True:
+            # Before the catalog is read, so that a reload from here on is not missed.
+            self.has_reloaded.clear()
+            names, limit = self._served.catalog.preloaded(), self._settings.cache_max_models
+            if len(names) > limit:
+                log.warning("preload_beyond_limit", models=list(names), cache_max_models=limit)
+            for spec in reversed(specs):  # if there is no room for all, the first ones stay
+                await self._load(spec)
+            try:
+                # Before the first request.
+                await self._engines.import_for(self._served.catalog.specs)
+            except Exception:  # a model's load says so to those who ask for it
+                log.exception("import_failed")
+            self._has_tried = True
+            failed = self._failed()
+            if is_ready():
+                self.is_done.set()
+                log.info("ready", models=self._models.states())
+            elif failed:
+                log.error("not_ready", failed=[spec.id for spec in failed], retry_s=RETRY_S)
+            # Those that failed are tried again after a while.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RETRY_S if failed else None):
+                    await self.has_reloaded.wait()
+            specs = self._preloaded() if self.has_reloaded.is_set() else self._failed()
+
+    def _preloaded(self) -> list[ModelSpec]:
+        return [spec for spec in self._served.catalog.specs if spec.preload]
+
+    def _failed(self) -> list[ModelSpec]:
+        """Return the preloaded models whose last load failed, those that are tried again too."""
+        return [spec for spec in self._preloaded() if self._models.has_failed(spec)]
+
+    async def _load(self, spec: ModelSpec) -> None:
+        """Load a model, however long that takes."""
+        # A reload may remove its spec meanwhile.
+        while self._served.catalog.current(spec) is not None:
+            try:
+                async with self._models.lease(spec):
+                    return
+            except ModelLoading:
+                await asyncio.sleep(LOAD_POLL_S)
+            except GatewayError:  # the cache has logged it
+                return

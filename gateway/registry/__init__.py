@@ -1,7 +1,7 @@
 """The registry: models.yaml → a spec for every model, found by id or alias.
 
 models_yaml  the file → catalog, or every problem with its line
-yaml_lines   YAML text → plain values and their lines; ${VAR:-default} in any of them
+yaml_reader  YAML text → plain values and their lines; ${VAR:-default} in any of them
 variables    GATEWAY_<ID>_<KEY>: environment variables for any key of any model
 specs        the keys of each model, with types and bounds
 fields       the types of their values: what may be written, and what it is read as

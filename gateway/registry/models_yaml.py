@@ -20,7 +20,7 @@ from gateway.registry.names import did_you_mean, nearest
 from gateway.registry.sources import PackageSource, PathSource, install_command, package_folder
 from gateway.registry.specs import SPECS, ChatSpec, ModelSpec, Section
 from gateway.registry.variables import ModelVariables
-from gateway.registry.yaml_lines import Document, Where, read_yaml
+from gateway.registry.yaml_reader import Document, Where, read_yaml
 from gateway.settings import PREFIX, VARIABLES
 
 MAX_CHARS = 4_000_000  # of a models.yaml

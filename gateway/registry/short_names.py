@@ -14,7 +14,7 @@ from pydantic import Field
 from gateway.errors import RegistryInvalid
 from gateway.registry.sources import Source, parse_source, repository_of, source_id
 from gateway.registry.specs import Section
-from gateway.registry.yaml_lines import read_yaml
+from gateway.registry.yaml_reader import read_yaml
 
 FACTS = "facts"
 STRUCTURED_ROWS = 8  # as every chat model that comes with the gateway has

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from gateway.registry.fields import SHORT_FORMS
 from gateway.registry.specs import SPECS
-from gateway.registry.yaml_lines import read_plain_value
+from gateway.registry.yaml_reader import read_plain_value
 from gateway.settings import PREFIX, VARIABLES
 
 # The keys that lead to a value of a model's entry.

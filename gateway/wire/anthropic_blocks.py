@@ -9,7 +9,7 @@ from pydantic import Field, Tag
 from gateway.errors import BadRequest
 from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label
 from gateway.wire.images import image_refused
-from gateway.wire.tools import read_arguments
+from gateway.wire.messages import read_arguments
 from gateway.wire.validation import IMAGE_TYPES, KNOWN, OTHER, Part, Skipped, by_type, require
 
 # Claude Code's first system block: a header for Anthropic's billing, which changes from one session

@@ -1,4 +1,6 @@
-"""Chat messages: OpenAI's form → the one that chat templates read."""
+"""Chat messages: OpenAI's form → the one that chat templates read; arguments of earlier calls, in
+the forms of three APIs.
+"""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -7,11 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
 from pydantic import Field, Tag, model_validator
+from pydantic_core import from_json
 
 from gateway.errors import BadRequest
-from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label
+from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, MAX_PARTS, Label, parse
 from gateway.wire.images import image_refused
-from gateway.wire.tools import parse_object, read_arguments
 from gateway.wire.validation import (
     FILE_TYPES,
     IMAGE_TYPES,
@@ -220,3 +222,44 @@ def join_texts(parts: Sequence[ContentPart | Skipped], place: str, *, skips: boo
         value = require(getattr(part, field), f"{place}[{i}].{field}")
         texts.append(value if isinstance(value, str) else orjson.dumps(value).decode())
     return "".join(texts)
+
+
+def parse_object(given: object) -> dict[str, Any] | None:
+    """Return an object, or the one that a text has as JSON, empty for no text; None for others."""
+    if isinstance(given, str):
+        try:
+            given = parse(given.encode() or b"{}")
+        except ValueError:
+            return None
+    return given if isinstance(given, dict) else None
+
+
+def read_arguments(given: object) -> dict[str, Any]:
+    """Return the arguments of an earlier call as templates iterate them: by name.
+
+    An object that was cut, as `max_tokens` cuts a call, is closed. A value that is no object, and
+    a text that is no JSON, becomes the argument `input`.
+    """
+    value = given
+    if isinstance(given, str):
+        value = parse_object(given)
+        if value is None:
+            value = _repair(given)
+    if isinstance(value, str):  # JSON may be inside a string of JSON
+        inner = parse_object(value)
+        value = value if inner is None else inner
+    if isinstance(value, dict):
+        return value
+    return {} if value in (None, "", []) else {"input": value}
+
+
+def _repair(json: str) -> Any:
+    """Return a JSON value, or the beginning of an object closed; the text itself if it is none."""
+    is_partial = json.lstrip().startswith("{")
+    if json.count(":") + json.count("[") + json.count("{") > MAX_PARTS:
+        return json
+    try:
+        value = from_json(json, allow_partial="trailing-strings" if is_partial else False)
+        return parse(orjson.dumps(value))
+    except (ValueError, TypeError):
+        return json

@@ -11,8 +11,16 @@ from typing_extensions import TypedDict
 from gateway.errors import BadRequest, ResponseNotFound
 from gateway.ids import new_id
 from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label
-from gateway.wire.messages import ContentPart, Function, Message, ToolCall, join_texts
-from gateway.wire.tools import QualifiedName, parse_object, read_arguments
+from gateway.wire.messages import (
+    ContentPart,
+    Function,
+    Message,
+    ToolCall,
+    join_texts,
+    parse_object,
+    read_arguments,
+)
+from gateway.wire.tools import QualifiedName
 from gateway.wire.validation import (
     FILE_TYPES,
     IMAGE_TYPES,

@@ -1,18 +1,16 @@
-"""Tools, the choice among them and earlier calls' arguments, in the forms of three APIs."""
+"""Tools, and the choice among them, in the forms of three APIs."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-import orjson
 from pydantic import Field, Tag, model_validator
-from pydantic_core import from_json
 from typing_extensions import TypedDict
 
 from gateway.errors import BadRequest
 from gateway.jobs import chat
-from gateway.wire.bounds import FAIL_FAST, MAX_PARTS, Label, Name, Schema, parse
+from gateway.wire.bounds import FAIL_FAST, Label, Name, Schema
 from gateway.wire.validation import OTHER, Part, by_type
 
 MAX_TOOLS = 128  # as OpenAI's
@@ -368,44 +366,3 @@ def check_input_schemas(tools: Sequence[CustomTool | ServerTool]) -> None:
             param=f"tools[{i}].input_schema",
             code=code,
         )
-
-
-def parse_object(given: object) -> dict[str, Any] | None:
-    """Return an object, or the one that a text has as JSON, empty for no text; None for others."""
-    if isinstance(given, str):
-        try:
-            given = parse(given.encode() or b"{}")
-        except ValueError:
-            return None
-    return given if isinstance(given, dict) else None
-
-
-def read_arguments(given: object) -> dict[str, Any]:
-    """Return the arguments of an earlier call as templates iterate them: by name.
-
-    An object that was cut, as `max_tokens` cuts a call, is closed. A value that is no object, and
-    a text that is no JSON, becomes the argument `input`.
-    """
-    value = given
-    if isinstance(given, str):
-        value = parse_object(given)
-        if value is None:
-            value = _repair(given)
-    if isinstance(value, str):  # JSON may be inside a string of JSON
-        inner = parse_object(value)
-        value = value if inner is None else inner
-    if isinstance(value, dict):
-        return value
-    return {} if value in (None, "", []) else {"input": value}
-
-
-def _repair(json: str) -> Any:
-    """Return a JSON value, or the beginning of an object closed; the text itself if it is none."""
-    is_partial = json.lstrip().startswith("{")
-    if json.count(":") + json.count("[") + json.count("{") > MAX_PARTS:
-        return json
-    try:
-        value = from_json(json, allow_partial="trailing-strings" if is_partial else False)
-        return parse(orjson.dumps(value))
-    except (ValueError, TypeError):
-        return json

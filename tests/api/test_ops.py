@@ -103,7 +103,7 @@ async def test_a_preload_that_failed_is_tried_again_until_it_is_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody asks a gateway that is not ready for the model, so nobody else would load it."""
-    monkeypatch.setattr("gateway.app.gateway.RETRY_S", 0.01)
+    monkeypatch.setattr("gateway.app.loading.RETRY_S", 0.01)
     monkeypatch.setattr("gateway.serving.models.entry.BROKEN_S", 0.01)
     engines = ScriptedEngines()
     engines.failing["broken"] = BROKEN

@@ -7,7 +7,7 @@ from textwrap import dedent
 import pytest
 
 from gateway.registry import ChatSpec, HubSource, ModelSpec, PathSource, Reading, read_models
-from gateway.registry.yaml_lines import ExpansionInvalid, expand
+from gateway.registry.yaml_reader import ExpansionInvalid, expand
 
 
 @pytest.fixture

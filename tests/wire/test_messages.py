@@ -9,8 +9,7 @@ import pytest
 from gateway.errors import BadRequest
 from gateway.wire.bounds import MAX_PARTS
 from gateway.wire.chat import ChatRequest
-from gateway.wire.messages import Message, to_template
-from gateway.wire.tools import read_arguments
+from gateway.wire.messages import Message, read_arguments, to_template
 from gateway.wire.validation import read_request
 from tests.fuzz.growing import MOST, least, uncollected
 

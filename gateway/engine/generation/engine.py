@@ -56,27 +56,17 @@ class GenerationEngine:
             speculate_rows = 0  # no one has compared what goes back with what never went
         self._faults = Faults()
         self._drafts = DraftPolicy(speculate_rows, draft_model, self._faults.record_draft)
+        applied, pass_s = self.adapters.applied, (bounds or DeviceBounds()).pass_s
         self._sequences = Sequences(
-            model,
-            setup,
-            self.prefixes,
-            self._drafts,
-            self._faults,
-            self.adapters.applied,
-            (bounds or DeviceBounds()).pass_s,
+            model, setup, self.prefixes, self._drafts, self._faults, applied, pass_s
         )
         if kv_cost.constant and speculate_rows:  # states are kept as before the pass under way
             kv_cost = replace(kv_cost, draft=DraftCost(0, kv_cost.constant, speculate_rows))
         if draft_model is not None:
             kv_cost = draft_model.with_kv(kv_cost, speculate_rows)
-        self.facts = EngineFacts(
-            setup.max_context,
-            kv_cost,
-            count_tokens(model, setup.max_context),
-            setup.unread_formats,
-            setup.notes,
-            setup.verified,
-        )
+        tested_tokens = count_tokens(model, setup.max_context)
+        said = setup.unread_formats, setup.notes, setup.verified
+        self.facts = EngineFacts(setup.max_context, kv_cost, tested_tokens, *said)
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -141,15 +131,11 @@ class GenerationEngine:
             deltas += sequences.prefill(plan.token_budget)
         elif plan.kind == "decode":
             deltas += sequences.decode()
-        return StepResult(
-            deltas,
-            sequences.last_pass,
-            self._faults.take() if plan.kind is not None else (),
-            sequences.reading,
-            sequences.decoding,
-            self.prefixes.pool_bytes,
-            self._drafts.drafter if plan.kind == "decode" else None,
-        )
+        faults = self._faults.take() if plan.kind is not None else ()
+        drafter = self._drafts.drafter if plan.kind == "decode" else None
+        size, reading, decoding = sequences.last_pass, sequences.reading, sequences.decoding
+        kept = self.prefixes.pool_bytes
+        return StepResult(deltas, size, faults, reading, decoding, kept, drafter)
 
     def _clear_prefixes(self) -> None:
         self.synchronize()  # a wait for buffers would raise, and lose, an error of the step

@@ -16,14 +16,15 @@ from gateway.engine.device import Device, DeviceBounds
 from gateway.engine.drafts.draft_model import DraftModel
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.prepare import ChatSetup
-from gateway.engine.grammar.shaping import Shape
+from gateway.engine.grammar.schema_bounds import Shape
 from gateway.engine.grammar.structured import StructuredOutput
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
 from gateway.engine.kv.layers import batch_of_one, can_batch, can_go_back, make_batch_caches
 from gateway.engine.kv.prefix_cache import PrefixPool
 from gateway.engine.kv.quantized import quantize_kv
 from gateway.engine.models.checkpoint import Checkpoint, Listing, reading_tokenizer
-from gateway.engine.models.context import lower_context, text_config
+from gateway.engine.models.context import lower_context
+from gateway.engine.models.counts import text_config
 from gateway.engine.models.decoders import Numbers, read_decoder
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, open_checkpoint
 from gateway.engine.models.gguf.vocabulary import named_ends, read_sampling, wrap_tokenizer

@@ -21,8 +21,8 @@ from outlines.types.dsl import Choice, to_regex
 
 from gateway.engine.grammar.calls import is_free, with_schemas
 from gateway.engine.grammar.matching import GrammarState, Matcher, TextTokens
+from gateway.engine.grammar.schema_bounds import Shape, shape_schema
 from gateway.engine.grammar.schemas import Node, Schema, check_draft, parse_schema, refusal
-from gateway.engine.grammar.shaping import Shape, shape_schema
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
 from gateway.engine.grammar.unenforced import (
     COMPACT,

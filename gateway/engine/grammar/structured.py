@@ -19,8 +19,8 @@ from gateway.engine.grammar.compiling import (
     key_of,
 )
 from gateway.engine.grammar.matching import BoundRow, Masks, apply_masks
+from gateway.engine.grammar.schema_bounds import Shape
 from gateway.engine.grammar.schemas import draft_of
-from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
 from gateway.engine.sandbox_worker import Sandbox
 from gateway.errors import BadRequest

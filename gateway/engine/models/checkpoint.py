@@ -18,8 +18,7 @@ from typing import Any, Final, Protocol
 import mlx.core as mx
 
 from gateway.engine.device import Device, pick_dtype
-from gateway.engine.models.context import text_config
-from gateway.engine.models.counts import check_counts
+from gateway.engine.models.counts import check_counts, text_config
 from gateway.errors import ModelLoadFailed, Overloaded, Unavailable
 from gateway.jobs.steps import KvCost
 from gateway.panics import as_exception

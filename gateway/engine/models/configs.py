@@ -8,7 +8,7 @@ from typing import Any, Final
 from mlx_lm.utils import _get_classes
 
 from gateway.engine.models.checkpoint import MISSING_PACKAGE
-from gateway.engine.models.context import text_config
+from gateway.engine.models.counts import text_config
 from gateway.engine.models.family_defaults import ROPE_KEYS, family, resolve
 from gateway.engine.models.own_classes import OWN, Classes, Make
 from gateway.engine.models.unread import check_keys

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from gateway.engine.models.counts import check_counts
+from gateway.engine.models.counts import check_counts, text_config
 from gateway.engine.models.gguf.architectures import read_config
 from gateway.engine.models.gguf.header import read_header
 from gateway.registry import is_gguf
@@ -35,12 +35,6 @@ SWITCHED: Final = {
     "smollm3": 0,
     **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), 80),
 }
-
-
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the language model's part of the config: multimodal models nest it."""
-    text: Mapping[str, Any] = config.get("text_config") or config
-    return text
 
 
 def full_attention_share(config: Mapping[str, Any]) -> float:

@@ -42,6 +42,12 @@ _MODULES: Final = 1000
 _MODULES_PER_ARRAY: Final = 50
 
 
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the language model's part of the config: multimodal models nest it."""
+    text: Mapping[str, Any] = config.get("text_config") or config
+    return text
+
+
 def bound_of(key: str) -> tuple[int, int] | None:
     """Return the least and the most that a key of config.json may be; None if it sizes nothing."""
     return next(((least, most) for name, least, most in _BOUNDS if name.fullmatch(key)), None)

@@ -20,9 +20,8 @@ from mlx_lm.utils import MODEL_REMAPPING, load_model
 from gateway.engine.device import Device, pick_dtype
 from gateway.engine.models.checkpoint import Checkpoint, read_in_slices
 from gateway.engine.models.configs import classes_of
-from gateway.engine.models.context import text_config
 from gateway.engine.models.corrections import correct
-from gateway.engine.models.counts import bounding_modules, check_depth
+from gateway.engine.models.counts import bounding_modules, check_depth, text_config
 from gateway.engine.models.decoder_kernels import use_cpu_kernels
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, read_gguf_decoder
 from gateway.engine.models.missing_kernels import Report, quantization_of, replace_missing, widen

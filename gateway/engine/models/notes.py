@@ -6,7 +6,8 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, Final
 
-from gateway.engine.models.context import list_limits, text_config
+from gateway.engine.models.context import list_limits
+from gateway.engine.models.counts import text_config
 from gateway.jobs.steps import Verified
 
 

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from gateway.engine.models.checkpoint import Checkpoint, Listing, Tensor
-from gateway.engine.models.context import text_config
+from gateway.engine.models.counts import text_config
 from gateway.errors import ModelLoadFailed
 
 Parallel = Literal["tensor", "pipeline"]

@@ -9,5 +9,6 @@ scheduler       carries them out: the plan of a turn; how many tokens a prefill 
 batcher         two workers, one for prefill and one for decode; a batcher for each adapter
 fan_out         the jobs of one request, several at a time
 grammars        a cache of compiled grammars
-answer_checks   answers checked by the parts of a schema that no grammar enforces
+answer_checks   answers checked by the parts of a schema that no grammar enforces; which are written
+                once more
 """

@@ -29,6 +29,15 @@ class Fit(Enum):
         return None if self is Fit.UNKNOWN else self is Fit.VALID
 
 
+def choose_retried(job: GenerateJob, fits: Sequence[Fit | None]) -> list[int]:
+    """Return the choices that are written once more: those that do not fit, if another try could
+    give another answer.
+    """
+    if job.sampling.seed is not None or job.sampling.temperature == 0:
+        return []
+    return [index for index, fit in enumerate(fits) if fit in (Fit.INVALID, Fit.BROKEN)]
+
+
 @dataclass(slots=True)
 class _Choice:
     """A choice so far: its text, the name and arguments of each call, and if it was cut."""

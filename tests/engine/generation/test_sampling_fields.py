@@ -9,7 +9,7 @@ import pytest
 
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.loading import generation_config, usable_sampling
-from gateway.engine.grammar.shaping import Shape
+from gateway.engine.grammar.schema_bounds import Shape
 from gateway.errors import BadRequest
 from gateway.jobs.chat import Grammar, Sampling
 from tests.checkpoints import teach_thinking, write_chat

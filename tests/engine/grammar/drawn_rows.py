@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import load
 
 from gateway.engine.grammar.compiling import CompiledGrammar, GrammarBounds, compile_grammar
 from gateway.engine.grammar.matching import Matcher
-from gateway.engine.grammar.shaping import Shape
+from gateway.engine.grammar.schema_bounds import Shape
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
 from gateway.jobs.chat import Grammar
 

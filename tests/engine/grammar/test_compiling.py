@@ -10,7 +10,7 @@ import pytest
 
 from gateway.engine.grammar.calls import answer_grammar
 from gateway.engine.grammar.compiling import GrammarBounds, compile_grammar, try_grammar
-from gateway.engine.grammar.shaping import Shape
+from gateway.engine.grammar.schema_bounds import Shape
 from gateway.errors import BadRequest
 from gateway.jobs.chat import Calling, Function, Grammar
 from gateway.serving.sandbox import Sandbox

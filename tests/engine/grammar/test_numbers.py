@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gateway.engine.grammar.calls import answer_grammar
 from gateway.engine.grammar.compiling import compile_grammar
 from gateway.engine.grammar.matching import Matcher, open_part
-from gateway.engine.grammar.shaping import Shape
+from gateway.engine.grammar.schema_bounds import Shape
 from gateway.jobs.chat import Calling, Function, Grammar
 from tests.engine.grammar.drawn_rows import ENDS, OPEN, allowed, compiled, ids, text, tokenizer
 

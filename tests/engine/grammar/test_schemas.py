@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.engine.grammar.shaping import Shape, bound_strings, close_objects, complete
+from gateway.engine.grammar.schema_bounds import Shape, bound_strings, close_objects, complete
 from tests.engine.grammar.drawn_rows import OPEN, allowed, answer, compiled, ids
 
 TEXT: dict[str, Any] = {"type": "string"}

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.loading import load_generation
 from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.grammar.shaping import Shape
+from gateway.engine.grammar.schema_bounds import Shape
 from gateway.jobs.chat import Calling, Function, GenerateJob, Grammar, Sampling
 from tests.checkpoints import teach_thinking, write_chat
 from tests.engine.generation import harness

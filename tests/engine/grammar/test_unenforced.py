@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from referencing import Registry
 
 from gateway.engine.grammar.patterns import OWN_FORMATS, is_holdable
-from gateway.engine.grammar.shaping import Shape
+from gateway.engine.grammar.schema_bounds import Shape
 from gateway.errors import BadRequest
 from tests.engine.grammar.drawn_rows import (
     CLOSERS,

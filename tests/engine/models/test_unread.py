@@ -12,8 +12,8 @@ from benchmarks import tiny_models
 from gateway.engine.device import Device
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.models.configs import classes_of
-from gateway.engine.models.context import text_config
 from gateway.engine.models.corrections import correct
+from gateway.engine.models.counts import text_config
 from gateway.engine.models.decoders import open_decoder
 from gateway.engine.models.family_defaults import is_default, resolve
 from gateway.engine.models.notes import list_notes, verified_by

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gateway.engine.grammar.compiling import compile_grammar
-from gateway.engine.grammar.shaping import Shape
+from gateway.engine.grammar.schema_bounds import Shape
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
 from gateway.engine.models.gguf.vocabulary import (
     SPLITTINGS,
