@@ -59,7 +59,7 @@ def warm_chat(name: str, health: DeviceHealth, engine: GenerationEngine) -> None
     if the device does.
     """
     results = [engine.step(StepPlan(joining=[(1, _WARM_UP)]))]
-    while results[-1].reading or results[-1].decoding:  # after a fault the row is read again
+    while results[-1].reading or results[-1].decoding:  # after a fault the sequence is read again
         plan = StepPlan(kind="prefill", token_budget=16)
         if not results[-1].reading:
             plan = StepPlan(kind="decode", token_budget=16)

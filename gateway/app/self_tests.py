@@ -93,7 +93,7 @@ class SelfTest:
         # A digest of all that the verdict depends on.
         self._compute_digest = digest
         self._digest = ""
-        self._kv = kv  # what a row of the test takes
+        self._kv = kv  # what a sequence of the test takes
         self._steps: Generator[Verdict] | None = None
         self.verdict = Verdict()
 

@@ -177,12 +177,12 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came of a step, and the engine's state after it. A row that fails ends by a delta."""
+    """What came of a step, and the engine's state after it. A sequence that fails ends by a delta."""
 
     deltas: Sequence[Delta] = ()
     size: Pass = Pass()
     faults: Sequence[PassFault] = ()  # what its pass has raised; no answer is changed by it
-    reading: frozenset[int] = frozenset()  # rows with prompt left to read
-    decoding: int = 0  # rows that decode
+    reading: frozenset[int] = frozenset()  # sequences with prompt left to read
+    decoding: int = 0  # sequences that decode
     prefix_bytes: int = 0  # of KV that is kept of prompts, by all models that share a limit
     drafter: Drafter | None = None  # whose drafts the pass under way reads, if they are of one

@@ -17,11 +17,13 @@ class Evictable(Protocol):
         """Return the bytes of all pinned models but this one."""
 
     def model_bytes(self) -> int:
-        """Return the bytes of all models, without those of rows and of what is kept of prompts."""
+        """Return the bytes of all models, without those of sequences and of what is kept of
+        prompts.
+        """
 
 
 class Budget:
-    """The bytes of all models: a model's weights have one share, the KV of its rows another."""
+    """The bytes of all models: a model's weights have one share, the KV of its sequences another."""
 
     # Bytes are counted here, not refused: code that needs more than `free_bytes` waits until its
     # listener is called, or calls `evict_idle`.
@@ -40,7 +42,7 @@ class Budget:
 
     @property
     def spare_bytes(self) -> int:
-        """Return the bytes that a new row may take: free, and not claimed for a waiting model."""
+        """Return the bytes that a new sequence may take: free, and not claimed for a waiting model."""
         return self.free_bytes - self.claimed_bytes
 
     def claim(self, nbytes: int) -> None:
@@ -153,14 +155,14 @@ class Share:
 class PrefixShare:
     """The share of the budget that one prefix pool has: the first to go when others need bytes."""
 
-    # At most `most` bytes; with `leaves_room`, as many as leave room for models and a row.
+    # At most `most` bytes; with `leaves_room`, as many as leave room for models and a sequence.
     def __init__(self, budget: Budget, most: int, *, leaves_room: bool = False) -> None:
         self._budget = budget
         self._share = budget.share()
         self._most = most
         self._leaves_room = leaves_room
         self._users = 0
-        self.recalled = 0  # bytes that rows of models with another room wait for
+        self.recalled = 0  # bytes that sequences of models with another room wait for
 
     @property
     def nbytes(self) -> int:
@@ -177,7 +179,7 @@ class PrefixShare:
         return max(0, min(self.nbytes, max(wanted, self.recalled)))
 
     def allowed(self, row_bytes: int) -> int:
-        """Return the bytes that may be kept from now on, beside a row of `row_bytes`.
+        """Return the bytes that may be kept from now on, beside a sequence of `row_bytes`.
 
         There are three cases. Bytes that are kept here have to go: the rest stays. The budget has
         bytes to spare: these may be kept, too. Neither: all stays, and no more is kept.
@@ -217,7 +219,7 @@ class PrefixShare:
 
 
 def bound_prefixes(most: int, room: int, row_bytes: int) -> int:
-    """Return how many of the bytes beside models may be kept of prompts: they leave room for a row,
-    unless that makes them less than LEAST_PREFIXES.
+    """Return how many of the bytes beside models may be kept of prompts: they leave room for a
+    sequence, unless that makes them less than LEAST_PREFIXES.
     """
     return max(0, min(most, max(room - row_bytes, min(room, LEAST_PREFIXES))))

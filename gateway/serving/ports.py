@@ -149,7 +149,7 @@ class PrefixCache(Protocol):
 
 
 class GenerationEngine(Protocol):
-    """The maths of one chat model: a batch that rows join and leave between passes."""
+    """The maths of one chat model: a batch that sequences join and leave between passes."""
 
     @property
     def facts(self) -> EngineFacts:
@@ -165,10 +165,10 @@ class GenerationEngine(Protocol):
 
     @property
     def is_batched(self) -> bool:
-        """Return True while rows run together, False once they run one at a time."""
+        """Return True while sequences run together, False once they run one at a time."""
 
     def prepare(self, job: GenerateJob) -> list[SequenceParams]:
-        """Render the template and encode the prompt: one row a choice. Safe on any thread.
+        """Render the template and encode the prompt: one sequence a choice. Safe on any thread.
 
         Raises BadRequest for what the template refuses and ContextLengthExceeded for a prompt
         that leaves no room for one token.
@@ -187,9 +187,9 @@ class GenerationEngine(Protocol):
         """
 
     def read_answer(self, params: SequenceParams, text: str, is_cut: bool) -> Reading:
-        """Return the parts of a whole answer, for a row that `reads_whole`: its thoughts, text and
-        calls; and None, or an event to log and why it is text as it stands. `text` is all that the
-        row's deltas had; a cut one makes no call. Slow, and safe on any thread.
+        """Return the parts of a whole answer, for a sequence that `reads_whole`: its thoughts, text
+        and calls; and None, or an event to log and why it is text as it stands. `text` is all that
+        the sequence's deltas had; a cut one makes no call. Slow, and safe on any thread.
 
         Raises Overloaded and Unavailable if other work leaves no time to read it.
         """
@@ -197,34 +197,37 @@ class GenerationEngine(Protocol):
     def step(self, plan: StepPlan) -> StepResult:
         """Change the batch as planned, then run a pass. On the lane only.
 
-        A decode pass gives the next token of every running row. An error of a pass changes no
-        answer: its rows are read again; one that fails alone, or cannot join, ends by its delta.
+        A decode pass gives the next token of every running sequence. An error of a pass changes no
+        answer: its sequences are read again; one that fails alone, or cannot join, ends by its
+        delta.
         """
 
     def synchronize(self) -> None:
         """Wait until the device has finished its launched work. On the lane only."""
 
     def self_test(self) -> Generator[Verdict]:
-        """Compare rows in batches with the same rows alone, one pass a step. On the lane only.
+        """Compare sequences in batches with the same sequences alone, one pass a step. On the lane
+        only.
 
         Each step yields the verdict so far; the last one's has no field unknown.
         """
 
     def apply_verdict(self, verdict: Verdict) -> None:
-        """Stop running rows in ways that a verdict found wrong. Until one is whole, rows of an
-        architecture that is not known to be right in batches run one at a time. On the lane only.
+        """Stop running sequences in ways that a verdict found wrong. Until one is whole, sequences
+        of an architecture that is not known to be right in batches run one at a time. On the lane
+        only.
         """
 
     def probe(self) -> None:
-        """Read a prompt of the model's own, apart from all rows, without compiling anything; raise
-        what the device does. On the lane only.
+        """Read a prompt of the model's own, apart from all sequences, without compiling anything;
+        raise what the device does. On the lane only.
         """
 
     def routing_keys(self, adapter: int = 0) -> Sequence[bytes]:
         """Return the routing keys of what is kept of prompts. Safe on any thread."""
 
     def drop_adapter(self, number: int) -> None:
-        """Free an adapter, with its rows. On the lane only."""
+        """Free an adapter, with its sequences. On the lane only."""
 
     def nbytes(self) -> int:
         """Return the bytes held on the device: weights, KV and prefixes."""

@@ -147,8 +147,8 @@ class RowMemory:
         return min(max_length, max(used + 1, min(usual, self.longest)))
 
     def fits(self, layout: Layout, *, has_grown: bool = False) -> bool:
-        """Return True if there is memory for the model's rows, laid out like this, once what is
-        kept of prompts is gone.
+        """Return True if there is memory for the model's sequences, laid out like this, once what
+        is kept of prompts is gone.
         """
         available = self._budget.spare_bytes
         if has_grown:
@@ -177,8 +177,8 @@ class RowMemory:
 
     @contextlib.contextmanager
     def watch(self, on_change: Callable[[], None]) -> Iterator[None]:
-        """While entered, call `on_change` whenever there may be bytes for waiting rows, and when
-        what is kept of prompts has to go.
+        """While entered, call `on_change` whenever there may be bytes for waiting sequences, and
+        when what is kept of prompts has to go.
         """
         self._budget.listen(on_change)
         try:

@@ -39,7 +39,7 @@ def rank(arrived: float, tier: Tier, head_start_s: float) -> float:
 
 
 def prefill_goes_first(soon: int, decoding: int, waited_s: float, bound_s: float) -> bool:
-    """Return True if decoding sequences wait for the prefill of `soon` rows, which will then
+    """Return True if decoding sequences wait for the prefill of `soon` sequences, which will then
     decode.
     """
     # A decode step of a few sequences costs nearly as much as one of all of them, so the prompts of
@@ -55,7 +55,7 @@ class Batch:
     limits: GenerationLimits
     memory: RowMemory
     choices: Sequence[Choice]
-    held: Sequence[Choice] = ()  # of the rows, in the order in which they will go on
+    held: Sequence[Choice] = ()  # of the sequences, in the order in which they will go on
     reading: frozenset[int] = frozenset()  # sequences with prompt left to read
     bearable: int | None = None  # sequences that the device has memory for, if it ran out
 

@@ -100,7 +100,7 @@ class WaitingQueue:
         return len(self._preempted) + sum(map(len, self._requests.values()))
 
     def __iter__(self) -> Iterator[Choice]:
-        """Iterate over the waiting rows, in no particular order."""
+        """Iterate over the waiting sequences, in no particular order."""
         for choices in (self._preempted, *self._requests.values()):
             yield from choices
 

@@ -53,7 +53,7 @@ class EvictionPlan(Generic[K]):
     admitted: tuple[K, ...] = ()
     leaving: tuple[K, ...] = ()
     abandoned: tuple[K, ...] = ()  # they need the room of models in use, and have no callers
-    claimed_bytes: int = 0  # kept from new rows
+    claimed_bytes: int = 0  # kept from new sequences
 
 
 def make_plan(
@@ -97,8 +97,8 @@ def make_plan(
         if not newcomer.is_requested:
             abandoned.append(key)
             continue
-        # Else it waits until models in use are idle and, if the end of rows makes enough room, no
-        # new ones take it.
+        # Else it waits until models in use are idle and, if the end of sequences makes enough room,
+        # no new ones take it.
         if places > 0 or nbytes > rows_bytes:
             claimed_bytes = 0
         return EvictionPlan((*admitted,), (), (*abandoned,), claimed_bytes)
@@ -194,7 +194,9 @@ class Room(Generic[M]):
         )
 
     def model_bytes(self) -> int:
-        """Return the bytes of all models, without those of rows and of what is kept of prompts."""
+        """Return the bytes of all models, without those of sequences and of what is kept of
+        prompts.
+        """
         return sum(entry.nbytes for entry in self._queue)
 
     def users(self) -> list[str]:
@@ -202,7 +204,7 @@ class Room(Generic[M]):
         return [entry.spec.id for entry in self._queue if entry.share is not None and entry.leases]
 
     def notify(self) -> None:
-        """Wake waiting models and rows, as a model may have become idle or been freed."""
+        """Wake waiting models and sequences, as a model may have become idle or been freed."""
         self._budget.notify()
 
     def _update(self) -> None:
@@ -245,7 +247,7 @@ class Room(Generic[M]):
         return Phase.IDLE
 
     def _rows_bytes(self) -> int:
-        """Return the bytes of rows and of cached prefixes."""
+        """Return the bytes of sequences and of cached prefixes."""
         used_bytes = self._budget.limit_bytes - self._budget.free_bytes
         return max(0, used_bytes - self.model_bytes())
 
