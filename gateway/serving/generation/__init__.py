@@ -1,7 +1,7 @@
 """Continuous batching of one chat model.
 
 choice          one choice of a job: waiting, in the batch or ended; a job's deltas as they come
-queue           places for jobs, and sequences that wait to join: requests take turns
+queue           places for jobs; ranks, and sequences that wait to join: requests take turns
 memory          the bytes of KV that a model's sequences may take
 policy          which sequences join, take turns, grow and are preempted: decisions of numbers alone
 draft_gains     whether drafts make answers come sooner on this device

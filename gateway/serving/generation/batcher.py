@@ -21,8 +21,8 @@ from gateway.serving.generation.choice import Choice, DeltaReader, batch_shape
 from gateway.serving.generation.draft_gains import DraftGains
 from gateway.serving.generation.grammars import GrammarCache
 from gateway.serving.generation.memory import RowCosts, RowMemory, longest_chunk
-from gateway.serving.generation.policy import GenerationLimits, prefill_goes_first, rank
-from gateway.serving.generation.queue import JobQueue
+from gateway.serving.generation.policy import GenerationLimits, prefill_goes_first
+from gateway.serving.generation.queue import JobQueue, rank
 from gateway.serving.generation.scheduler import PrefillPace, Scheduler
 from gateway.serving.lane import Lane, Turn
 from gateway.serving.ports import GenerationEngine

@@ -1,4 +1,4 @@
-"""Limits, ranks, and which sequences join, take turns, grow and are preempted: decisions of numbers
+"""Limits, and which sequences join, take turns, grow and are preempted: decisions of numbers
 alone, which change nothing. The scheduler carries them out.
 """
 
@@ -6,7 +6,6 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gateway.jobs import Tier
 from gateway.serving.admission import NO_BOUND
 from gateway.serving.generation.choice import Choice, lay_out
 from gateway.serving.generation.memory import GROWTH, MARGIN, Layout, RowMemory
@@ -29,13 +28,6 @@ class GenerationLimits:
     queue_max_tokens: int = NO_BOUND
     tier_head_start_s: float = 5.0  # by which a priority request counts as arrived earlier
     memory_wait_s: float = 20.0  # for memory that only other models hold
-
-
-def rank(arrived: float, tier: Tier, head_start_s: float) -> float:
-    """Return a request's place in the queue: lower goes first."""
-    # A priority request counts as arrived `head_start_s` earlier, a flex one later, so no tier
-    # delays another for longer than that.
-    return arrived + {Tier.PRIORITY: -head_start_s, Tier.FLEX: head_start_s}.get(tier, 0.0)
 
 
 def prefill_goes_first(soon: int, decoding: int, waited_s: float, bound_s: float) -> bool:

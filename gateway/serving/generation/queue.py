@@ -10,10 +10,17 @@ from enum import Enum, auto
 
 from gateway.clock import Stage
 from gateway.errors import Overloaded
-from gateway.jobs import Caller
+from gateway.jobs import Caller, Tier
 from gateway.jobs.steps import SequenceParams
 from gateway.serving.admission import Admission, Noun, until_deadline
 from gateway.serving.generation.choice import Choice
+
+
+def rank(arrived: float, tier: Tier, head_start_s: float) -> float:
+    """Return a request's place in the queue: lower goes first."""
+    # A priority request counts as arrived `head_start_s` earlier, a flex one later, so no tier
+    # delays another for longer than that.
+    return arrived + {Tier.PRIORITY: -head_start_s, Tier.FLEX: head_start_s}.get(tier, 0.0)
 
 
 class JobQueue:

@@ -1,7 +1,8 @@
 """Who joins next, with numbers."""
 
 from gateway.jobs import Tier
-from gateway.serving.generation.policy import prefill_goes_first, rank
+from gateway.serving.generation.policy import prefill_goes_first
+from gateway.serving.generation.queue import rank
 
 
 def test_a_tier_is_worth_a_head_start_and_no_more() -> None:
