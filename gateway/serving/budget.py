@@ -23,7 +23,7 @@ class Evictable(Protocol):
 
 
 class Budget:
-    """The bytes of all models: a model's weights have one share, the KV of its sequences another."""
+    """The bytes of all models: a model's weights have a share, the KV of its sequences another."""
 
     # Bytes are counted here, not refused: code that needs more than `free_bytes` waits until its
     # listener is called, or calls `evict_idle`.
@@ -42,7 +42,7 @@ class Budget:
 
     @property
     def spare_bytes(self) -> int:
-        """Return the bytes that a new sequence may take: free, and not claimed for a waiting model."""
+        """Return the bytes that a new sequence may take: free, and claimed for no waiting model."""
         return self.free_bytes - self.claimed_bytes
 
     def claim(self, nbytes: int) -> None:
