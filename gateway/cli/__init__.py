@@ -6,7 +6,7 @@ recommend  models recommend: what of the catalogue fits a machine
 doctor     checks the machine, or with --engine the models; what needs mlx in a process of its own
 bench      measures a server
 launch     runs a tool, Claude Code for instance, on a gateway; connect prints how
-tools      the tools of both, and what each needs
+agents     the coding agents and tools of both, and what each needs
 gateways   finds the gateway for them, or starts one
 terminal   options that several commands have, and tables
 lazy       modules that are imported at their first use, mlx among them

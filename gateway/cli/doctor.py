@@ -21,9 +21,9 @@ import typer
 
 from gateway import logs
 from gateway.cli import lazy
+from gateway.cli.agents import AGENT_CONTEXT
 from gateway.cli.gateways import kept_tokens
 from gateway.cli.terminal import ModelsFile, show
-from gateway.cli.tools import AGENT_CONTEXT
 from gateway.doctor.machine import (
     COMPILED,
     check_blas,

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from gateway.cli import lazy
+from gateway.cli.agents import Offer
 from gateway.cli.serve import ANYWHERE
-from gateway.cli.tools import Offer
 from gateway.errors import GatewayError
 from gateway.registry import Catalog, ChatSpec, HubSource, ModelSpec
 from gateway.settings import Settings, with_port

@@ -17,6 +17,7 @@ from typing import Annotated, TypeAlias
 import typer
 
 from gateway.app.named import load_served, parse_name
+from gateway.cli.agents import NO_KEY, TOOLS, NoModel, Service, Tool, choose
 from gateway.cli.gateways import (
     NoGateway,
     address,
@@ -30,7 +31,6 @@ from gateway.cli.gateways import (
 )
 from gateway.cli.serve import key_in_shell
 from gateway.cli.terminal import ModelsFile, fail
-from gateway.cli.tools import NO_KEY, TOOLS, NoModel, Service, Tool, choose
 from gateway.registry import read_short_names, source_id
 from gateway.settings import Settings, load_settings, origin, variable
 

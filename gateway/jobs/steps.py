@@ -177,7 +177,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came of a step, and the engine's state after it; a sequence that fails ends by a delta."""
+    """What came of a step, and the engine after it. A sequence that fails ends by a delta."""
 
     deltas: Sequence[Delta] = ()
     size: Pass = Pass()

@@ -24,9 +24,9 @@ from anyio.from_thread import BlockingPortal
 from structlog.testing import capture_logs
 
 from gateway.cli import gateways, launch
+from gateway.cli.agents import AGENT_CONTEXT, TOOLS, NoModel, Offer, Service, choose
 from gateway.cli.gateways import NoGateway, started
 from gateway.cli.launch import Signals
-from gateway.cli.tools import AGENT_CONTEXT, TOOLS, NoModel, Offer, Service, choose
 from gateway.registry import Inputs
 from gateway.settings import Settings
 from tests.checkpoints import write_chat

@@ -1,33 +1,86 @@
-"""Texts → vectors, and the cosine of vectors as a score, in passes that requests share."""
+"""Texts → vectors, and the cosine of vectors as a score, in passes that requests share. Vectors are
+cached; texts get the model's prompts, and are refused or cut if they are too long.
+"""
 
+import hashlib
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from gateway import clock, metrics
 from gateway.clock import Stage
-from gateway.errors import ContextLengthExceeded
-from gateway.jobs import TokenIds
+from gateway.errors import BadRequest, ContextLengthExceeded
+from gateway.jobs import TokenIds, Vectors
 from gateway.jobs.embed import Embedded, EmbedJob
 from gateway.jobs.rerank import Reranked, RerankJob
 from gateway.serving.admission import Arrival, Arrivals
-from gateway.serving.embedding.policy import (
-    DOCUMENT_PROMPTS,
-    QUERY_PROMPTS,
-    EmbeddingCache,
-    EmbeddingLimits,
-    TextVector,
-    add_prompts,
-    check_ids,
-    cosines,
-    find_prompt,
-    fit_to_context,
-)
+from gateway.serving.embedding.policy import EmbeddingLimits
 from gateway.serving.embedding.row_batcher import RowBatcher
 from gateway.serving.lane import Lane
 from gateway.serving.ports import EmbeddingEngine
 from gateway.serving.tokenize import ThreadPools, tokenize
+
+Vector = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class TextVector:
+    """A text's vector, (dimensions,), its tokens, and whether it was truncated."""
+
+    vector: Vector
+    tokens: int
+    is_truncated: bool
+
+
+class EmbeddingCache:
+    """An LRU cache of at most `size` vectors, by a digest of the text with its prompt, and of the
+    callers' salt, up to 16 bytes.
+    """
+
+    def __init__(self, model: str, size: int) -> None:
+        self._size = size
+        self._vectors: OrderedDict[bytes, TextVector] = OrderedDict()
+        self._hits = metrics.of(metrics.EMBEDDING_CACHE, model, "hit")
+        self._misses = metrics.of(metrics.EMBEDDING_CACHE, model, "miss")
+
+    def resize(self, size: int) -> None:
+        """Change the size, evicting vectors if need be."""
+        self._size = size
+        while len(self._vectors) > size:
+            self._vectors.popitem(last=False)
+
+    def get(self, text: str, salt: str, *, truncate: bool) -> TextVector | None:
+        """Return a text's vector; that of a truncated text only if `truncate`."""
+        if not self._size:
+            return None
+        key = _digest(text, salt)
+        vector = self._vectors.get(key)
+        if vector is None or (vector.is_truncated and not truncate):
+            self._misses.inc()
+            return None
+        self._vectors.move_to_end(key)
+        self._hits.inc()
+        return vector
+
+    def put(self, text: str, salt: str, vector: TextVector) -> None:
+        """Keep a text's vector, evicting the least recently used one if full."""
+        if not self._size:
+            return
+        key = _digest(text, salt)
+        # A copy: the array is a view of its whole request's.
+        self._vectors[key] = replace(vector, vector=vector.vector.copy())
+        self._vectors.move_to_end(key)
+        if len(self._vectors) > self._size:
+            self._vectors.popitem(last=False)
+
+
+def _digest(text: str, salt: str) -> bytes:
+    data = text.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(data, digest_size=16, salt=salt.encode()).digest()
 
 
 class EmbeddingBatcher(RowBatcher[TokenIds]):
@@ -147,3 +200,69 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
         rows = await tokenize(encode, texts, self._pool, has_patterns=has_patterns)
         job.caller.timings.add(Stage.TOKENIZE, started)
         return rows
+
+
+def add_prompts(engine: EmbeddingEngine, model: str, job: EmbedJob) -> list[str]:
+    """Put the prompt that the job names, or the model's own, before each text.
+
+    Raises BadRequest for a prompt that the model does not have.
+    """
+    name = job.prompt_name or engine.default_prompt_name
+    if not job.texts or name is None:
+        return list(job.texts)
+    if name not in engine.prompts:
+        names = ", ".join(sorted(engine.prompts)) or "none"
+        raise BadRequest(
+            f"The model `{model}` has no prompt `{name}`; it has: {names}.", part="prompt_name"
+        )
+    return [engine.prompts[name] + text for text in job.texts]
+
+
+QUERY_PROMPTS: Final = ("query",)
+DOCUMENT_PROMPTS: Final = ("document", "passage")  # Qwen3's name, and e5's
+
+
+def find_prompt(engine: EmbeddingEngine, names: Sequence[str], default: str | None) -> str:
+    """Return the first of the model's prompts that has one of `names`; else that of the default
+    name, else of the model's own default, else none.
+    """
+    for name in (*names, default, engine.default_prompt_name):
+        if name is not None and name in engine.prompts:
+            return engine.prompts[name]
+    return ""
+
+
+def cosines(queries: Vectors, documents: Vectors) -> npt.NDArray[np.float64]:
+    """Return (documents,): the cosine of each row with that of the query, or with its own."""
+    ones, document_rows = queries.astype(np.float64), documents.astype(np.float64)
+    lengths = np.linalg.norm(ones, axis=1) * np.linalg.norm(document_rows, axis=1)
+    cosines: npt.NDArray[np.float64] = (ones * document_rows).sum(axis=1) / np.where(
+        lengths, lengths, 1
+    )
+    return np.clip(cosines, -1, 1)
+
+
+def check_ids(engine: EmbeddingEngine, model: str, rows: Sequence[TokenIds]) -> None:
+    """Raise BadRequest for ids outside the vocabulary: MLX would read past its table."""
+    size = engine.vocab_size
+    for row in rows:
+        if not all(0 <= token < size for token in row):
+            raise BadRequest(
+                f"Token ids of the model `{model}` are 0 to {size - 1}.", part="prompt"
+            )
+
+
+def fit_to_context(
+    engine: EmbeddingEngine, rows: list[TokenIds], *, truncate: bool
+) -> tuple[list[TokenIds], set[int]]:
+    """Truncate over-long rows if `truncate`; return the rows, and the indices of those truncated.
+
+    Raises ContextLengthExceeded otherwise.
+    """
+    limit = engine.max_tokens
+    over = [index for index, row in enumerate(rows) if len(row) > limit]
+    if over and not truncate:
+        raise ContextLengthExceeded(limit, len(rows[over[0]]), noun="input")
+    for index in over:
+        rows[index] = engine.truncate(rows[index])
+    return rows, set(over)

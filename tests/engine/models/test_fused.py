@@ -11,13 +11,8 @@ from mlx.nn.layers.quantized import quantize
 
 from gateway.engine.device import Device
 from gateway.engine.generation.loading import DraftSetup, load_generation_in_steps, read_chat_setup
-from gateway.engine.models.decoders import (
-    FusedProjection,
-    Numbers,
-    fuse_projections,
-    parameters,
-    read_decoder,
-)
+from gateway.engine.models.decoder_kernels import FusedProjection, fuse_projections
+from gateway.engine.models.decoders import Numbers, parameters, read_decoder
 from gateway.engine.models.gguf.checkpoint import open_checkpoint
 from tests.checkpoints import SLIDING, write_chat
 from tests.engine.models.gguf.opening import ended

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.serving.embedding.batcher import EmbeddingCache, TextVector
 from gateway.serving.embedding.policy import (
-    EmbeddingCache,
     EmbeddingLimits,
-    TextVector,
     Windows,
     patience,
     take_batch,
