@@ -25,7 +25,7 @@ from gateway.errors import EngineFailed, GatewayError, Overloaded, Unavailable, 
 from gateway.ids import passing_id
 from gateway.jobs import RoutingKeys
 from gateway.panics import NativeError, as_exception
-from gateway.wire.anthropic_stream import error_body, error_status
+from gateway.wire.anthropic import error_body, error_status
 
 if TYPE_CHECKING:
     from gateway.api.traces import Tracer

@@ -35,7 +35,7 @@ from gateway.errors import (
     Unavailable,
 )
 from gateway.registry import Catalog
-from gateway.wire.anthropic_stream import OVERLOADED, AnthropicErrorBody, error_status
+from gateway.wire.anthropic import OVERLOADED, AnthropicErrorBody, error_status
 from gateway.wire.bounds import NAME_CHARS
 from gateway.wire.rerank import TEXTS_ERROR_STATUSES
 from gateway.wire.validation import Request as WireRequest

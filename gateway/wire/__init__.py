@@ -7,8 +7,8 @@ decisions                          input and questions → jobs; logprobs → pr
 responses                          request → job, and the shape of the answer
 responses_stream                   deltas → output items, and the events in which they grow
 responses_items                    its input items → messages, or to store
-anthropic                          Messages request → job; the answer's shape; its list of models
-anthropic_stream                   deltas → content blocks, and their events; its errors
+anthropic                          Messages request → job; the answer's shape; errors; models
+anthropic_stream                   deltas → content blocks, and their events
 anthropic_blocks                   its input blocks → turns
 tokenization                       a prompt to tokenize; its tokens, and the text of some
 pulls                              a model to download, and how far that has got

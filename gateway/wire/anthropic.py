@@ -1,14 +1,15 @@
-"""POST /v1/messages, Anthropic's: request → GenerateJob; the answer's shape; the list of models."""
+"""POST /v1/messages, Anthropic's: request → GenerateJob; the answer's shape, errors, the list of models."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from http import HTTPStatus
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from pydantic import AfterValidator, Field, model_validator
 from typing_extensions import TypeAliasType, TypedDict
 
-from gateway.errors import BadRequest
+from gateway.errors import BadRequest, ContextLengthExceeded, GatewayError, NoRoom, Overloaded
 from gateway.errors import Part as ErrorPart
 from gateway.jobs import Caller
 from gateway.jobs.chat import Calling, GenerateJob, Grammar, Sampling, Usage
@@ -400,3 +401,81 @@ def model_page(models: Sequence[AnthropicModel], query: Mapping[str, str]) -> An
         "first_id": shown[0],
         "last_id": shown[-1],
     }
+
+
+OVERLOADED = 529  # Anthropic's own status, which HTTP does not know
+AnthropicErrorType = Literal[
+    "invalid_request_error",
+    "authentication_error",
+    "permission_error",
+    "not_found_error",
+    "request_too_large",
+    "rate_limit_error",
+    "timeout_error",
+    "api_error",
+    "overloaded_error",
+]
+_TYPES: dict[int, AnthropicErrorType] = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
+    OVERLOADED: "overloaded_error",
+}
+# By this one, the SDKs' tool runners know that they have to send whole conversations.
+_CODES: dict[tuple[str | None, str | None], str] = {
+    ("unsupported_parameter", "thread"): "thread_unsupported_request"
+}
+
+
+class AnthropicErrorCode(TypedDict):
+    """A code that names the cause: this gateway's own, as in OpenAI's envelope."""
+
+    error_code: str
+
+
+class AnthropicErrorDetails(TypedDict):
+    """The error itself."""
+
+    type: AnthropicErrorType
+    message: str
+    details: NotRequired[AnthropicErrorCode]
+
+
+class AnthropicErrorBody(TypedDict):
+    """Anthropic's error envelope; in a stream, the data of an `error` event."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetails
+    request_id: str
+
+
+def error_status(error: GatewayError | type[GatewayError]) -> int:
+    """Return an error's status: the gateway's own, but 529 if others take all there is."""
+    if isinstance(error, GatewayError):
+        error = type(error)
+    # A full queue and a model that finds no room, not an allowance used up (429), nor a gateway
+    # that loads a model or shuts down (503). SDKs retry all of these.
+    if issubclass(error, Overloaded | NoRoom):
+        return OVERLOADED
+    return int(error.status)
+
+
+def error_body(error: GatewayError, request_id: str) -> AnthropicErrorBody:
+    status = error_status(error)
+    is_ours = status >= HTTPStatus.INTERNAL_SERVER_ERROR
+    kind = _TYPES.get(status, "api_error" if is_ours else "invalid_request_error")
+    details: AnthropicErrorDetails = {"type": kind, "message": _message(error)}
+    code = _CODES.get((error.code, error.param)) or error.code
+    if code is not None:
+        details["details"] = {"error_code": code}
+    return {"type": "error", "error": details, "request_id": request_id}
+
+
+def _message(error: GatewayError) -> str:
+    # Agents shorten a conversation when they find Anthropic's sentence.
+    if isinstance(error, ContextLengthExceeded):
+        return f"prompt is too long: {error.tokens} tokens > {error.limit} maximum"
+    return error.message

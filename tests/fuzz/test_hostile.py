@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from gateway.api.endpoints import ENDPOINTS
-from gateway.wire.anthropic_stream import error_status
+from gateway.wire.anthropic import error_status
 from tests.fuzz.asking import check_error
 from tests.fuzz.hostile import Sent, hostile
 from tests.processes import DEMO, Served, command, started

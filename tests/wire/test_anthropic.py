@@ -25,18 +25,16 @@ from gateway.errors import (
 from gateway.jobs.chat import CallDelta, Delta, GenerateJob, Grammar, Sampling, Usage
 from gateway.wire.answers import Answer
 from gateway.wire.anthropic import (
+    AnthropicErrorType,
     CountMessageTokensRequest,
     MessagesRequest,
     Thoughts,
+    error_body,
+    error_status,
     to_job,
     usage_dict,
 )
-from gateway.wire.anthropic_stream import (
-    AnthropicErrorType,
-    MessageWriter,
-    error_body,
-    error_status,
-)
+from gateway.wire.anthropic_stream import MessageWriter
 from gateway.wire.validation import read_request
 from tests.fakes import caller
 

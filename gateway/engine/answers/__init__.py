@@ -4,7 +4,7 @@ detokenizer    token ids → text; the vocabulary as bytes
 stop_strings   the end before a stop string
 output_parts   an answer's parts: text, reasoning, calls; the marks between them
 harmony        gpt-oss's channels
-tool_calls     calls, and what reads them; the text of an argument → its value, by its schema;
+call_values    calls, and what reads them; the text of an argument → its value, by its schema;
                JSON and Python as models write them; calls → their text
 call_bodies    calls whose own text says where they end: JSON, Python
 gemma_calls    the bodies of Gemma's calls

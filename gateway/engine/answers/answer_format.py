@@ -8,6 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from gateway.engine.answers.call_bodies import read_arguments
+from gateway.engine.answers.call_values import Call, read_all
 from gateway.engine.answers.detokenizer import Detokenizer, Vocabulary
 from gateway.engine.answers.harmony import STOPS, HarmonyParser, answer_begins, thought_end
 from gateway.engine.answers.output_parts import (
@@ -22,7 +23,6 @@ from gateway.engine.answers.output_parts import (
 from gateway.engine.answers.parsing import Markup, Parser
 from gateway.engine.answers.reasoning import HARMONY, ReasoningFormat, Thinking, ThinkingBudget
 from gateway.engine.answers.stop_strings import StopScanner
-from gateway.engine.answers.tool_calls import Call, read_all
 from gateway.engine.answers.tool_formats import NO_TOOLS, ToolFormat
 from gateway.engine.grammar.calls import CallFormat
 from gateway.jobs.steps import SequenceParams

@@ -14,7 +14,7 @@ from typing import Any
 
 import regex  # type: ignore[import-untyped]
 
-from gateway.engine.answers.tool_calls import (
+from gateway.engine.answers.call_values import (
     SPACE,
     UNREADABLE,
     Call,
@@ -54,7 +54,7 @@ class Bodies:
     """One family's calls.
 
     `marks` are pairs of marks; the second is empty if only the answer's end ends the calls. One
-    call, and one pair of its arguments, are written by forms (tool_calls.py).
+    call, and one pair of its arguments, are written by forms (call_values.py).
     """
 
     read_body: ReadBody

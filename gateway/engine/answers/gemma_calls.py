@@ -12,7 +12,7 @@ from typing import Any
 import regex  # type: ignore[import-untyped]
 
 from gateway.engine.answers.call_bodies import Body, match_head
-from gateway.engine.answers.tool_calls import (
+from gateway.engine.answers.call_values import (
     SPACE,
     UNREADABLE,
     Schemas,

@@ -19,7 +19,7 @@ from typing import Any
 import regex  # type: ignore[import-untyped]
 
 from gateway.engine.answers.call_bodies import Body, match_head
-from gateway.engine.answers.tool_calls import Allowed, Schemas, Unfinished
+from gateway.engine.answers.call_values import Allowed, Schemas, Unfinished
 
 MARK = "]<]minimax[>["
 _DEPTH = 64  # elements that are open at once

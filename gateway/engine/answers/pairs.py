@@ -24,7 +24,7 @@ from typing import Any
 import regex  # type: ignore[import-untyped]
 
 from gateway.engine.answers.call_bodies import Bodies, read_json
-from gateway.engine.answers.tool_calls import (
+from gateway.engine.answers.call_values import (
     Allowed,
     Call,
     Ending,

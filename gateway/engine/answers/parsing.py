@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from gateway.engine.answers.call_values import Call, Ending, Reading
 from gateway.engine.answers.output_parts import (
     SPECIAL,
     AnswerParser,
@@ -16,7 +17,6 @@ from gateway.engine.answers.output_parts import (
     strip_marks,
 )
 from gateway.engine.answers.stop_strings import held_back
-from gateway.engine.answers.tool_calls import Call, Ending, Reading
 
 ReadCalls = Callable[[str, int, Ending], Reading | None]  # as call_reading's, of known functions
 _State = Literal["text", "thinking", "call", "aside", "broken"]

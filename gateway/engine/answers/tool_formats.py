@@ -19,12 +19,12 @@ from gateway.engine.answers.call_bodies import (
     read_mistral,
     read_python,
 )
+from gateway.engine.answers.call_values import Call, as_cdata, write_elements, write_gemma_value
 from gateway.engine.answers.gemma_calls import read_gemma
 from gateway.engine.answers.harmony import HARMONY_TOKENS
 from gateway.engine.answers.minimax_calls import MARK, read_minimax
 from gateway.engine.answers.output_parts import NewId, kimi_id, mistral_id, openai_id
 from gateway.engine.answers.pairs import Pairs
-from gateway.engine.answers.tool_calls import Call, as_cdata, write_elements, write_gemma_value
 from gateway.registry.names import TOOL_PARSERS, canonical_names
 
 # A call without marks, at the beginning of an answer: JSON that names one of the functions, or

@@ -20,8 +20,8 @@ from gateway.engine.answers.call_bodies import (
     read_mistral,
     read_python,
 )
+from gateway.engine.answers.call_values import ReadBody, Unfinished
 from gateway.engine.answers.gemma_calls import read_gemma
-from gateway.engine.answers.tool_calls import ReadBody, Unfinished
 
 END = "</call>"
 SCHEMAS: dict[str, dict[str, Any]] = {

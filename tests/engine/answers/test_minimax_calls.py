@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from gateway.engine.answers.call_values import Unfinished
 from gateway.engine.answers.minimax_calls import MARK, read_minimax
-from gateway.engine.answers.tool_calls import Unfinished
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.engine.answers.call_bodies import Bodies, read_json
+from gateway.engine.answers.call_values import Ending, Reading
 from gateway.engine.answers.output_parts import Mode
 from gateway.engine.answers.parsing import Markup, Parser
-from gateway.engine.answers.tool_calls import Ending, Reading
 from tests.engine.answers.harness import cut, pushed
 
 FORM = Bodies(read_json, (("<tool_call>", "</tool_call>"),))

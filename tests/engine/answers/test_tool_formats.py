@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.engine.answers.call_values import read_all
 from gateway.engine.answers.harmony import HARMONY_TOKENS
 from gateway.engine.answers.output_parts import TOKENS
 from gateway.engine.answers.reasoning import REASONING_FORMATS
-from gateway.engine.answers.tool_calls import read_all
 from gateway.engine.answers.tool_formats import TOOL_FORMATS, infer_tools, tool_format
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
 from gateway.jobs.chat import Calling, Function, Grammar

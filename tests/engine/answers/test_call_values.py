@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from gateway.engine.answers.call_values import Allowed, Call, Schemas, read_all
 from gateway.engine.answers.output_parts import arguments_json
-from gateway.engine.answers.tool_calls import Allowed, Call, Schemas, read_all
 from gateway.engine.answers.tool_formats import tool_format
 
 _ANY: dict[str, Any] = {"type": ["string", "integer"]}
