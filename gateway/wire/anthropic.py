@@ -1,4 +1,4 @@
-"""POST /v1/messages, Anthropic's: request → GenerateJob; the answer's shape, errors, the list of models."""
+"""POST /v1/messages, Anthropic's: request → GenerateJob; the answer's shape; errors; models listed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
