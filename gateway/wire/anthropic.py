@@ -1,4 +1,4 @@
-"""POST /v1/messages, Anthropic's: request → GenerateJob; the answer's shape; errors; models listed."""
+"""POST /v1/messages, Anthropic's: request → GenerateJob; the answer's shape; errors; its models."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
