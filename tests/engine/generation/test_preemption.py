@@ -37,6 +37,26 @@ def test_a_parked_row_says_nothing_and_keeps_its_kv(folder: Path) -> None:
     assert not batch.is_busy
 
 
+def test_a_preempted_row_can_be_read_again_and_wait(folder: Path) -> None:
+    """A plan that resumes and parks it: all its tokens are read, and it says no more until later."""
+    engine = open_engine(folder)
+    batch = Batch(engine)
+    alone = batch.answers[batch.ask("Hello", GREEDY)]
+    batch.finish()
+    row = batch.ask("Hello", GREEDY)
+    for _ in range(5):
+        batch.step()
+    batch.change(preempting=[row])
+    batch.change(resuming=[row], parking=[row])
+    said = batch.answers[row].tokens
+    while batch.is_busy:
+        batch.step()
+    assert batch.answers[row].tokens == said < alone.tokens
+    batch.change(resuming=[row])
+    batch.finish()
+    assert batch.answers[row].says_as(alone)
+
+
 def test_a_fault_after_a_row_is_resumed_does_not_stop_it_again(folder: Path) -> None:
     """It was parked while it was read; the fault has it read again, and nobody resumes it twice."""
     engine = open_engine(folder)

@@ -69,6 +69,10 @@ def test_a_draft_model_has_kv_of_few_rows() -> None:
     for rows in (1, 4, 32):
         more = 3 * (min(rows, 4) * (100 + KV_STEP) + 50)
         assert Layout([100] * rows).nbytes(drafted) == Layout([100] * rows).nbytes(alone) + more
+    going_back = RowCosts(KvCost(1, draft=DraftCost(states=1000, rows=4)), chunk_tokens=50)
+    for rows in (1, 4, 32):
+        more = 1000 * min(rows, 4)
+        assert Layout([100] * rows).nbytes(going_back) == Layout([100] * rows).nbytes(alone) + more
     mixed = Layout([100, 50], [400])
     assert mixed.nbytes(drafted) == mixed.nbytes(alone) + 3 * (3 * (400 + KV_STEP) + 50)
 
