@@ -38,7 +38,7 @@ def test_a_parked_row_says_nothing_and_keeps_its_kv(folder: Path) -> None:
 
 
 def test_a_preempted_row_can_be_read_again_and_wait(folder: Path) -> None:
-    """A plan that resumes and parks it: all its tokens are read, and it says no more until later."""
+    """A plan that resumes and parks it: all its tokens are read, and it waits to say more."""
     engine = open_engine(folder)
     batch = Batch(engine)
     alone = batch.answers[batch.ask("Hello", GREEDY)]
