@@ -131,13 +131,13 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2814,
-    "app": 1521,
+    "api": 2808,
+    "app": 1522,
     "bench": 282,
     "cli": 1509,
     "clock": 40,
     "doctor": 475,
-    "engine": 13686,
+    "engine": 13690,
     "errors": 267,
     "ids": 6,
     "jobs": 299,
@@ -146,7 +146,7 @@ BUDGET: dict[str, int] = {
     "panics": 20,
     "registry": 1312,
     "server": 290,
-    "serving": 4499,
+    "serving": 4500,
     "settings": 360,
     "wire": 3715,
 }

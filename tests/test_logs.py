@@ -20,6 +20,8 @@ from tests.serving_app import catalog, served
 
 Style = Literal["json", "console"]
 
+PREDICATE = {"type": "predicate", "instructions": "It is late."}
+
 
 @contextmanager
 def writing(style: Style, to: io.StringIO | None = None) -> Iterator[io.StringIO]:
@@ -177,6 +179,35 @@ async def test_no_request_writes_a_line_of_its_own(tmp_path: Path, style: Style,
     assert not any(line.lstrip().startswith('{"event":"forged"') for line in lines)
     if style == "json":
         assert all("part" in json.loads(line) for line in lines)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("messages", {"max_tokens": 3, "messages": [{"role": "user", "content": "hi"}]}),
+        ("responses", {"input": "hi"}),
+        ("completions", {"prompt": "hi"}),
+        ("decisions", {"input": "hi", "questions": [PREDICATE]}),
+        ("embeddings", {"input": "hi"}),
+        ("rerank", {"query": "hi", "documents": ["there"]}),
+        ("tokenize", {"prompt": "hi"}),
+        ("detokenize", {"tokens": [104, 105]}),
+    ],
+)
+async def test_a_prompt_is_logged_whatever_the_endpoint(
+    tmp_path: Path, path: str, body: dict[str, Any]
+) -> None:
+    kind = "embedding" if path in ("embeddings", "rerank") else "chat"
+    models = catalog(tmp_path, {"m": {"kind": kind, "source": "path:.", "preload": False}})
+    with writing("json") as to:
+        async with served(models, ScriptedEngines(), log_prompts=True) as client:
+            prefix = "" if path.endswith("tokenize") else "/v1"
+            await client.post(f"{prefix}/{path}", json={"model": "m", **body})
+    lines = [json.loads(line) for line in to.getvalue().splitlines()]
+    [said] = [line for line in lines if line["event"] == "prompt"]
+    assert ("hi" in str(said)) == (path != "detokenize")
 
 
 def test_a_path_cannot_pass_for_what_comes_after_it(console: io.StringIO) -> None:

@@ -34,7 +34,7 @@ from gateway.app.gateway import access_rules
 from gateway.errors import GatewayError, ModelNotFound, ModelsFileInvalid, Unavailable
 from gateway.registry import Catalog, ModelSpec
 from gateway.settings import Settings
-from gateway.wire.anthropic_stream import error_body
+from gateway.wire.anthropic import error_body
 
 log = logs.get("ingress")
 Message = MutableMapping[str, Any]

@@ -144,10 +144,8 @@ async def decide(service: Service, request: Request) -> Response:
     """
     body = await service.read_body(request)
     with time_stage(request, Stage.PARSE):
-        parsed = await service.read(body, decisions.DecisionsRequest)
+        parsed = await service.take(request, body, decisions.DecisionsRequest)
         asked = parsed.request
-        await service.note(request, body, asked)
-        await service.admit(request, asked)
         resolved, spec = service.chat_spec(asked.model, "decisions")
         caller, args = service.caller(request), template_args(resolved, spec)
         translate = partial(decisions.to_jobs, asked, caller, args, bounds=service.rules.chars)

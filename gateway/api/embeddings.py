@@ -88,10 +88,8 @@ async def _embedded(service: Service, request: Request, shape: type[R]) -> _Resu
     with service.arrivals.expect() as arrival:
         body = await service.read_body(request)
         with time_stage(request, Stage.PARSE):
-            parsed = await service.read(body, shape)
+            parsed = await service.take(request, body, shape)
             asked = parsed.request
-            await service.note(request, body, asked)
-            await service.admit(request, asked)
             spec, job = await service.run_on_body(body, translate, asked)
         lease = service.lease(spec, job.caller, asked)
         async with while_connected(request.receive), lease as batcher:

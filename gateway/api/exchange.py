@@ -211,10 +211,8 @@ async def read_exchange(
     """Read a request and translate it. `is_large`: its translation may take long."""
     body = await service.read_body(request)
     with time_stage(request, Stage.PARSE):
-        parsed = await service.read(body, shape)
+        parsed = await service.take(request, body, shape)
         asked = parsed.request
-        await service.note(request, body, asked)
-        await service.admit(request, asked)
         exchange = await service.run_on_body(body, translate, asked, is_large=is_large(asked))
     exchange.headers.update(ignored_header(parsed.ignored))
     return exchange

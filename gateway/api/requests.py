@@ -118,7 +118,14 @@ class Service:
         parse = partial(read_request, body, shape, strict=strict, bounds=bounds)
         return await self.run_on_body(body, parse)
 
-    async def note(self, request: Request, body: bytearray, asked: WireRequest) -> None:
+    async def take(self, request: Request, body: bytearray, shape: type[R]) -> Parsed[R]:
+        """Read a request of a model: it is noted, and its model is fetched if it is the hub's."""
+        parsed = await self.read(body, shape)
+        await self._note(request, body, parsed.request)
+        await self._admit(request, parsed.request)
+        return parsed
+
+    async def _note(self, request: Request, body: bytearray, asked: WireRequest) -> None:
         """Record a request in its trace and, where the settings say so, its prompts in the log."""
         trace = context_of(request).trace
         if trace is not None:
@@ -126,7 +133,7 @@ class Service:
         if self.rules.log_prompts:
             await self.run_on_body(body, lambda: log.info("prompt", **asked.prompt_fields()))
 
-    async def admit(self, request: Request, asked: WireRequest) -> None:
+    async def _admit(self, request: Request, asked: WireRequest) -> None:
         """Begin to fetch the model that a request names, if it is the hub's and may be named.
 
         Raises as NamedModels.admit does, and DeadlineExceeded.

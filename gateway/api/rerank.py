@@ -92,10 +92,8 @@ async def _score(
         return resolved, spec, job
 
     with time_stage(request, Stage.PARSE):
-        parsed = await service.read(body, shape)
+        parsed = await service.take(request, body, shape)
         asked = parsed.request
-        await service.note(request, body, asked)
-        await service.admit(request, asked)
         resolved, spec, job = await service.run_on_body(body, translate, asked)
     lease = service.lease(spec, job.caller, asked)
     async with while_connected(request.receive), lease as batcher:

@@ -26,10 +26,8 @@ async def tokenize(service: Service, request: Request) -> Response:
     """Answer with the ids of a prompt, or of a conversation in the model's template."""
     body = await service.read_body(request)
     with time_stage(request, Stage.PARSE):
-        parsed = await service.read(body, wire.TokenizeRequest)
+        parsed = await service.take(request, body, wire.TokenizeRequest)
         asked = parsed.request
-        await service.note(request, body, asked)
-        await service.admit(request, asked)
         _, spec = service.chat_spec(asked.model, "tokenizing")
         max_chars = service.rules.max_input_chars
         translate = partial(wire.to_job, asked, service.caller(request), max_chars=max_chars)
@@ -57,12 +55,11 @@ async def detokenize(service: Service, request: Request) -> Response:
     """Answer with the text of token ids."""
     body = await service.read_body(request)
     with time_stage(request, Stage.PARSE):
-        parsed = await service.read(body, wire.DetokenizeRequest)
-        await service.note(request, body, parsed.request)
-        await service.admit(request, parsed.request)
-        _, spec = service.chat_spec(parsed.request.model, "tokenizing")
-    ids = parsed.request.tokens
-    async with _leased(service, request, spec, parsed.request) as batcher:
+        parsed = await service.take(request, body, wire.DetokenizeRequest)
+        asked = parsed.request
+        _, spec = service.chat_spec(asked.model, "tokenizing")
+    ids = asked.tokens
+    async with _leased(service, request, spec, asked) as batcher:
         tokens = batcher.engine.tokens
 
         def decode() -> str:

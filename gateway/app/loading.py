@@ -37,6 +37,7 @@ from gateway.serving.tokenize import ThreadPools
 from gateway.settings import Settings
 
 log = logs.get("loading")
+app_log = logs.get("app")  # whether all that is preloaded is ready
 
 RETRY_S = 30.0  # between two attempts to load a preloaded model that failed
 LOAD_POLL_S = 0.5  # between two attempts to lease a model that is still loading
@@ -392,21 +393,21 @@ class Preload:
             self.has_reloaded.clear()
             names, limit = self._served.catalog.preloaded(), self._settings.cache_max_models
             if len(names) > limit:
-                log.warning("preload_beyond_limit", models=list(names), cache_max_models=limit)
+                app_log.warning("preload_beyond_limit", models=list(names), cache_max_models=limit)
             for spec in reversed(specs):  # if there is no room for all, the first ones stay
                 await self._load(spec)
             try:
                 # Before the first request.
                 await self._engines.import_for(self._served.catalog.specs)
             except Exception:  # a model's load says so to those who ask for it
-                log.exception("import_failed")
+                app_log.exception("import_failed")
             self._has_tried = True
             failed = self._failed()
             if is_ready():
                 self.is_done.set()
-                log.info("ready", models=self._models.states())
+                app_log.info("ready", models=self._models.states())
             elif failed:
-                log.error("not_ready", failed=[spec.id for spec in failed], retry_s=RETRY_S)
+                app_log.error("not_ready", failed=[spec.id for spec in failed], retry_s=RETRY_S)
             # Those that failed are tried again after a while.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RETRY_S if failed else None):

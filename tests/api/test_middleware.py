@@ -16,11 +16,12 @@ from starlette.types import Receive, Scope, Send
 from gateway.api.access import is_here, origin_pattern
 from gateway.api.in_flight import context_of
 from gateway.api.middleware import PIECE_BYTES, split_body
+from gateway.app.gateway import Gateway
 from gateway.jobs import RoutingKeys
 from gateway.registry import Catalog
 from tests.api.harness import chat, error_of, protected
 from tests.fakes import ScriptedEngines
-from tests.serving_app import served
+from tests.serving_app import served, served_app, settings
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -52,6 +53,18 @@ async def test_the_context_has_the_names_that_a_router_leaves_in_the_scope() -> 
         async with AsyncClient(transport=ASGITransport(app), base_url="http://localhost") as client:
             assert (await client.get("/x")).status_code == 200
     assert found == [RoutingKeys(), named]
+
+
+async def test_a_job_has_the_names_that_a_router_leaves_in_the_scope(models: Catalog) -> None:
+    named, engines, given = RoutingKeys([b"name"], 0.5), ScriptedEngines(), settings()
+    app = Gateway(given, models, engines).asgi
+
+    async def routed(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, "routing_keys": named}, receive, send)
+
+    async with served_app(routed, given) as client:
+        assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+    assert [job.caller.routing_keys for job in engines.chat.jobs] == [named]
 
 
 @pytest.mark.parametrize(

@@ -273,3 +273,23 @@ def test_a_digest_names_what_a_verdict_depends_on(
     other = replace(BLAS, config="OpenBLAS 0.3.29 SkylakeX")
     monkeypatch.setattr(f"{self_test_digest.__module__}.BLAS", other)
     assert len({*others, digest(one)}) == 6
+
+
+def test_the_layout_of_a_digest_changes_with_a_reason_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one has every model that was ever tested, tested again."""
+    written: list[dict[str, Any]] = []
+    folder = write_chat(tmp_path / "m")
+
+    def dumps(named: dict[str, Any], **options: Any) -> str:
+        written.append(named)
+        return json.JSONEncoder(**options).encode(named)
+
+    monkeypatch.setattr(f"{self_test_digest.__module__}.json.dumps", dumps)
+    numbers = Numbers(dtype="float16", is_packed=True, is_fused=True, kv_bits=4)
+    self_test_digest(Checkpoint("m", folder), Device.CPU, numbers)
+    [named] = written
+    names = ("blas", "config", "device", "dtype", "fused", "kv_bits", "test", "versions", "weights")
+    assert tuple(sorted(named)) == names
+    assert [named[name] for name in ("dtype", "fused", "kv_bits")] == [["float16", True], True, 4]

@@ -56,9 +56,14 @@ class GenerationEngine:
             speculate_rows = 0  # no one has compared what goes back with what never went
         self._faults = Faults()
         self._drafts = DraftPolicy(speculate_rows, draft_model, self._faults.record_draft)
-        applied, pass_s = self.adapters.applied, (bounds or DeviceBounds()).pass_s
         self._sequences = Sequences(
-            model, setup, self.prefixes, self._drafts, self._faults, applied, pass_s
+            model,
+            setup,
+            prefixes=self.prefixes,
+            drafts=self._drafts,
+            faults=self._faults,
+            applied=self.adapters.applied,
+            pass_s=(bounds or DeviceBounds()).pass_s,
         )
         if kv_cost.constant and speculate_rows:  # states are kept as before the pass under way
             kv_cost = replace(kv_cost, draft=DraftCost(0, kv_cost.constant, speculate_rows))
@@ -83,9 +88,7 @@ class GenerationEngine:
         return BatchSelfTest(self._model, vocab_size, max_context, self.dtype).verdicts()
 
     def apply_verdict(self, verdict: Verdict) -> None:
-        """Stop using what a verdict finds wrong, from the next sequence to be read on. Until one
-        is whole, only architectures that are known to be equal are batched.
-        """
+        """Stop using what a verdict finds wrong, as Sequences.apply_verdict does."""
         self._sequences.apply_verdict(verdict)
 
     @unfused()
@@ -122,11 +125,12 @@ class GenerationEngine:
     def step(self, plan: StepPlan) -> StepResult:
         """Change the batch as planned, then run a pass; return what came of both."""
         sequences = self._sequences
+        deltas = sequences.release(plan)
         if plan.clear_prefixes:
             self._clear_prefixes()
         if plan.prefix_limit is not None:
             self._limit_prefixes(plan.prefix_limit)
-        deltas = sequences.apply(plan)
+        deltas += sequences.admit(plan)
         if plan.kind == "prefill":
             deltas += sequences.prefill(plan.token_budget)
         elif plan.kind == "decode":

@@ -10,7 +10,7 @@ import math
 import platform
 import random
 from collections.abc import Generator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Any, Final, TypeAlias
 
@@ -344,11 +344,7 @@ def count_tokens(model: Any, longest: int) -> int:
     return max(window_of(model, longest) or 0, 2 * BLOCK) + LENGTHS[0] + ANSWER_TOKENS
 
 
-def self_test_digest(
-    checkpoint: Listing,
-    device: Device,
-    numbers: Numbers,
-) -> str:
+def self_test_digest(checkpoint: Listing, device: Device, numbers: Numbers) -> str:
     """Hash everything that a verdict depends on: architecture, number formats, versions, device and
     BLAS.
 
@@ -365,7 +361,9 @@ def self_test_digest(
         "versions": [version(package) for package in ("mlx", "mlx-lm", "mlx-gateway")],
         "device": [device.value, platform.machine(), str(known.get("device_name"))],
         "blas": BLAS.config if device is Device.CPU else None,
-        "numbers": asdict(numbers),
+        "dtype": [numbers.dtype, numbers.is_packed],
+        "fused": numbers.is_fused,
+        "kv_bits": numbers.kv_bits,
         "test": [LENGTHS, ANSWER_TOKENS, PADDED, sorted(BOUNDS.values()), BLOCK],
     }
     return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()

@@ -48,6 +48,7 @@ class Sequences:
         self,
         model: Any,
         setup: ChatSetup,
+        *,
         prefixes: PrefixCache,
         drafts: DraftPolicy,
         faults: Faults,
@@ -59,12 +60,10 @@ class Sequences:
         """
         self.last_pass = Pass()  # of the step under way, or the last one
         self._model: Any = model
-        self._answers = setup.chat.answers
-        self._structured = setup.structured
+        self._answers, self._structured = setup.chat.answers, setup.structured
         self._vocab_size = setup.vocab_size
-        self._prefixes = prefixes
+        self._prefixes, self._applied = prefixes, applied
         self._drafts, self._faults = drafts, faults
-        self._applied = applied
         max_scored = max_scored_tokens(setup.vocab_size)
         self._prefill = Prefill(model, prefixes, max_scored, applied, pass_s)
         self._running: DecodeBatch | None = None
@@ -109,8 +108,8 @@ class Sequences:
         kv = sum(batch.nbytes for batch in batches if isinstance(batch, DecodeBatch))
         return kv + self._prefill.nbytes
 
-    def apply(self, plan: StepPlan) -> list[Delta]:
-        """Change the batch as planned; return the deltas of sequences that end by it."""
+    def release(self, plan: StepPlan) -> list[Delta]:
+        """Drop, preempt and cap sequences as planned; return the deltas of those that end by it."""
         self.last_pass = Pass()
         for number in plan.leaving:
             self.leave(number)
@@ -119,6 +118,11 @@ class Sequences:
         deltas: list[Delta] = []
         for number, limit in plan.capped:
             deltas += self._cap_tokens(number, limit)
+        return deltas
+
+    def admit(self, plan: StepPlan) -> list[Delta]:
+        """Join, park and resume sequences as planned; return the deltas of those that failed."""
+        deltas, self._untold = self._untold, []
         for number, params in plan.joining:
             try:
                 self._prefill.add(self.begin(number, params))
@@ -131,8 +135,6 @@ class Sequences:
             if number in plan.parking:
                 self._park(number)  # once it is read again
         self._drafts.allowed = plan.drafters
-        deltas += self._untold
-        self._untold = []
         return deltas
 
     def begin(self, number: int, params: SequenceParams) -> Sequence:

@@ -210,7 +210,7 @@ class Matcher:
         return self._settle(row)
 
     def _settle(self, row: Mask) -> None:
-        """Set the bits of the end tokens, and clear all not_text if nothing else may come."""
+        """Set the bits of the end tokens, and clear all others if nothing else may come."""
         if self.error is not None or self._has_ended:
             row[:] = 0
         may_end = self.error is not None or self.may_end
@@ -275,7 +275,7 @@ class BoundRow:
 def apply_masks(logits: mx.array, bitmask: Mask, rows: Sequence[int]) -> mx.array:
     """Forbid, in (batch, vocabulary) logits, what (len(rows), words) masks leave out.
 
-    `rows` says which rows of the batch the masks are for; the not_text stay free. Forbidden ids get
+    `rows` says which rows of the batch the masks are for; the others stay free. Forbidden ids get
     -inf, and so does every id beyond the masks. Plain operations: any device will do.
     """
     if not len(rows):

@@ -81,7 +81,8 @@ class DraftGains:
         if drafter is None or not baseline.seconds:
             return None
         source = self._sources[drafter]
-        source.passes += size.drafted > 0
+        if size.drafted:
+            source.passes += 1
         source.spent_s += seconds
         source.worth_s += median(baseline.seconds) * (size.rows + size.accepted) / size.rows
         if source.passes < WINDOW:

@@ -144,7 +144,7 @@ class Joining:
         if choice.preemptions < MAX_PREEMPTIONS:
             return True
         choices = [*self._batch.choices, *(joiner.choice for joiner in self.joiners)]
-        lasting = [choice for choice in choices if choice.preemptions >= MAX_PREEMPTIONS]
+        lasting = [other for other in choices if other.preemptions >= MAX_PREEMPTIONS]
         lengths = [choice.max_length, *(other.max_length for other in lasting)]
         return not lasting or self._batch.memory.fits(Layout(lengths))
 

@@ -128,9 +128,9 @@ class WaitingQueue:
             if choice.id:
                 self._preempted.remove(choice)
                 continue
-            choices = self._requests[choice.request]
-            del choices[choice]
-            if not choices:
+            waiting = self._requests[choice.request]
+            del waiting[choice]
+            if not waiting:
                 del self._requests[choice.request]
 
     def offer(self, running: Mapping[str, int], decide: Callable[[Choice], Joins]) -> None:

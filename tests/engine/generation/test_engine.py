@@ -132,6 +132,20 @@ def test_a_row_can_leave_wherever_it_is(engine: GenerationEngine) -> None:
     assert engine.nbytes() < 1_000_000
 
 
+@pytest.mark.parametrize("act", ["leaving", "preempting"])
+@pytest.mark.parametrize("freeing", [{"clear_prefixes": True}, {"prefix_limit": 0}])
+def test_what_leaves_in_the_step_that_frees_memory_is_freed_too(
+    folder: Path, act: str, freeing: dict[str, Any]
+) -> None:
+    run = Rows(open_engine(folder, prefix_cache_bytes=1_000_000))
+    [first], [second] = (run.add(job(TEXTS[4])) for _ in range(2))
+    while run.is_reading:
+        run.step()
+    run.leave(second)
+    run.change(**{act: [first]}, **freeing)
+    assert mx.get_cache_memory() == 0
+
+
 def test_a_prompt_is_read_in_chunks_of_the_budget(engine: GenerationEngine) -> None:
     steps = Steps(engine)
     (row,) = engine.prepare(job(TEXTS[4]))

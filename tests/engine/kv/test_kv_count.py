@@ -54,17 +54,17 @@ def test_rows_hold_no_more_kv_than_is_counted(tmp_path: Path, kind: str, seed: i
             used[joined], whole[joined] = len(asked.prompt), len(asked.prompt) + asked.max_tokens
         if used and chance.random() < 0.2:
             one = chance.choice(list(used))
-            match act := chance.choice(["park", "preempt", "resume", "leave"]):
-                case "park":
+            match act := chance.choice(["parking", "preempting", "resuming", "leaving"]):
+                case "parking":
                     apart.add(one)
-                case "preempt":
+                case "preempting":
                     gone.add(one)
-                case "resume":
+                case "resuming":
                     apart.discard(one)
                     gone.discard(one)
-                case "leave":
+                case "leaving":
                     del used[one]
-            getattr(engine, act)(one)
+            steps.change(**{act: [one]})
         deltas = steps.prefill(256) if steps.is_reading else []
         for delta in (*deltas, *steps.decode()):
             assert delta.error is None

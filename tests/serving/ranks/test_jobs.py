@@ -210,6 +210,7 @@ def test_every_call_that_changes_an_engine_is_made_on_every_rank(
         engine.apply_verdict(verdict)
     engine.apply_verdict(Verdict(rows=False))
     assert engine.is_batched is pair.other.is_batched is False
+    assert engine.prefixes is None, "a file would have one rank's part"
     engine.drop_adapter(1)
     engine.close()
     public = {name for name in vars(ports.GenerationEngine) if not name.startswith("_")}
