@@ -17,7 +17,7 @@ import orjson
 
 from gateway.jobs.chat import CallDelta, Delta, GenerateJob
 from gateway.jobs.steps import SequenceParams
-from tests.fakes import ScriptedChat, ScriptedEngines
+from tests.fakes import ScriptedChat, ScriptedEngines, ScriptedRow
 from tests.serving_app import catalog, served
 
 MODEL = "scripted"
@@ -59,15 +59,15 @@ class ScriptedAgent(ScriptedChat):
         )
         return [row]
 
-    def join(self, row: int, job: SequenceParams) -> None:
-        super().join(row, job)
-        self.plans[row] = _plan(orjson.loads("".join(map(chr, job.prompt))))
+    def join(self, number: int, params: SequenceParams) -> None:
+        super().join(number, params)
+        self.plans[number] = _plan(orjson.loads("".join(map(chr, params.prompt))))
 
-    def _next(self, row: int) -> list[Delta]:
-        delta = self.plans[row].pop(0)
-        if not self.plans[row]:
-            del self._running[row]
-        return [self._delta(row, tokens=1, **delta)]
+    def _next(self, number: int, row: ScriptedRow) -> Delta:
+        delta = self.plans[number].pop(0)
+        if not self.plans[number]:
+            del self.scripted[number]
+        return Delta(row.params.index, id=number, tokens=1, **delta)
 
 
 def _plan(conversation: Mapping[str, Any]) -> list[dict[str, Any]]:

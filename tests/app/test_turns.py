@@ -1,7 +1,7 @@
 """Structured answers of one model take turns, over HTTP on real MLX."""
 
 import asyncio
-import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -32,44 +32,44 @@ async def test_an_integer_beside_an_endless_string_waits_for_a_quantum(
     """Though only one structured answer runs at a time; the long one goes on as it would alone."""
     write_chat(tmp_path / "chat", max_position_embeddings=32_768)
     engines, gate, step = cpu_engines(), Gate(), GenerationEngine.step
+    written: Counter[int] = Counter()  # tokens, by the ids of sequences
+    ends: dict[int, int] = {}  # tokens that all had written when one ended
+    is_paused = False
 
     def gated_step(engine: GenerationEngine, plan: StepPlan) -> StepResult:
+        nonlocal is_paused
         gate.pass_through()
-        return step(engine, plan)
+        result = step(engine, plan)
+        for delta in result.deltas:
+            written[delta.id] += delta.tokens
+            if delta.finish_reason is not None:
+                ends[delta.id] = written.total()
+        if written.total() >= 210 and not is_paused:
+            gate.close()
+            is_paused = True
+        return result
 
     monkeypatch.setattr(GenerationEngine, "step", gated_step)
     models = {"chat": {"kind": "chat", "source": "path:chat"}}
     endless = body("Go on.", {"type": "string", "minLength": 1500}, temperature=1, seed=1)
     integer = body("How many?", {"type": "integer", "maximum": 99}, temperature=1, seed=2)
     async with served(catalog(tmp_path, models), engines, structured_rows=1) as client:
-        post = client.post
-        alone = (await post("/v1/chat/completions", json=endless | {"max_tokens": 200})).json()
-        asked = endless | {"max_tokens": 200, "stream": True, "logprobs": True}
-        texts: list[str] = []
-        written = 0
 
-        async def read() -> None:
-            nonlocal written
-            async with client.stream("POST", "/v1/chat/completions", json=asked) as answer:
-                async for line in answer.aiter_lines():
-                    if not line.startswith("data: {"):
-                        continue
-                    (choice,) = json.loads(line[6:])["choices"]
-                    texts.append(choice["delta"].get("content") or "")
-                    written += len((choice["logprobs"] or {}).get("content") or ())
+        async def answer(asked: dict[str, Any]) -> str:
+            done = (await client.post("/v1/chat/completions", json=asked)).json()
+            return str(done["choices"][0]["message"]["content"])
 
-        reading = asyncio.create_task(read())
-        await until(lambda: written >= 10)
-        gate.close()
-        asking = asyncio.create_task(post("/v1/chat/completions", json=integer))
+        alone = await answer(endless | {"max_tokens": 200})
+        assert written.total() == 200
+        long = asyncio.create_task(answer(endless | {"max_tokens": 200}))
+        await until(lambda: is_paused)
+        short = asyncio.create_task(answer(integer))
         await until(lambda: level("gateway_tickets") == 1)
-        before, ended = written, level("gateway_finished_total")
+        before = written.total()
         gate.open()
-        await until(lambda: level("gateway_finished_total") > ended)
-        meanwhile = written - before
-        assert not reading.done()
-        answer = await asking
-        assert 0 <= int(answer.json()["choices"][0]["message"]["content"]) <= 99
-        assert meanwhile <= QUANTUM + 4 * STEPS_PER_TURN, "of the 200 that the long one writes"
-        await reading
-        assert "".join(texts) == alone["choices"][0]["message"]["content"]
+        assert 0 <= int(await short) <= 99
+        assert await long == alone
+    first, second, third = sorted(written)
+    assert list(ends) == [first, third, second], "the short one ended before the long one"
+    meanwhile = ends[third] - before - written[third]
+    assert meanwhile <= QUANTUM + 4 * STEPS_PER_TURN, "of the 200 that the long one writes"
