@@ -281,6 +281,17 @@ async def test_the_disk_and_the_room_in_memory_are_bounded(tmp_path: Path) -> No
     assert not second.exists()
 
 
+async def test_no_file_is_read_after_the_first_without_room(tmp_path: Path) -> None:
+    write_chat(tmp_path / "m")
+    for prompt in (SEA, SEA[5:], SEA[9:]):
+        await saved(tmp_path, prompt)
+    with structlog.testing.capture_logs() as logged:
+        async with gateway(tmp_path, entry={"batching": {"prefix_cache_bytes": 1}}) as client:
+            await ask(client, "Hello")
+    (told,) = [line for line in logged if line["event"] == "prefixes_read"]
+    assert (told["files"], told["dropped"], told["failed"]) == (0, 0, 0)
+
+
 async def test_a_full_disk_is_told_and_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

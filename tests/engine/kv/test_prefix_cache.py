@@ -353,6 +353,7 @@ def test_a_routers_names_live_as_long_as_what_they_name(folder: Path) -> None:
     who = replace(caller(), routing_keys=routing_keys)
     answers(engine, [replace(bare(BASE), caller=who)])
     assert list(engine.routing_keys()) == names
+    assert not engine.routing_keys(1), "an adapter has read nothing"
     Steps(engine).change(clear_prefixes=True)
     assert not engine.routing_keys()
 
