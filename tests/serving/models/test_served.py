@@ -16,6 +16,17 @@ SPEC = ChatSpec(id="m", kind="chat", source=PathSource(Path()))
 SERVED = Served(Catalog([SPEC]))
 
 
+@pytest.mark.parametrize("name", ["org/one", "hub:org/one"])
+def test_a_name_of_models_yaml_wins_over_what_callers_named(name: str) -> None:
+    own, again, other = (
+        ChatSpec(id=each, kind="chat", source=PathSource(Path())) for each in (name, "org/one", "x")
+    )
+    served = Served(Catalog([own]))
+    served.named = {each.id: each for each in (again, other)}
+    served.publish()
+    assert served.catalog.specs == (own, other)
+
+
 class Disk:
     """Holds each look until it is let go; says what was there when the look began."""
 
