@@ -131,13 +131,13 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2808,
+    "api": 2849,
     "app": 1522,
     "bench": 282,
     "cli": 1509,
     "clock": 40,
     "doctor": 475,
-    "engine": 13690,
+    "engine": 13774,
     "errors": 267,
     "ids": 6,
     "jobs": 299,
@@ -146,7 +146,7 @@ BUDGET: dict[str, int] = {
     "panics": 20,
     "registry": 1312,
     "server": 290,
-    "serving": 4500,
+    "serving": 4508,
     "settings": 360,
     "wire": 3715,
 }

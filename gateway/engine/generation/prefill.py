@@ -20,6 +20,7 @@ from gateway.engine.generation.sequence import Sequence
 from gateway.engine.kv.layers import make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache, count_shared
 from gateway.engine.models.decoders import LayerGroups
+from gateway.engine.models.rotations import sharing_rotations
 from gateway.jobs.steps import Pass
 
 # The rest of a prompt is read with its last chunk if it is at most a chunk divided by this: a pass
@@ -210,7 +211,7 @@ class Prefill:
         begun, padded = sum(batch.positions), 0
         for sizes in self._plan(batch, budget):
             adapters = [seq.adapter for seq in batch.seqs[: len(sizes)]]
-            with self._applied(adapters), self._groups.applied(self._model):
+            with self._applied(adapters), self._groups.applied(self._model), sharing_rotations():
                 batch.read_on(sizes)
             self._store(batch, len(sizes))
             padded += len(sizes) * max(sizes)

@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import _BaseCache
 
+from gateway.engine.models.rotations import share_positions
+
 STEP: Final = 256  # tokens by which a buffer grows, as mlx-lm's do
 SPARE: Final = 8  # one slot for so many rows may be kept free; memory is counted so
 _FEW: Final = 8  # tokens a row that are written by one kernel; more, by one a row
@@ -44,7 +46,7 @@ class RowLengths:
         """Return the position of each row's next token: (rows,), or one number if all are equal."""
         if self.are_equal:
             return self.longest
-        return self._array("offset", lambda: mx.array(self.counts))
+        return share_positions(self._array("offset", lambda: mx.array(self.counts)))
 
     def plus(self, tokens: int) -> "RowLengths":
         return self._follow(("plus", tokens), (count + tokens for count in self.counts))

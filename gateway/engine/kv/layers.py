@@ -16,6 +16,7 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache, KVCache, make_prompt_cache
 
 from gateway.engine.kv.cache import RaggedKVCache
+from gateway.engine.models.rotations import sharing_rotations
 
 _Base: Any = ArraysCache  # untyped in mlx-lm
 
@@ -125,17 +126,19 @@ def row_lengths(layers: Sequence[Any]) -> tuple[int, ...]:
 
 @contextmanager
 def padded(layers: Sequence[Any], width: int, padding: Sequence[int]) -> Iterator[None]:
-    """While entered, a pass of `width` tokens a row has so many of padding at each row's end."""
+    """While entered, build a pass of `width` tokens a row, so many of them padding at its end."""
     if width > 1:
         windows: list[Any] = [layer for layer in layers if isinstance(layer, BatchRotatingKVCache)]
         for window in windows:
             window._temporal_order()  # mlx-lm's mask for several tokens takes it for granted
     if not any(padding):
-        yield
+        with sharing_rotations():
+            yield
         return
     for layer in layers:
         layer.prepare(lengths=[width - count for count in padding], right_padding=padding)
-    yield
+    with sharing_rotations():
+        yield
     for layer in layers:
         layer.finalize()
 

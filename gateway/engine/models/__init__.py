@@ -5,6 +5,7 @@ adapters         LoRA adapters of one model, their folders read and checked; man
 gguf             a chat model in one file, as llama.cpp keeps them
 decoder_kernels  what replaces mlx-lm's SwiGLU and attention on a CPU; projections fused
 encoder_kernels  exp, softmax and GELU in vectors, for CPUs
+rotations        rotary positions on a CPU, made once for all layers of a pass
 missing_kernels  what a device cannot multiply, tried at load and replaced
 sharding         one model over several processes: this one's part of it
 notes            what of a model's files is not followed, and what its answers were compared with

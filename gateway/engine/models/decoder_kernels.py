@@ -20,6 +20,7 @@ from mlx_lm.models import activations, base
 
 from gateway.engine.models.encoder_kernels import LOG2_E, exp2
 from gateway.engine.models.missing_kernels import quantization_of
+from gateway.engine.models.rotations import rotate
 
 _own_swiglu: Final[Any] = activations.swiglu
 _own_attention: Final[Any] = base.scaled_dot_product_attention
@@ -176,10 +177,13 @@ def _codes(packed: mx.array, group: int, bits: int, group_size: int) -> list[mx.
 
 
 def use_cpu_kernels(model: Any) -> None:
-    """Let `swiglu` and `attend` compute in a model of mlx-lm's, and in all others of its class.
+    """Let `swiglu` and `attend` compute in a model of mlx-lm's, and in all others of its class; and
+    `rotate` in all models.
 
-    mlx-lm's modules import the two functions by name, so the names are set in those modules.
+    mlx-lm's modules import the first two by name, so the names are set in those modules.
     """
+    mlx: Any = mx
+    mlx.fast.rope = rotate
     names = {
         "swiglu": (_own_swiglu, swiglu),
         "scaled_dot_product_attention": (_own_attention, attend),

@@ -169,9 +169,11 @@ class GenerationBatcher:
             deltas = self._deltas(job, reader, len(choices), checker)
             if sequences[0].calls_are_text:
                 self._warn_once("tool_format_unknown", hint="set `tool_parser:`")
+            deadline = reader.end_at_deadline()
             try:
                 yield Generation(usage, deltas, sequences[0], checker)
             finally:
+                deadline.cancel()
                 stages = (choice.stage for choice in choices if not choice.is_over)
                 timings.stage = next(stages, None)
                 self._drop(choices)

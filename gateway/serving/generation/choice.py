@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from gateway import clock, metrics
 from gateway.clock import Stage, Timings
-from gateway.errors import EngineFailed, GatewayError, OutOfMemory
+from gateway.errors import DeadlineExceeded, EngineFailed, GatewayError, OutOfMemory
 from gateway.jobs.chat import Delta, GenerateJob
 from gateway.jobs.steps import SequenceParams
 from gateway.serving.admission import until_deadline
@@ -167,13 +167,22 @@ class DeltaReader:
     warn_once: Callable[..., None]  # logs an event, with its details
     _held: dict[int, list[Delta]] = field(default_factory=lambda: defaultdict(list))
 
+    def end_at_deadline(self) -> asyncio.TimerHandle:
+        """Have `next` raise DeadlineExceeded at the caller's deadline; cancel the handle before."""
+        # One timer for the answer: one for each token would cost as much as sending it.
+        caller, loop = self.job.caller, asyncio.get_running_loop()
+        error = DeadlineExceeded(caller.allowed_s)
+        return loop.call_later(caller.deadline - clock.now(), self.inbox.put_nowait, error)
+
     async def next(self) -> Sequence[Delta]:
         """Wait for the next deltas. Raises the job's error, and DeadlineExceeded."""
+        delta = await self.inbox.get()
+        if isinstance(delta, GatewayError):
+            raise delta
+        if not self.sequences[0].reads_whole:
+            return (delta,)
         async with until_deadline(self.job.caller):
-            delta = await self.inbox.get()
-            if isinstance(delta, GatewayError):
-                raise delta
-            return await self._read_whole(delta) if self.sequences[0].reads_whole else (delta,)
+            return await self._read_whole(delta)
 
     async def _read_whole(self, delta: Delta) -> Sequence[Delta]:
         """Hold an answer's text back until its end, and then return all of its parts.

@@ -22,7 +22,7 @@ from gateway.jobs.chat import Delta, Grammar
 from gateway.serving.generation.batcher import STEPS_PER_TURN
 from gateway.serving.generation.policy import QUANTUM
 from gateway.serving.lane import Lane, Turn
-from tests.fakes import FAR, ScriptedChat, generate_job
+from tests.fakes import ScriptedChat, generate_job
 from tests.serving.generation.harness import (
     asking,
     asking_bound,
@@ -203,15 +203,16 @@ async def test_a_full_queue_answers_overloaded_and_recovers() -> None:
 
 
 async def test_a_deadline_ends_an_answer_under_way() -> None:
-    engine = ScriptedChat()
+    engine, job = ScriptedChat(), generate_job("a" * 9)
+    soon = replace(job, caller=replace(job.caller, deadline=clock.now() + 0.2))
     async with batching(engine) as batcher:
         engine.gate.close()
-        async with batcher.generate(generate_job("a" * 9)) as generation:
-            await reached(engine)
-            with patch.object(clock, "now", lambda: FAR - 0.01), pytest.raises(DeadlineExceeded):
+        with pytest.raises(DeadlineExceeded):
+            async with batcher.generate(soon) as generation:
                 await anext(generation.deltas)
         engine.gate.open()
-        await until(lambda: engine.left)
+        await until(lambda: engine.left == engine.joined)
+        assert await asking(batcher, "next") == "next"
 
 
 async def test_an_engine_that_raises_fails_its_rows_and_serves_the_next() -> None:
