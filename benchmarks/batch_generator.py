@@ -1,9 +1,9 @@
 """mlx-lm's own batch generator: the chat reference of the targets.
 
-    python -m benchmarks.batch_generator FOLDER
+    python -m benchmarks.batch_generator FOLDER [--tuned]
 
-reads lines {"prompts": [...], "tokens": N} and answers each with {"rate": R}, on the BLAS that mlx
-comes with.
+reads lines {"prompts": [...], "tokens": N}, which may have a "temperature", and answers each with
+{"rate": R}, on the BLAS that mlx comes with or, with --tuned, on the gateway's.
 """
 
 import json
@@ -37,9 +37,10 @@ class BatchReference:
         configure(device)
         return cls(folder)
 
-    def rate(self, prompts: Sequence[str], max_tokens: int) -> float:
+    def rate(self, prompts: Sequence[str], max_tokens: int, temperature: float = 0) -> float:
         """Answer every prompt in one batch; give tokens a second, from the texts on."""
         from mlx_lm.generate import BatchGenerator
+        from mlx_lm.sample_utils import make_sampler
 
         started = time.perf_counter()
         encoded = [
@@ -49,7 +50,9 @@ class BatchReference:
             for prompt in prompts
         ]
         ends = [[token] for token in self._tokenizer.eos_token_ids]
-        generator: Any = BatchGenerator(self._model, stop_tokens=ends)
+        generator: Any = BatchGenerator(
+            self._model, stop_tokens=ends, sampler=make_sampler(temperature)
+        )
         try:
             left = set(generator.insert(encoded, [max_tokens] * len(encoded)))
             tokens = 0
@@ -64,10 +67,11 @@ class BatchReference:
 
 def main() -> None:
     """Answer each line of the standard input."""
-    reference = BatchReference(Path(sys.argv[1]))
+    load = BatchReference.tuned if "--tuned" in sys.argv[2:] else BatchReference
+    reference = load(Path(sys.argv[1]))
     for line in sys.stdin:
         asked = json.loads(line)
-        rate = reference.rate(asked["prompts"], asked["tokens"])
+        rate = reference.rate(asked["prompts"], asked["tokens"], asked.get("temperature", 0))
         print(json.dumps({"rate": rate}), flush=True)
 
 

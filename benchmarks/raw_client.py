@@ -1,5 +1,6 @@
 """A client that takes next to none of the server's cores: plain sockets, answers not parsed."""
 
+import json
 import re
 import selectors
 import socket
@@ -51,6 +52,21 @@ class Streamed:
         """Return the seconds that a token of the whole answers took; None if there is none."""
         total = sum(tokens or 0 for tokens in self.tokens)
         return self.seconds / total if total else None
+
+
+def asks(model: str, prompts: Sequence[str], tokens: int, *, temperature: float = 0) -> list[bytes]:
+    """Return the bodies of streamed chat requests."""
+    given = {
+        "model": model,
+        "max_tokens": tokens,
+        "temperature": temperature,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return [
+        json.dumps({**given, "messages": [{"role": "user", "content": prompt}]}).encode()
+        for prompt in prompts
+    ]
 
 
 def stream_all(url: str, bodies: Sequence[bytes], timeout_s: float = TIMEOUT_S) -> Streamed:

@@ -43,6 +43,7 @@ MEASUREMENTS: dict[str, Measurement] = {
     "burst": embedding.together,
     "start": starting.start,
     "chat": chatting.chat,
+    "chat-sampled": chatting.sampled,
     "chat-as-it-comes": chatting.as_it_comes,
     "host": host.host,
     "smollm2": onboard.onboard,

@@ -1,11 +1,13 @@
 """Chat tokens a second: the gateway, mlx-lm's batch generator in-process, mlx-lm's server."""
 
+import asyncio
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 from benchmarks.batch_generator import BatchReference
+from benchmarks.raw_client import asks, stream_all
 from benchmarks.servers import CHECKOUT, worker
 from benchmarks.targets.rig import CHAT, Rig, errors, rate, rest
 from benchmarks.targets.verdicts import Target, Verdict, ratio
@@ -25,6 +27,10 @@ SERVER = {
 AS_IT_COMES = {
     streams: Target(f"chat tokens/s, streams: {streams}; HTTP / BatchGenerator on mlx's own BLAS")
     for streams in INSIDE
+}
+SAMPLED = {
+    streams: Target(f"sampled tokens/s, streams: {streams}; HTTP / BatchGenerator alone", least)
+    for streams, least in ((1, 1.0), (8, 1.1), (32, None))
 }
 MLX_LM_NAME = "default_model"  # what its server calls the one it was started with
 
@@ -85,6 +91,32 @@ async def as_it_comes(rig: Rig) -> list[Verdict]:
                 other.append(float(asked["rate"]))
                 wrong += errors(answers)
             note = f"{median(own[1:]):.0f} / {median(other[1:]):.0f} tokens/s; {tokens} tokens each"
+            ratios = list(map(ratio, own[1:], other[1:]))
+            verdicts.append(target.judge(ratios, errors=wrong, note=note))
+    return verdicts
+
+
+async def sampled(rig: Rig) -> list[Verdict]:
+    """Text drawn at temperature 1, which repeats little that could be read ahead, beside the
+    generator in a process of its own.
+    """
+    tokens, verdicts = max(16, round(rig.seconds(TOKENS))), []
+    generator = (sys.executable, "-m", "benchmarks.batch_generator", rig.folder / CHAT, "--tuned")
+    async with rig.gateway() as ours, worker(*generator, folder=CHECKOUT) as alone:
+        for streams, target in SAMPLED.items():
+            own, other, wrong = [], [], 0
+            for _ in range(rig.rounds + 1):
+                wording = rig.wording(CHAT, max_tokens=tokens)
+                prompts = [wording.prompts[n] for n in range(streams)]
+                bodies = asks(CHAT, prompts, tokens, temperature=1)
+                streamed = await asyncio.to_thread(stream_all, ours.url, bodies)
+                await rest()
+                asked = {"prompts": prompts, "tokens": tokens, "temperature": 1}
+                other.append(float((await alone.ask(asked))["rate"]))
+                await rest()
+                own.append(0.0 if streamed.token_s is None else 1 / streamed.token_s)
+                wrong += streamed.tokens.count(None)
+            note = f"{median(own[1:]):.0f} / {median(other[1:]):.0f} tokens/s"
             ratios = list(map(ratio, own[1:], other[1:]))
             verdicts.append(target.judge(ratios, errors=wrong, note=note))
     return verdicts

@@ -1,11 +1,11 @@
 """What a token costs the processor beside the model's arithmetic: models of next to none.
 
 The engine, with texts, beside mlx-lm's batch generator, which gives tokens alone; and the gateway
-over HTTP beside mlx-lm's own server.
+over HTTP beside that generator, in a process of its own, and beside mlx-lm's own server.
 """
 
 import asyncio
-import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from benchmarks import servers
-from benchmarks.raw_client import Streamed, stream_all
+from benchmarks.raw_client import Streamed, asks, stream_all
 from benchmarks.targets.chatting import MLX_LM_NAME
 from benchmarks.targets.rig import Rig, rest
 from benchmarks.targets.verdicts import Target, Verdict, ratio
@@ -119,7 +119,7 @@ class Pair:
 
 
 async def host(rig: Rig) -> list[Verdict]:
-    """Both in-process, with rows of unequal lengths; then both servers. In turn, in each round."""
+    """Both in-process, with rows of unequal lengths; then over HTTP. In turn, in each round."""
     verdicts = []
     for layers in LAYERS:
         verdicts += await _inside(rig, layers, write_model(rig.folder / f"{NAME}-{layers}", layers))
@@ -155,25 +155,32 @@ async def _over_http(rig: Rig, folder: Path) -> list[Verdict]:
     entry = {"kind": "chat", "source": f"path:{folder.name}", "preload": True}
     models.write_text(yaml.safe_dump({"version": 1, "models": {NAME: entry}}), encoding="utf-8")
     tokens, verdicts = max(32, round(rig.seconds(TOKENS))), []
+    generator = (sys.executable, "-m", "benchmarks.batch_generator", folder, "--tuned")
     # Each token is a pass here: what a random model repeats would be read ahead.
     async with (
         servers.gateway(models, GATEWAY_SPECULATE_ROWS="0") as ours,
+        servers.worker(*generator, folder=servers.CHECKOUT) as alone,
         servers.mlx_lm(folder) as theirs,
     ):
         for streams in STREAMS:
-            rounds = []
+            beside_alone, beside_server = [], []
             for number in range(rig.rounds + 1):
                 prompts = [f"{number} " + "and so on " * (2 + row) for row in range(streams)]
                 own = await asyncio.to_thread(stream_all, ours, asks(NAME, prompts, tokens))
                 await rest()
+                told = await alone.ask({"prompts": prompts, "tokens": tokens})
+                await rest()
                 named = asks(MLX_LM_NAME, prompts, tokens)
                 other = await asyncio.to_thread(stream_all, theirs, named)
                 await rest()
-                rounds.append(compared(own, other, tokens))
+                beside_server.append(compared(own, other, tokens))
+                wrong = beside_server[-1].errors
+                beside_alone.append(Round(own.token_s, 1 / float(told["rate"]), wrong))
             work = (
                 f"model of {SERVED_LAYERS} layers and no arithmetic, tokens/s, streams: {streams}"
             )
-            verdicts.append(judged(f"{work}; HTTP / mlx-lm's own server", rounds))
+            verdicts.append(judged(f"{work}; HTTP / BatchGenerator alone", beside_alone))
+            verdicts.append(judged(f"{work}; HTTP / mlx-lm's own server", beside_server))
     return verdicts
 
 
@@ -181,21 +188,6 @@ def mixed_prompts(rows: int, seed: int) -> list[list[int]]:
     """Draw prompts of 20 tokens and more, each three longer than the one before."""
     draw = Random(seed)
     return [[draw.randrange(300, 1000) for _ in range(20 + 3 * row)] for row in range(rows)]
-
-
-def asks(model: str, prompts: Sequence[str], tokens: int) -> list[bytes]:
-    """Return the bodies of streamed chat requests."""
-    given = {
-        "model": model,
-        "max_tokens": tokens,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    return [
-        json.dumps({**given, "messages": [{"role": "user", "content": prompt}]}).encode()
-        for prompt in prompts
-    ]
 
 
 def compared(own: Streamed, other: Streamed, tokens: int) -> Round:

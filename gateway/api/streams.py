@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import AsyncGenerator, Callable
 
 from starlette.requests import ClientDisconnect, Request
@@ -60,7 +59,7 @@ class EventStream:
         self._keep_alive_frame = keep_alive
         # Events are kept here as fast as they are generated: a slow reader holds memory for its
         # answer, which is counted with all bodies, but neither a sequence nor a lease.
-        self._buffer: deque[bytes] = deque()
+        self._buffer: list[bytes] = []
         self._context = context_of(request)
         self._nbytes = 0  # in the buffer
         self._sent = 0
@@ -132,7 +131,8 @@ class EventStream:
         try:
             while not self._producer.done() or self._buffer:
                 if self._buffer:
-                    data = self._buffer.popleft()
+                    data = b"".join(self._buffer)  # at once, if several came since the last
+                    self._buffer.clear()
                     await send(_body(data, more=True))
                     self._sent += 1
                     self._hold(-len(data))

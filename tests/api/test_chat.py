@@ -67,6 +67,28 @@ async def test_a_stream_tells_role_text_and_reason_once_each(client: AsyncClient
     assert not any("usage" in chunk for chunk in await events(client, "hey"))
 
 
+async def silence() -> Message:
+    """Receive nothing more of a client."""
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def event_stream(events: AsyncGenerator[bytes, None]) -> EventStream:
+    """Return the stream of a request of which all has been received."""
+    scope: Scope = {"type": "http"}
+    counted = Body(Bodies(10**9))
+    scope["gateway"] = RequestContext(
+        scope=scope,
+        headers={},
+        request_id="req-1",
+        is_anthropic=False,
+        body=counted,
+        unread=counted,
+    )
+    request = Request(scope, silence)
+    return EventStream(events, {}, request, write_error=lambda error: b"", keep_alive=COMMENT)
+
+
 async def test_a_stream_that_pauses_in_its_middle_is_kept_alive_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -84,30 +106,36 @@ async def test_a_stream_that_pauses_in_its_middle_is_kept_alive_too(
             yield frame(word)
             await kept_alive_after(word)
 
-    async def receive() -> Message:
-        await asyncio.Event().wait()
-        raise AssertionError
-
     async def send(message: Message) -> None:
         sent.extend(message.get("body", b""))
 
-    scope: Scope = {"type": "http"}
-    counted = Body(Bodies(10**9))
-    scope["gateway"] = RequestContext(
-        scope=scope,
-        headers={},
-        request_id="req-1",
-        is_anthropic=False,
-        body=counted,
-        unread=counted,
-    )
-    request = Request(scope, receive)
-    stream = EventStream(events(), {}, request, write_error=lambda error: b"", keep_alive=COMMENT)
+    stream = event_stream(events())
     await stream.prime(1)
-    await stream({}, receive, send)
+    await stream({}, silence, send)
     parts = bytes(sent).split(b"data: ")
     assert all(b": keep-alive\n" in part for part in parts[1:])
     assert bytes(sent).replace(b": keep-alive\n", b"") == b"data: 1\n\ndata: 2\n\ndata: 3\n\n"
+
+
+async def test_events_that_come_while_others_are_sent_are_sent_together() -> None:
+    may_go_on, sent = asyncio.Event(), list[bytes]()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield frame(b"1")
+        await may_go_on.wait()
+        yield frame(b"2")
+        yield frame(b"3")
+
+    async def send(message: Message) -> None:
+        if body := message.get("body"):
+            sent.append(body)
+            may_go_on.set()
+        await asyncio.sleep(0.01)
+
+    stream = event_stream(events())
+    await stream.prime(1)
+    await stream({}, silence, send)
+    assert sent == [frame(b"1"), frame(b"2") + frame(b"3")]
 
 
 async def test_logprobs_are_told_as_openai_does(

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -9,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import servers
-from benchmarks.raw_client import stream_all
+from benchmarks.raw_client import asks, stream_all
 from benchmarks.targets.chatting import MLX_LM_NAME
-from benchmarks.targets.host import Round, asks, judged, write_model
+from benchmarks.targets.host import Round, judged, write_model
 
 EVENTS = (
     b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n',
@@ -40,6 +41,16 @@ async def test_both_servers_stream_as_many_tokens_to_the_raw_client(model: Path)
     assert own.tokens == other.tokens == [9, 9]
     assert own.token_s is not None
     assert own.token_s == own.seconds / 18
+
+
+@pytest.mark.slow
+@pytest.mark.anyio
+async def test_the_batch_generator_alone_tells_its_rate(model: Path) -> None:
+    command = (sys.executable, "-m", "benchmarks.batch_generator", model, "--tuned")
+    asked = {"prompts": ["one two", "one two three four"], "tokens": 9}
+    async with servers.worker(*command, folder=servers.CHECKOUT) as alone:
+        assert (await alone.ask(asked))["rate"] > 0
+        assert (await alone.ask({**asked, "temperature": 1}))["rate"] > 0
 
 
 @asynccontextmanager
