@@ -111,6 +111,12 @@ DRAFT_GAIN = Gauge(
     "Speed of passes with drafts, as a ratio to without, when last measured: below 1 they pause.",
     ["model", "drafter"],
 )
+WIDTH_GAIN = Gauge(
+    "gateway_batch_width_gain",
+    "Tokens a second of the answers that decode together, as a ratio to those of all at once: "
+    "above 1 they take turns.",
+    ["model"],
+)
 PREEMPTIONS = Counter(
     "gateway_preemptions", "Answers that gave their memory back, to continue later.", ["model"]
 )

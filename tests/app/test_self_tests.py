@@ -24,6 +24,7 @@ from gateway.errors import Fault, PassFault
 from gateway.jobs.steps import KvCost, Verdict
 from gateway.registry import ChatSpec, PathSource
 from gateway.serving.budget import Budget
+from gateway.serving.generation.policy import GenerationLimits
 from gateway.serving.lane import Lane
 from tests.checkpoints import write_chat
 from tests.fakes import PASSED, ScriptedChat, ScriptedEngines
@@ -32,6 +33,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 CHAT: dict[str, Any] = {"kind": "chat", "source": "path:.", "preload": True}
+LIMITS = GenerationLimits(max_batch_size=32, prefill_chunk_tokens=512)
 FAILED = replace(PASSED, rows=False, problem="rows: logits 1.4 apart")
 
 
@@ -244,7 +246,7 @@ async def test_doctor_runs_all_of_a_test_whatever_is_kept(tmp_path: Path) -> Non
     spec = ChatSpec(id="chat", kind="chat", source=PathSource(tmp_path))
     async with Lane() as lane:
         test = SelfTest(
-            spec, engine, lane, Budget(1000), verdicts, digest, kv=KvCost(0), is_on=True
+            spec, engine, lane, Budget(1000), verdicts, digest, LIMITS, kv=KvCost(0), is_on=True
         )
         assert await test.run_to_end() == FAILED
     assert engine.held == [FAILED]
