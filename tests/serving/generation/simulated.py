@@ -1,7 +1,7 @@
 """A batcher in virtual time, on a device whose steps take what a real one's do."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 
 from gateway import clock
 from gateway.jobs.chat import Delta
+from gateway.jobs.steps import SequenceParams
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.generation.grammars import GrammarCache
 from gateway.serving.generation.memory import RowMemory
@@ -21,7 +22,7 @@ from tests.fakes import PASSED, ScriptedChat
 from tests.virtual_time import VirtualLoop
 
 # Seconds of a step of 1, 2, 4, 8 and 16 rows. Three reports of Macs with M1 and M2: two rows give
-# 0.41 to 0.62 of the tokens that they give one after the other, four 0.77 to 1.15, eight 1.6 to 2.1.
+# 0.41 to 0.62 × the tokens of one after the other, four 0.77 to 1.15, eight 1.6 to 2.1.
 M1 = (0.030, 0.109, 0.125, 0.130, 0.137)
 # A width between: two rows pay, and four do not.
 PAIRS = (0.030, 0.033, 0.120, 0.400, 0.900)
@@ -38,7 +39,12 @@ class SimulatedChat(ScriptedChat):
 
     device: StepTimes = M1
     together: list[frozenset[int]] = field(default_factory=list)  # of each step
+    came: dict[int, int] = field(default_factory=dict)  # the steps before each joined
     spent_s: float = 0.0  # by steps
+
+    def join(self, number: int, params: SequenceParams) -> None:
+        self.came[number] = len(self.together)
+        super().join(number, params)
 
     def decode(self) -> list[Delta]:
         self.together.append(frozenset(self.inside("decoding")))
@@ -49,12 +55,12 @@ class SimulatedChat(ScriptedChat):
         return super().decode()
 
     def waits(self) -> dict[int, int]:
-        """Return the longest wait of each sequence between two of its steps, in steps."""
+        """Return the longest wait of each sequence for a step of its own, in steps of others."""
         longest: dict[int, int] = {}
-        last: dict[int, int] = {}
+        last = {number: step - 1 for number, step in self.came.items()}
         for step, ids in enumerate(self.together):
             for each in ids:
-                longest[each] = max(longest.get(each, 0), step - last.get(each, step - 1) - 1)
+                longest[each] = max(longest.get(each, 0), step - last[each] - 1)
                 last[each] = step
         return longest
 
@@ -102,13 +108,8 @@ async def simulating(
             yield batcher
 
 
-def run_virtually(monkeypatch: pytest.MonkeyPatch, work: Coroutine[Any, Any, Any]) -> Any:
+def run_virtually(work: Coroutine[Any, Any, None]) -> None:
     """Run in a loop of its own, whose time everybody reads."""
-    with monkeypatch.context() as patch, asyncio.Runner(loop_factory=VirtualLoop) as runner:
+    with pytest.MonkeyPatch.context() as patch, asyncio.Runner(loop_factory=VirtualLoop) as runner:
         patch.setattr(clock, "now", runner.get_loop().time)
-        return runner.run(work)
-
-
-def until_now(steps: Sequence[frozenset[int]], number: int) -> int:
-    """Return the step that a sequence was in first."""
-    return next(step for step, ids in enumerate(steps) if number in ids)
+        runner.run(work)
