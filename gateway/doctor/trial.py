@@ -37,7 +37,7 @@ from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.serving.embedding.reranker import RerankBatcher
 from gateway.serving.faults import DeviceHealth
 from gateway.serving.generation.batcher import GenerationBatcher
-from gateway.serving.generation.widths import WIDTHS, choose_width
+from gateway.serving.generation.widths import WIDTHS, StepTimes, choose_width
 from gateway.serving.lane import Lane
 from gateway.serving.models.pulls import Pulls
 from gateway.serving.tokenize import ThreadPools
@@ -159,7 +159,7 @@ def _stages(
         "files": partial(_check_files, batcher.engine.facts),
         "formats": partial(_check_formats, batcher.engine.facts.unread_formats),
         "batch": partial(_test_batches, spec, batcher, place),
-        "widths": partial(_judge_widths, batcher),
+        "widths": partial(_tell_widths, batcher),
         "speed": partial(_measure, "tokens", write, ROWS_AT_ONCE),
     }
 
@@ -227,20 +227,24 @@ def judge_verdict(verdict: Verdict) -> Finding:
     return Finding("batch", "fail", message, measured)
 
 
-async def _judge_widths(batcher: GenerationBatcher) -> Finding:
-    """Say what a decode step takes by its rows, and when rows take turns; no time is wrong."""
-    step_s = () if batcher.verdict is None else batcher.verdict.step_s
+async def _tell_widths(batcher: GenerationBatcher) -> Finding:
+    return judge_widths(() if batcher.verdict is None else batcher.verdict.step_s)
+
+
+def judge_widths(step_s: StepTimes) -> Finding:
+    """Say what a decode step takes by its rows, and which rows take turns; no time is wrong."""
     if not step_s:
         return Finding("widths", "skip", "no decode step was timed.")
     times = dict(zip(WIDTHS, step_s, strict=False))
     listed = ", ".join(f"{1000 * seconds:.3g} with {rows}" for rows, seconds in times.items())
-    apart = [
-        f"{rows} as {width.rows} ({width.gain:.2f} × the tokens)"
-        for rows in range(1, max(times) + 1)
-        if (width := choose_width(step_s, rows)).alternates
-    ]
-    turns = f"rows take turns: {', '.join(apart)}" if apart else "all rows run together"
-    message = f"ms of a decode step by rows: {listed}; {turns}."
+    widths = {rows: choose_width(step_s, rows) for rows in range(1, max(times) + 1)}
+    turns = ", ".join(
+        f"{rows} as {width.rows} ({width.gain:.2f} ×)"
+        for rows, width in widths.items()
+        if width.alternates
+    ).replace(" ×)", " × the tokens)", 1)
+    outcome = f"rows take turns: {turns}" if turns else "all run together"
+    message = f"ms of a decode step by rows: {listed}; {outcome}."
     return Finding("widths", "ok", message, {"step_s": times})
 
 
