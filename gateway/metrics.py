@@ -113,8 +113,7 @@ DRAFT_GAIN = Gauge(
 )
 WIDTH_GAIN = Gauge(
     "gateway_batch_width_gain",
-    "Tokens a second of the answers that decode together, as a ratio to those of all at once: "
-    "above 1 they take turns.",
+    "Tokens a second of answers that take turns, as a ratio to one batch; 1 while they share it.",
     ["model"],
 )
 PREEMPTIONS = Counter(

@@ -238,13 +238,13 @@ def judge_widths(step_s: StepTimes) -> Finding:
     times = dict(zip(WIDTHS, step_s, strict=False))
     listed = ", ".join(f"{1000 * seconds:.3g} with {rows}" for rows, seconds in times.items())
     widths = {rows: choose_width(step_s, rows) for rows in range(1, max(times) + 1)}
-    turns = ", ".join(
-        f"{rows} as {width.rows} ({width.gain:.2f} ×)"
+    apart = [
+        f"{rows} as {width.rows} ({width.gain:.2f} × the tokens)"
         for rows, width in widths.items()
         if width.alternates
-    ).replace(" ×)", " × the tokens)", 1)
-    outcome = f"rows take turns: {turns}" if turns else "all run together"
-    message = f"ms of a decode step by rows: {listed}; {outcome}."
+    ]
+    turns = f"rows take turns, {', '.join(apart)}" if apart else "all run together"
+    message = f"ms of a decode step by rows: {listed}; {turns}."
     return Finding("widths", "ok", message, {"step_s": times})
 
 

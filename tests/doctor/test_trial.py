@@ -40,7 +40,8 @@ def test_the_widths_are_named_at_which_rows_take_turns() -> None:
     m1 = judge_widths((0.030, 0.109, 0.125, 0.130, 0.137))
     assert (m1.state, m1.measured["step_s"][2]) == ("ok", 0.109)
     assert "30 with 1, 109 with 2" in m1.message
-    assert m1.message.endswith("rows take turns: 2 as 1 (1.82 × the tokens), 3 as 1 (1.30 ×).")
+    turns = "rows take turns, 2 as 1 (1.82 × the tokens), 3 as 1 (1.30 × the tokens)."
+    assert m1.message.endswith(turns)
     flat = judge_widths((0.030, 0.031))
     assert flat.message == "ms of a decode step by rows: 30 with 1, 31 with 2; all run together."
     assert judge_widths(()).state == "skip"

@@ -83,11 +83,8 @@ class Batch:
 
     def width_of(self, choices: Iterable[Choice]) -> Width:
         """Return how many of these sequences decode together, once they have read their prompts."""
-        rows = [
-            choice.is_constrained
-            for choice in choices
-            if choice.params.step is None and choice.params.max_tokens > 1
-        ]
+        # Those that only judge have one token, and do not decode.
+        rows = [choice.is_constrained for choice in choices if choice.params.max_tokens > 1]
         beyond = max(0, sum(rows) - self.limits.structured_rows)
         return choose_width(self.step_s, min(self.limits.max_batch_size, len(rows) - beyond))
 
@@ -140,12 +137,12 @@ class Joining:
             reserved = int(limits.max_batch_size * ANSWERS_SHARE)
             if self._places <= reserved:
                 return Joins.LATER
-        elif choice.params.max_tokens > 1:
-            joined = [*self._batch.choices, *(joiner.choice for joiner in self.joiners), choice]
-            is_held = is_held or self._batch.width_of(joined).alternates
-        places = self._held_places if is_held and choice.is_constrained else self._places
+        places = self._held_places if is_held else self._places
         if min(self._room, places) <= 0 or not self._can_finish(choice):
             return Joins.LATER
+        if choice.params.max_tokens > 1:  # it decodes
+            joined = [*self._batch.choices, *(joiner.choice for joiner in self.joiners), choice]
+            is_held = is_held or self._batch.width_of(joined).alternates
         length = memory.grant_length(choice.used, choice.max_length, choice.preemptions)
         joiner = Joiner(choice, length, is_held)
         if memory.fits(joiner.lay_out(self._batch.choices, self.joiners)):

@@ -320,18 +320,16 @@ class Scheduler:
             changes.resuming.append(choice.id)
 
     def _note_width(self) -> None:
-        """Bound the turn's steps by the run under way; tell what is gained by runs."""
+        """Bound the turn's steps by the run under way, and tell what is gained by runs."""
         batch, self.most_steps = self.batch, STEPS_PER_TURN
-        metrics.of(metrics.WIDTH_GAIN, self._model).set(batch.width.gain)
-        if not batch.width.alternates:
-            return
+        rows, gain = width = batch.width
+        metrics.of(metrics.WIDTH_GAIN, self._model).set(gain)
         left = RUN - min((choice.run for choice in batch.decoding), default=RUN)
-        if self.parked and left > 0:
+        if width.alternates and self.parked and left > 0:
             self.most_steps = left
-        if not self._has_alternated:
+        if width.alternates and not self._has_alternated:
             self._has_alternated = True
-            width, gain = batch.width.rows, round(batch.width.gain, 2)
-            log.info("rows_alternate", model=self._model, width=width, gain=gain)
+            log.info("rows_alternate", model=self._model, width=rows, gain=round(gain, 2))
 
     def _grow(self, changes: PlanChanges) -> None:
         growth = plan_growth(self.batch)

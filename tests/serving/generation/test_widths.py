@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Any
 
 import pytest
 import structlog
@@ -276,7 +277,7 @@ def test_every_stream_ends_with_all_its_tokens_whoever_comes_and_goes(
             assert mine[-1].finish_reason == "stop"
 
     async def work() -> None:
-        given = {"structured_rows": bound, "max_batch_size": places}
+        given: dict[str, Any] = {"structured_rows": bound, "max_batch_size": places}
         async with simulating(engine, memory, **given) as batcher, asyncio.timeout(10_000):
             lives = [live(batcher, number, stream) for number, stream in enumerate(streams)]
             await asyncio.gather(*lives)
