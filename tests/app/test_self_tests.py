@@ -46,18 +46,22 @@ class Scrutinised(ScriptedChat):
     tests: int = 0
     steps_taken: int = 0
     timed: list[int] = field(default_factory=list)  # the rows of steps
+    freed: list[int] = field(default_factory=list)  # those whose memory was freed
     fails_at: int = 0  # rows
     width_gate: Gate = field(default_factory=Gate)  # between two steps of four rows
 
     def time_step(self, rows: int) -> Generator[float | None]:
         self.timed.append(rows)
-        yield None
-        if rows == self.fails_at:
-            raise RuntimeError("no such shapes")
-        if rows == 4:
-            self.width_gate.pass_through()
+        try:
             yield None
-        yield self.timed_s(rows)
+            if rows == self.fails_at:
+                raise RuntimeError("no such shapes")
+            if rows == 4:
+                self.width_gate.pass_through()
+                yield None
+            yield self.timed_s(rows)
+        finally:
+            self.freed.append(rows)
 
     def self_test(self) -> Generator[Verdict]:
         self.tests += 1
@@ -319,6 +323,23 @@ class TestWidths:
             await asked
             await until(lambda: kept(tmp_path).step_s == TIMES)
         assert chat.timed == [1, 2, 4, 4, 8, 16]
+
+    async def test_a_model_that_goes_meanwhile_frees_what_is_timed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The widths that were known are kept, and the next load goes on from them."""
+        soon(monkeypatch)
+        chat = Scrutinised()
+        chat.width_gate.close()
+        async with serving(tmp_path, chat):
+            await asyncio.to_thread(chat.width_gate.reached.wait, 20)
+            asyncio.get_running_loop().call_later(0.1, chat.width_gate.open)
+        assert chat.freed == [1, 2, 4]
+        assert kept(tmp_path).step_s == TIMES[:2]
+        later = Scrutinised()
+        async with serving(tmp_path, later):
+            await until(lambda: kept(tmp_path).step_s == TIMES)
+        assert later.timed == [4, 8, 16]
 
     async def test_a_pass_that_fails_is_logged_and_rows_run_together(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
