@@ -316,6 +316,7 @@ class Scheduler:
         for choice in rotation.resuming:
             choice.is_held = False
             self._held.remove(choice)
+            self._batch[choice.id] = self._batch.pop(choice.id)  # of equals it stops last
             choice.rotated_at = choice.tokens
             changes.resuming.append(choice.id)
 

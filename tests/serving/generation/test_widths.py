@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import ceil
 from typing import Any
 
@@ -136,6 +137,12 @@ def test_a_stream_waits_for_the_runs_of_others_and_no_longer(device: StepTimes, 
     width = choose_width(device, rows).rows
     assert max(map(len, engine.together)) == width
     assert max(engine.waits().values()) <= (ceil(rows / width) - 1) * RUN
+    half = engine.together[: len(engine.together) // 2]
+    shares = [sum(number in ids for ids in half) for number in range(1, rows + 1)]
+    assert max(shares) - min(shares) <= 2 * RUN, "nobody runs more often than the others"
+    if width < rows:
+        changes = sum(a != b for a, b in pairwise(half))
+        assert changes <= len(half) / RUN, "runs of those that share a batch end together"
 
 
 def test_one_that_comes_later_begins_after_a_run_of_each_that_is_there() -> None:
@@ -220,6 +227,19 @@ def test_answers_of_a_form_take_turns_with_the_others(bound: int) -> None:
     assert {*map(len, engine.together)} == {1}
     # At the end those of a form are alone, and take turns of a quantum if only one may decode.
     assert max(engine.waits().values()) <= (2 * RUN if bound == 2 else QUANTUM)
+
+
+def test_answers_of_a_form_of_which_one_decodes_take_turns_of_a_quantum() -> None:
+    """As without any times: they would never share a step."""
+    engine = SimulatedChat(max_context=LONG)
+
+    async def work() -> None:
+        async with simulating(engine) as batcher:
+            held = [asking_bound(batcher, letter * 300) for letter in "gh"]
+            await asyncio.gather(*held)
+
+    run_virtually(work())
+    assert sum(a != b for a, b in pairwise(engine.together)) <= 2 * 300 / QUANTUM
 
 
 @dataclass(frozen=True)
