@@ -111,6 +111,11 @@ DRAFT_GAIN = Gauge(
     "Speed of passes with drafts, as a ratio to without, when last measured: below 1 they pause.",
     ["model", "drafter"],
 )
+WIDTH_GAIN = Gauge(
+    "gateway_batch_width_gain",
+    "Tokens a second of answers that take turns, as a ratio to one batch; 1 while they share it.",
+    ["model"],
+)
 PREEMPTIONS = Counter(
     "gateway_preemptions", "Answers that gave their memory back, to continue later.", ["model"]
 )

@@ -267,6 +267,7 @@ class ScriptedChat:
     faults: list[PassFault] = field(default_factory=list)
     params: dict[int, SequenceParams] = field(default_factory=dict)  # of all that joined
     scripted: dict[int, ScriptedRow] = field(default_factory=dict)  # of those inside
+    timed_s: Callable[[int], float] = lambda rows: 0.01 + 0.001 * rows  # of a decode step
 
     prefixes = None
 
@@ -327,6 +328,10 @@ class ScriptedChat:
 
     def self_test(self) -> Generator[Verdict]:
         yield from self.findings
+
+    def time_step(self, rows: int) -> Generator[float | None]:
+        yield None
+        yield self.timed_s(rows)
 
     def apply_verdict(self, verdict: Verdict) -> None:
         self.held.append(verdict)

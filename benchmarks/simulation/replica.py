@@ -13,8 +13,9 @@ from benchmarks.simulation.device import Device
 from benchmarks.simulation.load import Request
 from gateway.engine.generation.prefill import REST_SHARE, take_prompts
 from gateway.serving.embedding.policy import EmbeddingLimits, patience, take_batch, window
-from gateway.serving.generation.batcher import PREFILL_FIRST_PASSES, STEPS_PER_TURN
+from gateway.serving.generation.batcher import PREFILL_FIRST_PASSES
 from gateway.serving.generation.policy import GenerationLimits, prefill_goes_first
+from gateway.serving.generation.scheduler import STEPS_PER_TURN
 from gateway.serving.lane import FairQueue, Pace
 
 EMBEDDING, PREFILL, DECODE = KINDS = ("embedding", "prefill", "decode")

@@ -281,6 +281,7 @@ class ModelLoader:
                 budget,
                 verdict_store(settings),
                 digest,
+                limits,
                 kv=kv,
                 is_on=settings.self_test,
             )

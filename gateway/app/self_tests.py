@@ -1,5 +1,5 @@
 """Runs a chat model's self-test: the first steps at load, the others while the model is idle, or
-all at once for `doctor --engine`.
+all at once for `doctor --engine`. Then decode steps of several widths are timed.
 
 Its verdict is kept on disk, in a file named by a digest of everything the verdict depends on.
 """
@@ -7,9 +7,10 @@ Its verdict is kept on disk, in a file named by a digest of everything the verdi
 import asyncio
 import contextlib
 import json
+import math
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -22,6 +23,9 @@ from gateway.jobs.steps import KvCost, Verdict
 from gateway.registry import ChatSpec
 from gateway.serving.budget import Budget
 from gateway.serving.generation.batcher import GenerationBatcher
+from gateway.serving.generation.memory import Layout, RowCosts
+from gateway.serving.generation.policy import GenerationLimits
+from gateway.serving.generation.widths import next_width
 from gateway.serving.lane import Lane
 from gateway.serving.ports import GenerationEngine
 from gateway.settings import Settings
@@ -45,9 +49,11 @@ class VerdictStore:
         """Return the verdict kept under a digest; an empty one if there is none."""
         try:
             with self._file(digest).open("rb") as file:
-                return _VERDICT.validate_json(file.read(MAX_FILE_BYTES), strict=True)
+                verdict = _VERDICT.validate_json(file.read(MAX_FILE_BYTES), strict=True)
         except (OSError, ValueError):
             return Verdict()  # it is tested again
+        is_sound = all(0 < seconds < math.inf for seconds in verdict.step_s)
+        return verdict if is_sound else replace(verdict, step_s=())
 
     def write(self, digest: str, verdict: Verdict) -> None:
         """Write a verdict to disk if it is whole and lasting; raises OSError."""
@@ -79,6 +85,7 @@ class SelfTest:
         budget: Budget,
         verdicts: VerdictStore,
         digest: Callable[[], Awaitable[str]],
+        limits: GenerationLimits,
         *,
         kv: KvCost,
         is_on: bool,
@@ -93,6 +100,7 @@ class SelfTest:
         # A digest of all that the verdict depends on.
         self._compute_digest = digest
         self._digest = ""
+        self._limits = limits
         self._kv = kv  # what a sequence of the test takes
         self._steps: Generator[Verdict] | None = None
         self.verdict = Verdict()
@@ -119,6 +127,8 @@ class SelfTest:
         while not self._is_over:
             await self._step()
         await self._apply()
+        while self._next_width is not None:
+            await self._time(self._next_width)
         await self._keep()
         return self.verdict
 
@@ -127,7 +137,7 @@ class SelfTest:
         """Continue the test until exit, whenever the model is idle."""
         batcher.verdict = self.verdict if self._is_on or self._mode == "off" else None
         batcher.note_batching()
-        if not self._is_on or self._is_over:
+        if not self._is_on or (self._is_over and self._next_width is None):
             yield
             return
         task = asyncio.create_task(self._finish(batcher), name=f"self-test {self._model}")
@@ -142,6 +152,21 @@ class SelfTest:
     def _is_over(self) -> bool:
         return self.verdict.is_whole and self.verdict.window is not None
 
+    @property
+    def _next_width(self) -> int | None:
+        """Return the rows of the decode step to be timed next, if there is one."""
+        if not self._engine.is_batched:
+            return None
+        limits = self._limits
+        return next_width(self.verdict.step_s, limits.max_batch_size, limits.pass_limit_s)
+
+    @property
+    def _bytes_needed(self) -> int:
+        """Return the bytes that the next step takes."""
+        if not self._is_over:
+            return ROWS * self._kv.of(self._engine.facts.self_test_tokens)
+        return Layout([1] * (self._next_width or 0)).nbytes(RowCosts(self._kv))
+
     async def _step(self) -> float:
         """Run one step; return the seconds the lane spent on it."""
         async with self._lane.turn("load") as run:
@@ -154,20 +179,25 @@ class SelfTest:
     async def _finish(self, batcher: GenerationBatcher) -> None:
         """Run the remaining steps; the present verdict applies until the test is whole."""
         share = self._budget.share()
-        needed = ROWS * self._kv.of(self._engine.facts.self_test_tokens)
         try:
-            while not self._is_over:
+            while not self._is_over or self._next_width is not None:
                 await asyncio.sleep(IDLE_POLL_S)
+                needed = self._bytes_needed
                 is_short = self._budget.spare_bytes < needed
                 if batcher.rows or batcher.tickets or not self._lane.is_idle:
                     # Rows would wait for the test's memory: it starts again in idle time.
                     if share.nbytes and (batcher.is_short_of_memory or is_short):
                         await self._close()
                         share.release()
-                elif share.nbytes or not is_short:
+                elif share.nbytes >= needed or not is_short:
                     share.resize(needed)
-                    await self._step()
+                    if self._is_over:
+                        await self._time(self._next_width or 1)
+                    else:
+                        await self._step()
                     await self._report(batcher)
+                else:
+                    share.release()
         except Unavailable:
             pass  # the lane has closed
         except Exception:
@@ -175,14 +205,31 @@ class SelfTest:
         finally:
             share.release()
 
+    async def _time(self, rows: int) -> None:
+        """Time a decode step of so many rows, unless others take or want the device meanwhile."""
+        steps, seconds, began = self._engine.time_step(rows), None, clock.now()
+        try:
+            while seconds is None:
+                async with self._lane.turn("load", f"widths {self._model}") as run:
+                    if run.seconds_alone(("tidy",)) < clock.now() - began:
+                        return
+                    seconds = await run(next, steps)
+        finally:
+            async with self._lane.turn("load") as run:
+                await run(steps.close)
+        self.verdict = replace(self.verdict, step_s=(*self.verdict.step_s, seconds))
+
     async def _report(self, batcher: GenerationBatcher) -> None:
         """Apply and keep the verdict if it is whole."""
         # It may be the one that applies already.
-        if self.verdict.is_whole and self.verdict != batcher.verdict:
-            batcher.verdict = self.verdict
+        before = batcher.verdict
+        if not self.verdict.is_whole or self.verdict == before:
+            return
+        batcher.verdict = self.verdict
+        if before is None or replace(before, step_s=self.verdict.step_s) != self.verdict:
             await self._apply()
-            batcher.note_batching()
-            await self._keep()
+        batcher.note_batching()
+        await self._keep()
 
     async def _apply(self) -> None:
         """Apply the verdict to the engine, and log it."""

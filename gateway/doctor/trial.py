@@ -14,7 +14,7 @@ import numpy as np
 
 from gateway.api.exchange import template_args
 from gateway.app.engines import MlxEngines
-from gateway.app.limits import budget_bytes, sized_prefixes
+from gateway.app.limits import budget_bytes, generation_limits, sized_prefixes
 from gateway.app.loading import Batcher, ModelLoader
 from gateway.app.prefix_files import PrefixFiles
 from gateway.app.self_tests import SelfTest, verdict_store
@@ -37,6 +37,7 @@ from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.serving.embedding.reranker import RerankBatcher
 from gateway.serving.faults import DeviceHealth
 from gateway.serving.generation.batcher import GenerationBatcher
+from gateway.serving.generation.widths import WIDTHS, StepTimes, choose_width
 from gateway.serving.lane import Lane
 from gateway.serving.models.pulls import Pulls
 from gateway.serving.tokenize import ThreadPools
@@ -158,6 +159,7 @@ def _stages(
         "files": partial(_check_files, batcher.engine.facts),
         "formats": partial(_check_formats, batcher.engine.facts.unread_formats),
         "batch": partial(_test_batches, spec, batcher, place),
+        "widths": partial(_tell_widths, batcher),
         "speed": partial(_measure, "tokens", write, ROWS_AT_ONCE),
     }
 
@@ -205,10 +207,13 @@ async def _test_batches(spec: ChatSpec, batcher: GenerationBatcher, place: Workp
         place.budget,
         verdict_store(place.settings),
         partial(place.engines.digest, spec, files),
+        generation_limits(place.settings, spec),
         kv=batcher.engine.facts.kv_cost or KvCost(0),
         is_on=True,
     )
-    return judge_verdict(await test.run_to_end())
+    batcher.verdict = await test.run_to_end()
+    batcher.note_batching()
+    return judge_verdict(batcher.verdict)
 
 
 def judge_verdict(verdict: Verdict) -> Finding:
@@ -220,6 +225,27 @@ def judge_verdict(verdict: Verdict) -> Finding:
         return Finding("batch", "warn", message, measured)
     message = f"{verdict.problem}. The gateway runs its rows one at a time."
     return Finding("batch", "fail", message, measured)
+
+
+async def _tell_widths(batcher: GenerationBatcher) -> Finding:
+    return judge_widths(() if batcher.verdict is None else batcher.verdict.step_s)
+
+
+def judge_widths(step_s: StepTimes) -> Finding:
+    """Say what a decode step takes by its rows, and which rows take turns; no time is wrong."""
+    if not step_s:
+        return Finding("widths", "skip", "no decode step was timed.")
+    times = dict(zip(WIDTHS, step_s, strict=False))
+    listed = ", ".join(f"{1000 * seconds:.3g} with {rows}" for rows, seconds in times.items())
+    widths = {rows: choose_width(step_s, rows) for rows in range(1, max(times) + 1)}
+    apart = [
+        f"{rows} as {width.rows} ({width.gain:.2f} × the tokens)"
+        for rows, width in widths.items()
+        if width.alternates
+    ]
+    turns = f"rows take turns, {', '.join(apart)}" if apart else "all run together"
+    message = f"ms of a decode step by rows: {listed}; {turns}."
+    return Finding("widths", "ok", message, {"step_s": times})
 
 
 async def _compare_rows(batcher: EmbeddingBatcher | RerankBatcher, lane: Lane) -> Finding:

@@ -212,6 +212,11 @@ class GenerationEngine(Protocol):
         Each step yields the verdict so far; the last one's has no field unknown.
         """
 
+    def time_step(self, rows: int) -> Generator[float | None]:
+        """Time a decode step of so many sequences, one pass a step. The last yields its seconds,
+        the others None. On the lane only.
+        """
+
     def apply_verdict(self, verdict: Verdict) -> None:
         """Stop running sequences in ways that a verdict found wrong. Until one is whole, sequences
         of an architecture that is not known to be right in batches run one at a time. On the lane

@@ -6,12 +6,13 @@ import stat
 import time
 from collections.abc import AsyncIterator, Generator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+import structlog
 
 from gateway import metrics
 from gateway.app import self_tests
@@ -24,14 +25,16 @@ from gateway.errors import Fault, PassFault
 from gateway.jobs.steps import KvCost, Verdict
 from gateway.registry import ChatSpec, PathSource
 from gateway.serving.budget import Budget
+from gateway.serving.generation.policy import GenerationLimits
 from gateway.serving.lane import Lane
 from tests.checkpoints import write_chat
-from tests.fakes import PASSED, ScriptedChat, ScriptedEngines
+from tests.fakes import PASSED, Gate, ScriptedChat, ScriptedEngines
 from tests.serving_app import catalog, served
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 CHAT: dict[str, Any] = {"kind": "chat", "source": "path:.", "preload": True}
+LIMITS = GenerationLimits(max_batch_size=32, prefill_chunk_tokens=512)
 FAILED = replace(PASSED, rows=False, problem="rows: logits 1.4 apart")
 
 
@@ -42,6 +45,23 @@ class Scrutinised(ScriptedChat):
     step_s: float = 0.0
     tests: int = 0
     steps_taken: int = 0
+    timed: list[int] = field(default_factory=list)  # the rows of steps
+    freed: list[int] = field(default_factory=list)  # those whose memory was freed
+    fails_at: int = 0  # rows
+    width_gate: Gate = field(default_factory=Gate)  # between two steps of four rows
+
+    def time_step(self, rows: int) -> Generator[float | None]:
+        self.timed.append(rows)
+        try:
+            yield None
+            if rows == self.fails_at:
+                raise RuntimeError("no such shapes")
+            if rows == 4:
+                self.width_gate.pass_through()
+                yield None
+            yield self.timed_s(rows)
+        finally:
+            self.freed.append(rows)
 
     def self_test(self) -> Generator[Verdict]:
         self.tests += 1
@@ -202,6 +222,166 @@ async def test_a_batching_that_ends_while_rows_wait_lets_them_join_one_at_a_time
         assert (await shown(client))["rows"] == "one at a time"
 
 
+def kept(folder: Path) -> Verdict:
+    """Return the verdict on disk."""
+    return VerdictStore(folder / "kept").read("digest-of-chat")
+
+
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the rest of a test done as soon as the model is idle."""
+    monkeypatch.setattr(self_tests, "IDLE_POLL_S", 0.01)
+
+
+TIMES = tuple(0.01 + 0.001 * rows for rows in (1, 2, 4, 8, 16))
+
+
+class TestWidths:
+    """Decode steps that are timed once the verdict is known."""
+
+    async def test_they_are_timed_once_in_idle_time_and_kept(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        soon(monkeypatch)
+        chat = Scrutinised()
+        async with serving(tmp_path, chat):
+            await until(lambda: kept(tmp_path).step_s == TIMES)
+        assert chat.timed == [1, 2, 4, 8, 16]
+        again = Scrutinised()
+        async with serving(tmp_path, again) as client:
+            await answered(client)
+            await asyncio.sleep(0.1)
+        assert (again.tests, again.timed) == (0, [])
+
+    @pytest.mark.parametrize("found", [{}, {"step_s": [-1.0]}, {"step_s": [0.1, 1e999]}])
+    async def test_a_verdict_without_sound_times_holds_and_they_are_taken(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: dict[str, Any]
+    ) -> None:
+        """As one that was kept before steps were timed."""
+        soon(monkeypatch)
+        (tmp_path / "kept").mkdir()
+        written = {name: value for name, value in asdict(PASSED).items() if name != "step_s"}
+        (tmp_path / "kept" / "digest-of-chat.json").write_text(json.dumps(written | found))
+        chat = Scrutinised()
+        async with serving(tmp_path, chat):
+            await until(lambda: kept(tmp_path).step_s == TIMES)
+        assert chat.tests == 0
+        assert chat.held == [PASSED]
+
+    @pytest.mark.parametrize(
+        ("timed_s", "places", "rows"),
+        [(lambda rows: 0.07 * rows, 32, [1, 2, 4]), (lambda rows: 0.01, 5, [1, 2, 4])],
+    )
+    async def test_none_is_timed_beyond_the_limit_of_a_pass_or_the_places(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timed_s: Any, places: int, rows: Any
+    ) -> None:
+        soon(monkeypatch)
+        chat = Scrutinised(timed_s=timed_s)
+        async with serving(tmp_path, chat, generation_max_batch_size=places):
+            await until(lambda: len(kept(tmp_path).step_s) == len(rows))
+            await asyncio.sleep(0.1)
+        assert chat.timed == rows
+
+    @pytest.mark.parametrize(
+        ("written", "is_on", "finding"),
+        [
+            ("force", True, PASSED),
+            ("off", True, PASSED),
+            (True, False, PASSED),
+            (True, True, FAILED),
+        ],
+    )
+    async def test_none_is_timed_where_it_decides_nothing(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        written: Any,
+        is_on: bool,
+        finding: Verdict,
+    ) -> None:
+        """`force` batches always; and who runs one at a time has no widths."""
+        soon(monkeypatch)
+        chat = Scrutinised(findings=[finding])
+        models = {"chat": {**CHAT, "batching": written}}
+        async with serving(tmp_path, chat, models, self_test=is_on) as client:
+            await answered(client)
+            await asyncio.sleep(0.1)
+        assert chat.timed == []
+
+    async def test_a_width_that_others_broke_in_on_is_timed_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """They wait for a step, and not for all of them."""
+        soon(monkeypatch)
+        chat = Scrutinised()
+        chat.width_gate.close()
+        async with serving(tmp_path, chat) as client:
+            await asyncio.to_thread(chat.width_gate.reached.wait, 20)
+            asked = asyncio.create_task(answered(client))
+            await until(lambda: chat.jobs)
+            await asyncio.sleep(0.1)
+            chat.width_gate.open()
+            await asked
+            await until(lambda: kept(tmp_path).step_s == TIMES)
+        assert chat.timed == [1, 2, 4, 4, 8, 16]
+
+    async def test_a_model_that_goes_meanwhile_frees_what_is_timed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The widths that were known are kept, and the next load goes on from them."""
+        soon(monkeypatch)
+        chat = Scrutinised()
+        chat.width_gate.close()
+        async with serving(tmp_path, chat):
+            await asyncio.to_thread(chat.width_gate.reached.wait, 20)
+            asyncio.get_running_loop().call_later(0.1, chat.width_gate.open)
+        assert chat.freed == [1, 2, 4]
+        assert kept(tmp_path).step_s == TIMES[:2]
+        later = Scrutinised()
+        async with serving(tmp_path, later):
+            await until(lambda: kept(tmp_path).step_s == TIMES)
+        assert later.timed == [4, 8, 16]
+
+    async def test_a_pass_that_fails_is_logged_and_rows_run_together(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        soon(monkeypatch)
+        chat = Scrutinised(fails_at=4)
+        with structlog.testing.capture_logs() as logged:
+            async with serving(tmp_path, chat) as client:
+                await until(lambda: chat.timed == [1, 2, 4])
+                await until(lambda: any(e["event"] == "self_test_failed" for e in logged))
+                await answered(client, 3)
+        assert max(chat.steps) == 3
+        assert len(kept(tmp_path).step_s) == 2
+
+    async def test_rows_take_turns_as_soon_as_the_times_say_so(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Before the widest is known: what is missing is no reason to wait."""
+        soon(monkeypatch)
+        chat = Scrutinised(timed_s=lambda rows: 0.01 * rows * rows)
+        chat.width_gate.close()
+        async with serving(tmp_path, chat) as client:
+            await asyncio.to_thread(chat.width_gate.reached.wait, 20)
+            asked = asyncio.create_task(answered(client, 2))
+            await until(lambda: chat.jobs)
+            chat.width_gate.open()
+            await asked
+            assert set(chat.steps) == {1}
+
+    async def test_what_memory_lacks_for_is_not_timed_and_holds_none(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        soon(monkeypatch)
+        chat = Scrutinised(kv_cost=KvCost(1), max_context=2000)
+        async with serving(tmp_path, chat, cache_max_bytes=2500, load_wait_s=3) as client:
+            await until(lambda: len(kept(tmp_path).step_s) == 4)
+            long = {"messages": [{"role": "user", "content": "x" * 1500}], "max_tokens": 1}
+            answer = await client.post("/v1/chat/completions", json={**BODY, **long})
+            assert answer.status_code == 200
+        assert chat.timed == [1, 2, 4, 8]
+
+
 class TestVerdicts:
     """Small files that anything may have happened to."""
 
@@ -223,6 +403,7 @@ class TestVerdicts:
             *(b"", b"{", b"[]", b"null", b'"x"', b"[" * 3000, b"\xff\x00"),
             json.dumps(asdict(PASSED) | {"rows": "no"}).encode(),
             json.dumps(asdict(PASSED) | {"problem": 1}).encode(),
+            json.dumps(asdict(PASSED) | {"step_s": ["x"]}).encode(),
         ],
     )
     def test_what_is_not_sound_is_not_known(self, tmp_path: Path, content: bytes) -> None:
@@ -244,7 +425,7 @@ async def test_doctor_runs_all_of_a_test_whatever_is_kept(tmp_path: Path) -> Non
     spec = ChatSpec(id="chat", kind="chat", source=PathSource(tmp_path))
     async with Lane() as lane:
         test = SelfTest(
-            spec, engine, lane, Budget(1000), verdicts, digest, kv=KvCost(0), is_on=True
+            spec, engine, lane, Budget(1000), verdicts, digest, LIMITS, kv=KvCost(0), is_on=True
         )
         assert await test.run_to_end() == FAILED
     assert engine.held == [FAILED]

@@ -9,8 +9,8 @@ import pytest
 
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.jobs.steps import StepPlan, StepResult
-from gateway.serving.generation.batcher import STEPS_PER_TURN
 from gateway.serving.generation.policy import QUANTUM
+from gateway.serving.generation.scheduler import STEPS_PER_TURN
 from tests.checkpoints import write_chat
 from tests.cpu_engines import cpu_engines
 from tests.fakes import Gate

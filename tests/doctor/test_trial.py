@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gateway.doctor.trial import judge_distance, judge_verdict
+from gateway.doctor.trial import judge_distance, judge_verdict, judge_widths
 from gateway.jobs.steps import Verdict
 
 PASSED = Verdict(single=True, rows=True, prefixes=True, window=True)
@@ -33,3 +33,15 @@ def test_one_row_that_is_too_far_fails_the_batch(row: float, state: str) -> None
 
 def test_rows_without_any_number_are_no_success() -> None:
     assert judge_distance(0 * ROWS, 0 * ROWS, 0.01).state == "fail"
+
+
+def test_the_widths_are_named_at_which_rows_take_turns() -> None:
+    """On a Mac with an M1 two streams are slower in one batch."""
+    m1 = judge_widths((0.030, 0.109, 0.125, 0.130, 0.137))
+    assert (m1.state, m1.measured["step_s"][2]) == ("ok", 0.109)
+    assert "30 with 1, 109 with 2" in m1.message
+    turns = "rows take turns, 2 as 1 (1.82 × the tokens), 3 as 1 (1.30 × the tokens)."
+    assert m1.message.endswith(turns)
+    flat = judge_widths((0.030, 0.031))
+    assert flat.message == "ms of a decode step by rows: 30 with 1, 31 with 2; all run together."
+    assert judge_widths(()).state == "skip"

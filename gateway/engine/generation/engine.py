@@ -2,9 +2,11 @@
 that are safe on any thread.
 """
 
+import random
+import time
 from collections.abc import Generator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
@@ -29,8 +31,11 @@ from gateway.engine.kv.prefix_cache import PrefixCache, PrefixPool
 from gateway.engine.models.adapters import Adapters
 from gateway.engine.models.checkpoint import measure_kv
 from gateway.engine.models.decoders import floating_dtype, parameters
-from gateway.jobs.chat import GenerateJob, Grammar, Reading
+from gateway.jobs.chat import GenerateJob, Grammar, Reading, Sampling
 from gateway.jobs.steps import DraftCost, EngineFacts, SequenceParams, StepPlan, StepResult, Verdict
+
+TIMED_STEPS: Final = 3  # of a width, after one that is not timed
+_TIMED: Final = Sampling(temperature=0, ignore_eos=True)
 
 
 class GenerationEngine:
@@ -86,6 +91,48 @@ class GenerationEngine:
         """Compare sequences in batches with the same alone, a pass a step; yield what is known."""
         vocab_size, max_context = self._setup.vocab_size, self._setup.max_context
         return BatchSelfTest(self._model, vocab_size, max_context, self.dtype).verdicts()
+
+    def time_step(self, rows: int) -> Generator[float | None]:
+        """Time a decode step of so many sequences, apart from all others, a pass a step. The last
+        yields its seconds, the others None. Raises RuntimeError for a pass that fails.
+        """
+        faults, draw = Faults(), random.Random(0)
+        sequences = Sequences(
+            self._model,
+            self._setup,
+            prefixes=PrefixCache(make_prompt_cache(self._model), PrefixPool(0)),
+            drafts=DraftPolicy(0, None, faults.record_draft),
+            faults=faults,
+            applied=self.adapters.applied,
+            pass_s=None,
+        )
+        joining = []
+        for number in range(rows):
+            prompt = [draw.randrange(1, self._setup.vocab_size) for _ in range(2)]
+            params = SequenceParams(
+                prompt=prompt, max_tokens=TIMED_STEPS + 3, sampling=_TIMED, is_bare=True
+            )
+            joining.append((number, params))
+        seconds: list[float] = []
+        try:
+            sequences.admit(StepPlan(joining=joining))
+            while len(seconds) <= TIMED_STEPS:
+                is_read, began = not sequences.reading, time.perf_counter()
+                if is_read:
+                    sequences.decode()
+                else:
+                    sequences.prefill(len(joining) * 2)
+                sequences.synchronize()
+                if is_read:
+                    seconds.append(time.perf_counter() - began)
+                failed = faults.take()
+                if failed or (is_read and sequences.last_pass.rows < rows):
+                    raise RuntimeError(f"{rows} rows could not be timed: {failed}")
+                # Other work on the machine can only make a step longer.
+                yield min(seconds[1:]) if len(seconds) > TIMED_STEPS else None
+        finally:
+            sequences.close()
+            clear_cache()
 
     def apply_verdict(self, verdict: Verdict) -> None:
         """Stop using what a verdict finds wrong, as Sequences.apply_verdict does."""

@@ -5,6 +5,7 @@ queue           places for jobs; ranks, and sequences that wait to join: request
 memory          the bytes of KV that a model's sequences may take
 policy          which sequences join, take turns, grow and are preempted: decisions of numbers alone
 draft_gains     whether drafts make answers come sooner on this device
+widths          how many sequences decode together, by measured steps of several widths
 scheduler       carries them out: the plan of a turn; how many tokens a prefill pass reads
 batcher         two workers, one for prefill and one for decode; a batcher for each adapter
 fan_out         the jobs of one request, several at a time

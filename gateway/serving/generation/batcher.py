@@ -30,7 +30,6 @@ from gateway.serving.tokenize import ThreadPools, prompt_kind
 
 log = logs.get("generation")
 
-STEPS_PER_TURN = 16  # if no other turn waits: a hop to the lane's thread costs 0.1 ms
 PREFILL_FIRST_PASSES = 2  # decoding waits only for prompts of so few passes, and for their time
 RETRY_PAUSE_S = 0.1  # after a turn that failed, as the next may fail too
 
@@ -108,7 +107,10 @@ class GenerationBatcher:
         return limits if self.is_batched else replace(limits, max_batch_size=1)
 
     def note_batching(self) -> None:
-        """Limit the batch to one sequence while the engine does not batch sequences."""
+        """Limit the batch to one sequence while the engine does not batch sequences, and to as many
+        as the self-test found to gain by it.
+        """
+        self._scheduler.step_s = () if self.verdict is None else self.verdict.step_s
         if self._was_batched == self.is_batched:
             return
         self._was_batched = self.is_batched
@@ -349,7 +351,7 @@ class GenerationBatcher:
                 if judged is not None:
                     loop.call_soon_threadsafe(self._tell_gain, *judged)
                 decoded += max(1, result.size.padded_tokens // max(1, result.size.rows))
-                has_more = result.decoding > 0 and decoded < STEPS_PER_TURN
+                has_more = result.decoding > 0 and decoded < self._scheduler.most_steps
             if not has_more or self._interrupt.is_set() or turn.is_up:
                 break
             plan = StepPlan(kind=plan.kind)

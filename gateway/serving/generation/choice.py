@@ -68,6 +68,11 @@ class Choice:
         return len(self.params.prompt) + self.params.max_tokens
 
     @property
+    def run(self) -> int:
+        """Return the tokens that it has decoded since it began or went on."""
+        return self.tokens - self.rotated_at
+
+    @property
     def will_decode(self) -> bool:
         """Return True if it decodes after prefill, which yields its answer's first token."""
         return self.max_length - self.used > 1

@@ -2,14 +2,15 @@
 alone, which change nothing. The scheduler carries them out.
 """
 
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from gateway.serving.admission import NO_BOUND
 from gateway.serving.generation.choice import Choice, lay_out
 from gateway.serving.generation.memory import GROWTH, MARGIN, Layout, RowMemory
 from gateway.serving.generation.queue import Joins, WaitingQueue
+from gateway.serving.generation.widths import RUN, StepTimes, Width, choose_width
 
 MAX_PREEMPTIONS = 2  # of a sequence; then it keeps its memory, and younger sequences are preempted
 QUANTUM = 64  # tokens that a constrained sequence decodes before another goes on in its place
@@ -50,6 +51,7 @@ class Batch:
     held: Sequence[Choice] = ()  # of the sequences, in the order in which they will go on
     reading: frozenset[int] = frozenset()  # sequences with prompt left to read
     bearable: int | None = None  # sequences that the device has memory for, if it ran out
+    step_s: StepTimes = ()
 
     @property
     def active(self) -> list[Choice]:
@@ -62,8 +64,29 @@ class Batch:
         return [choice for choice in self.active if choice.is_constrained]
 
     @property
+    def decoding(self) -> list[Choice]:
+        """Return the sequences that have read their prompts and are not held."""
+        return [choice for choice in self.active if choice.id not in self.reading]
+
+    @property
     def free_places(self) -> int:
-        return self.limits.max_batch_size - len(self.active)
+        # Those with a grammar have places of their own while they are held.
+        taken = [
+            choice for choice in self.choices if not (choice.is_held and choice.is_constrained)
+        ]
+        return self.limits.max_batch_size - len(taken)
+
+    @property
+    def width(self) -> Width:
+        """Return how many of the sequences that could decode now do."""
+        return self.width_of(choice for choice in self.choices if choice.id not in self.reading)
+
+    def width_of(self, choices: Iterable[Choice]) -> Width:
+        """Return how many of these sequences decode together, once they have read their prompts."""
+        # Those that only judge have one token, and do not decode.
+        rows = [choice.is_constrained for choice in choices if choice.params.max_tokens > 1]
+        beyond = max(0, sum(rows) - self.limits.structured_rows)
+        return choose_width(self.step_s, min(self.limits.max_batch_size, len(rows) - beyond))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +118,10 @@ class Joining:
         self.stuck: list[Choice] = []  # those that lack memory only other models hold
         self._batch = batch
         self._places = batch.free_places
-        self._held_places = limits.max_batch_size - len(batch.held)
+        held = sum(choice.is_constrained for choice in batch.held)
+        self._held_places = limits.max_batch_size - held
         self._free_constrained = (
-            limits.structured_rows - len(batch.constrained) - len(batch.held)
+            limits.structured_rows - len(batch.constrained) - held
         )  # 0 or less if any are held
         self._room = limits.max_batch_size * 2  # those active, and those held
         if batch.bearable is not None:
@@ -116,6 +140,9 @@ class Joining:
         places = self._held_places if is_held else self._places
         if min(self._room, places) <= 0 or not self._can_finish(choice):
             return Joins.LATER
+        if choice.params.max_tokens > 1:  # it decodes
+            joined = [*self._batch.choices, *(joiner.choice for joiner in self.joiners), choice]
+            is_held = is_held or self._batch.width_of(joined).alternates
         length = memory.grant_length(choice.used, choice.max_length, choice.preemptions)
         joiner = Joiner(choice, length, is_held)
         if memory.fits(joiner.lay_out(self._batch.choices, self.joiners)):
@@ -131,7 +158,7 @@ class Joining:
     def _join(self, joiner: Joiner) -> None:
         self.joiners.append(joiner)
         self._room -= 1
-        if joiner.is_held:
+        if joiner.is_held and joiner.choice.is_constrained:
             self._held_places -= 1
         else:
             self._places -= 1
@@ -151,7 +178,7 @@ class Joining:
 
 @dataclass(slots=True)
 class Rotation:
-    """Sequences with a grammar that stop to decode, and held ones that go on in their place."""
+    """Sequences that stop to decode, and held ones that go on in their place."""
 
     parking: list[Choice] = field(default_factory=list)
     resuming: list[Choice] = field(default_factory=list)
@@ -159,28 +186,42 @@ class Rotation:
 
 
 def choose_rotation(batch: Batch) -> Rotation:
-    """Choose which sequences with a grammar are parked after a quantum, and which resume."""
-    rotation = Rotation()
-    ready = deque(choice for choice in batch.held if choice.id not in batch.reading)
-    if not ready:
-        return rotation
-    active = batch.constrained
-    free = min(batch.limits.structured_rows - len(active), batch.free_places)
-    spent = [choice for choice in active if choice.tokens - choice.rotated_at >= QUANTUM]
-    while ready and (free > 0 or spent):
-        parking, resuming = rotation.parking, [*rotation.resuming, ready[0]]
-        if free <= 0:
-            parking = [*parking, spent.pop(0)]
+    """Choose which sequences are parked and which resume: those with a grammar take turns of a
+    quantum, and all of them take turns of a run while fewer than all are to decode together.
+    """
+    rotation, width, limits = Rotation(), batch.width, batch.limits
+    ready = [choice for choice in batch.held if choice.id not in batch.reading]
+    free = limits.max_batch_size - len(batch.active)
+    free_constrained = limits.structured_rows - len(batch.constrained)
+    # Whoever has decoded for longest stops first.
+    running = sorted(batch.decoding, key=lambda choice: -choice.run)
+    spent = [choice for choice in running if choice.is_constrained and choice.run >= QUANTUM]
+    if width.alternates:
+        # Runs end together: parking costs a copy of the KV of all that share a batch.
+        spent = running if running and running[-1].run >= RUN else []
+        excess = max(0, len(running) - width.rows)
+        free = max(0, width.rows - len(running))
+        rotation.parking = spent[:excess] or running[len(running) - excess :]
+        spent = spent[excess:]
+        free_constrained += sum(choice.is_constrained for choice in rotation.parking)
+    for choice in ready:
+        is_barred = choice.is_constrained and free_constrained <= 0
+        is_free = free > 0 and not is_barred
+        stopping = [other for other in spent if other.is_constrained or not is_barred]
+        if not (is_free or stopping):
+            continue
+        stopped = [] if is_free else stopping[:1]
+        parking, resuming = [*rotation.parking, *stopped], [*rotation.resuming, choice]
         # A sequence has its own memory already, so it may always go on if no other runs.
         is_alone = not batch.active and not rotation.resuming
         layout = lay_out(batch.choices, parking=parking, resuming=resuming)
         if not is_alone and not batch.memory.fits(layout, has_grown=True):
-            rotation.is_blocked = free > 0
+            rotation.is_blocked = is_free
             break
         rotation.parking, rotation.resuming = parking, resuming
-        ready.popleft()
-        if free > 0:
-            free -= 1
+        spent = [other for other in spent if other not in stopped]
+        free -= is_free
+        free_constrained += sum(other.is_constrained for other in stopped) - choice.is_constrained
     return rotation
 
 

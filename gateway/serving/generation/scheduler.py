@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from gateway import metrics
+from gateway import logs, metrics
 from gateway.errors import GatewayError
 from gateway.jobs.steps import SequenceParams, StepPlan
 from gateway.serving.generation.choice import Choice, lay_out
@@ -22,13 +22,17 @@ from gateway.serving.generation.policy import (
     plan_growth,
 )
 from gateway.serving.generation.queue import WaitingQueue
+from gateway.serving.generation.widths import RUN, StepTimes
 from gateway.serving.lane import Pace, Turn
+
+log = logs.get("generation")
 
 # While no other model needs the device, several short prompts share a pass that takes longer: on
 # a CPU, one of 50 tokens takes a fourth of the time that eight take together.
 ALONE_S = 10.0  # without a turn of another's
 ALONE_LIMIT = 4  # times the limit of a pass
 ALONE_WITH = ("load", "tidy")  # which nobody waits for as for an answer
+STEPS_PER_TURN = 16  # if no other turn waits: a hop to the lane's thread costs 0.1 ms
 POLL_S = 0.25  # for a model that has been idle long enough to be evicted
 
 
@@ -48,14 +52,18 @@ class Scheduler:
     """One model's sequences and the memory of their KV. Its methods run on the loop's thread."""
 
     # Sequences in the batch are active or held. A held sequence is parked, or will be after its
-    # prefill, since only so many sequences with a grammar decode at once. Those take turns of a
-    # quantum of tokens, so that the wait for one is in proportion to the quantum and not to the
-    # longest answer before it: which answer is the shortest is unknown.
+    # prefill, since only so many sequences with a grammar decode at once, or so many of all where
+    # more would be slower. They take turns of a quantum or a run of tokens, so that the wait for
+    # one is in proportion to that and not to the longest answer before it: which answer is the
+    # shortest is unknown.
     def __init__(self, model: str, limits: GenerationLimits, memory: RowMemory) -> None:
         self.memory = memory
         self.limits = limits
         self.bearable: int | None = None  # sequences that the device has memory for, if it ran out
         self.leaving: list[int] = []
+        self.step_s: StepTimes = ()  # of the model, as measured
+        self.most_steps = STEPS_PER_TURN  # of the turn
+        self._has_alternated = False
         self._model = model
         self._last_id = 0
         self._waiting = WaitingQueue()
@@ -77,6 +85,7 @@ class Scheduler:
             list(self._held),
             self._reading,
             self.bearable,
+            self.step_s,
         )
 
     @property
@@ -239,6 +248,7 @@ class Scheduler:
         if may_join:
             self._join(self._choose_joining(), changes, turn)
         self.hold()
+        self._note_width()
         return StepPlan(
             kind="prefill" if may_join else "decode",
             prefix_limit=self.memory.limit_prefixes(),
@@ -306,8 +316,21 @@ class Scheduler:
         for choice in rotation.resuming:
             choice.is_held = False
             self._held.remove(choice)
+            self._batch[choice.id] = self._batch.pop(choice.id)  # of equals it stops last
             choice.rotated_at = choice.tokens
             changes.resuming.append(choice.id)
+
+    def _note_width(self) -> None:
+        """Bound the turn's steps by the run under way, and tell what is gained by runs."""
+        batch, self.most_steps = self.batch, STEPS_PER_TURN
+        rows, gain = width = batch.width
+        metrics.of(metrics.WIDTH_GAIN, self._model).set(gain)
+        left = RUN - min((choice.run for choice in batch.decoding), default=RUN)
+        if width.alternates and self.parked and left > 0:
+            self.most_steps = left
+        if width.alternates and not self._has_alternated:
+            self._has_alternated = True
+            log.info("rows_alternate", model=self._model, width=rows, gain=round(gain, 2))
 
     def _grow(self, changes: PlanChanges) -> None:
         growth = plan_growth(self.batch)

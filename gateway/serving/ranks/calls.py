@@ -64,6 +64,7 @@ class SelfTestCall:
 
     model: str
     is_first: bool
+    rows: int  # of the decode step to be timed; 0 to compare sequences
     method: Literal["self_test"] = "self_test"
 
 

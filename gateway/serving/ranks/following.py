@@ -8,7 +8,7 @@ from typing import Final, Protocol
 from gateway import logs
 from gateway.errors import GatewayError
 from gateway.jobs.chat import Compiled, Grammar
-from gateway.jobs.steps import SequenceParams, StepPlan, Verdict
+from gateway.jobs.steps import SequenceParams, StepPlan
 from gateway.serving.ports import GenerationEngine
 from gateway.serving.ranks.calls import (
     DropAdapterCall,
@@ -82,7 +82,7 @@ class FollowingEngine:
 
     def __init__(self, engine: GenerationEngine) -> None:
         self._engine = engine
-        self._test: Generator[Verdict] | None = None
+        self._test: Generator[object] | None = None
         self._grammars: OrderedDict[Grammar, Compiled] = OrderedDict()
 
     def make(self, call: EngineCall) -> str:
@@ -98,10 +98,10 @@ class FollowingEngine:
         match call:
             case StepCall(model, plan):
                 return self._step(model, plan)
-            case SelfTestCall(is_first=is_first):
+            case SelfTestCall(is_first=is_first, rows=rows):
                 if is_first or self._test is None:
                     self._end_test()
-                    self._test = engine.self_test()
+                    self._test = engine.time_step(rows) if rows else engine.self_test()
                 next(self._test, None)
             case VerdictCall(verdict=verdict):
                 engine.apply_verdict(verdict)

@@ -8,6 +8,7 @@ import contextlib
 import secrets
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from itertools import chain, islice, repeat
 from typing import Final, TypeVar
 
 from gateway.errors import ModelLoadFailed, Unavailable
@@ -107,13 +108,19 @@ class LeadingEngine:
         self._make(ProbeCall(self._model), self._engine.probe)
 
     def self_test(self) -> Generator[Verdict]:
-        call = SelfTestCall(self._model, is_first=True)
-        with contextlib.closing(self._engine.self_test()) as steps:
-            verdict = self._make(call, lambda: next(steps, None))
-            while verdict is not None:
-                yield verdict
-                call = SelfTestCall(self._model, is_first=False)
-                verdict = self._make(call, lambda: next(steps, None))
+        return self._test(self._engine.self_test())
+
+    def time_step(self, rows: int) -> Generator[float | None]:
+        return self._test(self._engine.time_step(rows), rows)
+
+    def _test(self, steps: Generator[T], rows: int = 0) -> Generator[T]:
+        with contextlib.closing(steps):
+            for is_first in chain([True], repeat(False)):
+                call = SelfTestCall(self._model, is_first, rows)
+                found = self._make(call, lambda: [*islice(steps, 1)])
+                if not found:
+                    return
+                yield found[0]
 
     def close(self) -> None:
         try:

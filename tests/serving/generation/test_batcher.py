@@ -19,8 +19,8 @@ from gateway.errors import (
 )
 from gateway.jobs import Tier
 from gateway.jobs.chat import Delta, Grammar
-from gateway.serving.generation.batcher import STEPS_PER_TURN
 from gateway.serving.generation.policy import QUANTUM
+from gateway.serving.generation.scheduler import STEPS_PER_TURN
 from gateway.serving.lane import Lane, Turn
 from tests.fakes import ScriptedChat, generate_job
 from tests.serving.generation.harness import (
