@@ -131,7 +131,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2849,
+    "api": 2850,
     "app": 1560,
     "bench": 282,
     "cli": 1509,
