@@ -308,7 +308,7 @@ class Settings(BaseSettings):
     """
     prefix_folder_bytes: int = Field(default=20 * 1024**3, ge=1)
     """Bytes of its files; what was used longest ago goes first."""
-    speculate_rows: int = Field(default=4, ge=0, le=8)
+    speculate_rows: int = Field(default=8, ge=0, le=8)
     """Up to so many answers at once, tokens are read ahead: those that a grammar leaves no choice
     of, and guesses from the prompt or a draft model; 0 is never.
     """
