@@ -349,7 +349,6 @@ def _closed(way: Schema) -> Schema:
     return {**way, "additionalProperties": False}
 
 
-
 # ── The compiler's messages ───────────────────────────────────────────────────────────────────
 
 
