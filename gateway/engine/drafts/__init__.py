@@ -5,6 +5,7 @@ a draft also gives the logits after each of its tokens, and tokens are chosen fr
 would be one by one. A draft counts as far as its tokens were chosen, so it costs time, and never
 changes an answer.
 
-prompt_lookup drafts out of a sequence's own context draft_model drafts by a smaller model
-draft_policy the number of tokens read ahead, and the source of drafts
+prompt_lookup  drafts out of a sequence's own context
+draft_model    drafts by a smaller model
+draft_policy   the number of tokens read ahead, and the source of drafts
 """

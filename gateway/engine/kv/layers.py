@@ -126,8 +126,8 @@ def row_lengths(layers: Sequence[Any]) -> tuple[int, ...]:
 
 @contextmanager
 def padded(layers: Sequence[Any], width: int, padding: Sequence[int]) -> Iterator[None]:
-    """Enter to build a pass of `width` tokens a row; `padding` counts those that only fill a row's
-    end.
+    """While entered, build a pass of `width` tokens a row. `padding` has the number of padding
+    tokens at each row's end.
     """
     if width > 1:
         windows: list[Any] = [layer for layer in layers if isinstance(layer, BatchRotatingKVCache)]
