@@ -55,7 +55,7 @@ FAULT_TEXTS: Final = (
             "tensor memory not completely freed",
             "the MPS client has been terminated",
             "an async error has occured in external entity",
-            # It does not say so for 214, 220, 709, 201 and 4, but their context is gone.
+            # The header does not say so for 214, 220, 709, 201 and 4, but their context is gone.
             "uncorrectable ECC error encountered",
             "uncorrectable NVLink error detected",
             "context is destroyed",

@@ -112,7 +112,7 @@ class BoundedFile(io.BufferedWriter):
 def fetch(url: str, file: HubFile, blobs: Path) -> None:
     """Put a large file among the cache's blobs, where huggingface_hub looks first.
 
-    A part that is there is completed. No file has the blob's name before its hash is right. If
+    A partly fetched file is completed. No file has the blob's name before its hash is right. If
     another process fetches the same file, this waits for it. Raises Damaged, OSError if it cannot
     be stored, and errors of HTTP.
     """
@@ -207,7 +207,8 @@ def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-# It closes the client that all threads share when one of them cannot connect (2.4, http_backoff).
+# huggingface_hub closes the client that all threads share if one of them cannot connect (2.4,
+# http_backoff).
 _http.close_session = lambda: None
 # Errors have our own messages, in our own log.
 logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -325,11 +326,11 @@ def fetched_bytes(spec: ModelSpec, hub: Hub) -> int:
     assert isinstance(source, HubSource)
     total, blobs = 0, blobs_of(source, hub)
     files = {*blobs.glob("*")}
-    if source.file is not None:  # it shares its repository with others
+    if source.file is not None:  # the file shares its repository with others
         links = blobs.parent.glob(f"snapshots/*/{glob.escape(source.file)}")
         files = {*blobs.glob("*.part"), *(link.resolve() for link in links)}
     for file in files:
-        with contextlib.suppress(FileNotFoundError):  # it was completed and renamed in the meantime
+        with contextlib.suppress(FileNotFoundError):  # the file was completed and renamed meanwhile
             total += file.stat().st_size
     return total
 

@@ -183,7 +183,7 @@ def read_answer(request: Request) -> Answer:
     template, prefix = load_response_template(request["template"]), request["prefix"]
     if request["text"] is None:
         return "read", None
-    if template.start_anchor_re.search(prefix) is None:  # it would read the whole conversation
+    if template.start_anchor_re.search(prefix) is None:  # it would parse the whole conversation
         prefix = ""
     return "read", parse_response(request["text"], template, prefix=prefix, tools=request["tools"])
 

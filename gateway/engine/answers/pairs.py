@@ -235,7 +235,7 @@ class _Scan:
         is_lenient: bool = False,
         is_flat: bool = False,
     ) -> None:
-        self.texts: list[tuple[Any, str]] = []  # each behind its key's match
+        self.texts: list[tuple[Any, str]] = []  # pairs of a key's match and its text
         self.end: int | None = None  # the place where the call ends
         self.is_settled = False  # another call follows
         self.is_doubtful = False  # the call's end, or a pair's text, is not certain

@@ -79,7 +79,7 @@ class ResponseTemplate:
         # read the next.
         key = hashlib.blake2b(json.dumps(request).encode(), digest_size=32).digest()
         outcome, value = self._sandbox(request, key)
-        if outcome in ("busy", "killed"):  # other work did it, and may be over
+        if outcome in ("busy", "killed"):  # other work was the cause, and may be over
             outcome, value = self._sandbox(request, key)
         return outcome, value
 

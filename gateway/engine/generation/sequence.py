@@ -47,7 +47,7 @@ class Sequence:
         # Counts of first tokens after which states were kept while decoding.
         self.kept_ends: list[int] = []
         self.read_last = 0  # tokens in the last pass that read ahead
-        self.stops_at_blocks = False  # it stops at ends of blocks, where its states are kept
+        self.stops_at_blocks = False  # the sequence stops at ends of blocks: its states are kept
         self.is_suspect = False
         self.was_suspect = False
         self.is_broken = False
@@ -299,8 +299,8 @@ class Sequence:
         return deltas
 
 
-# The number of failed batches, with only sequences that went well alone, after which the model is no
-# longer batched.
+# The number of failed batches, with only sequences that went well alone, after which the model is
+# no longer batched.
 FAULTS: Final = 3
 
 

@@ -133,7 +133,7 @@ class Sequences:
         for number in plan.resuming:
             self._resume(number)
             if number in plan.parking:
-                self._park(number)  # it is parked once it is read again
+                self._park(number)  # parked once it is read again
         self._drafts.allowed = plan.drafters
         return deltas
 
@@ -165,7 +165,7 @@ class Sequences:
         staying = [i for i, seq in enumerate(self._running.seqs) if seq.id != sequence_id]
         seqs = [self._running.seqs[i] for i in staying]
         fault = self._attempt(partial(self._keep, staying))
-        if fault is not None:  # it is not the others' fault: they are read again
+        if fault is not None:  # the others are not at fault: they are read again
             self._untold += self._blame(seqs, fault)
 
     def _park(self, sequence_id: int) -> None:

@@ -174,7 +174,7 @@ def _near_bounds(node: Node) -> Iterator[str]:
         bound = node.get(exclusive, False)
         if bound is not False:
             del node[exclusive]
-            if is_number(bound):  # in draft 4 it is a flag
+            if is_number(bound):  # a flag in draft 4
                 node.setdefault(inclusive, bound)
             yield exclusive
 

@@ -158,7 +158,7 @@ def hold_layers(layers: Sequence[Any]) -> dict[int, Any]:
     for place, layer in enumerate(layers):
         if not isinstance(layer, RaggedKVCache):
             held[place] = copy.copy(layer)
-            # MLX writes in place to an array unless it is a view of another.
+            # MLX may write in place to an array that both hold; a view is an array of its own.
             held[place].state = tree_map(_view, layer.state)
     return held
 

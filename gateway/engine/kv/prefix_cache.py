@@ -253,7 +253,7 @@ class PrefixCache:
         """Drop all KV of an adapter."""
         gone = {number for root, number in self._roots.items() if root[0] == adapter}
         for key, block in sorted(self._entries.items(), key=lambda item: item[1].number):
-            if key[0] in gone:  # it follows a block that is gone
+            if key[0] in gone:  # the block before is gone
                 gone.add(block.number)
                 self.pool.drop(key)
 

@@ -138,9 +138,9 @@ def ignored_window(text: Mapping[str, Any]) -> int | None:
 
 def _has_windows(kind: str, text: Mapping[str, Any], layers: Sequence[str] | None) -> bool:
     """Return True if a layer has a window, as transformers' config classes decide it."""
-    if kind == "ministral":  # its class has windows if a layer has none
+    if kind == "ministral":  # the class has windows if a layer has none
         return "full_attention" not in (layers or ())
-    if layers and kind != "qwen3_moe":  # its config has no such list
+    if layers and kind != "qwen3_moe":  # the config has no such list
         return "sliding_attention" in layers
     if not (kind == "dots1" or text.get("use_sliding_window")):
         return False

@@ -74,7 +74,8 @@ def _config_class(kind: str) -> Any:
     import transformers  # imported when a model is loaded; its parts come one by one
 
     known: Any = transformers.CONFIG_MAPPING
-    # It warns of tokens beyond a vocabulary and of keys' former names, which nobody acts on.
+    # transformers warns of tokens beyond a vocabulary and of keys' former names, which nobody acts
+    # on.
     logging.getLogger("transformers.configuration_utils").setLevel(logging.ERROR)
     logging.getLogger("transformers.modeling_rope_utils").setLevel(logging.ERROR)
     logging.getLogger("transformers.models").setLevel(logging.ERROR)

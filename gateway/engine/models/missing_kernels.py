@@ -176,7 +176,7 @@ def _float(layer: Any, dtype: mx.Dtype, *, is_read: bool) -> Any:
     if is_read and not has_kernel(lambda: _unpack(layer, few, dtype, None)):
         stream = mx.cpu
     scales = layer.get("global_scale")
-    if scales is not None:  # one for each expert
+    if scales is not None:  # scales, one for each expert
         experts = zip(*packed[:2], scales, strict=True)
         weight = mx.stack([_unpack(layer, [*of, None], dtype, stream, s) for *of, s in experts])
     else:

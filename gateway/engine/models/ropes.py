@@ -40,7 +40,7 @@ def correct_ropes(
             rope.dims = int(rope.dims * share)
     for owner, name, rope in found:
         if type(rope).__name__ == _DYNAMIC and kind == "dynamic":
-            # It is a plain rotation up to the stated context, and plain ones can be batched.
+            # The rotation is plain up to the stated context, and plain ones can be batched.
             base = getattr(rope, "original_base", None) or rope.base  # InternLM3's, or any other
             owner[name] = RoPE(rope.dims, rope.traditional, base)
     if any(getattr(rope, "dims", 0) % 2 for _, _, rope in found):

@@ -47,7 +47,7 @@ RESERVED = frozenset(
 
 T = TypeVar("T")
 TRIALS_S: Final = 30.0  # seconds for renderings of made-up turns, a few milliseconds each
-MOST_ADDED: Final = 1 << 17  # each takes transformers a tenth of a millisecond
+MOST_ADDED: Final = 1 << 17  # each token takes transformers a tenth of a millisecond
 MOST_TOKENS: Final = 1 << 20  # XLM-V has 901,629, the most known
 
 
@@ -375,7 +375,7 @@ def chat_tokenizer(
     declared = wrapper._tokenizer.init_kwargs.get("tool_parser_type")
     if chat_template is not None:
         wrapper.chat_template, declared = chat_template, None
-        wrapper._chat_template = None  # it would be a program of mlx-lm's, which takes precedence
+        wrapper._chat_template = None  # a program of mlx-lm's would take precedence
     if not (wrapper.has_chat_template or chat_template):
         raise ModelLoadFailed(name, "it has no chat template; set `chat_template:` in models.yaml")
     template = ChatTemplate(wrapper, formats.template_sandbox)

@@ -83,7 +83,7 @@ def places(config: Mapping[str, Any], header: Header) -> dict[str, TensorPlace]:
     expected = dict(_expected(config))
     listed = set(header.tensors)
     if config["model_type"] == "llama":
-        listed.discard(ROPE_FACTORS)  # it is no weight, but a part of the rotations
+        listed.discard(ROPE_FACTORS)  # these are no weights, but a part of the rotations
     expected_tensors = {place.tensor for place in expected.values()}
     for what, names in (
         ("weights are missing", expected_tensors - listed),
