@@ -207,8 +207,7 @@ def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-# huggingface_hub closes the client that all threads share if one of them cannot connect (2.4,
-# http_backoff).
+# huggingface_hub would close all threads' client if one cannot connect (2.4, http_backoff).
 _http.close_session = lambda: None
 # Errors have our own messages, in our own log.
 logging.set_verbosity_error()  # type: ignore[no-untyped-call]

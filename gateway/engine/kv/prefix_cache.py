@@ -2,11 +2,11 @@
 once.
 
 A block is identified by the block before it and its own tokens, so prompts share the blocks of
-their common beginning. A root stands before the first block: each model of those that share a pool
-has its own, each adapter, as its KV differs, and each salt, as its callers are to learn nothing of
-others. Only plain KV can be cut into blocks. The other layers' caches, of sliding windows or
-states, are kept whole, with the block after which they were copied, and a prompt can continue only
-from such a block.
+their common beginning. A root stands before the first block. Each model of those that share a pool
+has its own; so has each adapter, as its KV differs, and each salt, as its callers are to learn
+nothing of others. Only plain KV can be cut into blocks. The other layers' caches, of sliding
+windows or states, are kept whole, with the block after which they were copied, and a prompt can
+continue only from such a block.
 """
 
 import copy
@@ -412,7 +412,7 @@ class PrefixCache:
             self.pool.drop(evicted)
         # NaN in one layer is NaN in all after it: checking the last one is enough.
         are_finite = [mx.isfinite(array).all() for array in _arrays(layers[-1])] if layers else []
-        # The wait is before it is kept: an error belongs to the sequence that was read. One wait
+        # Evaluated before it is kept: an error belongs to the sequence that was read. One wait
         # serves all.
         evaluate(arrays, are_finite)
         if not all(is_finite.item() for is_finite in are_finite):
