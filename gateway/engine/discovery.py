@@ -1,8 +1,8 @@
 """Models on this machine: in Hugging Face's cache, LM Studio's folder, or any folder; and the kind
 of each, by its files: chat, embedding or rerank.
 
-Nothing is fetched, and no server is asked. A model whose files leave its kind open is refused, with the
-entry of models.yaml that would state it. A name is evidence only against a kind: conversions of
+Nothing is fetched, and no server asked. A model whose files leave its kind open is refused, with
+the entry of models.yaml that would state it. A name is evidence only against a kind: conversions of
 embedders for mlx-lm have the architecture and even the chat template of the chat model that they
 were trained from.
 """
