@@ -46,7 +46,7 @@ class GenerationEngine:
         model: Any,
         setup: ChatSetup,
         *,
-        prefixes: PrefixPool | None = None,  # for the KV of its prompts; None keeps none
+        prefixes: PrefixPool | None = None,  # the room for prompts' KV; None keeps none
         speculate_rows: int = 0,
         draft_model: DraftModel | None = None,
         bounds: DeviceBounds | None = None,
@@ -58,7 +58,7 @@ class GenerationEngine:
         self.prefixes = PrefixCache(empty, prefixes or PrefixPool(0), kv_cost.states)
         self.adapters = Adapters(model)
         if not (is_listed(model) or all(is_plain(layer) for layer in empty)):
-            speculate_rows = 0  # no one has compared what goes back with what never went
+            speculate_rows = 0  # going back is not tested for this model
         self._faults = Faults()
         self._drafts = DraftPolicy(speculate_rows, draft_model, self._faults.record_draft)
         self._sequences = Sequences(
@@ -70,7 +70,7 @@ class GenerationEngine:
             applied=self.adapters.applied,
             pass_s=(bounds or DeviceBounds()).pass_s,
         )
-        if kv_cost.constant and speculate_rows:  # states are kept as before the pass under way
+        if kv_cost.constant and speculate_rows:  # the states before the pass under way are kept
             kv_cost = replace(kv_cost, draft=DraftCost(0, kv_cost.constant, speculate_rows))
         if draft_model is not None:
             kv_cost = draft_model.with_kv(kv_cost, speculate_rows)
@@ -189,7 +189,7 @@ class GenerationEngine:
         return StepResult(deltas, size, faults, reading, decoding, kept, drafter)
 
     def _clear_prefixes(self) -> None:
-        self.synchronize()  # a wait for buffers would raise, and lose, an error of the step
+        self.synchronize()  # a wait for buffers would raise, and lose, its error
         self.prefixes.clear()
         self._drafts.clear_prefixes()
         clear_cache()
