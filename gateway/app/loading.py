@@ -400,7 +400,7 @@ class Preload:
             try:
                 # Imports are done before the first request.
                 await self._engines.import_for(self._served.catalog.specs)
-            except Exception:  # a model's load tells its callers
+            except Exception:  # a model's own load tells its callers of the error
                 app_log.exception("import_failed")
             self._has_tried = True
             failed = self._failed()

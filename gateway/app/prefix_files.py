@@ -38,8 +38,8 @@ SUFFIX, PART, SECRET, LOCK = ".kv", ".part-", "secret", "lock"
 HASH_BYTES: Final = 32
 MOST_BYTES: Final = 1 << 30  # bytes of a file at most
 ROUNDS: Final = 10_000  # rounds of hashing a key, 5 ms: nobody finds one by trying many
-READ_S: Final = 10.0  # seconds of a model's load
-DRAIN_S: Final = 2.0  # seconds after a drain whose time is up: supervisors wait 45 s in all
+READ_S: Final = 10.0  # seconds that reading may add to a model's load
+DRAIN_S: Final = 2.0  # seconds to save after a drain's time: supervisors wait 45 s in all
 
 
 def lock(file: Path) -> int:
@@ -303,7 +303,8 @@ class PrefixFiles:
         try:
             async with asyncio.timeout(seconds), self._saving:
                 used = [used for used, _ in tuple(folder.files.values())]
-                since = max([time.time_ns(), *used]) + 1  # later than all files
+                # This is later than all files, even if the clock was set back.
+                since = max([time.time_ns(), *used]) + 1
                 for (batcher, adapter), key in tuple(self._keys.items()):
                     if batcher.engine.prefixes is not None:
                         await self._save(folder, batcher.engine.prefixes, adapter, key, since)

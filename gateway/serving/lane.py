@@ -84,7 +84,8 @@ Ts = TypeVarTuple("Ts")
 log = logs.get("lane")
 
 LOAD = "load"  # the kind of turn whose calls may take long
-MOST_LOAD_S = 1.0  # counted at most for a load: a slow disk must not delay the next one for minutes
+# Seconds of a load that count: a slow disk must not delay the next load for minutes.
+MOST_LOAD_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -123,7 +124,7 @@ class _Work:
         """Run on the lane's thread; settle the future on its own loop."""
         try:
             self.result = self.function(*self.args)
-        except BaseException as error:  # the caller decides about it
+        except BaseException as error:  # the caller interprets it
             self.fail(health.see(as_exception(error)))
         else:
             self._settle(self.done.set_result, None)
@@ -179,7 +180,8 @@ class Lane:
         self._fair_queue = FairQueue(weights, {LOAD: MOST_LOAD_S})
         self._waiters: list[_Waiter] = []
         self._is_held = False
-        self._ended_at: dict[tuple[str, str], float] = {}  # a time, by kind and owner
+        # The time at which a turn of each kind and owner last ended.
+        self._ended_at: dict[tuple[str, str], float] = {}
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run_thread, name="lane", daemon=True)
         self._is_open = False

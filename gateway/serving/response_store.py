@@ -46,7 +46,8 @@ class _Owned:
 
     responses: OrderedDict[str, tuple[float, StoredResponse]] = field(default_factory=OrderedDict)
     nbytes: int = 0
-    items: dict[str, list[StoredItem]] = field(default_factory=dict)  # one per response
+    # Items by id, each as often as there are responses with it.
+    items: dict[str, list[StoredItem]] = field(default_factory=dict)
 
     def add(self, response: StoredResponse, expires: float) -> None:
         self.responses[response.id] = (expires, response)

@@ -234,7 +234,7 @@ class _Process:
                 stderr=subprocess.DEVNULL,
                 env={**passed, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
             )
-        # This thread reaps the process however it ends: perhaps no later call finds it gone.
+        # This thread reaps the process however it ends, as perhaps no later call notices its end.
         threading.Thread(target=self._process.wait, name="reaper", daemon=True).start()
         self._max_bytes: int | None = None
         self._max_answer = MOST_BYTES

@@ -30,7 +30,8 @@ from gateway.serving.tokenize import ThreadPools, prompt_kind
 
 log = logs.get("generation")
 
-PREFILL_FIRST_PASSES = 2  # most prefill passes of a prompt that decoding waits for, and of the wait
+# Decoding waits only for prompts of up to this many passes, and no longer than these may take.
+PREFILL_FIRST_PASSES = 2
 RETRY_PAUSE_S = 0.1  # pause after a failed turn, as the next may fail too
 
 
@@ -40,7 +41,7 @@ class Generation:
 
     usage: Usage
     deltas: AsyncGenerator[Delta, None]
-    params: SequenceParams  # its first choice's
+    params: SequenceParams  # the first choice's parameters
     checker: AnswerChecker  # checks each choice after its last delta
 
 
@@ -368,7 +369,7 @@ class GenerationBatcher:
         for fault in faults:
             if fault.is_pressure:
                 self._interrupt.set()  # sequences have to be preempted before the next pass
-                self.engine.synchronize()  # here, so that shedding does not meet the step's errors
+                self.engine.synchronize()  # waits here, or shedding would meet the step's errors
                 health.shed()
             health.note(fault.fault, fault.message, self.engine.probe)
 

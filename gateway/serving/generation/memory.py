@@ -14,7 +14,7 @@ from gateway.jobs.steps import KvCost, SequenceParams
 from gateway.serving.budget import Budget, PrefixShare
 
 KV_STEP = 256  # tokens by which KV caches grow: they may hold as many unused ones
-SPARE_ROWS = 8  # the KV of a batch may have one spare row for each group of this size
+SPARE_ROWS = 8  # rows of a batch for each spare row that its KV may have
 GROWTH = 256  # tokens by which a sequence's reservation grows while memory is free
 MARGIN = 32  # tokens: more than a turn's steps and the pass launched ahead of its last
 PREFIX_ROW = 32 * 1024  # tokens: a sequence up to this length has room beside kept prompts
@@ -39,7 +39,7 @@ class RowCosts:
 class Layout:
     """How sequences of these lengths, in tokens, are laid out in memory."""
 
-    # Sequences that decode, or will after prefill. Their KV is a rectangle: their number times the
+    # Sequences that decode, or will after prefill. Their KV is a rectangle, their number times the
     # longest (measured: one long sequence among seven short ones takes 14 times the memory).
     batched: Sequence[int] = ()
     # Sequences with caches of their own: parked ones, and those that answer with one token.

@@ -72,7 +72,7 @@ class Scheduler:
         self._reading: frozenset[int] = frozenset()  # sequences with prompt left to read
         self._ending: dict[int, Choice] = {}  # preempted ones, which end with the tokens they have
         self._blocked: Joiner | None = None  # it lacked memory to join when last tried
-        self._stuck: Sequence[Choice] = ()  # they lacked memory only other models hold
+        self._stuck: Sequence[Choice] = ()  # sequences that lack memory only other models hold
         metrics.of(metrics.PREEMPTIONS, model)  # starts at 0: a rate then counts the first event
 
     @property

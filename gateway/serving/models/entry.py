@@ -18,7 +18,7 @@ from gateway.errors import (
 from gateway.registry import ModelSpec
 from gateway.serving.budget import Share
 
-UNAVAILABLE_S = 30.0  # pause until a new try: not every request tries a dead network
+UNAVAILABLE_S = 30.0  # seconds until a new try: not every request should try a dead network
 BROKEN_S = 5.0  # a shorter pause, as the file may be under repair
 M = TypeVar("M")
 T = TypeVar("T")
@@ -28,7 +28,7 @@ class Failures:
     """The last failure of each model."""
 
     def __init__(self) -> None:
-        self._errors: dict[str, tuple[GatewayError, float]] = {}  # each with the time it ends at
+        self._errors: dict[str, tuple[GatewayError, float]] = {}  # errors, each until a time
 
     def remember(self, model: str, error: GatewayError) -> None:
         """Keep an error of the model itself; a shutdown or a lack of room is not one."""

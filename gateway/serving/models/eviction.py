@@ -61,7 +61,7 @@ def make_plan(
     max_models: int,
     free_bytes: int,
     rows_bytes: int,
-    prefix_bytes: int = 0,  # the part of those that prompts are kept in: freed when claimed
+    prefix_bytes: int = 0,  # the part of these for kept prompts: freed when claimed
 ) -> EvictionPlan[K]:
     """Admit the waiting models that there is room for, in order of arrival. None overtakes another.
 
@@ -97,7 +97,7 @@ def make_plan(
             abandoned.append(key)
             continue
         # Otherwise it waits until models in use are idle. If the end of sequences makes enough
-        # room, its claim keeps that room from new ones.
+        # room, its claim keeps that room from new sequences.
         if places > 0 or nbytes > rows_bytes:
             claimed_bytes = 0
         return EvictionPlan((*admitted,), (), (*abandoned,), claimed_bytes)

@@ -22,7 +22,7 @@ class Served:
         self.named: dict[str, ModelSpec] = {}  # NamedModels changes it, and publishes
 
     def replace(self, file: Catalog) -> Changes:
-        """Serve the models of another reading of models.yaml, and return what has changed."""
+        """Serve the models of another reading of models.yaml, and return the changes."""
         before, self._file = self.catalog, file
         self.publish()
         return self.catalog.changes_since(before)

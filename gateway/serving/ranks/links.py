@@ -35,7 +35,8 @@ STATUS_OF_A_LOSS: Final = 70  # EX_SOFTWARE of sysexits.h, as after a stall
 _WORD_BYTES: Final = 64 << 10
 _OUTCOME_CHARS: Final = 2000
 _STOP: Final = {"stop": True}
-_ENDS: Final = (EOFError, OSError, ValueError, LookupError)  # no connection, or no sense in it
+# Errors of a connection that ends, or whose words make no sense.
+_ENDS: Final = (EOFError, OSError, ValueError, LookupError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +172,8 @@ def accept(listener: socket.socket, invitation: Invitation, ranks: Sequence[int]
     connected, and delay none of them. Raises TimeoutError.
     """
     links: dict[int, socket.socket] = {}
-    unknown: dict[socket.socket, bytearray] = {}  # their words so far, oldest first
+    # Connections that have not said who they are, with their words so far, the oldest first.
+    unknown: dict[socket.socket, bytearray] = {}
     until = clock.now() + JOIN_S
     listener.setblocking(False)
     try:
