@@ -132,7 +132,7 @@ class Verdict:
     window: bool | None = None  # one longer than the model's sliding window; tested last
     problem: str = ""  # a failure, in words
     is_lasting: bool = True  # False if memory ran out during the test, which may not happen again
-    step_s: tuple[float, ...] = ()  # seconds of a decode step of 1, 2, 4, … rows, as far as known
+    step_s: tuple[float, ...] = ()  # seconds of a decode step at 1, 2, 4, … rows, if timed
 
     @property
     def is_whole(self) -> bool:

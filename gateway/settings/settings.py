@@ -309,8 +309,8 @@ class Settings(BaseSettings):
     prefix_folder_bytes: int = Field(default=20 * 1024**3, ge=1)
     """Bytes of its files; what was used longest ago goes first."""
     speculate_rows: int = Field(default=4, ge=0, le=8)
-    """Up to so many answers at once, tokens are read ahead: those that a grammar leaves no choice
-    of, and guesses from the prompt or a draft model; 0 is never.
+    """Tokens are read ahead while at most this many answers decode: tokens that a grammar leaves no
+    choice of, and guesses from the prompt or a draft model; 0 is never.
     """
     structured_rows: int = Field(default=1, ge=1, le=1024)
     """Structured answers written together, per model."""
