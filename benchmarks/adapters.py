@@ -27,7 +27,7 @@ from gateway.jobs.chat import Adapter, Sampling
 from gateway.jobs.steps import SequenceParams
 from gateway.registry import package_folder
 
-# After OpenBLAS, which the lines above load.
+# mlx comes after OpenBLAS, which the lines above load.
 import mlx.core as mx  # isort: skip
 from mlx.nn.layers.linear import Linear  # isort: skip
 from mlx.nn.layers.quantized import QuantizedLinear  # isort: skip

@@ -42,7 +42,7 @@ THINKING: Final = (
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
     "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
 )
-HEADS: Final = 144  # of 128 numbers, keys and values, in float32: 144 KiB a token
+HEADS: Final = 144  # heads of 128 numbers, keys and values, in float32: 144 KiB a token
 WIDE: Final[dict[str, Any]] = {
     **COMMON,
     "hidden_size": 144,

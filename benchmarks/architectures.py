@@ -38,8 +38,8 @@ EQUAL: Final = Path(gateway.__file__).parent / "engine/models/equal_to_mlx_lm.tx
 START: Final = "<!-- architectures: written by `make architectures` -->"
 END: Final = "<!-- end of architectures -->"
 TIMEOUT_S: Final = 240
-MEMORY_BYTES: Final = 12 << 30  # of address space, which MLX and its threads reserve freely
-TIE: Final = 1e-3  # in log-probability
+MEMORY_BYTES: Final = 12 << 30  # address space, which MLX and its threads reserve freely
+TIE: Final = 1e-3  # difference in log-probability
 SAID: Final = 12
 
 

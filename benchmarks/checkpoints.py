@@ -86,7 +86,7 @@ NEAR_FREE = {
     "hidden_act": "gelu",
     "pad_token_id": 0,
 }
-# Of the shape of ms-marco-MiniLM-L6-v2: https://huggingface.co/cross-encoder/ms-marco-MiniLM-L6-v2
+# The shape of ms-marco-MiniLM-L6-v2: https://huggingface.co/cross-encoder/ms-marco-MiniLM-L6-v2
 RERANKER = {
     **NEAR_FREE,
     "architectures": ["BertForSequenceClassification"],
@@ -98,7 +98,7 @@ RERANKER = {
     "type_vocab_size": 2,
     "id2label": {"0": "relevance"},  # else transformers expects two
 }
-# Of the shape of bge-base-en-v1.5: https://huggingface.co/BAAI/bge-base-en-v1.5
+# The shape of bge-base-en-v1.5: https://huggingface.co/BAAI/bge-base-en-v1.5
 BGE_BASE = {
     **NEAR_FREE,
     "hidden_size": 768,
@@ -132,7 +132,7 @@ def write_chat(
             if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
                 weights[name] = mx.zeros_like(weight)
         ids = mx.arange(plain.size)
-        earlier = ids - 1 + repeats * (ids % repeats == 0)  # in a circle of `repeats` tokens
+        earlier = ids - 1 + repeats * (ids % repeats == 0)  # circles of `repeats` tokens
         weights["lm_head.weight"] = 99 * plain * weights["model.embed_tokens.weight"][earlier]
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     return folder

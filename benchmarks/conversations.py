@@ -28,13 +28,13 @@ from gateway.engine.generation.engine import GenerationEngine
 from gateway.jobs.chat import Sampling
 from gateway.jobs.steps import SequenceParams
 
-# After OpenBLAS, which the lines above load.
+# mlx comes after OpenBLAS, which the lines above load.
 import mlx.core as mx  # isort: skip
 from mlx.utils import tree_flatten  # isort: skip
 from mlx_lm.utils import _get_classes  # isort: skip
 
 TOKENIZER: Final = Path(__file__).parents[1] / "demo" / "chat"
-VOCABULARY: Final = 1026  # that tokenizer's
+VOCABULARY: Final = 1026  # the tokenizer's size
 PLENTY: Final = 4 << 30  # bytes of prefixes: none is evicted
 TURNS: Final = 10
 COMMON: Final[dict[str, Any]] = {

@@ -27,7 +27,7 @@ from gateway.jobs.chat import GenerateJob, Sampling
 from gateway.jobs.steps import SequenceParams
 from gateway.registry import package_folder
 
-# After OpenBLAS, which the lines above load.
+# mlx comes after OpenBLAS, which the lines above load.
 import mlx.core as mx  # isort: skip
 
 ON_BOARD: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -45,7 +45,7 @@ def load_generation(
     shape: Shape | None = None,
     sandbox: Sandbox | None = None,
     draft: Path | None = None,  # the folder or GGUF file of its draft model
-    **options: Any,  # of the template and the formats, of its numbers, and of the engine
+    **options: Any,  # options of the template and the formats, of numbers, and of the engine
 ) -> GenerationEngine:
     """Load a chat model, all of it."""
     setup = read_chat_setup(

@@ -24,11 +24,11 @@ STEP_S = 0.02
 ANSWER = "sixteen letters."  # a character a step
 CLIENTS = 64
 REQUESTS = 640
-ROWS = 16  # of a replica's batch: what bounds its rate
+ROWS = 16  # rows of a replica's batch, which bound its rate
 LATENCY_REQUESTS = 300
-BLOCK = 64  # tokens, of the prefix cache
+BLOCK = 64  # tokens of a block of the prefix cache
 TALKS, TURNS, TALKERS = 24, 5, 4
-SENTENCES = 40  # of a conversation's system prompt
+SENTENCES = 40  # sentences of a conversation's system prompt
 WORDS = ("the", "capital", "of", "France", "is", "Paris", "and", "weather", "in", "hello")
 
 

@@ -38,7 +38,7 @@ async def gateway(
     """
     command = ("-m", "gateway", "serve", "--models", str(models), "--port", "0")
     given = {"GATEWAY_LOG_FORMAT": "json", **environment}
-    # from the models' own folder: whoever measures may have a .env where they stand
+    # it starts in the models' own folder: the current one may have a .env
     paths = READY if ready_at is None else (ready_at,)
     async with _running(command, _logged_url, given, models.parent, paths) as url:
         yield url

@@ -14,8 +14,8 @@ class Steps:
 
     def __init__(self, engine: GenerationEngine) -> None:
         self.engine = engine
-        self.result = StepResult()  # of the last step
-        self.faults: list[PassFault] = []  # of all passes
+        self.result = StepResult()  # the result of the last step
+        self.faults: list[PassFault] = []  # the faults of all passes
 
     def change(self, **changes: Any) -> Sequence[Delta]:
         """Make a step without a pass; `changes` are fields of StepPlan."""

@@ -20,7 +20,7 @@ from tests.processes import ROOT
 HERE = Path(__file__).parent / "clients"
 PYTHON = ROOT / ".venv-clients" / "bin" / "python"
 ABOARD = "smollm2-135m"
-PASSED = {"demo-chat": 39, ABOARD: 37}  # of LangChain's, others being skipped or beyond the model
+PASSED = {"demo-chat": 39, ABOARD: 37}  # LangChain's; others are skipped or beyond the model
 SESSION_LOOP = [
     "-o", "asyncio_mode=auto",
     "-o", "asyncio_default_fixture_loop_scope=session",
@@ -112,7 +112,7 @@ def test_lm_evaluation_harness_computes_what_mlx_lm_does(
     assert not result["torch"]
     loaded: Any = load(str(folder))
     model, tokenizer = loaded[0], loaded[1]
-    model.set_dtype(mx.float32)  # as the gateway has it on a CPU
+    model.set_dtype(mx.float32)  # the gateway's type on a CPU
 
     def encoded(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))

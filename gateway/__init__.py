@@ -5,7 +5,7 @@ To remember: api speaks HTTP, serving keeps time, engine does maths.
 The house, from the roof down; an import goes down, never up, never to a stranger on its floor:
 
     cli, __main__      one file per command; serve is the one that stays
-    server             beside cli: what Hypercorn needs for HTTP/1.1
+    server             beside cli: changes to Hypercorn's HTTP/1.1
     doctor             the user's own machine checked; the engine tested and timed on it
     bench              the load tool (its client is in the extra of that name)
     app                where concrete parts meet: an engine and a batcher for every spec
@@ -17,9 +17,9 @@ The house, from the roof down; an import goes down, never up, never to a strange
                        models, kv, prompting, answers, grammar, embedding and generation: strangers
     registry           models.yaml → specs, as the environment has them
     settings           environment → settings
-    jobs, errors       what crosses floors; what can go wrong, each with its status
+    jobs, errors       objects that cross floors; every error, with its status
     panics             panics of native code, as errors
-    ids                ids of what is kept, which name the process that keeps it
+    ids                ids of kept objects, which name the process that keeps them
     metrics, logs      instruments; event lines
     clock              the seconds that everything is timed by, and a request's by stage
 

@@ -1,4 +1,4 @@
-"""The one clock: seconds that only grow, for deadlines and for everything that is timed."""
+"""The one clock: monotonic seconds, for deadlines and for everything that is timed."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -8,7 +8,7 @@ __all__ = ["Stage", "Timings", "now"]
 
 
 class Stage(StrEnum):
-    """Where a request's time goes, by the names that headers, metrics, logs and traces have."""
+    """The stages of a request's time, by their names in headers, metrics, logs and traces."""
 
     PARSE = "parse"
     LOAD = "load"
@@ -32,18 +32,18 @@ class Timings:
 
     started: float = field(default_factory=now)
     model: str | None = None
-    # The present one, or that at which it ended early; None before and after.
+    # The present stage, or the one at which the request ended early; None before and after.
     stage: Stage | None = None
-    # Passes, and the waits between them, are one each.
+    # All passes are one interval, and so are all waits between them.
     intervals: list[tuple[Stage, float, float]] = field(default_factory=list)
     first_token: float | None = None
     tokens_in: int = 0
     tokens_out: int = 0
     cached_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
-    # How often its sequence's KV was freed, and its tokens read again.
+    # The number of times that its sequences' KV was freed, and their tokens read again.
     preemptions: int = 0
-    # Of other jobs of the same request.
+    # The timings of the other jobs of the same request.
     parallel: list["Timings"] = field(default_factory=list)
 
     @property

@@ -21,7 +21,7 @@ def shorten(text: str) -> str:
     return f"{text[:SHOWN_CHARS]}…"
 
 
-# The part of a job that an error is about; wire has each endpoint's own name for it.
+# The parts of a job that an error may be about; wire has each endpoint's own names for them.
 Part = Literal[
     "prompt", "documents", "questions", "prompt_name", "template_args", "tools", "answer_form",
     "min_tokens", "thinking_budget",
@@ -101,7 +101,7 @@ class GatewayError(Exception):
 
 
 class RequestError(GatewayError):
-    """It is for the caller to send another request."""
+    """An error that the caller has to correct."""
 
     type = "invalid_request_error"
 
@@ -275,7 +275,7 @@ class Overloaded(GatewayError):
 
 
 class TooManyWatchers(GatewayError):
-    """As many dashboards as may be are open already."""
+    """The most dashboards that may be open are open already."""
 
     status = HTTPStatus.TOO_MANY_REQUESTS
     type = "rate_limit_error"
@@ -336,7 +336,7 @@ class ModelUnavailable(Unavailable):
 
 
 class ModelRefused(BadRequest):
-    """A model that was named without an entry of models.yaml may not or cannot be served so."""
+    """A model that was named without an entry of models.yaml may not, or cannot, be served."""
 
     code = "model_refused"
 
@@ -371,7 +371,7 @@ class InsufficientMemory(GatewayError):
 
 
 class InsufficientDisk(GatewayError):
-    """The model's files would leave less room on the disk than is to stay: it has the bytes."""
+    """The model's files would leave too little room on the disk: the message has the bytes."""
 
     status = HTTPStatus.INSUFFICIENT_STORAGE
     code = "insufficient_disk"
@@ -416,7 +416,7 @@ class EngineFailed(GatewayError):
 
 
 class SchemaViolated(GatewayError):
-    """The answer breaks the schema that it must fit, and so did a second if there was one."""
+    """The answer breaks the schema that it must fit, and so did a second answer, if any."""
 
     code = "schema_violated"
 
@@ -426,7 +426,7 @@ class SchemaViolated(GatewayError):
 
 
 class OutOfMemory(Unavailable):
-    """The device had no memory for this row, nor once others were shed: retry later."""
+    """The device had no memory for this row, even after others were dropped: retry later."""
 
     code = "out_of_memory"
 
@@ -439,7 +439,7 @@ class OutOfMemory(Unavailable):
 
 
 class DeviceLost(Unavailable):
-    """The device does not come back in this process, which ends: retry once it is restarted."""
+    """The device is lost to this process, which ends: retry once it is restarted."""
 
     code = "device_lost"
 
@@ -478,12 +478,12 @@ class BlasUnusable(Exception):
 
 
 class Fault(StrEnum):
-    """What an error that MLX has raised says of the device."""
+    """The state of the device, by an error that MLX has raised."""
 
-    FATAL = "fatal"  # nothing that this process asks of it works any more
-    PRESSURE = "pressure"  # its memory has ended
-    ROW = "row"  # it is well: what was asked cannot be computed, now or later
-    COMPILER = "compiler"  # it is well: code for it could not be made, and is not needed
+    FATAL = "fatal"  # the device no longer works for this process
+    PRESSURE = "pressure"  # the device has run out of memory
+    ROW = "row"  # the device is well: this work cannot be computed, now or later
+    COMPILER = "compiler"  # the device is well: code for it could not be made, and is not needed
     UNKNOWN = "unknown"
 
 

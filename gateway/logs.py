@@ -18,10 +18,10 @@ import structlog
 Format = Literal["auto", "json", "console"]
 
 COLUMNS = 100
-FIELD_COLUMNS = 48  # of one field, in a line that is cut
-ID_COLUMNS = 13  # of a request's id: enough to find it
+FIELD_COLUMNS = 48  # columns of one field, in a line that is cut
+ID_COLUMNS = 13  # columns of a request's id: enough to find it
 
-lost_lines = 0  # that could not be written
+lost_lines = 0  # the number of lines that could not be written
 
 
 def configure(level: str = "info", style: Format = "auto") -> None:
@@ -38,7 +38,7 @@ def configure(level: str = "info", style: Format = "auto") -> None:
             structlog.processors.add_log_level,
             stamp,
             structlog.processors.StackInfoRenderer(),
-            # Never a frame's variables: they hold keys and prompts.
+            # This processor shows no variables of frames, which hold keys and prompts.
             structlog.processors.format_exc_info,
             render,
         ],
@@ -51,9 +51,9 @@ def configure(level: str = "info", style: Format = "auto") -> None:
 
 
 class _Writer(structlog.WriteLogger):
-    """Writes each line in one piece; one that cannot be written is counted.
+    """Writes each line in one piece; a line that cannot be written is counted.
 
-    The disk may be full, or the reader gone: nothing that is worth a line may fail for want of one.
+    The disk may be full, or the reader gone: code that logs must not fail for that.
     """
 
     def msg(self, message: str) -> None:
@@ -61,7 +61,7 @@ class _Writer(structlog.WriteLogger):
         global lost_lines
         try:
             super().msg(message)
-        except (OSError, ValueError):  # of a file that is closed
+        except (OSError, ValueError):  # ValueError: the file is closed
             lost_lines += 1
 
     log = debug = info = warn = warning = error = err = msg
@@ -75,8 +75,8 @@ def _make_writer(stream: TextIO, *_: Any) -> _Writer:
 def _json(event: Any, **options: Any) -> str:
     """Return an event as JSON.
 
-    orjson refuses some values (a lone surrogate, a huge number), which json accepts. It leaves as
-    they are some characters that end a line for many readers or move a terminal's cursor: U+0085,
+    orjson refuses some values (a lone surrogate, a huge number), which json accepts. It does not
+    escape some characters that end a line for many readers or move a terminal's cursor: U+0085,
     U+009B, U+2028.
     """
     try:
@@ -118,7 +118,7 @@ def _console(_: Any, __: str, event_fields: MutableMapping[str, Any]) -> str:
         words.append(fit(_text(request_id), ID_COLUMNS))
     line = " ".join([*words, *_format_fields(fields, columns)])
     lines = [fit(line, COLUMNS)]
-    if columns is None:  # of a warning or a prompt nothing is cut
+    if columns is None:  # warnings and prompts are wrapped, not cut
         lines = list(_wrap(line))
     for text in filter(None, below):  # indented, so that only our own text begins a line
         lines += [f"    {_text(row)}" for row in str(text).splitlines()]
@@ -146,7 +146,7 @@ def _format_fields(fields: dict[str, Any], columns: int | None) -> Iterator[str]
             text = f"{value} s"
         else:
             text = _word(value, columns)
-        if key in ("bytes", "seconds"):  # the unit says it
+        if key in ("bytes", "seconds"):  # the unit names the field
             yield text
         else:
             yield f"{_text(key)}={text}"
@@ -193,7 +193,7 @@ def _width(text: str) -> int:
     if text.isascii():
         return len(text)
     letters = [character for character in text if not unicodedata.combining(character)]
-    # Chinese letters, for one, take two columns.
+    # Some letters, such as Chinese ones, take two columns.
     wide = [character for character in letters if unicodedata.east_asian_width(character) in "WF"]
     return len(letters) + len(wide)
 
@@ -210,7 +210,7 @@ def _word(value: Any, columns: int | None = None) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return anything as one line of text that moves no cursor."""
+    """Return any value as one line of text that moves no cursor."""
     if isinstance(value, Mapping):
         text = ",".join(f"{_text(key)}:{_text(value[key])}" for key in value)
     else:

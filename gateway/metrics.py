@@ -211,7 +211,7 @@ class _Readings(Collector):
 
 @contextmanager
 def register(read: Callable[[], Iterable[Reading]]) -> Iterator[None]:
-    """Add what `read` returns at each scrape to the metrics, until exit."""
+    """Add the readings that `read` returns at each scrape to the metrics, until exit."""
     collector = _Readings(read)
     REGISTRY.register(collector)
     try:
@@ -221,11 +221,11 @@ def register(read: Callable[[], Iterable[Reading]]) -> Iterator[None]:
 
 
 def forget(model: str) -> None:
-    """Drop the series of a model that is served no longer: callers may name ever more."""
+    """Drop the series of a model that is no longer served: callers may name ever more models."""
     for metric in tuple(globals().values()):
         if isinstance(metric, Counter | Gauge | Histogram) and "model" in metric._labelnames:
             metric.remove_by_labels({"model": model})
-    of.cache_clear()  # which has series that are gone
+    of.cache_clear()  # the cache has series that are gone
 
 
 def text() -> bytes:
@@ -248,7 +248,7 @@ class HistogramReading:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What /metrics says of the gateway, by the names it has there."""
+    """The readings of /metrics about the gateway, by their names there."""
 
     values: dict[str, list[tuple[dict[str, str], float]]]
     histograms: dict[str, HistogramReading]
@@ -274,7 +274,7 @@ def _read_histogram(family: Metric) -> HistogramReading:
     edges: list[float] = []
     series: list[tuple[dict[str, str], list[float], float]] = []
     counts: list[float] = []
-    for sample in family.samples:  # of each series: its buckets in order, then its count and sum
+    for sample in family.samples:  # each series has its buckets in order, then its count and sum
         if sample.name.endswith("_bucket"):
             edge = sample.labels["le"]
             if edge != "+Inf" and not series:

@@ -1,8 +1,8 @@
 """Panics of native code: libraries in Rust (tokenizers, llguidance, jsonschema-rs, outlines-core,
 safetensors, pydantic-core) raise them through PyO3 as BaseExceptions, past `except Exception`.
 
-A panic is a fault of its input, a file or a request: where one may come, it becomes an error like
-any other.
+A panic is caused by its input, a file or a request: code that may panic turns it into an error
+like any other.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,11 @@ T = TypeVar("T")
 
 
 class NativeError(Exception):
-    """Native code gave its input up, in its own words."""
+    """Native code failed on its input; the message is its own."""
 
 
 def as_exception(error: BaseException) -> Exception:
-    """Return an error that `except Exception` catches and a future holds: one of native code is
+    """Return an error that `except Exception` catches and a future can hold: a panic becomes a
     NativeError, StopIteration a RuntimeError. Raises all others, such as SystemExit.
     """
     # Each library has a class of its own for panics, under the same name. Other errors of
@@ -35,7 +35,7 @@ def as_exception(error: BaseException) -> Exception:
 
 
 def raise_panics(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function whose native code may panic, so that it raises as `as_exception`."""
+    """Decorate a function whose native code may panic: it raises the errors of `as_exception`."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

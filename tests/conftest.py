@@ -24,7 +24,7 @@ if hasattr(os, "SCHED_BATCH"):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-@pytest.hookimpl(trylast=True)  # after what is deselected
+@pytest.hookimpl(trylast=True)  # deselection comes first
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     generators.give_shares(items)
 

@@ -18,7 +18,7 @@ from gateway.settings import Settings, variable
 from gateway.settings.sources import in_words
 from gateway.wire.validation import Request as WireRequest
 
-DEFAULTS = {  # which are worked out
+DEFAULTS = {  # these defaults are worked out
     "models": "`models.yaml` here, else the packaged one",
     "cache_max_bytes": "three quarters of what the device offers",
 }
@@ -146,7 +146,7 @@ def reasoning_table() -> str:
 
 _CALL = "a call"
 _RESULT = "the result of a call; without a name if the call is not there"
-# By protocol: the types of an earlier turn's blocks or items, and what the model reads of each.
+# The types of an earlier turn's blocks or items, and the model's reading of each, by protocol.
 READ_AS: Mapping[str, Mapping[str, str]] = {
     "Messages": {
         "text": "its text",

@@ -200,7 +200,7 @@ class ScriptedRow:
     rest: list[int] | None = None  # characters to say, once it is read; at a -1 it is cut
     said: int = 0
     is_held: bool = False  # parked once it is read
-    echo: EchoedPrompt | None = None  # for its first delta
+    echo: EchoedPrompt | None = None  # goes into its first delta
 
     def cap(self, max_tokens: int) -> bool:
         """Limit its answer; return True if it has said as much."""
@@ -265,9 +265,9 @@ class ScriptedChat:
     findings: list[Verdict] = field(default_factory=lambda: [PASSED])
     held: list[Verdict] = field(default_factory=list)
     faults: list[PassFault] = field(default_factory=list)
-    params: dict[int, SequenceParams] = field(default_factory=dict)  # of all that joined
-    scripted: dict[int, ScriptedRow] = field(default_factory=dict)  # of those inside
-    timed_s: Callable[[int], float] = lambda rows: 0.01 + 0.001 * rows  # of a decode step
+    params: dict[int, SequenceParams] = field(default_factory=dict)  # all that joined
+    scripted: dict[int, ScriptedRow] = field(default_factory=dict)  # rows inside
+    timed_s: Callable[[int], float] = lambda rows: 0.01 + 0.001 * rows  # seconds of a decode step
 
     prefixes = None
 
@@ -532,7 +532,7 @@ class ScriptedEngines:
     imported: set[str] = field(default_factory=set)
     failing: dict[str, Exception] = field(default_factory=dict)
     unfetched: set[str] = field(default_factory=set)  # models whose files are on no disk
-    reads: dict[str, Inputs | None] = field(default_factory=dict)  # by files, before a load
+    reads: dict[str, Inputs | None] = field(default_factory=dict)  # known by files before a load
     load_gate: Gate = field(default_factory=Gate)
     sizes: dict[str, int] = field(default_factory=dict)
     device: str = "scripted"

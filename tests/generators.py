@@ -53,7 +53,7 @@ class Share:
         self.examples += 1
         try:
             example()
-        except (UnsatisfiedAssumption, StopTest):  # by which hypothesis takes a case back
+        except (UnsatisfiedAssumption, StopTest):  # hypothesis takes a case back by these
             raise
         except BaseException:
             self._has_failed = True
@@ -114,7 +114,7 @@ def sharing(item: pytest.Item) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # If its draws are `st.data()`'s, hypothesis finds fault with an example that draws none.
+        # Hypothesis finds fault with an example that draws none if its draws are `st.data()`'s.
         if not isinstance(error, Spent) and not isinstance(error.__context__, Spent):
             raise
         item.user_properties.append((MARK, f"{item.nodeid} ended after {share.examples} examples"))

@@ -33,7 +33,7 @@ TYPES = {
     "BF16": (30, 1, 2),
     "MXFP4": (39, 32, 17),
 }
-# Where a block has its float16 scales.
+# The offsets of a block's float16 scales.
 _SCALES = {
     "Q4_0": (0,),
     "Q4_1": (0, 2),

@@ -112,7 +112,7 @@ class LateDevice(SimulatedDevice):
     def __init__(self) -> None:
         super().__init__()
         self.works = 0  # evaluations of new arrays so far
-        self._launched: deque[tuple[mx.array, int]] = deque(maxlen=1000)  # with their work
+        self._launched: deque[tuple[mx.array, int]] = deque(maxlen=1000)  # arrays with their work
         self._failing: tuple[int, str] | None = None  # a work under way, and its error
         self._due: tuple[int, str] | None = None  # a work that is to fail
         self._is_lasting = False

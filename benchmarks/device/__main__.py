@@ -122,7 +122,7 @@ def run_process(command: Sequence[str], limit_s: float) -> Result:
 
 def _end_group(process: "subprocess.Popen[bytes]") -> None:
     """End a process and the servers that it may have left."""
-    # of a group that is over macOS says the latter
+    # macOS raises the latter for a group that is over
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

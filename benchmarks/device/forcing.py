@@ -22,9 +22,9 @@ from gateway.engine.generation.sampling import ChosenTokens, Sampler, TopLogprob
 from gateway.jobs.chat import Adapter, Sampling
 from gateway.jobs.steps import SequenceParams
 
-PREFILL_TOKENS: Final = 64  # of a chunk, so that prompts are read in several
-LATE_STEPS: Final = 3  # of the rows that run, before others join
-FREE: Final = -1  # in the place of a token that the model chooses
+PREFILL_TOKENS: Final = 64  # size of a chunk, small so that prompts are read in several
+LATE_STEPS: Final = 3  # steps of the running rows before others join
+FREE: Final = -1  # marks a token that the model chooses
 _launch: Any = mx.async_eval  # untyped in mlx's stubs
 
 

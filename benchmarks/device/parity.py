@@ -50,18 +50,18 @@ BOUNDS: Final = {
     "float16": Bound(0.06, 0.02),
     "bfloat16": Bound(0.5, 0.15),
 }
-# Where rounding falls otherwise, KV in fewer bits gets other codes, and a router other experts. So
-# these are shares of what the bits themselves cost beside plain KV, capped by LOSS_BOUNDS.
+# Different rounding gives KV in fewer bits other codes, and a router other experts. So these are
+# shares of the cost of the bits themselves beside plain KV, capped by LOSS_BOUNDS.
 # Measured: 0.003 at most in float32, 0.24 in float16 and 0.39 in bfloat16, at worst.
 KV_SHARES: Final = {"float32": 0.05, "float16": 0.5, "bfloat16": 0.75}
-# Of what the bits may cost on average: three times what they cost at most in small shapes on a CPU,
+# The average cost that bits may have: three times their highest in small shapes on a CPU,
 # 0.026 in float32 and float16, 0.22 in bfloat16 (weights in 4 bits; 0.058 without). With experts,
 # 0.13 in float32, 0.42 in bfloat16; float16 was not measured and is as float32. Adapters, which
 # change every answer, move logprobs by 2.1 to 3.1 on average.
 LOSS_BOUNDS: Final = {"float32": 0.08, "float16": 0.08, "bfloat16": 0.66}
 EXPERTS_LOSS_BOUNDS: Final = {"float32": 0.4, "float16": 0.4, "bfloat16": 1.25}
-# Of vectors and scores, in standard deviations between inputs: 7e-4 at most in float32 on a CPU,
-# where float32 itself has steps of 1e-4 of them (random rerankers score all pairs much the same).
+# Vectors and scores, in standard deviations between inputs: 7e-4 at most in float32 on a CPU, where
+# float32 itself has steps of 1e-4 of them (random rerankers score all pairs much the same).
 VECTOR_BOUNDS: Final = {"float32": 5e-3, "float16": 0.05, "bfloat16": 0.4}
 LENGTHS: Final = (5, 70, 20)  # tokens of the prompts; one has a whole block for a prefix
 ANSWER_TOKENS: Final = 20
@@ -71,7 +71,7 @@ PREFIX_BYTES: Final = 4 << 30
 SPECULATE_ROWS: Final = 4
 KV_BITS: Final = 8
 RANK: Final = 4
-ADAPTER_SCALE: Final = 20.0  # so that an adapter moves logprobs by more than any bound
+ADAPTER_SCALE: Final = 20.0  # an adapter then moves logprobs by more than any bound
 
 
 @dataclass(frozen=True, slots=True)

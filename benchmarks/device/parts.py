@@ -16,7 +16,7 @@ from benchmarks.device.speed import Plan, measure_host, measure_speed, name_dtyp
 from gateway.engine.device import Device, choose_device, configure, prepare_malloc
 
 GIB: Final = 1 << 30
-# Of the first prompt token that a window of the full shape has lost, and more.
+# Tokens added to a prompt: a window of the full shape then loses the first token, and more.
 BEYOND_WINDOW: Final = 600
 SMALL_BERT: Final = {
     "hidden_size": 128,
@@ -38,7 +38,7 @@ COMPARED: Final = (
     ("4bit", "qwen3-8b"),
     ("4bit", "moe"),
 )
-# With the GiB that the weights take.
+# Each has the GiB that its weights take.
 MEASURED: Final = (
     ("qwen3-0.6b", "bfloat16", 1.5),
     ("qwen3-0.6b", "4bit", 0.5),

@@ -25,7 +25,7 @@ FORMATS: Final = {
     "float32": mx.float32,
     "float16": mx.float16,
     "bfloat16": mx.bfloat16,
-    "4bit": mx.bfloat16,  # of what is not quantized, and of the scales
+    "4bit": mx.bfloat16,  # the type of scales, and of weights that are not quantized
 }
 GROUP_SIZE, BITS = 64, 4
 WIDTH: Final = 3.0
@@ -152,7 +152,7 @@ _ALL: Final = (
     Shape("moe", _qwen3(2048, 6144, 12, 32, **_EXPERTS), _SMALL_EXPERTS),
 )
 SHAPES: Final = {shape.name: shape for shape in _ALL}
-# As deep as Qwen3 0.6B and next to no work for a device: what is left is the host's.
+# This is as deep as Qwen3 0.6B, with next to no work for a device: the rest is the host's.
 NARROW: Final = Shape(
     "28 layers of 64",
     SHAPES["qwen3-0.6b"].config,

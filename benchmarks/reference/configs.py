@@ -62,7 +62,7 @@ SIZES: Final[dict[str, Any]] = {
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 32),
     "qk_head_dim": 64,
     "linear_num_key_heads": 2,
-    "index_n_heads": 8,  # with few, whole scores are zero, and ties are broken in any way
+    "index_n_heads": 8,  # fewer make whole scores zero, and ties are broken in any way
     **dict.fromkeys(("linear_num_value_heads", "linear_num_heads"), 4),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 32),
     "index_head_dim": 64,
@@ -115,7 +115,7 @@ _LONG: Final = {
     "long_factor": [1.0 + 0.5 * at for at in range(16)],
 }
 
-# Where sizes alone make no model, or one without the parts that its class is known for.
+# Classes where sizes alone make no model, or one without its typical parts.
 SPECIAL: Final[dict[str, dict[str, Any]]] = {
     "afmoe": {"layer_types": _SLIDING},
     "cohere2": {"layer_types": _SLIDING},

@@ -51,7 +51,7 @@ def _open_decoder(checkpoint: Checkpoint) -> Opened:
     model, _ = open_decoder(checkpoint, device=Device.CPU, dtype=None, context=context)
 
     def answers(ids: list[int], cache: Any = None) -> Answers:
-        cache = cache or make_prompt_cache(model)  # as the engine always has one
+        cache = cache or make_prompt_cache(model)  # the engine always has one
         return np.array(model(mx.array([ids]), cache=cache)[0].astype(mx.float32))
 
     def steps(ids: list[int], prefill: int) -> Answers:

@@ -15,7 +15,7 @@ from gateway.settings import Settings
 
 SECONDS, SEED = 24.0, 7
 LEAST_PER_S = 1.0
-LOAD = 0.3  # of what the prediction says is the most
+LOAD = 0.3  # part of the predicted maximum
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from gateway.bench.figures import Answer, Figures, Window, measure
 from gateway.registry import ChatSpec, EmbeddingSpec
 from gateway.settings import Settings
 
-WARM_UP = 0.25  # of a run, which is not counted
+WARM_UP = 0.25  # part of a run that is not counted
 REFUSED = "429"
-KEEPS_UP = 0.97  # of what is asked; a run ends with some requests under way
+KEEPS_UP = 0.97  # part of the asked rate; a run ends with some requests under way
 STEP = 1.05  # two rates this close are one
 
 

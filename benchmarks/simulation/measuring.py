@@ -34,9 +34,9 @@ TEXTS = (1, 2, 4, 8, 16, 32)
 STREAMS = (1, 2, 4, 8, 16, 32)
 PROMPT_WORDS = (4, 30, 80, 200)
 WORDS, PROMPT = 15, 30
-POINT_S = 1.5  # for each point of a curve
-PAUSE_S = 0.01  # between requests, as between strangers': caches and threads cool
-RAGGED_S = 1.0  # over which ragged clients begin
+POINT_S = 1.5  # seconds for each point of a curve
+PAUSE_S = 0.01  # pause between requests, as between strangers': caches and threads cool
+RAGGED_S = 1.0  # seconds over which ragged clients begin
 TOKENS = 32
 MINILM, CHAT, NEAR_FREE = "minilm", "chat", "near-free-chat"
 CPU = "process_cpu_seconds_total"
@@ -111,7 +111,7 @@ async def measure_machine(peer: Peer) -> Measured:
     with _bursts() as burst:
         busy = await _run(peer, workload(MINILM, 40, texts=8))
     slower_s = busy.turns("embedding") * (busy.turn_s("embedding") - embed[8].turn_s("embedding"))
-    # of the bursts those that fell into a pass; the others delayed none
+    # only bursts that fell into a pass count; the others delayed none
     beside_s = burst[0] * busy.turns("embedding") * busy.turn_s("embedding") / busy.seconds
     lone = embed[1]
     read = {

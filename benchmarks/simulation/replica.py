@@ -235,7 +235,7 @@ class Replica:
         if self._lane_waiters:
             self._begin(self._lane_waiters.pop(self._fair.choose(self._lane_waiters)))
         elif ended != EMBEDDING:
-            self._ask(ended)  # at once: a chat model's worker does not let go between
+            self._ask(ended)  # asked at once: a chat model's worker does not let go between
         for kind in KINDS:  # one's turn may be work for another
             self._ask(kind)
 

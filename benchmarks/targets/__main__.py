@@ -61,7 +61,7 @@ MEASUREMENTS: dict[str, Measurement] = {
     "connections": small.steady,
 }
 ROUNDS = 5
-QUICK = 0.2  # of every duration
+QUICK = 0.2  # factor of every duration
 
 
 def main() -> None:

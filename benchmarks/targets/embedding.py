@@ -14,10 +14,10 @@ from gateway.bench.load import Load, Peer, run_closed_loop
 from gateway.bench.requests import Kind
 
 CLIENTS = 64
-CALLS = 20  # of one side, before it is the other's turn
+CALLS = 20  # calls of one side before it is the other's turn
 MANY = Target("embeddings, 64 clients × 1 text (MiniLM), HTTP / engine at its best batch", 0.95)
 ALONE = Target("single client, one text: HTTP p50 / engine time", at_most=1.1)
-HTTP_S = 0.0012  # or this much more, whichever is larger
+HTTP_S = 0.0012  # the allowed excess, if that is larger
 TOGETHER = Target(
     "10 concurrent one-text calls / 10 sequential: share of the engine's own batch gain", 0.95
 )

@@ -47,7 +47,7 @@ async def cold(rig: Rig) -> list[Verdict]:
         for tokens, target in COLD.items():
             words = await _words(rig, ours, tokens)
             wrong, times = 0, []
-            for _ in range(rig.rounds + 1):  # in the first, each of the two makes its shapes
+            for _ in range(rig.rounds + 1):  # both sides make their shapes in the first round
                 prompt = rig.wording(CHAT, prompt_words=words).prompts[0]
                 own = await ours.ask(chat(CHAT, prompt, max_tokens=4, is_streamed=True))
                 await rest()

@@ -12,7 +12,7 @@ from gateway.clock import Stage, Timings
 RECORDING = Target("recording / one-text request (MiniLM) over HTTP, p50", at_most=0.01)
 REQUESTS = 40
 TIMES = 5_000  # a recording is some microseconds
-TOKENS = 17  # of a text of 15 words
+TOKENS = 17  # tokens of a text of 15 words
 STAGES = Stage.PARSE, Stage.TOKENIZE, Stage.QUEUE, Stage.LANE, Stage.INFERENCE, Stage.SERIALIZE
 
 

@@ -29,10 +29,10 @@ from gateway.engine.embedding.label_scorer import LabelScorer, load_label_scorer
 from gateway.jobs.rerank import Pair
 from gateway.registry.sources import package_folder
 
-CLIENTS = 4  # so that one's answer is written while others' pairs are scored
+CLIENTS = 4  # one's answer is written while others' pairs are scored
 PAIRS = (32, 64)
 CALLS, CALL_PAIRS = 10, 10
-LABEL_PAIRS, LABEL_WORDS = 16, 99  # so many are 100 tokens of SmolLM2's, or 101
+LABEL_PAIRS, LABEL_WORDS = 16, 99  # these words are 100 tokens of SmolLM2's, or 101
 TOGETHER = Target("10 concurrent calls of 10 pairs / 10 sequential (reranker), pairs/s")
 TOKENIZING = Target(f"rerank, {PAIRS[0]} pairs, one client: tokenizing / all stages", at_most=0.2)
 SHARED = Target(

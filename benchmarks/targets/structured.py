@@ -43,7 +43,7 @@ async def together(rig: Rig) -> list[Verdict]:
             at_once = await burst(many, _asks(rig, form), REQUESTS if number else 1)
             await rest()
             wrong += errors(in_turn) + errors(at_once)
-            if number:  # before the first, the schema is compiled
+            if number:  # round 0 compiles the schema
                 samples.append(ratio(rate(at_once), rate(in_turn)))
     return [TOGETHER.judge(samples, errors=wrong)]
 

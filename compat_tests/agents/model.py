@@ -22,11 +22,11 @@ from tests.serving_app import catalog, served
 
 MODEL = "scripted"
 SHELLS = {
-    "Bash": "command",  # of Claude Code and cn
-    "exec_command": "cmd",  # of Codex
-    "bash": "command",  # of opencode, pi and Copilot
-    "run_shell_command": "command",  # of Qwen Code
-    "run_commands": "commands",  # of Cline, a list
+    "Bash": "command",  # Claude Code and cn
+    "exec_command": "cmd",  # Codex
+    "bash": "command",  # opencode, pi and Copilot
+    "run_shell_command": "command",  # Qwen Code
+    "run_commands": "commands",  # Cline; a list
 }
 """The tools that run a command, and what each calls it."""
 COMMAND = re.compile(r"`(echo [^`]+)`")

@@ -74,7 +74,7 @@ async def test_two_turns_with_a_tool_call(installed: Path, tmp_path: Path) -> No
         )  # fmt: skip
         assert call["tool_calls"][0]["function"]["name"] == "Bash"
         assert (result["role"], result["content"]) == ("tool", "hello from 42")
-        # Of tokens, both sides count the same.
+        # Both sides count the same tokens.
         usage = outcome["modelUsage"][MODEL]
         assert usage["outputTokens"] == 6 + 5 + 1
         assert usage["inputTokens"] > 10_000

@@ -204,7 +204,7 @@ async def test_llm_calls_a_function(tmp_path: Path, by: str) -> None:
     [
         (f"@github/copilot-{SYSTEM}/copilot", ("-s", "--allow-all-tools", "-p", ASKED)),
         (".bin/qwen", ("-y", ASKED)),
-        (".bin/pi", ("-p", ASKED)),  # by the Node beside it, 22
+        (".bin/pi", ("-p", ASKED)),  # runs on the Node beside it, 22
         (".bin/cn", ("--auto", "-p", ASKED)),
         (f"@cline/cli-{SYSTEM}/bin/cline", (ASKED,)),
     ],

@@ -207,7 +207,7 @@ def main(url: str) -> None:
     with Anthropic(base_url=url, api_key="unused", max_retries=0) as client:
         for case in CASES:
             case(client)
-    with Anthropic(base_url=url, auth_token="unused", max_retries=0) as client:  # as Bearer
+    with Anthropic(base_url=url, auth_token="unused", max_retries=0) as client:  # sent as Bearer
         whole(client)
     asyncio.run(at_once(url))
     print(f"{len(CASES) + 2} passed")

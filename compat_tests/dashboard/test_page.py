@@ -55,7 +55,7 @@ def test_its_numbers_are_those_of_metrics(page: Any, url: str) -> None:
         for series, value in told.items():
             totals[series.partition("{")[0]] += value
         for series, shown in cells:
-            if series != "gateway_requests_total":  # which asking for them changes
+            if series != "gateway_requests_total":  # the request itself changes this one
                 number = float(shown.partition(" ")[0].replace(",", ""))
                 assert number == (told | totals).get(series, 0.0), series
 

@@ -18,7 +18,7 @@ import yaml
 from tests.processes import ROOT
 
 PYTHON = ROOT / ".venv-ray" / "bin" / "python"
-MARK = "RAY_TEST_CLUSTER"  # in the environment of each of a cluster's processes
+MARK = "RAY_TEST_CLUSTER"  # a variable that each of a cluster's processes has
 SCRIPTED = "compat_tests.ray.engines:paced"
 REPLICA = "ray::ServeReplica"
 

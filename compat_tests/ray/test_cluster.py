@@ -92,7 +92,7 @@ def test_responses_are_found_where_they_are_kept(demo: Cluster) -> None:
             later = client.responses.create(
                 model="demo-chat", input=items, previous_response_id=first.id
             )
-            assert later.id[5:13] == first.id[5:13]  # from there on it is kept there too
+            assert later.id[5:13] == first.id[5:13]  # the later one is kept on the same replica
             assert len(client.responses.input_items.list(later.id).data) == 4
             client.responses.delete(first.id)
             with pytest.raises(openai.NotFoundError):

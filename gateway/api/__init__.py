@@ -1,4 +1,4 @@
-"""HTTP: one file an endpoint, no tensors. From the top down:
+"""HTTP: one file for each endpoint, no tensors. From the top down:
 
 app                           the application: routes, access, errors
 endpoints                     the table of all endpoints
@@ -11,12 +11,12 @@ models                        the list of models; /admin to load, unload, pin, r
 dashboard                     the page /dashboard, and the samples that it shows
 ops                           /health, /ready, /metrics, /openapi.json
 exchange                      a request for text → jobs → deltas → an answer or a stream of events
-openapi                       what an endpoint is; the document
+openapi                       the class of endpoints; the document
 middleware                    ids, timings, every error as JSON
-traces                        a span for each request, where the extra `otel` sends them
+traces                        a span for each request, sent if the extra `otel` is installed
 streams                       server-sent events: framing, priming, silences
 requests                      the service that handlers use; bodies → checked requests
 bodies                        request bodies within limits, each and all together
 in_flight                     the context of each request; requests in flight; clients that leave,
-                              whose work is cancelled; the last errors, who watches
+                              whose work is cancelled; the last errors, the watchers
 """

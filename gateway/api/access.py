@@ -1,4 +1,4 @@
-"""Access to the API: keys, hosts, origins, rate limits; and all of it around an app."""
+"""Access to the API: keys, hosts, origins, rate limits; `protect` puts them around an app."""
 
 import asyncio
 import contextlib
@@ -33,24 +33,24 @@ EXPOSED_HEADERS = [
     "x-gateway-thinking-budget", "server-timing", "retry-after", "x-should-retry",
     *(f"x-ratelimit-{name}-{kind}" for name in ("limit", "remaining", "reset") for kind in KINDS),
 ]  # fmt: skip
-# Of desktop apps: no web page can have these schemes. Tauri's is a host of http on Windows.
+# Origins of desktop apps: no web page can have these schemes. Tauri's is a host of http on Windows.
 APP_ORIGINS = r"(?:tauri|app|vscode-webview|vscode-file)://[^/\s]+|https?://tauri\.localhost"
 ADMIN = "/admin/"
-PAGES = ("/dashboard",)  # may be opened by a link of another site
-DISCARD_BYTES = 16 * 1024 * 1024  # of the body of a request beyond its key's rate
+PAGES = ("/dashboard",)  # paths that a link of another site may open
+DISCARD_BYTES = 16 * 1024 * 1024  # the most bytes read of a body whose key is over its rate
 DISCARD_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessRules:
-    """The settings for who comes in, and with how much."""
+    """The settings for access: who may send requests, and how many."""
 
-    admin_key: str | None  # for what is under /admin, where no other key counts
+    admin_key: str | None  # the only key that counts under /admin
     keys: Sequence[str]
-    shares_prefixes: bool  # between keys
+    shares_prefixes: bool  # whether keys share cached prefixes
     hosts: Sequence[str]
     origins: Sequence[str]
-    allowance: Allowance  # of each key
+    allowance: Allowance  # the allowance of each key
     max_header_bytes: int
     send_timeout_s: float
 
@@ -66,8 +66,8 @@ def protect(
     tracer: "Tracer | None" = None,
 ) -> ASGIApp:
     """Return an app behind ids, errors as JSON, CORS, keys and rates."""
-    # From the inside out. Errors are answered inside CORS: without its headers a browser would
-    # show its page nothing, not even a 401.
+    # The layers from the inside out. Errors are answered inside CORS: without its headers a browser
+    # would show its page nothing, not even a 401.
     origins = origin_pattern(rules.origins)
     if not rules.allowance.is_unlimited:
         app = Rates(app, Accounts(rules.allowance), metered_paths)
@@ -78,15 +78,15 @@ def protect(
         allow_origin_regex=origins.pattern,
         allow_methods=["*"],
         allow_headers=["*"],
-        allow_private_network=True,  # as Chrome asks before a public page reaches this machine
+        allow_private_network=True,  # Chrome asks before a public page reaches this machine
         expose_headers=EXPOSED_HEADERS,
     )
     return Context(app, in_flight, bodies, send_timeout_s=rules.send_timeout_s, tracer=tracer)
 
 
 def origin_pattern(origins: Sequence[str]) -> re.Pattern[str]:
-    """Return what matches desktop apps' origins and the given ones."""
-    # A `*` is any origin, any port, or any host, alone or before a domain.
+    """Return the pattern of the origins of desktop apps and of the given ones."""
+    # A `*` stands for any origin, any port, or any host, alone or before a domain.
     patterns = [APP_ORIGINS]
     for origin in origins:
         text = re.escape(origin).replace(r":\*", r"(?::\d+)?").replace(r"\*", r"[^/:]+")
@@ -139,28 +139,28 @@ class Guard:
 
     def _check_page(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
         """Raise Forbidden for a request that a web page may have made."""
-        # It could reach localhost by DNS rebinding, so Host has to be a name that no page can have
-        # or an allowed one; or across origins, so Origin has to be the gateway's own or one that
-        # CORS allows, and no other site may ask without one. Starlette's TrustedHostMiddleware
-        # knows no loopback network and no host with its port, cannot let open paths and unix
-        # sockets pass, and answers plain text.
+        # A page could reach localhost by DNS rebinding, so Host has to be a name that no page can
+        # have, or an allowed one. It could also ask across origins, so Origin has to be the
+        # gateway's own or one that CORS allows, and no other site may ask without one. Starlette's
+        # TrustedHostMiddleware knows no loopback network and no host with its port, cannot let open
+        # paths and unix sockets pass, and answers plain text.
         host = headers.get(b"host", b"").decode("latin-1").lower()
         is_known = is_here(host) or not self._hosts.isdisjoint((host, _host_name(host)))
-        is_socket = scope.get("server") is None  # to a unix socket no hostname resolves
+        is_socket = scope.get("server") is None  # no hostname resolves to a unix socket
         if not (is_known or is_socket or "*" in self._hosts):
             raise Forbidden(
                 f"The host `{shorten(host)}` is not this gateway's. Add it to "
                 "GATEWAY_ALLOWED_HOSTS, or set GATEWAY_API_KEYS."
             )
         origin = headers.get(b"origin", b"").decode("latin-1")
-        if self._origins.fullmatch(origin):  # none at all too, where every origin is allowed
+        if self._origins.fullmatch(origin):  # an absent origin too, if every origin is allowed
             return
         # The dashboard is a page of the gateway itself. Its host must be known by name: with `*`,
         # and on a unix socket, it may have been rebound.
         is_own = is_known and origin.lower() == f"{scope['scheme']}://{host}"
         if b"origin" in headers and not is_own:
             raise Forbidden(f"The origin `{shorten(origin)}` is not in GATEWAY_CORS_ORIGINS.")
-        # A page's images, scripts, frames and links send no Origin. `none` is what a person typed.
+        # A page's images, scripts, frames and links send no Origin. `none`: a person typed the URL.
         site = headers.get(b"sec-fetch-site", b"none")
         if site not in (b"same-origin", b"none") and not _opens_page(scope, headers):
             raise Forbidden(
@@ -178,7 +178,7 @@ def _opens_page(scope: Scope, headers: Mapping[bytes, bytes]) -> bool:
 
 def _key_id(headers: Mapping[bytes, bytes], keys: Sequence[bytes]) -> str:
     """Return the id of the first known key: a bearer token, or in Anthropic's header."""
-    # Agents may send both, of which only one is this gateway's.
+    # Agents may send both, and only one may be this gateway's.
     sent = []
     scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() == b"bearer":
@@ -186,7 +186,7 @@ def _key_id(headers: Mapping[bytes, bytes], keys: Sequence[bytes]) -> str:
     if b"x-api-key" in headers:
         sent.append(headers[b"x-api-key"].strip())
     for digest in map(_digest, sent):
-        # Compare with every key, each in constant time.
+        # Every key is compared, each in constant time.
         matches = [hmac.compare_digest(digest, known_digest) for known_digest in keys]
         if any(matches):
             return f"key-{matches.index(True) + 1}"
@@ -200,12 +200,12 @@ def _key_id(headers: Mapping[bytes, bytes], keys: Sequence[bytes]) -> str:
 def is_here(host: str) -> bool:
     """Return True if a Host header names this machine, in a way that no web page can."""
     name = _host_name(host)
-    # A network may have chosen all but the first word.
+    # Only the first word counts: a network may have chosen the rest.
     hostname = socket.gethostname().partition(".")[0].lower()
     try:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
-        # `.localhost` and `.internal` are in no public DNS, nor are `.local` and names of one word.
+        # `.localhost`, `.internal`, `.local` and names of one word are in no public DNS.
         is_own = bool(hostname) and name in (hostname, f"{hostname}.local")
         return name == "localhost" or is_own or name.endswith((".localhost", ".internal"))
 
@@ -239,8 +239,8 @@ class Rates:
         try:
             meter.admit()
         except RateLimited:
-            # Were the connection closed while the client still sends, it would be reset before the
-            # answer arrived.
+            # The body is read first: if the connection were closed while the client still sends, it
+            # would be reset before the answer arrived.
             await _discard_body(receive)
             raise
         try:
@@ -250,7 +250,7 @@ class Rates:
 
 
 async def _discard_body(receive: Receive) -> None:
-    """Read a body, or as much of it as may be."""
+    """Read a body and discard it, up to the limits of size and time."""
     size, has_more = 0, True
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(DISCARD_S):
@@ -289,8 +289,8 @@ class Meter:
         self._charged = tokens
 
     def headers(self) -> Iterator[tuple[bytes, bytes]]:
-        """Charge what is known, and yield the headers of what is left."""
-        # Of an unstreamed answer all tokens are known; those of a stream count when it ends.
+        """Charge the tokens known so far, and yield the headers of the rest of the allowance."""
+        # An unstreamed answer's tokens are all known by now; those of a stream count when it ends.
         self.charge()
         for kind, bucket in self._buckets.items():
             values = {

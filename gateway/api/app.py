@@ -44,14 +44,15 @@ def create_app(
     )
 
     async def route(scope: Scope, receive: Receive, send: Send) -> None:
-        # With an app in the scope, Starlette raises what it has no route for, and answers nothing.
+        # If the scope has an app, Starlette raises an error for an unknown route, and answers
+        # nothing.
         scope["app"] = router
         try:
             await router(scope, receive, send)
         except HTTPException as error:
             raise _refusal(error, scope["method"], scope["path"]) from None
 
-    # A browser that opens the page can send no key. Without keys the page has its host checked.
+    # A browser that opens the page can send no key. If no keys are set, the page's host is checked.
     open_paths = OPEN_PATHS | dashboard.PATHS if rules.keys else OPEN_PATHS
     return protect(
         route,
@@ -73,8 +74,8 @@ def _refusal(error: HTTPException, method: str, path: str) -> GatewayError:
 
 
 def _hint(path: str) -> str:
-    """Return a hint if a path without extra slashes or /v1 is an endpoint, or one of OpenAI's that
-    is not served.
+    """Return a hint if a path, without extra slashes or /v1, is an endpoint, or one of OpenAI's
+    that is not served.
     """
     steps = [step for step in path.split("/") if step]
     while steps[:2] == ["v1", "v1"]:

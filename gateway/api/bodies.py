@@ -1,5 +1,5 @@
-"""Requests' bodies within limits: of one, and of the bytes that all of them and all unread answers
-hold together.
+"""Requests' bodies within limits: for one body, and for the bytes that all bodies and all unread
+answers hold together.
 """
 
 import asyncio
@@ -18,9 +18,9 @@ from gateway.errors import (
     Unavailable,
 )
 
-SMALL_BYTES = 1024 * 1024  # of an answer that is never refused, as metrics are
-UNCOUNTED_BYTES = 64 * 1024  # of each body, so that most requests always have room
-# A body above the limit is read on and discarded, up to this many times the limit: if the
+SMALL_BYTES = 1024 * 1024  # answers up to this size, such as metrics, are never refused
+UNCOUNTED_BYTES = 64 * 1024  # bytes of each body not counted: most requests always have room
+# A body above the limit is still read, and discarded, up to this many times the limit: if the
 # connection were closed while the client still sends, it would be reset before the 413 arrived.
 DISCARD_FACTOR = 4
 
@@ -50,8 +50,8 @@ class Body:
         """Set the bytes that are held of the body. Raises Unavailable if there is no room."""
         nbytes = max(0, size - UNCOUNTED_BYTES)
         more = nbytes - self._nbytes
-        # What finds no room is refused rather than queued: two requests that have each read half of
-        # a body and wait for room for the rest would wait for each other.
+        # A body without room is refused, not queued: two requests that have each read half of a
+        # body and wait for room for the rest would wait for each other.
         if is_refusable and more > 0 and not self._bodies.has_room(more, self._nbytes):
             raise Unavailable(
                 "The requests being read and the answers being sent are too large together. "
@@ -62,8 +62,8 @@ class Body:
         self._nbytes = nbytes
 
     def count_answer(self, size: int) -> None:
-        """Set the bytes of an answer, before it is written. Raises Unavailable if there is no room,
-        but for a small one.
+        """Set the bytes of an answer, before it is written. Raises Unavailable if there is no room
+        for it, unless it is small.
         """
         self.count(size, is_refusable=size > SMALL_BYTES)
 
@@ -76,8 +76,8 @@ def check_head(scope: Scope, max_bytes: int) -> None:
 
 
 async def read_body(request: Request, held: Body, max_bytes: int, timeout_s: float) -> bytearray:
-    """Read the whole body, and count it as `held`. A client that waits to be asked for one above
-    the limit is refused.
+    """Read the whole body, and count it as `held`. A client that waits for leave to send a body
+    above the limit is refused.
 
     Raises TooLarge for a body above the limit, SlowBody for one that has not arrived within
     `timeout_s`, Unavailable if the bodies of all requests leave no room, EncodingNotSupported for a

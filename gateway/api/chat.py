@@ -122,7 +122,7 @@ def _message_exchange(
     )
     writer = MessageWriter(
         wire_request.model,
-        max_tokens=job.max_tokens or 0,  # a request to count tokens has none
+        max_tokens=job.max_tokens or 0,  # a request to count tokens has no max_tokens
         thoughts=wire_request.thoughts,
         request_id=caller.request_id,
     )

@@ -25,8 +25,8 @@ from gateway.clock import Timings
 from gateway.errors import RequestCancelled, RequestNotFound
 from gateway.registry import Resolved
 
-# The page has no data of its own, so it needs no key; the samples need one, and those that tell of
-# single requests need the admin key.
+# The page has no data of its own, so it needs no key; samples need one, and samples with single
+# requests need the admin key.
 PAGE = "dashboard.html"
 FILES = {
     PAGE: "text/html",
@@ -41,8 +41,8 @@ FILES = {
 PATHS = frozenset({"/dashboard", *(f"/dashboard/{name}" for name in FILES)})
 PERIOD_S = 1.0
 _HEADERS = {
-    # The page's own files and this gateway, and nothing else: no inline script or style, no markup
-    # made from text (trusted types), no frame.
+    # The page may load its own files and ask this gateway, nothing else: no inline script or style,
+    # no markup made from text (trusted types), no frame.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
@@ -75,10 +75,10 @@ def _read(name: str) -> bytes:
 
 
 async def samples(service: Service, request: Request, *, is_admin: bool) -> ASGIApp:
-    """Answer with a line of JSON a second, for as long as the client reads; an admin's samples have
-    the requests in flight and the last errors.
+    """Answer with a line of JSON a second, as long as the client reads; an admin's samples also
+    have the requests in flight and the last errors.
     """
-    # One place is kept for admins, if there are any: who else watches cannot lock them out.
+    # One place is kept for admins, if there are any: other watchers cannot lock them out.
     is_reserved = is_admin or not service.exposure.has_admin
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -98,7 +98,8 @@ async def _send_samples(service: Service, send: Send, *, is_admin: bool) -> None
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await service.inputs.look()
     is_over = False
-    # Each is made when the last one has been taken: a slow watcher gets fewer, and holds no memory.
+    # A sample is made when the last one has been taken: a slow watcher gets fewer, and holds no
+    # memory.
     while not is_over:
         second = math.floor(clock.now() / PERIOD_S)
         is_over = service.in_flight.is_draining  # a watcher must not hold up the stop
@@ -143,7 +144,7 @@ def _models(service: Service) -> list[dict[str, Any]]:
 
 
 def _describe(number: int, context: RequestContext) -> dict[str, Any]:
-    """Return what is known of a request but what it says: its route, not its path."""
+    """Return a request's state, without any of its content: its route, not its path."""
     scope, timings = context.scope, context.timings
     jobs: Sequence[Timings] = (timings, *timings.parallel)
     return {

@@ -53,7 +53,7 @@ async def embed(service: Service, request: Request) -> Response:
 
 
 async def info(service: Service, request: Request) -> Response:
-    """Answer what TEI says of its model: of the one that answers /embed."""
+    """Describe the model that answers /embed, in TEI's words."""
     _, spec = service.find_spec(None, "embeddings", EmbeddingSpec)
     model = service.models.model(spec)
     limit = model.engine.max_tokens if isinstance(model, EmbeddingBatcher) else None
@@ -96,7 +96,7 @@ async def _embedded(service: Service, request: Request, shape: type[R]) -> _Resu
             check_dimensions(spec, batcher.engine.dimensions, job.dimensions)
             embedded = await batcher.embed(job, arrival)
     number_bytes = wire.NUMBER_BYTES[asked.encoding_format]
-    # Before it is written: vectors as JSON are several times their floats.
+    # The answer is counted before it is written: JSON takes several times the bytes of floats.
     context_of(request).unread.count_answer(embedded.vectors.size * number_bytes)
     headers = ignored_header(parsed.ignored)
     if embedded.truncated:
@@ -110,7 +110,7 @@ async def _write(request: Request, pieces: Iterator[bytes], headers: dict[str, s
     with time_stage(request, Stage.SERIALIZE):
         for piece in pieces:
             body.append(piece)
-            # To write 2,048 vectors at once would keep all others waiting.
+            # Writing 2,048 vectors at once would keep all other requests waiting.
             if len(piece) > wire.PIECE_FLOATS:
                 await asyncio.sleep(0)
     return Response(b"".join(body), media_type="application/json", headers=headers)

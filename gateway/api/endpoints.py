@@ -72,7 +72,7 @@ from gateway.wire.tokenization import (
     TokenizerInfo,
 )
 
-PAGE_ERRORS: Errors = (Forbidden, Unavailable)  # while there are no keys
+PAGE_ERRORS: Errors = (Forbidden, Unavailable)  # only if no keys are set
 
 
 async def _describe(service: Service, request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""The way of a request for text, the same in every protocol: its jobs run on a leased model, and
+"""The path of a request for text, the same in every protocol: its jobs run on a leased model, and
 their deltas become one answer, or the events of a stream.
 """
 
@@ -44,8 +44,8 @@ R = TypeVar("R", bound=WireRequest)
 class _Run:
     """The jobs under way."""
 
-    usage: Usage  # of the prompts that have been admitted
-    updates: AsyncIterator[Usage | Delta]  # each further prompt's usage, and all deltas
+    usage: Usage  # usage of the prompts that have been admitted
+    updates: AsyncIterator[Usage | Delta]  # the usage of later prompts, and all deltas
     checker: AnswerChecker | None = None
 
     async def verdict(self, index: int) -> SchemaVerdict | None:
@@ -59,7 +59,7 @@ class _Run:
 
 @dataclass(slots=True)
 class _Attempt:
-    """All deltas of each choice, whether it fits its schema, and what no grammar enforced."""
+    """All deltas of each choice, whether it fits its schema, and the parts no grammar enforced."""
 
     choices: list[list[Delta]]
     usage: Usage
@@ -69,7 +69,7 @@ class _Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """A request for text, its jobs, and what writes the answer in the request's protocol."""
+    """A request for text, its jobs, and the writer of its answer in the request's protocol."""
 
     service: Service
     request: WireRequest
@@ -77,7 +77,7 @@ class Exchange:
     jobs: Sequence[GenerateJob]
     writer: AnswerWriter
     is_streamed: bool
-    is_checked: bool = True  # there is one job, whose answer is checked by its schema
+    is_checked: bool = True  # True: the one job's answer is checked by its schema
     keep: Callable[[], None] = lambda: None  # stores the answer, before its end is sent
     headers: dict[str, str] = field(default_factory=dict)
 
@@ -109,7 +109,7 @@ class Exchange:
         answer = await self._generate(self.jobs)
         invalid = choose_retried(job, answer.fits)
         if invalid:
-            # Without time or room for it, the first answers stand.
+            # The first answers stand if there is no time or room for a retry.
             with contextlib.suppress(GatewayError):
                 retry = await self._generate([replace(job, n=len(invalid))])
                 answer.usage = _add_usage(answer.usage, retry.usage)
@@ -142,9 +142,7 @@ class Exchange:
         return _Attempt(choices, usage, fits, run.checker.unenforced)
 
     async def _frames(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events as frames, the first of them when the first delta has come: only then is
-        it known how much of the prompt was in the cache.
-        """
+        """Yield the events as frames, the first of them after the first delta."""
         writer = self.writer
         has_begun = False
         async with self._run(self.jobs) as run:
@@ -154,7 +152,7 @@ class Exchange:
                 usage = _add_usage(usage, update)
                 if isinstance(update, Usage):
                     continue
-                # Only with the first delta it is known how much of the prompt was in the cache.
+                # The first delta tells how much of the prompt was in the cache.
                 if not has_begun:
                     has_begun = True
                     for event in writer.begin(usage):
@@ -163,7 +161,7 @@ class Exchange:
                 verdict = await run.verdict(update.index) if is_last else None
                 for event in writer.add(update, verdict):
                     yield self._frame(event)
-        # Before the end is sent: a client may go on from the response as soon as it has that.
+        # The response is kept before the end is sent: a client may then continue from it at once.
         last_events = writer.end(usage)
         self.keep()
         for event in last_events:
@@ -173,7 +171,7 @@ class Exchange:
 
     @contextlib.asynccontextmanager
     async def _run(self, jobs: Sequence[GenerateJob]) -> AsyncIterator[_Run]:
-        """Lease the model, wait until a job is admitted, and note what is known of it by then."""
+        """Lease the model, wait until a job is admitted, and set the headers known by then."""
         async with self.service.lease(self.spec, jobs[0].caller, self.request) as batcher:
             if self.is_checked:
                 async with batcher.generate(jobs[0]) as generation, aclosing(generation.deltas):
@@ -189,7 +187,7 @@ class Exchange:
                     yield _Run(usage, updates)
 
     def _name_ignored_budget(self) -> None:
-        """Name a budget of the request's, of which only the model could tell that it has no use."""
+        """Name the request's budget as ignored: the model has turned out to have no use for it."""
         name, header = self.request.param_of("thinking_budget"), "x-gateway-ignored"
         names = self.headers.get(header, "").split(",")
         if self.request.thinking_budget is not None and name not in names:
@@ -258,7 +256,7 @@ def thinking_budgets(spec: ChatSpec) -> dict[str, int]:
 
 
 def _count_parts(job: GenerateJob, answer: _Attempt) -> int:
-    """Count what an answer is written from: deltas, and logprobs with their alternatives."""
+    """Count the parts of an answer: deltas, and logprobs with their alternatives."""
     deltas = sum(map(len, answer.choices))
     if job.logprobs is None:
         return deltas
@@ -289,17 +287,17 @@ def _require_fit(fits: Sequence[Fit | None]) -> None:
 
 
 def _verdict_json(fit: Fit | None, unenforced: Sequence[str]) -> SchemaVerdict | None:
-    """Return a choice's verdict as its answer has it; None if it says no more than a success."""
+    """Return a choice's verdict for its answer; None if it adds nothing to a success."""
     if fit is None or (fit is Fit.VALID and not unenforced):
         return None
     return {"unenforced": list(first_names(unenforced)), "schema_valid": fit.is_valid}
 
 
 def _answer_headers(checker: AnswerChecker, params: SequenceParams) -> dict[str, str]:
-    """Return the headers for calls or thoughts that may be text, as the model's format of them is
-    unknown, for answers that come only once they are whole, for the parts of the schema that no
-    grammar enforces, as JSON pointers, and for a budget of thinking that leaves no token for the
-    answer.
+    """Return the headers of an answer. They tell of calls or thoughts that may come as text, since
+    the model's format of them is unknown; of answers that come only once they are whole; of parts
+    of the schema that no grammar enforces, as JSON pointers; and of a budget of thinking that
+    leaves no token for the answer.
     """
     headers = named_header("x-gateway-unenforced", checker.unenforced)
     if params.calls_are_text:
@@ -315,7 +313,7 @@ def _answer_headers(checker: AnswerChecker, params: SequenceParams) -> dict[str,
 
 
 def _schema_valid_header(answer: _Attempt) -> dict[str, str]:
-    """Return the header for whether answers fit; none if it says no more than a success."""
+    """Return the header that tells whether answers fit; none if it adds nothing to a success."""
     verdicts = [fit.is_valid for fit in answer.fits if fit is not None]
     if not verdicts or (all(verdicts) and not answer.unenforced):
         return {}

@@ -1,5 +1,5 @@
 """The requests in flight: the context of each, which is listed, waited for and cancelled, also
-because its client has left; the last errors; who watches.
+because its client has left; the last errors; the watchers of the dashboard.
 """
 
 import asyncio
@@ -46,32 +46,32 @@ class RequestContext:
     """
 
     scope: Scope
-    headers: Mapping[bytes, bytes]  # the first one of each name
+    headers: Mapping[bytes, bytes]  # the first header of each name
     request_id: str
-    is_anthropic: bool  # its answer has Anthropic's form, also if that is an error
+    is_anthropic: bool  # the answer has Anthropic's form, even an error
     body: Body  # counts the bytes of its body
     unread: Body  # counts the bytes of its answer that the client has not read
-    # A router's names for the beginnings of its prompt, which it leaves in the scope.
+    # A router's names for the beginnings of the prompt. The router leaves them in the scope.
     routing_keys: RoutingKeys = field(default_factory=RoutingKeys)
     timings: Timings = field(default_factory=Timings)
-    trace: "Trace | None" = None  # if traces are sent, and this path has one
+    trace: "Trace | None" = None  # None if this path has no trace, or none are sent
     _task: "asyncio.Task[object] | None" = field(default_factory=asyncio.current_task)
 
-    # The guard sets these before any handler runs, and the rates the last one:
-    is_known: bool = False  # the caller may list models
-    key_id: str | None = None  # None where no keys are set
+    # The guard sets these before any handler runs; the rates set the last one:
+    is_known: bool = False  # True: the caller may list models
+    key_id: str | None = None  # None if no keys are set
     cache_salt: str = ""  # keeps the cached prompts of different keys apart
     rate_headers: Callable[[], Iterable[tuple[bytes, bytes]]] = tuple  # the allowance that is left
 
-    # Set while it is served:
-    asked: float | None = None  # by Service.caller: the time from which its deadline counts
-    is_watch: bool = False  # by the dashboard's samples, which last as long as somebody looks
-    status: int | None = None  # by the outermost middleware, as the answer begins
-    error: str | None = None  # the code, by whatever sends an error to the client
-    cancellation: GatewayError | None = None  # by `cancel`: the error that the client gets
+    # These are set while the request is served:
+    asked: float | None = None  # the start of its deadline, set by Service.caller
+    is_watch: bool = False  # True for the dashboard's samples, which last as long as somebody looks
+    status: int | None = None  # set by the outermost middleware, when the answer begins
+    error: str | None = None  # the code, set by the sender of an error to the client
+    cancellation: GatewayError | None = None  # the client's error, set by `cancel`
 
     def cancel(self, reason: GatewayError) -> None:
-        """Cancel its task: what it held is freed as if its client had left."""
+        """Cancel its task: everything it held is freed, as if its client had left."""
         if self.cancellation is None and self._task is not None:
             self.cancellation = reason
             self._task.cancel()
@@ -93,7 +93,7 @@ class InFlight:
 
     def __init__(self) -> None:
         self.is_draining = False
-        # Unique, which an id may not be: clients may send one.
+        # Numbers are unique. Ids may not be: clients may send one.
         self._numbers = itertools.count(1)
         self._requests: dict[int, RequestContext] = {}
         self._idle = asyncio.Event()
@@ -125,7 +125,7 @@ class InFlight:
 
     def note_error(self, context: RequestContext, status: int, seconds: float) -> None:
         """Keep an error that a request was answered with."""
-        # Without its message, which may repeat what the caller sent.
+        # The error's message is left out: it may repeat the caller's text.
         self._errors.append(
             {
                 "at": time.time(),
@@ -154,7 +154,7 @@ class InFlight:
 
 
 class Watchers:
-    """Those who are sent a sample a second, a few at most: each is made once, for all of them."""
+    """A few clients at most, who get a sample each second. A sample is made once, for all."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -166,7 +166,7 @@ class Watchers:
 
         Raises TooManyWatchers if none is free.
         """
-        # Who else watches cannot lock an admin out.
+        # Other watchers cannot lock an admin out.
         watcher_limit = MOST_WATCHERS if is_reserved else MOST_WATCHERS - 1
         if self.count >= watcher_limit:
             raise TooManyWatchers(watcher_limit)
@@ -205,7 +205,7 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
     try:
         yield
     except asyncio.CancelledError:
-        # Others may have cancelled the task too, and that is theirs to see.
+        # Somebody else may have cancelled the task too: that cancellation goes on.
         if disconnect.done() and task.uncancel() == 0:  # this is the only cancellation
             raise ClientDisconnect from None
         raise

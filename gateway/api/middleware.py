@@ -1,4 +1,4 @@
-"""Around every request: its id, its timing, and every error as JSON."""
+"""The layers around every request: its id, its timing, and every error as JSON."""
 
 import asyncio
 import re
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 log = logs.get("http")
 
-LEAST_RATE = 128 * 1024  # bytes a second that a client reads of its answer, after the send timeout
-PIECE_BYTES = 256 * 1024  # of a large body, sent at a time; the send timeout is for each piece
-ANTHROPIC = "/messages"  # what is here and below is Anthropic's, its errors and headers too
-MODELS = "/models"  # what is here and below is Anthropic's where its version is sent
+LEAST_RATE = 128 * 1024  # bytes a second that a client has to read, after the send timeout
+PIECE_BYTES = 256 * 1024  # bytes of a large body sent at a time; each piece has the send timeout
+ANTHROPIC = "/messages"  # this path and those below are Anthropic's, with its errors and headers
+MODELS = "/models"  # this path and those below are Anthropic's if its version is sent
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,200}")
 
 
@@ -68,7 +68,7 @@ class ErrorResponse(Response):
         self._error, self._context = error, context
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # For the list of the last errors, and for the trace.
+        # The list of the last errors and the trace need the code.
         self._context.error = self._error.code or self._error.type
         await super().__call__(scope, receive, send)
 
@@ -116,14 +116,14 @@ class Context:
         self._bodies = bodies
         self._send_timeout_s = send_timeout_s
         self._tracer = tracer
-        self._log = log.bind()  # once, not for every line
+        self._log = log.bind()  # bound once, not for every line
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         context = scope["gateway"] = self._begin(scope)
-        is_last = self._in_flight.is_draining  # connections close after their answer then
+        is_last = self._in_flight.is_draining  # then connections close after their answer
         reply = _Reply(send, context, self._send_timeout_s, is_last=is_last)
         has_left = False
         try:
@@ -141,7 +141,7 @@ class Context:
     def _begin(self, scope: Scope) -> RequestContext:
         """Return a request's context, and begin its trace."""
         scope["method"] = shorten(scope["method"])
-        # Of a header sent twice, the first counts.
+        # The first of a header sent twice counts.
         headers = dict(reversed(scope["headers"]))
         request_id = headers.get(b"x-request-id", b"").decode("latin-1")
         if not _REQUEST_ID.fullmatch(request_id):
@@ -172,7 +172,7 @@ class Context:
         status = CLIENT_CLOSED if has_left or sent is None else int(sent)
         route = path or "none"
         metrics.of(metrics.REQUESTS, route, str(status)).inc()
-        if not context.is_watch:  # which lasts as long as somebody looks
+        if not context.is_watch:  # a watch lasts as long as somebody looks
             metrics.of(metrics.REQUEST_SECONDS, route).observe(seconds)
         record_timings(timings, route)
         if context.error is not None and path is not None and status != CLIENT_CLOSED:
@@ -206,7 +206,8 @@ class ErrorMiddleware:
         except ClientDisconnect:
             raise
         except asyncio.CancelledError:
-            # By an admin, or as the gateway stops: the client gets the reason of both as an error.
+            # An admin cancelled the request, or the gateway stops: the client gets the reason as an
+            # error.
             if context.status is not None or context.cancellation is None:
                 context.error = "cancelled"
                 raise
@@ -237,13 +238,13 @@ class _Limit:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._task: asyncio.Task[Any] | None = None  # it sends now
-        self._cancelling = 0  # requests to cancel it from before
-        self._due = 0.0  # on the loop's clock
+        self._task: asyncio.Task[Any] | None = None  # the task that sends now
+        self._cancelling = 0  # earlier requests to cancel the task
+        self._due = 0.0  # a time on the loop's clock
         self._is_over = False
 
     def of(self, seconds: float) -> "_Limit":
-        """Return itself as a context that raises TimeoutError after so many seconds."""
+        """Return itself as a context that raises TimeoutError after this many seconds."""
         self._due = self._loop.time() + seconds
         if self._timer is None or self._due < self._timer.when():
             self.close()
@@ -293,8 +294,8 @@ class _Reply:
         self._send_timeout_s = send_timeout_s
         self._is_last = is_last
         self._limit = _Limit()
-        self._is_refused = False  # an error was sent in its place
-        self._waited_s = 0.0  # for the client to read
+        self._is_refused = False  # True: an error was sent in its place
+        self._waited_s = 0.0  # seconds spent waiting for the client to read
         self._nbytes = 0
 
     async def __call__(self, message: Message) -> None:
@@ -308,7 +309,7 @@ class _Reply:
         await self._send_body(message)
 
     def close(self) -> None:
-        """Stop to watch the time."""
+        """Cancel the timer."""
         self._limit.close()
 
     def _headers(self) -> Iterator[tuple[bytes, bytes]]:
@@ -316,7 +317,7 @@ class _Reply:
         request_id = context.request_id.encode()
         yield b"x-request-id", request_id
         yield b"server-timing", server_timing(context.timings).encode()
-        if context.is_anthropic:  # by its own name
+        if context.is_anthropic:  # the name in Anthropic's API
             yield b"request-id", request_id
         if context.trace is not None:
             yield context.trace.header
@@ -325,9 +326,9 @@ class _Reply:
             yield b"connection", b"close"
 
     async def _has_room(self, start: Message) -> bool:
-        """Count an answer of known length; return False if it was refused: there is no room."""
+        """Count an answer of known length; return False if it was refused for lack of room."""
         length = int(dict(start["headers"]).get(b"content-length", b"0"))
-        # Raised as an error it would come too late: Starlette takes none once an answer has begun.
+        # An error raised here would come too late: Starlette takes none once an answer has begun.
         try:
             self._context.unread.count_answer(length)
         except Unavailable as error:
@@ -341,7 +342,7 @@ class _Reply:
         for piece in split_body(message):
             began = clock.now()
             self._nbytes += len(piece.get("body", b""))
-            # Each piece in time is not enough: a client that reads a byte of each would hold a
+            # A limit for each piece is not enough: a client that reads a byte of each would hold a
             # large answer for hours.
             late_s = self._send_timeout_s + self._nbytes / LEAST_RATE - self._waited_s
             try:
@@ -351,7 +352,7 @@ class _Reply:
                 log.warning("client_stopped_reading")
                 raise ClientDisconnect from None
             self._waited_s += clock.now() - began
-            if left > PIECE_BYTES and not message.get("more_body"):  # a stream counts its own
+            if left > PIECE_BYTES and not message.get("more_body"):  # a stream counts its own bytes
                 left -= PIECE_BYTES
                 self._context.unread.count(left)
 

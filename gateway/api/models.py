@@ -1,5 +1,5 @@
-"""GET /v1/models and /v1/models/{id}; with the admin key: pull, load, unload, pin, reload,
-save what is kept of prompts.
+"""GET /v1/models and /v1/models/{id}; with the admin key: pull, load, unload, pin, reload, and
+save the kept prompts.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from gateway.serving.models.pulls import Pull
 from gateway.wire.anthropic import AnthropicModel, AnthropicModels, model_info, model_page
 from gateway.wire.pulls import PullProgress, PullRequest
 
-PULL_PERIOD_S = 1.0  # between two events of a pull
+PULL_PERIOD_S = 1.0  # seconds between two events of a pull
 STATES = ["unloaded", "loading", "loaded", "failed"]
 
 
@@ -36,7 +36,7 @@ class Batching(TypedDict):
 
     rows: Literal["together", "one at a time"]
     self_test: Literal["passed", "failed", "unfinished", "off"]
-    problem: Annotated[str | None, Field(description="What the self-test found wrong.")]
+    problem: Annotated[str | None, Field(description="The fault that the self-test found.")]
 
 
 class Model(TypedDict):
@@ -51,7 +51,7 @@ class Model(TypedDict):
     kind: Literal["chat", "embedding", "rerank"]
     state: Annotated[str, WithJsonSchema({"type": "string", "enum": STATES})]
     pinned: Annotated[bool, Field(description="It is not evicted.")]
-    bytes: Annotated[int | None, Field(description="What it holds of the memory budget.")]
+    bytes: Annotated[int | None, Field(description="Its share of the memory budget.")]
     last_used: Annotated[float | None, Field(description="Unix time.")]
     error: Annotated[str | None, Field(description="Why it failed.")]
     max_model_len: Annotated[
@@ -62,12 +62,12 @@ class Model(TypedDict):
     input_modalities: Sequence[str] | None
     verified: Annotated[
         Literal["transformers", "mlx-lm", "no"] | None,
-        Field(description="What answers of its family were compared with, by its files."),
+        Field(description="The reference for answers of its family, by its files."),
     ]
     notes: Annotated[
-        Sequence[str], Field(description="What of its files a loaded chat model doesn't follow.")
+        Sequence[str], Field(description="Parts of its files that a chat model doesn't follow.")
     ]
-    batching: Annotated[Batching | None, Field(description="Of a chat model that is loaded.")]
+    batching: Annotated[Batching | None, Field(description="How a loaded chat model batches.")]
 
 
 class Models(TypedDict):
@@ -116,7 +116,8 @@ async def _look(service: Service, resolved: Resolved) -> Model:
 def describe_model(service: Service, resolved: Resolved) -> Model:
     """Return a model under one of its names, with OpenAI's fields and our own.
 
-    None stands for what is not known, such as of files at the last `service.inputs.look`.
+    None stands for an unknown value, for example if the files were not on disk at the last
+    `service.inputs.look`.
     """
     spec = resolved.spec
     status = service.models.status(spec)
@@ -147,7 +148,7 @@ def describe_model(service: Service, resolved: Resolved) -> Model:
 
 
 def _max_tokens(service: Service, spec: ModelSpec) -> int | None:
-    """Return the longest input, by the engine if the model is loaded, and else by the files. An
+    """Return the longest input, by the engine if the model is loaded, else by the files. An
     adapter has its base's.
     """
     inputs = service.inputs.of(spec)
@@ -183,7 +184,7 @@ def _batching(batcher: object) -> Batching | None:
 async def pull(service: Service, request: Request) -> ASGIApp:
     """Fetch a model's files: events of the progress, or the end of it.
 
-    It goes on if the client leaves; to pull the model again is to watch it again.
+    The pull goes on if the client leaves; another request for the model watches it again.
     """
     parsed = await service.read(await service.read_body(request), PullRequest)
     headers, asked = ignored_header(parsed.ignored), parsed.request
@@ -212,7 +213,7 @@ async def _frames(service: Service, pull: Pull) -> AsyncGenerator[bytes, None]:
 async def _watch(service: Service, pull: Pull) -> AsyncGenerator[PullProgress, None]:
     """Yield the progress of a pull until it has succeeded. Raises its error."""
     while not pull.task.done():
-        if service.in_flight.is_draining:  # the next process goes on with what is there
+        if service.in_flight.is_draining:  # the next process continues from the bytes on disk
             raise ShuttingDown
         yield describe_pull(service, pull)
         await asyncio.wait({pull.task}, timeout=PULL_PERIOD_S)
@@ -221,7 +222,7 @@ async def _watch(service: Service, pull: Pull) -> AsyncGenerator[PullProgress, N
 
 
 def describe_pull(service: Service, pull: Pull) -> PullProgress:
-    """Return how far a pull under way has got."""
+    """Return the progress of a pull under way."""
     completed, total = service.named.pulls.fetched(pull)
     return {
         "object": "pull",
@@ -234,7 +235,7 @@ def describe_pull(service: Service, pull: Pull) -> PullProgress:
 
 
 class Reload(TypedDict):
-    """What another reading of models.yaml changed, by id."""
+    """The models that another reading of models.yaml changed, by id."""
 
     object: Literal["reload"]
     added: list[str]
@@ -243,7 +244,7 @@ class Reload(TypedDict):
 
 
 class SavedPrefixes(TypedDict):
-    """How many files have what is kept of prompts."""
+    """The number of files that have the kept prompts."""
 
     object: Literal["prefixes"]
     files: int
@@ -279,6 +280,6 @@ async def reload(service: Service, request: Request) -> Response:
 
 
 async def save_prefixes(service: Service, request: Request) -> Response:
-    """Save what loaded models keep of prompts; answer with how many files have it."""
+    """Save the prompts that loaded models keep; answer with the number of files."""
     body: SavedPrefixes = {"object": "prefixes", "files": await service.save_prefixes()}
     return reply(body)

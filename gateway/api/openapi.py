@@ -1,5 +1,5 @@
-"""What an endpoint is: how it is routed, guarded, metered and described; and the document of
-/openapi.json, made from the table of all of them, their requests and answers as JSON Schemas.
+"""The class of endpoints: how each is routed, guarded, metered and described; and the document of
+/openapi.json, made from the table of all endpoints, with JSON Schemas of requests and answers.
 """
 
 import re
@@ -47,7 +47,7 @@ Errors = tuple[type[GatewayError], ...]
 Handler = Callable[[Service, Request], Awaitable[ASGIApp]]
 COMMON_ERRORS: Errors = (HeadTooLarge, GatewayError)
 ACCESS_ERRORS: Errors = (Unauthorized, Forbidden, Unavailable)
-MODEL_ERRORS: Errors = (ModelNotFound, InsufficientMemory)  # if a model has to be loaded
+MODEL_ERRORS: Errors = (ModelNotFound, InsufficientMemory)  # errors of loading a model
 REQUEST_ERRORS: Errors = (
     *MODEL_ERRORS,
     BadRequest,
@@ -57,13 +57,13 @@ REQUEST_ERRORS: Errors = (
     RateLimited,
     DeadlineExceeded,
 )
-STORED_ERRORS: Errors = (BadRequest, ResponseNotFound)  # if a stored response is named
+STORED_ERRORS: Errors = (BadRequest, ResponseNotFound)  # errors of stored responses
 
 
 class _Number(IntegerConvertor):
     """A number that Python reads."""
 
-    # Of thousands of digits it would raise ValueError.
+    # Python raises ValueError for thousands of digits.
     regex = "[0-9]{1,18}"
 
 
@@ -73,37 +73,38 @@ register_url_convertor("number", _Number())
 class Form(NamedTuple):
     """Another form of an endpoint's requests."""
 
-    name: str  # what makes a body one
+    name: str  # the mark of such a body
     request: type[WireRequest]
-    item: Any  # of the answer, which is a list
+    item: Any  # the shape of an item; the answer is a list
     error: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One method of one path: its handler, and what the document and the docs have about it."""
+    """One method of one path: its handler, and its description for the document and the docs."""
 
-    route: str  # a method and a path, which is served with /v1 and without
+    route: str  # a method and a path, which is served with and without /v1
     handler: Handler
     _: KW_ONLY
     summary: str
     details: str = ""
     also: str | None = None  # another path, served as it is
     request: type[WireRequest] | None = None
-    form: Form | None = None  # of requests, besides `request`
+    form: Form | None = None  # another form of requests
     answer: Any = None  # None if its shape is not described
     texts_error: Any = None  # the shape of its own errors, if they are TEI's
     events: Any = None  # the shape of a stream's events
     content_type: str = "application/json"
-    statuses: tuple[int, ...] = (200,)  # of success
-    # Besides those of every endpoint, of the key check and, if it reads a body, of that.
+    statuses: tuple[int, ...] = (200,)  # the statuses of success
+    # The endpoint's own errors, in addition to those of all endpoints, of the key check and of
+    # reading a body.
     errors: Errors = ()
     is_open: bool = False  # it needs no key
-    # It needs the admin key, or is the dashboard's.
+    # An endpoint that needs the admin key, and one of the dashboard.
     is_admin: bool = False
     is_page: bool = False
-    operation: str | None = None  # what it has a model do, by GenAI's name
-    # Machines ask some every few seconds, of which nobody wants traces.
+    operation: str | None = None  # GenAI's name for the model's work
+    # False for endpoints that machines ask every few seconds: nobody wants their traces.
     is_traced: bool = True
 
     def is_served(self, exposure: Exposure) -> bool:
@@ -167,7 +168,7 @@ class Endpoint:
 SERVERS = [{"url": "/v1"}, {"url": "/", "description": "The same, for base URLs without /v1."}]
 ROOT = [{"url": "/"}]
 PATH_PARAMETER = re.compile(r"{(\w+)(:\w+)?}")
-PATH_TYPES = {":number": "integer"}  # by Starlette's converter; others are texts
+PATH_TYPES = {":number": "integer"}  # types by Starlette's converter; others are texts
 TIMEOUT = {
     "name": "x-gateway-timeout-s",
     "in": "header",
@@ -185,7 +186,7 @@ def document(
         kind: [entry.name for entry in catalog if entry.spec.kind == kind]
         for kind in ("chat", "embedding", "rerank")
     }
-    names["rerank"] += names["embedding"]  # which score by cosine
+    names["rerank"] += names["embedding"]  # embedding models score by cosine
     schemes = {
         "key": {"type": "http", "scheme": "bearer"},
         "anthropic_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -338,13 +339,13 @@ def _schemas_of(shapes: Sequence[Any]) -> Schemas:
 
 
 def _allow_nulls(schema: Schema) -> None:
-    """Mark every optional field nullable, and unknown ones where they are refused."""
+    """Mark every optional field nullable, and unknown fields too if they are refused."""
     # The API treats null as absent.
     if schema.get("additionalProperties") is False:
         schema["additionalProperties"] = _NULL
     for name, field in schema.get("properties", {}).items():
         if field.get("default") in (None, []):
-            field.pop("default", None)  # it only marks the field as optional
+            field.pop("default", None)  # the default only marks the field as optional
         if name not in schema.get("required", ()):
             options = field.pop("anyOf", None) or [_pop_constraints(field)]
             field["anyOf"] = options if _NULL in options else [*options, _NULL]

@@ -30,7 +30,7 @@ class Ready(TypedDict):
 
 
 class Index(TypedDict):
-    """What answers here, and where to go on."""
+    """The name of the server, and the paths to go on with."""
 
     name: str
     models: str
@@ -38,7 +38,7 @@ class Index(TypedDict):
 
 
 async def index(service: Service, request: Request) -> Response:
-    """Answer what is asked of a base URL alone: agents look whether anything is there."""
+    """Answer a request to the base URL: agents check whether a server is there."""
     body: Index = {"name": "mlx-gateway", "models": "/v1/models", "openapi": "/openapi.json"}
     return reply(body)
 
@@ -68,7 +68,7 @@ async def metrics(service: Service, request: Request) -> Response:
 
 async def describe(service: Service, endpoints: Sequence[Endpoint]) -> Response:
     served = service.served.catalog, tuple(endpoints), service.exposure, service.rules.strict_fields
-    # It takes a fifth of a second, once.
+    # Making the document takes a fifth of a second, once.
     body = await service.pool.run(_document_json, *served, kind="descriptions")
     return Response(body, media_type="application/json")
 

@@ -44,8 +44,8 @@ from gateway.wire.validation import Request as WireRequest
 
 log = logs.get("service")
 
-# A body above the first is parsed off the loop: it may take milliseconds. One above the second may
-# take seconds; it is parsed on another thread than smaller ones.
+# A body above the first limit is parsed off the loop: it may take milliseconds. A body above the
+# second may take seconds; it is parsed on another thread than smaller ones.
 LONG_BYTES = 32_000
 LARGE_BYTES = 1_000_000
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class Rules:
 
 
 class Exposure(NamedTuple):
-    """What is served by the settings, and behind which keys."""
+    """Whether the settings have keys and an admin key, and serve the dashboard."""
 
     has_keys: bool
     has_admin: bool
@@ -97,7 +97,7 @@ class Service:
     rules: Rules
     responses: ResponseStore
     fingerprint: Callable[[ModelSpec], str]
-    tokenizer: Callable[[ChatSpec], Any]  # from files on this disk; on a thread
+    tokenizer: Callable[[ChatSpec], Any]  # reads files on this disk; called on a thread
     started: int
     health: Callable[[], str]
     readiness: Callable[[], str]
@@ -108,7 +108,7 @@ class Service:
     exposure: Exposure
 
     async def read_body(self, request: Request) -> bytearray:
-        """Read the whole body. Raises what the function of this name does."""
+        """Read the whole body. Raises as the function `read_body` does."""
         rules, held = self.rules, context_of(request).body
         return await read_body(request, held, rules.max_body_bytes, rules.body_timeout_s)
 
@@ -119,14 +119,14 @@ class Service:
         return await self.run_on_body(body, parse)
 
     async def take(self, request: Request, body: bytearray, shape: type[R]) -> Parsed[R]:
-        """Read a request of a model: it is noted, and its model is fetched if it is the hub's."""
+        """Read a request to a model, note it, and fetch the model if it is the hub's."""
         parsed = await self.read(body, shape)
         await self._note(request, body, parsed.request)
         await self._admit(request, parsed.request)
         return parsed
 
     async def _note(self, request: Request, body: bytearray, asked: WireRequest) -> None:
-        """Record a request in its trace and, where the settings say so, its prompts in the log."""
+        """Record a request in its trace and, if the settings say so, its prompts in the log."""
         trace = context_of(request).trace
         if trace is not None:
             trace.note_request(asked)
@@ -147,8 +147,8 @@ class Service:
     async def run_on_body(
         self, body: bytearray, work: Callable[[*Ts], T], *args: *Ts, is_large: bool = False
     ) -> T:
-        """Run work that takes time in proportion to a body, or is large for another reason: off the
-        loop if it may be long.
+        """Run work that takes time in proportion to a body, or is large for another reason; off the
+        loop if it may take long.
         """
         # A thread costs more than a small body, and a large one would stop the loop.
         if len(body) <= LONG_BYTES and not is_large:
@@ -157,8 +157,8 @@ class Service:
         return await self.pool.run(work, *args, kind=kind)
 
     def caller(self, request: Request, tier: Tier = Tier.DEFAULT) -> Caller:
-        """Return the caller; its deadline is `x-gateway-timeout-s` from the first time that a
-        request's is asked for, or the setting.
+        """Return the caller. Its deadline counts from the first call for a request:
+        `x-gateway-timeout-s` seconds, at most the setting's.
         """
         context = context_of(request)
         allowed_s = self._allowed_s(context.headers)
@@ -203,7 +203,7 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def lease(self, spec: ModelSpec, caller: Caller, wire: WireRequest) -> AsyncIterator[Any]:
-        """Lease a model. Errors inside that are about a part of the job name the field for it."""
+        """Lease a model. Errors inside about a part of the job name the request's field for it."""
         try:
             async with self.models.lease(spec, caller) as model:
                 yield model
@@ -222,11 +222,11 @@ class Service:
     def find_spec(
         self, name: str | None, wanted: str, *kinds: type[ModelSpec]
     ) -> tuple[Resolved, Any]:
-        """Return a model and its spec. Raises BadRequest if it is of none of the kinds, and cannot
-        be used for what is `wanted`.
+        """Return a model and its spec. Raises BadRequest, which names the use `wanted`, if it is of
+        none of the kinds.
 
-        Without a name it is a loaded one of the first kind of which there is any, else the first
-        one in models.yaml.
+        Without a name, it is a loaded model of the first kind that has any models, else that kind's
+        first model in models.yaml.
         """
         resolved = self.served.catalog.resolve(name or self._at_hand(*kinds), *kinds)
         if isinstance(resolved.spec, kinds):
@@ -268,7 +268,7 @@ def named_header(header: str, names: Sequence[str]) -> dict[str, str]:
 
 
 def first_names(names: Sequence[str]) -> Sequence[str]:
-    """Return as many names as a header has room for, and `…+N` for those that it has not."""
+    """Return the names that a header has room for, and `…+N` for the rest."""
     sizes = accumulate(map(len, names[:MAX_HEADER_NAMES]))
     count = sum(size <= MAX_HEADER_CHARS for size in sizes)
     if count == len(names):
@@ -276,7 +276,7 @@ def first_names(names: Sequence[str]) -> Sequence[str]:
     return [*names[:count], f"…+{len(names) - count}"]
 
 
-MANY_LOGPROBS = 5_000  # to write them takes some milliseconds
+MANY_LOGPROBS = 5_000  # writing this many takes some milliseconds
 
 
 def reply(

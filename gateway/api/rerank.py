@@ -24,7 +24,7 @@ async def rerank(service: Service, request: Request) -> Response:
     """Answer with the documents' scores, best first; in TEI's form if they are `texts`."""
     with service.arrivals.expect() as arrival:
         body = await service.read_body(request)
-        # Two APIs share the path: TEI's body has `texts` in the place of `documents`.
+        # Two APIs share the path: TEI's body has `texts` instead of `documents`.
         if wire.may_be_texts(body) and await _is_texts(service, request, body):
             try:
                 return await _rerank_texts(service, request, body, arrival)

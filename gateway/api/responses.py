@@ -33,7 +33,7 @@ from gateway.wire.tools import unpack
 
 log = logs.get("responses")
 
-MAX_JSON_BYTES = 6  # of one character, escaped
+MAX_JSON_BYTES = 6  # the longest escape of one character
 
 
 async def answer(service: Service, request: Request) -> ASGIApp:
@@ -162,7 +162,7 @@ def _conversation(
     max_bytes = service.rules.max_input_chars * MAX_JSON_BYTES
     nbytes = 0
 
-    # A body of some kilobytes could stand for gigabytes: one item may be referred to many times.
+    # A body of some kilobytes could stand for gigabytes: it may refer to one item many times.
     def find(item_id: str) -> bytes | None:
         nonlocal nbytes
         item = service.responses.item(caller.key_id, item_id)

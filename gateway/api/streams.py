@@ -19,8 +19,8 @@ _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would otherwise hold tokens back
 ]
-# A comment line, which every decoder skips; with one line feed only, as some decoders take a blank
-# line after it for an empty event.
+# A comment line, which every decoder skips. It ends with one line feed only: some decoders take a
+# blank line after it for an empty event.
 COMMENT = b": keep-alive\n"
 
 
@@ -39,10 +39,10 @@ ACCEPTED = b""  # not sent: it marks that the request is admitted, and events wi
 class EventStream:
     """An ASGI response of server-sent events.
 
-    The 200 is sent when the request is accepted and its first event has come, but at most
-    `open_after_s` after the former. An error before it is raised by `prime` and gets a real status;
-    one after it becomes an event, written by `write_error`. Silence is broken by `keep_alive`. The
-    generator is closed however the answer ends.
+    The 200 is sent once the request is accepted and its first event has come, but at most
+    `open_after_s` seconds after the request is accepted. An error before the 200 is raised by
+    `prime` and gets a real status; a later error becomes an event, written by `write_error`.
+    Silence is broken by `keep_alive`. The generator is closed however the answer ends.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class EventStream:
         # answer, which is counted with all bodies, but neither a sequence nor a lease.
         self._buffer: list[bytes] = []
         self._context = context_of(request)
-        self._nbytes = 0  # in the buffer
+        self._nbytes = 0  # bytes in the buffer
         self._sent = 0
         self._accepted = asyncio.Event()
         self._changed = asyncio.Event()
@@ -90,7 +90,7 @@ class EventStream:
             if cancellation is None:
                 raise
             self._context.uncancel()
-            await self._close()  # before the error is sent, as its client may read slowly
+            await self._close()  # done first, since the client may read the error slowly
             await self._send_error(cancellation, send)
         finally:
             await self._close()
@@ -120,7 +120,7 @@ class EventStream:
             self._changed.set()
 
     def _hold(self, nbytes: int) -> None:
-        """Count what is added to the buffer. Raises Unavailable if there is no room for it."""
+        """Count bytes added to the buffer. Raises Unavailable if there is no room for them."""
         self._nbytes += nbytes
         self._context.unread.count(self._nbytes)
 
@@ -131,7 +131,7 @@ class EventStream:
         try:
             while not self._producer.done() or self._buffer:
                 if self._buffer:
-                    data = b"".join(self._buffer)  # at once, if several came since the last
+                    data = b"".join(self._buffer)  # all events since the last send
                     self._buffer.clear()
                     await send(_body(data, more=True))
                     self._sent += 1
@@ -148,7 +148,7 @@ class EventStream:
             await send(_body(b"", more=False))
 
     async def _send_error(self, error: GatewayError, send: Send) -> None:
-        """End the stream with an error event, and leave its code for the list of the last ones."""
+        """End the stream with an error event, and leave its code for the list of last errors."""
         self._context.error = error.code or error.type
         await send(_body(self._write_error(error), more=True))
         await send(_body(b"", more=False))
@@ -174,7 +174,7 @@ class EventStream:
         await cancel(self._disconnect)
         await cancel(self._producer)
         if not self._producer.cancelled():
-            self._producer.exception()  # so that asyncio does not log it as never retrieved
+            self._producer.exception()  # asyncio would log it as never retrieved
 
 
 def _body(data: bytes, *, more: bool) -> Message:

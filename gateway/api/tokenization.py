@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info: a chat model's tokens, and nothing run."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info: a chat model's tokens. It is not run."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -73,8 +73,8 @@ async def detokenize(service: Service, request: Request) -> Response:
 
 
 async def info(service: Service, request: Request) -> Response:
-    """Answer with the special tokens and the template of the model at hand. None is loaded for it:
-    a link in a page may ask.
+    """Answer with the special tokens and the template of a model. No model is loaded for this: a
+    link in a page may ask.
     """
     _, spec = service.chat_spec(request.query_params.get("model"), "tokenizing")
     caller = service.caller(request)

@@ -1,7 +1,7 @@
 """A trace of each request: a SERVER span, and a child for each of its stages, sent by OTLP/HTTP.
 
-It imports the SDK, which is in the extra `otel`; so it is imported only if there is somewhere to
-send to. No prompt, answer, tool or stop string is in a span.
+This module imports the SDK, which is in the extra `otel`; so it is imported only if traces have a
+destination. No prompt, answer, tool or stop string is in a span.
 """
 
 import logging
@@ -39,14 +39,14 @@ from gateway.wire.validation import Request as WireRequest
 
 log = logs.get("traces")
 
-# Names are OpenTelemetry's: those of HTTP are of its conventions 1.41.1
+# Names are OpenTelemetry's: those of HTTP are from its conventions 1.41.1
 # (https://github.com/open-telemetry/semantic-conventions/blob/v1.41.1/docs/http/http-spans.md);
-# those of GenAI have no release yet and are of docs/gen-ai/gen-ai-spans.md at commit 002c8a6 of
-# https://github.com/open-telemetry/semantic-conventions-genai. Their attributes of content are
+# those of GenAI have no release yet, and are from docs/gen-ai/gen-ai-spans.md at commit 002c8a6 of
+# https://github.com/open-telemetry/semantic-conventions-genai. GenAI's attributes of content are
 # never set.
-PROVIDER = "mlx_gateway"  # GenAI's conventions have no value for MLX, and allow another
+PROVIDER = "mlx_gateway"  # GenAI's conventions have no value for MLX, and allow one of our own
 CLIENT_DISCONNECTED = "client_disconnected"  # an `error.type`
-QUIET_S = 60.0  # between two lines of the SDK that are alike, such as of a collector that is down
+QUIET_S = 60.0  # seconds between two equal warnings of the SDK
 METHODS = frozenset(
     {"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "QUERY", "TRACE"}
 )
@@ -56,8 +56,8 @@ _NS = 1_000_000_000
 class Tracer:
     """Starts a trace for each request. Spans are sent from `open` to `close`, by a thread.
 
-    Where to, of which service and how many of them is what OTEL_* variables say, which the SDK
-    reads. `operations` are GenAI's names by route; `untraced` paths have no trace.
+    The SDK reads the destination, the service's name and the share of requests from OTEL_*
+    variables. `operations` are GenAI's names by route; `untraced` paths have no trace.
     """
 
     def __init__(self, operations: Mapping[str, str], untraced: Collection[str]) -> None:
@@ -79,7 +79,7 @@ class Tracer:
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
 
     def close(self) -> None:
-        """Send what is left. It may take as long as the collector does to answer."""
+        """Send the spans that are left. This takes as long as the collector takes to answer."""
         try:
             self._provider.shutdown()
         finally:
@@ -157,7 +157,7 @@ class Trace:
     @property
     def header(self) -> tuple[bytes, bytes]:
         """Return the answer's header, by which a client finds the trace."""
-        # It has the form of `traceparent`, which is defined for requests only:
+        # The value has the form of `traceparent`, which is defined for requests only:
         # https://w3c.github.io/trace-context/#traceresponse-header, a draft.
         context = self._span.get_span_context()
         span_id = format_span_id(context.span_id)
@@ -165,7 +165,7 @@ class Trace:
         return b"traceresponse", value.encode()
 
     def note_request(self, request: WireRequest) -> None:
-        """Record what the request asks for."""
+        """Record the request's parameters."""
         if self._span.is_recording():
             for name, value in request.traced_fields().items():
                 known = shorten(value) if isinstance(value, str) else value
@@ -180,14 +180,14 @@ class Trace:
         *,
         has_left: bool,
     ) -> None:
-        """End the span, with its children. `status` is what was sent, if any was, and `error` the
-        code of what went wrong; `has_left`: the client was not there any more.
+        """End the span, with its children. `status` is the status sent, if any; `error` is the code
+        of the error; `has_left`: the client had left.
         """
         span, timings = self._span, self._timings
         if not span.is_recording():
             return
         if has_left and status is not None and status >= 400:
-            status = None  # of an answer to nobody
+            status = None  # nobody received this status
         error = CLIENT_DISCONNECTED if has_left else error
         if error is None and (status or 500) >= 400:
             error = str(status or 500)
@@ -199,14 +199,14 @@ class Trace:
             span.set_attribute("http.response.status_code", int(status))
         if error is not None:
             span.set_attribute("error.type", error)
-            # A 4xx is the client's error; after a 200, what went wrong is ours.
+            # A 4xx is the client's error; an error after a 200 is ours.
             if not has_left and not 400 <= (status or 500) < 500:
                 span.set_status(Status(StatusCode.ERROR))
         operation = self._operations.get(route or "")
         if operation is not None:
             span.set_attributes(_gen_ai_attributes(operation, timings))
         self._add_stages(ended_ns, error)
-        # It is appended to a queue: where this is full, as when nobody takes spans, the oldest are
+        # The span goes to a queue. If that is full, since nobody takes spans, the oldest are
         # dropped.
         span.end(ended_ns)
 
@@ -217,7 +217,7 @@ class Trace:
             last_ns = self._wall_ns(ended)
             self._tracer.start_span(last, context, start_time=self._wall_ns(started)).end(last_ns)
         if error is not None and timings.stage is not None and timings.stage != last:
-            # The stage at which the request ended early, which has not been timed.
+            # The stage at which the request ended early has not been timed yet.
             child = self._tracer.start_span(timings.stage, context, start_time=last_ns)
             child.set_attribute("error.type", error)
             child.end(ended_ns)
@@ -237,7 +237,7 @@ def _gen_ai_attributes(operation: str, timings: Timings) -> dict[str, Any]:
     jobs = (timings, *timings.parallel)
     attributes["gen_ai.response.model"] = timings.model
     attributes["gen_ai.usage.input_tokens"] = sum(job.tokens_in for job in jobs)
-    # A request that ended early has none of these, nor has an embedding.
+    # A request that ended early has none of these, and neither has an embedding.
     values = {
         "gen_ai.usage.output_tokens": sum(job.tokens_out for job in jobs),
         "gen_ai.response.finish_reasons": [reason for job in jobs for reason in job.finish_reasons],
@@ -247,7 +247,7 @@ def _gen_ai_attributes(operation: str, timings: Timings) -> dict[str, Any]:
 
 
 class _LogHandler(logging.Handler):
-    """Writes the SDK's warnings as lines of ours; of those that are alike, one in QUIET_S."""
+    """Writes the SDK's warnings as lines of ours, one in QUIET_S of those that are alike."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -1,6 +1,6 @@
 """Loads chat models, and rerank models that score by their next token: all that mlx-lm reads.
 
-The one module that is imported late, as mlx-lm takes a second or two: once there is such a model.
+Only this module is imported late, once there is such a model: mlx-lm takes a second or two.
 """
 
 from collections.abc import Generator
@@ -59,16 +59,16 @@ DraftFiles: TypeAlias = tuple[ChatSpec, Path]  # the model that drafts for anoth
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatEngines:
-    """Reads and loads them on one device."""
+    """Reads and loads such models on one device."""
 
     device: Device
     bounds: DeviceBounds
     settings: Settings
-    budget_bytes: int  # that all models may hold
+    budget_bytes: int  # bytes that all models may hold
     grammars: Sandbox
     templates: Sandbox
     ranks: Ranks | None
-    prefixes: PrefixPool  # of the models that share it
+    prefixes: PrefixPool  # the pool of models without one of their own
     report: Report  # called with weights that the device has no kernel for
 
     def digest(self, spec: ChatSpec, files: Path) -> str:
@@ -78,7 +78,7 @@ class ChatEngines:
         share = self._share(spec)
         if share is None:
             return digest
-        # A share's numbers are other ones than the whole model's.
+        # A share's numbers differ from the whole model's.
         return f"{digest}-{share.parallel}-{share.group.size()}"
 
     def size(self, spec: ChatSpec, files: Path, draft: DraftFiles | None) -> Size:
@@ -112,7 +112,7 @@ class ChatEngines:
         settings = led or settings_of(spec, self.settings)
         kept_bytes, rows, pool = settings.prefix_cache_bytes, settings.speculate_rows, None
         if kept_bytes == "auto":
-            kept_bytes = LEAST_PREFIXES  # until the first step says more
+            kept_bytes = LEAST_PREFIXES  # a limit until the first step sets another
             pool = self.prefixes if spec.parallel is None else None
         steps = await self._load(spec, files, draft, kept_bytes, rows, pool)
         if led is not None or spec.parallel is None:
@@ -191,7 +191,7 @@ class ChatEngines:
 
     def _size(self, spec: ChatSpec, files: Path, beside: int = 0) -> tuple[Size, Numbers]:
         """Return a chat model's size without its draft, next to `beside` bytes of another one, and
-        how it is kept.
+        its `_numbers`.
         """
         checkpoint, dtype = self._listing(spec, files), spec.weights_dtype
         numbers = self._numbers(checkpoint, spec, beside)
@@ -203,7 +203,7 @@ class ChatEngines:
         return size, numbers
 
     def _listing(self, spec: ChatSpec, files: Path) -> Listing:
-        """Return what a chat model's files say of this process's share of it."""
+        """Return the listing of a chat model's files, or of this process's share of them."""
         whole = open_checkpoint(spec.id, files)
         share = self._share(spec)
         return whole if share is None else SharedListing(whole, share)
@@ -220,17 +220,17 @@ class ChatEngines:
         return kv_bytes(checkpoint, self.device, spec.weights_dtype, tokens, spec.kv_bits)
 
     def _numbers(self, checkpoint: Listing, spec: ChatSpec, beside: int = 0) -> Numbers:
-        """Return how a chat model is kept, next to `beside` bytes of another one: quantized weights
-        stay so on a CPU if the memory budget has no room for them dequantized.
+        """Return the numbers that a chat model is kept in, next to `beside` bytes of another one:
+        quantized weights stay so on a CPU if the memory budget has no room for them dequantized.
         """
-        # On a CPU quantized weights are slower, and floating ones many times as large.
+        # Quantized weights are slower on a CPU, and floating ones many times as large.
         room = self.budget_bytes - beside - self._first_kv_bytes(checkpoint, spec)
         is_packed = must_stay_packed(checkpoint, self.device, spec.weights_dtype, room)
         return Numbers.of(spec, is_packed=is_packed)
 
 
 def count_kept(spec: ChatSpec, files: Path, settings: Settings) -> int | None:
-    """Return about how many tokens of prompts a chat model keeps at most, while no other model is
+    """Return roughly the most tokens of prompts that a chat model keeps while no other model is
     loaded; None if its KV is unknown.
 
     Raises ModelLoadFailed, and ValueError if there is no such device.
@@ -252,7 +252,7 @@ def count_kept(spec: ChatSpec, files: Path, settings: Settings) -> int | None:
 
 
 def log_costs(checkpoint: Checkpoint | GgufCheckpoint, device: Device, *, is_packed: bool) -> None:
-    """Log what makes a chat model slower or larger than its files suggest."""
+    """Log the reasons why a chat model is slower or larger than its files suggest."""
     if device is Device.CPU:
         if is_packed:
             log.warning("weights_stay_quantized", model=checkpoint.name, why="memory budget")

@@ -24,7 +24,7 @@ async def run_in_daemon_thread(function: Callable[[*Ts], T], *args: *Ts) -> T:
     def work() -> None:
         try:
             outcome: tuple[Any, object] = done.set_result, function(*args)
-        except BaseException as error:  # without it the caller would never resume
+        except BaseException as error:  # the caller would never resume otherwise
             outcome = done.set_exception, _failure(error)
         with contextlib.suppress(RuntimeError):  # the loop has closed
             loop.call_soon_threadsafe(settle, *outcome)

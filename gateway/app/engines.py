@@ -1,7 +1,7 @@
 """The real engines: loads a spec's model with MLX, after finding or downloading its files.
 
-It imports mlx, so code that needs no model must not import it. What mlx-lm loads is in
-chat_engines, which is imported when there is such a model.
+This module imports mlx, so code that needs no model must not import it. The models that mlx-lm
+loads are in chat_engines, which is imported once there is such a model.
 """
 
 import asyncio
@@ -68,9 +68,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 log = logs.get("engines")
 
-LOOK_ANSWERS: Final = 3  # times the hub's timeout: to look at a model takes several small answers
+LOOK_ANSWERS: Final = 3  # times the hub's timeout, as a look at a model takes several small answers
 RENDER_S: Final = 5.0  # an ordinary conversation takes a millisecond
-PROGRESS_S: Final = 5.0  # between two lines of the log about a download
+PROGRESS_S: Final = 5.0  # seconds between two lines of the log about a download
 # The stack of all threads started later, such as those that compile grammars, and the lane, which
 # builds matchers again. The sandbox has a quarter of it, so a grammar that does not overflow its
 # stack does not overflow these either.
@@ -88,12 +88,12 @@ class MlxEngines:
         self._sandboxes = contextlib.ExitStack()
         threading.stack_size(STACK_BYTES)
         self._device = device.choose_device(settings.device)
-        if self._device is Device.CPU:  # whose arrays malloc makes
+        if self._device is Device.CPU:  # malloc makes its arrays
             prepare_malloc()
         self._bounds = read_bounds(self._device, device.device_info(self._device))
         self._budget_bytes = budget_bytes(settings, self.memory_bytes)
         self._hub = hub_of(settings, may_download=settings.auto_pull)
-        # Of the models that are being downloaded, by id.
+        # The bytes of models that are being downloaded, by id.
         self._sizes: dict[str, int] = {}
 
     @property
@@ -122,7 +122,7 @@ class MlxEngines:
         return cached_bytes()
 
     def classify(self, error: BaseException) -> Fault:
-        """Return what an error that the device has raised says of it."""
+        """Return the fault that an error raised by the device shows."""
         return classify(error)
 
     def name(self, error: Exception) -> Exception:
@@ -150,12 +150,12 @@ class MlxEngines:
         self._sandboxes.close()
 
     async def import_for(self, specs: Iterable[ModelSpec]) -> None:
-        """Import what loads and runs these models."""
+        """Import the code that loads and runs these models."""
         for spec in specs:
             await run_in_daemon_thread(self._import_for, spec)
 
     def _import_for(self, spec: ModelSpec) -> None:
-        """Import what loads and runs a model. A chat model's sandboxes start meanwhile."""
+        """Import the code that loads and runs a model. A chat model's sandboxes start meanwhile."""
         if isinstance(spec, ChatSpec):
             self._grammars.warm()
             self._templates.warm()
@@ -179,7 +179,7 @@ class MlxEngines:
         if files is not None:
             return files
         hub = self._hub_for(is_pull)
-        # The hub's client has no limit for a whole answer.
+        # The hub's client has no time limit for a whole answer.
         async with _answered_within(hub.timeout_s, spec.id):
             self._sizes[spec.id] = await run_in_daemon_thread(ask_hub, spec, hub)
         log.info("model_download", model=spec.id, source=str(spec.source))
@@ -204,7 +204,7 @@ class MlxEngines:
         return await run_in_daemon_thread(lambda: self._chat.digest(spec, files))
 
     def fetched(self, spec: ModelSpec) -> Fetched:
-        """Return how much of a model is on disk; while its draft is downloaded, of that."""
+        """Return how much of a model is on disk, or of its draft while that is downloaded."""
         draft = self._draft_of(spec)
         if draft is not None and draft.id in self._sizes:
             return self.fetched(draft)
@@ -218,14 +218,14 @@ class MlxEngines:
     async def offer(self, repo: str, is_pull: bool) -> Candidate:
         """Ask the hub for a repository, which is to be served under its own name.
 
-        Raises ModelUnavailable, and ModelRefused for what may not or cannot be served.
+        Raises ModelUnavailable, and ModelRefused for a model that may not or cannot be served.
         """
         async with _answered_within(LOOK_ANSWERS * self._hub.timeout_s, repo):
             return await run_in_daemon_thread(self._offer, repo, is_pull)
 
     def _offer(self, repo: str, is_pull: bool) -> Candidate:
         source, hub = HubSource(repo), self._hub_for(is_pull)
-        if not is_pull:  # the hub's key opens what is for its owner
+        if not is_pull:  # the hub's key also opens its owner's private models
             require_public(source, hub, repo)
         offer = look(source, hub, repo)
         if offer.has_code:
@@ -338,7 +338,7 @@ class MlxEngines:
 
     @cached_property
     def _chat(self) -> "ChatEngines":
-        # mlx-lm takes a second or two.
+        # These are imported here, as mlx-lm takes a second or two.
         from gateway.app.chat_engines import ChatEngines
         from gateway.engine.kv.prefix_cache import PrefixPool
 
@@ -375,8 +375,8 @@ async def _answered_within(seconds: float, model: str) -> AsyncIterator[None]:
 
 
 def _fused(spec: ModelSpec, steps: Generator[T]) -> Generator[T]:
-    """Load a model in steps, to run fused if there is room for what is compiled for that. Each step
-    raises the device's error of its own work.
+    """Load a model in steps, to run fused if there is room for the compiled code. Each step raises
+    the device's error of its own work.
     """
     if not fuse():
         log.warning("runs_unfused", model=spec.id, folder=str(FOLDER), free_bytes=room())

@@ -54,9 +54,9 @@ if TYPE_CHECKING:
 
 log = logs.get("app")
 
-READING_S = 10.0  # for models.yaml: its disk may not answer
-FLUSH_S = 3.0  # for the last traces, at shutdown
-GRACE_S = 1.0  # for ended requests to send their error
+READING_S = 10.0  # longest read of models.yaml: its disk may not answer
+FLUSH_S = 3.0  # seconds to send the last traces, at shutdown
+GRACE_S = 1.0  # seconds for ended requests to send their error
 STALLED = "The engine has stopped, and is being started again."
 
 
@@ -125,7 +125,7 @@ class Gateway:
         self.asgi = self._make_app()
 
     async def reload(self) -> Changes:
-        """Read models.yaml again and return what changed.
+        """Read models.yaml again and return the changes.
 
         Raises ModelsFileInvalid, and then nothing has changed.
         """
@@ -148,17 +148,17 @@ class Gateway:
         return changes
 
     async def drain(self) -> None:
-        """Refuse new requests, wait for those under way for at most the drain time, and save what
-        is kept of prompts in what is left of it.
+        """Refuse new requests, wait for those under way for at most the drain time, and save kept
+        prompts in the rest of it.
         """
         until = clock.now() + self._settings.drain_s
         if not await self.in_flight.drain(self._settings.drain_s):
             log.warning("drain_cut_short", seconds=self._settings.drain_s)
             self._end_all(ShuttingDown())
             await self.in_flight.drain(GRACE_S)
-            self.in_flight.cancel()  # those waiting for a model, or for a very slow body
+            self.in_flight.cancel()  # requests that wait for a model, or for a very slow body
             await self.in_flight.drain(GRACE_S)
-        with contextlib.suppress(Unavailable):  # it is logged
+        with contextlib.suppress(Unavailable):  # `save` has logged it
             await self._kept.save(max(DRAIN_S, until - clock.now()))
 
     def _end_all(self, error: GatewayError) -> None:
@@ -243,7 +243,7 @@ class Gateway:
                 tickets[model] += batcher.tickets
                 if isinstance(batcher, GenerationBatcher):
                     rows[model] += batcher.rows
-        # What is below is of the gateway as a whole.
+        # The gauges below are of the gateway as a whole.
         yield metrics.READY.read(self._status() == "ready")
         yield metrics.HEARTBEAT_AGE.read(self._watch.beat_age_s)
         yield metrics.LOG_LINES_LOST.read(logs.lost_lines)
@@ -261,7 +261,7 @@ class Gateway:
 
     async def _tidy(self) -> None:
         """Return freed memory to the system every `give_back_s`."""
-        # Else the process stays at its peak.
+        # The process would stay at its peak otherwise.
         while True:
             await asyncio.sleep(self._settings.give_back_s)
             self._responses.expire()
@@ -289,7 +289,7 @@ class Gateway:
     def _fingerprint(self, spec: ModelSpec) -> str:
         """Return the `system_fingerprint`: the gateway's version, the revision and the device."""
         source = spec.source
-        # A folder or a package has no revision that says what is in it.
+        # A folder or a package has no revision that identifies its content.
         revision = source.revision if isinstance(source, HubSource) else None
         return f"mlx-gateway-{__version__}-{(revision or 'local')[:8]}-{self._engines.device}"
 
@@ -326,7 +326,7 @@ def access_rules(settings: Settings) -> AccessRules:
 
 
 def _make_response_store(settings: Settings) -> ResponseStore:
-    """Return a store of which each API key has an even share."""
+    """Return a store that API keys share evenly."""
     owners = max(1, len(settings.api_keys))
     return ResponseStore(
         max_responses=-(-settings.responses_kept // owners),
@@ -336,7 +336,7 @@ def _make_response_store(settings: Settings) -> ResponseStore:
 
 
 def _make_tracer() -> "Tracer | None":
-    """Return a tracer if OpenTelemetry's variables say where traces go, and it is installed."""
+    """Return a tracer if OpenTelemetry is installed, and its variables name a target."""
     if not exports_traces():
         return None
     try:
@@ -349,7 +349,7 @@ def _make_tracer() -> "Tracer | None":
 
 @contextlib.asynccontextmanager
 async def _exporting(tracer: "Tracer | None") -> AsyncIterator[None]:
-    """Send traces until exit, and then those that are left."""
+    """Send traces until exit, and then the remaining ones."""
     if tracer is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""The limits of each model: the settings, overridden by its keys of models.yaml.
+"""The limits of each model: the settings, overridden by its keys in models.yaml.
 
 No mlx is needed: some commands only list models.
 """
@@ -12,8 +12,8 @@ from gateway.serving.embedding.policy import EmbeddingLimits, Windows
 from gateway.serving.generation.policy import GenerationLimits
 from gateway.settings import Settings
 
-CACHE_SHARE = 0.75  # of the device's memory; the rest is for passes and everything else
-PREFIX_SHARE = 0.25  # of it, for what is kept of all prompts
+CACHE_SHARE = 0.75  # part of the device's memory; the rest is for passes and everything else
+PREFIX_SHARE = 0.25  # part of the device's memory for all kept prompts
 
 
 def budget_bytes(settings: Settings, memory_bytes: int) -> int:
@@ -22,12 +22,12 @@ def budget_bytes(settings: Settings, memory_bytes: int) -> int:
 
 
 def sized_prefixes(budget: Budget, memory_bytes: int) -> PrefixShare:
-    """Return the room for what is kept of prompts, by the size of machine and models."""
+    """Return the share for kept prompts, by the size of the machine and its models."""
     return PrefixShare(budget, prefix_share(memory_bytes), leaves_room=True)
 
 
 def prefix_share(memory_bytes: int) -> int:
-    """Return the most bytes that may be kept of prompts, however small models are."""
+    """Return the most bytes of kept prompts, however small models are."""
     return max(int(PREFIX_SHARE * memory_bytes), LEAST_PREFIXES)
 
 

@@ -1,5 +1,5 @@
-"""Loads a spec's model: its files, its engine, its batcher; they are freed in reverse order. Loads
-those that are preloaded, and tries again.
+"""Loads a spec's model: its files, its engine, its batcher; they are freed in reverse order.
+Preloads models, and tries those that failed again.
 """
 
 import asyncio
@@ -37,10 +37,10 @@ from gateway.serving.tokenize import ThreadPools
 from gateway.settings import Settings
 
 log = logs.get("loading")
-app_log = logs.get("app")  # whether all that is preloaded is ready
+app_log = logs.get("app")  # readiness is an event of the whole app
 
-RETRY_S = 30.0  # between two attempts to load a preloaded model that failed
-LOAD_POLL_S = 0.5  # between two attempts to lease a model that is still loading
+RETRY_S = 30.0  # seconds between two attempts to load a preloaded model that failed
+LOAD_POLL_S = 0.5  # seconds between two attempts to lease a model that is still loading
 _WARM_UP = SequenceParams(prompt=[0], max_tokens=2, sampling=Sampling(temperature=0), is_bare=True)
 
 
@@ -60,7 +60,7 @@ def warm_chat(name: str, health: DeviceHealth, engine: GenerationEngine) -> None
     if the device does.
     """
     results = [engine.step(StepPlan(joining=[(1, _WARM_UP)]))]
-    while results[-1].reading or results[-1].decoding:  # after a fault the sequence is read again
+    while results[-1].reading or results[-1].decoding:  # the sequence is read again after a fault
         plan = StepPlan(kind="prefill", token_budget=16)
         if not results[-1].reading:
             plan = StepPlan(kind="decode", token_budget=16)
@@ -82,11 +82,11 @@ T = TypeVar("T")
 class Size:
     """The bytes a model will hold."""
 
-    # As they will be in memory, which may be wider than on disk.
+    # The bytes of weights in memory, which may be wider than on disk.
     weights: int
-    # For the tokens that the model should always have room for.
+    # The bytes of KV for the tokens that the model should always have room for.
     kv: int = 0
-    # For each token.
+    # The bytes of KV for each token.
     kv_token: int = 0
 
 
@@ -114,10 +114,10 @@ class Engines(Store, Offers, Protocol):
         """Return the bytes that were freed and are kept for reuse."""
 
     def classify(self, error: BaseException) -> Fault:
-        """Return what an error that the device has raised says of it. Safe on any thread."""
+        """Return the fault that an error raised by the device shows. Safe on any thread."""
 
     def name(self, error: Exception) -> Exception:
-        """Return what tells the caller more than this error. On the lane only."""
+        """Return an error that tells the caller more than this one. On the lane only."""
 
     def tidy(self) -> None:
         """Return freed memory to the system; runs on the lane's thread."""
@@ -129,7 +129,7 @@ class Engines(Store, Offers, Protocol):
         """Clean up the lane's thread; runs on it, last."""
 
     async def import_for(self, specs: Iterable[ModelSpec]) -> None:
-        """Import what loads and runs these models, off the loop and the lane."""
+        """Import the code that loads and runs these models, off the loop and the lane."""
 
     def tokenizer(self, spec: ChatSpec) -> Any:
         """Read a chat model's tokenizer, as transformers has it, from its files, off the loop and
@@ -175,7 +175,7 @@ class ModelLoader:
     pool: ThreadPools
     arrivals: Arrivals
     budget: Budget
-    prefixes: PrefixShare  # of all chat models that have no room of their own for them
+    prefixes: PrefixShare  # shared by all chat models without a share of their own
     pulls: Pulls
     kept: PrefixFiles
 
@@ -212,7 +212,7 @@ class ModelLoader:
 
     def _adopt(self, batcher: Batcher, spec: ModelSpec) -> None:
         """Apply the limits of a reloaded models.yaml to a loaded model."""
-        # An adapter has those of its base.
+        # An adapter has the limits of its base.
         if isinstance(batcher, EmbeddingBatcher | RerankBatcher):
             assert isinstance(spec, EmbeddingSpec | RerankSpec)
             batcher.adopt(embedding_limits(self.settings, spec))
@@ -259,7 +259,7 @@ class ModelLoader:
             for note in engine.facts.notes:
                 log.warning("files_not_followed", model=spec.id, what=note)
             kv = engine.facts.kv_cost or KvCost(size.kv_token)
-            if kv.states:  # docs/performance.md: how many of them `prefix_cache_bytes` is to hold
+            if kv.states:  # docs/performance.md says how many of them to allow for
                 log.info("prefix_states", model=spec.id, bytes=kv.states)
             # The size from the config may be many times that of the loaded layers.
             allowance = settings.kv_allowance_tokens
@@ -285,7 +285,7 @@ class ModelLoader:
                 kv=kv,
                 is_on=settings.self_test,
             )
-            await test.begin()  # for two seconds; the rest is done when the model is idle
+            await test.begin()  # takes about two seconds; the rest runs while the model is idle
             clear = partial(engine.step, StepPlan(clear_prefixes=True))
             with self.lane.health.shedding(clear), ThreadPools(self.pool) as pool:
                 batcher = GenerationBatcher(
@@ -299,11 +299,11 @@ class ModelLoader:
                     yield batcher, nbytes + included
 
     def _prefixes_of(self, spec: ChatSpec) -> PrefixShare:
-        """Return the room for what is kept of a model's prompts."""
+        """Return the share of the budget for a model's kept prompts."""
         kept = settings_of(spec, self.settings).prefix_cache_bytes
         if kept != "auto":
             return PrefixShare(self.budget, kept)
-        if spec.parallel is not None:  # whose ranks load no other models
+        if spec.parallel is not None:  # its ranks load no other models
             return sized_prefixes(self.budget, self.engines.memory_bytes)
         return self.prefixes
 
@@ -337,7 +337,7 @@ class ModelLoader:
                     await run(warm, engine)
             yield engine, nbytes
         finally:
-            # On the lane, where its arrays were made.
+            # The engine closes on the lane, where its arrays were made.
             async with self.lane.turn("load") as run:
                 await run(engine.close)
 
@@ -345,12 +345,12 @@ class ModelLoader:
         """Load with one turn of the lane per step."""
         engine: T | None = None
         try:
-            while engine is None:  # between two steps other work has its turn
+            while engine is None:  # other work has its turn between two steps
                 async with self.lane.turn("load") as run:
                     engine = await run(_next, steps)
         except BaseException:
             async with self.lane.turn("load") as run:
-                await run(steps.close)  # on the lane, where the half-loaded model was made
+                await run(steps.close)  # freed on the lane, which made the half-loaded model
             raise
         return engine
 
@@ -359,7 +359,7 @@ def _next(steps: Generator[T | None]) -> T | None:
     """Run one step of a load; the last one returns the engine."""
     engine = next(steps)
     if engine is not None:
-        steps.close()  # which frees all but the engine
+        steps.close()  # frees all but the engine
     return engine
 
 
@@ -380,27 +380,27 @@ class Preload:
         """Return "loading", "failed" or "ready"."""
         if not self._has_tried:
             return "loading"
-        # As long as one of several models is there, a setting may call that ready.
+        # A setting may call the gateway ready while at least one of several models is there.
         failed = len(self._failed())
         if failed and (failed == len(self._preloaded()) or not self._settings.ready_in_part):
             return "failed"
         return "ready"
 
     async def run(self, is_ready: Callable[[], bool]) -> None:
-        """Load them, for ever. `is_ready` says whether the whole gateway is."""
+        """Load them, for ever. `is_ready` returns True if the whole gateway is ready."""
         specs = self._preloaded()
         while True:
-            # Before the catalog is read, so that a reload from here on is not missed.
+            # Cleared before the catalog is read, so that no reload from here on is missed.
             self.has_reloaded.clear()
             names, limit = self._served.catalog.preloaded(), self._settings.cache_max_models
             if len(names) > limit:
                 app_log.warning("preload_beyond_limit", models=list(names), cache_max_models=limit)
-            for spec in reversed(specs):  # if there is no room for all, the first ones stay
+            for spec in reversed(specs):  # the first ones stay if there is no room for all
                 await self._load(spec)
             try:
-                # Before the first request.
+                # Imports are done before the first request.
                 await self._engines.import_for(self._served.catalog.specs)
-            except Exception:  # a model's load says so to those who ask for it
+            except Exception:  # a model's own load tells its callers of the error
                 app_log.exception("import_failed")
             self._has_tried = True
             failed = self._failed()
@@ -409,7 +409,7 @@ class Preload:
                 app_log.info("ready", models=self._models.states())
             elif failed:
                 app_log.error("not_ready", failed=[spec.id for spec in failed], retry_s=RETRY_S)
-            # Those that failed are tried again after a while.
+            # Failed models are tried again after a while.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RETRY_S if failed else None):
                     await self.has_reloaded.wait()
@@ -419,7 +419,7 @@ class Preload:
         return [spec for spec in self._served.catalog.specs if spec.preload]
 
     def _failed(self) -> list[ModelSpec]:
-        """Return the preloaded models whose last load failed, those that are tried again too."""
+        """Return the preloaded models whose last load failed, also those being tried again."""
         return [spec for spec in self._preloaded() if self._models.has_failed(spec)]
 
     async def _load(self, spec: ModelSpec) -> None:

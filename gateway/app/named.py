@@ -1,4 +1,4 @@
-"""What is served: models.yaml's models, those that were named, and those found on the disk; and
+"""The served models: those of models.yaml, those that were named, and those found on the disk; and
 the hub that they come from.
 
 The hub's client and mlx are imported with the first model that has no entry anywhere.
@@ -49,16 +49,16 @@ def hub_of(settings: Settings, *, may_download: bool) -> "Hub":
 
 
 def load_served(settings: Settings) -> Catalog:
-    """Return the catalog of all that is served; raises RegistryInvalid with a line per problem."""
+    """Return the catalog of served models; raises RegistryInvalid with a line per problem."""
     reading = read_served(settings)
     reading.require_valid()
     return reading.catalog
 
 
 def read_served(settings: Settings, *, may_pull: bool | None = None) -> Reading:
-    """Read all that is served and list all problems; never raises.
+    """Read all served models and list all problems; never raises.
 
-    The hub is asked what a named model is if that is not on the disk. `may_pull` is
+    The hub is asked for the kind of a named model that is not on the disk. `may_pull` is
     GATEWAY_AUTO_PULL's unless it is given.
     """
     set_variables, known = variables(), read_short_names() if settings.serve else {}
@@ -101,10 +101,10 @@ def read_served(settings: Settings, *, may_pull: bool | None = None) -> Reading:
 
 
 def parse_name(text: str) -> Source | None:
-    """Return where a model that was named comes from; None for an id or a short name.
+    """Return the source of a model that was named; None for an id or a short name.
 
-    A folder, or a GGUF file, that is there is that; what else has a slash is the hub's. Raises
-    ValueError for what is no source.
+    The path of an existing folder or GGUF file means that; any other name with a slash is the
+    hub's. Raises ValueError for a text that is no source.
     """
     path = os.path.expanduser(text)
     if text.partition(":")[0] in SCHEMES:
@@ -116,7 +116,7 @@ def parse_name(text: str) -> Source | None:
 
 
 def _is_same(one: Source, other: str) -> bool:
-    """Return True for one model, be it of two revisions."""
+    """Return True if both are one model, perhaps at two revisions."""
     repo, *_ = str(one).split("@")
     return repo == str(parse_source(other, Path.cwd())).split("@")[0]
 
@@ -135,7 +135,7 @@ def _find_kind(source: Source, model: str, settings: Settings, may_pull: bool | 
 
 
 def _discover(settings: Settings, given: Mapping[str, str]) -> tuple[Entries, dict[str, str]]:
-    """Return the entries of models that are found on the disk, and why others have none."""
+    """Return the entries of models that are found on the disk, and the reasons against others."""
     if not settings.discover:
         return {}, {}
     from gateway.engine.discovery import discover
@@ -155,7 +155,7 @@ def _discover(settings: Settings, given: Mapping[str, str]) -> tuple[Entries, di
 def _select(catalog: Catalog, ids: list[str], settings: Settings, found: Entries) -> Catalog:
     """Return the models that were named, which are loaded at start, then others that are served.
 
-    Raises ModelNotFound for an id that nothing has.
+    Raises ModelNotFound for an id that no model has.
     """
     chosen: dict[str, ModelSpec] = {}
     for name in ids:

@@ -1,11 +1,11 @@
-"""What is kept of prompts, in files that outlive a restart: written while the gateway drains and
-when an admin says so, read as their model is loaded. Nothing else waits for the disk.
+"""Kept prompts in files that outlive a restart: written while the gateway drains and when an admin
+asks, read as their model is loaded. Nothing else waits for the disk.
 
-A file's name has its model, a digest of all that KV depends on, whose prompt it is, and the prompt.
-It begins with a hash of that name and of all that follows, by a secret of the folder: what was
-changed, cut off or put there by another is not read.
+A file's name has its model, a digest of all that KV depends on, the prompt's owner, and the prompt.
+The file begins with a hash of its name and of all that follows, by a secret of the folder: a file
+that was changed, cut off or put there by another program is not read.
 
-One gateway has the folder, by a lock. Another that is given it serves without.
+One gateway holds the folder, by a lock. Another gateway with the same folder serves without it.
 """
 
 import asyncio
@@ -36,17 +36,17 @@ log = logs.get("kept_prefixes")
 
 SUFFIX, PART, SECRET, LOCK = ".kv", ".part-", "secret", "lock"
 HASH_BYTES: Final = 32
-MOST_BYTES: Final = 1 << 30  # of a file
-ROUNDS: Final = 10_000  # of hashing a key, so that none is found by trying many: 5 ms
-READ_S: Final = 10.0  # of a model's load
-DRAIN_S: Final = 2.0  # of a drain whose time is up: supervisors wait 45 s in all
+MOST_BYTES: Final = 1 << 30  # bytes of a file at most
+ROUNDS: Final = 10_000  # rounds of hashing a key, 5 ms: nobody finds one by trying many
+READ_S: Final = 10.0  # seconds that reading may add to a model's load
+DRAIN_S: Final = 2.0  # seconds to save after a drain's time: supervisors wait 45 s in all
 
 
 def lock(file: Path) -> int:
     """Lock a file, made if need be, until the returned descriptor is closed: by the end of this
     process at the latest, as no other inherits it. Raises OSError, BlockingIOError if it is locked.
     """
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)  # NFS locks only what is writable
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)  # NFS locks only writable files
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -56,12 +56,13 @@ def lock(file: Path) -> int:
 
 
 class PrefixFolder:
-    """The files of one gateway, which only this user can read. It is slow: not on the loop."""
+    """The files of one gateway, which only this user can read. Slow: call it off the loop."""
 
     def __init__(self, folder: Path, limit: int, keys: Sequence[str]) -> None:
-        """Open a folder, made if need be, and have it until `close`.
+        """Open a folder, made if need be, and hold it until `close`.
 
-        Raises SettingsInvalid for one that others may change, BlockingIOError for another's.
+        Raises SettingsInvalid for a folder that others may change, and BlockingIOError for one that
+        another gateway holds.
         """
         self._folder, self._limit = folder, limit
         self._unread = set[str]()  # names whose files could not be read: they are written again
@@ -76,9 +77,9 @@ class PrefixFolder:
             raise
         except OSError as error:
             raise SettingsInvalid([f"GATEWAY_PREFIX_FOLDER: {error}"]) from None
-        # By name, when each was used last, in nanoseconds, and its bytes.
+        # Each file's time of last use, in nanoseconds, and its bytes, by name.
         self.files = {name: (about.st_mtime_ns, about.st_size) for name, about in found}
-        # By salt, and the same where keys change places. Without a salt, all keys share.
+        # Owners by salt, the same ones if keys change places. All keys share the empty salt.
         self._owners = {"": self._hash_slowly("\0".join(sorted(keys)))}
         self._owners |= {f"key-{i}": self._hash_slowly(key) for i, key in enumerate(keys, 1)}
 
@@ -98,13 +99,13 @@ class PrefixFolder:
             raise self._invalid("must be your own folder, for you alone (mode 700)")
 
     def _open(self) -> bytes:
-        """Return the folder's secret, which the first one to have the folder makes."""
+        """Return the folder's secret, which the first gateway to hold the folder makes."""
         if not (self._folder / SECRET).exists():
             self._write(SECRET, secrets.token_bytes(HASH_BYTES), time.time_ns())
         secret = (self._folder / SECRET).read_bytes()
         if len(secret) != HASH_BYTES:
             raise self._invalid(f"has a broken file `{SECRET}`: empty the folder")
-        for part in self._folder.glob(f"{PART}*"):  # of a process that was killed
+        for part in self._folder.glob(f"{PART}*"):  # left by a process that was killed
             part.unlink()
         return secret
 
@@ -117,10 +118,10 @@ class PrefixFolder:
         return f"{key}-{self._owners[piece.salt]}-{digest.hex()[:32]}{SUFFIX}"
 
     def names(self, key: str) -> dict[str, str | None]:
-        """List a model's files, the one used last first: each with the salt of those of today's
-        callers who may go on from it, or without one.
+        """Return a model's files, the last used first, each with the salt of the present callers
+        who may continue from it, or None if there are none.
         """
-        # One key may have two places, of which callers have the first; alone it has no salt.
+        # A key that is listed twice has the salt of its first place; a single key, the empty salt.
         salts = {f"{key}-{owner}": salt for salt, owner in reversed(self._owners.items())}
         model = key.partition("-")[0]
         newest = sorted(self.files.items(), key=itemgetter(1), reverse=True)
@@ -128,20 +129,20 @@ class PrefixFolder:
         return {name: salts.get(name.rpartition("-")[0]) for name in names}
 
     def read(self, name: str) -> bytes:
-        """Return a file's content. Raises OSError, and ValueError for what was not written here."""
+        """Return a file's content. Raises OSError, and ValueError if it was not written here."""
         self._unread.add(name)
         with (self._folder / name).open("rb") as file:
             digest, content = file.read(HASH_BYTES), file.read(MOST_BYTES)
         self._unread.discard(name)
         if not hmac.compare_digest(self._hash(name.encode() + content), digest):
-            raise ValueError("it is not what was written")
+            raise ValueError("it was not written here, or was changed")
         return content
 
     def touch(self, name: str, at: int) -> bool:
         """Count a file as used at this time, in nanoseconds; return False if it must be written."""
         if name in self._unread:
             return False
-        with contextlib.suppress(KeyError, FileNotFoundError):  # or it was deleted by hand
+        with contextlib.suppress(KeyError, FileNotFoundError):  # it may be deleted by hand
             _, size = self.files.pop(name)
             os.utime(self._folder / name, ns=(at, at))
             self.files[name] = at, size
@@ -149,15 +150,15 @@ class PrefixFolder:
         return False
 
     def write(self, name: str, content: bytes, at: int, since: int) -> None:
-        """Write a file as used at this time. The one used longest ago makes room, but for those
-        used `since`. Raises OSError, also if that is not enough.
+        """Write a file as used at this time. The files used longest ago make room, but not those
+        used after `since`. Raises OSError, also if that is not enough room.
         """
         size = HASH_BYTES + len(content)
         while self.nbytes + size > self._limit:
             rest = [("", (since, 0)), *self.files.items()]
             oldest, (used, _) = min(rest, key=itemgetter(1))
             if used >= since:
-                raise OSError("GATEWAY_PREFIX_FOLDER_BYTES is less than is kept")
+                raise OSError("GATEWAY_PREFIX_FOLDER_BYTES is too small for the kept prompts")
             self.drop(oldest)
         self._write(name, self._hash(name.encode() + content) + content, at)
         self._unread.discard(name)
@@ -186,7 +187,8 @@ class PrefixFolder:
 @contextlib.contextmanager
 def replacing(path: Path, prefix: str) -> Iterator[BinaryIO]:
     """Yield a file that takes the place of `path` at exit, unless there is an error: no reader sees
-    half of it, and no other user any. Its name begins with `prefix` until then. Raises OSError.
+    half of it, and no other user sees it at all. Its name begins with `prefix` until then. Raises
+    OSError.
     """
     handle, part = tempfile.mkstemp(dir=path.parent, prefix=prefix)  # mode 0600
     try:
@@ -199,10 +201,10 @@ def replacing(path: Path, prefix: str) -> Iterator[BinaryIO]:
 
 
 class PrefixFiles:
-    """Reads and saves what loaded models keep of prompts; without a folder, nothing."""
+    """Reads and saves the prompts that loaded models keep; without a folder, does nothing."""
 
     def __init__(self, settings: Settings, lane: Lane) -> None:
-        """Open the folder that settings name, if they do, until `close`. Raises SettingsInvalid."""
+        """Open the folder that settings name, if any, until `close`. Raises SettingsInvalid."""
         self.folder: PrefixFolder | None = None
         self._lack = "GATEWAY_PREFIX_FOLDER is not set."
         if (folder := settings.prefix_folder) is not None:
@@ -213,7 +215,7 @@ class PrefixFiles:
                 self._lack = "Another gateway has GATEWAY_PREFIX_FOLDER: this one keeps no files."
                 log.warning("prefix_folder_taken", folder=str(folder), hint=self._lack)
         self._lane = lane
-        self._keys: dict[tuple[GenerationBatcher, int], str] = {}  # by model and adapter
+        self._keys: dict[tuple[GenerationBatcher, int], str] = {}  # keys by model and adapter
         self._saving = asyncio.Lock()
 
     def close(self) -> None:
@@ -222,8 +224,8 @@ class PrefixFiles:
             self.folder.close()
 
     async def key(self, model: str, files: Path, digest: Callable[[], Awaitable[str]]) -> str:
-        """Return how the names of a model's files begin. It is asked for before the model is read:
-        what changes on disk from then on has another.
+        """Return the key that the names of a model's files begin with. Call it before the model is
+        read: files that change on disk from then on have another key.
         """
         if self.folder is None:
             return ""
@@ -232,15 +234,15 @@ class PrefixFiles:
         return "-".join(hashlib.sha256(part.encode()).hexdigest()[:16] for part in parts)
 
     async def key_of(self, batcher: GenerationBatcher) -> str:
-        """Return the key of a loaded model, which its adapters' depend on."""
+        """Return the key of a loaded model, which its adapters' keys depend on."""
         return self._keys.get((batcher, 0), "")
 
     @contextlib.asynccontextmanager
     async def of(
         self, model: str, batcher: GenerationBatcher, key: str, adapter: int = 0
     ) -> AsyncIterator[None]:
-        """Read what was saved of a model; while entered, it is saved. Nothing is of a model that
-        other ranks have parts of.
+        """Read a model's files; while entered, `save` writes them. A model that other ranks have
+        parts of has none.
         """
         if self.folder is None:
             yield
@@ -253,8 +255,8 @@ class PrefixFiles:
             del self._keys[batcher, adapter]
 
     async def _read(self, model: str, batcher: GenerationBatcher, key: str, adapter: int) -> None:
-        """Read files while there is time, and room for them, and delete what is wrong: not what the
-        machine cannot read now.
+        """Read files while there is time, and room for them. Delete wrong ones, but not those that
+        the machine cannot read now.
         """
         folder, engine, prefixes = self.folder, batcher.engine, batcher.engine.prefixes
         if folder is None or prefixes is None:
@@ -291,7 +293,7 @@ class PrefixFiles:
             log.info("prefixes_read", model=model, **counts, problem=problem, seconds=seconds)
 
     async def save(self, seconds: float | None = None) -> int:
-        """Save what loaded models keep, for at most so long; return how many files have it.
+        """Save the prompts that loaded models keep, within `seconds`; return the number of files.
 
         Raises Unavailable unless all could be saved.
         """
@@ -301,7 +303,8 @@ class PrefixFiles:
         try:
             async with asyncio.timeout(seconds), self._saving:
                 used = [used for used, _ in tuple(folder.files.values())]
-                since = max([time.time_ns(), *used]) + 1  # whatever the clock was
+                # This is later than all files, even if the clock was set back.
+                since = max([time.time_ns(), *used]) + 1
                 for (batcher, adapter), key in tuple(self._keys.items()):
                     if batcher.engine.prefixes is not None:
                         await self._save(folder, batcher.engine.prefixes, adapter, key, since)
@@ -310,7 +313,7 @@ class PrefixFiles:
         counts = {"files": len(folder.files), "bytes": folder.nbytes, "problem": problem}
         log.info("prefixes_saved", **counts, seconds=round(clock.now() - started, 3))
         if problem:
-            raise Unavailable(f"Not all that is kept of prompts was saved: {problem}.")
+            raise Unavailable(f"Not all kept prompts were saved: {problem}.")
         return len(folder.files)
 
     async def _save(
@@ -320,7 +323,7 @@ class PrefixFiles:
             pieces = await run(prefixes.pieces, adapter)
         for i, piece in enumerate(pieces):
             name = await run_in_daemon_thread(folder.name, key, piece)
-            at = since + 1000 * (len(pieces) - i)  # what was used last is the last to go
+            at = since + 1000 * (len(pieces) - i)  # the piece used last is the last to go
             if await run_in_daemon_thread(folder.touch, name, at):
                 continue
             async with self._lane.turn("load") as run:
@@ -330,7 +333,7 @@ class PrefixFiles:
 
 
 def _stamp(files: Path) -> list[tuple[str, int, int, int]]:
-    """Return what differs for other content of a model's files: a change cannot hide its time."""
+    """Return the names, sizes and times of a model's files: a change cannot hide its ctime."""
     paths = sorted(files.iterdir()) if files.is_dir() else [files]
     found = [(path.name, path.stat()) for path in paths if path.is_file()]
     return [(name, about.st_size, about.st_mtime_ns, about.st_ctime_ns) for name, about in found]

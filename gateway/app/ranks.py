@@ -26,7 +26,7 @@ log = logs.get("ranks")
 
 
 class RankEngines(Engines, Protocol):
-    """What loads the models of a rank: MlxEngines."""
+    """The engines of a rank: MlxEngines."""
 
     async def generation(
         self, spec: ChatSpec, files: Path, led: Setup | None = None
@@ -48,7 +48,7 @@ class Ranks:
         return RankShare(spec.parallel, self.group)
 
     def lost(self) -> str | None:
-        """Return which rank is gone, in words."""
+        """Return the loss of a rank, in words; None while all are there."""
         return None if self.leader is None else self.leader.lost
 
 
@@ -58,7 +58,7 @@ def leading(group: RankGroup) -> Iterator[Ranks]:
     host = first_host()
     if not host:
         problem = "this backend of mlx.launch does not say where rank 0 is: use ring, jaccl or nccl"
-        share_bytes(group, b"")  # the others would wait for an invitation
+        share_bytes(group, b"")  # the other ranks would wait for an invitation
         raise SettingsInvalid([problem])
     with inviting(host) as (invitation, listener):
         share_bytes(group, invitation.encode())
@@ -95,8 +95,8 @@ def follow_rank_0(settings: Settings, group: RankGroup, engines: RankEngines) ->
 
 
 def describe(spec: ChatSpec) -> str:
-    """Return a digest of what a spec says to an engine: the same on every rank."""
-    said = sorted(spec.loaded_with().items())  # its files may lie elsewhere on each rank
+    """Return a digest of the keys that a model is loaded with: the same on every rank."""
+    said = sorted(spec.loaded_with().items())  # no paths, which may differ on each rank
     return hashlib.sha256(repr(said).encode()).hexdigest()
 
 
@@ -104,8 +104,8 @@ async def _load(
     settings: Settings, engines: RankEngines, model: str, setup: Setup
 ) -> GenerationEngine:
     """Load this rank's share of a model."""
-    # It would answer nonsense if what is here were not what rank 0 has.
-    spec = load_served(settings).by_id(model)  # it may have changed
+    # Answers would be nonsense if this rank's model were not that of rank 0.
+    spec = load_served(settings).by_id(model)  # models.yaml may have changed
     if not isinstance(spec, ChatSpec) or describe(spec) != setup.spec:
         raise ModelLoadFailed(model, "its models.yaml is not that of rank 0")
     files: Path = await engines.files(spec)
@@ -121,7 +121,7 @@ def _stop(link: Follower) -> Any:
     signals: list[int] = []
 
     def handle(number: int, _: object) -> None:
-        if signals:  # a second signal ends it at once
+        if signals:  # a second signal ends the process at once
             os._exit(1)
         signals.append(number)
         link.ask_to_stop()

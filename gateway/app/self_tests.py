@@ -32,10 +32,10 @@ from gateway.settings import Settings
 
 log = logs.get("self_test")
 
-LANE_S = 2.0  # of the lane that a self-test may take at load
-IDLE_POLL_S = 0.5  # between two steps in idle time
-ROWS = 6  # in memory at once: three, padded to the longest, and a copy when one joins
-MAX_FILE_BYTES = 4096  # of a verdict: anybody may have put the file there
+LANE_S = 2.0  # seconds of the lane for a self-test at load
+IDLE_POLL_S = 0.5  # seconds between two steps in idle time
+ROWS = 6  # rows in memory at once: three, padded to the longest, and a copy when one joins
+MAX_FILE_BYTES = 4096  # most bytes of a verdict's file, which anybody may have put there
 _VERDICT = TypeAdapter(Verdict)
 
 
@@ -51,7 +51,7 @@ class VerdictStore:
             with self._file(digest).open("rb") as file:
                 verdict = _VERDICT.validate_json(file.read(MAX_FILE_BYTES), strict=True)
         except (OSError, ValueError):
-            return Verdict()  # it is tested again
+            return Verdict()  # the model is tested again
         is_sound = all(0 < seconds < math.inf for seconds in verdict.step_s)
         return verdict if is_sound else replace(verdict, step_s=())
 
@@ -101,7 +101,7 @@ class SelfTest:
         self._compute_digest = digest
         self._digest = ""
         self._limits = limits
-        self._kv = kv  # what a sequence of the test takes
+        self._kv = kv  # the cost of a sequence of the test
         self._steps: Generator[Verdict] | None = None
         self.verdict = Verdict()
 
@@ -114,7 +114,7 @@ class SelfTest:
         else:
             self._digest = await self._compute_digest()
             self.verdict = await run_in_daemon_thread(self._verdicts.read, self._digest)
-            spent_s = 0.0  # of the lane, not of waiting for it
+            spent_s = 0.0  # seconds of the lane, not of the wait for it
             if not self.verdict.is_whole:
                 while not self.verdict.is_whole and spent_s < LANE_S:
                     spent_s += await self._step()
@@ -122,7 +122,7 @@ class SelfTest:
         await self._apply()
 
     async def run_to_end(self) -> Verdict:
-        """Run all of the test, whatever is kept of an earlier one; apply and keep its verdict."""
+        """Run the whole test, even if a verdict is kept; apply and keep the new one."""
         self._digest = await self._compute_digest()
         while not self._is_over:
             await self._step()
@@ -154,7 +154,7 @@ class SelfTest:
 
     @property
     def _next_width(self) -> int | None:
-        """Return the rows of the decode step to be timed next, if there is one."""
+        """Return the rows of the next decode step to time, if there is one."""
         if not self._engine.is_batched:
             return None
         limits = self._limits
@@ -185,7 +185,7 @@ class SelfTest:
                 needed = self._bytes_needed
                 is_short = self._budget.spare_bytes < needed
                 if batcher.rows or batcher.tickets or not self._lane.is_idle:
-                    # Rows would wait for the test's memory: it starts again in idle time.
+                    # Rows would wait for the test's memory: the test starts again in idle time.
                     if share.nbytes and (batcher.is_short_of_memory or is_short):
                         await self._close()
                         share.release()
@@ -206,7 +206,7 @@ class SelfTest:
             share.release()
 
     async def _time(self, rows: int) -> None:
-        """Time a decode step of so many rows, unless others take or want the device meanwhile."""
+        """Time a decode step of `rows` rows, unless others take or want the device meanwhile."""
         steps, seconds, began = self._engine.time_step(rows), None, clock.now()
         try:
             while seconds is None:
@@ -221,7 +221,7 @@ class SelfTest:
 
     async def _report(self, batcher: GenerationBatcher) -> None:
         """Apply and keep the verdict if it is whole."""
-        # It may be the one that applies already.
+        # The verdict may be the one that applies already.
         before = batcher.verdict
         if not self.verdict.is_whole or self.verdict == before:
             return

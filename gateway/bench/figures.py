@@ -12,10 +12,10 @@ class Answer:
 
     started: float
     ended: float
-    arrivals: Sequence[float] = ()  # of the pieces of a stream
+    arrivals: Sequence[float] = ()  # times at which the pieces of a stream arrived
     units: int = 0  # vectors, pairs or tokens
     error: str | None = None
-    prompt: int = 0  # tokens, of which `cached` came from the server's cache
+    prompt: int = 0  # tokens; `cached` of them came from the server's cache
     cached: int = 0
 
     @property
@@ -95,8 +95,8 @@ def measure(answers: Sequence[Answer], window: Window) -> Figures:
 
 
 def _units_inside(answer: Answer, window: Window) -> float:
-    # Answers may be longer than the window, or end many at once: of a stream's tokens those count
-    # that arrived inside, and of another answer's units the share of its time.
+    # Answers may take longer than the window, or many may end at once. A stream's tokens count if
+    # they arrived inside; other answers count by the share of their time that was inside.
     if answer.arrivals:
         inside = sum(moment in window for moment in answer.arrivals)
         return answer.units * inside / len(answer.arrivals)

@@ -20,7 +20,7 @@ from gateway.bench.requests import (
 )
 
 now = time.perf_counter
-PAUSE_S = 0.1  # after an error, so that a client refused at once does not spin
+PAUSE_S = 0.1  # seconds to wait after an error: a client refused at once would spin
 # Subclasses come before their bases.
 _NAMES: Sequence[tuple[type[Exception], str]] = (
     (TimeoutError, "timed out"),
@@ -49,12 +49,12 @@ class Peer:
         self._headers = {"content-type": "application/json"}
         if key is not None:
             self._headers["authorization"] = f"Bearer {key}"
-        # Of the whole answer, however it is streamed.
+        # The limit is for the whole answer, streamed or not.
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
 
     async def __aenter__(self) -> "Peer":
         self._session = aiohttp.ClientSession(
-            # Without a limit, so that it is the server that makes clients wait.
+            # There is no limit here: only the server makes clients wait.
             connector=aiohttp.TCPConnector(limit=0),
             headers=self._headers,
             timeout=self._timeout,

@@ -1,6 +1,6 @@
 """The requests of each kind of work, and their answers: read, also as streams, and counted.
 
-Their texts are the same for the same seed, and no two are alike, so that no cache helps.
+Texts are the same for the same seed, and all of them differ, so that no cache helps.
 """
 
 import math
@@ -32,11 +32,11 @@ class Kind(StrEnum):
 
 
 class WrongAnswer(Exception):
-    """An answer that is not what was asked for; its text is the name it is counted under."""
+    """An answer that does not fit its request; its text is the name it is counted under."""
 
 
 class Texts:
-    """Numbered texts; their numbers of words go round `lengths`."""
+    """Numbered texts, whose numbers of words cycle through `lengths`."""
 
     def __init__(self, seed: int, lengths: Sequence[int]) -> None:
         self._seed = seed
@@ -49,7 +49,7 @@ class Texts:
         return " ".join((str(number), *random.choices(WORDS, k=length - 1)))
 
     def part(self, number: int, length: int) -> list[str]:
-        """Return the texts of request `number`, each of which has `length` of them."""
+        """Return the texts of request `number`; each request has `length` texts."""
         return [self[number * length + i] for i in range(length)]
 
 
@@ -128,14 +128,14 @@ def count_tokens(answer: Any) -> int:
 
 
 class EventReader:
-    """Splits received bytes into events, wherever the network has split them."""
+    """Splits received bytes into events, however the network has cut them."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, received: bytes) -> list[bytes]:
         """Return the data of each event that is now whole, without comments."""
-        # joined first: a \r\n may be cut in two as well
+        # The bytes are joined first: a \r\n may be cut in two as well.
         *whole, self._rest = (self._rest + received).replace(b"\r\n", b"\n").split(b"\n\n")
         return [event.removeprefix(b"data:").strip() for event in whole if event[:5] == b"data:"]
 
@@ -169,7 +169,7 @@ class Transcript:
 
     def _add_chunk(self, chunk: Any) -> None:
         error = chunk.get("error")
-        if error:  # after it has begun, a stream has no other way to say so
+        if error:  # a stream that has begun reports its failure this way
             raise WrongAnswer(f"error event {name_error(error)}")
         self._usage = chunk.get("usage") or self._usage
         for choice in chunk.get("choices") or ():

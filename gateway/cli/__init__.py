@@ -2,17 +2,17 @@
 
 serve      the gateway itself, until it is stopped
 models     check, config, init, models, pull and schema: models.yaml, and the files of its models
-recommend  models recommend: what of the catalogue fits a machine
-doctor     checks the machine, or with --engine the models; what needs mlx in a process of its own
+recommend  models recommend: the models of the catalogue that fit a machine
+doctor     checks the machine, or with --engine the models; mlx runs in a process of its own
 bench      measures a server
-launch     runs a tool, Claude Code for instance, on a gateway; connect prints how
-agents     the coding agents and tools of both, and what each needs
+launch     runs a tool, such as Claude Code, on a gateway; connect prints how
+agents     the coding agents and tools of both, and the needs of each
 gateways   finds the gateway for them, or starts one
 terminal   options that several commands have, and tables
 lazy       modules that are imported at their first use, mlx among them
 
 Only `serve`, `doctor --engine` and, for this machine, `models recommend` import mlx. Exit status: 1
-for what cannot be served, downloaded or answered, 2 for wrong usage or settings.
+if something cannot be served, downloaded or answered, 2 for wrong usage or settings.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (RegistryInvalid, GatewayError) as error:
         fail(error)
     except OSError as error:
-        # tempfile names the folders that it has tried, without a number for what is wrong.
+        # tempfile names the folders that it has tried; its error has no number.
         if error.errno != errno.ENOSPC and "temporary directory" not in str(error):
             raise
         fail(error)
@@ -62,9 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _share_blas() -> None:
     """Copy GATEWAY_BLAS from .env to the environment."""
-    # It is needed before settings are read, and by the processes that commands start.
+    # The variable is needed before settings are read, and by the processes that commands start.
     name = variable("blas")
-    with contextlib.suppress(UnicodeDecodeError):  # reported when the settings are read
+    with contextlib.suppress(UnicodeDecodeError):  # an error is reported when the settings are read
         text, _ = origin(name)
         if text is not None:
             os.environ[name] = text
@@ -101,7 +101,7 @@ def _version(is_asked: bool) -> None:
     if is_asked:
         try:
             installed = version("mlx-gateway")
-        except PackageNotFoundError:  # run from a checkout
+        except PackageNotFoundError:  # the command runs from a checkout
             installed = __version__
         print(f"mlx-gateway {installed}")
         raise typer.Exit

@@ -1,4 +1,4 @@
-"""The tools that `launch` runs and `connect` prints for: what each needs to ask this gateway.
+"""The tools that `launch` runs and `connect` prints for, each with its setup for this gateway.
 
 No setup holds a key: a tool reads it from the variable that its entry names. To add a tool, add an
 entry to _TABLE, and a test that runs it (compat_tests/agents/test_launch.py).
@@ -14,9 +14,9 @@ from typing import Any, Final
 # Tokens that agents need. Claude Code's first request has 23,500 before the question
 # (docs/agents.md).
 AGENT_CONTEXT: Final = 32_000
-SMALL_CONTEXT: Final = 16_000  # for agents whose own instructions and tools have less than 6,000
-FOLDER: Final = "{private folder}"  # stands for its path; no model's name has a space
-NO_KEY: Final = "unused"  # what a gateway without keys is sent, by tools that insist on one
+SMALL_CONTEXT: Final = 16_000  # tokens for agents whose own prompt has less than 6,000
+FOLDER: Final = "{private folder}"  # stands for the folder's path; no model's name has a space
+NO_KEY: Final = "unused"  # the key of tools that insist on one, if the gateway has none
 _OWN_KEYS: Final = frozenset({"GATEWAY_API_KEYS", "GATEWAY_ADMIN_KEY"})
 
 
@@ -27,40 +27,40 @@ class Service:
     url: str
     model: str
     small_model: str
-    context: int | None  # None if nobody knows it yet, which tools with a `least_context` never get
-    folder: str = FOLDER  # where the files of a setup will be
+    context: int | None  # None: not known yet; tools with a `least_context` never get that
+    folder: str = FOLDER  # the folder of a setup's files
     modalities: Sequence[str] = ("text",)  # kinds of the model's inputs
 
     @property
     def answer(self) -> int:
-        """Return how many tokens an agent is to ask for; the rest is for its prompt."""
+        """Return the tokens that an agent should ask for; the rest is for its prompt."""
         return (self.context or AGENT_CONTEXT) // 4
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What makes a tool use a service."""
+    """The changes that make a tool use a service."""
 
-    variables: Mapping[str, str | None] = field(default_factory=dict)  # None unsets one
-    lines: Mapping[str, str] = field(default_factory=dict)  # put before the user's own
-    arguments: Sequence[str] = ()  # before the tool's own
-    files: Mapping[str, str] = field(default_factory=dict)  # in the service's folder
+    variables: Mapping[str, str | None] = field(default_factory=dict)  # None unsets a variable
+    lines: Mapping[str, str] = field(default_factory=dict)  # put before the user's own lines
+    arguments: Sequence[str] = ()  # put before the tool's own
+    files: Mapping[str, str] = field(default_factory=dict)  # text by name, in the service's folder
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A program, and what makes it use a gateway."""
+    """A program, and its setup for a gateway."""
 
     command: str
     install: str
     set_up: Callable[[Service], Setup]
-    key: str = "MLX_GATEWAY_KEY"  # the variable in which it reads its key
+    key: str = "MLX_GATEWAY_KEY"  # the variable from which it reads its key
     least_context: int = AGENT_CONTEXT
 
     def environment(
         self, setup: Setup, key: str | None, around: Mapping[str, str]
     ) -> dict[str, str]:
-        """Return the variables to run the tool with, and none of them the gateway's own keys."""
+        """Return the variables to run the tool with, without the gateway's own keys."""
         outer = {name: value for name, value in around.items() if name.upper() not in _OWN_KEYS}
         variables = {**outer, **setup.variables, self.key: key or NO_KEY}
         for name, line in setup.lines.items():
@@ -68,11 +68,11 @@ class Tool:
         return {name: value for name, value in variables.items() if value is not None}
 
     def shell_lines(self, setup: Setup, key: str) -> list[str]:
-        """Return lines for a shell that do as `launch` does; `key` is what the shell expands to
-        the key.
+        """Return lines for a shell that do the same as `launch`; the shell expands `key` to the
+        key.
         """
         folder = f"MLX_GATEWAY_{self.command.upper()}"
-        expanded = f"'\"${folder}\"'"  # what has FOLDER is in single quotes
+        expanded = f"'\"${folder}\"'"  # words with FOLDER are in single quotes
         lines = [f'{folder}="$(mktemp -d)"'] if setup.files else []
         for name, text in setup.files.items():
             lines.append(f"printf '%s\\n' {shlex.quote(text)} > \"${folder}/{name}\"")
@@ -91,20 +91,20 @@ class Tool:
 
 
 def _claude(service: Service) -> Setup:
-    # All later requests of a session have its images, and would be refused for them.
+    # Later requests of a session repeat its images, and would all be refused for them.
     headers = {"ANTHROPIC_CUSTOM_HEADERS": "x-gateway-leave-out-images: true"}
     return Setup(
         lines={} if "image" in service.modalities else headers,
         variables={
             "ANTHROPIC_BASE_URL": service.url,
-            # Every name by which it asks for a model is one of ours.
+            # Every name that Claude Code uses for a model becomes one of ours.
             "ANTHROPIC_MODEL": service.model,
             "ANTHROPIC_DEFAULT_OPUS_MODEL": service.model,
             "ANTHROPIC_DEFAULT_SONNET_MODEL": service.model,
             "ANTHROPIC_DEFAULT_HAIKU_MODEL": service.small_model,
             "ANTHROPIC_SMALL_FAST_MODEL": service.small_model,
-            # It compacts a conversation in time if it knows the context, which it reads as
-            # 100,000 tokens at the least.
+            # Claude Code compacts a conversation in time if it knows the context. It reads any
+            # smaller one as 100,000 tokens.
             "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(service.context),
             "ANTHROPIC_API_KEY": None,
             "CLAUDE_CODE_USE_BEDROCK": None,
@@ -114,7 +114,7 @@ def _claude(service: Service) -> Setup:
 
 
 def _codex(service: Service) -> Setup:
-    # What its command line sets goes before ~/.codex/config.toml, of which the rest stays.
+    # Options of the command line override ~/.codex/config.toml; the rest of that file stays.
     options: dict[str, Any] = {
         "model": service.model,
         "model_provider": "mlx-gateway",
@@ -130,7 +130,7 @@ def _codex(service: Service) -> Setup:
         options["model_catalog_json"] = f"{service.folder}/models.json"
         files["models.json"] = json.dumps({"models": [_codex_model(service)]})
     arguments = []
-    for name, value in options.items():  # a text in JSON is one in TOML
+    for name, value in options.items():  # a JSON string is a TOML string
         arguments += ["-c", f"{name}={json.dumps(value, ensure_ascii=False)}"]
     return Setup(arguments=arguments, files=files)
 
@@ -148,8 +148,8 @@ command apply_patch with one argument, a patch (`*** Add File: path`, `*** Delet
 
 
 def _codex_model(service: Service) -> dict[str, Any]:
-    # Codex takes a model that it does not know to read images. Its versions insist on these fields,
-    # the instructions too; their values are those that 0.171 has for such a model.
+    # Codex assumes that a model it does not know reads images. All these fields are required, the
+    # instructions too; their values are those of 0.171 for such a model.
     return {
         **dict.fromkeys(("slug", "display_name"), service.model),
         **dict.fromkeys(("supported_in_api", "supports_parallel_tool_calls"), True),
@@ -179,7 +179,7 @@ def _opencode(service: Service) -> Setup:
         "small_model": f"mlx-gateway/{service.small_model}",
         "provider": {"mlx-gateway": provider},
     }
-    # It merges this JSON into the user's own configuration.
+    # OpenCode merges this JSON into the user's own configuration.
     return Setup({"OPENCODE_CONFIG_CONTENT": json.dumps(config)})
 
 
@@ -192,7 +192,7 @@ def _llm(service: Service) -> Setup:
     }
     names = (service.model, service.small_model)
     models = [{"model_id": name, "model_name": name, **about} for name in names]
-    # It reads models from a file in its folder of the user, where its keys and logs are too.
+    # llm reads models from a file in its user folder, which also has its keys and logs.
     return Setup(
         {"LLM_MODEL": service.model, "LLM_USER_PATH": service.folder},
         files={"extra-openai-models.yaml": json.dumps(models)},  # JSON is YAML
@@ -200,7 +200,8 @@ def _llm(service: Service) -> Setup:
 
 
 def _copilot(service: Service) -> Setup:
-    # `copilot help providers` of 1.0.102. What is unset would change protocol, model or key.
+    # See `copilot help providers` of 1.0.102. The variables unset would change protocol, model or
+    # key.
     names = ("TYPE", "WIRE_API", "TRANSPORT", "MODEL_ID", "WIRE_MODEL", "BEARER_TOKEN")
     unset = {f"COPILOT_PROVIDER_{name}": None for name in (*names, "API_KEY_COMMAND")}
     prompt = (service.context or AGENT_CONTEXT) - service.answer
@@ -216,7 +217,7 @@ def _copilot(service: Service) -> Setup:
 
 
 def _qwen(service: Service) -> Setup:
-    # The system's settings go before those of the user and of the project, in 0.24.4.
+    # Qwen Code 0.24.4 lets the system's settings override those of the user and of the project.
     model = {"id": service.model, "baseUrl": f"{service.url}/v1", "envKey": "MLX_GATEWAY_KEY"}
     tokens = {"max_tokens": service.answer}
     limits = {"contextWindowSize": service.context, "samplingParams": tokens}
@@ -230,12 +231,12 @@ def _qwen(service: Service) -> Setup:
 
 
 def _pi(service: Service) -> Setup:
-    # An extension: it reads a models.json only from the folder in which the user's sessions are.
+    # Pi gets an extension: it reads a models.json only from the folder of the user's sessions.
     model: dict[str, Any] = {"id": service.model, "name": service.model, "reasoning": False}
     model |= {"contextWindow": service.context, "maxTokens": service.answer, "input": ["text"]}
     model["cost"] = dict.fromkeys(("input", "output", "cacheRead", "cacheWrite"), 0)
     about = {"baseUrl": f"{service.url}/v1", "api": "openai-completions", "models": [model]}
-    about["apiKey"] = "$MLX_GATEWAY_KEY"  # 0.77 and later expand it
+    about["apiKey"] = "$MLX_GATEWAY_KEY"  # expanded by 0.77 and later
     code = f"export default (pi) => pi.registerProvider('mlx-gateway', {json.dumps(about)});"
     arguments = ["-e", f"{service.folder}/mlx.mjs", "--provider", "mlx-gateway"]
     return Setup(arguments=[*arguments, "--model", service.model], files={"mlx.mjs": code})
@@ -247,7 +248,7 @@ def _continue(service: Service) -> Setup:
         "provider": "openai",
         "model": service.model,
         "apiBase": f"{service.url}/v1",
-        "apiKey": "${{ secrets.MLX_GATEWAY_KEY }}",  # 1.5.47 finds it in the environment
+        "apiKey": "${{ secrets.MLX_GATEWAY_KEY }}",  # 1.5.47 finds this key in the environment
         "capabilities": ["tool_use"],
     }
     limits = {"contextLength": service.context, "maxTokens": service.answer}
@@ -265,14 +266,14 @@ def _cline(service: Service) -> Setup:
     providers = {"version": 1, "lastUsedProvider": name, "providers": {name: about}}
     variables = {
         "CLINE_PROVIDER_SETTINGS_PATH": f"{service.folder}/providers.json",
-        # By default 3.0.65 leaves a process running, which later sessions share with this provider.
+        # Cline 3.0.65 would leave a process running, and later sessions would use this provider.
         "CLINE_SESSION_BACKEND_MODE": "local",
     }
     return Setup(variables, files={"providers.json": json.dumps(providers)})
 
 
 def _aider(service: Service) -> Setup:
-    # Arguments, and the key's variable, go before what a project's .env has, in 0.86.2.
+    # Aider 0.86.2 lets arguments and the key's variable override a project's .env.
     model, small = f"openai/{service.model}", f"openai/{service.small_model}"
     limits = {"max_input_tokens": service.context, "max_output_tokens": service.answer}
     about = {"litellm_provider": "openai", "mode": "chat", **limits}
@@ -282,7 +283,7 @@ def _aider(service: Service) -> Setup:
 
 
 _TABLE: Final = (
-    # A token needs no approval, as a key does that it finds in the environment.
+    # Claude Code asks for approval of a key in the environment, but not of a token.
     Tool("claude", "npm install -g @anthropic-ai/claude-code", _claude, "ANTHROPIC_AUTH_TOKEN"),
     Tool("codex", "npm install -g @openai/codex", _codex),
     Tool("opencode", "npm install -g opencode-ai", _opencode),
@@ -298,20 +299,20 @@ TOOLS: Final[Mapping[str, Tool]] = {tool.command: tool for tool in _TABLE}
 
 
 class NoModel(Exception):
-    """No model can be used, or not the one that was asked for; the text says what to do."""
+    """No model can be used, or not the one that was asked for; the text gives the next step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A name that the model `id` is served by; the context is None if nobody knows it yet."""
+    """A name that the model `id` is served by; the context is None if it is not known yet."""
 
     name: str
     id: str
     kind: str
     context: int | None = None
     modalities: Sequence[str] = ("text",)
-    lack: str = "it is not on disk, so its context is not known"  # why it is None
-    can_pull: bool = True  # the command `pull` may bring its files
+    lack: str = "it is not on disk, so its context is not known"  # the reason of a context of None
+    can_pull: bool = True  # whether the command `pull` may bring its files
 
 
 def choose(
@@ -319,7 +320,7 @@ def choose(
 ) -> Offer:
     """Return the offer of the wanted name, or else the first that suits a tool.
 
-    Raises NoModel, with the commands that do it; `file` is the models file they have to name.
+    Raises NoModel, with commands that help; `file` is the models file that they have to name.
     """
     chats = [offer for offer in offers if offer.kind == "chat"]
     candidates = [offer for offer in chats if wanted in (None, offer.name)]
@@ -339,7 +340,7 @@ def choose(
 
 
 def _commands(offers: Sequence[Offer], tool: Tool, file: Path | None) -> list[str]:
-    """Return what to run, with the first model that suits or that may once it is on disk."""
+    """Return commands to run, with the first model that suits, or that may once it is on disk."""
     option = "" if file is None else f" --models {shlex.quote(str(file))}"
     for offer in offers:
         launch = f"  mlx-gateway launch {tool.command}{option} --model {shlex.quote(offer.name)}"

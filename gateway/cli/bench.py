@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gateway.bench.figures import Figures, Spread
     from gateway.bench.load import Peer
 
-    Measured = list[tuple[int, Figures]]  # by number of clients
+    Measured = list[tuple[int, Figures]]  # pairs of a number of clients and its figures
 
 NO_CLIENT = "mlx-gateway bench needs aiohttp, of the extra `bench`: pip install aiohttp"
 KEYS = ["GATEWAY_BENCH_API_KEY", "OPENAI_API_KEY"]
@@ -49,7 +49,7 @@ def bench(
     prompt_words: str = typer.Option("30", metavar=NUMBERS, help="Words in a prompt, mixed."),
     max_tokens: int = typer.Option(64, min=1, help="Tokens in an answer."),
     timeout: float = typer.Option(600, min=0.1, help="Seconds after which a request has failed."),
-    seed: int | None = typer.Option(None, min=0, help="Of the texts.", show_default="a new one"),
+    seed: int | None = typer.Option(None, min=0, help="Seed of texts.", show_default="a new one"),
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
 ) -> None:
     """Measure a server: rates, times and errors with 1 to many clients.
@@ -59,7 +59,7 @@ def bench(
     if find_spec("aiohttp") is None:
         fail(NO_CLIENT)
     clients = _numbers(concurrency, "--concurrency")
-    # Other texts at each run: a server may remember the last one's.
+    # Each run has other texts: a server may remember those of the last run.
     if seed is None:
         seed = time.time_ns() % 2**32
     documents = Texts(seed, _numbers(words, "--words"))
@@ -82,7 +82,7 @@ def bench(
 def _maker(
     kind: Kind, model: str, documents: Texts, prompts: Texts, length: int | None, max_tokens: int
 ) -> Callable[[int], Ask]:
-    """Return what makes the request of a number."""
+    """Return the function that makes the request of a number."""
     match kind:
         case Kind.EMBEDDINGS:
             return lambda number: embeddings(model, documents.part(number, length or 1))
@@ -107,7 +107,7 @@ async def _measure(
     """Measure each number of clients, one after another."""
     measured = []
     async with peer:
-        # It may load the model, which is not to be measured.
+        # The first request may load the model, so it is not measured.
         first = await peer.ask(workload.next())
         if first.error is not None:
             fail(f"The first request failed: {first.error}.")
@@ -139,7 +139,7 @@ def _milliseconds(spread: "Spread | None", *names: str) -> list[str]:
 
 
 def describe_problems(measured: "Measured") -> Iterator[str]:
-    """Yield what the table has no room for: errors by name, and that nothing was measured."""
+    """Yield lines below the table: errors by name, and counts of clients without any result."""
     for clients, figures in measured:
         for name, number in sorted(figures.errors.items()):
             yield f"{clients} clients: {number} × {name}"

@@ -1,4 +1,4 @@
-"""`mlx-gateway doctor`: can this machine serve, and what would make it serve better."""
+"""`mlx-gateway doctor`: whether this machine can serve, and how it would serve better."""
 
 import asyncio
 import faulthandler
@@ -54,13 +54,13 @@ if TYPE_CHECKING:
     from gateway.app.engines import MlxEngines
     from gateway.engine.hub import Hub
 
-_PROBE_S = 120  # a cold import of mlx from a slow disk
+_PROBE_S = 120  # seconds for a cold import of mlx from a slow disk
 
 
 def doctor(
     models: ModelsFile = None,
     engine: bool = typer.Option(False, "--engine", help="Test the engine: about a minute."),
-    model: list[str] = typer.Option((), help="To test it with.", show_default="those on board"),
+    model: list[str] = typer.Option((), help="A model to test.", show_default="those on board"),
     as_json: bool = typer.Option(False, "--json", help="Print JSON, for a bug report."),
     report: bool = typer.Option(False, "--report", help="Test it; print a block to paste."),
 ) -> None:
@@ -104,12 +104,12 @@ def _check_engine(settings: Settings, names: Sequence[str]) -> Report:
         else:
             absent.append(Checked(spec, [finding]))
     try:
-        run_probe(settings.models)  # an mlx that ends its process ends that one
+        run_probe(settings.models)  # an mlx that crashes ends only the probe's process
     except MlxBroken as error:
         return Report({}, [Finding("device", "fail", f"mlx does not work: {error}.")], absent)
     logs.configure("error", settings.log_format)
-    faulthandler.enable()  # a fault of mlx later on says where
-    # What libraries print is no part of the report.
+    faulthandler.enable()  # a later fault of mlx prints its traceback
+    # The output of libraries is no part of the report.
     with redirect_stdout(sys.stderr), _show_stages() as on_stage:
         report = asyncio.run(lazy.trial.check_models(present, settings, on_stage))
     return replace(report, models=[*report.models, *absent])
@@ -118,7 +118,7 @@ def _check_engine(settings: Settings, names: Sequence[str]) -> Report:
 def choose(specs: Iterable[ModelSpec], is_here: Callable[[ModelSpec], bool]) -> list[ModelSpec]:
     """Choose a model of each kind: one on board, else one that is on disk, else the first."""
     first: dict[str, ModelSpec] = {}
-    # An adapter is no model by itself.
+    # An adapter cannot be checked without its base.
     whole = [spec for spec in specs if not isinstance(spec, ChatSpec) or spec.base is None]
     for spec in sorted(whole, key=lambda spec: (not packaged(spec.source), not is_here(spec))):
         first.setdefault(spec.kind, spec)
@@ -126,8 +126,8 @@ def choose(specs: Iterable[ModelSpec], is_here: Callable[[ModelSpec], bool]) -> 
 
 
 def check_model_files(spec: ModelSpec, settings: Settings) -> Finding | None:
-    """Return why a model cannot be checked, with what adds it; None if its files are on disk."""
-    # Its weights are its base's.
+    """Return why a model cannot be checked, with the remedy; None if its files are on disk."""
+    # An adapter's weights are its base's.
     if isinstance(spec, ChatSpec) and spec.base is not None:
         command = f"mlx-gateway doctor --engine --model {spec.base}"
         return Finding("files", "skip", f"an adapter is run by its base. Run: {command}")
@@ -143,7 +143,7 @@ def check_model_files(spec: ModelSpec, settings: Settings) -> Finding | None:
 
 @contextmanager
 def _show_stages() -> Iterator[Callable[[str, str], None]]:
-    """Show the stage under way on a terminal; yield what is called with model and stage."""
+    """Show the stage under way on a terminal; yield the function to call with model and stage."""
     with lazy.Console(stderr=True).status("…") as status:
         yield lambda model, stage: status.update(f"{model}: {stage}")
 
@@ -153,7 +153,7 @@ def _check_machine(models: Path | None) -> Iterator[Finding]:
     yield check_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     try:
         settings = load_settings({"models": models})
-    except SettingsInvalid as error:  # all other checks need them
+    except SettingsInvalid as error:  # all other checks need the settings
         yield from (Finding("settings", "fail", problem) for problem in error.problems)
         return
     reading = read_models(settings.models, variables())
@@ -209,23 +209,23 @@ class MlxBroken(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What a process with mlx found."""
+    """The findings of a process with mlx."""
 
     device: str
-    # That models may hold.
+    # The bytes that models may hold.
     limit_bytes: int
     # Each model's bytes, or its problem; None if it is not on disk.
     sizes: Mapping[str, int | str | None]
-    # How many tokens of a prompt each keeps at most; None if that is not known.
+    # The most tokens of a prompt that each model keeps; None if that is not known.
     kept: Mapping[str, int | None]
     # The tokens that each model on disk may be given; None if its files do not say.
     contexts: Mapping[str, int | None]
-    # The library that multiplies on a CPU, and what to do if it is a slow one.
+    # The library that multiplies on a CPU, and advice if it is a slow one.
     blas: str
     blas_hint: str | None
     # The speed of the device.
     gflops: float
-    # Names of the content, and the folder of each, which may not exist yet.
+    # The folder of each kind of content, which may not exist yet.
     folders: Mapping[str, str]
 
 
@@ -246,8 +246,8 @@ def run_probe(models: Path) -> Probe:
 
 
 def probe() -> None:
-    """Compute a little on the device, and print a Probe as JSON, for the models file that is this
-    process's argument.
+    """Compute a little on the device, and print a Probe as JSON. The process's argument is the
+    models file.
     """
     from huggingface_hub import constants
 

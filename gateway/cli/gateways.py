@@ -26,17 +26,17 @@ from gateway.errors import GatewayError
 from gateway.registry import Catalog, ChatSpec, HubSource, ModelSpec
 from gateway.settings import Settings, with_port
 
-ASK_S = 5  # for an answer that needs no model
+ASK_S = 5  # seconds for an answer that needs no model
 POLL_S = 0.1
-STOP_S = 15  # beyond the drain, until a gateway that does not end is killed
-LAST_LINES = 5  # of a log, when its gateway has ended
+STOP_S = 15  # seconds after the drain, until a gateway that does not end is killed
+LAST_LINES = 5  # lines shown of the log of a gateway that has ended
 
-# A proxy of the environment would be asked for this machine's own addresses too.
+# No proxy is used: the environment's would be asked even for this machine's own addresses.
 _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class NoGateway(Exception):
-    """No gateway can be used; the text says why and what to do."""
+    """No gateway can be used; the text gives the reason and the next step."""
 
 
 def first_key(settings: Settings) -> str | None:
@@ -45,7 +45,7 @@ def first_key(settings: Settings) -> str | None:
 
 
 def address(settings: Settings) -> str | None:
-    """Return the URL of a gateway with these settings; None if it has no port that is known."""
+    """Return the URL of a gateway with these settings; None if its port is not known."""
     for bind in settings.binds:
         host, _, port = bind.rpartition(":")
         host = host.strip("[]")
@@ -66,7 +66,7 @@ def find(settings: Settings) -> str | None:
 
 
 def list_offers(url: str, settings: Settings, catalog: Catalog) -> list[Offer]:
-    """Return what a gateway that runs offers, as it says; raises NoGateway."""
+    """Ask a gateway that runs for its offers, and return them; raises NoGateway."""
     status, answer = _ask(url, "/v1/models", first_key(settings))
     if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         raise NoGateway(f"{url} refuses us ({status}). Set GATEWAY_API_KEYS to one of its keys.")
@@ -74,7 +74,7 @@ def list_offers(url: str, settings: Settings, catalog: Catalog) -> list[Offer]:
         raise NoGateway(f"{url}/v1/models does not list its models (status {status}).")
     offers = []
     for model in answer["data"]:
-        # A gateway says neither of a model that is not on its disk.
+        # A gateway states neither for a model that is not on its disk.
         context, modalities = model.get("max_model_len"), model.get("input_modalities")
         offer = Offer(model["id"], model["root"], model["kind"], context, modalities or ("text",))
         spec = catalog.by_id(offer.id)
@@ -83,10 +83,10 @@ def list_offers(url: str, settings: Settings, catalog: Catalog) -> list[Offer]:
 
 
 def catalog_offers(catalog: Catalog, settings: Settings) -> list[Offer]:
-    """Return what a gateway with this catalog offers."""
+    """Return the offers of a gateway with this catalog."""
     hub, offers = lazy.hub_of(settings, may_download=False), []
     for name, spec in ((model.name, model.spec) for model in catalog):
-        # Tools use chat models alone; what reads the files of others imports mlx.
+        # Tools use chat models alone; reading the files of other models imports mlx.
         inputs = lazy.inputs.read_inputs(spec, hub) if isinstance(spec, ChatSpec) else None
         context = None if inputs is None else inputs.max_tokens
         offer = Offer(name, spec.id, spec.kind, context, spec.input_modalities)
@@ -95,9 +95,10 @@ def catalog_offers(catalog: Catalog, settings: Settings) -> list[Offer]:
 
 
 def _explain(offer: Offer, spec: ModelSpec | None, *, is_here: bool) -> Offer:
-    """Return an offer with why its context may not be known, by whether its files are on this disk.
+    """Return an offer with the reason why its context may not be known. `is_here`: its files are on
+    the gateway's disk.
 
-    The spec is None if it is of a running gateway, and these settings have no such model.
+    The spec is None if a running gateway has the model, and these settings do not.
     """
     if is_here:
         lack = "its files say no context, which `max_context:` may set, or cannot be read"
@@ -110,7 +111,7 @@ def _explain(offer: Offer, spec: ModelSpec | None, *, is_here: bool) -> Offer:
 
 
 def kept_tokens(model: str, catalog: Catalog, settings: Settings) -> int | None:
-    """Return about how many tokens of a prompt a model keeps at most; None if nobody knows."""
+    """Return roughly the most tokens of a prompt that a model keeps; None if that is not known."""
     spec = catalog.by_id(model)
     if not isinstance(spec, ChatSpec):
         return None
@@ -118,7 +119,7 @@ def kept_tokens(model: str, catalog: Catalog, settings: Settings) -> int | None:
     try:
         files = lazy.hub.on_disk(whole, lazy.hub_of(settings, may_download=False))
         return None if files is None else lazy.count_kept(whole, files, settings)
-    except (GatewayError, ValueError):  # the load says what is wrong
+    except (GatewayError, ValueError):  # the load will report the error
         return None
 
 
@@ -134,7 +135,7 @@ def wait_ready(url: str) -> None:
 
 
 class Started:
-    """A gateway in a process of its own, which logs into a file of a folder."""
+    """A gateway in a process of its own, which logs to a file in a folder."""
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         self.url = ""
@@ -144,7 +145,7 @@ class Started:
         command += ["--models", str(file)] if file else []
         command += settings.serve
         with self._log.open("wb") as output:
-            # Ctrl-C in the terminal is for the tool, so the gateway is in a session of its own.
+            # Ctrl-C in the terminal is for the tool alone, so the gateway has a session of its own.
             self._process = subprocess.Popen(
                 command,
                 env=os.environ | _ALONE,
@@ -155,7 +156,7 @@ class Started:
             )
 
     def wait_ready(self) -> None:
-        """Wait until its preloaded models are loaded; raises NoGateway if it ends before."""
+        """Wait until its preloaded models are loaded; raises NoGateway if it ends before that."""
         while not self.url or _ask(self.url, "/ready")[0] != HTTPStatus.OK:
             self.require_alive()
             match = re.search(r'"url":"([^"]+)"', self._log.read_text(errors="replace"))
@@ -182,7 +183,7 @@ class Started:
 
 _ALONE: Mapping[str, str] = {
     "GATEWAY_BIND": "127.0.0.1:0",
-    "GATEWAY_LOG_FORMAT": "json",  # in which its address is found
+    "GATEWAY_LOG_FORMAT": "json",  # the gateway's address is read from these logs
     "GATEWAY_LOG_LEVEL": "info",
 }
 
@@ -199,7 +200,7 @@ def started(
             "with this certificate. Run `mlx-gateway serve` at the address that it is for."
         )
     with contextlib.ExitStack() as stack:
-        # No signal raises in here, or the process or the folder would be left behind.
+        # Signals are deferred here: an exception would leave the process or the folder behind.
         with deferred():
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mlx-gateway-"))
             gateway = Started(settings, Path(folder))
@@ -209,7 +210,7 @@ def started(
 
 
 def _ask(url: str, path: str, key: str | None = None) -> tuple[int | None, Any]:
-    """Return status and JSON of an answer; None for either that there is not."""
+    """Return status and JSON of an answer; each is None if it is missing."""
     request = urllib.request.Request(url + path)
     if key is not None:
         request.add_header("Authorization", f"Bearer {key}")

@@ -1,4 +1,4 @@
-"""`mlx-gateway launch`: a tool, with all that makes it use this gateway; `connect` prints that."""
+"""`mlx-gateway launch`: runs a tool, set up for this gateway; `connect` prints the setup."""
 
 import contextlib
 import os
@@ -35,7 +35,7 @@ from gateway.registry import read_short_names, source_id
 from gateway.settings import Settings, load_settings, origin, variable
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-FROM_KEYS = (signal.SIGINT, signal.SIGQUIT)  # a terminal sends them to all that run in it
+FROM_KEYS = (signal.SIGINT, signal.SIGQUIT)  # signals that a terminal sends to all its processes
 
 ToolName: TypeAlias = Annotated[str, typer.Argument(help=f"One of {', '.join(TOOLS)}.")]
 Model: TypeAlias = Annotated[
@@ -109,7 +109,7 @@ def connect(
 
 
 def _read_tool(name: str) -> Tool:
-    """Return the tool of this name; raises BadParameter with those there are."""
+    """Return the tool of this name; raises BadParameter with the names of all tools."""
     if name not in TOOLS:
         raise typer.BadParameter(f"{name!r} is not one of {', '.join(TOOLS)}", param_hint="TOOL")
     return TOOLS[name]
@@ -135,9 +135,9 @@ def _find_gateway(settings: Settings, model: str | None) -> tuple[str | None, Se
 def _choose_models(
     url: str | None, settings: Settings, tool: Tool, model: str | None, small_model: str | None
 ) -> Service:
-    """Choose a tool's models: of the gateway at this URL, or else of what a new one would offer.
+    """Choose a tool's models: among those of the gateway at this URL, or else of a new one.
 
-    Raises NoModel, and NoGateway if that gateway does not say what it offers.
+    Raises NoModel, and NoGateway if that gateway does not list its models.
     """
     catalog = load_served(settings)
     if url is None:
@@ -156,7 +156,7 @@ def _choose_models(
 
 
 def _shown_key(settings: Settings, *, is_shown: bool) -> str:
-    """Return what a shell expands to the key: the variable that it is in, unless it is shown."""
+    """Return a word that a shell expands to the key: its variable, or the key itself if shown."""
     key, name = first_key(settings), variable("api_keys")
     if key is None or is_shown:
         return shlex.quote(key or NO_KEY)
@@ -167,16 +167,16 @@ def _shown_key(settings: Settings, *, is_shown: bool) -> str:
 
 
 class Signals:
-    """What signals do: end this process in order or, once a tool runs, go to that."""
+    """Handles signals: they end this process in order or, once a tool runs, go to the tool."""
 
     def __init__(self) -> None:
         self.tool: subprocess.Popen[bytes] | None = None
         self._has_ended = False
-        self._early: list[int] | None = None  # those that are deferred
+        self._early: list[int] | None = None  # deferred signals
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle those that are not ignored."""
+        """Handle the signals that are not ignored."""
         before = {number: signal.getsignal(number) for number in SIGNALS}
         handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
         for number in handled:
@@ -189,7 +189,7 @@ class Signals:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Handle those that come meanwhile at the end, so that nothing is left half begun."""
+        """Handle signals only at the end of the context, so that nothing is left half begun."""
         self._early = []
         try:
             yield
@@ -208,9 +208,9 @@ class Signals:
         if self._early is not None:
             self._early.append(number)
         elif self.tool is not None:
-            # The terminal has sent it to the tool as well.
+            # A terminal sends its own signals to the tool as well.
             if not (number in FROM_KEYS and _is_in_foreground()):
-                self.tool.send_signal(number)  # nothing, if it has ended
+                self.tool.send_signal(number)  # no effect once the tool has ended
         elif not self._has_ended:
             self._has_ended = True
             raise SystemExit(128 + number)
@@ -235,7 +235,7 @@ def _gateway(found: str | None, settings: Settings, signals: Signals) -> Iterato
     print("Starting a gateway…", file=sys.stderr)
     with started(settings, signals.deferred) as gateway:
         yield gateway.url
-        try:  # it may have ended before the tool
+        try:  # the gateway may have ended before the tool
             gateway.require_alive()
         except NoGateway as error:
             print(error, file=sys.stderr)
@@ -253,4 +253,4 @@ def _run(
             (Path(folder) / name).write_text(text, encoding="utf-8")
         environment = tool.environment(setup, first_key(settings), os.environ)
         status = signals.start([command[0], *setup.arguments, *command[1:]], environment)
-    return 128 - status if status < 0 else status  # below 0 a signal ended it
+    return 128 - status if status < 0 else status  # a negative status is the signal that ended it

@@ -1,9 +1,9 @@
-"""What mlx comes with, or what takes long to import: each is imported at its first use.
+"""Modules that need mlx or take long to import: each is imported at its first use.
 
     from gateway.cli import lazy
     lazy.hub.on_disk(...)
 
-So commands that only look answer at once, and where mlx does not work they still say what is wrong.
+Commands that only look thus answer at once, and even report that mlx does not work.
 """
 
 from importlib import import_module

@@ -70,9 +70,9 @@ def check(
     print(f"{what}: {len(reading.catalog)} models by {count} names, no problems")
 
 
-# Words of a variable's name that hide its value, in the plural too but for TOKENS, a number.
+# A variable whose name has one of these words, or its plural (except TOKENS), is shown masked.
 _SECRET = frozenset({"KEY", "APIKEY", "TOKEN", "SECRET", "PASSWORD", "PASS", "CREDENTIAL"})
-# What a model's key `token_ids` may be, which is no secret.
+# The values of a model's key `token_ids`, which are no secret.
 _CHOICES = frozenset({"accept", "reject"})
 
 
@@ -93,7 +93,7 @@ def config(
 
 def _of_models(reading: Reading) -> Iterator[tuple[str, str, str]]:
     """Yield the variables of models.yaml that are set: those of models' keys, and any ${…}."""
-    # `explain` lists the settings.
+    # The settings themselves are listed by `explain`.
     for name in sorted(reading.variables & variables().keys() - VARIABLES):
         value, source = origin(name)
         if value is not None:
@@ -116,7 +116,7 @@ def init() -> None:
     except FileExistsError:
         fail(f"{file} is here already, and stays as it is.")
     except OSError as error:
-        file.unlink(missing_ok=True)  # half of it, on a full disk
+        file.unlink(missing_ok=True)  # a full disk leaves half a file
         fail(f"{file} could not be written: {error.strerror}")
     print(f"Wrote {file}. `mlx-gateway serve` reads it here; `mlx-gateway check` validates it.")
 
@@ -129,7 +129,7 @@ def models(
 ) -> None:
     """List the models: id, kind, aliases, source, whether they are on disk, and their size.
 
-    What is found and cannot be served is listed with the reason.
+    Models that are found and cannot be served are listed with the reason.
     """
     if context.invoked_subcommand is not None:
         return
@@ -188,7 +188,7 @@ def pull(
 
 
 def fetch_preloaded(settings: Settings, catalog: Catalog) -> None:
-    """Download what is missing of the models that are loaded at start; raises GatewayError."""
+    """Download the missing files of models that are loaded at start; raises GatewayError."""
     hub = lazy.hub_of(settings, may_download=settings.auto_pull)
     for preloaded in (spec for spec in catalog.specs if spec.preload):
         for spec in _needed(preloaded, settings.speculate_rows):
@@ -198,7 +198,7 @@ def fetch_preloaded(settings: Settings, catalog: Catalog) -> None:
 
 
 def _needed(spec: ModelSpec, speculate_rows: int) -> Iterator[ModelSpec]:
-    """Yield a model and those that are loaded with it."""
+    """Yield a model and the models that are loaded with it."""
     yield spec
     if isinstance(spec, ChatSpec):
         for part in (spec.base_spec, spec.draft_in_use(speculate_rows)):
@@ -207,7 +207,7 @@ def _needed(spec: ModelSpec, speculate_rows: int) -> Iterator[ModelSpec]:
 
 
 def fetch(spec: ModelSpec, hub: "Hub") -> Path:
-    """Download one model, and return where it is."""
+    """Download one model, and return its path."""
     if isinstance(spec.source, HubSource) and not lazy.hub.is_installed(spec.source):
         total = lazy.hub.ask_hub(spec, hub)
         with _progress(spec.id, total, lambda: lazy.hub.fetched_bytes(spec, hub)):

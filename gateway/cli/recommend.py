@@ -1,7 +1,8 @@
 """`mlx-gateway models recommend`: which models of the catalogue fit this machine, or another.
 
-A model fits with its weights, the KV of one sequence and the least that is kept of prompts: as many
-tokens as then have room, up to its context. Of an unknown size nothing is said.
+A model fits with its weights, the KV of one sequence and the least memory for kept prompts. The
+sequence has as many tokens as then find room, up to the model's context. Models of unknown size are
+left out.
 """
 
 import re
@@ -24,31 +25,31 @@ if TYPE_CHECKING:
     from gateway.jobs.steps import KvCost
 
 GIB: Final = 1 << 30
-STEP: Final = 1024  # tokens, of a context that is cut short
+STEP: Final = 1024  # tokens: the step by which a context is cut
 LEAST_CONTEXT: Final = 4096  # tokens, below which a model is of little use
-HALF: Final = 2  # bytes of a number of KV
-# Up to 32 GiB Metal recommends two thirds of a Mac's memory, above three quarters: 10922.67 MiB of
+HALF: Final = 2  # bytes of a number in the KV cache
+# Metal recommends two thirds of a Mac's memory up to 32 GiB, three quarters above: 10922.67 MiB of
 # 16 GiB, 21845.34 of 32 and 49152 of 64, as https://github.com/ggml-org/llama.cpp/issues/2048, 5206
 # and 1870 print it. Newer macOS recommends more of 128 GiB: https://github.com/antirez/ds4/pull/893.
 SMALL_MAC: Final = 32 * GIB
-# Writing a token reads the weights it takes once, so a sequence alone gets at most the memory's
-# bandwidth ÷ these bytes (https://github.com/ggml-org/llama.cpp/pull/1642 has measurements).
+# Decoding a token reads its weights once, so the tokens a second of a single sequence are at most
+# the memory's bandwidth ÷ these bytes (measured in https://github.com/ggml-org/llama.cpp/pull/1642).
 SPEEDS: Final = ((2_000_000_000, "fast"), (8_000_000_000, "medium"))
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What a model takes of the budget."""
+    """The bytes that a model takes of the budget."""
 
     name: str
     kind: str
     weights_bytes: int
-    context: int | None  # tokens: 0 of a model without KV, None of one that does not fit
-    is_whole: bool  # the context, which is cut otherwise
+    context: int | None  # tokens: 0 for a model without KV, None for one that does not fit
+    is_whole: bool  # False: the context is cut
     kv_bytes: int
     prefix_bytes: int
-    token_bytes: int  # of weights, read for each token
-    verified: str  # what answers of its family were compared with
+    token_bytes: int  # bytes of weights read for each token
+    verified: str  # the reference that its family's answers were compared with
 
     @property
     def total_bytes(self) -> int:
@@ -85,7 +86,7 @@ def _state_bytes(group: LayersKept) -> int:
 
 
 def fit(name: str, kind: str, facts: Facts, memory_bytes: int, settings: Settings) -> Fit | None:
-    """Return what a model takes of a device's memory; None if its size was not read."""
+    """Return the memory of a device that a model takes; None if its size is not known."""
     if facts.weights_bytes is None:
         return None
     weights, active = facts.weights_bytes, facts.active_b or 1
@@ -114,13 +115,13 @@ def fit(name: str, kind: str, facts: Facts, memory_bytes: int, settings: Setting
 
 
 def fits(memory_bytes: int, settings: Settings) -> Iterator[Fit]:
-    """Yield what each model of a known size takes, the largest first."""
+    """Yield the fit of each model of a known size, the largest first."""
     known = [fit(*model, memory_bytes, settings) for model in read_facts()]
     yield from sorted(filter(None, known), key=lambda fit: (fit.kind, -fit.weights_bytes))
 
 
 def working_set(machine_bytes: int) -> int:
-    """Return the bytes that Metal recommends at most on a Mac with so much memory."""
+    """Return the most bytes that Metal recommends on a Mac with this memory."""
     return machine_bytes * 2 // 3 if machine_bytes <= SMALL_MAC else machine_bytes * 3 // 4
 
 
@@ -135,7 +136,7 @@ def _read_memory(text: str) -> int:
 def recommend(
     memory: Annotated[
         str | None,
-        typer.Option(help="For a Mac with so much, such as 64GB.", show_default="this machine"),
+        typer.Option(help="The memory of a Mac, such as 64GB.", show_default="this machine"),
     ] = None,
 ) -> None:
     """Say which models of the catalogue fit: weights, the KV of one sequence and kept prompts."""
@@ -144,7 +145,7 @@ def recommend(
         memory_bytes = lazy.device.memory_bytes(lazy.device.choose_device(settings.device))
     else:
         memory_bytes = working_set(_read_memory(memory))
-        settings = settings.model_copy(update={"cache_max_bytes": None})  # is this machine's
+        settings = settings.model_copy(update={"cache_max_bytes": None})  # set for this machine
     budget = human_bytes(lazy.limits.budget_bytes(settings, memory_bytes))
     columns = ("Model", "Kind", "Weights", "Context", "KV", "Kept prompts", "In all")
     found = [_row(fit) for fit in fits(memory_bytes, settings) if fit.context is not None]

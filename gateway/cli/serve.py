@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 log = logs.get("serve")
 
-LAST_WORDS_S = 0.5  # for clients to read what was written before the drain's end
-SHUTDOWN_S = 10  # to close the models, after the drain
+LAST_WORDS_S = 0.5  # seconds for clients to read the answers written before the drain's end
+SHUTDOWN_S = 10  # seconds to close the models, after the drain
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _CHAT = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
 _EMBEDDING: dict[str, Any] = {"input": "Hello"}
@@ -52,7 +52,7 @@ def serve(
     port: Port = None,
 ) -> None:
     """Serve the models of the models file, or those that are named, until Ctrl-C or SIGTERM."""
-    # A SIGHUP would end the process until there is a handler: it stays pending till then.
+    # A SIGHUP would end the process before there is a handler: it stays pending until then.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     settings = load_settings(flags_of(models, names, discover=discover, host=host, port=port))
     require_machine(settings)
@@ -65,10 +65,10 @@ def serve(
         log.warning("settings_note", note=note)
     if settings.serve:  # a named model that cannot be fetched ends the start
         fetch_preloaded(settings, reading.catalog)
-    # From here on mlx is needed. What takes a second to import, mlx-lm, comes with the models.
+    # Everything below needs mlx. mlx-lm, which takes a second to import, comes with the models.
     if lazy.device.BLAS.hint is not None:
         log.warning("slow_blas", hint=lazy.device.BLAS.hint)
-    if "MLX_RANK" in os.environ:  # of mlx.launch; its imports take a twentieth of a second
+    if "MLX_RANK" in os.environ:  # set by mlx.launch; the imports take a twentieth of a second
         _serve_as_rank(settings, reading.catalog)
     else:
         _serve_alone(settings, reading.catalog)
@@ -97,7 +97,7 @@ def _serve_as_rank(settings: Settings, catalog: "Catalog") -> None:
 
 
 def _make_tls(settings: Settings) -> "ssl.SSLContext | None":
-    """Return what speaks TLS for connections, if settings name a certificate."""
+    """Return the TLS context of connections, if settings name a certificate."""
     if settings.tls_cert is None:
         return None
     config = lazy.Config()
@@ -107,7 +107,7 @@ def _make_tls(settings: Settings) -> "ssl.SSLContext | None":
 
 
 class Serving(Protocol):
-    """What can be served: a gateway, or what stands in front of several."""
+    """An application that can be served: a gateway, or a router in front of several."""
 
     asgi: Any  # an ASGI application
     is_preloaded: asyncio.Event
@@ -129,7 +129,7 @@ async def run(gateway: Serving, settings: Settings, leader: "Leader | None" = No
     stop, signals = asyncio.Event(), list[None]()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        # In the loop, so that it interrupts no code.
+        # The loop's handler interrupts no code.
         loop.add_signal_handler(number, _stop, stop, signals)
     if leader is not None:
         leader.on_stop = partial(loop.call_soon_threadsafe, stop.set)
@@ -142,7 +142,7 @@ async def run(gateway: Serving, settings: Settings, leader: "Leader | None" = No
     async def until_drained() -> None:
         await stop.wait()
         log.info("draining")
-        reloading.cancel()  # no request would use what it loads
+        reloading.cancel()  # no request would use the models it loads
         await gateway.drain()
         # Hypercorn closes idle connections; from Python 3.12.1 on it waits for all others.
         loop.call_later(LAST_WORDS_S, connections.Connection.crowd.abort_all)
@@ -151,7 +151,7 @@ async def run(gateway: Serving, settings: Settings, leader: "Leader | None" = No
     config.keep_alive_timeout = settings.keep_alive_timeout_s
     config.h11_max_incomplete_size = settings.read_header_bytes
     loop.set_exception_handler(connections.make_exception_handler())
-    config.read_timeout = None  # it would also cut long answers short
+    config.read_timeout = None  # a limit would also cut long answers short
     config.graceful_timeout = 1
     config.shutdown_timeout = SHUTDOWN_S
     config.include_server_header = False
@@ -162,15 +162,15 @@ async def run(gateway: Serving, settings: Settings, leader: "Leader | None" = No
             readying = asyncio.create_task(_ready(gateway, settings, config.bind), name="ready")
             await lazy.serve(gateway.asgi, config, shutdown_trigger=until_drained)
             readying.cancel()
-    except lazy.LifespanTimeoutError as error:  # a call is stuck, and only exit ends it
+    except lazy.LifespanTimeoutError as error:  # a call is stuck, and only an exit ends it
         log.critical("stuck", error=str(error))
         faulthandler.dump_traceback()
-        os._exit(os.EX_SOFTWARE)  # as for any stall
+        os._exit(os.EX_SOFTWARE)  # the status of any stall
 
 
 async def _ready(gateway: Serving, settings: Settings, opened: Sequence[str]) -> None:
-    """Once the preloaded models are ready, freeze what is there, and greet on a terminal."""
-    where = find_places(opened)  # before the wait, in which Hypercorn may close them
+    """Wait for the preloaded models, freeze the present objects, and greet on a terminal."""
+    where = find_places(opened)  # read now: Hypercorn may close them during the wait
     await gateway.is_preloaded.wait()
     # Imported modules stay: the garbage collector need not traverse their hundred thousand objects
     # again and again in the middle of requests.
@@ -189,13 +189,13 @@ async def _reload_at(hangup: asyncio.Event, gateway: Serving) -> None:
             await gateway.reload()
         except GatewayError:  # the gateway has logged it
             pass
-        except Exception:  # the next SIGHUP is still handled
+        except Exception:  # later SIGHUPs are still handled
             log.exception("reload_failed")
 
 
 def _stop(stop: asyncio.Event, signals: list[None]) -> None:
     """Start the drain at the first signal; exit at once at the second."""
-    # Another rank may have asked for the drain before, as when Ctrl-C goes to all.
+    # The drain may have begun already: Ctrl-C goes to all ranks, and another may have asked for it.
     if signals:
         os._exit(1)
     signals.append(None)
@@ -240,7 +240,7 @@ def _unix_listener(path: Path) -> Iterator[socket.socket]:
     """Listen on a path, and remove its file at exit unless another process has replaced it."""
     listener = socket.socket(socket.AF_UNIX)
     try:
-        if path.is_socket() and not _is_answered(path):  # a process left it behind
+        if path.is_socket() and not _is_answered(path):  # left behind by another process
             path.unlink()
         listener.bind(str(path))
         listener.listen(lazy.connections.BACKLOG)
@@ -280,7 +280,7 @@ class Place:
 
 def find_places(opened: Sequence[str]) -> list[Place]:
     """Return the places of Hypercorn's binds, those with a port first."""
-    # Of an inherited socket nothing is known but its number.
+    # An inherited socket is known only by its number.
     places = [_place(int(bind.removeprefix("fd://"))) for bind in opened if bind[:5] == "fd://"]
     return sorted(filter(None, places), key=lambda each: each.port is None)
 
@@ -296,7 +296,7 @@ def _place(descriptor: int) -> Place | None:
 
 
 def write_greeting(places: Sequence[Place], models: Sequence[ModelSpec], settings: Settings) -> str:
-    """Return where the gateway is, and how to ask one of the loaded models."""
+    """Return the greeting: the gateway's address, and a command that asks a loaded model."""
     if not places:
         return "mlx-gateway is ready."
     place, scheme = places[0], settings.scheme
@@ -324,7 +324,7 @@ def write_greeting(places: Sequence[Place], models: Sequence[ModelSpec], setting
 
 
 def _host_header(host: str, settings: Settings) -> list[str]:
-    # Without keys the gateway answers to its own names alone, against web pages.
+    # A gateway without keys answers only to its own names, as a defence against web pages.
     is_known = settings.api_keys or {host, "*"} & set(settings.allowed_hosts)
     if is_known or ipaddress.ip_address(host).is_loopback:
         return []
@@ -332,5 +332,5 @@ def _host_header(host: str, settings: Settings) -> list[str]:
 
 
 def key_in_shell(settings: Settings) -> str:
-    """Return what a shell expands to the first key, where the variable of the keys is exported."""
+    """Return a word that a shell expands to the first key, if the keys' variable is exported."""
     return "${GATEWAY_API_KEYS%%,*}" if len(settings.api_keys) > 1 else "$GATEWAY_API_KEYS"

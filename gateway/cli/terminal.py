@@ -1,4 +1,4 @@
-"""What several commands share: options, a table, an end with a message."""
+"""Parts that several commands share: options, a table, an end with a message."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -39,7 +39,7 @@ Port: TypeAlias = Annotated[
 def flags_of(
     models: Path | None, names: list[str] | None, *, discover: bool, **others: object
 ) -> dict[str, object]:
-    """Return the settings of these options; None is of one that was not given."""
+    """Return the settings of these options; None stands for an option that was not given."""
     places = ("huggingface", "lmstudio") if discover else None
     return {"models": models, "serve": names or None, "discover": places, **others}
 
@@ -53,7 +53,7 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """The same of the command that has the others."""
+    """A command with subcommands, whose help shows `--json` in the same way."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return its parameters; flags have no type to show."""
@@ -61,7 +61,7 @@ class Group(TyperGroup):
 
 
 class Listing(Group):
-    """One that takes names, unless the first is one of its own commands."""
+    """A group that takes names, unless the first is one of its own commands."""
 
     _takes_names = True
 

@@ -2,5 +2,5 @@
 
 machine  checks of the machine: ports, folders, memory, packages, each a finding with advice
 trial   each model loaded as the gateway loads it, tested and timed; imports mlx
-report  what was found, as a table, and as JSON without paths of this machine
+report  the findings, as a table, and as JSON without paths of this machine
 """

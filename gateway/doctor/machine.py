@@ -14,15 +14,15 @@ from gateway.logs import human_bytes
 from gateway.settings import Settings, SettingsInvalid
 
 COMPILED: Final = "compiled code"
-LEAST_FREE_BYTES: Final = 16 << 20  # for what is written; with less, too, nothing is compiled
+LEAST_FREE_BYTES: Final = 16 << 20  # room to write; with less, nothing is compiled either
 
 
 def machine_problems(settings: Settings) -> list[str]:
-    """Return what is wrong with settings on this machine."""
+    """Return the problems of settings on this machine."""
     problems = []
     if settings.tls_cert is not None and settings.tls_key is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        try:  # with a password, even if a wrong one: OpenSSL would ask a terminal for it
+        try:  # any password will do: without one, OpenSSL would ask a terminal for it
             context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
         except OSError as error:  # SSLError is one
             files = f"GATEWAY_TLS_CERT={settings.tls_cert} and GATEWAY_TLS_KEY={settings.tls_key}"
@@ -31,7 +31,7 @@ def machine_problems(settings: Settings) -> list[str]:
                 f"password ({error.strerror or error})"
             )
     if settings.device == "gpu":
-        from gateway.engine.device import choose_device  # with mlx, which may not work here
+        from gateway.engine.device import choose_device  # imports mlx, which may not work here
 
         try:
             choose_device(settings.device)
@@ -57,7 +57,7 @@ def check_blas(device: str, described: str, gflops: float, hint: str | None) -> 
 
 def check_compiler(device: str, found: str | None) -> Finding:
     """Check that g++ is installed."""
-    # Without it mx.compile silently fuses nothing on the CPU.
+    # mx.compile silently fuses nothing on the CPU if there is no g++.
     if device != "cpu" or found:
         return Finding("compiler", "ok", found or f"not needed on {device}.")
     message = "there is no g++, so mlx runs unfused and slower. Install it: `apt-get install g++`."
@@ -68,7 +68,7 @@ def check_packages(installed: Iterable[str]) -> Finding:
     """Check that one build of MLX is installed."""
     builds = sorted(name for name in installed if name.startswith(("mlx-cpu", "mlx-cuda")))
     if len(builds) > 1:
-        # They overwrite each other's files: the first that is uninstalled takes the others' along.
+        # Builds overwrite each other's files: uninstalling one of them removes the others' too.
         message = (
             f"{' and '.join(builds)} are both installed. Uninstall all of them, then install one: "
             f"`pip uninstall {' '.join(builds)}`; `make setup-cuda` does both."
@@ -98,12 +98,12 @@ def check_contexts(contexts: Mapping[str, int | None]) -> Finding:
 
 
 def check_kept(kept: Mapping[str, int], needed: int) -> Finding:
-    """Check that of an agent's first prompt all is kept, for those that follow."""
+    """Check that an agent's first prompt is kept whole, for the prompts that follow."""
     few = [f"{name} {tokens:,}" for name, tokens in kept.items() if tokens < needed]
     if not few:
         return Finding("prefixes", "ok", f"each keeps {needed:,} tokens of a prompt.")
     message = (
-        f"of a prompt so many tokens are kept, and an agent's has {needed:,}: "
+        f"an agent's prompt has {needed:,} tokens, and these models keep fewer: "
         f"{', '.join(few)}. Use a smaller model or `kv_bits`, or raise GATEWAY_PREFIX_CACHE_BYTES."
     )
     return Finding("prefixes", "warn", message)
@@ -144,7 +144,7 @@ def check_port(bind: str) -> Finding:
 
 
 def bind_problem(bind: str, error: OSError) -> str:
-    """Return why nothing can listen on a bind, and what to do."""
+    """Return the reason why nothing can listen on a bind, and advice."""
     reason = (error.strerror or str(error)).partition(" (")[0]  # asyncio repeats the address
     is_path = bind.startswith("unix:")
     match error.errno:
@@ -169,7 +169,7 @@ def check_folder(content: str, folder: Path) -> Finding:
         return Finding("disk", "warn", f"{folder} cannot be written to, for {content}.")
     if free < LEAST_FREE_BYTES:
         return Finding("disk", "fail", f"{found} Make room there.")
-    # Without a cache of the user's own, mlx compiles in the temporary folder.
+    # mlx compiles in the temporary folder unless the user has a cache of their own.
     may_run = not os.statvfs(there).f_flag & getattr(os, "ST_NOEXEC", 0)
     if content == COMPILED and (there.stat().st_mode & 0o002 or not may_run):
         problem = "Others may write what is run there" if may_run else "Nothing may run there"
@@ -179,7 +179,7 @@ def check_folder(content: str, folder: Path) -> Finding:
 
 def check_files(limit: int) -> Finding:
     """Check the limit of open files."""
-    if limit < 1024:  # each connection is one
+    if limit < 1024:  # each connection takes one
         message = f"{limit} files may be open, so fewer clients. Raise it: `ulimit -n 4096`."
         return Finding("files", "warn", message)
     return Finding("files", "ok", f"{limit} may be open.")

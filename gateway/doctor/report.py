@@ -1,4 +1,4 @@
-"""What was found of a machine and its models: a table's rows, and JSON for a bug report.
+"""The findings on a machine and its models: a table's rows, and JSON for a bug report.
 
 A report has versions, system and device, but no paths and no names of this machine.
 """
@@ -64,7 +64,7 @@ def system() -> dict[str, str | int]:
 
 
 def describe_system() -> str:
-    """Name system, version and processor, but not what a build of a kernel calls itself."""
+    """Return system, version and processor, but not the name of a kernel's own build."""
     macos = platform.mac_ver()[0]
     if macos:
         return f"macOS {macos} {platform.machine()}"
@@ -108,7 +108,7 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The device's facts, the findings of no model, and each model with its own."""
+    """The device's facts, the machine's findings, and each model with its own."""
 
     device: Mapping[str, Any]
     findings: Sequence[Finding]
@@ -144,7 +144,7 @@ class Report:
         yield str(about["os"])
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything that was found, without paths of this machine."""
+        """Return all findings, without paths of this machine."""
         report = {
             "passed": self.has_passed,
             "versions": versions(),
@@ -193,7 +193,7 @@ class Report:
         return json.dumps(redact_paths(block, private_folders()), ensure_ascii=False)
 
     def _figures(self) -> Iterator[tuple[str, float]]:
-        """Yield the speeds that were measured, by what, model, dtype and rows at once."""
+        """Yield the measured speeds, by unit, model, dtype and rows at once."""
         for model in self.models:
             measured = {finding.check: finding.measured for finding in model.findings}
             dtype = measured.get("load", {}).get("dtype", "unknown")

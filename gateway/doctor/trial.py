@@ -44,18 +44,18 @@ from gateway.serving.tokenize import ThreadPools
 from gateway.settings import Settings
 
 OnStage = Callable[[str, str], None]  # model, stage
-Rate = Callable[[int], Awaitable[int]]  # does the work of so many rows; returns its units
-MEASURED_S: Final = 1.0  # of each speed, after a batch that is not measured
-TOKENS: Final = 24  # of each answer
+Rate = Callable[[int], Awaitable[int]]  # does the work of this many rows; returns its units
+MEASURED_S: Final = 1.0  # seconds to measure each speed, after an unmeasured batch
+TOKENS: Final = 24  # tokens of each answer
 TEXTS_AT_ONCE: Final = (1, 32)
 ROWS_AT_ONCE: Final = (1, 8)
 _TEXTS: Final = Texts(0, (15,))
-_LENGTHS: Final = Texts(0, (5, 90, 30))  # words, of the texts whose batch is compared
+_LENGTHS: Final = Texts(0, (5, 90, 30))  # words of the texts in the compared batch
 
 
 @dataclass(frozen=True, slots=True)
 class Workplace:
-    """What models are loaded with."""
+    """The parts that models are loaded with."""
 
     settings: Settings
     engines: MlxEngines
@@ -130,7 +130,7 @@ async def _check_model(
             findings.append(Finding("load", "ok", message, measured))
             for name, stage in _stages(spec, loaded.model, place).items():
                 on_stage(name)
-                try:  # one that raises has failed, and the next is tried
+                try:  # a stage that raises has failed, and the next is tried
                     findings.append(await stage())
                 except Exception as error:
                     findings.append(Finding(name, "fail", _describe(error)))
@@ -190,7 +190,7 @@ async def _check_formats(unread: Sequence[str]) -> Finding:
         message = "calls and thoughts of its template are read, where it shows any."
         return Finding("formats", "ok", message)
     settings = " and ".join(f"`{each}`" for each in unread)
-    message = f"what its template writes is not read; set {settings} in models.yaml."
+    message = f"calls or thoughts of its template are not read; set {settings} in models.yaml."
     return Finding("formats", "warn", message, {"unread": list(unread)})
 
 
@@ -232,7 +232,7 @@ async def _tell_widths(batcher: GenerationBatcher) -> Finding:
 
 
 def judge_widths(step_s: StepTimes) -> Finding:
-    """Say what a decode step takes by its rows, and which rows take turns; no time is wrong."""
+    """Report the time of a decode step by its rows, and which rows take turns; none is wrong."""
     if not step_s:
         return Finding("widths", "skip", "no decode step was timed.")
     times = dict(zip(WIDTHS, step_s, strict=False))
@@ -265,8 +265,8 @@ async def _compare_rows(batcher: EmbeddingBatcher | RerankBatcher, lane: Lane) -
 
 
 def judge_distance(single: Vectors, batched: Vectors, allowed: float) -> Finding:
-    """Judge the largest difference of two rows."""
-    # As a share of the rows' root mean square, which does not depend on how large numbers are.
+    """Judge the largest difference between a row in a batch and the same row alone."""
+    # The difference is a share of the rows' root mean square, whatever the size of numbers.
     scale = math.sqrt(np.mean(np.square(single, dtype=np.float64)))
     worst = math.sqrt(np.mean(np.square(single - batched, dtype=np.float64), axis=1).max())
     distance = worst / scale if scale else math.nan
@@ -311,7 +311,7 @@ async def _write(
     spec: ChatSpec, batcher: GenerationBatcher, numbers: "count[int]", size: int
 ) -> int:
     """Write answers at once, each of TOKENS tokens; return the number of tokens."""
-    # Thinking aloud would be other work.
+    # Thinking would be other work.
     spec = spec.model_copy(update={"thinking": False})
     arguments = template_args(Resolved(spec), spec)
 

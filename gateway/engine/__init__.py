@@ -7,21 +7,21 @@ generation      prompts → tokens, in batches; a grammar can be a row's own
 prompting       messages → the tokens of a prompt
 answers         tokens → text, reasoning and calls; without mlx
 drafts          tokens read ahead: prompt lookup's guesses, or a smaller model's
-kv              what is kept of the tokens that were read
+kv              the keys and values of tokens that were read
 embedding       texts → vectors, one pass for many
 grammar         JSON Schemas and other forms → the mask of each step
 models          a folder or a GGUF file → a model that runs
-sandbox_worker  what a process of its own runs: templates, first tries of grammars
+sandbox_worker  the work of a process of its own: templates, first tries of grammars
 control_tokens  callers' texts encoded without any
-tokenizer_parts  what parts of a tokenizer.json may cost
-discovery       models that lie on this machine, in others' folders too; what each is for
-hub_offer       what the hub has under a name, before any of its weights are fetched
-hub             where a model's folder comes from
-inputs          how long a model's inputs may be, by its files, before it is loaded
-device_faults   what MLX's errors say of the device
-compiled_code   what mlx compiles with g++: where, and whether there is room for it
-device          which device, its dtype, what it bears of memory and seconds; how fast it multiplies
-blas            which BLAS mlx multiplies with, loaded before mlx is imported
+tokenizer_parts  bounds of the parts of a tokenizer.json
+discovery       models on this machine, in others' folders too; the kind of each
+hub_offer       the hub's files under a name, before any of its weights are fetched
+hub             the source of a model's folder
+inputs          the lengths of a model's inputs, by its files, before it is loaded
+device_faults   MLX's errors, as facts about the device
+compiled_code   the code that mlx compiles with g++: its folder, and whether there is room
+device          the device and its dtype, its limits of memory and seconds; its speed
+blas            the BLAS that mlx multiplies with, loaded before mlx is imported
 """
 
 from gateway.engine import blas as blas

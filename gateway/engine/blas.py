@@ -3,10 +3,10 @@
 On Linux the mlx wheel carries reference BLAS, fifty times slower than OpenBLAS. Loading OpenBLAS
 with global symbols first puts it in front, so this module is imported before mlx.
 
-The wheel `scipy-openblas32`, NumPy's own, prefixes what it exports with `scipy_`. A copy of it has
-the names that mlx calls. Everything else that it exports (OpenBLAS's inner functions and tables)
-gets names of our own: NumPy brings another OpenBLAS, of another version, whose calls to 521 such
-names would arrive in this one.
+The wheel `scipy-openblas32`, NumPy's own, prefixes its exports with `scipy_`. A copy of it has the
+names that mlx calls. All its other exports (OpenBLAS's inner functions and tables) get names of our
+own: NumPy brings another OpenBLAS, of another version, whose calls to 521 such names would arrive
+in this one.
 
 The copy is made once, in half a second, and lies in the user's cache. Without a cache of the user's
 own the wheel is not used.
@@ -29,7 +29,7 @@ from typing import Final, TypeAlias
 from gateway.errors import BlasUnusable
 
 _MLX_WAS_IMPORTED: Final = "mlx.core" in sys.modules
-# The one setting that is read here: settings come from above, and this is needed before them.
+# The only setting that is read here: settings come from above, and this one is needed before them.
 _VARIABLE: Final = "GATEWAY_BLAS"
 SONAME: Final = "libopenblas.so.0"
 _PREFIX: Final = "scipy_"
@@ -42,13 +42,13 @@ _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 @dataclass(frozen=True, slots=True)
 class BlasFinding:
-    """Which BLAS was found, for the log and doctor."""
+    """The BLAS that was found, for the log and doctor."""
 
     loaded: bool
-    hint: str | None = None  # what to do if mlx is left with a slow BLAS
+    hint: str | None = None  # the user's remedy if mlx is left with a slow BLAS
     kind: str | None = None  # wheel, system or path
     config: str | None = None  # OpenBLAS's own description of its version and build
-    why: str | None = None  # why the wheel's copy is not used, if it should have been
+    why: str | None = None  # the reason why the wheel's copy is not used, if it should have been
 
     @property
     def described(self) -> str:
@@ -76,7 +76,7 @@ _LATE = "mlx was imported before gateway.engine, so OpenBLAS came too late: impo
 
 
 def openblas_candidates(machine: str) -> tuple[str, ...]:
-    """List the places where a system's OpenBLAS may be, the loader's own choice first."""
+    """List the possible places of a system's OpenBLAS, the loader's own choice first."""
     return (
         SONAME,
         f"/usr/lib/{machine}-linux-gnu/openblas-pthread/libopenblas.so.0",
@@ -86,7 +86,7 @@ def openblas_candidates(machine: str) -> tuple[str, ...]:
 
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """Set a variable that has no value, inside the block alone: child processes have none of it."""
+    """Set an unset variable inside the block only: child processes don't get it."""
     if name in os.environ:
         yield
         return
@@ -106,8 +106,9 @@ def load_blas(environment: Mapping[str, str]) -> _Loaded:
         return BlasFinding(loaded=False), None  # macOS: mlx uses Accelerate and Metal.
     if _MLX_WAS_IMPORTED:
         return BlasFinding(loaded=False, hint=_SLOW + _LATE), None
-    # OpenBLAS reads it as it is loaded. Its threads spin for 2^26 cycles after each product, some
-    # 25 ms on a core that others want; after 2^20 they sleep, later than the next one of a pass.
+    # OpenBLAS reads it while it is loaded. Its threads spin for 2^26 cycles after each product,
+    # some 25 ms on a core that others want; after 2^20 they sleep, later than a pass's next product
+    # comes.
     with _environment("OPENBLAS_THREAD_TIMEOUT", "20"):
         choice = environment.get(_VARIABLE, "").strip() or "wheel"
         if choice.lower() not in ("wheel", "system"):
@@ -143,7 +144,7 @@ def _systems(why: str | None) -> _Loaded:
 
 
 def _by_path(path: str) -> _Loaded:
-    file = os.path.abspath(os.path.expanduser(path))  # the loader looks for a bare name elsewhere
+    file = os.path.abspath(os.path.expanduser(path))  # a bare name is searched elsewhere
     try:
         library = _check(ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL))
     except OSError as error:
@@ -171,14 +172,14 @@ class CopyFailed(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """OpenBLAS as it is installed, and the folder where its copy is, if the user has a cache."""
+    """The installed OpenBLAS, and the folder of its copy, if the user has a cache."""
 
     library: Path
     folder: Path | None
 
     @property
     def copy_name(self) -> str:
-        """Name the copy by what tells this library from another version in its place."""
+        """Name the copy by properties that differ for another version of the library."""
         status = self.library.stat()
         return f"libopenblas-{_RECIPE}-{status.st_size}-{int(status.st_mtime)}.so"
 
@@ -213,13 +214,13 @@ def load_wheel(wheel: Wheel) -> ctypes.CDLL:
 
     Raises OSError.
     """
-    # What it needs beside it: the copy is elsewhere.
+    # The library needs these, which are beside it: the copy is elsewhere.
     for library in wheel.library.parent.glob("libgfortran*"):
         ctypes.CDLL(str(library))
     with open_folder(wheel.folder) as folder:
         try:
             copy = os.open(wheel.copy_name, _READ, dir_fd=folder)
-        except OSError:  # there is none yet, or a link in its place
+        except OSError:  # there is no copy yet, or a link instead
             copy = _make_copy(wheel, folder)
     try:
         return ctypes.CDLL(f"/proc/self/fd/{copy}", mode=ctypes.RTLD_GLOBAL)
@@ -253,7 +254,7 @@ def _make_copy(wheel: Wheel, folder: int) -> int:
     writing = os.open(making, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
     try:
         _rename_symbols(wheel.library, writing)
-        copy = os.open(making, _READ, dir_fd=folder)  # while it can be written to it cannot run
+        copy = os.open(making, _READ, dir_fd=folder)  # it cannot run while it can be written to
         os.replace(making, wheel.copy_name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         os.unlink(making, dir_fd=folder)
@@ -264,7 +265,7 @@ def _make_copy(wheel: Wheel, folder: int) -> int:
 
 
 def _rename_symbols(library: Path, output: int) -> None:
-    """Write a copy whose exported names mlx knows. Raises CopyFailed."""
+    """Write a copy with exported names that mlx knows. Raises CopyFailed."""
     names = "".join(f"{old} {new}\n" for old, new in new_names(library).items())
     options = ("--rename-dynamic-symbols", "/dev/stdin", "--set-soname", SONAME)
     try:

@@ -1,8 +1,8 @@
-"""Code that mlx compiles with g++ for a CPU: in which folder, and passes that do without it.
+"""Code that mlx compiles with g++ for a CPU: its folder, and passes without such code.
 
-mlx writes sources to the temporary folder, runs g++ there and loads what came of it, now and in
-later processes. So it has a folder that nobody else can write to, in the user's cache. Where there
-can be none, as on a disk that is read-only, it compiles in the temporary folder.
+mlx writes sources to the temporary folder, runs g++ there and loads the result, now and in later
+processes. So it has a folder that nobody else can write to, in the user's cache. Without such a
+folder, as on a read-only disk, it compiles in the temporary folder.
 """
 
 import os
@@ -20,10 +20,11 @@ import mlx.core as mx
 
 from gateway.engine.blas import cache_folder, open_folder
 
-# Free, or passes run unfused: 67 functions took 1.4 MB, and g++'s files beside each some more.
+# The free bytes without which passes run unfused: 67 functions took 1.4 MB, and g++'s files beside
+# each some more.
 LEAST_BYTES: Final = 16 << 20
-# Beginnings of the texts in mlx/backend/cpu/compiled.cpp and mlx/backend/cuda/jit_module.cpp, and
-# of our own.
+# The beginnings of the texts in mlx/backend/cpu/compiled.cpp and mlx/backend/cuda/jit_module.cpp,
+# and of our own.
 FAILURES: Final = (
     r"\[Compile(::eval_cpu)?\] |Could not load C\+\+ shared library |Failed to load compiled "
     r"|filesystem error: "
@@ -35,7 +36,7 @@ def choose_folder(environment: Mapping[str, str]) -> Path:
     # C++'s std::filesystem::temp_directory_path reads these, in this order.
     values = map(environment.get, ("TMPDIR", "TMP", "TEMP", "TEMPDIR"))
     temporary = Path(next(filter(None, values), "/tmp"))
-    # A home may be that of machines of several kinds; macOS gives a user a temporary folder.
+    # Machines of several kinds may share a home; macOS gives a user a temporary folder.
     folder = cache_folder(environment, f"mlx-{platform.machine()}")
     may_run = False
     if sys.platform == "linux":
@@ -43,8 +44,8 @@ def choose_folder(environment: Mapping[str, str]) -> Path:
             may_run = not os.fstatvfs(opened).f_flag & os.ST_NOEXEC
     if folder is None or not may_run or not os.access(folder, os.W_OK):
         return temporary
-    # For mlx and its g++: os.environ stays as it is, and with it Python's temporary files, and the
-    # folder of sandboxes, whose environment is made of it.
+    # The variable is for mlx and its g++ only: os.environ is unchanged, and so are Python's
+    # temporary files and the folder of sandboxes, whose environment is made from it.
     os.putenv("TMPDIR", str(folder))
     return folder
 
@@ -58,7 +59,8 @@ def room() -> int:
 
 
 def fuse() -> bool:
-    """Have passes fused if there is room for their code; return False if there is not. On the lane.
+    """Have passes fused if there is room for their code; return False if there is none. On the
+    lane.
 
     Functions that `mx.compile` has made already obey it, too. A GPU's back end needs no folder.
     """
@@ -81,11 +83,11 @@ def unfused() -> Iterator[None]:
 
 
 def name_failure(error: Exception) -> Exception:
-    """Return an error with the folder's name and free bytes for what MLX raises of a compilation,
-    and any other error as it is. On the lane.
+    """Return a compilation's error with the folder's name and free bytes, and any other error
+    unchanged. On the lane.
 
-    From then on passes run unfused, until a load finds room. What has been compiled so far is
-    deleted: a broken file among it would be loaded again and again.
+    From then on passes run unfused, until a load finds room. All compiled files are deleted: a
+    broken one would be loaded again and again.
     """
     if type(error) is not RuntimeError or not re.match(FAILURES, str(error)):
         return error

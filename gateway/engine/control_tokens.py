@@ -1,6 +1,6 @@
-"""Texts → token ids in which no control token comes of a caller's text: there they are letters.
+"""Texts → token ids without control tokens from a caller's text: those are encoded as letters.
 
-Else one document could close the turn that it stands in, and answer for itself.
+Otherwise a document could close the turn around it, and answer for itself.
 """
 
 import secrets
@@ -16,7 +16,7 @@ Piece: TypeAlias = tuple[str, bool]
 
 
 class ControlTokens:
-    """A tokenizer's added tokens. Those of white space alone are text, and no control tokens."""
+    """A tokenizer's added tokens. Tokens of white space alone are text, not control tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -33,7 +33,7 @@ class ControlTokens:
         are letters.
         """
         whole = ["".join(text for text, _ in pieces) for pieces in texts]
-        # As a batch: only tokenizers' batch calls release the GIL.
+        # Texts are encoded as a batch: only tokenizers' batch calls release the GIL.
         if not any(is_own for pieces in texts for _, is_own in pieces):
             fast = self._tokenizer.encode_batch_fast(whole, add_special_tokens=False)
             return [list(encoded_text.ids) for encoded_text in fast]
@@ -54,8 +54,9 @@ class ControlTokens:
         return spelled
 
     def split(self, value: Any, plain: Collection[str] = ()) -> Any:
-        """Return a value of JSON in whose texts a word stands behind the first letter of each
-        control token but the `plain` ones. `pieces` finds them in what a template makes of it.
+        """Return a value of JSON with a word after the first letter of each control token in its
+        texts, except the `plain` ones. `pieces` finds these words in the text that a template makes
+        of it.
         """
         match value:
             case str():
@@ -103,13 +104,13 @@ class ControlTokens:
         pieces = [text]
         if tokenizer.pre_tokenizer:
             pieces = [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
-        # Some pipelines put a space before every text: it is no part of the token.
+        # Some pipelines put a space before every text: it does not belong to the token.
         if pieces and pieces[0][:1] in ("▁", "Ġ") and content[:1] not in (" ", "▁", "Ġ"):
             pieces[0] = pieces[0][1:]
         ids = [word.id for piece in pieces if piece for word in tokenizer.model.tokenize(piece)]
         if self._contents.keys().isdisjoint(ids):
             return ids
-        # The model's own vocabulary has it too, as a unigram's has.
+        # The model's own vocabulary, such as a unigram's, has the token too.
         return [
             token.id
             for piece in pieces
@@ -119,7 +120,9 @@ class ControlTokens:
 
 
 def _begin(text: str, start: int, end: int) -> int:
-    """Return where a token itself begins, of which white space before it may be a part."""
+    """Return the place where a token itself begins, without white space before it that it
+    includes.
+    """
     if text[start:end].strip():
         return end - len(text[start:end].lstrip())
     return start

@@ -55,8 +55,8 @@ _DTYPES: Final = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.b
 def pick_dtype(device: Device, requested: str | None, checkpoint: mx.Dtype) -> mx.Dtype:
     """Choose the dtype to compute in.
 
-    On the CPU half precision runs 10 to 50 times slower than float32, so float32 is taken
-    unless another is asked for. A GPU keeps what the checkpoint holds.
+    On the CPU half precision runs 10 to 50 times slower than float32, so float32 is taken unless
+    another dtype is requested. A GPU keeps the checkpoint's dtype.
     """
     if requested is not None:
         if requested not in _DTYPES:
@@ -106,19 +106,20 @@ def memory_limits(
     if wired is not None:
         wired = min(wired, recommended)
     # MLX itself gives buffers back while others are in flight, which was seen to panic too (mlx
-    # #3346), as soon as more are kept than this, or all memory is used. So the limit is what
-    # models' budget leaves by default, and `give_back` empties the cache long before.
+    # #3346), as soon as more are kept than this, or all memory is used. So the limit is the part
+    # that models' budget leaves by default, and `give_back` empties the cache long before.
     if cache is None:
         cache = recommended // 4
     return Limits(cache, wired)
 
 
-# Where `iogpu.rsrc_limit` says nothing: mlx/backend/metal/device_info.cpp. Kept for reuse or alive,
-# every buffer counts; beyond it MLX raises "Resource limit (499000) exceeded" (mlx #3849).
+# The number of buffers if `iogpu.rsrc_limit` is silent: mlx/backend/metal/device_info.cpp. Kept for
+# reuse or alive, every buffer counts; beyond it MLX raises "Resource limit (499000) exceeded" (mlx
+# #3849).
 METAL_BUFFERS: Final = 499_000
-KEPT_SHARE: Final = 0.5  # of the buffers, for prefixes; the others are weights, rows and passes
-# Of one evaluation. macOS ends a command buffer after about five seconds, or sooner to draw the
-# screen (exo #1620, omlx #1387, mlx #3267); Apple documents no number.
+KEPT_SHARE: Final = 0.5  # share of the buffers for prefixes; the others are weights, rows, passes
+# Seconds of one evaluation. macOS ends a command buffer after about five seconds, or sooner to draw
+# the screen (exo #1620, omlx #1387, mlx #3267); Apple documents no number.
 PASS_S: Final = 1.0
 
 
@@ -134,7 +135,7 @@ class KeptBuffers:
 class DeviceBounds:
     """A device's bounds; None where it has none."""
 
-    buffer_bytes: int | None = None  # of the largest buffer
+    buffer_bytes: int | None = None  # bytes of the largest buffer
     # A pass that took longer is followed by one that is evaluated in parts.
     pass_s: float | None = None
     kept: KeptBuffers = field(default_factory=KeptBuffers)
@@ -153,7 +154,7 @@ def read_bounds(device: Device, info: Mapping[str, object]) -> DeviceBounds:
 
 
 def device_info(device: Device) -> Mapping[str, str | int]:
-    """Return what mlx says of a GPU; nothing of a CPU."""
+    """Return mlx's facts about a GPU; none about a CPU."""
     if device is Device.CPU:
         return {}
     return mx.device_info()
@@ -190,7 +191,7 @@ _KNOWN_BY: Final = (
 
 
 def device_facts(device: Device) -> dict[str, str | int]:
-    """Return what mlx says of a device, without anything that identifies this one specimen."""
+    """Return mlx's facts about a device, without any that identify this one specimen."""
     info = mx.device_info(mx.Device(mx.cpu if device is Device.CPU else mx.gpu, 0))
     return {name: info[name] for name in _KNOWN_BY if name in info}
 
@@ -271,9 +272,9 @@ def prepare_malloc() -> None:
     """Tune glibc's malloc, which holds mlx's buffers on a CPU. Call it before any thread starts.
 
     Freed buffers are kept: by default each of a few MB is mapped anew and its pages are faulted in
-    one by one, and GELU over 6 MB took 18 ms instead of 4. All threads share one arena, since what
-    is free in one thread's is of no use to the others: with an arena each, the mixed load of
-    tests/provoked/test_soak.py held 358 MB instead of 312, and answered as many requests.
+    one by one, and GELU over 6 MB took 18 ms instead of 4. All threads share one arena, since
+    memory freed in one thread's arena is of no use to the others: with an arena each, the mixed
+    load of tests/provoked/test_soak.py held 358 MB instead of 312, and answered as many requests.
     """
     mallopt = _of_glibc("mallopt")
     if mallopt is None:
@@ -339,9 +340,9 @@ def clear_cache(mlx: FreedBuffers = mx) -> None:
 def give_back() -> None:
     """Return freed memory to the system. On the lane only.
 
-    What is kept saves page faults, but a process that never returns any stays as large as its worst
-    moment. On a CPU it took 4 to 14 ms under a load of embeddings; once, after prompts of 5,000
-    tokens, 58, and 752 MB became 449.
+    Kept memory saves page faults, but a process that never returns any stays as large as at its
+    worst moment. On a CPU it took 4 to 14 ms under a load of embeddings; once, after prompts of
+    5,000 tokens, 58, and 752 MB became 449.
     """
     clear_cache()
     trim = _of_glibc("malloc_trim")

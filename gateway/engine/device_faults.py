@@ -1,8 +1,8 @@
-"""What MLX raises when its device fails, and what each text says of the device.
+"""MLX's errors when its device fails, and the meaning of each text.
 
 MLX has one exception for all: RuntimeError, with a text. Texts are those of MLX 0.32.4's wheels;
 files are named as in its repository, https://github.com/ml-explore/mlx. An error of Metal is raised
-once, by whatever waits for the stream next, and what the failed work was to write is unwritten
+once, by the next call that waits for the stream, and the results of the failed work are unwritten
 (mlx/error.h, mlx/backend/metal/device.cpp): so nothing of a pass that raised is used again.
 """
 
@@ -16,18 +16,19 @@ _METAL: Final = r"\[METAL\] Command buffer execution failed: .*CommandBufferCall
 _CUDA: Final = r"cu[A-Za-z]\w*\(.*\) failed: "
 
 
-# What a text begins with, and what it says of the device; the first that fits counts.
+# Pairs of the beginning of a text and its meaning for the device; the first that fits counts.
 FAULT_TEXTS: Final = (
     # Metal, mlx/backend/metal/device.cpp. Words in front of a constant may be localised.
     # The kernel refuses this process alone, until it ends: omlx #3706, mlx-lm #1572.
     (f"{_METAL}SubmissionsIgnored", Fault.FATAL),
-    # Goes by once memory is free: mlx #3523, mlx-omni-server #59.
+    # This error goes away once memory is free: mlx #3523, mlx-omni-server #59.
     (f"{_METAL}OutOfMemory", Fault.PRESSURE),
-    # Any other. A timeout was absorbed twice, then submissions were ignored (omlx #3706, mlx-lm
-    # #1572); after a hang or a page fault the GPU is restarted (mlx-vlm #697, #1064); an innocent
-    # victim is another's fault (mlx-openai-server #169); or macOS preferred the screen (mlx #3267).
+    # Any other error of Metal. A timeout was absorbed twice, then submissions were ignored (omlx
+    # #3706, mlx-lm #1572); after a hang or a page fault the GPU is restarted (mlx-vlm #697, #1064);
+    # an innocent victim is another's fault (mlx-openai-server #169); or macOS preferred the screen
+    # (mlx #3267).
     (r"\[METAL\] ", Fault.UNKNOWN),
-    # Memory, mlx/backend/{metal,cuda}/allocator.cpp. So many buffers are alive; it goes by: mlx
+    # Memory, mlx/backend/{metal,cuda}/allocator.cpp. Too many buffers are alive, which passes: mlx
     # #3849, mlx-lm #831, omlx #2535.
     (r"\[metal::malloc\] Resource limit", Fault.PRESSURE),
     # One buffer is larger than Metal's largest: fewer rows have smaller ones.
@@ -36,9 +37,8 @@ FAULT_TEXTS: Final = (
     # cudaErrorMemoryAllocation (2), and CUBLAS_STATUS_ALLOC_FAILED.
     (f"{_CUDA}out of memory", Fault.PRESSURE),
     (r"cublas\w+\(.*\) failed with code: 3\.", Fault.PRESSURE),
-    # CUDA, mlx/backend/cuda/utils.cpp. Of these, driver_types.h of CUDA 12.9 and 13 says that the
-    # process must be ended and started again to go on: 226, 700, 702, 710, 714 to 719, 721, 810
-    # and 911.
+    # CUDA, mlx/backend/cuda/utils.cpp. For the errors 226, 700, 702, 710, 714 to 719, 721, 810 and
+    # 911, driver_types.h of CUDA 12.9 and 13 says that the process must be ended and started again.
     *(
         (f"{_CUDA}{text}", Fault.FATAL)
         for text in (
@@ -55,7 +55,7 @@ FAULT_TEXTS: Final = (
             "tensor memory not completely freed",
             "the MPS client has been terminated",
             "an async error has occured in external entity",
-            # Of these it does not say so, but their context is gone: 214, 220, 709, 201 and 4.
+            # The header does not say so for 214, 220, 709, 201 and 4, but their context is gone.
             "uncorrectable ECC error encountered",
             "uncorrectable NVLink error detected",
             "context is destroyed",
@@ -63,7 +63,8 @@ FAULT_TEXTS: Final = (
             "driver shutting down",
         )
     ),
-    # What was asked has no kernel: the device is well. mlx/backend, in its own folders' words.
+    # The requested operation has no kernel: the device is well. The texts are from mlx/backend, in
+    # its folders' own words.
     *(
         (text, Fault.ROW)
         for text in (
@@ -76,7 +77,7 @@ FAULT_TEXTS: Final = (
             r"\[(metal|cuda)_kernel\] No ",
             r"\[metal::Device\] Unable to (build|load)",
             r"Can not find algorithm for matmul",
-            r"There is no Stream\(",  # another thread's
+            r"There is no Stream\(",  # the stream belongs to another thread
             r".*(U|u)nsupported dtype",
         )
     ),
@@ -86,10 +87,10 @@ _PATTERNS: Final = [(re.compile(text, re.DOTALL), fault) for text, fault in FAUL
 
 
 def classify(error: BaseException) -> Fault:
-    """Return what an error says of the device.
+    """Return an error's meaning for the device.
 
     Only a RuntimeError itself can be the device's: MLX raises ValueError for shapes and types, and
-    Python whatever else, such as NotImplementedError, which is a RuntimeError too.
+    Python raises others, such as NotImplementedError, which is a RuntimeError too.
     """
     if isinstance(error, MemoryError):
         return Fault.PRESSURE

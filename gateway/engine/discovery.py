@@ -1,9 +1,10 @@
-"""Models that lie on this machine: in Hugging Face's cache, LM Studio's folder, or any folder; and
-what a model is for, as its files say: chat, embedding or rerank.
+"""Models on this machine: in Hugging Face's cache, LM Studio's folder, or any folder; and the kind
+of each, by its files: chat, embedding or rerank.
 
-Nothing is fetched and nobody is asked. What files leave open is refused with the entry of
-models.yaml that says it. A name is evidence against alone: conversions of embedders for mlx-lm have
-the architecture and even the chat template of the chat model that they were trained from.
+Nothing is fetched, and no server asked. A model whose files leave its kind open is refused, with
+the entry of models.yaml that would state it. A name is evidence only against a kind: conversions of
+embedders for mlx-lm have the architecture and even the chat template of the chat model that they
+were trained from.
 """
 
 import contextlib
@@ -28,26 +29,29 @@ from gateway.registry import is_gguf, parse_source
 
 Kind: TypeAlias = Literal["chat", "embedding", "rerank"]
 
-MOST_BYTES: Final = 8_000_000  # of a file that is read here: tokenizer_config.json takes up to two
+# The most bytes of a file that is read here: tokenizer_config.json takes up to two million.
+MOST_BYTES: Final = 8_000_000
 _OF_SENTENCES: Final = (
     "modules.json",
     "config_sentence_transformers.json",
     "1_Pooling/config.json",
 )
 _TEMPLATES: Final = ("chat_template.jinja", "chat_template.json")
-# The files that are read here, as far as a model has them.
+# The files that are read here, if a model has them.
 TELLING: Final = (
     *("config.json", "adapter_config.json", "tokenizer_config.json"),
     *(*_OF_SENTENCES, *_TEMPLATES),
 )
 _NAMED: Final = re.compile(r"(rerank)|embed|retriev|\b(?:gte|bge|e5)\b")
-# What models.yaml is to say of a model whose files do not.
+# The keys of models.yaml for a model whose files do not state them.
 _EMBEDS: Final = "kind: embedding, pooling: {pooling}, normalize: true"
 _SCORES: Final = "kind: rerank, scoring: labels"
 
 
 class _Unclear(Exception):
-    """Why a model's kind is not known, and the keys of models.yaml that would say it."""
+    """The reason why a model's kind is not known, and the keys of models.yaml that would
+    state it.
+    """
 
     def __init__(self, why: str, keys: str = "kind: …") -> None:
         super().__init__(why)
@@ -55,11 +59,11 @@ class _Unclear(Exception):
 
 
 def read_kind(files: Path | None, model: str, source: str) -> Kind:
-    """Read it from a model's folder, without weights, or from the header of its GGUF file; None is
-    a GGUF file that is not here yet.
+    """Read the kind from a model's folder, without weights, or from the header of its GGUF file;
+    None for `files` means a GGUF file that is not here yet.
 
-    `model` is the id, in which the repository's name is; `source` is as models.yaml has it. Raises
-    ModelRefused.
+    `model` is the id, with the repository's name in it; `source` has the form of models.yaml.
+    Raises ModelRefused.
     """
     try:
         if files is not None and not is_gguf(files.name):
@@ -72,7 +76,7 @@ def read_kind(files: Path | None, model: str, source: str) -> Kind:
         entry = f"{json.dumps(model)}: {{{error.keys}, source: {json.dumps(source)}}}"
         why = f"{error}. If you know what it is, say so in models.yaml: {entry}"
         raise ModelRefused(model, why) from None
-    except (OSError, ValueError) as error:  # a file that cannot be read, no JSON, no GGUF
+    except (OSError, ValueError) as error:  # an unreadable file, no JSON, no GGUF
         raise ModelRefused(model, f"{str(error).rstrip('.')}.") from error
 
 
@@ -126,7 +130,7 @@ def _of_folder(folder: Path, model: str) -> Kind:
 
 def _of_classifier(config: Mapping[str, Any], kind: str) -> Kind:
     labels = config.get("id2label")
-    # transformers writes them unless there are two.
+    # transformers writes the labels unless there are two.
     count = len(labels) if isinstance(labels, Mapping) else config.get("num_labels", 2)
     if kind not in HEADS or count != 1:
         what = f"{kind!r:.60} with {count!r:.60} labels"
@@ -136,7 +140,7 @@ def _of_classifier(config: Mapping[str, Any], kind: str) -> Kind:
 
 def _of_decoder(folder: Path, model: str, kind: str, config: Mapping[str, Any]) -> Kind:
     with keep_file_limits():
-        from gateway.engine.models.decoders import is_known  # with mlx-lm, which takes a second
+        from gateway.engine.models.decoders import is_known  # mlx-lm takes a second to import
 
     if "model_file" in config:
         raise _Unclear("it needs code of its own, which is never run")
@@ -168,10 +172,10 @@ def read_object(folder: Path, name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A model on the disk; without a kind, `why` it is not served."""
+    """A model on the disk; without a kind, `why` is the reason that it is not served."""
 
     model: str
-    source: str  # as models.yaml has it
+    source: str  # models.yaml's form
     kind: Kind | None
     why: str = ""
 
@@ -189,7 +193,9 @@ def discover(places: Sequence[str], hub: Hub) -> Iterator[Found]:
 
 
 def _find_cached(cache: Path) -> Iterator[Found]:
-    """Yield the models of Hugging Face's cache, each at main's commit or else one that is whole."""
+    """Yield the models of Hugging Face's cache, each at main's commit, or else at one that is
+    whole.
+    """
     for repo in _listed(cache):
         if not repo.name.startswith("models--"):
             continue
@@ -205,7 +211,9 @@ def _find_cached(cache: Path) -> Iterator[Found]:
 
 
 def _lmstudio_folders(home: Path) -> list[Path]:
-    """Return the folders that LM Studio keeps models in: its home is where a file in ours says."""
+    """Return the folders in which LM Studio keeps models: a file in the user's home names its own
+    home.
+    """
     pointed = Path(_read_line(home / ".lmstudio-home-pointer") or home / ".lmstudio")
     return [pointed / "models", home / ".cache" / "lm-studio" / "models"]
 
@@ -214,7 +222,7 @@ def _find_below(folder: Path, name: str = "", depth: int = 2) -> Iterator[Found]
     """Yield the models of a folder: itself, those in it, and those of each publisher in it."""
     files = _model_files(folder)
     yield from _each(files, name or folder.name, f"path:{folder}")
-    if depth and folder not in files:  # else they are its modules
+    if depth and folder not in files:  # otherwise they are its modules
         for inner in _listed(folder):
             yield from _find_below(inner, f"{name}/{inner.name}".lstrip("/"), depth - 1)
 
@@ -229,11 +237,11 @@ def _each(files: Iterable[Path], name: str, source: str, commit: str = "") -> It
 
 def _found(path: Path, model: str, source: str) -> Found:
     try:
-        parse_source(source, path)  # which refuses one piece of a model
+        parse_source(source, path)  # it refuses one piece of a model
         if not has_weights(path):
             return Found(model, source, None, "its weights are not here, or not all of them")
         return Found(model, source, read_kind(path, model, source))
-    except Exception as error:  # whatever lies there, others are served
+    except Exception as error:  # other models are served in any case
         return Found(model, source, None, getattr(error, "reason", str(error)))
 
 
@@ -247,7 +255,7 @@ def _model_files(folder: Path) -> list[Path]:
 
 
 def _listed(folder: Path) -> list[Path]:
-    """Return the folders in one, by name; none of what cannot be read."""
+    """Return the folders in one, by name; none if it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         return sorted(Path(entry) for entry in os.scandir(folder) if os.path.isdir(entry))
     return []

@@ -1,13 +1,13 @@
-"""Where weights come from: a folder, an installed package's folder, or the model hub.
+"""The sources of weights: a folder, an installed package's folder, or the model hub.
 
 A model's files are a folder or one GGUF file; its path says which. Plain blocking functions: run
 them on a thread, never on the loop or the lane.
 
-Large files are fetched here rather than by huggingface_hub, which fetches the small ones and
-links them all: each try of its (2.4, `_download_to_tmp_and_move`, since its pull request 4228) has
-a temporary file of its own, so what a killed process leaves is never used again, and it checks
-sizes alone. So a file is put, hash checked, where it looks first. The price is plain HTTP instead
-of hf-xet's chunks.
+Large files are fetched here rather than by huggingface_hub, which fetches the small ones and links
+them all: each try of its (2.4, `_download_to_tmp_and_move`, since its pull request 4228) has a
+temporary file of its own, so a killed process's file is never used again, and it checks only sizes.
+So a file is put, hash checked, where it looks first. The price is plain HTTP instead of hf-xet's
+chunks.
 """
 
 import contextlib
@@ -60,31 +60,31 @@ from gateway.registry import (
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_MOVES = 3  # of a branch, while a model is downloaded
-SPARE_BYTES = 1 << 24  # of small files, which may change while a model is downloaded
+_MOVES = 3  # the most moves of a branch while a model is downloaded
+SPARE_BYTES = 1 << 24  # bytes for small files, which may change while a model is downloaded
 
 
 class Damaged(Exception):
-    """A file differs from what the hub says of it."""
+    """A file differs from the hub's facts about it."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """What the hub says of a file."""
+    """The hub's facts about a file."""
 
     name: str
-    size: int  # in bytes
-    sha256: str | None = None  # of a large file, which the hub keeps outside of git
+    size: int  # bytes
+    sha256: str | None = None  # set for a large file, which the hub keeps outside of git
 
 
 def room_needed(files: Iterable[HubFile], blobs: Path) -> int:
-    """Count the bytes of large files still to be fetched, less what is partly there."""
+    """Count the missing bytes of large files; parts that are on the disk count as there."""
     large = [file for file in files if file.sha256]
     return sum(max(0, file.size - _stored_bytes(file, blobs)) for file in large)
 
 
 def require_room(needed: int, folder: Path) -> None:
-    """Raise OSError (ENOSPC) if the disk cannot take so many bytes, before any is written."""
+    """Raise OSError (ENOSPC) if the disk cannot take `needed` bytes, before any is written."""
     there, free = _free(folder)
     if needed > free:
         problem = f"{needed:,} bytes are to be fetched, and {there} has room for {free:,}"
@@ -92,7 +92,7 @@ def require_room(needed: int, folder: Path) -> None:
 
 
 def _free(folder: Path) -> tuple[Path, int]:
-    """Return the folder that is there to hold another, and the bytes that are free in it."""
+    """Return the nearest existing folder above or at one, and the bytes that are free in it."""
     there = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
     return there, shutil.disk_usage(there).free
 
@@ -112,13 +112,13 @@ class BoundedFile(io.BufferedWriter):
 def fetch(url: str, file: HubFile, blobs: Path) -> None:
     """Put a large file among the cache's blobs, where huggingface_hub looks first.
 
-    What is partly there is completed. No file has the blob's name before its hash is right. If
+    A partly fetched file is completed. No file has the blob's name before its hash is right. If
     another process fetches the same file, this waits for it. Raises Damaged, OSError if it cannot
-    be stored, and what HTTP raises.
+    be stored, and errors of HTTP.
     """
     assert file.sha256 is not None
     blob, part = blobs / file.sha256, blobs / f"{file.sha256}.part"
-    locks = blobs.parents[1] / ".locks" / blobs.parent.name  # huggingface_hub's own
+    locks = blobs.parents[1] / ".locks" / blobs.parent.name  # huggingface_hub's own folder
     for folder in (blobs, locks):
         folder.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(locks / f"{file.sha256}.lock"):
@@ -146,7 +146,7 @@ class Counter(tqdm):
 
 
 def check(folder: Path, files: Iterable[HubFile]) -> None:
-    """Compare a model's folder with what the hub says. Raises Damaged naming the first difference.
+    """Compare a model's folder with the hub's facts. Raises Damaged naming the first difference.
 
     A wrong file is removed, so that the next download fetches it again.
     """
@@ -160,7 +160,7 @@ def check(folder: Path, files: Iterable[HubFile]) -> None:
 
 
 def _check_layout(path: Path) -> None:
-    """Read the header, which says where each tensor lies and so how long the file is."""
+    """Read the header, which states each tensor's place and so the file's length."""
     try:
         with safe_open(path, framework="np"):
             pass
@@ -183,13 +183,13 @@ def _fetch_rest(url: str, file: HubFile, part: Path) -> None:
                 displayed_filename=file.name,
             )
     except (Damaged, OSError) as error:
-        if isinstance(error, Damaged) or error.errno in _FULL:  # others need the disk too
+        if isinstance(error, Damaged) or error.errno in _FULL:  # other files need the disk too
             part.unlink()
         raise
 
 
 def _stored_bytes(file: HubFile, blobs: Path) -> int:
-    """Count the bytes of a large file that are on the disk, be it whole or partly fetched."""
+    """Count the bytes of a large file that are on the disk, whole or partly fetched."""
     paths = (blobs / f"{file.sha256}", blobs / f"{file.sha256}.part")
     return max((path.stat().st_size for path in paths if path.is_file()), default=0)
 
@@ -207,26 +207,26 @@ def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-# It closes the client that all threads share when one of them cannot connect (2.4, http_backoff).
+# huggingface_hub would close all threads' client if one cannot connect (2.4, http_backoff).
 _http.close_session = lambda: None
 # Errors have our own messages, in our own log.
 logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-# Weights as safetensors only: a pickle is never even fetched.
+# Weights come only as safetensors: a pickle is never even fetched.
 FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-# The same weights once more, as their makers' own tools read them: gpt-oss has them in a folder,
-# Mistral's models next to the others.
-# An adapter's earlier steps, as mlx-lm's trainer leaves them.
+# The same weights a second time, in the form of their makers' own tools: gpt-oss has them in a
+# folder, Mistral's models beside the others. An adapter's earlier steps, as mlx-lm's trainer leaves
+# them.
 COPIES = ["original/*", "consolidated*", "[0-9]*_adapters.safetensors"]
 ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
 
 
 class Unfit(Exception):
-    """A repository lacks the files that its source names, or lists what no repository has."""
+    """A repository lacks the files that its source names, or lists impossible files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hub:
-    """Where the hub is and where its files are cached; None means Hugging Face's own defaults."""
+    """The hub's address and its cache; None means Hugging Face's own defaults."""
 
     endpoint: str | None = None
     cache: Path | None = None
@@ -235,7 +235,7 @@ class Hub:
 
 
 def free_bytes(hub: Hub) -> int:
-    """Return the bytes that are free where the hub's files are cached."""
+    """Return the free bytes for the hub's cached files."""
     return _free(hub.cache or Path(constants.HF_HUB_CACHE))[1]
 
 
@@ -263,8 +263,8 @@ def is_installed(source: HubSource) -> bool:
 
 
 def has_weights(folder: Path) -> bool:
-    """Return True for a file, and for a folder with a configuration and all its weights, be it a
-    model's or an adapter's.
+    """Return True for a file, and for a folder with a configuration and all its weights, a model's
+    or an adapter's.
     """
     if is_gguf(folder.name):
         return folder.is_file()
@@ -325,11 +325,11 @@ def fetched_bytes(spec: ModelSpec, hub: Hub) -> int:
     assert isinstance(source, HubSource)
     total, blobs = 0, blobs_of(source, hub)
     files = {*blobs.glob("*")}
-    if source.file is not None:  # it shares its repository with others
+    if source.file is not None:  # the file shares its repository with others
         links = blobs.parent.glob(f"snapshots/*/{glob.escape(source.file)}")
         files = {*blobs.glob("*.part"), *(link.resolve() for link in links)}
     for file in files:
-        with contextlib.suppress(FileNotFoundError):  # it was completed and renamed in the meantime
+        with contextlib.suppress(FileNotFoundError):  # the file was completed and renamed meanwhile
             total += file.stat().st_size
     return total
 
@@ -337,7 +337,7 @@ def fetched_bytes(spec: ModelSpec, hub: Hub) -> int:
 def download(spec: ModelSpec, hub: Hub) -> Path:
     """Fetch the missing files of a model, check all of them, and return their place.
 
-    Raises ModelUnavailable naming the model and the cause; what was fetched by then is kept.
+    Raises ModelUnavailable naming the model and the cause; files fetched by then are kept.
     """
     source = spec.source
     assert isinstance(source, HubSource)
@@ -359,7 +359,7 @@ def _download_missing(source: HubSource, hub: Hub) -> Path:
                 fetch(url, file, blobs)
         most = sum(file.size for file in files if file.sha256 is None) + SPARE_BYTES
         folder = _snapshot(source, hub, tqdm_class=type("Counted", (Counter,), {"most": most}))
-        if folder.name == commit:  # else the branch moved in the meantime
+        if folder.name == commit:  # otherwise the branch moved in the meantime
             check(folder, files)
             model = _model_in(folder, source)
             if not has_weights(model):
@@ -369,13 +369,13 @@ def _download_missing(source: HubSource, hub: Hub) -> Path:
 
 
 def _listing(source: HubSource, hub: Hub) -> tuple[str, list[HubFile]]:
-    """Ask the hub for the commit of a revision, and for what it says of the wanted files."""
+    """Ask the hub for the commit of a revision, and for its facts about the wanted files."""
     commit, every = list_repository(source, hub)
     return commit, wanted_files(source, every)
 
 
 def list_repository(source: HubSource, hub: Hub) -> tuple[str, list[HubFile]]:
-    """Ask the hub for a revision's commit, and for all its files; raises Unfit for what is none."""
+    """Ask the hub for a revision's commit and all its files; raises Unfit for an impossible one."""
     info = HfApi(endpoint=hub.endpoint).model_info(
         source.repo, revision=source.revision, timeout=hub.timeout_s, files_metadata=True
     )
@@ -396,7 +396,7 @@ def list_repository(source: HubSource, hub: Hub) -> tuple[str, list[HubFile]]:
 
 
 def wanted_files(source: HubSource, every: Iterable[HubFile]) -> list[HubFile]:
-    """Return those of a repository's files that a model needs; raises Unfit if there are none."""
+    """Return the files of a repository that a model needs; raises Unfit if there are none."""
     files = [file for file in every if _is_needed(source, file.name)]
     if source.is_gguf:
         if not files:
@@ -425,7 +425,7 @@ def _find_cached(source: HubSource, hub: Hub) -> Path | None:
 
 
 def _snapshot(source: HubSource, hub: Hub, **options: Any) -> Path:
-    """Let huggingface_hub fetch what is missing of a model, and link it all in one folder."""
+    """Let huggingface_hub fetch a model's missing files, and link them all in one folder."""
     patterns, copies = FILES, COPIES
     if source.file is not None:
         patterns, copies = [glob.escape(source.file)], []
@@ -472,14 +472,14 @@ def _noun(source: Source) -> str:
 
 
 def unavailable(model: str, source: HubSource, reason: str) -> ModelUnavailable:
-    """Return the error, which names the package that has the same files, if one does."""
+    """Return the error, which names the package with the same files, if there is one."""
     if source.package:
         reason += f" A package has the same files. Run: {install_command(source.package)}"
     return ModelUnavailable(model, reason)
 
 
 def cause(source: HubSource, error: Exception) -> str:
-    """Return why the hub did not give a repository, in words for who asked for it."""
+    """Return the reason why the hub did not give a repository, in words for the caller."""
     match error:
         case Unfit():
             return str(error)

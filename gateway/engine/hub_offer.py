@@ -1,7 +1,7 @@
-"""What the hub has under a name: its bytes and its kind, before any weights are fetched.
+"""The hub's model under a name: its bytes and its kind, before any weights are fetched.
 
-Only small files are, into a folder that is gone afterwards. No word of the hub's is believed that
-could do harm: lengths are bounded, and names stay inside.
+Only small files are fetched, into a folder that is deleted afterwards. The hub's answers are not
+trusted: lengths are bounded, and names stay inside the folder.
 
 Plain blocking functions: run them on a thread, never on the loop or the lane.
 """
@@ -36,24 +36,25 @@ from gateway.engine.hub import (
 from gateway.errors import ModelNotFound, ModelRefused, ModelUnavailable
 from gateway.registry import HubSource
 
-# Keys of config.json by which Python of the repository would be run: transformers' and mlx-lm's.
+# The keys of config.json by which Python of the repository would be run: transformers' and
+# mlx-lm's.
 _CODE_KEYS = frozenset({"auto_map", "model_file"})
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A model as the hub offers it."""
+    """A model on the hub."""
 
     commit: str
-    size: int  # in bytes, of all that a download fetches
-    missing: int  # of these, the bytes that are not on the disk
+    size: int  # bytes of all files that a download fetches
+    missing: int  # bytes of these that are not on the disk
     kind: Kind
-    has_code: bool  # which is never fetched and never run
+    has_code: bool  # code is never fetched and never run
 
 
 def require_public(source: HubSource, hub: Hub, model: str) -> None:
     """Raise ModelRefused for a repository that is not for everybody, or has another name;
-    ModelNotFound and ModelUnavailable as `look`.
+    ModelNotFound and ModelUnavailable as `look` does.
     """
     require_download(source, hub, model)
     try:
@@ -62,12 +63,12 @@ def require_public(source: HubSource, hub: Hub, model: str) -> None:
         raise _missing(source, model, error) from error
     if info.private or info.gated:
         raise ModelRefused(model, f"{source.repo} is not public, but gated or private.")
-    if info.id != source.repo:  # it answers for any case, and for old names: each would be fetched
+    if info.id != source.repo:  # any case and old names work too: each would be fetched
         raise ModelRefused(model, f"its name on the hub is {info.id}.")
 
 
 def look(source: HubSource, hub: Hub, model: str) -> Offer:
-    """Ask the hub what it has, to be served as `model`.
+    """Ask the hub for a model's size and kind; `model` is its name here.
 
     Raises ModelNotFound if it has no such repository, ModelUnavailable if it gives nothing, and
     ModelRefused if its kind is not known.
@@ -108,7 +109,7 @@ def _look(source: HubSource, hub: Hub, model: str) -> Offer:
 def _fetch_small(
     source: HubSource, hub: Hub, commit: str, files: Iterable[HubFile], folder: Path
 ) -> None:
-    """Put the files that tell a kind into a folder."""
+    """Fetch the files that tell a model's kind into a folder."""
     disable_progress_bars()
     for file in files:
         if file.name not in TELLING:

@@ -1,7 +1,7 @@
-"""How long a model's inputs may be once it is loaded, and what its family was compared with: read
-from its files without any weights.
+"""The lengths that a model's inputs may have once it is loaded, and the reference for its family's
+answers: read from its files without any weights.
 
-The modules that embed need mlx and are imported for their models alone.
+The modules of embedding need mlx, and are imported only for their models.
 """
 
 import contextlib
@@ -18,28 +18,30 @@ from gateway.registry import ChatSpec, EmbeddingSpec, Inputs, ModelSpec, is_gguf
 
 
 def read_inputs(spec: ModelSpec, hub: Hub) -> Inputs | None:
-    """Return the inputs of a model whose files are on this disk, None of another. An adapter has
+    """Return the inputs of a model with its files on this disk; None for others. An adapter has
     those of its base.
 
-    It blocks. Files that are as they were at the last call are not read again.
+    It blocks. Unchanged files are not read again.
     """
     if isinstance(spec, ChatSpec):
         spec = spec.base_spec or spec
     try:
         files = on_disk(spec, hub)
-    except Exception:  # no such folder or package, or a cache that is broken
+    except Exception:  # no such folder or package, or a broken cache
         return None
     if files is None:
         return None
     max_tokens = verified = None
-    with contextlib.suppress(Exception):  # the load says what is wrong
+    with contextlib.suppress(Exception):  # the load reports the fault
         max_tokens = _read(files, condition := _condition(files), *_reader(spec))
         verified = _read_verified(files, condition)
     return Inputs(max_tokens, spec.input_modalities, verified)
 
 
 def _reader(spec: ModelSpec) -> tuple[Callable[..., int | None], *tuple[Hashable, ...]]:
-    """Return what reads the limit of a model's files, and the keys of models.yaml that it needs."""
+    """Return a reader of the limit of a model's files, and the keys of models.yaml that it
+    needs.
+    """
     if isinstance(spec, ChatSpec):
         return read_context, spec.max_context
     if isinstance(spec, EmbeddingSpec):

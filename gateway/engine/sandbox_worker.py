@@ -1,14 +1,15 @@
-"""What callers and checkpoints make costly, run in a process of its own; see serving/sandbox.py.
+"""Work of unbounded cost, for callers and checkpoints, in a process of its own; see
+serving/sandbox.py.
 
-A script, run by path, so that nothing of ours is imported and never mlx. Its arguments are the file
-descriptor of a `multiprocessing` connection, and the kind of request that it makes ready for. It
-says that it is ready, then takes requests and answers each. At the end of the connection it ends.
+A script, run by path, so that nothing of ours is imported, and never mlx. Its arguments are the
+file descriptor of a `multiprocessing` connection, and the kind of request that it prepares for. It
+reports that it is ready, then takes requests and answers each. It ends with the connection.
 
-All of that is JSON, in bytes. A request is an object: `kind`, `processor_s` of processor time after
-which the kernel ends the process by SIGPROF, `seconds` after which it does so even if the gateway
-is gone, `max_bytes` of memory beyond what it holds at the start, and what the kind needs. An answer
-is a list: an outcome, its value, and whether the process has grown so large that another should
-take its place.
+All messages are JSON, in bytes. A request is an object: `kind`, `processor_s` of processor time
+after which the kernel ends the process by SIGPROF, `seconds` after which it does so even if the
+gateway is gone, `max_bytes` of memory beyond the use at the start, and the fields of the kind. An
+answer is a list: an outcome, its value, and whether the process has grown so large that another
+should replace it.
 """
 
 import contextlib
@@ -32,14 +33,16 @@ Sandbox: TypeAlias = Callable[[Request, bytes], Answer]
 one of its kind, or large, busy, slow, late, died or killed with a reason.
 """
 
-# No more than the threads of the gateway have, so that a recursion that survives here does there.
+# The stack is no larger than that of the gateway's threads, so that a recursion that survives here
+# survives there.
 STACK_BYTES: Final = 4 << 20
 TRIAL_STEPS: Final = 8
-MOST_FORCED: Final = 1 << 17  # of which the gateway would list each, at every step
-TRIAL_FORCED: Final = 64  # tokens at a step
-MOST_REASON: Final = 2000  # characters of a refusal
-SPENT_BYTES: Final = 512 << 20  # malloc gives little back
-# Of keywords whose value depends on what does not fit, or on what was looked at.
+# The most tokens: the gateway would list each of them, at every step.
+MOST_FORCED: Final = 1 << 17
+TRIAL_FORCED: Final = 64  # tokens taken at a step
+MOST_REASON: Final = 2000  # the most characters of a refusal
+SPENT_BYTES: Final = 512 << 20  # bytes of a process to be replaced: malloc gives little back
+# Keywords whose value depends on values that do not fit, or on the parts that were looked at.
 TURNING: Final = ("not", "oneOf", "if", "maxContains", "unevaluatedItems", "unevaluatedProperties")
 END: Final = "<|end of the trial|>"
 
@@ -52,8 +55,8 @@ def try_grammar(request: Request) -> Answer:
     """
     from llguidance import LLMatcher, LLParserLimits
 
-    # The gateway compiles again, with the model's tokenizer: here only survival counts, and what is
-    # wrong with the grammar itself, which could take long to find twice.
+    # The gateway compiles again, with the model's tokenizer. Here only survival counts, and faults
+    # of the grammar itself, which could take long to find twice.
     tokenizer, eos = _bytes_tokenizer(tuple(request["specials"]))
     matcher = LLMatcher(
         tokenizer, request["spec"], log_level=0, limits=LLParserLimits(**request["limits"])
@@ -72,7 +75,7 @@ def try_grammar(request: Request) -> Answer:
         allowed = [i for i in range(eos) if mask[i // 8] >> (i % 8) & 1]
         if not allowed:
             break
-        # A quote leads out of strings.
+        # A quote ends a string.
         matcher.consume_token(ord('"') if ord('"') in allowed else allowed[0])
     return "tried", None
 
@@ -98,14 +101,14 @@ def _bytes_tokenizer(specials: tuple[str, ...]) -> tuple[Any, int]:
 def render(request: Request) -> Answer:
     """Render a chat template as transformers does.
 
-    `arguments` are those of its `render_jinja_template`, as JSON; what is longer than `max_chars`
-    is too large.
+    `arguments` are those of its `render_jinja_template`, as JSON; a text longer than `max_chars` is
+    too large.
     """
     try:
         rendered: Any = _renderer()(**json.loads(request["arguments"]))
     except MemoryError:
         raise
-    except Exception as error:  # a template is a program, and raises whatever it likes
+    except Exception as error:  # a template is a program, and may raise any error
         return "refused", str(error)[:MOST_REASON]
     text, max_chars = rendered[0][0], request["max_chars"]
     if len(text) > max_chars:
@@ -116,8 +119,8 @@ def render(request: Request) -> Answer:
 @functools.cache
 def _renderer() -> Callable[..., Any]:
     """Import transformers' `render_jinja_template`, and of transformers little else."""
-    # The packages above it import what no template needs: without running those, it takes a third
-    # of the time and two thirds of the memory.
+    # The packages above it import modules that no template needs: without running those, it takes a
+    # third of the time and two thirds of the memory.
     for package in ("transformers", "transformers.utils"):
         if package in sys.modules:
             continue
@@ -134,7 +137,7 @@ def judge(request: Request) -> Answer:
 
     Patterns take linear time; those with look-arounds backtrack, for a limited number of steps. A
     reference that leads out of the schema is never followed, and allows everything: then an answer
-    that fits may not fit, and one that doesn't may, if a keyword turns what it allows around.
+    that fits may not fit, and one that doesn't may, if a keyword inverts it.
     """
     import jsonschema_rs as rs
 
@@ -170,16 +173,17 @@ def read_answer(request: Request) -> Answer:
     """Read an answer by a checkpoint's `response_template`, as transformers does.
 
     `prefix` is the end of its prompt, and `tools` are the functions that it may call. With None for
-    `text`, only look whether `template` is one.
+    `text`, only check that `template` is valid.
     """
-    _renderer()  # that module is among what the reader needs, and is imported alone there
+    # The reader imports this module too; here it is imported alone.
+    _renderer()
     from transformers.utils.chat_parsing import parse_response
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
     template, prefix = load_response_template(request["template"]), request["prefix"]
     if request["text"] is None:
         return "read", None
-    if template.start_anchor_re.search(prefix) is None:  # it would read the whole conversation
+    if template.start_anchor_re.search(prefix) is None:  # it would parse the whole conversation
         prefix = ""
     return "read", parse_response(request["text"], template, prefix=prefix, tools=request["tools"])
 
@@ -230,8 +234,8 @@ def _answer(request: Request) -> Answer:
 
 
 def _bound_memory(limit: int) -> None:
-    """Bound the address space. macOS takes the call and does nothing: there the gateway looks at
-    resident memory now and then.
+    """Bound the address space. macOS accepts the call and does nothing: the gateway looks at
+    resident memory there, now and then.
     """
     _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
     if hard_limit != resource.RLIM_INFINITY:
@@ -251,7 +255,7 @@ def _address_space_bytes() -> int:
 
 def _most_resident_bytes() -> int:
     """Count the most memory this process has held."""
-    # Linux's getrusage has the gateway's own too, as it was when it spawned this one.
+    # Linux's getrusage would count the gateway's own too, from the time when it spawned this one.
     with contextlib.suppress(OSError, ValueError, IndexError):
         status = Path("/proc/self/status").read_text()
         return 1024 * int(status.partition("VmHWM:")[2].split()[0])
@@ -262,8 +266,8 @@ def _most_resident_bytes() -> int:
 def main() -> None:
     """Serve on a thread of the right stack, until the gateway is gone."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # they are the gateway's to answer
-    with contextlib.suppress(OSError):  # Linux: should memory end, this process goes first
+        signal.signal(number, signal.SIG_IGN)  # signals are for the gateway
+    with contextlib.suppress(OSError):  # Linux: this process goes first if memory ends
         Path("/proc/self/oom_score_adj").write_text("1000")
     connection = Connection(int(sys.argv[1]))
     threading.stack_size(STACK_BYTES)

@@ -1,4 +1,4 @@
-"""What parts of a tokenizer.json may cost: texts that grow, and patterns that take long."""
+"""The possible costs of a tokenizer.json's parts: texts that grow, and patterns that take long."""
 
 import json
 import math
@@ -7,8 +7,9 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-MOST_GROWTH: Final = 64  # of a text; `▁` for a space and quotes for ticks are the usual ones
-# Their time grows as the text does; what a pattern of the file takes, nobody knows.
+# The most growth of a text; `▁` for a space and quotes for ticks are the usual kinds.
+MOST_GROWTH: Final = 64
+# The time of these steps grows with the text; the time of a pattern of the file is unknown.
 _PATTERNS: Final = ("Split", "Replace")
 
 
@@ -21,7 +22,7 @@ def check_growth(tokenizer: Tokenizer) -> None:
 
 
 def has_patterns(tokenizer: Tokenizer) -> bool:
-    """Return True if texts are matched with patterns of the file, which may take long."""
+    """Return True if the file has patterns that texts are matched with, which may take long."""
     parts = (tokenizer.normalizer, tokenizer.pre_tokenizer)
     return any(step.get("type") in _PATTERNS for part in parts for step in _steps(part))
 
@@ -40,7 +41,7 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def _growth(step: dict[str, Any]) -> float:
-    """Return how many characters a step may make of one."""
+    """Return the most characters that a step may make of one."""
     pattern = step.get("pattern") or {}
     replaced = len(pattern.get("String", "")) if isinstance(pattern, dict) else 0
     made = {"Replace": step.get("content"), "Prepend": step.get("prepend")}.get(

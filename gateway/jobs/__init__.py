@@ -1,11 +1,11 @@
-"""What floors pass to one another: jobs on the way down, vectors and deltas on the way up.
+"""The objects that floors pass to one another: jobs go down, vectors and deltas come up.
 
-Who asks is here; the rest by subject:
+The caller of a job is here; the rest by subject:
 
 embed   texts → vectors
 rerank  documents → scores
 chat    conversations → deltas
-steps   one choice of a chat job, what an engine does in a step, and what comes of it
+steps   one choice of a chat job; the plan of an engine's step, and its result
 """
 
 import itertools
@@ -33,15 +33,15 @@ class Tier(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RoutingKeys:
-    """A router's keys of the beginnings of a conversation, the shortest first: each beginning is
+    """A router's keys for the beginnings of a conversation, the shortest first: each beginning is
     longer by the same length. Only the prefix cache reads them.
     """
 
     keys: Sequence[bytes] = ()
-    share: float = 0.0  # the longest beginning's, of the conversation
+    share: float = 0.0  # the part of the conversation that the longest beginning covers
 
     def ends(self, tokens: int) -> Sequence[tuple[int, bytes]]:
-        """Return about where each beginning ends, in a prompt of so many tokens."""
+        """Return about where each beginning ends, in a prompt of this many tokens."""
         step = self.share * tokens / max(1, len(self.keys))
         return [(round(step * i), key) for i, key in enumerate(self.keys, 1)]
 
@@ -52,10 +52,10 @@ class Caller:
 
     request_id: str
     deadline: float  # a reading of the monotonic clock
-    allowed_s: float  # from the request's beginning to the deadline
+    allowed_s: float  # seconds from the request's beginning to the deadline
     tier: Tier = Tier.DEFAULT
     key_id: str | None = None
-    cache_salt: str = ""  # what is kept of its texts is for callers with the same (vLLM's name)
+    cache_salt: str = ""  # only callers with the same salt share cached texts (vLLM's name)
     timings: Timings = field(default_factory=Timings)
-    number: int = field(default_factory=itertools.count(1).__next__)  # an id may not be unique
+    number: int = field(default_factory=itertools.count(1).__next__)  # unique, unlike ids
     routing_keys: RoutingKeys = RoutingKeys()

@@ -25,9 +25,9 @@ class Sampling:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
-    # For so many tokens nothing ends the answer but its grammar.
+    # Nothing but its grammar ends an answer with fewer tokens.
     min_tokens: int = 0
-    # The model's own ends do not end the answer; `stop_token_ids` do.
+    # True: only `stop_token_ids` end the answer, not the model's own ends.
     ignore_eos: bool = False
     stop_token_ids: frozenset[int] = frozenset()
     # Fields that the request leaves unset: the model's own files may set them.
@@ -39,28 +39,28 @@ class SchemaRule:
     """A JSON Schema within a grammar of calls, and the `rule` that enforces it."""
 
     rule: str
-    function: str  # whose parameters it describes; empty: of an answer instead of calls
+    function: str  # the owner of the parameters; empty for an answer instead of calls
     schema: str
     strict: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer must match.
+    """The form that an answer must have.
 
-    json_schema: a JSON Schema. regex: a regular expression, of the whole answer. choice: a JSON
+    json_schema: a JSON Schema. regex: a regular expression for the whole answer. choice: a JSON
     array of strings, one of which is the answer. grammar: a context-free grammar in Lark's form.
-    calls: the same, made by the gateway.
+    calls: the same form, made by the gateway.
     """
 
     kind: Literal["json_schema", "regex", "choice", "grammar", "calls"]
-    source: str  # canonical: equal ones compile once
-    # A JSON Schema is enforced whole or refused, and an answer that violates it is an error. Of
-    # others, keywords that no grammar can enforce are checked afterwards.
+    source: str  # canonical text: equal sources compile once
+    # True: the JSON Schema is enforced whole or refused, and an answer that violates it is an
+    # error. False: keywords that no grammar can enforce are checked afterwards.
     strict: bool = False
-    # Of calls: the caller's own, of rules that the source lacks.
+    # The caller's own schemas in a grammar of calls, for rules that the source lacks.
     schemas: tuple[SchemaRule, ...] = ()
-    # An answer that violates it is an error, though it is not strict.
+    # True: an answer that violates the schema is an error, though the schema is not strict.
     must_fit: bool = False
 
 
@@ -84,10 +84,11 @@ class Function:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calling:
-    """Which functions may be called."""
+    """The functions that may be called."""
 
     functions: Sequence[Function]
-    # One of them must be. Its schema holds; that of a free call does only if it is strict.
+    # True: one of them must be called, and its schema is enforced. The schema of a free call is
+    # enforced only if it is strict.
     forced: bool = False
     parallel: bool = True
 
@@ -96,9 +97,9 @@ class Calling:
 class Adapter:
     """A LoRA adapter of a loaded model."""
 
-    number: int  # among the adapters of its base
-    model: str  # that it is served as
-    nbytes: int = 0  # that it has added
+    number: int  # its number among the adapters of its base
+    model: str  # the model that it is served as
+    nbytes: int = 0  # bytes that it has added
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +116,13 @@ class GenerateJob:
     """A conversation, or a bare `prompt`, to continue `n` times."""
 
     caller: Caller
-    messages: Sequence[Mapping[str, Any]] = ()  # what the chat template reads
-    prompt: str | TokenIds | None = None  # in place of messages; it takes no template
+    messages: Sequence[Mapping[str, Any]] = ()  # the turns, as the chat template reads them
+    prompt: str | TokenIds | None = None  # instead of messages; it takes no template
     sampling: Sampling
     max_tokens: int | None = None  # None: the rest of the context
     stop: Sequence[str] = ()
     n: int = 1
-    tools: Sequence[Mapping[str, Any]] = ()  # what the chat template reads
+    tools: Sequence[Mapping[str, Any]] = ()  # the tools, as the chat template reads them
     calling: Calling | None = None
     template_args: Mapping[str, Any] = field(default_factory=dict)
     grammar: Grammar | None = None
@@ -129,12 +130,12 @@ class GenerateJob:
     logprobs: int | None = None
     # The last message is the beginning of the answer.
     continues: bool = False
-    # Thoughts are ended after so many tokens; None: where the model ends them.
+    # The most tokens of thinking, which is then ended; None: the model ends it.
     thinking_budget: int | None = None
-    # The prompt is returned, with its logprobs if there are any; `max_tokens` may then be 0.
+    # True: the prompt is returned, with its logprobs if requested; `max_tokens` may then be 0.
     echo: bool = False
-    # If there are any, no answer is written: each question's text completes the last message, and
-    # its labels are judged.
+    # Questions replace the answer: each question's text completes the last message, and its labels
+    # are judged.
     questions: Sequence[Question] = ()
     adapter: Adapter | None = None
 
@@ -145,14 +146,14 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt's, not read again
-    reasoning_tokens: int = 0  # of the completion's
-    kept_tokens: int = 0  # of the prompt's, new in the prefix cache: whole blocks
+    cached_tokens: int = 0  # prompt tokens not read again
+    reasoning_tokens: int = 0  # completion tokens of reasoning
+    kept_tokens: int = 0  # prompt tokens new in the prefix cache: whole blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """A token, chosen or an alternative: its text, its bytes, its logprob (natural)."""
+    """A chosen token or an alternative: its text, its bytes, its logprob (natural)."""
 
     token: str
     bytes: bytes
@@ -161,7 +162,7 @@ class Likelihood:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token of the answer, and the likeliest alternatives in its place, likeliest first."""
+    """A token of the answer, and the likeliest alternatives to it, likeliest first."""
 
     chosen: Likelihood
     top: Sequence[Likelihood] = ()
@@ -180,7 +181,8 @@ class Judgement:
     """The logprobs (natural) of one step into a question's labels."""
 
     question: int
-    logprobs: Sequence[tuple[int, float]]  # by the label's place; its own is the sum over its steps
+    # Pairs of a label's place and a logprob; the label's own is the sum over its steps.
+    logprobs: Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +197,9 @@ class CallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a pass has made certain of one answer, which a `finish_reason` or an `error` ends."""
+    """The part of an answer that a pass made certain. `finish_reason` or `error` ends it."""
 
-    index: int  # of the choice in its job
+    index: int  # the choice's index in its job
     text: str = ""
     tokens: int = 0
     finish_reason: FinishReason | None = None
@@ -205,15 +207,15 @@ class Delta:
     call: CallDelta | None = None
     logprobs: Sequence[TokenLogprob] = ()
     reasoning_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt, not read again: in the first delta
-    kept_tokens: int = 0  # of the prompt, new in the prefix cache: in the first delta
-    unkept_tokens: int = 0  # of the prompt, which the prefix cache has no room for: likewise
+    cached_tokens: int = 0  # prompt tokens not read again: in the first delta
+    kept_tokens: int = 0  # prompt tokens new in the prefix cache: in the first delta
+    unkept_tokens: int = 0  # prompt tokens without room in the prefix cache: in the first delta
     stop: str | None = None  # the stop string that ended it: in the last delta
-    prompt: EchoedPrompt | None = None  # in the first delta, if it is echoed
-    judgement: Judgement | None = None  # of a step into a question's labels: in its only delta
-    id: int = 0  # its sequence's
+    prompt: EchoedPrompt | None = None  # the echoed prompt, if any: in the first delta
+    judgement: Judgement | None = None  # result of a step into a question's labels: the only delta
+    id: int = 0  # the sequence's id
     error: str | None = None
-    is_out_of_memory: bool = False  # the error is that of a device without memory
+    is_out_of_memory: bool = False  # True: the device had no memory
 
 
-Reading: TypeAlias = tuple[Sequence[Delta], tuple[str, str] | None]  # an event to log, and why
+Reading: TypeAlias = tuple[Sequence[Delta], tuple[str, str] | None]  # an event to log, its reason

@@ -13,9 +13,9 @@ class EmbedJob:
     caller: Caller
     texts: Sequence[str] = ()
     token_rows: Sequence[TokenIds] = ()
-    # Over-long inputs are cut as sentence-transformers does; else they are refused.
+    # True: over-long inputs are cut, as by sentence-transformers; else they are refused.
     truncate: bool = False
-    # The vectors of a Matryoshka model are shortened to it.
+    # The vectors of a Matryoshka model are shortened to this size.
     dimensions: int | None = None
     prompt_name: str | None = None
 

@@ -15,7 +15,8 @@ class Pair:
 
     ids: TokenIds
     second: int  # the index at which the document begins
-    # Tokens cut off its end, or fewer: a long document is not encoded whole.
+    # The tokens cut off the document's end. A long document may have lost more: it is not encoded
+    # whole.
     cut: int = 0
 
     def __len__(self) -> int:
@@ -29,22 +30,22 @@ class RerankJob:
     caller: Caller
     documents: Sequence[str]
     query: str = ""
-    queries: Sequence[str] = ()  # in place of `query`, one for each document
-    max_tokens_per_doc: int | None = None  # which documents are cut to
-    # Documents are cut to what the model can read, too; else such are refused.
+    queries: Sequence[str] = ()  # one for each document, instead of `query`
+    max_tokens_per_doc: int | None = None  # the length that documents are cut to
+    # True: documents are cut to the model's limit, too; else longer ones are refused.
     truncate: bool = True
-    # A score is the model's own, not one between 0 and 1.
+    # True: a score is the model's own, not one between 0 and 1.
     is_raw: bool = False
-    # Of an embedding model, where it has no prompt for queries or for documents.
+    # The prompt of an embedding model that has none for queries or for documents.
     prompt_name: str | None = None
-    instruction: str | None = None  # for models whose prompt has one
+    instruction: str | None = None  # used by models whose prompt has one
 
 
 @dataclass(frozen=True, slots=True)
 class Reranked:
     """The answer to a `RerankJob`."""
 
-    # (documents,) in the order of the documents; as float32 the best would be equal.
+    # The shape is (documents,), in their order. As float32, the best scores would be equal.
     scores: npt.NDArray[np.float64]
     prompt_tokens: int
     truncated: int  # texts that were cut

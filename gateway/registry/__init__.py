@@ -4,9 +4,9 @@ models_yaml  the file → catalog, or every problem with its line
 yaml_reader  YAML text → plain values and their lines; ${VAR:-default} in any of them
 variables    GATEWAY_<ID>_<KEY>: environment variables for any key of any model
 specs        the keys of each model, with types and bounds
-fields       the types of their values: what may be written, and what it is read as
+fields       the types of their values: the forms in the file → the values read
 sources      where a model's files come from: hub, folder, installed package
-short_names  models by short names that come with the gateway, and what was read of them
+short_names  models by short names that come with the gateway, and facts about them
 catalog      the models of one reading, found by id or alias; immutable
 schema       the file's JSON Schema, for editors
 names        the names of the formats of tool calls and thinking; the nearest valid name to another

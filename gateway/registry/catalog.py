@@ -9,7 +9,7 @@ from gateway.errors import ModelNotFound
 from gateway.registry.names import most_similar
 from gateway.registry.specs import Alias, ChatSpec, ModelSpec
 
-MOST_SUGGESTED: Final = 3  # names, to a caller who has sent an unknown one
+MOST_SUGGESTED: Final = 3  # the most names suggested to a caller who sent an unknown one
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class Catalog:
         self._by_name = MappingProxyType(by_name)
 
     def resolve(self, name: str, *kinds: type[ModelSpec]) -> Resolved:
-        """Find a model by id or alias. Raises ModelNotFound, which names models of these kinds: the
-        nearest ones, else the first ones; without kinds, of all.
+        """Find a model by id or alias. Raises ModelNotFound, which suggests the nearest names, else
+        the first, of models of these kinds; without kinds, of all models.
         """
         resolved = self._by_name.get(name)
         if resolved is None:
@@ -78,11 +78,11 @@ class Catalog:
 
     def current(self, spec: ModelSpec) -> ModelSpec | None:
         """Return the spec that a model loaded for `spec` can serve; None if there is none."""
-        # It may be of an earlier reading, and differ in keys that no load depends on.
+        # `spec` may be of an earlier reading, and differ in keys that no load depends on.
         return next((candidate for candidate in self.specs if load_alike(candidate, spec)), None)
 
     def changes_since(self, older: "Catalog") -> Changes:
-        """Return what differs from an older reading of the file."""
+        """Return the differences from an older reading of the file."""
         now, before = ({spec.id: spec for spec in catalog.specs} for catalog in (self, older))
         in_both = [name for name in now if name in before]
         return Changes(
@@ -92,7 +92,7 @@ class Catalog:
         )
 
     def preloaded(self) -> tuple[str, ...]:
-        """Return the models that are loaded at start; an adapter's is its base."""
+        """Return the ids of the models to load at start; for an adapter, its base's."""
         # An adapter takes no place beside its base.
         loaded = (getattr(spec, "base", None) or spec.id for spec in self.specs if spec.preload)
         return tuple(dict.fromkeys(loaded))
@@ -114,7 +114,7 @@ def load_alike(one: ModelSpec, other: ModelSpec) -> bool:
 
 
 def _loaded_with(spec: ModelSpec) -> tuple[object, ...]:
-    """Return all that loading a model depends on."""
+    """Return everything that loading a model depends on."""
     keys = (spec.source, spec.loaded_with())
     if not isinstance(spec, ChatSpec):
         return keys

@@ -1,4 +1,4 @@
-"""The types of models.yaml's values: what may be written, and what it is read as."""
+"""The types of models.yaml's values: the forms in the file → the values read."""
 
 import os
 import re
@@ -134,7 +134,7 @@ def read_batching(value: object) -> object:
 SHORT_FORMS: Mapping[str, Callable[[object], object]] = MappingProxyType(
     {"batching": read_batching, "thinking_budget": read_thinking_budget}
 )
-"""The sections that may be written as one value, with what reads it."""
+"""The sections that may be written as one value, each with the function that reads it."""
 
 
 def split_names(text: str) -> list[str]:

@@ -1,5 +1,5 @@
 """Reads models.yaml into a catalog, or lists all its problems: each with file, line and the nearest
-valid name. Entries from elsewhere, of models that were named or found, are read beside it.
+valid name. The entries of models that were named or found elsewhere are read with it.
 
 It checks that a model's files exist; the engine checks their content.
 """
@@ -23,8 +23,8 @@ from gateway.registry.variables import ModelVariables
 from gateway.registry.yaml_reader import Document, Where, read_yaml
 from gateway.settings import PREFIX, VARIABLES
 
-MAX_CHARS = 4_000_000  # of a models.yaml
-# Models by id, each with what an entry of models.yaml has.
+MAX_CHARS = 4_000_000  # the longest models.yaml
+# Models by id, each with the keys of an entry of models.yaml.
 Entries: TypeAlias = Mapping[str, Mapping[str, Any]]
 NONE: Entries = MappingProxyType({})
 
@@ -36,10 +36,10 @@ class Reading:
     catalog: Catalog
     problems: tuple[str, ...]
     notes: tuple[str, ...] = ()
-    # All that can change the result: those that the file expands as ${…} and those of the models'
-    # keys, set or not; of free keys, those that are set.
+    # All variables that can change the result: those that the file expands as ${…}, and those of
+    # the models' keys, set or not; variables of free keys only if they are set.
     variables: frozenset[str] = frozenset()
-    # Of models that were found, those that are left out, by id, and why.
+    # The found models that are left out, by id, each with the reason.
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     def require_valid(self) -> None:
@@ -56,7 +56,7 @@ class File(Section):
 
 
 class Kind(BaseModel):
-    """What is checked of an entry whose `kind` is not known."""
+    """The check of an entry whose `kind` is not known."""
 
     kind: Literal["embedding", "rerank", "chat"]
 
@@ -76,8 +76,8 @@ def read_models(
 ) -> Reading:
     """Read a models.yaml, if there is one, and list all its problems; never raises.
 
-    Models that were named come before the file's, those that were found after them. Where the file
-    has one of their ids, it says more. One that was found is left out rather than a problem.
+    Named models come before the file's, found models after them. If the file has an entry with the
+    same id, that one counts. A found model with a problem is left out; the reading stays valid.
     """
     document, folder = Document({"version": 1, "models": {}}), Path.cwd()
     if path is not None:
@@ -114,7 +114,7 @@ def read_models(
 
 
 def _at(path: Path | None, line: int, message: str) -> str:
-    """Put a problem's place before it; one that is not in the file names its model itself."""
+    """Put a problem's place before it; a problem outside the file names its model itself."""
     return f"{path}:{line}: {message}" if line else message
 
 
@@ -124,7 +124,7 @@ class Claim:
 
     model: str
     where: Where
-    # Of an alias, whether the file has it or the model's own variable sets it.
+    # An alias is "written" in the file, or "set" by the model's own variable.
     rank: Literal["written", "set", "id"]
 
 
@@ -139,9 +139,9 @@ class _Reader:
     ) -> None:
         self._document = document
         self._named, self._found = named, found
-        self._unwritten: list[str] = []  # of these, the ids that the file does not have
+        self._unwritten: list[str] = []  # the ids of these that the file does not have
         self._context = {"folder": folder}
-        # What is a setting, or is expanded in the file, is that alone.
+        # A variable that is a setting, or that the file expands, has no other meaning.
         taken = VARIABLES | document.variables
         self._variables = {
             name: text
@@ -153,7 +153,7 @@ class _Reader:
         self.overrides: set[str] = set()
         self.problems: list[tuple[int, str]] = []
         self.notes: list[tuple[int, str]] = []
-        self.faults: dict[str, str] = {}  # what is wrong with models that are not in the file
+        self.faults: dict[str, str] = {}  # problems of models that are not in the file
 
     def read(self) -> list[ModelSpec]:
         file = self._document.value
@@ -222,7 +222,7 @@ class _Reader:
         return spec
 
     def _validate(self, model: type[BaseModel], value: object, top: Where) -> BaseModel | None:
-        """Return what `value`, which is at `top`, is read as; None after reporting its problems."""
+        """Return `value`, found at `top`, as a `model`; None after reporting its problems."""
         try:
             return model.model_validate(value, context=self._context)
         except ValidationError as error:
@@ -234,7 +234,7 @@ class _Reader:
         """Report one of pydantic's errors, with the nearest valid name if one is misspelt."""
         keys = tuple(_keys_in_file(details["loc"]))
         where: Where = (*top, *keys)
-        # Where a value is missing because of another problem, only that one is reported.
+        # A value that is missing because of another problem is not reported.
         if any(where[:depth] in self._document.broken for depth in range(len(where) + 1)):
             return
         key, value = ".".join(str(part) for part in keys), details["input"]
@@ -254,12 +254,12 @@ class _Reader:
                 hint = _hint(str(value), [word.strip("'") for word in words])
                 message = f"`{key}` {message}, not {value!r}{hint}"
             case kind:
-                # Of what is no number it also says how the parser failed.
+                # pydantic also says how parsing a number failed; that part is cut.
                 message = MESSAGES.get(kind, message.partition(", unable to")[0])
                 message = f"`{key}` {message}, not {shorten(repr(value))}"
         if top:
             message = f"{top[-1]}: {message}"
-        self._report(where, message.replace("`` ", ""))  # of the whole there is no key to name
+        self._report(where, message.replace("`` ", ""))  # a whole section has no key to name
 
     def _settle_names(self, models: Mapping[str, Any]) -> set[tuple[str, str]]:
         """Report each name that two models, or one model twice, would have.
@@ -271,7 +271,7 @@ class _Reader:
             owner = max(claims, key=lambda claim: ("written", "set", "id").index(claim.rank))
             line = self._line(owner.where)
             place = f", on line {line}" if line else ""
-            # Of equal claims the first in the file wins.
+            # The first of equal claims in the file wins.
             for claim in claims:
                 if claim is owner:
                     continue
@@ -299,14 +299,12 @@ class _Reader:
     def _resolve(
         self, spec: ModelSpec, key: Literal["draft", "base"], specs: Sequence[ModelSpec]
     ) -> ModelSpec:
-        """Return a spec with the one that its `draft` or `base` names, or report why it cannot be
-        that.
-        """
+        """Return a spec with the model that its `draft` or `base` names, or report why not."""
         name = getattr(spec, key, None)
         if not isinstance(spec, ChatSpec) or name is None:
             return spec
         other = next((model for model in specs if model.id == name), None)
-        if other is None and ("models", name) in self._document.lines:  # it has a problem
+        if other is None and ("models", name) in self._document.lines:  # `name` has a problem
             return spec
         if other is None:
             problem = f"no model has the id {name!r}{_hint(name, [model.id for model in specs])}"
@@ -353,11 +351,11 @@ class _Reader:
 
     def _set_by(self, where: Where) -> str:
         places = (where[:depth] for depth in range(len(where), 0, -1))
-        # The nearest variable: of an alias it is that of all aliases.
+        # The nearest variable counts: for an alias it is the variable of all aliases.
         return next((f" (set by {self._set[place]})" for place in places if place in self._set), "")
 
 
-# Where pydantic's words are Python's.
+# YAML's words, for messages in which pydantic has Python's.
 MESSAGES = {
     "model_type": "should be a mapping",
     "dict_type": "should be a mapping",
@@ -390,9 +388,9 @@ def _why_no_base(spec: ChatSpec, base: ChatSpec) -> str:
     if base.base is not None:
         return f"{base.id} has a base of its own, and cannot be one"
     if base.fuse_projections:
-        return f"{base.id} has `fuse_projections`, and no adapter is of fused ones"
+        return f"{base.id} has `fuse_projections`, and adapters do not fit those"
     if base.parallel is not None:
-        return f"{base.id} has `parallel`, and no adapter is divided"
+        return f"{base.id} has `parallel`, and adapters cannot be divided"
     return ""
 
 

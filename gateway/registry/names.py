@@ -1,8 +1,8 @@
-"""Names that models.yaml may have: of the formats of tool calls and thinking; and the nearest valid
-name, for messages about an unknown one.
+"""Names in models.yaml: the formats of tool calls and thinking; and the valid name nearest to an
+unknown one, for messages.
 
 Formats have vLLM's names (`--tool-call-parser`, `--reasoning-parser`), and mlx-lm's
-(`tool_parser_type`) where it has others. With `none` no text is read as a call, or as thinking.
+(`tool_parser_type`) if it has others. `none` means that no text is read as a call, or as thinking.
 """
 
 import difflib
@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Final
 
-MAX_CHARS = 256  # of a name to compare: difflib's time grows with their square
-MAX_COMPARED = 32  # names, the most promising by the letters that they share: 1,000 took 130 ms
+MAX_CHARS = 256  # the longest name to compare: difflib's time grows with its square
+MAX_COMPARED = 32  # the most names compared, by the letters that they share: 1,000 took 130 ms
 # A format's canonical name, and its other names.
 TOOL_PARSERS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {

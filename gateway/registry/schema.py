@@ -22,9 +22,9 @@ _TEXT = {"type": "string"}
 
 
 def describe_fields(model: type[BaseModel]) -> dict[str, str]:
-    """Return what the docstring below each field says."""
-    # It is read from the source: docstrings of attributes are gone once a module is imported, and
-    # pydantic's way to keep them slows each start.
+    """Return the docstring below each field, by the field's name."""
+    # Docstrings of attributes are read from the source: they are gone once a module is imported,
+    # and pydantic's way to keep them slows each start.
     words: dict[str, str] = {}
     settings = describe_fields(Settings) if issubclass(model, Section) else {}
     for kind in reversed(model.__mro__):
@@ -48,10 +48,10 @@ def json_schema() -> dict[str, Any]:
         [(ModelSpec, "validation", TypeAdapter(ModelSpec))], ref_template="#/$defs/{model}"
     )
     definitions = schema["$defs"]
-    for source in get_args(Source):  # written as text
+    for source in get_args(Source):  # sources are written as text
         definitions.pop(source.__name__, None)
     for name in (spec.__name__ for spec in SPECS.values()):
-        del definitions[name]["properties"]["id"]  # it is the key
+        del definitions[name]["properties"]["id"]  # the id is the key of the entry
         definitions[name]["required"].remove("id")
     chat = definitions[ChatSpec.__name__]
     chat["required"].remove("source")
@@ -89,7 +89,7 @@ def _value(schema: dict[str, Any], *, required: bool = True) -> dict[str, Any]:
     """Allow a variable for a plain value, and null for an optional one."""
     bare = {key: value for key, value in schema.items() if key not in ("title", "default")}
     about = {key: schema[key] for key in ("default",) if schema.get(key) is not None}
-    # What takes any text takes `${VAR}` too.
+    # A key that takes any text takes `${VAR}` too.
     options = [_inner(option) for option in bare.pop("anyOf", [bare]) if option != _NULL]
     if any(_is_plain(option) for option in options) and _TEXT not in options:
         options.append(_REF)
@@ -103,7 +103,7 @@ def _is_plain(schema: dict[str, Any]) -> bool:
 
 
 def _inner(schema: dict[str, Any]) -> dict[str, Any]:
-    """Do the same for the items of a list and the values of a mapping."""
+    """Allow variables in the items of a list and the values of a mapping."""
     for key in ("items", "additionalProperties"):
         if isinstance(schema.get(key), dict):
             return {**schema, key: _value(schema[key])}

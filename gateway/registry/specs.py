@@ -52,7 +52,7 @@ ADOPTABLE: Final = "adoptable"
 
 
 def override(setting: str, *, adoptable: bool = False) -> Any:
-    """Declare a key that overrides a setting: with that one's bounds, but it may be absent."""
+    """Declare a key that overrides a setting: it has the setting's bounds, and may be absent."""
     field: Any = Field(default=None)
     field.metadata = [*Settings.model_fields[setting].metadata, Overrides(setting)]
     field.metadata += [ADOPTABLE] if adoptable else []
@@ -67,7 +67,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_empty(cls, data: object) -> object:
-        if isinstance(data, Mapping):  # null is as if the key were not there
+        if isinstance(data, Mapping):  # null counts as an absent key
             return {key: value for key, value in data.items() if value is not None}
         return data
 
@@ -269,7 +269,7 @@ class EmbeddingSpec(_Spec):
     def _prompts_exist(self) -> "EmbeddingSpec":
         names = [("aliases", alias.prompt_name) for alias in self.aliases]
         for key, name in (*names, ("default_prompt_name", self.default_prompt_name)):
-            # Without any in the file the model's own are checked, at load.
+            # The model's own prompts, which are used if the file has none, are checked at load.
             if self.prompts and name is not None and name not in self.prompts:
                 message = f"no prompt is named {name!r}{did_you_mean(nearest(name, self.prompts))}"
                 raise _misplaced(key, message)
@@ -281,9 +281,9 @@ def _rerank_template(value: str | None) -> str | None:
         return None
     if [value.count(mark) for mark in ("{query}", "{document}")] != [1, 1]:
         raise ValueError("it should have {query} and {document} once each")
-    # What is before it is read once for all documents of a query.
+    # The text before {document} is read once for all documents of a query.
     if value.index("{document}") < max(value.find("{query}"), value.find("{instruction}")):
-        raise ValueError("{document} should come last: what is before it is read once")
+        raise ValueError("{document} should come last: the text before it is read once")
     return value
 
 
@@ -398,18 +398,18 @@ class ChatSpec(_Spec):
         return self._draft_spec
 
     def drafts_with(self) -> tuple[object, ...]:
-        """Return all of its entry that matters to a model that it drafts for."""
+        """Return the keys that matter to a model that this one drafts for."""
         return (self.source, self.dtype, self.fuse_projections, self.kv_bits)
 
     def draft_in_use(self, speculate_rows: int) -> "ChatSpec | None":
-        """Return that model unless this one has no drafts. `speculate_rows` is the gateway's."""
+        """Return the draft model, unless drafts are off. `speculate_rows` is the gateway's."""
         row_count = self.batching.speculate_rows
         if row_count is None:
             row_count = speculate_rows
         return self._draft_spec if row_count else None
 
     def with_part(self, key: Literal["draft", "base"], part: "ChatSpec") -> "ChatSpec":
-        """Return it with the model that its `draft` or `base` names."""
+        """Return a copy that has the model named by its `draft` or `base`."""
         spec = self.model_copy()
         if key == "draft":
             spec._draft_spec = part
@@ -449,11 +449,11 @@ class ChatSpec(_Spec):
 
 
 class Inputs(NamedTuple):
-    """How long the inputs of a model on this disk may be, and of which kinds; and what answers of
-    its family were compared with.
+    """The longest input of a model on this disk, the kinds of its input, and the reference that
+    answers of its family were compared with.
     """
 
-    max_tokens: int | None  # a chat model's with its answer; None if the files do not say it
+    max_tokens: int | None  # a chat model's includes the answer; None if the files do not say it
     modalities: Sequence[str] = _Spec.input_modalities
     verified: Literal["transformers", "mlx-lm", "no"] | None = None  # None: the files do not say
 

@@ -34,7 +34,7 @@ class ModelVariables:
         self._stem = f"{PREFIX}{_in_capitals(model)}_"
         self._entry = entry
         kind = str(variables.get(f"{self._stem}KIND") or entry.get("kind"))
-        # If the kind is wrong, the keys are those of all kinds.
+        # An entry of a wrong kind has the keys of all kinds.
         specs = [SPECS[kind]] if kind in SPECS else SPECS.values()
         self._types = {path: kind for spec in specs for path, kind in _types(spec)}
         # The path that each variable sets, without variables of free keys.
@@ -66,13 +66,13 @@ class ModelVariables:
                 entry[key] = _replace_aliases(section, value)
             elif not inside:
                 entry[key] = value
-            elif section is None or isinstance(section, dict):  # else it is reported as it is
+            elif section is None or isinstance(section, dict):  # others are reported unchanged
                 entry[key] = {**(section or {}), inside[0]: value}
         return entry, names
 
     def clashes(self, earlier: Iterable["ModelVariables"]) -> Iterator[str]:
-        """Describe the variables that have another meaning as well: of the gateway, of the models
-        that are earlier in the file, or of this one.
+        """Describe the variables that have a second meaning: for the gateway, for an earlier model
+        in the file, or for this one.
         """
         for name in sorted(VARIABLES):
             path = self.path(name)
@@ -117,14 +117,14 @@ class ModelVariables:
             if get_origin(kind) is dict:
                 names: dict[str, list[str]] = {}
                 mapping = self._entry.get(path[0])
-                # Any other value is reported as it is.
+                # A value that is no mapping is reported unchanged.
                 for key in mapping if isinstance(mapping, dict) else ():
                     names.setdefault(_in_capitals(key), []).append(key)
                 yield path[0], names
 
 
 def kind_variable(model: str) -> str:
-    """Return the variable that says a model's kind."""
+    """Return the variable that sets a model's kind."""
     return f"{PREFIX}{_in_capitals(model)}_KIND"
 
 

@@ -17,7 +17,7 @@ import yaml
 
 from gateway.registry.names import did_you_mean, nearest
 
-MAX_VALUES = 100_000  # with 480 bytes of anchors of anchors there are hundreds of millions
+MAX_VALUES = 100_000  # 480 bytes of anchors of anchors make hundreds of millions
 
 # The keys and indices that lead to a value.
 Where = tuple[str | int, ...]
@@ -94,7 +94,7 @@ def expand(text: str, variables: Mapping[str, str]) -> tuple[str, list[str]]:
     return _PART.sub(value, text), names
 
 
-# What stands for a value whose variable is empty: it counts as if its key were not there.
+# A mark for a value whose variable is empty: it counts as if its key were not there.
 _ABSENT = object()
 
 
@@ -124,9 +124,9 @@ def read_yaml(text: str, variables: Mapping[str, str]) -> Document:
 
 
 def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
-    # Those of an anchor count once for each use.
+    # The values of an anchor count once for each use.
     if id(node) not in counts:
-        counts[id(node)] = 1  # if it contains itself, which is reported later
+        counts[id(node)] = 1  # ends the walk if the node contains itself, which is reported later
         children: list[yaml.Node] = []
         if isinstance(node, yaml.MappingNode):
             children = [child for pair in node.value for child in pair]

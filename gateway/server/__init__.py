@@ -1,6 +1,6 @@
-"""What Hypercorn needs to serve HTTP/1.1 so that one client's bytes harm no other.
+"""Changes to Hypercorn, so that one client's bytes harm no other client of HTTP/1.1.
 
-connections  the open connections, of which no more are kept than there are descriptors for
+connections  the open connections, no more than there are descriptors for
 http1        requests whose framing is unambiguous, whose unread bodies block no connection, and
              whose clients are seen to leave
 """

@@ -26,15 +26,15 @@ from gateway.server.http1 import Http1, Stream
 
 log = logs.get("server")
 
-# Descriptors that are left for all else: model files, sandboxes, downloads, logs.
+# Descriptors reserved for everything else: model files, sandboxes, downloads, logs.
 RESERVED: Final = 256
 ACCEPT_LOG_S: Final = 60.0
 BACKLOG: Final = 2048  # connections that the system holds until they are accepted
-ACCEPTED: Final = 16  # of them in a turn of the loop: each is counted some turns later
+ACCEPTED: Final = 16  # the most accepted in a turn of the loop: each is counted some turns later
 
 
 def most_connections() -> int:
-    """Return how many connections may be open: the limit of descriptors, less what others need."""
+    """Return how many connections may be open: the limit of descriptors, less a reserve."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return 1 << 30
@@ -42,15 +42,17 @@ def most_connections() -> int:
 
 
 class Listener(socket.socket):
-    """A listening socket. For asyncio its queue is as long as what is accepted in a turn."""
+    """A listening socket. asyncio accepts as many connections in a turn as it believes the queue
+    to hold, so the real length is set here.
+    """
 
     def listen(self, backlog: int = BACKLOG) -> None:
-        """Listen with a queue of BACKLOG, whatever is asked for."""
+        """Listen with a queue of BACKLOG, whatever length is asked for."""
         super().listen(BACKLOG)
 
 
 class Config(HypercornConfig):
-    """Hypercorn's settings, by which a burst of connections takes no descriptor of RESERVED."""
+    """Hypercorn's settings, with a limit that keeps the reserve free in a burst of connections."""
 
     backlog = ACCEPTED
 
@@ -65,8 +67,8 @@ class Config(HypercornConfig):
 class Crowd:
     """The open connections, those without a request longest idle first.
 
-    Where there are more than may be, the one that is idle for longest is closed, or one whose
-    request has not come whole: no number of clients that say nothing, or little, keeps another out.
+    If there are too many, the one that is idle for longest is closed, or one whose request has not
+    arrived whole: clients that send nothing, or little, never keep others out.
     """
 
     def __init__(self, most: Callable[[], int] = most_connections) -> None:
@@ -76,7 +78,7 @@ class Crowd:
         self._has_warned = False
 
     def note_idle(self, connection: "Connection") -> None:
-        """Count a connection that has no request under way, from now on."""
+        """Count a connection as idle: it has no request under way from now on."""
         self._busy.pop(connection, None)
         self._idle[connection] = None
         while len(self._idle) + len(self._busy) > self._most():
@@ -91,12 +93,12 @@ class Crowd:
                 log.warning("idle_connections_closed", most=self._most())
 
     def note_busy(self, connection: "Connection") -> None:
-        """Count a connection that has a request under way."""
+        """Count a connection as busy: it has a request under way."""
         self._idle.pop(connection, None)
         self._busy[connection] = None
 
     def leave(self, connection: "Connection") -> None:
-        """Count a connection no more."""
+        """Stop counting a connection."""
         self._idle.pop(connection, None)
         self._busy.pop(connection, None)
 
@@ -110,10 +112,10 @@ class Connection(TCPServer):
     """A connection that ends as soon as its client has left or no longer reads."""
 
     # Hypercorn keeps a connection that its client closed between two requests until the keep-alive
-    # time is over: a descriptor and three tasks, so that clients that connect for each request use
-    # up the descriptors of a process within a minute. A connection whose client has stopped reading
-    # it keeps for ever.
-    last_bytes_s = 30.0  # for the client to read what was written
+    # time is over. Each takes a descriptor and three tasks: clients that connect for each request
+    # would use up a process's descriptors within a minute. A connection whose client has stopped
+    # reading is kept for ever.
+    last_bytes_s = 30.0  # seconds for the client to read the bytes written
     tls: ssl.SSLContext | None = None
     crowd = Crowd()
     _handshake: asyncio.Timeout | None = None
@@ -122,13 +124,13 @@ class Connection(TCPServer):
     async def run(self) -> None:
         """Serve the connection's requests until it is closed."""
         # TLS begins here, not in Hypercorn's listener, so that a connection counts from its first
-        # moment: one that never finishes the handshake would keep others out, and the shutdown.
+        # moment: one that never finishes the handshake would keep others out, and delay a shutdown.
         self.crowd.note_idle(self)
         try:
             if self.tls is not None:
                 await self._begin_tls(self.tls)
             await super().run()
-        except OSError:  # of the handshake, which has closed the connection
+        except OSError:  # the handshake failed, and has closed the connection
             pass
         finally:
             self.crowd.leave(self)
@@ -168,19 +170,19 @@ class Connection(TCPServer):
             await self.idle_task.stop()
 
     async def _idle_timeout(self) -> None:
-        if not self._is_gone:  # the answer to the last request may end after its client has left
+        if not self._is_gone:  # the last answer may end after its client has left
             await super()._idle_timeout()
 
     async def _close(self) -> None:
-        async with asyncio.timeout(self.last_bytes_s) as limit:  # it swallows CancelledError
+        async with asyncio.timeout(self.last_bytes_s) as limit:  # `_close` swallows CancelledError
             await super()._close()
         if limit.expired():
             self.writer.transport.abort()
 
 
 def make_exception_handler() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
-    """Return a loop's handler that says once in ACCEPT_LOG_S that nothing can be accepted: asyncio
-    says it for every place of the backlog.
+    """Return a loop's handler that logs once in ACCEPT_LOG_S that nothing can be accepted: asyncio
+    would log it for every place of the backlog.
     """
     last = -math.inf
 

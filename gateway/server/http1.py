@@ -1,4 +1,4 @@
-"""HTTP/1.1, with fixes where Hypercorn 0.18 lets one client's bytes harm other clients."""
+"""HTTP/1.1, with fixes for cases in which Hypercorn 0.18 lets one client's bytes harm others."""
 
 import asyncio
 import re
@@ -16,19 +16,19 @@ from gateway.errors import BadRequest, GatewayError, HeadTooLarge, VersionNotSup
 
 LONG_READ = 16 * 1024
 MOST_AHEAD = 256 * 1024  # bytes that a client may send while it waits for an answer
-MOST_UNREAD = 256 * 1024  # bytes of a body; beyond them its connection is not read
+MOST_UNREAD = 256 * 1024  # unread bytes of a body; above them, the connection is not read
 LAST_CHUNK = b"0\r\n\r\n"
-# A bare LF, or a line that continues the one before it.
+# A bare LF, or a folded line, which continues the one before it.
 _UNCLEAR = re.compile(rb"(?<!\r)\n|(?<=\n)[ \t]")
 
 
 class Stream(HTTPStream):
-    """A request whose unread body is kept as one piece, however many it arrived in.
+    """A request whose unread body is kept in one buffer, however many pieces it came in.
 
     Hypercorn 0.18 keeps the part that its app has not read in a queue of ten messages, and reads
     nothing more of the connection while the queue is full: if the app ends without reading (a 401),
-    the connection waits for ever. Here nothing waits to add to it; it is bounded by the connection,
-    which is read again when there is room.
+    the connection waits for ever. Here nothing waits to add to the buffer. Its size is bounded,
+    since the connection is read only while there is room.
     """
 
     def __init__(self, app: Any, *args: Any) -> None:
@@ -36,10 +36,10 @@ class Stream(HTTPStream):
         self._app = app
         self._unread = bytearray()
         self._is_whole = False
-        self._is_end_read = False  # the app has read the end of the body
-        self._is_read = False  # the app has begun to read
-        self._can_read = asyncio.Event()  # there is something for the app
-        self._has_room = asyncio.Event()  # the connection may be read
+        self._is_end_read = False  # True: the app has read the end of the body
+        self._is_read = False  # True: the app has begun to read
+        self._can_read = asyncio.Event()  # set while there is something for the app
+        self._has_room = asyncio.Event()  # set while the connection may be read
         self._has_room.set()
 
     async def _serve(self, scope: Any, receive: Any, *rest: Any) -> None:
@@ -61,7 +61,7 @@ class Stream(HTTPStream):
         self._update_events()
 
     async def wait_for_room(self) -> None:
-        """Wait until the connection may be read: little is unread, or no more of the body comes."""
+        """Wait until the connection may be read: little is unread, or the body is complete."""
         await self._has_room.wait()
 
     async def _receive(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class Stream(HTTPStream):
         return {"type": "http.request", "body": body, "more_body": not self._is_end_read}
 
     async def _ask(self) -> None:
-        """Tell a client that waits for it to send the body (RFC 9110, 10.1.1)."""
+        """Send 100 Continue to a client that waits for it with its body (RFC 9110, 10.1.1)."""
         expected = dict(self.scope["headers"]).get(b"expect", b"").lower()
         is_waiting = expected == b"100-continue" and self.scope["http_version"] != "1.0"
         has_come = self._unread or self._is_whole or self.closed
@@ -102,8 +102,8 @@ class _Paused(Exception):
 class _NoWaiting:
     """The event that Hypercorn waits for when h11 pauses; here the wait raises at once."""
 
-    # Hypercorn would read nothing until the answer has ended: one byte after a body (a CRLF, which
-    # old clients send) would hide that the client has left, to the last token.
+    # Hypercorn would read nothing until the answer has ended. A single byte after a body (old
+    # clients send a CRLF) would hide until the last token that the client has left.
 
     async def clear(self) -> None:
         """Do nothing."""
@@ -123,13 +123,13 @@ class _NoWaiting:
 class Http1(H11Protocol):
     """HTTP/1.1 that notices when its client leaves, and accepts only unambiguous framing.
 
-    It refuses what two readers may split differently (RFC 9112), and closes the connection.
+    It refuses bytes that two readers may split differently (RFC 9112), and closes the connection.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.can_read = _NoWaiting()
-        self._lock = asyncio.Lock()  # of the reader, or of the bytes ahead
+        self._lock = asyncio.Lock()  # held while received bytes, or bytes sent ahead, are handled
         self._tail = b""  # the end of the head that has arrived so far
         self._is_chunked = False
         self._body_end = b""
@@ -140,7 +140,7 @@ class Http1(H11Protocol):
     async def handle(self, event: Event) -> None:
         """Handle received bytes in order; handle other events at once."""
         if not isinstance(event, RawData):
-            if isinstance(event, Closed):  # nobody waits for what was sent ahead
+            if isinstance(event, Closed):  # nobody waits for requests sent ahead
                 self._is_over = True
                 self._ahead.clear()
             await super().handle(event)
@@ -157,8 +157,8 @@ class Http1(H11Protocol):
                 await self._end()
             return
         if self.connection.their_state is h11.IDLE:
-            # Blank lines before a request are skipped, a bare LF in its head and folded lines are
-            # refused: all as RFC 9112 has it (2.2, 5.2).
+            # RFC 9112 (2.2, 5.2): blank lines before a request are skipped; a bare LF in its head,
+            # and folded lines, are refused.
             if not self._tail and not (data := data.lstrip(b"\r\n")):
                 return
             if not self._is_clear(data):
@@ -173,7 +173,7 @@ class Http1(H11Protocol):
         self._check_body_end(data)
         if isinstance(self.stream, Stream):
             await self.stream.wait_for_room()
-        if len(data) > LONG_READ:  # it may be many small chunks: let other tasks run
+        if len(data) > LONG_READ:  # these may be many small chunks: let other tasks run
             await asyncio.sleep(0)
 
     def _is_clear(self, data: bytes) -> bool:
@@ -184,7 +184,7 @@ class Http1(H11Protocol):
         return _UNCLEAR.search(seen, start, len(seen) if end < 0 else end) is None
 
     def _check_body_end(self, data: bytes) -> None:
-        """Make this request the last one if two readers may see its chunked body end elsewhere."""
+        """Make this request the last one if two readers may disagree on its chunked body's end."""
         is_whole = self.connection.their_state is h11.DONE
         if is_whole:
             rest, _ = self.connection.trailing_data
@@ -200,10 +200,10 @@ class Http1(H11Protocol):
         self._is_chunked = b"transfer-encoding" in names
         is_old = request.http_version < b"1.1"
         if request.http_version > b"1.1":
-            # HTTP/2 by prior knowledge: a proxy in front may speak it.
+            # This is HTTP/2 by prior knowledge: a proxy in front may speak it.
             await self._refuse(VersionNotSupported())
         elif b"transfer-encoding" in names and (b"content-length" in names or is_old):
-            # Two lengths, or one that readers of HTTP/1.0 do not know (RFC 9112, 6.1).
+            # The body has two lengths, or one unknown to readers of HTTP/1.0 (RFC 9112, 6.1).
             await self._refuse(
                 BadRequest(
                     "Send a body with Content-Length or, in HTTP/1.1, with Transfer-Encoding, but "
@@ -211,7 +211,7 @@ class Http1(H11Protocol):
                 )
             )
         else:
-            # The stream asks for the body, once its app reads: it may refuse what it would be.
+            # The stream asks for the body once its app reads: the app may refuse the request first.
             assert isinstance(self.connection, h11.Connection)
             self.connection.client_is_waiting_for_100_continue = False
             await super()._create_stream(request)
@@ -220,7 +220,7 @@ class Http1(H11Protocol):
         """Change to no other protocol."""
 
     async def _maybe_recycle(self) -> None:
-        """Start to handle what was sent ahead, if anything, in a task of its own."""
+        """Start to handle bytes sent ahead, if there are any, in a task of its own."""
         await super()._maybe_recycle()
         if self._is_paused and self.connection.their_state is h11.IDLE:
             self.task_group.spawn(self._handle_ahead)

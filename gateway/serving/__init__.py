@@ -1,6 +1,6 @@
 """Time: queues, batches, locks, deadlines and memory. No mlx import, no HTTP.
 
-faults           what the device's errors mean for the process; tasks begun again after one
+faults           the meaning of the device's errors; background tasks restarted after errors
 lane             the one global MLX lock, in fair turns, and the one thread that runs MLX; the
                  tokens that a pass may have to keep to a time limit
 watch            notices when that thread stalls or dies

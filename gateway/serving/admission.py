@@ -22,7 +22,7 @@ class Arrival:
         self._arrivals = arrivals
 
     def end(self) -> None:
-        """Count it no longer, as it is queued or ended. A second call does nothing."""
+        """Stop counting it, as it is queued or ended. A second call does nothing."""
         self._arrivals._end(self)
 
 
@@ -72,7 +72,7 @@ class Arrivals:
     def _end(self, arrival: Arrival) -> None:
         if self._since.pop(arrival, None) is not None:
             self._changed.set()
-            self._changed = asyncio.Event()  # for the next change
+            self._changed = asyncio.Event()  # a new event for the next change
 
 
 WINDOW_S: Final = 30.0
@@ -92,7 +92,7 @@ def retry_after_s(waiting: float, finished: float, seconds: float) -> float:
 
 
 class Noun(StrEnum):
-    """What is bounded, as the error message names it."""
+    """The bounded thing, as the error message names it."""
 
     REQUESTS = "requests"
     CHOICES = "choices"
@@ -144,7 +144,7 @@ class Admission:
             self.begin()
         self._held = held
         self._gauge.inc(amount)
-        # What was held is free again however the request ends, and counts for the rate.
+        # The amount is released however the request ends, and counts for the rate.
         try:
             yield
         finally:
@@ -188,7 +188,7 @@ async def until_deadline(caller: Caller) -> AsyncIterator[None]:
         async with limit:
             yield
     except TimeoutError:
-        if not limit.expired():  # of something else, such as a disk
+        if not limit.expired():  # another timeout, such as a disk's
             raise
         raise DeadlineExceeded(caller.allowed_s) from None
 

@@ -4,11 +4,11 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
-LEAST_PREFIXES: Final = 1 << 30  # bytes for what is kept of prompts, where models leave so many
+LEAST_PREFIXES: Final = 1 << 30  # bytes for kept prompts, if models leave that much
 
 
 class Evictable(Protocol):
-    """The loaded models, those among them that are idle being evictable."""
+    """The loaded models, of which idle ones may be evicted."""
 
     def evict_idle(self, nbytes: int, *, is_pressing: bool) -> None:
         """Evict idle models if that frees `nbytes`; recently used ones only if it is pressing."""
@@ -17,9 +17,7 @@ class Evictable(Protocol):
         """Return the bytes of all pinned models but this one."""
 
     def model_bytes(self) -> int:
-        """Return the bytes of all models, without those of sequences and of what is kept of
-        prompts.
-        """
+        """Return the bytes of all models, without those of sequences and kept prompts."""
 
 
 class Budget:
@@ -33,7 +31,7 @@ class Budget:
         self._held_bytes = 0
         self._models: Evictable | None = None
         self._listeners: dict[Callable[[], None], None] = {}
-        self.prefixes: list[PrefixShare] = []  # in the order in which they give bytes back
+        self.prefixes: list[PrefixShare] = []  # pools, in the order in which they give bytes back
 
     @property
     def free_bytes(self) -> int:
@@ -76,17 +74,17 @@ class Budget:
 
     @property
     def prefix_bytes(self) -> int:
-        """Return the bytes that are kept of prompts, which are freed when others need them."""
+        """Return the bytes of kept prompts, which are freed when others need them."""
         return sum(prefixes.nbytes for prefixes in self.prefixes)
 
     def kept_besides(self, own: "PrefixShare") -> int:
-        """Return the bytes that are kept of prompts in other rooms."""
+        """Return the bytes of prompts kept in other pools."""
         return sum(prefixes.nbytes for prefixes in self.prefixes if prefixes is not own)
 
     def recall(self, nbytes: int, *, besides: "PrefixShare") -> bool:
-        """Have so many bytes freed that others than these keep of prompts; False if they keep none.
+        """Have `nbytes` of the prompts in other pools freed; return False if they keep none.
 
-        They are freed in turns of those, after which listeners are called.
+        They are freed in turns of those pools' models, after which listeners are called.
         """
         is_new = is_due = False
         for prefixes in self.prefixes:
@@ -96,13 +94,13 @@ class Budget:
                 is_due = is_due or given > 0
                 is_new = is_new or given > prefixes.recalled
                 prefixes.recalled = max(given, prefixes.recalled)
-        if is_new:  # once, or who waits would call this again at once
+        if is_new:  # only then, or a waiting listener would call this again at once
             self.notify()
         return is_due
 
     def listen(self, on_change: Callable[[], None]) -> None:
         """Call `on_change` whenever bytes are freed, or could be because a model became idle, and
-        when what is kept of prompts has to go.
+        when kept prompts have to go.
         """
         self._listeners[on_change] = None
 
@@ -117,7 +115,7 @@ class Budget:
 
     def _change(self, by: int) -> None:
         self._held_bytes += by
-        # Whoever keeps prompts frees what is missing.
+        # Models that keep prompts free the missing bytes.
         if by < 0 or (self.free_bytes < 0 and self.prefix_bytes):
             self.notify()
 
@@ -148,21 +146,22 @@ class Share:
             self._is_changing = False
 
     def release(self) -> None:
-        """Hold nothing."""
+        """Release all bytes."""
         self.resize(0)
 
 
 class PrefixShare:
     """The share of the budget that one prefix pool has: the first to go when others need bytes."""
 
-    # At most `most` bytes; with `leaves_room`, as many as leave room for models and a sequence.
+    # The pool has at most `most` bytes; with `leaves_room`, it leaves room for models and a
+    # sequence.
     def __init__(self, budget: Budget, most: int, *, leaves_room: bool = False) -> None:
         self._budget = budget
         self._share = budget.share()
         self._most = most
         self._leaves_room = leaves_room
         self._users = 0
-        self.recalled = 0  # bytes that sequences of models with another room wait for
+        self.recalled = 0  # bytes that sequences of models with another pool wait for
 
     @property
     def nbytes(self) -> int:
@@ -170,7 +169,7 @@ class PrefixShare:
 
     @property
     def excess_bytes(self) -> int:
-        """Return the bytes that have to go: none that those before these can give."""
+        """Return the bytes that have to go, beyond those that earlier pools can give."""
         wanted = -self._budget.spare_bytes
         for prefixes in self._budget.prefixes:
             if prefixes is self:
@@ -195,17 +194,17 @@ class PrefixShare:
         return min(most, self.nbytes)
 
     def shrink_to(self, nbytes: int) -> None:
-        """Count no more than these as kept: the engine's next step frees the others."""
+        """Count at most `nbytes` as kept: the engine's next step frees the others."""
         self.recalled = 0
         self.note(min(self.nbytes, nbytes))
 
     def note(self, nbytes: int) -> None:
-        """Note the bytes that are kept."""
+        """Note the bytes of kept prompts."""
         self._share.resize(nbytes)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """While entered, a model may keep prompts here. Of the last one nothing is left."""
+        """While entered, a model may keep prompts here. The pool empties after the last model."""
         if not self._users:
             self._budget.prefixes.append(self)
         self._users += 1
@@ -219,7 +218,7 @@ class PrefixShare:
 
 
 def bound_prefixes(most: int, room: int, row_bytes: int) -> int:
-    """Return how many of the bytes beside models may be kept of prompts: they leave room for a
-    sequence, unless that makes them less than LEAST_PREFIXES.
+    """Return the most bytes of kept prompts, of the `room` beside models: they leave bytes for a
+    sequence, unless that makes them fewer than LEAST_PREFIXES.
     """
     return max(0, min(most, max(room - row_bytes, min(room, LEAST_PREFIXES))))

@@ -1,5 +1,5 @@
-"""What errors mean: of the device for the process (go on, give memory back, end it), and of a
-background task for itself (begin again).
+"""The meaning of errors: the device's for the process (continue, give memory back, end), and a
+background task's for the task (restart).
 """
 
 import asyncio
@@ -14,10 +14,10 @@ from gateway.panics import raise_panics
 
 log = logs.get("device")
 
-UNKNOWN_FAULTS: Final = 2  # after so many, the model reads a prompt of its own
-PROBES: Final = 2  # that have to fail in a row before the device counts as lost
+UNKNOWN_FAULTS: Final = 2  # faults of unknown cause until the model reads a prompt of its own
+PROBES: Final = 2  # probes that have to fail in a row before the device counts as lost
 RESTART_PAUSE_S: Final = 0.1  # a task that always fails must not fill the loop
-PROBE_PAUSE_S: Final = 1.0  # between them: a GPU that restarts fails all that comes meanwhile
+PROBE_PAUSE_S: Final = 1.0  # pause between probes: a GPU that restarts fails all work meanwhile
 
 
 class DeviceHealth:
@@ -43,7 +43,7 @@ class DeviceHealth:
             raise DeviceLost
 
     def classify(self, error: Exception) -> Fault:
-        """Return what an error says of the device. One of our own has a known cause, or none."""
+        """Return the fault that an error shows. A GatewayError counts by its cause, if any."""
         if not isinstance(error, GatewayError):
             return self._classify(error)
         fault = Fault.ROW if error.__cause__ is None else self._classify(error.__cause__)
@@ -52,8 +52,8 @@ class DeviceHealth:
         return fault
 
     def see(self, error: Exception) -> Exception:
-        """Return what a caller of the device gets for an error: DeviceLost for one that lasts, and
-        one that names what has failed of the machine besides. On the lane's thread.
+        """Return the error that a caller of the device gets: DeviceLost for one that lasts, else
+        one that names any other failed part of the machine. On the lane's thread.
         """
         error = self._name(error)
         if self.classify(error) is not Fault.FATAL:
@@ -64,8 +64,8 @@ class DeviceHealth:
     def note(self, fault: Fault, message: str, probe: Callable[[], None]) -> None:
         """Note a fault that a pass has met; raise DeviceLost if the device is lost with it.
 
-        After some of unknown cause, `probe` reads a prompt of the model's own, to find out whether
-        the device still works.
+        After UNKNOWN_FAULTS of unknown cause, `probe` reads a prompt of the model's own, to find
+        out whether the device still works.
         """
         if fault is Fault.FATAL:
             self._lose(message)
@@ -99,7 +99,7 @@ class DeviceHealth:
 
     @contextmanager
     def shedding(self, shed: Callable[[], object]) -> Iterator[None]:
-        """While entered, `shed` is called, on the lane's thread, when memory has ended."""
+        """While entered, `shed` is called, on the lane's thread, when memory runs out."""
         self._shedders.append(shed)
         try:
             yield
@@ -107,8 +107,8 @@ class DeviceHealth:
             self._shedders.remove(shed)
 
     def shed(self) -> None:
-        """Give back the memory that is kept for later: prefixes, and freed buffers. What cannot be
-        given back, as MLX may raise a late error, is only noted.
+        """Give back the memory that is kept for later: prefixes, and freed buffers. Errors of this,
+        such as a late one of MLX's, are only noted.
         """
         metrics.SHEDDINGS.inc()
         for shed in tuple(self._shedders):
@@ -119,7 +119,7 @@ class DeviceHealth:
                 self.see(error)
 
     def as_error(self, model: str, error: Exception) -> GatewayError:
-        """Return what a caller is answered whose row has failed with this error."""
+        """Return the error for a caller whose row has failed with this one."""
         if isinstance(error, GatewayError):
             return error
         if self.lost is not None:

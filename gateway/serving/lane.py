@@ -1,5 +1,5 @@
-"""The one global MLX lock: a fair queue for whose turn it is, and the one thread that runs MLX;
-how many tokens a pass may have, so that a turn keeps to its time.
+"""The one global MLX lock: a fair queue of turns, and the one thread that runs MLX; the number of
+tokens that a pass may have, so that a turn keeps to its time.
 
 MLX is not thread-safe, and an array left unevaluated on one thread cannot be evaluated on
 another: so everything that touches it, loading and freeing too, runs on this thread.
@@ -51,7 +51,7 @@ class FairQueue:
         self._now = 0.0
 
     def choose(self, waiting: Iterable[str]) -> int:
-        """Return the index of the kind that is next; of equals the first to wait."""
+        """Return the index of the kind that is next; among equals, the first to wait."""
         starts = [self._start(kind) for kind in waiting]
         return starts.index(min(starts))
 
@@ -60,7 +60,7 @@ class FairQueue:
         self._now = self._clocks[kind] = self._start(kind)
 
     def end(self, kind: str, seconds: float) -> None:
-        """End the current turn, which took so many seconds."""
+        """End the current turn, which took `seconds`."""
         self._clocks[kind] = self._after(kind, seconds)
 
     def is_up(self, kind: str, seconds: float, waiting: Iterable[str]) -> bool:
@@ -84,20 +84,21 @@ Ts = TypeVarTuple("Ts")
 log = logs.get("lane")
 
 LOAD = "load"  # the kind of turn whose calls may take long
-MOST_LOAD_S = 1.0  # of a load that count: a slow disk must not delay the next load for minutes
+# Seconds of a load that count: a slow disk must not delay the next load for minutes.
+MOST_LOAD_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
 class Beat:
-    """A heartbeat: what the lane's thread does.
+    """A heartbeat: the present work of the lane's thread.
 
     Each call, and each step of a call, makes a new one; if it stays the same, the thread has not
     moved.
     """
 
     kind: str
-    # The longest that this has taken so far; None where that is unknown: for a load, and the first
-    # call of a shape, which compiles.
+    # The longest time of such work so far; None if unknown: for a load, and for the first call of a
+    # shape, which compiles.
     usual_s: float | None = 0.0
     shape: Hashable = None
     owner: str = ""
@@ -123,7 +124,7 @@ class _Work:
         """Run on the lane's thread; settle the future on its own loop."""
         try:
             self.result = self.function(*self.args)
-        except BaseException as error:  # the caller decides what it means
+        except BaseException as error:  # the caller interprets it
             self.fail(health.see(as_exception(error)))
         else:
             self._settle(self.done.set_result, None)
@@ -179,13 +180,14 @@ class Lane:
         self._fair_queue = FairQueue(weights, {LOAD: MOST_LOAD_S})
         self._waiters: list[_Waiter] = []
         self._is_held = False
-        self._ended_at: dict[tuple[str, str], float] = {}  # the clock, by kind and owner
+        # The time at which a turn of each kind and owner last ended.
+        self._ended_at: dict[tuple[str, str], float] = {}
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run_thread, name="lane", daemon=True)
         self._is_open = False
         self._has_ended = asyncio.Event()
-        self._usual_s: dict[Hashable, float] = {}  # by shape; forgotten at every load
-        # Whose work the device has under way, and what waits for it.
+        self._usual_s: dict[Hashable, float] = {}  # longest times by shape; forgotten at every load
+        # The owner of the work that the device has under way, and a function that waits for it.
         self._under_way: tuple[str, Callable[[], None]] | None = None
         self.beat: Beat | None = None  # written by the thread alone; None while it has no work
         self.has_died = False
@@ -203,7 +205,7 @@ class Lane:
     @contextlib.asynccontextmanager
     async def turn(self, kind: str, owner: str = "") -> AsyncIterator["Turn"]:
         """Wait for the lane, then hold it; `kind` names the work for weights and metrics, `owner`
-        who does it.
+        the model or task that does it.
         """
         self._check()
         requested = clock.now()
@@ -291,7 +293,7 @@ class Lane:
                 self._settle(work.beat.owner)
                 work.do(self.health)
             except BaseException:  # such as SystemExit, which ends a thread
-                self.has_died = True  # before the waiting caller can queue another call
+                self.has_died = True  # set before the waiting caller can queue another call
                 log.critical("lane_died", kind=work.beat.kind, exc_info=True)
                 work.fail(Unavailable("The engine has stopped.", retry_after_s=1))
                 break
@@ -306,8 +308,8 @@ class Lane:
                 self._loop.call_soon_threadsafe(self._has_ended.set)
 
     def _settle(self, owner: str) -> None:
-        """Wait for what another owner's call has left under way: MLX raises an error of it once, at
-        the first wait.
+        """Wait for the work that another owner's call has left under way: MLX raises its error
+        once, at the first wait.
         """
         if self._under_way is not None and self._under_way[0] != owner:
             (_, wait), self._under_way = self._under_way, None
@@ -323,8 +325,8 @@ class Lane:
         await self._acquire("close")
         self._is_open = False
         self._work.put(None)
-        self._release()  # to the next waiter, which is refused
-        await self._has_ended.wait()  # not in another thread, which could not be cancelled
+        self._release()  # the next waiter gains it, and is refused
+        await self._has_ended.wait()  # not a wait in another thread, which could not be cancelled
         self._thread.join()
 
 
@@ -351,7 +353,7 @@ class Turn:
         return self._lane._run(self._beat(), function, *args)
 
     def set_shape(self, shape: Hashable) -> None:
-        """Set the shape of the next calls, whose usual time is that of earlier calls of it."""
+        """Set the shape of the next calls. Their usual time is that of earlier calls of it."""
         self._shape = shape
         self._usual_s = self._lane._usual_s.get(shape)
 
@@ -374,8 +376,8 @@ class Turn:
         return bool(self._lane._waiters)
 
     def seconds_alone(self, beside: Container[str]) -> float:
-        """Return for how long no other owner had or wanted a turn, but of the kinds `beside`; inf
-        if none ever did. Safe on any thread.
+        """Return the seconds since another owner had or wanted a turn, not counting kinds in
+        `beside`; inf if none ever did. Safe on any thread.
         """
         lane, owner = self._lane, self._owner
         if any(
@@ -398,10 +400,10 @@ class Turn:
         return bool(lane._waiters) and lane._is_up(self._kind, clock.now() - self.gained)
 
 
-START_TOKENS = 512  # of the first pass, before anything is known
+START_TOKENS = 512  # tokens of the first pass, before any is measured
 LEAST_TOKENS = 32  # fewer save nothing: a pass has a fixed cost
-MOST_GROWTH = 4  # from one pass to the next: a short one predicts a long one badly
-WELL_WITHIN = 0.75  # of the limit
+MOST_GROWTH = 4  # factor from pass to pass: a short one predicts a long one badly
+WELL_WITHIN = 0.75  # part of the limit
 
 
 def allowed_tokens(allowed: int, tokens: int, seconds: float, limit_s: float) -> int:
@@ -424,12 +426,12 @@ def allowed_tokens(allowed: int, tokens: int, seconds: float, limit_s: float) ->
 
 
 class Pace:
-    """The tokens that a pass of one kind, of one model, may have: none should exceed `limit_s`."""
+    """The tokens that a pass of one model and kind may have, so that none exceeds `limit_s`."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
         self.tokens = START_TOKENS
 
     def note(self, tokens: int, seconds: float) -> None:
-        """Adjust to a pass of so many padded tokens."""
+        """Adjust to a pass of `tokens` padded tokens, which took `seconds`."""
         self.tokens = allowed_tokens(self.tokens, tokens, seconds, self.limit_s)

@@ -59,7 +59,7 @@ class EmbeddingEngine(Protocol):
         """Return (rows, dimensions) float32. On the lane only."""
 
     def probe(self) -> None:
-        """Embed a word of the model's own, without compiling anything; raise what the device does.
+        """Embed a word of the model's own, without compiling anything; raise the device's error.
         On the lane only.
         """
 
@@ -95,7 +95,7 @@ class RerankEngine(Protocol):
         """Return the logits, (rows, labels) float32. On the lane only."""
 
     def probe(self) -> None:
-        """Score a pair of the model's own, without compiling anything; raise what the device does.
+        """Score a pair of the model's own, without compiling anything; raise the device's error.
         On the lane only.
         """
 
@@ -114,14 +114,14 @@ class Tokens(Protocol):
         """Return transformers' tokenizer, which has the special tokens and the template."""
 
     def tokenize(self, job: GenerateJob, *, special: bool, asking: bool) -> list[int]:
-        """Return the ids of a text, or of a conversation: of one to be answered, if `asking`.
+        """Return the ids of a text, or of a conversation, ready to be answered if `asking`.
 
-        A text has the special tokens around it, if `special`. Raises BadRequest for what the
-        template refuses.
+        A text has the special tokens around it, if `special`. Raises BadRequest for a conversation
+        that the template refuses.
         """
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Return the vocabulary's strings of ids; of an unknown one an empty one."""
+        """Return the vocabulary's strings of ids; an empty one for an unknown id."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens too."""
@@ -132,19 +132,19 @@ class PrefixCache(Protocol):
 
     @property
     def pool_bytes(self) -> int:
-        """Count the bytes kept by all models that share the room."""
+        """Return the bytes kept by all models that share the pool."""
 
     def pieces(self, adapter: int) -> Sequence[PrefixPiece]:
-        """List an adapter's KV in pieces for files, the one used last first: each comes after
-        those that it follows.
+        """Return an adapter's KV in pieces for files, the last used first; a piece comes after
+        those that it continues.
         """
 
     def copy_piece(self, adapter: int, piece: PrefixPiece) -> bytes | None:
         """Return a piece's content; None if some of it has gone meanwhile."""
 
     def put_piece(self, adapter: int, salt: str, content: bytes) -> bool:
-        """Keep the content of a piece of prompts that were read before; False if there is no more
-        room. Raises anything for what `copy_piece` did not return for this model.
+        """Keep the content of a piece of earlier prompts; return False if there is no more room.
+        Content that `copy_piece` did not return for this model may raise any error.
         """
 
 
@@ -153,7 +153,7 @@ class GenerationEngine(Protocol):
 
     @property
     def facts(self) -> EngineFacts:
-        """Return what does not change while it is loaded."""
+        """Return the facts that do not change while it is loaded."""
 
     @property
     def tokens(self) -> Tokens:
@@ -168,10 +168,10 @@ class GenerationEngine(Protocol):
         """Return True while sequences run together, False once they run one at a time."""
 
     def prepare(self, job: GenerateJob) -> list[SequenceParams]:
-        """Render the template and encode the prompt: one sequence a choice. Safe on any thread.
+        """Render the template and encode the prompt: one sequence per choice. Safe on any thread.
 
-        Raises BadRequest for what the template refuses and ContextLengthExceeded for a prompt
-        that leaves no room for one token.
+        Raises BadRequest for a conversation that the template refuses, and ContextLengthExceeded
+        for a prompt that leaves no room for one token.
         """
 
     def compile(self, grammar: Grammar) -> Compiled:
@@ -188,8 +188,8 @@ class GenerationEngine(Protocol):
 
     def read_answer(self, params: SequenceParams, text: str, is_cut: bool) -> Reading:
         """Return the parts of a whole answer, for a sequence that `reads_whole`: its thoughts, text
-        and calls; and None, or an event to log and why it is text as it stands. `text` is all that
-        the sequence's deltas had; a cut one makes no call. Slow, and safe on any thread.
+        and calls; and None, or an event to log with the reason why it stays text. `text` joins the
+        texts of all the sequence's deltas; a cut one makes no call. Slow, and safe on any thread.
 
         Raises Overloaded and Unavailable if other work leaves no time to read it.
         """
@@ -213,7 +213,7 @@ class GenerationEngine(Protocol):
         """
 
     def time_step(self, rows: int) -> Generator[float | None]:
-        """Time a decode step of so many sequences, one pass a step. The last yields its seconds,
+        """Time a decode step of `rows` sequences, one pass a step. The last yields its seconds,
         the others None. On the lane only.
         """
 
@@ -225,11 +225,11 @@ class GenerationEngine(Protocol):
 
     def probe(self) -> None:
         """Read a prompt of the model's own, apart from all sequences, without compiling anything;
-        raise what the device does. On the lane only.
+        raise the device's error. On the lane only.
         """
 
     def routing_keys(self, adapter: int = 0) -> Sequence[bytes]:
-        """Return the routing keys of what is kept of prompts. Safe on any thread."""
+        """Return the routing keys of the kept prompts. Safe on any thread."""
 
     def drop_adapter(self, number: int) -> None:
         """Free an adapter, with its sequences. On the lane only."""

@@ -11,7 +11,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 def refill(left: float, limit: int, seconds: float) -> float:
-    """Return what is left some seconds later, at `limit` a minute."""
+    """Return the amount left some seconds later, at `limit` a minute."""
     return min(limit, left + limit * seconds / MINUTE_S)
 
 
@@ -27,7 +27,7 @@ class Bucket:
     It may be overdrawn: its caller then waits until it is positive again.
     """
 
-    # An answer's tokens are known only at its end. By the wait the average keeps to the limit.
+    # An answer's tokens are known only at its end. The wait keeps the average within the limit.
 
     limit: int
     _left: float = field(init=False)
@@ -38,7 +38,7 @@ class Bucket:
 
     @property
     def left(self) -> float:
-        """Return what is left now; below 0 if overdrawn."""
+        """Return the amount left now; below 0 if overdrawn."""
         now = clock.now()
         self._left, self._at = refill(self._left, self.limit, now - self._at), now
         return self._left

@@ -25,7 +25,7 @@ class StoredResponse:
 
     id: str
     body: bytes
-    # The whole conversation before it, that of earlier responses included.
+    # The whole conversation before it, with the items of earlier responses.
     context: Sequence[StoredItem]
     output: Sequence[StoredItem]
 
@@ -46,7 +46,8 @@ class _Owned:
 
     responses: OrderedDict[str, tuple[float, StoredResponse]] = field(default_factory=OrderedDict)
     nbytes: int = 0
-    items: dict[str, list[StoredItem]] = field(default_factory=dict)  # of each response that has it
+    # Items by id, each as often as there are responses with it.
+    items: dict[str, list[StoredItem]] = field(default_factory=dict)
 
     def add(self, response: StoredResponse, expires: float) -> None:
         self.responses[response.id] = (expires, response)
@@ -67,8 +68,8 @@ class _Owned:
 
 
 class ResponseStore:
-    """At most so many responses and bytes an owner, each for `ttl_s` seconds. `max_responses` 0
-    keeps none.
+    """At most `max_responses` responses and `max_bytes` for each owner, kept for `ttl_s` seconds.
+    0 responses keeps none.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class ResponseStore:
             return owned.responses[response_id][1]
 
     def item(self, owner: str | None, item_id: str) -> StoredItem | None:
-        """Return an item of any response of an owner's; of several with one id, the newest."""
+        """Return an item of any of an owner's responses; the newest of several with one id."""
         with self._lock:
             self.expire()
             owned = self._by_owner.get(owner, _Owned())

@@ -27,17 +27,17 @@ Outcome: TypeAlias = tuple[str, Any]
 """The process's answer, or `busy`, `slow`, `late`, `died` or `killed` with a reason."""
 End: TypeAlias = Literal["late", "died"]
 
-READY: Final = 2  # processes: importing what they need takes one to two seconds
-WAITS: Final = 6  # times its processor time, for work on a machine that others use too
-WAIT_S: Final = 30.0  # for earlier calls, each of which takes `quick_s` at most
-START_S: Final = 60.0  # for a process to import what it needs
-POLL_S: Final = 0.1  # of the memory of a process that the system does not limit
+READY: Final = 2  # processes: their imports take one to two seconds
+WAITS: Final = 6  # work may take this many times its processor time: others use the machine too
+WAIT_S: Final = 30.0  # longest wait for earlier calls, each of which takes `quick_s` at most
+START_S: Final = 60.0  # seconds for a process's imports
+POLL_S: Final = 0.1  # seconds between checks of memory, if the system does not limit it
 MOST_KEPT: Final = 1024  # keys of work that was killed
-LATE_LASTS_S: Final = 600.0  # other work slows it; a crash is kept for good
+LATE_LASTS_S: Final = 600.0  # other work may have slowed it; a crash is kept for good
 GRACE_S: Final = 1.0
-MOST_BYTES: Final = 1 << 16  # of an answer, beyond the text that its request allows
-CHAR_BYTES: Final = 12  # at most: JSON in ASCII writes some characters as two escapes
-# Variables that a process is given: it has no use for keys.
+MOST_BYTES: Final = 1 << 16  # bytes of an answer, beyond the text that its request allows
+CHAR_BYTES: Final = 12  # most bytes of a character: ASCII JSON writes some as two escapes
+# The variables that a process is given: it has no use for keys.
 PASSED: Final = re.compile(
     "PATH|HOME|TMPDIR|LANG|LC_.*|PYTHONPATH|VIRTUAL_ENV|LD_LIBRARY_PATH|DYLD_.*|SYSTEMROOT"
 )
@@ -53,7 +53,7 @@ class Sandbox:
     `command` is passed a connection's file descriptor; engine/sandbox_worker.py has the protocol.
     Calls run one after another, but one that takes longer than `quick_s` continues in its process
     while another serves the next. Only one may: a second slow call fails as busy. Work may take
-    `timeout_s` of processor time, within `wait_s`; what takes more of that, or was killed, is
+    `timeout_s` of processor time, within `wait_s`; work that takes more of that, or was killed, is
     remembered by its key, and not tried again.
     """
 
@@ -84,8 +84,8 @@ class Sandbox:
 
         The outcome is `busy` if other calls took all the time, `late` if it took too much processor
         time, `died` if the process did, `slow` if it waited too long for a processor, and `killed`
-        if the system ended it twice: it does where memory is short, these processes first. The last
-        two say nothing of the request. Never raises for what is in the request.
+        if the system ended it twice: a system short of memory ends these processes first. The last
+        two say nothing of the request. Never raises for the content of a request.
         """
         outcome = self._call(request, key)
         if outcome[0] == KILLED and not self._is_closed:
@@ -97,7 +97,7 @@ class Sandbox:
         if earlier is not None:
             return earlier
         if not self._turn.acquire(timeout=WAIT_S):
-            return "busy", "others take all the time there is"
+            return "busy", "other calls take all the time"
         try:
             process = self._take()
             ends_at = time.monotonic() + self._wait_s
@@ -195,7 +195,7 @@ class Sandbox:
 
     def _replenish(self) -> None:
         """Start processes until READY of them are idle or busy; busy ones return to idle."""
-        # Not more: a start takes a second or two of processor time, which slows the busy ones.
+        # No more are started: a start takes a second or two of processor time from the busy ones.
         while len(self._idle) + len(self._busy) < READY and not self._is_closed:
             self._idle.insert(0, _Process(self._command))
 
@@ -228,13 +228,13 @@ class _Process:
             descriptor = other_end.fileno()
             self._process = subprocess.Popen(
                 [*command[:-1], str(descriptor), command[-1]],
-                pass_fds=[descriptor],  # and no other: a listening socket must not stay open
+                pass_fds=[descriptor],  # no other: a listening socket must not stay open
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env={**passed, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
             )
-        # Reaps it, however it ends: no call may come that finds it gone.
+        # This thread reaps the process however it ends, as perhaps no later call notices its end.
         threading.Thread(target=self._process.wait, name="reaper", daemon=True).start()
         self._max_bytes: int | None = None
         self._max_answer = MOST_BYTES
@@ -247,7 +247,7 @@ class _Process:
         return self._process.poll() is None
 
     def wait_ready(self) -> None:
-        """Wait until the process has imported what it needs."""
+        """Wait until the process has imported its modules."""
         if self._is_ready:
             return
         if not self._connection.poll(START_S):
@@ -293,7 +293,7 @@ class _Process:
 
     def ending(self) -> Outcome:
         """Return how the process ended."""
-        # What it does by itself never ends it by SIGKILL: it is bounded in memory and time, and a
+        # The work itself never ends the process by SIGKILL: it is bounded in memory and time, and a
         # crash has a signal of its own.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_S)
@@ -319,7 +319,7 @@ class _Process:
 
 def resident_bytes(pid: int) -> int:
     """Return a process's resident memory, as `ps` reports it; 0 if it has ended."""
-    # For macOS, which does not enforce RLIMIT_AS.
+    # This is for macOS, which does not enforce RLIMIT_AS.
     command = ["ps", "-o", "rss=", "-p", str(pid)]
     output = subprocess.run(command, capture_output=True, check=False).stdout
     return 1024 * int(output or 0)

@@ -1,7 +1,7 @@
 """Thread pools for work off the loop (reading bodies, tokenizing, templates, grammars,
 descriptions of models and of the API), and texts that are tokenized there.
 
-Each kind of work has its own threads, and long work has others than short work.
+Each kind of work has its own threads, separate for long and short work.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ Kind: TypeAlias = Literal[
     "descriptions",
 ]
 THREADS: Final[dict[Kind, int]] = {
-    # One each: reading holds the GIL, and each further thread takes from the loop's share of it.
+    # One thread each: reading holds the GIL, and each further thread takes from the loop's share.
     "bodies": 1,
     "large bodies": 1,
     "short texts": 2,
@@ -45,11 +45,11 @@ THREADS: Final[dict[Kind, int]] = {
 OWN: Final[frozenset[Kind]] = frozenset(
     {"short texts", "long texts", "short prompts", "long prompts", "readings"}
 )
-# A single text so short is tokenized on the loop: it takes 20 µs, a hop to a thread 300.
+# A single text up to this length is tokenized on the loop, in 20 µs: a hop to a thread takes 300.
 SHORT_CHARS: Final = 1000
 # Longer requests are long work. A slice takes about a tenth of a second.
 LONG_CHARS: Final = 1 << 16
-SLICE_CHARS: Final = 1 << 17  # in a call, unless a single text is longer
+SLICE_CHARS: Final = 1 << 17  # characters in a call, unless a single text is longer
 
 
 class ThreadPools:
@@ -57,7 +57,7 @@ class ThreadPools:
     cancelled call that is still queued is dropped too.
 
     A model's pools share all with `others` but the threads for texts and readings: its tokenizer
-    may never end, and must keep no other model's waiting.
+    may never end, and must not keep other models' waiting.
     """
 
     def __init__(self, others: "ThreadPools | None" = None) -> None:
@@ -85,7 +85,7 @@ class ThreadPools:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # One that hangs would keep the gateway from exiting.
+        # A call that hangs would keep the gateway from exiting.
         for threads in self._own.values():
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -101,7 +101,7 @@ def prompt_kind(job: GenerateJob) -> Kind:
 
 
 def _is_longer(most_chars: int, values: list[Any]) -> bool:
-    """Return True if nested values have more characters; what is not text counts as one."""
+    """Return True if nested values have more characters; a value other than text counts as one."""
     chars = 0
     while values and chars <= most_chars:
         value = values.pop()
@@ -117,7 +117,7 @@ def _is_longer(most_chars: int, values: list[Any]) -> bool:
 
 
 def texts_kind(chars: int) -> Kind:
-    """Return the kind of work that texts of so many characters are."""
+    """Return the kind of work that texts of `chars` characters are."""
     if chars > LONG_CHARS:
         return "long texts"
     return "short texts"

@@ -20,7 +20,7 @@ log = logs.get("watch")
 Status = Literal["ok", "stalled", "dead"]
 
 STATUS_OF_A_STALL = 70  # EX_SOFTWARE of sysexits.h
-GRACE_S = 1.0  # for errors to be sent, before the process exits
+GRACE_S = 1.0  # seconds for errors to be sent, before the process exits
 TIMES_THE_USUAL = 4.0
 CHECKS_PER_LIMIT = 20
 MOST_BETWEEN_CHECKS_S = 1.0
@@ -34,7 +34,7 @@ class StallLimits:
     load_s: float
 
     def is_over(self, beat: Beat | None, seconds: float) -> bool:
-        """Return True if a beat that has not changed for so long is a stall.
+        """Return True if a beat that has not changed for `seconds` is a stall.
 
         An idle lane never is. A shape that was slow before, such as a large batch on a slow
         device, may be so again.
@@ -47,20 +47,20 @@ class StallLimits:
 
 
 class BeatAge:
-    """The seconds for which the lane's beat has not changed, as far as it was checked."""
+    """The seconds for which the lane's beat has not changed, as of the last check."""
 
     def __init__(self) -> None:
         self._beat: Beat | None = None
         self._seconds = 0.0
 
     def update(self, seconds: float, beat: Beat | None) -> float:
-        """Return the age of a beat, read so many seconds after the last one."""
+        """Return the age of a beat that was read `seconds` after the last one."""
         self._seconds = self._seconds + seconds if beat is self._beat else 0.0
         self._beat = beat
         return self._seconds
 
     def of(self, beat: Beat | None) -> float:
-        """Return the age of a beat: 0 of none, and of one that is newer than the last check."""
+        """Return the age of a beat: 0 for none, and for one newer than the last check."""
         if beat is None or beat is not self._beat:
             return 0.0
         return self._seconds
@@ -69,8 +69,8 @@ class BeatAge:
 class Watch:
     """A context manager: it checks the lane, and the loop it is entered on, until exit.
 
-    When one of them stalls, the lane dies, the device is lost, or `lost` names what else it cannot
-    work without, every thread's stack is written to stderr. Then, if there is an `exit_process`,
+    When one of them stalls, the lane dies, the device is lost, or `lost` names another failed part,
+    every thread's stack is written to stderr. Then, if there is an `exit_process`,
     `on_stall` is called on the loop and, GRACE_S later, `exit_process` on the watch's thread, with
     the exit status: a stuck call cannot be ended in any other way.
     """
@@ -117,14 +117,14 @@ class Watch:
 
     @property
     def beat_age_s(self) -> float:
-        """Return for how long the lane's thread has not moved, as of the last check."""
+        """Return the seconds for which the lane's thread has not moved, as of the last check."""
         return self._beat_age.of(self._lane.beat)
 
     def _run(self) -> None:
         checked = clock.now()
         while not self._is_over.wait(self._between_s):
             now = clock.now()
-            # Time between checks that were late, as while the machine slept, does not count.
+            # Late checks, as after the machine slept, add no more than two intervals.
             self._check(min(now - checked, 2 * self._between_s))
             checked = now
 
@@ -154,7 +154,7 @@ class Watch:
 
     def _has_loop_stalled(self, seconds: float) -> bool:
         """Return True if the loop has run nothing for as long as a call may take."""
-        # In CPython up to 3.13 `Thread.start` never returns if memory runs out while the thread
+        # CPython's `Thread.start`, up to 3.13, never returns if memory runs out while the thread
         # begins, and it is mostly the loop that starts threads.
         if self._loop_has_turned.is_set():
             self._loop_stuck_s = 0.0

@@ -42,7 +42,7 @@ def _is_socket(bind: str) -> bool:
 
 
 def with_port(bind: str, port: int) -> str:
-    """Add the port to `host`, `::1` and `[::1]`; return sockets and what has a port unchanged."""
+    """Add the port to `host`, `::1` and `[::1]`; a socket or a bind with a port is unchanged."""
     if _is_socket(bind) or (bind.startswith("[") and "]:" in bind) or bind.count(":") == 1:
         return bind
     host = bind.removeprefix("[").removesuffix("]")
@@ -59,18 +59,18 @@ def _split(value: object) -> object:
 _ORIGIN = re.compile(
     r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>\*|(\*\.)?[^*/:@?#\s\[\]]+|\[[0-9a-f:]+\])(:(?P<port>\d+|\*))?"
 )
-_USUAL_PORTS = {"http": "80", "https": "443"}  # which browsers leave out
+_USUAL_PORTS = {"http": "80", "https": "443"}  # ports that browsers leave out
 
 
 def _read_origin(value: str) -> str:
-    """Read an origin, in which a `*` is any port, any host, or any names before a domain."""
+    """Read an origin. A `*` in it is any port, any host, or any names before a domain."""
     if value in ("*", "null"):
         return value
     match = _ORIGIN.fullmatch(value.lower())
     if match is None:
         raise ValueError(
-            f"{value!r} matches no origin: those are `scheme://host` or `scheme://host:port`, of "
-            "which the port, the host, or what is before a domain may be `*`"
+            f"{value!r} matches no origin: write `scheme://host` or `scheme://host:port`; the "
+            "port, the host, or the names before a domain may be `*`"
         )
     if match["port"] is not None and match["port"] == _USUAL_PORTS.get(match["scheme"]):
         raise ValueError(f"{value!r} matches no origin: browsers leave out :{match['port']} there")
@@ -146,7 +146,7 @@ class Settings(BaseSettings):
         validate_default=False,
     )
 
-    # ── Where it listens, who may call, what it logs ──────────────────────────────────────────────
+    # ── Addresses, callers, logs ──────────────────────────────────────────────────────────────────
 
     models: HomePath = Field(default_factory=default_models_file)
     """The file that lists the models."""
@@ -159,7 +159,7 @@ class Settings(BaseSettings):
     folders.
     """
 
-    # Where it listens
+    # Addresses
     host: str = Field(default="127.0.0.1", min_length=1)
     """Address to listen on."""
     port: int = Field(default=8000, ge=0, le=65535)
@@ -173,7 +173,7 @@ class Settings(BaseSettings):
     keep_alive_timeout_s: float = Field(default=75, gt=0, le=3600)
     """How long an idle connection is kept."""
 
-    # Who may ask
+    # Callers
     api_keys: Secrets = ()
     """Keys, as a bearer token or in x-api-key; without any nobody needs one."""
     shared_prefixes: bool = False
@@ -192,7 +192,7 @@ class Settings(BaseSettings):
     dashboard: bool = True
     """Serve /dashboard; beyond loopback only if there are API keys."""
 
-    # What it logs
+    # Logs
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = (
         "info"
     )
@@ -309,8 +309,8 @@ class Settings(BaseSettings):
     prefix_folder_bytes: int = Field(default=20 * 1024**3, ge=1)
     """Bytes of its files; what was used longest ago goes first."""
     speculate_rows: int = Field(default=8, ge=0, le=8)
-    """Up to so many answers at once, tokens are read ahead: those that a grammar leaves no choice
-    of, and guesses from the prompt or a draft model; 0 is never.
+    """Tokens are read ahead while at most this many answers decode: tokens that a grammar leaves no
+    choice of, and guesses from the prompt or a draft model; 0 is never.
     """
     structured_rows: int = Field(default=1, ge=1, le=1024)
     """Structured answers written together, per model."""
@@ -346,8 +346,8 @@ class Settings(BaseSettings):
     # ── Limits of requests, deadlines, stalls ─────────────────────────────────────────────────────
 
     # A body is parsed in one go, while all other requests wait: at this size 0.03 seconds for text,
-    # and 0.7 for short names, on a slow core. It holds a million characters
-    # (`max_input_chars`) however they are escaped, which is twelve bytes each at most, and 300,000
+    # and 0.7 for short names, on a slow core. It has room for a million characters
+    # (`max_input_chars`) however they are escaped, at most twelve bytes each, and for 300,000
     # tokens of 2,048 texts (OpenAI's bounds of a request of embeddings) at fifty bytes a token.
     max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024, le=2**31)
     """Largest request body; beyond it, 413."""
@@ -445,7 +445,7 @@ class Settings(BaseSettings):
 
     @property
     def binds(self) -> tuple[str, ...]:
-        """What Hypercorn listens on: `bind`, else host; a bind without a port has `port`."""
+        """The addresses to listen on: `bind`, else host; a bind without a port has `port`."""
         return tuple(with_port(bind, self.port) for bind in self.bind or (self.host,))
 
     @property

@@ -46,18 +46,18 @@ def load_settings(
 
 
 def variables(env_file: Path | None = ENV_FILE) -> dict[str, str]:
-    """Return every variable of the environment and of .env: what models.yaml is read with.
+    """Return every variable of the environment and of .env, for reading models.yaml.
 
     The environment wins.
     """
-    # A variable that is empty there does not hide one in .env.
+    # An empty variable of the environment does not hide one in .env.
     filled = {name: value for name, value in os.environ.items() if value}
     return {**os.environ, **_dotenv(env_file), **filled}
 
 
 def exports_traces() -> bool:
-    """Return True if OpenTelemetry's own variables say where traces go."""
-    # Its SDK reads them from the environment, and does not know those of .env.
+    """Return True if OpenTelemetry's own variables name a destination for traces."""
+    # The SDK reads them from the environment alone, not from .env.
     if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False
     if os.environ.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
@@ -74,7 +74,7 @@ def _dotenv(env_file: Path | None) -> dict[str, str]:
 
 
 def _lines(error: ValidationError, given: Mapping[str, Any], env_file: Path | None) -> list[str]:
-    """Return a line for each wrong value: its variable or flag, its text and what it should be."""
+    """Return a line for each wrong value: its variable or flag, its text and the rule it breaks."""
     lines = []
     for details in error.errors(include_url=False):
         message = details["msg"].removeprefix("Input ").removeprefix("Value error, ")
@@ -98,14 +98,14 @@ def _lines(error: ValidationError, given: Mapping[str, Any], env_file: Path | No
 def find_source(
     name: str, given: Mapping[str, Any], env_file: Path | None
 ) -> tuple[str | None, Origin]:
-    """Return the text that a setting was given and where it came from; no text for a default."""
+    """Return the text that a setting was given, and its origin; no text for a default."""
     if name in given:
         return str(given[name]), "flag"
     return origin(variable(name), env_file)
 
 
 def origin(name: str, env_file: Path | None = ENV_FILE) -> tuple[str | None, Origin]:
-    """Return a variable's text and where it is set; a variable that is empty is not set."""
+    """Return a variable's text and its origin; an empty variable counts as not set."""
     places: tuple[tuple[Mapping[str, str], Origin], ...] = (
         (os.environ, "environment"),
         (_dotenv(env_file), ".env"),
@@ -134,7 +134,7 @@ class Knob:
 def explain(
     settings: Settings, flags: Mapping[str, object] | None = None, env_file: Path | None = ENV_FILE
 ) -> list[Knob]:
-    """List every setting with its value and where that came from.
+    """List every setting with its value and the value's origin.
 
     `flags` and `env_file` are those that the settings were loaded with.
     """
@@ -159,7 +159,7 @@ VARIABLES = frozenset(
 
 
 def strays(known: Collection[str] = (), env_file: Path | None = ENV_FILE) -> list[str]:
-    """Return a line for each GATEWAY_ variable that has no effect, with the nearest that has one.
+    """Return a line for each GATEWAY_ variable without effect, with the nearest valid name.
 
     `known` are the variables of models.yaml.
     """

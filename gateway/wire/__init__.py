@@ -1,4 +1,4 @@
-"""OpenAI's and Anthropic's names, all of them, and only here: one file an endpoint, with its
+"""All of OpenAI's and Anthropic's names, and only here: one file for each endpoint, with its
 request and answer.
 
 chat, completions, embeddings      request → job; deltas or vectors → the answer, as TypedDicts
@@ -6,15 +6,15 @@ rerank                             query and documents → job; scores → the a
 decisions                          input and questions → jobs; logprobs → probabilities
 responses                          request → job, and the shape of the answer
 responses_stream                   deltas → output items, and the events in which they grow
-responses_items                    its input items → messages, or to store
+responses_items                    input items → messages, or JSON to store
 anthropic                          Messages request → job; the answer's shape; errors; models
 anthropic_stream                   deltas → content blocks, and their events
-anthropic_blocks                   its input blocks → turns
+anthropic_blocks                   input blocks → turns
 tokenization                       a prompt to tokenize; its tokens, and the text of some
 pulls                              a model to download, and how far that has got
-images                             those of earlier turns left out, or all refused
-messages, tools                    chat messages, and tools of all APIs → what templates read
-generation                         of chat, completions, responses: sampling, forms, usage, logprobs
+images                             images of earlier turns left out, or all refused
+messages, tools                    chat messages, and tools of all APIs → the form of templates
+generation                         shared by chat, completions, responses: sampling, forms, logprobs
 validation, bounds                 bytes → a checked request, or the 400 that names the field
-answers                            what each writer of answers does: events, or the whole
+answers                            the base of all writers of answers: events, or the whole
 """

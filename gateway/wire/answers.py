@@ -1,4 +1,4 @@
-"""What a writer of answers does in every protocol: the events of a stream, or the whole answer."""
+"""Writers of answers, in every protocol: the events of a stream, or the whole answer."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ Event = Mapping[str, Any]
 
 @dataclass(slots=True)
 class Answer:
-    """A whole answer: all deltas of each choice, and of each the verdict, if there is one."""
+    """A whole answer: all deltas of each choice, and each choice's verdict, if it has one."""
 
     choices: Sequence[Sequence[Delta]]
     usage: Usage
@@ -23,11 +23,11 @@ class Answer:
 
 
 class AnswerWriter(ABC):
-    """Writes one answer. The whole one says what the events of a stream add up to."""
+    """Writes one answer: as the events of a stream, or whole."""
 
     # Each event has its type as its name. Without names, `[DONE]` follows the last event.
     names_events: ClassVar[bool] = False
-    # The event that breaks a silence; without one it is a comment.
+    # The event that breaks a silence. None means a comment.
     ping: ClassVar[Event | None] = None
 
     def accept(self, sampling: Sampling) -> None:  # noqa: B027, most answers do not say it
@@ -82,17 +82,17 @@ BlockKind = Literal["reasoning", "text", "call"]
 
 @dataclass(slots=True)
 class Block:
-    """A part of an answer: what the model thinks, what it says, or one call."""
+    """A part of an answer: thinking, text, or one call."""
 
     kind: BlockKind
-    index: int  # among the blocks of the answer
+    index: int  # the block's place in the answer
     call: CallDelta | None = None  # the first piece of a call
-    id: str = ""  # where the protocol has one
+    id: str = ""  # the block's id, if the protocol has one
     pieces: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """Return the text so far; of a call its arguments, which are JSON."""
+        """Return the text so far; a call's text is its arguments, as JSON."""
         return "".join(self.pieces)
 
     def continues(self, kind: BlockKind, call: CallDelta | None) -> bool:
@@ -112,7 +112,7 @@ class BlockWriter(AnswerWriter):
         self._done: list[Any] = []
 
     def _extend(self, kind: BlockKind, text: str, call: CallDelta | None = None) -> list[Event]:
-        """Return the events of a piece: it goes on with the open block, or begins another."""
+        """Return the events of a piece, which continues the open block or begins another."""
         events: list[Event] = []
         block = self._open
         if block is None or not block.continues(kind, call):

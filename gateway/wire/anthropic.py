@@ -48,7 +48,7 @@ class ThinkingConfig(Part):
     """Whether the model may think before it answers, and whether the thinking is shown."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: Annotated[int, Field(ge=1024)] | None = None  # as Anthropic's own API bounds it
+    budget_tokens: Annotated[int, Field(ge=1024)] | None = None  # Anthropic's own bound
     display: Literal["summarized", "omitted"] = "summarized"
 
     @property
@@ -71,7 +71,7 @@ class OutputConfig(Part):
 
 
 class CountMessageTokensRequest(Request):
-    """A conversation, and what belongs to its prompt."""
+    """A conversation, and the other parts of its prompt."""
 
     harmless = frozenset(
         {
@@ -98,7 +98,7 @@ class CountMessageTokensRequest(Request):
     tool_choice: ToolChoiceParam | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig = OutputConfig()
-    output_format: OutputFormat | None = None  # its older name
+    output_format: OutputFormat | None = None  # older name of output_config.format
 
     @model_validator(mode="after")
     def _check_tools(self) -> "CountMessageTokensRequest":
@@ -136,9 +136,9 @@ class CountMessageTokensRequest(Request):
 
     @property
     def thoughts(self) -> Thoughts:
-        """Return what the answer has of the model's thinking."""
-        # None of it without `thinking`, even if the model thinks: clients that know nothing of it
-        # take the first block for the text.
+        """Return how the answer shows the model's thinking: whole, only signed, or not at all."""
+        # Only a request with `thinking` is shown any: other clients take the first block for the
+        # text.
         if self.thinking is None or self.thinking.type == "disabled":
             return "none"
         if self.thinking.display == "omitted":
@@ -153,7 +153,7 @@ class CountMessageTokensRequest(Request):
 
     def template_args(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """Return the chat template's arguments, of which the model's `own` are the default."""
-        # A request without `thinking` has none, unless the model is set up to think.
+        # A request without `thinking` turns it off, unless the model is set up to think.
         args = {"enable_thinking": False, **own}
         if self.thinking is not None:
             args["enable_thinking"] = self.thinking.type != "disabled"
@@ -163,7 +163,7 @@ class CountMessageTokensRequest(Request):
 
 
 class MessagesRequest(CountMessageTokensRequest):
-    """What Anthropic's endpoint takes, with the client's own tools as the only ones."""
+    """A request to Anthropic's endpoint, with the client's own tools as the only ones."""
 
     example: ClassVar = {**CountMessageTokensRequest.example, "max_tokens": 256}
 
@@ -216,7 +216,7 @@ def to_job(
         continues=continues,
         thinking_budget=read_budget(request.thinking_budget, request.output_config.effort, budgets),
     )
-    # Only to count its tokens: the job has no bound, and is never run.
+    # A request to count tokens: its job has no bound, and is never run.
     if not isinstance(request, MessagesRequest):
         return job
     return replace(
@@ -240,12 +240,12 @@ class TextBlock(TypedDict):
 
 
 class ThinkingBlock(TypedDict):
-    """What the model thought."""
+    """The model's thinking."""
 
     type: Literal["thinking"]
     thinking: str
-    # A digest of it, which is not checked when the block comes back: it only says whether the text
-    # is what the gateway sent.
+    # A digest of the thinking. It is not checked when the block comes back: it only tells whether
+    # the text is the one that the gateway sent.
     signature: str
 
 
@@ -277,9 +277,9 @@ class AnthropicOutputTokensDetails(TypedDict):
 class MessageUsage(TypedDict):
     """Tokens read and written. The prompt's are the first three together."""
 
-    input_tokens: int  # neither in the prefix cache nor kept in it
-    cache_creation_input_tokens: int  # newly kept
-    cache_read_input_tokens: int  # not read again
+    input_tokens: int  # neither read from the prefix cache nor newly kept in it
+    cache_creation_input_tokens: int  # newly kept in the prefix cache
+    cache_read_input_tokens: int  # read from the prefix cache
     cache_creation: None
     inference_geo: None
     output_tokens: int
@@ -350,7 +350,7 @@ class AnthropicModel(TypedDict):
 
 
 class AnthropicModels(TypedDict):
-    """A page of the list; `has_more` are there in the direction that was asked for."""
+    """A page of the list; `has_more` tells whether more follow in the direction asked for."""
 
     data: list[AnthropicModel]
     has_more: bool
@@ -359,7 +359,7 @@ class AnthropicModels(TypedDict):
 
 
 def model_info(name: str, created: int, max_context: int | None) -> AnthropicModel:
-    """Return a model; its context, if it is known, bounds what it reads and writes."""
+    """Return a model; its context, if known, bounds its input and its output."""
     return {
         "type": "model",
         "id": name,
@@ -403,7 +403,7 @@ def model_page(models: Sequence[AnthropicModel], query: Mapping[str, str]) -> An
     }
 
 
-OVERLOADED = 529  # Anthropic's own status, which HTTP does not know
+OVERLOADED = 529  # Anthropic's own status, unknown to HTTP
 AnthropicErrorType = Literal[
     "invalid_request_error",
     "authentication_error",
@@ -424,7 +424,7 @@ _TYPES: dict[int, AnthropicErrorType] = {
     HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
     OVERLOADED: "overloaded_error",
 }
-# By this one, the SDKs' tool runners know that they have to send whole conversations.
+# This code tells the SDKs' tool runners to send whole conversations.
 _CODES: dict[tuple[str | None, str | None], str] = {
     ("unsupported_parameter", "thread"): "thread_unsupported_request"
 }
@@ -453,11 +453,11 @@ class AnthropicErrorBody(TypedDict):
 
 
 def error_status(error: GatewayError | type[GatewayError]) -> int:
-    """Return an error's status: the gateway's own, but 529 if others take all there is."""
+    """Return an error's status: the gateway's own, but 529 if other requests take all capacity."""
     if isinstance(error, GatewayError):
         error = type(error)
-    # A full queue and a model that finds no room, not an allowance used up (429), nor a gateway
-    # that loads a model or shuts down (503). SDKs retry all of these.
+    # 529 is for a full queue and for a model that finds no room. An allowance used up stays 429;
+    # a gateway that loads a model or shuts down stays 503. SDKs retry all of these.
     if issubclass(error, Overloaded | NoRoom):
         return OVERLOADED
     return int(error.status)

@@ -1,4 +1,4 @@
-"""What a Messages request is made of: content blocks → turns for templates."""
+"""The content blocks of a Messages request → turns for templates."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby, takewhile
@@ -15,7 +15,7 @@ from gateway.wire.validation import IMAGE_TYPES, KNOWN, OTHER, Part, Skipped, by
 # Claude Code's first system block: a header for Anthropic's billing, which changes from one session
 # to the next. A model has no use for it, and no two prompts would begin alike.
 NOT_FOR_MODELS = "x-anthropic-billing-header:"
-_HINTS = frozenset({"cache_control", "citations"})  # of caching, which needs none, and of sources
+_HINTS = frozenset({"cache_control", "citations"})  # hints about caching and sources
 _READABLE = ("text", "document", "search_result")
 RESULT_PARTS = (*_READABLE, "tool_reference")
 BLOCKS = (
@@ -25,7 +25,7 @@ BLOCKS = (
 
 
 class TextPart(Part):
-    """A piece of the system prompt, of a document, or of what a search found: text alone."""
+    """A piece of the system prompt, of a document, or of a search result: text alone."""
 
     harmless = _HINTS
 
@@ -37,7 +37,7 @@ Texts = Annotated[list[TextPart], FAIL_FAST, ITEM_LIMIT]
 
 
 class DocumentSource(Part):
-    """What a document has: `data` of type text, or `content` in pieces."""
+    """The content of a document: `data` of type text, or `content` in pieces."""
 
     harmless = frozenset({"media_type"})
 
@@ -47,7 +47,7 @@ class DocumentSource(Part):
 
 
 class Readable(Part):
-    """Text, a document of text, or a text that a search found, whose `source` is its address."""
+    """Text, a document of text, or a search result, whose `source` is its address."""
 
     harmless = _HINTS
 
@@ -85,7 +85,7 @@ ResultParts = Annotated[
 
 
 class InputBlock(Readable):
-    """A piece of a message: what is read, thinking of an earlier answer, a call, a call's result,
+    """A piece of a message: text to read, thinking of an earlier answer, a call, a call's result,
     or a summary.
     """
 
@@ -101,7 +101,7 @@ class InputBlock(Readable):
 
     @property
     def unread(self) -> frozenset[str]:
-        """Return `input` if it is no object: the model reads another than was sent."""
+        """Return `input` if it is no object: the model reads another than the client sent."""
         return frozenset(() if isinstance(self.input, dict) else {"input"})
 
 
@@ -118,7 +118,7 @@ Block = Annotated[
 
 
 class InputMessage(Part):
-    """One message of a conversation. A system message holds from where it stands."""
+    """One message of a conversation. A system message holds from its place on."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], FAIL_FAST, ITEM_LIMIT]
@@ -129,14 +129,14 @@ SystemPrompt = str | Texts
 
 class _Placed(NamedTuple):
     role: str
-    place: str  # of the block in the request, for errors
+    place: str  # the block's place in the request, for errors
     block: InputBlock
 
 
 def is_continuation(messages: Sequence[InputMessage]) -> bool:
-    """Return True if the answer continues the last turn: if that is the assistant's.
+    """Return True if the last turn is the assistant's and has text: the answer continues it.
 
-    Raises BadRequest for one with calls, or with neither text nor thinking.
+    Raises BadRequest if an assistant's last turn has calls, or neither text nor thinking.
     """
     placed = list(_placed(messages))
     if not placed or placed[-1].role != "assistant":
@@ -166,7 +166,7 @@ def to_turns(system: SystemPrompt | None, messages: Sequence[InputMessage]) -> l
     prompt = _system_text(system)
     if prompt:
         turns.append({"role": "system", "content": prompt})
-    names: dict[str, str] = {}  # of the calls so far, by their ids
+    names: dict[str, str] = {}  # names of the calls so far, by their ids
     for role, placed in groupby(_placed(messages), key=lambda each: each.role):
         if role == "assistant":
             turns.append(_assistant_turn(list(placed), names))
@@ -199,7 +199,7 @@ def _placed(messages: Sequence[InputMessage]) -> Iterator[_Placed]:
                 continue
             if block.type not in allowed[message.role]:
                 raise _not_served(block.type, place, f"in a message of the {message.role}")
-            # A summary is read where clients that summarize write it: in the user's turn before.
+            # A summary is read as the user's text: clients that summarize write it in that turn.
             if block.type != "compaction":
                 yield _Placed(message.role, place, block)
             elif block.content:
@@ -224,9 +224,9 @@ def _system_text(system: SystemPrompt | None) -> str:
 
 
 def _text_of(block: InputBlock | ResultPart, place: str) -> str:
-    """Return what a model reads of a block."""
-    # Before the text of a document or of what a search found stand its title and where it is from,
-    # a line each.
+    """Return a block as the model reads it."""
+    # The text of a document or of a search result has its title and its address above it, a line
+    # each.
     if block.type == "text":
         return require(block.text, f"{place}.text")
     if block.type == "compaction":
@@ -306,7 +306,7 @@ def _result_turn(placed: _Placed, names: dict[str, str]) -> dict[str, Any]:
     call_id = require(block.tool_use_id, f"{place}.tool_use_id")
     text = _content_text(block.content, place)
     turn = {"role": "tool", "content": text, "tool_call_id": call_id}
-    # The call of a result may have been left out, as by clients that shorten their history.
+    # The call of a result may be missing: some clients shorten their history.
     return {**turn, "name": names[call_id]} if call_id in names else turn
 
 

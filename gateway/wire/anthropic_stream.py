@@ -73,7 +73,7 @@ BlockDelta = TypeAliasType(
 
 
 class ContentBlockDelta(TypedDict):
-    """What is new in a block."""
+    """A new piece of a block."""
 
     type: Literal["content_block_delta"]
     index: int
@@ -131,7 +131,7 @@ MessageEvent = TypeAliasType(
 )
 
 
-# By the kind of a block: the type of its deltas, and their field.
+# The type of each kind of block's deltas, and their field.
 _DELTAS: dict[BlockKind, tuple[str, str]] = {
     "reasoning": ("thinking_delta", "thinking"),
     "text": ("text_delta", "text"),
@@ -140,7 +140,7 @@ _DELTAS: dict[BlockKind, tuple[str, str]] = {
 
 
 class MessageWriter(BlockWriter):
-    """Builds a message from deltas. An error names the request that it is of."""
+    """Builds a message from deltas. An error names its request."""
 
     names_events = True
     ping = PING
@@ -231,7 +231,7 @@ class MessageWriter(BlockWriter):
             "index": block.index,
             "content_block": _content(block, "", ""),
         }
-        return [start, PING] if block.index == 0 else [start]  # where Anthropic sends a ping
+        return [start, PING] if block.index == 0 else [start]  # Anthropic, too, pings here
 
     def _piece(self, block: Block, text: str) -> list[Event]:
         if block.kind == "reasoning" and self._thoughts == "signed":
@@ -254,7 +254,7 @@ class MessageWriter(BlockWriter):
 
 
 def _content(block: Block, text: str, signature: str) -> ContentBlock:
-    """Return a block as it is with this text."""
+    """Return a block with this text."""
     if block.kind == "text":
         return {"type": "text", "text": text}
     if block.kind == "reasoning":
@@ -271,7 +271,7 @@ def _content(block: Block, text: str, signature: str) -> ContentBlock:
 
 
 def _read_input(arguments: str) -> dict[str, Any]:
-    """Return a call's input; an empty one if the answer was cut inside it, or nested too deep."""
+    """Return a call's input; an empty one if it was cut, or is nested too deep."""
     try:
         value = orjson.loads(arguments)
     except ValueError:

@@ -14,14 +14,14 @@ from pydantic_core import PydanticKnownError
 T = TypeVar("T")
 
 ORJSON_DEPTH = 254  # the most levels that orjson writes
-INNER_DEPTH = 64  # of JSON inside a string
+INNER_DEPTH = 64  # the most levels of JSON inside a string
 # Opening brackets, those inside strings too, counted before parsing: 16 MB of empty arrays took 3
 # seconds, during which the garbage collector blocked every other thread.
 MAX_BRACKETS = 1_000_000
 # Arrays, objects and fields of objects: 4,096 messages have 40,000. Each costs Python some
 # microseconds, and the garbage collector, which blocks every thread, one more.
 MAX_PARTS = 200_000
-NAME_CHARS = 256  # of the name or id of a model, a function, a call, a user
+NAME_CHARS = 256  # the longest name or id of a model, a function, a call, a user
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,16 +42,16 @@ class TooDeep(ValueError):
 
 
 def parse(json: bytes | bytearray, max_depth: int = INNER_DEPTH) -> Any:
-    """Parse JSON, after a byte order mark or none. Raises ValueError if it is invalid or too large,
-    TooDeep if nested too deep.
+    """Parse JSON, with a byte order mark or without. Raises ValueError if it is invalid or too
+    large, TooDeep if nested too deep.
     """
     if json.startswith(codecs.BOM_UTF8):
         json = json.removeprefix(codecs.BOM_UTF8)
     brackets = json.count(b"[") + json.count(b"{")
     if brackets > MAX_BRACKETS:
         raise ValueError(f"it opens more than {MAX_BRACKETS} arrays and objects")
-    value = orjson.loads(json)  # which itself refuses more than 1024 levels
-    # Most need no walk: they have fewer brackets than the limits.
+    value = orjson.loads(json)  # orjson itself refuses more than 1024 levels
+    # Most bodies need no walk: they have fewer brackets than the limits.
     if brackets > max_depth and _is_deeper(value, max_depth):
         raise TooDeep(f"nested more than {max_depth} levels deep")
     if brackets + json.count(b":") > MAX_PARTS and _has_more_parts(value, MAX_PARTS):
@@ -79,8 +79,8 @@ def _has_more_parts(value: Any, limit: int) -> bool:
 
 def _is_deeper(value: Any, limit: int) -> bool:
     """Return True if a parsed value is nested more than `limit` (at most 253) levels deep."""
-    # It is wrapped in lists until orjson refuses to write anything deeper than the limit: a walk in
-    # Python would take many times as long.
+    # The value is wrapped in lists until orjson refuses to write anything deeper than the limit: a
+    # walk in Python would take many times as long.
     for _ in range(ORJSON_DEPTH - limit):
         value = [value]
     try:
@@ -105,7 +105,7 @@ def _limit_items(value: T, info: ValidationInfo) -> T:
 
 
 def at_most(limit: int) -> BeforeValidator:
-    """Count a list or an object before validating what it holds."""
+    """Count a list or an object before validating its items."""
 
     def check(value: T) -> T:
         _check_count(value, limit)

@@ -55,7 +55,7 @@ _TEXT = "This gateway writes text."
 
 
 class ChatRequest(StructuredRequest):
-    """What OpenAI's endpoint takes, with vLLM's structured fields besides."""
+    """A request to OpenAI's endpoint, with vLLM's fields for structured output."""
 
     harmless = frozenset(
         {
@@ -79,7 +79,7 @@ class ChatRequest(StructuredRequest):
 
     model: Annotated[Label, Field(min_length=1)]
     messages: Annotated[list[Message], FAIL_FAST, ITEM_LIMIT, Field(min_length=1)]
-    max_tokens: MaxTokens = None  # the older name
+    max_tokens: MaxTokens = None  # older name of max_completion_tokens
     max_completion_tokens: MaxTokens = None
     n: Annotated[int, Field(ge=1, le=128)] = 1
     logprobs: bool = False
@@ -90,7 +90,8 @@ class ChatRequest(StructuredRequest):
     tools: ChatTools
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
-    # OpenAI's older names of them: an answer then has a `function_call` where it has calls.
+    # OpenAI's older names of `tools` and `tool_choice`: an answer then has a `function_call`, and
+    # no `tool_calls`.
     functions: Annotated[
         list[FunctionParam], FAIL_FAST, Field(default_factory=list, max_length=MAX_TOOLS)
     ]
@@ -98,7 +99,7 @@ class ChatRequest(StructuredRequest):
     reasoning_effort: Effort | None = None
     thinking_token_budget: ThinkingTokenBudget = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
-    # vLLM's: the last message is the beginning of the answer.
+    # vLLM's field: the last message is the beginning of the answer.
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
 
@@ -144,7 +145,7 @@ class ChatRequest(StructuredRequest):
         return [tool.function if isinstance(tool, ToolParam) else tool for tool in self.tools]
 
     def selection(self) -> Selection:
-        """Return which tools may be called. Raises BadRequest for two names of the same."""
+        """Return which tools may be called. Raises BadRequest if old and new names are mixed."""
         if not self.functions:
             if isinstance(self.function_call, FunctionName):
                 raise BadRequest("'function_call' needs 'functions'.", param="function_call")
@@ -240,7 +241,7 @@ class ChatToolCallDelta(TypedDict):
 
 
 class ChatMessage(TypedDict):
-    """What the model wrote: text, reasoning, calls."""
+    """The model's message: text, reasoning, calls."""
 
     role: Literal["assistant"]
     content: str | None
@@ -251,7 +252,7 @@ class ChatMessage(TypedDict):
 
 
 class ChoiceDelta(TypedDict, total=False):
-    """What is new in a message."""
+    """The new part of a message."""
 
     role: Literal["assistant"]
     content: str
@@ -270,7 +271,7 @@ class ChatChoice(TypedDict):
 
 
 class ChatChunkChoice(TypedDict):
-    """What is new in one answer of several; the last piece has the reason for its end."""
+    """The new part of one answer of several; the last one has the reason for its end."""
 
     index: int
     delta: ChoiceDelta

@@ -32,7 +32,7 @@ MAX_CHOICES = 4096
 
 
 class CompletionRequest(StructuredRequest):
-    """What OpenAI's endpoint takes. `prompt` is always an array, of texts or of token ids."""
+    """A request to OpenAI's endpoint. `prompt` is always an array, of texts or of token ids."""
 
     harmless = frozenset(
         {
@@ -54,7 +54,7 @@ class CompletionRequest(StructuredRequest):
     prompt: Inputs
     max_tokens: MaxTokensOrZero = 16
     n: Annotated[int, Field(ge=1, le=128)] = 1
-    # As many answers are made as are given: it has to equal `n`.
+    # `best_of` has to equal `n`: all answers that are made are returned.
     best_of: Annotated[int, Field(ge=1)] | None = None
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
@@ -134,7 +134,7 @@ class TextLogprobs(TypedDict):
 
 
 class TextChoice(TypedDict):
-    """One continuation; of a chunk, what is new in it."""
+    """One continuation; in a chunk, its new part."""
 
     text: str
     index: int
@@ -159,7 +159,7 @@ class CompletionWriter(ChunkWriter):
     def __init__(self, request: CompletionRequest, heading: Heading, timings: Timings) -> None:
         super().__init__(heading, timings, has_usage=request.stream_options.include_usage)
         has_logprobs = request.logprobs is not None
-        # Those of the first prompt, those of the second, …
+        # The choices of the first prompt, those of the second, …
         self._choices: list[TextChoiceWriter] = []
         for index in range(len(request.prompt) * request.n):
             prompt = request.prompt[index // request.n]  # the text of token ids comes with a delta
@@ -244,14 +244,14 @@ class TextChoiceWriter:
 
 class _ScoredToken(NamedTuple):
     text: str
-    logprob: float | None  # None: it is the first of an echoed prompt, and follows nothing
+    logprob: float | None  # None for an echoed prompt's first token, which follows nothing
     top: dict[str, float] | None
-    offset: int  # in the text
+    offset: int  # the token's place in the text, in characters
 
 
 def _logprobs_by_text(token: TokenLogprob) -> dict[str, float]:
     """Return logprobs by text, likeliest first."""
-    # Of tokens with the same text the chosen one's counts, else the likeliest one's.
+    # Several tokens may have the same text: the chosen one's logprob counts, else the likeliest's.
     by_text = {token.chosen.token: token.chosen.logprob}
     for likelihood in reversed(token.top):
         by_text[likelihood.token] = likelihood.logprob

@@ -24,8 +24,8 @@ from gateway.wire.responses_items import InputPart, as_items, as_parts
 from gateway.wire.validation import CharBounds, Part, Request, require
 
 MAX_QUESTIONS = 400
-MAX_LABELS = 255  # of a question
-SLICE = 64  # labels of one job, or one question: a long list is admitted in slices
+MAX_LABELS = 255  # the most labels of a question
+SLICE = 64  # the most labels of a job of several questions: a long list is admitted in slices
 HEAD = "Judge the following input by the question after it.\n\nInput:\n{input}\n\n"
 PREDICATE = (
     "Question: Is this statement about the input true?\n{instructions}\n\nAnswer with yes or no, "
@@ -122,7 +122,7 @@ class QuestionParam(Part):
 
     @property
     def options_field(self) -> Literal["choices", "levels"] | None:
-        """Return the field with what may be answered; None for a predicate."""
+        """Return the field with the possible answers; None for a predicate."""
         return _OPTIONS.get(self.type)
 
     @property
@@ -134,7 +134,7 @@ class QuestionParam(Part):
 
 
 class DecisionsRequest(Request):
-    """What OpenAI's endpoint takes, without images."""
+    """A request to OpenAI's endpoint, without images."""
 
     harmless = frozenset(
         {"metadata", "prompt_cache_key", "prompt_cache_options", "safety_identifier", "user"}
@@ -161,7 +161,7 @@ def to_jobs(
 ) -> list[GenerateJob]:
     """Return the jobs of a request, each of one question or of at most SLICE labels.
 
-    Raises BadRequest for a question without what its type needs, for equal values or labels, and
+    Raises BadRequest for a question without the field of its type, for equal values or labels, and
     for content that is not text.
     """
     head = HEAD.format(input=_input_text(request.input))
@@ -200,7 +200,7 @@ def _slice(questions: Sequence[Question]) -> list[list[Question]]:
 
 def _input_text(items: Sequence[DecisionInputItem]) -> str:
     """Return the input as one text."""
-    # A single user message is its own text; of several items, each has its role, or the name of its
+    # A single user message is its own text. Each of several items has its role, or the name of its
     # function, in a line above it.
     if len(items) == 1 and items[0].type == "message" and items[0].role == "user":
         return _text(items[0].content, "input[0].content")
@@ -348,7 +348,7 @@ def _answer(question: QuestionParam, probabilities: Sequence[float]) -> Answer:
     if question.type == "predicate":
         return {"type": "predicate", "name": question.name, "probability": probabilities[0]}
     count, highest = len(probabilities), max(probabilities)
-    # 0 if all are equally likely, 1 if one is certain.
+    # The confidence is 0 if all are equally likely, 1 if one is certain.
     confidence = max(0.0, (count * highest - 1) / (count - 1))
     if question.type == "choice":
         return {

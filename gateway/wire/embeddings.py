@@ -16,19 +16,19 @@ from gateway.wire.bounds import Label
 from gateway.wire.validation import CharBounds, Inputs, Request
 
 PIECE_FLOATS = 65_536
-# Of a float32, at most: -1.1754944e-38 and a comma; in base64, four thirds of four and quotes.
+# The most bytes of a float32: -1.1754944e-38 and a comma, or in base64 four thirds of four.
 NUMBER_BYTES = {"float": 16, "base64": 6}
 
 
 class EmbedRequest(Request):
-    """What asks for vectors; `field` is that of the inputs."""
+    """A request for vectors; `field` names the field with the inputs."""
 
     field: ClassVar[Literal["input", "inputs"]]
     kind = "embedding"
 
     dimensions: Annotated[int, Field(ge=1)] | None = None
-    truncate: bool | None = None  # TEI's: cut a text that is too long, or refuse it
-    prompt_name: Label | None = None  # of the model's prompts, which stands before each text
+    truncate: bool | None = None  # TEI's field: cut a text that is too long, or refuse it
+    prompt_name: Label | None = None  # name of a prompt of the model, put before each text
 
     @property
     def rows(self) -> list[Any]:
@@ -38,7 +38,7 @@ class EmbedRequest(Request):
 
 
 class EmbeddingsRequest(EmbedRequest):
-    """What OpenAI's endpoint takes, and TEI's `truncate` and a `prompt_name` besides."""
+    """A request to OpenAI's endpoint, with TEI's `truncate` and a `prompt_name`."""
 
     field = "input"
     params: ClassVar = {"prompt": "input"}
@@ -51,7 +51,7 @@ class EmbeddingsRequest(EmbedRequest):
 
 
 class InputsRequest(EmbedRequest):
-    """What TEI's /embed takes; without a model, it is asked of the one at hand."""
+    """A request to TEI's /embed; without a model, the one at hand answers."""
 
     field = "inputs"
     params: ClassVar = {"prompt": "inputs"}
@@ -136,13 +136,13 @@ Vectors = TypeAliasType("Vectors", list[list[float]])  # TEI's answer
 
 
 class PoolingInfo(TypedDict):
-    """How a model's vectors are made of its tokens', where models.yaml says."""
+    """How a model pools the vectors of tokens, if models.yaml says so."""
 
     pooling: str | None
 
 
 class EmbeddingInfo(TypedDict):
-    """What kind of model it is, in TEI's words."""
+    """The kind of model, in TEI's words."""
 
     embedding: PoolingInfo
 
@@ -172,7 +172,7 @@ def write_vectors(answer: Embedded) -> Iterator[bytes]:
 
 def write_pieces(answer: Embedded, *, name: str, model: str, encoding: str) -> Iterator[bytes]:
     """Yield the answer's JSON in pieces, each written within a few milliseconds."""
-    # Little-endian float32 is what OpenAI's SDKs read from base64.
+    # OpenAI's SDKs read base64 as little-endian float32.
     vectors = np.ascontiguousarray(answer.vectors, dtype="<f4")
     rows = max(1, PIECE_FLOATS // vectors.shape[1])
     usage = usage_dict(answer.prompt_tokens)
@@ -184,7 +184,7 @@ def write_pieces(answer: Embedded, *, name: str, model: str, encoding: str) -> I
             {
                 "object": "embedding",
                 "index": index,
-                # orjson writes an array as it would a list of its numbers.
+                # orjson writes an array as a list of its numbers.
                 "embedding": _base64(vector) if encoding == "base64" else cast(list[float], vector),
             }
             for index, vector in enumerate(vectors[start : start + rows], start)

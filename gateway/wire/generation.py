@@ -41,7 +41,7 @@ StopTexts = Annotated[list[StopText], FAIL_FAST, Field(max_length=MAX_STOPS)]
 
 def read_stops(value: str | list[str]) -> Sequence[str]:
     texts = [value] if isinstance(value, str) else value
-    return tuple(filter(None, texts))  # an empty one has no effect
+    return tuple(filter(None, texts))  # an empty text has no effect
 
 
 def _read_token_limit(value: object) -> object:
@@ -139,7 +139,7 @@ ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
 class Form(Part):
     """A form of answer."""
 
-    # Unknown keys are refused: they might ask for another form.
+    # Unknown keys are refused: they might ask for a different form.
     model_config = ConfigDict(extra="forbid")
 
 
@@ -147,17 +147,17 @@ class JsonSchema(Form):
     """A schema and its name."""
 
     name: Name = "response"
-    description: str | None = None  # it has no effect
+    description: str | None = None  # has no effect
     schema_: Annotated[Schema | None, Field(alias="schema")] = None
-    # With it or without, the answer is held to the schema as far as a grammar can; what none can
-    # is refused if it is true.
+    # The answer is held to the schema as far as a grammar can. True refuses a schema that no
+    # grammar can enforce completely.
     strict: bool | None = None
 
 
 class ResponseFormat(Form):
     """OpenAI's own form, and TGI's."""
 
-    # `json` is TGI's, and so is a `json_object` with a `value`, which is the schema.
+    # TGI's forms are `json`, and `json_object` with a `value`; the `value` is the schema.
     type: Literal["text", "json_object", "json_schema", "json"]
     json_schema: JsonSchema | None = None
     value: SchemaOrText | None = None
@@ -192,7 +192,7 @@ class StructuredOutputs(Form):
     """vLLM's form: one of these."""
 
     json_: Annotated[SchemaOrText | None, Field(alias="json")] = None
-    json_object: bool | None = None  # false is none
+    json_object: bool | None = None  # false asks for nothing
     regex: Regex | None = None
     choice: ChoiceTexts | None = None
     grammar: GrammarText | None = None
@@ -229,8 +229,8 @@ def json_schema(
 ) -> Grammar:
     """Return the grammar of a schema, or of any object if it is None.
 
-    A `strict` schema is enforced completely or refused; an answer that violates one, or what
-    `must_fit`, is an error.
+    A `strict` schema is enforced completely or refused. An answer that violates a schema which is
+    `strict` or `must_fit` is an error.
     """
     if schema is None:
         return ANY_OBJECT
@@ -245,7 +245,7 @@ def json_schema(
 
 
 def one_form(forms: Sequence[tuple[str, Grammar]]) -> tuple[str, Grammar]:
-    """Return the form that all of these fields ask for, with the first of them, the only one that
+    """Return the form that all of these fields ask for, with the name of the first. Only the first
     may be strict. Raises BadRequest for fields that differ.
     """
     # Clients that know several servers send a form once in each server's field.
@@ -260,7 +260,7 @@ def one_form(forms: Sequence[tuple[str, Grammar]]) -> tuple[str, Grammar]:
 
 
 def _meaning(grammar: Grammar) -> tuple[str, str | bytes]:
-    """Return a grammar's kind and source, in which a schema's keys have one order."""
+    """Return a grammar's kind and its source, with the keys of a schema sorted."""
     if grammar.kind == "json_schema":
         schema = orjson.loads(grammar.source)
         return grammar.kind, orjson.dumps(schema, option=orjson.OPT_SORT_KEYS)
@@ -272,7 +272,7 @@ class StructuredRequest(SampledRequest):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    # vLLM's older names of them.
+    # vLLM's older names of the structured outputs.
     guided_json: SchemaOrText | None = None
     guided_regex: Regex | None = None
     guided_choice: ChoiceTexts | None = None
@@ -316,8 +316,8 @@ def require_free(grammar: Grammar | None, form_param: str, calling: Calling | No
 def schema_from_prompt(grammar: Grammar | None, prompt: str) -> Grammar | None:
     """Return the grammar of the schema that a prompt ends with, if any JSON object is allowed."""
     # Clients of servers without `json_schema` send schemas this way. A small model answers such a
-    # prompt with anything, or with the schema itself; a large one needs no such guess, so it is a
-    # setting of the model.
+    # prompt with anything, or with the schema itself; a large one needs no such guess, so the guess
+    # is a setting of the model.
     if grammar != ANY_OBJECT:
         return grammar
     try:
@@ -329,7 +329,7 @@ def schema_from_prompt(grammar: Grammar | None, prompt: str) -> Grammar | None:
 
 
 class StreamOptions(Part):
-    """What a stream sends in addition to its text."""
+    """Additions to the text of a stream."""
 
     harmless = frozenset({"include_obfuscation"})
 
@@ -386,7 +386,7 @@ class CompletionUsage(TypedDict):
 
 
 class TopLogprob(TypedDict):
-    """A token that might have stood there."""
+    """A likely token at a place, with its logprob."""
 
     token: str
     logprob: float
@@ -394,7 +394,7 @@ class TopLogprob(TypedDict):
 
 
 class ChatTokenLogprob(TopLogprob):
-    """A token of the answer and the likeliest of its place, likeliest first."""
+    """A token of the answer, with the likeliest tokens at its place, likeliest first."""
 
     top_logprobs: list[TopLogprob]
 
@@ -407,7 +407,7 @@ class ChoiceLogprobs(TypedDict):
 
 
 class Heading(TypedDict):
-    """What every chunk of a completion repeats."""
+    """The fields that every chunk of a completion repeats."""
 
     id: str
     created: int
@@ -416,7 +416,7 @@ class Heading(TypedDict):
 
 
 class SchemaVerdict(TypedDict):
-    """What of its schema no grammar held an answer to, and whether it fits; null if unknown."""
+    """The parts of a schema that no grammar enforced; if the answer fits it; null if unknown."""
 
     unenforced: list[str]
     schema_valid: bool | None

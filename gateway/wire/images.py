@@ -1,4 +1,4 @@
-"""Images in requests for text: those of earlier turns left out, or all refused."""
+"""Images in requests for text: images of earlier turns are left out, or all are refused."""
 
 from collections.abc import Sequence
 from operator import is_not
@@ -15,11 +15,11 @@ def leave_images_out(turns: Sequence[P]) -> tuple[list[P], int]:
     """Return a conversation's messages or items with a text in the place of each image of an
     earlier turn or of a tool's result, and the number of those images.
 
-    Those of system messages, which hold for each turn, and of the user's newest message stay, to be
-    refused. What the assistant says after that message is the beginning of the answer.
+    Images of system messages, which hold for each turn, and of the user's newest message stay, to
+    be refused. An assistant's message after that one is the beginning of the answer.
     """
-    # The last of several messages of the user in a row is new: those before it had no answer, as
-    # one whose image was refused.
+    # Only the last of several user messages in a row is new: the others had no answer, perhaps
+    # because an image was refused.
     roles = [getattr(turn, "role", None) for turn in turns]
     passed = (*_SYSTEM, "assistant")
     newest = max((i for i, role in enumerate(roles) if role not in passed), default=-1)
@@ -47,8 +47,8 @@ def leave_images_out(turns: Sequence[P]) -> tuple[list[P], int]:
 
 
 def image_refused(kind: str, place: str, param: str) -> BadRequest:
-    """Return the error for an image that nothing leaves out; `place` is where it stands."""
-    # "Could not process image" are the words of Anthropic's own API, at which Claude Code takes
+    """Return the error for an image that is not left out; `place` is its place in the request."""
+    # "Could not process image" are the words of Anthropic's own API: Claude Code reads them, takes
     # the image out of its session and asks again.
     return BadRequest(
         f"Invalid '{place}': Could not process image of type '{kind}': this model reads text. Send "

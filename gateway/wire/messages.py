@@ -33,7 +33,7 @@ class ContentPart(Part):
 
     harmless = frozenset({"annotations", "cache_control", "logprobs", "prompt_cache_breakpoint"})
 
-    # By the type of a part, the field with its text.
+    # The field with the text of each type of part.
     fields: ClassVar[Mapping[str, str]] = {"text": "text", "refusal": "refusal"}
 
     type: Label = Field(json_schema_extra={"enum": ["text", "refusal"]})
@@ -67,7 +67,7 @@ class Function(Part):
 
     @property
     def unread(self) -> frozenset[str]:
-        """Return `arguments` if they are no object: the model reads others than were sent."""
+        """Return `arguments` if they are no object: the model reads others than the client sent."""
         return frozenset({"arguments"} if parse_object(self.arguments) is None else ())
 
 
@@ -91,12 +91,12 @@ class ToolCall(Part):
         return {**call, "function": {"name": custom.get("name"), "arguments": arguments}}
 
 
-# Other values than texts are ignored, as unknown fields are.
+# Values other than texts are ignored, as unknown fields are.
 Thoughts = Annotated[Any, Field(json_schema_extra={"type": "string"})]
 
 
 class Message(Part):
-    """One turn of a conversation, as a client sends it: an answer's message, say, as it came."""
+    """One turn of a conversation, as a client sends it; perhaps an earlier answer's, unchanged."""
 
     harmless = frozenset({"annotations", "refusal"})
 
@@ -105,7 +105,7 @@ class Message(Part):
     name: Label | None = None
     tool_calls: Annotated[list[ToolCall], FAIL_FAST, ITEM_LIMIT] | None = None
     tool_call_id: Label | None = None
-    prefix: bool | None = None  # Mistral's and DeepSeek's: the answer continues the message
+    prefix: bool | None = None  # Mistral's and DeepSeek's field: the answer continues the message
     reasoning_content: Thoughts = None
     reasoning: Thoughts = None  # vLLM's and OpenRouter's name
 
@@ -148,7 +148,7 @@ def is_continuation(messages: Sequence[Message], *, requested: bool) -> bool:
 
 
 def to_template(messages: list[Message]) -> list[dict[str, Any]]:
-    """Return the turns as templates expect them, and never none.
+    """Return the turns as templates expect them: at least one.
 
     Raises BadRequest for content that is not text.
     """
@@ -203,8 +203,8 @@ def _text(message: Message, place: str) -> str:
 
 
 def join_texts(parts: Sequence[ContentPart | Skipped], place: str, *, skips: bool = False) -> str:
-    """Return the text of all parts. Raises BadRequest for a part that is not text, unless it
-    `skips` what only another server reads.
+    """Return the text of all parts. Raises BadRequest for a part that is not text, unless `skips`
+    leaves out parts that only another server reads.
     """
     texts = []
     for i, part in enumerate(parts):
@@ -225,7 +225,7 @@ def join_texts(parts: Sequence[ContentPart | Skipped], place: str, *, skips: boo
 
 
 def parse_object(given: object) -> dict[str, Any] | None:
-    """Return an object, or the one that a text has as JSON, empty for no text; None for others."""
+    """Return an object, or the one that a JSON text holds (empty for no text); else None."""
     if isinstance(given, str):
         try:
             given = parse(given.encode() or b"{}")
@@ -254,7 +254,7 @@ def read_arguments(given: object) -> dict[str, Any]:
 
 
 def _repair(json: str) -> Any:
-    """Return a JSON value, or the beginning of an object closed; the text itself if it is none."""
+    """Return the value of a JSON text, closing an object that was cut; else the text itself."""
     is_partial = json.lstrip().startswith("{")
     if json.count(":") + json.count("[") + json.count("{") > MAX_PARTS:
         return json

@@ -1,4 +1,4 @@
-"""The request that pulls a model, and how far that has got."""
+"""The request that pulls a model, and the progress of the pull."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -15,7 +15,7 @@ class PullRequest(Request):
     example: ClassVar = {"stream": False}
 
     model: Annotated[Label, Field(min_length=1)]
-    stream: bool = True  # as Ollama's
+    stream: bool = True  # Ollama's default
 
 
 class PullProgress(TypedDict):
@@ -25,5 +25,5 @@ class PullProgress(TypedDict):
     model: str
     status: Literal["waiting", "downloading", "success"]
     completed: Annotated[int, Field(description="Bytes on disk, of whole and part files.")]
-    total: Annotated[int | None, Field(description="Of all its files, once the hub has said it.")]
-    path: Annotated[str | None, Field(description="Of the files, at the end.")]
+    total: Annotated[int | None, Field(description="Bytes of all its files, once they are known.")]
+    path: Annotated[str | None, Field(description="Path of the files, at the end.")]

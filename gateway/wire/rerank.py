@@ -74,7 +74,7 @@ class ScoringRequest(Request):
     use_activation: bool = True
 
     def texts_of(self, part: Literal["prompt", "documents"]) -> list[str]:
-        """Return the queries, which are one or as many as the documents, or the documents."""
+        """Return the queries (one, or one for each document), or the documents."""
         value = getattr(self, self.params[part])
         if isinstance(value, str):
             return [value]
@@ -82,7 +82,7 @@ class ScoringRequest(Request):
 
 
 class RerankRequest(ScoringRequest):
-    """What Cohere, Jina, vLLM, infinity and llama.cpp take."""
+    """A request in the form of Cohere, Jina, vLLM, infinity and llama.cpp."""
 
     example: ClassVar = {
         "query": "What is the capital of France?",
@@ -96,7 +96,7 @@ class RerankRequest(ScoringRequest):
 
 
 class TextsRequest(ScoringRequest):
-    """What TEI's /rerank takes."""
+    """A request to TEI's /rerank."""
 
     example: ClassVar = {
         "query": "What is the capital of France?",
@@ -112,7 +112,7 @@ class TextsRequest(ScoringRequest):
 
 
 class ScoreRequest(ScoringRequest):
-    """What vLLM's /v1/score takes: one text and several, or as many of either."""
+    """A request to vLLM's /v1/score: one text and several, or equally many of both."""
 
     example: ClassVar = {
         "text_1": "What is the capital of France?",
@@ -132,7 +132,7 @@ def to_job(
     prompt_name: str | None,
     bounds: CharBounds,
 ) -> RerankJob:
-    """Return the job of a request, with the model's defaults for what it leaves out.
+    """Return the job of a request; fields left out come from the model's defaults.
 
     Raises BadRequest for an empty text, and for texts that are too many or too long.
     """
@@ -182,7 +182,7 @@ class RerankResult(TypedDict):
 
 
 class BilledUnits(TypedDict):
-    """What Cohere would bill."""
+    """The units that Cohere would bill."""
 
     search_units: int
 
@@ -195,7 +195,7 @@ class RerankTokens(TypedDict):
 
 
 class RerankMeta(TypedDict):
-    """What Cohere says besides."""
+    """Cohere's metadata of an answer."""
 
     billed_units: BilledUnits
     tokens: RerankTokens
@@ -294,7 +294,7 @@ def _best_first(answer: Reranked) -> list[int]:
 
 
 def may_be_texts(body: bytes | bytearray) -> bool:
-    """Return False for a body that is not in TEI's form, as a look at its bytes tells."""
+    """Return False for a body whose bytes alone show that it is not in TEI's form."""
     return b'"texts"' in body
 
 
@@ -302,7 +302,7 @@ def is_texts(body: bytes | bytearray, max_depth: int = INNER_DEPTH) -> bool:
     """Return True for a body in TEI's form: with `texts` and without `documents`."""
     try:
         fields = parse(body, max_depth)
-    except ValueError:  # it is no JSON: reading the request reports that
+    except ValueError:  # not JSON: reading the request reports that
         return False
     if not isinstance(fields, dict):
         return False

@@ -69,7 +69,7 @@ _RENAMED = "In the Responses API it is '{}'."
 
 
 class TextFormat(Part):
-    """OpenAI's flat form of a format."""
+    """A format of the text, in OpenAI's flat form."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None
@@ -91,7 +91,7 @@ class TextFormat(Part):
 
 
 class TextConfig(Part):
-    """What the text is to look like."""
+    """The form of the text."""
 
     format: TextFormat | None = None
     verbosity: Label | None = None
@@ -105,7 +105,7 @@ class Reasoning(Part):
 
 
 class ResponsesRequest(SampledRequest):
-    """What OpenAI's endpoint takes, with functions as the only tools."""
+    """A request to OpenAI's endpoint, with functions as the only tools."""
 
     harmless = frozenset(
         {
@@ -148,7 +148,7 @@ class ResponsesRequest(SampledRequest):
     model: Annotated[Label, Field(min_length=1)]
     input: Items
     previous_response_id: Annotated[Label, Field(min_length=1)] | None = None
-    store: bool = True  # for a while, if the gateway keeps responses
+    store: bool = True  # keep it for a while, if the gateway keeps responses
     instructions: str | None = None
     max_output_tokens: MaxTokens = None
     text: TextConfig = TextConfig()
@@ -184,7 +184,7 @@ class ResponsesRequest(SampledRequest):
 
     def locate(self, error: GatewayError) -> GatewayError:
         """Return an error about a part of the job as one about a field of this request."""
-        # As OpenAI's does, one about the schema always has a code.
+        # An error about the schema always has a code, as at OpenAI.
         located = super().locate(error)
         if error.part is None or located.param != "text.format.schema":
             return located
@@ -195,7 +195,7 @@ class ResponsesRequest(SampledRequest):
 
     @property
     def has_references(self) -> bool:
-        """Return True if it refers to an earlier response, or to items of some."""
+        """Return True if it refers to an earlier response, or to items of one."""
         return self.previous_response_id is not None or any(
             isinstance(item, Item) and item.is_reference for item in self.input
         )
@@ -282,7 +282,7 @@ class OutputMessage(TypedDict):
 
 
 class ReasoningItem(TypedDict):
-    """What the model wrote before it answered."""
+    """The model's reasoning before its answer."""
 
     id: str
     type: Literal["reasoning"]
@@ -360,14 +360,14 @@ class ResponseReasoning(TypedDict):
 
 
 class ResponseText(TypedDict):
-    """What the text was to look like."""
+    """The form of the text, as requested."""
 
     format: dict[str, Any]
     verbosity: str | None
 
 
 class Response(TypedDict):
-    """An answer of the Responses API, and what it was asked with."""
+    """An answer of the Responses API, with the settings of its request."""
 
     id: str
     object: Literal["response"]
@@ -409,7 +409,7 @@ class InputTokens(TypedDict):
 
 
 class DeletedResponse(TypedDict):
-    """What was deleted."""
+    """A response that was deleted."""
 
     id: str
     object: Literal["response"]

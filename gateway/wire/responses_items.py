@@ -42,7 +42,7 @@ _PREFIXES = {
     "reasoning": "rs",
 }
 REFERENCE = "item_reference"
-# By the type of a call, the field with its arguments, and the name of one that has none.
+# The field with the arguments of each type of call, and the name of a call that has none.
 _CALLS: Final[Mapping[str, tuple[str, str | None]]] = {
     "function_call": ("arguments", None),
     "custom_tool_call": ("input", None),
@@ -97,7 +97,7 @@ class Item(Part):
 
     harmless = frozenset({"encrypted_content", "phase", "status"})
 
-    # Alone, it is any of these: the one to which an earlier answer gave the id.
+    # An item with an id alone stands for the item that an earlier answer gave this id.
     id: Label | None = None
     type: Label = Field("message", json_schema_extra={"enum": list(KINDS)})
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -114,7 +114,7 @@ class Item(Part):
 
     @property
     def unread(self) -> frozenset[str]:
-        """Return `arguments` if they are no object: the model reads others than were sent."""
+        """Return `arguments` if they are no object: the model reads others than the client sent."""
         is_object = parse_object(self.arguments or "") is not None
         return frozenset(() if is_object else {"arguments"})
 
@@ -183,8 +183,8 @@ def read_item(body: bytes) -> AnyItem:
 
 def dump_items(items: Sequence[AnyItem], used_ids: Iterable[str]) -> list[tuple[str, bytes]]:
     """Return each item's id and its JSON."""
-    # An item gets a new id if it has none, or one that is used already: ids have to be unique, as
-    # pages start after an id.
+    # An item without an id, or with one that is used already, gets a new one: ids have to be
+    # unique, since pages start after an id.
     seen_ids, pairs = set(used_ids), []
     for item in items:
         item_id = item.id
@@ -192,7 +192,8 @@ def dump_items(items: Sequence[AnyItem], used_ids: Iterable[str]) -> list[tuple[
             item_id = new_id(_PREFIXES.get(item.type, "item"), 16)
         seen_ids.add(item_id)
         fields = item.model_dump(exclude_unset=True, exclude={"id"})
-        if item.type in (*_CALLS, *_OUTPUTS):  # some name a call by an id that may not stay its own
+        # Some clients name a call by its item's id, which may have been replaced above.
+        if item.type in (*_CALLS, *_OUTPUTS):
             fields["call_id"] = fields.get("call_id") or item.id
         pairs.append((item_id, orjson.dumps({"id": item_id, "type": item.type, **fields})))
     return pairs
@@ -206,7 +207,7 @@ class InputItem(TypedDict):
 
 
 class InputItems(TypedDict):
-    """A page of them, newest first unless asked otherwise."""
+    """A page of input items, newest first by default."""
 
     object: Literal["list"]
     data: list[InputItem]
@@ -248,10 +249,10 @@ def to_messages(
 ) -> list[Message]:
     """Return the conversation as chat messages, instructions first.
 
-    Thoughts, a text and calls of the assistant in a row are one message, as one answer's are in a
-    chat. The first `earlier` items are those of an earlier response. `names` has the names under
-    which the model knows functions. Raises BadRequest for missing fields and for content that is
-    not text.
+    Consecutive thoughts, a text and calls of the assistant become one message, as one answer of a
+    chat has them. The first `earlier` items are those of an earlier response. `names` has the names
+    under which the model knows functions. Raises BadRequest for missing fields and for content that
+    is not text.
     """
     messages = [Message(role="system", content=instructions)] if instructions else []
     call_names: dict[str, str] = {}
@@ -281,7 +282,7 @@ def to_messages(
                 messages.append(Message(role="assistant", tool_calls=[call]))
             case output_type if output_type in _OUTPUTS:
                 given = require(item.call_id or item.id or None, f"{place}.call_id")
-                call_id = call_ids.get(given) or given  # some name a call by its item
+                call_id = call_ids.get(given) or given  # some clients name a call by its item
                 messages.append(
                     Message(
                         role="tool",
@@ -296,7 +297,7 @@ def to_messages(
     for message in messages:
         turn = turns[-1] if turns else []
         is_part = bool(turn) and turn[-1].role == message.role == "assistant"
-        # A text behind a text begins another message, and so does a thought behind one.
+        # A text after a text begins another message, and so does a thought after a text.
         said = [part for part in turn if part.content]
         is_next = said and (message.thoughts or (message.content and said[-1] is turn[-1]))
         if is_part and not is_next:

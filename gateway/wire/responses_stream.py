@@ -110,7 +110,7 @@ class ArgumentsDone(_ItemFields):
 
 
 class ErrorEvent(TypedDict):
-    """What went wrong after the stream had begun."""
+    """An error after the stream had begun."""
 
     type: Literal["error"]
     sequence_number: int
@@ -161,8 +161,8 @@ class ResponseWriter(BlockWriter):
         self._numbers = count()
         self._has_begun = False
         self._finish: str | None = None
-        self._status: ItemStatus = "completed"  # of an item that ends
-        # Of tokens whose text has not come yet, and of the text of the open message.
+        self._status: ItemStatus = "completed"  # the status of items when they end
+        # Logprobs of tokens whose text has not come yet, and those of the open message's text.
         self._new_logprobs: list[ChatTokenLogprob] = []
         self._logprobs: list[ChatTokenLogprob] = []
 
@@ -192,8 +192,8 @@ class ResponseWriter(BlockWriter):
         """Complete the response, or mark it incomplete if `max_output_tokens` cut it."""
         events: list[Event] = []
         if self._new_logprobs and self._open is not None and self._open.kind == "text":
-            events += self._piece(self._open, "")  # of tokens without text
-        if self._open is None and not self._done:  # clients look for a message
+            events += self._piece(self._open, "")  # the logprobs of tokens without text
+        if self._open is None and not self._done:  # clients expect a message
             events += self._extend("text", "")
         self._response |= {
             "status": "completed",
@@ -274,7 +274,7 @@ class ResponseWriter(BlockWriter):
         return [*events, self._item_event("response.output_item.done", block, item)]
 
     def _item(self, block: Block, status: ItemStatus) -> OutputItem:
-        """Return a block as an item: of one in progress, as it is before its first piece."""
+        """Return a block as an item; in progress, it is as it was before its first piece."""
         parts = [] if status == "in_progress" else [self._part(block)]
         fields: dict[str, Any]
         if block.kind == "text":

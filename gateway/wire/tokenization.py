@@ -15,7 +15,7 @@ from gateway.wire.messages import Message, is_continuation, to_template
 from gateway.wire.tools import ChatTools, Selection, ToolParam, read_tools, unserved_tools
 from gateway.wire.validation import Request, check_length
 
-MAX_TOKENS = 1_000_000  # of a text: their answer is written on the event loop
+MAX_TOKENS = 1_000_000  # the most ids of a text: the answer is written on the event loop
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 

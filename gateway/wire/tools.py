@@ -13,7 +13,7 @@ from gateway.jobs import chat
 from gateway.wire.bounds import FAIL_FAST, Label, Name, Schema
 from gateway.wire.validation import OTHER, Part, by_type
 
-MAX_TOOLS = 128  # as OpenAI's
+MAX_TOOLS = 128  # OpenAI's limit
 MAX_ANTHROPIC_TOOLS = 512
 
 
@@ -100,7 +100,7 @@ class OtherTool(Part):
     def model_extra(self) -> None:
         """Return None: its fields are not listed as unknown."""
 
-    # A chat completion has no namespaces: there, one is skipped like these.
+    # Chat completions have no namespaces: they skip one as they skip these.
     type: Annotated[Label, Field(json_schema_extra={"not": {"enum": ["function", "namespace"]}})]
 
 
@@ -199,7 +199,7 @@ def unpack(tools: Sequence[ResponseTool]) -> Toolset:
         if namespace is not None and uses[name] > 1:
             name = f"{namespace}__{name}"[:64]
         names[namespace, tool.name] = name
-        # Not validated again: a joined name may have `__` and 64 characters, as a name may.
+        # The joined name needs no validation: a name may have `__` and 64 characters.
         functions.append(tool.model_copy(update={"name": name}))
     return Toolset(functions, names)
 
@@ -241,7 +241,7 @@ class AllowedTools(Part):
 
 
 class AllowedChoice(Part):
-    """`tool_choice` naming several."""
+    """A `tool_choice` that names several."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -254,7 +254,7 @@ class NamedFunction(FunctionName):
 
 
 class AllowedFunctions(Part):
-    """`tool_choice` of a response, naming several."""
+    """A `tool_choice` of a response that names several."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -281,7 +281,7 @@ ResponseToolChoice = ChoiceMode | NamedFunction | AllowedFunctions
 
 
 class Selection(NamedTuple):
-    """Which functions may be called, by name, or all; whether one must be, and several may be."""
+    """The functions that may be called (None: all), if one must be, and if several may be."""
 
     names: Sequence[str] | None = None
     forced: bool = False
@@ -293,7 +293,7 @@ def select(
     *,
     parallel: bool,
 ) -> Selection:
-    """Return what a choice in any of the forms selects."""
+    """Return the selection that a choice, in any of its forms, stands for."""
     names: Sequence[str] | None = None
     forced = False
     match choice:
@@ -343,7 +343,7 @@ def read_tools(
             )
     if not names:
         return (), None
-    # In the order of the tools, not of the choice: a prompt's beginning stays the same.
+    # The tools' own order, not the choice's: a prompt's beginning stays the same.
     allowed = [function for name, function in functions.items() if name in names]
     calling = chat.Calling(
         functions=[function.to_function() for function in allowed],

@@ -43,13 +43,13 @@ class Request(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
     # Known fields that are not served, but do not change the answer either: they are accepted.
     harmless: ClassVar[frozenset[str]] = frozenset()
-    # Known fields that would change the answer, each with the reason in its 400 …
+    # Known fields that would change the answer, each with the reason in its 400.
     refused: ClassVar[Mapping[str, str]] = {}
-    # … unless they have one of these values, which ask for nothing.
+    # Values of refused fields that are accepted, since they ask for nothing.
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-    # Of the model that a request is to.
+    # The kind of model that answers the request.
     kind: ClassVar[Literal["chat", "embedding", "rerank"]] = "chat"
-    # Of the parts of a job, those that come from a field of another name.
+    # Parts of a job that come from a field of another name, with that name.
     params: ClassVar[Mapping[ErrorPart, str]] = {}
     # A minimal request, without the model, for /openapi.json.
     example: ClassVar[Mapping[str, Any]] = {}
@@ -78,14 +78,14 @@ class Request(BaseModel):
         return self.model_dump(include=prompts, exclude_none=True)
 
     def traced_fields(self) -> dict[str, str | int | float]:
-        """Return what a trace has of the request, by GenAI's names: no content."""
+        """Return the fields that a trace shows, by GenAI's names: no content."""
         fields_set = {name: getattr(self, name) for name in _TRACED.keys() & self.model_fields_set}
         changed = {name: value for name, value in fields_set.items() if value not in (None, False)}
         return {_TRACED[name]: value for name, value in changed.items()}
 
     @property
     def thinking_budget(self) -> int | None:
-        """Return the most tokens of thinking that it asks for itself."""
+        """Return the most tokens of thinking that the request itself asks for."""
         return None
 
     def unserved_tools(self) -> Sequence[str]:
@@ -116,19 +116,19 @@ class Part(BaseModel):
     @property
     def is_image(self) -> bool:
         """Return True for a part that has an image instead of text, by any API's name."""
-        # Each part of a request is asked: `model_fields` of pydantic takes seven times as long.
+        # This runs for each part of a request: pydantic's `model_fields` takes seven times as long.
         has_text = "text" in type(self).__pydantic_fields__
         return has_text and getattr(self, "type", None) in IMAGE_TYPES
 
 
 class Skipped(Part):
-    """A part of a type that is not read, as another server writes. A header names its type."""
+    """A part of a type that is not read, such as another server's. A header names its type."""
 
     type: Label
-    role: ClassVar = "assistant"  # no message of the user's ends where it stands
+    role: ClassVar = "assistant"  # a skipped part is never the user's newest message
 
 
-KNOWN, OTHER = "known part", "other part"  # no identifiers, so no field's path has them
+KNOWN, OTHER = "known part", "other part"  # not identifiers, so no field's path has them
 
 
 def by_type(tags: Mapping[str, str]) -> Discriminator:
@@ -137,7 +137,7 @@ def by_type(tags: Mapping[str, str]) -> Discriminator:
     def tag(part: object) -> str:
         # A part is read from a dict, and written from a model.
         kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
-        # One whose type is missing, or no text, is taken for one of the first type.
+        # A part whose type is missing, or is no text, is taken for one of the first type.
         return tags.get(kind if isinstance(kind, str) else next(iter(tags)), OTHER)
 
     return Discriminator(tag)
@@ -146,8 +146,8 @@ def by_type(tags: Mapping[str, str]) -> Discriminator:
 P = TypeVar("P", bound=Part)
 R = TypeVar("R", bound=Request)
 V = TypeVar("V")
-MAX_IGNORED_NAMES = 64  # of unknown fields inside a request's parts
-MAX_FIELDS = 1024  # at the top level
+MAX_IGNORED_NAMES = 64  # the most names of unknown fields inside a request's parts
+MAX_FIELDS = 1024  # the most fields at the top level
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +174,11 @@ def read_request(
     fields = {name: value for name, value in body_fields.items() if value is not None}
     if len(fields) > MAX_FIELDS:
         raise BadRequest(f"Your request has more than {MAX_FIELDS} fields.")
-    # Before pydantic: a refused field may have any type.
+    # Refused fields are checked before pydantic: they may have any type.
     for name, reason in shape.refused.items():
         if name in fields and not _is_one_of(fields[name], shape.neutral.get(name, ())):
             raise UnsupportedParameter(f"Unsupported parameter: '{name}'. {reason}", param=name)
-    for name in shape.harmless:  # a string among them is a name or an id
+    for name in shape.harmless:  # strings in these fields are names or ids
         text = fields.get(name)
         if isinstance(text, str) and len(text) > NAME_CHARS:
             raise BadRequest(
@@ -192,7 +192,8 @@ def read_request(
         raise _bad_request(error.errors(include_url=False)) from None
     known_fields = shape.harmless | shape.refused.keys()
     outer = sorted((request.model_extra or {}).keys() - known_fields)
-    # At the top level all are named, though a header may cut the list; inside, as many as fit it.
+    # All ignored fields of the top level are named, though a header may cut the list; of those
+    # inside parts, only the first.
     ignored = (
         *outer,
         *request.unserved_tools(),
@@ -254,7 +255,7 @@ def _parse(body: bytes | bytearray, max_depth: int) -> dict[str, Any]:
     try:
         value = parse(body, max_depth)
     except ValueError as error:
-        # A form that curl or requests made: its parser's error would not help.
+        # This is a form of curl or requests: an error of the JSON parser would not help.
         if body.startswith(b"--"):
             raise BadRequest(
                 "The request body is multipart/form-data. It must be a JSON object."
@@ -268,7 +269,7 @@ def _parse(body: bytes | bytearray, max_depth: int) -> dict[str, Any]:
     return value
 
 
-# By pydantic's kind of error, the rest of OpenAI's code after the noun.
+# The rest of OpenAI's code after the noun, by pydantic's kind of error.
 _VALUE_CODES = {
     "less_than_equal": "above_max_value",
     "less_than": "above_max_value",
@@ -301,8 +302,8 @@ _GOT = {
 def _bad_request(errors: Sequence[ErrorDetails]) -> BadRequest:
     """Return pydantic's first error in plain words, with OpenAI's code."""
     param = _path(errors[0]["loc"])
-    # Of a union's errors, the one of the branch that got furthest; at the same path, one that is
-    # not about the type.
+    # A union has an error for each branch. The one of the branch that got furthest counts; at the
+    # same path, one that is not about the type.
     of_one_field = [error for error in errors if _path(error["loc"]).startswith(param)]
     error = max(
         of_one_field, key=lambda each: (len(_steps(each["loc"])), each["type"] not in _EXPECTED)
@@ -421,15 +422,15 @@ class CharBounds:
 
 def check_length(parts: Sequence[Any], max_chars: int, *, param: str) -> None:
     """Raise BadRequest if the parts, written as JSON, are too long to tokenize."""
-    # A character has at most 4 bytes; a part's braces and names are not the caller's.
+    # A character has at most 4 bytes; a part's braces and names are not the caller's text.
     body = orjson.dumps(parts, default=lambda part: part.model_dump())
-    escapes = body.count(b"\\n") + body.count(b'\\"')  # the commonest, one character each
+    escapes = body.count(b"\\n") + body.count(b'\\"')  # the commonest escapes, one character each
     most = max_chars + 256 * len(parts) + escapes
     if len(body) > 4 * max_chars + escapes or len(body.decode()) > most:
         raise BadRequest(f"'{param}' is longer than {max_chars} characters.", param=param)
 
 
-MAX_INPUTS = 2048  # as OpenAI's
+MAX_INPUTS = 2048  # OpenAI's limit
 _Text = Annotated[str, Field(min_length=1)]
 _Ids = Annotated[list[Annotated[int, Field(ge=0)]], FAIL_FAST, Field(min_length=1)]
 
@@ -448,7 +449,7 @@ def _read_inputs(value: object, read: ValidatorFunctionWrapHandler) -> list[Any]
     return list(inputs)
 
 
-# Texts, or rows of token ids: of one text or row, a list of it.
+# Texts, or rows of token ids; a single text or row becomes a list of one.
 Inputs = Annotated[
     _Text
     | Annotated[list[_Text], FAIL_FAST, Field(min_length=1, max_length=MAX_INPUTS)]

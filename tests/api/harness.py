@@ -112,7 +112,7 @@ class Streamed:
     answer: Response
     keep_alives: int = 0
     is_kept_first: bool = False  # a sign of life came before any event
-    names: list[str] = field(default_factory=list)  # of Responses' and Messages' events
+    names: list[str] = field(default_factory=list)  # the names of Responses' and Messages' events
     events: list[dict[str, Any]] = field(default_factory=list)
     is_done: bool = False  # it ended as one that did not fail
 

@@ -41,7 +41,7 @@ CLOCK = {"name": "clock", "parameters": {"type": "object", "properties": {}}}
 FUNCTIONS = [{"type": "function", "function": CLOCK}]
 FLAT = [{"type": "function", "strict": False, **CLOCK}]
 USED = [{"name": "clock", "input_schema": CLOCK["parameters"]}]
-UNIQUE = {"type": "array", "uniqueItems": True}  # which no grammar holds: there is a verdict
+UNIQUE = {"type": "array", "uniqueItems": True}  # no grammar enforces this, so there is a verdict
 FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": UNIQUE}}
 TEXT = {"format": {"type": "json_schema", "name": "a", "schema": UNIQUE}}
 OUTPUT = {"format": {"type": "json_schema", "schema": UNIQUE}}
@@ -69,8 +69,8 @@ class ErrorEvent(BaseModel):
     error: ErrorObject
 
 
-# Where the vendors' APIs write a null, by endpoint; lists have no step of their own. A verdict is
-# this gateway's own, and null where nobody can tell.
+# The places where the vendors' APIs write a null, by endpoint; lists have no step of their own. A
+# verdict is this gateway's own, and null where nobody can tell.
 _ANSWERED = {"choices.logprobs", "choices.finish_reason", "gateway.schema_valid"}
 _RESPONDED = {
     *("access_programs", "completed_at", "error", "incomplete_details", "instructions"),
@@ -110,7 +110,7 @@ async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Asyn
         yield client
 
 
-adapter = functools.cache(TypeAdapter)  # of a union of events it takes a second to build
+adapter = functools.cache(TypeAdapter)  # one for a union of events takes a second to build
 
 
 def nulls(value: Any, path: str = "") -> Iterator[str]:

@@ -300,7 +300,7 @@ async def test_for_a_watcher_that_does_not_read_nothing_piles_up(
     async def watch(count: int) -> None:
         watch = asyncio.ensure_future(app(getting("/dashboard/samples"), receive, send))
         await until(lambda: len(sent) >= count)
-        await asyncio.sleep(0.1)  # in which more would come
+        await asyncio.sleep(0.1)  # more would come in this time
         gone.set()
         await asyncio.wait_for(watch, 5)
         gone.clear()

@@ -185,7 +185,7 @@ async def test_a_question_that_breaks_is_an_error(client: AsyncClient) -> None:
 
 
 async def test_requests_at_once_each_have_their_answers(client: AsyncClient) -> None:
-    counts = [1, 70, 3, 400]  # as many as may be asked
+    counts = [1, 70, 3, 400]  # the last is the most that may be asked
     decisions = await asyncio.gather(
         *(post(client, [{**PREDICATE, "name": f"{count}"}] * count) for count in counts)
     )

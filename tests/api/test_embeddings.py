@@ -168,7 +168,7 @@ def test_no_answer_is_larger_than_what_is_counted_for_it(encoding: str) -> None:
     rng = np.random.default_rng(1)
     bits = rng.integers(0, 2**32, 200_000, dtype=np.uint32).view(np.float32)
     longest = np.full(1000, -np.finfo(np.float32).tiny, np.float32)
-    usable = bits[np.abs(bits) < 1e15]  # whose squares have a sum; a NaN is not less
+    usable = bits[np.abs(bits) < 1e15]  # their squares have a sum; a NaN is not less
     vectors = np.concatenate([usable[:99_000], longest]).reshape(100, 1000)
     answer = Embedded(vectors=vectors, prompt_tokens=5, truncated=0)
     pieces = write_vectors(answer)

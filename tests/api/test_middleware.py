@@ -244,7 +244,7 @@ async def test_an_allowed_page_may_send_its_key(models: Catalog, engines: Script
     "origin",
     [
         "tauri://localhost",  # Jan
-        "http://tauri.localhost",  # and on Windows
+        "http://tauri.localhost",  # Jan on Windows
         "app://obsidian.md",
         "vscode-webview://0q3u1vh7",
         "vscode-file://vscode-app",
@@ -269,7 +269,7 @@ async def test_a_desktop_app_may_call(client: AsyncClient, origin: str) -> None:
 @pytest.mark.parametrize(
     "origin",
     [
-        "null",  # of any page's sandboxed frame
+        "null",  # any page's sandboxed frame
         *("https://tauri.localhost.evil.example", "http://tauri.localhost:1"),
         *("https://evil.example", "http://localhost:3000", "xapp://a", "app://a/tauri://b"),
         "chrome-extension://abc",

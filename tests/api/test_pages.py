@@ -130,7 +130,7 @@ async def test_with_keys_the_key_alone_decides(keyed: AsyncClient, endpoint: End
     for key in ({}, KEY):
         plain = await status(keyed, endpoint, key)
         for headers in asked(endpoint.method, "cross-site", "https://evil.example").values():
-            if "samples" not in endpoint.path or not key:  # whose places may all be taken
+            if "samples" not in endpoint.path or not key:  # their places may all be taken
                 assert await status(keyed, endpoint, {**headers, **key}) == plain
 
 

@@ -14,7 +14,7 @@ from tests.serving_app import level, served
 from tests.waiting import until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("path", ASK)]
-# By the name that a prompt has.
+# The name that a prompt has, by endpoint.
 PARAM = {"/v1/completions": "prompt", "/v1/responses": "input"}
 OVERLOADED = {"/v1/messages": 529}
 

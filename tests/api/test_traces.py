@@ -96,7 +96,7 @@ async def test_an_answer_is_a_span_with_its_stages_as_children(
         assert span.started <= child.started <= child.ended <= span.ended
         assert child.trace_id == span.trace_id
     for earlier, later in pairwise(children):
-        assert earlier.ended <= later.started + 1_000  # to the microsecond
+        assert earlier.ended <= later.started + 1_000  # exact to the microsecond
 
 
 async def test_the_stages_are_those_of_the_servers_timings(models: Catalog, taken: Taken) -> None:

@@ -49,7 +49,8 @@ def hub(tmp_path: Path, checkpoint: Path) -> Iterator[FakeHub]:
     )
     with FakeHub({**repos, "org/coded": coded, "org/bare": bare}).serving() as hub:
         hub.says = {"org/gated": {"gated": "manual"}, "org/private": {"private": True}}
-        hub.says["org/One"] = {"id": "org/one"}  # as the hub answers for any case, and old names
+        # The hub answers so for names in any case, and for old names.
+        hub.says["org/One"] = {"id": "org/one"}
         yield hub
 
 
@@ -233,7 +234,7 @@ async def test_a_pull_without_events_answers_at_its_end_and_counts_to_no_rate(
     given = {**GIVEN, "requests_per_minute": 1}
     async with served(catalog(tmp_path, {}), by_hand, **given) as client:
         for _ in range(2):  # the second finds it on the disk
-            body = {"model": "hub:else/a", "stream": False}  # which no pattern allows to callers
+            body = {"model": "hub:else/a", "stream": False}  # no pattern allows it to callers
             answer = await client.post("/admin/models/pull", json=body, headers=ADMIN)
             assert answer.json()["status"] == "success"
         assert "else/a" in await listed(client)

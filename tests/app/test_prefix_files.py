@@ -337,7 +337,7 @@ async def test_a_disk_that_stands_still_does_not_hold_up_a_load(
     write_chat(tmp_path / "m")
     (file,) = await saved(tmp_path)
     file.unlink()
-    os.mkfifo(file)  # to open it waits for a writer
+    os.mkfifo(file)  # opening it waits for a writer
     monkeypatch.setattr("gateway.app.prefix_files.READ_S", 0.05)
     async with gateway(tmp_path) as client:
         assert (await ask(client, SEA))[1] == 0

@@ -152,7 +152,8 @@ async def test_only_what_may_be_called_and_is_whole_is_a_call(tmp_path: Path) ->
         stopped = await choice(client, tools=TOOLS, stop=["look"])
         assert (stopped["message"]["content"], stopped["finish_reason"]) == ("I shall", "stop")
         scored = await choice(client, tools=TOOLS, logprobs=True)
-        assert not (scored["logprobs"] or {}).get("content")  # of thoughts and a call, too
+        # Logprobs of thoughts and of a call are not the content's.
+        assert not (scored["logprobs"] or {}).get("content")
 
 
 async def test_an_answer_that_a_stop_string_ended_makes_no_call(tmp_path: Path) -> None:

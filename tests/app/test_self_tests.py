@@ -133,7 +133,7 @@ async def test_a_model_that_fails_runs_its_rows_one_at_a_time(tmp_path: Path) ->
     [
         ("force", "together", "off"),
         ({"mode": "force", "max_batch_size": 2}, "together", "off"),
-        (False, "one at a time", "failed"),  # as YAML reads `off`
+        (False, "one at a time", "failed"),  # YAML reads `off` so
         ("off", "one at a time", "failed"),
         ({"mode": False}, "one at a time", "failed"),
         (True, "one at a time", "failed"),

@@ -24,7 +24,7 @@ MODEL = 10_000  # bytes of each; a token of a chat model takes one
 LONG = 500
 COSTS = RowCosts(KvCost(1), chunk_tokens=longest_chunk(512))
 SMALL = Layout([2 + 9]).nbytes(COSTS)  # bytes of a row that may say nine tokens
-ROW = Layout([2 + 256]).nbytes(COSTS)  # of one that may say LONG, when it joins
+ROW = Layout([2 + 256]).nbytes(COSTS)  # bytes of a row that may say LONG, when it joins
 CHATS: dict[str, dict[str, Any]] = {
     name: {"kind": "chat", "source": "path:."} for name in ("one", "two")
 }

@@ -55,7 +55,7 @@ def test_a_lone_chat_takes_its_prompt_and_its_steps() -> None:
     found = simulate(FLAT, [chat], window, limits=limits()).chats
     assert found.first is not None
     assert found.latency is not None
-    assert found.first.p50 == pytest.approx(READ_S)  # with it comes the first token
+    assert found.first.p50 == pytest.approx(READ_S)  # the first token comes with it
     assert found.latency.p50 == pytest.approx(READ_S + 10 * STEP_S)
 
 

@@ -81,7 +81,7 @@ def test_our_own_wrong_answer_meets_no_target() -> None:
     [
         (6.0, 23.0, 1.04),  # 1 ms of overhead a call
         (16.0, 23.0, 1.08),  # each call waits a window out: no gain of the burst
-        (16.0, 53.0, 0.47),  # and the burst is ten passes
+        (16.0, 53.0, 0.47),  # moreover the burst is ten passes
     ],
 )
 def test_slow_calls_in_turn_are_no_gain(call: float, at_once: float, share: float) -> None:
@@ -152,7 +152,7 @@ def counted() -> dict[tuple[str, str], float]:
 async def test_recording_counts_what_a_request_counts(tmp_path: Path) -> None:
 
     def changed(before: dict[tuple[str, str], float]) -> dict[tuple[str, str], float]:
-        # of a histogram and of seconds only how many
+        # a histogram and seconds give their counts only
         return {
             key: value - before.get(key, 0.0)
             for key, value in counted().items()

@@ -16,7 +16,8 @@ from gateway.settings import Settings
 
 DEFAULTS = Settings(_env_file=None)  # type: ignore[call-arg]
 CATALOGUE = {name: facts for name, _, facts in read_facts()}
-CONFIGS: dict[str, tuple[str, str]] = {  # with what mlx-lm's classes leave open, in YAML
+# Configs, in YAML, with the fields that mlx-lm's classes leave open.
+CONFIGS: dict[str, tuple[str, str]] = {
     "qwen3.5-9b": (
         "qwen3_5",
         """model_type: qwen3_5
@@ -60,13 +61,13 @@ def test_a_model_fits_with_its_weights_its_kv_and_what_is_kept_of_prompts() -> N
     assert found is not None
     assert found.context == 8192
     assert found.is_whole
-    assert 1024 * 8192 < found.kv_bytes < 1024 * 8192 * 2  # of the chunk that is read, too
+    assert 1024 * 8192 < found.kv_bytes < 1024 * 8192 * 2  # the chunk that is read counts too
     assert found.prefix_bytes == 4 * GIB  # a quarter
     assert found.total_bytes < 12 * GIB
 
 
 def test_a_context_without_room_is_cut_and_one_too_short_does_not_fit() -> None:
-    memory = 4 * GIB  # of which 3 GiB may be taken, and 1 is left for prompts
+    memory = 4 * GIB  # 3 GiB may be taken, and 1 is left for prompts
     small = fit("m", "chat", plain(weights_bytes=2 * GIB - 8_000_000), memory, DEFAULTS)
     assert small is not None
     assert small.context is not None

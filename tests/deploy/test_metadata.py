@@ -41,7 +41,7 @@ def built(folder: Path, **variables: str) -> Message:
     [information] = folder.glob("*.dist-info")
     text = (information / "METADATA").read_text(encoding="utf-8")
     shutil.rmtree(information)
-    (folder / "PKG-INFO").write_text(text, encoding="utf-8")  # as an sdist has it
+    (folder / "PKG-INFO").write_text(text, encoding="utf-8")  # an sdist has this file
     return Parser().parsestr(text)
 
 

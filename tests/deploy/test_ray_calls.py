@@ -26,7 +26,7 @@ def chat(*texts: str) -> dict[str, Any]:
 def test_conversations_share_the_blocks_that_both_begin_with() -> None:
     one, other = read(chat("one" * 200)).blocks, read(chat("other" * 200)).blocks
     shared = [a == b for a, b in zip(one, other, strict=False)]
-    assert shared.index(False) == sum(shared)  # and none after the first that differs
+    assert shared.index(False) == sum(shared)  # none is equal after the first that differs
     assert sum(shared) == len(orjson.dumps(SYSTEM)) // BLOCK_BYTES
 
 

@@ -77,7 +77,7 @@ def test_the_first_choice(case: str) -> None:
 @pytest.mark.parametrize(
     ("best", "least", "name"),
     [
-        (1500 + SAVED, 1000, "warm"),  # as many as allowed
+        (1500 + SAVED, 1000, "warm"),  # exactly the allowed excess
         (1501 + SAVED, 1000, "cold"),
         (BUSY * 1.5 + SAVED, 0, "warm"),  # hardly busy: its prefix is worth more than the wait
         (BUSY * 1.5 + SAVED + 1, 0, "cold"),

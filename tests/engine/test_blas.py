@@ -38,7 +38,7 @@ files = {line.split(maxsplit=5)[5].strip() for line in open("/proc/self/maps") i
          and len(line.split(maxsplit=5)) == 6}
 print(json.dumps([asdict(BLAS), sorted(files)]))
 """
-# Of the system's libraries none is found: what Python runs first in every process.
+# Python runs this first in every process: none of the system's libraries is then found.
 HIDING = """
 import ctypes
 real = ctypes.CDLL.__init__
@@ -232,7 +232,7 @@ def test_a_setting_names_the_library(furnished: House) -> None:
     path = furnished.folder / "mine.so"
     furnished.copy().rename(path)
     libraries = str(installed().library.parent)  # what it needs beside it
-    for given in (str(path), path.name):  # or from the folder that it is started in
+    for given in (str(path), path.name):  # a name is looked up in the folder that it starts in
         finding, files = furnished.start(GATEWAY_BLAS=f" {given}", LD_LIBRARY_PATH=libraries)
         assert finding["kind"] == "path"
         assert str(path) in files

@@ -41,7 +41,7 @@ ARCHITECTURES = [
     for name in names()
     if name not in UNMADE
 ]
-PART_BY_PART = {"mlx_lm.models.iquestloopcoder"}  # whose layers are not called: it stays whole
+PART_BY_PART = {"mlx_lm.models.iquestloopcoder"}  # its layers are not called: it stays whole
 LAYERS = 200  # more than any model has
 TOKENS = range(3, 36)
 
@@ -84,10 +84,10 @@ def test_no_pass_has_more_arrays_than_a_device_bears_and_none_grows(model: Any) 
     counts = []
     for step in range(16):
         logits = read(model, caches, [7])
-        if step in (0, 5, 11, 15):  # to draw a graph takes as long as to compute it
+        if step in (0, 5, 11, 15):  # drawing a graph takes as long as computing it
             counts.append(count_arrays(logits, *leaves(caches)))
         mx.eval(logits, leaves(caches))
-    assert counts[-1] <= max(counts[:-1])  # where a window fills up, a few come on top
+    assert counts[-1] <= max(counts[:-1])  # a few come on top when a window fills up
     layers = len(make_prompt_cache(model))
     assert max(counts) / layers * LAYERS < METAL_BUFFERS / 2
 

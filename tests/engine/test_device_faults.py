@@ -10,7 +10,7 @@ METAL = "[METAL] Command buffer execution failed: "
 RAISED = [
     (IGNORED, Fault.FATAL),
     (TIMEOUT, Fault.UNKNOWN),
-    # Before 0.32 there was no full stop; the words are those of the system's language.
+    # There was no full stop before 0.32; the words are those of the system's language.
     (
         f"{METAL}Ignoriert (00000004:kIOGPUCommandBufferCallbackErrorSubmissionsIgnored)",
         Fault.FATAL,

@@ -67,7 +67,7 @@ def test_code_in_a_repository_is_said(
         (repo / "modeling.py").write_text("raise SystemExit")
     else:
         (repo / "config.json").write_text(json.dumps({**config, key: "x.py"}))
-    if key == "model_file":  # by which mlx-lm would run it
+    if key == "model_file":  # mlx-lm would run it by this key
         with pytest.raises(ModelRefused, match="code of its own"):
             look(SOURCE, at(hub, tmp_path), "org/tiny")
         return

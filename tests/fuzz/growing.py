@@ -36,7 +36,7 @@ TIMES, MOST = 4, 8.0  # how much larger, and how much longer that may take: a sq
 # The same of what seems slow. One that grows as it should takes up to 40 times as long, most of it
 # for memory that the process has not at hand yet; a square takes 256 times.
 SURE_TIMES, SURE_MOST, LARGE = 16, 100.0, 6_400_000
-NOTHING_S = 0.004  # in which nobody is kept waiting, and nothing can be measured
+NOTHING_S = 0.004  # too short to keep anybody waiting, or to measure
 RUNS = 3
 ROUNDS, SURE_ROUNDS = 2, 4
 

@@ -23,7 +23,7 @@ from tests.generators import within_share
 from tests.serving_app import catalog, served
 
 SHORT, LONG = 60, 2000
-LOAD_S = 10.0  # of processor time, for the load and its first answer
+LOAD_S = 10.0  # processor time for the load and its first answer
 MORE_BYTES = 500 << 20
 ASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi, x h a"}]}),

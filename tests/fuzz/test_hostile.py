@@ -24,9 +24,9 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 POSTS = {each.bare_path: each for each in ENDPOINTS if each.method == "POST"}
 SHORT, LONG = 80, 20_000
 AT_ONCE = 6
-REQUEST_S = 20  # that the gateway gives one, whatever its own header asks for
+REQUEST_S = 20  # the gateway gives a request this long, whatever its own header asks for
 ANSWERED_S = 6 * REQUEST_S
-HEALTHY_S = 5.0  # after which a supervisor counts a failure
+HEALTHY_S = 5.0  # a supervisor then counts a failure
 ALIASES = {"GATEWAY_ALL_MINILM_L6_V2_ALIASES": "embed", "GATEWAY_DEMO_CHAT_ALIASES": "writer"}
 
 

@@ -375,7 +375,7 @@ def rotary_bert() -> None:
         *("nomic-bert", NomicBertModel(NomicBertConfig(**size)), tokenizer, BERT_TOKENIZER),
         *("mean", 96),
     )
-    # As GTE's own code has it, ntk by a factor of 4 on a theta of 20,000, with heads of 8.
+    # GTE's own code does ntk by a factor of 4 on a theta of 20,000, with heads of 8.
     rope = {"rope_type": "linear", "rope_theta": 80_000.0, "factor": 4 ** (2 / 8)}
     tokenizer = framed(unigram(), "<s> $A </s>")
     size["vocab_size"] = tokenizer.get_vocab_size()

@@ -58,7 +58,7 @@ FAULTS = {
     "clock +1 h": Fault(Call.CLOCK, shift_s=3600),
     "clock -1 h": Fault(Call.CLOCK, shift_s=-3600),
     "thread EAGAIN": Fault(Call.THREAD, errno.EAGAIN),
-    "helpers SIGKILL": Fault(Call.NONE),  # as the kernel does first where memory is short
+    "helpers SIGKILL": Fault(Call.NONE),  # the kernel does so first if memory is short
     **{f"{call.name.lower()} EINTR": Fault(call, errno.EINTR) for call in INTERRUPTED},
 }
 STAGES = ("start", "load", "tokenize", "decode", "drain")
@@ -194,12 +194,12 @@ class Trial:
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
-        self.hits = 0  # of the last run
+        self.hits = 0  # faults that hit in the last run
 
     def run(self, stage: str, fault: Fault, times: int) -> str:
         """Let a call fail at a stage, and tell what became of the gateway."""
         gateway, injector = self.gateway, self.gateway.injector
-        shutil.rmtree(gateway.folder / SELF_TESTS, ignore_errors=True)  # to be written again
+        shutil.rmtree(gateway.folder / SELF_TESTS, ignore_errors=True)  # they are written again
         if stage == "start":
             gateway.stop()
             skipped = 100 if fault.call is Call.OPEN else 0  # amid the imports

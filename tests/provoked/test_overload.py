@@ -115,7 +115,7 @@ async def storm(process: Served, clients: int) -> None:
             else:
                 assert answer.json()["error"]["code"] == "rate_limit_exceeded"
                 assert 1 <= int(answer.headers["retry-after"]) <= 60
-        after = [await ask(client, body(number)) for number in range(4)]  # at once, one by one
+        after = [await ask(client, body(number)) for number in range(4)]  # now, one by one
         assert [answer.status_code for answer in after] == [200] * 4
         assert process.rss_bytes() - before < MOST_GROWTH_BYTES
         metrics = (await client.get("/metrics")).text

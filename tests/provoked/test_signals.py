@@ -158,7 +158,7 @@ async def test_a_stuck_lane_turns_health_to_503(tmp_path: Path) -> None:
         assert served.process.wait(30) == 70
         log = served.log.read_text()
         assert '"event":"lane_stalled"' in log
-        assert "engines.py" in log  # where it hangs
+        assert "engines.py" in log  # the file where it hangs
 
 
 async def test_a_stuck_lane_ends_the_process_with_status_70(tmp_path: Path) -> None:

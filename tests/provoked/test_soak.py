@@ -25,13 +25,13 @@ pytestmark = pytest.mark.anyio
 AT_ONCE: Final = 16  # clients of whom each asks again at once: more of them get no more done
 LOAD: Final = 0.8
 MINUTES: Final = 10
-MEASURING_S, ASKING_S = 10, 50  # of each
-EARLY, LATE = slice(2, 4), slice(8, 10)  # of the minutes
-READINGS: Final = 30  # of memory, a minute
+MEASURING_S, ASKING_S = 10, 50  # seconds of each in a minute
+EARLY, LATE = slice(2, 4), slice(8, 10)  # the minutes compared
+READINGS: Final = 30  # readings of memory in each minute
 SERVE: Final = command("serve", "--models", str(DEMO))
-SETTINGS: Final = {"GATEWAY_STRUCTURED_ROWS": "8"}  # so that the device is what limits
+SETTINGS: Final = {"GATEWAY_STRUCTURED_ROWS": "8"}  # the device is then the limit
 MOST_GROWTH: Final = 1.03
-MOST_DRIFT: Final = 1.5  # of p95, on a machine that others use, too
+MOST_DRIFT: Final = 1.5  # drift of p95, on a machine that others use too
 
 
 @dataclass

@@ -146,7 +146,7 @@ async def test_a_client_that_ends_its_side_with_its_body_is_answered(
         writer.write(head + body)
         writer.write_eof()
         await until(lambda: reader.held == 1)
-        await asyncio.sleep(0.05)  # for the end to be seen
+        await asyncio.sleep(0.05)  # lets the end be seen
         reader.is_let_go.set()
         assert await answer(answers) == (200, b"%d" % MANY)
 

@@ -238,8 +238,8 @@ def test_an_adapter_is_served_by_name_with_its_bases_weights(file: Path) -> None
         ("bas", "no model has the id 'bas'; did you mean 'base'?"),
         ("pirate", "a model cannot be its own base"),
         ("other", "other has a base of its own, and cannot be one"),
-        ("fused", "fused has `fuse_projections`, and no adapter is of fused ones"),
-        ("shared", "shared has `parallel`, and no adapter is divided"),
+        ("fused", "fused has `fuse_projections`, and adapters do not fit those"),
+        ("shared", "shared has `parallel`, and adapters cannot be divided"),
         ("encoder", "encoder is of kind embedding, and a base is a chat model"),
     ],
 )

@@ -63,7 +63,7 @@ def test_what_is_not_said_is_named_as_unread(name: str, specs: dict[str, HubSour
         "context": facts.context,
         "sampling": entry.get("sampling") if entry["kind"] == "chat" else True,
     }
-    # Of one the id's own page has no address.
+    # A fact from the id's own page has no address.
     unread = {*facts.unread} - {"page"}
     assert unread == {key for key, value in is_said.items() if value is None}
 

@@ -30,7 +30,7 @@ async def test_an_exception_is_told_to_whoever_asked() -> None:
             with pytest.raises(ZeroDivisionError):
                 await run(lambda: 1 // 0)
             async with asyncio.timeout(5):
-                with pytest.raises(RuntimeError, match="StopIteration"):  # which no future takes
+                with pytest.raises(RuntimeError, match="StopIteration"):  # no future takes it
                     await run(next, iter(()))
             assert await run(int, "3") == 3
 

@@ -100,13 +100,13 @@ def test_of_equals_the_first_to_wait_is_next() -> None:
         (16_384, 16_384, 4.0, 1024),  # it took too long: at once the next is shorter
         (512, 512, 0.2, 640),
         (512, 512, 0.1, 1280),  # it was quick: the next may be longer
-        (512, 512, 0.001, MOST_GROWTH * 512),  # but not many times as long
+        (512, 512, 0.001, MOST_GROWTH * 512),  # yet not many times as long
         (2000, 8, 0.02, 2000),  # a small quick pass tells nothing of large ones
         (55, 5, 0.17, 55),  # nor the end of a prompt, on a slow machine
         (2000, 8, 0.5, 1000),  # a small slow one halves at most: a kernel was compiled
-        (512, 255, 0.25, 256),  # and it was half of what it might have been
+        (512, 255, 0.25, 256),  # this slow one was half of what it might have been
         (512, 512, 1000, LEAST_TOKENS),  # never nothing
-        (512, 0, 0.1, 512),  # without tokens
+        (512, 0, 0.1, 512),  # no tokens
     ],
 )
 def test_what_a_pass_took_tells_how_much_fits_in_the_next(

@@ -137,7 +137,7 @@ async def test_a_tokenizer_that_never_ends_keeps_no_other_models_texts_waiting()
         async with asyncio.timeout(20):
             assert await other.run(int, "3") == 3
             assert await pool.run(int, "4") == 4
-            assert await stuck.compile(int, "5") == 5  # on a thread that all share
+            assert await stuck.compile(int, "5") == 5  # all models share this thread
         gate.set()
         await asyncio.gather(*waiting)
         assert await pool.run(int, "6") == 6

@@ -131,7 +131,7 @@ async def test_a_stuck_call_is_a_stall_until_it_moves(
     assert [line["event"] for line in lines] == ["lane_stalled", "lane_moves_again"]
     assert lines[0]["kind"] == "test"
     told = capfd.readouterr().err
-    assert told.count("pass_through") == 1  # where it hung
+    assert told.count("pass_through") == 1  # the stack names the place where it hung
     assert "Current thread" in told
 
 
@@ -230,6 +230,6 @@ async def test_a_loop_that_does_not_turn_ends_the_process(
 
     async with Lane() as lane:
         with Watch(lane, SHORT, on_stall=lambda: None, exit_process=exit_process):
-            assert ended.wait(30)  # on the loop, which it keeps
+            assert ended.wait(30)  # this wait keeps the loop
     assert statuses == [STATUS_OF_A_STALL]
     assert "test_watch.py" in capfd.readouterr().err

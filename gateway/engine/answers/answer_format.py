@@ -1,4 +1,6 @@
-"""The form of a model's answers: what reads the tokens of a sequence, and tracks its thinking."""
+"""The form of a model's answers: the parsers of a sequence's tokens, and the tracker of its
+thinking.
+"""
 
 import math
 import re
@@ -29,7 +31,7 @@ from gateway.jobs.steps import SequenceParams
 
 
 class AnswerFormat:
-    """A model's formats and tokens, as its answers need them. Stateless, so threads may share it.
+    """A model's formats and tokens, for reading its answers. Stateless, so threads may share it.
 
     `eos_ids` are the tokens that end an answer.
     """
@@ -76,7 +78,7 @@ class AnswerFormat:
         return CallFormat(start, end, *(i is not None and is_special(i) for i in ids))
 
     def output_processor(self, params: SequenceParams) -> OutputProcessor:
-        """Return what turns the tokens of a sequence into parts."""
+        """Return the processor that turns the tokens of a sequence into parts."""
         return OutputProcessor(
             Detokenizer(self._vocabulary, continues=params.is_bare or params.is_continued),
             self.parser(params),
@@ -86,7 +88,9 @@ class AnswerFormat:
         )
 
     def parser(self, params: SequenceParams) -> AnswerParser:
-        """Return what splits the text of a sequence into its answer, thoughts and calls."""
+        """Return the parser that splits the text of a sequence into its answer, thoughts
+        and calls.
+        """
         tools, calling, is_bound = self.tools, params.calling, params.grammar is not None
         functions: dict[str, Mapping[str, Any]] = {}
         mode: Mode = "none"
@@ -143,14 +147,16 @@ class AnswerFormat:
         )
 
     def call_writer(self, params: SequenceParams) -> CallWriter:
-        """Return what numbers the calls of a sequence, and leaves out those beyond its limit."""
+        """Return the writer that numbers the calls of a sequence, and leaves out those beyond its
+        limit.
+        """
         calling = params.calling
         is_single = calling is not None and not (calling.forced or calling.parallel)
         limit = 1 if is_single else math.inf
         return CallWriter(self.tools.new_id, params.earlier_calls, limit=limit)
 
     def thinking(self, params: SequenceParams) -> Thinking:
-        """Return what tracks, by its tokens, whether a sequence is thinking."""
+        """Return a tracker of whether a sequence is thinking, judged by its tokens."""
         spell, pattern = self._spell, self.marks.pattern
         if self.is_harmony:
             stops = self.eos_ids
@@ -203,7 +209,7 @@ class AnswerFormat:
         opens, opens_after, tail = self.ids(self.reasoning.starts), "", ""
         if self.is_harmony:
             opens, opens_after = frozenset(self._unspell("analysis")[:1]), "<|channel|>"
-            [tail] = self._thought_ends(may_call=True)  # as an earlier message ended
+            [tail] = self._thought_ends(may_call=True)  # an earlier message ended with it
             tail = self.marks.pattern(params.opening) or tail
         return ThinkingBudget(
             params.thinking_budget,

@@ -30,9 +30,9 @@ from gateway.engine.answers.call_values import (
     write_call,
 )
 
-Body = tuple[list[Call], int]  # what a ReadBody returns
-_BETWEEN = re.compile(r"(?:[\s;,]|```\w*)*+")  # bodies
-_AFTER = re.compile(r"[\s;,`)\]}]*+")  # the last body: brackets too many
+Body = tuple[list[Call], int]  # the result of a ReadBody
+_BETWEEN = re.compile(r"(?:[\s;,]|```\w*)*+")  # separators of bodies
+_AFTER = re.compile(r"[\s;,`)\]}]*+")  # text after the last body: brackets too many
 _DECODER = json.JSONDecoder(strict=False)  # strings may hold line breaks and tabs
 _BAD_ESCAPE = re.compile(r"(\\(?:[\"\\/bfnrt]|u[0-9a-fA-F]{4}))|\\(')|\\")
 _ID = r"(?P<name>[^\s<{]{1,256})"
@@ -68,7 +68,8 @@ class Bodies:
         begun = [pair for pair in self.marks if text.startswith(pair[0], at)][:1]
         closers = tuple(end for _, end in begun or self.marks if end)
         begin = at + sum(len(start.removesuffix("[")) for start, _ in begun)
-        # Until its end mark is there, a call may go on; at the model's own end that is left out.
+        # A call may go on until its end mark is there; at the model's own end the mark may be
+        # missing.
         is_open = ending is Ending.MORE or (ending is Ending.CUT and bool(begun and closers))
         try:
             read = self._read_bodies(text, begin, schemas, closers)
@@ -86,7 +87,7 @@ class Bodies:
             return Reading(calls, end)
         if place == len(text):
             return None if is_open else Reading(calls, place)
-        # Other text follows: part of the call, for all that is known, if the call's end is behind.
+        # Other text follows. It may be part of the call if the call's end mark is behind it.
         is_last = ending is Ending.END and bool(begun and closers)
         return Reading(calls, end) if is_last and closers[0] not in text[place:] else None
 
@@ -142,7 +143,7 @@ def read_arguments(name: str, text: str) -> Call:
 
 
 def read_mistral(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
-    """Read Mistral's: a list in JSON, or from v11 on `name[CALL_ID]id[ARGS]{…}`.
+    """Read Mistral's calls: a list in JSON, or from v11 on `name[CALL_ID]id[ARGS]{…}`.
 
     Source: mistral-common's encoding of assistant messages, and vLLM's tests, where [ARGS] is
     missing as its tokenizer drops it.
@@ -153,7 +154,7 @@ def read_mistral(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -
 
 
 def read_deepseek(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
-    """Read V3's and R1's `function<sep>name` with fenced JSON below, and V3.1's `name<sep>{…}`."""
+    """Read V3's and R1's `function<sep>name` above fenced JSON, or V3.1's `name<sep>{…}`."""
     return _read_headed(_DEEPSEEK, text, at, closers)
 
 
@@ -167,7 +168,7 @@ def read_kimi(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> B
 
 
 def _kimi_call(call: Call, schemas: Schemas) -> Call:
-    """Name the function that an id names, or else that alone fits the arguments."""
+    """Name the function that an id names, or else the only function that fits the arguments."""
     call_id, given = call["name"], set(call["arguments"])
     names = "|".join(map(re.escape, sorted(schemas, key=len, reverse=True)))
     exact = _KIMI_ID.fullmatch(call_id)
@@ -184,14 +185,14 @@ def _kimi_call(call: Call, schemas: Schemas) -> Call:
 
 
 def _read_headed(pattern: Any, text: str, at: int, closers: Sequence[str]) -> Body:
-    """Read a head, which a pattern names the parts of, and the arguments behind it."""
+    """Read a head, by a pattern that names its parts, and the arguments behind it."""
     head = match_head(pattern, text, at)
     arguments, end = _read_value(text, head.end(), closers)
     return calls_of([{**head.groupdict(), "arguments": arguments}]), end
 
 
 def match_head(pattern: Any, text: str, at: int) -> Any:
-    """Match what stands before a body. Raises Unfinished if it may go on, ValueError if it is
+    """Match the head before a body. Raises Unfinished if it may go on, ValueError if it is
     something else.
     """
     head = pattern.match(text, at, partial=True)
@@ -203,7 +204,9 @@ def match_head(pattern: Any, text: str, at: int) -> Any:
 
 
 def _read_value(text: str, at: int, closers: Sequence[str]) -> tuple[Any, int]:
-    """Return a JSON value, an empty list for one that cannot be read, and the place of its end."""
+    """Return a JSON value and the place of its end; an empty list for a value that cannot
+    be read.
+    """
     try:
         return _DECODER.raw_decode(text, at)
     except UNREADABLE:
@@ -223,7 +226,7 @@ def _mend(text: str) -> Any:
 
 
 def calls_of(values: Iterable[Any]) -> list[Call]:
-    """Return the calls that values are; none if one of them isn't a call."""
+    """Return values as calls; none if one of them isn't a call."""
     try:
         return [_call(value) for value in values]
     except (*UNREADABLE, AttributeError):
@@ -247,9 +250,9 @@ def _call(value: Any) -> Call:
 
 
 def read_python(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
-    """Read a list of calls, or JSON: Llama 3.2 and 4 write either, LFM2 the first.
+    """Read a list of calls, or JSON: Llama 3.2 and 4 write either, LFM2 a list.
 
-    Without brackets, as Llama 3.1 writes `f.call(a="x")`, a function that is offered is called.
+    Without brackets (Llama 3.1 writes `f.call(a="x")`), only an offered function can be called.
     """
     at = skip(SPACE, text, at)
     if _IS_JSON.match(text, at):
@@ -274,7 +277,8 @@ def _own_name(name: str, schemas: Schemas) -> str:
 
 
 def _python_call(node: ast.expr, names: Mapping[str | None, str], schemas: Schemas) -> Call:
-    # Literals by their names alone: nothing says which arguments `f(1)` and `f(a=1+2)` have.
+    # Only arguments by name are read: nothing says which arguments `f(1)` has. Values are literals:
+    # `f(a=1+2)` is no call.
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)) or node.args:
         raise ValueError("not a call by names")
     arguments = {names[each.arg]: ast.literal_eval(each.value) for each in node.keywords}

@@ -1,5 +1,5 @@
-"""Calls as they are read, and what reads them; the text of an argument → its value, by its schema;
-JSON and Python as models write them; calls → their text.
+"""Calls as they are read, and the types of their readers; the text of an argument → its value, by
+its schema; JSON and Python as models write them; calls → their text.
 """
 
 import ast
@@ -31,8 +31,8 @@ class Unfinished(ValueError):
 class Reading:
     """The calls at a place of a text, and the place where they end, closing mark included.
 
-    Without calls, the text up to there is text; nothing in it is looked at again. If it `is_last`,
-    what follows is text too: it begins a call that cannot be read.
+    Without calls, the text up to `end` is plain text, and nothing in it is read again. If it
+    `is_last`, the rest is text too: it begins a call that cannot be read.
     """
 
     calls: Sequence[Call]
@@ -40,9 +40,9 @@ class Reading:
     is_last: bool = False
 
 
-# Reads the calls at a place of a text, where a mark stands or a call without one. Returns None as
-# long as what follows may matter, and for a call that the text leaves unfinished. Raises ValueError
-# if no call begins there.
+# Reads the calls at a place of a text, where a mark or a call without one stands. Returns None
+# while more text may matter, and for a call that the text leaves unfinished. Raises ValueError if
+# no call begins there.
 ReadCalls = Callable[[str, int, Schemas, Ending], Reading | None]
 # Reads one body of calls (a JSON object or list, say) at a place of a text, given the functions
 # and the marks that may close it → its calls, and the place where it ends; no calls if it is no
@@ -51,7 +51,7 @@ ReadBody = Callable[[str, int, Schemas, Sequence[str]], tuple[list[Call], int]]
 
 
 def read_all(read: ReadCalls, text: str, schemas: Schemas) -> list[Call]:
-    """Return the calls of a text that is nothing else. Raises ValueError."""
+    """Return the calls of a text that has nothing else. Raises ValueError."""
     calls: list[Call] = []
     rest = text.strip()
     while rest:
@@ -63,10 +63,10 @@ def read_all(read: ReadCalls, text: str, schemas: Schemas) -> list[Call]:
     return calls
 
 
-# Errors of whatever reads a text that is no value.
+# The errors raised for a text that is no value.
 UNREADABLE = (ValueError, TypeError, LookupError, SyntaxError, MemoryError, RecursionError)
 SPACE = re.compile(r"\s*+")
-# A quote that ends a string stands before something that can follow a value.
+# A closing quote stands before something that can follow a value.
 _ENDS_VALUE = r"(?=\s*+(?:[,)\]}:]|\Z))"
 _ESCAPES = re.compile(
     r"\\(?:[\\'\"abfnrtv\n]|[0-3]?[0-7]{1,2}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8})|[\\'\"\n\r]"
@@ -94,7 +94,9 @@ _TOKENS = [
 
 
 def skip(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Return the place in a text behind what a pattern matches there, which may be nothing."""
+    """Return the place in a text behind a pattern's match there, or the same place without
+    a match.
+    """
     match = pattern.match(text, at)
     return at if match is None else match.end()
 
@@ -112,8 +114,8 @@ def _brackets(closers: tuple[str, ...], *, is_lenient: bool) -> re.Pattern[str]:
 def find_end(
     text: str, at: int, closers: Sequence[str], *, is_lenient: bool = False
 ) -> tuple[int, int]:
-    """Return where the bracket at a place is closed, or where one of the marks stands that may
-    close the whole, and how many brackets are open there. Raises Unfinished.
+    """Return the place where the bracket at a place is closed, or that of a mark that may close the
+    whole, and the number of brackets open there. Raises Unfinished.
 
     `is_lenient`: a string may hold its own quotes, if nothing behind them could follow a value.
     """
@@ -130,11 +132,11 @@ def find_end(
 
 
 def parse_python(source: str) -> tuple[ast.expr, Mapping[str | None, str]]:
-    """Return an expression's tree, and the names of functions and arguments by the words that stand
-    for them: `_0` is the first. Raises SyntaxError.
+    """Return an expression's tree, and the names of functions and arguments by the words that
+    replace them, from `_0` on. Raises SyntaxError.
 
-    Line breaks in strings, unknown escapes, names with dashes and JSON's literals are mended. Only
-    what is no Python otherwise may have quotes inside its strings.
+    Line breaks in strings, unknown escapes, names with dashes and JSON's literals are mended.
+    Quotes inside strings are allowed only if the source is no Python otherwise.
     """
     try:
         return _parse(source, _TOKENS[0])
@@ -181,8 +183,9 @@ _TYPES: Mapping[str, Callable[[Any], bool]] = {
     "object": lambda value: isinstance(value, dict),
 }
 _QUOTED = re.compile(r"\s*([\"'])(.*)\1\s*", re.DOTALL)
-_DEPTH = 16  # of references and alternatives followed in a parameter's schema
-# Bounds, as the lane waits meanwhile: the parts of one schema, and the schemas of one call.
+_DEPTH = 16  # the most references and alternatives followed in a parameter's schema
+# Bounds, as the lane waits meanwhile: the most parts of one schema, and the most schemas of one
+# call.
 _MOST_PARTS = 256
 _MOST_SCHEMAS = 4096
 
@@ -210,11 +213,11 @@ def _convert(text: str, types: frozenset[str]) -> Any:
 def guess(text: str) -> Any:
     """Return JSON's value, Python's list or dict, or else the text itself.
 
-    Without an equal in JSON, a value stays text: NaN, a number beyond all floats, Python's sets.
+    A value that JSON cannot express stays text: NaN, a number beyond all floats, Python's sets.
     """
     readers: list[Callable[[str], Any]] = [partial(json.loads, strict=False)]
     if text.lstrip().startswith(("[", "{")):
-        readers.append(lambda text: read_literal(text.strip()))  # some write Python's
+        readers.append(lambda text: read_literal(text.strip()))  # some models write Python's
     for read in readers:
         try:
             value = read(text)
@@ -226,13 +229,13 @@ def guess(text: str) -> Any:
 
 
 class Allowed:
-    """Reads the texts of one call as parts of its function's schema, the root, allow. What is
-    beyond the bounds above says nothing.
+    """Reads the texts of one call as its function's schema, the root, allows. Parts of the schema
+    beyond the bounds above are ignored.
     """
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
-        # By the identity of parts, which the root and `_inner` keep alive.
+        # The keys are identities of parts, which the root and `_inner` keep alive.
         self._types: dict[int, frozenset[str]] = {}
         self._parts: dict[int, list[tuple[Mapping[str, Any], bool]]] = {}
         self._inner: dict[tuple[int, str, bool], Mapping[str, Any]] = {}
@@ -254,7 +257,8 @@ class Allowed:
         if not isinstance(schema, Mapping) or depth == 0:
             return frozenset()
         if id(schema) not in self._types:
-            self._types[id(schema)] = frozenset()  # while it is followed: it may lead to itself
+            # Empty while it is followed, as it may lead to itself.
+            self._types[id(schema)] = frozenset()
             if len(self._types) <= _MOST_SCHEMAS:
                 self._types[id(schema)] = self._read_types(schema, depth - 1)
         return self._types[id(schema)]
@@ -262,8 +266,8 @@ class Allowed:
     def _read_types(self, schema: Mapping[str, Any], depth: int) -> frozenset[str]:
         """Look at a schema's keywords, and follow those that lead to others.
 
-        Keywords of one schema narrow each other; among alternatives, those that say nothing don't
-        count, unless something else does say. An integer is a number: "number" allows both.
+        Keywords of one schema narrow each other; among alternatives, those without types don't
+        count if another keyword has some. An integer is a number: "number" allows both.
         """
         kinds = {type(value): value for value in _listed(schema)}
         stated = schema.get("type", [type_of(value) for value in kinds.values()])
@@ -282,7 +286,7 @@ class Allowed:
         return frozenset.intersection(*known) if known else fallback
 
     def inner(self, schema: Any, name: str, *, is_item: bool = False) -> Mapping[str, Any]:
-        """Return the schema of the value that an object has under a name, or a list as an item."""
+        """Return the schema of the value that an object has under a name, or of a list's item."""
         key = id(schema), name, is_item
         if key not in self._inner:
             stated: dict[bool, list[Any]] = {False: [], True: []}
@@ -299,7 +303,7 @@ class Allowed:
         return any(text in _listed(part) for part, _ in self._flatten(schema))
 
     def _flatten(self, schema: Any) -> list[tuple[Mapping[str, Any], bool]]:
-        """List a schema and those it consists of, each with whether it is only an alternative."""
+        """List a schema and its parts, each with whether it is only an alternative."""
         if id(schema) not in self._parts:
             parts, known = [(schema, False)], {}
             for part, is_alternative in parts:
@@ -334,7 +338,7 @@ def _followed(schema: Mapping[str, Any], word: str) -> list[Any]:
 
 
 def _resolve(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
-    """Return what a schema refers to within the function's own; None if it does not."""
+    """Return the part of the function's schema that a `$ref` in it names; None if there is none."""
     ref = schema.get("$ref")
     if not isinstance(ref, str) or not ref.startswith("#/"):
         return None
@@ -350,12 +354,12 @@ def as_json(value: Any) -> str:
 
 
 def as_text(value: Any) -> str:
-    """Write a text as it is, and any other value as JSON."""
+    """Write a text unchanged, and any other value as JSON."""
     return value if isinstance(value, str) else as_json(value)
 
 
 def as_cdata(value: Any) -> str:
-    """Write as CDATA whatever XML would read otherwise, or trim."""
+    """Write as CDATA a text that XML would read otherwise, or trim."""
     text = as_text(value)
     return f"<![CDATA[{text}]]>" if re.search(r"[<&\s]", text) else text
 

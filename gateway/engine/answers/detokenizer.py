@@ -1,6 +1,6 @@
 """Token ids → text as it grows: whole characters only.
 
-And what single tokens are: their text, their bytes, and which are marks rather than text.
+Single tokens, too: their texts and their bytes.
 """
 
 import re
@@ -35,8 +35,8 @@ class Vocabulary:
     @raise_panics
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        # A token's text depends on whether one stands before it: SentencePiece drops the space
-        # of the first. So each is decoded behind another, whose text is then cut off.
+        # A token's text depends on whether it is the first: SentencePiece drops the first one's
+        # space. So each is decoded behind a probe, whose text is then cut off.
         self.probe: list[int] = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
         self._prefix = len(self._decode(self.probe))
         self.text = lru_cache(maxsize=65_536)(self._text)
@@ -78,7 +78,7 @@ class Detokenizer:
         self._vocabulary = vocabulary
         self._tokenizer = vocabulary.tokenizer
         self._stream = self._new_stream() if continues else DecodeStream(skip_special_tokens=False)
-        self._is_first = not continues  # until there is text
+        self._is_first = not continues  # no text has been returned yet
         self._held: list[int] = []  # tokens whose text is still to come
 
     @raise_panics
@@ -89,7 +89,7 @@ class Detokenizer:
         """
         try:
             piece: str | None = self._stream.step(self._tokenizer, token)
-        except Exception:  # "Invalid prefix": bytes turned out to be none, after their text was out
+        except Exception:  # "Invalid prefix": bytes whose text is out were no character
             self._held.append(token)
             return self._restart()
         if piece and _REPLACEMENT not in piece:

@@ -1,7 +1,7 @@
 """Bodies of Gemma's calls → calls: Gemma 4's `call:f{a:1,b:<|"|>text<|"|>}`, and FunctionGemma's.
 
 A text may hold its own delimiter, which stands for a quote there. So a delimiter ends a text only
-where the next pair or value follows, or the brackets that are open are closed. Models also write
+before the next pair or value, or before the brackets that close the open ones. Models also write
 quotes in its place, arguments in parentheses, Python's literals, or no delimiter at the beginning.
 """
 
@@ -22,8 +22,8 @@ from gateway.engine.answers.call_values import (
     skip,
 )
 
-_DEPTH = 64  # brackets that are open at once
-_MOST = 1 << 16  # places looked at in one call: a quarter of a second
+_DEPTH = 64  # the most brackets open at once
+_MOST = 1 << 16  # the most places looked at in one call: a quarter of a second
 _MARKS = ('<|"|>', "<escape>")
 _MARK = "(?:" + "|".join(map(re.escape, _MARKS)) + ")"
 _HEAD = regex.compile(r"\s*+call:\s*+(?P<name>[^\s{}()<>,]{1,256})\s*+(?P<open>[{(])")
@@ -31,12 +31,12 @@ _CLOSED_BY = {"{": "}", "(": ")", "[": "]"}
 _CLOSING = re.compile(r"[\s}\])]*+")
 _COMMA = re.compile(r"\s*+,?+")
 _LITERALS = {"True": "true", "False": "false", "None": "null"}
-# A call inside a text, which it has whole.
+# A whole call inside a text.
 _CALL = (
     r"<\|tool_call>\s*+call:.*?(?:<tool_call\|>|\Z)"
     r"|<start_function_call>\s*+call:.*?(?:<end_function_call>|\Z)"
 )
-# Whatever may end a value, by the quote that begins it, and whatever in it is skipped.
+# The ends that a value may have, by the quote that begins it, and the parts of it that are skipped.
 _ENDS = {
     **{m: re.compile(rf"{re.escape(m)}|(?P<skipped>{_CALL})", re.DOTALL) for m in _MARKS},
     **{quote: re.compile(rf"{quote}|(?P<skipped>\\.)", re.DOTALL) for quote in "\"'"},
@@ -63,7 +63,9 @@ _NEXT = {
 
 
 def read_gemma(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
-    """Read one call. What is no such call from its arguments on has no known end: Unfinished."""
+    """Read one call. Raises Unfinished for a call whose arguments are malformed, as it has no known
+    end.
+    """
     head = match_head(_HEAD, text, at)
     arguments, end = _Items(text, closers).read(head.end(), _CLOSED_BY[head["open"]])
     return [{"name": head["name"], "arguments": arguments}], end
@@ -82,7 +84,7 @@ class _Items:
     def read(self, at: int, closing: str) -> tuple[Any, int]:
         """Return an object or a list that began before a place, and the place of its end.
 
-        `closing`: the brackets that close all that is open, its own first.
+        `closing`: the brackets that close all open ones, its own first.
         """
         text, items = self._text, dict[Any, Any]()
         if len(closing) > _DEPTH:
@@ -116,7 +118,7 @@ class _Items:
         raise Unfinished("no end of a value")
 
     def _is_followed(self, at: int, closing: str) -> bool:
-        """Return True if what stands at a place can stand behind a value."""
+        """Return True if a value may end at a place, judged by the text there."""
         end = skip(_CLOSING, self._text, at)
         closed = "".join(self._text[at:end].split())[: len(closing)]
         following = self._next[closing[len(closed) :][:1]]

@@ -1,4 +1,4 @@
-"""gpt-oss's answers: messages on channels, each behind a header, and Muse's, which are alike.
+"""gpt-oss's answers: messages on channels, each behind a header. Muse's are alike.
 
     <|channel|>analysis<|message|>Let me see.<|end|>
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>
@@ -24,11 +24,11 @@ from gateway.engine.answers.output_parts import (
 )
 
 HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
-ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|eom|>", "<|eot|>")  # of a message
-STOPS = ("<|return|>", "<|call|>")  # of an answer
+ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|eom|>", "<|eot|>")  # ends of a message
+STOPS = ("<|return|>", "<|call|>")  # ends of an answer
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-_ROLE = "(?:".join("assistant") + ")?" * 8  # or as much of it as has been written
+_ROLE = "(?:".join("assistant") + ")?" * 8  # the word, or the beginning of it that has been written
 _HEADER = re.compile(rf"\s*(?:{_ROLE})?\s*(?:to?(?:=\S*)?)?\s*")
 _QUOTES = re.compile(r"\\(?:.|\Z)|\"", re.DOTALL)
 _Body = Literal["header", "reasoning", "text", "call", "none"]
@@ -36,7 +36,7 @@ ReadCall = Callable[[str, str], Sequence[Mapping[str, Any]]]
 
 
 def answer_begins(pattern: Callable[[str], str]) -> re.Pattern[str]:
-    """Return a finder of the header's end whose message is the answer, in spelled tokens."""
+    """Return a pattern of the end of the answer's header, in spelled tokens."""
     channel, message = re.escape(pattern("<|channel|>")), re.escape(pattern("<|message|>"))
     constrain = re.escape(pattern("<|constrain|>"))
     text = rf"(?:(?!\bto=)[^{BEGINS}])*"
@@ -50,8 +50,8 @@ def opens_answer(opening: str) -> bool:
 
 
 def thought_end(*, is_spark: bool, may_call: bool) -> str:
-    """Return what ends a thought and begins the answer; if functions may be called, only the next
-    message, since that may be a call.
+    """Return the text that ends a thought and begins the answer. If functions may be called, it
+    ends with the next message's beginning, since that may be a call.
     """
     end, answer = "<|end|>", "<|channel|>final<|message|>"
     if is_spark:
@@ -74,23 +74,24 @@ class HarmonyParser(AnswerParser):
         opening: str = "",
     ) -> None:
         super().__init__(mode, calls)
-        self._functions = functions  # those that may be called
+        self._functions = functions  # the functions that may be called
         self._read = read  # turns a recipient and its message into calls, or raises
-        # If a grammar holds the sequence, only its final message is text: the rest is reasoning.
+        # A grammar holds the sequence: only its final message is text, the rest is reasoning.
         self._is_bound = is_bound
-        # The prompt ends inside a header; or inside the final message, for one that is continued;
-        # or with its `opening`, a whole header.
+        # The prompt ends inside a header; or inside the final message, if that is continued; or
+        # with its `opening`, a whole header.
         self._body: _Body = "text" if is_begun else "header"
         self._header = ""
         self._call: list[str] = []
         self._recipient = ""
-        self._is_json: bool | None = None  # the call under way; unknown before its first letter
+        # The call under way is JSON; None before its first letter.
+        self._is_json: bool | None = None
         self._is_in_string = self._is_escaped = False
         self.push(opening)
 
     @property
     def is_thinking(self) -> bool:
-        """Return True if what comes next is not part of the answer."""
+        """Return True if the next text is not part of the answer."""
         return self._body in ("header", "reasoning", "none")
 
     @property
@@ -188,6 +189,6 @@ class HarmonyParser(AnswerParser):
             return [OutputPart(text=call)] if call else []
         try:
             calls = self._calls.write(self._read(self._recipient, call))
-        except Exception:  # whatever a parser trips over: what cannot be read is text
+        except Exception:  # an error of the reader: a message that cannot be read is text
             return [OutputPart(text=call)]
         return [OutputPart(call=call_delta) for call_delta in calls]

@@ -5,8 +5,8 @@
     ]<]minimax[>[</invoke>
 
 Objects and lists hold elements of their own, and the schema gives their texts types. A text may
-hold tags, too: an element ends with the tag that balances its own, and tags inside it that nothing
-balances are letters.
+hold tags, too: an element ends with the tag that balances its first one, and tags inside it without
+a counterpart are letters.
 
 Sources: ms-swift's swift/agent_template/minimax_m3.py, which follows the model's template, and the
 readers of vLLM and SGLang.
@@ -22,7 +22,7 @@ from gateway.engine.answers.call_bodies import Body, match_head
 from gateway.engine.answers.call_values import Allowed, Schemas, Unfinished
 
 MARK = "]<]minimax[>["
-_DEPTH = 64  # elements that are open at once
+_DEPTH = 64  # the most elements open at once
 _START = rf"{regex.escape(MARK)}\s*+<"
 _HEAD = regex.compile(rf"\s*+{_START}invoke\s++name=[\"']?+(?P<name>[^\"'<>\s]{{1,256}})[\"']?+>")
 _NAME = r"(?P<name>invoke(?=\s)|[^<>/\s][^<>]{0,255}+)(?:(?<=invoke)\s[^<>]*+)?"
@@ -33,11 +33,11 @@ _TAG = regex.compile(rf"{_START}(?P<ends>/?+){_NAME}>")
 class _Element:
     name: str
     schema: Any
-    begin: int  # the place where its text begins
+    begin: int  # the place where the element's text begins
     at: int  # the place up to which it has been read
     text: str = ""
     parts: list["_Element"] = field(default_factory=list)
-    has_text: bool = False  # beside its parts
+    has_text: bool = False  # there is text between its parts
 
     def value(self, allowed: Allowed) -> Any:
         """Return the value that the element stands for. Raises ValueError."""
@@ -55,14 +55,16 @@ class _Element:
         return allowed.value(self.text, self.schema)
 
     def fields(self, allowed: Allowed) -> dict[str, Any]:
-        """Return its parts' values by their names. Raises ValueError if there is more."""
+        """Return the values of its parts by name. Raises ValueError for other text, or a name
+        twice.
+        """
         if self.has_text or len({part.name for part in self.parts}) < len(self.parts):
             raise ValueError("text between names, or one twice")
         return {part.name: part.value(allowed) for part in self.parts}
 
 
 def read_minimax(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
-    """Read one call; with text between its arguments, or one of them twice, it is no call."""
+    """Read one call. Text between its arguments, or an argument twice, makes it no call."""
     head = match_head(_HEAD, text, at)
     schema = schemas.get(head["name"], {})
     allowed = Allowed(schema)

@@ -1,8 +1,8 @@
 """The parts of an answer, calls among them in OpenAI's form, and the marks around them.
 
 A token that is a mark is spelled between two lone surrogates, which no text has, as tokens decode
-to UTF-8: so plain string search finds the token `<think>` and never the seven letters. A mark that
-the vocabulary has no token for is found by its letters.
+to UTF-8: so plain string search finds the token `<think>`, never the seven letters. A mark without
+a token in the vocabulary is found by its letters.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ class Marks:
 
 
 def _is_in(content: str, name: str) -> bool:
-    # Neither a word nor white space.
+    # Words and white space are no marks.
     return content in name and not content.strip().isalnum() and len(content.strip()) > 1
 
 
@@ -72,7 +72,9 @@ def spell_out(text: str) -> str:
 
 
 def letters_at(spelled: str, count: int) -> int:
-    """Return the place in a text, its tokens spelled, behind the first letters without them."""
+    """Return the place in a text of spelled tokens that is behind its first `count` plain
+    letters.
+    """
     if spelled.isascii():
         return count
     place = 0
@@ -84,8 +86,8 @@ def letters_at(spelled: str, count: int) -> int:
     return place
 
 
-# Which calls an answer may have: none; any, among text; any or else text, held to a grammar; one
-# that its grammar forces.
+# The calls that an answer may have. none: no call. free: calls among text. either: calls or else
+# text, held to a grammar. forced: one call, which its grammar forces.
 Mode = Literal["none", "free", "either", "forced"]
 NewId = Callable[[str, int], str]
 
@@ -157,7 +159,8 @@ class CallWriter:
         self.count = 0
         self._limit = limit  # calls beyond it are left out
         self._new_id = new_id
-        self._earlier = earlier  # calls of the conversation, which some families count on from
+        # The calls already in the conversation, which some families count on from.
+        self._earlier = earlier
 
     @property
     def is_full(self) -> bool:
@@ -173,7 +176,8 @@ class CallWriter:
             if not (call_id and isinstance(call_id, str)):
                 call_id = self._new_id(name, self._earlier + place)
             calls.append(CallDelta(place, call_id, name, arguments_json(call["arguments"])))
-        self.count += len(calls)  # once all are written: what cannot be read counts for nothing
+        # Counted after all are written: calls that cannot be written count for nothing.
+        self.count += len(calls)
         return calls
 
     def begin(self, name: str) -> CallDelta:
@@ -186,7 +190,7 @@ class CallWriter:
 def arguments_json(arguments: Any) -> str:
     """Return a call's arguments as OpenAI does: JSON inside a string.
 
-    Raises ValueError for NaN and infinities, of which orjson would make null.
+    Raises ValueError for NaN and infinities, which orjson would write as null.
     """
     if isinstance(arguments, str):
         return arguments
@@ -198,7 +202,7 @@ def arguments_json(arguments: Any) -> str:
 
 
 class ForcedCall:
-    """Cuts {"name":"f","arguments":{…}}, as its grammar makes it, into a name and arguments."""
+    """Cuts {"name":"f","arguments":{…}}, as its grammar has it, into a name and arguments."""
 
     _HEAD, _NECK = '{"name":', ',"arguments":'
 
@@ -208,7 +212,7 @@ class ForcedCall:
         self._is_named = False
 
     def push(self, text: str) -> list[CallDelta]:
-        """Take more of the call; return what is certain of it."""
+        """Take more of the call; return the parts that are certain now."""
         if not (self._text or self._is_named):
             text = text.lstrip()
         self._text += text
@@ -251,7 +255,7 @@ class AnswerParser(ABC):
     @property
     @abstractmethod
     def is_thinking(self) -> bool:
-        """Return True if what comes next is reasoning."""
+        """Return True if the next text is reasoning."""
 
     @property
     def is_in_thought(self) -> bool:
@@ -264,8 +268,9 @@ class AnswerParser(ABC):
 
     @abstractmethod
     def flush(self, *, is_cut: bool = False) -> list[OutputPart]:
-        """Return what was held back, once no more text comes, as the model's end of the answer
-        has it or as its length was cut.
+        """Return the text that was held back, once no more comes.
+
+        `is_cut`: the answer's length was cut; else the model ended it.
         """
 
     def _answer(self, text: str) -> list[OutputPart]:
@@ -280,7 +285,7 @@ class AnswerParser(ABC):
 
 
 class WholeParser(AnswerParser):
-    """Leaves all as it is, with special tokens spelled, for a reader of whole answers."""
+    """Leaves text unchanged, with special tokens spelled, for a reader of whole answers."""
 
     is_thinking = False
 
@@ -349,8 +354,9 @@ class OutputProcessor:
         return parts
 
     def finish(self, *, is_cut: bool = False) -> list[OutputPart]:
-        """Return what was held back, once no more tokens come: at the model's own end of the
-        answer, or where its length was cut.
+        """Return the text that was held back, once no more tokens come.
+
+        `is_cut`: the answer's length was cut; else the model ended it.
         """
         parts = [self._scan_for_stops(part) for part in self.parser.flush(is_cut=is_cut)]
         rest = self.stops.flush()

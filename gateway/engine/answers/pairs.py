@@ -8,10 +8,10 @@
     </function>
     </tool_call>
 
-A text may hold any of these marks, so a mark counts by where it stands: a text ends where its end
-mark and then the next pair or the call's end follow, and never inside a whole call or pair that
-the text itself holds. Models leave out marks, too. If that reading finds no end, a text also ends
-where a pair begins that the function declares, and where the call ends without the text's mark.
+A text may hold any of these marks, so a mark counts by its place: a text ends where its end mark
+stands before the next pair or the call's end, and never inside a whole call or pair that the text
+itself holds. Models leave out marks, too. If that reading finds no end, a text also ends before a
+pair that the function declares, and where the call ends without the text's mark.
 """
 
 import json
@@ -37,7 +37,7 @@ from gateway.engine.answers.call_values import (
 )
 
 _GAP = r"(?:\s|\\n)*+"
-_QUOTE = r"\\*+[\"']"  # escaped inside JSON, which a text may be
+_QUOTE = r"\\*+[\"']"  # a text may be JSON, where quotes are escaped
 _QUOTED = (
     rf"(?:{_QUOTE}(?P<{{0}}>[^\\\"'<>\n]{{{{1,256}}}}){_QUOTE}"
     rf"|(?P<{{0}}>[^\\\s\"'<>]{{{{1,256}}}}))"
@@ -46,7 +46,7 @@ _NAMES = {
     "name": rf"(?:{_QUOTE})?(?P<name>[^\\\s\"'<>{{}}]{{1,256}})(?:{_QUOTE})?",
     "key": r"(?P<key>[^<>\n]{1,256}?)",
 }
-_ATTRIBUTES = r"\s++(?:[^<>\s]++\s++){0,8}?"  # others before one
+_ATTRIBUTES = r"\s++(?:[^<>\s]++\s++){0,8}?"  # other attributes before this one
 _NAMED_GROUP = regex.compile(r"\(\?P<\w+>")
 _CDATA = regex.compile(r"\A\s*<!\[CDATA\[(.*)\]\]>\s*\Z", regex.DOTALL)
 
@@ -64,7 +64,7 @@ class Pairs:
 
     @cached_property
     def marks(self) -> tuple[tuple[str, str], ...]:
-        """List the marks that begin calls, each with the one that ends them if there is one."""
+        """List the marks that begin calls, each with the mark that ends them, or an empty one."""
         opening = self.call.partition("{name}")[0].rstrip("\"'")
         return (*self.blocks, (opening, "")) if opening else self.blocks
 
@@ -110,7 +110,7 @@ class Pairs:
 
     @cached_property
     def event_pattern(self) -> Any:
-        """Whatever may end a text, or begin something inside it."""
+        """A pattern of all that may end a text, or begin something inside it."""
         key, opening = (_NAMED_GROUP.sub("(?:", each) for each in (self._key, self._opening))
         value_end = _any(filter(None, (self.value_end, self.whole[1])))
         return regex.compile(
@@ -135,7 +135,7 @@ class Pairs:
         if head.partial:
             return None
         name = _unquote(head["name"])
-        is_word = bool(head["empty"]) and self.marks == self.blocks  # between two marks, no more
+        is_word = bool(head["empty"]) and self.marks == self.blocks  # a name alone between marks
         if (is_bare or is_word) and name not in schemas:
             raise ValueError("no function has that name")
         if head["empty"]:
@@ -175,7 +175,7 @@ class Pairs:
             return None
         if ending is Ending.CUT or scan.is_doubtful or (scan.depth and scan.holds_calls):
             return None
-        if text.rstrip().endswith(self.value_end):  # at least the text's end is there
+        if text.rstrip().endswith(self.value_end):  # only the call's end is missing
             text = text.rstrip() + self.call_end
         is_flat = not scan.holds_calls
         scan = _Scan(self, text, at, declared, schemas, is_lenient=True, is_flat=is_flat)
@@ -185,7 +185,7 @@ class Pairs:
     def _arguments(
         self, texts: Sequence[tuple[Any, str]], schema: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the values that texts stand for, as the family or else the schema says."""
+        """Return the values of texts, typed by the family's marks, else by the schema."""
         arguments: dict[str, Any] = {}
         allowed = Allowed(schema)
         for key, text in texts:
@@ -235,10 +235,10 @@ class _Scan:
         is_lenient: bool = False,
         is_flat: bool = False,
     ) -> None:
-        self.texts: list[tuple[Any, str]] = []  # each behind its key's match
+        self.texts: list[tuple[Any, str]] = []  # pairs of a key's match and its text
         self.end: int | None = None  # the place where the call ends
         self.is_settled = False  # another call follows
-        self.is_doubtful = False  # which end is the call's, or which pair its own
+        self.is_doubtful = False  # the call's end, or a pair's text, is not certain
         self.is_lenient = is_lenient  # marks may be left out
         self.depth = 0  # calls inside a text, not ended yet
         self.holds_calls = False  # a text has calls of functions that may be called
@@ -248,7 +248,7 @@ class _Scan:
         self._key = form.key_pattern.match(text, at)
         self._value_end = at
         self._inner = 0  # pairs inside a text, not ended yet
-        self._following: set[str] = set()  # names of pairs behind a text that has its end
+        self._following: set[str] = set()  # names of pairs after a text that has ended
         events = form.event_pattern.finditer(text, self._key.end())
         if is_lenient:
             events = list(events)
@@ -282,7 +282,7 @@ class _Scan:
                 self._value_end = event.start()
             elif self._text[self.end : event.start()].strip():
                 self.is_doubtful = True
-            self.end = event.end()  # marks that are there twice end one call
+            self.end = event.end()  # end marks written twice end one call
         elif self.is_lenient and self.end is None and kind in ("unclosed", "abrupt"):
             self._value_end, self.end = event.span()
             self.is_settled = kind == "abrupt"
@@ -290,7 +290,7 @@ class _Scan:
             self._inner = max(0, self._inner - 1)
 
     def _begin(self, event: Any, kind: str) -> None:
-        """Begin the next pair, unless what looks like one is part of a text."""
+        """Begin the next pair, unless the text that looks like one is part of a value."""
         key = self._form.key_pattern.match(self._text, event.start(kind))
         is_closed = kind == "next"
         names = {self._key["key"], *(each["key"] for each, _ in self.texts)}

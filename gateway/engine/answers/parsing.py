@@ -18,31 +18,32 @@ from gateway.engine.answers.output_parts import (
 )
 from gateway.engine.answers.stop_strings import held_back
 
-ReadCalls = Callable[[str, int, Ending], Reading | None]  # as call_reading's, of known functions
+ReadCalls = Callable[[str, int, Ending], Reading | None]  # a ReadCalls that knows the functions
 _State = Literal["text", "thinking", "call", "aside", "broken"]
 _Next = Literal["text", "thinking", "call", "aside", "noise"]
 
-BARE_SIZE: Final = 1024  # characters, by which a call without a mark shows itself
-EARLY: Final = 128  # characters, by which a mark in prose shows that it begins no call
+BARE_SIZE: Final = 1024  # characters that show whether an answer begins with a bare call
+EARLY: Final = 128  # characters after a mark in prose that show that it begins no call
 PROMPT_READS: Final = 8  # readings of one call; others wait until its text has grown by half
 LAST_READS: Final = 32  # readings of calls that only the answer's end settles
-PIECE: Final = 2048  # characters that are searched at once
-ASIDE_SIZE: Final = 1 << 17  # characters of a thought that may end with a call, 4 bytes at most
+PIECE: Final = 2048  # characters searched at once
+# The most characters of a thought that may end with a call, each of at most 4 bytes.
+ASIDE_SIZE: Final = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
 class Markup:
     """A model's marks, their tokens spelled as the stream has them."""
 
-    opens: tuple[str, ...] = ()  # thinking
+    opens: tuple[str, ...] = ()  # marks that begin thinking
     closes: tuple[str, ...] = ()
     calls: tuple[str, ...] = ()  # marks that begin calls
     call_ends: tuple[str, ...] = ()
     words: tuple[str, ...] = ("",)  # beginnings of calls that stand in other text as well
     noise: tuple[str, ...] = ()  # marks that are dropped
-    around: tuple[str, ...] = ()  # those that stand around calls
-    # Matches the beginning of an answer that is a call without any mark. A regex.Pattern, which
-    # can match in part.
+    around: tuple[str, ...] = ()  # marks that stand around all calls
+    # A pattern of the beginning of an answer that is a call without any mark: a regex.Pattern,
+    # which can match in part.
     bare: Any = None
     read: ReadCalls | None = None
 
@@ -51,16 +52,16 @@ class Parser(AnswerParser):
     """Reads the text of one sequence as it grows.
 
     A call in the model's own format is returned once it is finished; one that cannot be read is
-    text. Where a call ends is for its format to say: what follows a mark that may begin one is kept
-    until then. A forced call is returned as it grows: it has the one form that its grammar allows,
+    text. Its format finds a call's end: the text after a mark that may begin one is kept until
+    then. A forced call is returned as it grows: it has the one form that its grammar allows,
     {"name":…,"arguments":…}.
 
-    Thinking opens before any text and after a finished call. A sequence that is held to a grammar
-    is free of it only at its very beginning, so thinking opens only there (`is_bound`); and an
-    answer that is continued (`is_begun`) has text already. Nothing follows the last call allowed.
+    Thinking opens before any text and after a finished call. A sequence held to a grammar
+    (`is_bound`) is free of it only at its very beginning, so thinking opens only there. A continued
+    answer (`is_begun`) has text already. Nothing follows the last call allowed.
 
-    Where a call begins inside a thought, the thought ends if the mark is a special token. Another
-    mark begins an aside: a call only if the answer ends with it, and else part of the thought.
+    A special token that begins a call inside a thought ends the thought. Any other mark begins an
+    aside: a call only if the answer ends with it, else part of the thought.
     """
 
     def __init__(
@@ -77,17 +78,18 @@ class Parser(AnswerParser):
         self._markup = markup
         self._state: _State = "thinking" if is_thinking else "text"
         self._held = ""
-        self._later: list[str] = []  # text behind it, the last first: more than a piece is held
+        # Text after the held piece, the last part first: only a piece is searched at once.
+        self._later: list[str] = []
         self._is_over = False
-        self._counting: dict[tuple[Any, ...], dict[str, _Next]] = {}  # marks, by state
+        self._counting: dict[tuple[Any, ...], dict[str, _Next]] = {}  # marks by state
         self._tail = _Tail("")
-        self._is_in_thought = False  # a call has begun in a thought, and nothing since
+        self._is_in_thought = False  # the last mark began a call in a thought
         self._is_fresh = is_thinking  # white space after a mark is not part of any text
         self._is_bound = is_bound
         self._has_text = is_begun
         self._may_think = not is_begun
         self._reads_bare = mode == "free" and markup.bare is not None
-        self._may_be_bare = self._reads_bare and not is_begun  # what comes next may
+        self._may_be_bare = self._reads_bare and not is_begun  # the next text may be one
 
     @property
     def is_thinking(self) -> bool:
@@ -124,12 +126,12 @@ class Parser(AnswerParser):
         return parts
 
     def _drain(self, parts: list[OutputPart]) -> None:
-        """Take all of the text that is certain."""
+        """Take all text that is certain."""
         while not self._calls.is_full and (self._advance(parts) or self._feed()):
             pass
 
     def _feed(self) -> bool:
-        """Bring up a piece of the text that was kept for a call; return False without any."""
+        """Bring up a piece of the text that was kept for a call; return False if there is none."""
         if not self._later or self._is_last_call:
             return False
         text = self._later.pop()
@@ -140,7 +142,7 @@ class Parser(AnswerParser):
 
     @property
     def _is_last_call(self) -> bool:
-        """Return True if all the rest belongs to the call under way, for all that is known."""
+        """Return True if all of the rest may belong to the call under way."""
         return self._is_over and self._state == "call"
 
     def _advance(self, parts: list[OutputPart]) -> bool:
@@ -150,7 +152,7 @@ class Parser(AnswerParser):
         marks, held = self._marks(), self._held
         matches = [(held.find(mark), -len(mark), mark) for mark in marks if mark in held]
         cut = len(held) - held_back(held, marks)
-        if not matches or cut < min(matches)[0]:  # a mark may hold another one
+        if not matches or cut < min(matches)[0]:  # a mark may hold another
             self._held = held[cut:]
             self._take(held[:cut], parts)
             is_early = self._state == "call" and self._tail.is_early
@@ -191,7 +193,7 @@ class Parser(AnswerParser):
             self._is_in_thought = was_thinking and following == "call"
         begins_text = was_thinking and following == "text" and not self._has_text
         self._may_be_bare = self._reads_bare and (self._may_be_bare or begins_text)
-        # White space may be a grammar's, or follow a mark that is shown.
+        # White space may belong to a grammar, or follow a mark that is shown.
         is_kept = (was_thinking and self._is_bound) or mark in self._markup.call_ends
         self._is_fresh = not is_kept
 
@@ -244,7 +246,7 @@ class Parser(AnswerParser):
         return marks
 
     def _to_parts(self, pending: str, *, is_call: bool = False) -> list[OutputPart]:
-        """Return text as parts of the current kind; a call that was not read shows its tokens."""
+        """Return text as parts of the current kind; a call that cannot be read shows its tokens."""
         if is_call:
             text = spell_out(pending)
         else:
@@ -270,7 +272,7 @@ class Parser(AnswerParser):
         except ValueError:
             self._give_up(parts)
             return True
-        except Exception:  # whatever a reader trips over
+        except Exception:  # any error of a reader
             reading = None
         if reading is None:
             self._tail.put_off()
@@ -290,8 +292,8 @@ class Parser(AnswerParser):
         return True
 
     def _give_up(self, parts: list[OutputPart]) -> None:
-        """Show what is no call as text, up to the mark that would have ended it, or that ends the
-        thought which it is part of: nothing in it is a call either.
+        """Show a text that is no call, up to the mark that would have ended the call, or the
+        thought around it. Nothing in it is a call either.
         """
         spelled, markup = self._tail.text, self._markup
         ends = markup.closes if self._is_in_thought else markup.call_ends
@@ -344,7 +346,7 @@ class Parser(AnswerParser):
         """Return finished calls as parts; none if they cannot be written."""
         try:
             calls = self._calls.write(read)
-        except Exception:  # arguments that JSON has no words for
+        except Exception:  # arguments that JSON cannot express
             return []
         if calls:
             self._has_text = False
@@ -357,7 +359,7 @@ def _any(marks: Sequence[str]) -> re.Pattern[str]:
 
 
 class _Tail:
-    """The answer from a mark on that may begin a call, and when it is worth reading again."""
+    """The answer from a mark that may begin a call, and the times at which to read it again."""
 
     def __init__(self, opening: str) -> None:
         self.opening = opening  # empty for a call without any mark
@@ -384,6 +386,8 @@ class _Tail:
         self.size += len(text)
 
     def put_off(self) -> None:
-        """Wait for more text, lest twice the text be four times the work."""
+        """Wait for more text: if each piece caused a reading, twice the text would be four times
+        the work.
+        """
         self._reads += 1
         self._due = self.size * 3 // 2

@@ -18,12 +18,13 @@ from gateway.registry.names import REASONING_PARSERS, canonical_names
 class ReasoningFormat:
     """Marks that open and close thinking, and the models that write them."""
 
-    name: str  # the canonical one (registry/names.py)
-    models: str  # in words, for docs/tools.md
+    name: str  # the canonical name (registry/names.py)
+    models: str  # the models in words, for docs/tools.md
     starts: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
-    noise: tuple[str, ...] = ()  # further marks, to be dropped
-    written: tuple[str, ...] = ()  # words of its templates, where others have the same marks
+    noise: tuple[str, ...] = ()  # further marks, which are dropped
+    # Words of the format's templates, if other formats have the same marks.
+    written: tuple[str, ...] = ()
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -33,13 +34,13 @@ class ReasoningFormat:
 # Thinking is in channels, not between marks; their parser has a file of its own.
 HARMONY = ReasoningFormat("openai_gptoss", "gpt-oss and Muse: in channels", noise=HARMONY_TOKENS)
 _THINK = (("<think>",), ("</think>",))
-# In the order in which they are looked for.
+# The order of the rows is the order of the search.
 _ROWS = (
     HARMONY,
     # The model may begin an answer with the end of a thought that was not begun.
     ReasoningFormat(
         "minimax_m3", "MiniMax M3", ("<mm:think>",), ("</mm:think>",), ("</mm:think>",)),
-    # These two put their answer between marks as well.
+    # The next two formats put their answer between marks as well.
     ReasoningFormat(
         "granite_response", "Granite 3.3, with its answer in `<response>`", *_THINK,
         ("<response>", "</response>"), ("<response></response>",),
@@ -66,7 +67,7 @@ _ROWS = (
     ),
     ReasoningFormat("apertus", "Apertus", ("<|inner_prefix|>",), ("<|inner_suffix|>",)),
     ReasoningFormat("exaone_deep", "EXAONE Deep", ("<thought>",), ("</thought>",)),
-    # Granite 3.2 marks them with sentences; quantized ones write "Here's".
+    # Granite 3.2 marks thoughts and answers with sentences; quantized ones write "Here's".
     ReasoningFormat(
         "granite", "Granite 3.2",
         ("Here is my thought process:", "Here's my thought process:"),
@@ -81,12 +82,12 @@ _NAMES = canonical_names(REASONING_PARSERS)
 
 
 def reasoning_format(name: str) -> ReasoningFormat:
-    """Return the format of that name, canonical or not. Raises KeyError if there is none."""
+    """Return the format of this name, canonical or not. Raises KeyError if there is none."""
     return REASONING_FORMATS[_NAMES[name]]
 
 
 def infer_reasoning(vocabulary: Container[str], template: str, model_type: str) -> str:
-    """Return the name of a model's format: by its tokens, else by what its template writes."""
+    """Return the name of a model's format, found by its tokens, else by its template."""
     has_channels = "to=self<|message|>" in template or all(t in vocabulary for t in HARMONY_TOKENS)
     if has_channels or model_type in ("gpt_oss", "muse_spark", "muse_glimmer"):
         return HARMONY.name
@@ -103,12 +104,12 @@ def _has_tokens(mark: str, vocabulary: Container[str]) -> bool:
     return bool(tokens) and all(token in vocabulary for token in tokens)
 
 
-_TAIL = 256  # characters that are kept of an answer: more than the longest mark
+_TAIL = 256  # characters of an answer that are kept: more than the longest mark
 
 
 class ThinkingBudget:
-    """Ends the thoughts of a sequence after so many tokens. The marks' own tokens are counted only
-    inside a thought; all follows from the sequence's tokens.
+    """Ends the thoughts of a sequence after `limit` tokens. Tokens of marks count only inside a
+    thought. The state follows from the sequence's tokens alone.
 
     `ends` are marks that end a thought, and `tail` the end of the prompt, both in spelled tokens.
     """
@@ -126,7 +127,8 @@ class ThinkingBudget:
         tail: str = "",
     ) -> None:
         self._left = limit
-        self._parser = parser  # one of its own: the answer's lags behind while a step is launched
+        # Not the answer's parser: that one lags behind while a step is launched.
+        self._parser = parser
         self._spell = spell
         self._encode = encode
         self._ends = ends
@@ -140,7 +142,7 @@ class ThinkingBudget:
 
     @property
     def forced(self) -> int | None:
-        """Return the token that must be next, if one must."""
+        """Return the token that must be next; None if any may."""
         return self._forced[0] if self._forced else None
 
     @property
@@ -151,7 +153,9 @@ class ThinkingBudget:
         return self._opens if self._tail.endswith(self._opens_after) else frozenset()
 
     def room(self, limit: int) -> int:
-        """Return how many of `limit` tokens may follow the next one before any may be forced."""
+        """Return the number of tokens, at most `limit`, after the next one that cannot be
+        forced.
+        """
         if self.barred and not self._opens_after:
             return limit
         return max(0, min(limit, self._left - 1))
@@ -169,7 +173,7 @@ class ThinkingBudget:
         self._force()
 
     def _force(self) -> None:
-        """Force the rest of an end mark, as the model may have begun it, if none is under way."""
+        """Force the rest of an end mark, which the model may have begun, if none is under way."""
         if self._left or self._forced:
             return
         begun = {end: held_back(self._tail, (end,)) for end in self._ends}
@@ -187,7 +191,7 @@ class ThinkingBudget:
 
 
 class Thinking:
-    """Tracks whether a sequence is thinking; a grammar that it has applies only afterwards."""
+    """Tracks whether a sequence is thinking; its grammar applies only afterwards."""
 
     def __init__(
         self,
@@ -203,12 +207,12 @@ class Thinking:
         self.is_on = is_on
         self.budget = budget
         self.stops = sorted(stops)  # the tokens that would end the answer
-        # The token that begins a block of thinking if it is the answer's first, and the one that
+        # The token that begins a block of thinking if it is the answer's first, and the token that
         # ends it; None if there is no such single token.
         self.opens_with = opens_with
         self.closes_with = closes_with
         self._spell = spell
-        self._ends = ends  # finds the end of the thinking in what `spell` makes of tokens
+        self._ends = ends  # finds the end of the thinking in the texts from `spell`
         self._tail = ""
 
     def take(self, token: int) -> bool:

@@ -1,8 +1,7 @@
 """Answers of families without a reader of ours, read by the `response_template` of the checkpoint.
 
-That is transformers' form (utils/chat_parsing): patterns that cut a whole text into the fields of a
-message. The patterns are the checkpoint's and may take for ever, so transformers reads in the
-sandbox.
+The form is transformers' (utils/chat_parsing): patterns that cut a whole text into the fields of a
+message. The checkpoint's patterns may take for ever, so transformers reads in the sandbox.
 """
 
 import hashlib
@@ -17,23 +16,23 @@ from gateway.errors import Overloaded, Unavailable
 from gateway.jobs.chat import Delta, Reading
 from gateway.jobs.steps import SequenceParams
 
-PREFIX_TOKENS: Final = 256  # of the prompt's end, where a template may open a thought
-MOST_BYTES: Final = 1 << 29  # of memory
-MOST_ENDED: Final = 3  # answers in a row
+PREFIX_TOKENS: Final = 256  # tokens of the prompt's end, where a template may open a thought
+MOST_BYTES: Final = 1 << 29  # bytes of memory
+MOST_ENDED: Final = 3  # ended answers in a row
 BUSY_S: Final = 2.0
 THOUGHTS: Final = ("thinking", "reasoning_content", "reasoning")
 FIELDS: Final = frozenset({"role", "content", "tool_calls", *THOUGHTS})
 
 
 class ResponseTemplate:
-    """Reads answers, unless it has a `problem`: from the start, or since several answers in a row
-    ended the sandbox's process. Safe on any thread.
+    """Reads answers, unless it has a `problem`, from the start or after several answers in a row
+    that ended the sandbox's process. Safe on any thread.
     """
 
     def __init__(self, template: Any, sandbox: Sandbox) -> None:
         self._request = {"kind": "reading", "template": template, "max_bytes": MOST_BYTES}
         self._sandbox = sandbox
-        self._ended = 0  # answers in a row
+        self._ended = 0  # ended answers in a row
         outcome, why = self._ask(None, "", {})
         self.problem = None if outcome in ("read", "busy", "slow", "killed") else str(why)
 
@@ -43,8 +42,9 @@ class ResponseTemplate:
         """Return the parts of a whole answer: thoughts, text and calls.
 
         `text` has its special tokens spelled, and `prefix` is the end of its prompt. An answer that
-        cannot be read is text as it stands, and so is what is no thought of one that calls what it
-        may not, or was cut; the second value is then an event to log, and the reason.
+        cannot be read is returned as text. If it has a call that was cut, or that it may not make,
+        its thoughts stay thoughts and the rest is text. The second value is then an event to log,
+        and the reason.
 
         Takes up to the sandbox's time. Raises Overloaded if others take all of it, and Unavailable
         if the system ended the process that read, or gave it no processor.
@@ -75,10 +75,11 @@ class ResponseTemplate:
         given = {"text": text, "prefix": prefix, "tools": tools}
         most = 2 * len(f"{text}{prefix}")  # characters of a message: its text, in JSON
         request = {**self._request, **given, "max_chars": most}
-        # A pattern may take for ever over one answer, and read the next.
+        # The key is that of the whole request: a pattern may take for ever over one answer, and
+        # read the next.
         key = hashlib.blake2b(json.dumps(request).encode(), digest_size=32).digest()
         outcome, value = self._sandbox(request, key)
-        if outcome in ("busy", "killed"):  # by other work, which may be over
+        if outcome in ("busy", "killed"):  # other work was the cause, and may be over
             outcome, value = self._sandbox(request, key)
         return outcome, value
 
@@ -86,8 +87,8 @@ class ResponseTemplate:
 def _parts(
     index: int, message: Any, text: str, functions: Mapping[str, Any], calls: CallWriter
 ) -> Reading:
-    """Return the parts of a text, as the message in transformers' form that was read from it has
-    them. Raises errors for another form.
+    """Return the parts of a text, as in the message of transformers' form that was read from it.
+    Raises ValueError, AttributeError or TypeError for another form.
     """
     thoughts = next((message[name] for name in THOUGHTS if message.get(name)), "")
     content, listed = message.get("content") or "", message.get("tool_calls") or []

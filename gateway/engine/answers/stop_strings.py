@@ -7,7 +7,7 @@ def held_back(text: str, marks: Collection[str]) -> int:
     """Count the characters at the end of `text` that may be the beginning of one of `marks`."""
     longest = max(map(len, marks), default=1) - 1
     if not any(mark[:1] in text for mark in marks):
-        return 0  # as nearly every token of an answer
+        return 0  # nearly every token of an answer ends here
     for size in range(min(longest, len(text)), 0, -1):
         if any(mark.startswith(text[-size:]) for mark in marks):
             return size
@@ -36,7 +36,8 @@ class StopScanner:
         places = [(text.find(stop), stop) for stop in self._stops if stop in text]
         matches = [(at + len(stop), at) for at, stop in places]
         if matches:
-            end, at = min(matches)  # the first that is complete, and of equals the longest
+            # The stop that is complete first; of several, the longest.
+            end, at = min(matches)
             self.met = text[at:end]
             return text[:at]
         cut = len(text) - held_back(text, self._stops)
@@ -44,7 +45,7 @@ class StopScanner:
         return text[:cut]
 
     def flush(self) -> str:
-        """Return what was held back, once no more text comes."""
+        """Return the text that was held back, once no more comes."""
         if self.is_stopped:
             return ""
         text, self._held = self._held, ""

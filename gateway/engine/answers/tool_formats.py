@@ -1,4 +1,4 @@
-"""How each family of models writes calls, and which of them a checkpoint is of.
+"""How each family of models writes calls, and which family a checkpoint belongs to.
 
 Sources: vllm/tool_parsers/*.py and its tests, mlx_lm/tool_parsers, and the families' own templates.
 """
@@ -42,23 +42,27 @@ _BARE_GEMMA = r"\s*+call:\s*+(?:{})\s*+[{{(]"
 class ToolFormat:
     """How a family of models writes calls, and how its checkpoints are known."""
 
-    name: str  # the canonical one (registry/names.py)
+    name: str  # the canonical name (registry/names.py)
     models: str  # the family in words, for docs/tools.md
     read: Pairs | Bodies
     noise: tuple[str, str] | tuple[()] = ()  # marks around all calls together
-    # A pattern of an answer that begins as a call without marks; {} is for the functions' names.
+    # A pattern of an answer that begins as a call without marks; {} is the place of the functions'
+    # names.
     bare: str | None = None
     new_id: NewId = openai_id
-    is_json: bool = False  # between the marks is {"name", "arguments"}, which a grammar can hold
+    # JSON with "name" and "arguments" stands between the marks, which a grammar can hold.
+    is_json: bool = False
     is_separate: bool = False  # calls are messages of their own, separate from the answer
-    # Alternatives of words that stand together in a template of the family; None: an opening mark.
+    # Alternatives: words that stand together in a template of the family. None: an opening mark.
     written: tuple[tuple[str, ...], ...] | None = None
-    tokens: tuple[str, ...] = ()  # no other family's vocabulary has one of them
+    tokens: tuple[str, ...] = ()  # tokens in no other family's vocabulary
     model_types: tuple[str, ...] = ()  # checkpoints whose template shows tools but no mark
 
     @property
     def marks(self) -> Sequence[tuple[str, str]]:
-        """Pairs around calls; the second is empty if only the answer's end ends the call."""
+        """Pairs of marks around calls; the second is empty if only the answer's end ends
+        the call.
+        """
         return self.read.marks
 
     @property
@@ -104,7 +108,7 @@ _COHERE = '{{"tool_name": "{name}", "parameters": {arguments}}}'
 
 
 def _argument_pairs(prefix: str) -> Pairs:
-    """Return GLM's format, whose marks LongCat has with a prefix of its own."""
+    """Return GLM's format, which LongCat writes with a prefix in its marks."""
     key, value = f"<{prefix}arg_key>", f"<{prefix}arg_value>"
     return Pairs(
         "{name}\n{pairs}",
@@ -129,7 +133,7 @@ def _gemma_calls(delimiter: str, marks: tuple[str, str]) -> Bodies:
 
 
 NO_TOOLS = ToolFormat("none", "calls, if any, are text", Bodies(read_json))
-# In the order in which they are looked for in a template.
+# The order of the rows is the order of the search in a template.
 _ROWS = (
     ToolFormat("minimax_m2", "MiniMax M2",
         Pairs(
@@ -203,7 +207,7 @@ _ROWS = (
     ToolFormat("cohere_command3", "Command A and R7B",
         Bodies(read_json, (("<|START_ACTION|>", "<|END_ACTION|>"),), _COHERE, is_list=True),
         tokens=("<|START_ACTION|>",)),
-    # Command-R from before there were tokens for it; the template has the words, and
+    # The Command-R from before there were tokens for calls; its template has these words, and
     # "directly_answer" or "directly-answer".
     ToolFormat("command_r", "Command-R",
         Bodies(
@@ -247,7 +251,7 @@ _ROWS = (
         Bodies(read_json, tuple(
             (f"<|action_start|>{gap}<|plugin|>", "<|action_end|>") for gap in ("", " ")
         ), _PARAMETERS)),
-    # No word of a template tells these two.
+    # No word of a template tells the next two apart.
     ToolFormat("openai", "gpt-oss (harmony)",
         Bodies(
             read_json, call="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
@@ -269,14 +273,14 @@ _NAMES = canonical_names(TOOL_PARSERS)
 
 
 def tool_format(name: str) -> ToolFormat:
-    """Return the format of that name, canonical or not. Raises KeyError if there is none."""
+    """Return the format of this name, canonical or not. Raises KeyError if there is none."""
     return TOOL_FORMATS[_NAMES[name]]
 
 
 def infer_tools(
     vocabulary: Container[str], template: str, model_type: str, declared: str | None
 ) -> str | None:
-    """Return the name of a checkpoint's format, None if no known one matches.
+    """Return the name of a checkpoint's format; None if no known one matches.
 
     `declared` is the format that the checkpoint, or else mlx-lm, names.
     """
@@ -292,7 +296,7 @@ def infer_tools(
         return next((form.name for form in _ROWS if is_it(form)), None)
 
     written = first(lambda form: form.is_in(template))
-    # Granite's mark is another's too; IBM's Granite 4 writes Hermes' form.
+    # Other formats have Granite's mark, too; IBM's Granite 4 writes Hermes' form.
     if written == "hermes" and model_type == "granite" and "tool_call.name" not in template:
         return "granite"
     if written is not None or named == "hermes":

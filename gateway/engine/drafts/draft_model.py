@@ -1,9 +1,9 @@
 """Drafts by a smaller model of the same vocabulary (speculative decoding, Leviathan et al., 2023,
 arxiv.org/abs/2211.17192).
 
-Its KV follows the sequences' contexts in a batch of its own. One that joins is read in chunks,
-and has drafts once all of it is read; what was not chosen of a draft is taken off when the next one
-is asked for.
+Its KV follows the sequences' contexts in a batch of its own. One that joins is read in chunks, and
+has drafts once all of it is read; tokens of a draft that were not chosen are taken off when the
+next draft is asked for.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -23,7 +23,7 @@ from gateway.engine.models.checkpoint import measure_kv
 from gateway.engine.models.decoders import parameters
 from gateway.jobs.steps import DraftCost, Drafter, KvCost
 
-MOST_AHEAD: Final = 7  # tokens a row: a turn's steps stay within the memory held for it
+MOST_AHEAD: Final = 7  # the most tokens a row: a turn's steps fit in the memory held for it
 CHUNK: Final = 512  # tokens, padding included, that catch up in one step
 FEED: Final = MOST_AHEAD + 1  # tokens of a sequence that a draft's first pass reads
 _FIRST_LENGTH: Final = 4
@@ -31,15 +31,17 @@ _FIRST_LENGTH: Final = 4
 
 @dataclass(slots=True)
 class _Follower:
-    """The KV of one sequence: so many tokens of its context, then some of its last draft."""
+    """The KV of one sequence: `read` tokens of its context, then `ahead`, tokens of its
+    last draft.
+    """
 
     id: int
-    root: Root  # of what is kept of its prompt
+    root: Root  # root of its prompt's kept blocks
     read: int = 0
     ahead: Sequence[int] = ()
     drafted: int = 0  # tokens of the draft that is being verified
-    # Of its next draft. It grows by two after one that was chosen whole, and shrinks by one after
-    # another, as in transformers (the "heuristic" schedule of assisted generation).
+    # The length of its next draft. It grows by two after a draft that was chosen whole, and shrinks
+    # by one after any other, as in transformers (the "heuristic" schedule of assisted generation).
     length: int = _FIRST_LENGTH
     patience: Patience = field(default_factory=Patience)
 
@@ -53,22 +55,22 @@ class DraftModel:
         self,
         model: Any,
         *,
-        vocab_size: int,  # other tokens are read as its last one, and never drafted
-        max_context: int,  # no drafts for contexts that come near it
-        prefixes: PrefixPool,  # shared with its target
+        vocab_size: int,  # other tokens are read as the last one of these, and never drafted
+        max_context: int,  # contexts near this length get no drafts
+        prefixes: PrefixPool,  # the pool, shared with its target
     ) -> None:
         self._model = model
         self._vocab_size = vocab_size
-        # MLX reads positions beyond an array's end without a word.
+        # MLX reads positions beyond an array's end without an error.
         self._longest = max_context - FEED
         self._prefixes = PrefixCache(make_prompt_cache(model), prefixes)
         self._seqs: list[_Follower] = []
         self._cache: list[Any] = []
-        # What of it cannot take tokens off, as it was before the drafts under way, by place.
+        # Caches that cannot take tokens off, by place, as they were before the drafts under way.
         self._held: dict[int, Any] = {}
 
     def with_kv(self, cost: KvCost, rows: int) -> KvCost:
-        """Return what a sequence's KV costs with this model's added, for up to `rows` of them."""
+        """Return a sequence's KV cost with this model's share added, for up to `rows` sequences."""
         own, rows = measure_kv(self._model), rows + rows // SPARE
         held = 2 * (own.constant + sum(token * most for token, most in own.windows))
         return replace(cost, draft=DraftCost(own.token, cost.draft.states + held, rows))
@@ -105,7 +107,9 @@ class DraftModel:
     def draft(
         self, seqs: Mapping[int, DraftedSequence], rooms: Mapping[int, int]
     ) -> dict[int, Sequence[int]]:
-        """Return drafts of up to so many tokens; none of those whose prompt is still being read."""
+        """Return drafts of at most as many tokens as `rooms` allows; none for a prompt still being
+        read.
+        """
         contexts = {
             number: seq.context for number, seq in seqs.items() if len(seq.context) <= self._longest
         }
@@ -122,7 +126,7 @@ class DraftModel:
         if not due:
             return {}
         self._catch_up(contexts)
-        # Those with more to read than a draft's first pass takes have none this time.
+        # A sequence with more to read than a draft's first pass takes gets no draft this time.
         ready = [seq for seq in self._seqs if len(contexts[seq.id]) - seq.read <= FEED]
         lengths = {seq.id: min(seq.length, rooms[seq.id]) for seq in ready if seq.id in due}
         if not lengths:
@@ -148,9 +152,9 @@ class DraftModel:
         return next((seq for seq in self._seqs if seq.id == sequence_id), None)
 
     def _join(self, joiner: DraftedSequence) -> None:
-        """Follow a sequence, from what is kept of its prompt on."""
+        """Follow a sequence, beginning with the kept KV of its prompt."""
         _, salt = joiner.root
-        root = 0, salt  # no adapter is this model's
+        root = 0, salt  # no adapter belongs to this model
         known, kept = self._prefixes.take(joiner.context[:-1], root)
         layers = batch_of_one(kept or make_batch_caches(self._model))
         if self._seqs:
@@ -169,7 +173,7 @@ class DraftModel:
         ]
         drafted = [len(seq.ahead) for seq in self._seqs]
         if self._held and chosen != drafted:
-            chosen = [0] * len(chosen)  # it is read again
+            chosen = [0] * len(chosen)  # the draft is read again
             for place, layer in self._held.items():
                 self._cache[place] = layer
         back = tuple(map(sub, drafted, chosen))
@@ -181,7 +185,7 @@ class DraftModel:
         self._held = {}
 
     def _catch_up(self, contexts: Mapping[int, Sequence[int]]) -> None:
-        """Read what a draft's first pass would be too wide for, or a part of it."""
+        """Read tokens that are too many for a draft's first pass, or a part of them."""
         behind = max(len(contexts[seq.id]) - seq.read for seq in self._seqs)
         if behind <= FEED:
             return
@@ -196,7 +200,7 @@ class DraftModel:
     def _generate(
         self, contexts: Mapping[int, Sequence[int]], length: int
     ) -> dict[int, Sequence[int]]:
-        """Continue every context by so many tokens, each the likeliest."""
+        """Continue every context by `length` tokens, each the likeliest."""
         feeds = [contexts[seq.id][seq.read :][:FEED] for seq in self._seqs]
         logits = self._read(self._cache, feeds)
         self._held = hold_layers(self._cache)

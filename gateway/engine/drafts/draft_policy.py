@@ -1,5 +1,5 @@
-"""How many tokens sequences read ahead of their choice, and whose drafts: prompt lookup's, as they
-are free, or else a draft model's.
+"""The number of tokens that sequences read ahead of their choice, and the source of their drafts:
+prompt lookup, as it is free, or else a draft model.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -10,12 +10,13 @@ from gateway.engine.drafts.prompt_lookup import DraftedSequence, LookupDrafter
 from gateway.engine.kv.layers import can_go_back
 from gateway.jobs.steps import DRAFTERS, Drafter
 
-# In a pass of all rows. On a CPU a pass of 8 tokens takes 1.5 times as long as one of 1 token.
+# The most tokens in a pass, over all rows. On a CPU a pass of 8 tokens takes 1.5 times as long as
+# one of 1 token.
 MOST_TOKENS: Final = 16
 
 
 class DraftSource(Protocol):
-    """What guesses the next tokens of sequences, each known by a number."""
+    """A source of guesses at the next tokens of sequences, each known by a number."""
 
     name: Drafter
 
@@ -24,29 +25,29 @@ class DraftSource(Protocol):
         """Return the bytes on the device: weights, KV and prefixes."""
 
     def is_due(self, sequence_id: int, context: Sequence[int]) -> bool:
-        """Return True if it may have a draft now; new tokens of its context are indexed for it."""
+        """Return True if a sequence may have a draft now; new tokens of its context are indexed."""
 
     def draft(
         self, seqs: Mapping[int, DraftedSequence], rooms: Mapping[int, int]
     ) -> Mapping[int, Sequence[int]]:
-        """Return drafts of up to so many tokens; of some sequences none. All that may get drafts
-        are given; the context of each only grows between calls.
+        """Return drafts of at most as many tokens as `rooms` allows; some sequences get none. All
+        sequences that may get drafts are given; the context of each only grows between calls.
         """
 
     def note(self, sequence_id: int, context: Sequence[int], accepted: int) -> bool:
-        """Note how much of a draft was chosen, once the context has what was. Return False if the
-        draft was not its own.
+        """Note how much of a draft was chosen; the context ends with the chosen tokens. Return
+        False if another source made the draft.
         """
 
     def keep(self, ids: Collection[int]) -> None:
-        """Drop what it has of all other sequences."""
+        """Drop the state of all other sequences."""
 
     def clear_prefixes(self) -> None:
-        """Drop what is kept of prompts."""
+        """Drop all kept KV of prompts."""
 
 
 def count_ahead(rows: int) -> int:
-    """Return how many tokens each row of a pass of so many may read ahead."""
+    """Return how many tokens each of `rows` rows in a pass may read ahead."""
     return min(MOST_AHEAD, MOST_TOKENS // rows - 1)
 
 
@@ -58,12 +59,13 @@ class DraftPolicy:
     ) -> None:
         self._rows = rows
         self._on_fault = on_fault
-        # The first has the first word: its drafts are free.
+        # The first source goes first: its drafts are free.
         self.sources: list[DraftSource] = [LookupDrafter()]
         if model is not None:
             self.sources.append(model)
         self.allowed: Collection[Drafter] = DRAFTERS
-        self.drafter: Drafter | None = None  # whose drafts are being read, if they are of one
+        # The only source of the drafts being read; None for several or none.
+        self.drafter: Drafter | None = None
 
     def count_ahead(self, seqs: Sequence[DraftedSequence], cache: Sequence[Any]) -> int:
         """Return how many tokens a sequence may read ahead in the next pass; 0 if none does."""
@@ -76,7 +78,7 @@ class DraftPolicy:
         return 0
 
     def draft(self, seqs: Sequence[DraftedSequence], rooms: Sequence[int]) -> list[Sequence[int]]:
-        """Return a draft for each sequence, of up to so many tokens."""
+        """Return a draft for each sequence, of at most as many tokens as its room."""
         drafting = {seq.id: seq for seq in seqs if seq.room(1)}
         free = {seq.id: seq.room(room) for seq, room in zip(seqs, rooms, strict=True)}
         drafts: dict[int, Sequence[int]] = {}
@@ -85,12 +87,12 @@ class DraftPolicy:
             is_due = any(source.is_due(seq.id, seq.context) for seq in drafting.values())
             if max(rooms) < 1 or not is_due:
                 continue
-            # It follows the contexts of those, too, that have a draft already.
+            # The source also follows the contexts of sequences that have a draft already.
             lengths = {number: 0 if number in drafts else free[number] for number in drafting}
             try:
                 new_drafts = source.draft(drafting, lengths)
             except Exception as error:
-                # No answer needs its drafts: it is dropped.
+                # Answers don't depend on drafts, so a source that fails is dropped.
                 self.sources.remove(source)
                 source.clear_prefixes()
                 self._on_fault(error)
@@ -102,7 +104,7 @@ class DraftPolicy:
         return [drafts.get(seq.id, ()) for seq in seqs]
 
     def note(self, seq: DraftedSequence, accepted: int) -> None:
-        """Note how much of a sequence's draft was chosen, once that is appended."""
+        """Note how much of a sequence's draft was chosen; its context has the chosen tokens."""
         for source in self.sources:
             if source.note(seq.id, seq.context, accepted):
                 return
@@ -116,12 +118,12 @@ class DraftPolicy:
             source.clear_prefixes()
 
     def forget(self) -> None:
-        """Drop all that is held of sequences and prompts."""
+        """Drop the state of all sequences and prompts."""
         self.keep([])
         self.clear_prefixes()
 
     def keep(self, seqs: Sequence[DraftedSequence]) -> None:
-        """Drop what is held of all other sequences."""
+        """Drop the state of all other sequences."""
         ids = {seq.id for seq in seqs}
         for source in self.sources:
             source.keep(ids)

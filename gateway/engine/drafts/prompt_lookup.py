@@ -1,5 +1,5 @@
-"""Drafts out of a sequence's own context: what followed the same tokens earlier in the prompt or
-in the answer (prompt lookup decoding, Saxena, 2023,
+"""Drafts out of a sequence's own context: the tokens that followed the same tokens earlier, in the
+prompt or in the answer (prompt lookup decoding, Saxena, 2023,
 github.com/apoorvumang/prompt-lookup-decoding).
 """
 
@@ -9,8 +9,8 @@ from typing import Final, Protocol
 from gateway.engine.kv.prefix_cache import Root
 from gateway.jobs.steps import Drafter
 
-_GRAMS: Final = (3, 2)  # how many tokens must have stood together before; the longer ones first
-_INDEXED_AT_ONCE: Final = 4096  # tokens, in 3 to 4 ms: a step of others waits for it
+_GRAMS: Final = (3, 2)  # lengths of tokens that must have stood together before; longer first
+_INDEXED_AT_ONCE: Final = 4096  # tokens, in 3 to 4 ms, for which other steps wait
 _LONGEST_WAIT: Final = 64
 
 
@@ -29,18 +29,18 @@ class DraftedSequence(Protocol):
 
     @property
     def root(self) -> Root:
-        """Return where what is kept of its prompt begins."""
+        """Return the root of its prompt's kept blocks."""
 
     @property
     def matcher(self) -> object | None:
-        """Return what its next token must satisfy, if anything."""
+        """Return the matcher that its next token must satisfy, if any."""
 
     def room(self, limit: int) -> int:
-        """Return how many tokens a draft may have, at most `limit`."""
+        """Return the most tokens that a draft may have, `limit` or fewer."""
 
 
 class Patience:
-    """Waits longer after each draft of which nothing was chosen. Lengths are those of contexts."""
+    """Waits longer after each draft without a chosen token. Lengths are those of contexts."""
 
     def __init__(self) -> None:
         self._wait = 0
@@ -51,7 +51,7 @@ class Patience:
         return length >= self._resumes_at
 
     def note(self, length: int, accepted: int) -> None:
-        """Note how much of a draft was chosen, once the context has what was."""
+        """Note how much of a draft was chosen; `length` includes the chosen tokens."""
         if accepted:
             self._wait = 0
         else:
@@ -63,7 +63,7 @@ class PromptLookup:
     """Drafts for one sequence, out of its own context."""
 
     def __init__(self) -> None:
-        self._after: dict[tuple[int, ...], int] = {}  # tokens → the place after them, at the latest
+        self._after: dict[tuple[int, ...], int] = {}  # tokens → the latest place after them
         self._indexed = 0
         self._patience = Patience()
 
@@ -71,7 +71,7 @@ class PromptLookup:
         """Return up to `limit` tokens that may follow a context, which only grows between calls."""
         if limit < 1 or not self._patience.is_over(len(context)):
             return ()
-        # What ends the context is not indexed yet: it would be found itself.
+        # The context's last tokens are not indexed yet: the search would find them themselves.
         until = max(self._indexed, min(len(context) - 1, self._indexed + _INDEXED_AT_ONCE))
         for end in range(self._indexed + 1, until + 1):
             for size in _GRAMS:
@@ -84,7 +84,7 @@ class PromptLookup:
         return ()
 
     def note(self, context: Sequence[int], accepted: int) -> None:
-        """Note how much of a draft was chosen, once the context has what was."""
+        """Note how much of a draft was chosen; the context has the chosen tokens."""
         self._patience.note(len(context), accepted)
 
 
@@ -96,7 +96,7 @@ class LookupDrafter:
 
     def __init__(self) -> None:
         self._lookups: dict[int, PromptLookup] = {}
-        # Whose last draft was given here.
+        # Sequences whose last draft was made here.
         self._drafted: set[int] = set()
 
     def is_due(self, sequence_id: int, context: Sequence[int]) -> bool:
@@ -124,7 +124,7 @@ class LookupDrafter:
             self._lookups = {number: lookup for number, lookup in lookups if number in ids}
 
     def clear_prefixes(self) -> None:
-        """Do nothing: nothing is kept of prompts."""
+        """Do nothing: no KV of prompts is kept here."""
 
     def _find(self, sequence_id: int) -> PromptLookup:
         return self._lookups.setdefault(sequence_id, PromptLookup())

@@ -34,8 +34,8 @@ from gateway.engine.models.encoder_kernels import (
 class Dense:
     """A linear layer."""
 
-    # (inputs, outputs), a view of the checkpoint's transposed one. Copied into rows of outputs it
-    # would be packed from memory 3 times as slowly by OpenBLAS for AVX-512: a product of 17 rows by
+    # The shape is (inputs, outputs), a view of the checkpoint's transposed array. OpenBLAS for
+    # AVX-512 would pack a copy of this shape from memory 3 times as slowly: a product of 17 rows by
     # 384 × 1536 took 1.0 ms instead of 0.34.
     weight: mx.array
     bias: mx.array | None
@@ -62,7 +62,7 @@ class Norm:
 
 
 def arrays_of(part: object) -> list[mx.array]:
-    """List every array of a part: of a layer, of a list of layers, or of one that is an array."""
+    """List every array of a part: a layer, a list of layers, or an array itself."""
     if isinstance(part, mx.array):
         return [part]
     children: Sequence[object] = ()
@@ -75,7 +75,9 @@ def arrays_of(part: object) -> list[mx.array]:
 
 @dataclass(frozen=True, slots=True)
 class BertLayer:
-    """Attention, then two products with an activation between; each added and normalized."""
+    """Attention, then two products with an activation between; each result is added and
+    normalized.
+    """
 
     qkv: Dense
     attention_out: Dense
@@ -86,13 +88,14 @@ class BertLayer:
     heads: int
     attend: Attention
     activation: Activation
-    gate: Dense | None = None  # whose activation multiplies what `up` gives
-    rotate: Rotation | None = None  # where positions are not in the embedding
+    gate: Dense | None = None  # its activation multiplies the result of `up`
+    rotate: Rotation | None = None  # set if positions are not in the embedding
 
     def __call__(self, x: mx.array, bias: mx.array | None, rows: int) -> mx.array:
         """Map (rows * tokens, dimensions) to the same: flat, so that each product is one GEMM."""
         flat, width = x.shape
-        # One copy puts all three into the layout the products want; views would be copied thrice.
+        # One copy puts all three into the layout that the products need; views would be copied
+        # thrice.
         split = self.qkv(x).reshape(rows, flat // rows, 3, self.heads, width // self.heads)
         q, k, v = mx.contiguous(split.transpose(2, 0, 3, 1, 4))
         if self.rotate is not None:
@@ -151,7 +154,7 @@ def make_layer(
 
 POSITIONS: Final = "embeddings.position_embeddings.weight"
 TYPES: Final = "embeddings.token_type_embeddings.weight"
-# Buffers, and what sits on top of the encoder in checkpoints saved with a head.
+# Buffers, and parts above the encoder in checkpoints saved with a head.
 IGNORED: Final = (
     "embeddings.position_ids",
     "embeddings.token_type_ids",
@@ -177,11 +180,11 @@ class BertConfig:
     epsilon: float
     activation: str
     quantization: Mapping[str, Any]
-    # Of rotary families: the base of the rotations, and what positions are divided by.
+    # Rotary families have these: the base of the rotations, and the divisor of positions.
     theta: float | None = None
     factor: float = 1.0
     is_gated: bool = False
-    unbiased: tuple[str, ...] = ()  # what names of products without a bias begin with
+    unbiased: tuple[str, ...] = ()  # beginnings of the names of products without a bias
 
 
 def modern_name(name: str) -> str:
@@ -194,7 +197,7 @@ def modern_name(name: str) -> str:
 
 
 def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> BertConfig:
-    """Read config.json's keys, refusing what this encoder does not compute."""
+    """Read config.json's keys, refusing parts that this encoder does not compute."""
     kind = raw.get("position_embedding_type") or "absolute"
     if kind != "absolute":
         raise checkpoint.failed(f"config.json: position_embedding_type `{kind}` is not supported")
@@ -221,8 +224,8 @@ def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> BertConfig:
 def read_activation(
     checkpoint: Checkpoint, raw: Mapping[str, Any], key: str, unsupported: Sequence[str] = ()
 ) -> str:
-    """Return the activation that a key of config.json names. Raises ModelLoadFailed for one that is
-    not computed here, and for a key among `unsupported` that is set.
+    """Return the activation that a key of config.json names. Raises ModelLoadFailed for an unknown
+    activation, and for a key among `unsupported` that is set.
     """
     for name in unsupported:
         if raw.get(name):
@@ -236,7 +239,7 @@ def read_activation(
 
 
 def weight_shapes(config: BertConfig) -> dict[str, tuple[int, ...]]:
-    """Name every weight the encoder needs, with its shape."""
+    """Name every weight that the encoder needs, with its shape."""
     d, i = config.dimensions, config.intermediate
     shapes: dict[str, tuple[int, ...]] = {
         "embeddings.word_embeddings.weight": (config.vocabulary, d),
@@ -337,7 +340,7 @@ class Bert:
             yield x.reshape(shape)
 
     def parameters(self) -> list[mx.array]:
-        """List every array the encoder holds."""
+        """List every array of the encoder."""
         parts = [self._words, self._positions, self._second, self._norm, self._layers]
         return arrays_of(parts)
 
@@ -382,7 +385,7 @@ class Roberta(Bert):
 
 def position_ids(tokens: mx.array, padding_id: int) -> mx.array:
     """Number the real tokens of each row from padding_id + 1; padding stays at padding_id."""
-    # By the ids, not the mask: a padding token written inside a text is skipped too, as
-    # transformers does.
+    # The ids decide, not the mask: as in transformers, a padding token inside a text is skipped
+    # too.
     real = (tokens != padding_id).astype(mx.int32)
     return mx.cumsum(real, axis=1) * real + padding_id

@@ -50,7 +50,7 @@ _TASK: Final = ("sequence-classification", "scores")  # transformer_task, module
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """From a row's hidden states to its logits: pool, dense, activation, norm if any, out."""
+    """A row's hidden states → its logits: pool, dense, activation, norm if any, out."""
 
     pooling: Pooling
     dense: Dense
@@ -69,7 +69,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class HeadNames:
-    """The names of a head's weights, as of transformers' …ForSequenceClassification."""
+    """The names of a head's weights in transformers' …ForSequenceClassification."""
 
     dense: str
     out: str
@@ -77,7 +77,7 @@ class HeadNames:
 
 
 _OF_ROBERTA: Final = HeadNames("classifier.dense", "classifier.out_proj")
-# By config.json's model_type.
+# The keys are config.json's model_type.
 HEADS: Final = {
     "bert": HeadNames("bert.pooler.dense", "classifier"),
     "roberta": _OF_ROBERTA,
@@ -89,7 +89,7 @@ assert HEADS.keys() <= ENCODERS.keys()
 
 
 class CrossEncoderEngine(EncoderEngine):
-    """One loaded reranker. Call it only on the thread that loaded it, but for `encode_pairs`."""
+    """One loaded reranker. Call it only on the thread that loaded it, except `encode_pairs`."""
 
     result = "score"
 
@@ -106,7 +106,7 @@ class CrossEncoderEngine(EncoderEngine):
     ) -> None:
         super().__init__(name, encoder, device=device, max_tokens=max_tokens)
         self.tokenizer = tokenizer
-        self.labels = int(head.out.weight.shape[1])  # logits of a row
+        self.labels = int(head.out.weight.shape[1])  # logits in a row
         self._head = head
         self._template = template
 
@@ -133,9 +133,9 @@ class CrossEncoderEngine(EncoderEngine):
         query is kept whole. No instruction is read. Raises ContextLengthExceeded for a query that
         leaves no room for a token of a document.
         """
-        # sentence-transformers cuts whichever text is the longer, token by token
-        # (base/modules/transformer.py, truncation="longest_first"), and so may cut the query,
-        # without which no document can be judged; where only documents are cut it is the same.
+        # sentence-transformers cuts the longer text, token by token (base/modules/transformer.py,
+        # truncation="longest_first"), so it may cut the query, without which no document can be
+        # judged. The results are the same if only documents are cut.
         [first] = self.tokenizer.encode([query], with_specials=False)
         room = self.max_tokens - self._template.specials - len(first)
         if room < 1:
@@ -151,7 +151,7 @@ class CrossEncoderEngine(EncoderEngine):
         ]
 
     def score(self, rows: Sequence[Pair]) -> Results:
-        """Return (rows, labels): each pair's raw logits, whatever the other pairs are.
+        """Return (rows, labels): each pair's raw logits, which don't depend on the other pairs.
 
         Raises ContextLengthExceeded and BadRequest for a pair the model cannot read; EngineFailed,
         naming the model and the row, for a score that is not finite.
@@ -163,7 +163,7 @@ class CrossEncoderEngine(EncoderEngine):
 
     @unfused()
     def probe(self) -> None:
-        """Score a pair of no caller's. Raises what the device does."""
+        """Score a made-up pair. Raises the device's error."""
         self.score(self.encode_pairs("Hello", ["Hello"]))
 
     def _finish(self, hidden: mx.array, counts: mx.array, mask: mx.array | None) -> mx.array:
@@ -214,7 +214,7 @@ def read_cross_context(folder: Path, max_context: int | None) -> int:
 
 
 def find_transformer(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the folder of the one module that modules.json lists, if there is that file."""
+    """Return the folder of the only module in modules.json; the whole folder without that file."""
     modules = checkpoint.read_modules()
     if modules is None:
         return checkpoint
@@ -227,8 +227,8 @@ def find_transformer(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _refuse_other_tasks(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
-    """Raise for a model without a known head, or with that of another task, whose weights may have
-    the same names.
+    """Raise for a model without a known head, or with a head of another task, whose weights may
+    have the same names.
     """
     kind = config.get("model_type")
     if kind not in HEADS:
@@ -261,7 +261,7 @@ def _open_head(
         f"{names.out}.weight": (labels, d),
         f"{names.out}.bias": (labels,),
     }
-    # ModernBERT has no biases but the last, unless its config says otherwise.
+    # ModernBERT's only bias is the last, unless its config says otherwise.
     if names.norm is None or config.get("classifier_bias"):
         shapes[f"{names.dense}.bias"] = (d,)
     if names.norm is not None:

@@ -1,7 +1,7 @@
 """Embedding models built on a decoder (Qwen3-Embedding, EmbeddingGemma), through mlx_lm's classes.
 
-Where attention is causal, padding never reaches a real token, for it is on the right. Some decoders
-were retrained to look ahead: a key of config.json says so.
+If attention is causal, padding never reaches a real token, as it is on the right. Some decoders
+were retrained to look ahead, as stated by a key of config.json.
 """
 
 from collections.abc import Generator, Iterator, Mapping
@@ -23,9 +23,9 @@ from gateway.engine.models.decoders import (
 )
 from gateway.engine.models.missing_kernels import Report, replace_missing
 
-SAME_AS: Final = {"eurobert": "llama"}  # architectures that mlx-lm has by another name
-# By key: its value if no token looks ahead, and what looks ahead by it in transformers, of those
-# whose mlx-lm class takes its mask from the caches.
+SAME_AS: Final = {"eurobert": "llama"}  # architectures that mlx-lm has under another name
+# The value of a key if no token looks ahead, and the families that look ahead by it in transformers
+# and whose mlx-lm class takes its mask from the caches.
 _AHEAD: Final = {
     "is_causal": (True, LLAMAS),
     "use_bidirectional_attention": (False, ("gemma3_text",)),
@@ -34,7 +34,7 @@ _AHEAD: Final = {
 
 
 class BothWays:
-    """In the place of a layer's cache: keeps nothing, and lets tokens see those after them."""
+    """Replaces a layer's cache: keeps nothing, and lets tokens see those after them."""
 
     offset = 0
 
@@ -44,7 +44,9 @@ class BothWays:
     def make_mask(
         self, tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | None:
-        """Return which tokens each sees: (rows or 1, 1, tokens or 1, tokens), None for all."""
+        """Return the tokens that each token sees: (rows or 1, 1, tokens or 1, tokens), None for
+        all.
+        """
         seen = None if self._mask is None else self._mask[:, None, None, :]
         if window_size is None or tokens <= window_size // 2 + 1:
             return seen
@@ -53,7 +55,8 @@ class BothWays:
         near = distance <= window_size // 2
         if seen is None:
             return near
-        return (near & seen) | (distance == 0)  # padding sees itself: nothing at all would be NaN
+        # Padding sees itself: a token that sees nothing would be NaN.
+        return (near & seen) | (distance == 0)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         return keys, values
@@ -101,7 +104,7 @@ class Decoder:
         yield self._hidden(tokens, mask)
 
     def parameters(self) -> list[mx.array]:
-        """List every array the decoder holds."""
+        """List every array of the decoder."""
         return parameters(self._model)
 
     def replace_missing(self, name: str, device: Device, report: Report | None) -> Generator[None]:
@@ -113,8 +116,8 @@ class Decoder:
         if self._looks_ahead:
             arguments["cache"] = [BothWays(mask)] * len(self._states.layers)
         if self._rounding is not None:
-            # mlx-lm rounds what it multiplies Gemma's embeddings by to bfloat16, whatever the
-            # weights' type; transformers doesn't.
+            # mlx-lm rounds the factor of Gemma's embeddings to bfloat16 for weights of any type;
+            # transformers doesn't.
             arguments["input_embeddings"] = self._states.embed_tokens(tokens) * self._rounding
         states = self._states(tokens, **arguments)
         assert isinstance(states, mx.array)
@@ -122,7 +125,9 @@ class Decoder:
 
 
 def _looks_ahead(checkpoint: Checkpoint, raw: Mapping[str, Any], window: int | None) -> bool:
-    """Return True if a decoder was retrained to look ahead; raise if in a way not computed here."""
+    """Return True if a decoder was retrained to look ahead; raise if it does so in a way not
+    computed here.
+    """
     kind = raw.get("model_type")
     is_ahead = kind == "eurobert"
     for key, (causal, kinds) in _AHEAD.items():
@@ -142,7 +147,7 @@ def _headless_classes(config: dict[str, Any]) -> tuple[type[Module], type]:
     Embedding checkpoints are saved from the bare model: no head, and no `model.` before names.
     """
     config["model_type"] = SAME_AS.get(config["model_type"], config["model_type"])
-    for key in _AHEAD:  # the masks are ours
+    for key in _AHEAD:  # masks are made here, not by the class
         config.pop(key, None)
     whole, arguments = classes_of(config)
 
@@ -153,7 +158,7 @@ def _headless_classes(config: dict[str, Any]) -> tuple[type[Module], type]:
                 weights = {f"model.{name}": array for name, array in weights.items()}
             if hasattr(whole, "sanitize"):
                 weights = super().sanitize(weights)
-            self.pop("lm_head", None)  # only now: gemma3's own would miss it
+            self.pop("lm_head", None)  # removed only now: gemma3's own would miss it
             return {n: a for n, a in weights.items() if not n.startswith("lm_head.")}
 
     return Headless, arguments

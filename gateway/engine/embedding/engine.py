@@ -1,5 +1,5 @@
-"""One loaded encoder, and the passes that a batch of rows is cut into: what the rows become is for
-its kinds. Here are embedding models: texts → token ids → vectors.
+"""One loaded encoder, and the passes that a batch of rows is cut into; subclasses turn rows into
+results. Here are embedding models: texts → token ids → vectors.
 """
 
 from abc import ABC, abstractmethod
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from gateway.engine.embedding.decoder import Decoder
     from gateway.engine.models.missing_kernels import Report
 
-# Beyond some 500 tokens a larger pass gains nothing on a CPU, and its buffers leave the cache.
+# A pass beyond some 500 tokens gains nothing on a CPU, and its buffers leave the cache.
 SLICE_TOKENS: Final = 512
 # Multiply-adds below which a second thread costs more than it saves: starting it takes 0.4 ms.
 WORTH_A_THREAD: Final = 30_000_000
@@ -56,7 +56,7 @@ _TASK: Final = ("feature-extraction", "token_embeddings")  # transformer_task, m
 def bucket(length: int) -> int:
     """Round a length up so that few shapes occur: to 8 up to 64, then to at most a quarter more.
 
-    Most texts are short, and there a step of 8 wastes least; 512 tokens make 20 shapes.
+    Most texts are short, and a step of 8 wastes least for them; 512 tokens make 20 shapes.
     """
     step = 8
     if length > 64:
@@ -65,7 +65,7 @@ def bucket(length: int) -> int:
 
 
 def worthwhile_threads(tokens: int, weights: int, threads: int) -> int:
-    """Return how many threads should share a pass of so many tokens, each times so many weights."""
+    """Return how many threads should share a pass that multiplies tokens with weights."""
     return max(1, min(threads, tokens * weights // WORTH_A_THREAD))
 
 
@@ -73,8 +73,8 @@ def slice_rows(lengths: Sequence[int], threads: int) -> list[int]:
     """Cut rows, shortest first, into runs worth one pass each; return the number of rows in each
     run.
 
-    A run costs its rows times its longest. There are as few runs as leave none above SLICE_TOKENS,
-    the same number for every thread, and the dearest is as cheap as can be. A row is never divided.
+    A run costs its rows times its longest. The fewest runs are made that stay within SLICE_TOKENS,
+    the same number for every thread; the dearest is as cheap as possible. No row is divided.
     """
     costs = range(lengths[-1], len(lengths) * lengths[-1] + 1)
     row_count = threads
@@ -134,7 +134,7 @@ class Encoder(Protocol):
         """List every array held."""
 
 
-# By config.json's model_type.
+# The keys are config.json's model_type.
 ENCODERS: Final[dict[str, type[Bert] | type[ModernBert]]] = {
     "bert": Bert,
     "roberta": Roberta,
@@ -143,7 +143,7 @@ ENCODERS: Final[dict[str, type[Bert] | type[ModernBert]]] = {
     "modernbert": ModernBert,
     "nomic_bert": NomicBert,
     "gte": Gte,
-    "new": Gte,  # what its repositories had before transformers had the class
+    "new": Gte,  # its repositories' name, before transformers had the class
     "jina_embeddings_v3": JinaV3,
 }
 
@@ -151,14 +151,14 @@ ENCODERS: Final[dict[str, type[Bert] | type[ModernBert]]] = {
 class EncoderEngine(ABC):
     """One loaded encoder, run over batches. Call it only on the thread that loaded it."""
 
-    result: ClassVar[str]  # what a row becomes, for messages
+    result: ClassVar[str]  # the noun for a row's result, for messages
 
     def __init__(self, name: str, encoder: Encoder, *, device: Device, max_tokens: int) -> None:
         self.name = name
         self.max_tokens = max_tokens
         self._encoder = encoder
         self._on_cpu = device is Device.CPU
-        # Every token is multiplied by all of them, except the table that it is looked up in.
+        # Every token is multiplied by all weights except its table, where it is looked up.
         table = encoder.vocabulary * encoder.dimensions
         self._weights = sum(array.size for array in encoder.parameters()) - table
 
@@ -191,7 +191,7 @@ class EncoderEngine(ABC):
     def _run(
         self, rows: Sequence[Sequence[int]], width: int, starts: Sequence[int] | None = None
     ) -> Results:
-        """Return (rows, width): each row's result, whatever the other rows are.
+        """Return (rows, width): each row's result, which does not depend on the other rows.
 
         A row is token ids, special tokens included; token type 1 begins at its start, if there are
         `starts`. Raises ContextLengthExceeded and BadRequest for a row the model cannot read;
@@ -229,7 +229,7 @@ class EncoderEngine(ABC):
         states: list[mx.array] = []
         with single_threaded_blas() if len(streams) > 1 else nullcontext():
             # Python builds a layer while the CPU computes the one before. mlx queues only some
-            # fifty operations ahead: a pass that is built whole would run alone.
+            # fifty operations ahead: a pass built as a whole would run alone.
             for states in in_step(passes, streams):
                 if self._on_cpu:
                     mx.async_eval(states)  # type: ignore[no-untyped-call]
@@ -242,7 +242,7 @@ class EncoderEngine(ABC):
         """Yield the states after each layer, and at the end the rows' results."""
         lengths = [len(row) for row in rows]
         longest = max(lengths)
-        # A GPU's buffers are reused where shapes recur; a CPU's need not be, so nothing is wasted.
+        # A GPU's buffers are reused if shapes recur; a CPU pass has the exact width instead.
         width = longest if self._on_cpu else min(bucket(longest), self._encoder.max_tokens)
         padded = np.full((len(rows), width), self._encoder.padding_id, dtype=np.int32)
         for index, row in enumerate(rows):
@@ -300,7 +300,7 @@ def open_encoder(
 def _find_decoder(checkpoint: Checkpoint, kind: str) -> "type[Decoder]":
     with keep_file_limits():
         from gateway.engine.embedding.decoder import SAME_AS, Decoder
-        from gateway.engine.models.decoders import is_known  # with mlx-lm, which takes a second
+        from gateway.engine.models.decoders import is_known  # mlx-lm takes a second to import
 
     if not is_known(SAME_AS.get(kind, kind)):
         raise checkpoint.failed(
@@ -311,9 +311,9 @@ def _find_decoder(checkpoint: Checkpoint, kind: str) -> "type[Decoder]":
 
 
 def read_transformer_settings(checkpoint: Checkpoint, task: str, output: str) -> dict[str, Any]:
-    """Read sentence_bert_config.json, or one of its older names, refusing what is not served.
+    """Read sentence_bert_config.json, or one of its older names, refusing unserved values.
 
-    `task` and `output` are its transformer_task and module_output_name, where it has them.
+    `task` and `output` are its transformer_task and module_output_name, if it has them.
     """
     files = sorted(path.name for path in checkpoint.folder.glob("sentence_*_config.json"))
     settings = checkpoint.read_object(files[0]) if files else {}
@@ -368,7 +368,7 @@ Vectors = npt.NDArray[np.float32]
 
 
 class EmbeddingEngine(EncoderEngine):
-    """One loaded embedding model. Call it only on the thread that loaded it, but for `encode`."""
+    """One loaded embedding model. Call it only on the thread that loaded it, except `encode`."""
 
     result = "vector"
 
@@ -410,7 +410,7 @@ class EmbeddingEngine(EncoderEngine):
         return self.tokenizer.encode(texts)
 
     def encode_start(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenize as far as `truncate` keeps. More ids than `max_tokens` mean a longer text."""
+        """Tokenize as far as `truncate` keeps. More ids than `max_tokens`: the text is longer."""
         return self.tokenizer.encode_start(texts, self.max_tokens)
 
     def truncate(self, tokens: Sequence[int], limit: int | None = None) -> list[int]:
@@ -422,7 +422,7 @@ class EmbeddingEngine(EncoderEngine):
         return shorten(vectors, dimensions, normalize=self._recipe.normalize)
 
     def embed(self, rows: Sequence[Sequence[int]]) -> Vectors:
-        """Return (rows, dimensions): each row's vector, whatever the other rows are.
+        """Return (rows, dimensions): each row's vector, which does not depend on the other rows.
 
         A row is the token ids of one text, special tokens included. Raises ContextLengthExceeded
         and BadRequest for a row the model cannot read; EngineFailed, naming the model and the row,
@@ -436,7 +436,7 @@ class EmbeddingEngine(EncoderEngine):
 
     @unfused()
     def probe(self) -> None:
-        """Embed a word of no caller's. Raises what the device does."""
+        """Embed a made-up word. Raises the device's error."""
         self.embed(self.encode(["Hello"]))
 
     def _finish(self, hidden: mx.array, counts: mx.array, mask: mx.array | None) -> mx.array:
@@ -482,7 +482,7 @@ def load_embedding_in_steps(
     encoder = open_encoder(inner, inner.read_object("config.json"), device, dtype)
     projections = read_projections(checkpoint, recipe, encoder.dimensions)
     yield from read_in_slices(inner, [*encoder.parameters(), *arrays_of(projections)])
-    # Of a decoder alone; no other needs mlx-lm, which takes a second.
+    # Only a decoder has this; other encoders need no mlx-lm, which takes a second to import.
     if hasattr(encoder, "replace_missing"):
         yield from encoder.replace_missing(name, device, report)
     yield EmbeddingEngine(

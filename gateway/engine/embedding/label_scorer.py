@@ -1,8 +1,8 @@
 """A reranker on a causal model: the log-odds of one label against another after a prompt.
 
 The prompt is a text with the query and the document in it, and the score is the difference of the
-two labels' logits at its end: one product with the difference of two rows of the output matrix, and
-none with the vocabulary. Source: Qwen3-Reranker's model card, whose recipe is the default.
+two labels' logits at its end: one product with the difference of two rows of the output matrix, not
+one with the whole vocabulary. Source: Qwen3-Reranker's model card, whose recipe is the default.
 """
 
 import re
@@ -28,7 +28,7 @@ from gateway.errors import ContextLengthExceeded
 from gateway.jobs import TokenIds, Vectors
 from gateway.jobs.rerank import Pair
 
-# A shared beginning is read in a pass of its own if that saves so many tokens.
+# A shared beginning is read in a pass of its own if that saves this many tokens.
 LEAST_SAVED: Final = 64
 # A longer beginning is not kept for the next pass. At 512 tokens Qwen3-Reranker-0.6B (28 layers,
 # keys and values, 8 heads of 128) has 59 MB of KV in 16 bits, 117 MB in the float32 of a CPU.
@@ -40,7 +40,8 @@ _layers: Any = nn
 @dataclass(frozen=True, slots=True)
 class LabelRecipe:
     """A prompt with `{instruction}`, `{query}` and then `{document}`; the default instruction; and
-    the label that means relevant, with the one that means not, if the score is their difference.
+    the label that means relevant with the one that means irrelevant, if the score is their
+    difference.
     """
 
     template: str
@@ -62,14 +63,14 @@ QWEN3: Final = LabelRecipe(
 def label_recipe(
     labels: Sequence[str], template: str | None, instruction: str | None
 ) -> LabelRecipe:
-    """Return a recipe in which Qwen3's template or instruction replace what is None."""
+    """Return a recipe, with Qwen3's template and instruction for arguments that are None."""
     if instruction is None:
         instruction = QWEN3.instruction
     return LabelRecipe(template or QWEN3.template, labels, instruction)
 
 
 class LabelScorer:
-    """One loaded reranker. Call it only on the thread that loaded it, but for `encode_pairs`."""
+    """One loaded reranker. Call it only on the thread that loaded it, except `encode_pairs`."""
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class LabelScorer:
         self._before, after = recipe.template.split("{document}")
         [self._tail] = tokenizer.encode([after], with_specials=False)
         self._controls = tokenizer.controls
-        self.max_tokens = max_tokens  # of a prompt
+        self.max_tokens = max_tokens  # the most tokens of a prompt
         caches = make_prompt_cache(model)
         self._shares_prefixes = all(type(layer) is KVCache for layer in caches)
         self._kv_bytes = measure_kv(model).token
@@ -108,7 +109,7 @@ class LabelScorer:
         """Tokenize a query's part of the prompt, once, with each document. Safe on any thread.
 
         A document is cut to `max_document_tokens`, and then until the prompt has `max_tokens`. The
-        space before a document is encoded with it, which is where tokenizers split words. Control
+        space before a document is encoded with it, since tokenizers split words there. Control
         tokens in the callers' texts are letters. Raises ContextLengthExceeded for a query that
         leaves no room for a token of a document.
         """
@@ -132,8 +133,8 @@ class LabelScorer:
 
     def score(self, rows: Sequence[Pair]) -> Vectors:
         """Return the log-odds of relevance, (rows, 1) float32."""
-        # Rows of one query share its part of the prompt, which is read once; other rows share what
-        # all begin with. It is kept for the next call, as a request's rows may need several.
+        # Rows of one query share its part of the prompt, which is read once; other rows share their
+        # common beginning. It is kept for the next call, as a request's rows may need several.
         scores = np.empty((len(rows), 1), dtype=np.float32)
         for places, shared in _group(rows):
             tokens = [rows[place].ids for place in places]
@@ -144,11 +145,11 @@ class LabelScorer:
 
     @unfused()
     def probe(self) -> None:
-        """Score a pair of no caller's. Raises what the device does."""
+        """Score a made-up pair. Raises the device's error."""
         self.score(self.encode_pairs("Hello", ["Hello"]))
 
     def nbytes(self) -> int:
-        """Count the bytes of the weights, and of a kept beginning as long as one may be."""
+        """Count the bytes of the weights, and of a kept beginning of the greatest length."""
         weights = sum(array.nbytes for array in parameters(self._model))
         if not self._shares_prefixes:
             return weights
@@ -173,7 +174,7 @@ class LabelScorer:
             new = make_prompt_cache(self._model)
         shared = len(beginning.tokens)
         lengths = [len(row) - shared for row in rows]
-        # Padding is on the right: no token sees those after it.
+        # Padding is on the right: no token sees tokens after it.
         tokens = np.zeros((len(rows), max(lengths)), dtype=np.int32)
         for i, row in enumerate(rows):
             tokens[i, : lengths[i]] = row[shared:]
@@ -186,7 +187,7 @@ class LabelScorer:
         return np.array(scores, dtype=np.float32)
 
     def _keep(self, tokens: tuple[int, ...], caches: Sequence[Any]) -> "_Beginning":
-        """Return the beginning of what caches hold, and keep it unless it is long."""
+        """Return the beginning of the caches' tokens, and keep it unless it is long."""
         beginning = _Beginning(tokens, [_SharedPrefix(cache, len(tokens)) for cache in caches])
         evaluate([layer.state for layer in beginning.layers])
         self._kept = beginning if len(tokens) <= KEPT_TOKENS else _Beginning()
@@ -195,14 +196,14 @@ class LabelScorer:
 
 @dataclass(frozen=True, slots=True)
 class _Beginning:
-    """Tokens that prompts begin with, and their KV of each layer."""
+    """The first tokens of prompts, and their KV of each layer."""
 
     tokens: tuple[int, ...] = ()
     layers: "Sequence[_SharedPrefix]" = ()
 
 
 class _SharedPrefix(_KVCache):  # type: ignore[misc]
-    """The first tokens' KV of one layer, which all rows of a pass begin with."""
+    """The KV of one layer for the first tokens, common to all rows of a pass."""
 
     def __init__(self, layer: Any, tokens: int) -> None:
         super().__init__()
@@ -212,7 +213,8 @@ class _SharedPrefix(_KVCache):  # type: ignore[misc]
         self.offset = tokens
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        # What rows add is not kept: the KV of a batch would be many times that of the prefix.
+        # The rows' own tokens are not kept: the KV of a batch would be many times that of the
+        # prefix.
         return _append(self.keys, keys), _append(self.values, values)
 
 
@@ -253,13 +255,13 @@ def _rows(layer: Any, ids: mx.array) -> mx.array:
         )
     if isinstance(layer, _layers.Linear):
         return layer.weight[ids]  # type: ignore[no-any-return]
-    rows: mx.array = layer(ids)  # dequantized, if need be
+    rows: mx.array = layer(ids)  # dequantized, if needed
     return rows
 
 
 def _fill(text: str, query: str, instruction: str) -> list[Piece]:
-    """Return a template's text before the document; what is filled in is not read again. The last
-    piece is the template's own.
+    """Return a template's text before the document; fields in the filled-in texts stay as they are.
+    The last piece is the template's own.
     """
     fields = {"{query}": query, "{instruction}": instruction}
     parts = re.split("({query}|{instruction})", text)
@@ -267,8 +269,8 @@ def _fill(text: str, query: str, instruction: str) -> list[Piece]:
 
 
 def _group(rows: Sequence[Pair]) -> list[tuple[list[int], int]]:
-    """Return the places of the rows of each query, and how many tokens these begin with in common;
-    queries of one row are one group.
+    """Return the places of the rows of each query, and the number of first tokens that they share;
+    queries with only one row form one group.
     """
     by_query: dict[tuple[int, ...], list[int]] = {}
     for place, row in enumerate(rows):
@@ -282,7 +284,7 @@ def _group(rows: Sequence[Pair]) -> list[tuple[list[int], int]]:
 
 
 def _count_alike(rows: Sequence[tuple[int, ...]]) -> int:
-    """Count the tokens that all rows begin with."""
+    """Count the first tokens that all rows share."""
     first, last = min(rows), max(rows)
     alike = zip(first, last, strict=False)
     return next((i for i, (a, b) in enumerate(alike) if a != b), min(len(first), len(last)))
@@ -300,8 +302,8 @@ def load_label_scorer_in_steps(
 ) -> Generator[LabelScorer | None]:
     """Load a causal model as a reranker, in steps; the last one yields it. Raises ModelLoadFailed.
 
-    Its labels must each be one token, and its logits the plain product of its hidden states and its
-    output matrix, which is checked. `report` is called with quantized weights that become floating.
+    Each label must be one token, and the logits the plain product of hidden states and output
+    matrix; both are checked. `report` is called with quantized weights that become floating.
     """
     checkpoint = Checkpoint(name, folder)
     config = checkpoint.read_object("config.json")

@@ -1,8 +1,8 @@
 """ModernBERT: rotary positions, global attention in some layers and a window in the others, GeGLU.
 
 Weights and names are Hugging Face's (transformers, models/modernbert/modeling_modernbert.py); its
-heads are not used here. Layers normalize what they read (pre-norm), but for the first, which reads
-what the embedding has normalized. Biases are off in every published checkpoint, and refused.
+heads are not used here. Layers normalize their input (pre-norm), except the first, whose input the
+embedding has normalized. Biases are off in every published checkpoint, and refused.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,12 +36,12 @@ from gateway.engine.models.encoder_kernels import (
     make_rotation,
 )
 
-# Queries that attend at once where there is a window, which wastes few of their scores.
+# Queries that attend at once with a window, which wastes few of their scores.
 BLOCK: Final = 128
-# A query of padding may see nothing but padding; float16 would make -inf of PADDING_SCORE, and
-# NaN of a row of them.
+# A padding query may see nothing but padding; float16 would make -inf of PADDING_SCORE, and NaN of
+# a row of those.
 HALF_PADDING_SCORE: Final = -3e4
-# What sits on top of the encoder in checkpoints saved with a head.
+# Parts above the encoder in checkpoints saved with a head.
 IGNORED: Final = ("head.", "decoder.", "classifier.")
 
 
@@ -57,15 +57,17 @@ class ModernBertConfig:
     padding_id: int
     epsilon: float
     activation: str
-    # Of each layer: how far a token sees to either side, None for everything.
+    # How far a token sees to either side, for each layer; None for everything.
     windows: Sequence[int | None]
-    # Of each layer: the base of its rotations.
+    # The base of the rotations, for each layer.
     thetas: Sequence[float]
     quantization: Mapping[str, Any]
 
 
 def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> ModernBertConfig:
-    """Read config.json's keys, of transformers 4 and 5, refusing what is not computed here."""
+    """Read config.json's keys, of transformers 4 and 5, refusing parts that are not
+    computed here.
+    """
     unsupported = ("attention_bias", "mlp_bias", "norm_bias", "is_causal")
     activation = read_activation(checkpoint, raw, "hidden_activation", unsupported)
     with checkpoint.reading_config():
@@ -117,7 +119,7 @@ def _thetas(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> tuple[float, floa
 
 
 def weight_shapes(config: ModernBertConfig) -> dict[str, tuple[int, ...]]:
-    """Name every weight the encoder needs, with its shape."""
+    """Name every weight that the encoder needs, with its shape."""
     d, i = config.dimensions, config.intermediate
     shapes: dict[str, tuple[int, ...]] = {
         "embeddings.tok_embeddings.weight": (config.vocabulary, d),
@@ -138,7 +140,7 @@ def weight_shapes(config: ModernBertConfig) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Queries that attend together, the keys that they see, and what is added to the scores."""
+    """Queries that attend together, the keys that they see, and the bias of the scores."""
 
     queries: slice
     keys: slice
@@ -148,10 +150,10 @@ class Span:
 def make_spans(
     length: int, mask: mx.array | None, window: int | None, block: int, dtype: mx.Dtype
 ) -> list[Span]:
-    """Cut a row's queries into blocks; with a window, each sees the keys that it reaches. `mask`,
-    (rows, length), is true at real tokens.
+    """Cut a row's queries into blocks; with a window, each block sees only the keys within its
+    reach. `mask`, (rows, length), is true at real tokens.
     """
-    # A token sees those at most `window` away: transformers, masking_utils.py,
+    # A token sees tokens at most `window` away: transformers, masking_utils.py,
     # sliding_window_bidirectional_overlay.
     masked_score = HALF_PADDING_SCORE if dtype == mx.float16 else PADDING_SCORE
     spans = []
@@ -170,7 +172,7 @@ def make_spans(
 
 @dataclass(frozen=True, slots=True)
 class ModernBertLayer:
-    """Attention, then the gated product; each reads what is normalized, and is added."""
+    """Attention, then the gated product; each has a normalized input, and its result is added."""
 
     attention_norm: Norm | None
     qkv: Dense
@@ -292,7 +294,7 @@ class ModernBert:
         yield last(x).reshape(shape)
 
     def parameters(self) -> list[mx.array]:
-        """List every array the encoder holds."""
+        """List every array of the encoder."""
         return arrays_of([self._words, self._norms, self._layers])
 
     def _spans(self, length: int, mask: mx.array | None, window: int | None) -> list[Span]:

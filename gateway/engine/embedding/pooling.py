@@ -1,4 +1,4 @@
-"""From a text's hidden states to its one vector: what the model's folder says, and the maths.
+"""A text's hidden states → its vector: the recipe in the model's folder, and the maths.
 
 Pooling is never guessed: the wrong one gives plausible vectors that find the wrong texts.
 """
@@ -16,16 +16,16 @@ from gateway.engine.embedding.bert import Dense, make_dense
 from gateway.engine.models.checkpoint import Checkpoint, dequantize, fit_weights, join_names
 from gateway.engine.models.encoder_kernels import Activation
 
-INSIDE: Final = "dense."  # before the names of linear layers that are in the model's own file
+INSIDE: Final = "dense."  # prefix of the names of linear layers in the model's own file
 _VECTOR: Final = "sentence_embedding"  # sentence-transformers' name of a text's vector
-# By a Dense module's `activation_function`; torch has no shorter names.
+# The keys are a Dense module's `activation_function`; torch has no shorter names.
 _ACTIVATIONS: Final[Mapping[str, Activation]] = {
     "torch.nn.modules.linear.Identity": lambda x: x,
     "torch.nn.modules.activation.Tanh": mx.tanh,
 }
 Mode = Literal["mean", "cls", "last"]
 _MODES: Final = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
-# sentence-transformers before 6: one boolean a mode.
+# The keys of sentence-transformers before 6: one boolean a mode.
 _OLD_KEYS: Final = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -38,7 +38,7 @@ _OLD_KEYS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What happens around the model: its subfolder, the pooling, the layers after it, whether to
+    """The steps around the model: its subfolder, the pooling, the layers after it, whether to
     normalize.
     """
 
@@ -51,8 +51,8 @@ class Recipe:
 def read_recipe(checkpoint: Checkpoint, pooling: str | None, normalize: bool | None) -> Recipe:
     """Read modules.json and the modules' own files.
 
-    `pooling` and `normalize` come from models.yaml; when given they win. What neither the
-    folder nor models.yaml says is a load error that names the key to set.
+    `pooling` and `normalize` come from models.yaml; they win over the folder's. A setting that
+    neither states is a load error naming the key to set.
     """
     if pooling is not None and pooling not in get_args(Mode):
         raise checkpoint.failed(f"`pooling:` in models.yaml is `{pooling}`, not mean, cls or last")
@@ -79,7 +79,7 @@ def read_recipe(checkpoint: Checkpoint, pooling: str | None, normalize: bool | N
 def weight_folders(
     checkpoint: Checkpoint, pooling: str | None, normalize: bool | None
 ) -> list[Checkpoint]:
-    """Return the folders that a model's weights are in."""
+    """Return the folders with a model's weights."""
     recipe = read_recipe(checkpoint, pooling, normalize)
     dense = [checkpoint.inside(path) for path in recipe.dense]
     return [checkpoint.inside(recipe.transformer), *(d for d in dense if d.folder.is_dir())]
@@ -135,8 +135,8 @@ class Projection:
 
 
 def read_projections(checkpoint: Checkpoint, recipe: Recipe, dimensions: int) -> list[Projection]:
-    """Open the linear layers after the pooling, whose vectors have so many dimensions. The weights
-    are read when evaluated. Raises ModelLoadFailed.
+    """Open the linear layers after the pooling, whose vectors have `dimensions` dimensions. The
+    weights are read when evaluated. Raises ModelLoadFailed.
     """
     layers = _projections_inside(checkpoint.inside(recipe.transformer))
     if not layers:
@@ -169,8 +169,8 @@ def _read_projection(folder: Checkpoint) -> Projection:
 
 
 def _projections_inside(transformer: Checkpoint) -> list[Projection]:
-    """Open the layers that mlx-embeddings moves into the model's own file, perhaps quantized: those
-    of EmbeddingGemma, which have no activation.
+    """Open the layers that mlx-embeddings moves into the model's own file, perhaps quantized:
+    EmbeddingGemma's, which have no activation.
     """
     named = {n: a for n, a in transformer.weights().items() if n.startswith(INSIDE)}
     arrays = dequantize(transformer, named, transformer.config().get("quantization") or {})

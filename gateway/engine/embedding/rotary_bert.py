@@ -1,7 +1,7 @@
 """BERT with rotary positions: nomic-bert, GTE and jina-embeddings-v3.
 
 transformers has a class for each (models/nomic_bert, gte and jina_embeddings_v3), which reads and
-writes the names of weights that the models had when their code was their own.
+writes the weights' names from the time when the models brought their own code.
 """
 
 import re
@@ -15,8 +15,8 @@ import mlx.core as mx
 from gateway.engine.embedding.bert import Bert, BertConfig, read_config
 from gateway.engine.models.checkpoint import Checkpoint
 
-# As in transformers' conversion_mapping.py, and BERT's names: several where an array has the rows
-# of several products.
+# New names as in transformers' conversion_mapping.py, and as BERT's: several names if an array has
+# the rows of several products.
 _NAMES: Final = (
     (r"^(nomic_bert|gte|new|roberta)\.", ""),
     (r"^emb_ln\.", "embeddings.LayerNorm."),
@@ -61,7 +61,7 @@ _SERVED: Final = {
 class RotaryBert(Bert):
     """BERT whose queries and keys are rotated by their positions."""
 
-    theta: ClassVar[float]  # where config.json has none
+    theta: ClassVar[float]  # used if config.json has none
     is_gated: ClassVar = True
     unbiased: ClassVar[tuple[str, ...]] = ()
 
@@ -92,7 +92,7 @@ class RotaryBert(Bert):
     def _read_rope(
         cls, checkpoint: Checkpoint, keys: Mapping[str, Any], size: int
     ) -> tuple[float, float]:
-        """Return the base of the rotations, and what positions are divided by."""
+        """Return the base of the rotations, and the divisor of positions."""
         rope = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
         kind = rope.get("rope_type") or rope.get("type") or "default"
         theta = float(rope.get("rope_theta") or keys.get("rope_theta") or cls.theta)
@@ -100,8 +100,8 @@ class RotaryBert(Bert):
             return theta, 1.0
         if kind == "linear":
             return theta, float(rope["factor"])
-        # GTE's own, a larger base and a little linear scaling: https://kexue.fm/archives/9706, and
-        # vLLM's layers/rotary_embedding/ntk_scaling_rope.py.
+        # This kind is GTE's own, a larger base and a little linear scaling:
+        # https://kexue.fm/archives/9706, and vLLM's layers/rotary_embedding/ntk_scaling_rope.py.
         if kind == "ntk" and rope.get("mixed_b") is None:
             return theta * rope["factor"], rope["factor"] ** (2 / size)
         raise checkpoint.failed(f"config.json: rope_type `{kind}` is not supported")

@@ -14,7 +14,7 @@ from gateway.engine.control_tokens import ControlTokens
 from gateway.engine.models.checkpoint import Checkpoint, reading_tokenizer
 from gateway.engine.tokenizer_parts import check_growth, has_patterns
 
-CHARS_A_TOKEN: Final = 16  # so many are more than enough but for texts that are mostly spaces
+CHARS_A_TOKEN: Final = 16  # more than enough, except for texts that are mostly spaces
 WORDS: Final = 3
 
 
@@ -48,11 +48,11 @@ class TextTokenizer:
     def encode_start(
         self, texts: Sequence[str], limit: int, *, with_specials: bool = True
     ) -> list[list[int]]:
-        """Return ids as `encode` does or, of a long text, as many as `truncate` needs of them: what
-        that keeps is the same.
+        """Return ids as `encode` does, or the beginning of a long text's ids: enough that
+        `truncate` keeps the same.
         """
-        # A text is cut before it is encoded only where that is sure: words are encoded one by one,
-        # and three of them stand between the last token that is kept and the cut, which changes no
+        # A text is cut before it is encoded only if that is safe: words are encoded one by one, and
+        # more than three of them stand between the last kept token and the cut, which changes no
         # more than the word and the spaces before it.
         if self._cut_left or not self._splits_words:
             return self.encode(texts, with_specials=with_specials)
@@ -77,7 +77,7 @@ class TextTokenizer:
         return [rows[i] for i in range(len(texts))]
 
     def truncate(self, ids: Sequence[int], limit: int) -> list[int]:
-        """Cut to `limit` tokens, special tokens included: both ends' specials stay."""
+        """Cut to `limit` tokens, special tokens included: those at both ends stay."""
         if len(ids) <= limit:
             return list(ids)
         end = len(ids) - self._after
@@ -98,7 +98,7 @@ class PairTemplate:
     before: tuple[int, ...]
     between: tuple[int, ...]
     after: tuple[int, ...]
-    # So many tokens before the second text begins token type 1; None: never.
+    # The number of tokens before the second text at which token type 1 begins; None: never.
     lead: int | None
 
     @property
@@ -145,7 +145,7 @@ def load_text_tokenizer(checkpoint: Checkpoint, *, lower_case: bool) -> TextToke
 
 
 def read_pair_template(checkpoint: Checkpoint, tokenizer: TextTokenizer) -> PairTemplate:
-    """Read from an encoded pair where a tokenizer puts its special tokens and token types.
+    """Read the places of a tokenizer's special tokens and token types from an encoded pair.
 
     Source: transformers, tokenization_utils_tokenizers.py: types are given to the model if
     model_input_names lists them; BERT's tokenizers do by default.
@@ -171,12 +171,12 @@ def read_pair_template(checkpoint: Checkpoint, tokenizer: TextTokenizer) -> Pair
 
 
 def _words(text: str) -> int:
-    """Count what stands between spaces and has a letter or digit."""
+    """Count the words, separated by spaces, that have a letter or digit."""
     return sum(any(map(str.isalnum, word)) for word in text.split(" "))
 
 
 def _splits_words(tokenizer: Tokenizer) -> bool:
-    """Return True if what stands between spaces is encoded by itself, but for the space."""
+    """Return True if words separated by spaces are encoded one by one, each with its space."""
     if tokenizer.pre_tokenizer is None:
         return False
     one, two = (len(tokenizer.pre_tokenizer.pre_tokenize_str(text)) for text in ("ab", "ab cd"))
@@ -213,7 +213,7 @@ def _lower_first(tokenizer: Tokenizer) -> None:
 
 
 def _special_ends(checkpoint: Checkpoint, tokenizer: Tokenizer) -> tuple[int, int, int | None]:
-    """Count the special tokens before and after a text, and give the last of those after."""
+    """Count the special tokens before and after a text, and return the last one after it."""
     probe = tokenizer.encode("a")
     body = [i for i, special in enumerate(probe.special_tokens_mask) if not special]
     if not body:

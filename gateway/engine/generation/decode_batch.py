@@ -31,17 +31,17 @@ from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache
 from gateway.jobs.chat import Delta, FinishReason
 from gateway.jobs.steps import Drafter, Pass
 
-# How many of the blocks of an answer a next prompt can continue after, if states are to be kept
-# with each: the last two, and two further back, the oldest four to seven. The last tokens may be
-# others there: a template may strip an answer, end it anew, or write its calls another way.
+# The most blocks of an answer after which a next prompt can continue, if states are to be kept with
+# each: the last two, and two further back, the oldest four to seven blocks back. The prompt may
+# differ from the last tokens: a template may strip an answer, end it anew, or write its calls
+# another way.
 KEPT_ENDS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
     """Sequences whose tokens may have to be chosen again. `is_sure`, (rows,) bool, says which
-    tokens are right, once it is evaluated; `logits`, (rows, vocabulary), are what they were chosen
-    from.
+    tokens are right, once it is evaluated; they were chosen from `logits`, (rows, vocabulary).
     """
 
     seqs: list[Sequence]
@@ -51,7 +51,8 @@ class Doubt:
 
 @dataclass(frozen=True, slots=True)
 class AheadReading:
-    """What a pass reads of each sequence: what its KV lacks, then a draft, then padding.
+    """The input of a pass, for each sequence: the tokens that its KV lacks, then a draft, then
+    padding.
 
     `places` are those of the tokens, in all rows put end to end, after which a token is chosen.
     """
@@ -62,11 +63,12 @@ class AheadReading:
     places: list[int]
 
 
-# Logprobs still on the device, and whose they are; None for a sequence that has newer ones.
+# Logprobs still on the device, and the sequences they belong to; None for a sequence that has newer
+# ones.
 RowScores = tuple[TopLogprobs, abc.Sequence[Sequence | None]]
 Draft = Callable[
     [abc.Sequence[Sequence], abc.Sequence[int]], abc.Sequence[abc.Sequence[int]]
-]  # of up to so many tokens a sequence
+]  # a draft for each sequence, within its limit of tokens
 
 
 def plan_reading(
@@ -88,8 +90,8 @@ def plan_reading(
 
 
 def spread(ends: abc.Sequence[int]) -> list[int]:
-    """Return which ends of an answer's blocks stay when the last of these is new: that one, the one
-    before, and ever fewer further back, as each of them was returned here before.
+    """Return the ends of an answer's blocks that stay when the last of `ends` is new: that one, the
+    one before, and ever fewer further back. The call before returned the other `ends`.
     """
     newest = ends[-1] // BLOCK
     staying = []
@@ -105,11 +107,11 @@ def spread(ends: abc.Sequence[int]) -> list[int]:
 @dataclass(slots=True, eq=False)
 class DecodeBatch:
     """Sequences between two steps: their KV, and their next tokens, (tokens,), perhaps not
-    evaluated yet. There is one a sequence, and one more for each token of its draft, which the KV
-    has already.
+    evaluated yet. There is one a sequence, and one more for each token of its draft, which is in
+    the KV already.
 
     `finite`, (tokens,) bool, says whether a token's logits were numbers; `scores` are the logprobs
-    of the sequences that want them.
+    of the sequences that requested them.
     """
 
     seqs: list[Sequence]
@@ -119,21 +121,21 @@ class DecodeBatch:
     scores: list[RowScores]
     doubts: list[Doubt]
     drafts: list[abc.Sequence[int]]
-    late_error: Exception | None = None  # of the step under way, to be raised when it is read
+    late_error: Exception | None = None  # error of the step under way, raised when that is read
     is_evaluated: bool = False  # the step under way has been waited for
 
     @property
     def may_go_on(self) -> bool:
-        """Return True if the next pass may be launched before these tokens are read. There are
-        two conditions: no token is the last that its sequence may have; no sequence has met a
-        fault, which must show in a pass of its own.
+        """Return True if the next pass may be launched before these tokens are read. There are two
+        conditions: no token is the last that its sequence may have, and no sequence was in a failed
+        pass, as its fault must show in a pass of its own.
         """
         return not any(seq.is_at_last or seq.was_suspect for seq in self.seqs)
 
     @property
     def can_take_back(self) -> bool:
-        """Return True if a pass can be undone. Else the next is launched once all tokens are sure,
-        which is before they are appended.
+        """Return True if a pass can be undone. Otherwise the next one is launched after all tokens
+        are sure, and before they are appended.
         """
         return all(isinstance(layer, RaggedKVCache) for layer in self.cache)
 
@@ -144,8 +146,8 @@ class DecodeBatch:
     def keep_block_ends(
         self, prefixes: PrefixCache, lengths: abc.Sequence[int] | None = None
     ) -> None:
-        """Store each sequence whose KV, of these lengths or of just what the contexts have, has
-        come to the end of a block, if it can be kept only there.
+        """Store each sequence whose KV ends with a block, if KV can be kept only there. The KV has
+        these lengths, or else those of the contexts.
 
         To be called before the next pass is launched. The step under way is waited for.
         """
@@ -162,13 +164,12 @@ class DecodeBatch:
             is_new = prefixes.store_next(
                 seq.context[:end], self.cache, i, dropped, seq.root, is_growing=is_growing
             )
-            if is_new and is_growing:  # what ends the prompt stays
+            if is_new and is_growing:  # states at the prompt's end stay
                 seq.kept_ends = staying
 
     def keep_answers(self, prefixes: PrefixCache, ended: abc.Sequence[int]) -> None:
-        """Store the KV of ended answers: a conversation's next prompt begins with it. Of those that
-        are kept only at ends of blocks, which few answers end with, what was kept so far counts as
-        used.
+        """Store the KV of ended answers: a conversation's next prompt begins with it. If KV is kept
+        only at ends of blocks, where few answers end, the states kept so far count as used.
         """
         if not prefixes.is_on or not ended:
             return
@@ -193,16 +194,16 @@ class DecodeBatch:
         scores: list[RowScores],
         doubts: list[Doubt],
     ) -> None:
-        """Put newly chosen tokens in the place of these sequences' next tokens."""
+        """Replace these sequences' next tokens by newly chosen ones."""
         first = [at.start for at in self._places()]
         places = [first[self.seqs.index(seq)] for seq in seqs]
         self.tokens[mx.array(places)] = tokens
-        self.scores += scores  # the later ones count
+        self.scores += scores  # later scores count
         self.doubts += doubts
         self.is_evaluated = False
 
     def keep(self, indices: list[int]) -> None:
-        """Drop the other sequences. Those kept are in the order of `compact` then."""
+        """Drop the other sequences. The kept ones are then in the order of `compact`."""
         if len(indices) == len(self.seqs):
             return  # caches of a single row cannot be filtered
         indices = compact(indices)
@@ -213,17 +214,18 @@ class DecodeBatch:
         self.seqs = [self.seqs[i] for i in indices]
         self.drafts = [self.drafts[i] for i in indices]
         filter_layers(self.cache, indices)
-        if had_drafts and not any(self.drafts):  # nobody is left who may go back
+        if had_drafts and not any(self.drafts):  # no sequence is left that may go back
             go_back(self.cache, [0] * len(indices), [0] * len(indices))
-        # At once: larger caches are held until then, and the memory counted as free may already be
-        # given to new sequences.
+        # The smaller caches are made at once: larger ones are held until then, and the memory
+        # counted as free may already be given to new sequences.
         launch([layer.state for layer in self.cache])
         self.is_evaluated = False
 
     def take(self, index: int) -> "DecodeBatch":
         """Return a copy of one sequence with its next token; it stays here until dropped."""
         seq = self.seqs[index]
-        # Other sequences' logprobs would be taken for newer ones once this one is back.
+        # The other sequences' logprobs are left out: they would be taken for newer ones once this
+        # one is back.
         scores: list[RowScores] = []
         for logprobs, seqs in self.scores:
             if seq in seqs:
@@ -259,8 +261,8 @@ class DecodeBatch:
         self.is_evaluated = False
 
     def settle(self) -> None:
-        """Wait for the step under way, if the device is late, before anything else is launched,
-        which would raise the step's error and leave its tokens looking right.
+        """Wait for the step under way, if the device is late, before any other launch: that would
+        raise the step's error, and the tokens would look right.
         """
         if is_late():
             self.wait()
@@ -273,7 +275,7 @@ class DecodeBatch:
             self.late_error = self.late_error or error
 
     def evaluate(self) -> None:
-        """Wait, once, for all that is read of the step under way. Raises the device's error."""
+        """Wait, once, for all results of the step under way. Raises the device's error."""
         if self.is_evaluated:
             return
         scores = [(score.chosen, score.ids, score.logprobs) for score, _ in self.scores]
@@ -286,14 +288,14 @@ class DecodeBatch:
             raise self.late_error
 
     def read(self) -> "list[SequenceOutput]":
-        """Wait for the tokens under way; return one output per sequence. Tokens of drafts that were
-        not chosen leave the KV.
+        """Wait for the tokens under way; return one output per sequence. Draft tokens that were not
+        chosen leave the KV.
         """
         self.evaluate()
-        # mlx's stubs do not type what `tolist` returns.
+        # mlx's stubs have no type for the result of `tolist`.
         tokens: Any = self.tokens.tolist()
         finite: Any = self.finite.tolist()
-        scores: dict[int, TokenScores] = {}  # of the tokens, by id(seq)
+        scores: dict[int, TokenScores] = {}  # scores of the tokens, by id(seq)
         for logprobs, seqs in self.scores:
             scores.update((id(seq), score) for seq, score in _to_host(logprobs, seqs))
         if not any(self.drafts):
@@ -316,7 +318,7 @@ class DecodeBatch:
         return outputs
 
     def _places(self) -> list[range]:
-        """Return where the tokens of each sequence are."""
+        """Return the places of each sequence's tokens."""
         starts = accumulate((1 + len(draft) for draft in self.drafts), initial=0)
         return [range(start, end) for start, end in pairwise(starts)]
 
@@ -328,10 +330,10 @@ def choose_tokens(
     logits: mx.array,
     drafts: abc.Sequence[abc.Sequence[int]] = (),
 ) -> DecodeBatch:
-    """Launch the choice of the next tokens. Their masks are made while the pass runs.
+    """Launch the choice of the next tokens. The masks are made while the pass runs.
 
     `logits`, (tokens, vocabulary), are those of each sequence's next token, followed by those after
-    each token of its draft, if there are `drafts`, one a sequence.
+    each token of its draft. `drafts` has one draft a sequence, or is empty.
     """
     drafts = drafts or [()] * len(seqs)
     ahead = [i for tokens in drafts for i in range(len(tokens) + 1)]
@@ -366,7 +368,7 @@ def constrain(structured: StructuredOutput, seqs: list[Sequence], logits: mx.arr
 
 
 def redraw_unsure(running: DecodeBatch) -> bool:
-    """Draw again where the window was too small; return whether any was."""
+    """Draw the tokens again whose window was too small; return True if there were any."""
     has_mended = False
     while running.doubts:
         running.evaluate()
@@ -387,7 +389,7 @@ def _draw(
 ) -> tuple[mx.array, list[RowScores], list[Doubt]]:
     """Choose from logits, (rows, vocabulary), that are adjusted and masked.
 
-    `ahead` says how many tokens after the sequence's next one each is.
+    `ahead` is each row's distance, in tokens, from its sequence's next token.
     """
     positions = [len(seq.tokens) + i for seq, i in zip(seqs, ahead, strict=True)]
     choice = choose([seq.sampler for seq in seqs], logits, positions)
@@ -403,15 +405,16 @@ def _draw(
 
 @dataclass(slots=True)
 class SequenceOutput:
-    """The next tokens of a sequence, on the host: one, and those of its draft that were chosen, up
-    to the first whose logits were no numbers.
+    """The next tokens of a sequence, on the host: one, and the chosen tokens of its draft, up to
+    the first whose logits were no numbers.
     """
 
     seq: Sequence
     tokens: abc.Sequence[int]
-    is_finite: bool  # the logits of the one were numbers
+    is_finite: bool  # the logits of the first token were numbers
     scores: TokenScores | None
-    end: FinishReason | None = None  # once the one is appended, if it is the last
+    # Set once the first token is appended, if it is the last.
+    end: FinishReason | None = None
 
     @property
     def goes_on(self) -> bool:
@@ -424,8 +427,8 @@ class SequenceOutput:
             self.end = self.seq.append(self.tokens[0])
 
     def append(self, limit: int) -> tuple[list[Delta], bool]:
-        """Append these tokens to the sequence, then up to `limit` that its grammar leaves no choice
-        of. Return the deltas, and whether the sequence goes on.
+        """Append these tokens to the sequence, then up to `limit` tokens that its grammar forces.
+        Return the deltas, and whether the sequence goes on.
         """
         seq = self.seq
         if not self.is_finite:
@@ -444,8 +447,8 @@ class SequenceOutput:
         return deltas, True
 
     def to_deltas(self, end: FinishReason | None) -> list[Delta]:
-        """Return the deltas of the token appended last. An error in its text ends this sequence
-        alone.
+        """Return the deltas of the token appended last. An error in its text ends only this
+        sequence.
         """
         if not self.is_finite:
             return [self.seq.error_delta("its output is not a number")]
@@ -462,7 +465,7 @@ def count_ahead_pass(
     drafts: abc.Sequence[abc.Sequence[int]],
     drafter: Drafter | None,
 ) -> Pass:
-    """Count a pass that read drafts; `outputs` are the tokens of each sequence that it gave."""
+    """Count a pass that read drafts; `outputs` are each sequence's tokens from it."""
     # An answer may end inside a draft.
     pairs = [(count, len(output.tokens)) for count, output in zip(counts, outputs, strict=True)]
     return Pass(

@@ -34,7 +34,7 @@ from gateway.engine.models.decoders import floating_dtype, parameters
 from gateway.jobs.chat import GenerateJob, Grammar, Reading, Sampling
 from gateway.jobs.steps import DraftCost, EngineFacts, SequenceParams, StepPlan, StepResult, Verdict
 
-TIMED_STEPS: Final = 3  # of a width, after one that is not timed
+TIMED_STEPS: Final = 3  # steps of a width that are timed, after a first one that is not
 _TIMED: Final = Sampling(temperature=0, ignore_eos=True)
 
 
@@ -46,7 +46,7 @@ class GenerationEngine:
         model: Any,
         setup: ChatSetup,
         *,
-        prefixes: PrefixPool | None = None,  # for the KV of its prompts; None keeps none
+        prefixes: PrefixPool | None = None,  # the room for prompts' KV; None keeps none
         speculate_rows: int = 0,
         draft_model: DraftModel | None = None,
         bounds: DeviceBounds | None = None,
@@ -58,7 +58,7 @@ class GenerationEngine:
         self.prefixes = PrefixCache(empty, prefixes or PrefixPool(0), kv_cost.states)
         self.adapters = Adapters(model)
         if not (is_listed(model) or all(is_plain(layer) for layer in empty)):
-            speculate_rows = 0  # no one has compared what goes back with what never went
+            speculate_rows = 0  # going back is not tested for this model
         self._faults = Faults()
         self._drafts = DraftPolicy(speculate_rows, draft_model, self._faults.record_draft)
         self._sequences = Sequences(
@@ -70,7 +70,7 @@ class GenerationEngine:
             applied=self.adapters.applied,
             pass_s=(bounds or DeviceBounds()).pass_s,
         )
-        if kv_cost.constant and speculate_rows:  # states are kept as before the pass under way
+        if kv_cost.constant and speculate_rows:  # the states before the pass under way are kept
             kv_cost = replace(kv_cost, draft=DraftCost(0, kv_cost.constant, speculate_rows))
         if draft_model is not None:
             kv_cost = draft_model.with_kv(kv_cost, speculate_rows)
@@ -88,13 +88,13 @@ class GenerationEngine:
         return self._sequences.is_batched
 
     def self_test(self) -> Generator[Verdict]:
-        """Compare sequences in batches with the same alone, a pass a step; yield what is known."""
+        """Compare sequences in batches with the same ones alone, a pass a step."""
         vocab_size, max_context = self._setup.vocab_size, self._setup.max_context
         return BatchSelfTest(self._model, vocab_size, max_context, self.dtype).verdicts()
 
     def time_step(self, rows: int) -> Generator[float | None]:
-        """Time a decode step of so many sequences, apart from all others, a pass a step. The last
-        yields its seconds, the others None. Raises RuntimeError for a pass that fails.
+        """Time a decode step of `rows` sequences of its own, one pass at each `next`. The last pass
+        yields the seconds of a step, the others None. Raises RuntimeError for a pass that fails.
         """
         faults, draw = Faults(), random.Random(0)
         sequences = Sequences(
@@ -135,12 +135,12 @@ class GenerationEngine:
             clear_cache()
 
     def apply_verdict(self, verdict: Verdict) -> None:
-        """Stop using what a verdict finds wrong, as Sequences.apply_verdict does."""
+        """Stop the uses that a verdict finds wrong, as Sequences.apply_verdict does."""
         self._sequences.apply_verdict(verdict)
 
     @unfused()
     def probe(self) -> None:
-        """Read a prompt of the self-test's, apart from all sequences; raise what MLX does."""
+        """Read a prompt of the self-test's, apart from all sequences; raise any error of MLX."""
         self.synchronize()
         read_probe(self._model, self._setup.vocab_size)
 
@@ -170,7 +170,7 @@ class GenerationEngine:
         return reader.read(params, text, prefix, calls, is_cut=is_cut)
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Change the batch as planned, then run a pass; return what came of both."""
+        """Change the batch as planned, then run a pass; return the results of both."""
         sequences = self._sequences
         deltas = sequences.release(plan)
         if plan.clear_prefixes:
@@ -189,7 +189,7 @@ class GenerationEngine:
         return StepResult(deltas, size, faults, reading, decoding, kept, drafter)
 
     def _clear_prefixes(self) -> None:
-        self.synchronize()  # a wait for buffers would raise, and lose, an error of the step
+        self.synchronize()  # a wait for buffers would raise, and lose, its error
         self.prefixes.clear()
         self._drafts.clear_prefixes()
         clear_cache()
@@ -207,7 +207,7 @@ class GenerationEngine:
         self._sequences.synchronize()
 
     def routing_keys(self, adapter: int = 0) -> Sequence[bytes]:
-        """Return the routing keys of what is kept of prompts. Safe on any thread."""
+        """Return the routing keys of the kept prompts. Safe on any thread."""
         return self.prefixes.routing_keys(adapter)
 
     def drop_adapter(self, number: int) -> None:

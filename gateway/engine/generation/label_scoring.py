@@ -1,14 +1,14 @@
 """Questions answered by the probabilities of their labels: nothing is sampled.
 
-A question's prompt is the conversation up to its questions, the question and the template's
-opening of the answer. It is cut where its tokens are those of the whole, so that all questions have
-the first part's tokens in common, which are read once. A label is encoded as the answer's
-beginning, and marks in it are plain letters.
+A question's prompt is the conversation up to its questions, the question and the template's opening
+of the answer. It is cut at a place that leaves its tokens unchanged, so that all questions share
+the first part's tokens, which are read once. A label is encoded as the answer's beginning, and
+marks in it are plain letters.
 
-The labels of a question form a tree of tokens. Every token that others follow is a step: a sequence
-that is read up to there, and then gives the logprobs of the tokens that may come next. A label's
-logprob is the sum over its steps. Where a label is also the beginning of another, it counts only if
-the answer ends there.
+The labels of a question form a tree of tokens. Every token with followers is a step: a sequence
+that is read up to that token, and then gives the logprobs of the tokens that may come next. A
+label's logprob is the sum over its steps. A label that is also the beginning of another counts only
+if the answer ends there.
 """
 
 import math
@@ -29,12 +29,12 @@ from gateway.jobs import TokenIds
 from gateway.jobs.chat import Delta, GenerateJob, Judgement, Question
 from gateway.jobs.steps import LabelStep, SequenceParams
 
-MAX_STEPS = 4096  # of one job's labels
+MAX_STEPS = 4096  # the most steps into the labels of one job
 
 
 @dataclass(slots=True)
 class _Node:
-    """The labels that begin with the same tokens, and by which of them that is the whole."""
+    """The labels that begin with the same tokens, and those among them that end here."""
 
     labels: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
@@ -46,7 +46,7 @@ def prepare_questions(
 ) -> list[SequenceParams]:
     """Return the parameters of one sequence per step into the labels. Safe on any thread.
 
-    Raises BadRequest for labels that have the same tokens, or none, and for too many of them;
+    Raises BadRequest for labels with the same tokens, or with none, and for too many of them;
     ContextLengthExceeded for a prompt that leaves no room for its labels.
     """
     head, rests, opening = encode_questions(job, chat)
@@ -80,8 +80,8 @@ def prepare_questions(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPrompt(abc.Sequence[int]):
-    """The ids before a step: those of all questions, of the question, and the first `depth` of a
-    label. Steps share the lists: 4,096 copies of a long prompt would take 256 MB.
+    """The ids before a step: those common to all questions, those of the question, and the first
+    `depth` of a label. Steps share the lists: 4,096 copies of a long prompt would take 256 MB.
     """
 
     head: TokenIds
@@ -113,12 +113,12 @@ def _too_long(limit: int, tokens: int, *, is_question: bool) -> ContextLengthExc
 def encode_questions(
     job: GenerateJob, chat: ChatTokenizer
 ) -> tuple[list[int], list[list[int]], str]:
-    """Return the ids that all questions' prompts have in common, those of each one's rest, and the
-    text right before the answer. Together they are the ids of each prompt in one piece. Control
+    """Return the ids that all questions' prompts share, the other ids of each prompt, and the text
+    right before the answer. The ids together are those of each prompt encoded in one piece. Control
     tokens in the callers' texts are letters.
 
-    Where a text may be cut depends on the tokenizer: GPT-2's joins a line's end to what follows it,
-    Qwen's to what stands before, and SentencePiece's puts a space before each piece.
+    The possible places of the cut depend on the tokenizer: GPT-2's joins a line's end to the text
+    after it, Qwen's to the text before it, and SentencePiece's puts a space before each piece.
     """
     before, after = chat.render_questions(job)
     text = job.messages[-1]["content"]
@@ -141,8 +141,8 @@ def encode_questions(
 
 
 def encode_labels(labels: abc.Sequence[str], opening: str, chat: ChatTokenizer) -> list[list[int]]:
-    """Return the ids of labels, each as the beginning of an answer. What stands before matters if
-    it ends a line. Control tokens in labels are letters.
+    """Return the ids of labels, each as the beginning of an answer. The text before matters if it
+    ends a line. Control tokens in labels are letters.
     """
     encoded = chat.controls.encode([[(label, True)] for label in labels])
     if not opening.endswith("\n"):
@@ -161,7 +161,7 @@ def _steps(
     eos_ids: abc.Collection[int],
     vocab_size: int,
 ) -> abc.Iterator[tuple[TokenIds, int, LabelStep]]:
-    """Yield the steps into a question's labels, each with a label and how many of its tokens come
+    """Yield the steps into a question's labels, each with a label and the number of its tokens
     before the step; the root first.
     """
     root = _Node()
@@ -194,10 +194,10 @@ def _steps(
 
 
 def score_labels(seqs: abc.Sequence[Sequence], logits: mx.array) -> list[Delta]:
-    """Return the only delta of each sequence, from the logits, (rows, vocabulary), at its end."""
-    # The log-softmax is over the whole vocabulary, as of sampled tokens.
+    """Return the single delta of each sequence, from the logits, (rows, vocabulary), at its end."""
+    # The log-softmax is over the whole vocabulary, as for sampled tokens.
     logits = logits.astype(mx.float32)
-    rows_of: list[int] = []  # of each logit that is asked for
+    rows_of: list[int] = []  # the row of each requested logit
     tokens_of: list[int] = []
     for i, seq in enumerate(seqs):
         for tokens, _ in _step_of(seq).entries:
@@ -234,7 +234,7 @@ def _to_delta(seq: Sequence, step: LabelStep, logprobs: abc.Sequence[abc.Sequenc
 
 
 def _add(logprobs: abc.Sequence[float]) -> float:
-    """Return the logprob of any of several tokens; -inf of none."""
+    """Return the logprob of any of several tokens; -inf for none."""
     greatest = max(logprobs, default=-math.inf)
     if greatest == -math.inf:
         return greatest

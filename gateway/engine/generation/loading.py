@@ -74,7 +74,7 @@ def read_chat_setup(
     grammars cannot read leaves the model without grammars.
 
     `max_context` only ever lowers the model's own limit, unless the model states none. `shape`
-    tightens the schemas that answers are held to, with the folder's own bounds where it has none.
+    tightens the schemas that answers are held to, with the folder's own bounds if it has none.
     Grammars are compiled in `sandbox` first. Raises ModelLoadFailed.
     """
     checkpoint, formats = open_checkpoint(name, files), formats or ChatFormats()
@@ -118,10 +118,10 @@ def read_chat_setup(
 def _find_reader(
     wrapper: TokenizerWrapper, chat: ChatTokenizer, formats: ChatFormats
 ) -> ResponseTemplate | None:
-    """Return what reads answers by the checkpoint's own `response_template`, where nothing of ours
-    does and models.yaml names nothing.
+    """Return a reader of answers by the checkpoint's own `response_template`; None if a format of
+    ours reads them, or if models.yaml names one.
     """
-    template = getattr(wrapper._tokenizer, "response_template", None)  # since transformers 5.13
+    template = getattr(wrapper._tokenizer, "response_template", None)  # needs transformers 5.13
     sandbox = formats.template_sandbox
     is_known = chat.answers.reads_calls or chat.answers.reasoning.name != "none"
     is_named = formats.tool_parser or formats.reasoning_parser
@@ -131,8 +131,8 @@ def _find_reader(
 
 
 def read_tokenizer(files: Path, *, name: str, chat_template: str | None) -> Any:
-    """Return a chat model's tokenizer, as transformers has it, with the given template in place of
-    its own. Like `read_chat_setup`, it takes seconds and no MLX. Raises ModelLoadFailed.
+    """Return a chat model's tokenizer, transformers' own, with the given template instead of its
+    own. Like `read_chat_setup`, it takes seconds and no MLX. Raises ModelLoadFailed.
     """
     _, wrapper = _read_tokenizer(open_checkpoint(name, files), files)
     if chat_template is not None:
@@ -145,7 +145,7 @@ def _read_tokenizer(
 ) -> tuple[dict[str, Any], TokenizerWrapper]:
     if isinstance(checkpoint, GgufCheckpoint):
         return checkpoint.config(), wrap_tokenizer(checkpoint)
-    checkpoint.config()  # refuses what cannot be, by name
+    checkpoint.config()  # refuses impossible values, by name
     with checkpoint.blame("config.json and generation_config.json: "):
         config = load_config(files)
     eos_ids = config.get("eos_token_id")
@@ -156,14 +156,14 @@ def _read_tokenizer(
         )
     wrapper = wrap_folder_tokenizer(files, name=checkpoint.name, eos_ids=eos_ids)
     check_growth(wrapper.backend_tokenizer)
-    # Files may all name a wrong end. A word that is no token of its own is no end.
+    # All of the files may name a wrong end. A word that is no token of its own is no end.
     wrapper.eos_token_ids |= named_ends(wrapper._tokenizer.get_added_vocab())
     return config, wrapper
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSetup:
-    """A checkpoint whose model drafts for another one."""
+    """A checkpoint whose model drafts for another model."""
 
     checkpoint: Checkpoint | GgufCheckpoint
     vocab_size: int  # tokens that have embeddings
@@ -199,13 +199,16 @@ def load_generation_in_steps(
     *,
     device: Device,
     numbers: Numbers,
-    prefix_cache_bytes: int = 0,  # of the KV that is kept of prompts, a draft model's too
-    prefixes: PrefixPool | None = None,  # that is shared with other models, instead
-    speculate_rows: int = 0,  # in batches of up to so many, tokens may be read ahead
+    # Bytes for the KV of prompts, a draft model's too.
+    prefix_cache_bytes: int = 0,
+    prefixes: PrefixPool | None = None,  # replaces it by a pool shared with other models
+    # The most rows of a batch in which tokens may be read ahead.
+    speculate_rows: int = 0,
     draft: DraftSetup | None = None,
     share: RankShare | None = None,  # this rank's part of the model; every rank must make its calls
     bounds: DeviceBounds | None = None,
-    report: Report | None = None,  # called with weights that become floating for want of a kernel
+    # Called with weights that become floating because the device lacks a kernel.
+    report: Report | None = None,
 ) -> Generator[GenerationEngine | None]:
     """Load a chat model that mlx-lm knows, one step for each slice of its weights. On the lane.
 
@@ -287,9 +290,9 @@ def _make_structured(
     return StructuredOutput(tokenizer, shape, form, sandbox)
 
 
-# What vLLM takes from generation_config.json (ModelConfig.get_diff_sampling_param), and what makes
-# a value usable. As there, `do_sample: false` is not read: greedy answers are asked for by a
-# temperature, and many files say false for no more reason than that it is the format's default.
+# The fields that vLLM takes from generation_config.json (ModelConfig.get_diff_sampling_param), each
+# with the test of a usable value. As there, `do_sample: false` is not read: a temperature requests
+# greedy answers, and many files say false only because it is the format's default.
 _SAMPLING: Mapping[str, Callable[[float], bool]] = {
     "temperature": lambda value: 0 <= value <= 2,
     "top_p": lambda value: 0 < value <= 1,
@@ -325,7 +328,7 @@ def usable_sampling(config: Mapping[str, Any]) -> dict[str, float]:
 def _context(checkpoint: Listing, config: Mapping[str, Any], lowered: int | None) -> int:
     try:
         limit = lower_context(config, lowered)
-    except Exception as error:  # a value of any kind may stand in a file
+    except Exception as error:  # a file may have a value of any kind
         raise checkpoint.failed(f"config.json: {error}") from error
     if limit is None:
         raise checkpoint.failed(
@@ -335,8 +338,8 @@ def _context(checkpoint: Listing, config: Mapping[str, Any], lowered: int | None
 
 
 def unread_formats(chat: ChatTokenizer) -> list[str]:
-    """Return which formats do not read what the model's template writes, by the settings that name
-    them: `tool_parser`, `reasoning_parser`. Slow: the template is rendered several times.
+    """Return the settings of formats that do not read the template's own text: `tool_parser`,
+    `reasoning_parser`. Slow: the template is rendered several times.
     """
     unread = []
     if chat.template.has("tool_calls"):
@@ -352,7 +355,7 @@ def unread_formats(chat: ChatTokenizer) -> list[str]:
 
 
 def _read_back(chat: ChatTokenizer, turns: Sequence[Turn]) -> tuple[str, str, list[Any]]:
-    """Return what the template writes of the last turn, and the thought and the calls in it."""
+    """Return the template's text of the last turn, and the thought and the calls in it."""
     try:
         text = chat.try_out(lambda: chat.apply(trial_job(turns), is_asking=False))
         asked, opening = chat.try_out(lambda: chat.render(trial_job(turns[:-1])))
@@ -361,7 +364,7 @@ def _read_back(chat: ChatTokenizer, turns: Sequence[Turn]) -> tuple[str, str, li
     begin = count_alike(text, asked)
     for mark in (*chat.answers.reasoning.starts, *chat.answers.reasoning.ends):
         place = asked.rfind(mark)
-        if place < begin < place + len(mark):  # the turn begins otherwise, with the same letters
+        if place < begin < place + len(mark):  # the turn begins differently, with the same letters
             begin = place
     prompt = chat.begin(opening[: max(0, len(opening) - len(asked) + begin)], [])
     params = SequenceParams(

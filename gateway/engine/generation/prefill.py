@@ -1,4 +1,4 @@
-"""Prefill: which prompts are read together, and which of them the next chunk is for."""
+"""Prefill: the prompts that are read together, and the choice of the next chunk."""
 
 import math
 from collections import abc, deque
@@ -26,15 +26,16 @@ from gateway.jobs.steps import Pass
 # The rest of a prompt is read with its last chunk if it is at most a chunk divided by this: a pass
 # of a few tokens costs nearly as much as a whole one.
 REST_SHARE: Final = 4
-# More tokens than a template puts after the last message, to open the answer. They may be others
-# in the conversation's next prompt: Qwen3's template drops what it thought before.
+# More tokens than a template puts after the last message, to open the answer. They may differ in
+# the conversation's next prompt: Qwen3's template drops earlier thoughts.
 OPENING: Final = 16
 
 
 def cut_prompt(start: int, end: int, *branches: int) -> list[int]:
     """Return the sizes of the pieces in which the tokens from `start` to `end` are read, if states
-    are kept after each: up to the `branches` where other prompts go on with other tokens, up to the
-    last block that is sure to end before the answer's opening, up to the last of all, and the rest.
+    are kept after each piece. The pieces end at the `branches`, where other prompts continue with
+    other tokens, at the last block that surely ends before the answer's opening, at the last block
+    of all, and at `end`.
     """
     stops = {*branches, (end - OPENING) // BLOCK * BLOCK, end // BLOCK * BLOCK}
     ends = [start, *sorted(stop for stop in stops if start < stop < end), end]
@@ -42,10 +43,11 @@ def cut_prompt(start: int, end: int, *branches: int) -> list[int]:
 
 
 def plan_passes(prompts: abc.Sequence[abc.Sequence[int]]) -> list[list[int]]:
-    """Return how much each pass reads of prompts that are cut in pieces, the most pieces first.
+    """Return the number of tokens that each pass reads of each prompt. `prompts` are the sizes of
+    their pieces, the prompt with the most pieces first.
 
-    All read their last piece in the last pass, all that have two the one before in the pass before,
-    and so on: so a pass is of the first prompts, and none of them has nothing to read in it.
+    All read their last piece in the last pass, and all with two pieces the piece before in the pass
+    before, and so on: so a pass consists of the first prompts, each with something to read.
     """
     passes = max(map(len, prompts))
     return [[pieces[-n] for pieces in prompts if len(pieces) >= n] for n in range(passes, 0, -1)]
@@ -57,7 +59,7 @@ def take_prompts(prompts: Iterable[abc.Sequence[int]], budget: int) -> int:
     A padded pass costs its longest piece times its rows. The first prompt is always taken; one
     beyond the budget is read alone, in chunks.
     """
-    rows: list[int] = []  # of each pass, the last one first
+    rows: list[int] = []  # the rows of each pass, the last one first
     widest: list[int] = []
     count = 0
     for pieces in prompts:
@@ -92,12 +94,13 @@ class Alone:
 
 @dataclass(slots=True, eq=False)
 class PrefillBatch:
-    """Sequences that are read together. Several are read in one turn; only a single one takes more.
+    """Sequences that are read together. Several are read in one turn; only a single one may take
+    more.
 
     `prompts` are the tokens to read, all but the last of each context, and `pieces` the sizes of
-    what they are cut in; `starts` counts the tokens that were in KV before; `read` counts the
-    tokens of each prompt that have been read. `later` are those that join for a later pass,
-    because they have fewer pieces.
+    their pieces; `starts` counts the tokens that were in KV before; `read` counts the tokens of
+    each prompt that have been read. `later` are batches that join for a later pass, because they
+    have fewer pieces.
     """
 
     seqs: list[Sequence]
@@ -122,8 +125,8 @@ class PrefillBatch:
         return [start + read for start, read in zip(self.starts, self.read, strict=True)]
 
     def read_on(self, sizes: abc.Sequence[int]) -> None:
-        """Read so many tokens of each of the first sequences, in one pass."""
-        batch: Any = self.lm_batch  # mlx-lm's is untyped
+        """Read `sizes` tokens of the first sequences, one size each, in one pass."""
+        batch: Any = self.lm_batch  # mlx-lm's batch is untyped
         if self.later and len(sizes) > len(batch):
             batch.extend(self.later.popleft())
         reading = zip(self.prompts, self.read, sizes, strict=False)
@@ -145,11 +148,11 @@ class Prefill:
     ) -> None:
         self._model = model
         self._prefixes = prefixes
-        self._max_scored = max_scored  # tokens in one pass, if prompt logprobs are wanted
-        self._applied = applied  # what a pass of rows with these adapters runs in
+        self._max_scored = max_scored  # the most tokens in a pass for prompt logprobs
+        self._applied = applied  # makes the context for passes of rows with these adapters
         self._groups = LayerGroups(pass_s)
         self._line: deque[Sequence | PrefillBatch] = deque()
-        self._has_judged = False  # the last chunk was of sequences that only judge
+        self._has_judged = False  # the last chunk was only for sequences that judge
         self.is_batched = True  # sequences are read together
         self.is_plain = False  # use mlx-lm's caches for one sequence, not its batched ones
 
@@ -167,7 +170,7 @@ class Prefill:
         self._line.append(seq)
 
     def readmit(self, seqs: abc.Sequence[Sequence]) -> None:
-        """Queue sequences that were inside before, ahead of all others."""
+        """Queue sequences that were already running, ahead of all others."""
         self._line.extendleft(reversed(seqs))
 
     @property
@@ -189,8 +192,8 @@ class Prefill:
     def next_batch(self, budget: int) -> PrefillBatch | None:
         """Take the next sequence out of the queue, with those that can be read along with it."""
         entries = list(self._line)
-        # A newcomer waits for one chunk of each batch before it, and of all that only judge, of
-        # which there may be many, for one.
+        # A newcomer waits for one chunk of each batch before it. Those that only judge may be many:
+        # it waits for one chunk of all of them together.
         if self._has_judged:
             entries.sort(key=_judges)
         for first in entries:
@@ -200,7 +203,8 @@ class Prefill:
                 return first
             budget = self._bound_budget(first, budget)
             known = self._count_known(first)
-            # What a burst of requests begins with is read once: the others wait, and go on there.
+            # The common beginning of a burst of requests is read once: the others wait, and
+            # continue from there.
             if not self._gains_by_waiting(first, known, self._being_read()):
                 return self._form_batch(self._choose_companions(first, known, budget), budget)
             self._line.append(first)
@@ -221,7 +225,7 @@ class Prefill:
         return Pass(len(batch.seqs), sum(batch.positions) - begun, padded)
 
     def _plan(self, batch: PrefillBatch, budget: int) -> list[list[int]]:
-        """Return how much the next passes read of each prompt."""
+        """Return the number of tokens that each of the next passes reads of each prompt."""
         if len(batch.seqs) > 1:
             return plan_passes(batch.pieces)
         size = self._chunk_size(batch, self._bound_budget(batch.seqs[0], budget))
@@ -230,7 +234,7 @@ class Prefill:
         return [[size]]
 
     def _store(self, batch: PrefillBatch, count: int) -> None:
-        """Keep what the first sequences of a batch have read, as far as it can be kept."""
+        """Keep the KV of a batch's first `count` sequences, as far as it can be kept."""
         for i, (seq, position) in enumerate(zip(batch.seqs[:count], batch.positions, strict=False)):
             cache, keys = batch.lm_batch.prompt_cache, seq.params.routing_keys
             seq.kept_tokens += self._prefixes.store(
@@ -247,7 +251,7 @@ class Prefill:
         return [entry for entry in self._line if isinstance(entry, PrefillBatch)]
 
     def _being_read(self) -> list[tuple[Sequence, int]]:
-        """List the sequences whose KV others may wait for, and how far each is read."""
+        """List the sequences whose KV others may wait for, and the tokens of each in KV."""
         return [
             (seq, position)
             for batch in self._batches()
@@ -255,7 +259,7 @@ class Prefill:
         ]
 
     def _bound_budget(self, seq: Sequence, budget: int) -> int:
-        """Return how many tokens to read in one pass with this sequence in it."""
+        """Return the most tokens to read in a pass with this sequence in it."""
         if seq.scores_prompt:
             return min(budget, self._max_scored)
         return budget
@@ -282,9 +286,11 @@ class Prefill:
         return count_shared(seq.context[:-1], other.context[:-1])
 
     def _awaited(self, seq: Sequence, position: int) -> Iterator[int]:
-        """Yield how far sequences in the queue wait for this one to be read, from here on."""
+        """Yield the positions, beyond this one, up to which queued sequences wait for this one to
+        be read.
+        """
         at = slice(position // BLOCK * BLOCK, position // BLOCK * BLOCK + BLOCK)
-        ahead = seq.context[at]  # most others part from it before, and need no longer comparison
+        ahead = seq.context[at]  # most others differ before this, and need no longer comparison
         for other in self._line:
             if isinstance(other, Sequence) and other is not seq and other.context[at] == ahead:
                 common = self._count_common(other, seq)
@@ -292,14 +298,14 @@ class Prefill:
                     yield common
 
     def _is_alone(self, seq: Sequence, rest: int) -> bool:
-        """Return True if a sequence with so many tokens to read cannot share a batch."""
+        """Return True if a sequence with `rest` tokens to read cannot share a batch."""
         # mlx-lm cannot pad a row that has nothing to read. A scorer reads all rows from the
         # beginning on, and they could not stop at ends of their blocks.
         is_stopping = self._prefixes.needs_block_ends and seq.scores_prompt and rest >= BLOCK
         return not self.is_batched or seq.is_suspect or rest == 0 or is_stopping
 
     def _cut(self, seq: Sequence, known: int) -> list[int]:
-        """Return the sizes of the pieces in which a sequence is read beside others."""
+        """Return the sizes of the pieces in which a sequence is read together with others."""
         end = len(seq.context) - 1
         if not self._prefixes.needs_block_ends or seq.scores_prompt:
             return [end - known]
@@ -312,7 +318,7 @@ class Prefill:
         if self._is_alone(first, sum(pieces[0])):
             return seqs
         if self._prefixes.needs_block_ends and any(self._awaited(first, known)):
-            return seqs  # alone it can stop where others go on from it
+            return seqs  # alone it can stop where others continue from it
         reading = [*self._being_read(), (first, known)]
         lengths = [len(first.context)]
         for seq in [entry for entry in self._line if isinstance(entry, Sequence)]:
@@ -326,7 +332,8 @@ class Prefill:
             if take_prompts([*pieces, cut], budget) == len(seqs):
                 break
             if _padding([*lengths, len(seq.context)]) > budget:
-                continue  # what is in KV is padded too, and rows are counted by their own length
+                # Tokens in KV are padded too, and this counts rows by their whole length.
+                continue
             seqs.append(seq)
             pieces.append(cut)
             lengths.append(len(seq.context))
@@ -335,8 +342,8 @@ class Prefill:
         return seqs
 
     def _take_known(self, seq: Sequence) -> list[Any]:
-        """Return the caches into which a prompt is read; note how much of it they have already."""
-        # A suspect reads its whole prompt: a kept prefix may be what broke it.
+        """Return the caches into which a prompt is read; note the number of its tokens in them."""
+        # A suspect reads its whole prompt: a kept prefix may have broken it.
         is_whole = seq.is_suspect or seq.scores_prompt
         seq.cached_tokens, caches = 0, None
         if not is_whole:
@@ -370,20 +377,21 @@ class Prefill:
     def _open(
         self, seqs: abc.Sequence[tuple[Sequence, list[Any]]], model: Any, budget: int
     ) -> PromptProcessingBatch | Alone:
-        """Return what reads prompts into these caches."""
+        """Return a reader of prompts into these caches."""
         if self.is_plain:
             return Alone(model, seqs[0][1])
         ids, caches = [seq.id for seq, _ in seqs], [layers for _, layers in seqs]
         return PromptProcessingBatch(model, ids, caches, prefill_step_size=max(budget, 1))
 
     def _chunk_size(self, batch: PrefillBatch, budget: int) -> int:
-        """Return how much to read now of a single prompt. Where states are kept, that ends a block,
-        and goes no further than where they are of use: to this sequence's next turn, to others.
+        """Return the number of tokens to read now of a single prompt. If states are kept, the chunk
+        ends with a block, at the first place where the states are useful: to this sequence's next
+        turn, or to others.
         """
         seq, position = batch.seqs[0], batch.positions[0]
         rest = len(batch.prompts[0]) - batch.read[0]
         size = min(max(1, budget), rest)
-        # The logits of a scored one have a bound that holds.
+        # The logits of a scored prompt have a fixed bound.
         if rest - size <= budget // REST_SHARE and not seq.scores_prompt:
             size = rest
         aligned = (position + size) // BLOCK * BLOCK
@@ -409,19 +417,19 @@ def _alike(one: Sequence, other: Sequence) -> bool:
     return one.scores_prompt == other.scores_prompt and ends[0] == ends[1]
 
 
-# Of logits at once, as float32: 110 tokens at a vocabulary of 151,936. A whole prompt of 4,096
-# would take 2.5 GB.
+# Bytes of logits at once, as float32: 110 tokens with a vocabulary of 151,936. A whole prompt of
+# 4,096 would take 2.5 GB.
 MOST_BYTES = 64 << 20
 
 
 def max_scored_tokens(vocab_size: int) -> int:
-    """Return how many tokens may be scored in one pass, padding included."""
+    """Return the most tokens that may be scored in one pass, padding included."""
     return max(1, MOST_BYTES // (4 * vocab_size))
 
 
 class Scorer:
-    """A model that also scores the prompts of some sequences as it reads them together, from their
-    beginning. It is called as the model is.
+    """A model that also scores the prompts of some sequences while it reads them together, from
+    their beginning. It is called like the model.
     """
 
     def __init__(self, model: Callable[..., mx.array], seqs: abc.Sequence[Sequence]) -> None:

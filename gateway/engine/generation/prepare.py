@@ -18,7 +18,7 @@ from gateway.jobs.steps import SequenceParams, Verified
 
 @dataclass(frozen=True, slots=True)
 class ChatSetup:
-    """A chat model without its weights, and the files that those are read from."""
+    """A chat model without its weights, and the files of the weights."""
 
     checkpoint: Checkpoint | GgufCheckpoint
     chat: ChatTokenizer
@@ -26,10 +26,10 @@ class ChatSetup:
     max_context: int
     vocab_size: int
     sampling_defaults: Mapping[str, float]
-    unread_formats: Sequence[str] = ()  # this and the next two as EngineFacts has them
+    unread_formats: Sequence[str] = ()  # this and the next two have the meaning in EngineFacts
     notes: Sequence[str] = ()
     verified: Verified = "no"
-    reader: ResponseTemplate | None = None  # for answers whose format is not known here
+    reader: ResponseTemplate | None = None  # set for answers whose format is not known here
 
     @property
     def reads_whole(self) -> bool:
@@ -41,8 +41,8 @@ def prepare(job: GenerateJob, setup: ChatSetup) -> list[SequenceParams]:
     """Render, encode and measure a job: one sequence per choice, or per step into the labels of its
     questions. Safe on any thread.
 
-    Raises BadRequest for what the template refuses, ContextLengthExceeded for a prompt that leaves
-    no room for one token.
+    Raises BadRequest for a conversation that the template refuses, ContextLengthExceeded for a
+    prompt that leaves no room for one token.
     """
     chat = setup.chat
     if job.questions:
@@ -94,14 +94,16 @@ def prepare(job: GenerateJob, setup: ChatSetup) -> list[SequenceParams]:
 
 
 def _calls_are_text(job: GenerateJob, setup: ChatSetup) -> bool:
-    """Return True if functions may be called, and no format and no grammar tells calls apart."""
+    """Return True if functions may be called, but no format and no grammar separates calls from
+    text.
+    """
     if job.calling is None or job.calling.forced:
         return False
     return not setup.chat.answers.reads_calls or "tool_parser" in setup.unread_formats
 
 
 def _answer_limit(job: GenerateJob, prompt: TokenIds, setup: ChatSetup) -> int:
-    """Return how many tokens the answer may have. Raises BadRequest, ContextLengthExceeded."""
+    """Return the most tokens that the answer may have. Raises BadRequest, ContextLengthExceeded."""
     room = setup.max_context - len(prompt)
     least = 0 if job.max_tokens == 0 else 1
     if room < least:

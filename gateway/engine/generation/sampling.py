@@ -1,9 +1,9 @@
 """Logits → the next tokens: bias, penalties, temperature, filters, draw, logprobs.
 
 Order and meaning follow OpenAI's and vLLM's: bias, then penalties, which count generated tokens
-only, and a grammar's masks come before the temperature; then top_k, top_p of what that left, and
-min_p, a share of the likeliest token's probability. All rows are computed together, and what
-they ask for is data: nothing is compiled for a value.
+only, and a grammar's masks come before the temperature; then top_k, top_p of the rest, and min_p, a
+share of the likeliest token's probability. All rows are computed together, and their parameters are
+data: nothing is compiled for a value.
 """
 
 import math
@@ -21,23 +21,25 @@ from gateway.jobs.chat import Sampling
 
 _WORD: Final = (1 << 64) - 1
 _LOG2_E: Final = math.log2(math.e)
-# How many of the likeliest tokens are sorted for top_k and top_p; after the last, all of them.
-# top_k of 20 to 64 are the models' own defaults, and 0.95 of what a model of some size says is
-# nearly always among 1,024.
+# The numbers of likeliest tokens that are sorted for top_k and top_p; after the last, all of them.
+# top_k of 20 to 64 are the models' own defaults, and with a model of some size 0.95 of the
+# probability is nearly always among 1,024.
 WINDOWS: Final = (64, 1024, 16_384)
 _P_WINDOW: Final = WINDOWS[1]
-# What has the K greatest logits of a row are K blocks, those with the greatest maxima: so only
-# the maxima and those blocks are partitioned, not the vocabulary. With 151,936 entries on a CPU
-# 0.3 ms instead of 2.8 (K = 64). On Metal a partition is a whole sort (mlx,
-# backend/metal/sort.cpp), so it matters there too. Long windows want short blocks.
+# The K greatest logits of a row are in K blocks, those with the greatest maxima: so only the maxima
+# and those blocks are partitioned, not the vocabulary. With 151,936 entries on a CPU 0.3 ms instead
+# of 2.8 (K = 64). On Metal a partition is a whole sort (mlx, backend/metal/sort.cpp), so it matters
+# there too. Long windows need short blocks.
 _LONG_BLOCK, _SHORT_BLOCK = 32, 16
-_SUMMED: Final = 128  # weights that are added up before a running total goes over the sums
-# A stretch of tokens whose greatest logit is found as the greatest of _SIDE rows of _SIDE: on a CPU
-# mlx takes three times as long (in bfloat16 six) for the maximum of neighbours as for that of rows.
+_SUMMED: Final = 128  # weights in one sum; the running total goes over these sums
+# The tokens of a stretch, whose greatest logit is found as the greatest of _SIDE rows of _SIDE: on
+# a CPU mlx takes three times as long (in bfloat16 six) for the maximum of neighbours as for that of
+# rows.
 _SIDE: Final = 32
 _STRETCH: Final = _SIDE * _SIDE
 
-# What vLLM writes for the logprob -inf, which JSON has no word for, nor sums and differences a use.
+# vLLM's value for the logprob -inf, which JSON cannot express, and which breaks sums and
+# differences.
 LOWEST_LOGPROB: Final = -9999.0
 
 T = TypeVar("T", bound=np.generic)
@@ -83,8 +85,8 @@ class Adjustments:
             self._counts[place] += 1
 
     def changes(self) -> tuple[Floats, Floats, Floats]:
-        """Return, for `ids`, (n,) each: the bias to add, then the factor that divides what is
-        positive and multiplies what is not, then what to take.
+        """Return, for `ids`, (n,) each: the bias to add, then the factor that divides positive
+        logits and multiplies others, then the penalty to subtract.
         """
         counts = self._counts[: len(self)]
         penalty = self._sampling.frequency_penalty * counts
@@ -107,7 +109,7 @@ def _double(array: npt.NDArray[T]) -> npt.NDArray[T]:
 
 
 class Sampler:
-    """How the tokens of one sequence are chosen."""
+    """The rules by which one sequence's tokens are chosen."""
 
     def __init__(self, sampling: Sampling, vocab_size: int, prompt: Sequence[int] = ()) -> None:
         self.sampling = sampling
@@ -124,14 +126,14 @@ class Sampler:
 
     @property
     def window(self) -> int:
-        """Return how many of the likeliest tokens to sort; 0 where no order is needed."""
+        """Return the number of likeliest tokens to sort; 0 if no order is needed."""
         if self.top_k or self.sampling.top_p < 1:
             return self._window
         return 0
 
     @property
     def is_certain(self) -> bool:
-        """Return True if the window has all that the filters keep, whatever the logits are."""
+        """Return True if the window has all tokens that the filters keep, for any logits."""
         return self.is_greedy or bool(self.top_k) or self.window in (0, self._vocab_size)
 
     def widen(self) -> None:
@@ -143,8 +145,8 @@ class Sampler:
         self.adjustments.count(token)
 
     def uniform(self, position: int) -> float:
-        """Return the random number of a position, in [0, 1): 24 bits, as float32 holds."""
-        # Of seed and position alone: a seeded sequence repeats exactly whatever else is in the
+        """Return the random number of a position, in [0, 1): 24 bits, float32's precision."""
+        # The number depends only on seed and position: a seeded sequence repeats exactly in any
         # batch, and after it was read again. SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) mixes
         # a counter: there is no state to keep or to lose.
         z = (self._seed + (position + 1) * 0x9E3779B97F4A7C15) & _WORD
@@ -153,7 +155,7 @@ class Sampler:
         return float((z ^ z >> 31) >> 40) / (1 << 24)
 
     def _smallest(self, least: int) -> int:
-        """Return the smallest window of at least so many tokens."""
+        """Return the smallest window of at least `least` tokens."""
         return next(
             (size for size in WINDOWS if least <= size < self._vocab_size), self._vocab_size
         )
@@ -178,13 +180,13 @@ def adjust_logits(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
     parts = zip(*(adjustment.changes() for adjustment in adjustments), strict=True)
     bias, factor, penalty = (np.concatenate(part) for part in parts)
     at = mx.array(rows.astype(np.int32)), mx.array(ids)
-    # At 16 to 32 bfloat16 has steps of 0.125, in which a small bias vanishes.
+    # bfloat16 has steps of 0.125 between 16 and 32, in which a small bias vanishes.
     values = logits[at].astype(mx.float32) + mx.array(bias)
     if (factor != 1).any():
         factors = mx.array(factor)
         values = mx.where(values > 0, values / factors, values * factors)
-    # A new array even if the type stays, so the caller's keeps its values; and the only copy, since
-    # nothing else reads it.
+    # The array is new even if the type stays, so the caller's keeps its values; and it is the only
+    # copy, since nothing else reads it.
     adjusted = logits.astype(mx.float32)
     adjusted[at] = values - mx.array(penalty)
     return adjusted
@@ -215,21 +217,22 @@ def force_tokens(logits: mx.array, tokens: Sequence[tuple[int, int]]) -> mx.arra
 
 
 def keep_open(logits: mx.array, row: int, thinking: Thinking) -> mx.array:
-    """Return logits, (rows, vocabulary), with which a row that thinks cannot end its answer."""
+    """Return logits, (rows, vocabulary), with which a thinking row cannot end its answer."""
     stops = mx.array(thinking.stops)
     end = logits[row, stops].max()
     logits[row, stops] = -mx.inf
     close = thinking.closes_with
     if close is not None:
-        # As likely as the end of the answer was: the answer that was promised follows.
+        # The end of the thinking becomes as likely as the end of the answer was: the promised
+        # answer follows.
         logits[row, close] = mx.maximum(logits[row, close], end)
     return logits
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenTokens:
-    """The next tokens, (rows,). `is_sure`, (rows,) bool, says for which of them the window held all
-    that the filters keep; the others are to be chosen again, with a wider one. None: for all.
+    """The next tokens, (rows,). `is_sure`, (rows,) bool, is True for tokens whose window held all
+    that the filters keep; the others are to be chosen again, with a wider one. None: True for all.
     """
 
     tokens: mx.array
@@ -239,7 +242,7 @@ class ChosenTokens:
 def choose(samplers: Sequence[Sampler], logits: mx.array, positions: Sequence[int]) -> ChosenTokens:
     """Choose one token a row from adjusted logits, (rows, vocabulary), for these positions.
 
-    Rows with the same window are drawn together; a row's window depends on itself alone.
+    Rows with the same window are drawn together; a row's window depends only on the row.
     """
     groups: dict[int, list[int]] = {}
     for row, sampler in enumerate(samplers):
@@ -270,7 +273,7 @@ def choose(samplers: Sequence[Sampler], logits: mx.array, positions: Sequence[in
 def _draw_from_all(
     samplers: Sequence[Sampler], logits: mx.array, uniforms: Sequence[float]
 ) -> mx.array:
-    """Draw from the whole vocabulary: nothing need be sorted for a temperature and min_p."""
+    """Draw from the whole vocabulary: a temperature and min_p need no sorting."""
     weights = _weights(samplers, logits, _peak(logits))
     if any(sampler.sampling.min_p for sampler in samplers):
         min_p = _column([sampler.sampling.min_p for sampler in samplers])
@@ -278,8 +281,8 @@ def _draw_from_all(
     lacking = -weights.shape[-1] % _SUMMED
     if lacking:
         weights = mx.pad(weights, [(0, 0), (0, lacking)])
-    # First a block, then the token in it: a running total over the whole vocabulary would lose
-    # the small weights to rounding.
+    # The block is drawn first, then the token in it: a running total over the whole vocabulary
+    # would lose the small weights to rounding.
     blocks = weights.reshape(len(samplers), -1, _SUMMED)
     sums = mx.sum(blocks, axis=-1)
     above = mx.cumsum(sums, axis=-1, inclusive=False)
@@ -293,7 +296,7 @@ def _draw_from_all(
 def _draw_in_window(
     samplers: Sequence[Sampler], logits: mx.array, uniforms: Sequence[float], window: int
 ) -> tuple[mx.array, mx.array]:
-    """Draw from the `window` likeliest tokens; return also which windows hold all that is kept."""
+    """Draw from the `window` likeliest tokens; return also which windows hold all kept tokens."""
     samplings = [sampler.sampling for sampler in samplers]
     ids = _likeliest(logits, window)
     values = mx.take_along_axis(logits, ids, axis=-1)
@@ -314,14 +317,14 @@ def _draw_in_window(
     weights = mx.where(weights >= min_p, weights, 0)
     target = _column(uniforms) * mx.sum(weights, axis=-1, keepdims=True)
     place = _find_places(weights, target)
-    # What is no number is sure, too: a wider window would not make it one.
+    # NaN is sure, too: a wider window would not make a number of it.
     return mx.take_along_axis(ids, place, axis=-1)[:, 0], mx.logical_not(in_window < nucleus)[:, 0]
 
 
 def _weights(samplers: Sequence[Sampler], logits: mx.array, peak: mx.array) -> mx.array:
-    """Return what each token weighs, (rows, n) float32: 1 for one whose logit is `peak`."""
+    """Return each token's weight, (rows, n) float32: 1 for a token whose logit is `peak`."""
     # Powers of two: on a CPU mlx's `exp` takes 23 ns an element and `power` 7. Below a temperature
-    # of 1e-4 nothing but the likeliest weighs anything.
+    # of 1e-4 only the likeliest has a weight.
     scale = [_LOG2_E / max(sampler.sampling.temperature, 1e-4) for sampler in samplers]
     below = logits.astype(mx.float32) - peak.astype(mx.float32)
     return mx.power(2.0, below * _column(scale))
@@ -329,8 +332,8 @@ def _weights(samplers: Sequence[Sampler], logits: mx.array, peak: mx.array) -> m
 
 def _find_places(weights: mx.array, target: mx.array) -> mx.array:
     """Return the first place, (rows, 1), where the sum of weights, (rows, n), passes the target."""
-    # A place that weighs something, and the last such where rounding keeps the total below: what is
-    # filtered out is never drawn, though a device may add up in any order.
+    # The place has a weight. If rounding keeps the total below the target, it is the last place
+    # with one: a filtered token is never drawn, though a device may add up in any order.
     count = weights.shape[-1]
     place = mx.arange(count)
     is_past = mx.cumsum(weights, axis=-1) > target
@@ -340,7 +343,7 @@ def _find_places(weights: mx.array, target: mx.array) -> mx.array:
 
 def _stretches(logits: mx.array) -> mx.array:
     """Return the greatest logit of each stretch of tokens, (rows, stretches). The last stretch ends
-    with the vocabulary, and so may have tokens of the one before.
+    with the vocabulary, so it may share tokens with the one before.
     """
     rows, vocab_size = logits.shape
     count = vocab_size // _STRETCH
@@ -360,13 +363,13 @@ def _peak(logits: mx.array) -> mx.array:
 
 
 def _likeliest_one(logits: mx.array) -> mx.array:
-    """Return the id of the greatest logit of each row, (rows,), and of equal ones the first."""
+    """Return the id of the greatest logit of each row, (rows,), the first among equals."""
     vocab_size = logits.shape[-1]
     if vocab_size < _STRETCH or not _is_on_cpu():
         return mx.argmax(logits, axis=-1)
     stretch = mx.argmax(_stretches(logits), axis=-1, keepdims=True)
     start = mx.minimum(stretch * _STRETCH, vocab_size - _STRETCH)
-    # The last stretch is chosen only if what it shares with the one before is less.
+    # The last stretch is chosen only if the tokens that it shares with the one before are less.
     inner = mx.take_along_axis(logits, start + mx.arange(_STRETCH, dtype=mx.uint32), axis=-1)
     return start[:, 0] + mx.argmax(inner, axis=-1)
 
@@ -405,7 +408,7 @@ def _column(values: Sequence[float]) -> mx.array:
 
 @dataclass(frozen=True, slots=True)
 class TopLogprobs:
-    """Logprobs of some rows, still on the device: `rows` says whose.
+    """Logprobs of some rows, still on the device; `rows` are their numbers.
 
     `chosen` is (rows,); `ids` and `logprobs` are (rows, k), the likeliest first.
     """
@@ -421,7 +424,7 @@ def score(logits: mx.array, tokens: mx.array, rows: Sequence[int], k: int) -> To
     places = mx.array(list(rows))
     logits = logits[places].astype(mx.float32)
     peak = _peak(logits)
-    # Powers of two, as in `_weights`: on a CPU half of what mlx's logsumexp takes.
+    # Powers of two, as in `_weights`: on a CPU they take half the time of mlx's logsumexp.
     total = peak + mx.log(mx.sum(mx.power(2.0, (logits - peak) * _LOG2_E), axis=-1, keepdims=True))
     chosen = (mx.take_along_axis(logits, tokens[places][:, None], axis=-1) - total)[:, 0]
     ids = _likeliest(logits, max(k, 1))

@@ -1,7 +1,7 @@
 """Whether a model's sequences may be batched: a test of each model.
 
 Some of mlx-lm's architectures give other numbers in a batch than alone: padding gets into a state,
-or a mask meets scores of another shape. They raise no error; only comparing shows it.
+or a mask meets scores of another shape. They raise no error; only a comparison shows it.
 """
 
 import hashlib
@@ -30,18 +30,18 @@ from gateway.engine.models.unread import architecture
 from gateway.errors import Fault
 from gateway.jobs.steps import Verdict
 
-# How much logits may differ, root mean square, in standard deviations of the logits alone: what
-# rounding may do by itself. Wrong ones differed by 0.1 to 1.4 (tiny random models in float32),
-# right ones 1e-6. The others are eight and sixty-four times coarser than what float16 and
-# bfloat16 round to, for products of other shapes are summed in another order, layer by layer.
+# The most that logits may differ, root mean square, in standard deviations of the logits alone:
+# rounding may cause as much. Wrong ones differed by 0.1 to 1.4 (tiny random models in float32),
+# right ones by 1e-6. The other bounds are eight and sixty-four times coarser than the rounding of
+# float16 and bfloat16, as products of other shapes are summed in another order, layer by layer.
 BOUNDS: Final = {mx.float32: 1e-2, mx.float16: 3e-2, mx.bfloat16: 1e-1}
-LENGTHS: Final = (5, 9, 16)  # tokens of the prompts: short ones, for they are read on the lane
+LENGTHS: Final = (5, 9, 16)  # tokens of the prompts: short, as they are read on the lane
 ANSWER_TOKENS: Final = 3  # tokens after each, always the same: a tie decides nothing
 PADDED: Final = 4  # rows whose padding is exchanged
 CHUNK: Final = 256
-# What holds without a test of a model whose caches mlx-lm cannot put side by side.
+# The verdict, without a test, on a model whose caches mlx-lm cannot put side by side.
 ALONE: Final = Verdict(False, False, False, True, "its KV cache cannot be batched")
-LONGEST_WINDOW: Final = 8192  # a longer one is not tested
+LONGEST_WINDOW: Final = 8192  # longer windows are not tested
 
 Tokens: TypeAlias = list[int]
 Steps: TypeAlias = Generator[None]
@@ -49,7 +49,9 @@ Steps: TypeAlias = Generator[None]
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """A prompt and the tokens after it; the logits alone, then those of a trial, in steps."""
+    """A prompt and the tokens after it; the logits of the row alone, then those of a trial, in
+    steps.
+    """
 
     prompt: Tokens
     answer: Tokens
@@ -79,8 +81,8 @@ class _Batch:
 class BatchSelfTest:
     """Compares rows in batches with the same rows alone, as mlx-lm's generate_step reads them.
 
-    `steps` runs it, one pass a step, small ones first; `verdict` is what is known so far. `longest`
-    is how many tokens the model reads at the most.
+    `steps` runs it, one pass a step, small ones first; `verdict` is the result so far. `longest` is
+    the most tokens that the model reads.
     """
 
     def __init__(self, model: Any, vocab_size: int, longest: int, dtype: mx.Dtype) -> None:
@@ -92,13 +94,13 @@ class BatchSelfTest:
         self.verdict = Verdict()
 
     def verdicts(self) -> Generator[Verdict]:
-        """Run it, and yield after each step what is known."""
+        """Run it, and yield the result so far after each step."""
         for _ in self.steps():
             yield self.verdict
         yield self.verdict
 
     def steps(self) -> Steps:
-        """Test what short prompts show; then, if there is a window, a prompt longer than it."""
+        """Test with short prompts; then, if there is a window, with a prompt longer than it."""
         if not can_batch(self._model):
             self.verdict = ALONE
             return
@@ -110,7 +112,7 @@ class BatchSelfTest:
             padded = _Row([], [], "those with other padding")
             yield from self._try("rows", [padded], self._exchange_padding(padded))
         yield from self._try("single", rows[1:2], self._single(rows[1]))
-        # No prompt may be long enough to be kept.
+        # No prompt can be long enough to be kept.
         if BLOCK + LENGTHS[0] + ANSWER_TOKENS > self._longest:
             self._note(prefixes=True)
         else:
@@ -143,7 +145,7 @@ class BatchSelfTest:
         self.verdict = replace(self.verdict, **findings)
 
     def _try(self, what: str, rows: Sequence[_Row], trial: Steps) -> Steps:
-        """Run a trial, and compare each row's logits with those alone."""
+        """Run a trial, and compare each row's logits with those of the row alone."""
         for row in rows:
             row.logits = []
         try:
@@ -165,8 +167,10 @@ class BatchSelfTest:
             self._note(problem=self.verdict.problem or f"{what}: {problem}")
 
     def _gap(self, row: _Row) -> str:
-        """Return what is wrong with a row: half of its logits, or more, differ too much."""
-        # One choice of an expert may be a tie, and all that follows from it in that pass.
+        """Return the fault of a row, if at least half of its logits differ too much; else an empty
+        string.
+        """
+        # An expert's choice may be a tie, and all that follows from it in that pass may differ.
         gaps = [_distance(*pair) for pair in zip(row.expected, row.logits, strict=True)]
         far = [gap for gap in gaps if not gap <= self._bound]
         if 2 * len(far) < len(gaps):
@@ -199,7 +203,7 @@ class BatchSelfTest:
         known: int = 0,
         model: Any = None,
     ) -> Generator[None, None, _Batch]:
-        """Read prompts, the first from where a prefix ends: together, or one in chunks."""
+        """Read prompts, the first from the end of a prefix on: together, or one in chunks."""
         caches = caches or [make_batch_caches(self._model) for _ in rows]
         batch = PromptProcessingBatch(
             model or self._model, list(range(len(rows))), caches, prefill_step_size=1 << 30
@@ -212,7 +216,7 @@ class BatchSelfTest:
         return _Batch(rows, batch.prompt_cache)
 
     def _decode(self, batch: _Batch) -> Steps:
-        """Decode one token per row; rows that are over leave."""
+        """Decode one token a row; rows that are over leave."""
         inputs = [row.inputs[len(row.logits)] for row in batch.rows]
         for row, logits in zip(batch.rows, self._launch_pass(inputs, batch.cache), strict=True):
             row.logits.append(logits)
@@ -242,14 +246,15 @@ class BatchSelfTest:
 
     def _exchange_padding(self, padded: _Row) -> Steps:
         """Read prompts beside a longer one twice, with other tokens for padding."""
-        # The first logits of each prompt show what has got in; later ones less and less. Passes of
-        # the same shapes round the same, so the bound is for the padding alone, in every type.
+        # The first logits of each prompt show padding that got in; later ones show it less and
+        # less. Passes of the same shapes round the same, so the bound is only for the padding, in
+        # every type.
         rows = [self._draw_tokens(LENGTHS[0]) for _ in range(PADDED)]
         rows.append(self._draw_tokens(LENGTHS[-1]))
         padding = mx.array(self._draw_tokens(LENGTHS[-1]).prompt[:-1])
 
         def with_padding(tokens: mx.array, cache: Any) -> Any:
-            """Read others for 0, which is no token of a prompt here and what mlx-lm pads with."""
+            """Read other tokens for 0, which is mlx-lm's padding, and no token of a prompt here."""
             return self._model(mx.where(tokens == 0, padding, tokens), cache=cache)
 
         for model, results in ((self._model, padded.expected), (with_padding, padded.logits)):
@@ -265,14 +270,16 @@ class BatchSelfTest:
         yield from self._finish(batch)
 
     def _from_a_prefix(self, row: _Row, prefixes: PrefixCache) -> Steps:
-        """Read a block, keep it, and continue from what is kept."""
+        """Read a block, keep it, and continue from the kept KV."""
         block = _Row([*row.prompt[:BLOCK], 0], [])
         read = yield from self._read([block])
         prefixes.store(row.prompt[:BLOCK], read.cache, 0)
         yield from self._continue(row, prefixes)
 
     def _in_pieces(self, longer: _Row, long: _Row, short: _Row, prefixes: PrefixCache) -> Steps:
-        """Read two up to where states are kept, padded, then the rest of them beside a third."""
+        """Read two up to the place where states are kept, padded, then their rest together with a
+        third.
+        """
         first: Any  # untyped in mlx-lm, as the other
         first, second = (
             PromptProcessingBatch(
@@ -298,13 +305,13 @@ class BatchSelfTest:
 
 
 def read_probe(model: Any, vocab_size: int) -> None:
-    """Read a short prompt of no caller's, and wait for its logits. Raises what the device does."""
+    """Read a short made-up prompt, and wait for its logits. Raises the device's error."""
     test = BatchSelfTest(model, vocab_size, LENGTHS[0], mx.float32)
     list(test._alone(test._draw_tokens(LENGTHS[0])))
 
 
 def bound_of(dtype: mx.Dtype) -> float:
-    """Return how much logits of this type may differ, as BOUNDS has it."""
+    """Return the most that logits of this type may differ, by BOUNDS."""
     return BOUNDS.get(dtype, BOUNDS[mx.bfloat16])
 
 
@@ -314,7 +321,7 @@ def is_listed(model: Any) -> bool:
 
 
 def _distance(expected: mx.array, logits: mx.array) -> float:
-    """Return how much logits differ, in standard deviations of the first; inf for NaN.
+    """Return the difference of logits, in standard deviations of the first; inf for NaN.
 
     Entries that are not finite in the first, such as a forbidden token's, are left out.
     """
@@ -323,7 +330,7 @@ def _distance(expected: mx.array, logits: mx.array) -> float:
     mean = mx.where(is_number, expected, 0).sum() / count
     variance = mx.where(is_number, mx.square(expected - mean), 0).sum() / count
     mean_square = mx.where(is_number, mx.square(expected - logits), 0).sum() / count
-    # mlx's stubs do not type what `item` returns.
+    # mlx's stubs have no type for the result of `item`.
     distance: Any = mx.sqrt(mean_square / mx.maximum(variance, 1e-12)).item()
     if math.isnan(distance):
         return math.inf
@@ -348,9 +355,9 @@ def self_test_digest(checkpoint: Listing, device: Device, numbers: Numbers) -> s
     """Hash everything that a verdict depends on: architecture, number formats, versions, device and
     BLAS.
 
-    Of the weights, that is their names, types and shapes, from the files' headers, and not their
-    values: other values make no batch right or wrong. So neither copying a model's folder nor
-    fetching it again requires another test. Raises ModelLoadFailed for files that are not whole.
+    Of the weights, it hashes names, types and shapes, from the files' headers, not values: other
+    values make no batch right or wrong. So neither copying a model's folder nor fetching it again
+    requires another test. Raises ModelLoadFailed for files that are not whole.
     """
     known: Any = mx.device_info() if device is not Device.CPU else {}  # untyped in mlx's stubs
     named = {

@@ -1,5 +1,5 @@
-"""One answer being written: its tokens, its text, its grammar and its end; which one to blame for
-the error of a pass.
+"""One answer being written: its tokens, its text, its grammar and its end; the blame for the error
+of a pass.
 """
 
 import math
@@ -36,17 +36,18 @@ class Sequence:
         self.index = params.index
         self.params = params
         self.sampler = sampler
-        # All tokens that the model must have read before the next one is chosen; never copied, as
-        # it may be long.
+        # All tokens that the model must have read before the next one is chosen. The list may be
+        # long, so it is never copied.
         self.context: list[int] = [*params.prompt]
         self.tokens: list[int] = []
-        self.prompt_logprobs: list[TokenLogprob] = []  # of all the prompt's tokens but the first
-        self.cached_tokens = 0  # of the prompt, from the prefix cache
-        self.kept_tokens = 0  # of the prompt, new in it
-        self.unkept_tokens = 0  # of the prompt, for which it has no room
-        self.kept_ends: list[int] = []  # so many first tokens have states kept while decoding
-        self.read_last = 0  # tokens, by the last pass that read ahead
-        self.stops_at_blocks = False  # its states are kept at ends of blocks: it stops there
+        self.prompt_logprobs: list[TokenLogprob] = []  # all prompt tokens except the first
+        self.cached_tokens = 0  # prompt tokens from the prefix cache
+        self.kept_tokens = 0  # prompt tokens new in the prefix cache
+        self.unkept_tokens = 0  # prompt tokens without room in the prefix cache
+        # Counts of first tokens after which states were kept while decoding.
+        self.kept_ends: list[int] = []
+        self.read_last = 0  # tokens in the last pass that read ahead
+        self.stops_at_blocks = False  # the sequence stops at ends of blocks: its states are kept
         self.is_suspect = False
         self.was_suspect = False
         self.is_broken = False
@@ -72,7 +73,7 @@ class Sequence:
 
     @property
     def root(self) -> Root:
-        """Return where what is kept of its prompt begins: no two adapters have the same KV."""
+        """Return the root of its prompt's kept blocks: no two adapters have the same KV."""
         return self.adapter, self.params.cache_salt
 
     @property
@@ -137,7 +138,7 @@ class Sequence:
 
     @property
     def unwanted(self) -> frozenset[int]:
-        """Return the tokens that no grammar, but something else forbids to be next."""
+        """Return the tokens that must not be next for a reason other than a grammar."""
         budget = self._thinking.budget
         if budget is None or self.matcher is not None:
             return self.barred
@@ -171,7 +172,7 @@ class Sequence:
         self.cached_tokens = self.kept_tokens = 0
 
     def end_early(self) -> list[Delta]:
-        """End the answer here with `length`; return what was held back."""
+        """End the answer here with `length`; return the parts that were held back."""
         return self._deltas(self._output.finish(is_cut=True), "length", reasoned=False, tokens=0)
 
     def suspect(self, *, is_read_alone: bool) -> None:
@@ -184,20 +185,20 @@ class Sequence:
             self._matcher = self._grammar.matcher(matched)
 
     def bound(self, place: int) -> BoundRow | None:
-        """Return what binds the next token, for this place in a batch; None if no grammar does."""
+        """Return the bound of the next token, for this place in a batch; None without a grammar."""
         if self.matcher is None:
             return None
         return BoundRow(place, self.matcher, self._thinking.opens_with, self.barred)
 
     def forced(self, limit: int) -> list[int]:
-        """Return up to `limit` tokens that the grammar leaves no choice of."""
+        """Return up to `limit` tokens that the grammar forces."""
         bound = self.bound(0)
         if bound is None:
             return []
         return bound.forced(self._ahead(limit))
 
     def _ahead(self, limit: int) -> int:
-        """Return how many tokens it may read ahead, at most `limit`."""
+        """Return the number of tokens that it may read ahead, at most `limit`."""
         return min(limit, -len(self.context) % BLOCK) if self.stops_at_blocks else limit
 
     def certainty(self, token: int) -> TokenScores | None:
@@ -207,8 +208,8 @@ class Sequence:
         return TokenScores(0.0, [token], [0.0], self.params.logprobs)
 
     def room(self, limit: int) -> int:
-        """Return how many tokens a draft may have, at most `limit`; 0 unless they can be chosen
-        several at once: by logits that depend on no token before them.
+        """Return the number of tokens that a draft may have, at most `limit`; 0 unless several can
+        be chosen at once: if no choice depends on the token before.
         """
         depends = self._matcher is not None or self.barred or len(self.sampler.adjustments)
         if depends or self.params.logprobs is not None or not self.sampler.is_certain:
@@ -218,7 +219,9 @@ class Sequence:
         return room if budget is None else budget.room(room)
 
     def append(self, token: int) -> FinishReason | None:
-        """Append the next token; return the finish reason if, text aside, it is the last."""
+        """Append the next token; return the finish reason if it is the last, apart from its
+        text.
+        """
         is_free = self._thinking.take(token)
         self.tokens.append(token)
         self.context.append(token)
@@ -241,7 +244,7 @@ class Sequence:
         was_thinking = self._output.parser.is_thinking
         is_end = token in self._ends or (token in self._eos_ids and self._matcher is not None)
         if not is_end or (scores is not None and len(self.tokens) == 1):
-            # An answer of one token shows it, whatever it is: rerankers read its logprobs.
+            # An answer of one token shows any token: rerankers read its logprobs.
             is_only = ended is not None and len(self.tokens) == 1
             may_stop = len(self.tokens) > self.params.sampling.min_tokens
             parts = self._output.push(
@@ -296,14 +299,15 @@ class Sequence:
         return deltas
 
 
-# So many batches have failed whose sequences all went well alone: the model is not batched then.
+# The number of failed batches, with only sequences that went well alone, after which the model is
+# no longer batched.
 FAULTS: Final = 3
 
 
 class Faults:
-    """Errors of passes over several sequences, and which of them caused each.
+    """Errors of passes over several sequences, and the sequence that caused each.
 
-    The sequences of such a pass are read again, alone. If one of them fails then, it was to blame;
+    The sequences of such a pass are read again, alone. If one of them fails then, it was the cause;
     if none does, batching was.
     """
 
@@ -318,8 +322,8 @@ class Faults:
         return self._count >= FAULTS
 
     def blame(self, seqs: abc.Sequence[Sequence], error: Exception) -> Delta | None:
-        """Record the error of a pass. Return the end of a sequence that was alone already; all
-        others are to be read again.
+        """Record the error of a pass. Return the last delta of a sequence that was already alone;
+        all others are to be read again.
         """
         error = name_failure(error)
         fault = classify(error)
@@ -329,20 +333,21 @@ class Faults:
             message = f"{type(error).__name__}: {error}"
             return seqs[0].error_delta(message, is_out_of_memory=fault is Fault.PRESSURE)
         for seq in seqs:
-            # Of several that memory was too short for, none is to blame: fewer are read together.
+            # No sequence of several is to blame if memory was too short for all: fewer are then
+            # read together.
             seq.suspect(is_read_alone=len(seqs) == 1 or fault is not Fault.PRESSURE)
         return None
 
     def record(self, ids: abc.Sequence[int], fault: Fault, error: Exception) -> None:
-        """Record the error that a pass over several sequences has raised. That memory ended, or
-        that nothing could be compiled, says nothing of batching.
+        """Record the error of a pass over several sequences. Errors of memory and of compilation
+        say nothing about batching.
         """
         self._record(fault, f"{len(ids)} rows", error)
         if len(ids) > 1 and fault not in (Fault.PRESSURE, Fault.COMPILER):
             self._suspects.append(set(ids))
 
     def record_draft(self, error: Exception) -> None:
-        """Record the error of a draft model, not used any more. No sequence is to blame."""
+        """Record the error of a draft model, which is no longer used. No sequence is to blame."""
         self._record(classify(error), "draft model, off now", name_failure(error))
 
     def _record(self, fault: Fault, where: str, error: Exception) -> None:

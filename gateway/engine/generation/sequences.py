@@ -40,7 +40,7 @@ Applied: TypeAlias = Callable[[abc.Sequence[int]], AbstractContextManager[None]]
 class Sequences:
     """The sequences of one model, from join to last token.
 
-    A step that raises never changes another sequence's answer: the batch is thrown away, and each
+    A step that raises never changes another sequence's answer: the batch is dropped, and each
     sequence is read again, alone, from its tokens so far. One that fails alone ends with an error.
     """
 
@@ -55,10 +55,10 @@ class Sequences:
         applied: Applied,
         pass_s: float | None,
     ) -> None:
-        """`applied` returns the context for a pass of rows with these adapters. No pass is to take
+        """`applied` returns the context for a pass of rows with given adapters. No pass should take
         longer than `pass_s`.
         """
-        self.last_pass = Pass()  # of the step under way, or the last one
+        self.last_pass = Pass()  # the step under way, or the last one
         self._model: Any = model
         self._answers, self._structured = setup.chat.answers, setup.structured
         self._vocab_size = setup.vocab_size
@@ -67,10 +67,10 @@ class Sequences:
         max_scored = max_scored_tokens(setup.vocab_size)
         self._prefill = Prefill(model, prefixes, max_scored, applied, pass_s)
         self._running: DecodeBatch | None = None
-        self._queued: deque[DecodeBatch] = deque()  # of one sequence each, if not batched
+        self._queued: deque[DecodeBatch] = deque()  # one sequence each, if not batched
         self._parked: dict[int, Sequence | DecodeBatch] = {}
-        self._untold: list[Delta] = []  # ends that came of another's leaving
-        self._may_batch = True  # no verdict forbids it
+        self._untold: list[Delta] = []  # last deltas of sequences that ended as others left
+        self._may_batch = True  # no verdict forbids batches
         if not can_batch(model):
             self.apply_verdict(ALONE)
 
@@ -80,8 +80,8 @@ class Sequences:
         return self._prefill.is_batched
 
     def apply_verdict(self, verdict: Verdict) -> None:
-        """Stop using what a verdict finds wrong, from the next sequence to be read on. Until one
-        is whole, only architectures that are known to be equal are batched.
+        """Stop using the modes that a verdict finds wrong, from the next sequence to be read on.
+        Until a verdict is whole, only architectures known to be equal are batched.
         """
         self._may_batch = self._may_batch and not verdict.forbids_batches
         is_trusted = verdict.is_whole or is_listed(self._model)
@@ -109,7 +109,7 @@ class Sequences:
         return kv + self._prefill.nbytes
 
     def release(self, plan: StepPlan) -> list[Delta]:
-        """Drop, preempt and cap sequences as planned; return the deltas of those that end by it."""
+        """Drop, preempt and cap sequences as planned; return the deltas of those that end here."""
         self.last_pass = Pass()
         for number in plan.leaving:
             self.leave(number)
@@ -133,7 +133,7 @@ class Sequences:
         for number in plan.resuming:
             self._resume(number)
             if number in plan.parking:
-                self._park(number)  # once it is read again
+                self._park(number)  # parked once it is read again
         self._drafts.allowed = plan.drafters
         return deltas
 
@@ -151,10 +151,10 @@ class Sequences:
         for seq in self._all():
             if seq.adapter == adapter:
                 self.leave(seq.id)
-        self.synchronize()  # a wait for buffers would take an error of the others' KV
+        self.synchronize()  # a wait for buffers would take an error of other sequences' KV
 
     def leave(self, sequence_id: int) -> None:
-        """Drop a sequence, in whatever state it is. An unknown id is ignored."""
+        """Drop a sequence in any state. An unknown id is ignored."""
         self.synchronize()
         self._parked.pop(sequence_id, None)
         self._prefill.drop(sequence_id)
@@ -165,11 +165,11 @@ class Sequences:
         staying = [i for i, seq in enumerate(self._running.seqs) if seq.id != sequence_id]
         seqs = [self._running.seqs[i] for i in staying]
         fault = self._attempt(partial(self._keep, staying))
-        if fault is not None:  # it is not the others' fault: they are read again
+        if fault is not None:  # the others are not at fault: they are read again
             self._untold += self._blame(seqs, fault)
 
     def _park(self, sequence_id: int) -> None:
-        """Stop a sequence, keeping its KV and next token. One being read stops after that."""
+        """Stop a sequence, keeping its KV and next token; one being read stops afterwards."""
         for seq in self._prefill.seqs:
             if seq.id == sequence_id:
                 seq.is_held = True
@@ -177,7 +177,7 @@ class Sequences:
             if batch.seqs[0].id == sequence_id:
                 self._queued.remove(batch)
                 self._parked[sequence_id] = batch
-        self.synchronize()  # an error of the step under way is of this sequence too
+        self.synchronize()  # an error of the step under way belongs to this sequence too
         running = self._running
         if running is None:
             return
@@ -205,11 +205,11 @@ class Sequences:
             parked.is_held = False
             self._prefill.readmit([parked])
         elif parked is not None:
-            parked.seqs[0].is_held = False  # or it would stop again once it is read anew
+            parked.seqs[0].is_held = False  # otherwise it would stop again once it is read anew
             self._extend(parked)
 
     def _cap_tokens(self, sequence_id: int, max_tokens: int) -> list[Delta]:
-        """Limit an answer, if its id is known; end it here if it already has as many tokens."""
+        """Limit an answer, if its id is known; end it here if it already has this many tokens."""
         seq = self._find(sequence_id)
         if seq is None:
             return []
@@ -265,8 +265,8 @@ class Sequences:
     def _read_and_launch(
         self, running: DecodeBatch
     ) -> tuple[list[SequenceOutput], mx.array | None]:
-        """Return the tokens of the step under way, and the logits of the pass that was launched to
-        read them: None if it must wait.
+        """Return the tokens of the step under way, and the logits of the pass launched to read
+        them: None if that must wait.
         """
         running.check()
         running.keep_block_ends(self._prefixes)
@@ -274,8 +274,8 @@ class Sequences:
             redraw_unsure(running)
         logits = None
         # The next pass needs no token on the host: it is launched before they are read, so the
-        # device never waits for Python, or on a late one for no more than the launch. A sequence
-        # that ends here has run for one step too many.
+        # device never waits for Python, or a late one only for the launch. A sequence that ends
+        # here has run for one step too many.
         if running.may_go_on:
             logits = self._launch_next(running)
         if redraw_unsure(running) and logits is not None:
@@ -317,8 +317,8 @@ class Sequences:
         return None
 
     def _decode_ahead(self, running: DecodeBatch, limit: int) -> list[Delta]:
-        """Take the tokens of the step under way, then launch the pass that reads them with those
-        that come after. Which these are depends on them, so nothing can be launched before.
+        """Take the tokens of the step under way, then launch the pass that reads them with forced
+        tokens and drafts. Those depend on these tokens, so nothing can be launched before.
         """
         drafts = running.drafts
         try:
@@ -355,7 +355,7 @@ class Sequences:
 
     def _read_ahead(self, running: DecodeBatch, limit: int) -> DecodeBatch:
         """Launch the pass that reads up to `limit` tokens ahead; return the choice that follows."""
-        running.settle()  # a draft would take its error for its own
+        running.settle()  # otherwise a draft would get the step's error
         running.check()
         lengths = row_lengths(running.cache)
         reading = plan_reading(running.seqs, lengths, limit, self._drafts.draft)
@@ -421,7 +421,7 @@ class Sequences:
             self._queued.append(started)
 
     def _all(self) -> list[Sequence]:
-        """List the sequences inside, in whatever state they are."""
+        """List the sequences in any state."""
         seqs = self._prefill.seqs
         for inside in (self._running, *self._queued, *self._parked.values()):
             if isinstance(inside, Sequence):
@@ -463,10 +463,10 @@ class Sequences:
         padding: abc.Sequence[int] = (),
         under_way: DecodeBatch | None = None,
     ) -> mx.array:
-        """Launch the pass that reads tokens, (rows, n), so many of which are padding at each row's
-        end; return logits, (rows, n, vocabulary).
+        """Launch the pass that reads tokens, (rows, n), with `padding` tokens of padding at each
+        row's end; return logits, (rows, n, vocabulary).
 
-        A step under way is over before, on a late device: the pass is built while it runs.
+        On a late device, a step under way is over before: the pass is built while it runs.
         """
         with (
             self._applied([seq.adapter for seq in seqs]),
@@ -476,8 +476,8 @@ class Sequences:
         if under_way is not None:
             under_way.settle()
             under_way.check()
-        # The caches too: what no logits depend on, such as the lengths kept with a state, would
-        # grow a graph by a node a token, and on Metal a buffer each (mlx-lm #1845).
+        # The caches too: arrays that no logits depend on, such as the lengths kept with a state,
+        # would grow a graph by a node a token, and on Metal a buffer each (mlx-lm #1845).
         launch(logits, [layer.state for layer in cache])
         return logits
 
@@ -491,7 +491,7 @@ class Sequences:
 
     def _blame(self, seqs: list[Sequence], error: Exception) -> list[Delta]:
         """Queue every sequence to be read again, alone; end one that was alone already."""
-        self._prefixes.clear()  # it may be what broke them
+        self._prefixes.clear()  # a kept prefix may have broken them
         self._drafts.forget()
         end = self._faults.blame(seqs, error)
         if end is not None:

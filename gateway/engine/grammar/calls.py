@@ -16,7 +16,7 @@ from gateway.jobs.chat import Calling, Function, Grammar, SchemaRule
 
 _ANSWER: Final = "answer"
 _FREE: Final = "start: tag* TEXT"
-# With any of these, an object may have properties that its own `properties` don't name.
+# Any of these keywords may allow an object properties that its own `properties` don't name.
 _OPENING = frozenset(
     {
         "additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties",
@@ -32,7 +32,7 @@ class CallFormat:
 
     start: str
     end: str
-    # Which marks llguidance treats as special tokens: those have no bytes.
+    # True if llguidance treats the mark as a special token, which has no bytes.
     is_special: bool
     closing_is_special: bool
     # Calls are messages separate from the answer, and its grammar does not apply to them.
@@ -44,9 +44,9 @@ def answer_grammar(
 ) -> Grammar | None:
     """Return the grammar of an answer with these calls and this form; None if it is free.
 
-    With an `answer` grammar too, the whole is either calls or that answer. Its `schemas` are rules
-    that the compiler adds (`with_schemas`). Raises BadRequest if the model's form leaves no way to
-    write that.
+    With an `answer` grammar too, the whole is either calls or that answer. The returned grammar's
+    `schemas` are rules that the compiler adds (`with_schemas`). Raises BadRequest if the model's
+    form cannot express both.
     """
     if calling is None:
         return answer
@@ -60,7 +60,7 @@ def answer_grammar(
         return Grammar("calls", _lark("start: call", tools, rules), schemas=tuple(rules))
     if form is not None and form.is_separate:
         return answer
-    # A free one keeps the model's own form, and is held to its schema if the function is strict.
+    # A free call keeps the model's own form, and is held to its schema if the function is strict.
     rules = [
         SchemaRule(_arguments(i), tool.name, json.dumps(dict(tool.parameters)), strict=True)
         for i, tool in enumerate(tools)
@@ -88,7 +88,7 @@ def answer_grammar(
 
 
 def is_free(calls: Grammar) -> bool:
-    """Return True if calls stand between any text, and False if all but their marks is JSON."""
+    """Return True if calls stand among any text; False if all but their marks is JSON."""
     return calls.source.startswith(_FREE)
 
 
@@ -98,8 +98,8 @@ def with_schemas(source: str, schemas: Mapping[str, Schema]) -> str:
 
 
 def _close(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Forbid arguments that a function does not declare, unless it says that there may be more."""
-    # A model that must call one without parameters would otherwise invent some, without end.
+    """Forbid arguments that a function does not declare, unless its schema allows more."""
+    # A model that must call a function without parameters would otherwise invent some, without end.
     closed = {**parameters, "type": "object"}
     if not _OPENING & parameters.keys() and not _needs_more(parameters):
         closed["additionalProperties"] = False
@@ -135,7 +135,8 @@ def _lark(
 ) -> str:
     """Return the rules: `call` is one of the functions, each with its own arguments."""
     gap, before = "", ""
-    # Between marks a call is spaced as models are trained to space it, without them it is compact.
+    # Calls between marks are spaced as models are trained to space them; without marks they are
+    # compact.
     if closing:
         gap, before = " ", '"\\n"? '
     names = " | ".join(f"call_{i}" for i in range(len(functions)))

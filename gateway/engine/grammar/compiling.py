@@ -1,9 +1,9 @@
-"""A caller's grammar → something sequences can be matched against, or a refusal that says why.
+"""A caller's grammar → matchers of sequences, or a refusal with its reason.
 
 Outlines gives the types and the backends that make tokenizer and grammar; matcher and mask are ours
 (matching.py), because Outlines' own continue without a grammar when one fails. Compiling takes
 milliseconds and more: run it on a worker thread, never on the lane. Everything is compiled in the
-sandbox first: what ends a process there never reaches this one.
+sandbox first: a grammar that ends a process there never reaches this one.
 """
 
 import hashlib
@@ -39,19 +39,21 @@ from gateway.jobs.chat import Grammar
 
 # Bounds of llguidance's parser, here and in the sandbox.
 LIMITS: Final[Mapping[str, Any]] = {"max_lexer_states": 50_000, "verbose_errors": False}
-RENEW_AFTER: Final = 256  # copies share a lexer whose states only grow: start another now and then
+# Copies share a lexer whose states only grow: another is started after this number.
+RENEW_AFTER: Final = 256
 BUSY_S: Final = 2.0
-_MAX_BYTES: Final = 1 << 30  # what llguidance's limits let grow was at most 0.13 GB
-# Texts, regexes, which may go over lines, and comments. What has no end matches
-# as far as it goes: a search that failed would begin again at each quote in it, and holds
-# the GIL all that time.
+# The most growth within llguidance's limits was 0.13 GB.
+_MAX_BYTES: Final = 1 << 30
+# Texts, regexes, which may go over lines, and comments. An unclosed one matches up to its line's or
+# the source's end: a search that failed would begin again at each quote in it, and hold the GIL all
+# that time.
 _LARK_TEXT: Final = re.compile(
     r'(?:"(?:\\.|[^"\\\n])*(?P<text>")?|/(?!/)(?:\\.|[^/\\])*(?P<regex>/)?)|//[^\n]*|#[^\n]*'
 )
 _LARK_SPECIAL: Final = re.compile(
     r"<[^<>\s]+>|\btemperature\s*=|@\w+|%llguidance\b|%json\b|%lark\b"
 )
-_EMPTY_HEADER: Final = re.compile(r"\A%llguidance\s*\{\s*\}")  # guidance sends it
+_EMPTY_HEADER: Final = re.compile(r"\A%llguidance\s*\{\s*\}")  # guidance sends an empty header
 _CONTROL_TOKEN: Final = re.compile(r"<[^<>\s\[\]]+>")
 _GBNF: Final = re.compile(r"^[ \t]*[A-Za-z][\w-]*[ \t]*::=", re.MULTILINE)
 _PLACE: Final = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
@@ -60,13 +62,14 @@ _REASON: Final = re.compile(r"^error: (.+)$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarBounds:
-    """How much a caller may ask to be compiled."""
+    """Bounds of the grammars that a caller may have compiled."""
 
     max_schema_bytes: int = 256 * 1024
     max_depth: int = 128
-    max_path: int = 400  # subschemas, one inside the other or by `$ref`
+    max_path: int = 400  # the most subschemas, one inside the other or by `$ref`
     max_text_chars: int = 32 * 1024
-    max_calls_chars: int = 4 * 1024 * 1024  # of our own making, from schemas bounded one by one
+    # Grammars made here, from schemas that are bounded one by one.
+    max_calls_chars: int = 4 * 1024 * 1024
     max_choices: int = 4096
 
 
@@ -80,12 +83,13 @@ class CompiledGrammar:
 
     begin: Callable[[], GrammarState]
     eos_ids: Collection[int]
-    # Shares no lexer with other states: what an error that another's may be is tried again with.
+    # A state that shares no lexer with others: an error that others may have caused is tried again
+    # with it.
     begin_alone: Callable[[], GrammarState] | None = None
     unenforced: tuple[str, ...] = ()
 
     def matcher(self, tokens: Sequence[int] = ()) -> Matcher:
-        """Return a matcher at the beginning, or where these tokens leave it."""
+        """Return a matcher at the beginning, or behind these tokens."""
         matcher = Matcher(self.begin, self.eos_ids, self.begin_alone)
         matcher.replay(tokens)
         return matcher
@@ -103,10 +107,10 @@ def compile_grammar(
     bounds: GrammarBounds | None = None,
     sandbox: Sandbox | None = None,
 ) -> CompiledGrammar:
-    """Compile with llguidance. Raises BadRequest for what it can't do.
+    """Compile with llguidance. Raises BadRequest for a grammar that it can't compile.
 
-    `shape` tightens JSON Schemas; a schema that cannot be met so is compiled as it came. Everything
-    is compiled in the `sandbox` first, if there is one.
+    `shape` tightens JSON Schemas; a schema that no value fits then is compiled unchanged.
+    Everything is compiled in the `sandbox` first, if there is one.
     """
     compiler = _Compiler(tokenizer, sandbox, shape or Shape(), bounds or GrammarBounds())
     if grammar.kind == "json_schema":
@@ -135,10 +139,10 @@ def compile_grammar(
 
 
 def _compile_calls(compiler: "_Compiler", grammar: Grammar) -> CompiledGrammar:
-    """Compile calls with what can be held of each schema, naming the rest.
+    """Compile calls with the part of each schema that a grammar can hold, naming the rest.
 
     Raises BadRequest, naming the function, for a schema that doesn't compile, and for a strict one
-    that is not held whole.
+    that the grammar does not hold whole.
     """
     parts: dict[str, Held] = {}
     for rule in grammar.schemas:
@@ -149,7 +153,7 @@ def _compile_calls(compiler: "_Compiler", grammar: Grammar) -> CompiledGrammar:
     forms = {rule: shape_schema(part.schema, compiler.shape) for rule, part in parts.items()}
     try:
         compiled, warnings = compiler.compile_calls(grammar, forms)
-    except _Uncompilable:  # some schema's own fault
+    except _Uncompilable:  # one of the schemas is at fault
         for rule in grammar.schemas:
             try:
                 forms[rule.rule], _ = compiler.compile_held(parts[rule.rule])
@@ -175,7 +179,7 @@ def _compile_calls(compiler: "_Compiler", grammar: Grammar) -> CompiledGrammar:
 
 
 def _of_function(function: str, error: BadRequest) -> BadRequest:
-    """Name, in a refusal, the function whose parameters it is about, if there is one."""
+    """Add to a refusal the name of the function whose parameters it is about, if there is one."""
     if not function:
         return error
     message = f"The parameters of '{function}': {error.message}"
@@ -206,7 +210,7 @@ def _within(grammar: Grammar, max_chars: int) -> str:
 
 
 def _regex_of(grammar: Grammar, bounds: GrammarBounds) -> str:
-    """Return a regex, or that of a choice's strings, within bounds."""
+    """Return a regex, or one made of a choice's strings, within bounds."""
     if grammar.kind == "regex":
         return _within(grammar, bounds.max_text_chars)
     try:
@@ -226,19 +230,19 @@ def _refusal(message: str, code: str = "invalid_grammar") -> BadRequest:
 
 
 def _to_lark(source: str) -> str:
-    """Return a grammar in Lark's form, without a header that sets nothing, from that or GBNF,
-    llama.cpp's.
+    """Return a grammar in Lark's form, from that form or from GBNF, llama.cpp's. A header that sets
+    nothing is left out.
     """
     if _GBNF.search(source):
         try:
             source = any_to_lark(source)
-        except Exception as error:  # a parser in Python, which raises whatever it likes
+        except Exception as error:  # a parser in Python, which raises any error
             raise _refusal(f"The GBNF grammar cannot be compiled: {str(error)[:300]}.") from None
     return _EMPTY_HEADER.sub("", source)
 
 
 def _check_lark(source: str) -> None:
-    """Raise BadRequest for what the answer's text would not show, or what we would ignore."""
+    """Raise BadRequest for parts that the answer's text would not show, or that we would ignore."""
     unclosed = next(filter(_is_unclosed, _LARK_TEXT.finditer(source)), None)
     if unclosed:
         raise _refusal(f"The grammar has a text or a regex without an end: {unclosed[0][:64]}")
@@ -278,7 +282,8 @@ class _Compiler:
     def compile_held(
         self, part: Held, options: Mapping[str, Any] = COMPACT
     ) -> tuple[Node, CompiledGrammar]:
-        """Compile what can be held of a schema; return it in its final form, and the grammar.
+        """Compile the part of a schema that a grammar can hold; return its final form, and the
+        grammar.
 
         Raises BadRequest in our own words when nothing compiles.
         """
@@ -309,7 +314,7 @@ class _Compiler:
                 f"{self.bounds.max_calls_chars} characters."
             )
         spec = self.tokenizer.maker.get_cfg_logits_processor(source).grammar
-        # Only these may use the model's marks, which are control tokens.
+        # Only free calls may use the model's marks, which are control tokens.
         texts = self.tokenizer.texts_and_marks
         if not is_free(grammar):
             texts = replace(texts, spell=self.tokenizer.json.spell)
@@ -345,9 +350,9 @@ class _Compiler:
 def try_grammar(sandbox: Sandbox, spec: str, code: str) -> None:
     """Compile llguidance's own form of a grammar in the sandbox.
 
-    Raises _Uncompilable for what is wrong with it, BadRequest with `code` when it ended the
-    process, TimeoutError when it takes too much processor time, Overloaded when other grammars
-    leave none, and Unavailable when other work leaves it no processor or memory.
+    Raises _Uncompilable with the fault of the grammar, BadRequest with `code` if it ended the
+    process, TimeoutError if it takes too much processor time, Overloaded if other grammars leave
+    none, and Unavailable if other work leaves it no processor or memory.
     """
     specials = tuple(sorted(set(_CONTROL_TOKEN.findall(_without_texts(spec)))))
     request: dict[str, Any] = {"spec": spec, "specials": specials, "limits": dict(LIMITS)}
@@ -367,13 +372,13 @@ def try_grammar(sandbox: Sandbox, spec: str, code: str) -> None:
 
 
 def key_of(*parts: str) -> bytes:
-    """Make the key that the sandbox remembers a request by."""
+    """Make the key by which the sandbox remembers a request."""
     digests = [hashlib.sha256(part.encode(errors="surrogatepass")).digest() for part in parts]
     return hashlib.sha256(b"".join(digests)).digest()
 
 
 def _follow(trial: Matcher, tokenizer: GrammarTokenizer) -> str | None:
-    """Take a few tokens, quotes for choice since they end strings; return the error met.
+    """Take a few tokens, quotes if possible since they end strings; return the error met.
 
     Some grammars are too wide to be followed and show it only then.
     """

@@ -1,4 +1,4 @@
-"""Where each sequence stands in its grammar, and the masks that keep its next token inside.
+"""The place of each sequence in its grammar, and the masks that keep its next token inside.
 
 A matcher never raises over a model's tokens: it records the error, and its sequence is ended. Masks
 are uint32 words, bit i of word w allowing the token 32 w + i.
@@ -21,7 +21,8 @@ _WORD = 32
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _DIGITS = b"-+.0123456789eE"
 _NUMBER = re.compile(rb"[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
-_LARGE = re.compile(rb"[0-9][eE]|[0-9]{200}")  # of a number that its next digits may make infinite
+# Parts of a number that further digits may make infinite.
+_LARGE = re.compile(rb"[0-9][eE]|[0-9]{200}")
 _NEEDLESS = re.compile(rb"(?<=\.[0-9]{40})[0-9]+|(?<=[eE])0+(?=0)|(?<=[eE][-+])0+(?=0)")
 
 
@@ -32,9 +33,10 @@ def words(vocab_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TextTokens:
-    """The tokens that are text, by their bytes, and the mask, (words,), of all that are not.
+    """The tokens that are text, by their bytes, and the mask, (words,), of all others.
 
-    `spell` returns the bytes of tokens, where the text is JSON, whose numbers are kept finite.
+    `spell` returns the bytes of tokens; it is set where the text is JSON, whose numbers are kept
+    finite.
     """
 
     ids: Mapping[bytes, Sequence[int]]
@@ -49,7 +51,8 @@ class TextTokens:
         return replace(self, not_text=not_text)
 
 
-# llguidance lists all of them each time, and holds the GIL: for a second where there are 500,000.
+# llguidance lists all forced tokens each time, and holds the GIL: for a second if there are
+# 500,000.
 MOST_FORCED: Final = 1 << 15
 
 
@@ -59,7 +62,7 @@ class GrammarState:
     def __init__(self, matcher: LLMatcher, texts: TextTokens) -> None:
         self.matcher = matcher
         self._texts = texts
-        self._open = b""  # what JSON ends with: the quote of a string, or a number so far
+        self._open = b""  # the unfinished end of JSON: a string's quote, or a number so far
 
     @property
     def may_end(self) -> bool:
@@ -79,14 +82,16 @@ class GrammarState:
         return self.problem()
 
     def fill(self, row: Mask) -> str | None:
-        """Write the mask, end of sequence aside; return the error if it cannot be computed."""
+        """Write the mask, without the end-of-sequence tokens; return the error if it cannot be
+        computed.
+        """
         self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         self.mend(row)
         return self.problem()
 
     def mend(self, row: Mask) -> None:
-        """Allow, as plain text, what llguidance would write with a control token, and in JSON no
-        digit that makes a number infinite: more than a double holds.
+        """Allow, as plain text, any text for which llguidance would allow a control token, and
+        forbid in JSON the digits that make a number infinite: more than a double holds.
         """
         if self._texts.spell is not None and _LARGE.search(self._open):
             octets = np.unpackbits(row.view(np.uint8), bitorder="little")
@@ -94,8 +99,9 @@ class GrammarState:
                 number = _NUMBER.search(self._open + self._texts.spell([token]))
                 if number and math.isinf(float(number[0])):
                     row[token // _WORD] &= ~np.uint32(1 << (token % _WORD))
-        # If only one text can follow, it allows the first token of that text as encoded, and a text
-        # such as `<|end|>` encodes to the control token of that name, which is something else.
+        # If only one text can follow, llguidance allows the first token of that text as encoded. A
+        # text such as `<|end|>` is encoded as the control token of that name, which is something
+        # else.
         if self.may_end or not (row & self._texts.not_text).any():
             return
         row[:] = 0
@@ -121,7 +127,7 @@ class GrammarState:
 
 
 def open_part(text: bytes) -> bytes:
-    """Return what is not over at the end of JSON: the quote of a string, or a number so far."""
+    """Return the unfinished end of JSON: the quote of a string, or a number so far."""
     outside, quote, inside = _STRING.sub(b" ", text).partition(b'"')
     if quote:
         return quote + b"\\" * ((len(inside) - len(inside.rstrip(b"\\"))) % 2)
@@ -143,8 +149,8 @@ class Matcher:
         eos_ids: Collection[int],
         alone: Callable[[], GrammarState] | None = None,
     ) -> None:
-        # Through it the sequences of one grammar may share a lexer, and exhaust its states for one
-        # another, so an error is believed only when a state from `alone` meets it too.
+        # The sequences of one grammar may share a lexer through this state, and exhaust its states
+        # for one another. So an error counts only if a state from `alone` meets it too.
         self.state = begin()
         self.error: str | None = None
         self._alone = alone
@@ -185,7 +191,7 @@ class Matcher:
             self.consume(token)
 
     def forced_tokens(self) -> list[int]:
-        """Return tokens that must come next; not all of them, and perhaps none."""
+        """Return tokens that must come next: perhaps not all of them, or none."""
         if self.error is not None or self.is_over:
             return []
         forced = self.state.forced()
@@ -225,7 +231,7 @@ class Matcher:
             self._settle(row)
 
     def _retry(self) -> bool:
-        """Replay all tokens in a state that shares nothing; return True if that went better."""
+        """Replay all tokens in a state that shares nothing; return True if it met no error."""
         if self._alone is None:
             return False
         state, self._alone = self._alone(), None
@@ -262,20 +268,20 @@ class BoundRow:
 
     place: int
     matcher: Matcher
-    # Its next token may also be this one, whatever the grammar allows.
+    # The next token may also be this one, even if the grammar forbids it.
     opening: int | None
-    # These are excluded unless nothing else would be left.
+    # These tokens are excluded unless nothing else would be left.
     barred: Collection[int]
 
     def forced(self, most: int) -> list[int]:
-        """Return up to `most` tokens that the grammar leaves no choice of."""
+        """Return up to `most` next tokens for which the grammar leaves no choice."""
         return [] if self.opening is not None else self.matcher.forced_tokens()[:most]
 
 
 def apply_masks(logits: mx.array, bitmask: Mask, rows: Sequence[int]) -> mx.array:
-    """Forbid, in (batch, vocabulary) logits, what (len(rows), words) masks leave out.
+    """Forbid, in (batch, vocabulary) logits, the tokens that (len(rows), words) masks leave out.
 
-    `rows` says which rows of the batch the masks are for; the others stay free. Forbidden ids get
+    `rows` are the places of the masks' rows in the batch; the others stay free. Forbidden ids get
     -inf, and so does every id beyond the masks. Plain operations: any device will do.
     """
     if not len(rows):
@@ -290,7 +296,7 @@ def apply_masks(logits: mx.array, bitmask: Mask, rows: Sequence[int]) -> mx.arra
         return mx.where(_unpack(masks, vocab_size), logits, forbidden)
     is_allowed = _unpack(bitmask, vocab_size)
     masked = mx.array(logits)
-    # Slice by slice: a gather and a scatter of eight rows take twice as long on a CPU.
+    # Each row is a slice: a gather and a scatter of eight rows take twice as long on a CPU.
     for i, row in enumerate(at):
         one = slice(row, row + 1)
         masked[one] = mx.where(is_allowed[i : i + 1], logits[one], forbidden)
@@ -299,8 +305,8 @@ def apply_masks(logits: mx.array, bitmask: Mask, rows: Sequence[int]) -> mx.arra
 
 def _unpack(bitmask: Mask, vocab_size: int) -> mx.array:
     """Return masks as (rows, vocabulary) bool."""
-    # On the host, which has the time while the pass runs: a shift, an "and" and a cast for every
-    # entry took longer on a CPU device.
+    # The bits are unpacked on the host, which has the time while the pass runs: a shift, an "and"
+    # and a cast for every entry took longer on a CPU device.
     octets = np.ascontiguousarray(bitmask).view(np.uint8)
     is_allowed = np.unpackbits(octets, axis=1, count=vocab_size, bitorder="little")
     return mx.array(is_allowed.view(np.bool_))

@@ -1,4 +1,6 @@
-"""Patterns of strings: which of them llguidance holds, how long they match; those of formats."""
+"""Patterns of strings: those that llguidance holds, the lengths that they match; patterns of
+formats.
+"""
 
 import re
 import warnings
@@ -23,34 +25,34 @@ _LABEL: Final = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _DATES: Final = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
 # Addresses at a domain with a dot in it: most validators take no other.
 OWN_FORMATS: Final = {**_DATES, "email": rf"^{_ATOM}(?:\.{_ATOM})*@(?:{_LABEL}\.)+{_LABEL}$"}
-# llguidance's own, of which some may be of any length.
+# llguidance's own formats, some of which may be of any length.
 FORMATS: Final = frozenset({"duration", "hostname", "ipv4", "ipv6", "uri", "uuid"})
 ENDLESS_FORMATS: Final = frozenset({"duration", "hostname", "uri"})
 _WIDEST: Final = 10_000
-_MOST_REPEATED: Final = 2_000  # what repeats more compiles, and fails at some token of an answer
-# What opens a class always matches: a search that failed would begin again at each of a caller's
-# brackets, and holds the GIL all that time.
+_MOST_REPEATED: Final = 2_000  # with more repetitions, some token of an answer fails
+# An opening bracket always matches: a search that failed would begin again at each of a caller's
+# brackets, and hold the GIL all that time.
 _CLASS: Final = r"\[(?P<excludes>\^)?(?P<body>(?:\\.|[^\]\\])*)(?P<end>\])?"
 _PARTS: Final = re.compile(rf"\\.|\.|{_CLASS}", re.DOTALL)
 _SPACES: Final = r"\t-\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
 # ECMA's white space and ends of lines, which are other characters to Rust.
 _ECMA: Final = {r"\s": f"[{_SPACES}]", r"\S": f"[^{_SPACES}]", ".": r"[^\n\r\u2028\u2029]"}
 _QUOTE: Final = re.compile(r'["]|\\\\|\\x22|\\x5[cC]|\\u0022|\\u005[cC]')
-# What Rust's regex refuses or reads in another way than ECMA's: escapes of other letters, and in a
-# class what opens another or joins two. An empty class differs too.
+# Text in a class that Rust's regex refuses or reads in another way than ECMA's: escapes of other
+# letters, and marks that open another class or join two. An empty class differs too.
 _ESCAPE: Final = r"\\(?:[^\x00-\x7f]|[0-9A-Za-z](?<![dDsSwWnrtfvxupP]))"
 _FOREIGN: Final = re.compile(rf"(?:\\.|[^\\])*?(?:\[|&&|--|~~|{_ESCAPE})|\Z", re.DOTALL)
-_FROM_NUL: Final = re.compile(r"\\(?:x00|u0000)-")  # quotes slip through such a class
+_FROM_NUL: Final = re.compile(r"\\(?:x00|u0000)-")  # quotes pass through such a class
 _TOKENS: Final = re.compile(
     rf"\\[pPux]\{{[^}}]{{1,64}}\}}|\\.|{_CLASS}|\{{[0-9]+(?:,(?P<most>[0-9]*))?\}}|\(\?<?[=!]|.",
     re.DOTALL,
 )
-# Look-arounds, backreferences and anchors; a brace that counts nothing.
+# Look-arounds, backreferences and anchors; a brace that begins no count.
 _NOT_REGULAR: Final = re.compile(rf"\(\?.*|{_ESCAPE}|\{{", re.DOTALL)
 
 
 def is_holdable(pattern: str) -> bool:
-    """Return True for what is regular, means the same to llguidance, and repeats little."""
+    """Return True if a pattern is regular, means the same to llguidance, and repeats little."""
     for match in _TOKENS.finditer(pattern):
         if _NOT_REGULAR.fullmatch(match[0]):
             return False
@@ -63,7 +65,7 @@ def is_holdable(pattern: str) -> bool:
 
 
 def _repetitions(pattern: str) -> int:
-    """Return how often a part of a pattern that is repeated in two ways may be: count times count.
+    """Return the most repetitions of a part inside two counts, one times the other.
 
     One count alone costs little.
     """
@@ -91,7 +93,7 @@ def as_ecma(pattern: str) -> str:
 
     Quotes and backslashes are kept out of the classes that exclude them: llguidance 1.9.1 lets them
     through `[^"]` when it writes the class as JSON would, where the class has every control
-    character; so each such class excludes NUL besides.
+    character; so each such class also excludes NUL.
     """
 
     def rewrite(match: re.Match[str]) -> str:
@@ -104,11 +106,11 @@ def as_ecma(pattern: str) -> str:
     return _PARTS.sub(rewrite, pattern)
 
 
-@lru_cache(maxsize=128)  # a caller's patterns, each of which may be most of a schema
+@lru_cache(maxsize=128)  # callers' patterns, each of which may be most of a schema
 def widths(pattern: str) -> tuple[int, int | None]:
-    """Return the fewest and the most characters of a string that a pattern is found in.
+    """Return the fewest and the most characters of a string in which a pattern is found.
 
-    None for no bound; (0, None) too for what Python's parser doesn't read.
+    None means no bound; (0, None) stands too for a pattern that Python's parser doesn't read.
     """
     parser: Any = vars(re)["_parser"]
     try:

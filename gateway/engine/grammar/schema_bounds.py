@@ -1,6 +1,6 @@
 """A JSON Schema drawn tighter, so that a small model stays on course.
 
-Whatever fits the shaped schema fits the caller's own. Pure functions, copies throughout.
+Every value that fits the shaped schema fits the caller's own. Pure functions, copies throughout.
 """
 
 from collections.abc import Mapping
@@ -24,26 +24,27 @@ from gateway.registry import ChatSpec
 
 _SETTLED: Final = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 _CONSTRAINTS: Final = frozenset({"properties", "patternProperties", "required"})
-_BOUNDS: Final = ("max_string_chars", "max_array_items")  # as models.yaml names them
+_BOUNDS: Final = ("max_string_chars", "max_array_items")  # names in models.yaml
 _OPEN: Final = "#/$defs/gateway-open-"
 _OPEN_DEPTH: Final = 3
-_SHORTEST_FORMAT: Final = 16  # characters that an address or a link of any use has
+_SHORTEST_FORMAT: Final = 16  # characters of any useful address or link
 _SAFE: Final = 2**53 - 1  # the integers that every JSON reader keeps exact
 _LOWER: Final = ("minimum", "exclusiveMinimum")
 _UPPER: Final = ("maximum", "exclusiveMaximum")
-_PLACES: Final = 10  # after the point: llguidance 1.9.1 takes no step that is finer
-_PLACES_IF_SHORT: Final = 4  # where strings are bounded too
+_PLACES: Final = 10  # decimal places: llguidance 1.9.1 takes no finer step
+_PLACES_IF_SHORT: Final = 4  # decimal places if strings are bounded too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How far a schema is tightened."""
+    """The degree to which a schema is tightened."""
 
-    # These bound what the schema leaves unbounded; None leaves it so.
+    # Bounds for parts that the schema leaves unbounded; None sets no bound.
     max_string_chars: int | None = None
     max_array_items: int | None = None
-    complete: bool = True  # optional properties are emitted when each is nullable or has a default
-    closed: bool = True  # no property that the schema doesn't name, unless it says it may
+    # Optional properties are emitted if each is nullable or has a default.
+    complete: bool = True
+    closed: bool = True  # only properties that the schema names, unless it allows others
 
     @classmethod
     def of(cls, spec: ChatSpec) -> "Shape":
@@ -53,8 +54,8 @@ class Shape:
     def completed(self, stated: object) -> "Shape":
         """Return the shape with the checkpoint's own bounds where it has none.
 
-        They stand in generation_config.json under `structured`, under models.yaml's names: a model
-        too small to end a string by itself is so wherever it is served.
+        They stand in generation_config.json under `structured`, with models.yaml's names: a model
+        too small to end a string by itself needs the bounds wherever it is served.
         """
         own = stated if isinstance(stated, Mapping) else {}
         return replace(
@@ -79,10 +80,11 @@ def shape_schema(schema: Schema, shape: Shape) -> Schema:
 def complete(schema: Schema) -> Schema:
     """Require every property of the objects whose optional properties can all say nothing.
 
-    That is, each is nullable or has a default. A field that is optional in earnest leaves its
-    object as it was; so does an object whose recursion would then never end.
+    That is, each is nullable or has a default. An object with a truly optional field stays
+    unchanged; so does the whole schema if its recursion would then never end.
     """
-    # As pydantic's optional fields are: models left free to skip such fields often skip them all.
+    # Optional fields of pydantic are such: models left free to skip such fields often skip them
+    # all.
     whole = rebuild(schema, _complete)
     return whole if can_end(whole) else schema
 
@@ -113,13 +115,13 @@ def _may_say_nothing(schema: Schema) -> bool:
 
 
 def close_objects(schema: Schema) -> Schema:
-    """Add `additionalProperties: false` to objects that name properties and say nothing of others.
+    """Add `additionalProperties: false` to objects that name properties and don't mention others.
 
-    If several subschemas constrain one object, the outer one is closed if it names all that the
-    inner ones do, and they are left open: each would forbid what the others name.
+    If several subschemas constrain one object, the outer one is closed if it names all properties
+    that the inner ones do. Those are left open: each would forbid the properties of the others.
     """
     root = rebuild(schema, lambda node: node)
-    shared = set[int]()  # subschemas of what others constrain too
+    shared = set[int]()  # subschemas of values that others constrain too
     todo: list[Node] = []
     for _, node in walk(root):
         if len(node.get("allOf", ())) > 1 or _CONSTRAINTS & node.keys():
@@ -139,7 +141,7 @@ def close_objects(schema: Schema) -> Schema:
 
 
 def _parts(node: Node, root: Schema) -> list[Node]:
-    """List the subschemas next below that constrain the same value."""
+    """List the direct subschemas that constrain the same value."""
     parts = [part for key in ("allOf", "anyOf", "oneOf") for part in node.get(key, ())]
     if "$ref" in node:
         parts.append(resolve(root, node["$ref"]))
@@ -147,8 +149,8 @@ def _parts(node: Node, root: Schema) -> list[Node]:
 
 
 def _names(node: Node) -> set[str]:
-    """Return the properties that a subschema requires, or names further inside; `$ref` too if what
-    those are is elsewhere.
+    """Return the properties that a subschema requires, or names further inside; also `$ref` if it
+    refers to another place.
     """
     names = {*node.get("required", ()), *({"$ref"} & node.keys())}
     for part in _parts(node, {}):
@@ -163,9 +165,9 @@ def bound_strings(
 ) -> Schema:
     """Add `maxLength` and `maxItems` where a schema has neither, however deep.
 
-    Endless formats and patterns are bounded too, and so are names that are not given; enumerations
-    and constants stay as they are. Integers are kept to those that are exact, and values of any
-    shape (`{}`, an object of anything) are bounded as the rest is, all the way down.
+    Endless formats and patterns are bounded too, and so are undeclared names; enumerations and
+    constants stay unchanged. Integers are limited to exact ones, and values of any shape (`{}`, an
+    object of anything) are bounded like the rest, all the way down.
     """
     limits: Node = {}
     if max_string_chars is not None:
@@ -205,7 +207,7 @@ def _limit(node: Node, limits: Node) -> Node:
 
 
 def _most_chars(node: Node, limit: int) -> int | None:
-    """Return the bound of a string that could be endless; None if it ends by its own form."""
+    """Return the bound of a string that could be endless; None if its own form ends it."""
     max_chars = max(limit, int(node.get("minLength", 0)))
     if "pattern" in node:
         narrowest, widest = widths(node["pattern"])
@@ -234,7 +236,8 @@ def _bound_names(node: Node, limits: Node) -> Node:
 
 def _bound_counts(node: Node, limits: Node) -> Node:
     """Bound the digits of integers and of numbers with bounds; of all if strings are bounded."""
-    # A small model repeats digits as it does letters. A number without bounds may have an exponent.
+    # A small model repeats digits, as it does letters. A number without bounds may have an
+    # exponent.
     kinds, is_short = types(node), "maxLength" in limits
     bounds = [node[key] for key in (*_LOWER, *_UPPER) if is_number(node.get(key))]
     if "number" in kinds and "multipleOf" not in node and (bounds or is_short):
@@ -252,13 +255,13 @@ def _bound_counts(node: Node, limits: Node) -> Node:
 
 
 def _places_near(bound: float) -> int:
-    """Return the places after the point that numbers need near a bound: a few more than its own."""
+    """Return the decimal places that numbers near a bound need: a few more than its own."""
     exponent = Decimal(str(bound)).normalize().as_tuple().exponent
     return 2 - min(0, int(exponent))
 
 
 def _open(node: Node, limits: Node) -> Node:
-    """Point places that the schema leaves open at the bounded value of any shape."""
+    """Refer the places that the schema leaves open to the bounded value of any shape."""
     opened: dict[str, Any] = {}
     if "array" in types(node) and "items" not in node:
         opened["items"] = _open_ref(_OPEN_DEPTH)
@@ -293,7 +296,7 @@ def _open_levels(limits: Node) -> Node:
 
 
 def _any_properties(limits: Node, value: Node) -> Node:
-    """Allow any properties, their names bounded as other strings are."""
+    """Allow any properties, their names bounded like other strings."""
     if "maxLength" not in limits:
         return {"additionalProperties": value}
     names = f"^(?s:.{{0,{limits['maxLength']}}})$"

@@ -73,7 +73,7 @@ def refusal(message: str) -> BadRequest:
 
 
 def parse_schema(text: str, *, max_bytes: int, max_depth: int) -> Schema:
-    """Read a schema within bounds: its size and depth decide what compiling it costs."""
+    """Read a schema within bounds: its size and depth decide the cost of compiling it."""
     if len(text.encode(errors="surrogatepass")) > max_bytes:
         raise refusal(f"The JSON Schema is longer than {max_bytes} bytes.")
     try:
@@ -103,7 +103,7 @@ def _no_such_number(name: str) -> float:
 
 
 def _number(text: str) -> float:
-    """Read a number. A whole one is an integer in JSON Schema, so 1.0 counts as 1 does."""
+    """Read a number. A whole one is an integer in JSON Schema, so 1.0 counts as 1."""
     number = float(text)
     if math.isinf(number):
         return _no_such_number(text)
@@ -132,7 +132,7 @@ def check_draft(schema: Schema) -> None:
 
 
 def _problem(keyword: str, kind: Any) -> str:
-    """Return what a keyword's value must be; `kind` is the error's, of jsonschema_rs."""
+    """Return the rule that a keyword's value breaks; `kind` is the error's, of jsonschema_rs."""
     if kind.name == "type":
         nouns = [f"an {name}" if name[0] in "aio" else f"a {name}" for name in kind.types]
         return f"must be {' or '.join(nouns)}"
@@ -145,7 +145,7 @@ def _problem(keyword: str, kind: Any) -> str:
 
 @cache
 def _own_schema(draft: Draft) -> Any:
-    # Formats are not looked at: `pattern` is ECMA's, which few libraries' own dialect is.
+    # Formats are not checked: a `pattern` is in ECMA's dialect, which few libraries share.
     return jsonschema_rs.validator_for(REGISTRY.contents(draft.value), validate_formats=False)
 
 
@@ -153,7 +153,7 @@ def _own_schema(draft: Draft) -> Any:
 
 
 def steps(node: Node) -> Iterator[tuple[str, Node]]:
-    """Yield the direct subschemas of one that are objects, with the way to each."""
+    """Yield the direct subschemas of a schema that are objects, with the way to each."""
     for key, value in node.items():
         if key in _ONE and isinstance(value, dict):
             yield key, value
@@ -201,7 +201,7 @@ def rebuild(schema: Schema, change: Callable[[Schema], Schema]) -> Schema:
 
 
 def bare(schema: Schema) -> Schema:
-    """Return a schema without its notes for readers, which may be most of a function's schema."""
+    """Return a schema without its annotations, which may be most of a function's schema."""
     return rebuild(schema, _bare)
 
 
@@ -212,7 +212,7 @@ def _bare(node: Schema) -> Schema:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Return True for a JSON number, which a boolean is not."""
+    """Return True for a JSON number; a boolean is none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -228,11 +228,11 @@ def types(node: Node) -> frozenset[str]:
 
 
 def resolve(root: Schema, ref: str) -> Schema | None:
-    """Follow a JSON pointer within the schema; None for what is not one, or leads nowhere."""
+    """Follow a JSON pointer within the schema; None if it is none, or leads nowhere."""
     if ref != "#" and not ref.startswith("#/"):
         return None
     target = root
-    # As in any URI, `%24` stands for `$` (RFC 6901, section 6).
+    # Percent-encoding counts, as in any URI: `%24` stands for `$` (RFC 6901, section 6).
     for part in urllib.parse.unquote(ref[1:]).split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
         if isinstance(target, dict) and name in target:
@@ -245,12 +245,12 @@ def resolve(root: Schema, ref: str) -> Schema | None:
 
 
 def settle_refs(root: Node) -> tuple[Collection[int], Mapping[str, str]]:
-    """Write each reference as a pointer to a definition, and take out those that can't be.
+    """Write each reference as a pointer to a definition, and take out references that can't be.
 
-    Such are the ones that lead out of the schema, which are never followed, and all of a schema
-    whose subschemas have addresses of their own: those are bases of references beneath them.
-    Changes the schema in place. Returns the ids of subschemas that lost one, and the caller's
-    references by what they are now.
+    Taken out are references out of the schema, which are never followed, and all references of a
+    schema whose subschemas have addresses of their own: these are bases of references beneath them.
+    Changes the schema in place. Returns the ids of subschemas that lost a reference, and the
+    caller's references by their new form.
     """
     nodes = list(walk(root))
     base = next(iter(_identifiers(root)), "").partition("#")[0]
@@ -271,13 +271,14 @@ def settle_refs(root: Node) -> tuple[Collection[int], Mapping[str, str]]:
         target = resolve(root, ref)
         if target is None:
             target = anchors.get(ref)
-        # Keywords on the way to any other place may be rewritten, and some are none of JSON
-        # Schema's, such as OpenAPI's `components`.
+        # Keywords on the way to any other place may be rewritten, and some, such as OpenAPI's
+        # `components`, are not JSON Schema's.
         if target is not None and not _DEFINITION.fullmatch(ref):
             moved[ref] = target
             node["$ref"] = f"#/$defs/{urllib.parse.quote(escape(ref), safe='~')}"
             callers[node["$ref"]] = ref
-    if draft_of(root) not in (Draft.D201909, Draft.D202012):  # a reference stood alone
+    # In older drafts a reference stands alone: keywords beside it are ignored.
+    if draft_of(root) not in (Draft.D201909, Draft.D202012):
         for node in referring:
             for key in node.keys() - _BESIDE_REF:
                 del node[key]
@@ -305,8 +306,8 @@ def reachable(
 ) -> list[tuple[str, Node]]:
     """List the subschemas that a grammar may hold an answer to, each with its JSON pointer.
 
-    `callers` are references as the caller wrote them. Raises BadRequest for one that leads nowhere,
-    and for a way through more than `max_path` subschemas.
+    `callers` are references as the caller wrote them. Raises BadRequest for a reference that leads
+    nowhere, and for a way through more than `max_path` subschemas.
     """
     nodes: list[tuple[str, Node]] = []
     seen = set[int]()
@@ -369,7 +370,7 @@ def _ends(schema: Schema, endless: Collection[str]) -> bool:
     if "object" in types(schema):
         properties, rest = schema.get("properties", {}), schema.get("additionalProperties", True)
         if "patternProperties" in schema:
-            rest = True  # it may allow what is required
+            rest = True  # a pattern may allow a required name
         needed = [properties.get(name, rest) for name in schema.get("required", ())]
         ways.append(all(_ends(child, endless) for child in needed))
     return any(ways)
@@ -378,6 +379,6 @@ def _ends(schema: Schema, endless: Collection[str]) -> bool:
 def tuple_items(node: Node) -> tuple[list[Schema], Schema]:
     """Return the schemas of an array's first items, and of the rest, as any draft writes them."""
     items = node.get("items", True)
-    if isinstance(items, list):  # before draft 2020-12
+    if isinstance(items, list):  # draft 2019-09 or older
         return items, node.get("additionalItems", True)
     return node.get("prefixItems", []), items

@@ -1,6 +1,7 @@
-"""What one model can be held to: its grammars, its calls, and the masks of a step.
+"""The forms that one model can hold: its grammars, its calls, and the masks of a step.
 
-It also checks whether a finished answer fits a schema that its grammar could not hold whole.
+This module also checks whether a finished answer fits a schema that its grammar could not hold
+whole.
 """
 
 import json
@@ -37,7 +38,7 @@ def fits(source: str, answer: str, sandbox: Sandbox | None) -> bool | None:
     try:
         json.loads(answer)
     except (ValueError, RecursionError):
-        return False  # cut off, say
+        return False  # the answer was cut off, say
     request: dict[str, Any] = {
         "kind": "answer",
         "schema": source,
@@ -53,10 +54,10 @@ def fits(source: str, answer: str, sandbox: Sandbox | None) -> bool | None:
 
 
 class StructuredOutput:
-    """A model's grammar tokenizer, and how far schemas are tightened for it.
+    """A model's grammar tokenizer, and the degree to which schemas are tightened for it.
 
-    Without a tokenizer every grammar is refused, naming the `problem` with the model's. Grammars
-    are compiled in the `sandbox` first, if there is one.
+    Without a tokenizer every grammar is refused, naming the `problem` of the model's. Grammars are
+    compiled in the `sandbox` first, if there is one.
     """
 
     def __init__(
@@ -77,14 +78,14 @@ class StructuredOutput:
         self._masks = Masks()
 
     def grammar(self, job: GenerateJob) -> Grammar | None:
-        """Return what the answer must match, made from calls and a form; None if it is free.
+        """Return the grammar of an answer, made from calls and a form; None if the answer is free.
 
         Raises BadRequest if the model's form of calls leaves no way to write both.
         """
         return answer_grammar(job.calling, self._call_format, job.grammar)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Compile a grammar. Slow, safe on any thread. Raises BadRequest saying what is wrong."""
+        """Compile a grammar. Slow, safe on any thread. Raises BadRequest with the fault."""
         if self._tokenizer is None:
             raise BadRequest(
                 "This model's answers cannot be held to a schema, a grammar or a required tool: "
@@ -105,12 +106,13 @@ class StructuredOutput:
         return fits(schema, answer, self._sandbox)
 
     def mask(self, logits: mx.array, bound: Sequence[BoundRow]) -> mx.array:
-        """Forbid, in logits, (rows, vocabulary), what the grammars of the bound rows exclude.
+        """Forbid, in logits, (rows, vocabulary), the tokens that the grammars of the bound rows
+        exclude.
 
-        Where only one text can follow, that is every token but the next of those that the tokenizer
-        makes of it: a token that is read ahead is the one that would have been chosen.
+        If only one text can follow, those are all tokens but the next of the text as the tokenizer
+        encodes it. A token read ahead is then the one that would have been chosen.
         """
-        assert self._tokenizer is not None  # or there were no matchers
+        assert self._tokenizer is not None  # no row has a matcher without one
         forced = [row.forced(1) for row in bound]
         bitmask = np.zeros((len(bound), self._tokenizer.words), dtype=np.uint32)
         self._masks.fill([row.matcher for row in bound], bitmask)

@@ -20,24 +20,24 @@ from tokenizers import Tokenizer
 from gateway.engine.grammar.matching import TextTokens, words
 from gateway.panics import as_exception
 
-_BYTE = '"<0x0A>"'  # as a vocabulary with tokens for bytes has it
-_PAUSE_S = 0.01  # between two parts: time for what has waited in the meantime
+_BYTE = '"<0x0A>"'  # the spelling in a vocabulary with tokens for bytes
+_PAUSE_S = 0.01  # seconds between two parts, for threads that have waited meanwhile
 
 
 # llguidance 1.9.1 holds the GIL while it reads added tokens: a second for 20,000, three minutes for
 # 100,000, 37 s for 16,000 of 1,000 characters, over eight minutes for ten of 100,000 (AMD EPYC).
 # Gemma 3 has 6,414.
 MOST_ADDED: Final = 1 << 14
-MOST_CHARS: Final = 1 << 10  # of one
-MOST_ADDED_CHARS: Final = 1 << 20  # of all
+MOST_CHARS: Final = 1 << 10  # the most characters of one added token
+MOST_ADDED_CHARS: Final = 1 << 20  # the most characters of all added tokens
 
 
 class GrammarTokenizer:
-    """A model's tokens as grammars need them. Slow to make, on any thread but the loop's.
+    """A model's tokens in the form that grammars need. Slow to make, on any thread but the loop's.
 
     `tokenizer` is the transformers one. `vocab_size` is the length of the model's logits, which may
     exceed the tokenizer's: ids beyond it are never allowed. Special and added tokens are never
-    text, except for `marks` in calls. Raises ValueError for one that cannot serve grammars.
+    text, except for `marks` in calls. Raises ValueError for a tokenizer that cannot serve grammars.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class _Maker(LLGuidanceBackend):
 
     def __init__(self, tokens: LLTokenizer) -> None:
         self.llg = llguidance
-        self.tensor_library_name = "numpy"  # its processors are made, never run
+        self.tensor_library_name = "numpy"  # processors are made, never run
         self.llg_tokenizer = tokens
 
 
 def _tokens(tokenizer: Tokenizer, size: int, eos_ids: Sequence[int]) -> LLTokenizer:
-    """Return llguidance's tokenizer. Raises ValueError for one that it cannot read.
+    """Return llguidance's tokenizer. Raises ValueError for a tokenizer that it cannot read.
 
-    Its tables of what the rest of a string may be are a third of the work, and made separately.
+    The tables of a string's possible continuations are a third of the work, and made separately.
     llguidance.hf would also copy the tokenizer, by writing and reading it.
     """
     text = _readable(tokenizer.to_str())
@@ -112,13 +112,13 @@ def _check_added(tokenizer: Tokenizer) -> None:
 
 
 def _readable(text: str) -> str:
-    """Write a tokenizer whose spaces are marked, as SentencePiece's are, so that llguidance reads
-    it: it knows byte-level decoders, and those that replace one character and fall back to bytes.
+    """Write a tokenizer with marked spaces, as SentencePiece's, so that llguidance reads it: it
+    knows byte-level decoders, and those that replace one character and fall back to bytes.
 
-    The tokens and their ids stay; only the first word's mark, which no answer within a grammar
-    has, is no longer put there by itself. Raises ValueError where tokens would mean other bytes.
+    The tokens and their ids stay; only the first word's mark is no longer added, which no answer
+    within a grammar has. Raises ValueError where tokens would mean other bytes.
     """
-    if '"Metaspace"' not in text:  # reading and writing them all takes a while
+    if '"Metaspace"' not in text:  # reading and writing all tokens takes a while
         return text
     whole = json.loads(text)
     decoders = list(_parts(whole.get("decoder"), "decoders"))
@@ -141,7 +141,7 @@ def _readable(text: str) -> str:
 
 
 def _parts(part: Any, name: str) -> Iterator[dict[str, Any]]:
-    """List a part of a tokenizer, or the parts of it where it is a sequence."""
+    """List a part of a tokenizer, or the parts of a sequence."""
     if isinstance(part, dict):
         if part.get("type") == "Sequence":
             for child in part.get(name) or ():

@@ -1,8 +1,9 @@
-"""What of a JSON Schema no grammar holds: left out of what is compiled, and named by pointer.
+"""The parts of a JSON Schema that no grammar holds: left out before compiling, and named by
+pointer.
 
-llguidance, asked to be lenient, says in warnings what it leaves out; the rules here are for what it
-refuses, or holds to something else, without one (of 1.9.1). A finished answer is checked by the
-whole schema in any case.
+llguidance, asked to be lenient, names in warnings the keywords that it leaves out. The rules here
+are for keywords that it refuses, or misreads, without a warning (1.9.1). A finished answer is
+checked by the whole schema in any case.
 """
 
 import json
@@ -31,17 +32,20 @@ from gateway.engine.grammar.schemas import (
 )
 
 _SMALLEST: Final = 1e-50  # llguidance 1.9.1 takes no bound with a hundred zeros
-_LARGEST: Final = 2**53  # beyond it neighbouring integers are one double, and llguidance has those
+# Larger neighbouring integers are one double, and llguidance computes with doubles.
+_LARGEST: Final = 2**53
 _LOWER: Final = ("minimum", "exclusiveMinimum")
 _UPPER: Final = ("maximum", "exclusiveMaximum")
 _COUNTS: Final = ("minProperties", "maxProperties")
 _COUNTED: Final = {"minLength", "maxLength", "minItems", "maxItems", *_COUNTS}
-_MOST_COUNTED: Final = 2**32 - 1  # no answer has so much, and llguidance takes no larger number
-_MOST_OPTIONAL: Final = 8  # properties, of which one at least is asked for: as many alternatives
-_MOST_COMPARED: Final = 64  # alternatives of a `oneOf`, each pair of which is compared
+# No answer has more parts, and llguidance takes no larger number.
+_MOST_COUNTED: Final = 2**32 - 1
+# The most properties at least one of which is required: each makes an alternative.
+_MOST_OPTIONAL: Final = 8
+_MOST_COMPARED: Final = 64  # alternatives of a `oneOf`, compared pair by pair
 _FAULT: Final = re.compile(r"^regex parse error:.*^error: (.+)$", re.MULTILINE | re.DOTALL)
 _UNIMPLEMENTED: Final = re.compile(r"Unimplemented keys: (\[.*\])")
-# Keywords that ask nothing by themselves, and those that stand for another one.
+# Keywords that constrain nothing by themselves, and those that stand for another one.
 _ASK_NOTHING: Final = frozenset(
     {"$dynamicAnchor", "$recursiveAnchor", "then", "else", "minContains", "maxContains"}
 )
@@ -53,7 +57,7 @@ _RANGES: Final = (
     *(("minLength", "maxLength"), ("minItems", "maxItems"), _COUNTS),
     *(("minimum", "maximum"), ("minimum", "exclusiveMaximum"), ("exclusiveMinimum", "maximum")),
 )
-_REASONS: Final[Mapping[str, str]] = {  # by what the compiler says
+_REASONS: Final[Mapping[str, str]] = {  # keys are words of the compiler's message
     "nsatisfiable": "allows no answer: what it requires contradicts itself",
     "no answer": "allows no answer: what it requires contradicts itself",
     "circular": "cannot be held by a grammar: something stands beside a `$ref` that leads in a "
@@ -83,8 +87,8 @@ class Held:
         return replace(self, unenforced=tuple(dict.fromkeys((*self.unenforced, *pointers))))
 
     def warned(self, warnings: Iterable[str]) -> "Held":
-        """Return the same, naming also the keywords that llguidance's warnings name; the root for
-        what is unknown.
+        """Return the same, naming also the keywords in llguidance's warnings, or the root for an
+        unknown warning.
         """
         keys, pointers = set[str](), list[str]()
         for warning in warnings:
@@ -93,7 +97,7 @@ class Held:
                 keys |= frozenset(json.loads(match[1])) - _ASK_NOTHING
             elif warning.startswith("min/maxProperties"):
                 keys |= {*_COUNTS}
-            elif not warning.startswith("Unknown format"):  # which is an annotation
+            elif not warning.startswith("Unknown format"):  # an unknown format is an annotation
                 pointers.append(ROOT)
         for place, node in self.nodes:
             pointers += [f"{place}/{key}" for key in node if key in keys]
@@ -101,9 +105,10 @@ class Held:
 
 
 def hold(root: Schema, max_path: int) -> Held:
-    """Leave out, and name, what llguidance is known not to hold. Changes the schema in place.
+    """Leave out, and name, the keywords that llguidance is known not to hold. Changes the schema in
+    place.
 
-    Raises BadRequest for one that no finite value fits, or whose references lead nowhere.
+    Raises BadRequest for a schema that no finite value fits, or whose references lead nowhere.
     """
     if root is False:
         raise refusal("The JSON Schema `false` allows no answer.")
@@ -117,10 +122,10 @@ def hold(root: Schema, max_path: int) -> Held:
         if id(node) in lost:
             unenforced.append(f"{place}/$ref")
         if "$schema" in node:
-            node["$schema"] = draft_of(node).value  # llguidance would look for an unknown one
+            node["$schema"] = draft_of(node).value  # llguidance would look for an unknown draft
         for rule in _RULES:
             unenforced += [f"{place}/{key}" for key in rule(node)]
-    for place, node in nodes:  # after all rules, which look into alternatives
+    for place, node in nodes:  # all rules come first: they look into alternatives
         if "oneOf" in node and not _hold_one_of(node, schema):
             unenforced.append(f"{place}/oneOf")
     return Held(schema, nodes, tuple(dict.fromkeys(unenforced)))
@@ -130,14 +135,14 @@ def hold(root: Schema, max_path: int) -> Held:
 
 
 def _items(node: Node) -> Iterator[str]:
-    """Leave out `uniqueItems` where it asks nothing."""
+    """Leave out `uniqueItems` if it constrains nothing."""
     if "uniqueItems" in node and (not node["uniqueItems"] or node.get("maxItems", 2) <= 1):
         del node["uniqueItems"]
     yield from ()
 
 
 def _large_numbers(node: Node) -> Iterator[str]:
-    """Draw counts and bounds in to what is exact; leave out bounds that would become wider."""
+    """Draw counts and bounds in to exact numbers; leave out bounds that would become wider."""
     for key in _COUNTED & node.keys():
         node[key] = min(node[key], _MOST_COUNTED)
     for key in (*_LOWER, *_UPPER, "multipleOf"):
@@ -169,13 +174,13 @@ def _near_bounds(node: Node) -> Iterator[str]:
         bound = node.get(exclusive, False)
         if bound is not False:
             del node[exclusive]
-            if is_number(bound):  # draft 4 has a flag
+            if is_number(bound):  # a flag in draft 4
                 node.setdefault(inclusive, bound)
             yield exclusive
 
 
 def _literals(node: Node) -> Iterator[str]:
-    """Leave out constants that llguidance writes otherwise: large numbers, and a DEL."""
+    """Leave out constants that llguidance writes differently: large numbers, and a DEL."""
     for key in ("const", "enum"):
         if key in node and any(map(_is_miswritten, _scalars(node[key]))):
             del node[key]
@@ -200,7 +205,7 @@ def _scalars(value: Any) -> Iterator[Any]:
 
 
 def _counts(node: Node) -> Iterator[str]:
-    """Leave out numbers of properties where some are optional, or more than one is undeclared."""
+    """Leave out counts of properties if some are optional, or more than one is undeclared."""
     # Undeclared names may repeat, so that only one of them counts.
     properties, required = node.get("properties", {}), node.get("required", ())
     optional = [name for name in properties if name not in required]
@@ -224,7 +229,7 @@ def _counts(node: Node) -> Iterator[str]:
 
 
 def _patterns(node: Node) -> Iterator[str]:
-    """Leave out patterns that mean something else to llguidance, or repeat too much."""
+    """Leave out patterns that llguidance reads differently, or that repeat too much."""
     if "pattern" in node:
         if is_holdable(node["pattern"]):
             node["pattern"] = as_ecma(node["pattern"])
@@ -240,7 +245,7 @@ def _patterns(node: Node) -> Iterator[str]:
         return
     del node["patternProperties"]
     yield "patternProperties"
-    if node.pop("additionalProperties", True) is not True:  # it would forbid the names they allow
+    if node.pop("additionalProperties", True) is not True:  # it would forbid the patterns' names
         yield "additionalProperties"
 
 
@@ -260,7 +265,7 @@ def _hold_one_of(node: Node, root: Node) -> bool:
     is_held = len(ways) <= _MOST_COMPARED and all(
         _are_apart(one, other, _kinds(node), required) for one, other in combinations(targets, 2)
     )
-    # What names no other property fits no alternative that requires another.
+    # An object with no undeclared properties fits no alternative that requires another one.
     if not is_held and len(ways) <= _MOST_COMPARED and not _CONSTRAINTS & node.keys():
         closed = [_closed(way) for way in ways]
         is_held = all(
@@ -289,7 +294,7 @@ def _are_apart(one: Schema, other: Schema, kinds: frozenset[str], required: froz
     shared = kinds & _kinds(one) & _kinds(other)
     if shared != {"object"}:
         return not shared
-    # Of an object: they differ in a property that one of them requires.
+    # Two objects differ in a property that one of them requires.
     names = required.union(one.get("required", ()), other.get("required", ()))
     return any(_differ(_property(one, name), _property(other, name)) for name in names)
 
@@ -311,7 +316,7 @@ def _values(node: Node) -> frozenset[str] | None:
     values = node.get("enum")
     if "const" in node:
         values = [node["const"]]
-    # 1.0 is 1, also further inside.
+    # 1.0 equals 1, also further inside.
     if values is None or any(isinstance(value, (float, list, dict)) for value in values):
         return None
     return frozenset(map(json.dumps, values))
@@ -330,7 +335,7 @@ def _target(schema: Schema, root: Node) -> Schema:
 
 
 def _property(node: Node, name: str) -> Schema:
-    """Return what a property must fit, as far as it is declared."""
+    """Return the schema of a property, as far as it is declared."""
     if name in node.get("properties", {}):
         return node["properties"][name]
     return node.get("additionalProperties") is not False or "patternProperties" in node
@@ -344,7 +349,7 @@ def _closed(way: Schema) -> Schema:
     return {**way, "additionalProperties": False}
 
 
-# ── What the compiler says ────────────────────────────────────────────────────────────────────
+# ── The compiler's messages ───────────────────────────────────────────────────────────────────
 
 
 def why(part: Held, problem: str) -> str:
@@ -372,12 +377,12 @@ def why(part: Held, problem: str) -> str:
 
 
 def _problem_of(pattern: str) -> str:
-    """Return what the compiler says of a pattern alone."""
+    """Return the compiler's message on a pattern alone."""
     return LLMatcher.validate_grammar(grammar_from("json_schema", json.dumps({"pattern": pattern})))
 
 
 def check_strict(unenforced: Sequence[str]) -> None:
-    """Raise BadRequest if something is left out, naming the keyword and its place."""
+    """Raise BadRequest if a keyword is left out, naming it and its place."""
     if unenforced:
         place, _, keyword = unenforced[0].rpartition("/")
         what = f"keyword `{keyword}` at {place}" if place else "as it is combined"
@@ -389,14 +394,14 @@ def check_strict(unenforced: Sequence[str]) -> None:
 
 # ── The options of its form ───────────────────────────────────────────────────────────────────
 
-COMPACT: Final[Mapping[str, Any]] = {"whitespace_flexible": False}  # or spaces have no end
+COMPACT: Final[Mapping[str, Any]] = {"whitespace_flexible": False}  # otherwise spaces have no end
 _ESCAPES: Final = 'nrbtf\\"'
 _CONTROLS: Final = re.compile(r"\\u00[01]|\x7f")
 
 
 def read_options(schema: Schema) -> Mapping[str, Any]:
     """Return the one option of llguidance's own that a schema may have in `x-guidance`."""
-    # Any other would change what is held, or make the answer no JSON.
+    # Any other option would change the constraints, or make the answer no JSON.
     options = schema.get("x-guidance", {}) if isinstance(schema, dict) else {}
     if options not in ({}, {"whitespace_flexible": False}, {"whitespace_flexible": True}):
         raise refusal(
@@ -407,9 +412,9 @@ def read_options(schema: Schema) -> Mapping[str, Any]:
 
 def to_llguidance(schema: Node, options: Mapping[str, Any] = COMPACT) -> Node:
     """Write a schema as llguidance reads it, leniently, with the options of its form."""
-    # A name could be spelled with `\\u` in many ways, and so stand beside its own declaration: only
-    # what can't be written otherwise, control characters, is spelled so, and then no object with
-    # declared names has others.
+    # A name could be spelled with `\\u` in many ways, and so stand beside its own declaration. So
+    # only characters that can't be written otherwise, control characters, are spelled so, and then
+    # no object with declared names has others.
     if _CONTROLS.search(json.dumps(schema)):
         schema = rebuild(schema, _without_others)
     else:

@@ -1,8 +1,8 @@
-"""What a model keeps of the tokens that it has read.
+"""The KV cache of a model: the keys and values of the tokens that it has read.
 
 cache          the KV of sequences of different lengths, side by side
-layers         a model's caches, a layer each, and rows that go back to before tokens not chosen
-quantized      the same in 8 or 4 bits
+layers         a model's caches, one a layer, and rows that go back to before tokens not chosen
+quantized      KV in 8 or 4 bits
 prefix_cache   KV that later prompts may begin with
-prefix_pieces  some of it as bytes, for a file
+prefix_pieces  pieces of that KV as bytes, for a file
 """

@@ -3,7 +3,7 @@
 mlx-lm's batched cache ends all rows at one place, so a row that joins or leaves moves all others.
 Here a row's tokens begin at place 0 of its slot, and each row has a length of its own: one that
 joins is copied into a free slot, one that leaves is replaced by the last, and rows may go back by
-different counts. Places from a row's length on are masked.
+different counts. Places at and after a row's length are masked.
 """
 
 import copy
@@ -19,17 +19,17 @@ from mlx_lm.models.cache import _BaseCache
 from gateway.engine.models.rotations import share_positions
 
 STEP: Final = 256  # tokens by which a buffer grows, as mlx-lm's do
-SPARE: Final = 8  # one slot for so many rows may be kept free; memory is counted so
-_FEW: Final = 8  # tokens a row that are written by one kernel; more, by one a row
+SPARE: Final = 8  # rows for each slot that may be kept free; memory is counted with them
+_FEW: Final = 8  # the most tokens a row that one kernel writes; more take a kernel a row
 
-Mover: TypeAlias = tuple[int, list[mx.array]]  # a place, and what each plane is to have there
+Mover: TypeAlias = tuple[int, list[mx.array]]  # a place, and the content of each plane for it
 
 _Base: Any = _BaseCache  # untyped in mlx-lm
 
 
 class RowLengths:
-    """How many tokens each row has. The layers of a model share one, as `share_lengths` returns it,
-    so that masks and positions are made once a pass.
+    """The number of tokens in each row. The layers of a model share one object, from
+    `share_lengths`, so that masks and positions are made once a pass.
     """
 
     def __init__(self, counts: tuple[int, ...]) -> None:
@@ -38,7 +38,7 @@ class RowLengths:
         self.are_equal = len(set(self.counts)) <= 1
         self._arrays: dict[Hashable, mx.array] = {}
         self._indices: dict[tuple[int, int], tuple[mx.array, mx.array, mx.array]] = {}
-        # Weak, or lengths that are held would hold all that came after them.
+        # Weak references: strong ones would keep alive all lengths that came after these.
         self._next: WeakValueDictionary[Hashable, RowLengths] = WeakValueDictionary()
 
     @property
@@ -52,7 +52,7 @@ class RowLengths:
         return self._follow(("plus", tokens), (count + tokens for count in self.counts))
 
     def minus(self, tokens: tuple[int, ...]) -> "RowLengths":
-        """Return the lengths with so many tokens of each row taken off."""
+        """Return the lengths with these numbers of tokens taken off the rows."""
         counts = (count - gone for count, gone in zip(self.counts, tokens, strict=True))
         return self._follow(("minus", tokens), counts)
 
@@ -76,14 +76,15 @@ class RowLengths:
         return self._indices[heads, tokens]
 
     def _places(self, tokens: int) -> npt.NDArray[np.int32]:
-        """Return where the next tokens of each row go, (rows, tokens). On the host: made by the
-        device, a few numbers would cost a kernel each.
+        """Return the places of each row's next tokens, (rows, tokens). They are made on the host:
+        the device would need a kernel for each few numbers.
         """
         counts = np.array(self.counts, np.int32)
         return np.add.outer(counts, np.arange(tokens, dtype=np.int32))
 
     def mask(self, tokens: int, window: int | None, *, is_array: bool) -> mx.array | str | None:
-        """Return what each of the next tokens may attend to, as mlx-lm's models take it.
+        """Return the places that each of the next tokens may attend to, as mlx-lm's models take
+        them.
 
         That is (rows, 1, tokens, longest + tokens) bool; or "causal", or None for all, if the rows
         are of equal length, there is no window and no array is asked for.
@@ -126,10 +127,10 @@ def share_lengths(counts: tuple[int, ...]) -> RowLengths:
 class RaggedKVCache(_Base):  # type: ignore[misc]
     """The keys and values of one layer, with the interface of mlx-lm's batched caches.
 
-    They are in `planes`, (slots, heads, places, size) each: here the keys, then the values. What a
-    subclass makes of them has other planes. The first slots are the rows'.
+    They are in `planes`, (slots, heads, places, size) each: here the keys, then the values. A
+    subclass may pack them into other planes. The first slots are the rows'.
 
-    New: `rewind`, and that `filter` moves no row which keeps its place.
+    New: `rewind`, and a `filter` that moves no row which keeps its place.
     """
 
     def __init__(self, counts: Sequence[int] = (0,)) -> None:
@@ -164,8 +165,8 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
 
     @property
     def keys(self) -> mx.array | None:
-        """Return the first plane. mlx-lm's models that are divided by layers put one in its place
-        that depends on what they have sent: mlx_lm/models/qwen2.py, pipeline_rank.
+        """Return the first plane. mlx-lm's models that are divided by layers replace it by an equal
+        one that depends on the arrays they have sent: mlx_lm/models/qwen2.py, pipeline_rank.
         """
         return self.planes[0] if self.planes else None
 
@@ -227,7 +228,7 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         lengths: Sequence[int] | None = None,
         right_padding: Sequence[int] | None = None,
     ) -> None:
-        """Note how many tokens at each row's end of what is read next are padding."""
+        """Note how many tokens at the end of each row's next ones are padding."""
         assert not left_padding
         self._padding = tuple(right_padding or ())
 
@@ -238,11 +239,13 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
             self._padding = ()
 
     def rewind(self, counts: tuple[int, ...]) -> None:
-        """Take so many tokens off each row's end."""
+        """Take these numbers of tokens off the rows' ends."""
         self.lengths = self.lengths.minus(counts)
 
     def trim(self, n: int) -> int:
-        """Take n tokens off every row's end, or as many as the shortest has; return how many."""
+        """Take n tokens off every row's end, or as many as the shortest row has; return their
+        number.
+        """
         n = min(n, *self.lengths.counts)
         self.rewind((n,) * len(self.lengths.counts))
         return n
@@ -254,7 +257,7 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
     def take_movers(self, rows: Sequence[int]) -> list[Mover] | None:
         """Copy the rows that change places when only these are kept, each with its new place.
 
-        Return None if all are to be copied: for another order, or if too much becomes free.
+        Return None if all rows are to be copied: for another order, or if too much becomes free.
         """
         if self.empty():
             return []
@@ -270,7 +273,7 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         ]
 
     def keep(self, rows: Sequence[int], movers: list[Mover] | None) -> None:
-        """Keep these rows, with what `take_movers` returned for them."""
+        """Keep these rows; `movers` are the result of `take_movers` for them."""
         self.lengths = self.lengths.at(tuple(rows))
         if movers is None:
             at = mx.array(list(rows)), slice(None), slice(_round_up(self.lengths.longest))
@@ -316,8 +319,8 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         return merged
 
     def __copy__(self) -> "RaggedKVCache":
-        """Return a cache that is written independently: writing changes what all holders of an
-        mx.array see, and a reshaped one is another.
+        """Return a cache that is written independently: a write changes the mx.array for all its
+        holders, and a reshaped array is another one.
         """
         twin = self.with_rows(self.lengths.counts)
         twin.lengths = self.lengths
@@ -331,7 +334,7 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         return [plane[at] for plane in self.planes]
 
     def _reserve(self, like: Sequence[mx.array], rows: int, places: int) -> list[mx.array]:
-        """Return the planes, like these, with room for so many rows of so many tokens."""
+        """Return planes like these, with room for `rows` rows of `places` tokens."""
         buffers: Sequence[mx.array | None] = self.planes or [None] * len(like)
         return [
             _reserve(buffer, plane, rows, places)
@@ -339,19 +342,19 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         ]
 
     def _place(self, planes: Sequence[mx.array], first: int) -> None:
-        """Put whole rows into slots from the first on."""
+        """Put whole rows into slots from `first` on."""
         pairs = zip(self.planes, planes, strict=True)
         self.planes = [_place(buffer, rows, first) for buffer, rows in pairs]
 
 
 def filter_layers(layers: Sequence[Any], rows: Sequence[int]) -> None:
-    """Keep these rows of a model's caches, in this order. If that is `compact`'s, a `RaggedKVCache`
-    copies only the rows that fill the places of others.
+    """Keep these rows of a model's caches, in this order. In the order of `compact`, a
+    `RaggedKVCache` copies only the rows that fill the places of others.
     """
     ragged = [layer for layer in layers if isinstance(layer, RaggedKVCache)]
     movers = [layer.take_movers(rows) for layer in ragged]
     if any(movers):
-        # They are waited for before they are written: MLX writes to a buffer in place only while
+        # The movers are evaluated before the write: MLX writes to a buffer in place only while
         # nothing under way reads it, and copies all of it otherwise.
         mx.eval([planes for moves in movers for _, planes in moves or ()])
     for layer, moves in zip(ragged, movers, strict=True):
@@ -364,7 +367,7 @@ def filter_layers(layers: Sequence[Any], rows: Sequence[int]) -> None:
 def compact(rows: Sequence[int]) -> list[int]:
     """Return the order in which `filter_layers` copies the fewest of these rows, rising indices.
 
-    Those that are among the first stay where they are, and the last ones fill the holes.
+    Rows whose index stays valid keep their places, and the last ones fill the holes.
     """
     staying = set(rows)
     movers = iter([row for row in rows if row >= len(rows)])
@@ -372,13 +375,13 @@ def compact(rows: Sequence[int]) -> list[int]:
 
 
 def copy_rows(array: mx.array) -> mx.array:
-    """Copy an array into a buffer of its own size: a view would hold all of what it is cut from."""
-    # mx.contiguous returns the view itself where that holds but 16 KB more.
+    """Copy an array into a buffer of its own size: a view would hold the whole array behind it."""
+    # mx.contiguous would return the view itself if that holds at most 16 KB more.
     return mx.concatenate([array[:0], array])
 
 
 def _reserve(buffer: mx.array | None, like: mx.array, rows: int, places: int) -> mx.array:
-    """Return the buffer with room for so many rows of so many tokens; a new one is zero."""
+    """Return the buffer with room for `rows` rows of `places` tokens; a new one is zero."""
     _, heads, _, size = like.shape
     if buffer is None:
         return mx.zeros((rows, heads, _round_up(places), size), like.dtype)
@@ -408,8 +411,8 @@ def _write(buffer: mx.array, tokens: mx.array, lengths: RowLengths) -> mx.array:
 
 
 def _place(buffer: mx.array, rows: mx.array, first: int) -> mx.array:
-    """Put whole rows into slots from the first on. What was in the slots before is zero then: a
-    masked place has a weight of zero, and zero times infinity would be NaN.
+    """Put whole rows into slots from `first` on. The rest of the slots becomes zero: a masked place
+    has a weight of zero, and zero times infinity would be NaN.
     """
     rest = buffer.shape[2] - rows.shape[2]
     if rest > 0:

@@ -1,9 +1,9 @@
-"""A model's caches, a layer each: what rows of a batch ask of all of them.
+"""A model's caches, one a layer: the operations on rows that go through all layers.
 
-Rows go back to before tokens that were read ahead and not chosen, each on its own. Plain KV drops a
-row's last tokens. A sliding window drops them right after a pass of several tokens, which keeps
-what they push out. States cannot: their row goes back to before the whole pass, and reads the
-chosen tokens again with its next ones.
+Each row goes back to before its tokens that were read ahead and not chosen. Plain KV drops a row's
+last tokens. A sliding window can drop them right after a pass of several tokens, which keeps the
+tokens that they push out. States cannot: their row goes back to before the whole pass, and reads
+the chosen tokens again with its next ones.
 """
 
 import copy
@@ -22,7 +22,7 @@ _Base: Any = ArraysCache  # untyped in mlx-lm
 
 
 class StatesCache(_Base):  # type: ignore[misc]
-    """States of rows, with those from before the last pass while they may be needed."""
+    """States of rows. Those from before the last pass are held while they may be needed."""
 
     def __init__(self, size: int, left_padding: list[int] | None = None) -> None:
         super().__init__(size, left_padding)
@@ -35,11 +35,11 @@ class StatesCache(_Base):  # type: ignore[misc]
         return sum(array.nbytes for array in arrays if array is not None)
 
     def hold(self) -> None:
-        """Keep the states as they are before a pass; MLX writes a pass's states to new arrays."""
+        """Hold the states before a pass; MLX writes a pass's states to new arrays."""
         self.earlier = list(self.cache)
 
     def go_back(self, rows: Sequence[bool]) -> None:
-        """Put the states from before the pass in the place of these rows'; keep them no more."""
+        """Replace these rows' states by those from before the pass, and hold these no longer."""
         assert self.earlier is not None
         if any(rows):
             pairs = zip(self.earlier, self.cache, strict=True)
@@ -75,7 +75,7 @@ class StatesCache(_Base):  # type: ignore[misc]
 def _choose_rows(
     rows: Sequence[bool], chosen: mx.array | None, other: mx.array | None
 ) -> mx.array | None:
-    """Return an array with these rows of one and the rest of the other."""
+    """Return an array with the rows of `chosen` that `rows` marks, and the rest of `other`."""
     if chosen is None or other is None:
         return other
     return mx.where(mx.array(list(rows)).reshape(-1, *[1] * (other.ndim - 1)), chosen, other)
@@ -87,7 +87,7 @@ def can_batch(model: Any) -> bool:
 
 
 def make_batch_caches(model: Any) -> list[Any]:
-    """Return the empty caches of one sequence, to be merged with others'."""
+    """Return the empty caches of one sequence, for merging with others'."""
     return [for_batch(layer) for layer in make_prompt_cache(model)]
 
 
@@ -102,7 +102,7 @@ def is_plain(layer: Any) -> bool:
 
 
 def for_batch(layer: Any) -> Any:
-    """Return the cache, an empty one, that takes the place of mlx-lm's in a batch."""
+    """Return the empty cache that replaces mlx-lm's in a batch."""
     if type(layer) is KVCache:
         return RaggedKVCache()
     if type(layer) is ArraysCache:
@@ -113,24 +113,26 @@ def for_batch(layer: Any) -> Any:
 def can_go_back(layers: Sequence[Any]) -> bool:
     """Return True if the rows of these caches can read tokens ahead of their choice."""
     kinds = RaggedKVCache, StatesCache, BatchRotatingKVCache
-    # Plain KV alone says how many tokens each row has.
+    # Only plain KV knows the number of tokens in each row.
     has_lengths = any(isinstance(layer, RaggedKVCache) for layer in layers)
     return has_lengths and all(isinstance(layer, kinds) for layer in layers)
 
 
 def row_lengths(layers: Sequence[Any]) -> tuple[int, ...]:
-    """Return how many tokens of each row are in these caches, which can go back."""
+    """Return the number of tokens of each row in these caches, which can go back."""
     plain = next(layer for layer in layers if isinstance(layer, RaggedKVCache))
     return plain.lengths.counts
 
 
 @contextmanager
 def padded(layers: Sequence[Any], width: int, padding: Sequence[int]) -> Iterator[None]:
-    """While entered, build a pass of `width` tokens a row, so many of them padding at its end."""
+    """While entered, build a pass of `width` tokens a row. `padding` has the number of padding
+    tokens at each row's end.
+    """
     if width > 1:
         windows: list[Any] = [layer for layer in layers if isinstance(layer, BatchRotatingKVCache)]
         for window in windows:
-            window._temporal_order()  # mlx-lm's mask for several tokens takes it for granted
+            window._temporal_order()  # mlx-lm's mask for several tokens relies on it
     if not any(padding):
         with sharing_rotations():
             yield
@@ -144,19 +146,19 @@ def padded(layers: Sequence[Any], width: int, padding: Sequence[int]) -> Iterato
 
 
 def hold_states(layers: Sequence[Any]) -> None:
-    """Keep what the next pass replaces, and rows may have to go back to."""
+    """Hold the states that the next pass replaces, and that rows may go back to."""
     for layer in layers:
         if isinstance(layer, StatesCache):
             layer.hold()
 
 
 def hold_layers(layers: Sequence[Any]) -> dict[int, Any]:
-    """Copy, by place, the caches that cannot take off what single-token passes will append."""
+    """Copy, by place, the caches that cannot drop the tokens of single-token passes again."""
     held = {}
     for place, layer in enumerate(layers):
         if not isinstance(layer, RaggedKVCache):
             held[place] = copy.copy(layer)
-            # MLX writes in place to an array that is not a view of its own.
+            # MLX may write in place to an array that both hold; a view is an array of its own.
             held[place].state = tree_map(_view, layer.state)
     return held
 
@@ -166,8 +168,8 @@ def _view(leaf: Any) -> Any:
 
 
 def go_back(layers: Sequence[Any], dropped: Sequence[int], read: Sequence[int]) -> None:
-    """Take the last `dropped` tokens off each row's end, after a pass that has `read` so many of
-    each: all of them if there are states, and none of a row that drops none.
+    """Take the last `dropped` tokens off each row's end, after a pass that has read `read` tokens
+    of each. If there are states, a row that drops any drops all of the pass.
     """
     states = [layer for layer in layers if isinstance(layer, StatesCache)]
     goes_back = [count > 0 for count in dropped]
@@ -182,6 +184,6 @@ def go_back(layers: Sequence[Any], dropped: Sequence[int], read: Sequence[int]) 
         if isinstance(layer, RaggedKVCache):
             layer.rewind(counts)
         elif isinstance(layer, BatchRotatingKVCache):
-            # The tokens leave as padding would.
+            # The tokens leave as padding does.
             layer.prepare(lengths=[-count for count in counts], right_padding=counts)
             layer.finalize()

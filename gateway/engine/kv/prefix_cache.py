@@ -1,11 +1,12 @@
-"""The KV of prompts already read, in blocks, so that what two prompts begin with is read once.
+"""The KV of prompts already read, in blocks, so that a common beginning of two prompts is read
+once.
 
-A block is identified by the block before it and its own tokens, so prompts share the blocks of all
-that they begin with. The first one's is a root: each model of those that share a pool has its own,
-so has each adapter, as its KV is, and so have callers who are to learn nothing of one another. Only
-plain KV can be cut into blocks. The other layers' caches, of sliding windows or states, are kept
-whole, with the block after which they were copied, and a prompt can continue only from such a
-block.
+A block is identified by the block before it and its own tokens, so prompts share the blocks of
+their common beginning. A root stands before the first block. Each model of those that share a pool
+has its own; so has each adapter, as its KV differs, and each salt, as its callers are to learn
+nothing of others. Only plain KV can be cut into blocks. The other layers' caches, of sliding
+windows or states, are kept whole, with the block after which they were copied, and a prompt can
+continue only from such a block.
 """
 
 import copy
@@ -24,14 +25,14 @@ from gateway.engine.kv.layers import for_batch
 from gateway.engine.kv.prefix_pieces import Key, decode, encode, follow
 from gateway.jobs.steps import PrefixPiece
 
-# In tokens, and so the shortest prefix worth keeping: reading fewer takes a device hardly longer
-# than the one pass that a prompt needs anyway. At most this many are read again after a hit.
+# Tokens of a block, and so the shortest prefix worth keeping: reading fewer takes a device hardly
+# longer than the one pass that a prompt needs anyway. At most this many are read again after a hit.
 BLOCK = 64
-# So many sets of states must fit, or none are kept of answers under way: a few of these would push
-# out what prompts share. Where they fit, they have at most this share of the room.
+# States of answers under way are kept only if this number of sets fits: a few of them would push
+# out the KV that prompts share. They have at most this share of the room.
 MIN_SETS = 8
 GROWING_SHARE = 0.5
-_TOKEN_BYTES = 8  # in a key: so that no block, not even one without KV, weighs nothing
+_TOKEN_BYTES = 8  # bytes of a token in a key: each block, even without KV, weighs something
 
 Root: TypeAlias = tuple[int, str]  # an adapter's number, 0 for none; and the callers' salt
 ROOT: Root = (0, "")
@@ -49,19 +50,19 @@ class _Entry:
 
 
 class PrefixPool:
-    """The room that the caches of one or more models share: what was used longest ago goes first,
-    whosever it is.
+    """The room that the caches of one or more models share: the least recently used entry goes
+    first, in whichever cache it is.
 
-    States of answers under way are evicted before all others, the oldest first: most are never
-    taken up, and those of a prompt that many share would have to make room for them.
+    States of answers under way are evicted before all else, the oldest first: most are never used,
+    and the states of a prompt that many share would have to make room for them.
     """
 
     def __init__(self, limit: int, buffers: KeptBuffers | None = None) -> None:
-        self.limit = limit  # bytes, for now
-        self.is_on = limit > 0  # for good
+        self.limit = limit  # bytes; may change
+        self.is_on = limit > 0  # never changes
         self.nbytes = 0
-        self.numbers = count(1)  # of blocks
-        self.roots = count(0, -1)  # the numbers of what no block comes before
+        self.numbers = count(1)  # numbers of blocks
+        self.roots = count(0, -1)  # numbers of roots, which stand before first blocks
         # Least recently used first. A block counts as used just before the one that it follows,
         # so the first of a cache has no block that follows it, and can be evicted.
         self.entries: OrderedDict[Key, _Entry] = OrderedDict()
@@ -69,7 +70,7 @@ class PrefixPool:
         self._buffers = buffers or KeptBuffers()  # the arrays that all pools keep
 
     def shrink(self) -> None:
-        """Drop what exceeds the limit."""
+        """Drop entries until the rest is within the limit."""
         while self.nbytes > self.limit:
             self.drop(next(chain(self.growing, self.entries)))
 
@@ -78,7 +79,7 @@ class PrefixPool:
         return has_buffers and self.nbytes + nbytes <= self.limit
 
     def next_evicted(self, nbytes: int, *, is_growing: bool) -> Key | None:
-        """Return what has to go first for so many bytes more."""
+        """Return the key of the first entry to evict for `nbytes` more bytes."""
         growing = sum(self.entries[key].nbytes for key in self.growing)
         if not is_growing or growing + nbytes > GROWING_SHARE * self.limit:
             keys: Iterable[Key] = chain(self.growing, self.entries)
@@ -112,12 +113,12 @@ class PrefixCache:
         self.pool = pool
         self.is_on = pool.is_on
         self.nbytes = 0
-        self._states = states  # the bytes of a set of states, at most
+        self._states = states  # the most bytes of a set of states
         self._empty = [for_batch(layer) for layer in empty]
         self._is_plain = [isinstance(layer, RaggedKVCache) for layer in self._empty]
-        self._roots: dict[Root, int] = {}  # the numbers of what no block comes before
+        self._roots: dict[Root, int] = {}  # numbers of roots, which stand before first blocks
         self._entries, self._growing = pool.entries, pool.growing
-        self._routed: dict[tuple[Root, bytes], Key] = {}  # where their beginnings end
+        self._routed: dict[tuple[Root, bytes], Key] = {}  # the blocks in which their beginnings end
 
     @property
     def pool_bytes(self) -> int:
@@ -126,7 +127,7 @@ class PrefixCache:
 
     @property
     def needs_block_ends(self) -> bool:
-        """Return True if prompts are kept only as they are at the end of a block."""
+        """Return True if prompts are kept only up to the end of a block, not within it."""
         return self.is_on and not all(self._is_plain)
 
     @property
@@ -139,15 +140,16 @@ class PrefixCache:
         return BLOCK * len(self._usable(tokens, root))
 
     def count_kept(self, tokens: Sequence[int], root: Root = ROOT) -> int:
-        """Count the first tokens that are those of another prompt, whose blocks are kept. More than
-        are known if no states are kept where the prompts part.
+        """Count the first tokens that another prompt shares, whose blocks are kept. There are more
+        than known tokens if no states are kept where the prompts part.
         """
         return BLOCK * len(self._path(tokens, root))
 
     def take(self, tokens: Sequence[int], root: Root = ROOT) -> tuple[int, list[Any] | None]:
-        """Return how many first tokens are known, and their prompt cache; 0 and None if none are.
+        """Return the number of first tokens that are known, and their prompt cache; 0 and None for
+        none.
 
-        The cache is for merging into a batch, which copies it: what is kept is never written to.
+        The cache is for merging into a batch, which copies it: kept KV is never written to.
         """
         path = self._usable(tokens, root)
         if not path:
@@ -165,7 +167,7 @@ class PrefixCache:
         return length, [next(plain if is_plain else others) for is_plain in self._is_plain]
 
     def routing_keys(self, adapter: int = 0) -> list[bytes]:
-        """List the routing keys of what is kept, the oldest first. Safe on any thread."""
+        """List the routing keys of the kept prompts, the oldest first. Safe on any thread."""
         routed = list(self._routed.items())
         return [name for (root, name), key in routed if root[0] == adapter and key in self._entries]
 
@@ -181,10 +183,10 @@ class PrefixCache:
     ) -> int:
         """Keep the whole blocks of the tokens that row `row` of a batch with these caches has read.
 
-        Return how many tokens those blocks have that were not there before. If the cache
+        Return the number of tokens in blocks that were not there before. If the cache
         `needs_block_ends`, the tokens must end with a block, or nothing is kept. `routed` are
-        routing keys of beginnings of the tokens, each behind the token that its beginning ends
-        before. `is_growing`: they end within an answer under way.
+        routing keys of beginnings of the tokens, each behind the place of its beginning's end.
+        `is_growing`: the tokens end within an answer under way.
         """
         whole = len(tokens) - len(tokens) % BLOCK
         if not self.is_on or (self.needs_block_ends and whole < len(tokens)):
@@ -221,12 +223,12 @@ class PrefixCache:
         """Keep the last block of tokens that row `row` of a batch has just read, all of them, and
         the states after it, if the blocks before it are kept. Return True if these states are new.
 
-        Then those after the first `dropped` tokens, of which there are several counts, are dropped:
-        an answer keeps a few sets of them, however long it becomes.
+        The states after the first `dropped` tokens, for each of these counts, are then dropped: an
+        answer keeps a few sets of states, however long it becomes.
         """
         path = self._path(tokens, root)
         if len(path) < len(tokens) // BLOCK - 1:
-            return False  # all was dropped to free memory: it is not filled again from here
+            return False  # all was dropped to free memory, and is not filled again from here
         was_there = self._has_states(path, tokens)
         self.store(tokens, layers, row, root=root, is_growing=is_growing)
         path = self._path(tokens, root)
@@ -239,7 +241,7 @@ class PrefixCache:
         return True
 
     def note_ended(self, tokens: Sequence[int], ends: Sequence[int], root: Root = ROOT) -> None:
-        """Count the states kept after the first `ends` tokens of an answer as used: it is whole."""
+        """Count the states kept after the first `ends` tokens of a finished answer as used."""
         path = self._path(tokens, root)
         for end in ends:
             key = self._state_key(path[: end // BLOCK])
@@ -248,16 +250,16 @@ class PrefixCache:
         self._use(path)
 
     def forget(self, adapter: int) -> None:
-        """Drop all that is kept of an adapter."""
+        """Drop all KV of an adapter."""
         gone = {number for root, number in self._roots.items() if root[0] == adapter}
         for key, block in sorted(self._entries.items(), key=lambda item: item[1].number):
-            if key[0] in gone:  # it follows another that is gone
+            if key[0] in gone:  # the block before is gone
                 gone.add(block.number)
                 self.pool.drop(key)
 
     def pieces(self, adapter: int = 0) -> list[PrefixPiece]:
-        """List an adapter's KV in pieces for files, the one used last first: each comes after those
-        that it follows.
+        """List an adapter's KV in pieces for files, the most recently used first: each comes after
+        those that it follows.
 
         A piece is a run of blocks without a fork. Two prompts with the blocks A B C and A B D have
         the pieces A B, C and D. A run also ends every PIECE_BYTES from the prompt's first block on,
@@ -268,7 +270,7 @@ class PrefixCache:
         for key, entry in self._entries.items():
             if entry.owner is self and len(key) > 1:  # not states
                 following[key[0]].append(key)
-        pieces: dict[Key, PrefixPiece] = {}  # by their first block
+        pieces: dict[Key, PrefixPiece] = {}  # pieces by their first block
         starts: list[tuple[str, int, PrefixPiece | None, int]] = [
             (salt, root, None, 0) for (of, salt), root in self._roots.items() if of == adapter
         ]
@@ -283,7 +285,7 @@ class PrefixCache:
         return [pieces[key] for key in reversed(self._entries) if key in pieces]
 
     def copy_piece(self, adapter: int, piece: PrefixPiece) -> bytes | None:
-        """Return a piece's content; None if some of it has gone meanwhile."""
+        """Return a piece's content; None if a part of it has gone meanwhile."""
         tokens = piece.tokens
         path = self._path(tokens, (adapter, piece.salt))
         if BLOCK * len(path) < len(tokens):
@@ -294,8 +296,8 @@ class PrefixCache:
         return encode((tokens, [self._entries[key].layers for key in own], states))
 
     def put_piece(self, adapter: int, salt: str, content: bytes) -> bool:
-        """Keep a piece, as what was used before all that is kept; False if there is no room for it.
-        Nothing is kept of one that follows what is not there. Raises anything for other content.
+        """Keep a piece, as the least recently used; return False if there is no room for it. A
+        piece whose earlier blocks are missing is ignored. Raises any exception for other content.
         """
         tokens, blocks, states = decode(content)
         arrays = _arrays([blocks, states])
@@ -340,7 +342,7 @@ class PrefixCache:
         return plain, [layer for layer, is_plain in pairs if not is_plain]
 
     def _path(self, tokens: Sequence[int], root: Root) -> list[Key]:
-        """List the kept blocks that the tokens begin with."""
+        """List the kept blocks of the tokens' beginning."""
         path: list[Key] = []
         for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
             key = (self._after(path, root), *tokens[start : start + BLOCK])
@@ -361,7 +363,9 @@ class PrefixCache:
         return path
 
     def _route(self, path: Sequence[Key], routed: Sequence[tuple[int, bytes]], root: Root) -> None:
-        """Remember in which block of a path each beginning ends, for as long as that is kept."""
+        """Remember the block of a path in which each beginning ends, as long as the block
+        is kept.
+        """
         for end, name in routed:
             if 0 < end <= BLOCK * len(path):
                 self._routed[root, name] = path[(end - 1) // BLOCK]
@@ -369,7 +373,7 @@ class PrefixCache:
             self._routed = {name: key for name, key in self._routed.items() if key in self._entries}
 
     def _after(self, path: Sequence[Key], root: Root = ROOT) -> int:
-        """Return the number that identifies what follows a path."""
+        """Return the number that comes first in the keys of blocks after a path."""
         if path:
             return self._entries[path[-1]].number
         if root not in self._roots:
@@ -388,7 +392,7 @@ class PrefixCache:
     def _keep_states(
         self, path: Sequence[Key], layers: Sequence[Any], row: int, *, is_growing: bool
     ) -> None:
-        """Keep what the other layers have of a row after a path."""
+        """Keep the other layers' caches of a row after a path."""
         key = self._state_key(path)
         if key not in self._entries:
             states = [_extract(layer, row) for layer in layers]
@@ -408,7 +412,8 @@ class PrefixCache:
             self.pool.drop(evicted)
         # NaN in one layer is NaN in all after it: checking the last one is enough.
         are_finite = [mx.isfinite(array).all() for array in _arrays(layers[-1])] if layers else []
-        # Before it is kept: an error belongs to the sequence that was read. One wait for all.
+        # Evaluated before it is kept: an error belongs to the sequence that was read. One wait
+        # serves all.
         evaluate(arrays, are_finite)
         if not all(is_finite.item() for is_finite in are_finite):
             return False
@@ -419,7 +424,7 @@ class PrefixCache:
 
 
 def count_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Count the tokens, in whole blocks, that two prompts begin with."""
+    """Count the tokens, in whole blocks, of two prompts' common beginning."""
     starts = range(0, min(len(one), len(other)) - BLOCK + 1, BLOCK)
     alike = takewhile(lambda at: one[at : at + BLOCK] == other[at : at + BLOCK], starts)
     return BLOCK * sum(1 for _ in alike)
@@ -427,7 +432,8 @@ def count_shared(one: Sequence[int], other: Sequence[int]) -> int:
 
 def _extract(layer: Any, row: int) -> Any:
     """Copy a row's cache of another kind out of a batch."""
-    cache = layer.extract(row)  # of some kinds, views of the whole batch's buffers
+    # Some kinds return views of the whole batch's buffers.
+    cache = layer.extract(row)
     cache.state = tree_map(
         lambda leaf: copy_rows(leaf) if isinstance(leaf, mx.array) else leaf, cache.state
     )

@@ -1,6 +1,6 @@
-"""What is kept of prompts in pieces for files: where they end, and as bytes and back. On the lane.
+"""Pieces of the KV of prompts for files: their ends, and their form as bytes. On the lane.
 
-A header in JSON has the prompt's tokens, and the arrays' types and shapes where they stand among
+A header in JSON has the prompt's tokens, and the arrays' types and shapes at their places among
 lists and numbers; the arrays follow it.
 """
 
@@ -16,22 +16,23 @@ from mlx.utils import tree_map
 
 from gateway.engine.device import evaluate
 
-PIECE_BYTES: Final = 64 << 20  # of blocks at most, about: copied in some 20 ms
-NEAR: Final = 4  # blocks: the answer's opening, and what a template drops of it, are shorter
+PIECE_BYTES: Final = 64 << 20  # bytes of blocks, at most about: copied in some 20 ms
+NEAR: Final = 4  # blocks: longer than the answer's opening and the part of it that a template drops
 _LENGTH: Final = 8  # bytes of the header's length
 _DTYPES: Final = {str(kind): kind for kind in vars(mx).values() if isinstance(kind, mx.Dtype)}
 
 Key: TypeAlias = tuple[int, ...]  # the number of the block before, then a block's own tokens
 # A prompt's tokens; the plain layers' planes of each of its last blocks; the states of the other
-# layers' caches after the last one, if there are any.
+# layers' caches after the last one, None if they are not kept.
 Piece: TypeAlias = tuple[Sequence[int], Sequence[Any], Sequence[Any] | None]
 
 
 def follow(
     key: Key, place: int, kept: Mapping[Key, Any], following: Mapping[int, Sequence[Key]]
 ) -> list[Key]:
-    """Return a kept block, which has so many before it, and those of its piece that follow it, of
-    all that follow one another by their numbers.
+    """Return a kept block, with `place` blocks before it, and the following blocks of its piece.
+
+    `kept` has all blocks, and `following` the keys of those after a block, by its number.
     """
     most = max(1, PIECE_BYTES // kept[key].nbytes)
     run = [key]
@@ -56,7 +57,7 @@ def _is_near_end(
 
 
 def encode(piece: Piece) -> bytes:
-    """Return what `decode` reads; the arrays are evaluated."""
+    """Return the bytes that `decode` reads; the arrays are evaluated."""
     tokens, *layers = piece
     arrays: list[mx.array] = []
 
@@ -74,8 +75,8 @@ def encode(piece: Piece) -> bytes:
 
 
 def decode(content: bytes) -> Piece:
-    """Return what `encode` was given, with lists for tuples. Raises anything for what does not come
-    from there.
+    """Return the piece that `encode` was given, with lists for tuples. Raises any exception for
+    bytes of other origin.
     """
     file = io.BytesIO(content)
 

@@ -1,8 +1,8 @@
-"""KV in 8 or 4 bits: what a model's plain layers keep of each token, quantized.
+"""KV in 8 or 4 bits: the keys and values of a model's plain layers, quantized.
 
 MLX quantizes along the numbers of one head, so every token has groups of its own: rows of any
-lengths share a batch, and blocks of a prompt are kept and tokens taken back as those of plain KV
-are. Layers of other kinds, of sliding windows or states, keep what they have.
+lengths share a batch, and blocks are kept and tokens taken back as in plain KV. Layers of other
+kinds, of sliding windows or states, stay unquantized.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,19 +18,19 @@ from gateway.engine.kv.cache import RaggedKVCache
 from gateway.engine.models.checkpoint import KV_GROUP_SIZES, Listing, kv_group_size
 from gateway.errors import Fault
 
-# Tokens a row of the longest pass that attends to packed keys: a decode step, and one with a draft.
-# mlx-lm's attention to those writes out all scores, and reads the KV but once. After more tokens
-# one layer's KV at a time is made floating instead, for the device's own attention, which writes no
-# scores: those of 2,048 tokens after 32,768, 32 heads, are 4 GB in 16 bits. On Metal, where the
-# number is not measured, mx.quantized_matmul reads a quarter to a half of the bytes; a CPU has
-# `attend_packed`.
+# The most tokens a row of a pass that attends to packed keys: a decode step, and one with a draft.
+# mlx-lm's attention to packed keys writes out all scores, and reads the KV only once. A pass of
+# more tokens makes one layer's KV at a time floating instead, for the device's own attention, which
+# writes no scores: those of 2,048 tokens after 32,768, 32 heads, are 4 GB in 16 bits. On Metal,
+# where the number is not measured, mx.quantized_matmul reads a quarter to a half of the bytes; a
+# CPU has `attend_packed`.
 MOST_PACKED: Final = 8
-_TRIED: Final = (1, 2, MOST_PACKED + 1)  # tokens of the passes that are tried
+_TRIED: Final = (1, 2, MOST_PACKED + 1)  # tokens a row of the trial passes
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How one layer keeps its KV."""
+    """The form of one layer's KV."""
 
     bits: int
     group_size: int
@@ -54,7 +54,7 @@ class PackedKVCache(RaggedKVCache):
     @property
     def bits(self) -> int:
         """Return the bits of the keys fetched last. There is no such attribute if those are
-        floating: mlx-lm's attention asks `hasattr` which to compute.
+        floating: mlx-lm's attention decides by `hasattr`.
         """
         if not self._gives_packed:
             raise AttributeError("the keys fetched last are floating")
@@ -78,7 +78,8 @@ class PackedKVCache(RaggedKVCache):
         both, how = mx.concatenate([keys, values], axis=1), self._packing
         packed: Any = mx.quantize(both, group_size=how.group_size, bits=how.bits)
         codes, scales, biases = packed
-        # MLX passes over what is no number, and would make one of it: a fault would not show.
+        # MLX ignores NaN and infinity, and would make finite numbers of them: a fault would not
+        # show.
         zeros = (both * 0).reshape(*scales.shape, how.group_size).sum(axis=-1)
         return [codes, scales, biases + zeros]
 
@@ -96,11 +97,11 @@ class PackedKVCache(RaggedKVCache):
 
 
 def quantize_kv(checkpoint: Listing, model: Any, bits: int, *, is_shared: bool = False) -> None:
-    """Let a model keep the KV of its plain layers in so many bits. On the lane.
+    """Let a model keep the KV of its plain layers in `bits` bits. On the lane.
 
-    What mlx-lm makes as its caches is that from now on. Passes that read it are tried; they are not
-    evaluated of a model that `is_shared`, since other ranks would have to make them too. Raises
-    ModelLoadFailed for a model without plain layers, or whose heads cannot be quantized.
+    From now on, mlx-lm makes such caches for the model. Passes that read them are tried; for a
+    model that `is_shared` they are not evaluated, since other ranks would have to make them too.
+    Raises ModelLoadFailed for a model without plain layers, or whose heads cannot be quantized.
     """
     make_plain = _own_caches(model)
     layers = _read(model, make_plain(), (1,))
@@ -110,7 +111,7 @@ def quantize_kv(checkpoint: Listing, model: Any, bits: int, *, is_shared: bool =
         raise checkpoint.failed(
             f"no layer of it keeps plain KV, which `kv_bits` is for: they have {', '.join(kinds)}"
         )
-    # Its attention may take no packed keys, or have no kernel for them.
+    # The model's attention may take no packed keys, or have no kernel for them.
     for tokens in (MOST_PACKED, 0):
         tried = [packing and replace(packing, most_packed=tokens) for packing in packings]
         _set_caches(model, make_plain, tried)
@@ -126,7 +127,7 @@ def quantize_kv(checkpoint: Listing, model: Any, bits: int, *, is_shared: bool =
 
 
 def _choose_packing(checkpoint: Listing, layer: Any, bits: int) -> Packing | None:
-    """Return how a layer that has read a token is to keep it; None if it is to stay as it is."""
+    """Return the form for the KV of a layer that has read a token; None if it stays unchanged."""
     if type(layer) is not KVCache or layer.keys is None:
         return None
     size, other = (plane.shape[-1] for plane in layer.keys_and_values())  # type: ignore[no-untyped-call]
@@ -144,8 +145,8 @@ def _choose_packing(checkpoint: Listing, layer: Any, bits: int) -> Packing | Non
 
 
 def _own_caches(model: Any) -> Callable[[], list[Any]]:
-    """Return what makes the caches that mlx-lm makes for a model. It does not hold the model, which
-    will hold it: its memory would stay until Python looks for circles.
+    """Return a function that makes the caches that mlx-lm makes for a model. It does not hold the
+    model, which will hold it: the memory would stay until Python looks for circles.
     """
     kind: Any = type(model)
     plain: Any = KVCache  # untyped in mlx-lm
@@ -168,7 +169,7 @@ def _set_caches(
 def _read(
     model: Any, caches: list[Any], lengths: Sequence[int], *, is_evaluated: bool = False
 ) -> list[Any]:
-    """Return the caches as they are after passes of so many tokens."""
+    """Return the caches after passes of these numbers of tokens."""
     for length in lengths:
         logits = model(mx.zeros((1, length), dtype=mx.int32), cache=caches)
         if is_evaluated:

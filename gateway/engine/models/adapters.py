@@ -35,12 +35,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """An adapter whose headers are read."""
+    """An adapter, with its headers read."""
 
-    folder: Checkpoint  # names the adapter in errors, too
+    folder: Checkpoint  # also names the adapter in errors
     rank: int
     scale: float
-    # Of its factors, by module.
+    # The shapes of a module's two factors, by the module's name.
     shapes: Mapping[str, tuple[Shape, Shape]]
 
     @property
@@ -52,7 +52,7 @@ class AdapterFiles:
         """Open the factors of each module; they are read when evaluated. On the lane."""
         with self.folder.blame():
             arrays = mx.load(str(self.folder.folder / WEIGHTS))
-            assert isinstance(arrays, dict)  # what mx.load gives for safetensors
+            assert isinstance(arrays, dict)  # mx.load returns a dict for safetensors
             return {
                 module: (arrays[f"{module}.lora_a"], arrays[f"{module}.lora_b"])
                 for module in self.shapes
@@ -62,7 +62,7 @@ class AdapterFiles:
 def read_adapter(name: str, folder: Path) -> AdapterFiles:
     """Read an adapter's config and the header of its weights; none of the weights' bytes.
 
-    Whether they fit a base is found when they meet it. Raises ModelLoadFailed.
+    The fit with a base is checked when the adapter is added to it. Raises ModelLoadFailed.
     """
     files = Checkpoint(name, folder)
     if not (folder / WEIGHTS).is_file():
@@ -137,11 +137,11 @@ _Module: Any = Module  # untyped in mlx's stubs
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where the factors of a pass's rows are in a stack."""
+    """The places of the factors of a pass's rows in a stack."""
 
-    only: int | None  # the place of all, if it is one
+    only: int | None  # the place of all rows, if they share one
     index: mx.array  # (rows,), each row's place
-    mask: mx.array | None  # (rows, 1, 1) bool: which rows have an adapter, if some have none
+    mask: mx.array | None  # (rows, 1, 1) bool: True for rows with an adapter; None if all have one
 
 
 class _Rows:
@@ -149,11 +149,13 @@ class _Rows:
 
     def __init__(self, numbers: tuple[int, ...]) -> None:
         self.numbers = numbers
-        # Modules that have the same adapters share what is looked up for one.
+        # Modules that have the same adapters share a lookup.
         self._found: dict[tuple[int, ...], _Places | None] = {}
 
     def find(self, numbers: tuple[int, ...]) -> _Places | None:
-        """Return where the rows' factors are in a stack of these adapters'; None if no row's is."""
+        """Return the places of the rows' factors in a stack of these adapters; None if no row has
+        one.
+        """
         if numbers not in self._found:
             self._found[numbers] = self._look_up(numbers)
         return self._found[numbers]
@@ -172,11 +174,11 @@ class _Rows:
 
 
 class _Pass:
-    """What the modules of a model know of the pass under way."""
+    """The state of the pass under way, as the modules of a model share it."""
 
     def __init__(self) -> None:
         self.rows: _Rows | None = None  # None if no row has an adapter
-        # Whether the device has a mx.gather_mm for the factors.
+        # True if the device has a mx.gather_mm for the factors.
         self.gathers = False
 
 
@@ -189,7 +191,7 @@ class _Stack(_Module):  # type: ignore[misc]
         super().__init__()
         evaluate(lora_a, lora_b)
         self.lora_a, self.lora_b = lora_a, lora_b
-        self.numbers = tuple(numbers)  # of the adapters, in the factors' order
+        self.numbers = tuple(numbers)  # the adapters' numbers, in the factors' order
 
     @property
     def nbytes(self) -> int:
@@ -235,7 +237,7 @@ class AdaptedLinear(_Module):  # type: ignore[misc]
     def __init__(self, linear: Any, current: _Pass) -> None:
         super().__init__()
         self.linear = linear
-        # One for each rank, so that no adapter is as large as the largest.
+        # One stack for each rank, so that no adapter is padded to the largest.
         self.stacks: list[_Stack] = []
         self._current = current
 
@@ -268,14 +270,14 @@ class AdaptedLinear(_Module):  # type: ignore[misc]
     def drop(self, number: int) -> None:
         """Take an adapter's factors out, if it has any."""
         for i, stack in enumerate(self.stacks):
-            if number in stack.numbers:  # in one of them at most
+            if number in stack.numbers:  # at most one stack has it
                 rest = stack.without(number)
                 self.stacks[i : i + 1] = [] if rest is None else [rest]
                 return
 
 
 class Adapters:
-    """The adapters of a model, each by a number that no other ever has."""
+    """The adapters of a model, each by a number that is never used again."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -287,7 +289,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def applied(self, numbers: Sequence[int]) -> Iterator[None]:
-        """While entered, passes of the model are of rows with these adapters, NONE for the base."""
+        """While entered, the rows of the model's passes have these adapters, NONE for the base."""
         if any(numbers):
             if self._rows.numbers != tuple(numbers):
                 self._rows = _Rows(tuple(numbers))
@@ -301,7 +303,7 @@ class Adapters:
         """Read an adapter, some modules a step; the last step yields it.
 
         Passes may run between two steps. Raises ModelLoadFailed for an adapter that does not fit
-        the model, with nothing left of it; so does closing the generator early.
+        the model, with nothing left of it; closing the generator early leaves nothing either.
         """
         if not self._modules:
             self._current.gathers = can_gather(self.dtype)
@@ -325,7 +327,7 @@ class Adapters:
         yield Adapter(number, files.folder.name, added)
 
     def drop(self, number: int) -> None:
-        """Take an adapter out. Modules that no adapter is left of are the base's own again."""
+        """Take an adapter out. Modules without an adapter left are the base's own again."""
         for path, module in list(self._modules.items()):
             module.drop(number)
             if not module.stacks:
@@ -337,7 +339,7 @@ class Adapters:
         self._modules.clear()
 
     def _adapted(self, path: str, linear: Any) -> AdaptedLinear:
-        """Return the module that adapts a projection, in its place from now on."""
+        """Return the module that adapts a projection, and replaces it from now on."""
         if path not in self._modules:
             self._modules[path] = AdaptedLinear(linear, self._current)
             self._put(path, self._modules[path])
@@ -347,7 +349,9 @@ class Adapters:
         self._model.update_modules(tree_unflatten([(path, module)]))
 
     def _find_linears(self, files: AdapterFiles) -> dict[str, Any]:
-        """Return the projections that an adapter is of, or raise naming the first that differs."""
+        """Return the projections that an adapter changes, or raise naming the first that
+        differs.
+        """
         failed = files.folder.failed
         named: dict[str, Any] = dict(self._model.named_modules())
         named |= {path: module.linear for path, module in self._modules.items()}

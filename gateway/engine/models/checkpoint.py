@@ -2,7 +2,7 @@
 
 Reading takes long, so it goes in steps: other work may have the lane between two of them.
 
-Pickled weights are never opened: unpickling runs whatever code they hold.
+Pickled weights are never opened: unpickling runs the code in them.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ from gateway.panics import as_exception
 from gateway.registry import is_gguf
 
 _INDEX = "model.safetensors.index.json"
-# Read in about a tenth of a second from a disk that gives 2.5 GB/s.
+# A disk that gives 2.5 GB/s reads a slice in about a tenth of a second.
 SLICE_BYTES: Final = 256 << 20
-# The format's own bound: whatever a broken file's first bytes say, no more is read for a header.
+# The format's own bound, even if a broken file's first bytes ask for a longer header.
 HEADER_BYTES: Final = 100_000_000
-# A module of mlx-lm ends the process where a package of its own is missing.
+# A module of mlx-lm ends the process if a package of its own is missing.
 MISSING_PACKAGE: Final = "mlx-lm's class for the model_type of config.json wants another package"
 KV_GROUP_SIZES: Final = (64, 32)
-# A part of the name of an array for images, sound or guesses ahead, which mlx-lm's classes drop.
+# A part of the name of an array for images, sound or drafted tokens, which mlx-lm's classes drop.
 TOWER: Final = r"visual|(embed_)?(vision|audio)\w*|\w*(projector|tower|embedder)|mtp\w*"
 _TOWER: Final = re.compile(rf"(^|.*\.)({TOWER})(\..*|$)")
 
@@ -41,13 +41,15 @@ _TOWER: Final = re.compile(rf"(^|.*\.)({TOWER})(\..*|$)")
 class Tensor:
     """An array in a safetensors file."""
 
-    dtype: str  # as the file names it, such as `BF16`
+    dtype: str  # the file's name of the type, such as `BF16`
     shape: tuple[int, ...]
     nbytes: int
 
 
 class Listing(Protocol):
-    """What a model's files say of it before its weights are read: a folder or a GGUF file."""
+    """The facts in a model's files that are known before its weights are read: a folder or a GGUF
+    file.
+    """
 
     def failed(self, reason: str) -> ModelLoadFailed:
         """Return the error that says why this model cannot be loaded."""
@@ -118,7 +120,7 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def reading_config(self) -> Iterator[None]:
-        """Turn what reading config.json's keys raises inside into what is wrong with them."""
+        """Turn errors from reading config.json's keys inside into a reason to refuse the model."""
         try:
             yield
         except KeyError as error:
@@ -146,16 +148,16 @@ class Checkpoint:
                 loaded = mx.load(str(self.folder / file))
             except (RuntimeError, ValueError) as error:
                 raise self.failed(f"{file} is not a whole safetensors file: {error}") from error
-            assert isinstance(loaded, dict)  # what mx.load gives for safetensors
+            assert isinstance(loaded, dict)  # mx.load returns a dict for safetensors
             arrays.update(loaded)
         return arrays
 
     def tensors(self) -> dict[str, Tensor]:
-        """Read the headers of the safetensors: every array that is held, by name.
+        """Read the headers of the safetensors: every array in them, by name.
 
         Raises ModelLoadFailed for a file that is not whole.
         """
-        has_towers = self.config().get("model_type") == "muse_spark"  # mlx-lm's one class that sees
+        has_towers = self.config().get("model_type") == "muse_spark"  # the only class that has them
         return {
             name: tensor
             for file in self._weight_files()
@@ -206,7 +208,7 @@ class Checkpoint:
 
 
 def _tensor(array: Mapping[str, Any]) -> Tensor:
-    """Read an array's place in a header. Raises ValueError for numbers that cannot be."""
+    """Read an array's place in a header. Raises ValueError for impossible numbers."""
     shape, (start, end) = array["shape"], array["data_offsets"]
     numbers = [*shape, start, end - start]
     if not all(type(number) is int and number >= 0 for number in numbers):
@@ -218,8 +220,8 @@ def _tensor(array: Mapping[str, Any]) -> Tensor:
 
 @contextlib.contextmanager
 def reading_tokenizer(checkpoint: Listing) -> Iterator[None]:
-    """Turn whatever making a tokenizer raises inside, a panic too, into ModelLoadFailed, unless it
-    says nothing of the tokenizer: Overloaded and Unavailable.
+    """Turn errors of making a tokenizer inside, panics too, into ModelLoadFailed, except those that
+    are not about the tokenizer: Overloaded and Unavailable.
     """
     try:
         yield
@@ -238,8 +240,7 @@ def fit_weights(
     shapes: Mapping[str, tuple[int, ...]],
     ignored: Iterable[str] = (),
 ) -> dict[str, mx.array]:
-    """Return exactly the arrays that `shapes` names, or raise ModelLoadFailed naming what does not
-    fit.
+    """Return exactly the arrays that `shapes` names, or raise ModelLoadFailed naming the misfits.
 
     Names that begin with one of `ignored` are skipped.
     """
@@ -268,7 +269,7 @@ def dequantize(
 ) -> dict[str, mx.array]:
     """Unpack the weights that have `scales`, by config.json's `quantization`.
 
-    Its numbers apply to all modules but those that have their own. Raises ModelLoadFailed.
+    Its numbers apply to all modules except those with their own. Raises ModelLoadFailed.
     """
     unpacked = dict(arrays)
     for module in [n.removesuffix(".scales") for n in arrays if n.endswith(".scales")]:
@@ -290,7 +291,7 @@ def read_in_slices(
 ) -> Iterator[None]:
     """Read the arrays of an open model, one slice a step. On the lane.
 
-    Raises ModelLoadFailed for what the files turn out to lack.
+    Raises ModelLoadFailed if the files turn out to lack something.
     """
     for slice_arrays in slices(arrays, slice_bytes):
         with checkpoint.blame():
@@ -299,7 +300,7 @@ def read_in_slices(
 
 
 def slices(arrays: Iterable[mx.array], slice_bytes: int) -> Iterator[list[mx.array]]:
-    """Cut arrays, in order, into lists of at most so many bytes; a larger array is alone."""
+    """Cut arrays, in order, into lists of at most `slice_bytes`; a larger array is alone."""
     slice_arrays: list[mx.array] = []
     room = slice_bytes
     for array in arrays:
@@ -348,7 +349,7 @@ def weights_bytes(
             groups = math.prod(tensors[f"{module}.scales"].shape)
             total += groups * _group_size(checkpoint, module) * itemsize
         elif is_unpacked and part in ("scales", "biases"):
-            pass  # they go with what they unpacked
+            pass  # they go when the weight is unpacked
         elif is_cast and tensor.dtype in _FLOATING:
             total += math.prod(tensor.shape) * itemsize
         else:
@@ -377,7 +378,7 @@ def kv_bytes(
     tokens: int,
     kv_bits: int | None = None,
 ) -> int:
-    """Count the bytes of KV of so many tokens, at most the model's context, from its config.
+    """Count the bytes of KV of `tokens` tokens, at most the model's context, from its config.
 
     0 if the config lacks the usual keys. `kv_bits` counts unless some layers may have sliding
     windows or states, which stay floating.
@@ -397,13 +398,13 @@ def kv_bytes(
     is_plain = set(config.get("layer_types") or ()) <= {"full_attention"}
     if kv_bits is not None and group and is_plain and not config.get("sliding_window"):
         packed = head * kv_bits // 8 + 2 * itemsize * head // group
-    # One layer more than there is: the one that is copied while a sequence joins or leaves.
+    # One layer is counted twice: it is copied while a sequence joins or leaves.
     return 2 * (layers * packed + floating) * kv_heads * min(tokens, longest)
 
 
 def kv_group_size(head: int) -> int | None:
-    """Return how many of a head's numbers share a scale and a bias once its KV is quantized; None
-    if they can't be divided. mlx-lm's default is 64.
+    """Return the number of a head's values that share a scale and a bias in quantized KV; None if
+    the head can't be divided. mlx-lm's default is 64.
     """
     return next((size for size in KV_GROUP_SIZES if head % size == 0), None)
 
@@ -412,8 +413,8 @@ def measure_kv(model: Any) -> KvCost:
     """Return the cost of a sequence's KV, from the shapes that one token and two leave in the
     model's caches. The passes are never evaluated.
 
-    One layer more is counted than there is, as by `kv_bytes`: floating, if its KV is quantized,
-    since long passes attend to it so.
+    One layer more is counted than there is, as by `kv_bytes`: as floating even if its KV is
+    quantized, since long passes make it so.
     """
     one, two = list(_plain(_read(model, 1))), list(_plain(_read(model, 2)))
     layers = [_layer_cost(*both) for both in zip(one, two, strict=True)]
@@ -424,7 +425,7 @@ def measure_kv(model: Any) -> KvCost:
     for token, window in windows:
         by_most[window] = by_most.get(window, 0) + token
     tokens, constants = [layer.token for layer in layers], [layer.constant for layer in layers]
-    # What a pass holds of each token of the layer that it computes, besides the caches.
+    # Besides the caches, a pass holds each token of the layer that it computes.
     working = [*tokens, *(getattr(cache, "unpacked_token_bytes", 0) for cache in one)]
     return KvCost(
         token=sum(tokens) + max(working, default=0),
@@ -436,7 +437,7 @@ def measure_kv(model: Any) -> KvCost:
 
 
 def _read(model: Any, tokens: int) -> list[Any]:
-    """Return the caches as they would be after so many tokens."""
+    """Return the caches as they would be after `tokens` tokens."""
     from mlx_lm.models.cache import make_prompt_cache  # a second, and encoders have no cache
 
     cache: list[Any] = make_prompt_cache(model)
@@ -482,7 +483,7 @@ def _checkpoint_dtype(tensors: Mapping[str, Tensor]) -> mx.Dtype:
 
 
 def _group_size(checkpoint: Listing, module: str) -> int:
-    """Return how many weights share a scale: the module's own number, or else the model's."""
+    """Return the number of weights that share a scale: the module's own, or else the model's."""
     config = checkpoint.config()
     quantization = config.get("quantization") or config.get("quantization_config") or {}
     size = _module_quantization(quantization, module).get("group_size")
@@ -492,7 +493,7 @@ def _group_size(checkpoint: Listing, module: str) -> int:
 
 
 def _module_quantization(quantization: Mapping[str, Any], module: str) -> Mapping[str, Any]:
-    # Its numbers apply to all modules but those that have their own.
+    # The config's numbers apply to all modules except those with their own.
     stated = quantization.get(module)
     if isinstance(stated, Mapping):
         return stated

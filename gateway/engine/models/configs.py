@@ -1,4 +1,4 @@
-"""config.json in the words of mlx-lm's classes, with what transformers takes for keys it lacks."""
+"""config.json in the words of mlx-lm's classes, with transformers' values for missing keys."""
 
 import math
 from collections.abc import Mapping
@@ -27,7 +27,8 @@ _EQUALS: Final = {"gpt2": {"n_ctx": "n_positions"}, "lfm2": {"block_dim": "hidde
 # Names that transformers 5 writes and mlx-lm doesn't know.
 _HYBRID: Final = {"linear_attention": "mamba", "full_attention": "attention"}
 _LAYERS: Final = {"granitemoehybrid": _HYBRID, "jamba": _HYBRID}
-# Families whose class wants how often a layer sees all, in the place of a list, and by which name.
+# Families whose class wants the interval of layers that see all tokens, instead of a list, and the
+# name of that key.
 _PATTERNS: Final = {
     **dict.fromkeys(("cohere2", "gemma3_text"), "sliding_window_pattern"),
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), "full_attention_interval"),
@@ -36,12 +37,12 @@ _ALIASES: Final = {"ministral": "llama", "qwen3_5_text": "qwen3_5"}
 
 
 def write_for_mlx_lm(config: dict[str, Any]) -> None:
-    """Add the keys that most of mlx-lm's classes read in the place of `rope_parameters` and
+    """Add the keys that most of mlx-lm's classes read instead of `rope_parameters` and
     `layer_types`, which transformers 5 writes (modeling_rope_utils.py).
 
-    Raises ValueError for what such a class has no key for.
+    Raises ValueError for values that such a class has no key for.
     """
-    # Without them a class takes its own defaults, and answers are wrong without a word.
+    # A class without these keys takes its own defaults, and answers are wrong without an error.
     rope = config.get("rope_parameters") or {}
     local, rope = rope.get("sliding_attention") or {}, rope.get("full_attention") or rope
     own = {key: rope.get(key) for key in ("rope_theta", "partial_rotary_factor")}
@@ -81,14 +82,14 @@ def write_for_mlx_lm(config: dict[str, Any]) -> None:
 
 
 def _write_layers(config: dict[str, Any]) -> None:
-    """Write the kinds of layers that transformers lists as mlx-lm's class of the family wants them.
-    Raises ValueError for a list that is no repeated pattern, where it wants the pattern.
+    """Write transformers' list of kinds of layers in the form of mlx-lm's class of the family.
+    Raises ValueError if that is a repeated pattern, and the list has none.
     """
     kind, types = config.get("model_type"), config.get("layer_types")
     mixtures = config.get("mlp_layer_types")
     if kind == "exaone_moe" and mixtures:
         config.setdefault("is_moe_layer", [each == "sparse" for each in mixtures])
-    if kind == "gemma4_text" and config.get("per_layer_config"):  # since transformers 5.23
+    if kind == "gemma4_text" and config.get("per_layer_config"):  # transformers 5.23 or later
         wide = next(iter(config["per_layer_config"].values()))
         config.setdefault("global_head_dim", wide.get("head_dim", config.get("head_dim")))
         config.setdefault("num_global_key_value_heads", wide.get("num_key_value_heads"))
@@ -106,19 +107,20 @@ def _write_layers(config: dict[str, Any]) -> None:
         whole = [index for index, name in enumerate(types) if name == "full_attention"]
         config[_PATTERNS[kind]] = pattern = whole[0] + 1 if whole else len(types) + 1
         if whole != [*range(pattern - 1, len(types), pattern)] or not whole:
-            raise ValueError("layer_types: no full_attention after each so many others")
+            raise ValueError("layer_types: full_attention must repeat at a fixed interval")
 
 
 def complete(config: dict[str, Any], arguments: type | None = None) -> None:
-    """Add what a config lacks, as transformers has it: a key by its other name, a default, a
-    constant of its class. Lists only if they are among the class's `arguments`.
+    """Add the keys that a config lacks, with transformers' values: a key by its other name, a
+    default, a constant of its class. Lists are added only if they are among the class's
+    `arguments`.
     """
     kind = family(config)
     aliases, resolved = resolve(config)
     listed = {field.name: field for field in fields(arguments or _Nothing)}
     others = {**aliases, **_EQUALS.get(kind, {})}
     own = {key: resolved[name] for key, name in others.items() if name in resolved}
-    if not config.keys() & (ROPE_KEYS | {"attn_config"}):  # where DBRX has them
+    if not config.keys() & (ROPE_KEYS | {"attn_config"}):  # DBRX has them there
         config["rope_parameters"] = resolved.get("rope_parameters")
     for key, value in {**resolved, **own, **_CONSTANTS.get(kind, {})}.items():
         is_plain = isinstance(value, bool | int | float | str)
@@ -137,7 +139,7 @@ class _Nothing:
 
 def classes_of(config: dict[str, Any]) -> Classes:
     """Return the classes of a model and of its arguments, mlx-lm's or ours, and write the config
-    for them. Raises ValueError for what no class reads.
+    for them. Raises ValueError for a config that no class reads.
     """
     kind = config.get("model_type")
     try:

@@ -1,4 +1,4 @@
-"""The context of a model, as its files state it and models.yaml lowers it; without mlx."""
+"""The context of a model, as stated by its files and lowered by models.yaml; without mlx."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -11,13 +11,15 @@ from gateway.engine.models.gguf.architectures import read_config
 from gateway.engine.models.gguf.header import read_header
 from gateway.registry import is_gguf
 
-PAIR_TOKENS: Final = 8192  # a pair's, unless models.yaml has another limit; as in Qwen3's card
+# The context of a pair, unless models.yaml has another limit; as in Qwen3's card.
+PAIR_TOKENS: Final = 8192
 LLAMAS: Final = ("eurobert", "llama", "mistral", "qwen2", "qwen3")
-# Names that families have for it: most, DBRX, GPT-2's kin.
+# Families' names for the context: most, DBRX, GPT-2's kin.
 POSITIONS: Final = ("max_position_embeddings", "max_seq_len", "n_positions")
-# Families that have windows in transformers and none in mlx-lm: first those that have them whenever
-# `sliding_window` is a number, with transformers' default for a config without the key; then those
-# in which something else decides, with transformers' `max_window_layers`, the layer they begin at.
+# Families that have windows in transformers and none in mlx-lm. The first have them whenever
+# `sliding_window` is a number; the value is transformers' default for a config without the key. The
+# others have a further condition; the value is transformers' `max_window_layers`, the first layer
+# with one.
 WINDOWED: Final = {
     "gemma2": 4096,
     "mistral": 4096,
@@ -44,15 +46,15 @@ def full_attention_share(config: Mapping[str, Any]) -> float:
     layers = config.get("layer_types")
     if layers:
         return float(layers.count("full_attention") / len(layers))
-    # Gemma's name, and Qwen's: one layer of so many.
+    # Gemma's key, and Qwen's: one layer of this number attends to all tokens.
     every: int = config.get("sliding_window_pattern") or config.get("full_attention_interval") or 1
     return 1 / every
 
 
 def lower_context(config: Mapping[str, Any], asked: int | None) -> int | None:
-    """Return the tokens that a prompt and its answer may have in all: those that the config states,
-    or up to which mlx-lm's class answers as it says, or those asked for, if they are fewer than it
-    states. None if nobody says.
+    """Return the most tokens of a prompt with its answer, at most the config's stated context:
+    `asked`, or else the length up to which mlx-lm's class follows the config. None if nothing
+    states it.
     """
     text = text_config(config)
     stated = next((text[key] for key in POSITIONS if text.get(key)), None)
@@ -62,8 +64,8 @@ def lower_context(config: Mapping[str, Any], asked: int | None) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """How many tokens mlx-lm's class answers as the config says, and the key that it passes over
-    for more.
+    """The length, in tokens, up to which mlx-lm's class follows the config, and the key that it
+    ignores beyond.
     """
 
     tokens: int
@@ -71,7 +73,7 @@ class Limit:
 
 
 def list_limits(config: Mapping[str, Any]) -> list[Limit]:
-    """List what bounds a decoder's context, besides the positions it states; the least first."""
+    """List the limits of a decoder's context, besides its stated positions; the least first."""
     text = text_config(config)
     found = [Limit(window, "sliding_window") for window in (ignored_window(text),) if window]
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
@@ -93,7 +95,7 @@ def list_limits(config: Mapping[str, Any]) -> list[Limit]:
 
 
 def pair_context(config: Mapping[str, Any], lowered: int | None) -> int:
-    """Return the tokens of a pair that a causal model with this config scores by labels."""
+    """Return the most tokens of a pair that a causal model with this config scores by labels."""
     positions = lower_context(config, lowered) or PAIR_TOKENS
     return min(positions, lowered or PAIR_TOKENS)
 
@@ -102,15 +104,13 @@ def read_context(
     files: Path, lowered: int | None, limit: Callable[..., int | None] = lower_context
 ) -> int | None:
     """Return the context of a model's folder or GGUF file, by one of the functions above; None if
-    nobody says. Raises anything for files that are wrong.
+    nothing states it. Raises any exception for wrong files.
     """
     return limit(read_files(files), lowered)
 
 
 def read_files(files: Path) -> Mapping[str, Any]:
-    """Return the config of a model's folder or GGUF file. Raises anything for files that are
-    wrong.
-    """
+    """Return the config of a model's folder or GGUF file. Raises any exception for wrong files."""
     if is_gguf(files.name):
         return read_config(read_header(files))
     config: Mapping[str, Any] = json.loads((files / "config.json").read_text(encoding="utf-8"))
@@ -119,14 +119,14 @@ def read_files(files: Path) -> Mapping[str, Any]:
 
 
 def text_context(config: Mapping[str, Any]) -> int:
-    """Return the tokens of a text that a decoder with this config embeds."""
-    # In texts that are no longer than a window each token sees all before it.
+    """Return the most tokens of a text that a decoder with this config embeds."""
+    # Each token sees all before it in texts that are no longer than a window.
     limits = [limit.tokens for limit in list_limits(config)]
     return min([int(config["max_position_embeddings"]), *limits])
 
 
 def ignored_window(text: Mapping[str, Any]) -> int | None:
-    """Return how many tokens a token sees, where mlx-lm's class would let it see all."""
+    """Return the window of tokens that a token sees, if mlx-lm's class would let it see all."""
     kind, layers = str(text.get("model_type")), text.get("layer_types")
     if kind not in WINDOWED and not (kind in SWITCHED and _has_windows(kind, text, layers)):
         return None
@@ -138,12 +138,12 @@ def ignored_window(text: Mapping[str, Any]) -> int | None:
 
 def _has_windows(kind: str, text: Mapping[str, Any], layers: Sequence[str] | None) -> bool:
     """Return True if a layer has a window, as transformers' config classes decide it."""
-    if kind == "ministral":  # its class has windows if a layer has none
+    if kind == "ministral":  # the class has windows if a layer has none
         return "full_attention" not in (layers or ())
-    if layers and kind != "qwen3_moe":  # its config has no such list
+    if layers and kind != "qwen3_moe":  # the config has no such list
         return "sliding_attention" in layers
     if not (kind == "dots1" or text.get("use_sliding_window")):
         return False
-    # The others have windows in all layers, or in layers of their own choice.
+    # The other families have windows in all layers, or in layers from one on.
     first = text.get("max_window_layers", SWITCHED[kind]) if SWITCHED[kind] else 0
     return int(first) < int(text.get("num_hidden_layers") or 0)

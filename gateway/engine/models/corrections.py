@@ -28,8 +28,9 @@ _ROUTER_BIAS: Final = "model.layers.{}.mlp.moe_statics.e_score_correction_bias"
 def correct(
     model: Any, text: Mapping[str, Any], weights: Mapping[str, mx.array], context: int | None
 ) -> None:
-    """Correct mlx-lm's model for a context of so many tokens. `text` is its language model's config
-    and `weights` are the files' arrays. On the lane. Raises ValueError for what cannot be.
+    """Correct mlx-lm's model for a context of `context` tokens. `text` is its language model's
+    config and `weights` are the files' arrays. On the lane. Raises ValueError for parts that cannot
+    be corrected.
     """
     reads = reader_of(type(model))
     correct_ropes(model, text, reads, context)
@@ -40,7 +41,8 @@ def correct(
     elif kind == "falcon_h1":
         _scale_keys(model, float(text["key_multiplier"]))
     elif kind == "minicpm3" and text.get("tie_word_embeddings"):
-        # transformers narrows the head's input whether it is tied or not; nothing else takes it.
+        # transformers scales the head's input down whether the head is tied or not; nothing else
+        # takes it.
         model.model.norm.weight *= text["dim_model_base"] / text["hidden_size"]
 
 
@@ -59,7 +61,9 @@ class GatedMLP(Module):
 
 
 class Gate(Module):
-    """The product of an activation and the other half, as a mixture's experts call it."""
+    """The product of an activation and the other half, in the form that a mixture's experts
+    call.
+    """
 
     def __init__(self, activation: Activation) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # its stub has no types
@@ -71,11 +75,11 @@ class Gate(Module):
 
 
 def _correct_activation(model: Any, text: Mapping[str, Any], reads: Callable[[str], bool]) -> None:
-    """Give MLPs the activation that the config states, where their class has one built in."""
+    """Give MLPs the activation that the config states, if their class has one built in."""
     for key in ("hidden_act", "hidden_activation"):
         built_in = _ACTIVATIONS.get(str(default_of(text, key)[1]))
         stated = text.get(key)
-        is_own = text.get("model_type") == "gpt_oss"  # in transformers, too
+        is_own = text.get("model_type") == "gpt_oss"  # transformers has it built in, too
         if stated is None or built_in is None or is_own or reads(key):
             continue
         activation = _ACTIVATIONS.get(str(stated))
@@ -107,7 +111,7 @@ class Mixture(Module):
         dict.update(self, mixture)
         self._is_jamba = "router" in mixture
         self._chosen: int = mixture.num_experts_per_tok if self._is_jamba else mixture.k
-        self._bias = bias  # float32 whatever the weights are, as in transformers
+        self._bias = bias  # float32 for weights of any type, as in transformers
 
     def __call__(self, x: mx.array) -> mx.array:
         """Return (…, width) for (…, width)."""

@@ -1,8 +1,7 @@
-"""Numbers of a model's files that something is sized by: each is bounded before it is used.
+"""Numbers in a model's files that decide sizes: each is bounded before it is used.
 
-A name says how much a number may cost. Python makes each layer and runs each loop; memory has a
-place for each head and each expert; a width is that of an array in the files, a context that of no
-array at all.
+A number's name tells its cost. Python makes each layer and runs each loop; memory has a place for
+each head and each expert; a width is that of an array in the files, a context that of none.
 """
 
 import contextlib
@@ -15,10 +14,10 @@ from typing import Any, Final
 MOST_LAYERS: Final = 1000
 MOST_PARTS: Final = 1 << 14
 MOST_WIDTH: Final = 1 << 24  # the largest vocabularies have 2^18 tokens
-MOST_POSITIONS: Final = 131_072  # where each has a row of a table
+MOST_POSITIONS: Final = 131_072  # the most if a table has a row for each
 MOST_CONTEXT: Final = (1 << 31) - 1
 
-# The first that fits a whole name counts.
+# The first pattern that fits a whole name counts.
 _BOUNDS: Final = tuple(
     (re.compile(pattern), least, most)
     for pattern, least, most in (
@@ -32,7 +31,7 @@ _BOUNDS: Final = tuple(
         (r"\w*(topk|top_k|conv|expand|expansion)\w*|mamba_\w+|moe_(k|capacity)", 0, MOST_WIDTH),
     )
 )
-# Where mlx-lm's classes have the number of their layers.
+# The names of the number of layers in mlx-lm's classes.
 _DEPTHS: Final = frozenset(
     {"num_hidden_layers", "n_layers", "n_layer", "num_layers", "num_transformer_layers"}
 )
@@ -55,7 +54,7 @@ def bound_of(key: str) -> tuple[int, int] | None:
 
 def check_counts(config: Mapping[str, Any]) -> None:
     """Raise ValueError for the first number of a config, at any depth, that is beyond its bounds.
-    Names that no bound fits are not looked at.
+    Names without a bound are ignored.
     """
     for key, value in config.items():
         bounds = bound_of(key)
@@ -90,7 +89,8 @@ def check_depth(config: Mapping[str, Any], arguments: type, names: Iterable[str]
     """Raise ValueError if a class of these arguments would build more layers than there are layer
     numbers in the arrays' names.
     """
-    depths: dict[str, int] = {}  # by what stands before the number; a layer may have no arrays
+    # Keys are the names before the layer's number; some layers may have no arrays.
+    depths: dict[str, int] = {}
     for match in filter(None, map(_LAYER.match, names)):
         depths[match[1]] = max(depths.get(match[1], 0), 1 + int(match[2][:9]))
     layers = sum(depths.values())

@@ -1,8 +1,8 @@
-"""What decoders compute in place of mlx-lm's functions: on a CPU SwiGLU and attention, as mlx's exp
-goes one by one there, and so do its products with quantized keys; and several projections of one
-input as one product, where models.yaml says so.
+"""Faster functions of decoders, instead of mlx-lm's. On a CPU: SwiGLU and attention, as mlx's exp
+goes one by one there, and so do its products with quantized keys. Several projections of one input
+as one product, if models.yaml says so.
 
-SwiGLU and softmax take a third to a half of a prefill so. Metal and CUDA have fast kernels of
+SwiGLU and softmax take a third to a half of a prefill there. Metal and CUDA have fast kernels of
 their own, and keep mlx-lm's functions.
 """
 
@@ -25,20 +25,21 @@ from gateway.engine.models.rotations import rotate
 _own_swiglu: Final[Any] = activations.swiglu
 _own_attention: Final[Any] = base.scaled_dot_product_attention
 
-# Rows of one compiled product: a function is traced anew for each shape, and traces are kept.
+# The rows of one compiled product: a function is traced anew for each shape, and traces are kept.
 _ROWS: Final = 64
-# Queries that attend at a time: their scores stay in the processor's cache, and under a causal mask
-# the keys after them are left out. Below the second number mlx's own attention is as fast.
+# The queries that attend at a time: their scores stay in the processor's cache, and under a causal
+# mask the keys after them are left out. Below the second number mlx's own attention is as fast.
 _QUERIES: Final = 64
 _FEWEST_QUERIES: Final = 16
 _Packed: TypeAlias = tuple[mx.array, mx.array, mx.array]  # codes, scales and biases of mx.quantize
-# The score of what is masked: the lowest, but for -inf, which would make NaN of a row that is all
+# The score of a masked place: the lowest, except -inf, which would make NaN of a row that is all
 # padding.
 _MASKED: Final = mx.finfo(mx.float32).min
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    """Return silu(gate) * x, as mlx-lm's `swiglu` does: its own for all but float32.
+    """Return silu(gate) * x, as mlx-lm's `swiglu` does, by which it is computed for all types but
+    float32.
 
     The error is below 3e-7 times |gate|, or times one if that is more.
     """
@@ -68,11 +69,12 @@ def attend(
     mask: mx.array | str | None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Return attention as mlx-lm's `scaled_dot_product_attention` does: of long float32 passes, and
-    of quantized keys. Few queries, sinks and masks that are added are left to mlx-lm's own.
+    """Return attention as mlx-lm's `scaled_dot_product_attention` does: computed here for long
+    float32 passes and for quantized keys. Few queries, sinks and additive masks are left to
+    mlx-lm's.
 
     Queries are (rows, heads, tokens, size), keys and values (rows, heads of their own, places,
-    size), or what `attend_packed` takes.
+    size), or the packed form of `attend_packed`.
     """
     is_ours = sinks is None and _is_plain(mask)
     if is_ours and hasattr(cache, "bits"):
@@ -106,10 +108,10 @@ def _is_plain(mask: mx.array | str | None) -> bool:
 def _attend_block(
     queries: mx.array, keys: mx.array, values: mx.array, allowed: mx.array | None
 ) -> mx.array:
-    """Attend with queries that log2(e) and the scale are in.
+    """Attend with queries that log2(e) and the scale are multiplied into.
 
-    Heads that share keys are one product. The division by the sum waits until after the product
-    with the values, where there is less to divide.
+    Heads that share keys are one product. The division by the sum comes after the product with the
+    values: there is less to divide.
     """
     rows, heads, tokens, size = queries.shape
     shared = keys.shape[1]
@@ -167,7 +169,7 @@ def attend_packed(
 
 
 def _codes(packed: mx.array, group: int, bits: int, group_size: int) -> list[mx.array]:
-    """Return a group's codes as floats, (rows, heads, places, n) each: of 4 bits those of even
+    """Return a group's codes as floats, (rows, heads, places, n) each: with 4 bits, those of even
     places, then those of odd ones. The first code is in the lowest bits, of a little-endian word.
     """
     words = group_size * bits // 32
@@ -177,7 +179,7 @@ def _codes(packed: mx.array, group: int, bits: int, group_size: int) -> list[mx.
 
 
 def use_cpu_kernels(model: Any) -> None:
-    """Let `swiglu` and `attend` compute in a model of mlx-lm's, and in all others of its class; and
+    """Let `swiglu` and `attend` compute in a model of mlx-lm's, and in all others of its class, and
     `rotate` in all models.
 
     mlx-lm's modules import the first two by name, so the names are set in those modules.
@@ -194,13 +196,13 @@ def use_cpu_kernels(model: Any) -> None:
                 setattr(module, name, ours)
 
 
-# What mlx-lm's attention and MLP modules call with one and the same input.
+# The projections that mlx-lm's attention and MLP modules call with one and the same input.
 _GROUPS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_ARRAYS: Final = ("weight", "bias", "scales", "biases")  # whose first axis is the outputs
+_ARRAYS: Final = ("weight", "bias", "scales", "biases")  # outputs are their first axis
 
 
 class _Product:
-    """One product of several projections, each of which takes its part of it once."""
+    """One product of several projections, each of which takes its own part once."""
 
     def __init__(self, linear: Module, widths: Sequence[int]) -> None:
         self._linear: Any = linear
@@ -209,7 +211,7 @@ class _Product:
         self._parts: dict[int, mx.array] = {}
 
     def take(self, index: int, x: mx.array) -> mx.array:
-        """Return a part of the product with `x`, which is computed for the first that asks."""
+        """Return a part of the product with `x`, which is computed at the first call."""
         if x is not self._input or index not in self._parts:
             parts = mx.split(self._linear(x), self._stops, axis=-1)
             self._input, self._parts = x, dict(enumerate(parts))
@@ -235,10 +237,11 @@ class FusedProjection(Module):
 
 
 def fuse_projections(model: Any) -> Generator[None, None, int]:
-    """Fuse what can be fused in mlx-lm's model, a group a step; return the number of groups.
+    """Fuse the projections that can be fused in mlx-lm's model, a group a step; return the number
+    of groups.
 
-    Results differ from those of the separate products by rounding. A projection whose number
-    format is like no other's of its group stays as it is. On the lane.
+    Results differ from those of the separate products by rounding. A projection stays alone if no
+    other of its group has its number format. On the lane.
     """
     count = 0
     for module in model.modules():
@@ -256,7 +259,7 @@ def fuse_projections(model: Any) -> Generator[None, None, int]:
 
 
 def _alike(module: Module, group: Sequence[str]) -> list[list[str]]:
-    """Return which of these projections of a module can be one, if it has them."""
+    """Return lists of those projections in a module's group that can be one."""
     forms: dict[tuple[Any, ...], list[str]] = {}
     for name in group:
         part = module.get(name)
@@ -266,13 +269,15 @@ def _alike(module: Module, group: Sequence[str]) -> list[list[str]]:
 
 
 def _form(part: Any) -> tuple[Any, ...]:
-    """Return what projections must share: their arrays' types, inputs, and quantization."""
+    """Return the properties that projections must share: their arrays' types, inputs, and
+    quantization.
+    """
     arrays = [(name, part[name].dtype, part[name].shape[1:]) for name in _ARRAYS if name in part]
     return type(part), *arrays, *quantization_of(part)
 
 
 def _concatenate(parts: Sequence[Any]) -> Module:
-    """Return one module with the arrays of all, in the place of the first."""
+    """Return the first module, with the arrays of all."""
     fused: Module = parts[0]
     for name in _ARRAYS:
         if name in fused:

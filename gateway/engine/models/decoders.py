@@ -46,7 +46,7 @@ def open_decoder(
     checkpoint.config()  # refuses numbers beyond their bounds, by name
 
     def bounded_classes(config: dict[str, Any]) -> tuple[Any, type]:
-        # mlx-lm's classes and transformers differ in what they take for a missing key.
+        # mlx-lm's classes and transformers differ in their values for a missing key.
         config.setdefault("tie_word_embeddings", not any(map(_HEAD.search, weights)))
         chosen = classes(config)
         check_depth(config, chosen[1], weights)
@@ -59,7 +59,7 @@ def open_decoder(
         if note is not None:
             for sentence in list_lost(weights, model, text_config(config)):
                 note(sentence)
-        # There, quantized weights are 10 to 50 times slower than float32.
+        # On a CPU, quantized weights are 10 to 50 times slower than float32.
         if device is Device.CPU and not is_packed:
             widen(model, floating_dtype(model))
         target = pick_dtype(device, dtype, floating_dtype(model))
@@ -72,9 +72,9 @@ def open_decoder(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
-    """How a chat model's weights and KV are kept."""
+    """The number formats of a chat model's weights and KV."""
 
-    dtype: str | None = None  # the checkpoint's, if it is None
+    dtype: str | None = None  # None: the checkpoint's own type
     is_packed: bool = False  # weights stay quantized on a CPU too: `must_stay_packed` decides
     is_fused: bool = False  # projections of one input are one product
     kv_bits: int | None = None
@@ -96,8 +96,8 @@ def read_decoder(
     context: int | None = None,
     note: Callable[[str], None] | None = None,
 ) -> Generator[None, None, Any]:
-    """Read mlx-lm's model of a folder or a GGUF file, in steps; of a shared one, this rank's part.
-    On the lane.
+    """Read mlx-lm's model of a folder or a GGUF file, in steps: only this rank's part of a shared
+    one. On the lane.
 
     No text will have over `context` tokens. `note` is called with a sentence on weights that
     nothing reads. Quantized weights that the device has no kernel for become floating; `report` is
@@ -147,8 +147,8 @@ def floating_dtype(model: Any) -> mx.Dtype:
 
 
 class LayerGroups:
-    """Evaluates passes of a model in as many parts, groups of layers, as the last one took times
-    `pass_s`.
+    """Evaluates passes of a model in parts, groups of layers: one part for each `pass_s` that the
+    last pass took.
     """
 
     def __init__(self, pass_s: float | None) -> None:
@@ -171,8 +171,8 @@ class LayerGroups:
 @contextmanager
 def _evaluating(layers: list[Any], size: int) -> Iterator[None]:
     """While entered, evaluate the output of every `size`th layer as soon as it is built."""
-    # Python looks `__call__` up on the class, so that is where it is replaced: on the lane's
-    # thread, where nothing else runs a model meanwhile.
+    # Python looks `__call__` up on the class, so it is replaced there: on the lane's thread, where
+    # nothing else runs a model meanwhile.
     if size >= len(layers):
         yield
         return

@@ -1,11 +1,11 @@
 """Activations, attention and normalization, one choice per device, made at load.
 
-mlx computes exp, erf and tanh one element at a time on a CPU (10 to 60 ns each), and sums,
-products and shifts with vectors (0.1 ns), one pass over the array for each. So on a CPU the
-three are made of few sums, products and shifts, of which `mx.compile` makes a pass or two (2.2
-times as fast for GELU, 1.7 for exp) where it finds a g++; on Metal and CUDA mlx's own are the fast
-ones. One trace serves all shapes. Normalizations stay as they are: compiled they take twice as
-long, for mlx makes slow loops of what broadcasts.
+mlx computes exp, erf and tanh one element at a time on a CPU (10 to 60 ns each), and sums, products
+and shifts with vectors (0.1 ns), one pass over the array for each. So on a CPU the three are made
+of few sums, products and shifts, which `mx.compile` turns into a pass or two (2.2 times as fast for
+GELU, 1.7 for exp) if it finds a g++; on Metal and CUDA mlx's own are the fast ones. One trace
+serves all shapes. Normalizations are not compiled: they would take twice as long, as mlx makes slow
+loops of broadcasts.
 """
 
 import math
@@ -21,7 +21,7 @@ from mlx.nn.layers import activations
 from gateway.engine.device import Device
 
 LOG2_E: Final = math.log2(math.e)
-# Beyond these `exp2` gives their powers.
+# The exponents are clipped to these bounds.
 LEAST: Final = -125.0
 MOST: Final = 126.0
 
@@ -33,15 +33,15 @@ _ROUND: Final = 1.5 * 2.0**23
 
 
 def exp2(x: mx.array) -> mx.array:
-    """2 to the x, relative error below 3e-7, for float32; below LEAST and above MOST, of those."""
+    """2 to the x, relative error below 3e-7, for float32; x is clipped to LEAST and MOST."""
     shifted, power = _split(x)
     return _scaled(shifted.view(mx.int32), power.view(mx.int32)).view(mx.float32)
 
 
-# Compiled in two: with a view in it a trace would be of one shape only, and traces are kept.
+# Two functions are compiled: a view in one would tie its trace to one shape, and traces are kept.
 @partial(mx.compile, shapeless=True)
 def _split(x: mx.array) -> tuple[mx.array, mx.array]:
-    """Return x with its whole part in the lowest bits, and 2 to the rest."""
+    """Return x with its whole part in the lowest bits, and 2 to the power of the rest."""
     x = mx.clip(x, LEAST, MOST)
     shifted = x + _ROUND
     fraction = x - (shifted - _ROUND)
@@ -59,13 +59,13 @@ def _scaled(shifted: mx.array, power: mx.array) -> mx.array:
 
 Activation = Callable[[mx.array], mx.array]
 Attention = Callable[[mx.array, mx.array, mx.array, mx.array | None], mx.array]
-# x (rows, dimensions), weight, bias, epsilon.
+# The arguments are x (rows, dimensions), weight, bias, epsilon.
 Normalization = Callable[[mx.array, mx.array, mx.array | None, float], mx.array]
 
-# What is added to the score of a padding token: far below any score, far above -inf, which
-# would make NaN of inf - inf.
+# The number added to the score of a padding token: far below any score, far above -inf, which would
+# make NaN of inf - inf.
 PADDING_SCORE: Final = -1e9
-# Texts beyond LONG tokens attend so many queries at a time on a CPU: their scores stay in the cache
+# Texts beyond LONG tokens attend in blocks of queries on a CPU: the scores stay in the cache
 # (MiniLM is 1.3 times as fast at 512 tokens; at 160 it would be a little slower), and those of a
 # very long text never fill memory. 64 take twice the memory of 32 and are no faster.
 LONG: Final = 256
@@ -74,7 +74,7 @@ QUERY_BLOCK: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """How one encoder computes."""
+    """The functions by which one encoder computes."""
 
     activation: Activation
     attend: Attention
@@ -90,7 +90,8 @@ def arithmetic(
     if device is Device.CPU and dtype == mx.float32:
         activation = _ON_CPU[hidden_act]
         zeros = mx.zeros((2, 2))
-        # While loading: where there is a g++, mlx takes seconds to compile them for the first time.
+        # The first evaluation comes while loading: mlx takes seconds to compile the functions if
+        # there is a g++.
         mx.eval(activation(zeros), exp2(zeros))
         normalize = layer_norm_by_products(dimensions)
         return Arithmetic(activation, attend_base2, normalize, scale * LOG2_E)
@@ -152,7 +153,7 @@ def attend_base2(q: mx.array, k: mx.array, v: mx.array, bias: mx.array | None) -
     if bias is not None:
         scores = scores + bias
     weights = exp2(scores - mx.max(scores, axis=-1, keepdims=True))
-    # After the product there is less to divide.
+    # The division comes after the product: there is less to divide.
     return (weights @ v) / mx.sum(weights, axis=-1, keepdims=True)
 
 
@@ -165,7 +166,8 @@ def layer_norm_by_products(dimensions: int) -> Normalization:
     """Make a layer normalization whose averages are products with a column of 1 / dimensions."""
     # BLAS adds up a row in vectors, mlx's sums go one by one: 0.2 against 0.5 ns an element.
     average = mx.full((dimensions, 1), 1 / dimensions)
-    mx.eval(average)  # here, on the thread that loads: later several streams read it
+    # Evaluated here, on the thread that loads: later several streams read it.
+    mx.eval(average)
 
     def normalize(x: mx.array, weight: mx.array, bias: mx.array | None, epsilon: float) -> mx.array:
         centred = x - x @ average
@@ -200,7 +202,9 @@ Rotation = Callable[[mx.array], mx.array]
 def make_rotation(
     device: Device, theta: float, size: int, positions: int, factor: float = 1.0
 ) -> Rotation:
-    """Make what rotates heads (…, tokens, size) by their positions, each divided by `factor`."""
+    """Make a function that rotates heads (…, tokens, size) by their positions, each divided by
+    `factor`.
+    """
     if device is Device.CPU:
         return partial(rotate_by_table, table=rotation_table(theta, size, positions, factor))
     return partial(
@@ -209,8 +213,9 @@ def make_rotation(
 
 
 def rotation_table(theta: float, size: int, positions: int, factor: float = 1.0) -> mx.array:
-    """Return (2, positions, size): what multiplies a head, and what its swapped halves."""
-    # RoFormer, arXiv:2104.09864, with the halves of a head as the two coordinates.
+    """Return (2, positions, size): the factors of a head, and those of its swapped halves."""
+    # The rotation is RoFormer's, arXiv:2104.09864, with the halves of a head as the two
+    # coordinates.
     frequencies = theta ** -(np.arange(0, size, 2) / size)
     angles = np.arange(positions)[:, None] / factor * frequencies
     cosine, sine = np.cos(angles), np.sin(angles)

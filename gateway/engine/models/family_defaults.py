@@ -7,7 +7,8 @@ from dataclasses import MISSING, fields
 from functools import cache
 from typing import Any, Final
 
-# Keys of rotary positions; all but the first are from before transformers 5, which reads them too.
+# Keys of rotary positions; all but the first are from before transformers 5, which still reads
+# them.
 ROPE_KEYS: Final = {"rope_parameters", "rope_theta", "rope_scaling"} | {
     "partial_rotary_factor",
     "rope_local_base_freq",
@@ -15,14 +16,14 @@ ROPE_KEYS: Final = {"rope_parameters", "rope_theta", "rope_scaling"} | {
 
 
 def family(config: Mapping[str, Any]) -> str:
-    """Return the `model_type` that transformers knows a language model's config by."""
+    """Return the `model_type` by which transformers knows a language model's config."""
     is_flat = "vision_config" in config and "text_config" not in config
     return f"{config.get('model_type')}{'_text' if is_flat else ''}"
 
 
 def resolve(config: Mapping[str, Any]) -> tuple[Mapping[str, str], Mapping[str, Any]]:
-    """Return transformers' other names of a family's keys, and its whole config; both empty of a
-    family or a config that transformers has no class for.
+    """Return transformers' other names of a family's keys, and its whole config; both are empty if
+    transformers has no class for the family or the config.
     """
     known = _config_class(family(config))
     if known is None:
@@ -34,22 +35,22 @@ def resolve(config: Mapping[str, Any]) -> tuple[Mapping[str, str], Mapping[str, 
     names -= {"text_config", "vision_config", "audio_config"}
     given = {key: value for key, value in config.items() if key in names}
     scaling = given.pop("rope_scaling", None)
-    if scaling:  # the key's former name, at which transformers warns
+    if scaling:  # the key's former name, which causes a warning
         theta = {"rope_theta": given.get("rope_theta")} if given.get("rope_theta") else {}
         kind = scaling.get("rope_type") or scaling.get("type")
         given.setdefault("rope_parameters", {**scaling, **theta, "rope_type": kind})
-    for field in fields(known):  # which transformers insists on
+    for field in fields(known):  # transformers insists on these types
         default: Any = field.default
         if type(default) in (bool, float) and type(given.get(field.name)) in (bool, int):
             given[field.name] = type(default)(given[field.name])
-    with contextlib.suppress(Exception):  # what is wrong is refused by who reads it
+    with contextlib.suppress(Exception):  # the reader of a wrong value refuses it
         return aliases, known(**given).to_dict()
     return aliases, {}
 
 
 def is_default(text: Mapping[str, Any], key: str) -> bool:
-    """Return True if a config says of a key what transformers would take without it, or if the
-    family has no such key.
+    """Return True if a config's value of a key is transformers' default, or if the family has no
+    such key.
     """
     is_known, default = default_of(text, key)
     if not is_known or text[key] == default or (default is None and text[key] == []):
@@ -59,7 +60,7 @@ def is_default(text: Mapping[str, Any], key: str) -> bool:
 
 
 def default_of(text: Mapping[str, Any], key: str) -> tuple[bool, Any]:
-    """Return if transformers knows a key of this family's configs, and its default."""
+    """Return whether transformers knows a key of this family's configs, and its default."""
     known = _config_class(family(text))
     for field in () if known is None else fields(known):
         if field.name == key and key not in _common_names():
@@ -70,10 +71,11 @@ def default_of(text: Mapping[str, Any], key: str) -> tuple[bool, Any]:
 
 @cache
 def _config_class(kind: str) -> Any:
-    import transformers  # once a model is loaded; its parts are imported one by one
+    import transformers  # imported when a model is loaded; its parts come one by one
 
     known: Any = transformers.CONFIG_MAPPING
-    # It warns of tokens beyond a vocabulary and of keys' former names: nothing that is acted on.
+    # transformers warns of tokens beyond a vocabulary and of keys' former names, which nobody acts
+    # on.
     logging.getLogger("transformers.configuration_utils").setLevel(logging.ERROR)
     logging.getLogger("transformers.modeling_rope_utils").setLevel(logging.ERROR)
     logging.getLogger("transformers.models").setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
 """Products that a device has no kernel for: tried once when a model is loaded, and replaced there.
 
-MLX says that there is none when a product is evaluated, so it would be in every pass. Quantized
-layers become floating ones, and mixtures of experts go without mx.gather_mm.
+MLX reports a missing kernel when a product is evaluated, so every pass would fail. Quantized layers
+become floating ones, and mixtures of experts go without mx.gather_mm.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -22,10 +22,10 @@ from gateway.engine.device_faults import classify
 from gateway.engine.models.checkpoint import SLICE_BYTES, slices
 from gateway.errors import Fault
 
-_ROWS: Final = (1, 9)  # tokens of a decode step, and more than kernels for vectors take
-_SORTED_ROWS: Final = 64  # from so many on, mlx-lm sorts rows by their experts
-# Up to this part of the experts, their weights are copied for the rows that want them. For more
-# rows every expert multiplies all of them: no weights are copied then.
+_ROWS: Final = (1, 9)  # tokens of a decode step, and of a pass too long for vector kernels
+_SORTED_ROWS: Final = 64  # the number of rows from which mlx-lm sorts them by expert
+# The most rows, as a share of the experts, for which the chosen experts' weights are copied. With
+# more rows every expert multiplies all of them: no weights are copied then.
 _COPIED_SHARE: Final = 1 / 4
 _FLOATING_KINDS: Final[Mapping[Any, Any]] = {
     QuantizedLinear: Linear,
@@ -34,7 +34,7 @@ _FLOATING_KINDS: Final[Mapping[Any, Any]] = {
     QuantizedSwitchLinear: SwitchLinear,
 }
 _SwitchLinear: Any = SwitchLinear  # untyped in mlx-lm
-_Layers = dict[str, Any]  # by their path in the model
+_Layers = dict[str, Any]  # layers by their path in the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,9 @@ class WidenedWeights:
     model: str
     layers: int
     shapes: tuple[str, ...]
-    stored_bytes: int  # of those layers, before
-    bytes: int  # and after
-    total_bytes: int  # of all the model's weights from then on
+    stored_bytes: int  # bytes of those layers before
+    bytes: int  # bytes of those layers after
+    total_bytes: int  # bytes of all the model's weights from then on
 
 
 Report = Callable[[WidenedWeights], None]
@@ -80,9 +80,9 @@ def replace_missing(
 ) -> Generator[None]:
     """Try each shape of a model's products, and replace the layers that have no kernel, in steps.
 
-    Weights that become floating are reported before they take memory: what `report` raises ends it.
-    They are of the `dtype` unless their scales have one. A CPU has kernels for all that is
-    quantized. Other errors than that there is no kernel are raised as they are. On the lane.
+    Weights that become floating are reported before they take memory: an error of `report` ends the
+    work. They are of the `dtype` unless their scales have one. A CPU has kernels for all quantized
+    layers. Errors other than a missing kernel are raised unchanged. On the lane.
     """
     if device is not Device.CPU:
         layers = yield from _find_missing(model, dtype, *_FLOATING_KINDS)
@@ -99,8 +99,8 @@ def replace_missing(
 
 
 def widen(model: Any, dtype: mx.Dtype, layers: _Layers | None = None) -> _Layers:
-    """Put floating layers, not computed yet, in the place of quantized ones; return them. By
-    default of all, which need not be read yet, for a CPU.
+    """Replace quantized layers by floating ones, not computed yet; return them. By default, for a
+    CPU, all are replaced, and need not be read yet.
     """
     is_read = layers is not None
     if layers is None:
@@ -170,13 +170,13 @@ def _float(layer: Any, dtype: mx.Dtype, *, is_read: bool) -> Any:
     kind, dtype = _FLOATING_KINDS[type(layer)], _number_type(layer, dtype)
     packed = [layer[part] for part in ("weight", "scales")]
     packed.append(layer.get("biases"))
-    # Where the device cannot dequantize either, the processor does.
+    # The processor dequantizes if the device cannot do it either.
     stream = None
     few = [part if part is None else part[..., :1, :] for part in packed]
     if is_read and not has_kernel(lambda: _unpack(layer, few, dtype, None)):
         stream = mx.cpu
     scales = layer.get("global_scale")
-    if scales is not None:  # one for each expert
+    if scales is not None:  # scales, one for each expert
         experts = zip(*packed[:2], scales, strict=True)
         weight = mx.stack([_unpack(layer, [*of, None], dtype, stream, s) for *of, s in experts])
     else:
@@ -226,7 +226,7 @@ def quantization_of(layer: Any) -> tuple[Any, ...]:
 
 
 def dimensions(layer: Any) -> tuple[int, int]:
-    """Return the numbers that a layer takes of a row, and those that it gives."""
+    """Return the number of values that a layer takes for a row, and the number that it returns."""
     rows, columns = layer.weight.shape[-2:]
     if "scales" in layer:
         columns = layer.scales.shape[-1] * layer.group_size

@@ -1,4 +1,6 @@
-"""Families and forms of files that mlx-lm has no class for, by a few lines over one that it has."""
+"""Families and forms of files that mlx-lm has no class for, each as a few lines over an existing
+one.
+"""
 
 import re
 from collections.abc import Callable, Mapping
@@ -10,10 +12,10 @@ from mlx.nn.layers.activations import relu2
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 
-Classes = tuple[Any, Any]  # a model's, and that of its arguments
+Classes = tuple[Any, Any]  # a model's class, and that of its arguments
 Make = Callable[[dict[str, Any]], Classes]
 Weights = Mapping[str, mx.array]
-# The names of a language model's arrays in files that have nothing else.
+# The names of a language model's arrays in files that have no other model.
 _OUTER: Final = re.compile(r"^model\.(?!language_model|(vision|audio)_tower|embed_(audio|vision))")
 _EXPERT: Final = re.compile(r"(.*\.mlp\.)experts\.(\d+)\.(gate|up|down)_proj\.weight")
 
@@ -23,7 +25,9 @@ def _module(name: str) -> Any:
 
 
 def _renaming(name: str, rename: Callable[[Weights], Weights]) -> Make:
-    """Return what makes the classes of one of mlx-lm's modules read weights by other names."""
+    """Return a maker of the classes of one of mlx-lm's modules, which reads weights by
+    other names.
+    """
 
     def make(_: dict[str, Any]) -> Classes:
         module = _module(name)
@@ -39,7 +43,9 @@ def _renaming(name: str, rename: Callable[[Weights], Weights]) -> Make:
 
 
 def _transpose_experts(weights: Weights) -> Weights:
-    """Name gpt-oss's experts as its originals do: transformers saves (experts, inputs, outputs)."""
+    """Name gpt-oss's experts as in its original files: transformers saves (experts, inputs,
+    outputs).
+    """
     whole = (".experts.gate_up_proj", ".experts.down_proj")
     return {
         f"{name}.weight" if name.endswith(whole) else name: (
@@ -66,7 +72,7 @@ def _stack_experts(weights: Weights) -> Weights:
 
 
 def _move_language_model(weights: Weights) -> Weights:
-    """Name the parts of LFM2-VL as transformers 4 did, with its kernels as mlx-lm has them."""
+    """Name the parts of LFM2-VL as transformers 4 did, with its kernels in mlx-lm's form."""
     inner, moved = re.compile(r"^model\.language_model\."), {}
     for name, array in weights.items():
         if name.endswith("conv.conv.weight") and array.shape[-1] > array.shape[1]:
@@ -112,7 +118,7 @@ def _gemma3n(_: dict[str, Any]) -> Classes:
 
 
 def _gemma3n_text(config: dict[str, Any]) -> Classes:
-    """Return Gemma 3n's classes for its language model alone, as text-only fine-tunes are saved."""
+    """Return Gemma 3n's classes for its language model alone: text-only fine-tunes are saved so."""
     model, arguments = _gemma3n(config)
 
     class ModelArgs(arguments):  # type: ignore[misc, valid-type]  # chosen at run time

@@ -1,5 +1,5 @@
-"""Rotary positions of a built model, put right: some of mlx-lm's classes pass over a scaling that a
-config.json states, and its rotations round or leave out a part of what transformers computes.
+"""Corrections of a built model's rotary positions: some of mlx-lm's classes ignore a scaling that a
+config.json states, and its rotations round or leave out a part of transformers' computation.
 
 The formulas are those of transformers 5 (modeling_rope_utils.py), with YaRN's from
 https://arxiv.org/abs/2309.00071 and LongRoPE's from https://arxiv.org/abs/2402.13753.
@@ -27,9 +27,9 @@ def rope_kind(text: Mapping[str, Any]) -> str:
 def correct_ropes(
     model: Any, text: Mapping[str, Any], reads: Callable[[str], bool], context: int | None
 ) -> None:
-    """Correct the rotations of mlx-lm's model, for a context of so many tokens; `text` is its
-    language model's config, and `reads` tells what its class reads. Raises ValueError for a scaling
-    that the class passes over or gets wrong, and that cannot be added to it.
+    """Correct the rotations of mlx-lm's model, for a context of `context` tokens; `text` is its
+    language model's config, and `reads` tells whether its class reads a name. Raises ValueError for
+    a scaling that the class ignores or computes wrongly, and that cannot be added to it.
     """
     found = list(_find(model))
     scaling, kind = text.get("rope_scaling") or {}, rope_kind(text)
@@ -40,12 +40,12 @@ def correct_ropes(
             rope.dims = int(rope.dims * share)
     for owner, name, rope in found:
         if type(rope).__name__ == _DYNAMIC and kind == "dynamic":
-            # Up to the stated context it is a plain one, and plain ones can be batched.
+            # The rotation is plain up to the stated context, and plain ones can be batched.
             base = getattr(rope, "original_base", None) or rope.base  # InternLM3's, or any other
             owner[name] = RoPE(rope.dims, rope.traditional, base)
     if any(getattr(rope, "dims", 0) % 2 for _, _, rope in found):
         raise ValueError("an odd number of dimensions cannot be rotated")
-    if not found and not (kind == "dynamic" and "alpha" in scaling):  # rotations of its own
+    if not found and not (kind == "dynamic" and "alpha" in scaling):  # the class rotates by itself
         is_plain = kind == "yarn" and scaling.get("truncate", True)
         if kind != "default" and not (is_plain and scaling.get("attention_factor") is None):
             raise _unsupported(text)
@@ -53,7 +53,7 @@ def correct_ropes(
         return
     is_traditional = any(isinstance(rope, RoPE) and rope.traditional for _, _, rope in found)
     if kind in ("longrope", "su") and (is_traditional or reads("traditional=True")):
-        raise _unsupported(text)  # mlx-lm's turns halves alone, not neighbours
+        raise _unsupported(text)  # mlx-lm's scaled rotation turns halves, not neighbours
     if found and all(isinstance(rope, RoPE) and rope.scale == 1 for _, _, rope in found):
         _scale_plain(found, text, scaling)
         found = list(_find(model))
@@ -77,7 +77,7 @@ def _find(model: Any) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _scale_plain(found: list[Any], text: Mapping[str, Any], scaling: Mapping[str, Any]) -> None:
-    """Scale the rotations of a class that reads no scaling, but for those of another base, which
+    """Scale the rotations of a class that reads no scaling, except those of another base, which
     layers with windows have.
     """
     theta = text.get("rope_theta") or 10_000.0
@@ -91,7 +91,7 @@ def _scale_plain(found: list[Any], text: Mapping[str, Any], scaling: Mapping[str
 
 
 def _correct_yarn(rope: Any, base: float, scaling: Mapping[str, Any]) -> None:
-    """Give a rotation YaRN's unrounded range, where `truncate` is false, and its stated factor of
+    """Give a rotation YaRN's unrounded range, if `truncate` is false, and its stated factor of
     attention: https://github.com/vllm-project/vllm/pull/27722
     """
     factor = float(scaling["factor"])
@@ -122,7 +122,7 @@ def _correct_yarn(rope: Any, base: float, scaling: Mapping[str, Any]) -> None:
 def _correct_longrope(
     rope: Any, text: Mapping[str, Any], scaling: Mapping[str, Any], context: int | None
 ) -> None:
-    """Give a rotation the short factors, where no text is longer than the original context."""
+    """Give a rotation the short factors, if no text is longer than the original context."""
     original = rope.original_max_position_embeddings
     is_long = context is None or context > original
     base = float(text.get("rope_theta") or 10_000.0)

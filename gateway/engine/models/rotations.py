@@ -1,5 +1,5 @@
-"""Rotary positions on a CPU. There mlx's `rope` makes the angles of a pass, their sines and cosines
-anew, twice in each layer; here layers share them.
+"""Rotary positions on a CPU. mlx's `rope` makes the angles of a pass there, their sines and
+cosines, anew twice in each layer; here layers share them.
 
 The numbers are those of `rope`, to the last bit. Metal and CUDA have a kernel for it.
 """
@@ -26,7 +26,7 @@ class _Pass(threading.local):
         self._tables: dict[Hashable, _Table] = {}
 
     def begin(self, offset: int | mx.array | None) -> None:
-        """Share what is made of these positions from now on, unless that is done."""
+        """Share the tables of these positions from now on, unless they are shared already."""
         if offset is not self._offset:
             self._offset, self._tables = offset, {}
 
@@ -56,8 +56,8 @@ def sharing_rotations() -> Iterator[None]:
 
 
 def share_positions(offset: mx.array) -> mx.array:
-    """Return the positions of rows' next tokens, (rows,), for layers to share what is made of them.
-    Nobody may write to them.
+    """Return the positions of rows' next tokens, (rows,), for layers to share their tables. The
+    array must not be written to.
     """
     if _pass.is_open:
         _pass.begin(offset)
@@ -74,7 +74,7 @@ def rotate(
     offset: int | mx.array,
     freqs: mx.array | None = None,
 ) -> mx.array:
-    """Return what `mx.fast.rope` does, of x, (rows, heads, tokens, size)."""
+    """Return the result of `mx.fast.rope` for x, (rows, heads, tokens, size)."""
     tables = _pass.tables(offset) if x.dtype == mx.float32 and x.ndim == 4 else None
     if tables is None:
         rotated: mx.array = _own_rope(
@@ -88,7 +88,7 @@ def rotate(
     cosines, sines, _ = tables[key]
     whole = x.shape[-1] == dims
     turning = x if whole else x[..., :dims]
-    # Pairs are neighbours, or the halves' numbers of the same place.
+    # Pairs are neighbours, or numbers at the same place of two halves.
     if traditional:
         pairs = turning.reshape(*x.shape[:-1], dims // 2, 2)
         swapped = pairs[..., ::-1]
@@ -108,7 +108,9 @@ def _make_table(
     freqs: mx.array | None,
     tokens: int,
 ) -> _Table:
-    """Make a table in the order of mlx's own steps (mlx/fast.cpp, rope), which rounds alike."""
+    """Make a table by mlx's own steps, in their order (mlx/fast.cpp, rope), so that both round
+    alike.
+    """
     places = mx.arange(tokens) + (offset if isinstance(offset, int) else offset[:, None, None])
     if freqs is None:
         assert base is not None

@@ -45,9 +45,9 @@ def join_group() -> RankGroup | None:
 
 
 def first_host() -> str:
-    """Return the address of rank 0 as mlx.launch tells it to every rank; empty if it does not."""
-    # By backend: ring's file lists each rank's addresses, JACCL has a coordinator and NCCL a host
-    # (launch.py of mlx's distributed tools).
+    """Return the address of rank 0 that mlx.launch tells every rank; empty if it tells none."""
+    # The source depends on the backend: ring's file lists each rank's addresses, JACCL has a
+    # coordinator and NCCL a host (launch.py of mlx's distributed tools).
     if "MLX_HOSTFILE" in os.environ:
         with open(os.environ["MLX_HOSTFILE"], encoding="utf-8") as hosts:
             return str(json.load(hosts)[0][0]).rpartition(":")[0]
@@ -57,8 +57,8 @@ def first_host() -> str:
 
 
 def share_bytes(group: RankGroup, data: bytes) -> bytes:
-    """Return rank 0's data, on every rank. What the others pass is ignored."""
-    # A sum over the ranks, of which all but the first add zeros.
+    """Return rank 0's data, on every rank. The data of other ranks are ignored."""
+    # The sum goes over the ranks, all but the first of which add zeros.
     if group.rank() > 0:
         data = b""
     size: Any = _sum(mx.array(len(data))).item()
@@ -72,7 +72,7 @@ def _sum(array: mx.array) -> mx.array:
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """How a model is divided, and among which ranks."""
+    """The way a model is divided, and the ranks that share it."""
 
     parallel: Parallel
     group: RankGroup
@@ -86,7 +86,9 @@ class RankShare:
 
 
 def shard(checkpoint: Checkpoint, model: Any, share: RankShare) -> None:
-    """Leave of mlx-lm's model, not read yet, what this rank computes. Raises ModelLoadFailed."""
+    """Reduce mlx-lm's model, not read yet, to the part that this rank computes. Raises
+    ModelLoadFailed.
+    """
     inner = getattr(model, "model", None)
     can = {"tensor": hasattr(model, "shard"), "pipeline": hasattr(inner, "pipeline")}
     if not can[share.parallel]:
@@ -117,7 +119,7 @@ def _check_sizes(checkpoint: Checkpoint, share: RankShare) -> None:
 
 
 class SharedListing:
-    """What the files say of a rank's share of a model, for its size before it is loaded."""
+    """The listing of a rank's share of a model, for its size before it is loaded."""
 
     def __init__(self, whole: Listing, share: RankShare) -> None:
         self._whole = whole
@@ -151,7 +153,7 @@ class SharedListing:
         return {name: tensor for name, tensor in cut if tensor is not None}
 
     def _cut(self, name: str, tensor: Tensor) -> Tensor | None:
-        """Return what this rank has of an array: all of what is in no layer."""
+        """Return this rank's part of an array: the whole of one outside the layers."""
         _, layers, after = f".{name}".partition(".layers.")
         number = after.partition(".")[0]
         if not layers or not number.isdecimal():
@@ -159,7 +161,7 @@ class SharedListing:
         if self._share.parallel == "pipeline" and int(number) not in self._stage:
             return None
         if self._share.parallel == "pipeline" or len(tensor.shape) < 2:
-            return tensor  # a norm's, or a bias, which is small
+            return tensor  # a norm's array or a bias, which is small
         ranks = self._share.group.size()
         shape = (-(-tensor.shape[0] // ranks), *tensor.shape[1:])
         return replace(tensor, shape=shape, nbytes=-(-tensor.nbytes // ranks))

@@ -24,7 +24,7 @@ from gateway.engine.models.family_defaults import is_default
 _FOLDER = Path(mlx_lm.models.__path__[0])
 _PREFIX = "mlx_lm.models."
 _OTHERS = ("base", "cache")  # modules that have no part of a model
-# Keys whose other values change logits in silence: docs/architectures.md has where that was seen.
+# Keys whose other values change logits without an error: docs/architectures.md has the sources.
 CHANGES: Final = re.compile(
     r"activation_function|attention_in_multiplier|clip_qkv|\w+_softcapping|first_k_dense_replace"
     r"|(full_attn|linear_attn|mlp)_(alpha|beta)_factor|interleave_moe_layer_step|kda_\w+"
@@ -35,8 +35,8 @@ CHANGES: Final = re.compile(
 )
 _GELU: Final[dict[str, tuple[Any, ...]]] = {"hidden_activation": ()}
 _SILU: Final[dict[str, tuple[Any, ...]]] = {"hidden_act": ()}
-# Keys that a class reads, and by which it computes other answers than transformers, with the values
-# for which both agree; an empty tuple stands for transformers' default.
+# Keys that a class reads, but with other answers than transformers', with the values for which both
+# agree; an empty tuple stands for transformers' default.
 _RIGHT: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
     "falcon_h1": {
         "attention_in_multiplier": (1.0,),
@@ -46,7 +46,7 @@ _RIGHT: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
     "gemma3n": _GELU,
     "gemma4": _GELU,
     "gemma4_text": _GELU,
-    "glm4_moe_lite": {"rms_norm_eps": (1e-5,)},  # some of its norms have their own
+    "glm4_moe_lite": {"rms_norm_eps": (1e-5,)},  # some of its norms have their own epsilon
     "gpt_bigcode": {"multi_query": (True,)},
     "phimoe": {"num_experts_per_tok": (2,)},
     "qwen2_moe": {"layer_types": ()},
@@ -59,7 +59,8 @@ _RIGHT: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
     "longcat_flash": _SILU,
     "mamba2": {"layer_norm_epsilon": (1e-5,), "n_groups": (1,)},
 }
-# Keys that change no answer: of training, of the tokenizer, of other tasks, of how files are kept.
+# Keys that change no answer: keys of training, of the tokenizer, of other tasks, of how files are
+# kept.
 _INERT: Final = re.compile(
     r"_.*|\w*bias|attention_chunk_size|attn_temperature_tuning|attn_scale|floor_scale|layer_types"
     r"|.*(dropout|pdrop|token_id|token_index|_config|loss|init)\w*|(num|n)_\w+|intermediate_size"
@@ -82,8 +83,8 @@ _BIAS: Final = re.compile(r"e_score_correction_bias|expert_bias")
 
 
 def check_keys(text: Mapping[str, Any], model_class: type) -> None:
-    """Raise ValueError for a key of a language model's config whose value a class passes over, or
-    computes otherwise, if answers would be others than transformers'.
+    """Raise ValueError for a key of a language model's config whose value a class ignores, or
+    computes otherwise, if answers would differ from transformers'.
     """
     for key in _unread(text, reader_of(model_class)):
         if CHANGES.fullmatch(key):
@@ -94,15 +95,15 @@ def check_keys(text: Mapping[str, Any], model_class: type) -> None:
 
 
 def list_unread(text: Mapping[str, Any], model_class: type) -> list[str]:
-    """List the keys that nothing reads and that are not as transformers has them, but for those
-    that are known to change no answer.
+    """List the keys that nothing reads and whose values are not transformers' defaults, except
+    those that are known to change no answer.
     """
     return [key for key in _unread(text, reader_of(model_class)) if not _INERT.fullmatch(key)]
 
 
 def _unread(text: Mapping[str, Any], reads: Callable[[str], bool]) -> Iterator[str]:
     for key, value in text.items():
-        # Gemma 4's tokens look ahead in images alone; forms of GELU are alike.
+        # Gemma 4's tokens look ahead only in images; forms of GELU are alike.
         is_same = (key, value) == ("use_bidirectional_attention", "vision") or (
             key == "activation_function" and str(value).startswith("gelu")
         )
@@ -112,7 +113,7 @@ def _unread(text: Mapping[str, Any], reads: Callable[[str], bool]) -> Iterator[s
 
 def list_lost(found: Mapping[str, mx.array], model: Any, text: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each kind of arrays that the files have and nothing reads, or that the
-    model needs and they have lost. Raises ValueError for what `list_dropped` refuses.
+    model needs and they have lost. Raises ValueError as `list_dropped` does.
     """
     if text.get("model_type") == "ernie4_5_moe" and not any(map(_BIAS.search, found)):
         yield "the files have lost the biases that experts are chosen by: answers differ"
@@ -121,9 +122,9 @@ def list_lost(found: Mapping[str, mx.array], model: Any, text: Mapping[str, Any]
 
 
 def list_dropped(found: Mapping[str, mx.array], model: Any, text: Mapping[str, Any]) -> list[str]:
-    """List the kinds of arrays of the files that a class drops when it takes them in: those whose
-    numbers are missing among the arrays that it has under other names. Raises ValueError for
-    the biases of an expert's choice, without which answers are others.
+    """List the kinds of the files' arrays that a class drops: those whose numbers are missing among
+    the arrays that it has renamed. Raises ValueError for the biases of an expert's choice, without
+    which answers differ.
     """
     if not hasattr(model, "sanitize"):
         return []
@@ -146,8 +147,8 @@ def list_dropped(found: Mapping[str, mx.array], model: Any, text: Mapping[str, A
 def _sizes(
     arrays: Mapping[str, mx.array], others: Mapping[str, mx.array], layers: int
 ) -> dict[str, int]:
-    """Return how many numbers there are of each kind of array that the others lack by name: those
-    of all layers and experts are one kind. Spare ones, and those of layers beyond, are left out.
+    """Return the count of numbers of each kind of array that `others` lack by name: those of all
+    layers and experts are one kind. Spare ones, and those of layers beyond, are left out.
     """
     sizes: dict[str, int] = {}
     for name, array in arrays.items():
@@ -159,21 +160,21 @@ def _sizes(
 
 
 def architecture(model_class: type) -> str:
-    """Return the name of the module of mlx-lm that a model's class, or one above it, is of."""
+    """Return the name of the module of mlx-lm that defines a model's class, or one above it."""
     modules = [each.__module__ for each in model_class.__mro__]
     return next((name[len(_PREFIX) :] for name in modules if name.startswith(_PREFIX)), "")
 
 
 def reader_of(model_class: type) -> Callable[[str], bool]:
-    """Return what tells of a key if a model's class reads it."""
+    """Return a function that tells whether a model's class reads a key."""
     return read_names(architecture(model_class)).__contains__
 
 
 @cache
 def read_names(module: str) -> frozenset[str]:
     """Return the names of attributes, texts and constant arguments in the source of a module of
-    mlx-lm's models, and of those that it imports. A key that is not among them is read by nothing:
-    a field that only keeps a value is no reader.
+    mlx-lm's models, and of those that it imports. No code reads a key that is not among them: a
+    field that only keeps a value is no reader.
     """
     found: set[str] = set()
     waiting, seen = [module], set(_OTHERS)

@@ -1,8 +1,8 @@
 """A model's chat template: a program from its checkpoint, of unbounded cost.
 
-transformers runs it in jinja2's sandbox, which bounds what it may do. Our own sandbox, a process
-ended by a deadline or by its memory, bounds what it may cost. transformers' own function renders it
-there, so the text is the same to the byte.
+transformers runs it in jinja2's sandbox, which bounds its actions. Our own sandbox, a process ended
+by a deadline or by its memory, bounds its cost. transformers' own function renders it there, so the
+text is the same to the byte.
 """
 
 import hashlib
@@ -17,14 +17,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from gateway.engine.sandbox_worker import Sandbox
 from gateway.errors import BadRequest, ModelLoadFailed, Overloaded, Unavailable
 
-MOST_CHARS: Final = 1_000_000  # of a prompt beyond twice what it was made of
-MOST_BYTES: Final = 1 << 29  # of memory beyond eight times that
+MOST_CHARS: Final = 1_000_000  # characters of a prompt beyond twice those of its parts
+MOST_BYTES: Final = 1 << 29  # bytes of memory beyond eight times those characters
 BUSY_S: Final = 2.0
 HELLO: Final = ({"role": "user", "content": "Hello!"},)
 
 
 class TemplateRefusal(BadRequest):
-    """The template's own words against a conversation, which it had the time to render."""
+    """The template's own words against a conversation; it had enough time to render it."""
 
 
 class ChatTemplate:
@@ -43,7 +43,7 @@ class ChatTemplate:
         self.text = named if isinstance(named, str) else "\n".join(named.values())
 
     def has(self, word: str) -> bool:
-        """Return True if a word stands in the template, or may in a program."""
+        """Return True if a word is in the template, or may be in a program."""
         return self.is_program or word in self.text
 
     def render(
@@ -52,9 +52,9 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any],
     ) -> str:
-        """Return what `apply_chat_template` returns for these messages, tools and other arguments.
+        """Return the text of `apply_chat_template` for these messages, tools and other arguments.
 
-        System turns after the first turn are folded into the user's, where they stand, if the
+        System turns after the first turn are folded into user turns, at their places, if the
         template refuses or drops them there.
 
         Raises TemplateRefusal if the template refuses the conversation, BadRequest if rendering
@@ -62,7 +62,7 @@ class ChatTemplate:
         system ended the process that rendered it, or gave it no processor.
         """
         outcome, value = self._render_once(messages, tools, arguments)
-        # A template may raise at a late system turn, or drop it without a word.
+        # A template may raise at a late system turn, or drop it without an error.
         late = [turn for turn in messages[1:] if turn["role"] == "system"]
         if late and not (outcome == "rendered" and _has_texts(str(value), late)):
             outcome, value = self._render_once(fold_late_systems(messages), tools, arguments)
@@ -113,7 +113,7 @@ class ChatTemplate:
                     list(messages), tools=listed, tokenize=False, **arguments
                 )
             text = json.dumps(self._arguments(messages, tools, arguments), default=str)
-        except Exception as error:  # a template is a program, and raises whatever it likes
+        except Exception as error:  # a template is a program, and may raise any error
             return "refused", str(error)
         request = {
             "kind": "template",
@@ -146,7 +146,7 @@ class ChatTemplate:
 
 
 def fold_late_systems(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a conversation whose system turns, but for the first turn, are parts of user turns."""
+    """Return a conversation whose system turns, except the first turn, are parts of user turns."""
     first, *rest = [dict(message) for message in messages]
     for turn in rest:
         if turn["role"] == "system":

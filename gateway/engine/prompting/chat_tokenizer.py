@@ -46,14 +46,14 @@ RESERVED = frozenset(
 
 
 T = TypeVar("T")
-TRIALS_S: Final = 30.0  # for renderings of made-up turns, of a few milliseconds each
-MOST_ADDED: Final = 1 << 17  # each takes transformers a tenth of a millisecond
+TRIALS_S: Final = 30.0  # seconds for renderings of made-up turns, a few milliseconds each
+MOST_ADDED: Final = 1 << 17  # each token takes transformers a tenth of a millisecond
 MOST_TOKENS: Final = 1 << 20  # XLM-V has 901,629, the most known
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The ids of a prompt, and whether at its end the model is thinking already or may begin to.
+    """The ids of a prompt, and whether the model is already thinking at its end, or may begin to.
 
     `opening` is the message on a channel that the template begins.
     """
@@ -81,7 +81,7 @@ class ChatTokenizer:
         self.template = template
         self._template_args = dict(template_args)
         self.backend: Tokenizer = wrapper.backend_tokenizer
-        # Set once: changing these per call is what makes a tokenizer say "Already borrowed".
+        # These are set once: changes per call make a tokenizer say "Already borrowed".
         self.backend.no_truncation()
         self.backend.no_padding()
         self.vocabulary = Vocabulary(self.backend)
@@ -93,7 +93,8 @@ class ChatTokenizer:
         )
         self._tried_until = time.monotonic() + TRIALS_S
         self._form = Form()
-        self.untried: str | None = None  # why it is not known how the template reads turns
+        # The reason why the template's way of reading turns is not known, if it is not.
+        self.untried: str | None = None
         try:
             self._form = find_form(template, self._try)
         except BadRequest as error:
@@ -110,8 +111,8 @@ class ChatTokenizer:
         Raises BadRequest with the template's own words when it refuses the conversation.
         """
         if isinstance(job.prompt, str):
-            # As a batch, since only tokenizers' batch calls release the GIL: a megabyte kept the
-            # event loop waiting for three seconds.
+            # The text is encoded as a batch, since only tokenizers' batch calls release the GIL: a
+            # megabyte kept the event loop waiting for three seconds.
             (encoded,) = self.backend.encode_batch_fast([job.prompt])
             return Prompt(list(encoded.ids))
         if job.prompt is not None:
@@ -122,8 +123,9 @@ class ChatTokenizer:
         return self.begin(opening, self.encode(text))
 
     def begin(self, opening: str, ids: list[int]) -> Prompt:
-        """Return a prompt that ends with what a template opens for the answer."""
-        if self.answers.is_harmony:  # free of its grammar until the answer's own message begins
+        """Return a prompt that ends with `opening`, the template's opening of the answer."""
+        # The grammar applies only when the answer's own message begins.
+        if self.answers.is_harmony:
             header = opening.rpartition("<|start|>")[2]
             return Prompt(ids, is_thinking=not opens_answer(header), opening=header)
         marks = (*self._reasoning.starts, *self._reasoning.ends)
@@ -142,7 +144,7 @@ class ChatTokenizer:
         """
         *earlier, last = job.messages
         # A template may close a message in any way. So a placeholder word is rendered instead of
-        # the text, and the text put after what stands before that word.
+        # the text, and the text is put after the part before that word.
         word = f"continued{secrets.token_hex(16)}"
         messages = [*earlier, {**last, "content": word}]
         text = self.apply(replace(job, messages=messages), is_asking=False)
@@ -153,11 +155,11 @@ class ChatTokenizer:
         return Prompt(ids)
 
     def render_questions(self, job: GenerateJob) -> tuple[list[Piece], str]:
-        """Return what the template writes before and after the text of the last message. What it
-        opens for thinking is closed, and the answer's own message is begun.
+        """Return the template's text before and after the last message's text. If it opens a
+        thought, the thought is closed, and the answer's own message is begun.
         """
-        # A placeholder word is rendered for that text and the question at its end, so that the
-        # template runs once.
+        # A placeholder word replaces that text and the question at its end, so that the template
+        # runs once.
         *earlier, last = job.messages
         word = f"question{secrets.token_hex(16)}"
         messages = [*earlier, {**last, "content": word}]
@@ -176,7 +178,7 @@ class ChatTokenizer:
         return self.controls.pieces(before), after
 
     def tokenize(self, job: GenerateJob, *, special: bool, asking: bool) -> list[int]:
-        """Return the ids of a text, or of a conversation: of one to be answered, if `asking`."""
+        """Return the ids of a text, or of a conversation, with the answer's opening if `asking`."""
         if isinstance(job.prompt, str):
             (encoded,) = self.backend.encode_batch_fast([job.prompt], add_special_tokens=special)
             return list(encoded.ids)
@@ -185,25 +187,26 @@ class ChatTokenizer:
         return self.encode(self.apply(job, is_asking=False))
 
     def encode(self, text: str) -> list[int]:
-        """Encode what the template has written, with the special tokens that it wants."""
+        """Encode the template's text, with the special tokens that it wants."""
         [ids] = self.controls.encode([self.controls.pieces(text)])
         return ids
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Return the vocabulary's strings of ids; of an unknown one an empty one."""
+        """Return the vocabulary's strings of ids; an empty one for an unknown id."""
         return [self.backend.id_to_token(token) or "" for token in ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.backend.decode(list(ids), skip_special_tokens=False))
 
     def texts_of(self, ids: Sequence[int], prompt: str | TokenIds | None) -> list[str]:
-        """Return the texts of a bare prompt's tokens; `prompt` is what the caller sent."""
+        """Return the texts of a bare prompt's tokens; `prompt` is as the caller sent it."""
         added = self.backend.get_added_tokens_decoder()
         special = {token for token, added_token in added.items() if added_token.special}
         return texts_of(ids, prompt if isinstance(prompt, str) else None, self.vocabulary, special)
 
     def render(self, job: GenerateJob) -> tuple[str, str]:
-        """Return a conversation's text, and what the template adds at its end to open the answer.
+        """Return a conversation's text, and the part that the template adds at its end to open the
+        answer.
 
         Only the second says whether the model is thinking, since messages may contain its marks
         too. It is empty if the text contains none.
@@ -216,7 +219,7 @@ class ChatTokenizer:
             return text, ""
         try:
             opening = text[count_alike(text, self.apply(job, is_asking=False)) :]
-        except TemplateRefusal:  # some cannot be rendered otherwise
+        except TemplateRefusal:  # some templates cannot render it otherwise
             opening = ""
         if opening:
             return text, opening
@@ -229,8 +232,9 @@ class ChatTokenizer:
     def apply(self, job: GenerateJob, *, is_asking: bool) -> str:
         """Return a conversation in the model's template, to be answered if `is_asking`.
 
-        A template that refuses it is given it without thoughts, which may contain its marks. Raises
-        what rendering does, and BadRequest for arguments that no request may set.
+        If the template refuses it, it is rendered again without thoughts, which may contain the
+        template's marks. Raises the errors of rendering, and BadRequest for arguments that no
+        request may set.
         """
         try:
             return self._apply(job, is_asking=is_asking)
@@ -256,7 +260,9 @@ class ChatTokenizer:
         )
 
     def _turn(self, message: dict[str, Any]) -> Turn:
-        """Return a turn as the template reads it, with its thought where the template looks."""
+        """Return a turn in the template's form, with its thought where the template looks
+        for it.
+        """
         turn, thought = self._form.turn(message, message.pop(THOUGHT_KEY, None) or "")
         if self._splits_controls:
             # A template looks for the marks of thinking in earlier answers.
@@ -265,7 +271,7 @@ class ChatTokenizer:
         return self._form.put(turn, thought) if thought else turn
 
     def try_out(self, render: Callable[[], T]) -> T:
-        """Render made-up turns, once more if other work left no time for it.
+        """Render made-up turns, once more if other work left no time for them.
 
         Raises BadRequest too if all trials of the model have taken too long.
         """
@@ -291,7 +297,7 @@ class ChatTokenizer:
         `reasoning` and MiniMax M3's `thinking_mode`; gpt-oss has three levels of thinking and
         cannot turn it off.
         """
-        if self.template.is_program:  # which has arguments of its own
+        if self.template.is_program:  # a program has arguments of its own
             return arguments
         asked = arguments.get("enable_thinking")
         if self.answers.is_harmony:
@@ -309,7 +315,7 @@ class ChatTokenizer:
 
 
 def count_alike(text: str, other: str) -> int:
-    """Count the characters that two texts have in common at their beginning."""
+    """Count the characters of two texts' common beginning."""
     if text.startswith(other):
         return len(other)
     pairs = enumerate(zip(text, other, strict=False))
@@ -318,14 +324,14 @@ def count_alike(text: str, other: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatFormats:
-    """What a user may set of a chat model's template and formats."""
+    """The settings of a chat model's template and formats."""
 
-    chat_template: str | None = None  # in the place of the checkpoint's own
+    chat_template: str | None = None  # replaces the checkpoint's own
     template_args: Mapping[str, Any] = field(default_factory=dict)
     tool_parser: str | None = None  # a format's name, inferred if it is None
-    reasoning_parser: str | None = None  # likewise
-    split_special_tokens: bool = False  # control tokens in what callers send are letters
-    template_sandbox: Sandbox | None = None  # where the template is rendered
+    reasoning_parser: str | None = None  # a format's name, inferred if it is None
+    split_special_tokens: bool = False  # control tokens in callers' texts are letters
+    template_sandbox: Sandbox | None = None  # the process that renders the template
 
     @classmethod
     def of(cls, spec: ChatSpec, template_sandbox: Sandbox) -> "ChatFormats":
@@ -369,7 +375,7 @@ def chat_tokenizer(
     declared = wrapper._tokenizer.init_kwargs.get("tool_parser_type")
     if chat_template is not None:
         wrapper.chat_template, declared = chat_template, None
-        wrapper._chat_template = None  # a program of mlx-lm's, which would take precedence
+        wrapper._chat_template = None  # a program of mlx-lm's would take precedence
     if not (wrapper.has_chat_template or chat_template):
         raise ModelLoadFailed(name, "it has no chat template; set `chat_template:` in models.yaml")
     template = ChatTemplate(wrapper, formats.template_sandbox)

@@ -1,8 +1,8 @@
 """Thoughts that go back to their model: the form in which its chat template reads them, found by
 rendering made-up turns.
 
-Templates show a thought only in some places: in an answer behind a tool's result, beside a call, or
-in any last answer. gpt-oss's refuses one beside a text and a call.
+Templates show a thought only in some places: in an answer after a tool's result, with a call, or in
+any last answer. gpt-oss's refuses a thought with both a text and a call.
 """
 
 import math
@@ -18,7 +18,7 @@ Turn: TypeAlias = Mapping[str, Any]
 PutThought: TypeAlias = Callable[[Turn, str], Turn]
 """Adds a thought to a turn, in the form that a template reads."""
 
-THOUGHT_KEY: Final = "reasoning_content"  # in a job's turns, and in most templates
+THOUGHT_KEY: Final = "reasoning_content"  # name in a job's turns, and in most templates
 THOUGHT: Final = "The tide turns at seven."
 ARGUMENTS: Final[Mapping[str, Any]] = {"harbour": "Old Whitby", "days": 3}
 FUNCTION: Final = Function(
@@ -75,7 +75,7 @@ def _put_as_part(turn: Turn, thought: str) -> Turn:
     return {**turn, "content": [{"type": "thinking", "thinking": thought}, *parts]}
 
 
-# Each behind a word without which a template cannot read that form.
+# Each form, after a word without which a template cannot read it.
 _FORMS: Final[Sequence[tuple[str, PutThought]]] = (
     (THOUGHT_KEY, put_as(THOUGHT_KEY)),
     ("reasoning", put_as("reasoning")),
@@ -91,10 +91,10 @@ def may_show_thoughts(template: ChatTemplate) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The form in which a template reads what its model wrote earlier.
+    """The form in which a template reads its model's earlier answers.
 
-    A template that writes a line break behind a thought, or behind a text before a call, needs the
-    model's own left out: with both, the prompt would not begin with the tokens that it wrote.
+    If a template writes a line break after a thought, or after a text before a call, the model's
+    own is left out: with both, the prompt would not begin with the model's tokens.
     """
 
     put: PutThought = _PUT
@@ -112,7 +112,7 @@ class Form:
 def find_form(template: ChatTemplate, render: Callable[[Sequence[Turn]], str | None]) -> Form:
     """Return the form in which a template reads turns; the usual one if it shows no thoughts.
 
-    `render` returns the text of a conversation, None for one that the template refuses.
+    `render` returns the text of a conversation; None if the template refuses it.
     """
     talk = (render([_ASKED, _TALKING]) if template.has("tool_calls") else None) or ""
     breaks_texts = f"{_TALKING['content']}\n" in talk

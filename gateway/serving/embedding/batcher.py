@@ -71,7 +71,7 @@ class EmbeddingCache:
         if not self._size:
             return
         key = _digest(text, salt)
-        # A copy: the array is a view of its whole request's.
+        # A copy: the array is a view of the whole request's array.
         self._vectors[key] = replace(vector, vector=vector.vector.copy())
         self._vectors.move_to_end(key)
         if len(self._vectors) > self._size:
@@ -98,7 +98,7 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
         arrivals: Arrivals | None = None,
     ) -> None:
         super().__init__(name, engine.embed, engine.probe, lane, limits, arrivals)
-        self.engine = engine  # for its facts about the model
+        self.engine = engine  # callers read its facts about the model
         self._pool = pool
         self._cache = EmbeddingCache(name, limits.cache_size)
 
@@ -119,8 +119,8 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
     async def rerank(self, job: RerankJob, arrival: Arrival | None = None) -> Reranked:
         """Return (1 + cosine) / 2 of each document's and its query's vectors; if raw, the cosine.
 
-        The texts have the model's prompts for queries and for documents, if it has them. Raises
-        what `embed` does.
+        The texts have the model's prompts for queries and for documents, if it has them. Raises as
+        `embed` does.
         """
         query_prompt = find_prompt(self.engine, QUERY_PROMPTS, job.prompt_name)
         document_prompt = find_prompt(self.engine, DOCUMENT_PROMPTS, job.prompt_name)
@@ -223,8 +223,8 @@ DOCUMENT_PROMPTS: Final = ("document", "passage")  # Qwen3's name, and e5's
 
 
 def find_prompt(engine: EmbeddingEngine, names: Sequence[str], default: str | None) -> str:
-    """Return the first of the model's prompts that has one of `names`; else that of the default
-    name, else of the model's own default, else none.
+    """Return the model's first prompt with one of `names`; else the prompt named `default`, else
+    the model's own default prompt, else an empty text.
     """
     for name in (*names, default, engine.default_prompt_name):
         if name is not None and name in engine.prompts:
@@ -233,7 +233,7 @@ def find_prompt(engine: EmbeddingEngine, names: Sequence[str], default: str | No
 
 
 def cosines(queries: Vectors, documents: Vectors) -> npt.NDArray[np.float64]:
-    """Return (documents,): the cosine of each row with that of the query, or with its own."""
+    """Return (documents,): the cosine of each document's row and the one query's, or its own's."""
     ones, document_rows = queries.astype(np.float64), documents.astype(np.float64)
     lengths = np.linalg.norm(ones, axis=1) * np.linalg.norm(document_rows, axis=1)
     cosines: npt.NDArray[np.float64] = (ones * document_rows).sum(axis=1) / np.where(

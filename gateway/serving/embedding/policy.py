@@ -25,11 +25,11 @@ class EmbeddingLimits:
     batch_window_s: float
     min_batch_size: int = 1
     batch_deadline_s: float = 0.1  # no input waits longer for others
-    # The window follows the load, and `batch_window_s` is not used.
+    # The windows by load, used instead of `batch_window_s`.
     windows: Windows | None = None
     queue_max_tokens: int = NO_BOUND
     cache_size: int = 0  # vectors that are kept
-    # A pass has at most the tokens that, as measured, take so long.
+    # The longest that a pass should take: measured speed bounds its tokens.
     pass_limit_s: float = 0.25
 
 

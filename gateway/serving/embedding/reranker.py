@@ -37,14 +37,14 @@ class RerankBatcher(RowBatcher[Pair]):
         arrivals: Arrivals | None = None,
     ) -> None:
         super().__init__(name, self._score, engine.probe, lane, limits, arrivals)
-        self.engine = engine  # for its facts about the model
+        self.engine = engine  # callers read its facts about the model
         self._pool = pool
 
     async def rerank(self, job: RerankJob, arrival: Arrival | None = None) -> Reranked:
         """Return a score for every document, in order. `arrival` ends once the pairs are queued.
 
-        Raises Overloaded when too much waits, ContextLengthExceeded for a query, or if not
-        `truncate` a document, that is too long, DeadlineExceeded, and EngineFailed when the model
+        Raises Overloaded when too much waits, ContextLengthExceeded for a query that is too long
+        or, unless `truncate`, such a document, DeadlineExceeded, and EngineFailed when the model
         fails, or a score is not finite.
         """
         timings = job.caller.timings
@@ -110,8 +110,8 @@ def _slices(job: RerankJob) -> Iterator[Part]:
 def relevance(logits: Vectors, *, is_raw: bool) -> npt.NDArray[np.float64]:
     """Return (rows,): the log-odds of relevance or, unless `is_raw`, its probability.
 
-    Of several labels the last is relevance, and its probability that of a softmax, as llama.cpp has
-    it for two; vLLM and sentence-transformers rank by models with one label only.
+    The last of several labels is relevance, and its probability is that of a softmax, as llama.cpp
+    computes it for two labels; vLLM and sentence-transformers rank only by models with one label.
     """
     odds = logits[:, -1].astype(np.float64)
     if logits.shape[1] > 1:

@@ -36,7 +36,7 @@ class RowRequest(Generic[R]):
         self._array: Vectors | None = None
         self._inferred_s = 0.0
         self._lane_s = 0.0
-        self._turn: Turn | None = None  # the last one that computed rows of it
+        self._turn: Turn | None = None  # the last turn that computed its rows
 
     @property
     def is_over(self) -> bool:
@@ -87,7 +87,7 @@ class RowRequest(Generic[R]):
 
     def write_timings(self) -> None:
         """Record the time in each stage."""
-        # What was neither lane nor inference was queue.
+        # The rest of the time, neither lane nor inference, was queue.
         now, add = clock.now(), self._timings.add
         inferred_since = now - self._inferred_s
         lane_since = inferred_since - self._lane_s
@@ -105,7 +105,7 @@ class Row(NamedTuple, Generic[R]):
     """One row inside a batch."""
 
     request: RowRequest[R]
-    position: int  # among the rows of its request
+    position: int  # the row's index in its request
     row: R
 
 
@@ -114,7 +114,7 @@ class RowBatcher(Generic[R]):
 
     `kind` names its turns of the lane. `compute` runs on the lane, with rows sorted by length; it
     returns one result for each, as an array of (rows, width) float32. `probe` computes a row of the
-    model's own there.
+    model's own, on the lane too.
     """
 
     kind: ClassVar[str]
@@ -191,7 +191,7 @@ class RowBatcher(Generic[R]):
                 await self._collect()
                 async with self._lane.turn(self.kind) as turn:
                     await self._pass(turn)
-                    # Several passes a turn, where others wait and it is not their turn yet.
+                    # Several passes share a turn while others wait and their turn is not due.
                     while self._has_work() and turn.is_contended and not turn.is_up:
                         await self._pass(turn)
 
@@ -268,8 +268,8 @@ class RowBatcher(Generic[R]):
     async def _retry_alone(self, turn: Turn, batch: list[Row[R]], error: Exception) -> None:
         """Compute each row alone, so that only those at fault fail."""
         fault = await self._note(turn, error)
-        # If memory had ended, a single row is tried again too, with what could be given back; and
-        # if nothing could be compiled, for now it runs unfused.
+        # A single row is tried again too after two faults: memory ran out, and some is given back
+        # now; or nothing could be compiled, and for now it runs unfused.
         if fault is Fault.PRESSURE:
             await turn(self._lane.health.shed)
         for row in batch:

@@ -1,4 +1,4 @@
-"""Checks finished answers by the schemas that they were held to, whatever their grammar held."""
+"""Checks of finished answers by their schemas, also by the parts that no grammar enforces."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -30,9 +30,7 @@ class Fit(Enum):
 
 
 def choose_retried(job: GenerateJob, fits: Sequence[Fit | None]) -> list[int]:
-    """Return the choices that are written once more: those that do not fit, if another try could
-    give another answer.
-    """
+    """Return the choices to write again: those that do not fit, if another try may differ."""
     if job.sampling.seed is not None or job.sampling.temperature == 0:
         return []
     return [index for index, fit in enumerate(fits) if fit in (Fit.INVALID, Fit.BROKEN)]
@@ -40,7 +38,7 @@ def choose_retried(job: GenerateJob, fits: Sequence[Fit | None]) -> list[int]:
 
 @dataclass(slots=True)
 class _Choice:
-    """A choice so far: its text, the name and arguments of each call, and if it was cut."""
+    """A choice so far: its text, the name and arguments of each call, and whether it was cut."""
 
     text: list[str] = field(default_factory=list)
     calls: dict[int, tuple[list[str], list[str]]] = field(default_factory=dict)
@@ -63,7 +61,7 @@ class AnswerChecker:
         self._pool = pool
         self._job = job
         self._choices: dict[int, _Choice] = {}
-        # JSON pointers to what no grammar holds, after the function's name for parameters of one.
+        # JSON pointers to the parts that no grammar enforces; a function's name precedes its own.
         self.unenforced = unenforced
         functions = () if job.calling is None else job.calling.functions
         self._held = {
@@ -88,15 +86,15 @@ class AnswerChecker:
             arguments.append(delta.call.arguments)
 
     async def check(self, index: int) -> Fit | None:
-        """Return whether a finished choice fits, and count it; None if it has nothing to fit.
+        """Return whether a finished choice fits, and count the result; None if it has no schema.
 
-        It is unknown if the choice was cut, the deadline has passed, or nobody can tell.
+        The result is UNKNOWN if the choice was cut, the deadline passed, or no check can tell.
         """
         choice = self._choices.pop(index, None)
         if choice is None:
             return None
         schemas: list[tuple[str, str, bool]] = []
-        if not choice.is_cut:  # else it is not whole, as was asked
+        if not choice.is_cut:  # a cut answer is not whole, as the caller asked
             schemas += self._schemas(choice)
         if not schemas and not self.unenforced:
             return None

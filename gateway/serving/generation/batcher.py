@@ -30,8 +30,9 @@ from gateway.serving.tokenize import ThreadPools, prompt_kind
 
 log = logs.get("generation")
 
-PREFILL_FIRST_PASSES = 2  # decoding waits only for prompts of so few passes, and for their time
-RETRY_PAUSE_S = 0.1  # after a turn that failed, as the next may fail too
+# Decoding waits only for prompts of up to this many passes, and no longer than these may take.
+PREFILL_FIRST_PASSES = 2
+RETRY_PAUSE_S = 0.1  # pause after a failed turn, as the next may fail too
 
 
 @dataclass(slots=True)
@@ -40,8 +41,8 @@ class Generation:
 
     usage: Usage
     deltas: AsyncGenerator[Delta, None]
-    params: SequenceParams  # of its first choice
-    checker: AnswerChecker  # of choices, each after its last delta
+    params: SequenceParams  # the first choice's parameters
+    checker: AnswerChecker  # checks each choice after its last delta
 
 
 class GenerationBatcher:
@@ -70,12 +71,12 @@ class GenerationBatcher:
         self._scheduler = Scheduler(name, self._cap_batch(limits), self.memory)
         self._wake_events = {kind: asyncio.Event() for kind in ("prefill", "decode")}
         self._decode_waits_since: float | None = None
-        self._warnings: set[str] = set()  # that were logged already
+        self._warnings: set[str] = set()  # events logged already
         self._interrupt = threading.Event()  # sequences have to leave: ends the turn after its pass
         self._pace = PrefillPace(limits)
         self._gains = DraftGains()
-        self._state = StepResult()  # of the engine, after the last pass
-        self.verdict: Verdict | None = None  # of the model's self-test, if it has one
+        self._state = StepResult()  # the engine's state after the last pass
+        self.verdict: Verdict | None = None  # the result of the model's self-test, if it has one
         self._was_batched = self.is_batched
 
     @property
@@ -90,7 +91,7 @@ class GenerationBatcher:
 
     @property
     def routing_keys(self) -> Sequence[bytes]:
-        """Return the routing keys of what is kept of prompts."""
+        """Return the routing keys of the kept prompts."""
         return self.engine.routing_keys()
 
     @property
@@ -107,8 +108,8 @@ class GenerationBatcher:
         return limits if self.is_batched else replace(limits, max_batch_size=1)
 
     def note_batching(self) -> None:
-        """Limit the batch to one sequence while the engine does not batch sequences, and to as many
-        as the self-test found to gain by it.
+        """Adopt the self-test's step times, and limit the batch to one sequence while the engine
+        does not batch sequences.
         """
         self._scheduler.step_s = () if self.verdict is None else self.verdict.step_s
         if self._was_batched == self.is_batched:
@@ -119,7 +120,7 @@ class GenerationBatcher:
         self.adopt(self._limits)
 
     def _on_fault(self, fault: PassFault) -> None:
-        """Log the error of a pass; its sequences are read again, fewer at once if memory ended."""
+        """Log the error of a pass; its sequences are read again, fewer at once after low memory."""
         metrics.of(metrics.BATCH_FAULTS, self._name).inc()
         log.warning("batch_fault", model=self._name, fault=fault.fault.value, error=fault.message)
         if fault.is_pressure:
@@ -151,7 +152,8 @@ class GenerationBatcher:
         timings.model, timings.stage = name, Stage.TOKENIZE
         sequences = await self._plan(job)
         async with self._queue.place(job.caller, sequences, on_full):
-            # Of all: a check takes 0.1 ms of the loop, and labels may have thousands of steps.
+            # Only the longest is checked: a check takes 0.1 ms of the loop, and labels may have
+            # thousands of steps.
             self.memory.check(self._name, max(sequences, key=lambda each: len(each.prompt)))
             sequences = await self._compile(job, sequences)
             inbox: asyncio.Queue[Delta | GatewayError] = asyncio.Queue()
@@ -253,7 +255,7 @@ class GenerationBatcher:
             self._wake()
 
     def _on_memory_change(self) -> None:
-        """Wake the workers if sequences wait for memory, or what is kept of prompts has to go."""
+        """Wake the workers if sequences wait for memory, or kept prompts have to go."""
         if self.tickets or self.memory.must_shrink_prefixes:
             self._wake()
 
@@ -286,7 +288,7 @@ class GenerationBatcher:
             self._wake_events["decode"].clear()
             while self._state.decoding or self._scheduler.must_move:
                 if self._prefill_goes_first():
-                    break  # until its turn has ended
+                    break  # prefill has its turn first
                 if not await self._turn("decode"):
                     break
                 self._decode_waits_since = None
@@ -322,11 +324,11 @@ class GenerationBatcher:
             await asyncio.sleep(RETRY_PAUSE_S)
         self.note_batching()
         scheduler.hold()
-        self._wake()  # one worker's turn may be work for the other
+        self._wake()  # one worker's turn may make work for the other
         return True
 
     def _run(self, plan: StepPlan, turn: Turn, loop: asyncio.AbstractEventLoop) -> None:
-        """Run the passes of a turn, the first with what the plan changes. On the lane's thread."""
+        """Run the passes of a turn; the first applies the plan's changes. On the lane's thread."""
         result, decoded = self._state, 0
         while True:
             started = clock.now()
@@ -338,14 +340,14 @@ class GenerationBatcher:
             result = self.engine.step(plan)
             seconds = clock.now() - started
             turn.beat()
-            # What comes of a pass is processed on the loop while the next one runs.
+            # The loop processes the results of a pass while the next one runs.
             loop.call_soon_threadsafe(self._process, plan.kind, result, seconds)
             self._heed(result.faults)
             if plan.kind == "prefill":
                 self._pace.note(result.size.padded_tokens, seconds)
                 has_more = bool(result.reading) and turn.is_contended
             else:
-                # Another's turn may have been the time in which the first step's pass ran.
+                # The first step's pass may have run during another worker's turn.
                 is_whole = decoded > 0 or not turn.is_contended
                 judged = self._gains.note(result, seconds) if is_whole else None
                 if judged is not None:
@@ -362,12 +364,12 @@ class GenerationBatcher:
             turn.leave_under_way(self.engine.synchronize)
 
     def _heed(self, faults: Sequence[PassFault]) -> None:
-        """Do what the device needs before its next pass. Raises DeviceLost if it is lost."""
+        """Note faults, and free memory if it ran out. Raises DeviceLost if the device is lost."""
         health = self._lane.health
         for fault in faults:
             if fault.is_pressure:
                 self._interrupt.set()  # sequences have to be preempted before the next pass
-                self.engine.synchronize()  # the buffers' wait would take an error of the step
+                self.engine.synchronize()  # waits here, or shedding would meet the step's errors
                 health.shed()
             health.note(fault.fault, fault.message, self.engine.probe)
 
@@ -445,7 +447,7 @@ class GenerationBatcher:
 class AdaptedBatcher:
     """The batcher of a base, for the requests of one of its adapters."""
 
-    # It has no workers, queue or limits of its own, and counts no sequences: those are the base's.
+    # An adapter has no workers, queue, limits or counts of sequences of its own: the base has them.
     def __init__(self, base: GenerationBatcher, adapter: Adapter) -> None:
         self._base = base
         self._adapter = adapter
@@ -462,12 +464,12 @@ class AdaptedBatcher:
 
     @property
     def verdict(self) -> Verdict | None:
-        """Return that of the base's self-test."""
+        """Return the verdict of the base's self-test."""
         return self._base.verdict
 
     @property
     def routing_keys(self) -> Sequence[bytes]:
-        """Return the routing keys of what is kept of this adapter's prompts."""
+        """Return the routing keys of this adapter's kept prompts."""
         return self._base.engine.routing_keys(self._adapter.number)
 
     def generate(

@@ -23,20 +23,20 @@ class Choice:
     """One choice of a job: waiting, in the batch or ended."""
 
     params: SequenceParams
-    inbox: asyncio.Queue[Delta | GatewayError]  # of all choices of the job
+    inbox: asyncio.Queue[Delta | GatewayError]  # shared by all choices of the job
     rank: float = 0.0
-    timings: Timings | None = None  # the job's, of its first choice alone
+    timings: Timings | None = None  # the job's timings; only its first choice has them
     request: str = ""  # requests take turns to have a sequence join
-    id: int = 0  # its sequence's; 0 until it joins
+    id: int = 0  # the sequence's id; 0 until it joins
     is_over: bool = False
-    is_queued: bool = False  # to join, or to join again
-    is_held: bool = False  # in the batch but not to decode now: parked, or parked after prefill
+    is_queued: bool = False  # True: it waits to join, or to join again
+    is_held: bool = False  # True: it is in the batch but parked, or to be parked after prefill
     tokens: int = 0
-    length: int = 0  # in tokens, prompt and answer, that memory is held for
+    length: int = 0  # tokens of prompt and answer that memory is held for
     preemptions: int = 0
-    rotated_at: int = 0  # `tokens` when it began to decode, or went on
-    stuck_since: float | None = None  # when it first lacked memory that only other models hold
-    # When it arrived, joined, or had its first token.
+    rotated_at: int = 0  # `tokens` at the time it began to decode, or resumed
+    stuck_since: float | None = None  # time it first lacked memory that only other models hold
+    # The time at which it arrived, joined, or had its first token.
     since: float = field(default_factory=clock.now)
 
     @property
@@ -53,7 +53,7 @@ class Choice:
     @property
     def counts_prompt(self) -> bool:
         """Return True if its prompt counts for the usage."""
-        # All choices have the same prompt, and all steps into the labels of a question.
+        # All choices share one prompt, and so do all steps into the labels of a question.
         step = self.params.step
         return self.index == 0 if step is None else step.is_first
 
@@ -69,7 +69,7 @@ class Choice:
 
     @property
     def run(self) -> int:
-        """Return the tokens that it has decoded since it began or went on."""
+        """Return the tokens that it has decoded since it began or resumed."""
         return self.tokens - self.rotated_at
 
     @property
@@ -83,7 +83,7 @@ class Choice:
         return self.length < min(self.max_length, self.used + MARGIN)
 
     def cap_at_memory(self) -> int:
-        """End the answer where its memory ends, and return that many tokens."""
+        """Limit the answer to the tokens that memory is held for, and return that limit."""
         limit = self.length - len(self.params.prompt)
         self.params = replace(self.params, max_tokens=limit)
         return limit
@@ -119,7 +119,7 @@ class Choice:
         self.since = now
 
     def deliver(self, delta: Delta, model: str) -> None:
-        """Put a delta in the inbox, as that of a `model` or of an adapter of it."""
+        """Put a delta in the inbox, and count it for `model`, or for the adapter that it is of."""
         if self.params.adapter is not None:
             model = self.params.adapter.model
         if delta.error is not None:
@@ -167,7 +167,7 @@ class DeltaReader:
     engine: GenerationEngine
     pool: ThreadPools
     job: GenerateJob
-    sequences: Sequence[SequenceParams]  # one a choice
+    sequences: Sequence[SequenceParams]  # one for each choice
     inbox: asyncio.Queue[Delta | GatewayError]
     warn_once: Callable[..., None]  # logs an event, with its details
     _held: dict[int, list[Delta]] = field(default_factory=lambda: defaultdict(list))
@@ -192,8 +192,8 @@ class DeltaReader:
     async def _read_whole(self, delta: Delta) -> Sequence[Delta]:
         """Hold an answer's text back until its end, and then return all of its parts.
 
-        Reading takes the checkpoint's patterns, and so a thread and a process that is not the
-        lane's. A cut answer makes no call.
+        The checkpoint's own patterns read it, so on another thread and in another process than
+        the lane's. A cut answer makes no call.
         """
         held, end = self._held[delta.index], delta.finish_reason
         held.append(delta)
@@ -206,7 +206,8 @@ class DeltaReader:
             self.warn_once(problem[0], why=problem[1])
         if any(part.call is not None for part in parts):
             end = "tool_calls"
-        # Those of thoughts and calls are none of the content's, and which they are is not known.
+        # Logprobs of thoughts and calls do not belong to the content, and which ones they are is
+        # unknown.
         is_text = all(part.call is None and not part.reasoning for part in parts)
         logprobs = [each for delta in held for each in delta.logprobs if is_text]
         return (*parts, replace(delta, text="", logprobs=logprobs, finish_reason=end))
@@ -219,8 +220,8 @@ def lay_out(
     parking: Collection[Choice] = (),
     resuming: Collection[Choice] = (),
 ) -> Layout:
-    """Return the layout of sequences in memory, or as it would be with other lengths or others
-    held.
+    """Return the layout of sequences in memory, as it is, or as it would be with other lengths or
+    after parking and resuming some.
     """
     batched: list[int] = []
     single: list[int] = []

@@ -1,10 +1,10 @@
-"""Whether drafts make answers come sooner on this device: by the times of steps with them and
-without.
+"""Whether drafts make answers come sooner on this device, by the times of steps with and without
+them.
 
-A draft costs a wider pass, or one of another model, and what is not chosen of it was for nothing.
-What a pass of several tokens costs differs by device and model, so it is measured: tokens that a
-drafter's passes give, at the price that they have one by one, against the seconds of all steps that
-made or read its drafts. Steps without are timed while nobody may draft.
+A draft costs a wider pass, or a pass of another model, and its rejected tokens are wasted. The cost
+of a pass of several tokens differs by device and model, so it is measured: the tokens that a
+drafter's passes give, at their price one by one, against the seconds of all steps that made or read
+its drafts. Steps without drafts are timed while no drafter may draft.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ from gateway.jobs.steps import DRAFTERS, Drafter, StepResult
 WINDOW: Final = 32  # passes with drafts of one drafter, after which it is judged
 BASELINES: Final = 5  # steps without drafts that are timed, for each count of rows
 STALE: Final = 512  # steps after which the time without drafts is measured anew
-SHORTEST_PAUSE: Final = 512  # steps; each loss after another doubles it
+SHORTEST_PAUSE: Final = 512  # steps; each further loss doubles it
 LONGEST_PAUSE: Final = 1 << 15
 
 
@@ -28,18 +28,18 @@ class _Baseline:
 
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=BASELINES))
     missing: int = BASELINES  # steps until it is known
-    used: int = 0  # steps since it was
+    used: int = 0  # steps since it was known
 
 
 @dataclass(slots=True)
 class _Source:
-    """What the steps with one drafter's tokens have cost, and would have one by one."""
+    """The seconds of the steps with one drafter's tokens, and of the same tokens one by one."""
 
     spent_s: float = 0.0
     worth_s: float = 0.0
     passes: int = 0
-    paused: int = 0  # steps without its drafts that are left
-    pause: int = SHORTEST_PAUSE  # after the next loss
+    paused: int = 0  # remaining steps without its drafts
+    pause: int = SHORTEST_PAUSE  # steps to pause after the next loss
 
 
 @dataclass(slots=True)
@@ -50,10 +50,10 @@ class DraftGains:
     _sources: dict[Drafter, _Source] = field(
         default_factory=lambda: {name: _Source() for name in DRAFTERS}
     )
-    _has_drafters: bool = False  # somebody may draft in the step under way
+    _has_drafters: bool = False  # True: a drafter may draft in the step under way
 
     def choose(self, rows: int) -> Sequence[Drafter]:
-        """Return who may draft in the next step, of so many rows."""
+        """Return the drafters that may draft in the next step, which has `rows` rows."""
         baseline = self._baselines.setdefault(rows, _Baseline())
         baseline.used += 1
         if baseline.used > STALE:

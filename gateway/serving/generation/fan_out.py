@@ -9,7 +9,7 @@ from functools import partial
 from gateway.jobs.chat import Delta, GenerateJob, Usage
 from gateway.serving.generation.batcher import ChatBatcher
 
-JOBS_AT_ONCE = 16  # of one request: a long list of prompts is admitted in slices
+JOBS_AT_ONCE = 16  # jobs of one request: a long list of prompts is admitted in slices
 
 
 async def generate_many(
@@ -26,7 +26,7 @@ async def generate_many(
     untried = set(range(slots))
     # Nothing is yielded until each of the first jobs has been admitted or has found the queue full.
     all_tried = asyncio.Event()
-    # The others try then, and wait for a place until the deadline.
+    # The other jobs try after this, and wait for a place until the deadline.
     first_admitted = asyncio.Event()
 
     def note_try(number: int) -> None:

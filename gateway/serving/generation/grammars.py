@@ -15,9 +15,9 @@ from gateway.jobs.chat import Grammar
 
 T = TypeVar("T")
 
-ERRORS_LAST_S = 60.0  # refusals, which are kept
-WAITS = 15  # times a grammar's processor time, for a request on a machine that others use too
-WAITS_BEHIND = 5  # times that, for other grammars
+ERRORS_LAST_S = 60.0  # seconds that a refusal is kept
+WAITS = 15  # a request waits up to this many times `timeout_s`: others use the machine too
+WAITS_BEHIND = 5  # a grammar waits up to this many times `timeout_s` for others
 AGAIN_S = 2.0
 
 
@@ -38,9 +38,10 @@ class GrammarCache(Generic[T]):
     def __init__(
         self,
         model: str,
-        # Raises TimeoutError for one that takes more than `timeout_s` of the processor.
+        # Raises TimeoutError for a grammar that takes more than `timeout_s` of processor time.
         compile: Callable[[Grammar], T],  # noqa: A002
-        run: Callable[[Callable[[Grammar], T], Grammar], Awaitable[T]],  # on a worker thread
+        # Calls it on a worker thread.
+        run: Callable[[Callable[[Grammar], T], Grammar], Awaitable[T]],
         *,
         size: int = 64,
         timeout_s: float = 2.0,
@@ -60,9 +61,9 @@ class GrammarCache(Generic[T]):
     async def get(self, grammar: Grammar) -> T:
         """Return the compiled grammar.
 
-        Raises BadRequest when it cannot be compiled or costs too much, Overloaded when others took
-        all of the time, and Unavailable when it is still being compiled after a while: who asks
-        again waits for the same compilation.
+        Raises BadRequest if it cannot be compiled or costs too much, Overloaded if other grammars
+        took all of the time, and Unavailable if it is still being compiled after a while: a
+        caller that asks again waits for the same compilation.
         """
         entry = self._entries.get(grammar)
         if entry is not None and self._is_stale(entry):

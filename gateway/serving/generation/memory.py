@@ -1,7 +1,7 @@
 """The memory of a model's KV, reserved before it is allocated: sequences that do not fit wait.
 
-A sequence reserves what it has, not the most it may come to: it joins with room for a usual answer
-and grows while there is memory; when there is none, the youngest sequence is preempted.
+A sequence reserves its present tokens, not the most it may reach: it joins with room for an answer
+of usual length and grows while there is memory; if there is none, the youngest one is preempted.
 """
 
 import contextlib
@@ -14,24 +14,24 @@ from gateway.jobs.steps import KvCost, SequenceParams
 from gateway.serving.budget import Budget, PrefixShare
 
 KV_STEP = 256  # tokens by which KV caches grow: they may hold as many unused ones
-SPARE_ROWS = 8  # for so many sequences in a batch, KV may have the room of one more
+SPARE_ROWS = 8  # rows of a batch for each spare row that its KV may have
 GROWTH = 256  # tokens by which a sequence's reservation grows while memory is free
 MARGIN = 32  # tokens: more than a turn's steps and the pass launched ahead of its last
-PREFIX_ROW = 32 * 1024  # tokens: a sequence up to so long has room beside what is kept of prompts
+PREFIX_ROW = 32 * 1024  # tokens: a sequence up to this length has room beside kept prompts
 LONGEST = 1 << 24  # tokens, beyond every model's context
 
 
 @dataclass(frozen=True, slots=True)
 class RowCosts:
-    """What sequences cost in bytes."""
+    """The bytes that sequences cost."""
 
     kv: KvCost = field(default_factory=KvCost)
-    included: int = 0  # of their KV, in the model's own share
-    # Returns the bytes there could be if every other model that may be evicted were.
+    included: int = 0  # bytes of their KV in the model's own share
+    # Returns the bytes available if all other models that may be evicted were.
     most: Callable[[], int] = lambda: 0
-    largest: int | None = None  # that one buffer may have, if that is bounded
-    answer_tokens: int = 256  # for which a sequence that joins has room
-    chunk_tokens: int = 0  # of prompts, which are read in chunks
+    largest: int | None = None  # most bytes of one buffer, if bounded
+    answer_tokens: int = 256  # tokens of an answer that a joining sequence has room for
+    chunk_tokens: int = 0  # most tokens of a chunk: prompts are read in chunks
     max_context: int = LONGEST
 
 
@@ -39,10 +39,10 @@ class RowCosts:
 class Layout:
     """How sequences of these lengths, in tokens, are laid out in memory."""
 
-    # They decode, or will after prefill: their KV is a rectangle, sequences times the longest of
-    # them (measured: one long sequence among seven short ones takes 14 times the memory).
+    # Sequences that decode, or will after prefill. Their KV is a rectangle, their number times the
+    # longest (measured: one long sequence among seven short ones takes 14 times the memory).
     batched: Sequence[int] = ()
-    # They have caches of their own: they are parked, or answer with one token.
+    # Sequences with caches of their own: parked ones, and those that answer with one token.
     single: Sequence[int] = ()
 
     def __bool__(self) -> bool:
@@ -51,13 +51,14 @@ class Layout:
     def nbytes(self, costs: RowCosts) -> int:
         if not self:
             return 0
-        # In prefill sequences are padded by a chunk at most, and sliding windows hold a chunk more
+        # Prefill pads sequences by a chunk at most, and makes sliding windows hold a chunk more
         # than their size.
         kv, chunk = costs.kv, costs.chunk_tokens
         longest = max(self.batched, default=0)
         slots = len(self.batched) + len(self.batched) // SPARE_ROWS
         rectangle = slots * kv.of(longest + KV_STEP, chunk) if longest else 0
-        # A draft model has KV of few sequences: whichever, of one with a single token left too.
+        # A draft model has KV for few sequences, which may be any: also one with a single token
+        # left.
         drafted = min(kv.draft.rows, slots + len(self.single))
         drafts = kv.draft.token * (drafted * (max(longest, *self.single, 0) + KV_STEP) + chunk)
         single = sum(kv.of(length + KV_STEP, chunk) for length in self.single)
@@ -65,7 +66,7 @@ class Layout:
 
     def has_buffers(self, costs: RowCosts) -> bool:
         """Return True if no buffer is larger than the device can have."""
-        # The largest has one layer's keys, or values, of all sequences that share a batch.
+        # The largest buffer has one layer's keys, or values, of all sequences that share a batch.
         if costs.largest is None:
             return True
         slots = len(self.batched) + len(self.batched) // SPARE_ROWS
@@ -82,7 +83,7 @@ def longest_chunk(chunk_tokens: int) -> int:
 
 
 class RowMemory:
-    """The share of the budget of one model's sequences."""
+    """The share of the budget that one model's sequences have."""
 
     def __init__(
         self, budget: Budget, costs: RowCosts, prefixes: PrefixShare | None = None
@@ -90,16 +91,16 @@ class RowMemory:
         self._budget = budget
         self._costs = costs
         self._share = budget.share()
-        # What is kept of prompts is freed when sequences or models need memory.
+        # Kept prompts are freed when sequences or models need memory.
         self.prefixes = prefixes or PrefixShare(budget, budget.limit_bytes)
 
     @property
     def must_shrink_prefixes(self) -> bool:
-        """Return True if what is kept of prompts has memory that others need."""
+        """Return True if kept prompts take memory that others need."""
         return bool(self._costs.kv) and self.prefixes.excess_bytes > 0
 
     def note_prefixes(self, nbytes: int) -> None:
-        """Note the bytes that are kept of prompts."""
+        """Note the bytes of kept prompts."""
         if self._costs.kv:
             self.prefixes.note(nbytes)
 
@@ -147,13 +148,13 @@ class RowMemory:
         return min(max_length, max(used + 1, min(usual, self.longest)))
 
     def fits(self, layout: Layout, *, has_grown: bool = False) -> bool:
-        """Return True if there is memory for the model's sequences, laid out like this, once what
-        is kept of prompts is gone.
+        """Return True if there is memory for the model's sequences, laid out like this, once kept
+        prompts are freed.
         """
         available = self._budget.spare_bytes
         if has_grown:
-            # They may take bytes that a model waits for, and what is kept in other rooms, which is
-            # freed in the next turns there. New sequences wait for both.
+            # Running sequences may take bytes that a model waits for, and those of prompts in other
+            # pools, which are freed in the next turns there. New sequences wait for both.
             available = self._budget.free_bytes + self._budget.kept_besides(self.prefixes)
         has_bytes = self._missing_bytes(layout, available) <= 0
         return has_bytes and layout.has_buffers(self._costs)
@@ -164,10 +165,10 @@ class RowMemory:
             self._share.resize(max(0, layout.nbytes(self._costs) - self._costs.included))
 
     def make_room(self, layout: Layout, *, is_pressing: bool) -> None:
-        """Free what others keep of prompts or, if there is nothing, evict idle models if these
+        """Free prompts kept in other pools or, if there are none, evict idle models if these
         sequences fit then. It is pressing if no sequence runs whose end would free memory.
         """
-        # While a model waits for bytes, no model is evicted for sequences.
+        # No model is evicted for sequences while a model waits for bytes.
         free = self._budget.free_bytes
         missing = self._missing_bytes(layout, free)
         if self._budget.claimed_bytes or missing <= 0:
@@ -178,7 +179,7 @@ class RowMemory:
     @contextlib.contextmanager
     def watch(self, on_change: Callable[[], None]) -> Iterator[None]:
         """While entered, call `on_change` whenever there may be bytes for waiting sequences, and
-        when what is kept of prompts has to go.
+        when kept prompts have to go.
         """
         self._budget.listen(on_change)
         try:
@@ -187,12 +188,12 @@ class RowMemory:
             self._budget.unlisten(on_change)
 
     def release(self) -> None:
-        """Hold nothing."""
+        """Release all bytes."""
         self._share.release()
 
     def _missing_bytes(self, layout: Layout, available: int) -> int:
-        """Return the bytes that the model's sequences need beyond `available` and what it, and
-        those that share the room, keep of prompts, laid out like this.
+        """Return the bytes that the model's sequences, laid out like this, need beyond `available`
+        and the prompts kept in the model's pool.
         """
         if not self._costs.kv:
             return 0

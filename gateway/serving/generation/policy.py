@@ -1,5 +1,5 @@
-"""Limits, and which sequences join, take turns, grow and are preempted: decisions of numbers
-alone, which change nothing. The scheduler carries them out.
+"""Limits, and which sequences join, take turns, grow and are preempted. These are pure decisions,
+which change nothing: the scheduler carries them out.
 """
 
 from collections import Counter
@@ -12,9 +12,9 @@ from gateway.serving.generation.memory import GROWTH, MARGIN, Layout, RowMemory
 from gateway.serving.generation.queue import Joins, WaitingQueue
 from gateway.serving.generation.widths import RUN, StepTimes, Width, choose_width
 
-MAX_PREEMPTIONS = 2  # of a sequence; then it keeps its memory, and younger sequences are preempted
-QUANTUM = 64  # tokens that a constrained sequence decodes before another goes on in its place
-ANSWERS_SHARE = 0.25  # of the places, left free by sequences that only judge: they may be thousands
+MAX_PREEMPTIONS = 2  # a sequence preempted this often keeps its memory; younger ones are preempted
+QUANTUM = 64  # tokens that a constrained sequence decodes before another resumes in its place
+ANSWERS_SHARE = 0.25  # share of places for answers alone: there may be thousands that only judge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,12 +23,12 @@ class GenerationLimits:
 
     max_batch_size: int
     structured_rows: int = 1  # sequences with a grammar that decode at once
-    prefill_chunk_tokens: int  # of a prefill pass
-    pass_limit_s: float = 0.25  # of a prefill pass
+    prefill_chunk_tokens: int  # most tokens of a prefill pass
+    pass_limit_s: float = 0.25  # seconds that a prefill pass may take
     queue_limit: int = NO_BOUND
     queue_max_tokens: int = NO_BOUND
-    tier_head_start_s: float = 5.0  # by which a priority request counts as arrived earlier
-    memory_wait_s: float = 20.0  # for memory that only other models hold
+    tier_head_start_s: float = 5.0  # seconds by which a priority request counts as arrived earlier
+    memory_wait_s: float = 20.0  # longest wait for memory that only other models hold
 
 
 def prefill_goes_first(soon: int, decoding: int, waited_s: float, bound_s: float) -> bool:
@@ -36,21 +36,21 @@ def prefill_goes_first(soon: int, decoding: int, waited_s: float, bound_s: float
     decode.
     """
     # A decode step of a few sequences costs nearly as much as one of all of them, so the prompts of
-    # a burst are read first: while more sequences will join than decode, for `bound_s` between two
-    # steps.
+    # a burst are read first: while more sequences will join than decode, for up to `bound_s`
+    # between two steps.
     return soon > decoding and waited_s < bound_s
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The sequences of a batch as a turn begins, and what bounds them."""
+    """The sequences of a batch as a turn begins, and their bounds."""
 
     limits: GenerationLimits
     memory: RowMemory
     choices: Sequence[Choice]
-    held: Sequence[Choice] = ()  # of the sequences, in the order in which they will go on
+    held: Sequence[Choice] = ()  # held sequences, in the order in which they will resume
     reading: frozenset[int] = frozenset()  # sequences with prompt left to read
-    bearable: int | None = None  # sequences that the device has memory for, if it ran out
+    bearable: int | None = None  # most sequences to run at once, if the device's memory ran out
     step_s: StepTimes = ()
 
     @property
@@ -70,7 +70,7 @@ class Batch:
 
     @property
     def free_places(self) -> int:
-        # Those with a grammar have places of their own while they are held.
+        # Held sequences with a grammar have places of their own.
         taken = [
             choice for choice in self.choices if not (choice.is_held and choice.is_constrained)
         ]
@@ -78,12 +78,12 @@ class Batch:
 
     @property
     def width(self) -> Width:
-        """Return how many of the sequences that could decode now do."""
+        """Return how many of the sequences that have read their prompts decode together."""
         return self.width_of(choice for choice in self.choices if choice.id not in self.reading)
 
     def width_of(self, choices: Iterable[Choice]) -> Width:
         """Return how many of these sequences decode together, once they have read their prompts."""
-        # Those that only judge have one token, and do not decode.
+        # Sequences that only judge have one token, and do not decode.
         rows = [choice.is_constrained for choice in choices if choice.params.max_tokens > 1]
         beyond = max(0, sum(rows) - self.limits.structured_rows)
         return choose_width(self.step_s, min(self.limits.max_batch_size, len(rows) - beyond))
@@ -91,7 +91,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Joiner:
-    """A sequence that is to join, the tokens memory is held for, and if others decode first."""
+    """A sequence that joins, the tokens to hold memory for, and whether it is held at first."""
 
     choice: Choice
     length: int
@@ -113,17 +113,17 @@ class Joining:
     def __init__(self, batch: Batch, waiting: WaitingQueue) -> None:
         limits = batch.limits
         self.joiners: list[Joiner] = []
-        self.blocked: Joiner | None = None  # the first that would join if there were memory
-        self.waits_for_rows: Choice | None = None  # of this model, which hold what it lacks
-        self.stuck: list[Choice] = []  # those that lack memory only other models hold
+        self.blocked: Joiner | None = None  # the first that lacks only memory to join
+        self.waits_for_rows: Choice | None = None  # it lacks memory that this model's rows hold
+        self.stuck: list[Choice] = []  # sequences that lack memory only other models hold
         self._batch = batch
         self._places = batch.free_places
         held = sum(choice.is_constrained for choice in batch.held)
         self._held_places = limits.max_batch_size - held
         self._free_constrained = (
             limits.structured_rows - len(batch.constrained) - held
-        )  # 0 or less if any are held
-        self._room = limits.max_batch_size * 2  # those active, and those held
+        )  # not positive if any are held
+        self._room = limits.max_batch_size * 2  # active and held sequences
         if batch.bearable is not None:
             self._room = batch.bearable - len(batch.choices)
         has_places = max(self._places, self._held_places) > 0
@@ -178,22 +178,22 @@ class Joining:
 
 @dataclass(slots=True)
 class Rotation:
-    """Sequences that stop to decode, and held ones that go on in their place."""
+    """Sequences that stop decoding, and held ones that resume in their place."""
 
     parking: list[Choice] = field(default_factory=list)
     resuming: list[Choice] = field(default_factory=list)
-    is_blocked: bool = False  # one could go on if it had memory: no sequence may join and take it
+    is_blocked: bool = False  # True: a held one lacks only memory, so none may join and take it
 
 
 def choose_rotation(batch: Batch) -> Rotation:
-    """Choose which sequences are parked and which resume: those with a grammar take turns of a
-    quantum, and all of them take turns of a run while fewer than all are to decode together.
+    """Choose which sequences are parked and which resume. Sequences with a grammar take turns of a
+    quantum; all sequences take turns of a run while only some of them should decode together.
     """
     rotation, width, limits = Rotation(), batch.width, batch.limits
     ready = [choice for choice in batch.held if choice.id not in batch.reading]
     free = limits.max_batch_size - len(batch.active)
     free_constrained = limits.structured_rows - len(batch.constrained)
-    # Whoever has decoded for longest stops first.
+    # The sequence that has decoded the most since it resumed stops first.
     running = sorted(batch.decoding, key=lambda choice: -choice.run)
     spent = [choice for choice in running if choice.is_constrained and choice.run >= QUANTUM]
     if width.alternates:
@@ -212,7 +212,7 @@ def choose_rotation(batch: Batch) -> Rotation:
             continue
         stopped = [] if is_free else stopping[:1]
         parking, resuming = [*rotation.parking, *stopped], [*rotation.resuming, choice]
-        # A sequence has its own memory already, so it may always go on if no other runs.
+        # A held sequence has its own memory already, so it may always resume if no other runs.
         is_alone = not batch.active and not rotation.resuming
         layout = lay_out(batch.choices, parking=parking, resuming=resuming)
         if not is_alone and not batch.memory.fits(layout, has_grown=True):
@@ -227,19 +227,17 @@ def choose_rotation(batch: Batch) -> Rotation:
 
 @dataclass(slots=True)
 class Growth:
-    """What lets running sequences grow: the tokens that memory is held for, and what it costs
-    others.
-    """
+    """The growth of running sequences: the tokens to hold memory for, and the cost to others."""
 
     lengths: dict[Choice, int] = field(default_factory=dict)
     preempting: list[Choice] = field(default_factory=list)
-    capped: Choice | None = None  # it is alone and has no memory: it ends there
-    room: Layout | None = None  # for which idle models should go
+    capped: Choice | None = None  # the only sequence, if it has no memory: it ends
+    room: Layout | None = None  # the layout that idle models should make room for
 
 
 def plan_growth(batch: Batch) -> Growth:
     """Plan memory for sequences before they need it, the oldest first. If there is none, the
-    youngest sequences are preempted; one that is alone ends there.
+    youngest sequences are preempted; a sequence that is alone ends at its present length.
     """
     growth, choices, memory = Growth(), list(batch.choices), batch.memory
 
@@ -267,7 +265,7 @@ def plan_growth(batch: Batch) -> Growth:
 
 
 def choose_youngest(choices: Sequence[Choice]) -> Choice:
-    """Choose the sequence to preempt: of those that may be, held sequences before others."""
+    """Choose the sequence to preempt: the youngest that may be, held sequences before others."""
     preemptible = [choice for choice in choices if choice.preemptions < MAX_PREEMPTIONS]
-    # There is none only if other models took memory that these sequences had counted on.
+    # None is preemptible only if other models took memory that these sequences counted on.
     return max(preemptible or choices, key=lambda choice: (choice.is_held, *choice.age))

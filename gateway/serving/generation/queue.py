@@ -29,7 +29,7 @@ class JobQueue:
     def __init__(self, model: str, *, max_tokens: int, max_choices: int) -> None:
         self._tokens = Admission(model, Noun.TOKENS, max_tokens)
         self._choices = Admission(model, Noun.CHOICES, max_choices)
-        self._jobs: Counter[int] = Counter()  # by request
+        self._jobs: Counter[int] = Counter()  # jobs of each request
         self._changed = asyncio.Event()
 
     def adopt(self, *, max_tokens: int, max_choices: int) -> None:
@@ -89,7 +89,7 @@ class JobQueue:
 
 
 class Joins(Enum):
-    """What happens to the sequence that is next."""
+    """The decision on the next sequence."""
 
     NOW = auto()
     LATER = auto()  # its request waits, and the others' sequences are next
@@ -134,16 +134,16 @@ class WaitingQueue:
                 del self._requests[choice.request]
 
     def offer(self, running: Mapping[str, int], decide: Callable[[Choice], Joins]) -> None:
-        """Call `decide` for each sequence that is next, until it says NONE; see `remove`.
+        """Call `decide` for each sequence that is next, until it returns NONE; see `remove`.
 
         `running` counts the sequences that each request has in the batch.
         """
         for choice in self._preempted:
             if decide(choice) is Joins.NONE:
                 return
-        # The request with the fewest sequences in the batch is next, and of equals the one with the
-        # lowest rank: so one of a thousand sequences delays no other, nor do they keep it from one
-        # sequence.
+        # The request with the fewest sequences in the batch is next; among equals, the one with the
+        # lowest rank. So a request of a thousand sequences delays no other request, nor do the
+        # others keep it from running one sequence.
         turns = [
             (running.get(request, 0), next(iter(choices)).rank, number, iter(choices))
             for number, (request, choices) in enumerate(self._requests.items())

@@ -27,18 +27,18 @@ from gateway.serving.lane import Pace, Turn
 
 log = logs.get("generation")
 
-# While no other model needs the device, several short prompts share a pass that takes longer: on
-# a CPU, one of 50 tokens takes a fourth of the time that eight take together.
-ALONE_S = 10.0  # without a turn of another's
+# Several short prompts share a longer pass while no other model needs the device: on a CPU, one
+# prompt of 50 tokens takes a fourth of the time that eight take together.
+ALONE_S = 10.0  # seconds without another model's turn
 ALONE_LIMIT = 4  # times the limit of a pass
-ALONE_WITH = ("load", "tidy")  # which nobody waits for as for an answer
-STEPS_PER_TURN = 16  # if no other turn waits: a hop to the lane's thread costs 0.1 ms
-POLL_S = 0.25  # for a model that has been idle long enough to be evicted
+ALONE_WITH = ("load", "tidy")  # kinds of turns that nobody waits for as for an answer
+STEPS_PER_TURN = 16  # steps while no other turn waits: a hop to the lane's thread costs 0.1 ms
+POLL_S = 0.25  # seconds between looks for a model idle long enough to be evicted
 
 
 @dataclass
 class PlanChanges:
-    """What a turn changes before its first pass, as it is being decided: fields of its StepPlan."""
+    """The changes before a turn's first pass, as they are decided: fields of its StepPlan."""
 
     leaving: list[int] = field(default_factory=list)
     preempting: list[int] = field(default_factory=list)
@@ -52,32 +52,32 @@ class Scheduler:
     """One model's sequences and the memory of their KV. Its methods run on the loop's thread."""
 
     # Sequences in the batch are active or held. A held sequence is parked, or will be after its
-    # prefill, since only so many sequences with a grammar decode at once, or so many of all where
-    # more would be slower. They take turns of a quantum or a run of tokens, so that the wait for
-    # one is in proportion to that and not to the longest answer before it: which answer is the
+    # prefill: few sequences with a grammar decode at once, and not all sequences do on devices
+    # where more would be slower. They take turns of a quantum or a run of tokens, so that a
+    # sequence waits for such turns and not for the longest answer before it: which answer is the
     # shortest is unknown.
     def __init__(self, model: str, limits: GenerationLimits, memory: RowMemory) -> None:
         self.memory = memory
         self.limits = limits
-        self.bearable: int | None = None  # sequences that the device has memory for, if it ran out
+        self.bearable: int | None = None  # most sequences at once, if the device's memory ran out
         self.leaving: list[int] = []
-        self.step_s: StepTimes = ()  # of the model, as measured
-        self.most_steps = STEPS_PER_TURN  # of the turn
+        self.step_s: StepTimes = ()  # the model's measured times
+        self.most_steps = STEPS_PER_TURN  # most decode steps of the turn
         self._has_alternated = False
         self._model = model
         self._last_id = 0
         self._waiting = WaitingQueue()
         self._batch: dict[int, Choice] = {}
-        self._held: deque[Choice] = deque()  # in the order in which they will go on
+        self._held: deque[Choice] = deque()  # held sequences, the next to resume first
         self._reading: frozenset[int] = frozenset()  # sequences with prompt left to read
-        self._ending: dict[int, Choice] = {}  # preempted, to end with the tokens they have
-        self._blocked: Joiner | None = None  # when last tried, it did not join for want of memory
-        self._stuck: Sequence[Choice] = ()  # those that lacked memory only other models hold
-        metrics.of(metrics.PREEMPTIONS, model)  # at 0, so that a rate sees the first
+        self._ending: dict[int, Choice] = {}  # preempted ones, which end with the tokens they have
+        self._blocked: Joiner | None = None  # it lacked memory to join when last tried
+        self._stuck: Sequence[Choice] = ()  # sequences that lack memory only other models hold
+        metrics.of(metrics.PREEMPTIONS, model)  # starts at 0: a rate then counts the first event
 
     @property
     def batch(self) -> Batch:
-        """Return what decisions are made of."""
+        """Return the state that decisions are based on."""
         return Batch(
             self.limits,
             self.memory,
@@ -129,7 +129,7 @@ class Scheduler:
 
     @property
     def may_join(self) -> bool:
-        """Return True if a sequence joins now, or what is kept of prompts has to be freed."""
+        """Return True if a sequence joins now, or kept prompts have to be freed."""
         return self.memory.must_shrink_prefixes or bool(Joining(self.batch, self._waiting).joiners)
 
     @property
@@ -158,7 +158,7 @@ class Scheduler:
 
     def shed(self) -> None:
         """Keep half of the sequences in the batch: the device had no memory for all. The others
-        join again as these leave it, and with each one that does one sequence more may run.
+        join again as these leave, and each one that leaves lets one more run.
         """
         self.bearable = max(1, len(self._batch) // 2)
 
@@ -218,8 +218,8 @@ class Scheduler:
         self._waiting = WaitingQueue()
 
     def look_for_memory(self) -> float | None:
-        """Record which sequences lack memory. Return when, on the loop's clock, to try again to
-        find some, or to end stuck sequences; None if no sequence lacks memory.
+        """Record which sequences lack memory. Return the time, on the loop's clock, to look for
+        memory again or to end stuck sequences; None if no sequence lacks memory.
         """
         self._choose_joining()
         if not self.is_short_of_memory:
@@ -272,8 +272,8 @@ class Scheduler:
             self._held.remove(choice)
 
     def _bear_more(self) -> None:
-        """Let one sequence more run, since one has left; any number once none is left, or as many
-        as may run at all.
+        """Let one more sequence run, since one has left. The bound ends once the batch is empty, or
+        once it allows a full batch.
         """
         if self.bearable is not None:
             self.bearable += 1
@@ -316,12 +316,12 @@ class Scheduler:
         for choice in rotation.resuming:
             choice.is_held = False
             self._held.remove(choice)
-            self._batch[choice.id] = self._batch.pop(choice.id)  # of equals it stops last
+            self._batch[choice.id] = self._batch.pop(choice.id)  # it stops last among equals
             choice.rotated_at = choice.tokens
             changes.resuming.append(choice.id)
 
     def _note_width(self) -> None:
-        """Bound the turn's steps by the run under way, and tell what is gained by runs."""
+        """Bound the turn's steps by the run under way, and report the gain of runs."""
         batch, self.most_steps = self.batch, STEPS_PER_TURN
         rows, gain = width = batch.width
         metrics.of(metrics.WIDTH_GAIN, self._model).set(gain)
@@ -345,7 +345,7 @@ class Scheduler:
 
     def _preempt(self, choice: Choice, changes: PlanChanges) -> None:
         self._exit(choice)
-        for ids in (changes.parking, changes.resuming):  # as was decided before in this turn
+        for ids in (changes.parking, changes.resuming):  # drops this turn's earlier decisions
             if choice.id in ids:
                 ids.remove(choice.id)
         changes.preempting.append(choice.id)
@@ -354,7 +354,7 @@ class Scheduler:
         metrics.of(metrics.PREEMPTIONS, self._model).inc()
 
     def _gives_up_at(self, choice: Choice) -> float:
-        """Return when, on the loop's clock, a stuck sequence ends."""
+        """Return the time, on the loop's clock, at which a stuck sequence ends."""
         assert choice.stuck_since is not None
         return choice.stuck_since + self.limits.memory_wait_s
 
@@ -386,8 +386,8 @@ class PrefillPace:
     def choose(self, *, is_decoding: bool) -> int:
         """Return the most tokens of the next pass.
 
-        Where answers are under way, it is longer for two prompts that it reads whole: a single one,
-        or parts of longer ones, would only keep those answers waiting.
+        While answers are under way, a pass is longer only if it reads two prompts whole: a single
+        prompt, or parts of longer ones, would only keep those answers waiting.
         """
         if self._turn.seconds_alone(ALONE_WITH) < ALONE_S:
             return self.tokens
@@ -396,6 +396,6 @@ class PrefillPace:
         return longer if is_burst or not is_decoding else self.tokens
 
     def note(self, tokens: int, seconds: float) -> None:
-        """Adjust to a pass of so many padded tokens."""
+        """Adjust to a pass of `tokens` padded tokens, which took `seconds`."""
         for pace in (self._pace, self._pace_alone):
             pace.note(tokens, seconds)

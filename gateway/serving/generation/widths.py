@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple, TypeAlias
 
-StepTimes: TypeAlias = tuple[float, ...]  # seconds of a decode step, of the first WIDTHS
+StepTimes: TypeAlias = tuple[float, ...]  # seconds of a decode step, at the first of WIDTHS
 
 WIDTHS: Final = (1, 2, 4, 8, 16)  # rows of the steps that are timed
-LEAST_GAIN: Final = 1.1  # below that, all run together
-RUN: Final = 8  # tokens that a sequence decodes before another goes on in its place
+LEAST_GAIN: Final = 1.1  # all run together below this gain
+RUN: Final = 8  # tokens that a sequence decodes before another resumes in its place
 
 
 class Width(NamedTuple):
@@ -30,8 +30,8 @@ class Width(NamedTuple):
 
 
 def next_width(step_s: StepTimes, most_rows: int, limit_s: float) -> int | None:
-    """Return the width to be timed next; None if there is none, for what is wider has no places or
-    takes too long.
+    """Return the next width to time; None if all are timed, or if wider steps have no places or
+    take too long.
     """
     known = len(step_s)
     if known >= len(WIDTHS) or WIDTHS[known] > most_rows or max(step_s, default=0) > limit_s:
@@ -41,10 +41,10 @@ def next_width(step_s: StepTimes, most_rows: int, limit_s: float) -> int | None:
 
 @lru_cache(maxsize=1024)
 def choose_width(step_s: StepTimes, rows: int) -> Width:
-    """Choose how many of so many sequences decode together: all of them where nothing is known."""
+    """Choose how many of `rows` sequences decode together: all of them if no times are known."""
     if not 1 < rows <= max(WIDTHS[: len(step_s)], default=0):
         return Width(rows)
-    # Between two measured widths the best is one of the two.
+    # The best width between two measured widths is one of the two.
     rates = {width: width / _seconds(step_s, width) for width in WIDTHS if width < rows}
     together = rows / _seconds(step_s, rows)
     best = max(rates, key=lambda width: (rates[width], width))
@@ -53,7 +53,7 @@ def choose_width(step_s: StepTimes, rows: int) -> Width:
 
 
 def _seconds(step_s: Sequence[float], rows: int) -> float:
-    """Return the seconds of a step, straight between two widths."""
+    """Return the seconds of a step, interpolated linearly between two widths."""
     end = bisect_left(WIDTHS, rows)
     if WIDTHS[end] == rows:
         return step_s[end]

@@ -19,7 +19,7 @@ from gateway.serving.models.eviction import Abandoned, Room
 from gateway.serving.models.served import Served
 
 M = TypeVar("M")
-LOAD_RETRY_S = 5.0  # while a model loads, the rate of its queue is unknown
+LOAD_RETRY_S = 5.0  # Retry-After of a model that loads: the rate of its queue is unknown
 log = logs.get("cache")
 
 
@@ -65,7 +65,7 @@ class Status:
 class ModelCache(Generic[M]):
     """At most `max_models` models at once, within the budget's bytes.
 
-    A model that is served no longer, or would load differently, is freed after its last lease. A
+    A model that is no longer served, or would load differently, is freed after its last lease. A
     context manager: leaving it frees every model.
     """
 
@@ -86,9 +86,9 @@ class ModelCache(Generic[M]):
         self._ttl_s = ttl_s
         self._queue_limit = queue_limit
         self._entries: list[Entry[M]] = []
-        self._admissions: dict[str, Admission] = {}  # by model: all copies of it share one
+        self._admissions: dict[str, Admission] = {}  # one a model, which all its copies share
         self._failures = Failures()
-        self._pins: dict[str, bool] = {}  # by model: pinned or unpinned by hand
+        self._pins: dict[str, bool] = {}  # models pinned or unpinned by hand
         self._is_closed = False
         self._room: Room[M] = Room(budget, max_models=max_models, is_pinned=self._is_pinned)
 
@@ -104,7 +104,7 @@ class ModelCache(Generic[M]):
             async with contextlib.AsyncExitStack() as leases:
                 base = None
                 if isinstance(spec, ChatSpec) and spec.base_spec is not None:
-                    self._failures.check(spec.id)  # before its base is loaded for it
+                    self._failures.check(spec.id)  # checked before its base is loaded for it
                     lease = self._use(spec.base_spec, None, caller)
                     base = await leases.enter_async_context(lease)
                 entry = await leases.enter_async_context(self._use(spec, base, caller))
@@ -135,9 +135,9 @@ class ModelCache(Generic[M]):
         return True
 
     def pin(self, spec: ModelSpec, *, is_pinned: bool) -> None:
-        """Keep a model from being evicted, or let it be, until the catalog is read again."""
+        """Keep a model from being evicted, or allow it, until the catalog is read again."""
         self._pins[spec.id] = is_pinned
-        self._failures.clear()  # what had no room beside those that are pinned may have it now
+        self._failures.clear()  # a model that had no room beside pinned ones may have it now
         for entry in self._entries:
             self._retire_if_unused(entry)
         self._room.notify()
@@ -149,8 +149,8 @@ class ModelCache(Generic[M]):
     def reconsider(self) -> None:
         """Apply a new catalog: free idle models that it lacks, and `forget` them.
 
-        Loaded models adopt the keys that do not need another load. Failures, and what was pinned
-        or unpinned by hand, are forgotten.
+        Loaded models adopt the keys that do not need another load. Failures are forgotten, and so
+        are pins set or removed by hand.
         """
         self.forget()
         self._failures.clear()
@@ -166,7 +166,7 @@ class ModelCache(Generic[M]):
             self._retire_if_unused(entry)
 
     def forget(self) -> None:
-        """Let go of what was counted for models that are neither in the catalog nor in memory."""
+        """Forget the counts of models that are neither in the catalog nor in memory."""
         known = {spec.id for spec in self._served.catalog.specs}
         known.update(entry.spec.id for entry in self._entries)
         for model in self._admissions.keys() - known:
@@ -221,7 +221,7 @@ class ModelCache(Generic[M]):
         return [entry for entry in self._entries if entry.state is not State.LEAVING]
 
     def _is_pinned(self, entry: Entry[M]) -> bool:
-        """Return True if an entry is pinned, or holds what is: a base goes with its adapters."""
+        """Return True if an entry or one of its adapters is pinned: they leave with their base."""
         current = self._served.catalog.current(entry.spec)
         is_pinned = current is not None and self.is_pinned(current) and entry.is_open
         return is_pinned or any(self._is_pinned(adapter) for adapter in self._adapters(entry))
@@ -277,16 +277,16 @@ class ModelCache(Generic[M]):
                 return entry
         self._failures.check(spec.id)
         for counter in (metrics.REJECTED, metrics.EVICTIONS):
-            metrics.of(counter, spec.id)  # at 0, so that a rate sees the first
+            metrics.of(counter, spec.id)  # starts at 0: a rate then counts the first event
         entry = Entry[M](spec, base)
         if base is not None:
-            base.enter()  # until it is loaded
+            base.enter()  # leased for the adapter's load
         self._entries.append(entry)
         entry.task = asyncio.create_task(self._run(entry), name=f"model {spec.id}")
         return entry
 
     async def _wait(self, entry: Entry[M]) -> None:
-        """Wait for a load, or raise why it has not ended within `load_wait_s`."""
+        """Wait for a load. Raises NoRoom or ModelLoading if it takes over `load_wait_s`."""
         try:
             async with asyncio.timeout(self._load_wait_s):
                 await entry.is_settled.wait()
@@ -359,7 +359,7 @@ class ModelCache(Generic[M]):
 
     async def _free_adapters(self, base: Entry[M]) -> None:
         """Free the adapters of a model that is about to be freed itself."""
-        # None has callers, who would have leased the base too.
+        # No adapter has callers: they would have leased the base too.
         for entry in self._adapters(base):
             if entry.may_move_to(State.LEAVING):
                 entry.move_to(State.LEAVING)
@@ -394,7 +394,7 @@ class ModelCache(Generic[M]):
         model = entry.spec.id
         metrics.of(metrics.MODEL_LOADS, model, "failed").inc()
         log.error("model_failed", model=model, error=str(error), exc_info=unforeseen)
-        if self._served.catalog.current(entry.spec):  # else it is of an older spec
+        if self._served.catalog.current(entry.spec):  # else the error is of an older spec
             self._failures.remember(model, error)
         entry.settle(error)
 

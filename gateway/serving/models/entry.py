@@ -18,8 +18,8 @@ from gateway.errors import (
 from gateway.registry import ModelSpec
 from gateway.serving.budget import Share
 
-UNAVAILABLE_S = 30.0  # so that not every request tries a dead network
-BROKEN_S = 5.0  # shorter, as the file may be under repair
+UNAVAILABLE_S = 30.0  # seconds until a new try: not every request should try a dead network
+BROKEN_S = 5.0  # a shorter pause, as the file may be under repair
 M = TypeVar("M")
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ class Failures:
     """The last failure of each model."""
 
     def __init__(self) -> None:
-        self._errors: dict[str, tuple[GatewayError, float]] = {}  # each until a time
+        self._errors: dict[str, tuple[GatewayError, float]] = {}  # errors, each until a time
 
     def remember(self, model: str, error: GatewayError) -> None:
         """Keep an error of the model itself; a shutdown or a lack of room is not one."""
@@ -39,7 +39,7 @@ class Failures:
                 seconds = BROKEN_S
             case _:
                 return
-        # Without its traceback, whose frames hold the half-read model.
+        # The copy has no traceback, whose frames would hold the half-read model.
         self._errors[model] = (error.copy(), clock.now() + seconds)
 
     def forget(self, model: str) -> None:
@@ -108,7 +108,7 @@ class Entry(Generic[M]):
         self.leaving = asyncio.Event()
         self._ttl: asyncio.TimerHandle | None = None
 
-        # How far its load has got:
+        # The progress of its load:
         self.needed_bytes: int | None = None  # known once its files are there
         # Done when its wait for room ends: with None if it leaves instead.
         self.admission: asyncio.Future[Share | None] | None = None

@@ -1,5 +1,5 @@
-"""Places and bytes for loaded models: which hold them, which wait in order of arrival, and which
-idle ones leave for those.
+"""Places and bytes for loaded models: which models hold them, which wait in order of arrival, and
+which idle ones leave for the waiting.
 """
 
 import asyncio
@@ -18,25 +18,24 @@ from gateway.serving.models.entry import Entry, State
 K = TypeVar("K")
 M = TypeVar("M")
 
-# An idle model used within it will probably be used again soon: it would be loaded again at once.
-RECENT_S = 10.0
+RECENT_S = 10.0  # an idle model used this recently would probably be loaded again at once
 
 
 class Phase(Enum):
-    """Where a model is between its wait for room and its end."""
+    """The phase of a model, from its wait for room to its end."""
 
-    WAITING = auto()  # for room
+    WAITING = auto()  # it waits for room
     USED = auto()  # it has room, and callers, a load or a pin that forbid eviction
     IDLE = auto()  # it may be evicted
-    LEAVING = auto()  # being freed
+    LEAVING = auto()  # it is being freed
 
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """What the plan depends on of a model."""
+    """The facts of a model that the plan depends on."""
 
     phase: Phase
-    nbytes: int  # that it holds or, while it waits, needs
+    nbytes: int  # bytes that it holds or, while it waits, needs
     last_used: float = 0.0
     is_requested: bool = True  # callers wait for it
     is_adapter: bool = False  # it takes no place
@@ -48,12 +47,12 @@ class Resident:
 
 @dataclass(frozen=True, slots=True)
 class EvictionPlan(Generic[K]):
-    """What to do now."""
+    """The models to admit, evict and abandon now."""
 
     admitted: tuple[K, ...] = ()
     leaving: tuple[K, ...] = ()
     abandoned: tuple[K, ...] = ()  # they need the room of models in use, and have no callers
-    claimed_bytes: int = 0  # kept from new sequences
+    claimed_bytes: int = 0  # bytes kept from new sequences
 
 
 def make_plan(
@@ -62,11 +61,11 @@ def make_plan(
     max_models: int,
     free_bytes: int,
     rows_bytes: int,
-    prefix_bytes: int = 0,  # of those, what is kept of prompts: claimed, it is freed
+    prefix_bytes: int = 0,  # the part of these for kept prompts: freed when claimed
 ) -> EvictionPlan[K]:
     """Admit the waiting models that there is room for, in order of arrival. None overtakes another.
 
-    For the first without room, what is kept of prompts goes, then the fewest possible idle models.
+    For the first without room, kept prompts go, then the fewest possible idle models.
     """
     admitted: list[K] = []
     abandoned: list[K] = []
@@ -74,7 +73,7 @@ def make_plan(
     going = _in_phase(residents, Phase.LEAVING).values()
     free_places = max_models
     free_places -= sum(model.places for model in residents.values() if model.phase != Phase.WAITING)
-    # Adapters first: each holds its base, for which a model before it may wait.
+    # Adapters come first: each holds its base, and an earlier model may wait for that to leave.
     waiting = _in_phase(residents, Phase.WAITING).items()
     for key, newcomer in sorted(waiting, key=lambda item: not item[1].is_adapter):
         places, nbytes = newcomer.places - free_places, newcomer.nbytes - free_bytes
@@ -93,12 +92,12 @@ def make_plan(
         if places <= 0 and nbytes <= prefix_bytes:
             claimed_bytes = max(0, claimed_bytes - victims_bytes)
             return EvictionPlan((*admitted,), (*victims,), (*abandoned,), claimed_bytes)
-        # Where that would not be enough, it is abandoned if nobody asks for it any more.
+        # Evictions would not be enough: the model is abandoned if nobody asks for it any more.
         if not newcomer.is_requested:
             abandoned.append(key)
             continue
-        # Else it waits until models in use are idle and, if the end of sequences makes enough room,
-        # no new ones take it.
+        # Otherwise it waits until models in use are idle. If the end of sequences makes enough
+        # room, its claim keeps that room from new sequences.
         if places > 0 or nbytes > rows_bytes:
             claimed_bytes = 0
         return EvictionPlan((*admitted,), (), (*abandoned,), claimed_bytes)
@@ -114,7 +113,7 @@ def pick(idle: Mapping[K, Resident], *, places: int, nbytes: int) -> list[K]:
         if places <= 0 and nbytes <= 0:
             break
         if nbytes <= 0 and resident.is_adapter:
-            continue  # a place is lacking, and it has none
+            continue  # a place is lacking, and an adapter has none
         chosen.append(key)
         places -= resident.places
         nbytes -= resident.nbytes
@@ -194,9 +193,7 @@ class Room(Generic[M]):
         )
 
     def model_bytes(self) -> int:
-        """Return the bytes of all models, without those of sequences and of what is kept of
-        prompts.
-        """
+        """Return the bytes of all models, without those of sequences and kept prompts."""
         return sum(entry.nbytes for entry in self._queue)
 
     def users(self) -> list[str]:
@@ -240,7 +237,7 @@ class Room(Generic[M]):
     def _phase(self, entry: Entry[M]) -> Phase:
         if entry.waits_for_room:
             return Phase.WAITING
-        if entry.is_leaving or entry.share is None:  # without a share it was refused room
+        if entry.is_leaving or entry.share is None:  # no share: it was refused room
             return Phase.LEAVING
         if entry.state is not State.READY or entry.leases or self._is_pinned(entry):
             return Phase.USED
@@ -269,7 +266,7 @@ class Room(Generic[M]):
                 entry.admission.set_exception(obstacle)
 
     def _find_obstacle(self, entry: Entry[M]) -> GatewayError | None:
-        """Return why a model can never be loaded while the pinned ones are, or None if it can."""
+        """Return the error of a model that can never have room beside pinned ones, else None."""
         assert entry.needed_bytes is not None
         pinned = [
             other
@@ -280,9 +277,9 @@ class Room(Generic[M]):
         if entry.needed_bytes > allowed:
             suffix = ""
             if entry.base is not None:
-                suffix = " beside its base and what is pinned"
+                suffix = " beside its base and the pinned models"
             elif pinned:
-                suffix = " beside those that are pinned"
+                suffix = " beside the pinned models"
             return InsufficientMemory(
                 entry.spec.id,
                 f"it needs {human_bytes(entry.needed_bytes)}, and {human_bytes(allowed)} are "

@@ -24,7 +24,7 @@ from gateway.serving.models.pulls import ADMIN, Pull, Pulls
 from gateway.serving.models.served import Served
 
 MOST_NAMED: Final = 16
-MOST_REFUSED: Final = 256  # names of which it is known for a while that the hub has them not
+MOST_REFUSED: Final = 256  # names remembered for a while as refused by the hub
 RETRY_S: Final = 5.0
 _PART = r"\w(?:[\w.-]{0,94}\w)?"
 _REPO = re.compile(rf"(?:hub:)?({_PART}/{_PART}(?<!\.git))", re.ASCII)
@@ -36,9 +36,9 @@ class Candidate:
 
     spec: ModelSpec
     weights: int
-    missing: int  # of its files, on this disk
-    whole: int  # of it on the disk, once nothing is missing
-    free: int  # on the disk
+    missing: int  # bytes of its files that this disk lacks
+    whole: int  # bytes on the disk, once nothing is missing
+    free: int  # free bytes on the disk
 
 
 class Offers(Protocol):
@@ -51,8 +51,8 @@ class Offers(Protocol):
 
 
 def repository(name: str) -> str | None:
-    """Return the `org/name` that a model's name, perhaps after `hub:`, says; None if the hub can
-    have none of that name.
+    """Return the `org/name` in a model's name, perhaps after `hub:`; None if the hub cannot have a
+    model of that name.
     """
     match = _REPO.fullmatch(name)
     if match is None or ".." in name or "--" in name:
@@ -83,15 +83,15 @@ class NamedModels:
     models: ModelCache[Any]
     hub: Offers
     pulls: Pulls
-    patterns: Sequence[str]  # of what requests may name
+    patterns: Sequence[str]  # patterns of the models that requests may name
     memory_bytes: int
     reserve_bytes: int
-    # What the hub is being asked for, and for which key.
+    # Lookups on the hub under way, each with the key that it is for.
     _looks: dict[str, tuple[str, asyncio.Task[ModelSpec]]] = field(default_factory=dict)
-    _refusals: Failures = field(default_factory=Failures)  # of what requests have named
+    _refusals: Failures = field(default_factory=Failures)  # errors of models that requests named
 
     def is_new(self, name: str) -> bool:
-        """Return True for what may be a model of the hub, and is not served yet."""
+        """Return True for a name that may be on the hub, and is not served yet."""
         repo = repository(name)
         return bool(self.patterns) and repo is not None and self._known(name, repo) is None
 
@@ -103,8 +103,8 @@ class NamedModels:
     async def admit(self, name: str, key: str) -> None:
         """Serve a model that a request names, if it may be named, and begin to fetch it.
 
-        Raises ModelNotFound, Overloaded while another is on its way for this key, what the hub's
-        answer raises, and as `check_sizes` does.
+        Raises ModelNotFound, Overloaded while another is on its way for this key, the error of the
+        hub's answer, and as `check_sizes` does.
         """
         repo = repository(name)
         if repo is None or not self.is_new(name):
@@ -156,7 +156,7 @@ class NamedModels:
         return candidate.spec
 
     def _refuse(self, repo: str, error: GatewayError) -> None:
-        """Ask the hub no more for what it has refused a moment ago."""
+        """Remember a refusal, so that the hub is not asked again for a while."""
         if len(self._refusals.models()) >= MOST_REFUSED:
             self._refusals.clear()
         self._refusals.remember(repo, error)
@@ -174,7 +174,7 @@ class NamedModels:
         del self.served.named[idle]
 
     def _settle(self, repo: str, task: asyncio.Task[Path]) -> None:
-        """Ask anew next time for a model that could not be fetched."""
+        """Forget a model that could not be fetched: the next request looks it up again."""
         if task.cancelled() or task.exception() is not None:
             self.served.named.pop(repo, None)
             self._publish()

@@ -14,7 +14,7 @@ from gateway.registry import ChatSpec, ModelSpec
 from gateway.serving.models.entry import shared
 
 log = logs.get("pulls")
-ADMIN = "admin"  # whom an admin's pull is counted to, where others have the id of a key
+ADMIN = "admin"  # an admin's pull is counted to this name, others to the id of a key
 NOBODY = "none"
 
 
@@ -22,12 +22,12 @@ class Fetched(NamedTuple):
     """How much of a model is on disk, in bytes."""
 
     completed: int
-    # Of all its files; None until the hub has said it.
+    # Bytes of all its files; None until the hub has told them.
     total: int | None = None
 
 
 class Store(Protocol):
-    """Where models' files are, and where they come from."""
+    """The place of models' files, and their source."""
 
     async def find(self, spec: ModelSpec) -> Path | None:
         """Return the place of a model's files if all that it loads is on this disk."""
@@ -45,7 +45,7 @@ class Pull:
 
     spec: ModelSpec
     key: str
-    whole: int  # its bytes on disk once it is here; 0 if the hub has not said it
+    whole: int  # its bytes on disk once it is here; 0 until the hub has told them
     status: Literal["waiting", "downloading"] = "waiting"
     task: "asyncio.Task[Path]" = field(init=False)
 
@@ -63,11 +63,11 @@ class Pull:
 
 
 class Pulls:
-    """The downloads under way. A context manager: leaving it ends them, and what is there stays."""
+    """The downloads under way. A context manager: leaving it ends them, and fetched files stay."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._turn = asyncio.Lock()  # which is fair
+        self._turn = asyncio.Lock()  # asyncio's locks are fair
         self._pulls: dict[object, Pull] = {}
 
     @property
@@ -85,7 +85,8 @@ class Pulls:
 
     def fetched(self, pull: Pull) -> Fetched:
         """Return how much of a pull's model is on disk."""
-        completed, total = self._store.fetched(pull.spec)  # beside what an older revision left
+        # Files that an older revision left may count too.
+        completed, total = self._store.fetched(pull.spec)
         return Fetched(min(completed, total or completed), total)
 
     def begin(self, spec: ModelSpec, key: str = NOBODY, whole: int = 0) -> Pull:
@@ -112,7 +113,7 @@ class Pulls:
     def _end(self, name: object) -> None:
         task = self._pulls.pop(name).task
         if not task.cancelled():
-            task.exception()  # so that asyncio does not log it if nobody waits any more
+            task.exception()  # retrieved: asyncio would log it if nobody waits any more
 
     async def _run(self, pull: Pull) -> Path:
         files = await self._store.find(pull.spec)

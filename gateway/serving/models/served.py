@@ -1,5 +1,5 @@
 """The models that are served: the catalog, as it is now, and their inputs by the files on this
-disk, be they loaded or not.
+disk, whether loaded or not.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from gateway.registry import Catalog, Changes, Inputs, ModelSpec
 
 ReadInputs = Callable[[Sequence[ModelSpec]], Awaitable[Mapping[str, Inputs | None]]]
-LOOK_S = 3.0  # for some small files of each model; a network disk may never answer
+LOOK_S = 3.0  # longest wait for small files of all models: a network disk may never answer
 
 
 class Served:
@@ -22,7 +22,7 @@ class Served:
         self.named: dict[str, ModelSpec] = {}  # NamedModels changes it, and publishes
 
     def replace(self, file: Catalog) -> Changes:
-        """Serve the models of another reading of models.yaml, and return what has changed."""
+        """Serve the models of another reading of models.yaml, and return the changes."""
         before, self._file = self.catalog, file
         self.publish()
         return self.catalog.changes_since(before)
@@ -52,10 +52,10 @@ class KnownInputs:
         return self._known.get(spec.id)
 
     async def look(self) -> None:
-        """Look at the files of all models, or wait no longer than a while for a look that goes on.
-        A disk that does not answer holds one look, and so one thread, however many ask.
+        """Look at the files of all models; stop waiting after LOOK_S, while the look goes on. A
+        disk that does not answer holds one look, and so one thread, however many ask.
         """
-        if self._next is None:  # one that has begun may be older than some files
+        if self._next is None:  # a look under way may be older than some files
             self._next = asyncio.ensure_future(self._look())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LOOK_S):

@@ -1,4 +1,4 @@
-"""What rank 0 has the other ranks do, as bytes, and what came of it as a digest.
+"""The calls that rank 0 has the other ranks make, as bytes, and their results, as digests.
 
 The bytes are JSON of the dataclasses below: unlike a pickle they cannot run code.
 """
@@ -14,10 +14,10 @@ from gateway.jobs.steps import StepPlan, StepResult, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What rank 0 tells the others of a model that they are to load."""
+    """Rank 0's facts about a model that the others are to load."""
 
-    spec: str  # a digest of what models.yaml says
-    files: str  # a digest of the model's files, and of what they are loaded with
+    spec: str  # a digest of the model's keys in models.yaml
+    files: str  # a digest of the model's files, and of all files loaded with them
     prefix_cache_bytes: int
     speculate_rows: int
 
@@ -26,7 +26,7 @@ class Setup:
 class LoadCall:
     """Load this rank's share of a model."""
 
-    # The reply is why it cannot be; empty if it is loaded.
+    # The reply is the reason if it cannot be loaded, else empty.
     model: str
     setup: Setup
     method: Literal["load"] = "load"
@@ -60,17 +60,17 @@ class ProbeCall:
 
 @dataclass(frozen=True, slots=True)
 class SelfTestCall:
-    """Go on with the self-test, or begin anew."""
+    """Continue the self-test, or begin it anew."""
 
     model: str
     is_first: bool
-    rows: int  # of the decode step to be timed; 0 to compare sequences
+    rows: int  # rows of the decode step to time; 0 to compare sequences
     method: Literal["self_test"] = "self_test"
 
 
 @dataclass(frozen=True, slots=True)
 class VerdictCall:
-    """Take what the self-test has found."""
+    """Apply the self-test's verdict."""
 
     model: str
     verdict: Verdict
@@ -114,8 +114,8 @@ def decode(data: bytes) -> Call:
 
 
 def digest(result: StepResult) -> str:
-    """Return a digest of what a step did. Ranks whose digests differ are no longer alike."""
-    # A call's id is random and a logprob may be rounded otherwise, so neither counts.
+    """Return a digest of a step's result. Ranks whose digests differ are no longer alike."""
+    # A call's id is random and a logprob may be rounded differently, so neither counts.
     said = [
         (delta.id, delta.tokens, delta.finish_reason, delta.text, delta.reasoning, delta.error)
         for delta in result.deltas

@@ -1,4 +1,4 @@
-"""What a rank above 0 does: make each call that rank 0 tells of, until rank 0 ends the group."""
+"""The work of a rank above 0: it makes each call that rank 0 sends, until rank 0 ends the group."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Generator
@@ -26,8 +26,8 @@ from gateway.serving.ranks.calls import (
 
 log = logs.get("ranks")
 
-IDLE_S: Final = 10.0  # without a call, after which freed memory is given back
-GRAMMARS: Final = 64  # compiled ones that are kept
+IDLE_S: Final = 10.0  # seconds without a call until freed memory is given back
+GRAMMARS: Final = 64  # compiled grammars to keep
 
 
 class Link(Protocol):
@@ -37,7 +37,7 @@ class Link(Protocol):
         """Return the next frame; None if none came. An empty one ends the group."""
 
     def reply(self, outcome: str) -> None:
-        """Tell rank 0 what came of the frame that came last."""
+        """Send rank 0 the outcome of the last frame."""
 
 
 LoadModel = Callable[[str, Setup], GenerationEngine]
@@ -64,7 +64,7 @@ def follow(link: Link, load: LoadModel, tidy: Callable[[], None]) -> None:
 
 
 def _load(call: LoadCall, load: LoadModel, models: "dict[str, FollowingEngine]") -> str:
-    """Load a model; return why it cannot be."""
+    """Load a model; return the reason if that fails, else an empty text."""
     try:
         models[call.model] = FollowingEngine(load(call.model, call.setup))
     except GatewayError as error:
@@ -78,7 +78,7 @@ def _load(call: LoadCall, load: LoadModel, models: "dict[str, FollowingEngine]")
 
 
 class FollowingEngine:
-    """The engine of one model, which makes the calls of rank 0's. What they return is dropped."""
+    """The engine of one model. It makes the calls of rank 0's engine and drops their results."""
 
     def __init__(self, engine: GenerationEngine) -> None:
         self._engine = engine
@@ -86,7 +86,7 @@ class FollowingEngine:
         self._grammars: OrderedDict[Grammar, Compiled] = OrderedDict()
 
     def make(self, call: EngineCall) -> str:
-        """Make a call; return what came of it, which should be the same on every rank."""
+        """Make a call; return its outcome, which should be the same on every rank."""
         try:
             return self._make(call) or ""
         except Exception as error:

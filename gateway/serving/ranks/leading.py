@@ -30,7 +30,7 @@ from gateway.serving.ranks.calls import (
 from gateway.serving.ranks.links import Leader
 
 T = TypeVar("T")
-WAIT_S: Final = 0.02  # of a step of loading, for the other ranks; others may have the lane between
+WAIT_S: Final = 0.02  # seconds that a loading step waits for other ranks before it yields the lane
 
 
 def lead_in_steps(
@@ -41,7 +41,7 @@ def lead_in_steps(
 ) -> Generator[GenerationEngine | None]:
     """Load a model on every rank, in steps; the last yields rank 0's engine. On the lane.
 
-    `setup` is what the other ranks need to load the same. Raises ModelLoadFailed, naming the rank.
+    `setup` lets the other ranks load the same model. Raises ModelLoadFailed, naming the rank.
     """
     sent = leader.send(encode(LoadCall(model, setup)))
     engine: GenerationEngine | None = None
@@ -74,13 +74,13 @@ def lead_in_steps(
 class LeadingEngine:
     """Rank 0's engine of a model that several ranks share."""
 
-    prefixes = None  # other ranks have parts of them
+    prefixes = None  # no one process has all of them
 
     def __init__(self, leader: Leader, model: str, engine: GenerationEngine) -> None:
         self._leader = leader
         self._model = model
         self._engine = engine
-        # These change nothing, and need no other rank.
+        # These methods change nothing, and need no other rank.
         self.tokens, self.facts = engine.tokens, engine.facts
         self.prepare, self.compile = engine.prepare, engine.compile
         self.matches_schema, self.read_answer = engine.matches_schema, engine.read_answer
@@ -88,8 +88,8 @@ class LeadingEngine:
         self.routing_keys = engine.routing_keys
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Make a step on every rank. Its deltas are returned once all have the same."""
-        # What comes of a pass in which a rank is lost is not to be trusted.
+        """Make a step on every rank. Return its result once all ranks have the same."""
+        # The result of a pass in which a rank is lost cannot be trusted.
         joining = [(number, _with_seed(params)) for number, params in plan.joining]
         plan = replace(plan, joining=joining)
         sent = [(number, _to_send(params)) for number, params in joining]
@@ -130,7 +130,7 @@ class LeadingEngine:
             self._engine.close()
 
     def _make(self, call: EngineCall, act: Callable[[], T]) -> T:
-        """Make a call on every rank. Raises Unavailable unless it comes to the same on all."""
+        """Make a call on every rank. Raises Unavailable unless all have the same outcome."""
         sent = self._leader.send(encode(call))
         try:
             result = act()
@@ -146,12 +146,12 @@ class LeadingEngine:
 
 
 def _with_seed(params: SequenceParams) -> SequenceParams:
-    # What is random is drawn here, so that it is the same on every rank.
+    # The seed is drawn here, so that it is the same on every rank.
     if params.sampling.seed is not None:
         return params
     return replace(params, sampling=replace(params.sampling, seed=secrets.randbits(64)))
 
 
 def _to_send(params: SequenceParams) -> SequenceParams:
-    # Without what each rank makes itself; the prompt may be in parts, which share tokens.
+    # Each rank compiles the grammar itself; the prompt may be in parts, which share tokens.
     return replace(params, compiled=None, prompt=list(params.prompt))

@@ -1,7 +1,7 @@
-"""The connections between rank 0 and the other ranks, one each: frames there, few words back.
+"""The connections between rank 0 and the other ranks, one each: frames out, short replies back.
 
-A rank that is gone is noticed by its closed connection, or within KEEP_ALIVE_S by probes of the
-kernel's. An empty frame ends the group.
+A rank that is gone is noticed by its closed connection, or within KEEP_ALIVE_S by the kernel's
+probes. An empty frame ends the group.
 """
 
 import contextlib
@@ -26,21 +26,22 @@ from gateway.errors import Unavailable
 log = logs.get("ranks")
 
 Link: TypeAlias = "Connection[Any, Any]"
-JOIN_S: Final = 60.0  # for all ranks to connect, once the group has formed
-END_S: Final = 5.0  # for the others to notice the end
-KEEP_ALIVE_S: Final = 11  # 5 of silence, then three probes 2 apart
+JOIN_S: Final = 60.0  # seconds for all ranks to connect, once the group has formed
+END_S: Final = 5.0  # seconds for the others to notice the end
+KEEP_ALIVE_S: Final = 11  # seconds: 5 of silence, then three probes 2 apart
 LONGEST: Final = 1 << 30
 MOST_UNKNOWN: Final = 64  # connections that have not said yet which rank they are
-STATUS_OF_A_LOSS: Final = 70  # EX_SOFTWARE of sysexits.h, as of a stall
+STATUS_OF_A_LOSS: Final = 70  # EX_SOFTWARE of sysexits.h, as after a stall
 _WORD_BYTES: Final = 64 << 10
 _OUTCOME_CHARS: Final = 2000
 _STOP: Final = {"stop": True}
-_ENDS: Final = (EOFError, OSError, ValueError, LookupError)  # of a connection, or of its sense
+# Errors of a connection that ends, or whose words make no sense.
+_ENDS: Final = (EOFError, OSError, ValueError, LookupError)
 
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """Where rank 0 listens, and the word by which it knows its ranks."""
+    """The address of rank 0, and the secret word by which it knows its ranks."""
 
     host: str
     port: int
@@ -56,7 +57,7 @@ class Invitation:
 
 
 class Sent:
-    """A frame that every rank was sent, and what each has replied by now."""
+    """A frame sent to every rank, and the replies so far, by rank."""
 
     def __init__(self) -> None:
         self.replies: dict[int, str] = {}
@@ -69,12 +70,13 @@ class Leader:
         self._links = links
         self._words: queue.SimpleQueue[tuple[int, int, str]] = queue.SimpleQueue()
         self._count = 0
-        # Replies may come while those to another frame are waited for. Weak, so that what comes of
-        # a frame that nobody waits for any more is forgotten.
+        # Replies may come during the wait for those to another frame. The dictionary is weak, so
+        # that replies to a frame that nobody waits for any more are dropped.
         self._sent: WeakValueDictionary[int, Sent] = WeakValueDictionary()
         self._is_over = False
-        self.lost: str | None = None  # which rank is gone, in words; None while all are there
-        self.on_stop: Callable[[], object] = lambda: None  # when a rank gets a signal to stop
+        self.lost: str | None = None  # the loss of a rank, in words; None while all are there
+        # Called when a rank gets a signal to stop.
+        self.on_stop: Callable[[], object] = lambda: None
         self._threads = [
             threading.Thread(target=self._listen, args=(rank,), name=f"rank {rank}", daemon=True)
             for rank in links
@@ -95,8 +97,8 @@ class Leader:
         return sent
 
     def replies(self, sent: Sent, wait_s: float | None = None) -> Mapping[int, str] | None:
-        """Return what each rank replied to a frame; None if one has not by then. Raises Unavailable
-        if a rank is gone.
+        """Return each rank's reply to a frame; None if one has not replied by then. Raises
+        Unavailable if a rank is gone.
         """
         until = None if wait_s is None else clock.now() + wait_s
         while len(sent.replies) < len(self._links):
@@ -115,7 +117,7 @@ class Leader:
         """Wait until every rank has come to this outcome of a frame. Raises Unavailable if one
         does not, or is gone.
         """
-        # What was computed with such a rank is not to be used.
+        # Results computed with such a rank must not be used.
         for rank, reply in (self.replies(sent) or {}).items():
             if reply != outcome:
                 self._lose(f"rank {rank} came to another outcome")
@@ -151,7 +153,7 @@ class Leader:
         is_news = self.lost is None and not self._is_over
         if is_news:
             self.lost = what
-        self._words.put((0, 0, ""))  # for the lane, if it waits for a word
+        self._words.put((0, 0, ""))  # wakes the lane's thread if it waits for a word
         if is_news:
             log.critical("rank_lost", lost=what, hint="its log says more; the group ends")
 
@@ -166,11 +168,12 @@ def inviting(host: str) -> Iterator[tuple[Invitation, socket.socket]]:
 
 
 def accept(listener: socket.socket, invitation: Invitation, ranks: Sequence[int]) -> Leader:
-    """Wait for these ranks. Others that connect are turned away, at the latest when all ranks have,
-    and hold up none of them. Raises TimeoutError.
+    """Wait for these ranks to connect. Others are turned away, at the latest once all ranks have
+    connected, and delay none of them. Raises TimeoutError.
     """
     links: dict[int, socket.socket] = {}
-    unknown: dict[socket.socket, bytearray] = {}  # and what each has said, the oldest first
+    # Connections that have not said who they are, with their words so far, the oldest first.
+    unknown: dict[socket.socket, bytearray] = {}
     until = clock.now() + JOIN_S
     listener.setblocking(False)
     try:
@@ -199,7 +202,7 @@ def accept(listener: socket.socket, invitation: Invitation, ranks: Sequence[int]
 
 
 def _welcome(listener: socket.socket, unknown: dict[socket.socket, bytearray]) -> None:
-    """Accept a connection; the oldest of too many that have not said who they are makes room."""
+    """Accept a connection. If too many have not said who they are, refuse the oldest of these."""
     with contextlib.suppress(OSError):  # it left while it waited
         link, _ = listener.accept()
         link.setblocking(False)
@@ -218,10 +221,10 @@ def _readable(links: Sequence[socket.socket], wait_s: float) -> list[socket.sock
 
 
 def _hear(link: socket.socket, said: bytearray) -> bytes | None:
-    """Add what a connection says to its first frame. Return the frame once it is whole, an empty
-    one if it will never be.
+    """Read more of a connection's first frame. Return the frame once it is whole, an empty one if
+    it never will be, else None.
     """
-    length = int.from_bytes(said[:4], "big")  # as a Connection writes it before a frame
+    length = int.from_bytes(said[:4], "big")  # a Connection writes the length before a frame
     size = 4
     if len(said) >= size:
         size += length
@@ -291,7 +294,7 @@ class Follower:
         return frame
 
     def reply(self, outcome: str) -> None:
-        """Tell rank 0 what came of the frame that came last."""
+        """Send rank 0 the outcome of the last frame."""
         word = {"of": self._number, "reply": outcome[:_OUTCOME_CHARS]}
         with contextlib.suppress(OSError):  # rank 0 is gone: the other thread ends this process
             self._link.send_bytes(json.dumps(word).encode())
@@ -309,7 +312,7 @@ class Follower:
                 if not frame:
                     return
         # Rank 0 went without a word. The process ends at once: the main thread may be stuck in a
-        # pass that never comes to its end.
+        # pass that never ends.
         with contextlib.suppress(Exception):  # a stderr that cannot be written to
             log.critical("leader_lost", hint="rank 0 ended without a word: see its log")
             sys.stderr.flush()

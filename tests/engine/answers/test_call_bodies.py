@@ -297,7 +297,7 @@ KEYS = st.from_regex(r"[\w$-]{1,9}", fullmatch=True)
 LETTERS = st.text(st.sampled_from("abé\n\t \\\"'{}[](),:=<>/|")) | st.sampled_from(
     [END, "null", "1"]
 )
-TEXTS = LETTERS.filter(lambda text: D not in text)  # in a text of Gemma's it is a quote
+TEXTS = LETTERS.filter(lambda text: D not in text)  # D is a quote in a text of Gemma's
 VALUES = st.recursive(
     st.none()
     | st.booleans()

@@ -98,7 +98,7 @@ class Form:
     # except inside a whole call if those have a begin and an end of their own.
     ends: str = r"(?!)"
     may_quote: bool = True
-    is_bare: bool = False  # without a mark, so a call only at an answer's beginning
+    is_bare: bool = False  # has no mark, so it is a call only at an answer's beginning
     # Keys are identifiers of Python.
     is_python: bool = False
     # Its tokens are never written in a text: there they are other tokens with the same letters.

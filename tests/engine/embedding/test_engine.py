@@ -134,7 +134,7 @@ def test_a_step_of_loading_reads_one_slice(name: str) -> None:
         assert held[-1] - held[-2] <= most * 1.2  # a buffer is often a little too big
         mx.clear_cache()
     assert len(held) > 2
-    assert held[-1] - held[0] >= sum(sizes) * 0.99  # but for constants that reading used up
+    assert held[-1] - held[0] >= sum(sizes) * 0.99  # reading used up some constants
 
 
 def test_a_row_the_model_cannot_read_is_refused() -> None:

@@ -42,10 +42,10 @@ from gateway.jobs.steps import Pass, SequenceParams
 from tests.checkpoints import HYBRID, SLIDING, STATEFUL
 from tests.fakes import caller
 
-Before = abc.Callable[[mx.array], object]  # of a pass's tokens
-After = abc.Callable[[mx.array, mx.array, Any], mx.array]  # of its logits, tokens and cache
+Before = abc.Callable[[mx.array], object]  # takes a pass's tokens
+After = abc.Callable[[mx.array, mx.array, Any], mx.array]  # takes its logits, tokens and cache
 _numbers = count(1)
-_setups: dict[tuple[object, ...], ChatSetup] = {}  # by what they were read from
+_setups: dict[tuple[object, ...], ChatSetup] = {}  # keys are their sources
 GREEDY = Sampling(temperature=0)
 TEXTS = ["Hello there!", "x", "What is 2 + 2? " * 9, "日本語のテキスト 🙂", "a b c " * 150]
 SEEDED = Sampling(
@@ -67,7 +67,7 @@ SCHEMA = Grammar(
     ),
 )
 CALLS = Calling(functions=[Function("look", {"type": "object"})])
-# Of another seed's tokens two are as likely within 3e-6: rounding says which of them is first.
+# Another seed has two tokens as likely within 3e-6: rounding says which of them is first.
 PENALIZED = Sampling(temperature=1.3, top_p=0.95, top_k=50, seed=-8, frequency_penalty=0.4)
 JOBS: list[dict[str, Any]] = [
     {"sampling": Sampling(temperature=0), "max_tokens": 40},

@@ -70,8 +70,8 @@ ADAPTERS: Final[dict[str, dict[str, Any]]] = {
     "large": {"seed": 2, "rank": 9, "scale": 1.0},
     "queries": {"seed": 3, "rank": 2, "scale": 4.0, "only": "q_proj"},
 }
-STEPS: Final = 60  # of one mixture, before it is brought to its end
-REMEMBERED: Final = 40  # of the last operations, for the report of a failure
+STEPS: Final = 60  # steps of one mixture before it is brought to its end
+REMEMBERED: Final = 40  # last operations, for the report of a failure
 LONGEST: Final = 500  # tokens of a prompt that continues an earlier one
 
 SCHEMA: Final = {

@@ -20,7 +20,7 @@ from gateway.engine.generation.sampling import (
 from gateway.jobs.chat import Sampling
 
 DRAWS = 2000
-FEW = 600  # where each is dear
+FEW = 600  # enough where each draw is slow
 Probabilities = npt.NDArray[np.float64]
 
 

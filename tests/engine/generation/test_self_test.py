@@ -32,7 +32,7 @@ MIXTURE = {
 }  # fmt: skip
 UNFIT: dict[str, dict[str, Any]] = {
     "gemma2": {"model_type": "gemma2", "head_dim": 16},
-    # As many heads of keys as rows of the test: nothing is thrown there.
+    # This has as many heads of keys as the test has rows: nothing is thrown there.
     "gemma2 of three": {
         "model_type": "gemma2", "hidden_size": 96, "head_dim": 16, "num_attention_heads": 6,
         "num_key_value_heads": 3,

@@ -63,7 +63,7 @@ ARCHITECTURES = [
     "gemma3_text", "gpt_oss", "lfm2", "qwen3_next", "qwen3_5", "kimi_linear", "mamba2", "falcon_h1",
     "granitemoehybrid",
 ]  # fmt: skip
-# Of different lengths and numbers of pieces; the last but one goes on from a kept block.
+# Cuts of several lengths and numbers of pieces; the last but one continues from a kept block.
 CUTS = [[128, 64, 3], [64, 64, 11], [192, 20], [64, 79], [64, 64], [64, 1], [37]]
 LENGTHS = (150, 200, 20, 131, 64, 65, 193, 77, 320)
 
@@ -237,7 +237,7 @@ def test_a_fault_of_a_pass_changes_no_answer(folder: Path, cold: GenerationEngin
     assert any(cached(told))
 
 
-@pytest.mark.parametrize("kind", ["plain", "sliding", "sinks", "hybrid"])  # whose ends are not tied
+@pytest.mark.parametrize("kind", ["plain", "sliding", "sinks", "hybrid"])  # ends not tied
 def test_a_row_that_is_no_number_spoils_no_other(tmp_path: Path, kind: str) -> None:
     folder = write_chat(tmp_path, **KINDS[kind])
     prompts = [tokens(length, length) for length in LENGTHS]

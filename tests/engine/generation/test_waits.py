@@ -97,7 +97,7 @@ def test_whatever_waits_is_counted(read: Callable[[mx.array], object]) -> None:
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {}, "sliding": SLIDING, "stateful": STATEFUL, "hybrid": HYBRID,
 }  # fmt: skip
-# By kind of model, of what its engine keeps, and what its rows ask for.
+# Cases differ in the kind of model, the KV that its engine keeps, and its rows' requests.
 PLAIN = Sampling(temperature=0, ignore_eos=True)
 SAMPLED = [
     Sampling(temperature=0.8, top_k=20, seed=1, ignore_eos=True),

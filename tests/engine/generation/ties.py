@@ -17,8 +17,8 @@ from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.sampling import Sampler, adjust_logits
 from gateway.jobs.chat import GenerateJob
 
-# By which a logit may move. Those of tests/checkpoints.py's models, read in other pieces, move by
-# 1e-4 at most with OpenBLAS's kernels for Nehalem, Sandybridge, Haswell and AVX-512.
+# The most that a logit may move. Those of tests/checkpoints.py's models, read in other pieces, move
+# by 1e-4 at most with OpenBLAS's kernels for Nehalem, Sandybridge, Haswell and AVX-512.
 ROUNDING = 5e-4
 
 

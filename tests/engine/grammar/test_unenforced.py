@@ -109,7 +109,7 @@ HELD: list[tuple[Any, list[Any]]] = [
          "items": [TEXT, {"$ref": "#/items/0"}], "additionalItems": False},
         [["a", "b"], ["a", 1], ["a", "b", "c"]],
     ),
-    # Before 2019-09 nothing stands beside a reference.
+    # Nothing stands beside a reference before 2019-09.
     *(
         (
             {"$schema": draft, **thing("a", a={"$ref": "#/definitions/A", "type": "integer"}),

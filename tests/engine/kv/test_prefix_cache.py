@@ -194,7 +194,7 @@ def test_a_next_turn_reads_no_answer_again(plain: Path, others: int, speculate_r
 
 @pytest.mark.parametrize(
     ("kind", "kv_heads"),
-    # with one head, the tokens of a row lie side by side
+    # the tokens of a row lie side by side if it has one head
     [("plain", 1), ("plain", 2), ("sliding", 2), ("stateful", 2)],
 )
 def test_the_bytes_kept_never_pass_the_bound(

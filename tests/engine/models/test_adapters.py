@@ -22,7 +22,7 @@ from tests.engine.generation.harness import JOBS, PROMPTS, Answer, Batch, load_a
 
 GREEDY = Sampling(temperature=0)
 PLENTY = 1 << 30
-# By name: no two alike in rank, scale and projections.
+# No two adapters are alike in rank, scale and projections.
 ADAPTERS: dict[str, dict[str, Any]] = {
     "small": {"seed": 1, "rank": 2},
     "large": {"seed": 2, "rank": 9, "scale": 1.0},

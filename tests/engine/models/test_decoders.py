@@ -46,7 +46,7 @@ def test_positions_are_those_of_transformers_5(
     }
     file.write_text(json.dumps(config))
     assert mx.abs(logits(tmp_path) - expected).max() > 0.1  # what a class does by itself
-    if is_nested:  # by kinds of layers
+    if is_nested:  # keyed by kinds of layers
         written_now = {"full_attention": written_now}
     file.write_text(json.dumps({**config, "rope_parameters": written_now}))
     assert mx.array_equal(logits(tmp_path), expected)

@@ -138,7 +138,7 @@ FILES = {f"model.layers.{at}.mlp.up_proj.weight": mx.zeros((8, 4)) for at in ran
         ("multi_modal_projector.linear.weight", []),
         ("mtp.layers.0.input_proj.weight", []),
         ("model.layers.0.self_attn.rotary_emb.inv_freq", []),
-        ("model.layers.4.eh_proj.weight", []),  # beyond the last: for reading ahead
+        ("model.layers.4.eh_proj.weight", []),  # a layer beyond the last, for reading ahead
         ("lm_head.weight", []),  # tied
     ],
 )
@@ -199,7 +199,7 @@ def test_a_name_is_read_where_a_class_or_what_it_imports_takes_it() -> None:
     names = read_names("gpt_oss")
     assert {"rope_scaling", "num_local_experts", "layer_types"} <= names
     assert "swiglu_limit" not in names
-    assert "sliding_window" in read_names("gemma3")  # by its text's module
+    assert "sliding_window" in read_names("gemma3")  # found in its text's module
     assert read_names("no such module") == frozenset()
 
 

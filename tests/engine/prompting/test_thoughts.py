@@ -134,7 +134,7 @@ def test_trials_end_once_all_of_them_have_taken_too_long(
     box = Box({})
     chat = family(tmp_path, template=MENTIONED, template_sandbox=box)
     assert "took over" in str(chat.untried)
-    assert box.asked == 1  # for the greeting
+    assert box.asked == 1  # only the greeting was asked
     with pytest.raises(BadRequest, match="took over"):
         unread_formats(chat)
 

@@ -150,7 +150,7 @@ async def test_a_tokenizer_that_fails_on_one_text_fails_its_request_alone() -> N
                 raise BadRequest("No shouting.", part="prompt")
             return super().encode(texts)
 
-    engine = Fussy(max_tokens=5000)  # for texts so long that they are tokenized on a thread
+    engine = Fussy(max_tokens=5000)  # texts may be so long that a thread tokenizes them
     async with batching(engine) as batcher:
         engine.gate.close()
         asked = [asking(batcher, text * 1001) for text in "ab!cd"]

@@ -38,9 +38,9 @@ class SimulatedChat(ScriptedChat):
     """A scripted chat whose steps take virtual time, and that knows who was in which."""
 
     device: StepTimes = M1
-    together: list[frozenset[int]] = field(default_factory=list)  # of each step
+    together: list[frozenset[int]] = field(default_factory=list)  # the sequences of each step
     came: dict[int, int] = field(default_factory=dict)  # the steps before each joined
-    spent_s: float = 0.0  # by steps
+    spent_s: float = 0.0  # the time of all steps
 
     def join(self, number: int, params: SequenceParams) -> None:
         self.came[number] = len(self.together)

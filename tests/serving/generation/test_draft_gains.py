@@ -68,7 +68,7 @@ def test_nothing_is_drafted_before_the_time_without_is_known_nor_once_it_is_old(
             waits += 1
             gains.note(StepResult(size=Pass(3, 3)), 1.0)
     assert waits == 2 * BASELINES
-    assert not gains.choose(rows=2)  # of another count of rows
+    assert not gains.choose(rows=2)  # another count of rows has no baseline yet
 
 
 def test_forced_tokens_and_mixed_drafts_say_nothing() -> None:

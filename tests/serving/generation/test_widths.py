@@ -105,7 +105,7 @@ def test_streams_on_an_m1_give_what_the_best_width_does(rows: int) -> None:
         assert [len(answer) for answer in answers] == [400] * rows
 
     run_virtually(work())
-    ratio = rows * 400 * M1[0] / engine.spent_s  # to one after the other
+    ratio = rows * 400 * M1[0] / engine.spent_s  # compared with one after the other
     width = choose_width(M1, rows).rows
     assert ratio >= 0.95 * width * M1[0] / seconds(M1, width)
     assert ratio >= {1: 0.95, 2: 0.95, 3: 0.95, 4: 0.9, 8: 1.7, 16: 3.2}[rows]
@@ -225,7 +225,7 @@ def test_answers_of_a_form_take_turns_with_the_others(bound: int) -> None:
 
     run_virtually(work())
     assert {*map(len, engine.together)} == {1}
-    # At the end those of a form are alone, and take turns of a quantum if only one may decode.
+    # Answers of a form are alone at the end, and take turns of a quantum if only one may decode.
     assert max(engine.waits().values()) <= (2 * RUN if bound == 2 else QUANTUM)
 
 

@@ -54,7 +54,7 @@ async def test_unloading_a_base_frees_its_adapters_too() -> None:
             unloading = asyncio.create_task(models.unload(BASE))
             await settle()
             assert shelf.open == ["base", "base+one"]
-            assert await use(models, ONE) == "base+one"  # by another copy of both
+            assert await use(models, ONE) == "base+one"  # another copy of both serves it
             assert shelf.loads == ["base", "one"] * 2
         assert await unloading
         assert shelf.open == ["base", "base+one"]

@@ -23,7 +23,7 @@ SIZES = {"a": 30, "b": 40, "c": 50, "d": 90}
 ADAPTERS = {"a1": ("a", 3), "a2": ("a", 8), "b1": ("b", 15), "d1": ("d", 9)}  # base and size
 LIMIT = 100
 WAIT_S = 20.0
-LONGEST_S = 90.0  # of a lease: longer than a newcomer waits
+LONGEST_S = 90.0  # the longest lease: longer than a newcomer waits
 
 
 class World:

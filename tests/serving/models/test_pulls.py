@@ -252,7 +252,8 @@ async def test_a_key_has_one_model_on_its_way(pulls: Pulls, store: ScriptedStore
     await callers.named.admit("org/b", "key-2")
     with refused("insufficient_disk"):  # what is on its way will take what is free
         await callers.named.admit("org/c", "key-3")
-    store.fetched_bytes += GB // 2  # of each: which the disk has less of, and they need no more
+    # Half of each is here now: the disk has less room, and they need less.
+    store.fetched_bytes += GB // 2
     await callers.named.admit("org/c", "key-3")
     store.may_end.set()
     for pull in pulls.under_way:

@@ -71,7 +71,7 @@ async def test_a_disk_that_does_not_answer_is_asked_once(monkeypatch: pytest.Mon
     assert len(disk.looks) == 1
     assert known.of(SPEC) is None
     disk.looks[0].set()
-    await until(lambda: len(disk.looks) == 2)  # for all who came meanwhile
+    await until(lambda: len(disk.looks) == 2)  # one look for all who came meanwhile
     disk.looks[1].set()
     monkeypatch.setattr(served, "LOOK_S", 20)
     disk.there = Inputs(7)

@@ -226,7 +226,7 @@ def test_no_kind_of_job_is_left_out(rows: dict[str, list[SequenceParams]]) -> No
     assert asked == {field.name for field in fields(GenerateJob)}
     sent = [row for some in rows.values() for row in some]
     same = {field.name for field in fields(SequenceParams) if is_never_set(field, sent)}
-    assert same == {"compiled"}  # which each rank does for itself
+    assert same == {"compiled"}  # each rank compiles for itself
 
 
 def is_never_set(field: Any, sent: Sequence[SequenceParams]) -> bool:

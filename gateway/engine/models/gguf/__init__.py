@@ -1,4 +1,4 @@
-"""GGUF files: a chat model in one file, as llama.cpp keeps them.
+"""GGUF files: a chat model in one file, in llama.cpp's format.
 
 Nothing in such a file is trusted, and none of it is run. From the bottom up:
 

@@ -1,7 +1,7 @@
 """A GGUF file's metadata and tensors → the config and the weights' names of mlx-lm's models.
 
-Whatever the metadata says that changes the maths is understood or refused by name. Keys:
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; tensor names and what was done to the
+Metadata that change the maths are understood or refused by name. Keys:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; tensor names, and the changes made to
 weights on their way into the file: llama.cpp's convert_hf_to_gguf.py.
 """
 
@@ -13,9 +13,9 @@ from typing import Any, Final
 from gateway.engine.models.gguf.header import GgufError, Header, quote
 
 ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
-ROPE_FACTORS: Final = "rope_freqs.weight"  # by which Llama 3.1 slows its rotations down
+ROPE_FACTORS: Final = "rope_freqs.weight"  # factors that slow Llama 3.1's rotations down
 _MOST: Final = (1 << 31) - 1
-# Keys that change nothing here, and values that leave all as it is.
+# Keys that change nothing here, and values that have no effect.
 _IDLE: Final = frozenset({"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"})
 _NEUTRAL: Final[Mapping[str, Any]] = {
     "attention.causal": True,
@@ -29,7 +29,7 @@ _NEUTRAL: Final[Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where a weight of the model is in the file, and its shape there as here."""
+    """The place of a model's weight in the file, and its shape in both."""
 
     tensor: str
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class TensorPlace:
 def read_config(header: Header) -> dict[str, Any]:
     """Return a model's config in the words of its config.json.
 
-    Raises GgufError naming what is missing, makes no sense or is not served here.
+    Raises GgufError naming a key that is missing, makes no sense or is not served here.
     """
     metadata = header.metadata
     kind, pieces = metadata.get("general.type", "model"), metadata.get("split.count", 1)
@@ -73,17 +73,17 @@ def read_config(header: Header) -> dict[str, Any]:
 
 
 def places(config: Mapping[str, Any], header: Header) -> dict[str, TensorPlace]:
-    """Return where each weight of the model is in the file, by its name in mlx-lm's model.
+    """Return the place of each of the model's weights in the file, by its name in mlx-lm's model.
 
-    Raises GgufError where the file's tensors are not those of such a model, names and shapes.
+    Raises GgufError if names or shapes of the file's tensors are not those of such a model.
     """
-    # The loop below is bounded by what the file has, whatever its metadata says.
+    # The loop below is bounded by the file's tensors, not by its metadata.
     if config["num_hidden_layers"] > len(header.tensors):
         raise GgufError(f"it has no tensors for {config['num_hidden_layers']:,} layers")
     expected = dict(_expected(config))
     listed = set(header.tensors)
     if config["model_type"] == "llama":
-        listed.discard(ROPE_FACTORS)  # no weight, but a part of the rotations
+        listed.discard(ROPE_FACTORS)  # these are no weights, but a part of the rotations
     expected_tensors = {place.tensor for place in expected.values()}
     for what, names in (
         ("weights are missing", expected_tensors - listed),
@@ -109,7 +109,7 @@ class _Keys:
         self._read: set[str] = set()
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return a number from 1 to 2^31 - 1; without a default it must be there."""
+        """Return a number from 1 to 2^31 - 1; without a default the key must be there."""
         value = self._found(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
             raise self._unusable(key, value)
@@ -125,7 +125,7 @@ class _Keys:
         return float(value)
 
     def get(self, key: str) -> Any:
-        """Return whatever there is, None for nothing."""
+        """Return the value; None if there is none."""
         self._read.add(key)
         return self._metadata.get(self._prefix + key)
 
@@ -157,7 +157,7 @@ def _sizes(keys: _Keys) -> dict[str, Any]:
     if keys.integer("attention.value_length", head) != head:
         raise GgufError("its keys and values are of different lengths, which is not served here")
     context = keys.integer("context_length")
-    # Attention over a window is attention over all, for as many tokens as the window has.
+    # Attention over a window equals attention over all, up to the window's number of tokens.
     window = keys.get("attention.sliding_window")
     if window:
         context = min(context, keys.integer("attention.sliding_window"))
@@ -217,7 +217,7 @@ def _biases(name: str, header: Header) -> dict[str, Any]:
 
 
 def _check_heads(name: str, config: dict[str, Any]) -> None:
-    """Raise GgufError for what mlx-lm's model of this architecture cannot be."""
+    """Raise GgufError for sizes that mlx-lm's model of this architecture cannot have."""
     heads, kv_heads, head = (
         config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
     )
@@ -230,7 +230,7 @@ def _check_heads(name: str, config: dict[str, Any]) -> None:
 
 
 def _expected(config: Mapping[str, Any]) -> Iterator[tuple[str, TensorPlace]]:
-    """List the weights of the model: the three architectures differ in biases and norms alone."""
+    """List the weights of the model: the three architectures differ only in biases and norms."""
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     yield "model.embed_tokens.weight", TensorPlace("token_embd.weight", (vocabulary, hidden))
     yield "model.norm.weight", TensorPlace("output_norm.weight", (hidden,))

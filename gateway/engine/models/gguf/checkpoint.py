@@ -1,5 +1,5 @@
-"""A GGUF file as the engine sees any model's files: a config, and arrays by mlx-lm's names. And its
-model, built by that config and read a chunk a step.
+"""A GGUF file in the form of any model's files: a config, and arrays by mlx-lm's names. Its model,
+built by that config and read a chunk a step.
 
 It is listed as `mlx_lm.convert` would have written it. Types whose groups are MLX's own stay
 quantized, with the file's numbers; the others become floating. On a CPU all do.
@@ -41,7 +41,7 @@ _ITEMSIZE: Final = {"F32": 4, "F16": 2, "BF16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Widened:
-    """What it costs that weights become floating: their types, and bytes before and after."""
+    """The cost of weights that become floating: their types, and bytes before and after."""
 
     types: tuple[str, ...]
     stored_bytes: int
@@ -49,7 +49,7 @@ class Widened:
 
 
 class GgufCheckpoint:
-    """A chat model in one file, under the name callers know it by; its header is read."""
+    """A chat model in one file, with the name that callers know; its header is read."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
@@ -71,7 +71,7 @@ class GgufCheckpoint:
         """Turn any exception raised inside into the reason why this model cannot be loaded."""
         try:
             yield
-        except ValueError as error:  # GgufError, and what the tokenizer says
+        except ValueError as error:  # GgufError, and errors of the tokenizer
             raise self.failed(str(error)) from error
         except Exception as error:
             raise self.failed(f"{type(error).__name__}: {error}") from error
@@ -134,10 +134,10 @@ class GgufCheckpoint:
         return Tensor(self.dtype, shape, math.prod(shape) * _ITEMSIZE[self.dtype])
 
     def _floating(self) -> str:
-        """Choose what floating weights are read as: one type, that no mixture slows down.
+        """Choose the one type of floating weights: a mixture would be slower.
 
-        Norms are float32 in every file. bfloat16 has a range that float16 lacks, so it is kept
-        wherever there is any.
+        Norms are float32 in every file. bfloat16 has a range that float16 lacks, so it is kept if
+        the file has any.
         """
         kinds = {self.kind(name) for name, place in self.places.items() if len(place.shape) > 1}
         if "BF16" in kinds:
@@ -165,16 +165,16 @@ def open_checkpoint(name: str, path: Path) -> Checkpoint | GgufCheckpoint:
     return Checkpoint(name, path)
 
 
-# A million weights are decoded in some 5 ms, and more at once do not stay in the processor's cache.
-# Others may have the lane between two chunks.
+# A chunk is decoded in some 5 ms, and a larger one would not stay in the processor's cache. Others
+# may have the lane between two chunks.
 CHUNK_WEIGHTS: Final = 1 << 20
 _DTYPES: Final = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 
 
 class SlowedRoPE:
-    """Rotary positions whose every frequency is divided by a factor of its own.
+    """Rotary positions whose frequencies are divided by factors, each by its own.
 
-    So are Llama 3.1's, of which GGUF files keep the factors and not the rule behind them.
+    Llama 3.1's are such: GGUF files have the factors, not the rule behind them.
     """
 
     def __init__(self, dims: int, base: float, factors: mx.array) -> None:
@@ -194,7 +194,7 @@ def read_gguf_decoder(
     """Build a model and read its weights, in steps; return it.
 
     Weights that MLX can hold quantized stay so on a GPU, and on a CPU if it `is_packed`. Raises
-    ModelLoadFailed where the file no longer has what its header listed.
+    ModelLoadFailed if the file no longer has the tensors that its header listed.
     """
     is_packed = is_packed or device is not Device.CPU
     target = pick_dtype(device, dtype, _DTYPES[checkpoint.dtype])
@@ -202,7 +202,7 @@ def read_gguf_decoder(
         model = _build(checkpoint, is_packed)
     if device is Device.CPU:
         use_cpu_kernels(model)
-    # Unbuffered: what is read goes straight to where it is decoded.
+    # The file is unbuffered: bytes go straight to the place where they are decoded.
     with checkpoint.blame(), checkpoint.path.open("rb", buffering=0) as file:
         if stamp_of(file) != checkpoint.header.stamp:
             raise GgufError("it has changed since its header was read")
@@ -223,7 +223,7 @@ def read_gguf_decoder(
 
 
 def _build(checkpoint: GgufCheckpoint, is_packed: bool) -> Any:
-    """Make the model, whose arrays are promises until they are replaced: nothing is computed."""
+    """Make the model, whose arrays are lazy until they are replaced: nothing is computed."""
     config = checkpoint.config()
     model_class, args_class = _get_classes(config)
     model: Any = model_class(args_class.from_dict(config))
@@ -236,7 +236,7 @@ def _build(checkpoint: GgufCheckpoint, is_packed: bool) -> Any:
         listed = {name: tensor.shape for name, tensor in checkpoint.tensors().items()}
     else:
         listed = {name: place.shape for name, place in checkpoint.places.items()}
-    if built != listed:  # which the metadata was checked for
+    if built != listed:  # the metadata was checked for it
         odd = sorted(name for name in built.keys() | listed if built.get(name) != listed.get(name))
         raise GgufError(f"mlx-lm's model has other weights: {', '.join(odd[:5])}")
     return model
@@ -248,7 +248,7 @@ def _floating(
     """Read a tensor as floating numbers, a chunk a step."""
     numbers = np.empty((_rows(info), info.shape[-1]), _numpy(target))
     for rows, raw in _chunks(file, info):
-        with np.errstate(all="ignore"):  # what a broken file makes infinite is seen in its answers
+        with np.errstate(all="ignore"):  # infinities of a broken file show in its answers
             numbers[rows] = dequantize(info.type.name, raw)
         yield
     return mx.array(numbers.reshape(info.shape)).astype(target)
@@ -257,7 +257,7 @@ def _floating(
 def _pack(
     file: RawIOBase, info: TensorInfo, target: mx.Dtype, module: str
 ) -> Generator[None, None, dict[str, mx.array]]:
-    """Read a matrix as MLX quantizes them, a chunk a step: three arrays by their names."""
+    """Read a matrix in MLX's quantized form, a chunk a step: three arrays by their names."""
     rows, columns = info.shape
     words = columns * PACKED_BITS[info.type.name] // 32
     weight = np.empty((rows, words), np.uint32)
@@ -279,7 +279,7 @@ def _pack(
 
 
 def _chunks(file: RawIOBase, info: TensorInfo) -> Iterator[tuple[slice, Bytes]]:
-    """Read a tensor's rows, some at a time: which they are, and their bytes, a row each."""
+    """Read a tensor's rows, some at a time: their slice, and their bytes, a row each."""
     rows = _rows(info)
     chunk_rows = max(1, CHUNK_WEIGHTS // info.shape[-1])
     file.seek(info.offset)
@@ -304,14 +304,14 @@ def _rows(info: TensorInfo) -> int:
 
 
 def _numpy(target: mx.Dtype) -> type[np.floating[Any]]:
-    """Return what numbers are decoded into on their way to MLX, which alone has bfloat16."""
+    """Return the type for numbers on their way to MLX; numpy has no bfloat16."""
     if target == mx.float16:
         return np.float16
     return np.float32
 
 
 def _slow_down(model: Any, config: Mapping[str, Any], factors: mx.array) -> None:
-    """Put rotations by a file's own factors in the place of the model's."""
+    """Replace the model's rotations by those with a file's own factors."""
     rope = SlowedRoPE(config["head_dim"], config["rope_theta"], factors)
     for layer in model.layers:
         layer.self_attn.rope = rope

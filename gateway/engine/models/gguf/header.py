@@ -1,4 +1,4 @@
-"""What a GGUF file says of itself, its metadata and its tensors: read with bounds, checked whole.
+"""A GGUF file's header, with its metadata and its tensors: read with bounds, checked whole.
 
 No number in the file is believed before it is compared with the file's size, so that a hostile file
 is an error and never more. Nothing is mapped into memory: a mapped file that is cut short ends the
@@ -18,10 +18,10 @@ import numpy as np
 
 # Qwen's vocabulary of 152,000 tokens and its merges take 6 MB; safetensors has the same bound.
 HEADER_BYTES: Final = 100_000_000
-MOST_ITEMS: Final = 1 << 22  # in one array; the largest vocabularies have 2^18 tokens
+MOST_ITEMS: Final = 1 << 22  # the most items of an array; the largest vocabularies have 2^18 tokens
 MOST_KEYS: Final = 1 << 16
 MOST_TENSORS: Final = 1 << 14  # Llama 3.1 405B has 1,138
-MOST_DIMENSIONS: Final = 4  # the format's own, as the next two
+MOST_DIMENSIONS: Final = 4  # the format's own bound, as the next two
 KEY_BYTES: Final = 65_535
 NAME_BYTES: Final = 64
 _FIRST_BYTES: Final = 1 << 20
@@ -30,12 +30,12 @@ _MOST_ALIGNMENT: Final = 1 << 20
 
 
 class GgufError(ValueError):
-    """What is wrong with a GGUF file, in words for the person who chose it."""
+    """The fault of a GGUF file, in words for the person who chose it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """How a tensor's weights are stored: so many of them share a block of so many bytes."""
+    """The form of a tensor's weights: `weights` of them share a block of `nbytes` bytes."""
 
     name: str
     weights: int
@@ -91,14 +91,14 @@ class TensorInfo:
 
     name: str
     type: TensorType
-    shape: tuple[int, ...]  # rows before columns, as numpy has them
-    offset: int  # as the file says it
+    shape: tuple[int, ...]  # rows before columns, as in numpy
+    offset: int  # the file's own number
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    """An array of the metadata that has not been asked for yet, and where it begins."""
+    """An array of the metadata that has not been read yet, and the place where it begins."""
 
     type: int
     count: int
@@ -106,7 +106,7 @@ class _Array:
 
 
 class Metadata(Mapping[str, Any]):
-    """A file's metadata: numbers, texts, and lists of either, which are made when asked for."""
+    """A file's metadata: numbers, texts, and lists of either, which are made at their first use."""
 
     def __init__(self, values: Mapping[str, Any], content: bytes) -> None:
         self._values = values
@@ -147,15 +147,15 @@ class Header:
 
     metadata: Metadata
     tensors: Mapping[str, TensorInfo]
-    # Shows whether the file is still the same: its inode, size and time of change.
+    # The file's inode, size and time of change, which show whether it is still the same.
     stamp: tuple[int, ...]
 
 
 def read_header(path: Path) -> Header:
     """Read a file's header, of version 2 or 3, and check that every tensor it lists is in the file.
 
-    Raises GgufError for whatever is wrong with it, and OSError where it cannot be read. Arrays of
-    arrays, which no model has, are refused.
+    Raises GgufError for any fault of it, and OSError if it cannot be read. Arrays of arrays, which
+    no model has, are refused.
     """
     if not path.is_file():  # a pipe would be waited for
         raise GgufError("there is no such file")
@@ -169,13 +169,13 @@ def read_header(path: Path) -> Header:
 
 
 def stamp_of(file: IOBase) -> tuple[int, ...]:
-    """Return what changes when an open file does."""
+    """Return numbers that change when an open file does."""
     status = os.fstat(file.fileno())
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class _Cursor:
-    """A place in the beginning of a file, of which little more is read than is needed."""
+    """A place in the beginning of a file, which is read little further than needed."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file = file
@@ -207,7 +207,7 @@ class _Cursor:
         return value
 
     def text(self, what: str, limit: int = HEADER_BYTES) -> str:
-        """Read a length and a text of so many bytes."""
+        """Read a length, in bytes, and a text of that length."""
         length = self.take(_LENGTH)
         if length > limit:
             raise GgufError(f"{what} has {length:,} bytes, where {limit:,} are allowed")
@@ -226,7 +226,7 @@ class _Cursor:
         self.at = at
 
     def content(self) -> bytes:
-        """Return what has been passed."""
+        """Return the bytes before this place."""
         return bytes(memoryview(self.read)[: self.at])
 
 
@@ -242,7 +242,7 @@ _ARRAY: Final = 9
 
 
 def _counts(cursor: _Cursor) -> tuple[int, int]:
-    """Read what the file begins with; return how many tensors and how many keys it lists."""
+    """Read the beginning of the file; return the numbers of tensors and keys that it lists."""
     if cursor.size < 24:
         raise GgufError("it is no GGUF file: it is too short")
     cursor.need(24)
@@ -306,7 +306,7 @@ def _array(cursor: _Cursor, key: str) -> _Array:
 
 
 def _booleans(cursor: _Cursor, key: str, start: int) -> bytearray:
-    """Return the bytes of booleans, from `start` to where the cursor is."""
+    """Return the bytes of booleans, from `start` to the cursor's place."""
     content = cursor.read[start : cursor.at]
     if content.strip(b"\0\1"):
         raise GgufError(f"{quote(key)} is neither true nor false")
@@ -354,7 +354,7 @@ def _tensor(cursor: _Cursor, alignment: int) -> TensorInfo:
 
 
 def _check_places(infos: Iterable[TensorInfo], size: int) -> None:
-    """Raise GgufError for tensors that are not in the file, or in one another."""
+    """Raise GgufError for tensors that are not in the file, or that overlap."""
     end = 0
     for info in sorted(infos, key=lambda info: info.offset):
         if info.offset < end:
@@ -372,7 +372,7 @@ def _text(content: bytes | bytearray, what: str) -> str:
 
 
 def quote(name: str) -> str:
-    """Return a name out of a file as a message may repeat it: short, and on one line."""
+    """Return a name from a file in a form for messages: short, and on one line."""
     if len(name) <= 64 and name.isprintable():
         return name
     return f"{name[:64]!r}…"

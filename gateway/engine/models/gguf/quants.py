@@ -1,8 +1,8 @@
 """GGUF's blocks of quantized weights → the numbers that they stand for, or MLX's packing of them.
 
-Each type cuts a row into groups of 16 or 32 weights; a weight is `scale · (code - zero) + bias`, of
-its group's scale and bias. The blocks are those of ggml's src/ggml-common.h, and the weights are,
-bit for bit, those of the package `gguf`:
+Each type cuts a row into groups of 16 or 32 weights; a weight is `scale · (code - zero) + bias`,
+with its group's scale and bias. The blocks are those of ggml's src/ggml-common.h, and the weights
+are, bit for bit, those of the package `gguf`:
 https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/quants.py
 """
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Floats: TypeAlias = npt.NDArray[np.float32]
-GROUP: Final = 32  # the smallest that MLX packs
+GROUP: Final = 32  # the smallest group that MLX packs
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Weights as MLX quantizes them, affine and in groups of 32: see `mlx.core.quantize`.
+    """Weights in MLX's quantized form, affine and in groups of 32: see `mlx.core.quantize`.
 
     For (rows, columns) they are (rows, columns · bits / 32), (rows, columns / 32) and the same.
     """
@@ -62,7 +62,7 @@ def dequantize(kind: str, raw: Bytes) -> Floats:
 
 
 def pack(kind: str, raw: Bytes) -> Packed:
-    """Return rows of a type that PACKED_BITS has as MLX packs them, given their bytes."""
+    """Return rows of a type in PACKED_BITS in MLX's packed form, given their bytes."""
     groups = _groups(kind, raw)
     rows, bits = len(raw), PACKED_BITS[kind]
     codes = groups.codes.reshape(rows, -1)
@@ -90,7 +90,7 @@ def _groups(kind: str, raw: Bytes) -> Groups:
 
 
 def _f32(halves: npt.NDArray[Any]) -> Floats:
-    """Return float16 numbers, one a block, as float32, to be multiplied with each group's."""
+    """Return float16 numbers, one a block, as float32, shaped for products with each group's."""
     return halves.astype(np.float32)[:, None]
 
 
@@ -100,7 +100,7 @@ def _nibbles(content: Bytes) -> Bytes:
 
 
 def _shift(content: Bytes, bits: int, mask: int) -> Bytes:
-    """Return (…, n) bytes as (…, 8 / bits, n) numbers of so many bits, the lowest first."""
+    """Return (…, n) bytes as (…, 8 / bits, n) numbers of `bits` bits, the lowest first."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     return (content[..., None, :] >> shifts) & np.uint8(mask)
 
@@ -138,7 +138,7 @@ def _q5_1(blocks: npt.NDArray[Any]) -> Groups:
 
 
 def _q8_0(blocks: npt.NDArray[Any]) -> Groups:
-    # Its codes have a sign: the upper bit turned over makes of -128 to 127 0 to 255.
+    # The codes have a sign: turning the upper bit over maps -128 to 127 to 0 to 255.
     return Groups((blocks["codes"] ^ 128)[:, None], _f32(blocks["d"]), zero=128)
 
 

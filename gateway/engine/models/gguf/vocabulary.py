@@ -1,12 +1,12 @@
-"""A GGUF file's tokenizer: what its metadata says of one → transformers' fast tokenizer.
+"""A GGUF file's tokenizer: its metadata → transformers' fast tokenizer.
 
 Two kinds are read. `gpt2` is byte-level BPE, with merges and a named way of cutting text into
 words. `llama` is SentencePiece's BPE, which has no merges: of the pairs in a text that make a
 token, the one whose token has the best score is joined first.
 
-Keys and numbers are the GGUF specification's (ggml, docs/gguf.md); what it leaves open is
-answered as llama.cpp does (src/llama-vocab.cpp). Metadata is somebody else's: every value is
-checked before it is used.
+Keys and numbers are the GGUF specification's (ggml, docs/gguf.md); questions that it leaves open
+are answered as in llama.cpp (src/llama-vocab.cpp). Metadata is not trusted: every value is checked
+before it is used.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,16 +26,18 @@ from gateway.panics import as_exception
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """A way of cutting text into words, and what comes with it."""
+    """A way of cutting text into words, with its other rules."""
 
-    # Each cuts what those before it have left, into its matches and what stands between.
+    # Each pattern cuts the pieces that those before it have left, into its matches and the text
+    # between.
     patterns: tuple[str, ...]
-    keeps_words: bool = False  # a word that is a token stays whole, whatever the merges say
-    adds_bos: bool = False  # a text begins with that token, unless the file says otherwise
+    keeps_words: bool = False  # a word that is a token stays whole, even if merges differ
+    # A text begins with the BOS token, unless the file says otherwise.
+    adds_bos: bool = False
     composes: bool = False  # text is brought to NFC first
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
-        """Return what cuts a text and spells its bytes in GPT-2's alphabet."""
+        """Return a pre-tokenizer that cuts a text and spells its bytes in GPT-2's alphabet."""
         cuts = [
             pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in self.patterns
         ]
@@ -57,7 +59,7 @@ def _cl100k(digits: str) -> str:
     )
 
 
-# llama.cpp's std::regex knows no \p{Lu}, and takes marks for no letters: for text with combining
+# llama.cpp's std::regex knows no \p{Lu}, and counts no marks as letters: for text with combining
 # marks, or capitals beyond ASCII within a word, its words differ from the model's own.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (
@@ -72,14 +74,14 @@ _QWEN2 = Splitting((_cl100k(r"\p{N}"),))
 
 SPLITTINGS: Final[Mapping[str, Splitting]] = MappingProxyType(
     {
-        # What llama.cpp takes for a file that names none, as those before May 2024 do.
+        # llama.cpp's choice for a file that names none, as those before May 2024.
         "default": Splitting((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9]{3}")),
         **dict.fromkeys(("gpt-2", "a.x-4.0", "mellum", "trillion"), _PLAIN),
         **dict.fromkeys(("smollm", "starcoder", "refact", "minerva-7b"), _DIGITS),
         **dict.fromkeys(
             ("llama-bpe", "llama-v3", "llama3", "falcon3", "midm-2.0", "pixtral"), _LLAMA3
         ),
-        # Qwen2's tokenizer composes (transformers, models/qwen2/tokenization_qwen2.py), which
+        # Qwen2's tokenizer composes text (transformers, models/qwen2/tokenization_qwen2.py), which
         # llama.cpp leaves out.
         "qwen2": Splitting(_QWEN2.patterns, composes=True),
         "deepseek-r1-qwen": _QWEN2,
@@ -104,10 +106,10 @@ _GGML = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
 _SPACE = "▁"
 _BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
-# Bounds for files that mean ill. Gemma's vocabulary, the largest in common use, has 2^18 tokens.
-# Tokens that are looked for in texts become an automaton, some hundred bytes for each of their
-# letters. Finding merges takes a token's length squared, in all of Mistral's first vocabulary a
-# million: of a hundred times as much the merges alone would fill gigabytes.
+# Bounds for malicious files. Gemma's vocabulary, the largest in common use, has 2^18 tokens. Tokens
+# that are searched for in texts become an automaton, some hundred bytes for each of their letters.
+# Finding merges takes a token's length squared, for all of Mistral's first vocabulary a million:
+# with a hundred times as much, the merges alone would fill gigabytes.
 _MOST_TOKENS: Final = 1 << 20
 _MOST_MERGES: Final = 1 << 20
 _MOST_ADDED_CHARS: Final = 1 << 20
@@ -129,12 +131,12 @@ _ENDS: Final = frozenset(
     }
 )
 # gpt-oss's vocabulary has the first two, Solar Open's the others: there `<|end|>` ends a message,
-# and the answer may be in the next one. So llama.cpp has it.
+# and the answer may be in the next one. The rule is llama.cpp's.
 _ENDS_BESIDE_MESSAGES: Final = ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"})
 
 
 class TokenType(IntEnum):
-    """What a token is, as `tokenizer.ggml.token_type` numbers it."""
+    """The kind of a token, as numbered by `tokenizer.ggml.token_type`."""
 
     UNDEFINED = 0
     NORMAL = 1
@@ -152,9 +154,9 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     """Return the tokenizer that a GGUF file's metadata describe, with its chat templates.
 
     `metadata` has the file's own keys; values are plain Python. The ids are those of the model's
-    own tokenizer, which are llama.cpp's but where `SPLITTINGS` says otherwise. Control tokens
-    are special, user-defined ones whole but text. Raises ValueError naming what is missing,
-    wrong or not known here.
+    own tokenizer, which are llama.cpp's unless `SPLITTINGS` says otherwise. Control tokens are
+    special; user-defined ones stay whole but are text. Raises ValueError naming the key that is
+    missing, wrong or not known here.
     """
     try:
         return _tokenizer(metadata)
@@ -166,8 +168,8 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
 
 
 def read_end_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
-    """Return the ids of all tokens that end an answer: those that the metadata name, and those
-    whose text says so. Raises ValueError as `read_tokenizer` does.
+    """Return the ids of all tokens that end an answer: those that the metadata name, and those with
+    the text of an end. Raises ValueError as `read_tokenizer` does.
     """
     vocabulary = _vocabulary(metadata)
     named = (_token_id(metadata, f"{name}_token_id", vocabulary) for name in ("eos", "eot", "eom"))
@@ -175,7 +177,7 @@ def read_end_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
 
 
 def named_ends(ids: Mapping[str, int]) -> frozenset[int]:
-    """Return those ids of a vocabulary whose tokens end an answer by their very name."""
+    """Return the ids of a vocabulary whose tokens end an answer by their very name."""
     texts = _ENDS & ids.keys()
     if any(ends <= ids.keys() for ends in _ENDS_BESIDE_MESSAGES):
         texts -= {"<|end|>"}
@@ -239,8 +241,8 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> tuple[T
 def _sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Tokenizer:
     """Return BPE by scores over text whose spaces are marked.
 
-    As in llama.cpp, the space before a text is put before every part of it that follows a special
-    token. Its decoder is of the one form that llguidance, too, reads.
+    As in llama.cpp, the space before a text is also put before each part that follows a special
+    token. Its decoder has the one form that llguidance, too, reads.
     """
     missing = _BYTES - vocabulary.ids.keys()
     if missing:
@@ -268,10 +270,10 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Toke
 def _merges_by_score(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
     """Return every pair of tokens that makes a third, those with the best third first.
 
-    That is SentencePiece's BPE (bpe_model.cc), which joins the pair with the best score, and of
-    equals the leftmost in the text. Ranks cannot say leftmost. But where equals come up, in runs of
-    spaces, it makes the first run as long as can be; and so does the longest token first. Source
-    of the idea: transformers, `generate_merges`.
+    This is SentencePiece's BPE (bpe_model.cc), which joins the pair with the best score, and the
+    leftmost in the text among equals. Ranks cannot express "leftmost". But equals occur in runs of
+    spaces, where it makes the first run as long as possible; the longest token first does the same.
+    Source of the idea: transformers, `generate_merges`.
     """
     tokens, ids = vocabulary.tokens, vocabulary.ids
     if sum(len(token) ** 2 for token in tokens) > _MOST_WORK:
@@ -291,7 +293,7 @@ def _merges_by_score(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[t
 
 
 def _listed_merges(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Return the file's merges, a pair that comes twice where it came first."""
+    """Return the file's merges; a pair that comes twice keeps its first place."""
     listed = _many(metadata, f"{_GGML}merges", str)
     if listed is None:
         raise ValueError(f"it has no {_GGML}merges")
@@ -310,7 +312,7 @@ def _listed_merges(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> list
 def _added(vocabulary: _Vocabulary) -> list[AddedToken]:
     """Return the tokens that are found in a text before it is cut into words.
 
-    A token that ends answers is special whatever its type: files say otherwise by mistake.
+    A token that ends answers is always special: files have other types by mistake.
     """
     is_special = {
         token: kind in _SPECIAL or token in _ENDS
@@ -331,7 +333,7 @@ def _vocabulary(metadata: Mapping[str, Any]) -> _Vocabulary:
     if not listed:
         raise ValueError(f"it has no {_GGML}tokens")
     _check_count(listed, _MOST_TOKENS, "tokens")
-    # Two tokens of no text are two tokens: llama.cpp gives them these names.
+    # Two tokens without text stay two tokens: llama.cpp gives them these names.
     tokens = [token or f"[EMPTY_{place}]" for place, token in enumerate(listed)]
     types = _many(metadata, f"{_GGML}token_type", int)
     if types is None:
@@ -353,14 +355,14 @@ def _scores(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Sequence[fl
         raise ValueError(f"it has no {_GGML}scores")
     _check_length(scores, vocabulary.tokens, "scores")
     if any(score != score for score in scores):
-        raise ValueError(f"its {_GGML}scores hold what is no number")
+        raise ValueError(f"its {_GGML}scores are not all numbers")
     return scores
 
 
 def _token_id(metadata: Mapping[str, Any], name: str, vocabulary: _Vocabulary) -> int | None:
-    """Return a special token's id; None where there is none.
+    """Return a special token's id; None if there is none.
 
-    SentencePiece's own ids stand where its files say nothing of them: its trainer's defaults.
+    SentencePiece's own ids, its trainer's defaults, stand for those that its files don't state.
     """
     defaults = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     token = _one(metadata, _GGML + name, int)
@@ -377,8 +379,8 @@ def _token_id(metadata: Mapping[str, Any], name: str, vocabulary: _Vocabulary) -
 
 
 def _adds(metadata: Mapping[str, Any], name: str, token: int | None, *, otherwise: bool) -> bool:
-    """Return True if a text is given this token: the file says so or, where it says nothing, the
-    kind of its tokenizer does.
+    """Return True if a text is given this token: by the file's flag, or else by the kind of its
+    tokenizer.
     """
     flag = _one(metadata, f"{_GGML}add_{name}_token", bool)
     if flag and token is None:
@@ -389,7 +391,7 @@ def _adds(metadata: Mapping[str, Any], name: str, token: int | None, *, otherwis
 
 
 def _chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """Return the chat template or, where there are several, all by name."""
+    """Return the chat template; several are returned by name."""
     main = _one(metadata, _TEMPLATE, str)
     names = {
         key.removeprefix(f"{_TEMPLATE}.") for key in metadata if key.startswith(f"{_TEMPLATE}.")
@@ -414,7 +416,9 @@ def _one(metadata: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
 
 
 def _many(metadata: Mapping[str, Any], key: str, kind: type[T]) -> Sequence[T] | None:
-    """Return a list of values, or None for a key that is absent. Whole numbers do for others."""
+    """Return a list of values, or None for a key that is absent. Whole numbers may stand for
+    others.
+    """
     values = metadata.get(key)
     if values is None:
         return None
@@ -434,7 +438,7 @@ def _check_count(values: Sequence[Any], limit: int, name: str) -> None:
         raise ValueError(f"its {_GGML}{name} has {len(values):,} entries; {limit:,} are allowed")
 
 
-# Its keys, by the words of generation_config.json.
+# The file's keys, by the words of generation_config.json.
 _SAMPLING: Final = {
     "temperature": "general.sampling.temp",
     "top_p": "general.sampling.top_p",
@@ -445,14 +449,15 @@ _SAMPLING: Final = {
 
 
 def wrap_tokenizer(checkpoint: GgufCheckpoint) -> TokenizerWrapper:
-    """Return the file's tokenizer, with its template and every end, as mlx-lm wraps a folder's.
+    """Return the file's tokenizer, with its template and every end, wrapped as mlx-lm wraps a
+    folder's.
 
     Raises ModelLoadFailed.
     """
     metadata, rows = checkpoint.header.metadata, checkpoint.config()["vocab_size"]
     with checkpoint.blame():
         tokenizer = read_tokenizer(metadata)
-        if len(tokenizer) > rows:  # MLX reads beyond an array's end without a word
+        if len(tokenizer) > rows:  # MLX reads beyond an array's end without an error
             raise ValueError(f"it has {len(tokenizer):,} tokens and {rows:,} embeddings")
         declared = _infer_tool_parser(tokenizer)  # type: ignore[no-untyped-call]
         if declared is not None:
@@ -461,7 +466,8 @@ def wrap_tokenizer(checkpoint: GgufCheckpoint) -> TokenizerWrapper:
 
 
 def read_sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how its makers would have the model sampled, in the words of generation_config.json.
+    """Return the sampling that the model's makers recommend, in the words of
+    generation_config.json.
 
     https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/constants.py
     """

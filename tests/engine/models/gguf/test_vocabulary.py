@@ -250,7 +250,7 @@ WRONG: Mapping[str, tuple[Metadata, str]] = {
     "a merge of no tokens": (byte_level(merges=["h e", "h é"]), "its merge 'h é'"),
     "no scores": (without(pieces(), "scores"), "has no tokenizer.ggml.scores"),
     "too many scores": (pieces(scores=[0.0] * 300), "scores has 300 entries for 266 tokens"),
-    "scores beyond order": (pieces(scores=[float("nan")] * 266), "hold what is no number"),
+    "scores beyond order": (pieces(scores=[float("nan")] * 266), "are not all numbers"),
     "missing bytes": (
         pieces(tokens=["<unk>", "a"], token_type=[2, 1], scores=[0.0, 0.0]),
         "lacks bytes, <0x00> for one",
