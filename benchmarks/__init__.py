@@ -3,7 +3,7 @@
 targets            ratios to the engine alone and to mlx-lm's server: `make bench`
 device             parity and speed of whatever device mlx has: `make device`
 architectures      each of mlx-lm's architectures, batched, beside mlx-lm alone
-simulation         scale on paper, from measured stage costs: `make simulate`
+simulation         scale on paper, from measured stage costs: `python -m benchmarks.simulation`
 structured_output  how a file of JSON Schemas fares
 conversations      the tenth turn of a conversation, warm and cold
 adapters           LoRA adapters of one base beside merged models

@@ -1,4 +1,4 @@
-"""What `make dist` built is complete, and serves from an environment that holds nothing else."""
+"""The packages of `make -C deploy/release dist` are complete, and serve without anything else."""
 
 import email.message
 import email.parser

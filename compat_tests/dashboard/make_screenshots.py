@@ -1,6 +1,7 @@
 """Make docs' pictures of the dashboard anew: what ships under load for a minute, in Chromium.
 
-Run `make screenshots` on an idle machine: the figures in the pictures are its own.
+Run `python -m compat_tests.dashboard.make_screenshots` on an idle machine:
+the figures in the pictures are its own.
 """
 
 import itertools

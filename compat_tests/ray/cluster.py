@@ -1,4 +1,4 @@
-"""A real cluster of this machine alone, as `make ray` starts it, and its processes."""
+"""A real cluster of this machine alone, as `python -m deploy.ray` starts it, and its processes."""
 
 import os
 import re

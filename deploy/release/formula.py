@@ -1,4 +1,4 @@
-"""A Homebrew formula of the sdist that `make dist` built, for a tap: dist/mlx-gateway.rb.
+"""A Homebrew formula of the sdist that was built, for a tap: dist/mlx-gateway.rb.
 
 The sdist is fetched from the release that has it, by the hash of the file that lies in dist/. What
 it needs comes as wheels, by the pins and hashes in it: mlx's own build of Metal kernels among
@@ -65,7 +65,7 @@ def main() -> None:
     """Write the formula; exit where the sdist or the repository's name is missing."""
     sdist = DIST / f"mlx_gateway-{gateway.__version__}.tar.gz"
     if not sdist.exists():
-        sys.exit(f"{sdist.name} is not in dist/: make dist builds it")
+        sys.exit(f"{sdist.name} is not in dist/: make -C deploy/release dist builds it")
     name = repository()
     if not name:
         sys.exit("MLX_GATEWAY_REPOSITORY=owner/name says where the release will be")

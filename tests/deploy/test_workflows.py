@@ -1,6 +1,7 @@
 """The workflows of CI: each does what anybody can do here, with no more rights than it needs."""
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,17 @@ from tests.docs_links import broken_links
 
 ROOT = Path(__file__).parents[2]
 GITHUB = ROOT / ".github"
-MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
-TARGETS = {*re.findall(r"^([a-z-]+):", MAKEFILE, flags=re.MULTILINE)}
+# The commands of each file's targets.
+COMMANDS = {
+    f"{make} {target}"
+    for make, file in (
+        ("make", "Makefile"),
+        ("make -C deploy/release", "deploy/release/release.mk"),
+    )
+    for target in re.findall(
+        r"^([a-z-]+):", (ROOT / file).read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
+}
 WORKFLOWS: dict[str, dict[str, Any]] = {
     path.stem: yaml.safe_load(path.read_text(encoding="utf-8"))
     for path in sorted(GITHUB.glob("workflows/*.yml"))
@@ -26,10 +36,8 @@ JOBS = {
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_each_shell_step_is_one_target_of_the_makefile(job: str) -> None:
-    steps = [step["run"] for step in JOBS[job]["steps"] if "run" in step]
-    assert [step for step in steps if not re.fullmatch(r"make [a-z-]+", step)] == []
-    assert {step.removeprefix("make ") for step in steps} <= TARGETS
+def test_each_shell_step_is_one_target_of_a_makefile(job: str) -> None:
+    assert {step["run"] for step in JOBS[job]["steps"] if "run" in step} <= COMMANDS
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -69,6 +77,16 @@ def test_what_is_not_python_is_kept_new_where_it_lies() -> None:
     assert all((ROOT / folder[1:]).is_dir() for folder in folders)
     packages = {f"/{path.parent.relative_to(ROOT)}" for path in ROOT.glob("*/*/package.json")}
     assert packages <= {*folders}
+
+
+def test_a_command_of_a_release_runs_in_the_root() -> None:
+    command = ("make", "-C", "deploy/release", "--silent", "-n", "sbom", "VENV=/nowhere")
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "/nowhere/bin/python -m deploy.release.sbom" in lines
+    listed = subprocess.run(
+        ("make", "-C", "deploy/release", "--silent"), cwd=ROOT, capture_output=True, check=True
+    )
+    assert b"make -C deploy/release dist " in listed.stdout
 
 
 def test_links_of_the_repositorys_pages_hold() -> None:
