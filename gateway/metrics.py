@@ -40,7 +40,7 @@ REQUEST_SECONDS = Histogram(
 REJECTED = Counter("gateway_rejected", "Requests refused by a full queue.", ["model"])
 CANCELLED = Counter(
     "gateway_cancelled",
-    "Requests whose caller left, or that were cancelled, by where they stood then.",
+    "Requests whose caller left, or that were cancelled, by their stage at that moment.",
     ["model", "stage"],
 )
 TOKENS_IN = Counter("gateway_prompt_tokens", "Tokens read.", ["model"])

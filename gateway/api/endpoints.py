@@ -434,7 +434,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "POST /admin/prefixes/save",
         models.save_prefixes,
-        summary="Save what is kept of prompts",
+        summary="Save the kept prompts",
         details="To `GATEWAY_PREFIX_FOLDER`, as a drain does.",
         answer=models.SavedPrefixes,
         errors=(Unavailable,),

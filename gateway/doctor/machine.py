@@ -172,7 +172,7 @@ def check_folder(content: str, folder: Path) -> Finding:
     # mlx compiles in the temporary folder unless the user has a cache of their own.
     may_run = not os.statvfs(there).f_flag & getattr(os, "ST_NOEXEC", 0)
     if content == COMPILED and (there.stat().st_mode & 0o002 or not may_run):
-        problem = "Others may write what is run there" if may_run else "Nothing may run there"
+        problem = "Others may write programs there" if may_run else "Nothing may run there"
         return Finding("disk", "warn", f"{found} {problem}: set XDG_CACHE_HOME to your own folder.")
     return Finding("disk", "ok", found)
 

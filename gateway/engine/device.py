@@ -39,7 +39,7 @@ def choose_device(requested: str) -> Device:
     if requested == "cpu":
         return Device.CPU
     if requested == "gpu" and not (metal or cuda):
-        raise ValueError("this mlx sees neither Metal nor CUDA; auto takes what there is")
+        raise ValueError("this mlx sees neither Metal nor CUDA; auto takes the CPU")
     if requested not in ("auto", "gpu"):
         raise ValueError(f"device must be auto, cpu or gpu, not `{requested}`")
     if metal:

@@ -146,7 +146,7 @@ class Sandbox:
         except (OSError, EOFError):
             return process.ending()
         except (ValueError, RecursionError):
-            return "died", "the process that tried it did not answer as it should"
+            return "died", "the process that tried it gave an invalid answer"
 
     def _take(self) -> "_Process":
         with self._lock:

@@ -282,7 +282,7 @@ def test_a_gpu_that_is_not_there_is_a_wrong_setting(
     monkeypatch.setenv("GATEWAY_DEVICE", "gpu")
     assert run(command) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "GATEWAY_DEVICE=gpu: this mlx sees neither Metal nor CUDA; auto takes what there is"
+        "GATEWAY_DEVICE=gpu: this mlx sees neither Metal nor CUDA; auto takes the CPU"
     ]
 
 

@@ -104,5 +104,5 @@ def _parts(
     parts += [Delta(index, call=call) for call in calls.write(read)]
     shown = [part for part in parts if part != Delta(index)]
     if not shown and strip_marks(text).strip():
-        raise ValueError("it reads nothing of a text")
+        raise ValueError("it matches no part of a text")
     return shown, problem

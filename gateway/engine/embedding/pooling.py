@@ -91,7 +91,7 @@ def _modules(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     names = [name for name, _ in modules]
     unknown = [n for n in names if n not in ("Transformer", "Pooling", "Dense", "Normalize")]
     if unknown:
-        raise checkpoint.failed(f"modules.json lists what is not supported: {join_names(unknown)}")
+        raise checkpoint.failed(f"modules.json lists unsupported modules: {join_names(unknown)}")
     if not re.fullmatch("(Transformer( Pooling( Dense)*( Normalize)?)?)?", " ".join(names)):
         raise checkpoint.failed(f"modules.json lists modules in no known order: {', '.join(names)}")
     for name, path in modules:

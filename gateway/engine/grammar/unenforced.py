@@ -58,8 +58,8 @@ _RANGES: Final = (
     *(("minimum", "maximum"), ("minimum", "exclusiveMaximum"), ("exclusiveMinimum", "maximum")),
 )
 _REASONS: Final[Mapping[str, str]] = {  # keys are words of the compiler's message
-    "nsatisfiable": "allows no answer: what it requires contradicts itself",
-    "no answer": "allows no answer: what it requires contradicts itself",
+    "nsatisfiable": "allows no answer: its requirements contradict each other",
+    "no answer": "allows no answer: its requirements contradict each other",
     "circular": "cannot be held by a grammar: something stands beside a `$ref` that leads in a "
     "circle",
     "not disjoint": "cannot be held by a grammar: a name may fit two of its `patternProperties`",
@@ -373,7 +373,7 @@ def why(part: Held, problem: str) -> str:
         if words in problem:
             return f"The JSON Schema {reason}."
     reason = problem.partition("\n")[0].strip().rstrip(".")[:200]
-    return f"The JSON Schema cannot be held by a grammar as it is combined: {reason}."
+    return f"No grammar can enforce the JSON Schema in this combination: {reason}."
 
 
 def _problem_of(pattern: str) -> str:

@@ -398,7 +398,7 @@ def _chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
     }
     for name in _many(metadata, f"{_TEMPLATE}s", str) or ():
         if name not in names and not (name == "default" and main is not None):
-            raise ValueError(f"its {_TEMPLATE}s name {name[:80]!r}, and no such template is there")
+            raise ValueError(f"its {_TEMPLATE}s name {name[:80]!r}, but no template has that name")
     if not names:
         return main
     named = {name: _one(metadata, f"{_TEMPLATE}.{name}", str) or "" for name in sorted(names)}
