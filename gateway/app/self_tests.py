@@ -7,7 +7,6 @@ Its verdict is kept on disk, in a file named by a digest of everything the verdi
 import asyncio
 import contextlib
 import json
-import math
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from dataclasses import asdict, dataclass, replace
@@ -52,7 +51,7 @@ class VerdictStore:
                 verdict = _VERDICT.validate_json(file.read(MAX_FILE_BYTES), strict=True)
         except (OSError, ValueError):
             return Verdict()  # the model is tested again
-        is_sound = all(0 < seconds < math.inf for seconds in verdict.step_s)
+        is_sound = all(1e-6 < seconds < 1e6 for seconds in verdict.step_s)
         return verdict if is_sound else replace(verdict, step_s=())
 
     def write(self, digest: str, verdict: Verdict) -> None:
@@ -103,6 +102,7 @@ class SelfTest:
         self._limits = limits
         self._kv = kv  # the cost of a sequence of the test
         self._steps: Generator[Verdict] | None = None
+        self._can_time = True  # False once a step failed
         self.verdict = Verdict()
 
     async def begin(self) -> None:
@@ -127,8 +127,8 @@ class SelfTest:
         while not self._is_over:
             await self._step()
         await self._apply()
-        while self._next_width is not None:
-            await self._time(self._next_width)
+        while (rows := self._next_width) is not None:
+            await self._time(rows)
         await self._keep()
         return self.verdict
 
@@ -155,7 +155,7 @@ class SelfTest:
     @property
     def _next_width(self) -> int | None:
         """Return the rows of the next decode step to time, if there is one."""
-        if not self._engine.is_batched:
+        if not self._engine.is_batched or not self._can_time:
             return None
         limits = self._limits
         return next_width(self.verdict.step_s, limits.max_batch_size, limits.pass_limit_s)
@@ -191,10 +191,10 @@ class SelfTest:
                         share.release()
                 elif share.nbytes >= needed or not is_short:
                     share.resize(needed)
-                    if self._is_over:
-                        await self._time(self._next_width or 1)
-                    else:
+                    if not self._is_over:
                         await self._step()
+                    elif (rows := self._next_width) is not None:
+                        await self._time(rows)
                     await self._report(batcher)
                 else:
                     share.release()
@@ -214,6 +214,10 @@ class SelfTest:
                     if run.seconds_alone(("tidy",)) < clock.now() - began:
                         return
                     seconds = await run(next, steps)
+        except RuntimeError:
+            self._can_time = False
+            log.error("steps_not_timed", model=self._model, rows=rows, exc_info=True)
+            return
         finally:
             async with self._lane.turn("load") as run:
                 await run(steps.close)

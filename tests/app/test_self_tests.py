@@ -155,10 +155,12 @@ async def test_a_test_that_takes_too_long_is_ended_in_idle_time(
 ) -> None:
     """Until then rows of an architecture that is known to be equal run together."""
     monkeypatch.setattr(self_tests, "LANE_S", 0.3)
+    monkeypatch.setattr(self_tests, "IDLE_POLL_S", 5.0)
     slow = Scrutinised(findings=[Verdict()] * 4 + [FAILED], step_s=0.15)
     async with serving(tmp_path, slow) as client:
         assert slow.steps_taken < 5
         assert await shown(client) == batching("together", "unfinished")
+        soon(monkeypatch)
         await until_shown(client, "self_test", "failed")
         assert (await shown(client))["rows"] == "one at a time"
         await until(lambda: list((tmp_path / "kept").glob("*.json")))
@@ -252,7 +254,9 @@ class TestWidths:
             await asyncio.sleep(0.1)
         assert (again.tests, again.timed) == (0, [])
 
-    @pytest.mark.parametrize("found", [{}, {"step_s": [-1.0]}, {"step_s": [0.1, 1e999]}])
+    @pytest.mark.parametrize(
+        "found", [{}, {"step_s": [-1.0]}, {"step_s": [0.1, 1e999]}, {"step_s": [5e-324] * 3}]
+    )
     async def test_a_verdict_without_sound_times_holds_and_they_are_taken(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: dict[str, Any]
     ) -> None:
@@ -349,7 +353,7 @@ class TestWidths:
         with structlog.testing.capture_logs() as logged:
             async with serving(tmp_path, chat) as client:
                 await until(lambda: chat.timed == [1, 2, 4])
-                await until(lambda: any(e["event"] == "self_test_failed" for e in logged))
+                await until(lambda: any(e["event"] == "steps_not_timed" for e in logged))
                 await answered(client, 3)
         assert max(chat.steps) == 3
         assert len(kept(tmp_path).step_s) == 2
@@ -432,6 +436,21 @@ async def test_doctor_runs_all_of_a_test_whatever_is_kept(tmp_path: Path) -> Non
     assert verdicts.read("d") == FAILED
 
 
+async def test_doctor_keeps_a_verdict_whose_steps_could_not_all_be_timed(tmp_path: Path) -> None:
+    async def digest() -> str:
+        return "d"
+
+    engine, verdicts = Scrutinised(findings=[PASSED], fails_at=4), VerdictStore(tmp_path)
+    spec = ChatSpec(id="chat", kind="chat", source=PathSource(tmp_path))
+    async with Lane() as lane:
+        test = SelfTest(
+            spec, engine, lane, Budget(1000), verdicts, digest, LIMITS, kv=KvCost(0), is_on=True
+        )
+        verdict = await test.run_to_end()
+    assert verdict == replace(PASSED, step_s=verdict.step_s) == verdicts.read("d")
+    assert len(verdict.step_s) == 2
+
+
 def test_a_digest_names_what_a_verdict_depends_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -453,7 +472,9 @@ def test_a_digest_names_what_a_verdict_depends_on(
     }
     other = replace(BLAS, config="OpenBLAS 0.3.29 SkylakeX")
     monkeypatch.setattr(f"{self_test_digest.__module__}.BLAS", other)
-    assert len({*others, digest(one)}) == 6
+    others.add(digest(one))
+    monkeypatch.setattr(f"{self_test_digest.__module__}.cpu_threads", lambda: 99)
+    assert len({*others, digest(one)}) == 7
 
 
 def test_the_layout_of_a_digest_changes_with_a_reason_alone(

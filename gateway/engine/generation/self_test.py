@@ -19,7 +19,7 @@ from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache
 
 from gateway.engine.compiled_code import name_failure
-from gateway.engine.device import BLAS, Device, confirm, evaluate
+from gateway.engine.device import BLAS, Device, confirm, cpu_threads, evaluate
 from gateway.engine.device_faults import classify
 from gateway.engine.kv.layers import can_batch, make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache, PrefixPool
@@ -367,7 +367,7 @@ def self_test_digest(checkpoint: Listing, device: Device, numbers: Numbers) -> s
         ),
         "versions": [version(package) for package in ("mlx", "mlx-lm", "mlx-gateway")],
         "device": [device.value, platform.machine(), str(known.get("device_name"))],
-        "blas": BLAS.config if device is Device.CPU else None,
+        "blas": [BLAS.config, cpu_threads()] if device is Device.CPU else None,
         "dtype": [numbers.dtype, numbers.is_packed],
         "fused": numbers.is_fused,
         "kv_bits": numbers.kv_bits,

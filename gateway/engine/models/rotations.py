@@ -116,7 +116,7 @@ def _make_table(
         assert base is not None
         inverse = mx.exp(mx.arange(0, -dims // 2, -1) * (math.log(base) / (dims // 2)))
     else:
-        inverse = mx.reciprocal(freqs)
+        inverse = mx.reciprocal(freqs.astype(mx.float32))
     angles = (places.astype(mx.float32) * scale)[..., None] * inverse
     cosines, sines = mx.cos(angles), mx.sin(angles)
     axis = -1 if traditional else -2

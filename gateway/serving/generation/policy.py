@@ -143,6 +143,8 @@ class Joining:
         if choice.params.max_tokens > 1:  # it decodes
             joined = [*self._batch.choices, *(joiner.choice for joiner in self.joiners), choice]
             is_held = is_held or self._batch.width_of(joined).alternates
+            if is_held and choice.is_constrained and self._held_places <= 0:
+                return Joins.LATER
         length = memory.grant_length(choice.used, choice.max_length, choice.preemptions)
         joiner = Joiner(choice, length, is_held)
         if memory.fits(joiner.lay_out(self._batch.choices, self.joiners)):

@@ -31,21 +31,25 @@ class Width(NamedTuple):
 
 def next_width(step_s: StepTimes, most_rows: int, limit_s: float) -> int | None:
     """Return the next width to time; None if all are timed, or if wider steps have no places or
-    take too long.
+    take too long. Two rows are timed whatever a step of one takes.
     """
     known = len(step_s)
-    if known >= len(WIDTHS) or WIDTHS[known] > most_rows or max(step_s, default=0) > limit_s:
+    if known >= len(WIDTHS) or WIDTHS[known] > most_rows:
         return None
-    return WIDTHS[known]
+    return WIDTHS[known] if known < 2 or max(step_s) <= limit_s else None
 
 
 @lru_cache(maxsize=1024)
 def choose_width(step_s: StepTimes, rows: int) -> Width:
     """Choose how many of `rows` sequences decode together: all of them if no times are known."""
-    if not 1 < rows <= max(WIDTHS[: len(step_s)], default=0):
+    if rows < 2 or not step_s:
         return Width(rows)
     # The best width between two measured widths is one of the two.
-    rates = {width: width / _seconds(step_s, width) for width in WIDTHS if width < rows}
+    rates = {
+        width: width / seconds
+        for width, seconds in zip(WIDTHS, step_s, strict=False)
+        if width < rows
+    }
     together = rows / _seconds(step_s, rows)
     best = max(rates, key=lambda width: (rates[width], width))
     gain = rates[best] / together
@@ -53,8 +57,12 @@ def choose_width(step_s: StepTimes, rows: int) -> Width:
 
 
 def _seconds(step_s: Sequence[float], rows: int) -> float:
-    """Return the seconds of a step, interpolated linearly between two widths."""
+    """Return the seconds of a step, interpolated linearly between two widths. Beyond the widest,
+    more rows are taken to gain nothing over it.
+    """
     end = bisect_left(WIDTHS, rows)
+    if end >= len(step_s):
+        return step_s[-1] * rows / WIDTHS[len(step_s) - 1]
     if WIDTHS[end] == rows:
         return step_s[end]
     share = (rows - WIDTHS[end - 1]) / (WIDTHS[end] - WIDTHS[end - 1])

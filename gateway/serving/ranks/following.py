@@ -102,7 +102,8 @@ class FollowingEngine:
                 if is_first or self._test is None:
                     self._end_test()
                     self._test = engine.time_step(rows) if rows else engine.self_test()
-                next(self._test, None)
+                if next(self._test, None) is not None and rows:
+                    self._end_test()  # these seconds are the last, and others' KV goes with them
             case VerdictCall(verdict=verdict):
                 engine.apply_verdict(verdict)
             case DropAdapterCall(number=number):

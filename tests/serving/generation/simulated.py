@@ -30,7 +30,9 @@ WIDE = (0.030, 0.031, 0.033, 0.036, 0.040)  # the more the better
 
 
 def seconds(step_s: StepTimes, rows: int) -> float:
-    return float(np.interp(rows, WIDTHS[: len(step_s)], step_s))
+    """Return the seconds of a step: beyond the widest that is known, each row costs as much."""
+    widest = WIDTHS[len(step_s) - 1]
+    return float(np.interp(rows, WIDTHS[: len(step_s)], step_s)) * max(1.0, rows / widest)
 
 
 @dataclass

@@ -12,13 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway import metrics
-from gateway.jobs.chat import Grammar, Question
-from gateway.jobs.steps import KvCost
+from gateway.jobs.chat import Grammar, Question, Sampling
+from gateway.jobs.steps import KvCost, SequenceParams
 from gateway.serving.budget import Budget
 from gateway.serving.generation.batcher import GenerationBatcher
+from gateway.serving.generation.choice import Choice
 from gateway.serving.generation.fan_out import score_labels
 from gateway.serving.generation.memory import RowCosts, RowMemory
-from gateway.serving.generation.policy import QUANTUM
+from gateway.serving.generation.policy import QUANTUM, Batch, GenerationLimits, Joining
+from gateway.serving.generation.queue import WaitingQueue
 from gateway.serving.generation.scheduler import STEPS_PER_TURN
 from gateway.serving.generation.widths import (
     LEAST_GAIN,
@@ -54,7 +56,7 @@ class TestChoice:
     ) -> None:
         width = choose_width(step_s, rows)
         assert 1 <= width.rows <= rows
-        if rows > max(WIDTHS[: len(step_s)], default=0):
+        if not step_s:
             assert width == Width(rows)
             return
         rates = [each / seconds(step_s, each) for each in range(1, rows + 1)]
@@ -76,16 +78,37 @@ class TestChoice:
             assert all(choose_width(step_s, rows) == Width(rows) for rows in range(1, 33))
 
     def test_a_width_between_is_found(self) -> None:
-        assert [choose_width(PAIRS, rows).rows for rows in (1, 2, 3, 4, 9, 16, 17)] == [
-            *(1, 2, 2, 2, 2, 2),
-            17,
-        ]
+        assert [choose_width(PAIRS, rows).rows for rows in (1, 2, 3, 4, 9, 16)] == [1, *[2] * 5]
+
+    def test_rows_beyond_the_widest_step_take_turns_if_its_own_would(self) -> None:
+        """Timing ends at a step beyond the limit, which may have lost by its rows."""
+        assert choose_width(PAIRS, 17).rows == choose_width(PAIRS[:4], 9).rows == 2
+        assert choose_width((0.09, 0.327), 3).rows == 1
+        assert choose_width(M1, 32) == Width(32)
 
     def test_no_width_is_timed_without_places_nor_after_one_that_took_too_long(self) -> None:
         assert [next_width(M1[:known], 32, 0.25) for known in range(6)] == [*WIDTHS, None]
         assert [next_width(M1[:known], 5, 0.25) for known in range(4)] == [1, 2, 4, None]
         assert next_width((0.1, 0.26), 32, 0.25) is None
+        assert next_width((0.36,), 32, 0.25) == 2, "two rows may take six times as long"
         assert next_width((0.1,) * 9, 32, 0.25) is None
+
+
+def test_a_burst_of_answers_of_a_form_keeps_to_the_places_of_held_ones() -> None:
+    """Beside one free stream, where all of them take turns."""
+
+    def choice(number: int, grammar: Grammar | None) -> Choice:
+        params = SequenceParams(prompt=[1, 2], max_tokens=100, sampling=Sampling(), grammar=grammar)
+        return Choice(params, asyncio.Queue(), rank=float(number), request=str(number))
+
+    limits = GenerationLimits(max_batch_size=4, structured_rows=1, prefill_chunk_tokens=512)
+    memory = RowMemory(Budget(10**9), RowCosts(KvCost(1)))
+    free, waiting = choice(0, None), WaitingQueue()
+    free.id, free.length, free.tokens = 1, 50, 3
+    for number in range(1, 30):
+        waiting.add(choice(number, Grammar("choice", '["a"]')))
+    joining = Joining(Batch(limits, memory, [free], step_s=M1), waiting)
+    assert len(joining.joiners) == sum(joiner.is_held for joiner in joining.joiners) == 4
 
 
 async def ask(batcher: GenerationBatcher, lengths: list[int]) -> list[str]:

@@ -1,5 +1,7 @@
 """Every kind of chat job, and every call, of a real engine comes to the same on another rank."""
 
+import contextlib
+import gc
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, fields, replace
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 from gateway.engine.generation.engine import GenerationEngine
+from gateway.engine.generation.sequences import Sequences
 from gateway.jobs import RoutingKeys
 from gateway.jobs.chat import Adapter, Calling, Function, GenerateJob, Grammar, Question, Sampling
 from gateway.jobs.steps import SequenceParams, StepPlan, StepResult, Verdict
@@ -90,6 +93,11 @@ def run_rows(engine: LeadingEngine, rows: Sequence[SequenceParams]) -> Iterator[
         for kind in ("prefill", "decode"):
             result = engine.step(StepPlan(kind=kind, token_budget=64))
             yield result
+
+
+def count_sequences() -> int:
+    """Count the sets of sequences in memory."""
+    return sum(isinstance(each, Sequences) for each in gc.get_objects())
 
 
 class Pair:
@@ -208,7 +216,11 @@ def test_every_call_that_changes_an_engine_is_made_on_every_rank(
     engine.probe()
     for verdict in engine.self_test():
         engine.apply_verdict(verdict)
-    assert [*engine.time_step(3)][-1] is not None
+    before = count_sequences()
+    with contextlib.closing(engine.time_step(3)) as steps:
+        while next(steps) is None:
+            assert count_sequences() == before + 2, "each rank has sequences of its own for it"
+    assert count_sequences() == before, "no rank keeps KV of a test whose times are known"
     engine.apply_verdict(Verdict(rows=False))
     assert engine.is_batched is pair.other.is_batched is False
     assert engine.prefixes is None, "a file would have one rank's part"
