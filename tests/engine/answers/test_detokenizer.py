@@ -67,8 +67,10 @@ def test_half_a_character_at_the_end_is_dropped() -> None:
 
 
 def sentencepiece() -> Tokenizer:
-    """Return a tokenizer as Llama 2's: bytes for what it has no piece for, and a space before the
-    first word, which its decoder drops.
+    """Return a tokenizer like Llama 2's.
+
+    It writes unknown characters as bytes, and a space before the first word, which its decoder
+    drops.
     """
     words = ["▁The", "▁Paris", "▁", "a", "b", "▁Hello", ".", "\ufffd"]
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]

@@ -1,4 +1,4 @@
-"""Calls that hold what looks like calls, or are broken: none that the model did not make."""
+"""Calls that are broken or hold text like calls: the parser makes up none."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a model says, told apart: text, reasoning, calls, wherever the pieces are cut."""
+"""A model's answer told apart: text, reasoning and calls, wherever the pieces are cut."""
 
 from dataclasses import replace
 from typing import Any
@@ -55,7 +55,7 @@ def test_marks_are_text_where_calls_are_not_asked_for() -> None:
 
 @given(CUTS, st.booleans())
 def test_a_forced_call_is_told_as_it_is_made(cuts: tuple[int, ...], thinks: bool) -> None:
-    """Its arguments are what stands between, and thoughts before it no part of it."""
+    """Its arguments are the text between the marks; the thoughts before it are no part of it."""
     call = '{"name":"get","arguments":{"city":"Paris","deep":{"x":"}"}}}'
     told = read(f"hm</think>\n{call}" if thinks else call, cuts, "forced", is_thinking=thinks)
     assert told["calls"] == [("get", {"city": "Paris", "deep": {"x": "}"}})]

@@ -1,4 +1,4 @@
-"""Thinking: what opens and closes it, in each family's marks, and what only looks like it."""
+"""Thinking: the marks that open and close it in each family, and texts that only look like them."""
 
 import json
 from pathlib import Path
@@ -142,7 +142,7 @@ def test_templates_are_told_of_thinking_in_their_own_words(
 
 
 def test_the_mark_that_opens_the_thinking_is_no_token_of_the_content(tmp_path: Path) -> None:
-    """Logprobs are of what is shown; an answer of one token shows it, whatever it is."""
+    """Logprobs are of the shown text; an answer of one token shows that token, whatever it is."""
     chat = family(tmp_path, added=("<think>", "</think>"))
     scores = TokenScores(-0.5, [], [], 0)
     ids = chat.backend.encode("<think>a</think>b", add_special_tokens=False).ids

@@ -1,4 +1,4 @@
-"""A checkpoint's own template reads what it can within bounds; the rest is text as it stands."""
+"""A checkpoint's own template reads the answer within bounds; the rest is text as it stands."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -37,7 +37,7 @@ def special(token: str) -> str:
 
 
 def calls(transform: Any, **more: Any) -> dict[str, Any]:
-    """Return fields of a call in `<c>`, whose JSON becomes what `transform` makes of it."""
+    """Return fields of a call in `<c>`, whose JSON `transform` rewrites."""
     field = {"open": "<c>", "close": "</c>", "content": "json", "transform": transform}
     return {"content": {}, "tool_calls": {**field, **more}}
 

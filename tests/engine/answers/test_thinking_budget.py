@@ -1,4 +1,4 @@
-"""A budget of tokens for thinking: what is forced at its end, in each family's marks."""
+"""A budget of tokens for thinking: the marks forced at its end, in each family."""
 
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,7 @@ def test_harmonys_final_message_begins_at_the_limit(
 
 
 def test_harmonys_end_is_completed_where_the_model_has_begun_it(harmony: ChatTokenizer) -> None:
-    """What follows a thought that the model has ended itself is the rest of the mark."""
+    """After a thought that the model has ended itself, only the rest of the mark follows."""
     params = row(thinking_budget=len(harmony.answers._unspell("ab")))
     heard = spoken(harmony, params, "<|channel|>analysis<|message|>ab<|end|>", "Four.")
     assert (heard["text"], heard["reasoning"]) == ("Four.", "ab")

@@ -47,7 +47,7 @@ PYTHON = """book(seats=3, vip=True, tags=["a", 'b'], where={"city": "Berlin"}, z
 
 @dataclass(frozen=True)
 class Family:
-    """What a family's checkpoints have, and one call as it writes it."""
+    """The parts of a family's checkpoints, and one call as the family writes it."""
 
     name: str
     text: str

@@ -65,7 +65,7 @@ def test_pooling_is_read_from_old_and_new_keys(
 
 
 def test_a_listing_without_normalize_means_not_normalized(tmp_path: Path) -> None:
-    """modules.json is complete: what it does not list does not happen."""
+    """modules.json is complete: a step that it does not list does not happen."""
     checkpoint = folder(tmp_path, ALL[:2], {"pooling_mode": "mean"})
     assert read_recipe(checkpoint, None, None).normalize is False
     recipe = read_recipe(checkpoint, "cls", True)

@@ -124,7 +124,7 @@ def joined(engine: GenerationEngine) -> list[int]:
 
 @dataclass
 class Told:
-    """What rows have said, the most that were decoded in a pass, and the faults of all passes."""
+    """The rows' tokens and errors, the most rows decoded in a pass, and all passes' faults."""
 
     tokens: list[list[int]]
     errors: list[str | None]
@@ -147,7 +147,7 @@ def answers(engine: GenerationEngine, prompts: list[list[int]], late: int = 2) -
 
 
 def unfinished(engine: GenerationEngine) -> Verdict:
-    """Return what is known after the second step."""
+    """Return the verdict after the second step."""
     steps = engine.self_test()
     next(steps)
     verdict = next(steps)

@@ -174,7 +174,7 @@ def test_a_model_that_would_think_again_answers(engine: GenerationEngine) -> Non
 
 
 def test_a_mark_that_a_grammar_makes_is_not_ended(tmp_path: Path) -> None:
-    """What is forced there would break the form."""
+    """Forcing the end there would break the form."""
     words = PLAIN + "{% if false %}<think></think>{% endif %}"
     plain = open_engine(write_chat(tmp_path), chat_template=words)
     grammar = Grammar("choice", json.dumps(["<think>yes"]))

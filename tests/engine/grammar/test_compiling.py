@@ -1,4 +1,4 @@
-"""Whatever a row says inside a grammar is what the caller asked for; the rest is refused."""
+"""A row writes only text that the caller's grammar asked for; other grammars are refused."""
 
 import json
 import re
@@ -408,7 +408,7 @@ def chain(length: int) -> Any:
 
 
 def test_a_grammar_that_ends_a_process_ends_the_sandbox(box: Sandbox) -> None:
-    """Whatever bound it slipped by: here there is none. What comes after it is compiled."""
+    """So it is whatever bound it slipped by: here there is none. The next grammar is compiled."""
     bounds = GrammarBounds(max_path=10**6)
     deadly = schema_grammar(chain(5000))
     for _ in range(2):  # the second time nothing is tried
@@ -496,7 +496,7 @@ def test_calls_that_say_the_same_and_are_strict_in_one_are_two_grammars() -> Non
 
 
 def test_only_the_functions_that_do_not_compile_lose_a_keyword() -> None:
-    """What is left of them, and all of the others, is held."""
+    """The rest of those functions, and all of the others, are enforced."""
     odd = thing(a={"type": "string", "pattern": "(?=b)c", "maxLength": 3}, b={"type": "integer"})
     grammar = calls(Function("odd", odd), Function("plain", thing(a={"const": 1})))
     compiled_calls = compile_grammar(tokenizer(), grammar, shape=OPEN)

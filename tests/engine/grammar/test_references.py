@@ -17,7 +17,7 @@ def to(name: str) -> dict[str, Any]:
 
 
 def chain(length: int) -> dict[str, Any]:
-    """Make a schema that leads through so many subschemas and one more."""
+    """Make a schema that leads through `length` subschemas and one more."""
     links = {f"d{i}": {"items": to(f"d{i + 1}")} for i in range(length // 2)}
     return {"$defs": {**links, f"d{length // 2}": TEXT}, **to("d0")}
 

@@ -1,4 +1,4 @@
-"""Schemas are tightened as copies; what fits the copy fits the original."""
+"""Schemas are tightened as copies; a value that fits the copy fits the original."""
 
 import json
 from typing import Any

@@ -240,7 +240,7 @@ def test_a_grammar_begins_after_the_thinking(tmp_path: Path, opens: bool) -> Non
 
 
 def test_thinking_can_be_turned_off(tmp_path: Path) -> None:
-    """Then the first token is the answer's: what a reranker needs."""
+    """The first token is then the answer's, as a reranker needs."""
     engine = thinker(tmp_path, opens=True)
     off = {"enable_thinking": False}
     ids = engine.tokens.backend.encode("<think>", add_special_tokens=False).ids

@@ -1,4 +1,4 @@
-"""KV of rows of different lengths: what is there, what is masked, and what is copied."""
+"""KV of rows of different lengths: stored, masked and copied tokens."""
 
 import copy
 import io
@@ -39,7 +39,7 @@ def append(cache: RaggedKVCache, values: list[list[float]]) -> None:
 
 
 def rows_of(cache: RaggedKVCache) -> list[list[float]]:
-    """Return what each row holds, where keys and values agree in all heads and places."""
+    """Return the tokens each row holds; keys and values must agree in all heads and places."""
     if cache.empty():
         return [[] for _ in cache.lengths.counts]
     keys, values = (np.array(each) for each in cache.keys_and_values())
@@ -63,7 +63,7 @@ class Modelled:
         return [start + i for i in range(count)]
 
     def read(self, counts: list[int]) -> None:
-        """Read so many tokens a row, padded on the right."""
+        """Read this number of tokens a row, padded on the right."""
         counts = (counts * len(self.rows))[: len(self.rows)]
         values = [self.new(count) for count in counts]
         most = max(counts)
@@ -185,7 +185,7 @@ def full_of(rows: int, length: int) -> RaggedKVCache:
 
 
 def peak_of(change: Any, cache: RaggedKVCache) -> int:
-    """Return the bytes that a change needs at its worst, besides what is there."""
+    """Return the bytes that a change needs at its peak, besides those in use before."""
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
@@ -243,7 +243,7 @@ def test_a_step_writes_to_the_buffers_that_are_there(kind: RaggedKVCache) -> Non
 
 
 def count_nodes(model: Any, caches: list[list[Any]], lengths: list[int]) -> int:
-    """Count the operations of a step of rows that have read so many tokens."""
+    """Count the operations of a step of rows that have read these numbers of tokens."""
     batch: Any = PromptProcessingBatch(model, list(range(len(lengths))), caches)
     batch.prompt([[5] * length for length in lengths])
     step = mx.array([[7]] * len(lengths))

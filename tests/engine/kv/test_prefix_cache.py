@@ -1,4 +1,4 @@
-"""What prompts begin with is read once, and nobody's answer changes by it."""
+"""A beginning that prompts share is read once, and nobody's answer changes by it."""
 
 import gc
 import itertools
@@ -225,7 +225,7 @@ def test_the_bytes_kept_never_pass_the_bound(
 
 
 def test_models_share_a_room_by_use(plain: Path) -> None:
-    """What was used longest ago goes first, whosever it is; each finds its own alone."""
+    """The part used longest ago goes first, whosever it is; each model finds only its own."""
     pool = PrefixPool(PLENTY)
     one, two = (open_engine(plain, prefixes=pool) for _ in range(2))
     other = tokens(400, 9)
@@ -319,7 +319,7 @@ def test_an_answer_that_becomes_no_number_is_not_kept(plain: Path, speculate_row
 
 
 def batch(length: int) -> RaggedKVCache:
-    """Make one layer's cache of a row that has read so many tokens; each has its place as KV."""
+    """Make one layer's cache of a row that has read `length` tokens; each has its place as KV."""
     places = mx.arange(length, dtype=mx.float32).reshape(1, 1, length, 1)
     return RaggedKVCache.of(places, -places)
 

@@ -1,4 +1,4 @@
-"""What is kept of prompts goes into bytes and comes back, and nobody's answer changes by it."""
+"""Kept prefixes go into bytes and come back, and nobody's answer changes by it."""
 
 from collections.abc import Sequence
 from pathlib import Path

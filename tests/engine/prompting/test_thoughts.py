@@ -74,7 +74,7 @@ def test_a_thought_is_in_the_prompt_once(shown: str, tmp_path: Path) -> None:
 def test_line_breaks_are_the_templates_where_it_writes_them_and_else_the_models(
     behind_thought: str, behind_text: str, tmp_path: Path
 ) -> None:
-    """Twice, or not at all, the model would read anew what it wrote."""
+    """If the breaks came twice, or not at all, the model would read its own text anew."""
     shown = f"<think>\n{{{{ m.reasoning }}}}{behind_thought}</think>\n"
     template = TURNS.replace("THOUGHT", f"{{% if m.reasoning %}}{shown}{{% endif %}}")
     call = "{{ c.function.name }}"

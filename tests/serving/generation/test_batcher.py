@@ -127,7 +127,7 @@ async def test_a_burst_is_mostly_read_before_its_first_steps() -> None:
 async def test_rows_that_run_do_not_wait_long_for_a_burst(
     pass_limit_s: float, prompt: str, max_tokens: int | None
 ) -> None:
-    """Long prompts would take many passes, and what is only scored never shares a step."""
+    """Long prompts would take many passes, and prompts that are only scored never share a step."""
     steps = await steps_of_a_burst(pass_limit_s, prompt, max_tokens)
     if max_tokens == 0:
         assert len(steps) >= 5
@@ -176,7 +176,7 @@ async def test_a_caller_who_leaves_while_waiting_never_joins() -> None:
 
 
 async def test_refusals_come_before_any_delta() -> None:
-    """What the template, the context or the grammar refuses is known on entering."""
+    """Refusals by the template, the context or the grammar are known on entering."""
     engine = ScriptedChat(max_context=10)
     async with batching(engine) as batcher:
         with pytest.raises(BadRequest, match="template"):

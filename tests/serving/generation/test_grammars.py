@@ -47,7 +47,7 @@ Make = Callable[..., Made]
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """Give what makes a cache, and the compiler it asks."""
+    """Give a function that makes a grammar cache and the compiler behind it."""
     with ThreadPools() as pool:
 
         def one(**given: Any) -> Made:

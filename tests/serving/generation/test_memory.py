@@ -1,4 +1,4 @@
-"""The KV of rows: counted before they join, so that what does not fit waits."""
+"""The KV of rows: counted before they join; rows that do not fit wait."""
 
 import asyncio
 import random
@@ -219,7 +219,7 @@ async def test_a_row_joins_when_another_model_that_gives_way_becomes_idle() -> N
 
 
 async def test_a_row_that_waits_for_others_alone_is_told_so_in_time() -> None:
-    """Else two models' rows, each of which needs what the other's model holds, wait for ever."""
+    """Otherwise two models' rows could wait for ever, each for the other model's memory."""
     budget = Budget(4 * KV_STEP)
     other = budget.share()
     other.resize(2 * KV_STEP)
@@ -236,7 +236,7 @@ async def test_a_row_that_waits_for_others_alone_is_told_so_in_time() -> None:
 
 
 async def test_what_a_waiting_model_claims_is_freed_of_what_is_kept_of_prompts() -> None:
-    """So much, and once: what is kept after that stays, though nobody runs."""
+    """Only the claimed bytes are freed, and once: prefixes kept later stay, though no row runs."""
     budget = Budget(10**6)
     engine = ScriptedChat(prefix_bytes=1000)
     async with batching(engine, RowMemory(budget, costs(most=10**6))) as batcher:
@@ -315,7 +315,7 @@ async def test_what_an_idle_model_keeps_gives_way_to_rows_that_grow(rows: int) -
 
 
 def test_rooms_give_in_turn_and_no_more_than_is_wanted() -> None:
-    """The second only what the first has not."""
+    """The second gives only the bytes that the first lacks."""
     budget = Budget(1000)
     one, two = PrefixShare(budget, 1000), PrefixShare(budget, 1000)
     with one.in_use(), two.in_use():

@@ -67,7 +67,7 @@ def a_choice(request: str, rank: float, index: int = 0) -> Choice:
 
 
 def filled(**rows: tuple[float, int]) -> WaitingQueue:
-    """Let each request wait, of a rank, with so many rows."""
+    """Let each request wait at its rank, with its number of rows."""
     waiting = WaitingQueue()
     for request, (rank, count) in rows.items():
         for index in range(count):
@@ -76,7 +76,7 @@ def filled(**rows: tuple[float, int]) -> WaitingQueue:
 
 
 class Places:
-    """Lets so many join, counting how often it is asked."""
+    """Lets a given number of choices join, and counts the questions."""
 
     def __init__(self, places: int) -> None:
         self._places = places

@@ -214,7 +214,7 @@ def test_questions_are_judged_beside_streams_that_take_turns() -> None:
 
 @pytest.mark.parametrize("bound", [1, 2])
 def test_answers_of_a_form_take_turns_with_the_others(bound: int) -> None:
-    """Among each other too, of which only so many decode at once."""
+    """They take turns among each other too, where only a given number of them decode at once."""
     engine = SimulatedChat(max_context=LONG)
 
     async def work() -> None:

@@ -288,7 +288,7 @@ async def test_a_spec_that_was_replaced_while_it_loaded_fails_alone() -> None:
 
 
 async def test_leaving_the_cache_ends_what_loads_or_waits_and_frees_the_rest() -> None:
-    """At once, though a model is in use; but what is being freed is waited for."""
+    """They end at once, though a model is in use; but a model that is being freed is waited for."""
     shelf = Shelf()
     async with asyncio.timeout(50):
         async with cache(shelf, max_models=2, load_wait_s=60) as models:

@@ -120,7 +120,7 @@ class World:
                 self.kept_waiting.append(wanted.id)
 
     async def rows(self) -> None:
-        """Hold what rows of a running model may."""
+        """Hold memory as the rows of a running model may."""
         nbytes = self.chance.randrange(1, 30)
         share = self.budget.share()
         if nbytes <= self.budget.spare_bytes:
@@ -157,7 +157,7 @@ class World:
                     asking.result()
 
     def check(self) -> None:
-        """Assert what is true whenever nobody is in the middle of a change."""
+        """Assert everything that is true whenever nobody is in the middle of a change."""
         entries = self.models.entries
         for entry, before in self.seen.items():
             after = entry.state if entry in entries else State.GONE

@@ -83,7 +83,7 @@ NOT_SENT = {
 
 
 def run_rows(engine: LeadingEngine, rows: Sequence[SequenceParams]) -> Iterator[StepResult]:
-    """Join rows, numbered from 1, and yield what comes of each pass until all have ended."""
+    """Join rows, numbered from 1, and yield the result of each pass until all have ended."""
     result = engine.step(StepPlan(joining=list(enumerate(rows, 1))))
     yield result
     while result.reading or result.decoding:
@@ -93,7 +93,7 @@ def run_rows(engine: LeadingEngine, rows: Sequence[SequenceParams]) -> Iterator[
 
 
 class Pair:
-    """Two ranks of one process: what rank 0's engine sends, the other does once rank 0 has."""
+    """Two ranks of one process: rank 1's engine repeats each call after rank 0's own."""
 
     def __init__(self, open_one: Callable[[], GenerationEngine]) -> None:
         leader: Any = self
@@ -162,7 +162,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pair]]
 
 @pytest.fixture(scope="module")
 def rows(pairs: dict[str, Pair]) -> dict[str, list[SequenceParams]]:
-    """Return what each job's sequences are."""
+    """Return the sequence params of each job."""
     return {name: prepare(pairs[name].engine, **job) for name, job in JOBS.items()}
 
 
