@@ -54,7 +54,7 @@ def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def _serving(installed: Path, folder: Path, hub: str) -> AbstractContextManager[Served]:
-    """Serve what was installed, from a folder that is empty."""
+    """Serve the installed package, from a folder that is empty."""
     command = [str(installed / "mlx-gateway"), "serve"]
     place = {"GATEWAY_HUB_ENDPOINT": hub, "GATEWAY_HUB_CACHE": str(folder / "cache")}
     return started(command, folder, PYTHONPATH="", **place)

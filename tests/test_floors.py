@@ -256,7 +256,7 @@ def test_no_import_leads_back_to_where_it_began() -> None:
 
 
 def test_no_module_is_a_sliver() -> None:
-    """What is small and has one importer is a part of it, unless it is a process of its own."""
+    """A small module with one importer is a part of it, unless it is a process of its own."""
     importers = Counter(each for name in MODULES for each in imported(name) - {name})
     slivers = [
         name

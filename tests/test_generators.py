@@ -1,4 +1,4 @@
-"""Generators share the seconds of a run, and each fails by what it finds."""
+"""Generators share the seconds of a run, and each fails by its findings."""
 
 import itertools
 from collections import Counter

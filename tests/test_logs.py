@@ -1,4 +1,4 @@
-"""Log lines: what happened, and nobody's secrets."""
+"""Log lines: they record events, and nobody's secrets."""
 
 import io
 import json
@@ -25,7 +25,7 @@ PREDICATE = {"type": "predicate", "instructions": "It is late."}
 
 @contextmanager
 def writing(style: Style, to: io.StringIO | None = None) -> Iterator[io.StringIO]:
-    """Give what is logged meanwhile."""
+    """Give the lines that are logged meanwhile."""
     to = io.StringIO() if to is None else to
     with patch.object(sys, "stderr", to):
         try:
@@ -69,7 +69,7 @@ def test_a_line_is_written_whatever_it_says() -> None:
 
 @pytest.mark.parametrize("style", ["json", "console"])
 def test_a_line_is_one_write(style: Style) -> None:
-    """Ranks share a log: what one writes in two pieces may have another's line between them."""
+    """Ranks share a log: a line written in two pieces may have another's line between them."""
     pieces: list[str] = []
 
     class Recorder(io.StringIO):

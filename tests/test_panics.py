@@ -1,4 +1,4 @@
-"""What native code raises is an error like any other, wherever it comes."""
+"""A panic of native code is an error like any other, wherever it comes."""
 
 from collections.abc import Callable
 from pathlib import Path

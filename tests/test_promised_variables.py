@@ -1,4 +1,4 @@
-"""Every variable of version 0.1 means what it meant then: the lists are of its README and its file.
+"""Every variable of version 0.1 keeps its meaning: the lists are of its README and its file.
 
 A variable is only ever added here, or taken out with a line in the CHANGELOG.
 """
@@ -196,7 +196,7 @@ def explained() -> dict[str, Knob]:
 
 @pytest.fixture(scope="module")
 def defaults() -> dict[str, Knob]:
-    """Give what the settings are where none is set."""
+    """Give the settings' values where none is set."""
     with pytest.MonkeyPatch.context() as patched:
         unset(patched)
         return explained()

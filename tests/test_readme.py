@@ -1,4 +1,4 @@
-"""README and docs say what is: tables are the code's, and links lead somewhere."""
+"""README and docs are true: tables are the code's, and links lead somewhere."""
 
 import ast
 import errno

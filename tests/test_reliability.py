@@ -1,4 +1,4 @@
-"""docs/reliability.md and pages beside it cite what there is: tests, settings, series."""
+"""docs/reliability.md and pages beside it cite things that exist: tests, settings, series."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Settings: what the environment may say, and what is said of a wrong value."""
+"""Settings: the values that the environment may have, and the messages on wrong ones."""
 
 import os
 from pathlib import Path

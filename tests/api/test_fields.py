@@ -156,7 +156,7 @@ async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Asyn
 
 @functools.cache
 def rows() -> dict[str, tuple[list[str], list[str], list[str]]]:
-    """Read the table: by path, what is honoured, harmless, refused."""
+    """Read the table: by path, the fields that are honoured, harmless, refused."""
     table = PAGE.partition("<!-- fields:")[2].partition("<!-- /fields -->")[0]
     found = {}
     for line in table.splitlines():
@@ -268,7 +268,7 @@ async def test_what_nobody_knows_is_named(client: AsyncClient, path: str, field:
 async def test_a_path_that_is_nearly_one_is_answered_with_the_one(
     client: AsyncClient, path: str, meant: str | None
 ) -> None:
-    """Clients put /v1 before what has it, and slashes behind."""
+    """Clients put /v1 before paths that have it already, and slashes behind."""
     answer = await client.get(path)
     assert answer.status_code == 404
     error = answer.json()["error"]

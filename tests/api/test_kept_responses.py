@@ -35,7 +35,7 @@ async def answered(client: AsyncClient, given: Any, **more: Any) -> Any:
 
 
 def prompts(engines: ScriptedEngines) -> list[list[tuple[str, str]]]:
-    """Give what the model was shown, request by request."""
+    """Give the messages that the model was shown, request by request."""
     return [[(turn["role"], turn["content"]) for turn in job.messages] for job in engines.chat.jobs]
 
 

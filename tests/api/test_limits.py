@@ -1,4 +1,4 @@
-"""What a request may cost before it is looked at: each bound is a setting, each refusal ours."""
+"""Bounds on a request before it is looked at: each is a setting, each refusal ours."""
 
 import asyncio
 import contextlib
@@ -207,7 +207,7 @@ async def test_a_body_is_held_until_its_answer_ends(
 
 
 def test_a_large_answer_is_counted_before_it_is_written_or_finds_no_room() -> None:
-    """A small one always has room, and what is sent gives its own back."""
+    """A small one always has room, and an answer that is sent gives its bytes back."""
     bodies = Bodies(3 * SMALL_BYTES)
     first, second, small = Body(bodies), Body(bodies), Body(bodies)
     first.count_answer(2 * SMALL_BYTES)

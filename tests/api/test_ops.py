@@ -1,4 +1,4 @@
-"""Health, readiness and metrics: what supervisors ask."""
+"""Health, readiness and metrics: the endpoints that supervisors ask."""
 
 import asyncio
 from collections.abc import Iterable

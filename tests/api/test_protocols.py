@@ -1,4 +1,4 @@
-"""What an answer does is the same in every protocol: chat, completions, responses, messages."""
+"""An answer behaves the same in every protocol: chat, completions, responses, messages."""
 
 import asyncio
 from typing import Any

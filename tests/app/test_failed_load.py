@@ -1,4 +1,4 @@
-"""A load that failed holds nothing: neither what was read nor what was computed with it."""
+"""A load that failed holds nothing: neither the arrays it read nor those computed from them."""
 
 import gc
 import json

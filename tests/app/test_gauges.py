@@ -1,4 +1,4 @@
-"""What /metrics tells of now: rows, tickets, leases, tasks and memory, read when it is asked."""
+"""/metrics' present values: rows, tickets, leases, tasks and memory, read when it is asked."""
 
 import asyncio
 from pathlib import Path

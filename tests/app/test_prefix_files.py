@@ -1,4 +1,4 @@
-"""What is kept of prompts outlives a restart, whatever becomes of its files."""
+"""Kept prefixes outlive a restart, whatever happens to their files."""
 
 import asyncio
 import contextlib
@@ -267,7 +267,7 @@ async def test_only_its_own_key_goes_on_from_a_prompt(tmp_path: Path) -> None:
 
 
 async def test_the_disk_and_the_room_in_memory_are_bounded(tmp_path: Path) -> None:
-    """What was used longest ago goes first; what is used again stays."""
+    """The prefix used longest ago goes first; one that is used again stays."""
     write_chat(tmp_path / "m")
     (first,) = await saved(tmp_path)
     most = 5 * first.stat().st_size // 2

@@ -1,4 +1,4 @@
-"""Conversations that take turns with others go on from what was kept of them, over HTTP."""
+"""Conversations that take turns with others go on from their kept prefixes, over HTTP."""
 
 import re
 from pathlib import Path
@@ -24,7 +24,7 @@ CITY = "a clockmaker lived among brass gears and springs " * 10
 
 
 class Asked:
-    """What a model answered, and what it had at hand."""
+    """A model's answers, and the prompts' tokens that were cached."""
 
     def __init__(self, client: httpx2.AsyncClient, model: str) -> None:
         self._client = client

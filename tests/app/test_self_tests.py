@@ -1,4 +1,4 @@
-"""A chat model's self-test: at load, from disk, in idle time, and what becomes of its verdict."""
+"""A chat model's self-test: at load, from disk, in idle time, and the effects of its verdict."""
 
 import asyncio
 import json
@@ -357,7 +357,7 @@ class TestWidths:
     async def test_rows_take_turns_as_soon_as_the_times_say_so(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Before the widest is known: what is missing is no reason to wait."""
+        """They do so before the widest width is known: missing times are no reason to wait."""
         soon(monkeypatch)
         chat = Scrutinised(timed_s=lambda rows: 0.01 * rows * rows)
         chat.width_gate.close()

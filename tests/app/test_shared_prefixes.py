@@ -1,4 +1,4 @@
-"""By default nothing tells one API key what another has asked."""
+"""By default nothing tells one API key the prompts of another."""
 
 from collections.abc import Mapping
 from pathlib import Path

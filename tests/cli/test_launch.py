@@ -1,4 +1,4 @@
-"""launch and connect: which gateway and model a tool gets, by what, and how it ends."""
+"""launch and connect: which gateway and model a tool gets, by which settings, and how it ends."""
 
 import asyncio
 import errno
@@ -111,8 +111,9 @@ Found: TypeAlias = Callable[..., AbstractContextManager[str]]
 
 @pytest.fixture
 def run(home: Path, inside: Inside) -> Launch:
-    """Give what runs a command of mlx-gateway until it ends: in this process, but for its tool and
-    for a gateway that it starts.
+    """Give a function that runs a command of mlx-gateway until it ends.
+
+    The command runs in this process, but for its tool and for a gateway that it starts.
     """
 
     def ran(*arguments: str, port: str = NOBODY, **given: str) -> Ran:
@@ -122,7 +123,7 @@ def run(home: Path, inside: Inside) -> Launch:
 
 
 def seen(outcome: Ran) -> dict[str, Any]:
-    """Give what the tool was given."""
+    """Return the arguments and variables that the tool was given."""
     seen: dict[str, Any] = json.loads(outcome.stdout)
     return seen
 
@@ -209,7 +210,7 @@ def test_the_first_key_is_the_tools(home: Path, found: Found, run: Launch) -> No
 def test_a_gateway_that_was_found_says_what_it_serves(
     home: Path, found: Found, run: Launch
 ) -> None:
-    """Its loaded models' contexts are its own; what it does not have is refused."""
+    """Its loaded models' contexts are its own; a model that it does not have is refused."""
     with found() as url:
         port = port_of(url)
         question = {"model": "small", "messages": [{"role": "user", "content": "Hi"}]}
@@ -359,7 +360,7 @@ def not_ignored() -> Iterator[None]:
 
 @pytest.mark.usefixtures("not_ignored")
 def test_signals_are_the_tools(home: Path) -> None:
-    """launch waits for what it does, and then stops its gateway."""
+    """launch waits until the tool has handled them, and then stops its gateway."""
     with begun(home, "launch", "llm", "--", "--wait") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "waiting\n"
@@ -381,7 +382,7 @@ def test_signals_are_the_tools(home: Path) -> None:
 def test_a_full_disk_is_named_and_nothing_starts(
     run: Launch, monkeypatch: pytest.MonkeyPatch, error: OSError
 ) -> None:
-    """The second is what Python says that finds room in none of the folders it knows."""
+    """The second is Python's error when none of the folders it knows has room."""
 
     def fail(*_: object, **__: object) -> Any:
         raise error

@@ -1,4 +1,4 @@
-"""Commands take models by name: what a new user types first, and what they are told."""
+"""Commands take models by name: a new user's first commands, and their output."""
 
 import os
 import signal

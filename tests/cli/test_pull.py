@@ -1,4 +1,4 @@
-"""pull: what it fetches, how it goes on after a kill, and what it says when it cannot."""
+"""pull: the files it fetches, how it goes on after a kill, and its messages when it cannot."""
 
 import os
 import pty
@@ -49,7 +49,7 @@ def own(hub: FakeHub) -> dict[str, str]:
 
 @pytest.fixture
 def pull(hub: FakeHub, tmp_path: Path, inside: Inside) -> Pull:
-    """Give what runs the command until it ends."""
+    """Give a function that runs the command until it ends."""
 
     def run(model: str, **given: str) -> tuple[int, str, str]:
         done = inside(tmp_path, "pull", model, **{**own(hub), **given})
@@ -60,7 +60,7 @@ def pull(hub: FakeHub, tmp_path: Path, inside: Inside) -> Pull:
 
 @pytest.fixture
 def begin(hub: FakeHub, tmp_path: Path) -> Iterator[Begin]:
-    """Give what starts the command, in a process of its own."""
+    """Give a function that starts the command, in a process of its own."""
     started: list[subprocess.Popen[str]] = []
 
     def start(

@@ -1,4 +1,4 @@
-"""`models recommend`: what fits, added up, and by the engine's own count of KV."""
+"""`models recommend`: the models that fit, added up, and by the engine's own count of KV."""
 
 from importlib import import_module
 from typing import Any
@@ -145,7 +145,7 @@ def test_this_machine_is_asked_about_by_the_budget_that_serve_has(
 def test_a_short_name_stands_where_the_command_does(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`models NAME` lists what would be served by it."""
+    """`models NAME` lists the models that it would serve."""
     monkeypatch.setenv("GATEWAY_HUB_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(SystemExit) as ended:
         main(("models", "qwen3.5-9b"))

@@ -1,4 +1,4 @@
-"""The Dockerfile: what it builds from, whose rights it runs with, and that its probe is true."""
+"""The Dockerfile: its base images, the rights it runs with, and a probe that is true."""
 
 import json
 import os
@@ -101,7 +101,7 @@ def test_pins_are_installed_with_their_hashes() -> None:
 
 @pytest.mark.anyio
 async def test_the_probe_tells_a_living_gateway_from_none(tmp_path: Path) -> None:
-    """It asks /health with what the image has, Python alone, and past a proxy."""
+    """It asks /health with the image's only tool, Python, and past a proxy."""
     models = {"writer": {"kind": "chat", "source": "path:."}}
     async with served(catalog(tmp_path, models), ScriptedEngines()) as client:
         port = client.base_url.port

@@ -1,4 +1,4 @@
-"""gateway.env.example: every key is a real one, and what is commented out is the default."""
+"""gateway.env.example: every key is a real one, and commented-out values are the defaults."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the package index shows: links that hold there, of a repository that is known, or none."""
+"""The package index's page: links that hold there, of a repository that is known, or none."""
 
 import os
 import re
@@ -30,7 +30,7 @@ def tree(folder: Path) -> Path:
 
 
 def built(folder: Path, **variables: str) -> Message:
-    """Return the metadata that hatchling writes for a wheel of what is in the folder."""
+    """Return the metadata that hatchling writes for a wheel of the folder."""
     kept = {name: value for name, value in os.environ.items() if "REPOSITORY" not in name}
     code = "from hatchling.build import *; prepare_metadata_for_build_wheel('.')"
     command = (sys.executable, "-c", code)

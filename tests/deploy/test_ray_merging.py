@@ -1,4 +1,4 @@
-"""What all replicas answered, as one answer."""
+"""The answers of all replicas, as one answer."""
 
 from typing import Any
 

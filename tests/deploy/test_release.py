@@ -1,4 +1,4 @@
-"""What a release is made of: notes of its version, a formula of its sdist, a table of wheels."""
+"""The parts of a release: notes of its version, a formula of its sdist, a table of wheels."""
 
 import hashlib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The systemd unit and the launchd list: what their supervisors read, and what keeps promises."""
+"""The systemd unit and the launchd list: their supervisors' options, which keep the promises."""
 
 import os
 import plistlib
@@ -71,7 +71,7 @@ def test_systemd_outwaits_the_drain_and_restarts_what_hung() -> None:
 
 
 def test_systemd_shuts_the_gateway_in() -> None:
-    """Others must not put code where mlx keeps what it compiles."""
+    """Others must not put code where mlx keeps the code it compiles."""
     unit = options()
     for name in ("DynamicUser", "PrivateTmp", "NoNewPrivileges", "ProtectHome"):
         assert unit[name] == ["yes"], name
@@ -100,7 +100,7 @@ def test_launchd_outwaits_the_drain_and_restarts_what_hung() -> None:
 
 
 def launched(gateway: str, folder: Path) -> subprocess.Popen[bytes]:
-    """Start what launchd would, with a script in the place of the gateway."""
+    """Start the command of launchd's list, with a script in the place of the gateway."""
     with PLIST.open("rb") as file:
         command = plistlib.load(file)["ProgramArguments"]
     program = folder / "mlx-gateway"

@@ -1,4 +1,4 @@
-"""A gateway to be asked anything, from a test that is not async, and what every answer must be."""
+"""A gateway to be asked anything, from a test that is not async, and the rules for every answer."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -142,7 +142,7 @@ class Side:
             sys.exit(f"{name} did not start")
 
     def results(self, batch: Sequence[str]) -> Any:
-        """Return what it computes of some texts."""
+        """Return the side's results for some texts."""
         return np.array(self._ask(0, batch))
 
     def turn(self, calls: int, batch: Sequence[str]) -> float:

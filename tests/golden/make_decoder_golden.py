@@ -92,7 +92,7 @@ def _loader(config: Any) -> Any:
 
 
 def make(kind: str, form: str, changes: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return what is stored of one case: its config, the shapes of its arrays and its logits."""
+    """Return the stored form of one case: its config, the shapes of its arrays and its logits."""
     small = {"vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY}
     defaults = CONFIG_MAPPING[kind]().get_text_config().to_dict()
     small = {key: value for key, value in small.items() if key in defaults}

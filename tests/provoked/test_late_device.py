@@ -83,7 +83,7 @@ def gateway(folder: Path, **given: Any) -> AbstractAsyncContextManager[httpx2.As
 
 
 def told(answer: httpx2.Response) -> Any:
-    """Return what a client reads of an answer; None of one that says that it failed."""
+    """Return the content that a client reads in an answer; None of an error."""
     if answer.status_code >= 500:
         assert "error" in answer.json()
         return None

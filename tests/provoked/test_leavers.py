@@ -42,7 +42,7 @@ async def stormed(clients: Clients, requests: int, choose: random.Random) -> Non
 
 
 async def provoked(folder: Path, *, first: int = 0, then: int) -> tuple[Reading, Reading]:
-    """Tell how the gateway is after so many requests, and after so many more."""
+    """Give the gateway's readings after `first` requests, and after `then` more."""
     choose = random.Random(then)
     with started(SERVE, folder) as served:
         clients = Clients(served.url)
@@ -66,7 +66,7 @@ async def test_of_sixty_requests_nothing_is_left(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 async def test_of_two_thousand_requests_nothing_is_left(tmp_path: Path) -> None:
-    """Nor any memory: it is within 5 % of what it was when all kinds had been asked for."""
+    """Nor does memory grow: it is within 5 % of its size once all kinds had been asked for."""
     before, after = await provoked(tmp_path, first=400, then=2000)
     for name in ("resident_bytes", "active_bytes", "held_bytes"):
         assert getattr(after, name) <= MOST_GROWTH * getattr(before, name), name

@@ -1,4 +1,4 @@
-"""Told to end, killed, or stuck: what clients see of it, and supervisors."""
+"""Told to end, killed, or stuck: the process as clients and supervisors see it."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ def serving(
 
 
 async def outcome(client: httpx2.AsyncClient, body: dict[str, Any]) -> str:
-    """Ask, and say how it ended: `done`, `told`, or what is wrong with it."""
+    """Ask, and say how it ended: `done`, `told`, or the faulty text."""
     async with client.stream("POST", path_of(body), json=body) as answer:
         text = (await answer.aread()).decode()
     if answer.status_code == 503:

@@ -1,4 +1,4 @@
-"""models.yaml: what is read from it and how variables steer it."""
+"""models.yaml: the entries read from it, and how variables steer it."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -205,7 +205,7 @@ EMBEDDING = "{kind: embedding, source: 'hub:a/b'}"
 def test_what_would_have_two_meanings_is_refused(
     file: Path, entries: tuple[str, ...], said: str
 ) -> None:
-    """Before anybody sets it: what a variable does must not depend on which others there are."""
+    """It is refused before anybody sets it: a variable's effect must not depend on the others."""
     assert problems(file, {}, models(*entries)) == [said]
 
 

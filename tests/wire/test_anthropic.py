@@ -191,7 +191,7 @@ def test_an_input_that_is_no_object_is_read_as_one_and_named(given: Any, read: A
 
 
 def test_a_result_that_is_an_error_is_shown_and_words_before_it_stay_before() -> None:
-    """A model reads why a call failed; what the user said first is said first."""
+    """A model reads why a call failed; the user's earlier words stay first."""
     error = {**RESULT, "is_error": True}
     turns = job([*HI, assistant(CALL), user(*text("See:"), error)]).messages
     said = [(turn["role"], turn["content"]) for turn in turns[2:]]
@@ -296,7 +296,7 @@ def test_a_tool_or_a_text_that_cannot_be_used_is_refused_by_its_place(
     [({}, "Field required"), ({"type": ["object", "null"]}, "Input should be 'object'")],
 )
 def test_a_tools_schema_is_of_an_object(schema: Any, problem: str) -> None:
-    """What is none is refused in Anthropic's words, which name the first such tool."""
+    """Another schema is refused in Anthropic's words, which name the first such tool."""
     fault = refused(tools=[WEATHER, {"name": "x", "input_schema": schema}])
     assert fault.message == f"tools.1.input_schema.type: {problem}"
     assert fault.param == "tools[1].input_schema"
@@ -636,5 +636,5 @@ def test_documents_of_text_and_what_a_search_found_are_text(block: Any, read: st
     ],
 )  # fmt: skip
 def test_other_documents_are_refused_where_they_stand(block: Any, param: str) -> None:
-    """PDFs, addresses, and what lacks its text; nobody looks at an address."""
+    """PDFs, addresses, and documents that lack their text; nobody looks at an address."""
     assert refused([user(block)]).param == f"messages[0].content[0]{param}"

@@ -170,7 +170,7 @@ def test_one_that_the_model_has_answered_by_a_call_is_left_out(api: Api) -> None
 @EACH
 @pytest.mark.parametrize("end", [[], [said("It is")], [{"role": "system", "content": "x"}]])
 def test_one_of_the_newest_message_is_refused(api: Api, end: list[Turn]) -> None:
-    """Before the beginning of its answer too, and the 400 says what to do."""
+    """So is one before the beginning of its answer, and the 400 gives advice."""
     turns = [user(api.image), user(api.say("what?"), api.image), *end]
     with pytest.raises(BadRequest, match="Could not process image") as refused:
         api.left_out(turns)

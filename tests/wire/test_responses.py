@@ -243,7 +243,7 @@ def test_a_stored_result_still_belongs_to_the_call_whose_id_it_names(
 
 
 def test_items_of_every_kind_are_stored_without_a_warning_of_their_text() -> None:
-    """pydantic's warnings quote what callers sent, and go to the log of the process."""
+    """pydantic's warnings quote callers' texts, and go to the log of the process."""
     other = {"type": "new", "secret": "x"}
     items = [
         {"type": "zzz", "id": "z1", "secret": "x"},

@@ -1,4 +1,4 @@
-"""Tools and their choice → what the template shows, what may and what must be called."""
+"""Tools and their choice → the tools that the template shows, allowed and forced calls."""
 
 from typing import Any
 
