@@ -42,7 +42,7 @@ ALLOWED = (0.99, 0.001)
 
 
 def ours(logits: mx.array, asked: Sequence[Sampling]) -> Callable[[int], None]:
-    """Return a step of ours: what the engine does between a pass and its tokens."""
+    """Return a step of ours: the engine's work between a pass and its tokens."""
     rows, vocab_size = logits.shape
     samplers = [Sampler(each, vocab_size) for each in asked]
     for sampler in samplers:
@@ -116,7 +116,7 @@ def medians(steps: Sequence[Callable[[int], None]], rounds: int) -> list[float]:
 
 
 def measure_choices(given: argparse.Namespace) -> None:
-    """Print what choosing tokens costs."""
+    """Print the cost of choosing tokens."""
     print("| asked | rows | ours, ms | mlx-lm's, ms | ratio |\n| --- | --- | --- | --- | --- |")
     for name, asked in ASKED.items():
         for rows in given.rows:
@@ -136,7 +136,7 @@ def measure_choice(name: str, asked: Sequence[Sampling], given: argparse.Namespa
 
 
 def measure_masks(given: argparse.Namespace) -> None:
-    """Print what masks cost, by the rows bound."""
+    """Print the cost of masks, by the rows bound."""
     rows = max(given.rows)
     logits = draw_logits(rows, given.vocabulary)
     generator = np.random.default_rng(0)

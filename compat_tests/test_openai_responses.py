@@ -27,7 +27,7 @@ WEATHER: Any = [
 
 
 class Capital(BaseModel):
-    """What is asked about a country."""
+    """The facts asked about a country."""
 
     country: str
     capital: str

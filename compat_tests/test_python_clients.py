@@ -33,7 +33,7 @@ pytestmark = [
 
 
 def run(*command: str, cwd: Path = HERE, url: str = "", model: str = "") -> tuple[int, str]:
-    """Run with the clients' Python; return the exit code and what was printed."""
+    """Run with the clients' Python; return the exit code and the output."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
         [str(PYTHON), *command],

@@ -248,7 +248,7 @@ def compare_ways(
 
 
 def _qualify(mode: str, comparison: Comparison, outcome: Outcome) -> Comparison:
-    """Take the verdict back where what the mode is about did not happen."""
+    """Take the verdict back where the mode's own event did not happen."""
     if mode.endswith(("together", "late")):
         last = len(outcome.places) - 1
         if not (last in outcome.beside if mode.endswith("late") else outcome.beside):

@@ -161,7 +161,7 @@ def _rising(seconds: list[float]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """The answers of a load, processor seconds of its client, and what its metrics gained."""
+    """The answers of a load, its client's processor seconds, and the growth of its metrics."""
 
     answers: list[Answer]
     seconds: float
@@ -212,7 +212,7 @@ class _Run:
 
 
 async def _run(peer: Peer, asks: Workload, clients: int = 1, *, is_ragged: bool = False) -> _Run:
-    """Ask so many at once, again and again; each time once all are answered.
+    """Ask this number at once, again and again; each time once all are answered.
 
     If `is_ragged` each client asks again as soon as it is answered, and the first time a little
     later than the one before: rows of many lengths cost more than rows of one.
@@ -254,7 +254,7 @@ async def _metrics(peer: Peer) -> Mapping[str, float]:
 
 @asynccontextmanager
 async def _embedding(peer: Peer) -> AsyncIterator[None]:
-    """Embed one text after another beside what runs in the block."""
+    """Embed one text after another beside the work in the block."""
     asks = workload(MINILM, 460)
 
     async def embed() -> None:

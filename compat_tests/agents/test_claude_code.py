@@ -33,7 +33,7 @@ class Terminal:
         }
 
     async def ask(self, *arguments: str) -> dict[str, Any]:
-        """Ask without a screen, and return what is said of the outcome."""
+        """Ask without a screen, and return the reported outcome."""
         process = await asyncio.create_subprocess_exec(
             *self._claude, "-p", *arguments, "--allowedTools", "Bash", "--output-format", "json",
             cwd=self._folder,
@@ -55,7 +55,7 @@ class Terminal:
 
 
 async def test_two_turns_with_a_tool_call(installed: Path, tmp_path: Path) -> None:
-    """It runs what the model asks for, sends that back, and goes on in the next question."""
+    """It runs the command that the model asks for, sends the output back, and goes on."""
     async with serving(tmp_path) as (client, chat):
         terminal = Terminal(
             installed, tmp_path, ANTHROPIC_BASE_URL=str(client.base_url), ANTHROPIC_API_KEY="unused"

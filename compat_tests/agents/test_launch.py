@@ -53,7 +53,7 @@ SYSTEM = f"{sys.platform}-{MACHINE}"
 async def run(
     program: Path, home: Path, client: httpx2.AsyncClient, *arguments: str, by: str = LAUNCH
 ) -> bytes:
-    """Run a tool on the gateway of a client, from an empty home; return what it printed."""
+    """Run a tool on the gateway of a client, from an empty home; return its output."""
     port = client.base_url.port
     assert port is not None
     process = await asyncio.create_subprocess_exec(
@@ -231,7 +231,7 @@ async def test_an_agent_runs_a_command_and_writes_no_key(
 @pytest.mark.skipif(not AIDER.exists(), reason="`make setup-aider` installs it")
 @BOTH
 async def test_aider_asks_whatever_the_project_says(tmp_path: Path, by: str) -> None:
-    """A project's .env goes before the environment, but not before what launch gives."""
+    """A project's .env goes before the environment, but not before launch's own arguments."""
     (tmp_path / ".env").write_text("OPENAI_API_BASE=http://127.0.0.1:9/v1\nOPENAI_API_KEY=theirs\n")
     arguments = ("--no-git", "--yes-always", "--message", "Hello")
     async with serving(tmp_path, api_keys=KEY) as (client, chat):

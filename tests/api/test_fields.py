@@ -245,7 +245,7 @@ LLAMA_CPP_PATHS = ["/v1/chat/completions", "/v1/completions"]
     + [(path, field) for path in LLAMA_CPP_PATHS for field in LLAMA_CPPS],
 )
 async def test_what_nobody_knows_is_named(client: AsyncClient, path: str, field: str) -> None:
-    """Nobody is left to believe that it was followed, as what only llama.cpp knows."""
+    """Nobody is left to believe that it was followed; llama.cpp's own fields are named too."""
     answer = await client.post(path, json={**MINIMAL[path], field: 1})
     assert answer.status_code == 200
     assert answer.headers["x-gateway-ignored"] == field

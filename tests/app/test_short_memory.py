@@ -94,7 +94,7 @@ class Slow(Large):
 
 
 async def test_no_idle_model_goes_for_rows_that_wait_where_it_does_not_help(tmp_path: Path) -> None:
-    """Long answers hold what the others wait for; an embedding now and then keeps its model."""
+    """Long answers hold the memory; an embedding now and then keeps its model."""
     engines = SizedEngines()
     engines.chats["one"] = Slow()
     models = {**CHATS, "embedder": {"kind": "embedding", "source": "path:."}}

@@ -38,7 +38,7 @@ def doctor(inside: Inside, here: Path, **given: str) -> tuple[int, dict[str, str
 
 @pytest.fixture
 def checked(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[str, str]]:
-    """Give what checks the machine in this process, with the state and words of each check."""
+    """Give a function that checks this machine in-process, with each check's state and words."""
     monkeypatch.chdir(here)
     monkeypatch.setenv("GATEWAY_PORT", "0")
 

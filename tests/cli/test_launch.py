@@ -153,7 +153,10 @@ def begun(home: Path, *arguments: str, **given: str) -> Iterator["subprocess.Pop
 
 @pytest.fixture
 def found(home: Path, portal: BlockingPortal) -> Found:
-    """Give what serves the models in this process, where launch finds them; it gives the URL."""
+    """Give a context that serves models in this process, where launch finds them.
+
+    It gives the URL.
+    """
 
     @contextmanager
     def serving(

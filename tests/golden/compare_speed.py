@@ -39,7 +39,10 @@ TOLERANCE = 1e-5
 
 
 def texts(count: int, fewest: int, most: int, turn: int = 0) -> list[str]:
-    """Make texts of so many words, the same in every run; each word is one token of the models'."""
+    """Make texts of this number of words, the same in every run.
+
+    Each word is one token of the models'.
+    """
     from gateway.bench.requests import WORDS
 
     chance = random.Random(turn << 10 | count)
@@ -107,9 +110,9 @@ LOADERS: dict[str, Callable[..., Compute]] = {
 
 
 def answer(compute: Compute) -> None:
-    """Time what comes in: a line [calls, texts] gives a line [seconds a call], [CPU seconds].
+    """Time the calls that come in.
 
-    No calls give the results themselves.
+    A line [calls, texts] gives a line [seconds a call], [CPU seconds]; no calls give the results.
     """
     print("ready", flush=True)
     for line in sys.stdin:

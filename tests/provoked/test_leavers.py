@@ -22,7 +22,10 @@ SERVE = command("serve", "--models", str(DEMO))
 
 
 async def stormed(clients: Clients, requests: int, choose: random.Random) -> None:
-    """Ask so often, some clients at once; those who stay get what they would have got alone."""
+    """Make this number of requests, some clients at once.
+
+    Those who stay get the answers they get alone.
+    """
     asks = mixed(choose)
     left = requests
     wrong: list[str] = []

@@ -102,7 +102,7 @@ def test_a_bias_of_more_tokens_than_a_step_can_bear_is_refused() -> None:
 
 
 def test_vllms_sampling_fields_are_taken_and_tell_what_nobody_has_set() -> None:
-    """A model's own files may then say it; what the request says is set, its zeros too."""
+    """A model's own files may then set them; the request's values are set, zeros too."""
     unset = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
     asked = read(
         repetition_penalty=1.1, min_tokens=2, ignore_eos=True, stop_token_ids=[5, 5, 9], top_k=-1
