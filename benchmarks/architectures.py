@@ -1,7 +1,7 @@
 """Which of mlx-lm's architectures this gateway runs as mlx-lm does, with tiny random checkpoints.
 
     python -m benchmarks.architectures               try each; write the table and the list
-    python -m benchmarks.architectures mamba gemma2  try some, and print what was found
+    python -m benchmarks.architectures mamba gemma2  try some, and print the findings
 
 They are tried in a process apart, with bounds on time and memory, that is begun again when it dies:
 some of mlx-lm's models segfault, some need Metal. The reference is mlx-lm's own generate_step on

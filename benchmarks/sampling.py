@@ -1,6 +1,6 @@
-"""What choosing the tokens of a step costs, beside mlx-lm's filters called row by row.
+"""The cost of choosing a step's tokens, beside mlx-lm's filters called row by row.
 
-Row by row is what a server must do with mlx-lm's filters when its rows ask for different values;
+A server must call mlx-lm's filters row by row when its rows ask for different values;
 `--one-call` gives them all rows at once, as its own server does when all rows ask alike. Ratios
 count: both are run in turn in one process.
 

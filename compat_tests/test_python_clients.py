@@ -1,4 +1,4 @@
-"""Python clients with an environment of their own, `.venv-clients`, and what they bring to test."""
+"""Python clients with an environment of their own, `.venv-clients`, and their fixtures."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Answers whose tokens are given: what the engine would have chosen at each place is written down.
+"""Answers whose tokens are given: the engine's own choice at each place is written down.
 
 The engine's own passes run: prefill, decode, joins, kept prefixes, drafts. Only the choice, the
 last thing before a token, is replaced (`decode_batch.choose`): it takes the given token, and keeps

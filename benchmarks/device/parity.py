@@ -80,7 +80,7 @@ class Comparison:
 
     `flips` are places at which the likeliest token is another, though by more than the bound.
     `most_mean` bounds the mean; `bound` is None where only that is bounded.
-    `is_ok` is None for what is a figure, or not done (`note` says which): no verdict.
+    `is_ok` is None for a mere figure, or one not done (`note` says which): no verdict.
     """
 
     mode: str

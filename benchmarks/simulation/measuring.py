@@ -2,7 +2,7 @@
 
 An engine alone in a tight loop is up to 1.5 times as fast as the same passes between requests:
 its weights and its threads are still warm. So each stage is read off the gateway's own metrics
-(what the lane was held for, and how often) while one load after another asks for nothing else.
+(for how long the lane was held, and how often) while one load after another asks for nothing else.
 """
 
 import asyncio

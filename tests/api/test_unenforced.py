@@ -1,4 +1,4 @@
-"""What no grammar holds is named, checked and told, over a socket with a scripted engine."""
+"""Keywords that no grammar holds are named, checked and told, over a socket."""
 
 import asyncio
 import threading

@@ -7,8 +7,8 @@ torch and sentence-transformers, that of one that holds fastembed and onnx, or b
     python tests/golden/compare_speed.py --torch-python <python> --rerank
 They take turns of a fraction of a second, tokenizing included, so that a busy moment hits all.
 A ratio above 1 means that the gateway is the faster one; its range is that of the turns. All must
-give the same vectors before they are timed. Nothing is fetched: fastembed reads what
-`write_onnx.py` makes of the same weights.
+give the same vectors before they are timed. Nothing is fetched: fastembed reads the
+files that `write_onnx.py` makes of the same weights.
 """
 
 import argparse

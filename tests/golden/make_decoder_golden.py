@@ -1,5 +1,5 @@
-"""Makes what tests/engine/models/test_corrections.py compares with: the configs of tiny decoders,
-and the logits that transformers computes for them.
+"""Make the references of tests/engine/models/test_corrections.py: the configs of tiny decoders, and
+the logits that transformers computes for them.
 
 Needs an environment with torch, as `make reference` does, and runs in the root of the project:
     python -m tests.golden.make_decoder_golden
