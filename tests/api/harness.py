@@ -172,7 +172,7 @@ async def until_told(ask: Callable[[], Awaitable[object]]) -> None:
 
 @contextlib.asynccontextmanager
 async def held(gate: Gate, asking: Awaitable[Response]) -> AsyncIterator[asyncio.Task[Any]]:
-    """While entered, a request is held at a gate, which the engine has reached for it."""
+    """Hold a request at a gate while entered, once the engine has reached the gate for it."""
     gate.close()
     task = asyncio.ensure_future(asking)
     await reached(gate)

@@ -239,7 +239,7 @@ CONTINUED = {"continue_final_message": True}
 async def test_a_last_message_of_the_assistants_may_be_continued(
     client: AsyncClient, engines: ScriptedEngines, messages: list[Any], more: dict[str, Any]
 ) -> None:
-    """In vLLM's way, or in Mistral's and DeepSeek's."""
+    """Requests ask for it in vLLM's way, or in Mistral's and DeepSeek's."""
     answer = await post(client, "", messages=messages, **more)
     assert answer.status_code == 200, answer.text
     assert engines.chat.jobs[-1].continues

@@ -174,7 +174,7 @@ async def test_with_keys_the_page_is_open_and_its_samples_are_not(
 async def test_without_keys_no_other_page_can_watch(
     client: AsyncClient, name: str, value: str
 ) -> None:
-    """Nor take a place by an image that never ends to load."""
+    """Another page cannot take a place by an image that never ends to load, either."""
     assert (await client.get("/dashboard/samples", headers={name: value})).status_code == 403
     if name == "host":
         assert (await client.get("/dashboard", headers={name: value})).status_code == 403

@@ -283,7 +283,7 @@ RESUMED: list[dict[str, Any]] = [
 async def test_codexs_resumed_session_is_served_and_kept(
     client: AsyncClient, engines: ScriptedEngines, is_streamed: bool
 ) -> None:
-    """With all that OpenAI's own API leaves in a history; kept, it is listed as it was sent."""
+    """It has all that OpenAI's own API leaves in a history; kept, it is listed as it was sent."""
     body = orjson.loads(CODEX.read_bytes()) | {"model": "writer", "stream": is_streamed}
     body["store"] = True
     count = len(body["input"])

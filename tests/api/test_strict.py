@@ -73,7 +73,7 @@ async def test_one_that_does_not_fit_is_written_once_more_and_is_an_error_then(
 async def test_there_is_no_second_where_it_would_be_the_first(
     client: AsyncClient, engines: ScriptedEngines, path: str, body: Any
 ) -> None:
-    """Nor is there one for a broken answer, if the engine fails meanwhile."""
+    """A broken answer gets no second try, either, if the engine fails meanwhile."""
     engines.chat.verdicts = [False, False]
     answer = await client.post(path, json={**body, "temperature": 0})
     assert (answer.status_code, code_of(answer)) == (500, "schema_violated")

@@ -59,7 +59,7 @@ async def asked(
 async def test_an_answer_is_a_span_with_its_stages_as_children(
     models: Catalog, taken: Taken
 ) -> None:
-    """By the names of HTTP's and of GenAI's conventions; the stages lie within the request."""
+    """Names follow HTTP's and GenAI's conventions; the stages lie within the request."""
     body = {**CHAT, "temperature": 0.5, "max_completion_tokens": 3, "n": 2, "seed": 7}
     answer = await asked(models, "/v1/chat/completions", body, {"x-request-id": "mine"})
     assert answer.status_code == 200

@@ -94,7 +94,7 @@ async def test_a_pull_that_completes_brings_the_limit(tmp_path: Path) -> None:
 
 
 async def test_files_that_change_by_hand_are_read_again(tmp_path: Path) -> None:
-    """So is an entry of models.yaml. A config that is no JSON is named at the load."""
+    """An entry of models.yaml is read again too. A config that is no JSON is named at the load."""
     models = {"mine": {"kind": "chat", "source": "path:mine"}}
     config = write_chat(tmp_path / "mine", max_position_embeddings=3000) / "config.json"
     async with served(

@@ -42,7 +42,7 @@ def test_what_an_embedding_model_overrides_holds_for_it() -> None:
 
 
 def test_every_limit_of_a_chat_model_is_the_setting_of_its_name() -> None:
-    """But for two of another name. A default of the limits themselves is for tests alone."""
+    """Two have other names. A default of the limits themselves is for tests alone."""
     changed = settings().model_copy(
         update={
             field.name: 777 for field in fields(GenerationLimits) if hasattr(settings(), field.name)

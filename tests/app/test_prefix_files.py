@@ -191,7 +191,7 @@ async def test_a_file_that_the_machine_cannot_read_now_is_told_and_stays(
 async def test_a_file_that_could_not_be_read_is_written_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the disk may never give it back."""
+    """The disk may never give it back."""
     write_chat(tmp_path / "m")
     (file,) = await saved(tmp_path)
     before = file.stat().st_ino
@@ -323,7 +323,7 @@ async def test_files_that_were_deleted_by_hand_are_written_again(tmp_path: Path)
 
 
 async def test_files_of_the_future_make_room_too(tmp_path: Path) -> None:
-    """As after a clock that was wrong."""
+    """A clock that was wrong may leave such files."""
     write_chat(tmp_path / "m")
     (first,) = await saved(tmp_path)
     os.utime(first, (9e9, 9e9))

@@ -96,7 +96,7 @@ async def test_a_prompt_that_cannot_be_kept_is_counted_and_logged_once(tmp_path:
 
 
 async def test_models_share_what_the_machine_has_room_for(tmp_path: Path) -> None:
-    """By default, and no more than the budget has beside them; one with a number has its own."""
+    """They share by default, within the rest of the budget; one with a number has its own."""
     entries = {name: {"kind": "chat", "source": f"path:{name}"} for name in ("one", "two", "own")}
     for name in entries:
         write_chat(tmp_path / name)

@@ -153,7 +153,7 @@ async def test_models_yaml_has_the_last_word(
 async def test_a_test_that_takes_too_long_is_ended_in_idle_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then rows of an architecture that is known to be equal run together."""
+    """Before that, rows of an architecture that is known to be equal run together."""
     monkeypatch.setattr(self_tests, "LANE_S", 0.3)
     slow = Scrutinised(findings=[Verdict()] * 4 + [FAILED], step_s=0.15)
     async with serving(tmp_path, slow) as client:
@@ -256,7 +256,7 @@ class TestWidths:
     async def test_a_verdict_without_sound_times_holds_and_they_are_taken(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: dict[str, Any]
     ) -> None:
-        """As one that was kept before steps were timed."""
+        """Verdicts that were kept before steps were timed are such ones."""
         soon(monkeypatch)
         (tmp_path / "kept").mkdir()
         written = {name: value for name, value in asdict(PASSED).items() if name != "step_s"}

@@ -70,7 +70,7 @@ async def ask(client: httpx2.AsyncClient, model: str, max_tokens: int = 9) -> ht
 async def test_what_a_pinned_model_keeps_of_prompts_gives_way(
     tmp_path: Path, is_loaded: bool
 ) -> None:
-    """To another model's load, and to its rows: the pinned model itself stays."""
+    """It gives way to another model's load and rows: the pinned model itself stays."""
     engines = SizedEngines()
     models = {**CHATS, "one": {**CHATS["one"], "pinned": True}}
     limits: Any = {"cache_max_bytes": 2 * MODEL + ROW, "prefix_cache_bytes": MODEL}

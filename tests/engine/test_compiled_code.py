@@ -186,7 +186,7 @@ def test_any_other_error_stays_as_it_is(folder: Path, error: Exception) -> None:
 def test_what_finds_out_whether_the_device_works_compiles_nothing(
     engine: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a full disk would be a device that is lost. A model is warmed up as it will run."""
+    """Otherwise a full disk would look like a lost device. A model is warmed up as it will run."""
     seen: list[bool] = []
 
     def note(*_: object) -> None:

@@ -155,7 +155,7 @@ def test_weights_that_the_hub_has_in_half_are_named(
 
 
 def test_two_downloads_at_once_fetch_once(hub: FakeHub, place: Hub, spec: ModelSpec) -> None:
-    """As when `pull` runs beside the gateway."""
+    """This happens when `pull` runs beside the gateway."""
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda _: download(spec, place), range(2))
     assert first == second

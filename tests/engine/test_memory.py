@@ -45,7 +45,7 @@ LIMITS = {
 def test_limits_are_those_of_the_group_and_of_all_around_it(
     tmp_path: Path, membership: str, limits: list[int]
 ) -> None:
-    """Of both versions; `max` is none, and so is a group that cannot be seen from here."""
+    """Both versions count; `max` is no limit, nor is a group that cannot be seen from here."""
     for name, text in LIMITS.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -107,7 +107,7 @@ class Recorded:
 
 
 def test_buffers_go_back_when_nothing_is_in_flight() -> None:
-    """Else Metal's kernel may panic."""
+    """Otherwise Metal's kernel may panic."""
     recorded = Recorded()
     clear_cache(recorded)
     assert recorded.calls == ["synchronize", "clear_cache"]

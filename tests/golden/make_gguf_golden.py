@@ -7,7 +7,7 @@ It needs an environment of its own, and node-llama-cpp, whose npm package carrie
 
 Two small vocabularies are trained here. That of the byte-level kind has tokens across every
 boundary between words, so that each way of cutting text shows in the ids. Of SmolLM2's own
-vocabulary, the tokens of the texts are kept: BPE does the same without the merges that it never used.
+vocabulary, the tokens of the texts are kept: BPE does the same without merges it never used.
 
 Mistral's tekken is the exception. llama.cpp cuts some of its words otherwise than Mistral, so its
 ids are tiktoken's, by the pattern that Mistral publishes; where the two differ is written beside.

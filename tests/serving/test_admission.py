@@ -45,7 +45,7 @@ def test_more_than_the_limit_is_refused_until_one_leaves(noun: Noun) -> None:
 
 
 def test_one_request_larger_than_the_bound_is_admitted_alone() -> None:
-    """Else it could never be; beside another it has to wait."""
+    """Otherwise it could never be; beside another it has to wait."""
     admission = Admission("m", Noun.TOKENS, 100)
     for first, second in ((1000, 1), (1, 1000)):
         with admission.admit(first), pytest.raises(Overloaded), admission.admit(second):

@@ -112,7 +112,7 @@ async def held(lane: Lane, gate: Gate, kind: str = "test") -> "asyncio.Task[None
 async def test_a_stuck_call_is_a_stall_until_it_moves(
     hands: Hands, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Where nobody wants the process to end; every thread's stack is told once."""
+    """Nobody wants the process to end here; every thread's stack is logged once."""
     gate = Gate()
     lane = Lane()
     with structlog.testing.capture_logs() as lines:

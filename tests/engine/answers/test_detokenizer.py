@@ -52,7 +52,7 @@ def test_bytes_have_the_text_of_their_whole_characters(given: bytes, continues: 
 
 
 def test_the_texts_and_bytes_of_a_texts_tokens_make_the_text() -> None:
-    """Of half a character the bytes alone."""
+    """Half a character has bytes alone."""
     ids = TOKENIZER.encode("Hello there, is 12 + 7 True?", add_special_tokens=False).ids
     assert "".join(map(VOCABULARY.text, ids)) == "Hello there, is 12 + 7 True?"
     ids = TOKENIZER.encode("🙂日", add_special_tokens=False).ids

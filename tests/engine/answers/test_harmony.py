@@ -207,7 +207,7 @@ def thinks(chat: ChatTokenizer, text: str, **given: Any) -> list[bool]:
 
 @pytest.mark.parametrize("header", ["final", "final json", "final <|constrain|>json"])
 def test_a_grammar_begins_with_the_final_message(chat: ChatTokenizer, header: str) -> None:
-    """Not with its channel's name: the model writes that itself."""
+    """It does not begin with the channel's name: the model writes that itself."""
     on = thinks(chat, f"{THOUGHT}<|channel|>{header}<|message|>")
     assert on[-1] is False
     assert all(on[:-1])

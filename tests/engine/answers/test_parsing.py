@@ -33,7 +33,7 @@ def read(
 
 @given(CUTS, st.booleans())
 def test_thinking_is_reasoning_and_the_rest_is_text(cuts: tuple[int, ...], opened: bool) -> None:
-    """Also where the prompt has opened it. White space after a mark is nothing."""
+    """This holds where the prompt has opened it too. White space after a mark is dropped."""
     text = "hm, hm\n</think>\n\nAnswer <b>"
     told = read(text if opened else f"<think>\n{text}", cuts, is_thinking=opened)
     assert (told["reasoning"], told["text"]) == ("hm, hm\n", "Answer <b>")

@@ -51,7 +51,7 @@ IDS = [f"{each[0]}-{i}" for i, each in enumerate(FAMILIES)]
 
 @pytest.mark.parametrize("each", FAMILIES, ids=IDS)
 def test_thinking_is_reasoning_in_each_family(tmp_path: Path, each: Any) -> None:
-    """And a mark inside an answer does not cut it: it counts only before any text."""
+    """A mark inside an answer does not cut it: it counts only before any text."""
     name, tokens, added, words, text = each
     chat = family(tmp_path, tokens=tokens, added=added, words=words)
     assert chat.answers.reasoning == REASONING_FORMATS[name]
@@ -223,7 +223,7 @@ def test_the_template_that_always_asks_still_opens_the_thinking(tmp_path: Path) 
 
 
 def test_an_end_inside_the_thinking_closes_it_where_a_form_was_promised(tmp_path: Path) -> None:
-    """Else the answer would be empty, though a schema was asked for."""
+    """Otherwise the answer would be empty, though a schema was asked for."""
     engine = open_engine(teach_thinking(write_chat(tmp_path, vocab_size=1030), opens=True))
     (eos,) = engine.tokens.answers.eos_ids
     urge = Sampling(temperature=0, logit_bias={eos: 100.0})

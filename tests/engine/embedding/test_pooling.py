@@ -116,7 +116,7 @@ def test_normalizing_anything_but_the_vector_is_refused(tmp_path: Path) -> None:
 
 
 def test_linear_layers_are_counted_with_the_model(tmp_path: Path) -> None:
-    """In the size that is asked before loading, and in the engine's own."""
+    """Both sizes count them: the one before loading, and the engine's own."""
     folder = tiny(tmp_path, "embeddinggemma")
     parts = weight_folders(Checkpoint("it", folder), None, None)
     assert [part.folder.name for part in parts] == ["embeddinggemma", "2_Dense", "3_Dense"]

@@ -129,7 +129,7 @@ def test_what_the_questions_share_is_read_once(plain: GenerationEngine) -> None:
 
 
 def test_a_label_that_begins_another_counts_where_the_answer_ends(plain: GenerationEngine) -> None:
-    """So no answer counts for two labels, and the probabilities add up to at most 1."""
+    """No answer then counts for two labels, and the probabilities add up to at most 1."""
     asked = judging(["a", "a b", "a b c"])
     (deltas,) = run(plain, [asked])
     check(plain, asked, deltas)

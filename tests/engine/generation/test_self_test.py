@@ -248,7 +248,7 @@ def test_a_test_that_runs_out_of_memory_or_disk_says_nothing_of_the_next(
 
 
 def test_batches_that_fail_though_no_row_does_are_given_up_after_a_few(tmp_path: Path) -> None:
-    """Else every prompt would be read again at every step; each fault is told once."""
+    """Otherwise every step would read every prompt again; each fault is told once."""
     folder = write_chat(tmp_path / "m")
     engine = broken(folder, lambda tokens: tokens.shape[0] > 1)
     told = answers(engine, PROMPTS)

@@ -90,7 +90,7 @@ def test_rows_of_one_batch_have_budgets_of_their_own(engine: GenerationEngine) -
 
 
 def test_the_grammar_begins_after_the_forced_end(engine: GenerationEngine) -> None:
-    """Of a form and of a call."""
+    """This holds for the grammar of a form and for that of a call."""
     run = Rows(engine)
     look = Calling(functions=[Function("look", {"type": "object"})], forced=True)
     for each in (job("a", 6, grammar=YES_OR_NO), job("b", 0, calling=look), job("c", 4)):
@@ -125,7 +125,7 @@ def test_a_row_that_stops_and_goes_on_ends_its_thinking_at_the_same_place(
 
 
 def test_drafts_stop_before_the_limit(engine: GenerationEngine) -> None:
-    """And go on once no other thought can begin."""
+    """They go on once no other thought can begin."""
     exchange(engine, Circling(engine._model))
     run = Rows(engine)
     run.add(job("Hello", 20, max_tokens=60))

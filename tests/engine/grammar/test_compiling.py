@@ -327,7 +327,7 @@ WIDE = {"type": "object", "properties": {f"property_{i}": TEXT for i in range(70
 
 @pytest.mark.parametrize("schema", [WIDE, closed(name=TEXT, n={"type": "integer"}, wide=WIDE)])
 def test_what_is_too_wide_to_follow_is_refused_at_once(schema: Any) -> None:
-    """Not at the first steps of an answer, when it is too late to say so."""
+    """A refusal at the first steps of an answer would come too late."""
     with pytest.raises(BadRequest, match="too wide"):
         compiled(schema, Shape())
 
@@ -408,7 +408,7 @@ def chain(length: int) -> Any:
 
 
 def test_a_grammar_that_ends_a_process_ends_the_sandbox(box: Sandbox) -> None:
-    """So it is whatever bound it slipped by: here there is none. The next grammar is compiled."""
+    """It ends it whatever bound it slipped by: here there is none. The next grammar is compiled."""
     bounds = GrammarBounds(max_path=10**6)
     deadly = schema_grammar(chain(5000))
     for _ in range(2):  # the second time nothing is tried
@@ -490,7 +490,7 @@ def test_parameters_that_cannot_be_held_to_are_refused_by_their_functions_name()
 
 
 def test_calls_that_say_the_same_and_are_strict_in_one_are_two_grammars() -> None:
-    """Or the first one's outcome would be the other's."""
+    """Otherwise one would get the outcome of the other."""
     strict, same, other = (Function("f", {}, strict=is_strict) for is_strict in (True, True, False))
     assert calls(strict) == calls(same) != calls(other)
 

@@ -107,7 +107,7 @@ operations = st.one_of(
 @given(st.lists(operations, max_size=14))
 @settings(max_examples=150)
 def test_each_row_holds_what_it_read_whatever_the_others_do(done: list[tuple[str, Any]]) -> None:
-    """And no more is held than is counted, once rows have left."""
+    """Once rows have left, no more is held than is counted."""
     both = Modelled(RaggedKVCache())
     counted = RowCosts(KvCost(token=2 * HEADS * SIZE * 4))
     for name, argument in done:
@@ -216,7 +216,7 @@ def test_what_a_long_row_needed_is_free_once_it_leaves() -> None:
 
 
 def test_keys_may_be_made_to_depend_on_what_a_model_sends() -> None:
-    """As a model divided by layers does on every rank but the first; a copy is not changed."""
+    """A model divided by layers does so on every rank but the first; a copy is not changed."""
     cache = RaggedKVCache()
     append(cache, [[1, 2, 3]])
     twin = copy.copy(cache)

@@ -176,7 +176,7 @@ def test_nobody_waits_longer_than_for_what_is_shared(plain: Path, limit: int) ->
 
 @pytest.mark.parametrize(("others", "speculate_rows"), [(0, 4), (2, 0)])
 def test_a_next_turn_reads_no_answer_again(plain: Path, others: int, speculate_rows: int) -> None:
-    """Nor one that met a stop string, alone or beside answers that go on."""
+    """Answers that met a stop string are included, alone or beside answers that go on."""
     engine = open_engine(plain, prefix_cache_bytes=PLENTY, speculate_rows=speculate_rows)
     (whole,) = answers(engine, [bare(BASE, max_tokens=90)])
     stop = whole.text[-25:-16]
@@ -263,7 +263,7 @@ def test_a_room_without_a_byte_is_not_closed_to_who_comes_then(plain: Path) -> N
 
 
 def test_what_of_a_prompt_has_no_room_is_told(folder: Path) -> None:
-    """Not that others' prompts took it; of a model that keeps nothing, nothing."""
+    """Room taken by others' prompts is not told, nor anything of a model that keeps nothing."""
     engine = open_engine(folder, prefix_cache_bytes=PLENTY)
     (told,) = answers(engine, [bare(BASE)])
     assert told.unkept_tokens == 0

@@ -117,7 +117,7 @@ def batch(plain: World) -> Iterator[Adapted]:
 
 
 def test_each_adapter_says_something_of_its_own(plain: World) -> None:
-    """Else the tests here would show nothing."""
+    """Otherwise the tests here would show nothing."""
     said = {plain.alone((name, PROMPTS[1], JOBS[0])).text for name in ("", *ADAPTERS)}
     assert len(said) == 1 + len(ADAPTERS)
 

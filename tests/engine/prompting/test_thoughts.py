@@ -87,7 +87,7 @@ def test_line_breaks_are_the_templates_where_it_writes_them_and_else_the_models(
 
 
 def test_a_thought_with_marks_that_a_template_refuses_is_left_out(tmp_path: Path) -> None:
-    """Else each further turn of the conversation would be refused."""
+    """Otherwise each further turn of the conversation would be refused."""
     refuses = "{% if '<|m|>' in m.thinking %}{{ raise_exception('marks') }}{% endif %}"
     shown = f"{{% if m.thinking %}}{refuses}<think>{{{{ m.thinking }}}}</think>{{% endif %}}"
     chat = family(tmp_path, template=TURNS.replace("THOUGHT", shown))

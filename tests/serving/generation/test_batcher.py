@@ -250,7 +250,7 @@ async def test_bound_rows_run_within_their_limit_while_free_rows_go_on(bound: in
 
 
 async def test_a_priority_row_joins_before_those_that_came_first() -> None:
-    """And a flex one after those that came later, while there is no room for all."""
+    """A flex row joins after later ones, while there is no room for all."""
     engine = ScriptedChat()
     order: list[str] = []
 
@@ -293,7 +293,7 @@ async def test_embeddings_get_their_turn_between_steps() -> None:
 async def test_a_worker_that_breaks_tells_those_inside_and_works_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else whoever comes later would wait for a task that has ended."""
+    """Otherwise later callers would wait for a task that has ended."""
     errors = [RuntimeError("a bug of ours")]
 
     def stumble() -> None:
@@ -360,7 +360,7 @@ async def test_the_prompts_of_one_request_leave_others_half_of_the_queue() -> No
 
 @pytest.mark.parametrize("others", [1, 4])
 async def test_a_short_bound_answer_waits_a_quantum_of_each_long_one(others: int) -> None:
-    """Not for their ends: they take turns though only one runs at a time."""
+    """It does not wait for their ends: they take turns though only one runs at a time."""
     engine = ScriptedChat(max_context=10_000)
     async with batching(engine) as batcher:
         long = [asking_bound(batcher, "g" * 4000) for _ in range(others)]

@@ -25,7 +25,7 @@ async def settle() -> None:
 
 
 async def test_a_job_that_may_wait_has_the_place_of_one_that_leaves_or_a_higher_limit() -> None:
-    """At once: no time passes between the two. One that may not wait is refused."""
+    """It has it at once: no time passes between. A job that may not wait is refused."""
     queue = JobQueue("m", max_tokens=10, max_choices=9)
     refusals: list[str] = []
 

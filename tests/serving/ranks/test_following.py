@@ -165,7 +165,7 @@ def test_a_model_answers_while_others_load(ranks: Ranks) -> None:
 
 
 def test_another_outcome_ends_the_group_before_anything_is_answered(ranks: Ranks) -> None:
-    """As of a rank that wrote another token: its next pass may have another shape."""
+    """A rank that wrote another token may have another shape in its next pass."""
     ranks.follow(lambda: ScriptedChat(script=[{"text": "other", "tokens": 1}]))
     engine = ranks.lead(ScriptedChat())
     join(engine, params("ab"))

@@ -176,7 +176,7 @@ def prepare(engine: LeadingEngine, **job: Any) -> list[SequenceParams]:
 def test_a_job_is_answered_alike_on_every_rank(
     name: str, pairs: dict[str, Pair], rows: dict[str, list[SequenceParams]]
 ) -> None:
-    """To its end, pass by pass: also one whose seed is drawn, and whose grammar each compiles."""
+    """The answers agree pass by pass to their ends, with drawn seeds and compiled grammars too."""
     pair = pairs[name]
     results = pair.run(rows[name])
     deltas = [delta for result in results for delta in result.deltas]

@@ -32,7 +32,7 @@ def checkpoint(tmp_path: Path, architecture: str = "llama", **changed: Any) -> G
 
 
 def test_a_path_says_whether_it_is_a_folder_or_a_file(tmp_path: Path) -> None:
-    """By its name alone, in any case."""
+    """Its name alone decides, in upper or lower case."""
     path = write_model(tmp_path / "a.GGUF")
     assert isinstance(open_checkpoint("mine", path), GgufCheckpoint)
     assert isinstance(open_checkpoint("mine", tmp_path), Checkpoint)

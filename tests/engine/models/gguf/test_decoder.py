@@ -96,7 +96,7 @@ def test_a_file_that_has_changed_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> None:
-    """Not the end of the process, as with a file that is mapped."""
+    """It does not end the process, as a mapped file would."""
     file = checkpoint(tmp_path)
     steps = read_gguf_decoder(file, device=Device.CPU, dtype=None, is_packed=False)
     next(steps)

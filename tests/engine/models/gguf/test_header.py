@@ -66,7 +66,7 @@ def test_metadata_are_plain_values(tmp_path: Path, version: int) -> None:
 
 
 def test_tensors_have_rows_before_columns_and_places_in_the_file(tmp_path: Path) -> None:
-    """As numpy has them: the file itself says columns first."""
+    """numpy has this order; the file itself has columns first."""
     wide = blocks("Q4_K", (2, 3, 512), np.random.default_rng(0))
     path = write_gguf(tmp_path / "a.gguf", METADATA, {"small": SMALL, "wide": wide})
     tensors = read_header(path).tensors
