@@ -149,7 +149,7 @@ def test_models_are_listed_and_found(client: OpenAI) -> None:
 def test_errors_arrive_with_their_class_and_code(
     client: OpenAI, status: type[openai.APIStatusError], code: str, model: str, message: str
 ) -> None:
-    """So that a program can branch on them."""
+    """A program can then branch on them."""
     with pytest.raises(status) as caught:
         client.chat.completions.create(model=model, messages=[{"role": "user", "content": message}])
     assert caught.value.code == code

@@ -210,7 +210,7 @@ def imported(name: str) -> set[str]:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(GATEWAY)))
 def test_imports_go_down(file: Path) -> None:
-    """Of our own rooms, only those below; of others' libraries, only where they belong."""
+    """A room imports only rooms below it, and others' libraries only where they belong."""
     here = room(file)
     if here == "__init__":
         return

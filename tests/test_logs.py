@@ -157,7 +157,7 @@ def test_nobody_writes_a_line_or_moves_the_cursor_of_a_console(
     "end", ["\r\n", "\n", "\r", "\x0b", "\x7f", "\x85", "\x9b2K", "\u2028", "\u202e", "\x1b[1A"]
 )
 async def test_no_request_writes_a_line_of_its_own(tmp_path: Path, style: Style, end: str) -> None:
-    """By no path, name of a field or prompt, wherever a reader or a terminal ends lines."""
+    """No path, field name or prompt does, wherever a reader or a terminal ends lines."""
     forged = f'{end}{{"event":"forged"}}'
     models = catalog(tmp_path, {"writer": {"kind": "chat", "source": "path:.", "preload": False}})
     said = [{"role": "user", "content": f"p{forged}"}]

@@ -252,6 +252,6 @@ def test_every_key_of_a_shipped_model_is_set_by_its_variable(
 
 
 def test_all_of_the_old_list_is_here() -> None:
-    """As many as version 0.1 has, but for `structured_backend`: it had no effect."""
+    """All of version 0.1's are, but for `structured_backend`: it had no effect."""
     assert len(SETTINGS) == 82
     assert len(EACH) == 151

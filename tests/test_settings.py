@@ -150,7 +150,7 @@ def test_a_port_is_a_number(bind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_paths_may_start_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In .env there is no shell to put `~` in."""
+    """A file .env has no shell that would replace `~`."""
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("GATEWAY_HUB_CACHE", "~/hub")
     monkeypatch.setenv("GATEWAY_MODELS", "~nobody-here/m.yaml")
@@ -186,7 +186,7 @@ def test_a_letter_left_out_is_nearer_than_a_word(monkeypatch: pytest.MonkeyPatch
 def test_an_origin_that_can_never_match_is_refused(
     monkeypatch: pytest.MonkeyPatch, origin: str
 ) -> None:
-    """By its variable, rather than found out by a browser that is refused."""
+    """The error names the variable; otherwise only a refused browser would find out."""
     monkeypatch.setenv("GATEWAY_CORS_ORIGINS", f"https://app.example,{origin}")
     [problem] = problems()
     assert "GATEWAY_CORS_ORIGINS" in problem

@@ -69,7 +69,7 @@ SERVED_SMALL: Final = SERVED[:2]
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Where a part runs: the folder of the models, and whether they are small."""
+    """The place where a part runs: the folder of the models, and whether they are small."""
 
     models: Path
     is_small: bool

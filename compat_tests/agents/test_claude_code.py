@@ -85,7 +85,7 @@ async def test_two_turns_with_a_tool_call(installed: Path, tmp_path: Path) -> No
 
 
 async def test_a_key_is_sent_either_way(installed: Path, tmp_path: Path) -> None:
-    """As x-api-key or as a bearer token."""
+    """The key is sent as x-api-key or as a bearer token."""
     async with serving(tmp_path, api_keys="k") as (client, _):
         for number, name in enumerate(("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")):
             home = tmp_path / str(number)
@@ -96,7 +96,7 @@ async def test_a_key_is_sent_either_way(installed: Path, tmp_path: Path) -> None
 
 
 async def test_a_model_that_is_not_there_is_said_to_be(installed: Path, tmp_path: Path) -> None:
-    """By the agent, in words of its own."""
+    """The agent reports it, in words of its own."""
     async with serving(tmp_path) as (client, _):
         terminal = Terminal(
             installed, tmp_path, ANTHROPIC_BASE_URL=str(client.base_url),

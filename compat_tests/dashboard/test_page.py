@@ -167,7 +167,7 @@ def test_a_name_and_an_error_that_are_markup_are_texts(browser: Any, url: str) -
 
 
 def test_a_chat_is_shown_as_it_is_written(page: Any) -> None:
-    """In more than one piece, with its figures."""
+    """The text comes in more than one piece, with its figures."""
     page.fill("#chat textarea", QUESTION)
     page.keyboard.press("Enter")
     page.locator("#chat .result", has_text="completion tokens").wait_for()
@@ -220,7 +220,7 @@ def test_without_the_admin_key_no_request_is_told(browser: Any, url: str) -> Non
 def test_a_key_is_asked_for_and_kept_in_its_tab_alone(
     browser: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """In no address, no cookie and no storage of other tabs; a wrong one is asked for again."""
+    """No address, cookie or storage of other tabs has it; a wrong one is asked for again."""
     with serve(tmp_path_factory.mktemp("keys"), GATEWAY_API_KEYS="open-up") as url:
         context = browser.new_context()
         page = context.new_page()

@@ -77,7 +77,7 @@ def test_the_sdk_gets_the_answers_of_one_gateway(demo: Cluster, url: str) -> Non
 
 
 def test_responses_are_found_where_they_are_kept(demo: Cluster) -> None:
-    """By whoever asks, as often as they ask: an id names its replica."""
+    """Any client finds them, as often as it asks: an id names its replica."""
     with OpenAI(base_url=f"{demo.url}/v1", api_key="unused") as client:
         kept = [
             client.responses.create(model="demo-chat", input=f"Hello! I am number {i}.")

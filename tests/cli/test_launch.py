@@ -316,7 +316,7 @@ def test_a_tool_that_is_not_installed_or_not_known_is_named(home: Path, run: Lau
 def test_what_is_kept_of_a_prompt_is_said_before_an_agent_runs(
     home: Path, found: Found, run: Launch, kept_bytes: str, kept: str | None
 ) -> None:
-    """Where that is less than its context: a token of this model has 768 bytes of KV."""
+    """It is less than the model's context: a token of this model has 768 bytes of KV."""
     write_chat(home / "large", max_position_embeddings=40_960)
     with found() as url:
         given = {"GATEWAY_PREFIX_CACHE_BYTES": kept_bytes}
@@ -479,7 +479,7 @@ def test_what_connect_prints_does_in_a_shell_what_launch_does(
 
 
 def test_connect_shows_a_key_only_when_asked(home: Path, run: Launch) -> None:
-    """Else the variable that has it; one in .env has to be exported."""
+    """Otherwise it shows the variable that has the key; one in .env has to be exported."""
     (home / ".env").write_text("GATEWAY_API_KEYS=hidden,other\n")
     outcome = run("connect", "claude")
     assert 'ANTHROPIC_AUTH_TOKEN="${GATEWAY_API_KEYS%%,*}"' in outcome.stdout
@@ -521,7 +521,7 @@ def test_a_model_is_chosen_by_its_context() -> None:
 def test_a_refusal_ends_with_the_commands_that_do_it(
     wanted: str, reason: str, commands: list[str]
 ) -> None:
-    """With the model that was asked for, if its download may do; with the models file, if given."""
+    """They name the asked model, if its download may do, and the models file, if given."""
     offers = [
         Offer("vectors", "vectors", "embedding"),
         Offer("alias", "unknown", "chat"),
@@ -558,7 +558,7 @@ def test_no_pull_is_advised_that_would_bring_nothing(lack: str) -> None:
 
 
 def test_why_a_context_is_not_known_is_said_as_it_is(home: Path, found: Found, run: Launch) -> None:
-    """By a gateway that runs as by the files: a download is advised of the hub's models alone."""
+    """A running gateway gives the files' reasons; only models of the hub are to be downloaded."""
     (home / "mute").mkdir()
     (home / "mute" / "config.json").write_text("{}")
     sources = {"far": "hub:org/far", "mute": "path:mute", "uninstalled": "package:no_such/model"}
@@ -600,7 +600,7 @@ def test_the_commands_of_a_refusal_name_the_models_file(home: Path, run: Launch)
 
 
 def test_no_file_of_a_tool_has_a_key() -> None:
-    """Nor do its arguments: it is in the variable alone, whose name an entry has."""
+    """Its arguments have none either: the key is in the variable alone, which an entry names."""
     service = Service("http://x", "m", "s", 40_000, "/folder")
     for tool in TOOLS.values():
         setup = tool.set_up(service)

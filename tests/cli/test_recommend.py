@@ -45,7 +45,7 @@ def plain(**facts: Any) -> Facts:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_kv_is_what_the_engine_measures_of_such_a_model(name: str) -> None:
-    """Of its real shapes, with weights that are never computed."""
+    """The model has real shapes, with weights that are never computed."""
     module, config = CONFIGS[name]
     classes = import_module(f"mlx_lm.models.{module}")
     model = classes.Model(classes.ModelArgs.from_dict(yaml.safe_load(config)))

@@ -50,7 +50,7 @@ def links(metadata: Message) -> set[str]:
 
 
 def test_links_lead_to_the_tag_where_the_repository_is_known(tmp_path: Path) -> None:
-    """And they stay in a wheel that is made from the sdist, whoever makes it."""
+    """They stay in a wheel that is made from the sdist, whoever makes it."""
     folder = tree(tmp_path)
     said = built(folder, GITHUB_REPOSITORY="someone/something")
     assert [each for each in links(said) if not ELSEWHERE.match(each)] == []

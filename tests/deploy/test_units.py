@@ -53,14 +53,14 @@ def test_systemd_understands_every_line(unit: Path) -> None:
 
 @analyze
 def test_systemd_finds_little_exposed(unit: Path) -> None:
-    """At most 2.0 of 10, where an open service has 9.6."""
+    """Its score is at most 2.0 of 10; an open service has 9.6."""
     command = ["systemd-analyze", "security", "--offline=true", "--threshold=20", str(unit)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
 def test_systemd_outwaits_the_drain_and_restarts_what_hung() -> None:
-    """And starts nothing again that was wrongly set."""
+    """It does not start a gateway again whose settings were wrong."""
     unit = options()
     assert float(unit["TimeoutStopSec"][0]) > DRAIN_S
     assert unit["Restart"] == ["on-failure"]

@@ -114,7 +114,7 @@ def test_the_context_of_each_model_is_listed_or_said_to_be_unknown() -> None:
 
 
 def test_a_model_that_keeps_less_than_an_agents_prompt_is_named() -> None:
-    """With how much it keeps: the rest is read again in each turn."""
+    """The line gives the number of kept tokens: the rest is read again in each turn."""
     found = checks.check_kept({"large": 6848, "small": 100_000}, 32_000)
     assert (found.state, "large 6,848" in found.message) == ("warn", True)
     assert "small" not in found.message.partition(".")[0]

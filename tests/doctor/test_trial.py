@@ -36,7 +36,7 @@ def test_rows_without_any_number_are_no_success() -> None:
 
 
 def test_the_widths_are_named_at_which_rows_take_turns() -> None:
-    """On a Mac with an M1 two streams are slower in one batch."""
+    """Two streams are slower in one batch on a Mac with an M1."""
     m1 = judge_widths((0.030, 0.109, 0.125, 0.130, 0.137))
     assert (m1.state, m1.measured["step_s"][2]) == ("ok", 0.109)
     assert "30 with 1, 109 with 2" in m1.message

@@ -198,7 +198,7 @@ async def test_an_upgrade_to_http2_is_not_followed(client: httpx2.AsyncClient) -
 async def test_http2_by_prior_knowledge_is_refused_and_the_connection_closed(
     client: httpx2.AsyncClient, settings_frame: bytes
 ) -> None:
-    """In HTTP/1.1, which whoever asked may understand; a proxy in front may speak it."""
+    """The refusal is in HTTP/1.1, which the client may understand; a proxy may speak HTTP/2."""
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
     assert await everything(client, preface + settings_frame) == [b"HTTP/1.1 505 "]
 
@@ -211,9 +211,9 @@ async def test_http2_by_prior_knowledge_is_refused_and_the_connection_closed(
 async def test_clients_that_say_nothing_keep_nobody_out(
     client: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
-    """Nor do clients that dribble: beyond the limit, the connections idle for longest are closed.
+    """Beyond the limit, the connections idle for longest are closed.
 
-    One whose request is under way stays.
+    Clients that dribble keep nobody out, either. A connection whose request is under way stays.
     """
     monkeypatch.setattr(connections.Connection, "crowd", connections.Crowd(lambda: 20))
     async with contextlib.AsyncExitStack() as stack:

@@ -169,7 +169,7 @@ async def test_a_full_disk_where_code_is_compiled_costs_no_request(
 @needs_compiler
 @pytest.mark.slow
 def test_a_disk_that_fills_ends_no_gateway(tmp_path: Path) -> None:
-    """Nor does a model fail to load that has no compiled code yet.
+    """A model that has no compiled code yet does not fail to load, either.
 
     Code that was compiled before lies in the user's cache, and nothing in the temporary folder.
     """

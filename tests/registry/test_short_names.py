@@ -94,7 +94,7 @@ def test_a_chat_model_has_all_that_its_kv_is_counted_by(name: str) -> None:
 
 
 def test_models_yaml_has_the_same_of_the_models_that_are_in_both() -> None:
-    """So a short name means one thing, and a pin is renewed in both."""
+    """A short name then means one thing, and a pin is renewed in both."""
     shipped = yaml.safe_load((ROOT / "models.yaml").read_text())["models"]
     both = {*shipped} & {*read_short_names()}
     assert len(both) == 4

@@ -57,7 +57,7 @@ def problems(file: Path, variables: Mapping[str, str], text: str = FILE) -> list
 
 
 def test_a_variable_sets_a_key_of_any_model(file: Path) -> None:
-    """At any depth, whether or not the file has the key; keys beside it stay."""
+    """The key may be at any depth, in the file or not; keys beside it stay."""
     spec = chat(
         file,
         {

@@ -133,7 +133,7 @@ def test_a_result_whose_call_is_not_there_has_no_name() -> None:
 
 
 def test_thinking_alone_is_a_turn_before_the_answers() -> None:
-    """As one that `max_tokens` cut: nothing of it can be continued."""
+    """`max_tokens` may have cut such a turn: nothing of it can be continued."""
     thought = {"type": "thinking", "thinking": "Well", "signature": ""}
     begun = job([*HI, assistant(thought, *text(""))])
     assert begun.messages[1] == {"role": "assistant", "content": "", "reasoning_content": "Well"}
@@ -199,7 +199,7 @@ def test_a_result_that_is_an_error_is_shown_and_words_before_it_stay_before() ->
 
 
 def test_messages_of_one_role_in_a_row_are_one_turn() -> None:
-    """As Anthropic joins them: many templates refuse anything else."""
+    """Anthropic joins them so: many templates refuse anything else."""
     said = {"role": "assistant", "content": "so"}
     turns = job([*HI, *HI, said, said, *HI]).messages
     assert [(turn["role"], turn["content"]) for turn in turns] == [
@@ -583,7 +583,7 @@ def test_a_conversation_that_the_server_should_keep_is_refused_as_anthropic_woul
 
 
 def test_a_prompt_that_is_too_long_says_so_in_anthropics_words() -> None:
-    """By which agents know that they have to shorten it."""
+    """Agents know by these words that they have to shorten it."""
     body = error_body(ContextLengthExceeded(200, 209), "req-1")
     assert body["error"]["message"] == "prompt is too long: 209 tokens > 200 maximum"
     assert error_status(ContextLengthExceeded) == 400

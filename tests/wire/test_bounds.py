@@ -48,7 +48,7 @@ def test_what_opens_too_much_is_refused_before_it_is_parsed() -> None:
 
 
 def test_a_million_levels_are_refused_at_once() -> None:
-    """By orjson itself, which looks no deeper than 1024."""
+    """orjson itself refuses them: it looks no deeper than 1024."""
     with pytest.raises(ValueError, match="depth"):
         parse(b"[" * 999_999)
 

@@ -160,7 +160,7 @@ def test_a_trial_that_others_leave_no_time_for_is_tried_again_and_else_no_model_
 def test_a_template_that_wants_a_result_behind_a_call_reads_thoughts_beside_texts(
     tmp_path: Path,
 ) -> None:
-    """That it refuses the trial of both says nothing: it refuses the call without a thought too."""
+    """Its refusal of both proves nothing: it refuses the call without a thought too."""
     wants = (
         "{% if m.tool_calls and m.content and loop.last %}{{ raise_exception('no') }}{% endif %}"
     )
