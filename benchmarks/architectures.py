@@ -44,7 +44,7 @@ SAID: Final = 12
 
 
 def try_out(name: str) -> dict[str, str]:
-    """Make a checkpoint and compare. Raises whatever goes wrong."""
+    """Make a checkpoint and compare. Raises the errors of either."""
     import mlx.core as mx  # not before the limits of this process are set
     from mlx.utils import tree_flatten
     from mlx_lm.utils import load_model

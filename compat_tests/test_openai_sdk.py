@@ -78,7 +78,7 @@ def test_the_stream_helper_gathers_the_same_answer(client: OpenAI) -> None:
 
 
 async def test_the_async_client_streams_many_answers_at_once(url: str) -> None:
-    """They share decode steps; each is told its own."""
+    """They share decode steps; each client gets its own answer."""
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="unused") as client:
 
         async def ask(country: str) -> str:
@@ -166,7 +166,7 @@ class Person(BaseModel):
 
 
 def test_parse_gives_the_callers_own_type(client: OpenAI) -> None:
-    """The answer fits, whatever a model of a million parameters makes of it."""
+    """The answer fits the type, even from a model of a million parameters."""
     answer = client.chat.completions.parse(
         model="gpt-4o-mini",
         messages=[{"role": "user", "content": "Anna is 34 years old and lives in Rome."}],

@@ -115,7 +115,7 @@ def test_listening_beyond_loopback_needs_keys(bind: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("bind", ["0.0.0.0", "127.0.0.1,192.168.1.2"])
 def test_any_model_needs_keys_or_loopback(bind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever says that nobody else needs a key."""
+    """The permission to serve without keys does not suffice."""
     given = {"any_model": "org/*,other/one-*", "bind": bind, "allow_unauthenticated": True}
     (said,) = problems(**given)
     assert "GATEWAY_ANY_MODEL" in said

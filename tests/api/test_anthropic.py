@@ -138,7 +138,7 @@ async def test_claude_codes_resumed_session_is_served(
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 async def test_a_base_url_alone_is_answered(models: Catalog, method: str) -> None:
-    """Agents ask it without a key to find a server; nothing of the gateway is told."""
+    """Agents ask it without a key to find a server; the answer says nothing of the gateway."""
     async with served(models, ScriptedEngines(), api_keys="k") as client:
         answer = await client.request(method, "/")
         assert answer.status_code == 200

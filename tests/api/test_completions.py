@@ -144,8 +144,9 @@ async def test_a_request_that_is_alone_is_let_in_however_long_its_first_prompt_t
 async def test_requests_that_share_a_small_queue_end(
     models: Catalog, engines: ScriptedEngines
 ) -> None:
-    """Whose first prompt was let in waits for the others' room; none keeps it in return. Only who
-    is told 429 counts as rejected, however often others ask again.
+    """A request whose first prompt was let in waits for room; none keeps it in return.
+
+    Only clients that get a 429 count as rejected, however often others ask again.
     """
     rejected = metrics.of(metrics.REJECTED, "writer")._value
     before = rejected.get()

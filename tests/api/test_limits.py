@@ -138,7 +138,7 @@ async def test_deep_arguments_of_an_earlier_call_are_a_text(
 
 @contextlib.asynccontextmanager
 async def unfinished(client: AsyncClient, nbytes: int, more: int = 1) -> AsyncIterator[StreamPair]:
-    """Send so much of a body that is `more` bytes longer."""
+    """Send `nbytes` bytes of a body that is `more` bytes longer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
     head = "POST /v1/embeddings HTTP/1.1\r\nhost: localhost"
     writer.write(f"{head}\r\ncontent-length: {nbytes + more}\r\n\r\n".encode() + b"x" * nbytes)
@@ -160,8 +160,9 @@ COUNTED = LARGE - UNCOUNTED_BYTES
 async def test_bodies_that_are_too_large_together_find_no_room(
     models: Catalog, engines: ScriptedEngines
 ) -> None:
-    """They are told when to come again, whole bodies or not; small ones are let in, and so is one
-    that is larger than the room but alone.
+    """Their clients are told when to come again, whole bodies or not.
+
+    Small bodies are let in, and so is one that is larger than the room but alone.
     """
     async with served(models, engines, max_bodies_bytes=2 * COUNTED) as client:
         large = {**CHAT, "ignored": "x" * 2 * LARGE}

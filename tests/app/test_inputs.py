@@ -62,7 +62,7 @@ def entries(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 async def test_a_load_changes_nothing_of_what_is_said_of_inputs(tmp_path: Path) -> None:
-    """Whichever engine it becomes; an adapter has the context of its base."""
+    """This holds for each kind of engine; an adapter has the context of its base."""
     models = catalog(tmp_path, entries(tmp_path))
     async with served(models, cpu_engines(), admin_key="sesame") as client:
         before = {spec.id: await said(client, spec.id) for spec in models.specs}

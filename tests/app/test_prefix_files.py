@@ -35,7 +35,7 @@ GIVEN: dict[str, Any] = {"admin_key": "sesame", "prefix_folder_bytes": 1 << 26}
 
 
 async def ask(client: httpx2.AsyncClient, prompt: str, model: str = "m", key: str = "") -> Any:
-    """Return the answer, and how many of the prompt's tokens were at hand."""
+    """Return the answer, and the number of the prompt's tokens that were cached."""
     body = {"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0}
     headers = {"authorization": f"Bearer {key}"} if key else {}
     answer = (await client.post("/v1/completions", json=body, headers=headers)).json()
@@ -229,7 +229,7 @@ def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
 async def test_a_second_gateway_serves_without_the_folder_and_leaves_it_alone(
     tmp_path: Path,
 ) -> None:
-    """Whatever its keys are; and once the first one has ended, the next start has it."""
+    """Its keys do not matter; once the first one has ended, the next start has the folder."""
     write_chat(tmp_path / "m")
     kept = tmp_path / "kept"
     async with gateway(tmp_path, api_keys=["a-key"]) as first:
@@ -251,8 +251,9 @@ async def test_a_second_gateway_serves_without_the_folder_and_leaves_it_alone(
 
 
 async def test_only_its_own_key_goes_on_from_a_prompt(tmp_path: Path) -> None:
-    """Whatever its place among the keys is now; and no file has a key in it, or is of one that is
-    none any more.
+    """The key's present place among the keys does not matter.
+
+    No file has a key in it, or belongs to a key that is no longer set.
     """
     write_chat(tmp_path / "m")
     files = await saved(tmp_path, api_keys=["one-key", "other-key"])

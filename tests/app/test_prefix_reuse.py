@@ -32,7 +32,7 @@ class Asked:
         self.cached: list[int] = []
 
     async def say(self, prompt: str) -> tuple[str, int, int]:
-        """Return the answer, the prompt's tokens and those of them that were at hand."""
+        """Return the answer, the number of the prompt's tokens and that of the cached ones."""
         body = {"model": self._model, "prompt": prompt, "max_tokens": 3}
         answer = (await self._client.post("/v1/completions", json=body)).json()
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]

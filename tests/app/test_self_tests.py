@@ -118,7 +118,7 @@ async def test_a_verdict_is_found_once_and_kept(tmp_path: Path) -> None:
 
 
 async def test_a_model_that_fails_runs_its_rows_one_at_a_time(tmp_path: Path) -> None:
-    """Whoever else asks waits; /v1/models says why. It holds though the disk does not take it."""
+    """Other clients wait; /v1/models says why. It holds though the disk does not take it."""
     (tmp_path / "file").write_text("in the way")
     chat = Scrutinised(findings=[Verdict(), FAILED])
     async with serving(tmp_path, chat, self_test_folder=tmp_path / "file" / "x") as client:

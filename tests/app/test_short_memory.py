@@ -1,4 +1,4 @@
-"""Several models in too little memory: whoever can give way does, and nobody waits for ever."""
+"""Several models in too little memory: those that can give way do, and nobody waits for ever."""
 
 import asyncio
 import time
@@ -119,7 +119,7 @@ async def test_no_idle_model_goes_for_rows_that_wait_where_it_does_not_help(tmp_
 async def test_a_prompt_that_never_fits_beside_a_pinned_model_is_refused_at_once(
     tmp_path: Path,
 ) -> None:
-    """507, not 503 for ever; one that fits with a short answer is served, whatever it may say."""
+    """It gets a 507, not a 503 for ever; one that fits with a short answer is served."""
     engines = SizedEngines()
     models = {**CHATS, "one": {**CHATS["one"], "pinned": True}}
     budget = 2 * MODEL + Layout([400]).nbytes(COSTS)

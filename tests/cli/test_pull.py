@@ -93,7 +93,7 @@ def snapshot(folder: Path) -> Path:
 
 
 def test_a_model_is_fetched_by_any_of_its_names(pull: Pull, tmp_path: Path) -> None:
-    """Whatever GATEWAY_AUTO_PULL says; off a terminal nothing but its folder is printed."""
+    """GATEWAY_AUTO_PULL does not matter; off a terminal only the model's folder is printed."""
     assert pull("ours") == (0, f"mine: 24 MiB in {snapshot(tmp_path)}\n", "")
 
 

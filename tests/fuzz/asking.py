@@ -81,7 +81,7 @@ def scripted(folder: Path) -> tuple[Catalog, Engines]:
 
 
 def check(answer: httpx2.Response) -> None:
-    """Nothing is our fault, and whatever is refused is refused in its API's envelope."""
+    """Check that no fault is ours, and that a refusal has its API's envelope."""
     assert answer.headers["x-request-id"]
     if answer.status_code != 200:
         assert answer.status_code != 500, answer.text

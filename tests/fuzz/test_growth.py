@@ -1,4 +1,4 @@
-"""A field that is twice as large takes twice as long to read, not four times: whichever it is."""
+"""Every field that is twice as large takes twice as long to read, not four times."""
 
 from pathlib import Path
 

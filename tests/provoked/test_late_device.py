@@ -143,7 +143,7 @@ async def test_whatever_fails_late_is_right_or_an_error(
 async def test_no_neighbour_gets_what_failed_late(
     folder: Path, device: LateDevice, ahead: int
 ) -> None:
-    """Many at once, of several models: each is right or an error, whoever meets the failure."""
+    """Many requests at once, to several models: each gets its right answer or an error."""
     shape = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
     form = {"type": "json_schema", "json_schema": {"name": "on", "schema": shape}}
     requests = [

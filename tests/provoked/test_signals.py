@@ -174,7 +174,7 @@ async def test_a_stuck_lane_ends_the_process_with_status_70(tmp_path: Path) -> N
 
 
 async def test_a_stuck_lane_does_not_keep_the_process_from_ending(tmp_path: Path) -> None:
-    """Told to stop, it says so to those inside, and leaves without the call it cannot end."""
+    """The process tells clients inside that it stops, and leaves without the stuck call."""
     with serving(tmp_path, GATEWAY_STALL_LIMIT_S="2", GATEWAY_DRAIN_S="0.2") as served:
         async with httpx2.AsyncClient(base_url=served.url, timeout=30) as client:
             await outcome(client, embed("the first of its shape"))

@@ -240,7 +240,7 @@ def test_a_large_request_and_its_answer_arrive_whole(templates: Sandbox) -> None
 
 
 def test_a_process_that_is_gone_is_replaced() -> None:
-    """Whoever asks after that has not ended it, and is not blamed."""
+    """The next caller has not ended it, and is not blamed."""
     with sandbox("grammar") as box:
         box(grammar('start: "a"'), b"a")
         for each in box._idle:

@@ -85,7 +85,7 @@ def test_a_prompt_of_token_ids_comes_back_as_its_tokens_texts() -> None:
 
 
 def test_the_engine_gives_back_only_what_the_request_does_not_have() -> None:
-    """A text is at hand; its logprobs and the texts of token ids are not."""
+    """The request has its text; it lacks logprobs and the texts of token ids."""
     assert not jobs(echo=True)[0].echo
     assert jobs(echo=True, logprobs=0)[0].echo
     assert jobs(echo=True, prompt=[5, 6])[0].echo

@@ -280,7 +280,7 @@ def test_lengths_fall_into_few_buckets_on_a_gpu() -> None:
 
 @given(st.lists(st.integers(1, 600), min_size=1, max_size=64), st.integers(1, 16))
 def test_slices_hold_every_row_within_the_budget(lengths: list[int], threads: int) -> None:
-    """Whatever the lengths; only a row alone may be dearer than the budget."""
+    """This holds for all lengths; only a row alone may be dearer than the budget."""
     lengths.sort()
     runs = slice_rows(lengths, threads)
     assert sum(runs) == len(lengths)

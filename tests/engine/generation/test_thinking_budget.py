@@ -73,7 +73,7 @@ class Circling:
 
 
 def test_rows_of_one_batch_have_budgets_of_their_own(engine: GenerationEngine) -> None:
-    """Whatever their sampling is; beside them a row without one thinks on."""
+    """Their sampling does not matter; beside them a row without a budget thinks on."""
     seeded = Sampling(temperature=1.2, top_p=0.9, seed=3, frequency_penalty=0.5)
     jobs = [
         job("one", 0), job("two", 5), job("three", 12, sampling=seeded, n=2),

@@ -349,7 +349,7 @@ def calls(*functions: Function) -> Grammar:
     ids=str,
 )
 def test_the_arguments_of_a_forced_call_are_an_object(parameters: dict[str, Any]) -> None:
-    """Whatever else their schema allows."""
+    """They are one even if their schema allows other values."""
     grammar = compile_grammar(tokenizer(), calls(Function("f", parameters)), shape=OPEN)
     start = '{"name":"f","arguments":'
     assert grammar.matcher(ids(start + "{}}")).may_end

@@ -23,7 +23,7 @@ def chain(length: int) -> dict[str, Any]:
 
 
 def test_a_way_that_is_too_long_is_refused_before_it_is_compiled() -> None:
-    """llguidance follows it by native recursion, of which a process has only so much."""
+    """llguidance follows it by native recursion, and a process has a limited stack."""
     bounds = GrammarBounds()
     reachable(chain(bounds.max_path - 2), bounds.max_path)
     with pytest.raises(BadRequest, match="leads through more than 400 subschemas"):

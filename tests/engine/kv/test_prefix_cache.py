@@ -85,9 +85,7 @@ def test_what_a_prompt_adds_to_the_cache_is_counted_once(plain: Path) -> None:
 def test_the_greedy_tokens_are_those_without_it(
     cold: GenerationEngine, warm: GenerationEngine, case: str, budget: int
 ) -> None:
-    """Whatever the next prompts have in common with the one before, and the chunks they are read
-    in.
-    """
+    """The prompts' common parts do not matter, nor the chunks they are read in."""
     jobs = [bare(prompt, max_tokens=6) for prompt in CASES[case]]
     expected = ids(answers(cold, jobs))
     answers(warm, [bare(BASE, max_tokens=1)], budget)

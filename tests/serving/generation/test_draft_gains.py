@@ -9,7 +9,7 @@ LOOKUP: Drafter = "prompt_lookup"
 
 
 class Answers:
-    """Two answers whose steps take a second without drafts, and so much more for making one."""
+    """Two answers whose steps take a second, and `made_in_s` more to make a draft."""
 
     def __init__(self, accepted: int, made_in_s: float) -> None:
         self.gains = DraftGains()

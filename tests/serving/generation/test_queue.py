@@ -109,7 +109,7 @@ async def test_requests_give_one_row_in_turn() -> None:
 
 
 async def test_one_with_few_rows_inside_goes_before_one_with_many() -> None:
-    """Whoever came first: so places that become free one by one are shared too."""
+    """It does so even if it came later: places that become free one by one are shared too."""
     waiting = filled(a=(1.0, 9), b=(2.0, 9))
     assert names(choose(waiting, 5, {"a": 3})) == "bbbab"
     inside = Counter({"a": 8})

@@ -110,8 +110,9 @@ async def test_waiting_for_a_load_ends_in_503_while_the_load_goes_on() -> None:
 
 
 async def test_a_failed_load_is_told_to_all_and_again_for_a_while() -> None:
-    """A broken file is not read by every request; an explicit load tries at once. Each is told by
-    an error of its own, or one would gather the frames of all.
+    """A broken file is not read by every request; an explicit load tries at once.
+
+    Each caller gets an error of its own: a shared one would gather the frames of all.
     """
     shelf = Shelf()
     shelf.failures["a"] = failure = ModelLoadFailed("a", "corrupt")

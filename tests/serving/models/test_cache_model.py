@@ -199,7 +199,7 @@ class World:
 def test_nobody_waits_for_a_loaded_model_for_another_s_sake(
     seed: int, adapters: dict[str, tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever else asks, hangs up or is refused. Every waiter ends, and bytes balance to zero."""
+    """Others may ask, hang up or be refused. Every waiter ends, and bytes balance to zero."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         monkeypatch.setattr(clock, "now", runner.get_loop().time)
         world = World(random.Random(seed), adapters)

@@ -91,7 +91,7 @@ def test_two_that_wait_are_counted_together() -> None:
 
 
 def test_an_adapter_is_admitted_before_a_model_that_waits_for_its_base() -> None:
-    """It holds the base, whatever came first: neither could go on. It takes no place."""
+    """It holds the base, whichever came first: else neither could go on. It takes no place."""
     one = Resident(WAITING, 10, is_adapter=True)
     assert plan(50, places=1, a=(USED, 90), b=(WAITING, 90), one=one).admitted == ("one",)
     assert plan(10, a=(USED, 90), b=(WAITING, 90), one=one).admitted == ("one",)
