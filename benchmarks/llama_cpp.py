@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).with_suffix(".mjs")
 
 
 class LlamaCpp:
-    """A model in a process of node, and the instruction set of its kernels."""
+    """A model in a process of node, and the target that its kernels are compiled for."""
 
     def __init__(self, node: Worker, kernels: str) -> None:
         self._node = node

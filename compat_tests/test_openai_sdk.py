@@ -98,7 +98,7 @@ async def test_the_async_client_streams_many_answers_at_once(url: str) -> None:
 
 
 async def test_twenty_single_embeddings_at_once_equal_one_call_of_twenty(url: str) -> None:
-    """Graphiti sends the former, everybody else the latter."""
+    """Graphiti sends single texts at once, everybody else a list."""
     texts = [f"Fact number {n}: {'very ' * n}true." for n in range(20)]
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="unused") as client:
 

@@ -31,7 +31,7 @@ def embed(client: httpx2.AsyncClient, *texts: str) -> "asyncio.Task[httpx2.Respo
 
 
 async def until(client: httpx2.AsyncClient, **expected: int) -> Reading:
-    """Read /metrics until it has this value."""
+    """Read /metrics until it has these values."""
     async with asyncio.timeout(5):
         while True:
             now = await reading(client)

@@ -53,7 +53,7 @@ def test_an_entry_says_where_and_when_it_was_read(name: str) -> None:
 
 @pytest.mark.parametrize("name", FACTS_OF)
 def test_what_is_not_said_is_named_as_unread(name: str, specs: dict[str, HubSource]) -> None:
-    """Nothing else is: a pinned source is a commit."""
+    """Nothing else is named so, and a pinned revision is a commit."""
     facts, entry = FACTS_OF[name], read_short_names()[name]
     revision = specs[name].revision
     assert revision is None or re.fullmatch(r"[0-9a-f]{40}", revision)

@@ -39,7 +39,7 @@ def test_a_drafter_that_gains_goes_on() -> None:
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_one_that_loses_pauses_each_time_for_longer_and_the_other_goes_on(every: int) -> None:
-    """Only the draft model's own time is its cost, also where not every step makes a draft."""
+    """The time to make drafts counts as their cost, also where not every step makes one."""
     answers, pauses, paused = Answers(accepted=1, made_in_s=3.0), list[int](), 0
     for number in range(6000):
         gain = answers.step(drafts=number % every == 0)

@@ -67,7 +67,7 @@ def a_choice(request: str, rank: float, index: int = 0) -> Choice:
 
 
 def filled(**rows: tuple[float, int]) -> WaitingQueue:
-    """Let each request wait at its rank, with its number of rows."""
+    """Return a queue in which each request waits at its rank, with its number of rows."""
     waiting = WaitingQueue()
     for request, (rank, count) in rows.items():
         for index in range(count):
