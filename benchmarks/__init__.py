@@ -1,4 +1,4 @@
-"""What the project measures of itself; the package needs none of it.
+"""The project's own measurements; the package needs none of them.
 
 targets            ratios to the engine alone and to mlx-lm's server: `make bench`
 device             parity and speed of whatever device mlx has: `make device`

@@ -96,7 +96,7 @@ def ask(
 
 
 def post(url: str, body: dict[str, Any]) -> Any:
-    """Return what a gateway answers for its only model."""
+    """Return the answer of a gateway's only model."""
     content = json.dumps({"model": "agent", **body}).encode()
     request = urllib.request.Request(url, content, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request) as response:
@@ -104,7 +104,7 @@ def post(url: str, body: dict[str, Any]) -> Any:
 
 
 def begin(url: str, tokens: int) -> list[dict[str, str]]:
-    """Return the first messages of a recorded agent, of about so many tokens."""
+    """Return the first messages of a recorded agent, of about this number of tokens."""
     recorded = RECORDED.read_text(encoding="utf-8")
     probe, _ = ask(url, [{"role": "system", "content": recorded[:4000]}], 1)
     chars = 4000 * tokens // probe["usage"]["prompt_tokens"]
@@ -137,9 +137,10 @@ def find_word(url: str) -> int:
 
 
 def think(url: str, tokens: int, answer_tokens: int, *, sends_back: bool) -> list[float]:
-    """Return of each turn but the first the share of what had been read and written that is cached.
+    """Return each turn's cached share of the tokens that were read and written before it.
 
-    Each answer is a thought and a text, behind which the client writes a call.
+    The first turn has none. Each answer is a thought and a text, behind which the client writes a
+    call.
     """
     messages: list[dict[str, Any]] = [*begin(url, tokens)]
     bias, known, shares = {str(find_word(url)): 100}, 0, []
@@ -161,8 +162,9 @@ def think(url: str, tokens: int, answer_tokens: int, *, sends_back: bool) -> lis
 
 
 def restart(models: Path, root: Path, tokens: int) -> list[str]:
-    """Return how long a prompt takes until its first token: cold, and after a restart, without and
-    with a folder for what is kept of it.
+    """Return the time of a prompt to its first token: cold, and after a restart.
+
+    The restart is tried without and with a folder for kept prefixes.
     """
     spent: list[float] = []
     messages: list[dict[str, str]] = []

@@ -1,7 +1,7 @@
 """Which of mlx-lm's architectures this gateway runs as mlx-lm does, with tiny random checkpoints.
 
     python -m benchmarks.architectures               try each; write the table and the list
-    python -m benchmarks.architectures mamba gemma2  try some, and print what was found
+    python -m benchmarks.architectures mamba gemma2  try some, and print the findings
 
 They are tried in a process apart, with bounds on time and memory, that is begun again when it dies:
 some of mlx-lm's models segfault, some need Metal. The reference is mlx-lm's own generate_step on
@@ -44,7 +44,7 @@ SAID: Final = 12
 
 
 def try_out(name: str) -> dict[str, str]:
-    """Make a checkpoint and compare. Raises whatever goes wrong."""
+    """Make a checkpoint and compare. Raises the errors of either."""
     import mlx.core as mx  # not before the limits of this process are set
     from mlx.utils import tree_flatten
     from mlx_lm.utils import load_model
@@ -95,7 +95,7 @@ class Reference:
         return ""
 
     def tokens(self, prompt: Sequence[int]) -> list[int]:
-        """Return what it says after a prompt."""
+        """Return its answer to a prompt, as tokens."""
         return [token for token, _ in self._said(prompt)]
 
     def _said(self, prompt: Sequence[int]) -> list[tuple[int, Any]]:
@@ -109,7 +109,7 @@ class Reference:
 
 
 def compare(folder: Path, reference: Reference, vocab_size: int) -> dict[str, str]:
-    """Run rows alone, together and from the prefix cache; return what differs of each."""
+    """Run rows alone, together and from the prefix cache; return the differences of each."""
     from gateway.engine.device import Device
     from gateway.engine.generation.engine import GenerationEngine
     from gateway.engine.generation.prepare import ChatSetup
@@ -195,7 +195,7 @@ class Guesses:
         return True
 
     def draft(self, rows: Mapping[int, Any], rooms: Mapping[int, int]) -> dict[int, list[int]]:
-        """Return up to so many tokens for each row."""
+        """Return at most this number of tokens for each row."""
         return {n: self._guess(row.context, max(0, rooms[n])) for n, row in rows.items()}
 
     def note(self, *_: Any) -> bool:
@@ -258,7 +258,7 @@ class Process:
         self._inside: subprocess.Popen[str] | None = None
 
     def tried(self, name: str) -> dict[str, Any]:
-        """Try what a line names within bounds of time and memory."""
+        """Try the architecture that a line names, within bounds of time and memory."""
         if self._inside is None:
             self._inside = subprocess.Popen(
                 [sys.executable, "-m", self._module, "--inside"],
@@ -297,7 +297,7 @@ class Process:
 
 
 def inside(tried: Callable[[str], Mapping[str, Any]]) -> None:
-    """Try what is named on the input, a line each, within a bound of memory; print what it gave."""
+    """Try the names on the input, a line each, within a bound of memory; print the findings."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     answers_to, sys.stdout = sys.stdout, sys.stderr  # models print, too
     for line in sys.stdin:
@@ -330,7 +330,7 @@ def each_tried(
 
 
 def table(results: Mapping[str, Mapping[str, str]]) -> str:
-    """Write what was found as Markdown: those that are equal in one row, the others each in one."""
+    """Write the findings as Markdown: equal architectures in one row, the others each in one."""
     columns = ("alone", "together", "prefix", "self-test", "as served", "ahead")
     made = {name: each for name, each in results.items() if "error" not in each}
     equal = equal_in_all(results)

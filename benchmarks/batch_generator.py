@@ -17,7 +17,7 @@ from typing import Any
 class BatchReference:
     """A model and its tokenizer, as mlx-lm loads them, on the thread that opens it.
 
-    What multiplies is whatever BLAS was loaded before mlx.
+    Products are computed by whatever BLAS was loaded before mlx.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -113,10 +113,10 @@ BGE_BASE = {
 def write_chat(
     folder: Path, vocabulary: int = VOCABULARY, *, repeats: int | None = None, **config: Any
 ) -> Path:
-    """Write a llama of 8 layers by 512, as far as `config` says no other.
+    """Write a llama of 8 layers by 512, unless `config` says otherwise.
 
-    It takes 175 MB on disk, and some seconds. An answer `repeats` itself every so many tokens,
-    though as much is computed for each: none depends on what comes before the last one.
+    It takes 175 MB on disk, and some seconds. An answer `repeats` itself after that number of
+    tokens, though as much is computed for each: none depends on the tokens before the last one.
     """
     tokenizer = write_chat_tokenizer(folder, vocabulary)
     whole = {**LLAMA, "vocab_size": tokenizer.get_vocab_size(), **config}
@@ -159,7 +159,7 @@ def write_chat_tokenizer(folder: Path, vocabulary: int = VOCABULARY) -> Tokenize
 
 
 def write_embedder(folder: Path) -> Path:
-    """Write a BERT of one layer by 32: next to no work, so that what is around it shows.
+    """Write a BERT of one layer by 32: next to no work, so that the cost around it shows.
 
     models.yaml must say its pooling and whether it normalizes.
     """

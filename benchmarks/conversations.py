@@ -3,8 +3,8 @@
 Each of ten prompts is the one before, its answer and new tokens; the tenth has some 2,000. Its time
 to first token is measured on an engine that has answered the other nine, and on one that keeps
 nothing yet. Then prompts that have nothing in common: one after another, and all at once. Then how
-fast one answer and several are written, with what is kept of them and without. Models have random
-weights; ratios count: what is compared runs in turn, in one process.
+fast one answer and several are written, with kept prefixes and without. Models have random
+weights; ratios count: the compared sides run in turn, in one process.
 
     python -m benchmarks.conversations --rounds 5
 """

@@ -1,6 +1,6 @@
 """The least that Starlette and Hypercorn can do: read a JSON body, answer JSON of our size.
 
-`python -m benchmarks.echo PORT`. What the gateway does per small request is measured
+`python -m benchmarks.echo PORT`. The gateway's work per small request is measured
 against it.
 """
 

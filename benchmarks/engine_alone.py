@@ -101,7 +101,7 @@ async def open_reference(
 ) -> AsyncIterator[TextsReference]:
     """Load the model that the requests name on this thread, and close it at exit.
 
-    Raises ModelNotFound for a name that is not in models.yaml, and what loading raises.
+    Raises ModelNotFound for a name that is not in models.yaml, and the errors of loading.
     """
     spec = catalog.resolve(wording.model).spec
     engines = MlxEngines(settings)

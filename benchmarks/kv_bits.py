@@ -94,7 +94,7 @@ def agreement(one: Sequence[int], other: Sequence[int]) -> float:
 
 
 def join(engine: GenerationEngine, rows: int, prompt: Sequence[int], tokens: int) -> list[int]:
-    """Begin so many answers to a prompt, each with another first token."""
+    """Begin this number of answers to a prompt, each with another first token."""
     steps, ids = Steps(engine), []
     for i in range(rows):
         job = SequenceParams(

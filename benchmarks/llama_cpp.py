@@ -1,6 +1,6 @@
 """llama.cpp for the length of a block, as node-llama-cpp brings it from npm: no HTTP, one process.
 
-It is what the prompts cost it in-process, so that its own servers are somewhat slower than this.
+The prompts run in-process, so that its own servers are somewhat slower than this.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).with_suffix(".mjs")
 
 
 class LlamaCpp:
-    """A model in a process of node, and what its kernels are compiled for."""
+    """A model in a process of node, and the target that its kernels are compiled for."""
 
     def __init__(self, node: Worker, kernels: str) -> None:
         self._node = node
@@ -29,7 +29,7 @@ class LlamaCpp:
 async def llama_cpp(
     packages: Path, model: Path, *, sequences: int, context: int
 ) -> AsyncIterator[LlamaCpp]:
-    """Load a GGUF file for so many sequences of `context` tokens, all of the machine's threads.
+    """Load a GGUF file for a number of sequences of `context` tokens, on all the machine's threads.
 
     `packages` is a folder in which `npm install node-llama-cpp` was run. Raises DidNotStart.
     """

@@ -18,7 +18,7 @@ _TOKENS: Final = re.compile(rb'"completion_tokens": ?(\d+)')
 
 @dataclass(slots=True)
 class _Stream:
-    """One answer as it comes. `tokens` are what its usage says; None until it is whole."""
+    """One answer as it comes. `tokens` is the number in its usage; None until it is whole."""
 
     status: bytes = b""
     last: bytes = b""
@@ -40,8 +40,9 @@ class _Stream:
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """What came of requests sent at once: seconds from the first to the last, and the tokens of
-    each answer, None of one that was refused or cut short.
+    """The results of requests sent at once: the seconds from the first to the last, and tokens.
+
+    Each answer has its number of tokens, or None if it was refused or cut short.
     """
 
     seconds: float

@@ -1,4 +1,4 @@
-"""What Ray Serve adds and costs: `python -m benchmarks.ray_serve`, after `make setup-ray`.
+"""The gains and costs of Ray Serve: `python -m benchmarks.ray_serve`, after `make setup-ray`.
 
 It takes minutes. Where rates are measured, replicas are scripted, with a fixed time a step: of real
 models two cores would be the measure. Warm hits are those of demo-chat and its real prefix cache.

@@ -1,6 +1,6 @@
-"""What choosing the tokens of a step costs, beside mlx-lm's filters called row by row.
+"""The cost of choosing a step's tokens, beside mlx-lm's filters called row by row.
 
-Row by row is what a server must do with mlx-lm's filters when its rows ask for different values;
+A server must call mlx-lm's filters row by row when its rows ask for different values;
 `--one-call` gives them all rows at once, as its own server does when all rows ask alike. Ratios
 count: both are run in turn in one process.
 
@@ -42,7 +42,7 @@ ALLOWED = (0.99, 0.001)
 
 
 def ours(logits: mx.array, asked: Sequence[Sampling]) -> Callable[[int], None]:
-    """Return a step of ours: what the engine does between a pass and its tokens."""
+    """Return a step of ours: the engine's work between a pass and its tokens."""
     rows, vocab_size = logits.shape
     samplers = [Sampler(each, vocab_size) for each in asked]
     for sampler in samplers:
@@ -116,7 +116,7 @@ def medians(steps: Sequence[Callable[[int], None]], rounds: int) -> list[float]:
 
 
 def measure_choices(given: argparse.Namespace) -> None:
-    """Print what choosing tokens costs."""
+    """Print the cost of choosing tokens."""
     print("| asked | rows | ours, ms | mlx-lm's, ms | ratio |\n| --- | --- | --- | --- | --- |")
     for name, asked in ASKED.items():
         for rows in given.rows:
@@ -136,7 +136,7 @@ def measure_choice(name: str, asked: Sequence[Sampling], given: argparse.Namespa
 
 
 def measure_masks(given: argparse.Namespace) -> None:
-    """Print what masks cost, by the rows bound."""
+    """Print the cost of masks, by the rows bound."""
     rows = max(given.rows)
     logits = draw_logits(rows, given.vocabulary)
     generator = np.random.default_rng(0)

@@ -110,7 +110,7 @@ async def _running(
 ) -> AsyncIterator[str]:
     """Start Python with a command, wait until it answers, and stop it at the end.
 
-    `find` tells the address from what the process has written, once it can.
+    `find` reads the address from the process's output, once it is there.
     """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("GATEWAY_")}
     with TemporaryFile() as log:

@@ -30,7 +30,7 @@ class Steps:
         return self._make(StepPlan(kind="decode"))
 
     def join(self, sequence_id: int, params: SequenceParams) -> None:
-        """Let a sequence join. Raises what keeps it from joining."""
+        """Let a sequence join. Raises the error that keeps it from joining."""
         for delta in self.change(joining=[(sequence_id, params)]):
             raise RuntimeError(delta.error)
 

@@ -52,7 +52,7 @@ class Case:
 
 @dataclass(slots=True)
 class Counts:
-    """What became of the schemas; `examples` has the first names of each outcome."""
+    """The outcomes of the schemas; `examples` has the first names of each outcome."""
 
     counts: Counter[str] = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)
@@ -158,7 +158,7 @@ class Speller:
         return len(tokens)
 
     def _said(self, value: Any) -> int | None:
-        """Say a value; take back what was said of one that is not taken."""
+        """Say a value; take back the tokens of one that is not taken."""
         if not isinstance(value, (dict, list)) or not value:
             return self._say(json.dumps(value, ensure_ascii=False))
         total, start = 0, "{" if isinstance(value, dict) else "["
@@ -194,7 +194,7 @@ def _grammar(schema: Any, *, strict: bool) -> Grammar:
 async def over_http(
     cases: Iterator[Case], url: str, *, model: str, max_tokens: int, strict: bool
 ) -> Counts:
-    """Ask for an answer to each schema, some at a time, and check what comes."""
+    """Ask for an answer to each schema, some at a time, and check the answers."""
     counts = Counts()
     timeout = aiohttp.ClientTimeout(total=300)
 

@@ -313,8 +313,9 @@ def names() -> list[str]:
 
 
 def tiny_config(name: str) -> dict[str, Any]:
-    """Return a config for a small model of an architecture: as far as names tell what is meant, and
-    else as transformers has it.
+    """Return a config for a small model of an architecture.
+
+    Values follow the meaning of the names where that is plain, and else transformers.
     """
     from gateway.engine.models.configs import complete  # it needs mlx
 
@@ -328,9 +329,9 @@ def tiny_config(name: str) -> dict[str, Any]:
 def tiny_model(config: Mapping[str, Any], width: float = 3) -> Any:
     """Make a model with random weights, the same each time.
 
-    They are wide, so that the likeliest token is likeliest by far and depends on its past. What a
-    class begins with zeros is random too: with zeros for a convolution, a shift or a norm, nothing
-    that a state holds would reach the logits.
+    They are wide, so that the likeliest token is likeliest by far and depends on its past. Weights
+    that a class begins with zeros are random too: with zeros for a convolution, a shift or a norm,
+    nothing that a state holds would reach the logits.
     """
     import mlx.core as mx  # not when configurations alone are wanted
     from mlx.utils import tree_flatten, tree_unflatten

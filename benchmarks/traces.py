@@ -1,4 +1,4 @@
-"""What a request's trace costs the event loop: `python -m benchmarks.traces`.
+"""The cost of a request's trace to the event loop: `python -m benchmarks.traces`.
 
 Nobody takes the spans, so that this is the gateway's part alone.
 """

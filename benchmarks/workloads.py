@@ -31,7 +31,7 @@ PERSON: Final[Mapping[str, Any]] = {
 
 
 class Form:
-    """A schema for answers, and what counts the tokens of an answer that matches it."""
+    """A schema for answers, and a count of the tokens of an answer that matches it."""
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self.schema = schema
@@ -50,8 +50,9 @@ class Form:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wording:
-    """What requests contain: some of `texts`, one of `prompts`, or both: the documents to rerank,
-    and the query.
+    """The content of requests: some of `texts`, one of `prompts`, or both.
+
+    With both, they are the documents to rerank and the query.
     """
 
     model: str

@@ -37,7 +37,7 @@ def client(url: str) -> Iterator[OpenAI]:
 
 @pytest.fixture(scope="session")
 def shipped_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Serve what ships, SmolLM2 and MiniLM, and give the address."""
+    """Serve the shipped models, SmolLM2 and MiniLM, and give the address."""
     # `make doctor` runs its self-test, which takes longer than all that is asked here.
     tested = {"GATEWAY_SELF_TEST": "false"}
     with started(tmp_path_factory.mktemp("shipped"), SHIPPED, **tested) as address:

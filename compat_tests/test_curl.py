@@ -51,7 +51,7 @@ def test_a_large_body_is_taken_and_a_text_too_long_is_cut_and_told(
 
 
 def test_whoever_asks_for_http2_is_answered_in_http1(url: str) -> None:
-    """By an upgrade, as curl does by itself; a proxy in front may speak HTTP/2."""
+    """curl asks for an upgrade by itself; a proxy in front may speak HTTP/2."""
     answer = curl(f"{url}/v1/models", "--http2", "-w", "%{http_version}")
     assert answer.endswith("1.1")
 

@@ -10,7 +10,7 @@ PROMPTS = ["The capital of France is", "One, two, three,"]
 
 
 def test_a_prompt_is_written_on(client: OpenAI) -> None:
-    """For sixteen tokens, as nothing else was asked."""
+    """The answer has sixteen tokens, as nothing else was asked."""
     answer = client.completions.create(model="demo-chat", prompt=PROMPTS[0])
     (choice,) = answer.choices
     assert choice.finish_reason in ("length", "stop")
@@ -20,7 +20,7 @@ def test_a_prompt_is_written_on(client: OpenAI) -> None:
 
 
 def test_several_prompts_answer_as_each_alone(client: OpenAI) -> None:
-    """In their order, `n` times each, counted together."""
+    """Answers come in the prompts' order, `n` for each, and are counted together."""
     alone = [
         client.completions.create(model="demo-chat", prompt=prompt, temperature=0)
         for prompt in PROMPTS
@@ -51,7 +51,7 @@ def test_a_stream_adds_up_to_the_whole(client: OpenAI) -> None:
 
 
 def test_a_text_may_be_held_to_a_choice(client: OpenAI) -> None:
-    """In vLLM's words, new and old."""
+    """The request uses vLLM's words, new and old."""
     asked: Any = {"model": "demo-chat", "prompt": PROMPTS[0]}
     for form in ({"structured_outputs": {"choice": ["red", "green"]}}, {"guided_regex": "red|no"}):
         (choice,) = client.completions.create(**asked, extra_body=form).choices

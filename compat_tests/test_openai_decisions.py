@@ -1,4 +1,4 @@
-"""OpenAI's decisions, by their SDK, against demo-chat: types, limits, and what logprobs say."""
+"""OpenAI's decisions, by their SDK, against demo-chat: types, limits, and logprobs."""
 
 import math
 from pathlib import Path

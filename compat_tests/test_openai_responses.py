@@ -27,7 +27,7 @@ WEATHER: Any = [
 
 
 class Capital(BaseModel):
-    """What is asked about a country."""
+    """The facts asked about a country."""
 
     country: str
     capital: str
@@ -44,7 +44,7 @@ def test_a_question_is_answered(client: OpenAI) -> None:
 
 
 def test_it_says_what_chat_says(client: OpenAI) -> None:
-    """To the same conversation, instructions being the system's."""
+    """The conversation is the same, with instructions as the system's message."""
     chat = client.chat.completions.create(
         model="demo-chat",
         messages=[

@@ -17,7 +17,10 @@ FRANCE: Any = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 def test_embeddings_are_real_vectors(client: OpenAI) -> None:
-    """Of length 1, and near what means the same. The SDK asks for base64 by itself."""
+    """They have length 1, and are near texts of the same meaning.
+
+    The SDK itself asks for base64.
+    """
     answer = client.embeddings.create(
         model="text-embedding-3-small",
         input=["A dog plays in the park.", "A puppy runs on the grass.", "Interest rates rose."],
@@ -75,7 +78,7 @@ def test_the_stream_helper_gathers_the_same_answer(client: OpenAI) -> None:
 
 
 async def test_the_async_client_streams_many_answers_at_once(url: str) -> None:
-    """They share decode steps; each is told its own."""
+    """They share decode steps; each client gets its own answer."""
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="unused") as client:
 
         async def ask(country: str) -> str:
@@ -95,7 +98,7 @@ async def test_the_async_client_streams_many_answers_at_once(url: str) -> None:
 
 
 async def test_twenty_single_embeddings_at_once_equal_one_call_of_twenty(url: str) -> None:
-    """What Graphiti sends, against what everybody else sends."""
+    """Graphiti sends single texts at once, everybody else a list."""
     texts = [f"Fact number {n}: {'very ' * n}true." for n in range(20)]
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="unused") as client:
 
@@ -146,7 +149,7 @@ def test_models_are_listed_and_found(client: OpenAI) -> None:
 def test_errors_arrive_with_their_class_and_code(
     client: OpenAI, status: type[openai.APIStatusError], code: str, model: str, message: str
 ) -> None:
-    """So that a program can branch on them."""
+    """A program can then branch on them."""
     with pytest.raises(status) as caught:
         client.chat.completions.create(model=model, messages=[{"role": "user", "content": message}])
     assert caught.value.code == code
@@ -155,7 +158,7 @@ def test_errors_arrive_with_their_class_and_code(
 
 
 class Person(BaseModel):
-    """What the SDK turns into a strict schema."""
+    """A class that the SDK turns into a strict schema."""
 
     name: str
     age: int
@@ -163,7 +166,7 @@ class Person(BaseModel):
 
 
 def test_parse_gives_the_callers_own_type(client: OpenAI) -> None:
-    """The answer fits, whatever a model of a million parameters makes of it."""
+    """The answer fits the type, even from a model of a million parameters."""
     answer = client.chat.completions.parse(
         model="gpt-4o-mini",
         messages=[{"role": "user", "content": "Anna is 34 years old and lives in Rome."}],
@@ -190,7 +193,7 @@ OSLO: Any = [{"role": "user", "content": "What is the weather in Oslo?"}]
 
 
 def test_the_tools_loop_goes_round(client: OpenAI) -> None:
-    """The model calls, the tool answers, the model says what it learnt."""
+    """The model calls, the tool answers, the model gives the tool's result."""
     messages = list(OSLO)
     asked = client.chat.completions.create(
         model="demo-chat", messages=messages, tools=[WEATHER]

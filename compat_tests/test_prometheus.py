@@ -1,5 +1,6 @@
-"""A real Prometheus scrapes a gateway that had traffic of all kinds, and is asked what the board
-and the alerts ask.
+"""A real Prometheus scrapes a gateway that had traffic of all kinds.
+
+It is then asked the expressions of the board and the alerts.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Python clients with an environment of their own, `.venv-clients`, and what they bring to test."""
+"""Python clients with an environment of their own, `.venv-clients`, and their fixtures."""
 
 import json
 import os
@@ -33,7 +33,7 @@ pytestmark = [
 
 
 def run(*command: str, cwd: Path = HERE, url: str = "", model: str = "") -> tuple[int, str]:
-    """Run with the clients' Python; return the exit code and what was printed."""
+    """Run with the clients' Python; return the exit code and the output."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
         [str(PYTHON), *command],
@@ -57,7 +57,7 @@ def test_openai_agents_go_on_from_the_previous_response(url: str) -> None:
 def test_langchains_standard_suites_pass(
     request: pytest.FixtureRequest, model: str, served: str
 ) -> None:
-    """For chat and embedding models, on one event loop: its client is kept between tests."""
+    """The suites for chat and embeddings share one event loop: the client is kept between tests."""
     code, printed = run(
         "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", ".", *SESSION_LOOP,
         "langchain_suite.py", url=f"{request.getfixturevalue(served)}/v1", model=model,
@@ -68,7 +68,7 @@ def test_langchains_standard_suites_pass(
 
 
 def test_litellms_router_goes_on_without_a_gateway_that_is_gone(url: str) -> None:
-    """By deploy/balancer/litellm.yaml; the other address answers nothing."""
+    """The router uses deploy/balancer/litellm.yaml; the other address answers nothing."""
     config = ROOT / "deploy" / "balancer" / "litellm.yaml"
     code, printed = run("litellm_router.py", str(config), "demo-chat", url, "http://127.0.0.1:9")
     assert code == 0, printed
@@ -175,7 +175,7 @@ SERVED = [
 
 
 def test_openais_own_tests_pass_for_the_paths_served(tmp_path: Path) -> None:
-    """From its source distribution, of the version installed; its stand-in ids are not found."""
+    """They come from the installed version's sdist; their stand-in ids are not found."""
     code, printed = run("-c", "import openai; print(openai.__version__)")
     assert code == 0, printed
     wanted = f"openai=={printed.strip().splitlines()[-1]}"

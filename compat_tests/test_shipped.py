@@ -1,4 +1,4 @@
-"""What ships, asked by the OpenAI SDK: SmolLM2 under the names that clients have built in."""
+"""The shipped models, asked by the OpenAI SDK: SmolLM2 under names that clients have built in."""
 
 import json
 from collections.abc import Iterator

@@ -31,7 +31,7 @@ class TakenSpan:
 
 @dataclass
 class Taken:
-    """What a collector has been sent so far."""
+    """The spans that a collector has been sent so far."""
 
     endpoint: str = ""
     spans: list[TakenSpan] = field(default_factory=list)

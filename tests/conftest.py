@@ -1,4 +1,4 @@
-"""What every test may ask for."""
+"""Fixtures for every test."""
 
 import contextlib
 import gc
@@ -44,8 +44,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what has been imported from every collection of garbage: walking it takes longer than
-    many a test.
+    """Keep all that has been imported from garbage collections.
+
+    Walking it takes longer than many a test.
     """
     gc.collect()
     gc.freeze()

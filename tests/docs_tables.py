@@ -103,7 +103,7 @@ def _default(schema: Mapping[str, Any]) -> str:
 
 
 def memory_table() -> str:
-    """Return the table of docs/models.md: what fits a Mac with so much memory."""
+    """Return the table of docs/models.md: the models that fit a Mac with this memory."""
     settings = Settings(_env_file=None, cache_max_bytes=None)  # type: ignore[call-arg]
     rows = ["| Memory | Models may take | Fit with all their context | Fit with less |"]
     rows.append("| --- | --- | --- | --- |")
@@ -198,7 +198,7 @@ SKIPPED: Mapping[str, frozenset[str]] = {
 
 
 def history_table() -> str:
-    """Return the table of docs/tools.md: what is read of earlier turns in each protocol."""
+    """Return the table of docs/tools.md: the parts of earlier turns read in each protocol."""
     rows = ["| Protocol | Block or item | The model reads |", "| --- | --- | --- |"]
     for protocol, types in READ_AS.items():
         by_words: dict[str, list[str]] = {}

@@ -18,12 +18,12 @@ Answer = tuple[int, dict[str, str], bytes]
 
 
 class FakeHub:
-    """Repositories by name, each a folder; what was asked is remembered.
+    """Repositories by name, each a folder; requests are remembered.
 
     `delay_s` holds answers up, and `status` replaces them: of paths that contain `slow_only` and
-    `status_only`. Of weights that are asked for, `cuts` says how many bytes come before the
-    connection breaks, a number for each time; `gate` is passed before the second half is sent.
-    `says` replaces some of what is said of a repository.
+    `status_only`. For weights, `cuts` has the number of bytes before the connection breaks, one
+    number for each request; `gate` is passed before the second half is sent. `says` replaces some
+    fields of a repository's description.
     """
 
     def __init__(self, repos: dict[str, Path]) -> None:
@@ -146,7 +146,7 @@ def _tree(folder: Path) -> list[dict[str, object]]:
 
 
 def _lfs(file: Path) -> dict[str, object]:
-    """Say of weights what the hub says of files that git does not keep."""
+    """Describe weights as the hub describes files that git does not keep."""
     if file.suffix not in WEIGHTS:
         return {}
     size = file.stat().st_size

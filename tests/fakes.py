@@ -185,7 +185,7 @@ PASSED = Verdict(single=True, rows=True, prefixes=True, window=True)
 
 @dataclass(frozen=True, slots=True)
 class ScriptedGrammar:
-    """A compiled grammar: as it came, and what of it is not enforced."""
+    """A compiled grammar: its source, and its keywords that are not enforced."""
 
     grammar: Grammar
     unenforced: tuple[str, ...] = ()

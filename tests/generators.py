@@ -24,7 +24,7 @@ LEAST = 10  # examples that each runs, whatever they take
 
 
 class Spent(BaseException):
-    """Ends a test that has passed. Hypothesis looks for no smaller case of what is no Exception."""
+    """Ends a test that has passed. As it is no Exception, Hypothesis looks for no smaller case."""
 
 
 @dataclass

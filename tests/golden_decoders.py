@@ -1,7 +1,7 @@
 """The tiny decoders of tests/golden/decoders: files with weights by seed, and transformers' logits.
 
-cases.json has the config.json of each case, and logits.npz what transformers answers to PROMPT,
-with the names and the shapes of the arrays: the numbers themselves are drawn by name.
+cases.json has the config.json of each case, and logits.npz transformers' answers to PROMPT, with
+the names and the shapes of the arrays: the numbers themselves are drawn by name.
 """
 
 import json

@@ -69,7 +69,7 @@ async def served_app(app: ASGIApp, settings: Settings) -> AsyncIterator[httpx2.A
 
 
 def level(name: str) -> float:
-    """Return what /metrics says of a name now, summed over its labels."""
+    """Return the present value of a name in /metrics, summed over its labels."""
     return sum(value for _, value in metrics.snapshot().values.get(name, ()))
 
 

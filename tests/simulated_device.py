@@ -24,7 +24,7 @@ NO_MEMORY = "[malloc] Unable to allocate {} bytes."
 
 
 class SimulatedDevice:
-    """What `mx.eval`, `mx.async_eval` and `mx.synchronize` do while `installed`.
+    """The acts of `mx.eval`, `mx.async_eval` and `mx.synchronize` while `installed`.
 
     `limit_bytes` bounds the arrays of one call. Work on a token of `faults` fails with its text.
     Once `is_dead` all work does, with the text of a process whose submissions Metal ignores.
@@ -43,7 +43,7 @@ class SimulatedDevice:
         self._next.extend(texts)
 
     def launched(self, compute: Callable[..., None], *arrays: Any) -> None:
-        """Compute arrays; what fails of them is stored."""
+        """Compute arrays; store the failures."""
         self._allocate(arrays)
         compute(*arrays)
         if self.is_dead:

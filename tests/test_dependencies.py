@@ -1,4 +1,4 @@
-"""What the package imports is what pyproject.toml declares: nothing comes by accident."""
+"""The package's imports are those of pyproject.toml: nothing comes by accident."""
 
 import ast
 import re

@@ -54,7 +54,7 @@ def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def _serving(installed: Path, folder: Path, hub: str) -> AbstractContextManager[Served]:
-    """Serve what was installed, from a folder that is empty."""
+    """Serve the installed package, from a folder that is empty."""
     command = [str(installed / "mlx-gateway"), "serve"]
     place = {"GATEWAY_HUB_ENDPOINT": hub, "GATEWAY_HUB_CACHE": str(folder / "cache")}
     return started(command, folder, PYTHONPATH="", **place)
@@ -88,7 +88,7 @@ def test_its_metadata_says_what_it_is() -> None:
 
 
 def test_both_models_come_from_the_hub(installed: Path, tmp_path: Path) -> None:
-    """Without a clone, a models.yaml or a package of weights."""
+    """No clone, models.yaml or package of weights is there."""
     repos = {}
     for name in ("all-minilm-l6-v2", "smollm2-135m"):
         source = load_catalog(shipped_models_file(), {}).resolve(name).spec.source
@@ -105,7 +105,7 @@ def test_both_models_come_from_the_hub(installed: Path, tmp_path: Path) -> None:
 
 
 def test_without_a_hub_the_command_that_adds_them_is_named(installed: Path, tmp_path: Path) -> None:
-    """And half a minute after these commands both answer, without a restart."""
+    """Half a minute after these commands both models answer, without a restart."""
     with _serving(installed, tmp_path, "http://127.0.0.1:9") as served:
         for path, body in (("embeddings", EMBEDDINGS), ("chat/completions", CHAT)):
             status, answer = _post(f"{served.url}/v1/{path}", body)

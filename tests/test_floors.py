@@ -210,7 +210,7 @@ def imported(name: str) -> set[str]:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(GATEWAY)))
 def test_imports_go_down(file: Path) -> None:
-    """Of our own rooms, only those below; of others' libraries, only where they belong."""
+    """A room imports only rooms below it, and others' libraries only where they belong."""
     here = room(file)
     if here == "__init__":
         return
@@ -256,7 +256,7 @@ def test_no_import_leads_back_to_where_it_began() -> None:
 
 
 def test_no_module_is_a_sliver() -> None:
-    """What is small and has one importer is a part of it, unless it is a process of its own."""
+    """A small module with one importer is a part of it, unless it is a process of its own."""
     importers = Counter(each for name in MODULES for each in imported(name) - {name})
     slivers = [
         name

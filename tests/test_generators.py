@@ -1,4 +1,4 @@
-"""Generators share the seconds of a run, and each fails by what it finds."""
+"""Generators share the seconds of a run, and each fails by its findings."""
 
 import itertools
 from collections import Counter
@@ -26,7 +26,7 @@ def test_their_shares_are_as_large_as_their_weights_and_never_more_than_there_is
 
 
 def test_a_share_that_is_spent_ends_the_test(seconds: Iterator[float]) -> None:
-    """Without a failure, and after some examples in any case."""
+    """The end is no failure, and comes after some examples in any case."""
     share, seen = Share(30, seconds.__next__), list[int]()
 
     @settings(max_examples=ALL, database=None)

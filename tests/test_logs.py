@@ -1,4 +1,4 @@
-"""Log lines: what happened, and nobody's secrets."""
+"""Log lines: they record events, and nobody's secrets."""
 
 import io
 import json
@@ -25,7 +25,7 @@ PREDICATE = {"type": "predicate", "instructions": "It is late."}
 
 @contextmanager
 def writing(style: Style, to: io.StringIO | None = None) -> Iterator[io.StringIO]:
-    """Give what is logged meanwhile."""
+    """Give the lines that are logged meanwhile."""
     to = io.StringIO() if to is None else to
     with patch.object(sys, "stderr", to):
         try:
@@ -69,7 +69,7 @@ def test_a_line_is_written_whatever_it_says() -> None:
 
 @pytest.mark.parametrize("style", ["json", "console"])
 def test_a_line_is_one_write(style: Style) -> None:
-    """Ranks share a log: what one writes in two pieces may have another's line between them."""
+    """Ranks share a log: a line written in two pieces may have another's line between them."""
     pieces: list[str] = []
 
     class Recorder(io.StringIO):
@@ -157,7 +157,7 @@ def test_nobody_writes_a_line_or_moves_the_cursor_of_a_console(
     "end", ["\r\n", "\n", "\r", "\x0b", "\x7f", "\x85", "\x9b2K", "\u2028", "\u202e", "\x1b[1A"]
 )
 async def test_no_request_writes_a_line_of_its_own(tmp_path: Path, style: Style, end: str) -> None:
-    """By no path, name of a field or prompt, wherever a reader or a terminal ends lines."""
+    """No path, field name or prompt does, wherever a reader or a terminal ends lines."""
     forged = f'{end}{{"event":"forged"}}'
     models = catalog(tmp_path, {"writer": {"kind": "chat", "source": "path:.", "preload": False}})
     said = [{"role": "user", "content": f"p{forged}"}]

@@ -1,4 +1,4 @@
-"""What native code raises is an error like any other, wherever it comes."""
+"""A panic of native code is an error like any other, wherever it comes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -88,7 +88,7 @@ async def test_whoever_waits_for_a_thread_is_told(
 
 
 async def test_a_thread_of_its_own_ends_alone() -> None:
-    """Whoever waits for it is told, and goes on."""
+    """The thread's waiter gets the error, and goes on."""
     with pytest.raises(RuntimeError, match="SystemExit"):
         await run_in_daemon_thread(leave)
 

@@ -1,4 +1,4 @@
-"""Every variable of version 0.1 means what it meant then: the lists are of its README and its file.
+"""Every variable of version 0.1 keeps its meaning: the lists are of its README and its file.
 
 A variable is only ever added here, or taken out with a line in the CHANGELOG.
 """
@@ -196,7 +196,7 @@ def explained() -> dict[str, Knob]:
 
 @pytest.fixture(scope="module")
 def defaults() -> dict[str, Knob]:
-    """Give what the settings are where none is set."""
+    """Give the settings' values where none is set."""
     with pytest.MonkeyPatch.context() as patched:
         unset(patched)
         return explained()
@@ -252,6 +252,6 @@ def test_every_key_of_a_shipped_model_is_set_by_its_variable(
 
 
 def test_all_of_the_old_list_is_here() -> None:
-    """As many as version 0.1 has, but for `structured_backend`: it had no effect."""
+    """All of version 0.1's are, but for `structured_backend`: it had no effect."""
     assert len(SETTINGS) == 82
     assert len(EACH) == 151

@@ -1,4 +1,4 @@
-"""README and docs say what is: tables are the code's, and links lead somewhere."""
+"""README and docs are true: tables are the code's, and links lead somewhere."""
 
 import ast
 import errno
@@ -111,7 +111,7 @@ def test_nothing_in_the_repository_is_a_link() -> None:
 
 
 def test_every_message_of_troubleshooting_is_one_of_the_gateways() -> None:
-    """Who sees one searches for it: each is in the code, or in the section of other programs."""
+    """Users search for a message: each is in the code, or in the section of other programs."""
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     own = page.partition("\n## It does not install")[2].partition("\n## Messages of other")[0]
     constants = (

@@ -1,4 +1,4 @@
-"""docs/reliability.md and pages beside it cite what there is: tests, settings, series."""
+"""docs/reliability.md and pages beside it cite things that exist: tests, settings, series."""
 
 import re
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_every_foreign_behaviour_is_tested_or_has_a_reason() -> None:
 
 @pytest.mark.parametrize("cited", sorted(set(CONSTANT.findall(BYTES))), ids="::".join)
 def test_every_constant_that_bounds_bytes_exists(cited: tuple[str, str]) -> None:
-    """Where the table says; a path is below gateway/, unless it is the repository's."""
+    """It is where the table says; a path is below gateway/, unless it is the repository's."""
     file, name = cited
     path = ROOT / file if file.startswith("deploy/") else ROOT / "gateway" / file
     text = path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Settings: what the environment may say, and what is said of a wrong value."""
+"""Settings: the values that the environment may have, and the messages on wrong ones."""
 
 import os
 from pathlib import Path
@@ -115,7 +115,7 @@ def test_listening_beyond_loopback_needs_keys(bind: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("bind", ["0.0.0.0", "127.0.0.1,192.168.1.2"])
 def test_any_model_needs_keys_or_loopback(bind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever says that nobody else needs a key."""
+    """The permission to serve without keys does not suffice."""
     given = {"any_model": "org/*,other/one-*", "bind": bind, "allow_unauthenticated": True}
     (said,) = problems(**given)
     assert "GATEWAY_ANY_MODEL" in said
@@ -150,7 +150,7 @@ def test_a_port_is_a_number(bind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_paths_may_start_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In .env there is no shell to put `~` in."""
+    """A file .env has no shell that would replace `~`."""
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("GATEWAY_HUB_CACHE", "~/hub")
     monkeypatch.setenv("GATEWAY_MODELS", "~nobody-here/m.yaml")
@@ -186,7 +186,7 @@ def test_a_letter_left_out_is_nearer_than_a_word(monkeypatch: pytest.MonkeyPatch
 def test_an_origin_that_can_never_match_is_refused(
     monkeypatch: pytest.MonkeyPatch, origin: str
 ) -> None:
-    """By its variable, rather than found out by a browser that is refused."""
+    """The error names the variable; otherwise only a refused browser would find out."""
     monkeypatch.setenv("GATEWAY_CORS_ORIGINS", f"https://app.example,{origin}")
     [problem] = problems()
     assert "GATEWAY_CORS_ORIGINS" in problem

@@ -1,4 +1,4 @@
-"""What tests wait by: for a fact, never for a time."""
+"""Tests wait by these: for a fact, never for a time."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`make device`: what a device answers and how fast, on whatever device mlx has, without a hub.
+"""`make device`: a device's answers and their speed, on whatever device mlx has, without a hub.
 
 `python -m benchmarks.device [--parts] [--part N] [--small] [--state FILE] [--out DIR]`.
 
@@ -7,9 +7,9 @@
     parity    rows in every way beside the rows alone
     speed     our engine and mlx-lm's BatchGenerator in turn
     serving   servers over HTTP, embeddings, the lane
-    parts     what is run, numbered
-    results   what parts find, and the file that keeps it
-    machine   what is measured on
+    parts     the parts that are run, numbered
+    results   the findings of parts, and the file that keeps them
+    machine   the machine that is measured
     page      docs/devices/<device>-<date>.md
     table     the table of all pages
 """

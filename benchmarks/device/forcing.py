@@ -1,4 +1,4 @@
-"""Answers whose tokens are given: what the engine would have chosen at each place is written down.
+"""Answers whose tokens are given: the engine's own choice at each place is written down.
 
 The engine's own passes run: prefill, decode, joins, kept prefixes, drafts. Only the choice, the
 last thing before a token, is replaced (`decode_batch.choose`): it takes the given token, and keeps
@@ -51,8 +51,10 @@ class Row:
 
 @dataclass(slots=True)
 class Outcome:
-    """The places of each row, and what its passes did: tokens from kept prefixes, and of drafts,
-    and which rows were beside others in one.
+    """The places of each row, and the facts of its passes.
+
+    The facts are tokens from kept prefixes, drafted and accepted tokens, and the rows that had
+    others beside them in a pass.
     """
 
     places: list[list[Place]] = field(default_factory=list)
@@ -87,7 +89,7 @@ class Forcing:
         return ChosenTokens(tokens, None)
 
     def places(self) -> list[list[Place]]:
-        """Return what was written down, by row and position.
+        """Return the places written down, by row and position.
 
         After a draft's first wrong token come places that no answer has; the pass that reads the
         right token writes them again.
@@ -182,7 +184,7 @@ def _read(deltas: Sequence[Any], outcome: Outcome) -> None:
 def quoting(prompt: Sequence[int], length: int, quote: int) -> list[int]:
     """Return an answer's tokens: the model's own, and in their midst a quotation of the prompt.
 
-    Prompt lookup drafts what follows a quotation's first tokens, rightly until it ends.
+    Prompt lookup drafts the tokens after a quotation's first ones, rightly until it ends.
     """
     middle = length // 3
     tokens = [FREE] * length

@@ -1,4 +1,4 @@
-"""What is measured on: the device, its memory, the system, and the versions of what runs."""
+"""The machine measured: the device, its memory, the system, and the versions of the software."""
 
 import os
 import platform

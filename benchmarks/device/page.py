@@ -173,7 +173,7 @@ def _not_run(results: Mapping[str, Result]) -> Iterator[str]:
 def summarize(
     machine: Machine, results: Mapping[str, Result], day: str, *, is_small: bool
 ) -> dict[str, object]:
-    """Return the short figures: what the table of all devices shows."""
+    """Return the short figures, for the table of all devices."""
     verdicts = [
         comparison.is_ok
         for result in results.values()

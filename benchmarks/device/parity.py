@@ -80,7 +80,7 @@ class Comparison:
 
     `flips` are places at which the likeliest token is another, though by more than the bound.
     `most_mean` bounds the mean; `bound` is None where only that is bounded.
-    `is_ok` is None for what is a figure, or not done (`note` says which): no verdict.
+    `is_ok` is None for a mere figure, or one not done (`note` says which): no verdict.
     """
 
     mode: str
@@ -248,7 +248,7 @@ def compare_ways(
 
 
 def _qualify(mode: str, comparison: Comparison, outcome: Outcome) -> Comparison:
-    """Take the verdict back where what the mode is about did not happen."""
+    """Take the verdict back where the mode's own event did not happen."""
     if mode.endswith(("together", "late")):
         last = len(outcome.places) - 1
         if not (last in outcome.beside if mode.endswith("late") else outcome.beside):

@@ -1,4 +1,4 @@
-"""What is run, numbered: parity first, then figures. Each part runs in a process of its own."""
+"""The parts, numbered: parity first, then figures. Each part runs in a process of its own."""
 
 import asyncio
 import importlib.util
@@ -69,7 +69,7 @@ SERVED_SMALL: Final = SERVED[:2]
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Where a part runs: the folder of the models, and whether they are small."""
+    """The place where a part runs: the folder of the models, and whether they are small."""
 
     models: Path
     is_small: bool
@@ -236,7 +236,7 @@ def _serve(name: str, form: str) -> Callable[[Bench], Result]:
 
 
 def _narrow(bench: Bench) -> tuple[Path, str, str]:
-    """Return the folder of the narrow model, its name and its format: what the device does fast."""
+    """Return the folder of the narrow model, its name and its format: the device's fast one."""
     form = "float32" if bench.device is Device.CPU else "bfloat16"
     return bench.folder(NARROW, form, is_small=True), NARROW.name, form
 

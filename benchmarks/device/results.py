@@ -1,4 +1,4 @@
-"""What a part finds: figures and comparisons, and the file that keeps them between runs."""
+"""The findings of a part: figures and comparisons, and the file that keeps them between runs."""
 
 import json
 import math

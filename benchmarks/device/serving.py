@@ -1,4 +1,4 @@
-"""Figures of what is around the engines: servers over HTTP, embeddings, and the lane."""
+"""Figures of the parts around the engines: servers over HTTP, embeddings, and the lane."""
 
 import asyncio
 import time
@@ -47,7 +47,7 @@ def write_models(folder: Path, kind: str) -> Path:
 
 
 def _wording(model: str, words: int, max_tokens: int) -> Wording:
-    """Return prompts of so many words, each a token, that were never asked before."""
+    """Return prompts of this number of words, each a token, that were never asked before."""
     texts = Texts(next(_seeds), [words])
     return Wording(
         model=model, texts=texts, texts_per_request=1, prompts=texts, max_tokens=max_tokens

@@ -56,9 +56,9 @@ _SMALL: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """An architecture's config, and what of it is other in its small form.
+    """An architecture's config, and the changes for its small form.
 
-    `output` is the factor of what makes the logits.
+    `output` is the factor of the weights that make the logits.
     """
 
     name: str
@@ -210,8 +210,8 @@ def _draw(
 ) -> Iterator[tuple[str, mx.array]]:
     """Yield a model's weights, drawn but not evaluated.
 
-    Only plain words have logits other than 0, so no answer ends by itself. What a class begins
-    with zeros is drawn too: else nothing that a state holds would reach the logits.
+    Only plain words have logits other than 0, so no answer ends by itself. Weights that a class
+    begins with zeros are drawn too: otherwise nothing that a state holds would reach the logits.
     """
     named: Any = tree_flatten(model.parameters())
     heads = [path for path, _ in named if path.endswith("lm_head.weight")]

@@ -51,7 +51,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What one batch took: seconds, CPU seconds of this thread alone, and bytes at the peak."""
+    """The cost of one batch: seconds, CPU seconds of this thread alone, and bytes at the peak."""
 
     seconds: float
     thread_s: float
@@ -78,7 +78,7 @@ class Pair:
         return cls(engine, model)
 
     def run(self, who: str, prompts: Prompts, tokens: int) -> Spent:
-        """Answer prompts together, greedily, with so many tokens each."""
+        """Answer prompts together, greedily, with this number of tokens each."""
         clear_cache()
         mx.reset_peak_memory()
         started, thread = time.perf_counter(), time.thread_time()
@@ -166,9 +166,10 @@ def measure_speed(folder: Path, shape: str, form: str, device: Device, plan: Pla
 
 
 def measure_host(folder: Path, shape: str, form: str, device: Device, plan: Plan) -> list[Figure]:
-    """Measure what Python does for a token of a row: the CPU time of its thread alone, answering
-    with a model that is as deep as Qwen3 0.6B and next to no work for the device, whose own threads
-    are not in it. Prompts of 32 tokens are in it.
+    """Measure Python's CPU time for a token of a row, in its thread alone.
+
+    The model is as deep as Qwen3 0.6B, with next to no work for the device; the device's own
+    threads are not counted. Prompts of 32 tokens are counted.
     """
     pair = Pair.load(folder, device)
     figures = []

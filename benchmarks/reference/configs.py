@@ -220,7 +220,7 @@ SPECIAL: Final[dict[str, dict[str, Any]]] = {
 def tiny(kind: type[Any], **changes: Any) -> Any:
     """Return a small config of transformers' class, or of its text part, with some keys changed.
 
-    Raises whatever transformers' class refuses.
+    Raises the errors of transformers' class.
     """
     parts = {
         name: tiny_part(kind, name, changes) for name in getattr(kind, "sub_configs", {}) or {}

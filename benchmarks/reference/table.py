@@ -1,4 +1,4 @@
-"""docs/architectures.md, docs/reference.json and the list of what is equal: all rows' outcomes."""
+"""docs/architectures.md, docs/reference.json and the list of equal rows: all rows' outcomes."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence

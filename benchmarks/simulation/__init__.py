@@ -1,10 +1,10 @@
-"""Scale on paper: what so many replicas of a device would do with so many requests a second.
+"""Scale on paper: predictions for replicas of a device under a rate of requests.
 
 device     stage costs: seconds of a pass by its size, and of Python by request and token
-load       what is asked: Poisson arrivals of embeddings and chats
+load       the load: Poisson arrivals of embeddings and chats
 replica    one gateway: its Python, its lane and its batches, by the gateway's own policies
-cluster    replicas behind a balancer, the event heap, and what a run predicts
+cluster    replicas behind a balancer, the event heap, and a run's predictions
 measuring  the stage costs of this machine
-checking   the gateway itself under the same load, beside what was predicted
+checking   the gateway itself under the same load, beside the predictions
 tables     predictions as markdown
 """

@@ -1,4 +1,4 @@
-"""The gateway itself under the load of a simulation, beside what was predicted for it."""
+"""The gateway itself under the load of a simulation, beside the prediction for it."""
 
 import asyncio
 import time
@@ -20,7 +20,7 @@ LOAD = 0.3  # part of the predicted maximum
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One run: what was asked, predicted and measured."""
+    """One run: its load, its prediction and its measurement."""
 
     name: str
     per_s: float

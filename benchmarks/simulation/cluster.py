@@ -1,4 +1,4 @@
-"""Replicas behind a balancer that picks the least busy, and what a run predicts."""
+"""Replicas behind a balancer that picks the least busy, and the predictions of a run."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping

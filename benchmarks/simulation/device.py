@@ -1,4 +1,4 @@
-"""What a device's stages cost, in seconds: measured, or made of published figures."""
+"""The costs of a device's stages, in seconds: measured, or made of published figures."""
 
 import json
 from bisect import bisect_left
@@ -40,12 +40,12 @@ class Curve:
 class Device:
     """The stage costs of one gateway.
 
-    `embedding` and `prefill` are by padded tokens, `decode` by rows. `resume_s` is what the first
-    step costs more after another kind's turn: its weights left the caches, and no step was
+    `embedding` and `prefill` are by padded tokens, `decode` by rows. `resume_s` is the extra cost
+    of the first step after another kind's turn: its weights left the caches, and no step was
     launched ahead. `turn_s` is a hop to the lane's thread. `embedding_s`, `chat_s` and `token_s`
     are Python's, one core's worth, for a request and for each token of an answer. `contention` is
-    what a second of Python adds to a pass that runs meanwhile: 0 for a GPU, 1 where both use the
-    same cores. `rows` is the most answers at once that its memory has room for.
+    the time that a second of Python adds to a pass that runs meanwhile: 0 for a GPU, 1 where both
+    use the same cores. `rows` is the most answers at once that its memory has room for.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Client:
-    """What a client on the same machine costs: seconds a request, and a token of an answer."""
+    """The costs of a client on the same machine: seconds a request, and a token of an answer."""
 
     request_s: float = 0.0
     token_s: float = 0.0

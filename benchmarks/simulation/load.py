@@ -1,4 +1,4 @@
-"""What is asked: requests at random moments, the same for the same seed."""
+"""The load: requests at random moments, the same for the same seed."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

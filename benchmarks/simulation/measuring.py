@@ -2,7 +2,7 @@
 
 An engine alone in a tight loop is up to 1.5 times as fast as the same passes between requests:
 its weights and its threads are still warm. So each stage is read off the gateway's own metrics
-(what the lane was held for, and how often) while one load after another asks for nothing else.
+(for how long the lane was held, and how often) while one load after another asks for nothing else.
 """
 
 import asyncio
@@ -161,7 +161,7 @@ def _rising(seconds: list[float]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """The answers of a load, processor seconds of its client, and what its metrics gained."""
+    """The answers of a load, its client's processor seconds, and the growth of its metrics."""
 
     answers: list[Answer]
     seconds: float
@@ -212,7 +212,7 @@ class _Run:
 
 
 async def _run(peer: Peer, asks: Workload, clients: int = 1, *, is_ragged: bool = False) -> _Run:
-    """Ask so many at once, again and again; each time once all are answered.
+    """Ask this number at once, again and again; each time once all are answered.
 
     If `is_ragged` each client asks again as soon as it is answered, and the first time a little
     later than the one before: rows of many lengths cost more than rows of one.
@@ -254,7 +254,7 @@ async def _metrics(peer: Peer) -> Mapping[str, float]:
 
 @asynccontextmanager
 async def _embedding(peer: Peer) -> AsyncIterator[None]:
-    """Embed one text after another beside what runs in the block."""
+    """Embed one text after another beside the work in the block."""
     asks = workload(MINILM, 460)
 
     async def embed() -> None:

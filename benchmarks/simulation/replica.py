@@ -1,5 +1,7 @@
-"""One gateway on paper. Who is next, what shares a pass and how long it waits for more are decided
-by the gateway's own functions; only the passes, and Python, are replaced by their seconds.
+"""One gateway on paper.
+
+The gateway's own functions decide who is next, which rows share a pass and how long it waits for
+more; only the passes, and Python, are replaced by their seconds.
 """
 
 import heapq
@@ -23,7 +25,7 @@ LEAST_S = 1e-7  # shorter waits are rounding
 
 
 class Events:
-    """A heap of what happens when."""
+    """A heap of events by their times."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -205,7 +207,7 @@ class Replica:
         started, done_s = self._events.now, self._python_s()
 
         def end() -> None:
-            """End the pass, later by what Python took of its cores meanwhile."""
+            """End the pass, later by the time that Python took of its cores meanwhile."""
             nonlocal done_s
             now_done_s = self._python_s()
             more_s = self._device.contention * (now_done_s - done_s)

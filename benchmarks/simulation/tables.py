@@ -1,4 +1,4 @@
-"""Predictions as markdown: what was predicted beside what was measured, and rates by replicas."""
+"""Predictions as markdown: beside measurements, and rates by replicas."""
 
 from collections.abc import Sequence
 from dataclasses import replace

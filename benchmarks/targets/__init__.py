@@ -3,8 +3,8 @@
 `make bench`, or `python -m benchmarks.targets [--quick] [--only NAME] [--json FILE]`. Each
 measurement alternates with its reference, five times; the median counts.
 
-    verdicts    a target, what was measured, whether it is met; the table
-    rig         what every measurement shares: models with random weights, servers, rounds
+    verdicts    a target, its measured value, whether it is met; the table
+    rig         the parts that all measurements share: models with random weights, servers, rounds
     embedding   MiniLM: many clients, one client, a burst, a long request
     small       a near-free model: requests a second; errors with many connections
     chatting    tokens a second beside mlx-lm's generator and its server
@@ -14,5 +14,5 @@ measurement alternates with its reference, five times; the median counts.
     beside      embeddings beside chat, and chat beside embeddings
     prefix      time to first token with a prefix that was read before
     starting    from a process's start to its first answers
-    recording   what counting and timing a request takes of it
+    recording   the share of a request that counting and timing take
 """

@@ -65,7 +65,7 @@ QUICK = 0.2  # factor of every duration
 
 
 def main() -> None:
-    """Build the models, measure what was asked for, and tell."""
+    """Build the models, measure the chosen targets, and print the verdicts."""
     options = _options()
     print(machine(), file=sys.stderr)
     with TemporaryDirectory(prefix="mlx-gateway-bench-") as folder:
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def machine() -> str:
-    """Say what this is, and how busy it is before anything is measured."""
+    """Describe this machine, and how busy it is before anything is measured."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("mlx-gateway", "mlx", "mlx-lm"))
     busy, cores = os.getloadavg()[0], os.cpu_count()
     return f"{platform.platform()}, {cores} cores, load {busy:.1f}; {versions}"

@@ -22,8 +22,10 @@ CHAT_SHARE = Target(
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What each got: embeddings `idle` and chat `alone`; `waiting` embeddings with the `busy`
-    streams beside them; `chat` with the embeddings that were `asking` beside it.
+    """The figures of one round.
+
+    Alone: embeddings `idle`, chat `alone`. Beside each other: `waiting` embeddings with the `busy`
+    streams; `chat` with the embeddings that were `asking`.
     """
 
     idle: Figures
@@ -35,13 +37,13 @@ class Round:
 
     @property
     def wrong(self) -> int:
-        """Every wrong answer, of what is beside too: it would leave more to the other."""
+        """Every wrong answer, of the load beside too: it would leave more to the other."""
         every = (self.idle, self.alone, self.busy, self.waiting, self.chat, self.asking)
         return sum(sum(figures.errors.values()) for figures in every)
 
     @property
     def wait(self) -> float | None:
-        """Compare the p95 beside chat with what it may be; None unless there was chat."""
+        """Compare the p95 beside chat with its bound; None unless there was chat."""
         if self.idle.latency is None or not (self.busy.units_per_s and self.alone.units_per_s):
             return None
         return _p95(self.waiting) / (_p95(self.idle) + self._step_s)

@@ -45,7 +45,7 @@ class Round:
 
 
 async def chat(rig: Rig) -> list[Verdict]:
-    """So many streams begin at once and are as long; all three in turn, in each round.
+    """A number of streams begin at once and are as long; all three in turn, in each round.
 
     Each of the three answers the same prompts, greedily, with as many tokens; the servers stream
     them.
@@ -123,10 +123,10 @@ async def sampled(rig: Rig) -> list[Verdict]:
 
 
 def judged(streams: int, rounds: Sequence[Round]) -> list[Verdict]:
-    """Judge both targets. In the first round each of the three makes its shapes: its rates don't
-    count, its errors do.
+    """Judge both targets.
 
-    What mlx-lm's server loses is told; where it answered nothing there is no comparison.
+    In the first round each of the three makes its shapes: its rates don't count, its errors do.
+    Requests that mlx-lm's server loses are told; where it answered nothing there is no comparison.
     """
     wrong = sum(errors(each.own) for each in rounds)
     lost = sum(errors(each.other) for each in rounds)

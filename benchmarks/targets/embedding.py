@@ -51,8 +51,8 @@ async def many(rig: Rig) -> list[Verdict]:
 async def alone(rig: Rig) -> list[Verdict]:
     """One text at a time, some over HTTP and some on the engine in turn.
 
-    Then a bare echo is asked, each time after a request like those: the caches are as cold as
-    the pass leaves them. What the echo takes is no work of the gateway's.
+    Then a bare echo is asked, each time after a request like those: the caches are as cold as the
+    pass leaves them. The echo's time is no work of the gateway's.
     """
     samples, extras, bare, wrong = [], [], [], 0
     wording = rig.wording(MINILM)
@@ -90,9 +90,9 @@ async def alone(rig: Rig) -> list[Verdict]:
 
 
 async def together(rig: Rig) -> list[Verdict]:
-    """What calls at once gain over calls in turn, over HTTP and on the engine.
+    """The gain of calls at once over calls in turn, over HTTP and on the engine.
 
-    A call in turn counts for no more than the engine's own single call and HTTP_S: else a
+    A call in turn counts for no more than the engine's own single call and HTTP_S: otherwise a
     gateway that is slow alone would seem to gain by it.
     """
     samples, wrong = [], 0
@@ -119,7 +119,7 @@ async def together(rig: Rig) -> list[Verdict]:
 def gain(
     in_turn: Sequence[float], at_once_s: float, singles: Sequence[float], batch_s: float
 ) -> float:
-    """Give what calls at once gain over HTTP, as a share of what a batch gains on the engine.
+    """Return the gain of calls at once over HTTP, as a share of a batch's gain on the engine.
 
     `in_turn` and `singles` are the seconds of as many calls, over HTTP and on the engine;
     `at_once_s` and `batch_s` those of all of them together.

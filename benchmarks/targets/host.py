@@ -1,4 +1,4 @@
-"""What a token costs the processor beside the model's arithmetic: models of next to none.
+"""The processor's cost of a token beside the model's arithmetic, with next to no arithmetic.
 
 The engine, with texts, beside mlx-lm's batch generator, which gives tokens alone; and the gateway
 over HTTP beside that generator, in a process of its own, and beside mlx-lm's own server.
@@ -127,7 +127,7 @@ async def host(rig: Rig) -> list[Verdict]:
 
 
 def write_model(folder: Path, layers: int) -> Path:
-    """Write a chat model of so many layers and next to no arithmetic."""
+    """Write a chat model of this number of layers and next to no arithmetic."""
     from benchmarks.checkpoints import write_chat  # imports mlx
 
     return write_chat(folder, VOCABULARY, num_hidden_layers=layers, **SIZES)
@@ -191,7 +191,7 @@ def mixed_prompts(rows: int, seed: int) -> list[list[int]]:
 
 
 def compared(own: Streamed, other: Streamed, tokens: int) -> Round:
-    """Compare what both servers streamed. An answer of another length is a wrong one."""
+    """Compare the streams of both servers. An answer of another length is a wrong one."""
     wrong, lost = (sum(got != tokens for got in each.tokens) for each in (own, other))
     return Round(own.token_s, other.token_s, wrong, lost)
 

@@ -114,7 +114,7 @@ def _bound(rounds: Sequence[Round], weights: int) -> Verdict:
 
 
 def memory_bandwidth(size: int) -> float:
-    """Measure bytes a second, at best of five, with which all cores add up so many."""
+    """Measure the bytes a second at which all cores add up `size` bytes, the best of five."""
     parts = np.array_split(np.ones(size // 4, np.float32), os.cpu_count() or 1)
 
     def once() -> float:

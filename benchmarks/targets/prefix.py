@@ -67,7 +67,7 @@ async def _ask(peer: Peer, system: Texts, questions: Texts, number: int) -> Answ
 
 
 async def _words(rig: Rig, peer: Peer, tokens: int) -> int:
-    """Find how many words make so many tokens."""
+    """Find the number of words that makes this number of tokens."""
     guess = tokens // 2
     texts = rig.wording(CHAT, prompt_words=guess).prompts
     answer = await _ask(peer, texts, texts, 0)

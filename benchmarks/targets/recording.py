@@ -1,4 +1,4 @@
-"""What telling where a request's time went takes of it: header, log fields, metrics."""
+"""The cost of telling where a request's time went: header, log fields, metrics."""
 
 import time
 from statistics import median
@@ -19,7 +19,7 @@ STAGES = Stage.PARSE, Stage.TOKENIZE, Stage.QUEUE, Stage.LANE, Stage.INFERENCE, 
 async def recording(rig: Rig) -> list[Verdict]:
     """Ask over HTTP, then record as many times as a loop makes exact, in this process.
 
-    The line of the access log is written with or without what is recorded: it is not counted.
+    The line of the access log is written with or without the record: it is not counted.
     """
     samples, spent, wrong = [], [], 0
     workload = rig.embeddings(MINILM)
@@ -39,7 +39,7 @@ async def recording(rig: Rig) -> list[Verdict]:
 
 
 def timed(times: int) -> float:
-    """Give the seconds of one recording, the mean of so many."""
+    """Return the seconds of one recording, the mean of a number of them."""
     record_request()  # the first finds the series
     started = time.perf_counter()
     for _ in range(times):
@@ -62,7 +62,7 @@ def record_request() -> None:
 
 
 def _count_batch() -> None:
-    """Count what queue, lane and batch count for it."""
+    """Count a request as queue, lane and batch do."""
     for depth in (1, 0):
         metrics.of(metrics.QUEUE_DEPTH, MINILM).set(depth)
     metrics.of(metrics.FAST_PATH, MINILM).inc()

@@ -1,5 +1,7 @@
-"""A reranker of MiniLM's shape: many pairs a request, and calls at once, beside its own engine; and
-a causal model that scores by labels, with and without what its prompts share.
+"""A reranker of MiniLM's shape, and a causal model that scores by labels.
+
+The reranker: many pairs a request, and calls at once, beside its own engine. The causal model: with
+and without the shared part of its prompts.
 """
 
 import time
@@ -155,7 +157,7 @@ async def _stages(peer: Peer) -> dict[str, float]:
 
 
 async def _together(rig: Rig) -> Verdict:
-    """Return what ten calls at once gain over ten in turn."""
+    """Return the gain of ten calls at once over ten in turn."""
     samples, wrong = [], 0
     workload = rig.wording(RERANKER, texts=CALL_PAIRS, prompt_words=8).workload(Kind.RERANK)
     async with rig.gateway() as peer:

@@ -1,4 +1,4 @@
-"""What every measurement shares: models with random weights, servers of them, and rounds."""
+"""The parts that all measurements share: models with random weights, servers of them, rounds."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence

@@ -97,7 +97,7 @@ async def _wrk(url: str, seconds: int, seed: int) -> tuple[float, int]:
 
 
 def read_wrk(said: str) -> tuple[float, int]:
-    """Read what wrk prints: requests a second, and errors of every kind."""
+    """Read wrk's output: requests a second, and errors of every kind."""
     rate = re.search(r"Requests/sec:\s+([\d.]+)", said)
     assert rate is not None, said
     refused = re.findall(r"Non-2xx or 3xx responses: (\d+)", said)

@@ -1,4 +1,4 @@
-"""A target, what was measured, and whether it is met. Pure."""
+"""A target, its measured value, and whether it is met. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ def not_measured(work: str, reason: str) -> Verdict:
 
 
 def markdown(verdicts: Sequence[Verdict]) -> str:
-    """Write the table: the median, the range of the rounds, and what is to be said of them."""
+    """Write the table: the median, the range of the rounds, and the remarks."""
     lines = ["| work | target | measured | met |", "| --- | --- | --- | --- |"]
     for each in verdicts:
         met = "no" if not each.is_met else "yes" if each.target else "–"  # nothing to be met

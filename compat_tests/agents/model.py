@@ -34,9 +34,9 @@ COMMAND = re.compile(r"`(echo [^`]+)`")
 
 @dataclass
 class ScriptedAgent(ScriptedChat):
-    """Has the agent's tool for commands run an `echo` in backquotes, and says what that printed.
+    """Has the agent's tool for commands run an `echo` in backquotes, and repeats its output.
 
-    It thinks first, says it will, and titles a conversation if it is asked for JSON.
+    It thinks first, announces the call, and titles a conversation if it is asked for JSON.
     """
 
     max_context: int = 1_000_000
@@ -112,7 +112,7 @@ def _is_answerable(turn: Mapping[str, Any]) -> bool:
 async def serving(
     folder: Path, **given: Any
 ) -> AsyncIterator[tuple[httpx2.AsyncClient, ScriptedAgent]]:
-    """Serve the model, and give a client of the gateway, and what the model was asked."""
+    """Serve the model, and give a client of the gateway, and the requests of the model."""
     chat = ScriptedAgent()
     models = catalog(folder, {MODEL: {"kind": "chat", "source": "path:.", "preload": True}})
     async with served(models, ScriptedEngines(chat=chat), **given) as client:

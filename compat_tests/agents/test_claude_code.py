@@ -33,7 +33,7 @@ class Terminal:
         }
 
     async def ask(self, *arguments: str) -> dict[str, Any]:
-        """Ask without a screen, and return what is said of the outcome."""
+        """Ask without a screen, and return the reported outcome."""
         process = await asyncio.create_subprocess_exec(
             *self._claude, "-p", *arguments, "--allowedTools", "Bash", "--output-format", "json",
             cwd=self._folder,
@@ -55,7 +55,7 @@ class Terminal:
 
 
 async def test_two_turns_with_a_tool_call(installed: Path, tmp_path: Path) -> None:
-    """It runs what the model asks for, sends that back, and goes on in the next question."""
+    """It runs the command that the model asks for, sends the output back, and goes on."""
     async with serving(tmp_path) as (client, chat):
         terminal = Terminal(
             installed, tmp_path, ANTHROPIC_BASE_URL=str(client.base_url), ANTHROPIC_API_KEY="unused"
@@ -85,7 +85,7 @@ async def test_two_turns_with_a_tool_call(installed: Path, tmp_path: Path) -> No
 
 
 async def test_a_key_is_sent_either_way(installed: Path, tmp_path: Path) -> None:
-    """As x-api-key or as a bearer token."""
+    """The key is sent as x-api-key or as a bearer token."""
     async with serving(tmp_path, api_keys="k") as (client, _):
         for number, name in enumerate(("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")):
             home = tmp_path / str(number)
@@ -96,7 +96,7 @@ async def test_a_key_is_sent_either_way(installed: Path, tmp_path: Path) -> None
 
 
 async def test_a_model_that_is_not_there_is_said_to_be(installed: Path, tmp_path: Path) -> None:
-    """By the agent, in words of its own."""
+    """The agent reports it, in words of its own."""
     async with serving(tmp_path) as (client, _):
         terminal = Terminal(
             installed, tmp_path, ANTHROPIC_BASE_URL=str(client.base_url),

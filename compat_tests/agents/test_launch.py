@@ -53,7 +53,7 @@ SYSTEM = f"{sys.platform}-{MACHINE}"
 async def run(
     program: Path, home: Path, client: httpx2.AsyncClient, *arguments: str, by: str = LAUNCH
 ) -> bytes:
-    """Run a tool on the gateway of a client, from an empty home; return what it printed."""
+    """Run a tool on the gateway of a client, from an empty home; return its output."""
     port = client.base_url.port
     assert port is not None
     process = await asyncio.create_subprocess_exec(
@@ -99,7 +99,7 @@ def claude_in(installed: Path, folder: Path) -> Path:
 
 @NEEDS_NODE
 async def test_claude_code_runs_a_command(installed: Path, tmp_path: Path) -> None:
-    """With a key, by the model that launch chose."""
+    """It has a key, and uses the model that launch chose."""
     claude = claude_in(installed, tmp_path)
     async with serving(tmp_path, api_keys=KEY) as (client, _):
         outcome = orjson.loads(await run(claude, tmp_path, client, *CLAUDE))
@@ -109,7 +109,7 @@ async def test_claude_code_runs_a_command(installed: Path, tmp_path: Path) -> No
 
 @NEEDS_NODE
 async def test_codex_runs_a_command(installed: Path, tmp_path: Path) -> None:
-    """By /v1/responses: its call, the call's result, and the answer to that."""
+    """It uses /v1/responses: its call, the call's result, and the answer to that."""
     async with serving(tmp_path, api_keys=KEY) as (client, chat):
         printed = await run(installed / ".bin" / "codex", tmp_path, client, *CODEX)
     items = [line["item"] for line in map(orjson.loads, printed.splitlines()) if "item" in line]
@@ -169,7 +169,7 @@ async def test_a_session_of_codex_goes_on_after_a_picture(
 @NEEDS_NODE
 @BOTH
 async def test_opencode_runs_a_command(installed: Path, tmp_path: Path, by: str) -> None:
-    """By /v1/chat/completions, with its own tool and by our model alone."""
+    """It uses /v1/chat/completions, its own tool and our model alone."""
     program = installed / f"opencode-{SYSTEM}" / "bin" / "opencode"
     if not program.exists():
         pytest.skip(f"package-lock.json has no opencode for {SYSTEM}")
@@ -213,7 +213,7 @@ async def test_llm_calls_a_function(tmp_path: Path, by: str) -> None:
 async def test_an_agent_runs_a_command_and_writes_no_key(
     installed: Path, tmp_path: Path, path: str, arguments: tuple[str, ...], by: str
 ) -> None:
-    """By /v1/chat/completions, and never asks for more than a quarter of the context."""
+    """It uses /v1/chat/completions, and asks for a quarter of the context at most."""
     if not (installed / path).exists():
         pytest.skip(f"package-lock.json has no {path}")
     async with serving(tmp_path, api_keys=KEY) as (client, chat):
@@ -231,7 +231,7 @@ async def test_an_agent_runs_a_command_and_writes_no_key(
 @pytest.mark.skipif(not AIDER.exists(), reason="`make setup-aider` installs it")
 @BOTH
 async def test_aider_asks_whatever_the_project_says(tmp_path: Path, by: str) -> None:
-    """A project's .env goes before the environment, but not before what launch gives."""
+    """A project's .env goes before the environment, but not before launch's own arguments."""
     (tmp_path / ".env").write_text("OPENAI_API_BASE=http://127.0.0.1:9/v1\nOPENAI_API_KEY=theirs\n")
     arguments = ("--no-git", "--yes-always", "--message", "Hello")
     async with serving(tmp_path, api_keys=KEY) as (client, chat):

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.compat
 
 
 def run(*command: str, **environment: str) -> str:
-    """Run to a good end, and give what was printed."""
+    """Run to a good end, and give the output."""
     done = subprocess.run(
         command,
         cwd=HERE,

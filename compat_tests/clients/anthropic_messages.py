@@ -47,7 +47,7 @@ def whole(client: Anthropic) -> None:
 
 
 def cached(client: Anthropic) -> None:
-    """What a prompt adds to the cache, the same prompt reads from it."""
+    """The same prompt reads from the cache the tokens that its first request added."""
     system = [{"type": "text", "text": "Be helpful. " * 60, "cache_control": {"type": "ephemeral"}}]
     first, second = (
         client.messages.create(model=MODEL, max_tokens=8, messages=FRANCE, system=system).usage

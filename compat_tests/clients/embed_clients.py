@@ -48,7 +48,7 @@ def _llama_index(url: str) -> TextEmbeddingsInference:
 
 
 def chroma(url: str) -> Embed:
-    """As a collection's embedding function."""
+    """Use the gateway as a collection's embedding function."""
     server = HuggingFaceEmbeddingServer(url=f"{url}/embed")
     return lambda texts: server(list(texts))
 

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on two tasks of ours: prints what it made of every sample, as JSON."""
+"""lm-evaluation-harness on two tasks of ours: prints its result of every sample, as JSON."""
 
 import json
 import os

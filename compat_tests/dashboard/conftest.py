@@ -72,8 +72,9 @@ def browser() -> Iterator[Any]:
 
 @contextmanager
 def looking(browser: Any, url: str, *keys: str, **options: Any) -> Iterator[Any]:
-    """Open the page in a tab that has these keys, and hold it to what any visit must keep to:
-    nothing is fetched from elsewhere, no key is in an address, and the console stays empty.
+    """Open the page in a tab that has these keys, and hold it to the rules of any visit.
+
+    Nothing is fetched from elsewhere, no key is in an address, and the console stays empty.
     """
     context = browser.new_context(**options)
     for kind, key in zip(("admin", "api"), keys, strict=False):

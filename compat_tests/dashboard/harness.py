@@ -1,4 +1,4 @@
-"""What tests of the dashboard ask the gateway itself."""
+"""Questions that tests of the dashboard ask the gateway itself."""
 
 import json
 import time

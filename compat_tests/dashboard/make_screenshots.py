@@ -1,6 +1,6 @@
-"""Make docs' pictures of the dashboard anew: what ships under load for a minute, in Chromium.
+"""Make docs' pictures of the dashboard anew: the shipped models under load, in Chromium.
 
-Run `python -m compat_tests.dashboard.make_screenshots` on an idle machine:
+The load lasts a minute. Run `python -m compat_tests.dashboard.make_screenshots` on an idle machine:
 the figures in the pictures are its own.
 """
 
@@ -49,7 +49,7 @@ def rerank(url: str, question: str) -> None:
 def repeat(
     act: Callable[[str, str], None], url: str, texts: Iterable[str], pause_s: float
 ) -> Callable[[], None]:
-    """Act on one text after the other in a thread of its own; return what ends that."""
+    """Act on one text after the other in a thread of its own; return a function that ends it."""
     is_over = threading.Event()
 
     def run() -> None:

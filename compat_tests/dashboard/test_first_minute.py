@@ -1,4 +1,4 @@
-"""What an operator meets first: figures since the start, no key, no model, a gateway that dies."""
+"""An operator's first sights: figures since the start, no key, no model, a gateway that dies."""
 
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ def test_a_gateway_that_dies_is_said_and_found_again(browser: Any, tmp_path: Pat
 
 
 def test_the_question_for_a_key_can_be_put_off(browser: Any, tmp_path: Path) -> None:
-    """It does not come back at once, and the page says what is missing and where to enter it."""
+    """It does not come back at once; the page names the missing key and where to enter it."""
     with serve(tmp_path, GATEWAY_API_KEYS="open-up") as url:
         context = browser.new_context()
         page = context.new_page()

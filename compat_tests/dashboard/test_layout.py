@@ -90,7 +90,7 @@ def crowd(url: str) -> dict[str, Any]:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_nothing_is_cut_off(browser: Any, url: str, width: int, scheme: str) -> None:
-    """With an admin key: no button, no cell of a table and no text, and each button can be hit."""
+    """An admin sees each button, table cell and text whole, and can hit each button."""
     line = json.dumps(crowd(url)) + "\n"
     viewport = {"width": width, "height": 900}
     with looking(browser, url, ADMIN, viewport=viewport, color_scheme=scheme) as page:

@@ -1,4 +1,4 @@
-"""The dashboard shows what /metrics says, its buttons do what they say, and texts are texts."""
+"""The dashboard shows /metrics' figures, its buttons do as they say, and texts are texts."""
 
 import json
 import re
@@ -79,7 +79,7 @@ def test_its_numbers_are_those_of_metrics(page: Any, url: str) -> None:
 
 
 def test_a_request_is_seen_and_cancelled(page: Any, url: str) -> None:
-    """Its client is told, its row goes, and it is among the last errors; what it said is not."""
+    """Its client is told, its row goes, and it is among the last errors, without its words."""
     events: list[str] = []
 
     def stream() -> None:
@@ -121,7 +121,7 @@ def test_a_model_is_loaded_unloaded_and_pinned(page: Any, url: str) -> None:
 
 
 def test_a_model_is_downloaded_by_name(browser: Any, tmp_path: Path) -> None:
-    """Its progress is seen also by who did not ask, and what is wrong with a name is said."""
+    """Its progress is seen by other watchers too, and a wrong name is explained."""
     with FakeHub({"org/demo": ROOT / "demo" / "chat"}).serving() as hub:
         hub.gate.clear()
         given = {"GATEWAY_HUB_ENDPOINT": hub.url, "GATEWAY_DISK_RESERVE_BYTES": "0"}
@@ -167,7 +167,7 @@ def test_a_name_and_an_error_that_are_markup_are_texts(browser: Any, url: str) -
 
 
 def test_a_chat_is_shown_as_it_is_written(page: Any) -> None:
-    """In more than one piece, with its figures."""
+    """The text comes in more than one piece, with its figures."""
     page.fill("#chat textarea", QUESTION)
     page.keyboard.press("Enter")
     page.locator("#chat .result", has_text="completion tokens").wait_for()
@@ -220,7 +220,7 @@ def test_without_the_admin_key_no_request_is_told(browser: Any, url: str) -> Non
 def test_a_key_is_asked_for_and_kept_in_its_tab_alone(
     browser: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """In no address, no cookie and no storage of other tabs; a wrong one is asked for again."""
+    """No address, cookie or storage of other tabs has it; a wrong one is asked for again."""
     with serve(tmp_path_factory.mktemp("keys"), GATEWAY_API_KEYS="open-up") as url:
         context = browser.new_context()
         page = context.new_page()

@@ -30,7 +30,7 @@ if HAS_GRAPHITI:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say what was left out, and why."""
+    """Name the tests that were left out, and the reason."""
     if not HAS_GRAPHITI:
         terminalreporter.write_line(
             "compat_tests/graphiti is left out: graphiti-core is not installed (make compat-ci)"
@@ -49,7 +49,7 @@ def small_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 class Clients:
-    """Graphiti's clients as its users build them, keeping every reply beside what it must fit."""
+    """Graphiti's clients as its users build them, keeping every reply beside its schema."""
 
     def __init__(self, url: str) -> None:
         self._base_url = f"{url}/v1"
@@ -123,7 +123,7 @@ class Clients:
 
 @pytest.fixture
 async def clients(small_url: str, caplog: pytest.LogCaptureFixture) -> AsyncIterator[Clients]:
-    """Give the clients; fail on what they would have hidden by asking again."""
+    """Give the clients; fail on errors that they would have hidden by asking again."""
     caplog.set_level(logging.INFO, logger="openai")
     clients = Clients(small_url)
     yield clients

@@ -1,4 +1,4 @@
-"""Each of Graphiti's clients alone: the calls it makes, and what it makes of the answers."""
+"""Each of Graphiti's clients alone: the calls it makes, and its reading of the answers."""
 
 import asyncio
 from typing import Any, Literal

@@ -38,7 +38,7 @@ async def add(graphiti: Any, number: int) -> Any:
 
 
 async def test_one_short_episode_is_taken_in_and_found(clients: Clients, driver: Any) -> None:
-    """With the LLM, the embedder and the reranker all served here."""
+    """The LLM, the embedder and the reranker are all served here."""
     graphiti = graph(clients, driver, "json_schema")
     added = await add(graphiti, 0)
     assert added.episode.content == NOTES[0]

@@ -16,7 +16,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.M | re.S)
 
 @pytest.mark.compat
 def test_the_recipe_works_as_pasted(shipped_url: str, tmp_path: Path) -> None:
-    """But for the port, which is the test's own. The gateway is as shipped."""
+    """Only the port is the test's own. The gateway is as shipped."""
     (recipe,) = (code for code in BLOCKS if "import Graphiti" in code)
     code = recipe.replace("http://127.0.0.1:8000", shipped_url)
     done = subprocess.run(
@@ -29,7 +29,7 @@ def test_the_recipe_works_as_pasted(shipped_url: str, tmp_path: Path) -> None:
 
 
 async def test_the_reranker_as_pasted_ranks_in_one_call(url: str) -> None:
-    """By the embedding model on board; nothing to rank asks nothing."""
+    """The shipped embedding model ranks; an empty list makes no call."""
     (code,) = (code for code in BLOCKS if "class GatewayReranker" in code)
     names: dict[str, Any] = {}
     exec(code, names)

@@ -25,7 +25,7 @@ REPLICA = "ray::ServeReplica"
 
 @dataclass(frozen=True)
 class Cluster:
-    """Its address, and what its processes can be told by."""
+    """A cluster's address, and the mark that its processes are known by."""
 
     url: str
     mark: str
@@ -47,7 +47,7 @@ class Cluster:
         return [float(line.rpartition(" ")[2]) for line in lines]
 
     def wait_for(self, replicas: int) -> None:
-        """Wait until so many replicas answer."""
+        """Wait until this number of replicas answer."""
         _until(lambda: len(self.metrics(r"gateway_ready\{")) == replicas, self.log)
 
 

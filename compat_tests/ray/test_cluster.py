@@ -77,7 +77,7 @@ def test_the_sdk_gets_the_answers_of_one_gateway(demo: Cluster, url: str) -> Non
 
 
 def test_responses_are_found_where_they_are_kept(demo: Cluster) -> None:
-    """By whoever asks, as often as they ask: an id names its replica."""
+    """Any client finds them, as often as it asks: an id names its replica."""
     with OpenAI(base_url=f"{demo.url}/v1", api_key="unused") as client:
         kept = [
             client.responses.create(model="demo-chat", input=f"Hello! I am number {i}.")
@@ -115,7 +115,7 @@ BAD = [
 def test_errors_and_headers_are_those_of_one_gateway(
     demo: Cluster, url: str, method: str, path: str, body: Any
 ) -> None:
-    """All but what differs each time: ids, and times."""
+    """All but the values that differ each time: ids, and times."""
     here, there = (
         httpx2.request(method, f"{base}{path}", json=body, headers={"x-request-id": "mine"})
         for base in (demo.url, url)
@@ -150,7 +150,7 @@ def test_models_and_readiness_are_one_answer(demo: Cluster) -> None:
 
 
 def test_every_socket_is_of_this_machine_alone(demo: Cluster) -> None:
-    """What listens: the ingress, and Ray's ports, which run what they are sent."""
+    """The listening sockets are the ingress's, and Ray's ports, which run code they are sent."""
     listening = list(_listening(demo.pids))
     assert len(listening) > 5
     assert {address for address in listening if not address.startswith("127.")} == set()
@@ -218,7 +218,7 @@ async def test_two_models_stay_where_they_are_loaded(tmp_path: Path) -> None:
 async def test_a_replica_that_is_killed_hangs_nobody_and_falsifies_nothing(
     scripted: Cluster,
 ) -> None:
-    """What had not begun is answered by the other; what had ends with an error event."""
+    """Requests that had not begun are answered by the other; begun ones end with an error event."""
     begun = asyncio.Event()
     outcomes: dict[str, int] = {"whole": 0, "complete": 0, "broken off": 0, "refused": 0}
     async with httpx2.AsyncClient(base_url=scripted.url, timeout=60) as client:

@@ -1,4 +1,4 @@
-"""What tests of several endpoints share."""
+"""Helpers that tests of several endpoints share."""
 
 import asyncio
 import contextlib
@@ -107,7 +107,7 @@ def _code(error: dict[str, Any]) -> str:
 
 @dataclass
 class Streamed:
-    """A stream as it was read: what the lines of each event said, and the signs of life."""
+    """A stream as it was read: the lines of each event, and the signs of life."""
 
     answer: Response
     keep_alives: int = 0
@@ -172,7 +172,7 @@ async def until_told(ask: Callable[[], Awaitable[object]]) -> None:
 
 @contextlib.asynccontextmanager
 async def held(gate: Gate, asking: Awaitable[Response]) -> AsyncIterator[asyncio.Task[Any]]:
-    """While entered, a request is held at a gate, which the engine has reached for it."""
+    """Hold a request at a gate while entered, once the engine has reached the gate for it."""
     gate.close()
     task = asyncio.ensure_future(asking)
     await reached(gate)

@@ -161,7 +161,7 @@ async def read_of(pipe: Path, models: dict[str, Any]) -> None:
 async def test_of_two_reloads_at_once_the_later_reads_the_later_file(
     client: AsyncClient, tmp_path: Path
 ) -> None:
-    """It waits for the earlier: else what was read first might be what stays."""
+    """It waits for the earlier: otherwise the file that was read first might win."""
     file = tmp_path / "models.yaml"
     file.unlink()
     os.mkfifo(file)

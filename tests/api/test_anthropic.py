@@ -42,7 +42,7 @@ def refusal(answer: Response, status: int, kind: str) -> dict[str, Any]:
 async def test_the_cache_and_a_stop_sequence_are_told(
     client: AsyncClient, engines: ScriptedEngines
 ) -> None:
-    """From the first event on, as far as it is known."""
+    """They are told from the first event on, as far as they are known."""
     engines.chat.script = [
         {"text": "a", "tokens": 1, "cached_tokens": 3, "kept_tokens": 1},
         {"text": "b", "tokens": 1, "finish_reason": "stop", "stop": "END"},
@@ -60,7 +60,7 @@ async def test_the_cache_and_a_stop_sequence_are_told(
 async def test_claude_codes_first_request_is_served(
     client: AsyncClient, engines: ScriptedEngines
 ) -> None:
-    """As version 2.1.197 sends it, its texts and most tools left out."""
+    """Version 2.1.197 sends this request; its texts and most tools are left out."""
     body = orjson.loads(CLAUDE_CODE.read_bytes()) | {"model": "writer"}
     headers = {"x-api-key": "unused", "anthropic-version": "2023-06-01", "anthropic-beta": "a,b"}
     answer = await client.post(f"{URL}?beta=true", json=body, headers=headers)
@@ -113,7 +113,7 @@ RESUMED: list[dict[str, Any]] = [
 async def test_claude_codes_resumed_session_is_served(
     client: AsyncClient, engines: ScriptedEngines, is_streamed: bool
 ) -> None:
-    """With all that Anthropic's own API and its clients leave in a history."""
+    """It has everything that Anthropic's own API and its clients leave in a history."""
     body = orjson.loads(CLAUDE_CODE.read_bytes()) | {"model": "writer", "stream": is_streamed}
     count = len(body["messages"])
     body["messages"] += RESUMED
@@ -138,7 +138,7 @@ async def test_claude_codes_resumed_session_is_served(
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 async def test_a_base_url_alone_is_answered(models: Catalog, method: str) -> None:
-    """Without a key, as agents ask whether anything is there; nothing of the gateway is told."""
+    """Agents ask it without a key to find a server; the answer says nothing of the gateway."""
     async with served(models, ScriptedEngines(), api_keys="k") as client:
         answer = await client.request(method, "/")
         assert answer.status_code == 200

@@ -54,7 +54,7 @@ async def test_a_whole_answer_has_openais_shape(client: AsyncClient) -> None:
 
 
 async def test_a_stream_tells_role_text_and_reason_once_each(client: AsyncClient) -> None:
-    """SDKs concatenate what comes twice."""
+    """SDKs concatenate deltas that come twice."""
     chunks = await events(client, "hey", stream_options={"include_usage": True})
     usage = chunks.pop()
     assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 4)
@@ -190,7 +190,7 @@ CALLS: list[dict[str, Any]] = [
 async def test_calls_are_told_whole_and_streamed_with_id_and_name_once(
     client: AsyncClient, engines: ScriptedEngines
 ) -> None:
-    """SDKs concatenate what comes twice, and index what comes."""
+    """SDKs concatenate deltas that come twice, and index the calls as they come."""
     engines.chat.script = CALLS
     choice = await first(client, tools=TOOLS[URL])
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "Let me see.")
@@ -239,7 +239,7 @@ CONTINUED = {"continue_final_message": True}
 async def test_a_last_message_of_the_assistants_may_be_continued(
     client: AsyncClient, engines: ScriptedEngines, messages: list[Any], more: dict[str, Any]
 ) -> None:
-    """In vLLM's way, or in Mistral's and DeepSeek's."""
+    """Requests ask for it in vLLM's way, or in Mistral's and DeepSeek's."""
     answer = await post(client, "", messages=messages, **more)
     assert answer.status_code == 200, answer.text
     assert engines.chat.jobs[-1].continues

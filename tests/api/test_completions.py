@@ -48,7 +48,7 @@ def texts(answer: dict[str, Any]) -> list[str]:
 
 
 async def test_sixteen_tokens_are_written_unless_more_are_asked_for(client: AsyncClient) -> None:
-    """As OpenAI's documentation says."""
+    """OpenAI's documentation says so."""
     answer = (await post(client, "x" * 40)).json()
     assert texts(answer) == ["x" * 16]
     assert answer["choices"][0]["finish_reason"] == "length"
@@ -144,8 +144,9 @@ async def test_a_request_that_is_alone_is_let_in_however_long_its_first_prompt_t
 async def test_requests_that_share_a_small_queue_end(
     models: Catalog, engines: ScriptedEngines
 ) -> None:
-    """Whose first prompt was let in waits for the others' room; none keeps it in return. Only who
-    is told 429 counts as rejected, however often others ask again.
+    """A request whose first prompt was let in waits for room; none keeps it in return.
+
+    Only clients that get a 429 count as rejected, however often others ask again.
     """
     rejected = metrics.of(metrics.REJECTED, "writer")._value
     before = rejected.get()
@@ -160,7 +161,7 @@ async def test_requests_that_share_a_small_queue_end(
 async def test_a_prompt_that_waits_for_room_is_read_once(
     models: Catalog, engines: ScriptedEngines
 ) -> None:
-    """Not anew each time it asks: a few of them would keep every thread that reads prompts."""
+    """If each try read it anew, a few of them would keep every thread that reads prompts."""
 
     def stages() -> list[Stage | None]:
         return [job.caller.timings.stage for job in engines.chat.jobs]
@@ -188,7 +189,7 @@ async def test_requests_that_share_an_id_have_a_place_each(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_one_prompt_too_long_refuses_them_all(client: AsyncClient, stream: bool) -> None:
-    """As a status, before any text; the neighbours' rows are given back."""
+    """The refusal is a status, before any text; the neighbours' rows are given back."""
     error = error_of(await post(client, ["fine", "x" * 101, "fine"], stream=stream))
     assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
     assert (await post(client, "hi")).status_code == 200

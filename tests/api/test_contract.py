@@ -249,7 +249,7 @@ async def test_every_model_is_of_its_type(client: AsyncClient) -> None:
 @pytest.mark.parametrize("path", [*WHOLE, "/embeddings", "/messages/count_tokens"])
 @pytest.mark.parametrize("body", [b"[]", b"{}", b'{"model":"nobody","messages":1,"max_tokens":1}'])
 async def test_an_error_is_of_its_vendors_type(client: AsyncClient, path: str, body: bytes) -> None:
-    """OpenAI's has nulls for what is unknown, Anthropic's none."""
+    """OpenAI's has nulls for unknown fields, Anthropic's none."""
     is_anthropics = path.startswith("/messages")
     answer = await client.post(f"/v1{path}", content=body)
     assert answer.status_code in (400, 404)

@@ -1,4 +1,4 @@
-"""/dashboard: what it may load, who may watch, how many, and what they are told."""
+"""/dashboard: its sources, its watchers, their number, and the samples they get."""
 
 import asyncio
 import json
@@ -174,7 +174,7 @@ async def test_with_keys_the_page_is_open_and_its_samples_are_not(
 async def test_without_keys_no_other_page_can_watch(
     client: AsyncClient, name: str, value: str
 ) -> None:
-    """Nor take a place by an image that never ends to load."""
+    """Another page cannot take a place by an image that never ends to load, either."""
     assert (await client.get("/dashboard/samples", headers={name: value})).status_code == 403
     if name == "host":
         assert (await client.get("/dashboard", headers={name: value})).status_code == 403
@@ -219,7 +219,7 @@ async def test_a_fifth_watcher_is_refused_and_one_that_leaves_makes_room(
 
 
 async def test_the_last_place_is_an_admins(admin: AsyncClient) -> None:
-    """Who else watches cannot keep them from what they would cancel."""
+    """Other watchers cannot keep admins from requests that they would cancel."""
     async with asyncio.timeout(20), watching(admin) as first, watching(admin), watching(admin):
         await anext(first)
         assert (await admin.get("/dashboard/samples")).status_code == 429
@@ -229,7 +229,7 @@ async def test_the_last_place_is_an_admins(admin: AsyncClient) -> None:
 async def test_what_is_cancelled_while_it_is_sent_is_counted(
     models: Catalog, engines: ScriptedEngines
 ) -> None:
-    """Its answer has begun: the connection ends, and its record is what is left of it."""
+    """Its answer has begun: the connection ends, and only its record is left."""
     begun = asyncio.Event()
 
     async def send(message: Any) -> None:
@@ -362,7 +362,7 @@ async def test_a_request_that_is_cancelled_ends_with_an_error_that_says_so(
 
 
 async def test_a_stream_under_way_ends_with_an_event_that_says_so(models: Catalog) -> None:
-    """After what was written so far, and without a [DONE]; a second press does no harm."""
+    """It follows the text written so far, without a [DONE]; a second press does no harm."""
     engines = HeldEngines()
     async with served(models, engines, admin_key="sesame") as admin:
         await admin.post(CHAT, json=chat())
@@ -386,7 +386,7 @@ async def test_a_stream_under_way_ends_with_an_event_that_says_so(models: Catalo
 async def test_the_last_errors_have_an_id_and_a_code_and_no_words_of_the_request(
     admin: AsyncClient, engines: ScriptedEngines
 ) -> None:
-    """Messages may repeat what was sent. Callers turned away at the door are not among them."""
+    """Messages may repeat a request's text. Callers turned away at the door are not in the list."""
     identity = {"x-request-id": "mine-7"}
     await admin.get(f"/v1/{PROMPT}")
     await admin.post(CHAT, json=chat(PROMPT, temperature=PROMPT))

@@ -197,7 +197,7 @@ async def test_requests_at_once_each_have_their_answers(client: AsyncClient) -> 
 async def test_questions_count_as_choices_and_what_is_wrong_is_told_though_the_queue_is_full(
     models: Catalog, engines: ScriptedEngines
 ) -> None:
-    """A 429 would have it sent again. What was held is free again after the answer."""
+    """A 429 would have a wrong question sent again. The places are free again after the answer."""
     async with served(models, engines, queue_limit=4) as client:
         async with held(engines.chat.gate, post(client, [PREDICATE] * 4)) as first:
             refused = await post(client, [PREDICATE])

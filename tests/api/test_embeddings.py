@@ -110,7 +110,7 @@ async def test_over_long_input_is_refused_in_openais_words(client: AsyncClient) 
 
 
 async def test_over_long_input_is_cut_when_asked_and_told(client: AsyncClient) -> None:
-    """By the request, or by models.yaml; the request wins."""
+    """The request asks for it, or models.yaml does; the request wins."""
     cut = await post(client, input=["x" * 101, "y"], truncate=True)
     assert cut.headers["x-gateway-truncated"] == "1"
     assert cut.json()["usage"]["prompt_tokens"] == 101

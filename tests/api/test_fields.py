@@ -156,7 +156,7 @@ async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Asyn
 
 @functools.cache
 def rows() -> dict[str, tuple[list[str], list[str], list[str]]]:
-    """Read the table: by path, what is honoured, harmless, refused."""
+    """Read the table: by path, the fields that are honoured, harmless, refused."""
     table = PAGE.partition("<!-- fields:")[2].partition("<!-- /fields -->")[0]
     found = {}
     for line in table.splitlines():
@@ -245,7 +245,7 @@ LLAMA_CPP_PATHS = ["/v1/chat/completions", "/v1/completions"]
     + [(path, field) for path in LLAMA_CPP_PATHS for field in LLAMA_CPPS],
 )
 async def test_what_nobody_knows_is_named(client: AsyncClient, path: str, field: str) -> None:
-    """Nobody is left to believe that it was followed, as what only llama.cpp knows."""
+    """Nobody is left to believe that it was followed; llama.cpp's own fields are named too."""
     answer = await client.post(path, json={**MINIMAL[path], field: 1})
     assert answer.status_code == 200
     assert answer.headers["x-gateway-ignored"] == field
@@ -268,7 +268,7 @@ async def test_what_nobody_knows_is_named(client: AsyncClient, path: str, field:
 async def test_a_path_that_is_nearly_one_is_answered_with_the_one(
     client: AsyncClient, path: str, meant: str | None
 ) -> None:
-    """Clients put /v1 before what has it, and slashes behind."""
+    """Clients put /v1 before paths that have it already, and slashes behind."""
     answer = await client.get(path)
     assert answer.status_code == 404
     error = answer.json()["error"]

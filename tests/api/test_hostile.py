@@ -1,4 +1,4 @@
-"""What somebody would send to break a gateway: each is a 400, and the next request is served."""
+"""Requests meant to break a gateway: each is a 400, and the next request is served."""
 
 import asyncio
 import contextlib

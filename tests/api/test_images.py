@@ -1,4 +1,4 @@
-"""Conversations with images over a socket: the setting, the header, and what is said of it."""
+"""Conversations with images over a socket: the setting, the header, and the note to the model."""
 
 from typing import Any
 
@@ -114,7 +114,7 @@ async def test_a_kept_response_goes_on_and_shows_what_was_sent(
 async def test_nothing_is_left_out_for_a_model_that_reads_images(
     client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None does yet: what it would read is still refused."""
+    """No model reads images yet: an image for one is still refused."""
     monkeypatch.setattr(ChatSpec, "input_modalities", ("text", "image"))
     path = "/v1/chat/completions"
     answer = await client.post(path, json=session(path), headers=ON)

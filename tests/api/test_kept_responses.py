@@ -35,7 +35,7 @@ async def answered(client: AsyncClient, given: Any, **more: Any) -> Any:
 
 
 def prompts(engines: ScriptedEngines) -> list[list[tuple[str, str]]]:
-    """Give what the model was shown, request by request."""
+    """Give the messages that the model was shown, request by request."""
     return [[(turn["role"], turn["content"]) for turn in job.messages] for job in engines.chat.jobs]
 
 
@@ -283,7 +283,7 @@ RESUMED: list[dict[str, Any]] = [
 async def test_codexs_resumed_session_is_served_and_kept(
     client: AsyncClient, engines: ScriptedEngines, is_streamed: bool
 ) -> None:
-    """With all that OpenAI's own API leaves in a history; kept, it is listed as it was sent."""
+    """It has all that OpenAI's own API leaves in a history; kept, it is listed as it was sent."""
     body = orjson.loads(CODEX.read_bytes()) | {"model": "writer", "stream": is_streamed}
     body["store"] = True
     count = len(body["input"])

@@ -1,4 +1,4 @@
-"""What a request may cost before it is looked at: each bound is a setting, each refusal ours."""
+"""Bounds on a request before it is looked at: each is a setting, each refusal ours."""
 
 import asyncio
 import contextlib
@@ -138,7 +138,7 @@ async def test_deep_arguments_of_an_earlier_call_are_a_text(
 
 @contextlib.asynccontextmanager
 async def unfinished(client: AsyncClient, nbytes: int, more: int = 1) -> AsyncIterator[StreamPair]:
-    """Send so much of a body that is `more` bytes longer."""
+    """Send `nbytes` bytes of a body that is `more` bytes longer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
     head = "POST /v1/embeddings HTTP/1.1\r\nhost: localhost"
     writer.write(f"{head}\r\ncontent-length: {nbytes + more}\r\n\r\n".encode() + b"x" * nbytes)
@@ -160,8 +160,9 @@ COUNTED = LARGE - UNCOUNTED_BYTES
 async def test_bodies_that_are_too_large_together_find_no_room(
     models: Catalog, engines: ScriptedEngines
 ) -> None:
-    """They are told when to come again, whole bodies or not; small ones are let in, and so is one
-    that is larger than the room but alone.
+    """Their clients are told when to come again, whole bodies or not.
+
+    Small bodies are let in, and so is one that is larger than the room but alone.
     """
     async with served(models, engines, max_bodies_bytes=2 * COUNTED) as client:
         large = {**CHAT, "ignored": "x" * 2 * LARGE}
@@ -207,7 +208,7 @@ async def test_a_body_is_held_until_its_answer_ends(
 
 
 def test_a_large_answer_is_counted_before_it_is_written_or_finds_no_room() -> None:
-    """A small one always has room, and what is sent gives its own back."""
+    """A small one always has room, and an answer that is sent gives its bytes back."""
     bodies = Bodies(3 * SMALL_BYTES)
     first, second, small = Body(bodies), Body(bodies), Body(bodies)
     first.count_answer(2 * SMALL_BYTES)

@@ -128,7 +128,7 @@ async def test_a_body_that_is_no_json_object_is_a_400(
 
 
 async def test_a_body_over_the_limit_is_a_413(models: Catalog, engines: ScriptedEngines) -> None:
-    """And the client that is still sending gets to read it."""
+    """A client that is still sending gets to read it."""
     async with served(models, engines, max_body_bytes=1024) as client:
         declared = await client.post("/v1/embeddings", content=b"x" * 1025)
         assert error_of(declared, 413)["code"] == "request_too_large"

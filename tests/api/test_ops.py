@@ -1,4 +1,4 @@
-"""Health, readiness and metrics: what supervisors ask."""
+"""Health, readiness and metrics: the endpoints that supervisors ask."""
 
 import asyncio
 from collections.abc import Iterable
@@ -177,7 +177,7 @@ async def test_the_bound_on_waiting_tokens_is_told_by_model(tmp_path: Path) -> N
 
 
 async def test_a_model_that_makes_room_is_counted(tmp_path: Path) -> None:
-    """From 0 on, so that a rate sees the first; one that is unloaded by hand made no room."""
+    """The count starts at 0, for a rate to see the first; unloading by hand makes no room."""
     models = catalog(tmp_path, {name: {**WRITER, "preload": False} for name in ("goes", "comes")})
     async with served(models, ScriptedEngines(), cache_max_models=1, admin_key="k") as client:
         name = 'gateway_model_evictions_total{model="goes"}'

@@ -40,7 +40,7 @@ every_endpoint = pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda each:
 
 
 class WatchedEngines(ScriptedEngines):
-    """Engines that count what is asked of the hub as loads."""
+    """Engines that count the calls to the hub as loads."""
 
     async def files(self, spec: ModelSpec, *, is_pull: bool = False) -> Path:
         self.loads.append(f"the files of {spec.id}")
@@ -97,7 +97,7 @@ async def status(client: AsyncClient, endpoint: Endpoint, headers: dict[str, str
 async def test_a_page_of_another_site_gets_no_further_than_a_link_to_a_page_of_ours(
     client: AsyncClient, engines: ScriptedEngines, endpoint: Endpoint, site: str
 ) -> None:
-    """Another port of this machine is the same site; what serves it may serve a stranger's page."""
+    """Another port of this machine is the same site, though it may serve a stranger's page."""
     is_open = endpoint.bare_path in OPEN_PATHS
     for way, headers in asked(endpoint.method, site, "https://evil.example").items():
         is_taken = is_open or (way == "link" and endpoint.path in PAGES)

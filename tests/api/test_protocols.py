@@ -1,4 +1,4 @@
-"""What an answer does is the same in every protocol: chat, completions, responses, messages."""
+"""An answer behaves the same in every protocol: chat, completions, responses, messages."""
 
 import asyncio
 from typing import Any
@@ -189,7 +189,7 @@ async def test_a_model_whose_form_of_calls_is_unknown_is_said_to_be(
 async def test_a_model_whose_form_of_thoughts_is_unknown_is_said_to_be(
     client: AsyncClient, engines: ScriptedEngines, path: str, is_streamed: bool
 ) -> None:
-    """But for bare prompts, whose answers have no thoughts."""
+    """Bare prompts are the exception: their answers have no thoughts."""
     engines.chat.thoughts_are_text = True
     answer = await client.post(path, json={**ASK[path]("hi"), "stream": is_streamed})
     has_thoughts = path != "/v1/completions"

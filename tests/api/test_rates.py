@@ -115,7 +115,7 @@ async def test_a_streams_tokens_are_charged_at_its_end(
 async def test_every_prompt_of_a_completion_is_charged(
     models: Catalog, engines: ScriptedEngines
 ) -> None:
-    """Not only the first, which is the one that is timed."""
+    """The first one, which is timed, is not the only one charged."""
     async with served(models, engines, tokens_per_minute=1000) as client:
         body = {"model": "writer", "prompt": ["abcde", "abcde", "abcde"]}
         answer = await client.post("/v1/completions", json=body)

@@ -257,7 +257,7 @@ class TestWithoutModel:
 
 
 class TestScore:
-    """As vLLM's."""
+    """The endpoint is vLLM's."""
 
     @pytest.mark.parametrize("path", ["/v1/score", "/score"])
     async def test_pairs_are_scored_in_their_order(self, client: AsyncClient, path: str) -> None:
@@ -291,6 +291,6 @@ class TestScore:
 
 @pytest.mark.parametrize(("flag", "is_told"), [("true", True), ("false", False), (True, True)])
 async def test_a_flag_may_be_a_word(client: AsyncClient, flag: Any, is_told: bool) -> None:
-    """As RAGFlow sends it."""
+    """RAGFlow sends it so."""
     answer = await post(client, query="hi", documents=["hi"], return_documents=flag)
     assert ("document" in answer.json()["results"][0]) is is_told

@@ -119,7 +119,7 @@ def requests() -> list[tuple[str, dict[str, Any]]]:
 
 
 async def test_prompts_are_not_logged(models: Catalog, written: io.StringIO) -> None:
-    """Not even at debug, nor when the answer is an error."""
+    """They are left out at debug too, and when the answer is an error."""
     engines = ScriptedEngines(chat=ScriptedChat(max_context=1000))
     async with served(models, engines) as client:
         for path, body in requests():

@@ -25,7 +25,7 @@ def anyio_backend(monkeypatch: pytest.MonkeyPatch) -> tuple[str, dict[str, Any]]
 
 
 async def read_at(rate: float, pieces: int, *, is_streamed: bool) -> int:
-    """Read an answer of so many pieces at a rate, and return the bytes that arrived."""
+    """Read an answer of `pieces` pieces at a rate, and return the bytes that arrived."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})

@@ -52,7 +52,10 @@ async def test_one_that_does_not_fit_is_written_once_more_and_is_an_error_then(
     client: AsyncClient, engines: ScriptedEngines, path: str, body: Any,
     verdicts: list[bool | None], status: int, tries: int, told: str | None,
 ) -> None:  # fmt: skip
-    """Which an SDK does not ask for again. What nobody can tell in time is told."""
+    """An SDK does not repeat such a request.
+
+    An answer that cannot be judged in time is reported.
+    """
     engines.chat.verdicts = list(verdicts)
     answer = await client.post(path, json=body)
     assert answer.status_code == status
@@ -70,7 +73,7 @@ async def test_one_that_does_not_fit_is_written_once_more_and_is_an_error_then(
 async def test_there_is_no_second_where_it_would_be_the_first(
     client: AsyncClient, engines: ScriptedEngines, path: str, body: Any
 ) -> None:
-    """Nor is one made of what was broken, if the engine breaks meanwhile."""
+    """A broken answer gets no second try, either, if the engine fails meanwhile."""
     engines.chat.verdicts = [False, False]
     answer = await client.post(path, json={**body, "temperature": 0})
     assert (answer.status_code, code_of(answer)) == (500, "schema_violated")

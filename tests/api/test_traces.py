@@ -36,7 +36,7 @@ STAGES = ["parse", "load", "tokenise", "queue", "lane", "prefill", "decode"]
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Taken]:
-    """Give what a collector takes from gateways that are started from now on."""
+    """Give the spans that a collector takes from gateways started from now on."""
     with collecting() as taken:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", taken.endpoint)
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
@@ -59,7 +59,7 @@ async def asked(
 async def test_an_answer_is_a_span_with_its_stages_as_children(
     models: Catalog, taken: Taken
 ) -> None:
-    """By the names of HTTP's and of GenAI's conventions; the stages lie within the request."""
+    """Names follow HTTP's and GenAI's conventions; the stages lie within the request."""
     body = {**CHAT, "temperature": 0.5, "max_completion_tokens": 3, "n": 2, "seed": 7}
     answer = await asked(models, "/v1/chat/completions", body, {"x-request-id": "mine"})
     assert answer.status_code == 200
@@ -266,7 +266,7 @@ async def test_no_span_has_content(models: Catalog, taken: Taken) -> None:
 
 
 async def test_probes_and_scrapes_have_no_traces(models: Catalog, taken: Taken) -> None:
-    """They come every few seconds; what reads the models has one."""
+    """They come every few seconds; the list of models has a trace."""
     async with served(models, ScriptedEngines()) as client:
         for path in ("/health", "/ready", "/metrics", "/v1/metrics"):
             assert "traceresponse" not in (await client.get(path)).headers

@@ -1,4 +1,4 @@
-"""What no grammar holds is named, checked and told, over a socket with a scripted engine."""
+"""Keywords that no grammar holds are named, checked and told, over a socket."""
 
 import asyncio
 import threading
@@ -185,7 +185,7 @@ async def test_a_bare_prompts_schema_is_always_strict(
 async def test_answers_that_are_slow_to_judge_keep_no_other_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor are they waited for beyond the deadline: then nobody can tell."""
+    """They are not waited for beyond the deadline, either: then nobody can tell."""
 
     def soon_after_judging_begins(caller: Caller) -> AbstractAsyncContextManager[None]:
         is_hurried = caller.allowed_s == HURRIED_S

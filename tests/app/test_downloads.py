@@ -36,7 +36,7 @@ async def client(hub: FakeHub, tmp_path: Path) -> AsyncIterator[httpx2.AsyncClie
 
 
 async def ask(client: httpx2.AsyncClient, model: str) -> tuple[int, str]:
-    """Give the status, and the text or what is wrong."""
+    """Give the status, and the text or the error's message."""
     messages = [{"role": "user", "content": "Hello there!"}]
     body: dict[str, Any] = {"model": model, "messages": messages, "max_tokens": 4}
     answer = await client.post("/v1/chat/completions", json=body)
@@ -50,7 +50,7 @@ async def ask(client: httpx2.AsyncClient, model: str) -> tuple[int, str]:
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """Let no file grow beyond 64 kB: for a writer that is what a full disk is."""
+    """Let no file grow beyond 64 kB: a writer cannot tell that from a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (65_536, hard))
     try:

@@ -1,4 +1,4 @@
-"""A load that failed holds nothing: neither what was read nor what was computed with it."""
+"""A load that failed holds nothing: neither the arrays it read nor those computed from them."""
 
 import gc
 import json
@@ -18,7 +18,7 @@ ASKED = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 
 
 def without_template(folder: Path) -> None:
-    """As base models on the hub are."""
+    """Remove the chat template, as base models on the hub have none."""
     (folder / "chat_template.jinja").unlink()
     file = folder / "tokenizer_config.json"
     config = json.loads(file.read_text(encoding="utf-8"))

@@ -119,7 +119,7 @@ async def test_the_sandboxes_of_a_gateway_end_with_it(tmp_path: Path) -> None:
 
 
 async def test_a_tokenizer_is_described_as_it_is_once_its_model_is_loaded(tmp_path: Path) -> None:
-    """From its files alone, or not at all: the hub is not asked."""
+    """The description comes from its files alone, or not at all: the hub is not asked."""
     write_model(write_chat(tmp_path / "one") / "tiny.gguf")
     write_chat(tmp_path / "gone")
     sources = {

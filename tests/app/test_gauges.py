@@ -1,4 +1,4 @@
-"""What /metrics tells of now: rows, tickets, leases, tasks and memory, read when it is asked."""
+"""/metrics' present values: rows, tickets, leases, tasks and memory, read when it is asked."""
 
 import asyncio
 from pathlib import Path
@@ -31,7 +31,7 @@ def embed(client: httpx2.AsyncClient, *texts: str) -> "asyncio.Task[httpx2.Respo
 
 
 async def until(client: httpx2.AsyncClient, **expected: int) -> Reading:
-    """Read until it says so."""
+    """Read /metrics until it has these values."""
     async with asyncio.timeout(5):
         while True:
             now = await reading(client)

@@ -28,7 +28,7 @@ LLAMA = verified_by({"model_type": "llama"})
 
 
 async def said(client: httpx2.AsyncClient, model: str) -> list[Any]:
-    """Give what a model's description says of its inputs and its family; its list says the same."""
+    """Give the inputs and the family of a model's description; its list must agree."""
     listed = (await client.get("/v1/models")).json()["data"]
     shown: dict[str, Any] = (await client.get(f"/v1/models/{model}")).json()
     assert shown == next(each for each in listed if each["id"] == model)
@@ -62,7 +62,7 @@ def entries(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 async def test_a_load_changes_nothing_of_what_is_said_of_inputs(tmp_path: Path) -> None:
-    """Whichever engine it becomes; an adapter has the context of its base."""
+    """This holds for each kind of engine; an adapter has the context of its base."""
     models = catalog(tmp_path, entries(tmp_path))
     async with served(models, cpu_engines(), admin_key="sesame") as client:
         before = {spec.id: await said(client, spec.id) for spec in models.specs}
@@ -94,7 +94,7 @@ async def test_a_pull_that_completes_brings_the_limit(tmp_path: Path) -> None:
 
 
 async def test_files_that_change_by_hand_are_read_again(tmp_path: Path) -> None:
-    """So is an entry of models.yaml. The load says what is wrong with a config that is no JSON."""
+    """An entry of models.yaml is read again too. A config that is no JSON is named at the load."""
     models = {"mine": {"kind": "chat", "source": "path:mine"}}
     config = write_chat(tmp_path / "mine", max_position_embeddings=3000) / "config.json"
     async with served(

@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def log_odds(folder: Path, instruction: str, query: str, document: str) -> float:
-    """Compute with mlx-lm, alone and with the whole vocabulary, what is expected."""
+    """Compute the expected value with mlx-lm, alone and with the whole vocabulary."""
     loaded: Any = load(str(folder))
     model = loaded[0]
     model.set_dtype(mx.float32)

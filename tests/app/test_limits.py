@@ -1,4 +1,4 @@
-"""What models.yaml says of a model stands in the place of the settings, for that model."""
+"""A model's limits in models.yaml stand in the place of the settings, for that model."""
 
 from dataclasses import astuple, fields
 from pathlib import Path
@@ -26,7 +26,7 @@ def settings() -> Settings:
 
 
 def test_what_an_embedding_model_overrides_holds_for_it() -> None:
-    """Zero and false too; what it leaves out is the gateway's."""
+    """Zero and false count too; the gateway's values hold for the fields it leaves out."""
     given = {"id": "m", "kind": "embedding", "source": "hub:a/b", "batching": EMBEDDING, **BOTH}
     spec = EmbeddingSpec.model_validate(given, context=FOLDER)
     own = settings_of(spec, settings())
@@ -42,7 +42,7 @@ def test_what_an_embedding_model_overrides_holds_for_it() -> None:
 
 
 def test_every_limit_of_a_chat_model_is_the_setting_of_its_name() -> None:
-    """But for two of another name. A default of the limits themselves is for tests alone."""
+    """Two have other names. A default of the limits themselves is for tests alone."""
     changed = settings().model_copy(
         update={
             field.name: 777 for field in fields(GenerationLimits) if hasattr(settings(), field.name)

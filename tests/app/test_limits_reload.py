@@ -1,4 +1,4 @@
-"""What a new reading of models.yaml says of limits holds for the model that runs."""
+"""New limits of a model, from a new reading of models.yaml, hold for the model that runs."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -58,7 +58,7 @@ async def test_a_chat_that_waits_is_let_in_between_two_steps_of_a_load(tmp_path:
 async def test_a_load_that_takes_longer_than_requests_wait_is_not_ready_before_its_end(
     tmp_path: Path,
 ) -> None:
-    """What is to be at hand is waited for; only a failure is not."""
+    """A model to be preloaded is waited for; only a failed one is not."""
     engines = ScriptedEngines()
     engines.load_gate.close()
     models = {"chat": {**MODELS["chat"], "preload": True}}

@@ -1,4 +1,4 @@
-"""What is served: named models come first and alone, from folders, the hub or any catalog."""
+"""The served models: named ones come first and alone, from folders, the hub or any catalog."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -175,7 +175,7 @@ def test_a_name_is_a_folder_that_is_there_or_the_hubs_or_an_id(folder: Path) -> 
     )
 )
 def test_no_name_does_more_than_be_refused(folder: Path, names: list[str]) -> None:
-    """The hub is off: only what is here is looked at."""
+    """The hub is off: only local models are looked at."""
     loaded = Settings(_env_file=None, serve=tuple(names), auto_pull=False)  # type: ignore[call-arg]
     with suppress(RegistryInvalid):
         load_served(loaded)

@@ -1,5 +1,6 @@
-"""What of a model's files is not followed, and what its family was compared with: in the log, in
-/v1/models and in doctor.
+"""Unfollowed settings of a model's files, and the comparison of its family.
+
+Both are in the log, in /v1/models and in doctor.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A model whose tokenizer panics fails what asks it, by name; its neighbours do not notice."""
+"""A model whose tokenizer panics fails its own requests, by name; its neighbours do not notice."""
 
 import asyncio
 import json

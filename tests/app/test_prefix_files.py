@@ -1,4 +1,4 @@
-"""What is kept of prompts outlives a restart, whatever becomes of its files."""
+"""Kept prefixes outlive a restart, whatever happens to their files."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ GIVEN: dict[str, Any] = {"admin_key": "sesame", "prefix_folder_bytes": 1 << 26}
 
 
 async def ask(client: httpx2.AsyncClient, prompt: str, model: str = "m", key: str = "") -> Any:
-    """Return the answer, and how many of the prompt's tokens were at hand."""
+    """Return the answer, and the number of the prompt's tokens that were cached."""
     body = {"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0}
     headers = {"authorization": f"Bearer {key}"} if key else {}
     answer = (await client.post("/v1/completions", json=body, headers=headers)).json()
@@ -191,7 +191,7 @@ async def test_a_file_that_the_machine_cannot_read_now_is_told_and_stays(
 async def test_a_file_that_could_not_be_read_is_written_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the disk may never give it back."""
+    """The disk may never give it back."""
     write_chat(tmp_path / "m")
     (file,) = await saved(tmp_path)
     before = file.stat().st_ino
@@ -229,7 +229,7 @@ def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
 async def test_a_second_gateway_serves_without_the_folder_and_leaves_it_alone(
     tmp_path: Path,
 ) -> None:
-    """Whatever its keys are; and once the first one has ended, the next start has it."""
+    """Its keys do not matter; once the first one has ended, the next start has the folder."""
     write_chat(tmp_path / "m")
     kept = tmp_path / "kept"
     async with gateway(tmp_path, api_keys=["a-key"]) as first:
@@ -251,8 +251,9 @@ async def test_a_second_gateway_serves_without_the_folder_and_leaves_it_alone(
 
 
 async def test_only_its_own_key_goes_on_from_a_prompt(tmp_path: Path) -> None:
-    """Whatever its place among the keys is now; and no file has a key in it, or is of one that is
-    none any more.
+    """The key's present place among the keys does not matter.
+
+    No file has a key in it, or belongs to a key that is no longer set.
     """
     write_chat(tmp_path / "m")
     files = await saved(tmp_path, api_keys=["one-key", "other-key"])
@@ -267,7 +268,7 @@ async def test_only_its_own_key_goes_on_from_a_prompt(tmp_path: Path) -> None:
 
 
 async def test_the_disk_and_the_room_in_memory_are_bounded(tmp_path: Path) -> None:
-    """What was used longest ago goes first; what is used again stays."""
+    """The prefix used longest ago goes first; one that is used again stays."""
     write_chat(tmp_path / "m")
     (first,) = await saved(tmp_path)
     most = 5 * first.stat().st_size // 2
@@ -323,7 +324,7 @@ async def test_files_that_were_deleted_by_hand_are_written_again(tmp_path: Path)
 
 
 async def test_files_of_the_future_make_room_too(tmp_path: Path) -> None:
-    """As after a clock that was wrong."""
+    """A clock that was wrong may leave such files."""
     write_chat(tmp_path / "m")
     (first,) = await saved(tmp_path)
     os.utime(first, (9e9, 9e9))

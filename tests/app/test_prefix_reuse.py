@@ -1,4 +1,4 @@
-"""Conversations that take turns with others go on from what was kept of them, over HTTP."""
+"""Conversations that take turns with others go on from their kept prefixes, over HTTP."""
 
 import re
 from pathlib import Path
@@ -24,7 +24,7 @@ CITY = "a clockmaker lived among brass gears and springs " * 10
 
 
 class Asked:
-    """What a model answered, and what it had at hand."""
+    """A model's answers, and the prompts' tokens that were cached."""
 
     def __init__(self, client: httpx2.AsyncClient, model: str) -> None:
         self._client = client
@@ -32,7 +32,7 @@ class Asked:
         self.cached: list[int] = []
 
     async def say(self, prompt: str) -> tuple[str, int, int]:
-        """Return the answer, the prompt's tokens and those of them that were at hand."""
+        """Return the answer, the number of the prompt's tokens and that of the cached ones."""
         body = {"model": self._model, "prompt": prompt, "max_tokens": 3}
         answer = (await self._client.post("/v1/completions", json=body)).json()
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -96,7 +96,7 @@ async def test_a_prompt_that_cannot_be_kept_is_counted_and_logged_once(tmp_path:
 
 
 async def test_models_share_what_the_machine_has_room_for(tmp_path: Path) -> None:
-    """By default, and no more than the budget has beside them; one with a number has its own."""
+    """They share by default, within the rest of the budget; one with a number has its own."""
     entries = {name: {"kind": "chat", "source": f"path:{name}"} for name in ("one", "two", "own")}
     for name in entries:
         write_chat(tmp_path / name)

@@ -1,4 +1,4 @@
-"""A chat model's self-test: at load, from disk, in idle time, and what becomes of its verdict."""
+"""A chat model's self-test: at load, from disk, in idle time, and the effects of its verdict."""
 
 import asyncio
 import json
@@ -118,7 +118,7 @@ async def test_a_verdict_is_found_once_and_kept(tmp_path: Path) -> None:
 
 
 async def test_a_model_that_fails_runs_its_rows_one_at_a_time(tmp_path: Path) -> None:
-    """Whoever else asks waits; /v1/models says why. It holds though the disk does not take it."""
+    """Other clients wait; /v1/models says why. It holds though the disk does not take it."""
     (tmp_path / "file").write_text("in the way")
     chat = Scrutinised(findings=[Verdict(), FAILED])
     async with serving(tmp_path, chat, self_test_folder=tmp_path / "file" / "x") as client:
@@ -153,7 +153,7 @@ async def test_models_yaml_has_the_last_word(
 async def test_a_test_that_takes_too_long_is_ended_in_idle_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then rows of an architecture that is known to be equal run together."""
+    """Before that, rows of an architecture that is known to be equal run together."""
     monkeypatch.setattr(self_tests, "LANE_S", 0.3)
     monkeypatch.setattr(self_tests, "IDLE_POLL_S", 5.0)
     slow = Scrutinised(findings=[Verdict()] * 4 + [FAILED], step_s=0.15)
@@ -260,7 +260,7 @@ class TestWidths:
     async def test_a_verdict_without_sound_times_holds_and_they_are_taken(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: dict[str, Any]
     ) -> None:
-        """As one that was kept before steps were timed."""
+        """Verdicts that were kept before steps were timed are such ones."""
         soon(monkeypatch)
         (tmp_path / "kept").mkdir()
         written = {name: value for name, value in asdict(PASSED).items() if name != "step_s"}
@@ -361,7 +361,7 @@ class TestWidths:
     async def test_rows_take_turns_as_soon_as_the_times_say_so(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Before the widest is known: what is missing is no reason to wait."""
+        """They do so before the widest width is known: missing times are no reason to wait."""
         soon(monkeypatch)
         chat = Scrutinised(timed_s=lambda rows: 0.01 * rows * rows)
         chat.width_gate.close()

@@ -1,4 +1,4 @@
-"""By default nothing tells one API key what another has asked."""
+"""By default nothing tells one API key the prompts of another."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +25,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 async def ask(client: httpx2.AsyncClient, path: str, key: Mapping[str, str]) -> int:
-    """Return how many of the prompt's tokens were at hand."""
+    """Return the number of the prompt's tokens that were cached."""
     body = {"model": "m", **BODIES[path]}
     usage = (await client.post(path, json=body, headers=key)).json()["usage"]
     details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]

@@ -1,4 +1,4 @@
-"""Several models in too little memory: whoever can give way does, and nobody waits for ever."""
+"""Several models in too little memory: those that can give way do, and nobody waits for ever."""
 
 import asyncio
 import time
@@ -70,7 +70,7 @@ async def ask(client: httpx2.AsyncClient, model: str, max_tokens: int = 9) -> ht
 async def test_what_a_pinned_model_keeps_of_prompts_gives_way(
     tmp_path: Path, is_loaded: bool
 ) -> None:
-    """To another model's load, and to its rows: the pinned model itself stays."""
+    """It gives way to another model's load and rows: the pinned model itself stays."""
     engines = SizedEngines()
     models = {**CHATS, "one": {**CHATS["one"], "pinned": True}}
     limits: Any = {"cache_max_bytes": 2 * MODEL + ROW, "prefix_cache_bytes": MODEL}
@@ -94,7 +94,7 @@ class Slow(Large):
 
 
 async def test_no_idle_model_goes_for_rows_that_wait_where_it_does_not_help(tmp_path: Path) -> None:
-    """Long answers hold what the others wait for; an embedding now and then keeps its model."""
+    """Long answers hold the memory; an embedding now and then keeps its model."""
     engines = SizedEngines()
     engines.chats["one"] = Slow()
     models = {**CHATS, "embedder": {"kind": "embedding", "source": "path:."}}
@@ -119,7 +119,7 @@ async def test_no_idle_model_goes_for_rows_that_wait_where_it_does_not_help(tmp_
 async def test_a_prompt_that_never_fits_beside_a_pinned_model_is_refused_at_once(
     tmp_path: Path,
 ) -> None:
-    """507, not 503 for ever; one that fits with a short answer is served, whatever it may say."""
+    """It gets a 507, not a 503 for ever; one that fits with a short answer is served."""
     engines = SizedEngines()
     models = {**CHATS, "one": {**CHATS["one"], "pinned": True}}
     budget = 2 * MODEL + Layout([400]).nbytes(COSTS)

@@ -39,7 +39,7 @@ async def client(tmp_path: Path) -> AsyncIterator[AsyncClient]:
 
 
 async def test_a_tool_loop_is_the_same_prompt_in_three_protocols(client: AsyncClient) -> None:
-    """With its thoughts, which make it longer."""
+    """The prompt has the loop's thoughts, which make it longer."""
     openai = AsyncOpenAI(base_url=f"{client.base_url}/v1", api_key="unused", http_client=client)
     anthropic = AsyncAnthropic(base_url=str(client.base_url), api_key="unused", http_client=client)
 

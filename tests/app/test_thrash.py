@@ -57,7 +57,7 @@ def held() -> int:
 async def test_models_that_take_turns_answer_as_themselves_and_leave_nothing(
     client: httpx2.AsyncClient, rounds: int
 ) -> None:
-    """Alternating, alone and all at once; memory is at the end what two models take."""
+    """They alternate, alone and all at once; at the end memory holds two models and no more."""
     await ask(client, NAMES[0])
     one = held()
     alone = {name: await ask(client, name) for name in NAMES}

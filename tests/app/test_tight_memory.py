@@ -27,7 +27,7 @@ async def ask(client: httpx2.AsyncClient, number: int) -> str:
 
 
 async def test_rows_that_do_not_fit_wait_and_answer_as_they_would_alone(tmp_path: Path) -> None:
-    """Nine at once where three have room; what is on the device never exceeds what is allowed."""
+    """Nine run at once where three have room; the device's memory never exceeds the allowance."""
     write_chat(tmp_path / "chat")
     models = catalog(tmp_path, {"chat": {"kind": "chat", "source": "path:chat"}})
     engines = cpu_engines(kv_allowance_tokens=0)

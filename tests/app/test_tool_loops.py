@@ -85,7 +85,7 @@ Turn = Callable[[list[Any], bool], Awaitable[tuple[str, dict[str, Any]]]]
 
 
 def openai_turn(client: httpx2.AsyncClient) -> Turn:
-    """Return what asks for a turn over OpenAI's SDK, appends it and returns the call."""
+    """Return a function that asks for a turn over OpenAI's SDK, appends it and returns the call."""
     sdk = AsyncOpenAI(base_url=f"{client.base_url}/v1", api_key="unused", http_client=client)
     function = {"name": "write", "parameters": SCHEMA}
 
@@ -123,7 +123,7 @@ def openai_turn(client: httpx2.AsyncClient) -> Turn:
 
 
 def anthropic_turn(client: httpx2.AsyncClient) -> Turn:
-    """Return what asks for a turn over Anthropic's SDK, appends it and returns the call."""
+    """Return a function that asks for a turn by Anthropic's SDK, appends it, gives the call."""
     sdk = AsyncAnthropic(base_url=str(client.base_url), api_key="unused", http_client=client)
 
     async def ask(messages: list[Any], is_streamed: bool) -> tuple[str, dict[str, Any]]:

@@ -85,7 +85,7 @@ ALLOWED = {
 async def test_what_of_a_function_does_not_compile_is_named(
     client: httpx2.AsyncClient, choice: Any, named: str | None
 ) -> None:
-    """As of an answer's schema; calls that are free are held to nothing."""
+    """An answer's schema is treated alike; calls that are free are held to nothing."""
     answer = await chat(client, WIDE, choice)
     assert answer.status_code == 200, answer.text
     assert answer.headers.get("x-gateway-unenforced") == named

@@ -1,4 +1,4 @@
-"""The pass at load: once, on the lane, before any request's; what it shows is told by name."""
+"""The pass at load: once, on the lane, before any request's; the faults it shows are named."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The simulator against queues that have a closed form, and against what must hold for any."""
+"""The simulator against queues that have a closed form, and against laws that hold for any."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Events add up to an answer; what is wrong with either has a name."""
+"""Events add up to an answer; every fault of either has a name."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""The table of architectures: what is made, compared and written."""
+"""The table of architectures: made, compared and written."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What `make device` makes of engines that are right and wrong, and of parts that die."""
+"""`make device`'s judgement of engines that are right and wrong, and of parts that die."""
 
 import json
 from collections.abc import Callable

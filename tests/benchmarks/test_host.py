@@ -1,4 +1,4 @@
-"""What a token costs beside the arithmetic: the two sides in-process, the client, the verdict."""
+"""A token's cost beside the arithmetic: the two sides in-process, the client, the verdict."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""What the targets make of what was measured: of references that failed, and of slow ones."""
+"""The targets' verdicts on measurements: of references that failed, and of slow ones."""
 
 import signal
 from collections.abc import AsyncIterator
@@ -44,7 +44,7 @@ def test_nothing_is_measured_against_nothing() -> None:
 
 @pytest.mark.parametrize("load", ["idle", "alone", "busy", "waiting", "chat", "asking"])
 def test_an_error_of_either_load_meets_no_target(load: str) -> None:
-    """What is refused beside it leaves more to the other."""
+    """Work that is refused beside it leaves more to the other."""
     figures = replace(GOOD, errors={"429 rate_limit_exceeded": 2})
     for verdict in beside.judged([BESIDE, replace(BESIDE, **{load: figures})]):
         assert not verdict.is_met
@@ -85,7 +85,7 @@ def test_our_own_wrong_answer_meets_no_target() -> None:
     ],
 )
 def test_slow_calls_in_turn_are_no_gain(call: float, at_once: float, share: float) -> None:
-    """They count as the engine's own 5 ms and what HTTP may take, 1.2 ms; ten take it 20 ms."""
+    """They count as the engine's own 5 ms and HTTP's allowance of 1.2 ms; ten take it 20 ms."""
     found = embedding.gain([call / 1e3] * 10, at_once / 1e3, [0.005] * 10, 0.02)
     assert found == pytest.approx(share, abs=0.005)
 

@@ -1,4 +1,4 @@
-"""The benchmark of structured output counts what compiles, and which instances are taken."""
+"""The benchmark of structured output counts compiled schemas and accepted instances."""
 
 import json
 from pathlib import Path

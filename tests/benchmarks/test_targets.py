@@ -96,7 +96,7 @@ async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
 async def test_mlx_lms_generator_answers_lines_on_the_blas_that_mlx_comes_with(
     folder: Path,
 ) -> None:
-    """What imports the gateway's engine has loaded another."""
+    """A process that imports the gateway's engine has loaded another BLAS."""
     told = "import atexit, json, runpy, sys; sys.argv = [None, *sys.argv[1:]]\n" + (
         "atexit.register(lambda: print(json.dumps({'gateway': 'gateway.engine' in sys.modules})))\n"
         "runpy.run_module('benchmarks.batch_generator', run_name='__main__')"

@@ -1,4 +1,4 @@
-"""What tests of commands may ask for."""
+"""Fixtures for the tests of commands."""
 
 import os
 import signal
@@ -30,15 +30,16 @@ def short_path() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def portal() -> Iterator[BlockingPortal]:
-    """Give a loop in a thread of its own: a command in this one waits for what is served there."""
+    """Give a loop in a thread of its own: a command in this thread waits for the server there."""
     with start_blocking_portal("asyncio") as portal:
         yield portal
 
 
 @pytest.fixture
 def inside(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Inside]:
-    """Give what runs a command as `processes.ran` does, but in this process: most of a command's
-    own is its imports, which a test of what it says need not pay.
+    """Give a function that runs a command as `processes.ran` does, but in this process.
+
+    Most of a command's own time is its imports, which a test of its output need not pay.
     """
 
     def ran(folder: Path, *arguments: str, **given: str) -> "subprocess.CompletedProcess[str]":

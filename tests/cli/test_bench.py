@@ -1,4 +1,4 @@
-"""bench, as a command: its table, its JSON, its status; and what it imports."""
+"""bench, as a command: its table, its JSON, its status, and its imports."""
 
 import json
 import subprocess
@@ -107,7 +107,7 @@ print(light, heavy, file=sys.stderr)
 
 
 def test_without_the_load_tools_extra_bench_names_it_in_one_line() -> None:
-    """What serves and what examines the engine do without."""
+    """Serving and examining the engine do without it."""
     without = "import sys; sys.modules['aiohttp'] = None"
     rooms = "import gateway.app.gateway, gateway.cli.serve, gateway.doctor.trial"
     done = python(f"{without}\n{rooms}\ngateway.cli.main(['bench', 'chat'])")

@@ -1,4 +1,4 @@
-"""check, config, models and schema: what they print, and how they end."""
+"""check, config, models and schema: their output and their ends."""
 
 import errno
 import json
@@ -193,7 +193,7 @@ def test_models_lists_what_is_served(here: Path, capsys: pytest.CaptureFixture[s
 
 
 def listed(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Give what `models` says of each: on disk or not, and its size."""
+    """Give the report of `models` on each: on disk or not, and its size."""
     assert run("models") == 0
     return [" ".join(line.split("\t")[4:]) for line in capsys.readouterr().out.splitlines()]
 
@@ -223,7 +223,7 @@ def test_a_hub_model_is_on_disk_when_all_its_shards_are(
 
 
 def test_commands_that_only_look_import_no_mlx(here: Path) -> None:
-    """They answer at once, and where mlx doesn't work they still say what is wrong."""
+    """They answer at once, and still name the faults where mlx doesn't work."""
     (here / "models.yaml").write_text(GOOD + "  own: {kind: chat, source: 'path:.'}\n")
     commands = [
         *(["--help"], ["serve", "--help"], ["check"], ["config"], ["schema"], ["models"]),

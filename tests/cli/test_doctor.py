@@ -1,4 +1,4 @@
-"""doctor: a line for each check: ok, warn or fail, and what to do; its status."""
+"""doctor: a line for each check, with ok, warn or fail and advice; its status."""
 
 import re
 import socket
@@ -38,7 +38,7 @@ def doctor(inside: Inside, here: Path, **given: str) -> tuple[int, dict[str, str
 
 @pytest.fixture
 def checked(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[str, str]]:
-    """Give what checks the machine in this process, with the state and words of each check."""
+    """Give a function that checks this machine in-process, with each check's state and words."""
     monkeypatch.chdir(here)
     monkeypatch.setenv("GATEWAY_PORT", "0")
 
@@ -132,8 +132,9 @@ def test_an_mlx_that_does_not_work_fails(
 def test_a_model_that_cannot_be_had_or_is_too_large_is_a_warning(
     here: Path, inside: Inside
 ) -> None:
-    """The others are served: one has no weights, another's hub is not there. What a model holds
-    once it is loaded is not what it has on disk.
+    """The others are served: one has no weights, another's hub is not there.
+
+    A loaded model's bytes are not its bytes on disk.
     """
     entries = (
         "  half: {kind: chat, source: 'path:tmp'}\n  far: {kind: chat, source: 'hub:org/far'}\n"

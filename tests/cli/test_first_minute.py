@@ -1,4 +1,4 @@
-"""What somebody sees in a terminal who starts the gateway for the first time."""
+"""The terminal of somebody who starts the gateway for the first time."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def in_a_terminal(arguments: list[str], folder: Path, **given: str) -> Iterator[
 
 
 def answered(line: str, **given: str) -> dict[str, object]:
-    """Paste a line into a shell, and read what it prints."""
+    """Paste a line into a shell, and read its output."""
     done = subprocess.run(
         ["sh", "-c", line], env={**os.environ, **given}, capture_output=True, timeout=60, check=True
     )
@@ -152,7 +152,7 @@ def test_the_readme_shows_what_the_terminal_shows() -> None:
 
 
 def of_any_machine(lines: list[str]) -> list[str]:
-    """Leave out what another machine has otherwise: numbers, and what it is warned of."""
+    """Leave out the parts that differ on another machine: numbers and warnings."""
     kept = [line for line in lines if not line.startswith(("warning:", "    ", "self_test_"))]
     told = "\n".join(kept)
     told = re.sub(r"\d\d:\d\d:\d\d", "TIME", told)

@@ -1,4 +1,4 @@
-"""launch and connect: which gateway and model a tool gets, by what, and how it ends."""
+"""launch and connect: which gateway and model a tool gets, by which settings, and how it ends."""
 
 import asyncio
 import errno
@@ -111,8 +111,9 @@ Found: TypeAlias = Callable[..., AbstractContextManager[str]]
 
 @pytest.fixture
 def run(home: Path, inside: Inside) -> Launch:
-    """Give what runs a command of mlx-gateway until it ends: in this process, but for its tool and
-    for a gateway that it starts.
+    """Give a function that runs a command of mlx-gateway until it ends.
+
+    The command runs in this process, but for its tool and for a gateway that it starts.
     """
 
     def ran(*arguments: str, port: str = NOBODY, **given: str) -> Ran:
@@ -122,7 +123,7 @@ def run(home: Path, inside: Inside) -> Launch:
 
 
 def seen(outcome: Ran) -> dict[str, Any]:
-    """Give what the tool was given."""
+    """Return the arguments and variables that the tool was given."""
     seen: dict[str, Any] = json.loads(outcome.stdout)
     return seen
 
@@ -152,7 +153,10 @@ def begun(home: Path, *arguments: str, **given: str) -> Iterator["subprocess.Pop
 
 @pytest.fixture
 def found(home: Path, portal: BlockingPortal) -> Found:
-    """Give what serves the models in this process, where launch finds them; it gives the URL."""
+    """Give a context that serves models in this process, where launch finds them.
+
+    It gives the URL.
+    """
 
     @contextmanager
     def serving(
@@ -209,7 +213,7 @@ def test_the_first_key_is_the_tools(home: Path, found: Found, run: Launch) -> No
 def test_a_gateway_that_was_found_says_what_it_serves(
     home: Path, found: Found, run: Launch
 ) -> None:
-    """Its loaded models' contexts are its own; what it does not have is refused."""
+    """Its loaded models' contexts are its own; a model that it does not have is refused."""
     with found() as url:
         port = port_of(url)
         question = {"model": "small", "messages": [{"role": "user", "content": "Hi"}]}
@@ -312,7 +316,7 @@ def test_a_tool_that_is_not_installed_or_not_known_is_named(home: Path, run: Lau
 def test_what_is_kept_of_a_prompt_is_said_before_an_agent_runs(
     home: Path, found: Found, run: Launch, kept_bytes: str, kept: str | None
 ) -> None:
-    """Where that is less than its context: a token of this model has 768 bytes of KV."""
+    """It is less than the model's context: a token of this model has 768 bytes of KV."""
     write_chat(home / "large", max_position_embeddings=40_960)
     with found() as url:
         given = {"GATEWAY_PREFIX_CACHE_BYTES": kept_bytes}
@@ -359,7 +363,7 @@ def not_ignored() -> Iterator[None]:
 
 @pytest.mark.usefixtures("not_ignored")
 def test_signals_are_the_tools(home: Path) -> None:
-    """launch waits for what it does, and then stops its gateway."""
+    """launch waits until the tool has handled them, and then stops its gateway."""
     with begun(home, "launch", "llm", "--", "--wait") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "waiting\n"
@@ -381,7 +385,7 @@ def test_signals_are_the_tools(home: Path) -> None:
 def test_a_full_disk_is_named_and_nothing_starts(
     run: Launch, monkeypatch: pytest.MonkeyPatch, error: OSError
 ) -> None:
-    """The second is what Python says that finds room in none of the folders it knows."""
+    """The second is Python's error when none of the folders it knows has room."""
 
     def fail(*_: object, **__: object) -> Any:
         raise error
@@ -475,7 +479,7 @@ def test_what_connect_prints_does_in_a_shell_what_launch_does(
 
 
 def test_connect_shows_a_key_only_when_asked(home: Path, run: Launch) -> None:
-    """Else the variable that has it; one in .env has to be exported."""
+    """Otherwise it shows the variable that has the key; one in .env has to be exported."""
     (home / ".env").write_text("GATEWAY_API_KEYS=hidden,other\n")
     outcome = run("connect", "claude")
     assert 'ANTHROPIC_AUTH_TOKEN="${GATEWAY_API_KEYS%%,*}"' in outcome.stdout
@@ -517,7 +521,7 @@ def test_a_model_is_chosen_by_its_context() -> None:
 def test_a_refusal_ends_with_the_commands_that_do_it(
     wanted: str, reason: str, commands: list[str]
 ) -> None:
-    """With the model that was asked for, if its download may do; with the models file, if given."""
+    """They name the asked model, if its download may do, and the models file, if given."""
     offers = [
         Offer("vectors", "vectors", "embedding"),
         Offer("alias", "unknown", "chat"),
@@ -554,7 +558,7 @@ def test_no_pull_is_advised_that_would_bring_nothing(lack: str) -> None:
 
 
 def test_why_a_context_is_not_known_is_said_as_it_is(home: Path, found: Found, run: Launch) -> None:
-    """By a gateway that runs as by the files: a download is advised of the hub's models alone."""
+    """A running gateway gives the files' reasons; only models of the hub are to be downloaded."""
     (home / "mute").mkdir()
     (home / "mute" / "config.json").write_text("{}")
     sources = {"far": "hub:org/far", "mute": "path:mute", "uninstalled": "package:no_such/model"}
@@ -596,7 +600,7 @@ def test_the_commands_of_a_refusal_name_the_models_file(home: Path, run: Launch)
 
 
 def test_no_file_of_a_tool_has_a_key() -> None:
-    """Nor do its arguments: it is in the variable alone, whose name an entry has."""
+    """Its arguments have none either: the key is in the variable alone, which an entry names."""
     service = Service("http://x", "m", "s", 40_000, "/folder")
     for tool in TOOLS.values():
         setup = tool.set_up(service)

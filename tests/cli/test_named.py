@@ -1,4 +1,4 @@
-"""Commands take models by name: what a new user types first, and what they are told."""
+"""Commands take models by name: a new user's first commands, and their output."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ def at(hub: FakeHub, folder: Path) -> dict[str, str]:
 def test_what_a_name_is_and_what_lies_here_are_listed(
     hub: FakeHub, tmp_path: Path, inside: Inside
 ) -> None:
-    """Without a models.yaml; the second time nobody is asked."""
+    """No models.yaml is needed; the second time nobody is asked."""
     where = at(hub, tmp_path)
     done = inside(tmp_path, "models", "hub:org/tiny", **where)
     assert done.stdout == "org/tiny\tchat\ttiny\thub:org/tiny\tno\t\n"

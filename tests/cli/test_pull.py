@@ -1,4 +1,4 @@
-"""pull: what it fetches, how it goes on after a kill, and what it says when it cannot."""
+"""pull: the files it fetches, how it goes on after a kill, and its messages when it cannot."""
 
 import os
 import pty
@@ -49,7 +49,7 @@ def own(hub: FakeHub) -> dict[str, str]:
 
 @pytest.fixture
 def pull(hub: FakeHub, tmp_path: Path, inside: Inside) -> Pull:
-    """Give what runs the command until it ends."""
+    """Give a function that runs the command until it ends."""
 
     def run(model: str, **given: str) -> tuple[int, str, str]:
         done = inside(tmp_path, "pull", model, **{**own(hub), **given})
@@ -60,7 +60,7 @@ def pull(hub: FakeHub, tmp_path: Path, inside: Inside) -> Pull:
 
 @pytest.fixture
 def begin(hub: FakeHub, tmp_path: Path) -> Iterator[Begin]:
-    """Give what starts the command, in a process of its own."""
+    """Give a function that starts the command, in a process of its own."""
     started: list[subprocess.Popen[str]] = []
 
     def start(
@@ -93,14 +93,14 @@ def snapshot(folder: Path) -> Path:
 
 
 def test_a_model_is_fetched_by_any_of_its_names(pull: Pull, tmp_path: Path) -> None:
-    """Whatever GATEWAY_AUTO_PULL says; off a terminal nothing but its folder is printed."""
+    """GATEWAY_AUTO_PULL does not matter; off a terminal only the model's folder is printed."""
     assert pull("ours") == (0, f"mine: 24 MiB in {snapshot(tmp_path)}\n", "")
 
 
 def test_what_a_package_has_is_not_downloaded(
     pull: Pull, begin: Begin, hub: FakeHub, tmp_path: Path
 ) -> None:
-    """Where it is not installed the hub has the same files, and else both ways are told."""
+    """Without the package the hub has the same files; without either, both ways are told."""
     assert pull("aboard") == (0, f"aboard: 24 MiB in {snapshot(tmp_path)}\n", "")
     hub.asked.clear()
     shutil.copytree(tmp_path / "repo", tmp_path / "own_weights" / "m")

@@ -280,7 +280,7 @@ def test_a_rank_0_that_dies_ends_the_others(folder: Path, tmp_path: Path) -> Non
 def test_ranks_refuse_to_load_unlike_models_and_drain_when_one_is_told_to_stop(
     folder: Path, tmp_path: Path
 ) -> None:
-    """What they have alike they serve, and its answers under way are whole."""
+    """They serve the models they have alike, and the answers under way are whole."""
     changed = MODELS.replace('"path:qwen2",', '"path:qwen2", dtype: float16,')
     assert changed != MODELS
     (folder / "changed.yaml").write_text(changed)

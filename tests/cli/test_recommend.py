@@ -1,4 +1,4 @@
-"""`models recommend`: what fits, added up, and by the engine's own count of KV."""
+"""`models recommend`: the models that fit, added up, and by the engine's own count of KV."""
 
 from importlib import import_module
 from typing import Any
@@ -45,7 +45,7 @@ def plain(**facts: Any) -> Facts:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_kv_is_what_the_engine_measures_of_such_a_model(name: str) -> None:
-    """Of its real shapes, with weights that are never computed."""
+    """The model has real shapes, with weights that are never computed."""
     module, config = CONFIGS[name]
     classes = import_module(f"mlx_lm.models.{module}")
     model = classes.Model(classes.ModelArgs.from_dict(yaml.safe_load(config)))
@@ -145,7 +145,7 @@ def test_this_machine_is_asked_about_by_the_budget_that_serve_has(
 def test_a_short_name_stands_where_the_command_does(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`models NAME` lists what would be served by it."""
+    """`models NAME` lists the models that it would serve."""
     monkeypatch.setenv("GATEWAY_HUB_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(SystemExit) as ended:
         main(("models", "qwen3.5-9b"))

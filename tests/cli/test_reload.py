@@ -35,7 +35,7 @@ def wait_for(log: Path, event: str) -> None:
 
 @contextmanager
 def written(fifo: Path) -> Iterator[None]:
-    """Wait for somebody to read from a pipe, who then waits for what is written."""
+    """Wait for somebody to read from a pipe, who then waits for bytes."""
     deadline = time.monotonic() + 20
     while True:
         try:
@@ -81,7 +81,7 @@ def test_a_hangup_reads_the_models_again_and_holds_up_no_exit(tmp_path: Path) ->
 
 
 def test_a_hangup_while_it_drains_changes_nothing(tmp_path: Path) -> None:
-    """Nobody comes any more for what it would load; nor does it end the process."""
+    """Nobody would use a newly loaded model any more; nor does the signal end the process."""
     (tmp_path / "models.yaml").write_text(IDLE)
     with started(command("serve"), tmp_path, GATEWAY_DRAIN_S="1") as served:
         place = urlsplit(served.url)

@@ -122,7 +122,7 @@ def asked(path: Path, headers: dict[str, str] | None = None) -> int:
 
 
 def leave_socket(path: Path) -> None:
-    """Leave what a process leaves that is killed: a socket on which nobody listens."""
+    """Leave a socket on which nobody listens, as a killed process does."""
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
         left.listen()

@@ -1,4 +1,4 @@
-"""The folder of the demo model is what clients and mlx-lm expect of it."""
+"""The folder of the demo model is as clients and mlx-lm expect it."""
 
 import json
 from itertools import islice

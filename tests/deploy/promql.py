@@ -1,4 +1,4 @@
-"""What the expressions of the board and of the alerts ask for."""
+"""The series that the expressions of the board and of the alerts ask for."""
 
 import json
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ class Wanted:
 
 
 def wanted(expression: str) -> Iterator[Wanted]:
-    """List what an expression selects. Raises ValueError for one that cannot be read."""
+    """List the series that an expression selects. Raises ValueError for one that cannot be read."""
     yield from _wanted(promql_parser.parse(expression), frozenset())
 
 

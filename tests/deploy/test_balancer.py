@@ -28,7 +28,7 @@ balanced = pytest.mark.skipif(HAPROXY is None, reason="haproxy is not installed"
 
 
 def section(title: str) -> str:
-    """Return what docs/scaling.md says under a heading."""
+    """Return the text of docs/scaling.md under a heading."""
     return SCALING.read_text().partition(f"### {title}\n")[2].partition("\n##")[0]
 
 

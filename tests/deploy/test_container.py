@@ -1,4 +1,4 @@
-"""The Dockerfile: what it builds from, whose rights it runs with, and that its probe is true."""
+"""The Dockerfile: its base images, the rights it runs with, and a probe that is true."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def probe() -> list[str]:
 
 
 def test_it_does_not_run_as_root() -> None:
-    """From the last USER on, by number, so that an orchestrator can see it."""
+    """The last USER decides, by number, so that an orchestrator can see it."""
     [user] = said("USER")
     assert int(user) > 0
     assert f"--uid {user}" in " ".join(said("RUN"))
@@ -62,7 +62,7 @@ def test_what_is_copied_exists_and_is_not_ignored() -> None:
 
 
 def test_what_is_copied_is_all_that_the_package_is_built_of(tmp_path: Path) -> None:
-    """As in the image, where pip builds a wheel of it."""
+    """pip builds a wheel of the copied files, as in the image."""
     for rest in said("COPY"):
         *names, folder = rest.replace("${PINS}", PINS[0]).split()
         if "--from" in rest:
@@ -81,7 +81,7 @@ def test_what_is_copied_is_all_that_the_package_is_built_of(tmp_path: Path) -> N
 
 
 def test_all_that_is_written_is_in_the_volume_or_the_temporary_folder() -> None:
-    """So that the rest may be read-only. Without OpenBLAS's copy a CPU is fifty times slower."""
+    """The rest may then be read-only. Without OpenBLAS's copy a CPU is fifty times slower."""
     [volume] = said("VOLUME")
     variables = dict(each.split("=", 1) for rest in said("ENV") for each in rest.split())
     for name in ("HF_HOME", "XDG_CACHE_HOME", "GATEWAY_SELF_TEST_FOLDER"):
@@ -101,7 +101,7 @@ def test_pins_are_installed_with_their_hashes() -> None:
 
 @pytest.mark.anyio
 async def test_the_probe_tells_a_living_gateway_from_none(tmp_path: Path) -> None:
-    """It asks /health with what the image has, Python alone, and past a proxy."""
+    """It asks /health with the image's only tool, Python, and past a proxy."""
     models = {"writer": {"kind": "chat", "source": "path:."}}
     async with served(catalog(tmp_path, models), ScriptedEngines()) as client:
         port = client.base_url.port

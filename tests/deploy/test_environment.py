@@ -1,4 +1,4 @@
-"""gateway.env.example: every key is a real one, and what is commented out is the default."""
+"""gateway.env.example: every key is a real one, and commented-out values are the defaults."""
 
 import re
 from pathlib import Path
@@ -29,7 +29,7 @@ def test_what_is_commented_out_is_the_default() -> None:
 
 
 def test_all_of_it_together_is_valid() -> None:
-    """As a file of settings, and as variables of models.yaml."""
+    """It is valid as a file of settings, and as variables of models.yaml."""
     values = {key: value for _, key, value in LINES if value}
     own = {key.removeprefix("GATEWAY_").lower(): values[key] for key in values.keys() & OWN}
     settings = Settings(_env_file=None, **own)  # type: ignore[call-arg]

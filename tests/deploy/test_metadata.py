@@ -1,4 +1,4 @@
-"""What the package index shows: links that hold there, of a repository that is known, or none."""
+"""The package index's page: links that hold there, of a repository that is known, or none."""
 
 import os
 import re
@@ -30,7 +30,7 @@ def tree(folder: Path) -> Path:
 
 
 def built(folder: Path, **variables: str) -> Message:
-    """Return the metadata that hatchling writes for a wheel of what is in the folder."""
+    """Return the metadata that hatchling writes for a wheel of the folder."""
     kept = {name: value for name, value in os.environ.items() if "REPOSITORY" not in name}
     code = "from hatchling.build import *; prepare_metadata_for_build_wheel('.')"
     command = (sys.executable, "-c", code)
@@ -50,7 +50,7 @@ def links(metadata: Message) -> set[str]:
 
 
 def test_links_lead_to_the_tag_where_the_repository_is_known(tmp_path: Path) -> None:
-    """And they stay in a wheel that is made from the sdist, whoever makes it."""
+    """They stay in a wheel that is made from the sdist, whoever makes it."""
     folder = tree(tmp_path)
     said = built(folder, GITHUB_REPOSITORY="someone/something")
     assert [each for each in links(said) if not ELSEWHERE.match(each)] == []

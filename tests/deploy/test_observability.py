@@ -105,7 +105,7 @@ def test_the_readme_lists_every_alert() -> None:
 
 
 def test_images_are_pinned_and_listen_on_loopback_alone() -> None:
-    """On the host's network nothing is published: the programs themselves must not be open."""
+    """Nothing is published on the host's network: the programs themselves must not be open."""
     for service in COMPOSE.values():
         assert re.fullmatch(r"[a-z]+/[a-z]+:v?\d+\.\d+\.\d+", service["image"])
         assert "ports" not in service

@@ -1,4 +1,4 @@
-"""What a router reads of a request."""
+"""The parts of a request that a router reads."""
 
 from typing import Any
 

@@ -21,7 +21,7 @@ SAVED = len(BLOCKS) * BLOCK_TOKENS
 
 
 def replica(name: str, *models: str, waiting: float = 0, keeps: int = 0) -> Candidate:
-    """A replica that keeps so many first blocks of the conversation with the model m."""
+    """A replica of the model m that keeps the first `keeps` blocks of the conversation."""
     return Candidate(name, frozenset(models), waiting, {"m": frozenset(BLOCKS[:keeps])})
 
 

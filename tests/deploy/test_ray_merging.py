@@ -1,4 +1,4 @@
-"""What all replicas answered, as one answer."""
+"""The answers of all replicas, as one answer."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ def test_one_that_is_ready_is_enough() -> None:
 
 
 def test_readiness_without_models_has_none() -> None:
-    """Callers who may not list them are told none, by any replica."""
+    """No replica names models to callers who may not list them."""
     bodies = [answer(name, {"status": "ready"}) for name in "ab"]
     assert merge("/ready", bodies).json == {"status": "ready"}
 

@@ -1,4 +1,4 @@
-"""What a release is made of: notes of its version, a formula of its sdist, a table of wheels."""
+"""The parts of a release: notes of its version, a formula of its sdist, a table of wheels."""
 
 import hashlib
 from pathlib import Path
@@ -89,7 +89,7 @@ def test_a_formula_names_the_sdist_by_the_hash_of_its_bytes(tmp_path: Path) -> N
 
 
 def test_every_pin_that_somebody_installs_to_serve_is_looked_for() -> None:
-    """By make, pip's extras, the image or the formula."""
+    """Pins are installed by make, pip's extras, the image or the formula."""
     looked = {
         name
         for file in (*wheels.PINS, *wheels.CUDA)

@@ -1,4 +1,4 @@
-"""The systemd unit and the launchd list: what their supervisors read, and what keeps promises."""
+"""The systemd unit and the launchd list: their supervisors' options, which keep the promises."""
 
 import os
 import plistlib
@@ -53,14 +53,14 @@ def test_systemd_understands_every_line(unit: Path) -> None:
 
 @analyze
 def test_systemd_finds_little_exposed(unit: Path) -> None:
-    """At most 2.0 of 10, where an open service has 9.6."""
+    """Its score is at most 2.0 of 10; an open service has 9.6."""
     command = ["systemd-analyze", "security", "--offline=true", "--threshold=20", str(unit)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
 def test_systemd_outwaits_the_drain_and_restarts_what_hung() -> None:
-    """And starts nothing again that was wrongly set."""
+    """It does not start a gateway again whose settings were wrong."""
     unit = options()
     assert float(unit["TimeoutStopSec"][0]) > DRAIN_S
     assert unit["Restart"] == ["on-failure"]
@@ -71,7 +71,7 @@ def test_systemd_outwaits_the_drain_and_restarts_what_hung() -> None:
 
 
 def test_systemd_shuts_the_gateway_in() -> None:
-    """Others must not put code where mlx keeps what it compiles."""
+    """Others must not put code where mlx keeps the code it compiles."""
     unit = options()
     for name in ("DynamicUser", "PrivateTmp", "NoNewPrivileges", "ProtectHome"):
         assert unit[name] == ["yes"], name
@@ -100,7 +100,7 @@ def test_launchd_outwaits_the_drain_and_restarts_what_hung() -> None:
 
 
 def launched(gateway: str, folder: Path) -> subprocess.Popen[bytes]:
-    """Start what launchd would, with a script in the place of the gateway."""
+    """Start the command of launchd's list, with a script in the place of the gateway."""
     with PLIST.open("rb") as file:
         command = plistlib.load(file)["ProgramArguments"]
     program = folder / "mlx-gateway"

@@ -1,4 +1,4 @@
-"""The workflows of CI: each does what anybody can do here, with no more rights than it needs."""
+"""The workflows of CI: each runs commands that anybody can run, with the least rights."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""The checks of a machine, by their numbers: ok, warn or fail, and what to do."""
+"""The checks of a machine, by their numbers: ok, warn or fail, and advice."""
 
 import os
 import re
@@ -59,7 +59,7 @@ def test_binds_of_every_kind_are_tried(tmp_path: Path) -> None:
 def test_a_folder_without_room_fails_and_says_how_much_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may still have to be made. What is read-only may be so on purpose."""
+    """It may still have to be made. A read-only folder may be so on purpose."""
     folder = tmp_path / "a" / "b"
     Usage = namedtuple("Usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(GB, 0, checks.LEAST_FREE_BYTES - 1))
@@ -75,7 +75,7 @@ def test_a_folder_without_room_fails_and_says_how_much_is_free(
 def test_a_shared_folder_for_compiled_code_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What lies there is run."""
+    """Code that lies there is run."""
     tmp_path.chmod(0o1777)
     found = checks.check_folder(checks.COMPILED, tmp_path)
     assert (found.state, "Others may write" in found.message) == ("warn", True)
@@ -114,7 +114,7 @@ def test_the_context_of_each_model_is_listed_or_said_to_be_unknown() -> None:
 
 
 def test_a_model_that_keeps_less_than_an_agents_prompt_is_named() -> None:
-    """With how much it keeps: the rest is read again in each turn."""
+    """The line gives the number of kept tokens: the rest is read again in each turn."""
     found = checks.check_kept({"large": 6848, "small": 100_000}, 32_000)
     assert (found.state, "large 6,848" in found.message) == ("warn", True)
     assert "small" not in found.message.partition(".")[0]

@@ -1,4 +1,4 @@
-"""Which models are checked, and what is said of those that are not here."""
+"""Which models are checked, and the report on those that are not here."""
 
 from pathlib import Path
 

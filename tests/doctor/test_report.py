@@ -1,4 +1,4 @@
-"""What a bug report says of a machine, and what it does not."""
+"""The facts about a machine that a bug report has, and those it leaves out."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What the numbers of a trial mean."""
+"""The meaning of a trial's numbers."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ def test_a_self_test_that_ran_out_of_memory_is_a_warning() -> None:
     ("row", "state"), [(1.0, "ok"), (1.009, "ok"), (1.011, "fail"), (np.nan, "fail")]
 )
 def test_one_row_that_is_too_far_fails_the_batch(row: float, state: str) -> None:
-    """As a share of what rows are, so that logits and unit vectors are judged alike."""
+    """It is measured as a share of the rows, so that logits and unit vectors are judged alike."""
     for scale in (0.05, 20.0):
         batched = scale * ROWS
         batched[2] *= row
@@ -36,7 +36,7 @@ def test_rows_without_any_number_are_no_success() -> None:
 
 
 def test_the_widths_are_named_at_which_rows_take_turns() -> None:
-    """On a Mac with an M1 two streams are slower in one batch."""
+    """Two streams are slower in one batch on a Mac with an M1."""
     m1 = judge_widths((0.030, 0.109, 0.125, 0.130, 0.137))
     assert (m1.state, m1.measured["step_s"][2]) == ("ok", 0.109)
     assert "30 with 1, 109 with 2" in m1.message

@@ -72,7 +72,7 @@ def row(functions: Sequence[Function] = (), **given: Any) -> SequenceParams:
 
 
 def said(chat: ChatTokenizer, job: SequenceParams, text: str) -> dict[str, Any]:
-    """Say a text, token by token, and gather what was heard."""
+    """Push a text token by token, and gather the parts that come out."""
     output = chat.answers.output_processor(job)
     ids = chat.backend.encode(text, add_special_tokens=False).ids
     parts = [part for i in ids for part in output.push(i, None, is_shown_as_text=True)]

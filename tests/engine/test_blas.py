@@ -1,4 +1,4 @@
-"""The wheel's OpenBLAS: which copy is loaded, from where, and what takes its place."""
+"""The wheel's OpenBLAS: which copy is loaded, from which folder, and its replacements."""
 
 import _ctypes
 import json
@@ -94,7 +94,7 @@ class House:
         )
 
     def start(self, **given: str | None) -> tuple[dict[str, Any], list[str]]:
-        """Start a process; give what it found, and the files that it runs."""
+        """Start a process; give its finding, and the files that it maps to run."""
         return heard(self.spawn(**given))
 
     def copies(self) -> list[Path]:
@@ -156,7 +156,7 @@ def test_the_copy_is_made_once(house: House) -> None:
 
 
 def test_a_link_in_the_place_of_the_copy_is_not_followed(furnished: House) -> None:
-    """Even to the same bytes: who owns what is at its end may change them later."""
+    """Not even to the same bytes: the owner of the target may change them later."""
     copy = furnished.copy()
     elsewhere = furnished.folder / "elsewhere.so"
     copy.rename(elsewhere)
@@ -175,7 +175,7 @@ def test_a_copy_that_is_no_library_leads_to_the_next_choice(furnished: House) ->
 
 @pytest.mark.parametrize("matter", ["a link", "open to others", "another's", "a file"])
 def test_a_folder_that_is_not_this_users_alone_is_not_used(furnished: House, matter: str) -> None:
-    """What lies in it stays as it is, and does not run."""
+    """Its content stays as it is, and does not run."""
     copy = furnished.copy()
     before = copy.stat()
     match matter:
@@ -211,7 +211,7 @@ def test_processes_that_start_at_once_share_a_copy(house: House) -> None:
 
 @pytest.mark.parametrize("home", [None, "/proc"])  # there nobody can write, not root either
 def test_without_a_cache_the_wheel_is_not_used(house: House, home: str | None) -> None:
-    """It is said why; where the system has none either, with what to do."""
+    """The finding gives the reason; where the system has no BLAS either, also advice."""
     (house.site / "sitecustomize.py").write_text(HIDING)
     finding, _ = house.start(HOME=home)
     assert finding["loaded"] is False
@@ -272,7 +272,7 @@ def test_a_path_without_the_functions_of_a_blas_is_refused(path: str) -> None:
 
 
 def test_without_a_wheel_the_systems_is_taken(house: House) -> None:
-    """As on a machine that the wheel isn't made for; without that, a line says what to do."""
+    """As on a machine that the wheel isn't made for; without the system's, a line gives advice."""
     package = house.site / "scipy_openblas32"
     package.unlink()
     package.mkdir()
@@ -304,7 +304,7 @@ def test_a_patchelf_that_fails_leaves_the_systems(house: House) -> None:
 
 
 def test_processes_without_mlx_load_no_blas(house: House) -> None:
-    """The sandbox's, which is a script, and what needs no engine."""
+    """Neither the sandbox's process, which runs a script, nor code that needs no engine."""
     code = (
         "import sys; sys.argv = ['x']\n"
         "import gateway.cli.models, gateway.serving.sandbox, gateway.settings\n"

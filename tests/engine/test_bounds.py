@@ -1,4 +1,4 @@
-"""What a device bears besides its memory, and that passes keep to it."""
+"""A device's bounds besides its memory, and that passes keep to them."""
 
 import io
 import math
@@ -160,7 +160,7 @@ def test_kept_prompts_of_all_models_share_the_buffers_that_there_may_be() -> Non
 
 
 def make_layers(tokens: int) -> list[Any]:
-    """Make the caches of a model of one layer that has read so many tokens."""
+    """Make the caches of a model of one layer that has read `tokens` tokens."""
     layers = make_batch_caches(tiny_model(tiny_config("llama")))[:1]
     planes = mx.ones((1, 2, tokens, 16))
     layers[0].update_and_fetch(planes, planes)

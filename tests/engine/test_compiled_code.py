@@ -1,4 +1,4 @@
-"""What mlx compiles for a CPU: in whose folder, if there is room, and what fails without it."""
+"""Code that mlx compiles for a CPU: its folder, its room on disk, and failures without either."""
 
 import os
 import shutil
@@ -52,7 +52,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
 
 
 def leave(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    """Let every disk have so many bytes left."""
+    """Let every disk have this number of bytes left."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 40, 0, free))
 
 
@@ -142,7 +142,7 @@ def test_a_compilation_that_fails_names_the_folder_and_its_bytes_and_is_no_fault
 
 @needs_compiler
 def test_code_that_is_broken_is_not_loaded_for_ever(folder: Path, compiler: Compiler) -> None:
-    """Such as what a disk had no room for, or what was not yet on it as the power went."""
+    """Code may be broken by a full disk, or by a loss of power before it was on the disk."""
     compiler.is_now("broken")
     function = new_function()
     with pytest.raises(RuntimeError, match="shared library") as raised:
@@ -186,7 +186,7 @@ def test_any_other_error_stays_as_it_is(folder: Path, error: Exception) -> None:
 def test_what_finds_out_whether_the_device_works_compiles_nothing(
     engine: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a full disk would be a device that is lost. A model is warmed up as it will run."""
+    """Otherwise a full disk would look like a lost device. A model is warmed up as it will run."""
     seen: list[bool] = []
 
     def note(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""What MLX's texts say of the device."""
+"""The meaning of MLX's texts for the device."""
 
 import pytest
 

@@ -155,7 +155,7 @@ def test_weights_that_the_hub_has_in_half_are_named(
 
 
 def test_two_downloads_at_once_fetch_once(hub: FakeHub, place: Hub, spec: ModelSpec) -> None:
-    """As when `pull` runs beside the gateway."""
+    """This happens when `pull` runs beside the gateway."""
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda _: download(spec, place), range(2))
     assert first == second
@@ -163,7 +163,7 @@ def test_two_downloads_at_once_fetch_once(hub: FakeHub, place: Hub, spec: ModelS
 
 
 def test_a_model_without_room_is_refused_before_a_byte_is_written(tmp_path: Path) -> None:
-    """What is there of it is not needed again."""
+    """The bytes that are already there are not needed again."""
     big = HubFile("a.safetensors", 2**60, sha256="a")
     (tmp_path / "a.part").write_bytes(bytes(100))
     needed = room_needed([big, HubFile("config.json", 2**60)], tmp_path)

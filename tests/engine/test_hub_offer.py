@@ -1,4 +1,4 @@
-"""What the hub has under a name is known before its weights are fetched; its lies do no harm."""
+"""A repository's offer on the hub is known before its weights are fetched; its lies do no harm."""
 
 import errno
 import io

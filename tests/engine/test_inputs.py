@@ -65,7 +65,7 @@ def test_the_limit_by_files_is_the_one_of_the_engine(
     texts: tuple[Any, Any],
     max_context: int | None,
 ) -> None:
-    """Whatever limits the files state, if they can be loaded at all."""
+    """This holds for all limits that files state, if they can be loaded at all."""
     folder = tiny(tmp_path_factory.mktemp("m"), name)
     config: dict[str, Any] = {}
     if name != "roberta":  # it has a weight for each position

@@ -1,4 +1,4 @@
-"""What a model is for is read from its files, or refused with what models.yaml would say."""
+"""A model's kind is read from its files, or the refusal shows the entry that models.yaml needs."""
 
 import contextlib
 import json

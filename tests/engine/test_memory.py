@@ -1,4 +1,4 @@
-"""How much memory there is: the least of what machine and control groups allow."""
+"""The amount of memory: the least of the limits of machine and control groups."""
 
 import ctypes
 import os
@@ -45,7 +45,7 @@ LIMITS = {
 def test_limits_are_those_of_the_group_and_of_all_around_it(
     tmp_path: Path, membership: str, limits: list[int]
 ) -> None:
-    """Of both versions; `max` is none, and so is a group that cannot be seen from here."""
+    """Both versions count; `max` is no limit, nor is a group that cannot be seen from here."""
     for name, text in LIMITS.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -81,7 +81,7 @@ def test_memory_is_wired_only_where_asked_for_and_within_bounds(
 
 
 def test_freed_memory_is_given_back_and_arrays_stay() -> None:
-    """What MLX keeps of freed buffers goes, what is in use does not."""
+    """MLX gives back the freed buffers that it keeps; buffers in use stay."""
     kept = mx.ones((100_000,))
     freed = mx.ones((3_000_000,)) * 2
     mx.eval(kept, freed)
@@ -94,7 +94,7 @@ def test_freed_memory_is_given_back_and_arrays_stay() -> None:
 
 
 class Recorded:
-    """Takes down what is done with freed buffers."""
+    """Records the calls that deal with freed buffers."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -107,14 +107,14 @@ class Recorded:
 
 
 def test_buffers_go_back_when_nothing_is_in_flight() -> None:
-    """Else Metal's kernel may panic."""
+    """Otherwise Metal's kernel may panic."""
     recorded = Recorded()
     clear_cache(recorded)
     assert recorded.calls == ["synchronize", "clear_cache"]
 
 
 def test_one_place_alone_gives_buffers_back_and_one_wires_memory() -> None:
-    """A call of MLX's own elsewhere would not wait for what is in flight."""
+    """A call of MLX's own elsewhere would not wait for work in flight."""
     engine = Path(device.__file__).parent
     texts = {file.name: file.read_text(encoding="utf-8") for file in engine.rglob("*.py")}
     assert [name for name, text in texts.items() if "mx.clear_cache" in text] == []
@@ -162,7 +162,7 @@ libc.fclose(file)
     not hasattr(ctypes.CDLL(None), "malloc_info"), reason="glibc's alone has arenas"
 )
 def test_all_threads_share_one_arena_when_malloc_is_prepared(tmp_path: Path) -> None:
-    """Otherwise each has its own, and what is free in one is of no use to another."""
+    """Otherwise each has its own, and free memory in one is of no use to another."""
     heaps = {}
     given = {"MALLOC_ARENA_MAX", "GLIBC_TUNABLES"}
     clean = {name: value for name, value in os.environ.items() if name not in given}

@@ -1,4 +1,4 @@
-"""What parts of a tokenizer.json may cost is known before a text meets them."""
+"""The cost of the parts of a tokenizer.json is bounded before a text meets them."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A gateway to be asked anything, from a test that is not async, and what every answer must be."""
+"""A gateway to be asked anything, from a test that is not async, and the rules for every answer."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -81,7 +81,7 @@ def scripted(folder: Path) -> tuple[Catalog, Engines]:
 
 
 def check(answer: httpx2.Response) -> None:
-    """Nothing is our fault, and whatever is refused is refused in its API's envelope."""
+    """Check that no fault is ours, and that a refusal has its API's envelope."""
     assert answer.headers["x-request-id"]
     if answer.status_code != 200:
         assert answer.status_code != 500, answer.text

@@ -1,5 +1,6 @@
-"""Checkpoints that mean ill: a sound one, with what is wrong in its config, its tokenizer, its
-weights or its template.
+"""Checkpoints that mean ill: a sound one, with a fault in one of its files.
+
+The faults are in its config, its tokenizer, its weights or its template.
 """
 
 import json
@@ -244,7 +245,7 @@ def write_weights(folder: Path, header: dict[str, Any], rest: bytes) -> None:
 
 
 def describe(index: int, changes: dict[str, Any], folder: Path) -> None:
-    """Change what the header says of an array."""
+    """Change an array's entry in the header."""
     header, rest, name = read_weights(folder, index)
     header[name].update(changes)
     write_weights(folder, header, rest)
@@ -309,7 +310,7 @@ SPOILS: st.SearchStrategy[Spoil] = st.one_of(
 
 
 def spoiled(base: Path, folder: Path, spoils: list[Spoil]) -> Path:
-    """Copy a checkpoint and spoil it; what can no longer be spoiled is left."""
+    """Copy a checkpoint and spoil it; leave out spoils that no longer apply."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(base, folder)
     for each in spoils:

@@ -1,4 +1,4 @@
-"""Requests whose every field can be made as large as wanted, and what reading them costs."""
+"""Requests whose every field can be made as large as wanted, and the cost of reading them."""
 
 import gc
 import math
@@ -288,8 +288,8 @@ def slow(
 ) -> list[str]:
     """List the fields whose time grows faster than their size, with the shapes that did it.
 
-    What seems slow is measured again where no noise comes near a square, until it seems slow no
-    more: beside other work anything may look so once.
+    A field that seems slow is measured again where no noise comes near a square, until it seems
+    slow no more: beside other work anything may look so once.
     """
     found = []
     with uncollected():
@@ -314,8 +314,9 @@ def body(path: str, name: str, value: Any) -> bytes:
 def exceeds(
     most: float, path: str, small: bytes, large: bytes, models: Catalog, rounds: int
 ) -> tuple[float, float] | None:
-    """Measure what both cost, if the large one costs more than so many times the small one:
-    processor seconds of this thread, the least of some rounds.
+    """Return the times of both if the large one costs more than `most` times the small one.
+
+    Times are processor seconds of this thread, the least of some rounds.
     """
     before = after = math.inf
     for _ in range(rounds):
@@ -340,7 +341,7 @@ def least(work: Callable[[], object], runs: int) -> float:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Keep the garbage collector from walking what all the other tests have left."""
+    """Keep the garbage collector from walking the objects of all the other tests."""
     gc.disable()
     try:
         yield

@@ -1,4 +1,4 @@
-"""What is sent by the thousand: bodies that no schema describes, and what /openapi.json says."""
+"""Requests by the thousand: bodies that no schema describes, and those of /openapi.json."""
 
 import json
 from typing import Any
@@ -71,14 +71,14 @@ def broken(path: str) -> st.SearchStrategy[bytes]:
 
 
 def bounded(examples: int, *, is_repeated: bool) -> settings:
-    """Give hypothesis so many examples; the same each time if `is_repeated`."""
+    """Give hypothesis this number of examples; the same each time if `is_repeated`."""
     checks = list(HealthCheck)
     given: dict[str, Any] = {"database": None, "deadline": None, "suppress_health_check": checks}
     return settings(max_examples=examples, derandomize=is_repeated, **given)
 
 
 def send_bodies(ask: Ask, path: str, examples: int, *, is_repeated: bool) -> None:
-    """Send what no client would; the same each time if `is_repeated`."""
+    """Send bodies that no client would; the same each time if `is_repeated`."""
     bodies = st.one_of(field(path), field(path), broken(path), st.binary(), st.sampled_from(ODD))
     times = st.one_of(st.none(), st.none(), st.none(), st.sampled_from(TIMES))
 
@@ -103,7 +103,7 @@ def send_odd_values(ask: Ask, path: str) -> None:
 def send_documented(
     ask: Ask, models: Catalog, path: str, mode: GenerationMode, examples: int, *, is_repeated: bool
 ) -> None:
-    """Send what schemathesis makes of the document; the same each time if `is_repeated`."""
+    """Send schemathesis's requests for the document; the same each time if `is_repeated`."""
     exposure = Exposure(has_keys=False, has_admin=False, has_dashboard=False)
     told = document(models, ENDPOINTS, exposure, strict=False)
     operation = schemathesis.openapi.from_dict(told)[path]["POST"]

@@ -32,10 +32,10 @@ LARKS = (
 
 @dataclass(frozen=True)
 class Sent:
-    """One request: JSON, or bytes that are none; and what comes over the connection with it.
+    """One request: JSON, or bytes that are none; and the rest of its connection.
 
-    `after` follows the body; `pieces` is in how many it is sent; `is_left` is a client that hangs
-    up instead of reading.
+    `after` follows the body; the body is sent in `pieces` pieces; `is_left` means a client that
+    hangs up instead of reading.
     """
 
     shape: str
@@ -205,7 +205,7 @@ def sampled(choose: random.Random) -> tuple[str, Body]:
 
 
 def marked(choose: random.Random) -> tuple[str, Body]:
-    """Put what means something to a template, a parser or a stream where text is."""
+    """Put marks of a template, a parser or a stream where text is."""
     text = "".join(choose.choice(MARKS) for _ in range(choose.randrange(1, 8)))
     said = [{"role": "user", "content": text}]
     continued = {"continue_final_message": choose.random() < 0.5}

@@ -152,8 +152,9 @@ def trying(folder: Path) -> Iterator[Callable[[str, list[Spoil]], None]]:
 def test_a_checkpoint_loads_or_is_refused_by_name(
     examples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within bounds of processor time and memory, while a neighbour's stream goes on; and the
-    memory budget is what it was.
+    """It does so within bounds of processor time and memory, while a neighbour's stream goes on.
+
+    The memory budget is the same afterwards.
     """
     monkeypatch.setattr(entry, "BROKEN_S", 0.0)  # a folder is written anew at once
     with trying(tmp_path) as try_out:

@@ -1,4 +1,4 @@
-"""What /openapi.json allows, and what it forbids: all of it is answered."""
+"""All requests that /openapi.json allows or forbids are answered."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.generator(weight=2)]
 def test_whatever_the_document_says_is_answered(
     path: str, mode: GenerationMode, tmp_path: Path
 ) -> None:
-    """With a status that it tells, never a 500, and never a 200 to what it forbids."""
+    """The status is a documented one, never a 500, and never a 200 for a forbidden request."""
     models, engines = scripted(tmp_path)
     with asking(models, engines) as ask:
         send_documented(ask, models, path, mode, 25, is_repeated=True)

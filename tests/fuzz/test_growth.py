@@ -1,4 +1,4 @@
-"""A field that is twice as large takes twice as long to read, not four times: whichever it is."""
+"""Every field that is twice as large takes twice as long to read, not four times."""
 
 from pathlib import Path
 
@@ -36,9 +36,7 @@ def test_what_a_field_is_not_meant_for_costs_as_much_as_it_is_long(
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/responses"])
 def test_a_list_that_is_all_wrong_is_refused_at_its_first_entry(path: str, tmp_path: Path) -> None:
-    """What else is wrong with it would be told to nobody, and costs more than to read what is
-    right.
-    """
+    """Nobody would read the list's other faults, and they cost more than right entries."""
     models, _ = scripted(tmp_path)
     name = "messages" if path == "/chat/completions" else "input"
 
@@ -52,7 +50,7 @@ def test_a_list_that_is_all_wrong_is_refused_at_its_first_entry(path: str, tmp_p
 
 @pytest.mark.parametrize("size", [1 << 10, 1 << 20])
 def test_a_name_in_a_path_costs_nothing_whatever_its_length(size: int, tmp_path: Path) -> None:
-    """/v1/models and /admin look it up as requests do: what is too long is like no other name."""
+    """/v1/models and /admin look it up as requests do: a name that is too long is like no other."""
     models, _ = scripted(tmp_path)
 
     def look_up() -> None:

@@ -73,7 +73,7 @@ def unchunked(body: bytes) -> bytes:
 
 
 def check(sent: Sent, status: int, body: bytes) -> None:
-    """Hold an answer to what is documented: a status, the envelope, and no fault of ours."""
+    """Hold an answer to the documentation: a status, the envelope, and no fault of ours."""
     endpoint = POSTS[sent.path]
     statuses = {int(each.status) for each in endpoint.all_errors}
     if sent.path == "/messages":
@@ -104,7 +104,7 @@ async def pinged(url: str, worst: list[float]) -> None:
 
 
 async def stormed(served: Served, requests: int) -> Counter[tuple[str, int | None]]:
-    """Send so many, some at once, and count their answers by shape and status."""
+    """Send this number of requests, some at once; count their answers by shape and status."""
     choose = random.Random(requests)
     answers: Counter[tuple[str, int | None]] = Counter()
     left = requests

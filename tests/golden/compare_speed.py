@@ -7,8 +7,8 @@ torch and sentence-transformers, that of one that holds fastembed and onnx, or b
     python tests/golden/compare_speed.py --torch-python <python> --rerank
 They take turns of a fraction of a second, tokenizing included, so that a busy moment hits all.
 A ratio above 1 means that the gateway is the faster one; its range is that of the turns. All must
-give the same vectors before they are timed. Nothing is fetched: fastembed reads what
-`write_onnx.py` makes of the same weights.
+give the same vectors before they are timed. Nothing is fetched: fastembed reads the
+files that `write_onnx.py` makes of the same weights.
 """
 
 import argparse
@@ -39,7 +39,10 @@ TOLERANCE = 1e-5
 
 
 def texts(count: int, fewest: int, most: int, turn: int = 0) -> list[str]:
-    """Make texts of so many words, the same in every run; each word is one token of the models'."""
+    """Make texts of this number of words, the same in every run.
+
+    Each word is one token of the models'.
+    """
     from gateway.bench.requests import WORDS
 
     chance = random.Random(turn << 10 | count)
@@ -107,9 +110,9 @@ LOADERS: dict[str, Callable[..., Compute]] = {
 
 
 def answer(compute: Compute) -> None:
-    """Time what comes in: a line [calls, texts] gives a line [seconds a call], [CPU seconds].
+    """Time the calls that come in.
 
-    No calls give the results themselves.
+    A line [calls, texts] gives a line [seconds a call], [CPU seconds]; no calls give the results.
     """
     print("ready", flush=True)
     for line in sys.stdin:
@@ -142,7 +145,7 @@ class Side:
             sys.exit(f"{name} did not start")
 
     def results(self, batch: Sequence[str]) -> Any:
-        """Return what it computes of some texts."""
+        """Return the side's results for some texts."""
         return np.array(self._ask(0, batch))
 
     def turn(self, calls: int, batch: Sequence[str]) -> float:

@@ -1,5 +1,5 @@
-"""Makes what tests/engine/models/test_corrections.py compares with: the configs of tiny decoders,
-and the logits that transformers computes for them.
+"""Make the references of tests/engine/models/test_corrections.py: the configs of tiny decoders, and
+the logits that transformers computes for them.
 
 Needs an environment with torch, as `make reference` does, and runs in the root of the project:
     python -m tests.golden.make_decoder_golden
@@ -92,7 +92,7 @@ def _loader(config: Any) -> Any:
 
 
 def make(kind: str, form: str, changes: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return what is stored of one case: its config, the shapes of its arrays and its logits."""
+    """Return the stored form of one case: its config, the shapes of its arrays and its logits."""
     small = {"vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY}
     defaults = CONFIG_MAPPING[kind]().get_text_config().to_dict()
     small = {key: value for key, value in small.items() if key in defaults}

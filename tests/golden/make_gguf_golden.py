@@ -1,4 +1,4 @@
-"""Make the golden ids of GGUF tokenizers anew: what llama.cpp makes of gguf/texts.json.
+"""Make the golden ids of GGUF tokenizers anew: llama.cpp's ids for gguf/texts.json.
 
 It needs an environment of its own, and node-llama-cpp, whose npm package carries llama.cpp built:
 
@@ -7,7 +7,7 @@ It needs an environment of its own, and node-llama-cpp, whose npm package carrie
 
 Two small vocabularies are trained here. That of the byte-level kind has tokens across every
 boundary between words, so that each way of cutting text shows in the ids. Of SmolLM2's own
-vocabulary, what the texts need is kept: BPE does the same without the merges that it never used.
+vocabulary, the tokens of the texts are kept: BPE does the same without merges it never used.
 
 Mistral's tekken is the exception. llama.cpp cuts some of its words otherwise than Mistral, so its
 ids are tiktoken's, by the pattern that Mistral publishes; where the two differ is written beside.
@@ -208,7 +208,7 @@ def smollm2(path: Path) -> Metadata:
 def used(metadata: Metadata, rows: Sequence[Sequence[int]]) -> Metadata:
     """Return the part of a byte-level vocabulary that these ids were made with.
 
-    `ids` lists what its tokens are called in the whole one.
+    `ids` lists the ids of its tokens in the whole vocabulary.
     """
     tokens = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 # (its libraries are not where types are checked)
-"""Makes what the tests of GGUF files compare with: weights as the package `gguf` unpacks them, and
+"""Make the references of the tests of GGUF files: weights as the package `gguf` unpacks them, and
 logits as transformers gives them for the tiny models of tests/gguf_files.py.
 
-Needs what the gateway itself does not: an environment with
+This needs packages that the gateway does not: an environment with
     torch==2.13.0 transformers==5.23.0 accelerate gguf==0.19.0
 Run, from the project's folder:  python -m tests.golden.make_gguf_numbers [file.gguf]
 A file's name makes nothing: transformers' logits for it are written to stdout, as JSON, for the

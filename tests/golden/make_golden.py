@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 # (its libraries are not where types are checked)
-"""Makes what the engine's tests of embeddings and reranking compare with: tiny checkpoints, and
+"""Make the references of the engine's tests of embeddings and reranking: tiny checkpoints, and
 their vectors and scores as sentence-transformers computes them.
 
-Needs what the gateway itself does not: an environment with
+This needs packages that the gateway does not: an environment with
     torch==2.13.0 sentence-transformers==6.2.0 transformers==5.24.0
 Run:  python tests/golden/make_golden.py <folder of all-MiniLM-L6-v2>
 """

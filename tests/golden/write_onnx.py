@@ -2,7 +2,7 @@
 
 Run with the python of an environment that holds onnx; `compare_speed.py` does:
     <python> tests/golden/write_onnx.py <folder> <new folder>
-The graph is what onnxruntime's own optimizer makes of an exported BERT (as in the files that
+The graph is that of onnxruntime's own optimizer for an exported BERT (as in the files that
 fastembed loads from the hub): attention, residual norms and biased GELU are one operator each.
 https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md
 """

@@ -56,7 +56,7 @@ class Injector:
     def failing(
         self, fault: Fault, times: int, *, skipped: int = 0, from_start: bool = False
     ) -> Iterator[None]:
-        """Make a call fail so many times while entered, or from when models.yaml is opened."""
+        """Make a call fail `times` times while entered, or from the opening of models.yaml."""
         control = self._control
         control.error, control.shift_s = fault.error, fault.shift_s
         control.skipped, control.left, control.waits = skipped, times, from_start

@@ -51,7 +51,7 @@ async def leave(asking: "asyncio.Task[Any]") -> None:
 
 
 def said(answer: httpx2.Response) -> Any:
-    """Read what a model answered."""
+    """Read the text of a model's answer."""
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["message"]["content"]
 
@@ -66,7 +66,7 @@ async def reached(gate: Gate) -> None:
 
 
 async def inside(client: httpx2.AsyncClient, count: int) -> None:
-    """Wait until so many requests wait or run."""
+    """Wait until this number of requests wait or run."""
     async with asyncio.timeout(10):
         while (await reading(client)).work["requests"] < count:
             await asyncio.sleep(0.01)

@@ -1,7 +1,7 @@
 """Requests of every kind, whose answers are known in advance, and clients who leave at any moment.
 
 Greedy answers of the demo model and vectors of MiniLM are the same in whatever company, so an
-undisturbed run tells what every later answer has to be.
+undisturbed run gives the expected form of every later answer.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ EXACT, NEAR = 1e-5, 1e-3  # vectors; logprobs, which differ by the batch in thei
 
 @dataclass(frozen=True)
 class Ask:
-    """One request. What it is answered is known by its `name`."""
+    """One request. Its answer is known by its `name`."""
 
     name: str
     path: str
@@ -51,7 +51,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Answer:
-    """What of an answer is the same each time: its texts to the letter, its numbers nearly."""
+    """The lasting parts of an answer: equal texts, to the letter, and nearly equal numbers."""
 
     status: int
     texts: Sequence[str]
@@ -68,7 +68,7 @@ class Answer:
 
 
 def asks() -> dict[str, list[Ask]]:
-    """List what can be asked for, by kind."""
+    """List the requests that can be made, by kind."""
     cut_off = b'{"model": "demo-chat", "messages": [{"role": "user"'
     return {
         "embeddings": [
@@ -150,8 +150,9 @@ def _numbers(told: Mapping[str, Any]) -> Iterator[float]:
 
 @dataclass
 class Clients:
-    """Whoever asks the gateway at `url`. `known` is what each request is answered, `seconds` how
-    long that took when it was last asked.
+    """Clients of the gateway at `url`.
+
+    `known` has the answer to each request, `seconds` its time when it was last asked.
     """
 
     url: str
@@ -170,7 +171,7 @@ class Clients:
         return httpx2.AsyncClient(base_url=self.url, timeout=60, limits=limits)
 
     async def stay(self, client: httpx2.AsyncClient, ask: Ask) -> str | None:
-        """Ask, and tell what is wrong with the answer, if anything."""
+        """Ask, and describe the fault of the answer, if any."""
         answer = await self._answer(client, ask)
         expected = self.known[ask.name]
         if answer.is_like(expected, ask.tolerance):
@@ -207,7 +208,7 @@ class Clients:
 
 
 async def _heard(reader: asyncio.StreamReader, events: int) -> None:
-    """Read until so many events of a stream have come."""
+    """Read until this number of a stream's events have come."""
     heard = b""
     while heard.count(b"data: ") < events and DONE not in heard:
         if not (more := await reader.read(4096)):

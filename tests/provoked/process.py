@@ -1,4 +1,4 @@
-"""`python -m tests.provoked.process`: serve, for real, what scripted engines answer."""
+"""`python -m tests.provoked.process`: serve the answers of scripted engines, for real."""
 
 import asyncio
 import os

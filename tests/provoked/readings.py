@@ -1,4 +1,4 @@
-"""What a gateway's /metrics says of itself: what must come back to zero, and memory."""
+"""A gateway's own figures in /metrics: those that must come back to zero, and memory."""
 
 import asyncio
 from collections import defaultdict
@@ -32,7 +32,7 @@ NUMBERS = {
 
 @dataclass(frozen=True)
 class Reading:
-    """Series by name, summed over their labels; what is zero when nobody asks; and NUMBERS."""
+    """Series by name, summed over their labels; `work`, zero when nobody asks; and NUMBERS."""
 
     values: Mapping[str, float]
     work: Mapping[str, int]
@@ -46,7 +46,7 @@ class Reading:
     descriptors: int
 
     def told(self, later: "Reading") -> list[str]:
-        """Say what has become of each number."""
+        """Describe the change of each number."""
         names = ("resident_bytes", "active_bytes", "held_bytes", "tasks", "descriptors")
         pairs = ((name, getattr(self, name), getattr(later, name)) for name in names)
         lines = [f"  {name} {before:,} → {after:,}" for name, before, after in pairs]
@@ -64,8 +64,9 @@ async def reading(client: httpx2.AsyncClient) -> Reading:
 
 
 async def settled(url: str, tasks: int | None = None) -> Reading:
-    """Read, over a connection of its own, until all work is done and no more tasks are left than
-    so many, or it has taken too long.
+    """Read until all work is done and at most `tasks` tasks are left, or for SETTLING_S seconds.
+
+    Each reading has a connection of its own.
     """
     deadline = asyncio.get_running_loop().time() + SETTLING_S
     while True:

@@ -1,4 +1,4 @@
-"""What a connection may carry beside one well-formed request after another."""
+"""The bytes that a connection may carry beside one well-formed request after another."""
 
 import asyncio
 import contextlib
@@ -86,7 +86,7 @@ async def test_requests_that_are_sent_at_once_are_answered_in_order(
 async def test_a_client_that_sends_far_more_than_it_waits_for_has_left(
     client: httpx2.AsyncClient, engines: HeldEngines
 ) -> None:
-    """What it sends would be kept, and nobody would know when it goes."""
+    """Its bytes would be kept, and nobody would know when it goes."""
     before = left()
     await ask(client, chat("loads it"))
     engines.chat.gates[Stage.DECODE].close()
@@ -101,8 +101,9 @@ async def test_a_client_that_sends_far_more_than_it_waits_for_has_left(
 
 
 async def answered_once(client: httpx2.AsyncClient, sent: bytes, pieces: int) -> tuple[int, bytes]:
-    """Send bytes in so many packets and return their one answer, after which the connection ends:
-    what follows may be another's request.
+    """Send bytes in this number of packets and return their one answer.
+
+    The connection ends after it: the bytes behind may be another's request.
     """
     async with connected(client) as (reader, writer):
         first = asyncio.create_task(answer(reader))
@@ -152,7 +153,7 @@ async def test_a_request_that_two_readers_may_part_differently_is_refused(
 async def test_nothing_is_read_after_a_body_that_two_readers_may_end_elsewhere(
     client: httpx2.AsyncClient, end: bytes, pieces: int
 ) -> None:
-    """What follows may be another's request; the body itself is answered, or refused."""
+    """The bytes behind may be another's request; the body itself is answered, or refused."""
     body = orjson.dumps(chat("hi"))
     sent = CHUNKED + b"\r\n%x\r\n%s\r\n" % (len(body), body) + end + HEALTH
     status, _ = await answered_once(client, sent, pieces)
@@ -197,7 +198,7 @@ async def test_an_upgrade_to_http2_is_not_followed(client: httpx2.AsyncClient) -
 async def test_http2_by_prior_knowledge_is_refused_and_the_connection_closed(
     client: httpx2.AsyncClient, settings_frame: bytes
 ) -> None:
-    """In HTTP/1.1, which whoever asked may understand; a proxy in front may speak it."""
+    """The refusal is in HTTP/1.1, which the client may understand; a proxy may speak HTTP/2."""
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
     assert await everything(client, preface + settings_frame) == [b"HTTP/1.1 505 "]
 
@@ -210,8 +211,9 @@ async def test_http2_by_prior_knowledge_is_refused_and_the_connection_closed(
 async def test_clients_that_say_nothing_keep_nobody_out(
     client: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
-    """Nor those that dribble: beyond so many, the ones that are idle for longest are closed. One
-    whose request is under way stays.
+    """Beyond the limit, the connections idle for longest are closed.
+
+    Clients that dribble keep nobody out, either. A connection whose request is under way stays.
     """
     monkeypatch.setattr(connections.Connection, "crowd", connections.Crowd(lambda: 20))
     async with contextlib.AsyncExitStack() as stack:
@@ -251,7 +253,7 @@ async def test_a_connection_with_a_request_under_way_is_not_closed_for_others(
 async def test_a_burst_of_connections_leaves_descriptors_for_all_else(
     client: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is accepted at once is more than may stay open, until it is seen."""
+    """More connections are accepted at once than may stay open, until they are seen."""
     seen = 0
 
     class Counter(connections.Crowd):

@@ -1,4 +1,4 @@
-"""A deadline holds wherever a request stands: it is told, and what it held is free again."""
+"""A deadline holds wherever a request stands: the caller is told, and its memory is free again."""
 
 import asyncio
 import json

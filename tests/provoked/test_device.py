@@ -1,4 +1,4 @@
-"""Faults of the device: what callers are told of each, and which end the process."""
+"""Faults of the device: the errors that callers get, and the faults that end the process."""
 
 import asyncio
 import json
@@ -128,7 +128,7 @@ async def test_memory_that_ends_sheds_rows_and_all_are_answered(
 async def test_a_row_that_memory_is_too_short_for_is_told_to_come_back(
     client: httpx2.AsyncClient, device: SimulatedDevice
 ) -> None:
-    """After a second try; a text whose pass finds none once is tried again with what was shed."""
+    """It is so after a second try; the second try of a text has the memory that was shed."""
     device.limit_bytes = 1000
     is_refused(await chat(client, "Hello"), "out_of_memory")
     device.limit_bytes = None
@@ -144,7 +144,7 @@ async def test_a_row_that_memory_is_too_short_for_is_told_to_come_back(
 async def test_a_full_disk_where_code_is_compiled_costs_no_request(
     client: httpx2.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What met it is computed once more, unfused, as is all that follows."""
+    """The work that met it is computed once more, unfused, as is all that follows."""
     expected = [said(await chat(client, text)) for text in TEXTS]
     vectors = (await embed(client, "Hello")).json()["data"]
     write_compiler(tmp_path / "bin").is_now("full")
@@ -169,8 +169,9 @@ async def test_a_full_disk_where_code_is_compiled_costs_no_request(
 @needs_compiler
 @pytest.mark.slow
 def test_a_disk_that_fills_ends_no_gateway(tmp_path: Path) -> None:
-    """Nor does a model fail to load that nothing was compiled for yet. What was compiled before
-    lies in the user's cache, and nothing in the temporary folder.
+    """A model that has no compiled code yet does not fail to load, either.
+
+    Code that was compiled before lies in the user's cache, and nothing in the temporary folder.
     """
     compiler = write_compiler(tmp_path / "bin")
     folders = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(tmp_path / "tmp")}
@@ -193,7 +194,7 @@ def test_a_disk_that_fills_ends_no_gateway(tmp_path: Path) -> None:
 async def test_after_a_fatal_fault_all_are_told_and_it_is_not_well(
     client: httpx2.AsyncClient, device: SimulatedDevice, send: Any
 ) -> None:
-    """Here nothing ends the process; what waits, comes or is inside hears the same."""
+    """Here nothing ends the process; requests that wait, come or are inside get the same error."""
     asked = [asyncio.create_task(send(client, text)) for text in TEXTS]
     device.is_dead = True
     for answer in await asyncio.gather(*asked):

@@ -1,4 +1,4 @@
-"""What breaks in an engine fails the request it concerns, and no other."""
+"""A failure in an engine fails the request it concerns, and no other."""
 
 import asyncio
 import json

@@ -197,7 +197,7 @@ class Trial:
         self.hits = 0  # faults that hit in the last run
 
     def run(self, stage: str, fault: Fault, times: int) -> str:
-        """Let a call fail at a stage, and tell what became of the gateway."""
+        """Let a call fail at a stage, and describe the gateway's state after it."""
         gateway, injector = self.gateway, self.gateway.injector
         shutil.rmtree(gateway.folder / SELF_TESTS, ignore_errors=True)  # they are written again
         if stage == "start":
@@ -248,7 +248,7 @@ class Trial:
         self.hits += self.gateway.injector.hits
 
     def _kill(self, times: int, is_over: threading.Event) -> None:
-        """Kill helpers as they appear, so many at least."""
+        """Kill helpers as they appear, at least this number."""
         while self.hits < times and not is_over.wait(0.02):
             process = self.gateway.process
             self.hits += kill_children(process.pid) if process is not None else 0

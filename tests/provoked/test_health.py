@@ -35,7 +35,7 @@ class SlowEmbedder(ScriptedEmbedder):
 
 
 def _multiplied(times: int) -> float:
-    """Give the seconds that so many products take, evaluated at once."""
+    """Give the seconds for this number of products, evaluated at once."""
     matrix = mx.zeros((512, 512))
     for _ in range(times):
         matrix = matrix @ matrix

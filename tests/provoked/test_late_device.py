@@ -83,7 +83,7 @@ def gateway(folder: Path, **given: Any) -> AbstractAsyncContextManager[httpx2.As
 
 
 def told(answer: httpx2.Response) -> Any:
-    """Return what a client reads of an answer; None of one that says that it failed."""
+    """Return the content that a client reads in an answer; None of an error."""
     if answer.status_code >= 500:
         assert "error" in answer.json()
         return None
@@ -143,7 +143,7 @@ async def test_whatever_fails_late_is_right_or_an_error(
 async def test_no_neighbour_gets_what_failed_late(
     folder: Path, device: LateDevice, ahead: int
 ) -> None:
-    """Many at once, of several models: each is right or an error, whoever meets the failure."""
+    """Many requests at once, to several models: each gets its right answer or an error."""
     shape = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
     form = {"type": "json_schema", "json_schema": {"name": "on", "schema": shape}}
     requests = [

@@ -22,7 +22,10 @@ SERVE = command("serve", "--models", str(DEMO))
 
 
 async def stormed(clients: Clients, requests: int, choose: random.Random) -> None:
-    """Ask so often, some clients at once; those who stay get what they would have got alone."""
+    """Make this number of requests, some clients at once.
+
+    Those who stay get the answers they get alone.
+    """
     asks = mixed(choose)
     left = requests
     wrong: list[str] = []
@@ -42,7 +45,7 @@ async def stormed(clients: Clients, requests: int, choose: random.Random) -> Non
 
 
 async def provoked(folder: Path, *, first: int = 0, then: int) -> tuple[Reading, Reading]:
-    """Tell how the gateway is after so many requests, and after so many more."""
+    """Give the gateway's readings after `first` requests, and after `then` more."""
     choose = random.Random(then)
     with started(SERVE, folder) as served:
         clients = Clients(served.url)
@@ -66,15 +69,16 @@ async def test_of_sixty_requests_nothing_is_left(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 async def test_of_two_thousand_requests_nothing_is_left(tmp_path: Path) -> None:
-    """Nor any memory: it is within 5 % of what it was when all kinds had been asked for."""
+    """Memory is within 5 % of its size once all kinds had been asked for."""
     before, after = await provoked(tmp_path, first=400, then=2000)
     for name in ("resident_bytes", "active_bytes", "held_bytes"):
         assert getattr(after, name) <= MOST_GROWTH * getattr(before, name), name
 
 
 async def test_a_connection_that_its_client_has_closed_is_gone(tmp_path: Path) -> None:
-    """With its tasks and its descriptor, long before the keep-alive time is over; and so is one
-    that its client no longer reads, though it keeps its end open.
+    """Its tasks and its descriptor go long before the keep-alive time is over.
+
+    A connection that its client no longer reads goes as well, though the client keeps its end open.
     """
     body = {"model": "all-minilm-l6-v2", "input": ["x"] * 1500}
     with started(SERVE, tmp_path, GATEWAY_SEND_TIMEOUT_S="0.3") as served:

@@ -1,4 +1,4 @@
-"""A client that leaves frees what it held within a step, wherever it stood, and is counted."""
+"""A client that leaves frees its resources within a step, wherever it stood, and is counted."""
 
 import asyncio
 import json

@@ -63,7 +63,7 @@ async def test_who_waits_for_a_model_to_load_waits_in_its_queue(
 
 
 async def test_who_waited_for_a_load_keeps_its_place(models: Catalog, engines: HeldEngines) -> None:
-    """Who comes as the load ends is behind; a list of prompts is one request, in one place."""
+    """Clients who come as the load ends are behind; a list of prompts has one place."""
     engines.load_gate.close()
     body = {"model": "writer", "prompt": ["abc", "def", "ghi"], "stream": True}
     async with served(models, engines, queue_limit=3, stream_open_after_s=0.05) as client:

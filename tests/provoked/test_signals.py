@@ -1,4 +1,4 @@
-"""Told to end, killed, or stuck: what clients see of it, and supervisors."""
+"""Told to end, killed, or stuck: the process as clients and supervisors see it."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ def serving(
 
 
 async def outcome(client: httpx2.AsyncClient, body: dict[str, Any]) -> str:
-    """Ask, and say how it ended: `done`, `told`, or what is wrong with it."""
+    """Ask, and say how it ended: `done`, `told`, or the faulty text."""
     async with client.stream("POST", path_of(body), json=body) as answer:
         text = (await answer.aread()).decode()
     if answer.status_code == 503:
@@ -174,7 +174,7 @@ async def test_a_stuck_lane_ends_the_process_with_status_70(tmp_path: Path) -> N
 
 
 async def test_a_stuck_lane_does_not_keep_the_process_from_ending(tmp_path: Path) -> None:
-    """Told to stop, it says so to those inside, and leaves without the call it cannot end."""
+    """The process tells clients inside that it stops, and leaves without the stuck call."""
     with serving(tmp_path, GATEWAY_STALL_LIMIT_S="2", GATEWAY_DRAIN_S="0.2") as served:
         async with httpx2.AsyncClient(base_url=served.url, timeout=30) as client:
             await outcome(client, embed("the first of its shape"))

@@ -1,5 +1,6 @@
-"""Mixed work at four fifths of what the gateway can do, for ten minutes: nothing grows, nothing is
-left, and nobody waits longer at the end than at the beginning.
+"""Mixed work at four fifths of the gateway's capacity, for ten minutes.
+
+Nothing grows, nothing is left, and nobody waits longer at the end than at the beginning.
 """
 
 import asyncio
@@ -36,9 +37,11 @@ MOST_DRIFT: Final = 1.5  # drift of p95, on a machine that others use too
 
 @dataclass
 class Minute:
-    """How one went: what the gateway could do at its beginning, requests a second, and what the
-    machine could; how long each request took at four fifths of that, seconds from when it was due;
-    what memory it had meanwhile.
+    """One minute of the run.
+
+    `capacity` is the gateway's at the minute's beginning, in requests a second, and `yardstick` the
+    machine's. `seconds` has each request's time from when it was due, at four fifths of that
+    capacity; `readings` has the memory meanwhile.
     """
 
     capacity: float

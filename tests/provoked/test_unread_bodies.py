@@ -116,7 +116,7 @@ async def test_a_client_beyond_its_rate_is_told_so_however_large_its_body(
 async def test_over_http1_a_client_waits_until_its_body_is_read(
     of_reader: httpx2.AsyncClient, reader: Reader
 ) -> None:
-    """What is read ahead is bounded, and nothing of it is lost."""
+    """A bounded number of bytes is read ahead, and nothing of them is lost."""
     size = 64_000_000
     async with connected(of_reader) as (answers, writer):
         head = f"POST /held HTTP/1.1\r\nHost: localhost\r\nContent-Length: {size}\r\n\r\n"

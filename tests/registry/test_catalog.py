@@ -1,4 +1,4 @@
-"""The catalog: models by their names, and what differs between two readings of the file."""
+"""The catalog: models by their names, and the differences of two readings of the file."""
 
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_names_resolve_to_their_model() -> None:
 
 
 def suggested(catalog: Catalog, name: str, *kinds: Any) -> str:
-    """Return what the error says after its first sentence."""
+    """Return the error's text after its first sentence."""
     with pytest.raises(ModelNotFound) as caught:
         catalog.resolve(name, *kinds)
     return caught.value.message.partition(" have access to it.")[2].strip()
@@ -93,7 +93,7 @@ def test_an_unknown_name_is_told_the_nearest() -> None:
 
 
 def test_a_loaded_model_outlives_a_change_of_names_and_keeping() -> None:
-    """What it was loaded with decides: the rest is read from the file in force."""
+    """The settings that it was loaded with decide; the rest is read from the file in force."""
     old = chat("a", "x")
     kept = old.model_copy(update={"aliases": (), "pinned": True, "ttl_s": 9, "preload": True})
     assert Catalog([chat("b"), kept]).current(old) is kept

@@ -1,4 +1,4 @@
-"""models.yaml: what is read from it and how variables steer it."""
+"""models.yaml: the entries read from it, and how variables steer it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -113,7 +113,7 @@ def test_expanded_values_have_yaml_types(file: Path) -> None:
     ],
 )
 def test_expansion(text: str, expanded: str) -> None:
-    """As in a shell: `:-` also replaces an empty value; `$$` writes a dollar."""
+    """It works as in a shell: `:-` also replaces an empty value; `$$` writes a dollar."""
     assert expand(text, {"A": "1", "EMPTY": ""})[0] == expanded
 
 
@@ -124,7 +124,7 @@ def test_broken_expansions_are_refused(text: str) -> None:
 
 
 def test_a_budget_for_thinking_is_a_number_or_one_for_each_effort(file: Path) -> None:
-    """Which a variable may change."""
+    """A variable may change it."""
     chat = "kind: chat\nsource: hub:a/b\nthinking_budget: "
     for written, expected in [
         ("4096", {"default": 4096}),

@@ -18,7 +18,7 @@ def written(folder: Path) -> Path:
 
 
 def test_named_models_come_first_and_found_ones_last(tmp_path: Path) -> None:
-    """What the file has of one of them stays."""
+    """The file's other fields of a named model stay."""
     named, found = {"a/b": CHAT, "org/name": CHAT}, {"c/d": CHAT, "mine": CHAT, "a/b": {}}
     reading = read_models(written(tmp_path), {}, named, found)
     assert reading.problems == ()

@@ -138,7 +138,7 @@ def test_a_package_that_is_not_installed_is_a_note(file: Path) -> None:
 
 
 def test_a_prompt_must_exist(file: Path) -> None:
-    """Where the file gives prompts; without any, the model's own are checked at load."""
+    """This holds where the file gives prompts; the model's own are checked at load."""
     (found,) = of_model(file, "prompts: {query: 'q: '}", "default_prompt_name: qery")
     assert found == "7: m: no prompt is named 'qery'; did you mean 'query'?"
     (found,) = of_model(file, "prompts: {query: 'q: '}", "aliases: [{name: a, prompt_name: d}]")

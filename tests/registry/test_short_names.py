@@ -53,7 +53,7 @@ def test_an_entry_says_where_and_when_it_was_read(name: str) -> None:
 
 @pytest.mark.parametrize("name", FACTS_OF)
 def test_what_is_not_said_is_named_as_unread(name: str, specs: dict[str, HubSource]) -> None:
-    """And nothing else: what is pinned is a commit."""
+    """Nothing else is named so, and a pinned revision is a commit."""
     facts, entry = FACTS_OF[name], read_short_names()[name]
     revision = specs[name].revision
     assert revision is None or re.fullmatch(r"[0-9a-f]{40}", revision)
@@ -94,7 +94,7 @@ def test_a_chat_model_has_all_that_its_kv_is_counted_by(name: str) -> None:
 
 
 def test_models_yaml_has_the_same_of_the_models_that_are_in_both() -> None:
-    """So a short name means one thing, and a pin is renewed in both."""
+    """A short name then means one thing, and a pin is renewed in both."""
     shipped = yaml.safe_load((ROOT / "models.yaml").read_text())["models"]
     both = {*shipped} & {*read_short_names()}
     assert len(both) == 4

@@ -59,7 +59,7 @@ def test_a_piece_of_a_model_is_refused() -> None:
 
 
 def test_a_link_to_a_file_keeps_its_own_name(tmp_path: Path) -> None:
-    """The hub's cache keeps files by their hashes, which say nothing of what they are."""
+    """The hub's cache keeps files by their hashes, which say nothing of their content."""
     (tmp_path / "0123abcd").write_bytes(b"GGUF")
     (tmp_path / "x.gguf").symlink_to(tmp_path / "0123abcd")
     assert parse_source("path:./x.gguf", tmp_path) == PathSource(tmp_path / "x.gguf")

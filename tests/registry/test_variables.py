@@ -57,7 +57,7 @@ def problems(file: Path, variables: Mapping[str, str], text: str = FILE) -> list
 
 
 def test_a_variable_sets_a_key_of_any_model(file: Path) -> None:
-    """At any depth, whether or not the file has the key; keys beside it stay."""
+    """The key may be at any depth, in the file or not; keys beside it stay."""
     spec = chat(
         file,
         {
@@ -205,7 +205,7 @@ EMBEDDING = "{kind: embedding, source: 'hub:a/b'}"
 def test_what_would_have_two_meanings_is_refused(
     file: Path, entries: tuple[str, ...], said: str
 ) -> None:
-    """Before anybody sets it: what a variable does must not depend on which others there are."""
+    """It is refused before anybody sets it: a variable's effect must not depend on the others."""
     assert problems(file, {}, models(*entries)) == [said]
 
 

@@ -1,4 +1,4 @@
-"""Admission: so many requests, so many tokens; who is refused is told when to come back."""
+"""Admission: limits of requests and of tokens; a refusal says when to come back."""
 
 import asyncio
 from contextlib import ExitStack
@@ -45,7 +45,7 @@ def test_more_than_the_limit_is_refused_until_one_leaves(noun: Noun) -> None:
 
 
 def test_one_request_larger_than_the_bound_is_admitted_alone() -> None:
-    """Else it could never be; beside another it has to wait."""
+    """Otherwise it could never be; beside another it has to wait."""
     admission = Admission("m", Noun.TOKENS, 100)
     for first, second in ((1000, 1), (1, 1000)):
         with admission.admit(first), pytest.raises(Overloaded), admission.admit(second):
@@ -85,7 +85,7 @@ def test_idle_time_says_nothing_of_the_rate() -> None:
 
 
 def test_what_went_long_ago_is_forgotten_by_halves() -> None:
-    """The rate is of late: a minute after work has slowed down, so has what is told."""
+    """The rate is a recent one: a minute after work has slowed down, the hint has too."""
     queue, seconds = admission(200)
     with queue.admit(100):
         for finished, times, told in ((10, 600, 10), (4, 120, 25)):
@@ -100,7 +100,7 @@ def test_what_went_long_ago_is_forgotten_by_halves() -> None:
     ("noun", "gauge"), [(Noun.REQUESTS, metrics.QUEUE_DEPTH), (Noun.TOKENS, metrics.QUEUE_TOKENS)]
 )
 async def test_a_caller_who_leaves_gives_its_place_back(noun: Noun, gauge: Gauge) -> None:
-    """And what two of one name hold adds up: one is on its way out, the other was just loaded."""
+    """Two admissions of one name add up: one is on its way out, the other was just loaded."""
     held = metrics.of(gauge, "admission-test")._value
     admissions = [Admission("admission-test", noun, 10) for _ in range(2)]
 
@@ -122,7 +122,7 @@ async def test_a_caller_who_leaves_gives_its_place_back(noun: Noun, gauge: Gauge
 
 @pytest.mark.anyio
 async def test_only_the_deadline_is_told_as_one() -> None:
-    """What times out inside, a disk say, is an error like any other."""
+    """A timeout of something inside, such as a disk, is an error like any other."""
     caller = Caller(request_id="r", deadline=clock.now() + 60, allowed_s=60)
     with pytest.raises(TimeoutError, match="a disk"):
         async with until_deadline(caller):

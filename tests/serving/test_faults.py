@@ -1,4 +1,4 @@
-"""What errors mean: of the device for the process, of a background task for itself."""
+"""The meaning of errors: a device's for the process, a background task's for itself."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,7 +16,7 @@ def by_text(error: BaseException) -> Fault:
 
 @pytest.fixture
 def health(monkeypatch: pytest.MonkeyPatch) -> DeviceHealth:
-    """Give what knows errors by their text, and needs no pause between its probes."""
+    """Give a DeviceHealth that knows errors by their text and probes without a pause."""
     monkeypatch.setattr(faults, "PROBE_PAUSE_S", 0.0)
     return DeviceHealth(by_text)
 

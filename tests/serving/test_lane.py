@@ -177,7 +177,7 @@ async def test_a_closed_lane_refuses_and_its_farewell_ran_on_its_thread() -> Non
 
 
 async def test_what_ends_a_thread_ends_the_lane_and_is_told() -> None:
-    """To whoever called, to those in line, and to those who come; and it closes as ever."""
+    """Callers inside, in line and later are told; and the lane closes as ever."""
     farewells: list[threading.Thread] = []
     async with Lane(on_close=lambda: farewells.append(threading.current_thread())) as lane:
         async with lane.turn("test") as run:

@@ -46,7 +46,7 @@ def test_an_owners_oldest_leaves_for_its_newest() -> None:
 
 
 def test_bytes_are_bounded_with_everything_counted() -> None:
-    """Body, context and output; what alone is larger than the bound is not kept."""
+    """Body, context and output count; a response larger than the bound is not kept."""
     kept = store(max_bytes=100)
     assert kept.keep("a", response("1", "c1", size=30))
     assert kept.nbytes == 50
@@ -70,7 +70,7 @@ def test_an_item_is_found_while_any_response_holds_it() -> None:
 
 
 def test_an_item_of_two_responses_is_that_of_the_one_that_is_left() -> None:
-    """A caller may give one id to two texts; what a deleted response said is gone with it."""
+    """A caller may give one id to two texts; the text of a deleted response is gone with it."""
     kept = store()
     for name, text in (("1", b"harmless"), ("2", b"secret")):
         kept.keep("a", StoredResponse(name, b"{}", [StoredItem("mine", text)], []))

@@ -1,4 +1,4 @@
-"""What is done in the sandbox may be slow, swell or crash; the next call finds it ready."""
+"""Work in the sandbox may be slow, swell or crash; the next call finds the sandbox ready."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def templates() -> Iterator[Sandbox]:
 
 
 def test_what_crashes_ends_only_the_process_that_tried_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told by what ended it, remembered by its key for good, and the next call is served."""
+    """The cause is reported and remembered by its key for good, and the next call is served."""
     monkeypatch.setattr("gateway.serving.sandbox.LATE_LASTS_S", 0.0)
     with sandbox("grammar") as box:
         assert box(grammar('start: "a"'), b"a") == ("tried", None)
@@ -46,8 +46,9 @@ def test_what_crashes_ends_only_the_process_that_tried_it(monkeypatch: pytest.Mo
 
 
 class Killer:
-    """Kills the process that has the work, so many times, as the system does for want of memory;
-    or stops it, as one that gets no processor.
+    """Kills the working process a given number of times, as the system does when memory is short.
+
+    With another signal it stops the process, like one that gets no processor.
     """
 
     def __init__(self, box: Sandbox, times: int, by: signal.Signals = signal.SIGKILL) -> None:
@@ -86,8 +87,10 @@ def test_work_whose_process_the_system_kills_is_tried_once_more() -> None:
 
 
 def test_what_takes_too_long_is_killed(templates: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the deadline, by its own clock; it is not tried again for a while, in which other work may
-    have slowed it, and what comes next is served.
+    """Work ends at its deadline by the sandbox's own clock.
+
+    It is not tried again for a while, for other work may have slowed it, and the next work is
+    served.
     """
     why = "it took over 1 seconds of processor time"
     assert templates(template(SLOW), b"slow") == ("late", why)
@@ -209,7 +212,7 @@ def test_a_panic_of_native_code_is_a_refusal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_memory_bounded", [True, False])
 def test_what_swells_is_ended(is_memory_bounded: bool) -> None:
-    """By a limit or, where the system holds to none, by looking at it now and then."""
+    """A limit ends it or, where the system keeps none, a look at it now and then."""
     hungry = template("{% set x = 'é' * 400000000 %}" + SLOW) | {"max_bytes": 1 << 28}
     with sandbox("template", 30, is_memory_bounded=is_memory_bounded) as box:
         outcome, why = box(hungry, b"hungry")
@@ -221,7 +224,7 @@ def test_what_swells_is_ended(is_memory_bounded: bool) -> None:
 
 
 def test_a_process_of_a_large_gateway_is_kept() -> None:
-    """What the gateway held when it began it is not its own."""
+    """Memory that the gateway held at the process's start is not counted as its own."""
     weights = bytearray(600 << 20)
     with sandbox("grammar") as box:
         box(grammar('start: "a"'), b"a")
@@ -237,7 +240,7 @@ def test_a_large_request_and_its_answer_arrive_whole(templates: Sandbox) -> None
 
 
 def test_a_process_that_is_gone_is_replaced() -> None:
-    """Whoever asks after that has not ended it, and is not blamed."""
+    """The next caller has not ended it, and is not blamed."""
     with sandbox("grammar") as box:
         box(grammar('start: "a"'), b"a")
         for each in box._idle:

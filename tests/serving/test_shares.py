@@ -117,8 +117,9 @@ def test_what_a_pass_took_tells_how_much_fits_in_the_next(
 
 @given(st.floats(200, 100_000), st.floats(0, 0.05))
 def test_passes_become_as_long_as_they_may_be(tokens_a_second: float, overhead_s: float) -> None:
-    """Whatever the device: after a few full ones none is much longer than the limit, nor shorter
-    than need be.
+    """This holds on each device.
+
+    After a few full passes none is much longer than the limit, nor shorter than need be.
     """
     pace = Pace(0.25)
     assert pace.tokens == START_TOKENS

@@ -67,7 +67,7 @@ class Hands:
         return self.seconds
 
     def move(self, seconds: float) -> None:
-        """Let time pass, and the watch look at each hundredth twice: what it saw is done then."""
+        """Let time pass; the watch looks twice at each hundredth and has then acted."""
         for _ in range(round(100 * seconds)):
             self.seconds += 0.01
             while self._looks.acquire(blocking=False):
@@ -112,7 +112,7 @@ async def held(lane: Lane, gate: Gate, kind: str = "test") -> "asyncio.Task[None
 async def test_a_stuck_call_is_a_stall_until_it_moves(
     hands: Hands, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Where nobody wants the process to end; every thread's stack is told once."""
+    """Nobody wants the process to end here; every thread's stack is logged once."""
     gate = Gate()
     lane = Lane()
     with structlog.testing.capture_logs() as lines:
@@ -152,7 +152,7 @@ async def test_steps_of_one_call_are_signs_of_life(hands: Hands) -> None:
 
 
 async def test_a_busy_loop_is_no_stall_of_the_lane(hands: Hands) -> None:
-    """Its call was over long ago; nobody had time to hear of it. What is told of is the loop."""
+    """The call was over long ago, but nobody had time to hear of it: the loop is reported."""
     lane, hands.tick_s = Lane(), 0.02
     with (
         structlog.testing.capture_logs() as lines,

@@ -133,7 +133,7 @@ def test_a_result_whose_call_is_not_there_has_no_name() -> None:
 
 
 def test_thinking_alone_is_a_turn_before_the_answers() -> None:
-    """As one that `max_tokens` cut: nothing of it can be continued."""
+    """`max_tokens` may have cut such a turn: nothing of it can be continued."""
     thought = {"type": "thinking", "thinking": "Well", "signature": ""}
     begun = job([*HI, assistant(thought, *text(""))])
     assert begun.messages[1] == {"role": "assistant", "content": "", "reasoning_content": "Well"}
@@ -191,7 +191,7 @@ def test_an_input_that_is_no_object_is_read_as_one_and_named(given: Any, read: A
 
 
 def test_a_result_that_is_an_error_is_shown_and_words_before_it_stay_before() -> None:
-    """A model reads why a call failed; what the user said first is said first."""
+    """A model reads why a call failed; the user's earlier words stay first."""
     error = {**RESULT, "is_error": True}
     turns = job([*HI, assistant(CALL), user(*text("See:"), error)]).messages
     said = [(turn["role"], turn["content"]) for turn in turns[2:]]
@@ -199,7 +199,7 @@ def test_a_result_that_is_an_error_is_shown_and_words_before_it_stay_before() ->
 
 
 def test_messages_of_one_role_in_a_row_are_one_turn() -> None:
-    """As Anthropic joins them: many templates refuse anything else."""
+    """Anthropic joins them so: many templates refuse anything else."""
     said = {"role": "assistant", "content": "so"}
     turns = job([*HI, *HI, said, said, *HI]).messages
     assert [(turn["role"], turn["content"]) for turn in turns] == [
@@ -296,7 +296,7 @@ def test_a_tool_or_a_text_that_cannot_be_used_is_refused_by_its_place(
     [({}, "Field required"), ({"type": ["object", "null"]}, "Input should be 'object'")],
 )
 def test_a_tools_schema_is_of_an_object(schema: Any, problem: str) -> None:
-    """What is none is refused in Anthropic's words, which name the first such tool."""
+    """Another schema is refused in Anthropic's words, which name the first such tool."""
     fault = refused(tools=[WEATHER, {"name": "x", "input_schema": schema}])
     assert fault.message == f"tools.1.input_schema.type: {problem}"
     assert fault.param == "tools[1].input_schema"
@@ -379,7 +379,7 @@ def test_what_changes_no_answer_is_taken_and_the_rest_is_named() -> None:
 def test_thinking_is_the_requests_then_the_models(
     own: dict[str, Any], fields: dict[str, Any], given: dict[str, Any], thoughts: str
 ) -> None:
-    """It is shown to those who asked for it."""
+    """Only requests that asked for thinking are shown it."""
     assert dict(job(own=own, **fields).template_args) == given
     assert read(**fields).thoughts == thoughts
 
@@ -583,7 +583,7 @@ def test_a_conversation_that_the_server_should_keep_is_refused_as_anthropic_woul
 
 
 def test_a_prompt_that_is_too_long_says_so_in_anthropics_words() -> None:
-    """By which agents know that they have to shorten it."""
+    """Agents know by these words that they have to shorten it."""
     body = error_body(ContextLengthExceeded(200, 209), "req-1")
     assert body["error"]["message"] == "prompt is too long: 209 tokens > 200 maximum"
     assert error_status(ContextLengthExceeded) == 400
@@ -636,5 +636,5 @@ def test_documents_of_text_and_what_a_search_found_are_text(block: Any, read: st
     ],
 )  # fmt: skip
 def test_other_documents_are_refused_where_they_stand(block: Any, param: str) -> None:
-    """PDFs, addresses, and what lacks its text; nobody looks at an address."""
+    """PDFs, addresses, and documents that lack their text; nobody looks at an address."""
     assert refused([user(block)]).param == f"messages[0].content[0]{param}"

@@ -1,4 +1,4 @@
-"""Bounds: what a request may hold, exactly."""
+"""Bounds: the largest allowed requests, exactly."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def test_much_that_is_shallow_is_not_deep() -> None:
 
 
 def test_what_opens_too_much_is_refused_before_it_is_parsed() -> None:
-    """As text, though it isn't JSON at all; what is below the bound is read."""
+    """Brackets count as text, though it isn't JSON at all; a body below the bound is read."""
     with pytest.raises(ValueError, match="more than 1000000 arrays"):
         parse(b"[]," * 1_000_001)
     with pytest.raises(ValueError, match="more than 200000 arrays"):
@@ -48,7 +48,7 @@ def test_what_opens_too_much_is_refused_before_it_is_parsed() -> None:
 
 
 def test_a_million_levels_are_refused_at_once() -> None:
-    """By orjson itself, which looks no deeper than 1024."""
+    """orjson itself refuses them: it looks no deeper than 1024."""
     with pytest.raises(ValueError, match="depth"):
         parse(b"[" * 999_999)
 

@@ -85,7 +85,7 @@ def test_a_prompt_of_token_ids_comes_back_as_its_tokens_texts() -> None:
 
 
 def test_the_engine_gives_back_only_what_the_request_does_not_have() -> None:
-    """A text is at hand; its logprobs and the texts of token ids are not."""
+    """The request has its text; it lacks logprobs and the texts of token ids."""
     assert not jobs(echo=True)[0].echo
     assert jobs(echo=True, logprobs=0)[0].echo
     assert jobs(echo=True, prompt=[5, 6])[0].echo
@@ -102,7 +102,7 @@ def test_a_bias_of_more_tokens_than_a_step_can_bear_is_refused() -> None:
 
 
 def test_vllms_sampling_fields_are_taken_and_tell_what_nobody_has_set() -> None:
-    """A model's own files may then say it; what the request says is set, its zeros too."""
+    """A model's own files may then set them; the request's values are set, zeros too."""
     unset = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
     asked = read(
         repetition_penalty=1.1, min_tokens=2, ignore_eos=True, stop_token_ids=[5, 5, 9], top_k=-1

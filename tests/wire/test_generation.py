@@ -1,4 +1,4 @@
-"""What form an answer is asked for in, in all the ways there are."""
+"""The form of an answer that a request asks for, in all the ways there are."""
 
 import json
 import re

@@ -1,5 +1,7 @@
-"""Histories that other servers wrote, in two protocols: what can be read is read, all else is
-skipped or refused by name. The same conversation is the same turns in all three protocols.
+"""Histories that other servers wrote, in two protocols.
+
+Readable parts are read; all else is skipped or refused by name. The same conversation is the same
+turns in all three protocols.
 """
 
 from collections.abc import Mapping
@@ -36,7 +38,7 @@ WORD = st.text("abc", min_size=4, max_size=9)
 
 
 def other(protocol: str) -> st.SearchStrategy[dict[str, Any]]:
-    """Draw what another server wrote, with any fields."""
+    """Draw an item that another server wrote, with any fields."""
     kinds = st.sampled_from(OTHERS[protocol]) | st.just("of tomorrow")
     return st.builds(
         lambda fields, kind: {**fields, "type": kind},
@@ -46,7 +48,7 @@ def other(protocol: str) -> st.SearchStrategy[dict[str, Any]]:
 
 
 def whatever(types: tuple[str, ...]) -> st.SearchStrategy[dict[str, Any]]:
-    """Draw what has a known type, with any fields."""
+    """Draw an item of a known type, with any fields."""
     return st.builds(
         lambda fields, ids, kind: {**fields, **ids, "type": kind},
         st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4),
@@ -66,7 +68,7 @@ CALL_OF_NONE = {"tool_use_id": "gone"}
 
 
 def turns(protocol: str, given: Any) -> list[Mapping[str, Any]]:
-    """Return what the model is shown of a conversation. Raises BadRequest."""
+    """Return the turns of a conversation that the model is shown. Raises BadRequest."""
     common: dict[str, Any] = {"template_args": {}, "max_chars": 10_000}
     who, sampling = caller(), Sampling()
     if protocol == "messages":

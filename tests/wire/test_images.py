@@ -153,7 +153,7 @@ def test_one_that_is_all_of_a_message_is_too(api: Api) -> None:
 @EACH
 @pytest.mark.parametrize("ends", [False, True], ids=["then the user", "at the end"])
 def test_one_of_a_tools_result_is_a_text(api: Api, ends: bool) -> None:
-    """In the newest turn too: a tool brought it."""
+    """An image of the newest turn is a text too: a tool brought it."""
     turns = [user(api.say("look")), *api.result([api.say("here: "), api.image])]
     prompt, count = api.left_out(turns if ends else [*turns, said(), user(api.say("go on"))])
     assert count == 1
@@ -170,7 +170,7 @@ def test_one_that_the_model_has_answered_by_a_call_is_left_out(api: Api) -> None
 @EACH
 @pytest.mark.parametrize("end", [[], [said("It is")], [{"role": "system", "content": "x"}]])
 def test_one_of_the_newest_message_is_refused(api: Api, end: list[Turn]) -> None:
-    """Before the beginning of its answer too, and the 400 says what to do."""
+    """An image before the beginning of its answer is refused too; the 400 gives advice."""
     turns = [user(api.image), user(api.say("what?"), api.image), *end]
     with pytest.raises(BadRequest, match="Could not process image") as refused:
         api.left_out(turns)

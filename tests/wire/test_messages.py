@@ -145,7 +145,7 @@ def test_arguments_that_are_an_object_are_read(call: dict[str, Any]) -> None:
 
 
 def test_parts_of_other_servers_are_skipped_in_earlier_turns_and_named() -> None:
-    """As Mistral's answers have their thoughts; the user's own are refused."""
+    """Mistral's answers have such parts for thoughts; the user's own are refused."""
     parts = [{"type": "thinking", "thinking": []}, {"type": "text", "text": "Yes."}]
     for role in ("assistant", "tool"):
         message = {"role": role, "content": parts}

@@ -128,7 +128,7 @@ def test_reasoning_belongs_to_the_assistants_turn(items: Any, thoughts: list[str
 
 
 def test_what_an_answer_has_in_a_row_is_one_turn() -> None:
-    """As in a chat, whatever the order of its items."""
+    """A chat has the same turn, whatever the order of the answer's items."""
     other = {"type": "web_search_call", "id": "ws_1"}
     turns = job([reasoning("So."), CALL, other, SAID, OUTPUT]).messages
     assert [turn["role"] for turn in turns] == ["assistant", "tool"]
@@ -243,7 +243,7 @@ def test_a_stored_result_still_belongs_to_the_call_whose_id_it_names(
 
 
 def test_items_of_every_kind_are_stored_without_a_warning_of_their_text() -> None:
-    """pydantic's warnings quote what callers sent, and go to the log of the process."""
+    """pydantic's warnings quote callers' texts, and go to the log of the process."""
     other = {"type": "new", "secret": "x"}
     items = [
         {"type": "zzz", "id": "z1", "secret": "x"},
@@ -427,7 +427,7 @@ def kinds(events: list[Any]) -> list[str]:
 
 
 def test_a_text_is_told_in_openais_order() -> None:
-    """Which its SDK insists on; numbered from nought."""
+    """OpenAI's SDK insists on this order; numbers begin at 0."""
     growing = answer()
     events = told(growing, Delta(0, "He", 1), Delta(0, "y", 1), Delta(0, "", 1, "stop"))
     assert kinds(events) == [
@@ -591,7 +591,7 @@ def test_functions_in_namespaces_are_functions_of_their_own_name() -> None:
 
 
 def test_a_call_into_a_namespace_names_it() -> None:
-    """With the function's own name: clients route by both."""
+    """The call has the function's own name too: clients route by both."""
     qualified_names = unpack(read(tools=SPACES).tools).qualified_names
     made = new_response(read(), job(), response_id="r", created=5, is_kept=False)
     growing = ResponseWriter(made, qualified_names)
@@ -605,7 +605,7 @@ def test_a_call_into_a_namespace_names_it() -> None:
 
 
 def test_an_earlier_call_into_a_namespace_is_shown_as_the_model_knows_it() -> None:
-    """Else it would see a function that it does not have."""
+    """Otherwise the model would see a function that it does not have."""
     call = {**CALL, "name": "search", "namespace": "wiki"}
     items = [{"role": "user", "content": "find"}, call, OUTPUT]
     turns = job(items, tools=SPACES).messages

@@ -1,4 +1,4 @@
-"""Tools and their choice → what the template shows, what may and what must be called."""
+"""Tools and their choice → the tools that the template shows, allowed and forced calls."""
 
 from typing import Any
 
@@ -98,7 +98,7 @@ def test_a_choice_of_nothing_is_refused(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", ["array", ["array", "null"], "string", "an object", None])
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_parameters_that_are_no_object_are_refused(kind: Any, choice: str) -> None:
-    """Or a call would be answered with a list."""
+    """Otherwise a call would be answered with a list."""
     odd = {"type": "function", "function": {"name": "odd", "parameters": {"type": kind}}}
     with pytest.raises(BadRequest, match="'odd' are of another 'type' than 'object'") as caught:
         read(tools=[WEATHER, odd], tool_choice=choice)

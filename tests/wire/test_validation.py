@@ -1,4 +1,4 @@
-"""What is wrong with a request is said in the words of its fields, never in those of Python."""
+"""The faults of a request are told in the words of its fields, never in those of Python."""
 
 import json
 from typing import Any
@@ -50,7 +50,7 @@ def refused(path: str = "chat", **given: Any) -> BadRequest:
 def test_a_wrong_type_is_told_by_the_names_json_has(
     given: dict[str, Any], param: str, said: str
 ) -> None:
-    """As OpenAI does: an object, an array, and what came instead."""
+    """OpenAI names them so: an object, an array, and the type that came instead."""
     error = refused(**given)
     assert (error.param, error.code) == (param, "invalid_type")
     assert error.message == f"Invalid type for '{param}': {said} instead."
@@ -97,7 +97,7 @@ def test_no_message_speaks_python(path: str, given: dict[str, Any]) -> None:
     ],
 )
 def test_the_field_says_whether_a_bound_is_of_decimals(given: dict[str, Any], code: str) -> None:
-    """Not the number that was sent. JSON's integers have no end; those of 64 bits do."""
+    """The sent number does not say it. JSON's integers have no end; those of 64 bits do."""
     assert refused(**given).code == code
 
 
@@ -125,7 +125,7 @@ def test_stop_may_be_many_or_none() -> None:
 
 
 def test_history_may_have_an_empty_list_of_calls() -> None:
-    """As some SDKs send back what they were given."""
+    """Some SDKs send such turns back as they were given."""
     turns = [USER, {"role": "assistant", "content": "yes", "tool_calls": []}, USER]
     request = read(messages=turns).request
     assert [set(turn) for turn in to_template(request.messages)] == [{"role", "content"}] * 3

@@ -1,4 +1,4 @@
-"""Texts pushed in pieces, and what comes of them."""
+"""Texts pushed in pieces, and the parts that come out."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise

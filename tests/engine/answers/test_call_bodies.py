@@ -1,6 +1,6 @@
 """Bodies of calls in JSON, Python and Gemma's form: each ends by its own brackets.
 
-Behind each body stands another mark, and what is broken is no call and never a shorter one.
+Another mark stands behind each body. A broken body is no call, and never a shorter one.
 """
 
 import json

@@ -52,7 +52,7 @@ def test_bytes_have_the_text_of_their_whole_characters(given: bytes, continues: 
 
 
 def test_the_texts_and_bytes_of_a_texts_tokens_make_the_text() -> None:
-    """Of half a character the bytes alone."""
+    """Half a character has bytes alone."""
     ids = TOKENIZER.encode("Hello there, is 12 + 7 True?", add_special_tokens=False).ids
     assert "".join(map(VOCABULARY.text, ids)) == "Hello there, is 12 + 7 True?"
     ids = TOKENIZER.encode("🙂日", add_special_tokens=False).ids
@@ -67,8 +67,10 @@ def test_half_a_character_at_the_end_is_dropped() -> None:
 
 
 def sentencepiece() -> Tokenizer:
-    """Return a tokenizer as Llama 2's: bytes for what it has no piece for, and a space before the
-    first word, which its decoder drops.
+    """Return a tokenizer like Llama 2's.
+
+    It writes unknown characters as bytes, and a space before the first word, which its decoder
+    drops.
     """
     words = ["▁The", "▁Paris", "▁", "a", "b", "▁Hello", ".", "\ufffd"]
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]

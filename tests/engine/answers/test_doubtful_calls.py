@@ -1,4 +1,4 @@
-"""Calls that hold what looks like calls, or are broken: none that the model did not make."""
+"""Calls that are broken or hold text like calls: the parser makes up none."""
 
 from pathlib import Path
 from typing import Any
@@ -274,7 +274,7 @@ def test_a_call_that_ends_twice_ends_once(chats: dict[str, ChatTokenizer]) -> No
 def test_a_cut_text_that_may_go_on_behind_an_end_is_no_call(
     chats: dict[str, ChatTokenizer],
 ) -> None:
-    """At the model's own end it is a call, and text behind it."""
+    """At the model's own end it is a call, with text behind it."""
     text = f"{_QWEN}<parameter=path>\nends: </parameter>\n{_QWEN_END}\nand mo"
     assert cut(chats["qwen"], text)["calls"] == []
     heard = said(chats["qwen"], row([WRITE]), text)

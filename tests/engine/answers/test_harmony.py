@@ -207,7 +207,7 @@ def thinks(chat: ChatTokenizer, text: str, **given: Any) -> list[bool]:
 
 @pytest.mark.parametrize("header", ["final", "final json", "final <|constrain|>json"])
 def test_a_grammar_begins_with_the_final_message(chat: ChatTokenizer, header: str) -> None:
-    """Not with its channel's name: the model writes that itself."""
+    """It does not begin with the channel's name: the model writes that itself."""
     on = thinks(chat, f"{THOUGHT}<|channel|>{header}<|message|>")
     assert on[-1] is False
     assert all(on[:-1])
@@ -277,7 +277,7 @@ def test_the_answer_of_a_grammar_follows_thinking_in_an_engine(tmp_path: Path, e
 
 @pytest.mark.parametrize("budget", [0, 2, 9])
 def test_the_answer_of_a_grammar_follows_a_budget_in_an_engine(tmp_path: Path, budget: int) -> None:
-    """Whatever the model would go on to think."""
+    """It follows even where the model would go on to think."""
     answer = yes_or_no(tmp_path, f"{ANALYSIS}{' and so on' * 20}", budget)
     assert f"Hm.{' and so on' * 20}".startswith(answer.reasoning)
     assert bool(answer.reasoning) == bool(budget)

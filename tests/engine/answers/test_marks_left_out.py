@@ -194,7 +194,7 @@ def test_a_call_that_a_thought_ends_with_is_a_call(
 
 
 def test_a_thought_waits_for_a_call_no_longer_than_its_limit(tmp_path: Path) -> None:
-    """What it held is given out, and a call at its end is one all the same."""
+    """The text it held is given out, and a call at its end still counts as one."""
     chat = family(tmp_path, **HERMES)
     parser = chat.answers.output_processor(row([WRITE], is_thinking=True)).parser
     mark = chat.answers.marks.pattern("<tool_call>")

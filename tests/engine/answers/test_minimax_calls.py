@@ -1,4 +1,4 @@
-"""MiniMax M3's calls: elements in elements, typed by the schema; what is in doubt is no call."""
+"""MiniMax M3's calls: nested elements, typed by the schema; a doubtful one is no call."""
 
 import time
 from contextlib import suppress

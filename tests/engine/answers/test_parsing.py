@@ -1,4 +1,4 @@
-"""What a model says, told apart: text, reasoning, calls, wherever the pieces are cut."""
+"""A model's answer told apart: text, reasoning and calls, wherever the pieces are cut."""
 
 from dataclasses import replace
 from typing import Any
@@ -33,7 +33,7 @@ def read(
 
 @given(CUTS, st.booleans())
 def test_thinking_is_reasoning_and_the_rest_is_text(cuts: tuple[int, ...], opened: bool) -> None:
-    """Also where the prompt has opened it. White space after a mark is nothing."""
+    """This holds where the prompt has opened it too. White space after a mark is dropped."""
     text = "hm, hm\n</think>\n\nAnswer <b>"
     told = read(text if opened else f"<think>\n{text}", cuts, is_thinking=opened)
     assert (told["reasoning"], told["text"]) == ("hm, hm\n", "Answer <b>")
@@ -55,7 +55,7 @@ def test_marks_are_text_where_calls_are_not_asked_for() -> None:
 
 @given(CUTS, st.booleans())
 def test_a_forced_call_is_told_as_it_is_made(cuts: tuple[int, ...], thinks: bool) -> None:
-    """Its arguments are what stands between, and thoughts before it no part of it."""
+    """Its arguments are the text between the marks; the thoughts before it are no part of it."""
     call = '{"name":"get","arguments":{"city":"Paris","deep":{"x":"}"}}}'
     told = read(f"hm</think>\n{call}" if thinks else call, cuts, "forced", is_thinking=thinks)
     assert told["calls"] == [("get", {"city": "Paris", "deep": {"x": "}"}})]

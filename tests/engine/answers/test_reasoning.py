@@ -1,4 +1,4 @@
-"""Thinking: what opens and closes it, in each family's marks, and what only looks like it."""
+"""Thinking: the marks that open and close it in each family, and texts that only look like them."""
 
 import json
 from pathlib import Path
@@ -51,7 +51,7 @@ IDS = [f"{each[0]}-{i}" for i, each in enumerate(FAMILIES)]
 
 @pytest.mark.parametrize("each", FAMILIES, ids=IDS)
 def test_thinking_is_reasoning_in_each_family(tmp_path: Path, each: Any) -> None:
-    """And a mark inside an answer does not cut it: it counts only before any text."""
+    """A mark inside an answer does not cut it: it counts only before any text."""
     name, tokens, added, words, text = each
     chat = family(tmp_path, tokens=tokens, added=added, words=words)
     assert chat.answers.reasoning == REASONING_FORMATS[name]
@@ -142,7 +142,7 @@ def test_templates_are_told_of_thinking_in_their_own_words(
 
 
 def test_the_mark_that_opens_the_thinking_is_no_token_of_the_content(tmp_path: Path) -> None:
-    """Logprobs are of what is shown; an answer of one token shows it, whatever it is."""
+    """Logprobs are of the shown text; an answer of one token shows that token, whatever it is."""
     chat = family(tmp_path, added=("<think>", "</think>"))
     scores = TokenScores(-0.5, [], [], 0)
     ids = chat.backend.encode("<think>a</think>b", add_special_tokens=False).ids
@@ -223,7 +223,7 @@ def test_the_template_that_always_asks_still_opens_the_thinking(tmp_path: Path) 
 
 
 def test_an_end_inside_the_thinking_closes_it_where_a_form_was_promised(tmp_path: Path) -> None:
-    """Else the answer would be empty, though a schema was asked for."""
+    """Otherwise the answer would be empty, though a schema was asked for."""
     engine = open_engine(teach_thinking(write_chat(tmp_path, vocab_size=1030), opens=True))
     (eos,) = engine.tokens.answers.eos_ids
     urge = Sampling(temperature=0, logit_bias={eos: 100.0})

@@ -1,4 +1,4 @@
-"""A checkpoint's own template reads what it can within bounds; the rest is text as it stands."""
+"""A checkpoint's own template reads the answer within bounds; the rest is text as it stands."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -37,7 +37,7 @@ def special(token: str) -> str:
 
 
 def calls(transform: Any, **more: Any) -> dict[str, Any]:
-    """Return fields of a call in `<c>`, whose JSON becomes what `transform` makes of it."""
+    """Return fields of a call in `<c>`, whose JSON `transform` rewrites."""
     field = {"open": "<c>", "close": "</c>", "content": "json", "transform": transform}
     return {"content": {}, "tool_calls": {**field, **more}}
 
@@ -142,7 +142,7 @@ def test_a_sandbox_without_time_says_nothing_of_a_template(outcome: str) -> None
 def test_an_answer_that_others_left_no_time_to_read_is_refused(
     outcome: str, error: type[GatewayError], asked: int
 ) -> None:
-    """As text as it stands, a call in it would be lost without a word."""
+    """If it were given as plain text, a call in it would be lost without a word."""
     box = Scripted("read", outcome)
     template = ResponseTemplate(PLAIN, box)
     for number in range(1, 4):

@@ -319,7 +319,7 @@ def ends_thoughts(case: Case, spelling: str) -> bool:
 
 @thinkers
 def test_a_call_in_a_thought_that_is_closed_is_part_of_the_thought(case: Case) -> None:
-    """Where its mark is in letters: a special token ends the thought."""
+    """This holds for a mark in letters: a special token ends the thought."""
     for spelling in ("letters", "tokens"):
         chat, call = case.chat(spelling), case.written([READ], spelling)
         answer = f"{THOUGHT}\n{call}\nOr not.{case.form.closes}\n\nDone."

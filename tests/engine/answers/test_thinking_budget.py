@@ -1,4 +1,4 @@
-"""A budget of tokens for thinking: what is forced at its end, in each family's marks."""
+"""A budget of tokens for thinking: the marks forced at its end, in each family."""
 
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ def harmony(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
 @pytest.mark.parametrize("limit", [0, 1, 6])
 @pytest.mark.parametrize("each", FAMILIES, ids=IDS)
 def test_the_answer_begins_after_so_many_tokens(tmp_path: Path, each: Any, limit: int) -> None:
-    """In marks of one token or several."""
+    """The marks have one token or several."""
     _, tokens, added, words, text = each
     chat = family(tmp_path, tokens=tokens, added=added, words=words)
     opening = text.split("{}")[0].removesuffix("\n").removesuffix(" ")
@@ -63,7 +63,7 @@ def test_the_answer_begins_after_so_many_tokens(tmp_path: Path, each: Any, limit
 
 
 def test_an_end_that_the_model_has_begun_is_completed(tmp_path: Path) -> None:
-    """Not begun a second time, in whichever of its words."""
+    """It is not begun a second time, in whichever of the model's words."""
     chat = family(tmp_path, words="Here is my thought process:")
     for begun in ("Hm. Here is my", "Hm. Here's", "Hm. Here is my resp"):
         limit = len(chat.answers._unspell(begun))
@@ -74,7 +74,7 @@ def test_an_end_that_the_model_has_begun_is_completed(tmp_path: Path) -> None:
 
 
 def test_no_other_thought_begins_once_the_budget_is_spent(tmp_path: Path) -> None:
-    """Where a token opens one; before, the model may open several, which share the budget."""
+    """The token that opens one is barred; before, several thoughts may share the budget."""
     chat = family(tmp_path, added=("<think>", "</think>"))
     opens = chat.answers.ids(["<think>"])
     params = row(may_think=True, thinking_budget=4)
@@ -90,7 +90,7 @@ def test_no_other_thought_begins_once_the_budget_is_spent(tmp_path: Path) -> Non
 def test_harmonys_final_message_begins_at_the_limit(
     harmony: ChatTokenizer, grammar: Grammar | None, limit: int
 ) -> None:
-    """With 0 at once: no other message comes before."""
+    """With a limit of 0 it begins at once: no other message comes before."""
     params = row(thinking_budget=limit, grammar=grammar, is_thinking=True)
     heard = spoken(harmony, params, f"<|channel|>analysis<|message|>{THOUGHT}", '{"a":1}')
     assert heard["text"] == '{"a":1}'
@@ -99,7 +99,7 @@ def test_harmonys_final_message_begins_at_the_limit(
 
 
 def test_harmonys_end_is_completed_where_the_model_has_begun_it(harmony: ChatTokenizer) -> None:
-    """What follows a thought that the model has ended itself is the rest of the mark."""
+    """After a thought that the model has ended itself, only the rest of the mark follows."""
     params = row(thinking_budget=len(harmony.answers._unspell("ab")))
     heard = spoken(harmony, params, "<|channel|>analysis<|message|>ab<|end|>", "Four.")
     assert (heard["text"], heard["reasoning"]) == ("Four.", "ab")

@@ -47,7 +47,7 @@ PYTHON = """book(seats=3, vip=True, tags=["a", 'b'], where={"city": "Berlin"}, z
 
 @dataclass(frozen=True)
 class Family:
-    """What a family's checkpoints have, and one call as it writes it."""
+    """The parts of a family's checkpoints, and one call as the family writes it."""
 
     name: str
     text: str
@@ -382,7 +382,7 @@ SEVERAL = {
 
 @pytest.mark.parametrize("key", SEVERAL)
 def test_parallel_calls_are_several(chats: dict[str, ChatTokenizer], key: str) -> None:
-    """Where one may be, nothing is left of others."""
+    """If only one call is allowed, nothing is left of the others."""
     for is_parallel, names in ((True, ["book", "book"]), (False, ["book"])):
         calling = Calling(functions=[BOOK], parallel=is_parallel)
         heard = said(chats[key], row(calling=calling), SEVERAL[key])

@@ -153,7 +153,7 @@ def test_positions_count_real_tokens_from_the_padding_id() -> None:
 
 @pytest.mark.parametrize("name", ["bert", "roberta"])
 def test_the_gpu_functions_give_the_same_vectors(name: str) -> None:
-    """What Metal and CUDA run, run here: mlx's own GELU and attention."""
+    """The functions of Metal and CUDA, run on this CPU: mlx's own GELU and attention."""
     ours, theirs = load(GOLDEN / name), load(GOLDEN / name, device=Device.METAL)
     assert np.abs(vectors(ours) - vectors(theirs)).max() <= 2e-6
 

@@ -155,7 +155,7 @@ def test_a_template_that_is_not_understood_is_refused(
 
 
 def test_half_precision_scores_are_close_and_finite() -> None:
-    """Where a window sees nothing but padding, too."""
+    """They are finite for a window of nothing but padding, too."""
     for name in TINY:
         engine = load(GOLDEN / name, Device.METAL, dtype="float16")
         scores = engine.score(rows(engine)[:8])

@@ -151,7 +151,7 @@ def test_a_row_the_model_cannot_read_is_refused() -> None:
 
 
 def test_a_closed_engine_holds_no_memory() -> None:
-    """Dropping the engine's arrays is what makes room for the next model."""
+    """Dropping the engine's arrays makes room for the next model."""
     before = mx.get_active_memory()
     engine = load(GOLDEN / "qwen3")
     engine.embed([[2, 9, 3]])
@@ -226,7 +226,7 @@ def test_a_transformer_in_a_subfolder_is_found(tmp_path: Path) -> None:
 
 
 def test_pickled_weights_are_never_opened(tmp_path: Path) -> None:
-    """Unpickling would run what the file says."""
+    """Unpickling would run code from the file."""
     folder = tiny(tmp_path, "bert")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ModelLoadFailed, match=r"only safetensors.*pytorch_model\.bin"):
@@ -280,7 +280,7 @@ def test_lengths_fall_into_few_buckets_on_a_gpu() -> None:
 
 @given(st.lists(st.integers(1, 600), min_size=1, max_size=64), st.integers(1, 16))
 def test_slices_hold_every_row_within_the_budget(lengths: list[int], threads: int) -> None:
-    """Whatever the lengths; only a row alone may be dearer than the budget."""
+    """This holds for all lengths; only a row alone may be dearer than the budget."""
     lengths.sort()
     runs = slice_rows(lengths, threads)
     assert sum(runs) == len(lengths)

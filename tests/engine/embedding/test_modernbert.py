@@ -92,7 +92,7 @@ def test_local_layers_do_not_see_far(tmp_path: Path) -> None:
 
 
 def test_a_config_of_transformers_4_is_read_alike(tmp_path: Path) -> None:
-    """Which is what the models on the hub have."""
+    """The models on the hub have such configs."""
     older = {"global_attn_every_n_layers": 3, "global_rope_theta": 160000.0}
     older |= {"local_rope_theta": 10000.0}
     folder = changed(tmp_path, layer_types=None, rope_parameters=None, **older)

@@ -65,7 +65,7 @@ def test_pooling_is_read_from_old_and_new_keys(
 
 
 def test_a_listing_without_normalize_means_not_normalized(tmp_path: Path) -> None:
-    """modules.json is complete: what it does not list does not happen."""
+    """modules.json is complete: a step that it does not list does not happen."""
     checkpoint = folder(tmp_path, ALL[:2], {"pooling_mode": "mean"})
     assert read_recipe(checkpoint, None, None).normalize is False
     recipe = read_recipe(checkpoint, "cls", True)
@@ -116,7 +116,7 @@ def test_normalizing_anything_but_the_vector_is_refused(tmp_path: Path) -> None:
 
 
 def test_linear_layers_are_counted_with_the_model(tmp_path: Path) -> None:
-    """In the size that is asked before loading, and in the engine's own."""
+    """Both sizes count them: the one before loading, and the engine's own."""
     folder = tiny(tmp_path, "embeddinggemma")
     parts = weight_folders(Checkpoint("it", folder), None, None)
     assert [part.folder.name for part in parts] == ["embeddinggemma", "2_Dense", "3_Dense"]

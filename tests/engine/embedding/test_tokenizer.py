@@ -60,7 +60,7 @@ def test_a_tokenizer_that_cuts_on_the_left_keeps_the_end(tmp_path: Path) -> None
 
 
 def test_lower_casing_is_added_only_where_asked_for() -> None:
-    """do_lower_case of sentence_bert_config.json, whatever the tokenizer's own rules."""
+    """do_lower_case of sentence_bert_config.json asks, whatever the tokenizer's own rules."""
     plain, lowered = load(GOLDEN / "roberta"), load(GOLDEN / "roberta", lower_case=True)
     assert plain.encode(["HELLO"]) != plain.encode(["hello"])
     assert lowered.encode(["HELLO"]) == plain.encode(["hello"])
@@ -109,7 +109,7 @@ def test_an_ending_nobody_knows_is_refused(tmp_path: Path, token: str | None) ->
 
 
 def test_many_threads_may_encode_at_once() -> None:
-    """Nothing is changed by encoding, so nobody is told "Already borrowed"."""
+    """Encoding changes nothing, so no thread gets the error "Already borrowed"."""
     tokenizer = load(GOLDEN / "xlm-roberta")
     expected = tokenizer.encode(TEXTS)
     with ThreadPoolExecutor(8) as pool:

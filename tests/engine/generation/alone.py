@@ -1,4 +1,4 @@
-"""What a model says of one sequence alone, and whether what an engine told of it is that."""
+"""A model's answer to one sequence alone, and whether an engine's deltas agree with it."""
 
 import math
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class Told:
 
     @property
     def words(self) -> tuple[Any, ...]:
-        """Return what is to be equal to the letter."""
+        """Return the parts that are to be equal to the letter."""
         ends = (self.end, self.stop, self.error)
         counts = (self.tokens, self.reasoning_tokens)
         shown = [(each.chosen.token, each.chosen.bytes) for each in self.logprobs]
@@ -84,9 +84,7 @@ class Alone:
         *,
         is_ended_early: bool = False,
     ) -> None:
-        """Fail unless each of an answer's tokens so far could be drawn, and all that was told is
-        what they say.
-        """
+        """Fail unless each token of an answer could be drawn, and the deltas agree with them."""
         prompt, engine = list(params.prompt), self.engine
         row = engine._sequences.begin(0, params)
         read = mx.array([[*prompt, *tokens[:-1]]])

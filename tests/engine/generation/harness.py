@@ -1,4 +1,4 @@
-"""An engine driven by plans, one by one; what its rows are asked and told."""
+"""An engine driven by plans, one by one; the requests and deltas of its rows."""
 
 import gc
 import json
@@ -114,8 +114,9 @@ def join(steps: Steps, params: SequenceParams) -> int:
 def open_engine(
     folder: Path, prefix_cache_bytes: int = 0, speculate_rows: int = 0, **options: Any
 ) -> GenerationEngine:
-    """Open a model's folder or its file. What a folder has besides weights is read once, whoever
-    has written the same before: that takes as long as the weights, and pauses twice.
+    """Open a model's folder or its file.
+
+    Formats of equal folders are read once: reading takes as long as the weights, and pauses twice.
     """
     kept = {"prefix_cache_bytes": prefix_cache_bytes, "speculate_rows": speculate_rows}
     given = {"name": "tiny", "device": Device.CPU, **kept, **options}
@@ -134,7 +135,7 @@ def open_engine(
 
 @dataclass
 class Answer:
-    """What a row was told."""
+    """The deltas of a row, put together."""
 
     text: str = ""
     tokens: int = 0
@@ -191,7 +192,7 @@ def job(text: str, sampling: Sampling = GREEDY, **more: Any) -> GenerateJob:
 
 
 def finish(steps: Steps, budget: int = 512) -> list[Delta]:
-    """Bring all rows to their ends; return what they were told."""
+    """Bring all rows to their ends; return their deltas."""
     deltas: list[Delta] = []
     while steps.is_busy:
         deltas += steps.prefill(budget) if steps.is_reading else []
@@ -207,7 +208,7 @@ def newest(engine: GenerationEngine) -> Sequence:
 
 
 class Rows(Steps):
-    """Rows under way, and what they were told so far."""
+    """Rows under way, and their answers so far."""
 
     def __init__(self, engine: GenerationEngine) -> None:
         super().__init__(engine)
@@ -287,7 +288,7 @@ def watch(
 
 
 def shapes(engine: GenerationEngine) -> list[tuple[int, int]]:
-    """Return what becomes the rows and the tokens, with padding, of each pass."""
+    """Return a list that gathers the rows and the padded tokens of each pass."""
     passes: list[tuple[int, int]] = []
     watch(engine, lambda tokens: passes.append((tokens.shape[0], tokens.shape[1])))
     return passes

@@ -1,9 +1,9 @@
-"""Random mixtures of what an engine does with its sequences, each answer held to its model alone.
+"""Random mixtures of an engine's work on sequences, each answer held to its model alone.
 
 A mixture is made of a kind of model and a seed: `python -m tests.engine.generation.mixtures KIND
 SEED` makes one again. An answer is right if each of its tokens could be drawn, but for ties, from
-the logits of its prompt and the tokens before, read alone in one pass, and if all that was told is
-what these tokens say.
+the logits of its prompt and the tokens before, read alone in one pass, and if all its deltas agree
+with these tokens.
 """
 
 import json
@@ -160,7 +160,7 @@ class Settings:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A sequence of the mixture: who speaks, what was asked, and what was told so far."""
+    """A sequence of the mixture: its adapter, its params, and its deltas so far."""
 
     adapter: str
     params: SequenceParams
@@ -250,7 +250,7 @@ def draw_job(chance: random.Random, heads: Sequence[str], past: Sequence[list[in
 
 
 class Mixture:
-    """The sequences of one engine, and what happens to them."""
+    """The sequences of one engine, and the events in their lives."""
 
     def __init__(self, models: Models, kind: str, seed: int) -> None:
         self.kind, self.seed = kind, seed
@@ -274,8 +274,9 @@ class Mixture:
         self.heads = ["".join(self.chance.choices(WORDS, k=length)) for length in lengths]
 
     def run(self, may_go_on: Callable[[], bool]) -> int:
-        """Take up to STEPS steps while it may; then bring every answer to its end. Return how many
-        were taken. What fails says how to make it again.
+        """Take up to STEPS steps while allowed, then bring every answer to its end.
+
+        Return the number of steps. An error says how to make the mixture again.
         """
         steps = 0
         try:

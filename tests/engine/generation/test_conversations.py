@@ -1,4 +1,4 @@
-"""A conversation's next prompt reads only what is new in it, whatever the model keeps."""
+"""A conversation's next prompt reads only its new tokens, whatever the model keeps."""
 
 from collections.abc import Sequence
 from dataclasses import replace

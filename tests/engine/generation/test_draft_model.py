@@ -59,8 +59,9 @@ def drafted(request: pytest.FixtureRequest, folder: Path, stranger: Path) -> Pat
 
 
 def watch(engine: GenerationEngine, fails_after: int | None = None) -> list[int]:
-    """Return what becomes the tokens, with padding, of each pass of the engine's draft model, which
-    fails after so many.
+    """Return a list that gathers the padded tokens of each pass of the engine's draft model.
+
+    The model fails after `fails_after` passes.
     """
     model, read = engine._drafts.sources[-1], list[int]()
     assert isinstance(model, DraftModel)

@@ -125,7 +125,7 @@ def test_a_prompt_of_one_token_has_nothing_to_score(engine: GenerationEngine) ->
 
 
 def test_a_choice_that_says_one_token_has_its_logprobs_too(engine: GenerationEngine) -> None:
-    """As lm-evaluation-harness asks."""
+    """lm-evaluation-harness asks so."""
     job = echo(PROMPTS[1], max_tokens=1, logprobs=1)
     (delta,) = told(engine, [job])[0]
     check(engine, job, echoed([delta]))

@@ -159,7 +159,7 @@ def test_a_prompt_is_read_in_chunks_of_the_budget(engine: GenerationEngine) -> N
 
 
 def test_the_end_of_a_prompt_is_read_with_its_last_chunk(engine: GenerationEngine) -> None:
-    """Where it is at most a quarter of one: a pass of a few tokens costs as much as a whole one."""
+    """It must be at most a quarter of one: a pass of few tokens costs as much as a whole one."""
     steps = Steps(engine)
     (row,) = engine.prepare(job(TEXTS[4]))
     length = len(row.prompt) - 1
@@ -200,7 +200,7 @@ def test_one_token_rows_end_without_a_decode_step(engine: GenerationEngine) -> N
 
 
 def test_no_row_is_run_on_after_the_last_token_it_may_say(engine: GenerationEngine) -> None:
-    """That it is the last is known before it is: a pass each for five tokens, and for two."""
+    """The last token is known as such beforehand: one pass each for five tokens, and for two."""
     passes = shapes(engine)
     told = answers(engine, [job("Hello", max_tokens=5), job("Hello", max_tokens=2)])
     assert [answer.tokens for answer in told] == [5, 2]
@@ -330,7 +330,7 @@ def test_a_passing_fault_changes_no_answer(
 
 @pytest.mark.parametrize("at", range(1, 9))
 def test_what_has_met_its_stop_string_is_not_read_again(engine: GenerationEngine, at: int) -> None:
-    """Nor is anything told of it, when the pass after it goes wrong."""
+    """It gets no further delta, either, when the pass after it goes wrong."""
     (whole,) = answers(engine, [job("Hello there!", max_tokens=3)])
     exchange(engine, Passing(engine._model, at))
     stopping = job("Hello there!", stop=[whole.deltas[2]])
@@ -401,7 +401,7 @@ def test_an_unknown_architecture_is_named_and_its_own_code_never_run(tmp_path: P
 
 
 def test_half_precision_becomes_float32_on_the_cpu(tmp_path: Path) -> None:
-    """Where it is ten times as fast."""
+    """float32 is ten times as fast there."""
     folder = write_chat(tmp_path)
     weights: Any = mx.load(str(folder / "model.safetensors"))
     halves = {name: array.astype(mx.bfloat16) for name, array in weights.items()}

@@ -129,7 +129,7 @@ def test_what_the_questions_share_is_read_once(plain: GenerationEngine) -> None:
 
 
 def test_a_label_that_begins_another_counts_where_the_answer_ends(plain: GenerationEngine) -> None:
-    """So no answer counts for two labels, and the probabilities add up to at most 1."""
+    """No answer then counts for two labels, and the probabilities add up to at most 1."""
     asked = judging(["a", "a b", "a b c"])
     (deltas,) = run(plain, [asked])
     check(plain, asked, deltas)
@@ -232,7 +232,7 @@ def sentencepiece(tokenizer: Tokenizer) -> None:
 
 @dataclass
 class Rendered:
-    """What the judging of questions asks of a chat tokenizer."""
+    """The parts of a chat tokenizer that the judging of questions needs."""
 
     controls: ControlTokens
     after: str
@@ -267,7 +267,7 @@ def test_a_prompt_that_is_cut_has_the_tokens_of_the_whole(kind: Any) -> None:
 
 
 def test_the_steps_of_a_question_share_its_prompt(tmp_path: Path) -> None:
-    """255 long labels after a long input take 4 MB at most, not a tenth of what copies would."""
+    """255 long labels after a long input take 4 MB at most, not a tenth of the bytes of copies."""
     engine = open_engine(write_chat(tmp_path, max_position_embeddings=8192), prefix_cache_bytes=0)
     labels = [f"{i:03d}-"[::-1] + "xyzw"[i % 4] * 9 for i in range(255)]
     job = judging(labels, text="It is late. " * 800)

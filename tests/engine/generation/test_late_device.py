@@ -70,7 +70,7 @@ def engines(folders: dict[str, Path]) -> dict[str, GenerationEngine]:
 
 
 def told(engine: GenerationEngine, text: str, asked: dict[str, Any]) -> Answer:
-    """Return what a row is told that is alone."""
+    """Return the answer of a row alone in its batch."""
     batch = Batch(engine)
     row = batch.ask(text, asked)
     batch.finish()
@@ -97,8 +97,10 @@ def act_on(batch: Batch, act: str, row: int) -> None:
     "kind", ["looking up", "drafted", "packed", "sliding", "stateful", "hybrid"]
 )
 def test_no_row_is_given_what_failed_late(engines: dict[str, GenerationEngine], kind: str) -> None:
-    """Whichever work fails, and whatever is done with rows meanwhile: each says what it says alone,
-    or ends with an error; and so does the next one, which goes on from what was kept.
+    """Whichever work fails, each row answers as it would alone, or ends with an error.
+
+    So it is whatever else is done with rows meanwhile, and for the next row, which goes on from
+    kept KV.
     """
     engine = engines[kind]
     alone: dict[int, Any] = {}

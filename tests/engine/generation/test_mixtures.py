@@ -30,7 +30,7 @@ ALWAYS |= {"forced", "accepted"}
 
 
 def run(folder: Path, kind: str, may_go_on: Callable[[int], bool]) -> Counter[str]:
-    """Make mixtures while so many steps are not enough; return how often what happened in them."""
+    """Make mixtures while more steps are wanted; return how often each event happened in them."""
     models, steps, counts = Models.write(folder, kind), 0, Counter[str]()
     for seed in itertools.count():
         mixture = Mixture(models, kind, seed)

@@ -81,7 +81,7 @@ def test_each_forced_token_saves_a_pass(plain: GenerationEngine, ahead: Generati
 
 
 def forget(engine: GenerationEngine) -> GenerationEngine:
-    """Make the last token alone say what is next, so that answers run in a circle."""
+    """Make the next token depend on the last one alone, so that answers run in a circle."""
     for layer in engine._model.layers:
         for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
             part.weight = mx.zeros_like(part.weight)
@@ -194,7 +194,7 @@ def test_more_rows_than_allowed_read_nothing_ahead(folder: Path) -> None:
 def test_drafts_that_are_right_in_part_change_no_answer(
     kind: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of several lengths, beside one that a grammar forces; what states keep goes back."""
+    """Rows of several lengths, one beside them forced by a grammar; states are rolled back."""
     folder, chance = write_chat(tmp_path, **kind), random.Random(1)
     on = replace(GREEDY, ignore_eos=True)
     jobs = [(text, {"sampling": on, "max_tokens": 40 + 9 * i}) for i, text in enumerate(PROMPTS)]

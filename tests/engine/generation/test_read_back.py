@@ -1,4 +1,4 @@
-"""What a template writes of a thought and a call is read back by the formats of its model."""
+"""A template's text of a thought and a call is read back by the formats of its model."""
 
 from pathlib import Path
 

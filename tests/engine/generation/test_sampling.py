@@ -71,7 +71,7 @@ def drawn(
 
 
 def is_likely(counts: npt.NDArray[np.int64], expected: npt.NDArray[np.float64]) -> bool:
-    """Test by chi-square, at about one false alarm in 100,000, what is rare taken together."""
+    """Test by chi-square, at one false alarm in about 100,000, with rare values taken together."""
     often = expected >= 10
     seen = np.append(counts[often], counts[~often].sum())
     wanted = np.append(expected[often], expected[~often].sum())
@@ -118,7 +118,7 @@ def test_of_tokens_that_tie_at_the_edge_as_many_stay_as_fit(asked: Mapping[str, 
 
 
 def test_a_nucleus_wider_than_the_window_is_noticed_and_drawn_from_whole() -> None:
-    """With 20,000 equal tokens 1,024 of them hold a twentieth of what top_p keeps."""
+    """With 20,000 equal tokens, 1,024 of them hold a twentieth of the nucleus of top_p."""
     logits = np.zeros(20_000, dtype=np.float32)
     one = sampler(20_000, top_p=0.9, seed=1)
     assert not one.is_certain
@@ -214,7 +214,7 @@ def test_of_equal_logits_greedy_rows_take_the_first(vocab_size: int, dtype: mx.D
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocab_size", SIZES)
 def test_what_is_no_number_is_seen_wherever_it_is(vocab_size: int, dtype: mx.Dtype) -> None:
-    """A NaN, inf, or nothing but -inf; some -inf is what a model may say."""
+    """A NaN, inf, or nothing but -inf is no number; a model may give some -inf."""
     rng = np.random.default_rng(vocab_size)
     places = {0, vocab_size - 1, vocab_size // 2, *rng.integers(0, vocab_size, 20).tolist()}
     plain = rng.standard_normal(vocab_size).astype(np.float32)
@@ -227,7 +227,7 @@ def test_what_is_no_number_is_seen_wherever_it_is(vocab_size: int, dtype: mx.Dty
 
 
 def test_logits_that_are_adjusted_stay_as_they_are_for_the_caller() -> None:
-    """A token may have to be chosen again, and doubts keep what it was chosen from."""
+    """A token may have to be chosen again, and doubts keep the logits it was chosen from."""
     for dtype in DTYPES:
         logits = mx.arange(12).reshape(3, 4).astype(dtype)
         rows = [sampler(4, logit_bias={1: 5.0}), sampler(4), sampler(4, presence_penalty=1.0)]

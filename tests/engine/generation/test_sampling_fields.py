@@ -1,4 +1,4 @@
-"""vLLM's sampling fields in the engine, and what a checkpoint says of sampling itself."""
+"""vLLM's sampling fields in the engine, and a checkpoint's own sampling values."""
 
 import json
 from dataclasses import replace
@@ -46,7 +46,7 @@ def test_nothing_ends_an_answer_before_its_least_tokens(engine: GenerationEngine
 
 
 def test_text_before_the_least_tokens_is_not_searched_for_stops(engine: GenerationEngine) -> None:
-    """As in vLLM; what comes after them is."""
+    """As in vLLM; the text after them is searched."""
     free = said(engine, max_tokens=20)
     stop = free.text[1:3]
     assert said(engine, max_tokens=20, stop=(stop,)).text == free.text[:1]

@@ -124,7 +124,7 @@ def joined(engine: GenerationEngine) -> list[int]:
 
 @dataclass
 class Told:
-    """What rows have said, the most that were decoded in a pass, and the faults of all passes."""
+    """The rows' tokens and errors, the most rows decoded in a pass, and all passes' faults."""
 
     tokens: list[list[int]]
     errors: list[str | None]
@@ -147,7 +147,7 @@ def answers(engine: GenerationEngine, prompts: list[list[int]], late: int = 2) -
 
 
 def unfinished(engine: GenerationEngine) -> Verdict:
-    """Return what is known after the second step."""
+    """Return the verdict after the second step."""
     steps = engine.self_test()
     next(steps)
     verdict = next(steps)
@@ -248,7 +248,7 @@ def test_a_test_that_runs_out_of_memory_or_disk_says_nothing_of_the_next(
 
 
 def test_batches_that_fail_though_no_row_does_are_given_up_after_a_few(tmp_path: Path) -> None:
-    """Else every prompt would be read again at every step; each fault is told once."""
+    """Otherwise every step would read every prompt again; each fault is told once."""
     folder = write_chat(tmp_path / "m")
     engine = broken(folder, lambda tokens: tokens.shape[0] > 1)
     told = answers(engine, PROMPTS)

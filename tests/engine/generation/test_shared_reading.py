@@ -211,7 +211,7 @@ def test_answers_of_prompts_read_together_are_those_alone(
 
 @pytest.mark.parametrize("kind", STATES)
 def test_a_burst_takes_three_passes_whatever_its_blocks(tmp_path: Path, kind: str) -> None:
-    """Where each prompt was read by itself, it took two or three a prompt."""
+    """Reading each prompt by itself took two or three passes a prompt."""
     engine = open_engine(write_chat(tmp_path, **KINDS[kind]), prefix_cache_bytes=PLENTY)
     passes = shapes(engine)
     prompts = [tokens(140 + 9 * i, i) for i in range(8)]

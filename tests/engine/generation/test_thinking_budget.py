@@ -73,7 +73,7 @@ class Circling:
 
 
 def test_rows_of_one_batch_have_budgets_of_their_own(engine: GenerationEngine) -> None:
-    """Whatever their sampling is; beside them a row without one thinks on."""
+    """Their sampling does not matter; beside them a row without a budget thinks on."""
     seeded = Sampling(temperature=1.2, top_p=0.9, seed=3, frequency_penalty=0.5)
     jobs = [
         job("one", 0), job("two", 5), job("three", 12, sampling=seeded, n=2),
@@ -90,7 +90,7 @@ def test_rows_of_one_batch_have_budgets_of_their_own(engine: GenerationEngine) -
 
 
 def test_the_grammar_begins_after_the_forced_end(engine: GenerationEngine) -> None:
-    """Of a form and of a call."""
+    """This holds for the grammar of a form and for that of a call."""
     run = Rows(engine)
     look = Calling(functions=[Function("look", {"type": "object"})], forced=True)
     for each in (job("a", 6, grammar=YES_OR_NO), job("b", 0, calling=look), job("c", 4)):
@@ -125,7 +125,7 @@ def test_a_row_that_stops_and_goes_on_ends_its_thinking_at_the_same_place(
 
 
 def test_drafts_stop_before_the_limit(engine: GenerationEngine) -> None:
-    """And go on once no other thought can begin."""
+    """They go on once no other thought can begin."""
     exchange(engine, Circling(engine._model))
     run = Rows(engine)
     run.add(job("Hello", 20, max_tokens=60))
@@ -174,7 +174,7 @@ def test_a_model_that_would_think_again_answers(engine: GenerationEngine) -> Non
 
 
 def test_a_mark_that_a_grammar_makes_is_not_ended(tmp_path: Path) -> None:
-    """What is forced there would break the form."""
+    """Forcing the end there would break the form."""
     words = PLAIN + "{% if false %}<think></think>{% endif %}"
     plain = open_engine(write_chat(tmp_path), chat_template=words)
     grammar = Grammar("choice", json.dumps(["<think>yes"]))

@@ -1,7 +1,7 @@
 """A decode step waits for the device once: where it reads its tokens. All else is launched.
 
-On a GPU whatever else waits would let the device run dry: Python prepares the next pass while the
-last one runs. What is counted are calls, not time.
+On a GPU any other wait would let the device run dry: Python prepares the next pass while the last
+one runs. The tests count calls, not time.
 """
 
 from collections.abc import Callable, Iterator
@@ -54,7 +54,7 @@ class Waits:
 
 @contextmanager
 def counted() -> Iterator[Waits]:
-    """Count what waits while entered. NumPy reads arrays by their buffers, so it is counted too."""
+    """Count the waits while entered. NumPy reads arrays by their buffers, so it is counted too."""
     waits = Waits()
 
     def noting(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,7 +128,7 @@ def begun(engine: GenerationEngine, jobs: list[dict[str, Any]], most: int = 200)
 
 
 def steps(batch: Batch, count: int) -> list[list[str]]:
-    """Take decode steps; return what each of them waited by."""
+    """Take decode steps; return the waiting calls of each."""
     waited = []
     for _ in range(count):
         with counted() as waits:
@@ -180,8 +180,9 @@ def test_a_step_waits_once_and_launches_the_next_pass_before_tokens_are_appended
 def test_a_draw_whose_window_was_too_small_waits_once_more(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It is chosen again from what the device has, which the next pass has to read: inherent. The
-    window grows with it, so that happens at most twice to a row.
+    """It is chosen again from logits on the device that the next pass has to read: inherent.
+
+    The window grows with each such token, so that happens at most twice to a row.
     """
     monkeypatch.setattr("gateway.engine.generation.sampling._P_WINDOW", 64)
     engine = open_engine(write_chat(tmp_path / "m", eos_token_id=[ENDLESS]))

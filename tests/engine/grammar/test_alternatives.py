@@ -1,6 +1,6 @@
-"""Of alternatives that are said to be held apart, no value fits two.
+"""No value fits two of the alternatives that are said to be held apart.
 
-Judged by jsonschema_rs: what fits the schema that is compiled fits the caller's.
+Judged by jsonschema_rs: a value that fits the compiled schema fits the caller's.
 """
 
 import copy

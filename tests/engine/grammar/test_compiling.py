@@ -1,4 +1,4 @@
-"""Whatever a row says inside a grammar is what the caller asked for; the rest is refused."""
+"""A row writes only text that the caller's grammar asked for; other grammars are refused."""
 
 import json
 import re
@@ -327,7 +327,7 @@ WIDE = {"type": "object", "properties": {f"property_{i}": TEXT for i in range(70
 
 @pytest.mark.parametrize("schema", [WIDE, closed(name=TEXT, n={"type": "integer"}, wide=WIDE)])
 def test_what_is_too_wide_to_follow_is_refused_at_once(schema: Any) -> None:
-    """Not at the first steps of an answer, when it is too late to say so."""
+    """A refusal at the first steps of an answer would come too late."""
     with pytest.raises(BadRequest, match="too wide"):
         compiled(schema, Shape())
 
@@ -349,7 +349,7 @@ def calls(*functions: Function) -> Grammar:
     ids=str,
 )
 def test_the_arguments_of_a_forced_call_are_an_object(parameters: dict[str, Any]) -> None:
-    """Whatever else their schema allows."""
+    """They are one even if their schema allows other values."""
     grammar = compile_grammar(tokenizer(), calls(Function("f", parameters)), shape=OPEN)
     start = '{"name":"f","arguments":'
     assert grammar.matcher(ids(start + "{}}")).may_end
@@ -408,7 +408,7 @@ def chain(length: int) -> Any:
 
 
 def test_a_grammar_that_ends_a_process_ends_the_sandbox(box: Sandbox) -> None:
-    """Whatever bound it slipped by: here there is none. What comes after it is compiled."""
+    """It ends it whatever bound it slipped by: here there is none. The next grammar is compiled."""
     bounds = GrammarBounds(max_path=10**6)
     deadly = schema_grammar(chain(5000))
     for _ in range(2):  # the second time nothing is tried
@@ -490,13 +490,13 @@ def test_parameters_that_cannot_be_held_to_are_refused_by_their_functions_name()
 
 
 def test_calls_that_say_the_same_and_are_strict_in_one_are_two_grammars() -> None:
-    """Or the first one's outcome would be the other's."""
+    """Otherwise one would get the outcome of the other."""
     strict, same, other = (Function("f", {}, strict=is_strict) for is_strict in (True, True, False))
     assert calls(strict) == calls(same) != calls(other)
 
 
 def test_only_the_functions_that_do_not_compile_lose_a_keyword() -> None:
-    """What is left of them, and all of the others, is held."""
+    """The rest of those functions, and all of the others, are enforced."""
     odd = thing(a={"type": "string", "pattern": "(?=b)c", "maxLength": 3}, b={"type": "integer"})
     grammar = calls(Function("odd", odd), Function("plain", thing(a={"const": 1})))
     compiled_calls = compile_grammar(tokenizer(), grammar, shape=OPEN)

@@ -1,4 +1,4 @@
-"""What a caller may ask of a form, and what is said of one that cannot be had."""
+"""The forms that a caller may ask for, and the refusals of the others."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Masks allow what matchers say, for each row alone; matchers record errors and never raise."""
+"""Masks allow the matchers' tokens, for each row alone; matchers record errors and never raise."""
 
 import random
 

@@ -31,8 +31,9 @@ CALL = answer_grammar(Calling(functions=[Function("f", THING)], forced=True), No
 
 
 def write(matcher: Matcher, start: str, rng: random.Random) -> str:
-    """Go on with nines, or with an exponent, as long as a grammar allows it; return what was said,
-    with the digit that an exponent may want.
+    """Go on with nines, or with an exponent, as long as a grammar allows it.
+
+    Return the tokens, with the digit that an exponent may want.
     """
     said = ids(start)
     for token in said:
@@ -59,7 +60,7 @@ def write(matcher: Matcher, start: str, rng: random.Random) -> str:
 @pytest.mark.parametrize(("schema", "start"), FORMS, ids=str)
 @pytest.mark.parametrize("shape", [OPEN, Shape()], ids=["as written", "as served"])
 def test_no_number_becomes_infinite(schema: Any, start: str, shape: Shape) -> None:
-    """By its digits or by its exponent, at the root or anywhere in what the schema leaves open."""
+    """Neither by digits nor by an exponent, at the root or where the schema is open."""
     grammar = compiled(schema, shape)
     for seed in range(3):
         number = write(grammar.matcher(), start, random.Random(seed))

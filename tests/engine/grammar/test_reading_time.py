@@ -1,4 +1,4 @@
-"""What is read of a caller's patterns and grammars takes as long as they are long.
+"""A caller's patterns and grammars are read in time that is linear in their length.
 
 Python's `re` holds the interpreter's lock: a search that is quadratic stops every request.
 """
@@ -52,6 +52,6 @@ def test_a_grammar_of_many_quotes(form: tuple[str, str]) -> None:
     "source", ['start: "a', "start: /a", 'start: /a\n"/ <|im_end|> /"b/', 'start: "a" <|im_end|>']
 )
 def test_a_grammar_hides_nothing_in_a_text_that_is_none(source: str) -> None:
-    """A regex may go over lines: what is between two of them is no text."""
+    """A regex may go over lines: the part between two regexes is no text."""
     with pytest.raises(BadRequest, match=r"without an end|not supported"):
         _check_lark(source)

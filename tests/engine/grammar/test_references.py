@@ -17,13 +17,13 @@ def to(name: str) -> dict[str, Any]:
 
 
 def chain(length: int) -> dict[str, Any]:
-    """Make a schema that leads through so many subschemas and one more."""
+    """Make a schema that leads through `length` subschemas and one more."""
     links = {f"d{i}": {"items": to(f"d{i + 1}")} for i in range(length // 2)}
     return {"$defs": {**links, f"d{length // 2}": TEXT}, **to("d0")}
 
 
 def test_a_way_that_is_too_long_is_refused_before_it_is_compiled() -> None:
-    """llguidance follows it by native recursion, of which a process has only so much."""
+    """llguidance follows it by native recursion, and a process has a limited stack."""
     bounds = GrammarBounds()
     reachable(chain(bounds.max_path - 2), bounds.max_path)
     with pytest.raises(BadRequest, match="leads through more than 400 subschemas"):

@@ -1,4 +1,4 @@
-"""Schemas are tightened as copies; what fits the copy fits the original."""
+"""Schemas are tightened as copies; a value that fits the copy fits the original."""
 
 import json
 from typing import Any
@@ -97,7 +97,7 @@ def test_numbers_with_bounds_end(schema: Any, start: str, digits: int, shape: Sh
 
 
 def test_numbers_keep_the_digits_that_their_bounds_need() -> None:
-    """And a step of their own; where nothing fits but finer ones, they are left as they came."""
+    """A multipleOf keeps them too; bounds that only finer numbers fit are left as they came."""
     small = {"type": "number", "minimum": 0.00025, "maximum": 0.0003}
     assert compiled(small, Shape(max_string_chars=3)).matcher(ids("0.00027")).may_end
     for schema in (
@@ -126,7 +126,7 @@ COUNTED: list[tuple[dict[str, Any], list[Any]]] = [
 def test_a_whole_float_counts_as_an_integer(
     schema: dict[str, Any], values: list[Any], shape: Shape
 ) -> None:
-    """And a count may be larger than any answer."""
+    """A count may also be larger than any answer."""
     for value in values:
         said = json.dumps(value, separators=(",", ":"))
         assert compiled(schema, shape).matcher(ids(said)).may_end

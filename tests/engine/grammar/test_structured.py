@@ -184,7 +184,7 @@ def test_a_grammars_exclusions_are_left_out_of_logprobs(engine: GenerationEngine
 
 
 def test_a_bias_counts_in_logprobs(engine: GenerationEngine) -> None:
-    """As OpenAI's does: a reranker raises True and False by it."""
+    """OpenAI's does too: a reranker raises True and False by it."""
     ids = engine.tokens.backend.encode("Q", add_special_tokens=False).ids
     forced = Sampling(temperature=0, logit_bias={ids[0]: 100.0})
     answer = alone(engine, job("x", forced, logprobs=2, max_tokens=1))
@@ -240,7 +240,7 @@ def test_a_grammar_begins_after_the_thinking(tmp_path: Path, opens: bool) -> Non
 
 
 def test_thinking_can_be_turned_off(tmp_path: Path) -> None:
-    """Then the first token is the answer's: what a reranker needs."""
+    """The first token is then the answer's, as a reranker needs."""
     engine = thinker(tmp_path, opens=True)
     off = {"enable_thinking": False}
     ids = engine.tokens.backend.encode("<think>", add_special_tokens=False).ids

@@ -1,6 +1,6 @@
-"""What a grammar lets through is valid by the schema as the caller wrote it, whatever its keywords.
+"""Answers by a grammar are valid by the schema as the caller wrote it, whatever its keywords.
 
-Judged by `jsonschema`, which the grammars know nothing of.
+Judged by `jsonschema`, a library that the grammars know nothing of.
 """
 
 import contextlib
@@ -246,7 +246,7 @@ def test_every_string_is_bounded(schema: Any) -> None:
 
 
 def _going_on(matcher: Any) -> list[int]:
-    """List what may follow, without what closes strings and objects where there is a choice."""
+    """List the tokens that may follow; leave out closing ones where there are others."""
     tokens = [token for token in allowed(matcher) if token not in ENDS]
     spell = tokenizer().tokens.decode_bytes
     on = [token for token in tokens if not spell([token]).startswith(CLOSERS)]
@@ -271,7 +271,7 @@ def _strings(value: Any) -> list[str]:
     ],
 )
 def test_a_pattern_that_means_something_else_or_repeats_too_much_is_named(pattern: str) -> None:
-    """llguidance would take it, and let through what does not fit, or fail within an answer."""
+    """llguidance would take it, and let through wrong values, or fail within an answer."""
     assert not is_holdable(pattern)
     schema = thing(v={"type": "string", "pattern": pattern, "maxLength": 3})
     assert compiled(schema).unenforced == ("#/properties/v/pattern",)

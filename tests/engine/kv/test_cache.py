@@ -1,4 +1,4 @@
-"""KV of rows of different lengths: what is there, what is masked, and what is copied."""
+"""KV of rows of different lengths: stored, masked and copied tokens."""
 
 import copy
 import io
@@ -39,7 +39,7 @@ def append(cache: RaggedKVCache, values: list[list[float]]) -> None:
 
 
 def rows_of(cache: RaggedKVCache) -> list[list[float]]:
-    """Return what each row holds, where keys and values agree in all heads and places."""
+    """Return the tokens each row holds; keys and values must agree in all heads and places."""
     if cache.empty():
         return [[] for _ in cache.lengths.counts]
     keys, values = (np.array(each) for each in cache.keys_and_values())
@@ -63,7 +63,7 @@ class Modelled:
         return [start + i for i in range(count)]
 
     def read(self, counts: list[int]) -> None:
-        """Read so many tokens a row, padded on the right."""
+        """Read this number of tokens a row, padded on the right."""
         counts = (counts * len(self.rows))[: len(self.rows)]
         values = [self.new(count) for count in counts]
         most = max(counts)
@@ -107,7 +107,7 @@ operations = st.one_of(
 @given(st.lists(operations, max_size=14))
 @settings(max_examples=150)
 def test_each_row_holds_what_it_read_whatever_the_others_do(done: list[tuple[str, Any]]) -> None:
-    """And no more is held than is counted, once rows have left."""
+    """Once rows have left, no more is held than is counted."""
     both = Modelled(RaggedKVCache())
     counted = RowCosts(KvCost(token=2 * HEADS * SIZE * 4))
     for name, argument in done:
@@ -185,7 +185,7 @@ def full_of(rows: int, length: int) -> RaggedKVCache:
 
 
 def peak_of(change: Any, cache: RaggedKVCache) -> int:
-    """Return the bytes that a change needs at its worst, besides what is there."""
+    """Return the bytes that a change needs at its peak, besides those in use before."""
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
@@ -216,7 +216,7 @@ def test_what_a_long_row_needed_is_free_once_it_leaves() -> None:
 
 
 def test_keys_may_be_made_to_depend_on_what_a_model_sends() -> None:
-    """As a model divided by layers does on every rank but the first; a copy is not changed."""
+    """A model divided by layers does so on every rank but the first; a copy is not changed."""
     cache = RaggedKVCache()
     append(cache, [[1, 2, 3]])
     twin = copy.copy(cache)
@@ -243,7 +243,7 @@ def test_a_step_writes_to_the_buffers_that_are_there(kind: RaggedKVCache) -> Non
 
 
 def count_nodes(model: Any, caches: list[list[Any]], lengths: list[int]) -> int:
-    """Count the operations of a step of rows that have read so many tokens."""
+    """Count the operations of a step of rows that have read these numbers of tokens."""
     batch: Any = PromptProcessingBatch(model, list(range(len(lengths))), caches)
     batch.prompt([[5] * length for length in lengths])
     step = mx.array([[7]] * len(lengths))

@@ -1,4 +1,4 @@
-"""What is counted for rows before they join is never less than what they hold then."""
+"""The bytes counted for rows before they join are never fewer than the bytes they hold then."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What prompts begin with is read once, and nobody's answer changes by it."""
+"""A beginning that prompts share is read once, and nobody's answer changes by it."""
 
 import gc
 import itertools
@@ -85,9 +85,7 @@ def test_what_a_prompt_adds_to_the_cache_is_counted_once(plain: Path) -> None:
 def test_the_greedy_tokens_are_those_without_it(
     cold: GenerationEngine, warm: GenerationEngine, case: str, budget: int
 ) -> None:
-    """Whatever the next prompts have in common with the one before, and the chunks they are read
-    in.
-    """
+    """The prompts' common parts do not matter, nor the chunks they are read in."""
     jobs = [bare(prompt, max_tokens=6) for prompt in CASES[case]]
     expected = ids(answers(cold, jobs))
     answers(warm, [bare(BASE, max_tokens=1)], budget)
@@ -176,7 +174,7 @@ def test_nobody_waits_longer_than_for_what_is_shared(plain: Path, limit: int) ->
 
 @pytest.mark.parametrize(("others", "speculate_rows"), [(0, 4), (2, 0)])
 def test_a_next_turn_reads_no_answer_again(plain: Path, others: int, speculate_rows: int) -> None:
-    """Nor one that met a stop string, alone or beside answers that go on."""
+    """Answers that met a stop string are included, alone or beside answers that go on."""
     engine = open_engine(plain, prefix_cache_bytes=PLENTY, speculate_rows=speculate_rows)
     (whole,) = answers(engine, [bare(BASE, max_tokens=90)])
     stop = whole.text[-25:-16]
@@ -225,7 +223,7 @@ def test_the_bytes_kept_never_pass_the_bound(
 
 
 def test_models_share_a_room_by_use(plain: Path) -> None:
-    """What was used longest ago goes first, whosever it is; each finds its own alone."""
+    """The part used longest ago goes first, whosever it is; each model finds only its own."""
     pool = PrefixPool(PLENTY)
     one, two = (open_engine(plain, prefixes=pool) for _ in range(2))
     other = tokens(400, 9)
@@ -263,7 +261,7 @@ def test_a_room_without_a_byte_is_not_closed_to_who_comes_then(plain: Path) -> N
 
 
 def test_what_of_a_prompt_has_no_room_is_told(folder: Path) -> None:
-    """Not that others' prompts took it; of a model that keeps nothing, nothing."""
+    """Room taken by others' prompts is not told, nor anything of a model that keeps nothing."""
     engine = open_engine(folder, prefix_cache_bytes=PLENTY)
     (told,) = answers(engine, [bare(BASE)])
     assert told.unkept_tokens == 0
@@ -319,7 +317,7 @@ def test_an_answer_that_becomes_no_number_is_not_kept(plain: Path, speculate_row
 
 
 def batch(length: int) -> RaggedKVCache:
-    """Make one layer's cache of a row that has read so many tokens; each has its place as KV."""
+    """Make one layer's cache of a row that has read `length` tokens; each has its place as KV."""
     places = mx.arange(length, dtype=mx.float32).reshape(1, 1, length, 1)
     return RaggedKVCache.of(places, -places)
 

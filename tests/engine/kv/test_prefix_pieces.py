@@ -1,4 +1,4 @@
-"""What is kept of prompts goes into bytes and comes back, and nobody's answer changes by it."""
+"""Kept prefixes go into bytes and come back, and nobody's answer changes by it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,7 +85,7 @@ def test_a_prompt_goes_on_to_the_bit_as_it_would_have(
 
 
 def test_what_was_used_longest_ago_is_still_the_first_to_go(tmp_path: Path) -> None:
-    """And of a prompt its end before its beginning."""
+    """A prompt's end goes before its beginning."""
     folder = write_chat(tmp_path)
     one, other = (open_engine(folder, prefix_cache_bytes=PLENTY) for _ in range(2))
     for prompt in (PROMPTS[0], PROMPTS[2], PROMPTS[1]):
@@ -102,7 +102,7 @@ def test_what_was_used_longest_ago_is_still_the_first_to_go(tmp_path: Path) -> N
 
 
 def test_what_has_no_room_pushes_nothing_out(tmp_path: Path) -> None:
-    """Nor is a piece kept whose beginning is not there, or by an engine that keeps nothing."""
+    """A piece without its beginning is not kept, nor any piece by an engine that keeps nothing."""
     folder = write_chat(tmp_path, **SLIDING)
     one = open_engine(folder, prefix_cache_bytes=PLENTY)
     answers(one, [bare(prompt) for prompt in PROMPTS])

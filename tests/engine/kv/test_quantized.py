@@ -1,4 +1,4 @@
-"""KV in 8 and 4 bits: what a token is kept as, and that no answer depends on its neighbours."""
+"""KV in 8 and 4 bits: the stored form of a token; no answer depends on its neighbours."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -77,7 +77,7 @@ def normal(*shape: int) -> mx.array:
 
 
 def quantized(tokens: mx.array, bits: int) -> np.ndarray:
-    """Return what numbers are once they were quantized."""
+    """Return the values of numbers after quantization."""
     packed: Any = mx.quantize(tokens, group_size=SIZE, bits=bits)
     unpack: Any = mx.dequantize
     return np.array(unpack(*packed, group_size=SIZE, bits=bits))
@@ -200,7 +200,7 @@ CODE = {8: 0.05, 4: 0.5}
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_kept_prefix_gives_the_tokens_that_reading_it_gives(folder: Path, bits: int) -> None:
-    """Prompts that go on from it, several at once; and what is kept is as small as KV is."""
+    """Several prompts go on from it at once; the kept KV is as small as quantized KV is."""
     cold, warm = (open_engine(folder, bits, prefix_cache_bytes=each) for each in (0, PLENTY))
     base = tokens(3 * BLOCK, 7)
     prompts = [base + tokens(30, seed) for seed in range(4)]

@@ -1,4 +1,4 @@
-"""LoRA adapters: rows of several in one batch say what merged models say alone."""
+"""LoRA adapters: rows of several in one batch answer as merged models do alone."""
 
 import json
 import math
@@ -117,7 +117,7 @@ def batch(plain: World) -> Iterator[Adapted]:
 
 
 def test_each_adapter_says_something_of_its_own(plain: World) -> None:
-    """Else the tests here would show nothing."""
+    """Otherwise the tests here would show nothing."""
     said = {plain.alone((name, PROMPTS[1], JOBS[0])).text for name in ("", *ADAPTERS)}
     assert len(said) == 1 + len(ADAPTERS)
 
@@ -133,7 +133,7 @@ def test_kv_of_one_adapter_is_never_used_for_another(plain: World, batch: Adapte
 
 
 def test_nobody_waits_for_the_prompt_of_another_adapter(batch: Adapted) -> None:
-    """What is read for one cannot be continued by the others: they are read together."""
+    """KV read for one cannot be continued by the others: they are read together."""
     for name in ADAPTERS:
         batch.ask_one((name, PROMPTS[1], JOBS[0]))
     batch.prefill(4096)

@@ -1,4 +1,4 @@
-"""A model's size before it is loaded: what its engine measures afterwards."""
+"""A model's size before it is loaded: the bytes that its engine measures afterwards."""
 
 import ast
 import json

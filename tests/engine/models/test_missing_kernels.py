@@ -1,7 +1,7 @@
-"""What a device cannot multiply is computed another way from the load on; no pass finds out.
+"""A product that a device lacks is computed another way from the load on; no pass finds out.
 
-There is no CUDA here. What raises its texts are stand-ins in the place of MLX's own functions; the
-CPU's own missing kernel, mx.gather_mm in 16 bits, is real.
+There is no CUDA here. Stand-ins in the place of MLX's own functions raise CUDA's texts; the CPU's
+own missing kernel, mx.gather_mm in 16 bits, is real.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""docs/upstream.md is true: each of its blocks prints what stands below it, with this mlx-lm."""
+"""docs/upstream.md is true: each of its blocks prints the text below it, with this mlx-lm."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""A config.json of whatever values ends in ModelLoadFailed or in a model, and soon."""
+"""A config.json with any values ends in ModelLoadFailed or in a model, and soon."""
 
 import json
 import shutil

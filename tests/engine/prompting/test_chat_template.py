@@ -83,7 +83,7 @@ def brief() -> Iterator[Sandbox]:
 
 
 def both(template: ChatTemplate, turns: Any, tools: Any, arguments: Any) -> tuple[str, str]:
-    """Render beside what transformers itself gives; of a refusal, its message."""
+    """Render ours beside transformers' own text; a refusal gives its message."""
     try:
         theirs = template._wrapper._tokenizer.apply_chat_template(
             [dict(turn) for turn in turns], tools=tools or None, tokenize=False, **arguments

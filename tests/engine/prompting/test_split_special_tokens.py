@@ -1,4 +1,4 @@
-"""`split_special_tokens: true`: no control token of a chat's prompt comes of what callers send."""
+"""`split_special_tokens: true`: no control token of a prompt comes from a caller's text."""
 
 from typing import Any
 

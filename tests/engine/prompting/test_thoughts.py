@@ -74,7 +74,7 @@ def test_a_thought_is_in_the_prompt_once(shown: str, tmp_path: Path) -> None:
 def test_line_breaks_are_the_templates_where_it_writes_them_and_else_the_models(
     behind_thought: str, behind_text: str, tmp_path: Path
 ) -> None:
-    """Twice, or not at all, the model would read anew what it wrote."""
+    """If the breaks came twice, or not at all, the model would read its own text anew."""
     shown = f"<think>\n{{{{ m.reasoning }}}}{behind_thought}</think>\n"
     template = TURNS.replace("THOUGHT", f"{{% if m.reasoning %}}{shown}{{% endif %}}")
     call = "{{ c.function.name }}"
@@ -87,7 +87,7 @@ def test_line_breaks_are_the_templates_where_it_writes_them_and_else_the_models(
 
 
 def test_a_thought_with_marks_that_a_template_refuses_is_left_out(tmp_path: Path) -> None:
-    """Else each further turn of the conversation would be refused."""
+    """Otherwise each further turn of the conversation would be refused."""
     refuses = "{% if '<|m|>' in m.thinking %}{{ raise_exception('marks') }}{% endif %}"
     shown = f"{{% if m.thinking %}}{refuses}<think>{{{{ m.thinking }}}}</think>{{% endif %}}"
     chat = family(tmp_path, template=TURNS.replace("THOUGHT", shown))
@@ -160,7 +160,7 @@ def test_a_trial_that_others_leave_no_time_for_is_tried_again_and_else_no_model_
 def test_a_template_that_wants_a_result_behind_a_call_reads_thoughts_beside_texts(
     tmp_path: Path,
 ) -> None:
-    """That it refuses the trial of both says nothing: it refuses the call without a thought too."""
+    """Its refusal of both proves nothing: it refuses the call without a thought too."""
     wants = (
         "{% if m.tool_calls and m.content and loop.last %}{{ raise_exception('no') }}{% endif %}"
     )

@@ -1,4 +1,4 @@
-"""The embedding batcher: who shares a pass, who is refused, what a failure costs."""
+"""The embedding batcher: how requests share a pass, the refusals, and the cost of a failure."""
 
 import asyncio
 import time
@@ -292,7 +292,7 @@ class Paced(ScriptedEmbedder):
 
 
 async def test_a_batch_that_would_take_long_is_cut_and_others_have_the_lane_between() -> None:
-    """By what was measured; every input has its own vector all the same."""
+    """The cut follows the measured times; every input still has its own vector."""
     engine, order = Paced(), list[str]()
     limits: dict[str, Any] = {"max_batch_size": 64, "max_batch_tokens": 16_384}
     texts = [chr(ord("a") + n % 26) * (40 + n) for n in range(60)]

@@ -98,7 +98,7 @@ def test_the_window_follows_the_load_where_it_is_adaptive() -> None:
 
 
 def test_the_cache_keeps_no_text() -> None:
-    """Which may be of a million characters: its digest is enough."""
+    """A text may have a million characters: its digest is enough."""
     cache = EmbeddingCache("m", 2)
     text = "a" * 1000
     holders = sys.getrefcount(text)

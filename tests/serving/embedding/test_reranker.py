@@ -1,4 +1,4 @@
-"""The rerank batcher: whose pairs share a pass, who is refused, what a failure costs."""
+"""The rerank batcher: how pairs share a pass, the refusals, and the cost of a failure."""
 
 import asyncio
 
@@ -126,7 +126,7 @@ async def test_each_document_may_have_a_query_of_its_own() -> None:
 
 
 async def test_of_several_labels_the_last_one_is_relevance() -> None:
-    """Its score is what a softmax over the labels gives it."""
+    """Its score is its probability by a softmax over the labels."""
     logits = np.array([[1.0, 2.0, 3.0], [3.0, 0.0, -2.0]], dtype=np.float32)
     softmax = np.exp(logits[:, -1]) / np.exp(logits).sum(axis=1)
     assert relevance(logits, is_raw=False) == pytest.approx(softmax, abs=1e-6)

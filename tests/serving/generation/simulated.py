@@ -1,4 +1,4 @@
-"""A batcher in virtual time, on a device whose steps take what a real one's do."""
+"""A batcher in virtual time, on a device whose steps take as long as a real device's."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine

@@ -127,7 +127,7 @@ async def test_a_burst_is_mostly_read_before_its_first_steps() -> None:
 async def test_rows_that_run_do_not_wait_long_for_a_burst(
     pass_limit_s: float, prompt: str, max_tokens: int | None
 ) -> None:
-    """Long prompts would take many passes, and what is only scored never shares a step."""
+    """Long prompts would take many passes, and prompts that are only scored never share a step."""
     steps = await steps_of_a_burst(pass_limit_s, prompt, max_tokens)
     if max_tokens == 0:
         assert len(steps) >= 5
@@ -176,7 +176,7 @@ async def test_a_caller_who_leaves_while_waiting_never_joins() -> None:
 
 
 async def test_refusals_come_before_any_delta() -> None:
-    """What the template, the context or the grammar refuses is known on entering."""
+    """Refusals by the template, the context or the grammar are known on entering."""
     engine = ScriptedChat(max_context=10)
     async with batching(engine) as batcher:
         with pytest.raises(BadRequest, match="template"):
@@ -250,7 +250,7 @@ async def test_bound_rows_run_within_their_limit_while_free_rows_go_on(bound: in
 
 
 async def test_a_priority_row_joins_before_those_that_came_first() -> None:
-    """And a flex one after those that came later, while there is no room for all."""
+    """A flex row joins after later ones, while there is no room for all."""
     engine = ScriptedChat()
     order: list[str] = []
 
@@ -293,7 +293,7 @@ async def test_embeddings_get_their_turn_between_steps() -> None:
 async def test_a_worker_that_breaks_tells_those_inside_and_works_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else whoever comes later would wait for a task that has ended."""
+    """Otherwise later callers would wait for a task that has ended."""
     errors = [RuntimeError("a bug of ours")]
 
     def stumble() -> None:
@@ -360,7 +360,7 @@ async def test_the_prompts_of_one_request_leave_others_half_of_the_queue() -> No
 
 @pytest.mark.parametrize("others", [1, 4])
 async def test_a_short_bound_answer_waits_a_quantum_of_each_long_one(others: int) -> None:
-    """Not for their ends: they take turns though only one runs at a time."""
+    """It does not wait for their ends: they take turns though only one runs at a time."""
     engine = ScriptedChat(max_context=10_000)
     async with batching(engine) as batcher:
         long = [asking_bound(batcher, "g" * 4000) for _ in range(others)]

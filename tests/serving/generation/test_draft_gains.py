@@ -9,7 +9,7 @@ LOOKUP: Drafter = "prompt_lookup"
 
 
 class Answers:
-    """Two answers whose steps take a second without drafts, and so much more for making one."""
+    """Two answers whose steps take a second, and `made_in_s` more to make a draft."""
 
     def __init__(self, accepted: int, made_in_s: float) -> None:
         self.gains = DraftGains()
@@ -39,7 +39,7 @@ def test_a_drafter_that_gains_goes_on() -> None:
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_one_that_loses_pauses_each_time_for_longer_and_the_other_goes_on(every: int) -> None:
-    """What it takes to make a draft is its own, also where not every step makes one."""
+    """The time to make drafts counts as their cost, also where not every step makes one."""
     answers, pauses, paused = Answers(accepted=1, made_in_s=3.0), list[int](), 0
     for number in range(6000):
         gain = answers.step(drafts=number % every == 0)

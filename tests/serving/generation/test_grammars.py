@@ -47,7 +47,7 @@ Make = Callable[..., Made]
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """Give what makes a cache, and the compiler it asks."""
+    """Give a function that makes a grammar cache and the compiler behind it."""
     with ThreadPools() as pool:
 
         def one(**given: Any) -> Made:
@@ -58,7 +58,7 @@ def make() -> Iterator[Make]:
 
 
 async def test_equal_grammars_compile_once_though_who_asked_first_leaves(make: Make) -> None:
-    """In flight or afterwards; counted by outcome."""
+    """This holds in flight and afterwards; compilations are counted by outcome."""
     counted = {
         each: metrics.GRAMMARS.labels("m", each)._value for each in ("miss", "joined", "hit")
     }
@@ -90,7 +90,7 @@ async def test_the_least_recently_used_leaves(make: Make) -> None:
 async def test_refusals_are_remembered_for_a_while(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That of a trial which ended by its own clock says how much was allowed."""
+    """The refusal of a trial that ended by its own clock names the allowed time."""
     cache, compiler = make(timeout_s=7)
     for _ in range(2):
         with pytest.raises(BadRequest, match="no such thing") as caught:
@@ -115,7 +115,7 @@ async def test_bugs_are_not_remembered(make: Make) -> None:
 
 
 async def test_who_waits_too_long_is_told_to_ask_again(make: Make) -> None:
-    """And then waits for the same compilation, which goes on; so is who waits behind it."""
+    """The next request waits for the same compilation, which goes on; so do those behind it."""
     cache, compiler = make(timeout_s=0.02, at_once=1)
     compiler.gate.clear()
     for _ in range(2):

@@ -70,7 +70,7 @@ async def test_a_question_that_fails_ends_its_request_alone() -> None:
 
 
 async def test_a_question_is_one_choice_however_many_steps_its_labels_have() -> None:
-    """And its prompt is counted once: its steps share it."""
+    """Its prompt is counted once too: its steps share it."""
     queue = JobQueue("m", max_tokens=190, max_choices=2)
     steps = [
         SequenceParams(

@@ -1,4 +1,4 @@
-"""The KV of rows: counted before they join, so that what does not fit waits."""
+"""The KV of rows: counted before they join; rows that do not fit wait."""
 
 import asyncio
 import random
@@ -88,7 +88,7 @@ def test_windows_and_states_are_counted_as_they_are_held() -> None:
 
 
 def test_a_row_is_counted_by_what_it_has_and_a_usual_answer() -> None:
-    """Not by max_tokens, a bound; one that was preempted has room for more each time."""
+    """max_tokens is only a bound; a preempted row has room for more each time."""
     memory = RowMemory(Budget(10**9), costs(answer_tokens=500))
     assert memory.grant_length(100, 16_484, 0) == 600
     assert memory.grant_length(100, 180, 0) == 180
@@ -219,7 +219,7 @@ async def test_a_row_joins_when_another_model_that_gives_way_becomes_idle() -> N
 
 
 async def test_a_row_that_waits_for_others_alone_is_told_so_in_time() -> None:
-    """Else two models' rows, each of which needs what the other's model holds, wait for ever."""
+    """Otherwise two models' rows could wait for ever, each for the other model's memory."""
     budget = Budget(4 * KV_STEP)
     other = budget.share()
     other.resize(2 * KV_STEP)
@@ -236,7 +236,7 @@ async def test_a_row_that_waits_for_others_alone_is_told_so_in_time() -> None:
 
 
 async def test_what_a_waiting_model_claims_is_freed_of_what_is_kept_of_prompts() -> None:
-    """So much, and once: what is kept after that stays, though nobody runs."""
+    """Only the claimed bytes are freed, and once: prefixes kept later stay, though no row runs."""
     budget = Budget(10**6)
     engine = ScriptedChat(prefix_bytes=1000)
     async with batching(engine, RowMemory(budget, costs(most=10**6))) as batcher:
@@ -276,7 +276,7 @@ async def test_a_row_that_grows_takes_what_is_kept_of_prompts_before_another_row
 
 
 async def test_what_models_with_a_room_of_their_own_keep_is_had_back_for_anothers_row() -> None:
-    """By a turn of theirs, before a model is evicted for it."""
+    """Those models give it back in a turn of theirs, before a model is evicted."""
     budget, evicted = Budget(2 * KV_STEP), list[int]()
     budget.attach(Models(lambda nbytes, _: evicted.append(nbytes)))
     keeper = ScriptedChat(prefix_bytes=2 * KV_STEP)
@@ -315,7 +315,7 @@ async def test_what_an_idle_model_keeps_gives_way_to_rows_that_grow(rows: int) -
 
 
 def test_rooms_give_in_turn_and_no_more_than_is_wanted() -> None:
-    """The second only what the first has not."""
+    """The second gives only the bytes that the first lacks."""
     budget = Budget(1000)
     one, two = PrefixShare(budget, 1000), PrefixShare(budget, 1000)
     with one.in_use(), two.in_use():
@@ -331,7 +331,7 @@ def test_rooms_give_in_turn_and_no_more_than_is_wanted() -> None:
 
 
 def test_what_is_kept_is_sized_by_models_and_a_row() -> None:
-    """At most its bound; at least LEAST_PREFIXES, where models leave as much."""
+    """It is at most its bound, and at least LEAST_PREFIXES where models leave as much."""
     least = LEAST_PREFIXES
     for limit, models, row, expected in (
         (40 * least, 20 * least, 5 * least, 10 * least),  # a quarter of the machine
@@ -400,7 +400,7 @@ async def test_when_memory_ends_the_youngest_gives_way_and_says_it_all_later(
 
 
 async def test_one_that_gave_way_and_finds_no_memory_again_ends_with_what_it_has_said() -> None:
-    """With `length`, and never with an error: its caller has begun to read."""
+    """It ends with `length`, and never with an error: its caller has begun to read."""
     budget = Budget(2 * (260 + KV_STEP))
     other = budget.share()
     engine = ScriptedChat(max_context=20_000)
@@ -452,7 +452,7 @@ async def test_no_answer_is_lost_when_memory_ends_again_and_again(seed: int) -> 
 
 
 async def test_forty_calls_with_a_huge_bound_run_as_many_as_really_fit() -> None:
-    """As Graphiti sends them: 16,384 tokens at the most, 200 written, where 16 such have room."""
+    """Graphiti sends such calls: at most 16,384 tokens each, 200 written, with room for 16."""
     prompt, answer = 800, 200
     budget = Budget(16 * (prompt + answer + KV_STEP))
     engine = ScriptedChat(max_context=20_000, script=[{"text": "x", "tokens": 1}] * answer)

@@ -25,7 +25,7 @@ async def settle() -> None:
 
 
 async def test_a_job_that_may_wait_has_the_place_of_one_that_leaves_or_a_higher_limit() -> None:
-    """At once: no time passes between the two. One that may not wait is refused."""
+    """It has it at once: no time passes between. A job that may not wait is refused."""
     queue = JobQueue("m", max_tokens=10, max_choices=9)
     refusals: list[str] = []
 
@@ -67,7 +67,7 @@ def a_choice(request: str, rank: float, index: int = 0) -> Choice:
 
 
 def filled(**rows: tuple[float, int]) -> WaitingQueue:
-    """Let each request wait, of a rank, with so many rows."""
+    """Return a queue in which each request waits at its rank, with its number of rows."""
     waiting = WaitingQueue()
     for request, (rank, count) in rows.items():
         for index in range(count):
@@ -76,7 +76,7 @@ def filled(**rows: tuple[float, int]) -> WaitingQueue:
 
 
 class Places:
-    """Lets so many join, counting how often it is asked."""
+    """Lets a given number of choices join, and counts the questions."""
 
     def __init__(self, places: int) -> None:
         self._places = places
@@ -109,7 +109,7 @@ async def test_requests_give_one_row_in_turn() -> None:
 
 
 async def test_one_with_few_rows_inside_goes_before_one_with_many() -> None:
-    """Whoever came first: so places that become free one by one are shared too."""
+    """It does so even if it came later: places that become free one by one are shared too."""
     waiting = filled(a=(1.0, 9), b=(2.0, 9))
     assert names(choose(waiting, 5, {"a": 3})) == "bbbab"
     inside = Counter({"a": 8})

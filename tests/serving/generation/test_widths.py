@@ -48,7 +48,7 @@ TABLES = st.lists(st.floats(1e-4, 1.0), max_size=len(WIDTHS)).map(tuple)
 
 
 class TestChoice:
-    """By the seconds of steps alone."""
+    """The choice depends on the seconds of steps alone."""
 
     @given(step_s=TABLES, rows=st.integers(1, 32))
     def test_no_other_width_gives_more_and_all_run_together_unless_it_gains(
@@ -135,7 +135,7 @@ def test_streams_on_an_m1_give_what_the_best_width_does(rows: int) -> None:
 
 
 def test_without_turns_two_streams_on_an_m1_lose_nearly_half() -> None:
-    """As before a step was timed, and as `batching: force` has it."""
+    """They lose it before a step was timed, and with `batching: force`."""
     engine = SimulatedChat(max_context=LONG)
 
     async def work() -> None:
@@ -237,7 +237,7 @@ def test_questions_are_judged_beside_streams_that_take_turns() -> None:
 
 @pytest.mark.parametrize("bound", [1, 2])
 def test_answers_of_a_form_take_turns_with_the_others(bound: int) -> None:
-    """Among each other too, of which only so many decode at once."""
+    """They take turns among each other too, where only a given number of them decode at once."""
     engine = SimulatedChat(max_context=LONG)
 
     async def work() -> None:
@@ -253,7 +253,7 @@ def test_answers_of_a_form_take_turns_with_the_others(bound: int) -> None:
 
 
 def test_answers_of_a_form_of_which_one_decodes_take_turns_of_a_quantum() -> None:
-    """As without any times: they would never share a step."""
+    """They take turns even without measured times: they would never share a step."""
     engine = SimulatedChat(max_context=LONG)
 
     async def work() -> None:

@@ -28,7 +28,7 @@ def adapter(name: str, base: ChatSpec, folder: str = ".", **keys: Any) -> ChatSp
 
 
 class Shelf:
-    """Opens models, noting what happens. Each has SIZE bytes, unless said otherwise."""
+    """Opens models and notes each event. Each model has SIZE bytes, unless said otherwise."""
 
     def __init__(self, *specs: ChatSpec) -> None:
         self.served = Served(Catalog(specs or [spec(name) for name in "abcd"]))

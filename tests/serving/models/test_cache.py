@@ -110,8 +110,9 @@ async def test_waiting_for_a_load_ends_in_503_while_the_load_goes_on() -> None:
 
 
 async def test_a_failed_load_is_told_to_all_and_again_for_a_while() -> None:
-    """A broken file is not read by every request; an explicit load tries at once. Each is told by
-    an error of its own, or one would gather the frames of all.
+    """A broken file is not read by every request; an explicit load tries at once.
+
+    Each caller gets an error of its own: a shared one would gather the frames of all.
     """
     shelf = Shelf()
     shelf.failures["a"] = failure = ModelLoadFailed("a", "corrupt")
@@ -288,7 +289,7 @@ async def test_a_spec_that_was_replaced_while_it_loaded_fails_alone() -> None:
 
 
 async def test_leaving_the_cache_ends_what_loads_or_waits_and_frees_the_rest() -> None:
-    """At once, though a model is in use; but what is being freed is waited for."""
+    """They end at once, though a model is in use; but a model that is being freed is waited for."""
     shelf = Shelf()
     async with asyncio.timeout(50):
         async with cache(shelf, max_models=2, load_wait_s=60) as models:
@@ -313,7 +314,7 @@ async def test_leaving_the_cache_ends_what_loads_or_waits_and_frees_the_rest() -
 
 
 async def test_what_was_counted_for_a_model_that_nothing_has_any_more_is_let_go() -> None:
-    """Else callers who name ever more models of the hub fill memory and /metrics."""
+    """Otherwise callers who name ever more models of the hub fill memory and /metrics."""
     shelf = Shelf(spec("named-once"), spec("named-still"))
 
     def counted(model: str) -> bool:

@@ -120,7 +120,7 @@ class World:
                 self.kept_waiting.append(wanted.id)
 
     async def rows(self) -> None:
-        """Hold what rows of a running model may."""
+        """Hold memory as the rows of a running model may."""
         nbytes = self.chance.randrange(1, 30)
         share = self.budget.share()
         if nbytes <= self.budget.spare_bytes:
@@ -157,7 +157,7 @@ class World:
                     asking.result()
 
     def check(self) -> None:
-        """Assert what is true whenever nobody is in the middle of a change."""
+        """Assert everything that is true whenever nobody is in the middle of a change."""
         entries = self.models.entries
         for entry, before in self.seen.items():
             after = entry.state if entry in entries else State.GONE
@@ -199,7 +199,7 @@ class World:
 def test_nobody_waits_for_a_loaded_model_for_another_s_sake(
     seed: int, adapters: dict[str, tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever else asks, hangs up or is refused. Every waiter ends, and bytes balance to zero."""
+    """Others may ask, hang up or be refused. Every waiter ends, and bytes balance to zero."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         monkeypatch.setattr(clock, "now", runner.get_loop().time)
         world = World(random.Random(seed), adapters)

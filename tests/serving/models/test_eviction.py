@@ -42,7 +42,7 @@ def test_the_idle_model_used_longest_ago_leaves_and_no_more_than_need_be() -> No
 
 
 def test_nobody_leaves_where_all_that_could_would_not_suffice() -> None:
-    """It would be for nothing: what is lacking is held by who is in use, loading or pinned."""
+    """Evicting is in vain: the memory belongs to models in use, loading or pinned."""
     assert plan(0, a=(IDLE, 10), b=(USED, 90), c=(WAITING, 20)) == EvictionPlan()
 
 
@@ -56,7 +56,7 @@ def test_what_leaves_for_a_model_and_what_is_free_is_kept_from_rows() -> None:
 
 
 def test_what_is_kept_of_prompts_goes_before_an_idle_model() -> None:
-    """It is claimed, and a model leaves only for what it does not suffice for, or for a place."""
+    """Prefixes are claimed; a model leaves only for bytes beyond them, or for a place."""
     idle: dict[str, Any] = {"a": (IDLE, 10, 1.0), "b": (IDLE, 10, 2.0)}
     expected: EvictionPlan[str] = EvictionPlan(claimed_bytes=30)
     assert plan(5, prefixes=25, **idle, c=(WAITING, 30)) == expected
@@ -91,7 +91,7 @@ def test_two_that_wait_are_counted_together() -> None:
 
 
 def test_an_adapter_is_admitted_before_a_model_that_waits_for_its_base() -> None:
-    """It holds the base, whatever came first: neither could go on. It takes no place."""
+    """It holds the base, whichever came first: else neither could go on. It takes no place."""
     one = Resident(WAITING, 10, is_adapter=True)
     assert plan(50, places=1, a=(USED, 90), b=(WAITING, 90), one=one).admitted == ("one",)
     assert plan(10, a=(USED, 90), b=(WAITING, 90), one=one).admitted == ("one",)

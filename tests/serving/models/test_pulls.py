@@ -88,7 +88,7 @@ async def pulls(store: ScriptedStore) -> AsyncIterator[Pulls]:
 
 
 class ScriptedCache(ModelCache[str]):
-    """Says of its models what it is told to; keeps the names that were served at its last look."""
+    """Reports the states it is told to; keeps the names that were served at its last look."""
 
     told: Mapping[str, str] = MappingProxyType({})
     seen: frozenset[str] = frozenset()

@@ -28,7 +28,7 @@ def test_a_name_of_models_yaml_wins_over_what_callers_named(name: str) -> None:
 
 
 class Disk:
-    """Holds each look until it is let go; says what was there when the look began."""
+    """Holds each look until it is let go; reports the files as they were when the look began."""
 
     def __init__(self) -> None:
         self.there: Inputs | None = None

@@ -1,4 +1,4 @@
-"""Calls as bytes: nothing but calls is read. What arrives of each kind is in test_jobs.py."""
+"""Calls as bytes: nothing but calls is read. test_jobs.py has the effects of each kind."""
 
 import json
 import pickle

@@ -44,7 +44,7 @@ def decode(engine: GenerationEngine) -> list[str]:
 
 @dataclass
 class Ranks:
-    """Rank 0's connections, and what happened on rank 1."""
+    """Rank 0's connections, and the events on rank 1."""
 
     leader: Leader
     follower: Follower
@@ -149,7 +149,7 @@ def test_a_call_that_fails_everywhere_fails_for_its_caller_alone(ranks: Ranks) -
 
 
 def test_a_model_answers_while_others_load(ranks: Ranks) -> None:
-    """What the other rank said of the loads was lost, and they waited for ever."""
+    """Rank 1's reports on the loads must not be lost: otherwise the loads wait for ever."""
     ranks.follow()
     engine = ranks.lead(ScriptedChat())
     loads = [
@@ -165,7 +165,7 @@ def test_a_model_answers_while_others_load(ranks: Ranks) -> None:
 
 
 def test_another_outcome_ends_the_group_before_anything_is_answered(ranks: Ranks) -> None:
-    """As of a rank that wrote another token: its next pass may have another shape."""
+    """A rank that wrote another token may have another shape in its next pass."""
     ranks.follow(lambda: ScriptedChat(script=[{"text": "other", "tokens": 1}]))
     engine = ranks.lead(ScriptedChat())
     join(engine, params("ab"))
@@ -177,7 +177,7 @@ def test_another_outcome_ends_the_group_before_anything_is_answered(ranks: Ranks
 
 
 def test_a_load_that_fails_on_one_rank_is_undone_and_names_it(ranks: Ranks) -> None:
-    """The next load is not confused by what the failed one left."""
+    """The next load is not confused by leftovers of the failed one."""
     failing = iter([True, False, False])
 
     def make() -> ScriptedChat:

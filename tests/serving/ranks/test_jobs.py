@@ -86,7 +86,7 @@ NOT_SENT = {
 
 
 def run_rows(engine: LeadingEngine, rows: Sequence[SequenceParams]) -> Iterator[StepResult]:
-    """Join rows, numbered from 1, and yield what comes of each pass until all have ended."""
+    """Join rows, numbered from 1, and yield the result of each pass until all have ended."""
     result = engine.step(StepPlan(joining=list(enumerate(rows, 1))))
     yield result
     while result.reading or result.decoding:
@@ -101,7 +101,7 @@ def count_sequences() -> int:
 
 
 class Pair:
-    """Two ranks of one process: what rank 0's engine sends, the other does once rank 0 has."""
+    """Two ranks of one process: rank 1's engine repeats each call after rank 0's own."""
 
     def __init__(self, open_one: Callable[[], GenerationEngine]) -> None:
         leader: Any = self
@@ -170,7 +170,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pair]]
 
 @pytest.fixture(scope="module")
 def rows(pairs: dict[str, Pair]) -> dict[str, list[SequenceParams]]:
-    """Return what each job's sequences are."""
+    """Return the sequence params of each job."""
     return {name: prepare(pairs[name].engine, **job) for name, job in JOBS.items()}
 
 
@@ -184,7 +184,7 @@ def prepare(engine: LeadingEngine, **job: Any) -> list[SequenceParams]:
 def test_a_job_is_answered_alike_on_every_rank(
     name: str, pairs: dict[str, Pair], rows: dict[str, list[SequenceParams]]
 ) -> None:
-    """To its end, pass by pass: also one whose seed is drawn, and whose grammar each compiles."""
+    """The answers agree pass by pass to their ends, with drawn seeds and compiled grammars too."""
     pair = pairs[name]
     results = pair.run(rows[name])
     deltas = [delta for result in results for delta in result.deltas]

@@ -1,4 +1,4 @@
-"""What the tests of GGUF files open them with."""
+"""Helpers that open GGUF files for the tests."""
 
 from collections.abc import Generator
 from typing import Any
@@ -19,7 +19,7 @@ def open_decoder_of(
 
 
 def ended(steps: Generator[None, None, Any]) -> Any:
-    """Take every step; return what they come to."""
+    """Take every step; return the final value."""
     while True:
         try:
             next(steps)

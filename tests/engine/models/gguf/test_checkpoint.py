@@ -32,7 +32,7 @@ def checkpoint(tmp_path: Path, architecture: str = "llama", **changed: Any) -> G
 
 
 def test_a_path_says_whether_it_is_a_folder_or_a_file(tmp_path: Path) -> None:
-    """By its name alone, in any case."""
+    """Its name alone decides, in upper or lower case."""
     path = write_model(tmp_path / "a.GGUF")
     assert isinstance(open_checkpoint("mine", path), GgufCheckpoint)
     assert isinstance(open_checkpoint("mine", tmp_path), Checkpoint)
@@ -195,7 +195,7 @@ def test_kv_is_counted_by_the_config(tmp_path: Path) -> None:
 
 
 def test_weights_stay_quantized_on_a_cpu_only_where_there_is_no_room(tmp_path: Path) -> None:
-    """They are slower there, and better than none; what is not quantized has no choice."""
+    """They are slower there, and better than none; for an unquantized file there is no choice."""
     file = checkpoint(tmp_path)
     unpacked = weights_bytes(file, Device.CPU, None)
     assert not must_stay_packed(file, Device.CPU, None, unpacked)

@@ -74,7 +74,7 @@ def test_bfloat16_is_kept_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_chunk_is_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others have the lane between two; what comes of it is the same."""
+    """Others have the lane between two chunks; the loaded weights are the same."""
     file = checkpoint(tmp_path)
     whole = logits(open_decoder_of(file))
     fewer = len(list(read_gguf_decoder(file, device=Device.CPU, dtype=None, is_packed=False)))
@@ -88,7 +88,7 @@ def test_a_chunk_is_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_file_that_has_changed_is_not_read(tmp_path: Path) -> None:
-    """What was checked is what is loaded."""
+    """The file that was checked is the file that is loaded."""
     file = checkpoint(tmp_path)
     write_model(tmp_path / "new.gguf", "llama", 1).replace(file.path)
     with pytest.raises(ModelLoadFailed, match="has changed since its header was read"):
@@ -96,7 +96,7 @@ def test_a_file_that_has_changed_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> None:
-    """Not the end of the process, as with a file that is mapped."""
+    """It does not end the process, as a mapped file would."""
     file = checkpoint(tmp_path)
     steps = read_gguf_decoder(file, device=Device.CPU, dtype=None, is_packed=False)
     next(steps)

@@ -1,4 +1,4 @@
-"""The header of a GGUF file: what it lists is read, and what is wrong with it is said."""
+"""The header of a GGUF file: its entries are read, and its faults are named."""
 
 import struct
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def written(tmp_path: Path, **changed: Any) -> Path:
 
 
 def field(name: str, layout: str, old: tuple[int, ...], new: tuple[int, ...]) -> list[bytes]:
-    """Give what follows a name in the file, and what is to take its place."""
+    """Give the bytes of a name and its old value in the file, and those with the new value."""
     return [text(name) + struct.pack(layout, *values) for values in (old, new)]
 
 
@@ -66,7 +66,7 @@ def test_metadata_are_plain_values(tmp_path: Path, version: int) -> None:
 
 
 def test_tensors_have_rows_before_columns_and_places_in_the_file(tmp_path: Path) -> None:
-    """As numpy has them: the file itself says columns first."""
+    """numpy has this order; the file itself has columns first."""
     wide = blocks("Q4_K", (2, 3, 512), np.random.default_rng(0))
     path = write_gguf(tmp_path / "a.gguf", METADATA, {"small": SMALL, "wide": wide})
     tensors = read_header(path).tensors

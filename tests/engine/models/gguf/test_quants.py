@@ -36,7 +36,7 @@ def test_packed_weights_stand_for_the_same_numbers(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_K"])
 def test_float16_rounds_the_scales_of_the_newer_ones(kind: str) -> None:
-    """Which are products: by a two thousandth part at the most."""
+    """These scales are products: they change by a two thousandth part at the most."""
     packed = pack(kind, GOLDEN[f"{kind}.raw"])
     for numbers in (packed.scales, packed.biases):
         np.testing.assert_allclose(numbers.astype(np.float16), numbers, rtol=2**-11, atol=2**-25)

@@ -118,7 +118,7 @@ def byte_level(**values: Any) -> Metadata:
 
 
 def pieces(**values: Any) -> Metadata:
-    """Write a vocabulary of SentencePiece's: what must be there, a few letters, some words."""
+    """Write a vocabulary of SentencePiece's: required tokens, some letters and words."""
     words = ["▁", "t", "h", "e", "he", "▁t", "th"]
     tokens = ["<unk>", "<s>", "</s>", *BYTES, *words]
     types = [2, 3, 3] + [6] * 256 + [1] * len(words)
@@ -298,7 +298,7 @@ ANY: Sequence[Any] = [None, [], [[]], *(each for values in ODD.values() for each
 
 
 def odd(chance: random.Random, value: Any) -> Any:
-    """Return what a hostile file might have in the place of a value, mostly of its own kind."""
+    """Return a value that a hostile file might have instead, mostly of the same type."""
     if chance.random() < 0.2:
         return chance.choice(ANY)
     if not isinstance(value, list):
@@ -313,7 +313,7 @@ def odd(chance: random.Random, value: Any) -> Any:
 
 @pytest.mark.parametrize("make", [byte_level, pieces])
 def test_whatever_metadata_say_there_is_a_tokenizer_or_a_refusal(make: Any) -> None:
-    """Never another error, nor a panic of what is written in Rust; and what is made can encode."""
+    """Never another error, nor a panic of Rust code; and a tokenizer that was made can encode."""
     chance = random.Random(7)
     refused = 0
     for _ in range(300):
