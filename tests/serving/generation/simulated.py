@@ -21,7 +21,7 @@ from gateway.serving.lane import Lane
 from tests.fakes import PASSED, ScriptedChat
 from tests.virtual_time import VirtualLoop
 
-# Seconds of a step of 1, 2, 4, 8 and 16 rows. Three reports of Macs with M1 and M2: two rows give
+# Seconds of a step of 1, 2, 4, 8 and 16 rows. By three reports of Macs two rows give
 # 0.41 to 0.62 × the tokens of one after the other, four 0.77 to 1.15, eight 1.6 to 2.1.
 M1 = (0.030, 0.109, 0.125, 0.130, 0.137)
 # A width between: two rows pay, and four do not.
