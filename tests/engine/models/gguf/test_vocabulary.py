@@ -275,7 +275,7 @@ WRONG: Mapping[str, tuple[Metadata, str]] = {
     "a flag that is a number": (byte_level(add_eos_token=1), "add_eos_token is of type int"),
     "a template that is not there": (
         {**byte_level(), "tokenizer.chat_templates": ["rag"]},
-        "name 'rag', and no such template",
+        "name 'rag', but no template has that name",
     ),
     "half a character": (byte_level(tokens=["\ud800"], token_type=[1], merges=[]), "surrogates"),
 }
