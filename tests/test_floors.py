@@ -140,7 +140,7 @@ BUDGET: dict[str, int] = {
     "engine": 13813,
     "errors": 267,
     "ids": 6,
-    "jobs": 300,
+    "jobs": 301,
     "logs": 145,
     "metrics": 215,
     "panics": 20,

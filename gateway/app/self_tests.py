@@ -102,7 +102,7 @@ class SelfTest:
         self._limits = limits
         self._kv = kv  # the cost of a sequence of the test
         self._steps: Generator[Verdict] | None = None
-        self._can_time = True  # False once a step failed
+        self._can_time = engine.facts.is_timed_when_idle  # False once a step failed
         self.verdict = Verdict()
 
     async def begin(self) -> None:
@@ -123,7 +123,7 @@ class SelfTest:
 
     async def run_to_end(self) -> Verdict:
         """Run the whole test, even if a verdict is kept; apply and keep the new one."""
-        self._digest = await self._compute_digest()
+        self._digest, self._can_time = await self._compute_digest(), True
         while not self._is_over:
             await self._step()
         await self._apply()

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from gateway.engine.answers.response_template import PREFIX_TOKENS
 from gateway.engine.compiled_code import unfused
-from gateway.engine.device import DeviceBounds, clear_cache
+from gateway.engine.device import DeviceBounds, clear_cache, is_late
 from gateway.engine.drafts.draft_model import DraftModel
 from gateway.engine.drafts.draft_policy import DraftPolicy
 from gateway.engine.generation.prepare import ChatSetup, prepare
@@ -76,7 +76,9 @@ class GenerationEngine:
             kv_cost = draft_model.with_kv(kv_cost, speculate_rows)
         tested_tokens = count_tokens(model, setup.max_context)
         said = setup.unread_formats, setup.notes, setup.verified
-        self.facts = EngineFacts(setup.max_context, kv_cost, tested_tokens, *said)
+        self.facts = EngineFacts(
+            setup.max_context, kv_cost, tested_tokens, *said, is_timed_when_idle=is_late()
+        )
 
     @property
     def dtype(self) -> mx.Dtype:
