@@ -155,7 +155,7 @@ class EngineFacts:
     unread_formats: Sequence[str] = ()  # the settings of formats that don't fit its chat template
     notes: Sequence[str] = ()  # sentences on parts of its files that are not followed
     verified: Verified = "no"
-    is_timed_when_idle: bool = True  # not on a CPU, where a wider step never loses
+    is_timed_when_idle: bool = True  # False on a CPU: all wider steps timed on one have gained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

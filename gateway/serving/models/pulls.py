@@ -22,7 +22,7 @@ class Fetched(NamedTuple):
     """How much of a model is on disk, in bytes."""
 
     completed: int
-    # Bytes of all its files; None until the hub has told them.
+    # Bytes of all its files; None until the hub has listed them.
     total: int | None = None
 
 
@@ -45,7 +45,7 @@ class Pull:
 
     spec: ModelSpec
     key: str
-    whole: int  # its bytes on disk once it is here; 0 until the hub has told them
+    whole: int  # bytes of the whole model on disk; 0 until the hub has listed its files
     status: Literal["waiting", "downloading"] = "waiting"
     task: "asyncio.Task[Path]" = field(init=False)
 
