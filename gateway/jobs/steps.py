@@ -101,7 +101,7 @@ class KvCost:
         return self.constant + self.token * tokens + in_windows
 
     def __bool__(self) -> bool:
-        return self != _ZERO
+        return self.token > 0 or self != _ZERO  # the first is the faster test
 
 
 _ZERO = KvCost()

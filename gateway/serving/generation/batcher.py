@@ -59,6 +59,7 @@ class GenerationBatcher:
         memory: RowMemory | None = None,
     ) -> None:
         self._name = name
+        self._log = log.bind(model=name)  # bound once, not for every pass
         self.engine = engine
         self._lane = lane
         self._pool = pool
@@ -394,14 +395,14 @@ class GenerationBatcher:
         if kind == "decode":
             metrics.of(metrics.BATCH_ROWS, self._name).observe(size.rows)
             for ahead in ("forced", "drafted", "accepted"):
-                metrics.of(metrics.READ_AHEAD, self._name, ahead).inc(getattr(size, ahead))
+                if tokens := getattr(size, ahead):
+                    metrics.of(metrics.READ_AHEAD, self._name, ahead).inc(tokens)
         elif size.padded_tokens:
             padding = 1 - size.tokens / size.padded_tokens
             metrics.of(metrics.BATCH_PADDING, self._name).observe(padding)
-        log.debug(
+        self._log.debug(
             "batch",
             kind=kind,
-            model=self._name,
             rows=size.rows,
             padded_tokens=size.padded_tokens,
             ms=round(1000 * seconds, 2),
