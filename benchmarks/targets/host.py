@@ -1,7 +1,8 @@
 """The processor's cost of a token beside the model's arithmetic, with next to no arithmetic.
 
 The engine, with texts, beside mlx-lm's batch generator, which gives tokens alone; and the gateway
-over HTTP beside that generator, in a process of its own, and beside mlx-lm's own server.
+over HTTP beside that generator, in a process of its own, and beside mlx-lm's own server. A row says
+what the generator itself loses to a process that takes a quarter of a core, as a client may.
 """
 
 import asyncio
@@ -34,6 +35,16 @@ SIZES = {
     "num_key_value_heads": 1,
 }
 NAME = "host"
+# Half a millisecond of work, then a rest of three times as long: a quarter of a core. An event loop
+# and its client take about as much while eight streams run.
+QUARTER = """
+import time
+while True:
+    until = time.perf_counter() + 0.0005
+    while time.perf_counter() < until:
+        pass
+    time.sleep(0.0015)
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,24 +174,30 @@ async def _over_http(rig: Rig, folder: Path) -> list[Verdict]:
         servers.mlx_lm(folder) as theirs,
     ):
         for streams in STREAMS:
-            beside_alone, beside_server = [], []
+            beside_alone, beside_server, disturbed = [], [], []
             for number in range(rig.rounds + 1):
                 prompts = [f"{number} " + "and so on " * (2 + row) for row in range(streams)]
                 own = await asyncio.to_thread(stream_all, ours, asks(NAME, prompts, tokens))
                 await rest()
-                told = await alone.ask({"prompts": prompts, "tokens": tokens})
+                asked = {"prompts": prompts, "tokens": tokens}
+                alone_s = 1 / float((await alone.ask(asked))["rate"])
+                await rest()
+                async with servers.worker(sys.executable, "-c", QUARTER):
+                    disturbed.append(Round(1 / float((await alone.ask(asked))["rate"]), alone_s))
                 await rest()
                 named = asks(MLX_LM_NAME, prompts, tokens)
                 other = await asyncio.to_thread(stream_all, theirs, named)
                 await rest()
                 beside_server.append(compared(own, other, tokens))
                 wrong = beside_server[-1].errors
-                beside_alone.append(Round(own.token_s, 1 / float(told["rate"]), wrong))
+                beside_alone.append(Round(own.token_s, alone_s, wrong))
             work = (
                 f"model of {SERVED_LAYERS} layers and no arithmetic, tokens/s, streams: {streams}"
             )
             verdicts.append(judged(f"{work}; HTTP / BatchGenerator alone", beside_alone))
             verdicts.append(judged(f"{work}; HTTP / mlx-lm's own server", beside_server))
+            work += "; BatchGenerator beside a quarter of a core / alone"
+            verdicts.append(judged(work, disturbed))
     return verdicts
 
 
