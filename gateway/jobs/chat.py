@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from gateway.jobs import Caller, TokenIds
+from gateway.jobs.images import ImageInput
 
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
@@ -138,6 +139,7 @@ class GenerateJob:
     # are judged.
     questions: Sequence[Question] = ()
     adapter: Adapter | None = None
+    images: Sequence[ImageInput] = ()  # the texts of the turns have their words
 
 
 @dataclass(frozen=True, slots=True)
