@@ -153,17 +153,21 @@ class Checkpoint:
         return arrays
 
     def tensors(self) -> dict[str, Tensor]:
-        """Read the headers of the safetensors: every array in them, by name.
+        """Read the headers of the safetensors: every array that mlx-lm's model has, by name.
 
         Raises ModelLoadFailed for a file that is not whole.
         """
         has_towers = self.config().get("model_type") == "muse_spark"  # the only class that has them
-        return {
-            name: tensor
-            for file in self._weight_files()
-            for name, tensor in self.header(file).items()
-            if has_towers or not _TOWER.fullmatch(name)
-        }
+        every = self.all_tensors()
+        return {name: each for name, each in every.items() if has_towers or not _TOWER.fullmatch(name)}
+
+    def all_tensors(self) -> dict[str, Tensor]:
+        """Read the headers of the safetensors: every array in them, towers' too.
+
+        Raises ModelLoadFailed for a file that is not whole.
+        """
+        files = self._weight_files()
+        return {name: tensor for file in files for name, tensor in self.header(file).items()}
 
     def header(self, file: str) -> dict[str, Tensor]:
         """Read one file's header: https://huggingface.co/docs/safetensors/index#format."""

@@ -1,0 +1,208 @@
+"""The vision tower of Qwen3-VL and Qwen3.5 to 3.8: a picture's patches → the features of its
+tokens.
+
+The architecture is transformers' `Qwen3VLVisionModel`. Modules have the names of its weights.
+"""
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import mlx.core as mx
+import numpy as np
+from mlx.nn.layers.activations import gelu, gelu_approx
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.embedding import Embedding
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.normalization import LayerNorm
+
+Grid = tuple[int, int]  # rows and columns of patches
+
+_EPS: Final = 1e-6
+_THETA: Final = 10000.0
+
+
+@dataclass(frozen=True, slots=True)
+class QwenVision:
+    """The numbers of a tower, from the `vision_config` of config.json."""
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    patch_size: int
+    out_hidden_size: int
+    num_position_embeddings: int  # a square grid of learned positions
+    in_channels: int = 3
+    temporal_patch_size: int = 2
+    spatial_merge_size: int = 2  # a token has the patches of a square of this side
+    deepstack: tuple[int, ...] = ()  # layers whose output is added to the decoder's first layers
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> "QwenVision":
+        """Read the numbers. Raises KeyError, TypeError and ValueError for wrong ones."""
+        names = cls.__dataclass_fields__.keys() & config.keys()
+        deepstack = tuple(map(int, config.get("deepstack_visual_indexes") or ()))
+        numbers = cls(**{name: int(config[name]) for name in names}, deepstack=deepstack)
+        side = round(numbers.num_position_embeddings**0.5)
+        if min(getattr(numbers, name) for name in names) < 1:
+            raise ValueError("a size of vision_config is below 1")
+        if numbers.hidden_size % (4 * numbers.num_heads):
+            raise ValueError("hidden_size of vision_config is no multiple of 4 × num_heads")
+        if side * side != numbers.num_position_embeddings:
+            raise ValueError("num_position_embeddings of vision_config is no square")
+        if not all(0 <= layer < numbers.depth for layer in deepstack):
+            raise ValueError("deepstack_visual_indexes of vision_config name no layers")
+        return numbers
+
+    @property
+    def patch_numbers(self) -> int:
+        """Return the number of values in a patch."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+
+class _Attention(Module):
+    def __init__(self, numbers: QwenVision) -> None:
+        super().__init__()
+        size = numbers.hidden_size
+        self._heads = numbers.num_heads
+        self.qkv = Linear(size, 3 * size)
+        self.proj = Linear(size, size)
+
+    def __call__(self, x: mx.array, cosines: mx.array, sines: mx.array) -> mx.array:
+        count, size = x.shape
+        queries, keys, values = self.qkv(x).reshape(count, 3, self._heads, -1).transpose(1, 2, 0, 3)
+
+        def turned(part: mx.array) -> mx.array:
+            first, second = mx.split(part.astype(mx.float32), 2, axis=-1)
+            halves = [first * cosines - second * sines, second * cosines + first * sines]
+            return mx.concatenate(halves, axis=-1).astype(x.dtype)
+
+        scale = (size // self._heads) ** -0.5
+        attended = mx.fast.scaled_dot_product_attention(
+            turned(queries)[None], turned(keys)[None], values[None], scale=scale
+        )
+        output: mx.array = self.proj(attended[0].transpose(1, 0, 2).reshape(count, size))
+        return output
+
+
+class _Mlp(Module):
+    def __init__(self, numbers: QwenVision) -> None:
+        super().__init__()
+        self.linear_fc1 = Linear(numbers.hidden_size, numbers.intermediate_size)
+        self.linear_fc2 = Linear(numbers.intermediate_size, numbers.hidden_size)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        output: mx.array = self.linear_fc2(gelu_approx(self.linear_fc1(x)))
+        return output
+
+
+class _Block(Module):
+    def __init__(self, numbers: QwenVision) -> None:
+        super().__init__()
+        self.norm1 = LayerNorm(numbers.hidden_size, eps=_EPS)
+        self.norm2 = LayerNorm(numbers.hidden_size, eps=_EPS)
+        self.attn = _Attention(numbers)
+        self.mlp = _Mlp(numbers)
+
+    def __call__(self, x: mx.array, cosines: mx.array, sines: mx.array) -> mx.array:
+        x = x + self.attn(self.norm1(x), cosines, sines)
+        return x + self.mlp(self.norm2(x))
+
+
+class _Merger(Module):
+    """Maps the patches of a token to its features. DeepStack's mergers normalize them together."""
+
+    def __init__(self, numbers: QwenVision, *, is_deep: bool = False) -> None:
+        super().__init__()
+        self._width = numbers.hidden_size * numbers.spatial_merge_size**2
+        self._is_deep = is_deep
+        self.norm = LayerNorm(self._width if is_deep else numbers.hidden_size, eps=_EPS)
+        self.linear_fc1 = Linear(self._width, self._width)
+        self.linear_fc2 = Linear(self._width, numbers.out_hidden_size)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if self._is_deep:
+            x = self.norm(x.reshape(-1, self._width))
+        else:
+            x = self.norm(x).reshape(-1, self._width)
+        features: mx.array = self.linear_fc2(gelu(self.linear_fc1(x)))
+        return features
+
+
+class QwenTower(Module):
+    """A tower with its weights: it encodes one picture at a time."""
+
+    def __init__(self, numbers: QwenVision) -> None:
+        super().__init__()
+        self.numbers = numbers
+        # A convolution over whole patches is one product.
+        self.patch_embed = Linear(numbers.patch_numbers, numbers.hidden_size)
+        self.pos_embed = Embedding(numbers.num_position_embeddings, numbers.hidden_size)
+        self.blocks = [_Block(numbers) for _ in range(numbers.depth)]
+        self.merger = _Merger(numbers)
+        self.deepstack_merger_list = [_Merger(numbers, is_deep=True) for _ in numbers.deepstack]
+
+    def encode(self, patches: mx.array, grid: Grid) -> Generator[mx.array]:
+        """Yield (patches, hidden) after each layer, to be evaluated, then the picture's features:
+        (tokens, 1 + layers of DeepStack, hidden size of the decoder).
+
+        `patches`, (patches, values of one), come in the order of tokens: those of a token's square
+        one after another.
+        """
+        rows, columns = _places(grid, self.numbers.spatial_merge_size)
+        x = self.patch_embed(patches.astype(self._dtype)) + self._positions(rows, columns, grid)
+        cosines, sines = self._angles(rows, columns)
+        deep: list[mx.array] = []
+        for number, block in enumerate(self.blocks):
+            x = block(x, cosines, sines)
+            if number in self.numbers.deepstack:
+                at = self.numbers.deepstack.index(number)
+                deep.append(self.deepstack_merger_list[at](x))
+            yield x
+        yield mx.stack([self.merger(x), *deep], axis=1)
+
+    @property
+    def _dtype(self) -> mx.Dtype:
+        return self.blocks[0].norm1.weight.dtype
+
+    def _positions(self, rows: Any, columns: Any, grid: Grid) -> mx.array:
+        """Interpolate the learned positions between their four neighbours, (patches, hidden)."""
+        side = round(self.numbers.num_position_embeddings**0.5)
+        below, across = _neighbours(rows, grid[0], side), _neighbours(columns, grid[1], side)
+        total: mx.array | None = None
+        for row, row_share in below:
+            for column, column_share in across:
+                share = mx.array((row_share * column_share)[:, None]).astype(self._dtype)
+                part = self.pos_embed(mx.array(row * side + column)) * share
+                total = part if total is None else total + part
+        assert total is not None
+        return total
+
+    def _angles(self, rows: Any, columns: Any) -> tuple[mx.array, mx.array]:
+        """Return cosines and sines, (patches, half a head): the first half turns by the row, the
+        second by the column.
+        """
+        half = self.numbers.hidden_size // self.numbers.num_heads // 2
+        frequencies = 1.0 / _THETA ** (mx.arange(0, half, 2) / half)
+        places = mx.array(np.stack([rows, columns], 1).astype(np.float32))
+        angles = (places[..., None] * frequencies).reshape(len(rows), -1)
+        return mx.cos(angles), mx.sin(angles)
+
+
+def _places(grid: Grid, merge: int) -> tuple[Any, Any]:
+    """Return the row and the column of each patch, in the order of tokens."""
+    rows, columns = grid
+    shape = rows // merge, merge, columns // merge, merge
+    both = [each.reshape(shape).transpose(0, 2, 1, 3).reshape(-1) for each in np.mgrid[:rows, :columns]]
+    return both[0], both[1]
+
+
+def _neighbours(places: Any, count: int, side: int) -> list[tuple[Any, Any]]:
+    """Return the two nearest of `side` learned positions for places among `count`, and the share
+    of each.
+    """
+    exact = places.astype(np.float32) * np.float32((side - 1) / max(count - 1, 1))
+    low = np.floor(exact).astype(np.int32)
+    share = (exact - low).astype(np.float32)
+    return [(low, 1 - share), (np.minimum(low + 1, side - 1), share)]

@@ -1,0 +1,119 @@
+"""A decoder of mlx-lm's that reads pictures: their features take the place of tokens' embeddings."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from gateway.engine.models.counts import text_config
+from gateway.engine.vision.layout import Layout
+from gateway.engine.vision.rotation import Positions, Rotation
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A row of a pass: the layout of its prompt and the features of its pictures."""
+
+    layout: Layout | None = None  # None for a prompt without pictures
+    # Pairs of a picture's first token and its features, (tokens, 1 + DeepStack's, hidden).
+    pictures: Sequence[tuple[int, mx.array]] = ()
+
+    def shift(self, start: int) -> int:
+        """Return the difference between position and index at a token of text."""
+        return 0 if self.layout is None else self.layout.at(start)
+
+    def parts(self, start: int, width: int) -> Iterator[tuple[slice, mx.array]]:
+        """Yield the features within `width` tokens from `start` on, each with its place there."""
+        for first, features in self.pictures:
+            begin, end = max(first, start), min(first + len(features), start + width)
+            if begin < end:
+                yield slice(begin - start, end - start), features[begin - first : end - first]
+
+
+class SeeingDecoder:
+    """A model, prepared to read pictures. Its rope is replaced; its weights are shared."""
+
+    def __init__(self, model: Any, config: dict[str, Any]) -> None:
+        """Raises ValueError for a model whose rope cannot turn by rows and columns."""
+        self._model, self._inner = model, model.language_model.model
+        self._positions = Positions()
+        rope = text_config(config).get("rope_parameters") or text_config(config)["rope_scaling"]
+        sections = rope["mrope_section"]
+        for layer in model.layers:
+            if hasattr(layer, "self_attn"):
+                attention = layer.self_attn
+                attention.rope = Rotation(attention.rope, sections, self._positions)
+
+    def __call__(
+        self, tokens: mx.array, rows: Sequence[Row], starts: Sequence[int], **options: Any
+    ) -> mx.array:
+        """Read tokens, (rows, n), whose first ones have these indices in their prompts."""
+        width = tokens.shape[1]
+        parts = [[*row.parts(at, width)] for row, at in zip(rows, starts, strict=True)]
+        if not any(parts):
+            with self.placed(rows, starts):
+                return self._call(tokens, **options)
+        points = np.zeros((len(rows), width, 3), np.int32)
+        for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
+            layout = row.layout
+            if layout is None:
+                points[i] = np.arange(start, start + width)[:, None]
+            else:
+                points[i] = layout.window(start, width)
+        embeddings: mx.array = self._inner.embed_tokens(tokens)
+        deep: list[mx.array] = []
+        for i, pieces in enumerate(parts):
+            for place, features in pieces:
+                features = features.astype(embeddings.dtype)
+                embeddings[i, place] = features[:, 0]
+                if not deep:
+                    deep = [mx.zeros_like(embeddings) for _ in range(features.shape[1] - 1)]
+                for number, layer in enumerate(deep, 1):
+                    layer[i, place] = features[:, number]
+        self._positions.place(mx.array(points))
+        try:
+            with _adding(self._inner.layers[: len(deep)], deep):
+                return self._call(tokens, input_embeddings=embeddings, **options)
+        finally:
+            self._positions.place()
+
+    @contextmanager
+    def placed(self, rows: Sequence[Row], starts: Sequence[int]) -> Iterator[None]:
+        """While entered, build passes of tokens of text, the first of which have these indices."""
+        shifts = [row.shift(at) for row, at in zip(rows, starts, strict=True)]
+        self._positions.place(shifts=mx.array(shifts) if any(shifts) else None)
+        try:
+            yield
+        finally:
+            self._positions.place()
+
+    def _call(self, tokens: mx.array, **options: Any) -> mx.array:
+        logits: mx.array = self._model(tokens, **options)
+        return logits
+
+
+@contextmanager
+def _adding(layers: Sequence[Any], added: Sequence[mx.array]) -> Iterator[None]:
+    """While entered, add an array to the output of each layer: DeepStack's features."""
+    # Python looks `__call__` up on the class, so it is replaced there: on the lane's thread, where
+    # nothing else runs a model meanwhile.
+    sums = {id(layer): each for layer, each in zip(layers, added, strict=True)}
+    calls: dict[type, Callable[..., Any]] = {type(each): type(each).__call__ for each in layers}
+
+    def adding(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            output = original(layer, *args, **kwargs)
+            return output + sums[id(layer)] if id(layer) in sums else output
+
+        return call
+
+    try:
+        for kind, original in calls.items():
+            kind.__call__ = adding(original)  # type: ignore[method-assign]
+        yield
+    finally:
+        for kind, original in calls.items():
+            kind.__call__ = original  # type: ignore[method-assign]

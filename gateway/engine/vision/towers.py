@@ -1,0 +1,101 @@
+"""A checkpoint's vision tower: found in its files, opened and read in slices."""
+
+import re
+from collections.abc import Generator, Mapping
+from typing import Any, Final
+
+import mlx.core as mx
+from mlx.nn.layers.quantized import quantize
+from mlx.utils import tree_flatten
+
+from gateway.engine.device import Device, pick_dtype
+from gateway.engine.models.checkpoint import Checkpoint, dequantize, fit_weights, read_in_slices
+from gateway.engine.vision.qwen import QwenTower, QwenVision
+
+# The model types of config.json whose towers are served.
+FAMILIES: Final = frozenset({"qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"})
+# The beginnings of the names: transformers' two layouts, and mlx-vlm's.
+_TOWER: Final = re.compile(r"^(model\.visual|visual|vision_tower)\.")
+
+
+def tower_names(checkpoint: Checkpoint) -> list[str]:
+    """Return the names of a tower's arrays in the files; none for a family that is not served."""
+    if checkpoint.config().get("model_type") not in FAMILIES:
+        return []
+    return [name for name in checkpoint.all_tensors() if _TOWER.match(name)]
+
+
+def open_tower(
+    checkpoint: Checkpoint, *, device: Device, dtype: str | None, is_packed: bool = False
+) -> Generator[None, None, QwenTower | None]:
+    """Read a checkpoint's tower, in steps; return None if its files have none. On the lane.
+
+    Quantized weights become floating on a CPU unless `is_packed`. Raises ModelLoadFailed.
+    """
+    if not tower_names(checkpoint):
+        return None
+    config = checkpoint.config()
+    with checkpoint.reading_config():
+        numbers = QwenVision.read(config["vision_config"])
+    arrays = {
+        _TOWER.sub("", name): array
+        for name, array in checkpoint.weights().items()
+        if _TOWER.match(name)
+    }
+    blocks = {name.split(".")[1] for name in arrays if name.startswith("blocks.")}
+    if numbers.depth > len(blocks):
+        raise checkpoint.failed(
+            f"config.json has a tower of {numbers.depth} layers, and the files have {len(blocks)}"
+        )
+    arrays = _as_products(arrays, numbers)
+    quantization = config.get("quantization") or config.get("quantization_config") or {}
+    stated = {_TOWER.sub("", name): each for name, each in quantization.items()}
+    tower = QwenTower(numbers)
+    if device is Device.CPU and not is_packed:
+        arrays = dequantize(checkpoint, arrays, stated)
+    elif any(name.endswith(".scales") for name in arrays):
+        with checkpoint.blame("the quantized weights of its tower: "):
+            _quantize(tower, arrays, stated)
+    shapes = {name: tuple(array.shape) for name, array in tree_flatten(tower.parameters())}
+    tower.load_weights(list(fit_weights(checkpoint, arrays, shapes).items()))
+    floating = next(
+        (each.dtype for each in arrays.values() if mx.issubdtype(each.dtype, mx.floating)),
+        mx.float32,
+    )
+    tower.set_dtype(pick_dtype(device, dtype, floating))
+    tower.eval()
+    yield from read_in_slices(checkpoint, [each for _, each in tree_flatten(tower.parameters())])
+    return tower
+
+
+def _as_products(arrays: Mapping[str, mx.array], numbers: QwenVision) -> dict[str, mx.array]:
+    """Return a tower's arrays with the projection of patches as a matrix, (hidden, values of a
+    patch).
+
+    transformers has it as (hidden, channels, frames, rows, columns), mlx-vlm with the channels
+    last.
+    """
+    products = {name.replace("patch_embed.proj.", "patch_embed."): each for name, each in arrays.items()}
+    name = "patch_embed.weight"
+    projection = products.get(name)
+    if projection is not None and projection.ndim == 5:
+        if projection.shape[1] != numbers.in_channels:
+            projection = projection.transpose(0, 4, 1, 2, 3)
+        products[name] = projection.reshape(len(projection), -1)
+    return products
+
+
+def _quantize(
+    tower: QwenTower, arrays: Mapping[str, mx.array], quantization: Mapping[str, Any]
+) -> None:
+    """Quantize the modules that have scales in the files, by the numbers stated there."""
+
+    def numbers_of(path: str, _: Any) -> bool | dict[str, Any]:
+        if f"{path}.scales" not in arrays:
+            return False
+        stated = quantization.get(path)
+        numbers = stated if isinstance(stated, Mapping) else quantization
+        known = ("group_size", "bits", "mode")
+        return {name: numbers[name] for name in known if name in numbers}
+
+    quantize(tower, class_predicate=numbers_of)
