@@ -44,6 +44,7 @@ def load_generation(
     max_context: int | None = None,
     shape: Shape | None = None,
     sandbox: Sandbox | None = None,
+    image_sandbox: Sandbox | None = None,
     draft: Path | None = None,  # the folder or GGUF file of its draft model
     **options: Any,  # options of the template and the formats, of numbers, and of the engine
 ) -> GenerationEngine:
@@ -55,6 +56,7 @@ def load_generation(
         formats=_taken(ChatFormats, options),
         shape=shape,
         sandbox=sandbox,
+        image_sandbox=image_sandbox,
     )
     return load_weights(setup, device=device, draft=draft, **options)
 

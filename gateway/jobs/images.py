@@ -1,7 +1,7 @@
 """Images of a request, as its caller sent them."""
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 Detail: TypeAlias = Literal["low", "auto", "high"]
 
@@ -15,3 +15,18 @@ class ImageInput:
     place: str  # its place in the request, such as `messages[3].content[1]`
     kind: str  # the type of its part, by the API's own name
     detail: Detail = "auto"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageSpan:
+    """An image in a prompt: the tokens that stand for it, and its pixels."""
+
+    start: int  # the index of its first token
+    end: int
+    key: bytes  # a digest of its pixels
+    grid: tuple[int, int]  # rows and columns of patches
+    pixels: bytes  # uint8, (rows of pixels, columns, red green blue)
+
+
+# Ids from here on are of no vocabulary: each stands for the content of an image.
+FIRST_IMAGE_ID: Final = 1 << 40

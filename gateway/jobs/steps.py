@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias, get_args
 from gateway.errors import PassFault
 from gateway.jobs import TokenIds
 from gateway.jobs.chat import Adapter, Calling, Compiled, Delta, Grammar, Sampling
+from gateway.jobs.images import ImageSpan
 
 Drafter: TypeAlias = Literal["prompt_lookup", "draft_model"]
 DRAFTERS: Sequence[Drafter] = get_args(Drafter)
@@ -71,6 +72,7 @@ class SequenceParams:
     routing_keys: Sequence[tuple[int, bytes]] = ()  # pairs of a beginning's end and its key
     adapter: Adapter | None = None
     cache_salt: str = ""
+    images: Sequence[ImageSpan] = ()  # in the order of the prompt, which has ids of their content
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ class DraftModel:
     """A model, and its KV of the sequences that it drafts for."""
 
     name: Drafter = "draft_model"
+    reads_images = False
 
     def __init__(
         self,

@@ -19,6 +19,7 @@ class DraftSource(Protocol):
     """A source of guesses at the next tokens of sequences, each known by a number."""
 
     name: Drafter
+    reads_images: bool  # False: sequences with images get no drafts
 
     @property
     def nbytes(self) -> int:
@@ -84,13 +85,18 @@ class DraftPolicy:
         drafts: dict[int, Sequence[int]] = {}
         names: list[Drafter] = []
         for source in self._allowed():
-            is_due = any(source.is_due(seq.id, seq.context) for seq in drafting.values())
+            due = {
+                number: seq
+                for number, seq in drafting.items()
+                if source.reads_images or not seq.has_images
+            }
+            is_due = any(source.is_due(seq.id, seq.context) for seq in due.values())
             if max(rooms) < 1 or not is_due:
                 continue
             # The source also follows the contexts of sequences that have a draft already.
-            lengths = {number: 0 if number in drafts else free[number] for number in drafting}
+            lengths = {number: 0 if number in drafts else free[number] for number in due}
             try:
-                new_drafts = source.draft(drafting, lengths)
+                new_drafts = source.draft(due, lengths)
             except Exception as error:
                 # Answers don't depend on drafts, so a source that fails is dropped.
                 self.sources.remove(source)
@@ -134,7 +140,9 @@ class DraftPolicy:
 
     def _is_due(self, seq: DraftedSequence) -> bool:
         return seq.room(1) > 0 and any(
-            source.is_due(seq.id, seq.context) for source in self._allowed()
+            source.is_due(seq.id, seq.context)
+            for source in self._allowed()
+            if source.reads_images or not seq.has_images
         )
 
     def _allowed(self) -> list[DraftSource]:

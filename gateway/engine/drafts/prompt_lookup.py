@@ -4,9 +4,11 @@ github.com/apoorvumang/prompt-lookup-decoding).
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import takewhile
 from typing import Final, Protocol
 
 from gateway.engine.kv.prefix_cache import Root
+from gateway.jobs.images import FIRST_IMAGE_ID
 from gateway.jobs.steps import Drafter
 
 _GRAMS: Final = (3, 2)  # lengths of tokens that must have stood together before; longer first
@@ -26,6 +28,7 @@ class DraftedSequence(Protocol):
     id: int
     context: list[int]
     was_suspect: bool
+    has_images: bool
 
     @property
     def root(self) -> Root:
@@ -80,7 +83,8 @@ class PromptLookup:
         for size in _GRAMS:
             place = self._after.get(tuple(context[-size:]))
             if place is not None:
-                return context[place : place + limit]
+                found = context[place : place + limit]
+                return list(takewhile(lambda token: token < FIRST_IMAGE_ID, found))
         return ()
 
     def note(self, context: Sequence[int], accepted: int) -> None:
@@ -92,6 +96,7 @@ class LookupDrafter:
     """Drafts for the sequences of a batch, each out of its own context."""
 
     name: Drafter = "prompt_lookup"
+    reads_images = True  # it compares ids
     nbytes = 0
 
     def __init__(self) -> None:

@@ -31,6 +31,7 @@ from gateway.engine.kv.prefix_cache import PrefixCache, PrefixPool
 from gateway.engine.models.adapters import Adapters
 from gateway.engine.models.checkpoint import measure_kv
 from gateway.engine.models.decoders import floating_dtype, parameters
+from gateway.engine.vision.sight import Sight
 from gateway.jobs.chat import GenerateJob, Grammar, Reading, Sampling
 from gateway.jobs.steps import DraftCost, EngineFacts, SequenceParams, StepPlan, StepResult, Verdict
 
@@ -50,8 +51,10 @@ class GenerationEngine:
         speculate_rows: int = 0,
         draft_model: DraftModel | None = None,
         bounds: DeviceBounds | None = None,
+        sight: Sight | None = None,  # reads the images of prompts
     ) -> None:
         self._model: Any = model
+        self._sight = sight
         self._setup = setup
         self.tokens = setup.chat
         kv_cost, empty = measure_kv(model), make_prompt_cache(model)
@@ -69,6 +72,7 @@ class GenerationEngine:
             faults=self._faults,
             applied=self.adapters.applied,
             pass_s=(bounds or DeviceBounds()).pass_s,
+            sight=sight,
         )
         if kv_cost.constant and speculate_rows:  # the states before the pass under way are kept
             kv_cost = replace(kv_cost, draft=DraftCost(0, kv_cost.constant, speculate_rows))
@@ -222,12 +226,16 @@ class GenerationEngine:
     def nbytes(self) -> int:
         """Count the bytes on the device: weights, KV and prefixes."""
         weights = sum(array.nbytes for array in parameters(self._model))
-        return weights + self._sequences.nbytes + self.prefixes.nbytes + self._drafts.nbytes
+        images = 0 if self._sight is None else self._sight.nbytes
+        kept = self.prefixes.nbytes + self._drafts.nbytes + images
+        return weights + self._sequences.nbytes + kept
 
     def close(self) -> None:
         """Release every array."""
         self._sequences.close()
         self._model = None
+        if self._sight is not None:
+            self._sight.close()
         self.adapters.close()
         self.prefixes.clear()
         self._drafts.close()

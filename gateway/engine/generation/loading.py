@@ -52,6 +52,9 @@ from gateway.engine.prompting.thoughts import (
 )
 from gateway.engine.sandbox_worker import Sandbox
 from gateway.engine.tokenizer_parts import check_growth
+from gateway.engine.vision.prompts import read_image_format
+from gateway.engine.vision.sight import Sight
+from gateway.engine.vision.towers import open_tower
 from gateway.errors import BadRequest
 from gateway.jobs.chat import Calling, Sampling
 from gateway.jobs.steps import SequenceParams
@@ -65,6 +68,7 @@ def read_chat_setup(
     formats: ChatFormats | None = None,
     shape: Shape | None = None,
     sandbox: Sandbox | None = None,
+    image_sandbox: Sandbox | None = None,  # None leaves a tower unread
 ) -> ChatSetup:
     """Read a chat model's config, tokenizer and template, and prepare its grammars.
 
@@ -101,6 +105,12 @@ def read_chat_setup(
             f"vocab_size is {vocab_size:,}, and no weights have over {rows:,} rows"
         )
     shape = (shape or Shape()).completed(generation.get("structured"))
+    notes: list[str] = []
+    images = None
+    if isinstance(checkpoint, Checkpoint):
+        notes += list_notes(config, max_context)
+        if image_sandbox is not None:
+            images = read_image_format(checkpoint, image_sandbox, notes.append)
     return ChatSetup(
         checkpoint,
         chat,
@@ -109,9 +119,10 @@ def read_chat_setup(
         vocab_size=vocab_size,
         sampling_defaults=usable_sampling(generation),
         unread_formats=unread,
-        notes=[] if isinstance(checkpoint, GgufCheckpoint) else list_notes(config, max_context),
+        notes=notes,
         verified=verified_by(config),
         reader=reader,
+        images=images,
     )
 
 
@@ -241,6 +252,14 @@ def load_generation_in_steps(
             max_context=draft.max_context,
             prefixes=prefixes,
         )
+    sight = None
+    if setup.images is not None and share is None:
+        assert isinstance(setup.checkpoint, Checkpoint)
+        tower = yield from open_tower(
+            setup.checkpoint, device=device, dtype=numbers.dtype, is_packed=numbers.is_packed
+        )
+        with setup.checkpoint.blame("its images: "):
+            sight = Sight(model, tower, setup.checkpoint.config(), setup.images.patches)
     yield GenerationEngine(
         model,
         replace(setup, notes=notes),
@@ -248,6 +267,7 @@ def load_generation_in_steps(
         speculate_rows=speculate_rows,
         draft_model=draft_model,
         bounds=bounds,
+        sight=sight,
     )
 
 

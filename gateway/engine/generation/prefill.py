@@ -1,6 +1,7 @@
 """Prefill: the prompts that are read together, and the choice of the next chunk."""
 
 import math
+import time
 from collections import abc, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -21,6 +22,7 @@ from gateway.engine.kv.layers import make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache, count_shared
 from gateway.engine.models.decoders import LayerGroups
 from gateway.engine.models.rotations import sharing_rotations
+from gateway.engine.vision.sight import PromptReader, Sight
 from gateway.jobs.steps import Pass
 
 # The rest of a prompt is read with its last chunk if it is at most a chunk divided by this: a pass
@@ -100,7 +102,7 @@ class PrefillBatch:
     `prompts` are the tokens to read, all but the last of each context, and `pieces` the sizes of
     their pieces; `starts` counts the tokens that were in KV before; `read` counts the tokens of
     each prompt that have been read. `later` are batches that join for a later pass, because they
-    have fewer pieces.
+    have fewer pieces. `encoding` encodes the images to be read, a layer at each `next`.
     """
 
     seqs: list[Sequence]
@@ -109,6 +111,8 @@ class PrefillBatch:
     pieces: list[list[int]]
     starts: list[int]
     later: deque[PromptProcessingBatch | Alone]
+    sight: Sight | None = None  # set if there are images
+    encoding: Iterator[None] | None = None
     read: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -130,7 +134,11 @@ class PrefillBatch:
         if self.later and len(sizes) > len(batch):
             batch.extend(self.later.popleft())
         reading = zip(self.prompts, self.read, sizes, strict=False)
-        batch.prompt([prompt[at : at + size] for prompt, at, size in reading])
+        tokens = [prompt[at : at + size] for prompt, at, size in reading]
+        if self.sight is not None:
+            tokens = [self.sight.tokens(ids) for ids in tokens]
+            batch.model.begin(self.positions[: len(sizes)])
+        batch.prompt(tokens)
         for i, size in enumerate(sizes):
             self.read[i] += size
 
@@ -145,8 +153,10 @@ class Prefill:
         max_scored: int,
         applied: Callable[[abc.Sequence[int]], AbstractContextManager[None]],
         pass_s: float | None = None,
+        sight: Sight | None = None,
     ) -> None:
         self._model = model
+        self._sight, self._pass_s = sight, pass_s
         self._prefixes = prefixes
         self._max_scored = max_scored  # the most tokens in a pass for prompt logprobs
         self._applied = applied  # makes the context for passes of rows with these adapters
@@ -211,7 +221,13 @@ class Prefill:
         return None
 
     def read(self, batch: PrefillBatch, budget: int) -> Pass:
-        """Read several prompts, or a chunk of one; one with more to read joins the queue again."""
+        """Read several prompts, or a chunk of one; one with more to read joins the queue again.
+
+        Images are encoded first, for as long as a pass may take.
+        """
+        if not self._encode(batch):
+            self._line.append(batch)
+            return Pass(len(batch.seqs))
         begun, padded = sum(batch.positions), 0
         for sizes in self._plan(batch, budget):
             adapters = [seq.adapter for seq in batch.seqs[: len(sizes)]]
@@ -222,7 +238,19 @@ class Prefill:
         confirm()
         if not batch.is_read:
             self._line.append(batch)
+        for seq in batch.seqs if batch.is_read else ():
+            if seq.images is not None:
+                seq.images.features.clear()
         return Pass(len(batch.seqs), sum(batch.positions) - begun, padded)
+
+    def _encode(self, batch: PrefillBatch) -> bool:
+        """Encode images until a pass has taken its time; return True once all are encoded."""
+        started = time.perf_counter()
+        for _ in batch.encoding or ():
+            if self._pass_s is not None and time.perf_counter() - started >= self._pass_s:
+                return False
+        batch.encoding = None
+        return True
 
     def _plan(self, batch: PrefillBatch, budget: int) -> list[list[int]]:
         """Return the number of tokens that each of the next passes reads of each prompt."""
@@ -359,8 +387,12 @@ class Prefill:
         read.sort(key=lambda entry: len(entry[2]), reverse=True)
         seqs = [seq for seq, _, _ in read]
         model = self._model
+        has_images = any(seq.images is not None for seq in seqs)
+        sight = self._sight if has_images else None
         if seqs[0].scores_prompt:
             model = Scorer(model, seqs)
+        elif sight is not None:
+            model = sight.reader(seqs)
         lm_batches = deque(
             self._open([(seq, caches) for seq, caches, _ in group], model, budget)
             for _, group in groupby(read, key=lambda entry: len(entry[2]))
@@ -372,6 +404,8 @@ class Prefill:
             [pieces for _, _, pieces in read],
             [seq.cached_tokens for seq in seqs],
             lm_batches,
+            sight,
+            sight and sight.encode([(seq.images, seq.cached_tokens) for seq in seqs]),
         )
 
     def _open(

@@ -1,5 +1,6 @@
 """A job → its sequences: their prompts, limits and sampling, ready for the engine."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,9 +11,11 @@ from gateway.engine.grammar.structured import StructuredOutput
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
+from gateway.engine.vision.prompts import ImageFormat
 from gateway.errors import BadRequest, ContextLengthExceeded
 from gateway.jobs import TokenIds
 from gateway.jobs.chat import GenerateJob, Sampling
+from gateway.jobs.images import FIRST_IMAGE_ID
 from gateway.jobs.steps import SequenceParams, Verified
 
 
@@ -30,6 +33,7 @@ class ChatSetup:
     notes: Sequence[str] = ()
     verified: Verified = "no"
     reader: ResponseTemplate | None = None  # set for answers whose format is not known here
+    images: ImageFormat | None = None  # None for a model that reads text alone
 
     @property
     def reads_whole(self) -> bool:
@@ -47,7 +51,7 @@ def prepare(job: GenerateJob, setup: ChatSetup) -> list[SequenceParams]:
     chat = setup.chat
     if job.questions:
         return prepare_questions(job, chat, setup.max_context, setup.vocab_size)
-    prompt = chat.prompt(job)
+    prompt = chat.prompt(job, setup.images)
     max_tokens = _answer_limit(job, prompt.ids, setup)
     sampling = _complete(job.sampling, setup.sampling_defaults)
     grammar = setup.structured.grammar(job)
@@ -87,6 +91,7 @@ def prepare(job: GenerateJob, setup: ChatSetup) -> list[SequenceParams]:
         routing_keys=job.caller.routing_keys.ends(len(prompt.ids)),
         adapter=job.adapter,
         cache_salt=job.caller.cache_salt,
+        images=prompt.images,
     )
     return [
         replace(params, index=i, sampling=_sampling_of_choice(sampling, i)) for i in range(job.n)
@@ -111,7 +116,8 @@ def _answer_limit(job: GenerateJob, prompt: TokenIds, setup: ChatSetup) -> int:
         raise ContextLengthExceeded(setup.max_context, len(prompt), noun=noun)
     if not prompt:
         raise BadRequest("The prompt is empty.", part="prompt")
-    if not all(0 <= token < setup.vocab_size for token in prompt):
+    image_ids = FIRST_IMAGE_ID if job.images else math.inf
+    if not all(0 <= token < setup.vocab_size or token >= image_ids for token in prompt):
         raise BadRequest(f"Token ids are 0 to {setup.vocab_size - 1}.", part="prompt")
     limit = room if job.max_tokens is None else min(job.max_tokens, room)
     if job.sampling.min_tokens > limit:

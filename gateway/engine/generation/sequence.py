@@ -15,6 +15,7 @@ from gateway.engine.generation.sampling import Sampler
 from gateway.engine.grammar.compiling import CompiledGrammar
 from gateway.engine.grammar.matching import BoundRow, Matcher
 from gateway.engine.kv.prefix_cache import BLOCK, Root
+from gateway.engine.vision.sight import Images
 from gateway.errors import Fault, PassFault
 from gateway.jobs.chat import Delta, EchoedPrompt, FinishReason, TokenLogprob
 from gateway.jobs.steps import SequenceParams
@@ -31,8 +32,10 @@ class Sequence:
         output: OutputProcessor,
         eos_ids: frozenset[int],
         thinking: Thinking,
+        images: Images | None = None,
     ) -> None:
         self.id = sequence_id
+        self.images = images
         self.index = params.index
         self.params = params
         self.sampler = sampler
@@ -63,6 +66,11 @@ class Sequence:
         self._grammar = params.compiled
         self._matcher = None if self._grammar is None else self._grammar.matcher()
         self._matched = 0
+
+    @property
+    def has_images(self) -> bool:
+        """Return True if its prompt has images."""
+        return self.images is not None
 
     @property
     def adapter(self) -> int:

@@ -6,7 +6,7 @@ separate calls (mlx-lm's `next()` does both in one).
 
 from collections import abc, deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -31,7 +31,9 @@ from gateway.engine.generation.sequence import Faults, Sequence
 from gateway.engine.kv.cache import compact
 from gateway.engine.kv.layers import can_batch, hold_states, padded, row_lengths
 from gateway.engine.kv.prefix_cache import PrefixCache
+from gateway.engine.vision.sight import Sight
 from gateway.jobs.chat import Delta
+from gateway.jobs.images import FIRST_IMAGE_ID
 from gateway.jobs.steps import Pass, SequenceParams, StepPlan, Verdict
 
 Applied: TypeAlias = Callable[[abc.Sequence[int]], AbstractContextManager[None]]
@@ -54,6 +56,7 @@ class Sequences:
         faults: Faults,
         applied: Applied,
         pass_s: float | None,
+        sight: Sight | None = None,
     ) -> None:
         """`applied` returns the context for a pass of rows with given adapters. No pass should take
         longer than `pass_s`.
@@ -65,7 +68,8 @@ class Sequences:
         self._prefixes, self._applied = prefixes, applied
         self._drafts, self._faults = drafts, faults
         max_scored = max_scored_tokens(setup.vocab_size)
-        self._prefill = Prefill(model, prefixes, max_scored, applied, pass_s)
+        self._sight = sight
+        self._prefill = Prefill(model, prefixes, max_scored, applied, pass_s, sight)
         self._running: DecodeBatch | None = None
         self._queued: deque[DecodeBatch] = deque()  # one sequence each, if not batched
         self._parked: dict[int, Sequence | DecodeBatch] = {}
@@ -139,9 +143,15 @@ class Sequences:
 
     def begin(self, number: int, params: SequenceParams) -> Sequence:
         """Return the sequence of these parameters, with nothing read yet."""
-        answers, sampler = self._answers, Sampler(params.sampling, self._vocab_size, params.prompt)
+        answers, prompt = self._answers, params.prompt
+        images = None
+        if params.images:
+            assert self._sight is not None
+            images = self._sight.begin(params)
+            prompt = [token for token in prompt if token < FIRST_IMAGE_ID]
+        sampler = Sampler(params.sampling, self._vocab_size, prompt)
         output, thinking = answers.output_processor(params), answers.thinking(params)
-        seq = Sequence(number, params, sampler, output, answers.eos_ids, thinking)
+        seq = Sequence(number, params, sampler, output, answers.eos_ids, thinking, images)
         seq.stops_at_blocks = self._prefixes.needs_block_ends and self._prefixes.keeps_growing
         return seq
 
@@ -470,6 +480,7 @@ class Sequences:
         """
         with (
             self._applied([seq.adapter for seq in seqs]),
+            self._sight.placed(seqs) if self._sight is not None else nullcontext(),
             padded(cache, tokens.shape[1], padding),
         ):
             logits: mx.array = self._model(tokens, cache=cache)

@@ -31,9 +31,11 @@ from gateway.engine.prompting.thoughts import (
     trial_job,
 )
 from gateway.engine.sandbox_worker import Sandbox
+from gateway.engine.vision.prompts import ImageFormat, place_images
 from gateway.errors import BadRequest, ModelLoadFailed, Overloaded, Unavailable
 from gateway.jobs import TokenIds
 from gateway.jobs.chat import GenerateJob
+from gateway.jobs.images import ImageSpan
 from gateway.registry import ChatSpec
 
 # Parameters of transformers' functions, which no request may set by `template_args`: its
@@ -62,6 +64,7 @@ class Prompt:
     is_thinking: bool = False
     may_think: bool = False
     opening: str = ""
+    images: Sequence[ImageSpan] = ()
 
 
 class ChatTokenizer:
@@ -105,10 +108,11 @@ class ChatTokenizer:
         """Return transformers' tokenizer, for callers that build on it."""
         return self._wrapper._tokenizer
 
-    def prompt(self, job: GenerateJob) -> Prompt:
+    def prompt(self, job: GenerateJob, images: ImageFormat | None = None) -> Prompt:
         """Return a bare prompt, or a conversation in the model's template.
 
-        Raises BadRequest with the template's own words when it refuses the conversation.
+        Raises BadRequest with the template's own words when it refuses the conversation, and for an
+        image that cannot be read.
         """
         if isinstance(job.prompt, str):
             # The text is encoded as a batch, since only tokenizers' batch calls release the GIL: a
@@ -118,9 +122,19 @@ class ChatTokenizer:
         if job.prompt is not None:
             return Prompt(list(job.prompt))
         if job.continues:
-            return self._continue(job)
+            return self._continue(job, images)
         text, opening = self.render(job)
-        return self.begin(opening, self.encode(text))
+        ids, spans = self._encode(text, job, images)
+        return replace(self.begin(opening, ids), images=spans)
+
+    def _encode(
+        self, text: str, job: GenerateJob, images: ImageFormat | None
+    ) -> tuple[list[int], Sequence[ImageSpan]]:
+        """Return the ids of a template's text, and the places of its images."""
+        if not job.images:
+            return self.encode(text), ()
+        assert images is not None
+        return place_images(text, job.images, images, self.encode)
 
     def begin(self, opening: str, ids: list[int]) -> Prompt:
         """Return a prompt that ends with `opening`, the template's opening of the answer."""
@@ -138,7 +152,7 @@ class ChatTokenizer:
         closed = max((opening.rfind(mark) for mark in self._reasoning.ends), default=-1)
         return opened > closed
 
-    def _continue(self, job: GenerateJob) -> Prompt:
+    def _continue(self, job: GenerateJob, images: ImageFormat | None) -> Prompt:
         """Return a prompt that ends inside the last message, right after its text. Marks in it are
         plain letters: it opens no thinking and ends none.
         """
@@ -150,9 +164,15 @@ class ChatTokenizer:
         text = self.apply(replace(job, messages=messages), is_asking=False)
         if text.count(word) != 1:
             raise BadRequest("The model's chat template cannot continue an answer.", part="prompt")
-        before = self.controls.pieces(text[: text.index(word)])
-        [ids] = self.controls.encode([[*before, (last["content"], True)]])
-        return Prompt(ids)
+        before, spans = text[: text.index(word)], ()
+        if job.images:  # text behind an image is encoded by itself
+            behind = max(before.rfind(each.word) + len(each.word) for each in job.images)
+            read, spans = self._encode(before[:behind], job, images)
+            before = before[behind:]
+        else:
+            read = []
+        [ids] = self.controls.encode([[*self.controls.pieces(before), (last["content"], True)]])
+        return Prompt([*read, *ids], images=spans)
 
     def render_questions(self, job: GenerateJob) -> tuple[list[Piece], str]:
         """Return the template's text before and after the last message's text. If it opens a

@@ -1,0 +1,159 @@
+"""The images of a job → spans of its prompt: measured, decoded, and given ids of their content."""
+
+import hashlib
+import hmac
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from gateway.engine.models.checkpoint import Checkpoint
+from gateway.engine.sandbox_worker import Sandbox
+from gateway.engine.vision.patches import QwenPatches, read_qwen
+from gateway.engine.vision.pictures import decode, measure
+from gateway.engine.vision.towers import tower_names
+from gateway.errors import BadRequest, ModelLoadFailed
+from gateway.jobs.images import FIRST_IMAGE_ID, Detail, ImageInput, ImageSpan
+
+# The most tokens of an image by its detail; the model's own files may want fewer.
+MOST_TOKENS: Final[dict[Detail, int]] = {"low": 256, "auto": 2048, "high": 8192}
+PIXEL_BYTES: Final = 256 << 20  # of the images decoded lately, for all models
+_ID_BYTES: Final = 7
+_SECRET: Final = secrets.token_bytes(32)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """An image's pixels at the size that a model wants, and a digest of them."""
+
+    key: bytes
+    grid: tuple[int, int]  # rows and columns of patches
+    pixels: bytes
+
+
+class PixelCache:
+    """Decoded images, the least recently used dropped first. Safe on any thread."""
+
+    def __init__(self, most_bytes: int = PIXEL_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._lock = threading.Lock()
+        self._images: OrderedDict[bytes, Decoded] = OrderedDict()
+        self._nbytes = 0
+
+    def get(self, name: bytes) -> Decoded | None:
+        """Return a decoded image by the digest of its file and of its size."""
+        with self._lock:
+            image = self._images.get(name)
+            if image is not None:
+                self._images.move_to_end(name)
+            return image
+
+    def keep(self, name: bytes, image: Decoded) -> None:
+        """Keep a decoded image."""
+        with self._lock:
+            if name in self._images or len(image.pixels) > self._most_bytes:
+                return
+            self._images[name] = image
+            self._nbytes += len(image.pixels)
+            while self._nbytes > self._most_bytes:
+                _, dropped = self._images.popitem(last=False)
+                self._nbytes -= len(dropped.pixels)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFormat:
+    """How a model's images are prepared, and the tokens that stand for them in a prompt."""
+
+    patches: QwenPatches
+    start: int  # the token before an image, and the one behind it
+    end: int
+    sandbox: Sandbox
+    decoded: PixelCache = field(default_factory=PixelCache)
+    secret: bytes = _SECRET
+
+    def count(self, image: ImageInput) -> int:
+        """Return the number of an image's tokens, by its file's header. Raises as `measure`."""
+        width, height = measure(self.sandbox, image.data, image.place)
+        return self.patches.tokens(*self._size(image, width, height)) + 2
+
+    def read(self, image: ImageInput) -> Decoded:
+        """Return an image's pixels, at the model's size. Raises as `decode` does."""
+        name = hashlib.sha256(image.detail.encode() + image.data).digest()
+        found = self.decoded.get(name)
+        if found is None:
+            width, height = measure(self.sandbox, image.data, image.place)
+            width, height = self._size(image, width, height)
+            rgb = decode(
+                self.sandbox, image.data, width, height, self.patches.resample, image.place
+            )
+            grid = self.patches.grid(width, height)
+            pixels = rgb.tobytes()
+            key = hashlib.sha256(repr(grid).encode() + pixels).digest()
+            found = Decoded(key, grid, pixels)
+            self.decoded.keep(name, found)
+        return found
+
+    def ids(self, image: Decoded) -> list[int]:
+        """Return the ids that stand for an image: the mark before it, an id of its content for each
+        of its tokens, and the mark behind it.
+
+        The id is keyed by a secret, so that nobody can make two images with the same one.
+        """
+        rows, columns = image.grid
+        digest = hmac.digest(self.secret, image.key, "sha256")[:_ID_BYTES]
+        own = FIRST_IMAGE_ID + int.from_bytes(digest, "big")
+        return [self.start, *[own] * (rows * columns // self.patches.merge**2), self.end]
+
+    def _size(self, image: ImageInput, width: int, height: int) -> tuple[int, int]:
+        return self.patches.size(width, height, MOST_TOKENS[image.detail])
+
+
+def read_image_format(
+    checkpoint: Checkpoint, sandbox: Sandbox, note: Callable[[str], None]
+) -> ImageFormat | None:
+    """Return the image format of a folder; None for a model that reads text alone. `note` is called
+    with the reason why a tower is not used.
+    """
+    if not tower_names(checkpoint):
+        return None
+    config = checkpoint.config()
+    try:
+        marks = [config.get(f"vision_{side}_token_id") for side in ("start", "end")]
+        for token in (*marks, config.get("image_token_id")):
+            if type(token) is not int or token < 0:
+                raise checkpoint.failed("config.json has no ids of the tokens around images")
+        return ImageFormat(read_qwen(checkpoint), *marks, sandbox)
+    except ModelLoadFailed as error:
+        note(f"It reads no images: {error.message}")
+        return None
+
+
+def place_images(
+    text: str, images: Sequence[ImageInput], formats: ImageFormat, encode: Callable[[str], list[int]]
+) -> tuple[list[int], list[ImageSpan]]:
+    """Return a prompt's ids, and its spans, for a template's text with the words of images.
+
+    Raises BadRequest if the template does not show each image once, and as `ImageFormat.read` does.
+    """
+    found = sorted((text.find(image.word), number) for number, image in enumerate(images))
+    for place, number in found:
+        if place < 0 or text.count(images[number].word) != 1:
+            raise BadRequest(
+                f"Invalid '{images[number].place}': the model's chat template shows no image there.",
+                param=images[number].place,
+            )
+    ids: list[int] = []
+    spans: list[ImageSpan] = []
+    end = 0
+    for place, number in found:
+        image = images[number]
+        decoded = formats.read(image)
+        marked = formats.ids(decoded)
+        ids += encode(text[end:place])
+        first = len(ids) + 1
+        ids += marked
+        spans.append(ImageSpan(first, len(ids) - 1, decoded.key, decoded.grid, decoded.pixels))
+        end = place + len(image.word)
+    return [*ids, *encode(text[end:])], spans

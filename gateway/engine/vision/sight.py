@@ -1,0 +1,146 @@
+"""The images of a model's sequences: each is encoded once, and read in the place of its tokens."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from gateway.engine.vision.features import FeatureCache
+from gateway.engine.vision.layout import Layout, lay_out
+from gateway.engine.vision.patches import QwenPatches
+from gateway.engine.vision.qwen import QwenTower
+from gateway.engine.vision.reading import Row, SeeingDecoder
+from gateway.jobs.images import FIRST_IMAGE_ID, ImageSpan
+from gateway.jobs.steps import SequenceParams
+
+FEATURE_BYTES: Final = 256 << 20  # of the images encoded lately
+_TEXT: Final = Row()
+
+
+@dataclass(slots=True, eq=False)
+class Images:
+    """The images of one sequence. Features are here while its prompt is read."""
+
+    spans: Sequence[ImageSpan]
+    layout: Layout
+    salt: str
+    features: dict[int, mx.array] = field(default_factory=dict)  # by the image's first token
+
+    @property
+    def row(self) -> Row:
+        return Row(self.layout, list(self.features.items()))
+
+
+class SeenSequence(Protocol):
+    """A sequence that may have images."""
+
+    images: Images | None
+
+
+class Sight:
+    """A model's tower, and the decoder that reads its features. All of it runs on the lane."""
+
+    def __init__(
+        self,
+        model: Any,
+        tower: QwenTower,
+        config: dict[str, Any],
+        preprocessing: QwenPatches,
+        most_bytes: int = FEATURE_BYTES,
+    ) -> None:
+        """Raises ValueError for a model whose positions cannot be those of images."""
+        self._decoder = SeeingDecoder(model, config)
+        self._tower = tower
+        self._preprocessing = preprocessing
+        self._image_token = config["image_token_id"]
+        self._kept = FeatureCache(most_bytes)
+        self.encoded = 0  # images that have gone through the tower
+
+    @property
+    def nbytes(self) -> int:
+        """Count the bytes of the tower and of the features kept."""
+        weights: Any = tree_flatten(self._tower.parameters())
+        return sum(array.nbytes for _, array in weights) + self._kept.nbytes
+
+    def begin(self, params: SequenceParams) -> Images | None:
+        """Return the images of a sequence that joins; None if it has none."""
+        if not params.images:
+            return None
+        merge = self._preprocessing.merge
+        sizes = [(each.grid[0] // merge, each.grid[1] // merge) for each in params.images]
+        starts = [each.start for each in params.images]
+        layout = lay_out(len(params.prompt), zip(starts, sizes, strict=True))
+        return Images(params.images, layout, params.cache_salt)
+
+    def encode(self, rows: Sequence[tuple[Images | None, int]]) -> Iterator[None]:
+        """Encode the images of sequences, except those within the tokens that are in KV already:
+        one layer of the tower at each `next`. Raises ValueError for features that are not finite.
+        """
+        for images, known in rows:
+            for span in images.spans if images is not None else ():
+                assert images is not None
+                if span.end <= known or span.start in images.features:
+                    continue
+                features = self._kept.get((images.salt, span.key))
+                if features is None:
+                    features = yield from self._encode(span)
+                    self._kept.keep((images.salt, span.key), features)
+                images.features[span.start] = features
+
+    def _encode(self, span: ImageSpan) -> Any:
+        rows, columns = (each * self._preprocessing.patch for each in span.grid)
+        rgb = np.frombuffer(span.pixels, np.uint8).reshape(rows, columns, 3)
+        patches = mx.array(self._preprocessing.to_patches(rgb))
+        features = patches
+        for features in self._tower.encode(patches, span.grid):
+            mx.eval(features)
+            yield
+        if not mx.all(mx.isfinite(features)).item():
+            raise ValueError("the features of an image are not finite")
+        self.encoded += 1
+        return features
+
+    def tokens(self, ids: Sequence[int]) -> list[int]:
+        """Return a prompt's ids with the model's own token in the place of ids of images."""
+        return [self._image_token if each >= FIRST_IMAGE_ID else each for each in ids]
+
+    def reader(self, seqs: Sequence[SeenSequence]) -> "PromptReader":
+        """Return the model as it is called to read the prompts of these sequences."""
+        return PromptReader(self._decoder, seqs)
+
+    @contextmanager
+    def placed(self, seqs: Sequence[SeenSequence]) -> Iterator[None]:
+        """While entered, build passes of tokens behind the prompts of these sequences."""
+        rows = [_TEXT if each.images is None else each.images.row for each in seqs]
+        behind = [0 if each.images is None else len(each.images.layout.points) for each in seqs]
+        with self._decoder.placed(rows, behind):
+            yield
+
+    def close(self) -> None:
+        """Release every array."""
+        self._kept.clear()
+        del self._tower, self._decoder
+
+
+class PromptReader:
+    """A model that reads the prompts of a batch, as mlx-lm's batch calls it."""
+
+    def __init__(self, decoder: SeeingDecoder, seqs: Sequence[SeenSequence]) -> None:
+        self._decoder, self._seqs = decoder, seqs
+        self._starts: list[int] = []
+
+    def begin(self, starts: Sequence[int]) -> None:
+        """Set the tokens in KV of each row before the next pass."""
+        self._starts = [*starts]
+
+    def __call__(self, tokens: mx.array, **options: Any) -> mx.array:
+        """Read tokens, (rows, n), padded on the right for shorter rows."""
+        seqs = self._seqs[: len(self._starts)]
+        rows = [_TEXT if each.images is None else each.images.row for each in seqs]
+        logits = self._decoder(tokens, rows, self._starts, **options)
+        self._starts = [start + tokens.shape[1] for start in self._starts]
+        return logits
