@@ -185,6 +185,7 @@ class Guesses:
     """Drafts of the reference's own tokens, every third of which is another one."""
 
     name: Drafter = "prompt_lookup"
+    reads_images = False
     nbytes = prefix_bytes = 0
 
     def __init__(self, reference: Reference, prompts: Sequence[Sequence[int]]) -> None:

@@ -101,6 +101,19 @@ UNKEPT_TOKENS = Counter(
     "Prompt tokens that the prefix cache had no room for.",
     ["model"],
 )
+IMAGES = Counter("gateway_images", "Images in prompts.", ["model"])
+IMAGE_TOKENS = Counter("gateway_image_tokens", "Prompt tokens that stand for images.", ["model"])
+IMAGE_FEATURES = Counter(
+    "gateway_image_features",
+    "Images to be read whose features were at hand, hit, and those that were encoded, miss.",
+    ["model", "result"],
+)
+TOWER_SECONDS = Histogram(
+    "gateway_tower_seconds",
+    "Seconds of a pass that encodes images.",
+    ["model"],
+    buckets=_SECONDS,
+)
 READ_AHEAD = Counter(
     "gateway_tokens_read_ahead",
     "Tokens read several at a time: forced by a grammar, drafted, and accepted drafts.",
@@ -149,6 +162,19 @@ def count_prompt(model: str, tokens: int) -> None:
     """Count the tokens of a request's prompt, or of its texts together."""
     of(TOKENS_IN, model).inc(tokens)
     of(PROMPT_LENGTH, model).observe(tokens)
+
+
+def count_images(model: str, tokens: Sequence[int]) -> None:
+    """Count the images of a prompt, by the tokens of each."""
+    of(IMAGES, model).inc(len(tokens))
+    of(IMAGE_TOKENS, model).inc(sum(tokens))
+
+
+def note_encoding(model: str, encoded: int, recalled: int, seconds: float) -> None:
+    """Note a pass that encodes images: those that are done, and those that were at hand."""
+    of(TOWER_SECONDS, model).observe(seconds)
+    of(IMAGE_FEATURES, model, "miss").inc(encoded)
+    of(IMAGE_FEATURES, model, "hit").inc(recalled)
 
 
 Reading: TypeAlias = Metric

@@ -269,15 +269,17 @@ def _count_parts(job: GenerateJob, answer: _Attempt) -> int:
 def _add_usage(usage: Usage, update: Usage | Delta) -> Usage:
     """Add another prompt's usage, or a delta's tokens."""
     if isinstance(update, Delta):
-        prompt_tokens, completion_tokens = 0, update.tokens
+        prompt_tokens, completion_tokens, image_tokens = 0, update.tokens, 0
     else:
         prompt_tokens, completion_tokens = update.prompt_tokens, update.completion_tokens
+        image_tokens = update.image_tokens
     return Usage(
         prompt_tokens=usage.prompt_tokens + prompt_tokens,
         completion_tokens=usage.completion_tokens + completion_tokens,
         cached_tokens=usage.cached_tokens + update.cached_tokens,
         reasoning_tokens=usage.reasoning_tokens + update.reasoning_tokens,
         kept_tokens=usage.kept_tokens + update.kept_tokens,
+        image_tokens=usage.image_tokens + image_tokens,
     )
 
 

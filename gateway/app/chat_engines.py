@@ -42,6 +42,7 @@ from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, open_checkpoin
 from gateway.engine.models.missing_kernels import Report
 from gateway.engine.models.sharding import RankShare, SharedListing
 from gateway.engine.prompting.chat_tokenizer import ChatFormats
+from gateway.engine.vision.towers import tower_tensors
 from gateway.jobs.chat import Adapter
 from gateway.registry import ChatSpec, RerankSpec
 from gateway.serving.budget import LEAST_PREFIXES, bound_prefixes
@@ -67,6 +68,7 @@ class ChatEngines:
     budget_bytes: int  # bytes that all models may hold
     grammars: Sandbox
     templates: Sandbox
+    images: Sandbox
     ranks: Ranks | None
     prefixes: PrefixPool  # the pool of models without one of their own
     report: Report  # called with weights that the device has no kernel for
@@ -142,6 +144,7 @@ class ChatEngines:
             formats=ChatFormats.of(spec, self.templates),
             shape=Shape.of(spec),
             sandbox=self.grammars,
+            image_sandbox=self.images if spec.images else None,
         )
         setup = await run_in_daemon_thread(read)
         if setup.chat.untried is not None:
@@ -195,8 +198,14 @@ class ChatEngines:
         """
         checkpoint, dtype = self._listing(spec, files), spec.weights_dtype
         numbers = self._numbers(checkpoint, spec, beside)
+        weights = weights_bytes(checkpoint, self.device, dtype, is_packed=numbers.is_packed)
+        if spec.images and isinstance(checkpoint, Checkpoint):
+            tower = tower_tensors(checkpoint)
+            weights += weights_bytes(
+                checkpoint, self.device, dtype, is_packed=numbers.is_packed, tensors=tower
+            )
         size = Size(
-            weights_bytes(checkpoint, self.device, dtype, is_packed=numbers.is_packed),
+            weights,
             self._first_kv_bytes(checkpoint, spec),
             kv_bytes(checkpoint, self.device, dtype, 1, spec.kv_bits),
         )

@@ -70,6 +70,7 @@ log = logs.get("engines")
 
 LOOK_ANSWERS: Final = 3  # times the hub's timeout, as a look at a model takes several small answers
 RENDER_S: Final = 5.0  # an ordinary conversation takes a millisecond
+DECODE_S: Final = 5.0  # an image of 12 million pixels takes one or two
 PROGRESS_S: Final = 5.0  # seconds between two lines of the log about a download
 # The stack of all threads started later, such as those that compile grammars, and the lane, which
 # builds matchers again. The sandbox has a quarter of it, so a grammar that does not overflow its
@@ -85,6 +86,7 @@ class MlxEngines:
         self._ranks = ranks
         self._grammars = _sandbox("grammar", settings.structured_compile_timeout_s)
         self._templates = _sandbox("template", RENDER_S, quick_s=RENDER_S / 10)
+        self._images = _sandbox("image", DECODE_S)
         self._sandboxes = contextlib.ExitStack()
         threading.stack_size(STACK_BYTES)
         self._device = device.choose_device(settings.device)
@@ -137,6 +139,7 @@ class MlxEngines:
         """Set the device and memory limits, which MLX keeps per thread, and open the sandboxes."""
         self._sandboxes.enter_context(self._grammars)
         self._sandboxes.enter_context(self._templates)
+        self._sandboxes.enter_context(self._images)
         limits = (self._settings.mlx_cache_limit_bytes, self._settings.mlx_wired_limit_bytes)
         device.configure(self._device, *limits)
 
@@ -349,6 +352,7 @@ class MlxEngines:
             budget_bytes=self._budget_bytes,
             grammars=self._grammars,
             templates=self._templates,
+            images=self._images,
             ranks=self._ranks,
             prefixes=PrefixPool(LEAST_PREFIXES, self._bounds.kept),
             report=self._report,

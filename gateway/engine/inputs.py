@@ -13,6 +13,7 @@ from stat import S_ISDIR, S_ISREG
 from gateway.engine.hub import Hub, on_disk
 from gateway.engine.models.context import pair_context, read_context, read_files
 from gateway.engine.models.notes import verified_by
+from gateway.engine.vision.families import reads_images
 from gateway.jobs.steps import Verified
 from gateway.registry import ChatSpec, EmbeddingSpec, Inputs, ModelSpec, is_gguf
 
@@ -32,10 +33,13 @@ def read_inputs(spec: ModelSpec, hub: Hub) -> Inputs | None:
     if files is None:
         return None
     max_tokens = verified = None
+    modalities = spec.input_modalities
     with contextlib.suppress(Exception):  # the load reports the fault
         max_tokens = _read(files, condition := _condition(files), *_reader(spec))
         verified = _read_verified(files, condition)
-    return Inputs(max_tokens, spec.input_modalities, verified)
+        if isinstance(spec, ChatSpec) and spec.images and not spec.parallel:
+            modalities = ("text", "image") if _reads_images(files, condition) else modalities
+    return Inputs(max_tokens, modalities, verified)
 
 
 def _reader(spec: ModelSpec) -> tuple[Callable[..., int | None], *tuple[Hashable, ...]]:
@@ -63,6 +67,11 @@ def _read(files: Path, _: Hashable, read: Callable[..., int | None], *keys: Hash
 @lru_cache(maxsize=1024)
 def _read_verified(files: Path, _: Hashable) -> Verified:
     return verified_by(read_files(files))
+
+
+@lru_cache(maxsize=1024)
+def _reads_images(files: Path, _: Hashable) -> bool:
+    return not is_gguf(files.name) and reads_images(files)
 
 
 def _condition(files: Path) -> Hashable:

@@ -151,6 +151,7 @@ class Usage:
     cached_tokens: int = 0  # prompt tokens not read again
     reasoning_tokens: int = 0  # completion tokens of reasoning
     kept_tokens: int = 0  # prompt tokens new in the prefix cache: whole blocks
+    image_tokens: int = 0  # prompt tokens that stand for images
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,10 @@ class ImageSpan:
     grid: tuple[int, int]  # rows and columns of patches
     pixels: bytes  # uint8, (rows of pixels, columns, red green blue)
 
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
+
 
 # Ids from here on are of no vocabulary: each stands for the content of an image.
 FIRST_IMAGE_ID: Final = 1 << 40

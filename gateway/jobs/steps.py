@@ -120,6 +120,9 @@ class Pass:
     drafted: int = 0
     accepted: int = 0  # accepted draft tokens
     drafter: Drafter | None = None  # the only drafter; None if there were none or several
+    is_encoding: bool = False  # True: it reads no tokens, and encodes images
+    encoded: int = 0  # images that have gone through the tower
+    recalled: int = 0  # images whose features were at hand
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +160,7 @@ class EngineFacts:
     unread_formats: Sequence[str] = ()  # the settings of formats that don't fit its chat template
     notes: Sequence[str] = ()  # sentences on parts of its files that are not followed
     verified: Verified = "no"
+    reads_images: bool = False
     is_timed_when_idle: bool = True  # False on a CPU: all wider steps timed on one have gained
 
 

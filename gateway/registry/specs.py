@@ -373,6 +373,8 @@ class ChatSpec(_Spec):
     """
     kv_bits: Literal[8, 4] | None = None
     """Bits of what is kept of each token read; absent, all of them."""
+    images: bool = True
+    """Whether a model that can read images does; false leaves that part of its files unread."""
     parallel: Literal["tensor", "pipeline"] | None = None
     """Under mlx.launch: the model is divided among all Macs, each layer or by layers. One Mac alone
     serves it whole.

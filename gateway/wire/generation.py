@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 import orjson
 from pydantic import (
@@ -364,9 +364,10 @@ def thinking_args(effort: Effort | None, *, is_scored: bool) -> dict[str, Any]:
 
 
 class PromptTokensDetails(TypedDict):
-    """Of the prompt's tokens, those whose KV was cached."""
+    """Of the prompt's tokens, those whose KV was cached, and those of images if there are any."""
 
     cached_tokens: int
+    image_tokens: NotRequired[int]
 
 
 class CompletionTokensDetails(TypedDict):
@@ -436,11 +437,18 @@ def token_dict(logprob: TokenLogprob) -> ChatTokenLogprob:
     return {**first, "top_logprobs": top}
 
 
+def prompt_details(usage: Usage) -> PromptTokensDetails:
+    details: PromptTokensDetails = {"cached_tokens": usage.cached_tokens}
+    if usage.image_tokens:
+        details["image_tokens"] = usage.image_tokens
+    return details
+
+
 def usage_dict(usage: Usage) -> CompletionUsage:
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens_details": prompt_details(usage),
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }

@@ -24,11 +24,13 @@ from gateway.wire.generation import (
     ChatTokenLogprob,
     Effort,
     MaxTokens,
+    PromptTokensDetails,
     SampledRequest,
     SchemaVerdict,
     ServiceTier,
     ThinkingTokenBudget,
     json_schema,
+    prompt_details,
     read_budget,
     thinking_args,
 )
@@ -306,10 +308,11 @@ class FunctionCallItem(TypedDict):
 OutputItem = TypeAliasType("OutputItem", OutputMessage | ReasoningItem | FunctionCallItem)
 
 
-class InputTokensDetails(TypedDict):
-    """Of the prompt's tokens, those whose KV was cached. None are written to a cache at a price."""
+class InputTokensDetails(PromptTokensDetails):
+    """Of the prompt's tokens, those whose KV was cached, and those of images if there are any. None
+    are written to a cache at a price.
+    """
 
-    cached_tokens: int
     cache_write_tokens: int
 
 
@@ -332,7 +335,7 @@ class ResponseUsage(TypedDict):
 def usage_dict(usage: Usage) -> ResponseUsage:
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "input_tokens_details": {**prompt_details(usage), "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,

@@ -28,7 +28,10 @@ class DraftedSequence(Protocol):
     id: int
     context: list[int]
     was_suspect: bool
-    has_images: bool
+
+    @property
+    def has_images(self) -> bool:
+        """Return True if its prompt has images."""
 
     @property
     def root(self) -> Root:

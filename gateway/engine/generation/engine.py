@@ -81,7 +81,12 @@ class GenerationEngine:
         tested_tokens = count_tokens(model, setup.max_context)
         said = setup.unread_formats, setup.notes, setup.verified
         self.facts = EngineFacts(
-            setup.max_context, kv_cost, tested_tokens, *said, is_timed_when_idle=is_late()
+            setup.max_context,
+            kv_cost,
+            tested_tokens,
+            *said,
+            reads_images=sight is not None,
+            is_timed_when_idle=is_late(),
         )
 
     @property

@@ -22,7 +22,7 @@ from gateway.engine.kv.layers import make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache, count_shared
 from gateway.engine.models.decoders import LayerGroups
 from gateway.engine.models.rotations import sharing_rotations
-from gateway.engine.vision.sight import PromptReader, Sight
+from gateway.engine.vision.sight import Sight
 from gateway.jobs.steps import Pass
 
 # The rest of a prompt is read with its last chunk if it is at most a chunk divided by this: a pass
@@ -225,9 +225,8 @@ class Prefill:
 
         Images are encoded first, for as long as a pass may take.
         """
-        if not self._encode(batch):
-            self._line.append(batch)
-            return Pass(len(batch.seqs))
+        if batch.sight is not None and batch.encoding is not None:
+            return self._encode(batch, batch.sight, batch.encoding)
         begun, padded = sum(batch.positions), 0
         for sizes in self._plan(batch, budget):
             adapters = [seq.adapter for seq in batch.seqs[: len(sizes)]]
@@ -243,14 +242,17 @@ class Prefill:
                 seq.images.features.clear()
         return Pass(len(batch.seqs), sum(batch.positions) - begun, padded)
 
-    def _encode(self, batch: PrefillBatch) -> bool:
-        """Encode images until a pass has taken its time; return True once all are encoded."""
-        started = time.perf_counter()
-        for _ in batch.encoding or ():
+    def _encode(self, batch: PrefillBatch, sight: Sight, encoding: Iterator[None]) -> Pass:
+        """Encode a batch's images until a pass has taken its time, or all are encoded."""
+        started, before = time.perf_counter(), (sight.encoded, sight.recalled)
+        for _ in encoding:
             if self._pass_s is not None and time.perf_counter() - started >= self._pass_s:
-                return False
-        batch.encoding = None
-        return True
+                break
+        else:
+            batch.encoding = None
+        self._line.append(batch)
+        done = sight.encoded - before[0], sight.recalled - before[1]
+        return Pass(len(batch.seqs), is_encoding=True, encoded=done[0], recalled=done[1])
 
     def _plan(self, batch: PrefillBatch, budget: int) -> list[list[int]]:
         """Return the number of tokens that each of the next passes reads of each prompt."""
@@ -405,7 +407,7 @@ class Prefill:
             [seq.cached_tokens for seq in seqs],
             lm_batches,
             sight,
-            sight and sight.encode([(seq.images, seq.cached_tokens) for seq in seqs]),
+            None if sight is None else sight.encode([(s.images, s.cached_tokens) for s in seqs]),
         )
 
     def _open(

@@ -158,8 +158,11 @@ class Checkpoint:
         Raises ModelLoadFailed for a file that is not whole.
         """
         has_towers = self.config().get("model_type") == "muse_spark"  # the only class that has them
-        every = self.all_tensors()
-        return {name: each for name, each in every.items() if has_towers or not _TOWER.fullmatch(name)}
+        return {
+            name: tensor
+            for name, tensor in self.all_tensors().items()
+            if has_towers or not _TOWER.fullmatch(name)
+        }
 
     def all_tensors(self) -> dict[str, Tensor]:
         """Read the headers of the safetensors: every array in them, towers' too.
@@ -335,14 +338,20 @@ _FLOATING: Final = {
 
 
 def weights_bytes(
-    checkpoint: Listing, device: Device, dtype: str | None, *, is_packed: bool = False
+    checkpoint: Listing,
+    device: Device,
+    dtype: str | None,
+    *,
+    is_packed: bool = False,
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> int:
-    """Count the bytes of the weights once cast. On a CPU quantized ones become floating, unless the
-    model `is_packed`.
+    """Count the bytes of the weights once cast, or of these `tensors` of the files alone. On a CPU
+    quantized ones become floating, unless the model `is_packed`.
 
     Raises ModelLoadFailed for files that are not whole.
     """
-    tensors = checkpoint.tensors()
+    if tensors is None:
+        tensors = checkpoint.tensors()
     itemsize = pick_dtype(device, dtype, _checkpoint_dtype(tensors)).size
     is_cast = device is Device.CPU or dtype is not None
     total = 0

@@ -164,13 +164,10 @@ class ChatTokenizer:
         text = self.apply(replace(job, messages=messages), is_asking=False)
         if text.count(word) != 1:
             raise BadRequest("The model's chat template cannot continue an answer.", part="prompt")
-        before, spans = text[: text.index(word)], ()
-        if job.images:  # text behind an image is encoded by itself
-            behind = max(before.rfind(each.word) + len(each.word) for each in job.images)
-            read, spans = self._encode(before[:behind], job, images)
-            before = before[behind:]
-        else:
-            read = []
+        before = text[: text.index(word)]
+        behind = max((before.rfind(each.word) + len(each.word) for each in job.images), default=0)
+        read, spans = self._encode(before[:behind], job, images)  # an image ends a text
+        before = before[behind:]
         [ids] = self.controls.encode([[*self.controls.pieces(before), (last["content"], True)]])
         return Prompt([*read, *ids], images=spans)
 

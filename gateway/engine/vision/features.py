@@ -1,4 +1,4 @@
-"""The features of images that were encoded lately: an image that comes again is not encoded again."""
+"""The features of images that were encoded lately, so that none is encoded twice."""
 
 from collections import OrderedDict
 from typing import TypeAlias

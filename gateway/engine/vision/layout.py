@@ -1,4 +1,4 @@
-"""The positions of a prompt's tokens for M-RoPE: a token of a picture has a time, a row and a column
+"""The positions of a prompt's tokens for M-RoPE: an image's tokens have a time, a row and a column
 (Qwen2-VL, https://arxiv.org/abs/2409.12191, 2.1).
 """
 
@@ -32,15 +32,15 @@ class Layout:
         return np.concatenate([inside, np.repeat(behind[:, None], 3, axis=1)])
 
 
-def lay_out(tokens: int, pictures: Iterable[tuple[int, tuple[int, int]]]) -> Layout:
-    """Return the layout of a prompt. `pictures` are pairs of a picture's first token and its rows
+def lay_out(tokens: int, images: Iterable[tuple[int, tuple[int, int]]]) -> Layout:
+    """Return the layout of a prompt. `images` are pairs of an image's first token and its rows
     and columns of tokens, in order.
 
-    A picture begins where the text before it ends; the text behind it begins after its longer side.
+    An image begins where the text before it ends; the text behind it begins after its longer side.
     """
     points: list[Any] = []
     index = place = 0
-    for start, (rows, columns) in pictures:
+    for start, (rows, columns) in images:
         text = np.arange(place, place + start - index)
         place += start - index
         row, column = (each.reshape(-1) for each in np.mgrid[:rows, :columns])

@@ -120,7 +120,7 @@ def read_qwen(checkpoint: Checkpoint) -> QwenPatches:
         }
         size = {**QWEN_SIZE, **(given.get("size") or {}), **given}
         least, most = (
-            _count(size, size.get(key) and key or edge, MOST_PIXELS)
+            _count(size, (size.get(key) and key) or edge, MOST_PIXELS)
             for key, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))
         )
         if least > most:

@@ -7,13 +7,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final, cast
 
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.sandbox_worker import Sandbox
 from gateway.engine.vision.patches import QwenPatches, read_qwen
 from gateway.engine.vision.pictures import decode, measure
-from gateway.engine.vision.towers import tower_names
+from gateway.engine.vision.towers import tower_tensors
 from gateway.errors import BadRequest, ModelLoadFailed
 from gateway.jobs.images import FIRST_IMAGE_ID, Detail, ImageInput, ImageSpan
 
@@ -116,22 +116,25 @@ def read_image_format(
     """Return the image format of a folder; None for a model that reads text alone. `note` is called
     with the reason why a tower is not used.
     """
-    if not tower_names(checkpoint):
+    if not tower_tensors(checkpoint):
         return None
     config = checkpoint.config()
     try:
-        marks = [config.get(f"vision_{side}_token_id") for side in ("start", "end")]
-        for token in (*marks, config.get("image_token_id")):
-            if type(token) is not int or token < 0:
-                raise checkpoint.failed("config.json has no ids of the tokens around images")
-        return ImageFormat(read_qwen(checkpoint), *marks, sandbox)
+        names = ("vision_start_token_id", "vision_end_token_id", "image_token_id")
+        start, end, _ = marks = [cast(Any, config.get(name)) for name in names]
+        if not all(type(token) is int and token >= 0 for token in marks):
+            raise checkpoint.failed("config.json has no ids of the tokens around images")
+        return ImageFormat(read_qwen(checkpoint), start, end, sandbox)
     except ModelLoadFailed as error:
         note(f"It reads no images: {error.message}")
         return None
 
 
 def place_images(
-    text: str, images: Sequence[ImageInput], formats: ImageFormat, encode: Callable[[str], list[int]]
+    text: str,
+    images: Sequence[ImageInput],
+    formats: ImageFormat,
+    encode: Callable[[str], list[int]],
 ) -> tuple[list[int], list[ImageSpan]]:
     """Return a prompt's ids, and its spans, for a template's text with the words of images.
 
@@ -141,7 +144,8 @@ def place_images(
     for place, number in found:
         if place < 0 or text.count(images[number].word) != 1:
             raise BadRequest(
-                f"Invalid '{images[number].place}': the model's chat template shows no image there.",
+                f"Invalid '{images[number].place}': the model's chat template shows no image "
+                "there.",
                 param=images[number].place,
             )
     ids: list[int] = []

@@ -63,7 +63,7 @@ class QwenVision:
 
 class _Attention(Module):
     def __init__(self, numbers: QwenVision) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         size = numbers.hidden_size
         self._heads = numbers.num_heads
         self.qkv = Linear(size, 3 * size)
@@ -88,7 +88,7 @@ class _Attention(Module):
 
 class _Mlp(Module):
     def __init__(self, numbers: QwenVision) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.linear_fc1 = Linear(numbers.hidden_size, numbers.intermediate_size)
         self.linear_fc2 = Linear(numbers.intermediate_size, numbers.hidden_size)
 
@@ -99,7 +99,7 @@ class _Mlp(Module):
 
 class _Block(Module):
     def __init__(self, numbers: QwenVision) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.norm1 = LayerNorm(numbers.hidden_size, eps=_EPS)
         self.norm2 = LayerNorm(numbers.hidden_size, eps=_EPS)
         self.attn = _Attention(numbers)
@@ -114,7 +114,7 @@ class _Merger(Module):
     """Maps the patches of a token to its features. DeepStack's mergers normalize them together."""
 
     def __init__(self, numbers: QwenVision, *, is_deep: bool = False) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._width = numbers.hidden_size * numbers.spatial_merge_size**2
         self._is_deep = is_deep
         self.norm = LayerNorm(self._width if is_deep else numbers.hidden_size, eps=_EPS)
@@ -134,7 +134,7 @@ class QwenTower(Module):
     """A tower with its weights: it encodes one picture at a time."""
 
     def __init__(self, numbers: QwenVision) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.numbers = numbers
         # A convolution over whole patches is one product.
         self.patch_embed = Linear(numbers.patch_numbers, numbers.hidden_size)
@@ -194,8 +194,8 @@ def _places(grid: Grid, merge: int) -> tuple[Any, Any]:
     """Return the row and the column of each patch, in the order of tokens."""
     rows, columns = grid
     shape = rows // merge, merge, columns // merge, merge
-    both = [each.reshape(shape).transpose(0, 2, 1, 3).reshape(-1) for each in np.mgrid[:rows, :columns]]
-    return both[0], both[1]
+    row, column = (each.reshape(shape).transpose(0, 2, 1, 3) for each in np.mgrid[:rows, :columns])
+    return row.reshape(-1), column.reshape(-1)
 
 
 def _neighbours(places: Any, count: int, side: int) -> list[tuple[Any, Any]]:

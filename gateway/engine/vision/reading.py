@@ -1,4 +1,4 @@
-"""A decoder of mlx-lm's that reads pictures: their features take the place of tokens' embeddings."""
+"""A decoder of mlx-lm's that reads images: features take the place of tokens' embeddings."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -49,7 +49,7 @@ class Rotation(Module):
 
         Raises ValueError for a rope of another kind.
         """
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._rope, self._positions = rope, positions
         self._dims, self._frequencies, self._scale = _numbers(rope)
         axes = [0] * (self._dims // 2)

@@ -7,8 +7,8 @@ from typing import Any, Final, Protocol
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
 
+from gateway.engine.models.decoders import parameters
 from gateway.engine.vision.features import FeatureCache
 from gateway.engine.vision.layout import Layout, lay_out
 from gateway.engine.vision.patches import QwenPatches
@@ -59,12 +59,12 @@ class Sight:
         self._image_token = config["image_token_id"]
         self._kept = FeatureCache(most_bytes)
         self.encoded = 0  # images that have gone through the tower
+        self.recalled = 0  # images whose features were at hand
 
     @property
     def nbytes(self) -> int:
         """Count the bytes of the tower and of the features kept."""
-        weights: Any = tree_flatten(self._tower.parameters())
-        return sum(array.nbytes for _, array in weights) + self._kept.nbytes
+        return sum(array.nbytes for array in parameters(self._tower)) + self._kept.nbytes
 
     def begin(self, params: SequenceParams) -> Images | None:
         """Return the images of a sequence that joins; None if it has none."""
@@ -89,6 +89,8 @@ class Sight:
                 if features is None:
                     features = yield from self._encode(span)
                     self._kept.keep((images.salt, span.key), features)
+                else:
+                    self.recalled += 1
                 images.features[span.start] = features
 
     def _encode(self, span: ImageSpan) -> Any:

@@ -1,46 +1,45 @@
 """A checkpoint's vision tower: found in its files, opened and read in slices."""
 
-import re
 from collections.abc import Generator, Mapping
-from typing import Any, Final
+from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.quantized import quantize
 from mlx.utils import tree_flatten
 
 from gateway.engine.device import Device, pick_dtype
-from gateway.engine.models.checkpoint import Checkpoint, dequantize, fit_weights, read_in_slices
+from gateway.engine.models.checkpoint import (
+    Checkpoint,
+    Tensor,
+    dequantize,
+    fit_weights,
+    read_in_slices,
+)
+from gateway.engine.vision.families import FAMILIES, TOWER
 from gateway.engine.vision.qwen import QwenTower, QwenVision
 
-# The model types of config.json whose towers are served.
-FAMILIES: Final = frozenset({"qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"})
-# The beginnings of the names: transformers' two layouts, and mlx-vlm's.
-_TOWER: Final = re.compile(r"^(model\.visual|visual|vision_tower)\.")
 
-
-def tower_names(checkpoint: Checkpoint) -> list[str]:
-    """Return the names of a tower's arrays in the files; none for a family that is not served."""
+def tower_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Return a tower's arrays in the files by name; none for a family that is not served."""
     if checkpoint.config().get("model_type") not in FAMILIES:
-        return []
-    return [name for name in checkpoint.all_tensors() if _TOWER.match(name)]
+        return {}
+    return {name: each for name, each in checkpoint.all_tensors().items() if TOWER.match(name)}
 
 
 def open_tower(
     checkpoint: Checkpoint, *, device: Device, dtype: str | None, is_packed: bool = False
-) -> Generator[None, None, QwenTower | None]:
-    """Read a checkpoint's tower, in steps; return None if its files have none. On the lane.
+) -> Generator[None, None, QwenTower]:
+    """Read a checkpoint's tower, in steps. Must run on the lane.
 
     Quantized weights become floating on a CPU unless `is_packed`. Raises ModelLoadFailed.
     """
-    if not tower_names(checkpoint):
-        return None
     config = checkpoint.config()
     with checkpoint.reading_config():
         numbers = QwenVision.read(config["vision_config"])
     arrays = {
-        _TOWER.sub("", name): array
+        TOWER.sub("", name): array
         for name, array in checkpoint.weights().items()
-        if _TOWER.match(name)
+        if TOWER.match(name)
     }
     blocks = {name.split(".")[1] for name in arrays if name.startswith("blocks.")}
     if numbers.depth > len(blocks):
@@ -49,14 +48,14 @@ def open_tower(
         )
     arrays = _as_products(arrays, numbers)
     quantization = config.get("quantization") or config.get("quantization_config") or {}
-    stated = {_TOWER.sub("", name): each for name, each in quantization.items()}
+    stated = {TOWER.sub("", name): each for name, each in quantization.items()}
     tower = QwenTower(numbers)
     if device is Device.CPU and not is_packed:
         arrays = dequantize(checkpoint, arrays, stated)
     elif any(name.endswith(".scales") for name in arrays):
         with checkpoint.blame("the quantized weights of its tower: "):
             _quantize(tower, arrays, stated)
-    shapes = {name: tuple(array.shape) for name, array in tree_flatten(tower.parameters())}
+    shapes = {name: tuple(array.shape) for name, array in _named(tower)}
     tower.load_weights(list(fit_weights(checkpoint, arrays, shapes).items()))
     floating = next(
         (each.dtype for each in arrays.values() if mx.issubdtype(each.dtype, mx.floating)),
@@ -64,8 +63,13 @@ def open_tower(
     )
     tower.set_dtype(pick_dtype(device, dtype, floating))
     tower.eval()
-    yield from read_in_slices(checkpoint, [each for _, each in tree_flatten(tower.parameters())])
+    yield from read_in_slices(checkpoint, [array for _, array in _named(tower)])
     return tower
+
+
+def _named(tower: QwenTower) -> list[tuple[str, mx.array]]:
+    named: Any = tree_flatten(tower.parameters())  # type: ignore[no-untyped-call]
+    return list(named)
 
 
 def _as_products(arrays: Mapping[str, mx.array], numbers: QwenVision) -> dict[str, mx.array]:
@@ -75,7 +79,8 @@ def _as_products(arrays: Mapping[str, mx.array], numbers: QwenVision) -> dict[st
     transformers has it as (hidden, channels, frames, rows, columns), mlx-vlm with the channels
     last.
     """
-    products = {name.replace("patch_embed.proj.", "patch_embed."): each for name, each in arrays.items()}
+    old, new = "patch_embed.proj.", "patch_embed."
+    products = {name.replace(old, new): each for name, each in arrays.items()}
     name = "patch_embed.weight"
     projection = products.get(name)
     if projection is not None and projection.ndim == 5:

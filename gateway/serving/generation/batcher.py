@@ -164,7 +164,12 @@ class GenerationBatcher:
             choices[0].timings, timings.stage = timings, Stage.QUEUE
             self._wait(choices)
             counted = [choice.params for choice in choices if choice.counts_prompt]
-            usage = Usage(prompt_tokens=sum(len(each.prompt) for each in counted))
+            image_tokens = [image.tokens for each in counted for image in each.images]
+            usage = Usage(
+                prompt_tokens=sum(len(each.prompt) for each in counted),
+                image_tokens=sum(image_tokens),
+            )
+            metrics.count_images(name, image_tokens)
             timings.tokens_in = usage.prompt_tokens
             metrics.count_prompt(name, usage.prompt_tokens)
             compiled = sequences[0].compiled
@@ -345,7 +350,8 @@ class GenerationBatcher:
             loop.call_soon_threadsafe(self._process, plan.kind, result, seconds)
             self._heed(result.faults)
             if plan.kind == "prefill":
-                self._pace.note(result.size.padded_tokens, seconds)
+                if not result.size.is_encoding:
+                    self._pace.note(result.size.padded_tokens, seconds)
                 has_more = bool(result.reading) and turn.is_contended
             else:
                 # The first step's pass may have run during another worker's turn.
@@ -397,6 +403,8 @@ class GenerationBatcher:
             for ahead in ("forced", "drafted", "accepted"):
                 if tokens := getattr(size, ahead):
                     metrics.of(metrics.READ_AHEAD, self._name, ahead).inc(tokens)
+        elif size.is_encoding:
+            metrics.note_encoding(self._name, size.encoded, size.recalled, seconds)
         elif size.padded_tokens:
             padding = 1 - size.tokens / size.padded_tokens
             metrics.of(metrics.BATCH_PADDING, self._name).observe(padding)

@@ -1,0 +1,37 @@
+"""The families whose images are read, known by a folder's small files; without mlx."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, Final
+
+# The model types of config.json.
+FAMILIES: Final = frozenset({"qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"})
+# The beginnings of the names of a tower's arrays: transformers' two layouts, and mlx-vlm's.
+TOWER: Final = re.compile(r"^(model\.visual|visual|vision_tower)\.")
+PROCESSORS: Final = ("processor_config.json", "preprocessor_config.json")
+_HEADER_BYTES: Final = 100_000_000
+
+
+def reads_images(folder: Path) -> bool:
+    """Return True if a folder's files have a tower of a family that is served, and say how it wants
+    its images. Raises OSError and ValueError for files that cannot be read.
+    """
+    config = _object((folder / "config.json").read_bytes())
+    if config.get("model_type") not in FAMILIES or "vision_config" not in config:
+        return False
+    if not any((folder / name).is_file() for name in PROCESSORS):
+        return False
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = _object(index.read_bytes()).get("weight_map", {})
+    else:
+        with (folder / "model.safetensors").open("rb") as content:
+            length = int.from_bytes(content.read(8), "little")
+            names = _object(content.read(min(length, _HEADER_BYTES)))
+    return any(map(TOWER.match, names))
+
+
+def _object(content: bytes) -> dict[str, Any]:
+    found = json.loads(content)
+    return found if isinstance(found, dict) else {}
