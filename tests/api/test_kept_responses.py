@@ -239,8 +239,8 @@ CODEX = Path(__file__).with_name("codex_first_request.json")
 async def test_codexs_first_request_is_served(
     client: AsyncClient, engines: ScriptedEngines
 ) -> None:
-    """As version 0.169.0 of the CLI sends it, its texts left out: namespaces are unpacked, web
-    search is skipped and named.
+    """The request is that of version 0.169.0 of the CLI, its texts left out: namespaces are
+    unpacked, web search is skipped and named.
     """
     body = orjson.loads(CODEX.read_bytes()) | {"model": "writer", "stream": False}
     answer = await client.post(URL, json=body)

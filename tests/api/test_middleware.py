@@ -1,4 +1,4 @@
-"""Around every request: ids, keys, browsers, limits, and errors in one shape."""
+"""Checks around every request: ids, keys, browsers, limits, and errors in one shape."""
 
 import asyncio
 import gzip

@@ -153,7 +153,7 @@ async def test_models_yaml_has_the_last_word(
 async def test_a_test_that_takes_too_long_is_ended_in_idle_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before that, rows of an architecture that is known to be equal run together."""
+    """Until the test ends, rows of an architecture that is known to be equal run together."""
     monkeypatch.setattr(self_tests, "LANE_S", 0.3)
     monkeypatch.setattr(self_tests, "IDLE_POLL_S", 5.0)
     slow = Scrutinised(findings=[Verdict()] * 4 + [FAILED], step_s=0.15)

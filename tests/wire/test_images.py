@@ -46,7 +46,7 @@ def _response_prompt(request: Any, turns: Any) -> Any:
 
 @dataclass(frozen=True)
 class Api:
-    """How an API has images, texts and tools' results, and its prompts."""
+    """The forms that an API has for images, texts, tools' results and prompts."""
 
     shape: type[Request]
     field: str

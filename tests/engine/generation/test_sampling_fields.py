@@ -46,7 +46,7 @@ def test_nothing_ends_an_answer_before_its_least_tokens(engine: GenerationEngine
 
 
 def test_text_before_the_least_tokens_is_not_searched_for_stops(engine: GenerationEngine) -> None:
-    """As in vLLM; the text after them is searched."""
+    """Only the text after the least tokens is searched, as in vLLM."""
     free = said(engine, max_tokens=20)
     stop = free.text[1:3]
     assert said(engine, max_tokens=20, stop=(stop,)).text == free.text[:1]

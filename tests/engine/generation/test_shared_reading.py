@@ -256,8 +256,8 @@ def test_a_row_that_is_no_number_spoils_no_other(tmp_path: Path, kind: str) -> N
 
 @pytest.mark.parametrize("kind", STATES)
 def test_prompts_that_begin_alike_go_on_from_one_state(tmp_path: Path, kind: str) -> None:
-    """In a burst the first stops where the others leave it. One after another, the second shows
-    where they part, and stops there for the ones that come after.
+    """In a burst the first prompt stops where the others leave it. If they come one after another,
+    the second shows where they part, and stops there for the ones that follow.
     """
     folder = write_chat(tmp_path, **KINDS[kind])
     engine, cold = open_engine(folder, prefix_cache_bytes=PLENTY), open_engine(folder)

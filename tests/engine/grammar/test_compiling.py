@@ -162,7 +162,7 @@ def test_any_text_goes_through_a_string_unchanged() -> None:
 
 
 def test_special_tokens_are_never_text() -> None:
-    """Inside a string neither control tokens nor added ones may come, nor ids without token."""
+    """A string allows neither control tokens nor added ones, nor ids that have no token."""
     inside = allowed(compiled(TEXT).matcher(ids('"a')))
     assert len(inside) >= 900
     assert not set(inside) & {*range(8), 1024, 1025, 1026, 1027, 1028, 1029}

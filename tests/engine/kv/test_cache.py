@@ -107,7 +107,7 @@ operations = st.one_of(
 @given(st.lists(operations, max_size=14))
 @settings(max_examples=150)
 def test_each_row_holds_what_it_read_whatever_the_others_do(done: list[tuple[str, Any]]) -> None:
-    """Once rows have left, no more is held than is counted."""
+    """No more is held than is counted once rows have left."""
     both = Modelled(RaggedKVCache())
     counted = RowCosts(KvCost(token=2 * HEADS * SIZE * 4))
     for name, argument in done:

@@ -305,8 +305,8 @@ def most_packed(files: Path, **given_: Any) -> set[int]:
 def test_a_device_without_a_kernel_for_packed_keys_gets_floating_ones(
     monkeypatch: pytest.MonkeyPatch, plain: Path
 ) -> None:
-    """By a product that MLX's CPU really lacks, and that shows only once a pass is evaluated:
-    mx.gather_mm in 16 bits. Passes of a model that others share are not evaluated.
+    """The missing product is one that MLX's CPU really lacks, mx.gather_mm in 16 bits. It shows
+    only once a pass is evaluated. Passes of a model that others share are not evaluated.
     """
     half = mx.zeros((1, 8, 8), mx.bfloat16)
     attend_packed_by(monkeypatch, lambda: mx.gather_mm(half, half, rhs_indices=mx.array([0])))

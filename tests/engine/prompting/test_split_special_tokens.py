@@ -42,8 +42,8 @@ def read(chat: ChatTokenizer, **job: Any) -> tuple[list[str], str]:
 
 
 def test_texts_tools_and_template_arguments_bring_none(chat: ChatTokenizer) -> None:
-    """By default they do, as everywhere. The marks of thinking in earlier answers stay marks: a
-    template looks for them.
+    """Texts do bring them by default, as everywhere. The marks of thinking in earlier answers stay
+    marks: a template looks for them.
     """
     function = {"name": "f", "description": EVIL, "parameters": {"properties": {EVIL: {}}}}
     tools = [{"type": "function", "function": function}]

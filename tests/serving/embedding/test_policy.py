@@ -1,4 +1,4 @@
-"""Which inputs share a pass and how long others are waited for, with numbers."""
+"""The inputs that share a pass and the time that others are waited for, with numbers."""
 
 import sys
 from dataclasses import replace

@@ -115,7 +115,7 @@ def test_a_prompt_that_never_fits_is_refused_and_no_other() -> None:
 
 
 def test_a_model_larger_than_it_seemed_has_room_for_the_rows_its_share_includes() -> None:
-    """Though with its weights alone the budget is overdrawn."""
+    """The model's weights alone overdraw the budget here."""
     memory = RowMemory(Budget(0), costs(included=4 * KV_STEP, most=-1000))
     memory.check("m", row(100, 100))
     assert memory.fits(Layout([100] * 2))
@@ -236,7 +236,7 @@ async def test_a_row_that_waits_for_others_alone_is_told_so_in_time() -> None:
 
 
 async def test_what_a_waiting_model_claims_is_freed_of_what_is_kept_of_prompts() -> None:
-    """Only the claimed bytes are freed, and once: prefixes kept later stay, though no row runs."""
+    """Exactly the claimed bytes are freed, though no row runs; prompts kept later stay."""
     budget = Budget(10**6)
     engine = ScriptedChat(prefix_bytes=1000)
     async with batching(engine, RowMemory(budget, costs(most=10**6))) as batcher:
@@ -251,7 +251,7 @@ async def test_what_a_waiting_model_claims_is_freed_of_what_is_kept_of_prompts()
 
 
 async def test_what_is_kept_of_prompts_gives_way_to_rows() -> None:
-    """Before a model does, and as far as they need it: it only saves time."""
+    """Kept prompts only save time, so they go before a model does, and no more than need be."""
     budget, evicted = Budget(3 * KV_STEP), list[int]()
     budget.attach(Models(lambda nbytes, _: evicted.append(nbytes)))
     engine = ScriptedChat(prefix_bytes=3 * KV_STEP)

@@ -1,4 +1,4 @@
-"""Who is admitted and who leaves: the plan, with numbers."""
+"""The plan of admissions and evictions, with numbers."""
 
 from typing import Any
 

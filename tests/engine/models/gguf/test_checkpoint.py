@@ -64,7 +64,7 @@ def test_rotations_are_scaled_as_the_file_says(
 
 
 def test_a_window_bounds_the_context(tmp_path: Path) -> None:
-    """Within it attention is attention over all."""
+    """Texts within the window are attended to whole, and longer ones are not served."""
     file = checkpoint(tmp_path, "llama", **{"llama.attention.sliding_window": 96})
     assert file.config()["max_position_embeddings"] == 96
     file = checkpoint(tmp_path, "llama", **{"llama.attention.sliding_window": 4096})
