@@ -239,7 +239,7 @@ def test_a_setting_names_the_library(furnished: House) -> None:
     assert furnished.copies() == []
 
 
-def test_the_system_is_not_the_wheel(house: House) -> None:
+def test_the_setting_system_leaves_the_wheel_alone(house: House) -> None:
     """The wheel is not taken even where the system has no library."""
     (house.site / "sitecustomize.py").write_text(HIDING)
     finding, _ = house.start(GATEWAY_BLAS="System")

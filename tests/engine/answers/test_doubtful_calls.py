@@ -175,7 +175,7 @@ GO_CALL = '<tool_call>{"name": "go", "arguments": {}}</tool_call>'
          "<|tool_call_argument_begin|>{}<|tool_call_end|>"),
     ],
 )  # fmt: skip
-def test_nothing_inside_what_is_no_call_is_a_call(
+def test_text_that_is_no_call_has_no_call_inside(
     chats: dict[str, ChatTokenizer], name: str, text: str
 ) -> None:
     heard = said(chats[name], row([WRITE, GO]), text)

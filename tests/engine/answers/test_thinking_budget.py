@@ -50,7 +50,9 @@ def harmony(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
 
 @pytest.mark.parametrize("limit", [0, 1, 6])
 @pytest.mark.parametrize("each", FAMILIES, ids=IDS)
-def test_the_answer_begins_after_so_many_tokens(tmp_path: Path, each: Any, limit: int) -> None:
+def test_the_answer_begins_after_as_many_tokens_as_the_budget_has(
+    tmp_path: Path, each: Any, limit: int
+) -> None:
     """The marks have one token or several."""
     _, tokens, added, words, text = each
     chat = family(tmp_path, tokens=tokens, added=added, words=words)

@@ -107,7 +107,7 @@ def test_beside_rows_that_only_write_nothing_changes_for_either(engine: Generati
         assert len([scores for each in second for scores in each.logprobs]) > 0
 
 
-def test_what_is_kept_of_prompts_hides_no_logprob(engine: GenerationEngine) -> None:
+def test_kept_prompts_hide_no_logprob(engine: GenerationEngine) -> None:
     text = "The same beginning, again and again. " * 8
     told(engine, [echo(text, echo=False, logprobs=None, max_tokens=2)])
     for _ in range(2):

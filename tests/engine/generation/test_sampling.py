@@ -213,7 +213,7 @@ def test_of_equal_logits_greedy_rows_take_the_first(vocab_size: int, dtype: mx.D
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocab_size", SIZES)
-def test_what_is_no_number_is_seen_wherever_it_is(vocab_size: int, dtype: mx.Dtype) -> None:
+def test_a_logit_that_is_no_number_is_seen_at_any_place(vocab_size: int, dtype: mx.Dtype) -> None:
     """A NaN, inf, or nothing but -inf is no number; a model may give some -inf."""
     rng = np.random.default_rng(vocab_size)
     places = {0, vocab_size - 1, vocab_size // 2, *rng.integers(0, vocab_size, 20).tolist()}

@@ -84,7 +84,9 @@ def test_a_prompt_is_cut_wherever_its_states_are_kept(known: int, rest: int, bra
     st.lists(st.lists(st.integers(1, 300), min_size=1, max_size=4), min_size=1, max_size=20),
     st.integers(1, 3000),
 )
-def test_what_is_taken_is_within_the_budget(prompts: list[list[int]], budget: int) -> None:
+def test_prompts_taken_together_are_within_the_budget(
+    prompts: list[list[int]], budget: int
+) -> None:
     taken = take_prompts(prompts, budget)
 
     def padded(rows: int) -> int:

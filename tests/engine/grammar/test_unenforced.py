@@ -140,7 +140,7 @@ HELD: list[tuple[Any, list[Any]]] = [
 
 
 @pytest.mark.parametrize(("schema", "values"), HELD, ids=str)
-def test_what_is_held_whole_takes_what_fits_and_nothing_else(
+def test_a_schema_held_whole_takes_exactly_the_values_that_fit(
     schema: Any, values: list[Any]
 ) -> None:
     assert not compiled(schema, strict=True).unenforced

@@ -136,8 +136,8 @@ def test_each_row_holds_its_own_tokens_quantized_whatever_the_others_do(
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_what_is_no_number_stays_none(bits: int) -> None:
-    """MLX's own codes would make one of it; neither its neighbours nor other heads suffer."""
+def test_keys_that_are_no_numbers_stay_so(bits: int) -> None:
+    """MLX's own codes would make numbers of them; neither neighbours nor other heads suffer."""
     cache = PackedKVCache(Packing(bits, SIZE), (0, 0))
     keys, values = normal(2, HEADS, 12, SIZE), normal(2, HEADS, 12, SIZE)
     keys[1, 0, 5, 3], values[0, 1, 2, 7] = float("nan"), float("inf")

@@ -41,7 +41,7 @@ def read(chat: ChatTokenizer, **job: Any) -> tuple[list[str], str]:
     return controls, chat.backend.decode(ids, skip_special_tokens=False)
 
 
-def test_texts_tools_and_template_arguments_bring_none(chat: ChatTokenizer) -> None:
+def test_texts_tools_and_template_arguments_bring_no_control_tokens(chat: ChatTokenizer) -> None:
     """Texts do bring them by default, as everywhere. The marks of thinking in earlier answers stay
     marks: a template looks for them.
     """

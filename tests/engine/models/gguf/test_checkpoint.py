@@ -71,7 +71,7 @@ def test_a_window_bounds_the_context(tmp_path: Path) -> None:
     assert file.config()["max_position_embeddings"] == CONTEXT
 
 
-def test_what_changes_nothing_is_passed_over(tmp_path: Path) -> None:
+def test_keys_that_change_nothing_are_passed_over(tmp_path: Path) -> None:
     own = {"rope.dimension_count": 32, "expert_count": 0, "attention.causal": True}
     keys: dict[str, Any] = {f"llama.{key}": value for key, value in own.items()}
     keys |= {"general.type": "model", "split.count": Number("H", 0), "another.key": 7}
