@@ -1,4 +1,4 @@
-"""Which of mlx-lm's architectures this gateway runs as mlx-lm does, with tiny random checkpoints.
+"""The architectures of mlx-lm that run here as in mlx-lm, with tiny random checkpoints.
 
     python -m benchmarks.architectures               try each; write the table and the list
     python -m benchmarks.architectures mamba gemma2  try some, and print the findings

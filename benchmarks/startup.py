@@ -1,4 +1,4 @@
-"""How long a gateway takes to start, and its memory then: of several checkouts, by turns.
+"""The time that a gateway takes to start, and its memory then: of several checkouts, by turns.
 
     python -m benchmarks.startup ../before .
 

@@ -1,4 +1,4 @@
-"""How many JSON Schemas can be answered to, how well, and at what price.
+"""The number of JSON Schemas that can be answered to, the quality of answers, and their price.
 
     python -m benchmarks.structured_output FILE            compile, and try the instances
     python -m benchmarks.structured_output FILE --url URL  ask a gateway for an answer to each

@@ -43,7 +43,7 @@ def test_a_question_is_answered(client: OpenAI) -> None:
     assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
 
 
-def test_it_says_what_chat_says(client: OpenAI) -> None:
+def test_the_answer_is_the_one_of_chat_completions(client: OpenAI) -> None:
     """The conversation is the same, with instructions as the system's message."""
     chat = client.chat.completions.create(
         model="demo-chat",

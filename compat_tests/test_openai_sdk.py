@@ -214,7 +214,7 @@ def test_the_tools_loop_goes_round(client: OpenAI) -> None:
     "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}]
 )
 def test_a_forced_call_streams_and_parses(client: OpenAI, choice: Any) -> None:
-    """Though the question gives no cause for one."""
+    """The question itself gives no cause for a call."""
     with client.chat.completions.stream(
         model="demo-chat", messages=HELLO, tools=[WEATHER], tool_choice=choice
     ) as stream:

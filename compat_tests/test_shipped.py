@@ -55,7 +55,7 @@ def test_built_in_names_are_answered_by_a_real_model(client: openai.OpenAI) -> N
 
 
 def test_a_structured_answer_ends(client: openai.OpenAI) -> None:
-    """Though its schema bounds neither strings nor lists, and the request no tokens."""
+    """Its schema bounds neither strings nor lists, and the request sets no limit of tokens."""
     answer = client.chat.completions.create(
         model="smollm2-135m",
         messages=[{"role": "user", "content": "Extract: Alice works at Acme in Paris."}],

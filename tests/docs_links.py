@@ -1,4 +1,4 @@
-"""Which links of the Markdown pages lead nowhere: to no file, or to no heading of one."""
+"""Links of the Markdown pages that lead nowhere: to no file, or to no heading of one."""
 
 import re
 from collections import Counter

@@ -19,7 +19,7 @@ def seconds() -> Iterator[float]:
     return map(float, itertools.count())
 
 
-def test_their_shares_are_as_large_as_their_weights_and_never_more_than_there_is() -> None:
+def test_shares_follow_weights_and_never_exceed_the_total() -> None:
     assert divide(60, [1, 1, 4]) == [10, 10, 40]
     assert divide(60, [0]) == [0]
     assert divide(60, []) == []

@@ -35,7 +35,7 @@ Prompts = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is measured: streams at once, tokens of each, prompts' lengths, and rounds."""
+    """The size of a measurement: streams at once, tokens of each, prompts' lengths, and rounds."""
 
     streams: Sequence[int]
     tokens: int

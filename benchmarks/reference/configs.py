@@ -1,4 +1,4 @@
-"""How small each architecture is made: keys and values of transformers' configs."""
+"""The sizes of tiny models of each architecture: keys and values of transformers' configs."""
 
 from typing import Any, Final
 

@@ -31,7 +31,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Gap:
-    """How far logits are from a reference's: at the worst position, by rms ÷ deviation."""
+    """The distance of logits from a reference's: at the worst position, by rms ÷ deviation."""
 
     worst: float
     first: int | None  # position that is not equal

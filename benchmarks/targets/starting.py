@@ -1,4 +1,4 @@
-"""From the start of a process: until it answers at all, and until it has answered a chat."""
+"""The times from the start of a process to its first answer and to its first chat."""
 
 import time
 from contextlib import AbstractAsyncContextManager

@@ -59,7 +59,7 @@ def cached(client: Anthropic) -> None:
 
 
 def stopped(client: Anthropic) -> None:
-    """By a sequence, and by the limit; a prefill is continued."""
+    """Have answers end by a sequence and by the limit, and continue a prefill."""
     cut = client.messages.create(
         model=MODEL, max_tokens=64, messages=FRANCE, stop_sequences=["Berlin", "Paris"]
     )

@@ -1,4 +1,4 @@
-"""Who asks text-embeddings-inference for vectors, unchanged, at the address that is given."""
+"""Unchanged clients of text-embeddings-inference that ask an address for vectors."""
 
 import asyncio
 import os

@@ -83,7 +83,7 @@ async def test_attributes_fit_a_type_of_the_user(clients: Clients) -> None:
 
 
 async def test_twenty_single_embeddings_at_once_equal_one_batch(clients: Clients) -> None:
-    """Which is how many Graphiti asks for at once."""
+    """Graphiti asks for twenty embeddings at once."""
     embedder = clients.embedder()
     names = [f"Entity number {n}" for n in range(20)]
     singles = await asyncio.gather(*(embedder.create([name]) for name in names))

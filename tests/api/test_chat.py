@@ -92,8 +92,8 @@ def event_stream(events: AsyncGenerator[bytes, None]) -> EventStream:
 async def test_a_stream_that_pauses_in_its_middle_is_kept_alive_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By comments between whole events, a line feed each, and nothing else: no `id:`, no `event:`,
-    no blank line, which some clients take for an empty event.
+    """Keep-alives are comments between whole events, a line feed each, and nothing else: no `id:`,
+    no `event:`, no blank line, which some clients take for an empty event.
     """
     monkeypatch.setattr("gateway.api.streams.KEEP_ALIVE_S", 0.02)
     sent = bytearray()

@@ -161,7 +161,7 @@ async def test_requests_that_share_a_small_queue_end(
 async def test_a_prompt_that_waits_for_room_is_read_once(
     models: Catalog, engines: ScriptedEngines
 ) -> None:
-    """If each try read it anew, a few of them would keep every thread that reads prompts."""
+    """If each try read the prompt anew, a few such would keep all threads that read prompts."""
 
     def stages() -> list[Stage | None]:
         return [job.caller.timings.stage for job in engines.chat.jobs]

@@ -427,7 +427,7 @@ async def test_a_client_that_leaves_is_no_error(
 async def test_a_model_pinned_by_hand_stays_until_it_is_unpinned_or_the_file_is_read(
     tmp_path: Path, engines: ScriptedEngines
 ) -> None:
-    """With room for one, another finds none; a hostile name is a name."""
+    """The cache has room for one model, so another is refused while the first is pinned."""
     specs = {name: {"kind": "embedding", "source": "path:."} for name in ("first", HOSTILE)}
     given: dict[str, Any] = {"models": tmp_path / "models.yaml", "admin_key": "sesame"}
     given |= {"cache_max_models": 1, "load_wait_s": 0.2}

@@ -164,7 +164,7 @@ def test_a_large_answer_is_written_in_pieces(encoding: str, rows: int) -> None:
 
 @pytest.mark.parametrize("encoding", ["float", "base64", "TEI's"])
 def test_no_answer_is_larger_than_what_is_counted_for_it(encoding: str) -> None:
-    """Before it is written: of the longest numbers there are, and of small and large ones."""
+    """The count holds for the longest numbers there are, and for small and large ones."""
     rng = np.random.default_rng(1)
     bits = rng.integers(0, 2**32, 200_000, dtype=np.uint32).view(np.float32)
     longest = np.full(1000, -np.finfo(np.float32).tiny, np.float32)

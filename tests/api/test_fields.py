@@ -218,7 +218,7 @@ async def test_a_wrong_value_is_refused_by_its_name(
 
 @pytest.mark.parametrize("path", MINIMAL)
 async def test_a_null_is_as_good_as_nothing(client: AsyncClient, path: str) -> None:
-    """Of every field that may be left out: SDKs in other languages write all that they know."""
+    """SDKs in other languages write every field that they know, as null where it is not set."""
     nulls = {field: None for column in rows()[path] for field in column}
     answer = await client.post(path, json={**nulls, **MINIMAL[path]})
     assert answer.status_code == 200, answer.text

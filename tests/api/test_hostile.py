@@ -64,10 +64,10 @@ FUNCTIONS = [{"name": "f"}]
         ("completions", {"guided_choice": []}),
     ],
 )
-async def test_it_is_a_400_and_the_next_request_is_served(
+async def test_a_hostile_body_is_a_400_and_the_next_request_is_served(
     client: AsyncClient, path: str, fields: dict[str, Any]
 ) -> None:
-    """Never a 500, never a hang, never free text where a form was asked for."""
+    """The answer is never a 500, a hang, or free text where a form was asked for."""
     answer = await client.post(
         f"/v1/{path}", content=json.dumps({**PATHS[path], **fields}).encode()
     )

@@ -52,7 +52,7 @@ async def test_a_stream_says_how_many_were_left_out(client: AsyncClient, path: s
 
 
 @EACH
-async def test_as_delivered_it_is_refused_and_the_header_goes_before_the_setting(
+async def test_images_are_refused_by_default_and_the_header_goes_before_the_setting(
     client: AsyncClient, models: Catalog, path: str
 ) -> None:
     error = (await client.post(path, json=session(path))).json()["error"]
@@ -65,7 +65,7 @@ async def test_as_delivered_it_is_refused_and_the_header_goes_before_the_setting
 
 
 @EACH
-async def test_what_an_image_has_is_no_unknown_field(models: Catalog, path: str) -> None:
+async def test_an_images_own_fields_are_known(models: Catalog, path: str) -> None:
     async with served(models, ScriptedEngines(), strict_fields=True) as client:
         answer = await client.post(path, json=session(path), headers=ON)
     assert answer.status_code == 200, answer.text
@@ -88,7 +88,7 @@ async def test_another_header_is_a_400(client: AsyncClient, given: str) -> None:
         ("/v1/responses/input_tokens", "/v1/responses"),
     ],
 )
-async def test_a_prompt_whose_tokens_are_counted_has_none_either(
+async def test_a_prompt_whose_tokens_are_counted_has_no_images_either(
     client: AsyncClient, path: str, shape: str
 ) -> None:
     body = session(shape)

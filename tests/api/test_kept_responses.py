@@ -130,7 +130,7 @@ async def test_pages_of_items_with_one_id_come_to_an_end(client: AsyncClient) ->
     assert len(set(ids)) == 7
 
 
-async def test_what_asks_not_to_be_kept_is_not(client: AsyncClient) -> None:
+async def test_a_response_with_store_false_is_not_kept(client: AsyncClient) -> None:
     first = await answered(client, "one", store=False)
     assert first["store"] is False
     for path in (first["id"], f"{first['id']}/input_items"):
@@ -209,7 +209,7 @@ async def test_an_answer_that_fails_is_not_kept(
     assert (await client.get(f"{URL}/{last['id']}")).status_code == 404
 
 
-async def test_what_no_response_is_made_in_is_refused(client: AsyncClient) -> None:
+async def test_cancelling_replaying_and_conversations_are_refused(client: AsyncClient) -> None:
     first = await answered(client, "one")
     assert (await client.post(f"{URL}/{first['id']}/cancel")).status_code == 400
     answer = await client.get(f"{URL}/{first['id']}?stream=true")
@@ -239,8 +239,8 @@ CODEX = Path(__file__).with_name("codex_first_request.json")
 async def test_codexs_first_request_is_served(
     client: AsyncClient, engines: ScriptedEngines
 ) -> None:
-    """As version 0.169.0 of the CLI sends it, its texts left out: namespaces are unpacked, web
-    search is skipped and named.
+    """The request is that of version 0.169.0 of the CLI, its texts left out: namespaces are
+    unpacked, web search is skipped and named.
     """
     body = orjson.loads(CODEX.read_bytes()) | {"model": "writer", "stream": False}
     answer = await client.post(URL, json=body)

@@ -1,4 +1,4 @@
-"""Around every request: ids, keys, browsers, limits, and errors in one shape."""
+"""Checks around every request: ids, keys, browsers, limits, and errors in one shape."""
 
 import asyncio
 import gzip
@@ -275,7 +275,9 @@ async def test_a_desktop_app_may_call(client: AsyncClient, origin: str) -> None:
         "chrome-extension://abc",
     ],
 )
-async def test_what_a_page_can_have_is_no_desktop_app(client: AsyncClient, origin: str) -> None:
+async def test_an_origin_that_a_web_page_can_have_is_no_desktop_app(
+    client: AsyncClient, origin: str
+) -> None:
     answer = await client.get("/v1/models", headers={"origin": origin})
     assert answer.status_code == 403
     asked = {"access-control-request-method": "POST", "origin": origin}

@@ -208,7 +208,7 @@ async def test_the_other_form_of_reranking_is_described(
 
 
 @pytest.mark.parametrize("path", ["/models", "/models/writer", "/health", "/ready"])
-async def test_what_is_got_is_as_told(
+async def test_answers_to_get_are_as_documented(
     client: AsyncClient, found: dict[str, Any], path: str
 ) -> None:
     operation = found["paths"][path.replace("writer", "{name}")]["get"]

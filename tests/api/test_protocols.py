@@ -119,7 +119,7 @@ BUDGET: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
-async def test_what_a_budget_for_thinking_cannot_do_is_told(
+async def test_a_budget_for_thinking_without_effect_is_told(
     client: AsyncClient, engines: ScriptedEngines, path: str, is_streamed: bool
 ) -> None:
     """A model that does not think ignores it; one that does may have no token left to answer."""

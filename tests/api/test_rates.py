@@ -154,7 +154,7 @@ async def test_one_keys_limit_is_not_anothers(models: Catalog, engines: Scripted
     assert statuses == [200, 429, 200, 401]
 
 
-async def test_of_many_at_once_as_many_come_in_as_may(
+async def test_no_more_requests_at_once_come_in_than_the_limit(
     models: Catalog, engines: ScriptedEngines
 ) -> None:
     async with served(models, engines, requests_per_minute=5) as client:

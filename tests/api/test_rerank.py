@@ -232,7 +232,7 @@ class TestWithoutModel:
     """The default is a loaded rerank model, else the first one, else the first embedding model."""
 
     @pytest.mark.usefixtures("engines")  # a gateway of its own
-    async def test_it_is_the_first_rerank_model_unless_another_is_loaded(
+    async def test_the_default_is_the_first_rerank_model_unless_another_is_loaded(
         self, client: AsyncClient
     ) -> None:
         await post(client, query="a", documents=["a"], model="short-judge")
@@ -240,7 +240,9 @@ class TestWithoutModel:
         await post(client, query="a", documents=["a"], model="judge")
         assert (await post(client, query="a", documents=["a"])).json()["model"] == "org/judge"
 
-    async def test_it_is_an_embedding_model_if_there_is_no_other(self, tmp_path: Path) -> None:
+    async def test_the_default_is_an_embedding_model_if_no_model_reranks(
+        self, tmp_path: Path
+    ) -> None:
         specs = {
             "writer": {"kind": "chat", "source": "path:."},
             "embed": {"kind": "embedding", "source": "path:."},
@@ -248,7 +250,9 @@ class TestWithoutModel:
         async with served(catalog(tmp_path, specs), ScriptedEngines()) as client:
             assert (await post(client, query="a", documents=["a"])).json()["model"] == "embed"
 
-    async def test_without_any_the_model_is_missing(self, tmp_path: Path) -> None:
+    async def test_without_a_model_that_can_rank_the_field_model_is_refused(
+        self, tmp_path: Path
+    ) -> None:
         specs = {"writer": {"kind": "chat", "source": "path:."}}
         async with served(catalog(tmp_path, specs), ScriptedEngines()) as client:
             answer = await post(client, query="a", documents=["a"])

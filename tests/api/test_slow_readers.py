@@ -63,6 +63,6 @@ async def test_a_client_that_reads_at_the_least_rate_gets_all(*, is_streamed: bo
 async def test_a_client_that_reads_more_slowly_has_left_after_the_send_timeout(
     *, is_streamed: bool
 ) -> None:
-    """At half the rate after twice the timeout: each piece in time was enough for 19 minutes."""
+    """A client at half the least rate is cut off after twice the timeout, not after 19 minutes."""
     received = await read_at(LEAST_RATE / 2, 400, is_streamed=is_streamed)
     assert received == pytest.approx(2 * SEND_TIMEOUT_S * LEAST_RATE / 2, abs=2 * PIECE_BYTES)

@@ -48,7 +48,7 @@ def tools(*, strict: bool) -> dict[str, dict[str, Any]]:
     ],
 )
 @pytest.mark.parametrize(("path", "body"), WAYS)
-async def test_one_that_does_not_fit_is_written_once_more_and_is_an_error_then(
+async def test_an_answer_that_does_not_fit_is_written_once_more_and_then_an_error(
     client: AsyncClient, engines: ScriptedEngines, path: str, body: Any,
     verdicts: list[bool | None], status: int, tries: int, told: str | None,
 ) -> None:  # fmt: skip
@@ -70,7 +70,7 @@ async def test_one_that_does_not_fit_is_written_once_more_and_is_an_error_then(
 
 
 @pytest.mark.parametrize(("path", "body"), WAYS)
-async def test_there_is_no_second_where_it_would_be_the_first(
+async def test_no_second_try_is_made_where_it_would_repeat_the_first(
     client: AsyncClient, engines: ScriptedEngines, path: str, body: Any
 ) -> None:
     """A broken answer gets no second try, either, if the engine fails meanwhile."""
@@ -110,10 +110,10 @@ async def test_other_choices_stand_by_themselves(
 
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("path", TOOLS)
-async def test_so_are_the_arguments_of_strict_tools(
+async def test_arguments_of_strict_tools_are_checked_too(
     client: AsyncClient, engines: ScriptedEngines, path: str, strict: bool
 ) -> None:
-    """Those of others are not: their schema is advice."""
+    """Those of other tools are not: their schema is advice."""
     call = {"call": CallDelta(0, "call_1", "go", '{"at":1}')}
     engines.chat = ScriptedChat(script=[call, {"finish_reason": "tool_calls"}])
     engines.chat.verdicts = [False, False]
@@ -125,7 +125,7 @@ async def test_so_are_the_arguments_of_strict_tools(
 @pytest.mark.parametrize("cut", ["length", "]"])
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize(("path", "body"), WAYS)
-async def test_one_that_was_cut_by_its_length_or_a_stop_string_is_not_checked(
+async def test_an_answer_cut_by_its_length_or_a_stop_string_is_not_checked(
     client: AsyncClient, engines: ScriptedEngines, path: str, body: Any, is_streamed: bool, cut: str
 ) -> None:
     """It is not whole: clients know by its reason."""

@@ -1,4 +1,4 @@
-"""Where a request's time went is told: in a header, in the log, in a chunk, in metrics."""
+"""The times of a request's stages: in a header, in the log, in a chunk, in metrics."""
 
 import re
 from typing import Any

@@ -57,7 +57,7 @@ def counted(outcome: str) -> float:
     return REGISTRY.get_sample_value("gateway_checked_answers_total", labels) or 0.0
 
 
-async def test_what_is_not_enforced_is_named_and_checked(
+async def test_unenforced_keywords_are_named_and_the_answer_checked(
     client: AsyncClient, engines: ScriptedEngines
 ) -> None:
     before = counted("valid")
@@ -71,7 +71,7 @@ async def test_what_is_not_enforced_is_named_and_checked(
     assert not {"x-gateway-unenforced", "x-gateway-schema-valid"} & held.headers.keys()
 
 
-async def test_what_is_held_whole_is_checked_too(
+async def test_an_answer_to_a_schema_held_whole_is_checked_too(
     client: AsyncClient, engines: ScriptedEngines
 ) -> None:
     """A compiler may err: the answer is written once more, and only a second fault is told."""
@@ -104,7 +104,7 @@ async def test_an_answer_that_violates_is_written_once_more(
     ("more", "told"),
     [({"seed": 7}, "false"), ({"temperature": 0}, "false"), ({"max_tokens": 2}, "unknown")],
 )
-async def test_what_would_come_out_the_same_or_was_cut_is_not_written_again(
+async def test_an_answer_that_would_repeat_or_was_cut_is_not_written_again(
     client: AsyncClient, engines: ScriptedEngines, more: dict[str, Any], told: str
 ) -> None:
     """An answer breaks no schema by being too short: it is not judged at all."""
@@ -154,7 +154,7 @@ async def test_responses_tell_it_too(client: AsyncClient, engines: ScriptedEngin
     assert told.events[-1]["response"]["gateway"]["schema_valid"] is False
 
 
-async def test_what_has_no_room_in_the_header_is_counted(
+async def test_pointers_without_room_in_the_header_are_counted(
     client: AsyncClient, engines: ScriptedEngines
 ) -> None:
     """No pointer is cut: there is room for sixteen, or for 1,024 characters."""

@@ -40,7 +40,7 @@ async def until(client: httpx2.AsyncClient, **expected: int) -> Reading:
             await asyncio.sleep(0.01)
 
 
-async def test_who_runs_and_who_waits_is_told_and_comes_back_to_zero(tmp_path: Path) -> None:
+async def test_gauges_count_running_and_waiting_requests_and_return_to_zero(tmp_path: Path) -> None:
     """One answer at a time is written, so two of three wait; an embedding waits for the lane."""
     engines = ScriptedEngines()
     given: dict[str, Any] = {"generation_max_batch_size": 1, "cache_max_bytes": 1000}

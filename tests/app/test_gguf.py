@@ -45,7 +45,7 @@ async def test_a_file_is_a_model(tmp_path: Path) -> None:
 async def test_weights_stay_quantized_where_the_budget_has_no_room(
     tmp_path: Path, source: str
 ) -> None:
-    """Of a folder too: slower, and said so; with room for float32 nothing is said."""
+    """A quantized folder stays so too. A warning is logged only where float32 has no room."""
     checkpoint: Listing
     if source == "path:folder":
         checkpoint = Checkpoint("tiny", quantized(write_chat(tmp_path / "folder")))

@@ -1,4 +1,4 @@
-"""How long inputs may be: /v1/models says it by the files, and by the engine once one is loaded."""
+"""The limits of inputs in /v1/models: those by the files, then those of the loaded engine."""
 
 import os
 from pathlib import Path

@@ -119,7 +119,7 @@ HARMS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("harm", HARMS)
-async def test_what_is_not_as_it_was_written_is_dropped_and_told(tmp_path: Path, harm: str) -> None:
+async def test_a_file_that_no_longer_fits_is_dropped_and_told(tmp_path: Path, harm: str) -> None:
     write_chat(tmp_path / "m")
     (file,) = await saved(tmp_path)
     given = HARMS[harm](file)

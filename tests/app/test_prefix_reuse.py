@@ -52,7 +52,9 @@ class Asked:
 async def test_a_conversation_is_at_hand_after_others_that_begin_like_it_and_do_not(
     tmp_path: Path, kind: str
 ) -> None:
-    """As much of it as if it had been alone, with the answers of a gateway that keeps nothing."""
+    """As many tokens are cached as if the conversation were alone, and the answers are those of a
+    gateway that keeps nothing.
+    """
     name = f"{kind}-reused"  # a series of its own
     write_chat(tmp_path / name, **KINDS[kind])
     entry = {"kind": "chat", "source": f"path:{name}", "sampling": {"temperature": 0}}
@@ -78,7 +80,7 @@ async def test_a_conversation_is_at_hand_after_others_that_begin_like_it_and_do_
 
 
 async def test_a_prompt_that_cannot_be_kept_is_counted_and_logged_once(tmp_path: Path) -> None:
-    """Beside one that can."""
+    """The log tells of the first such prompt only, the counter of all of them."""
     name = "unkept"
     write_chat(tmp_path / name)
     models = catalog(tmp_path, {name: {"kind": "chat", "source": f"path:{name}"}})
@@ -119,7 +121,7 @@ async def test_models_share_what_the_machine_has_room_for(tmp_path: Path) -> Non
 async def test_what_decisions_cost_is_told_the_same_when_their_input_is_at_hand(
     tmp_path: Path,
 ) -> None:
-    """Only the tokens that were not read again are more; the answers are the same."""
+    """Only the count of cached tokens is higher; the probabilities are the same."""
     name = "decided"
     write_chat(tmp_path / name)
     questions = [{"type": "predicate", "instructions": f"Is it {word}?"} for word in ("a", "b")]

@@ -157,7 +157,7 @@ async def test_only_what_may_be_called_and_is_whole_is_a_call(tmp_path: Path) ->
 
 
 async def test_an_answer_that_a_stop_string_ended_makes_no_call(tmp_path: Path) -> None:
-    """As with max_tokens, the call may not have been complete."""
+    """A stop string may have cut the call short, as max_tokens may."""
     async with reciting(tmp_path, [*ANSWER, "Bye."]) as client:
         answer = await choice(client, tools=TOOLS, stop=["Bye."])
     assert answer["message"]["content"] == AS_IT_STANDS

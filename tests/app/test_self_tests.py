@@ -153,7 +153,7 @@ async def test_models_yaml_has_the_last_word(
 async def test_a_test_that_takes_too_long_is_ended_in_idle_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before that, rows of an architecture that is known to be equal run together."""
+    """Until the test ends, rows of an architecture that is known to be equal run together."""
     monkeypatch.setattr(self_tests, "LANE_S", 0.3)
     monkeypatch.setattr(self_tests, "IDLE_POLL_S", 5.0)
     slow = Scrutinised(findings=[Verdict()] * 4 + [FAILED], step_s=0.15)
@@ -240,7 +240,7 @@ TIMES = tuple(0.01 + 0.001 * rows for rows in (1, 2, 4, 8, 16))
 class TestWidths:
     """Decode steps that are timed once the verdict is known."""
 
-    async def test_they_are_timed_once_in_idle_time_and_kept(
+    async def test_widths_are_timed_once_in_idle_time_and_kept(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         soon(monkeypatch)
@@ -275,7 +275,7 @@ class TestWidths:
         ("timed_s", "places", "rows"),
         [(lambda rows: 0.07 * rows, 32, [1, 2, 4]), (lambda rows: 0.01, 5, [1, 2, 4])],
     )
-    async def test_none_is_timed_beyond_the_limit_of_a_pass_or_the_places(
+    async def test_no_width_is_timed_beyond_the_limit_of_a_pass_or_the_places(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timed_s: Any, places: int, rows: Any
     ) -> None:
         soon(monkeypatch)
@@ -294,7 +294,7 @@ class TestWidths:
             (True, True, FAILED),
         ],
     )
-    async def test_none_is_timed_where_it_decides_nothing(
+    async def test_no_width_is_timed_where_it_decides_nothing(
         self,
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
@@ -373,7 +373,7 @@ class TestWidths:
             await asked
             assert set(chat.steps) == {1}
 
-    async def test_what_memory_lacks_for_is_not_timed_and_holds_none(
+    async def test_a_width_too_large_for_memory_is_not_timed_and_holds_none(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         soon(monkeypatch)
@@ -389,7 +389,7 @@ class TestWidths:
 class TestVerdicts:
     """Small files that anything may have happened to."""
 
-    def test_they_are_this_users_alone(self, tmp_path: Path) -> None:
+    def test_verdicts_are_read_and_written_by_this_user_alone(self, tmp_path: Path) -> None:
         """Nobody else's verdict is believed, so nobody else writes there."""
         verdicts = VerdictStore(tmp_path / "a" / "b")
         verdicts.write("d", FAILED)
@@ -410,7 +410,7 @@ class TestVerdicts:
             json.dumps(asdict(PASSED) | {"step_s": ["x"]}).encode(),
         ],
     )
-    def test_what_is_not_sound_is_not_known(self, tmp_path: Path, content: bytes) -> None:
+    def test_an_unsound_file_is_no_verdict(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "d.json").write_bytes(content)
         (tmp_path / "e.json").mkdir()
         verdicts = VerdictStore(tmp_path)

@@ -67,10 +67,8 @@ async def ask(client: httpx2.AsyncClient, model: str, max_tokens: int = 9) -> ht
 
 
 @pytest.mark.parametrize("is_loaded", [False, True])
-async def test_what_a_pinned_model_keeps_of_prompts_gives_way(
-    tmp_path: Path, is_loaded: bool
-) -> None:
-    """It gives way to another model's load and rows: the pinned model itself stays."""
+async def test_prompts_that_a_pinned_model_keeps_give_way(tmp_path: Path, is_loaded: bool) -> None:
+    """They give way to another model's load and rows; the pinned model itself stays."""
     engines = SizedEngines()
     models = {**CHATS, "one": {**CHATS["one"], "pinned": True}}
     limits: Any = {"cache_max_bytes": 2 * MODEL + ROW, "prefix_cache_bytes": MODEL}

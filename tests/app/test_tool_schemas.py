@@ -82,7 +82,7 @@ ALLOWED = {
     ],
     ids=["required", "named", "allowed", "auto"],
 )
-async def test_what_of_a_function_does_not_compile_is_named(
+async def test_keywords_of_a_function_that_do_not_compile_are_named(
     client: httpx2.AsyncClient, choice: Any, named: str | None
 ) -> None:
     """An answer's schema is treated alike; calls that are free are held to nothing."""

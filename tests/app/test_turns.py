@@ -29,7 +29,7 @@ def body(text: str, schema: dict[str, Any], **more: Any) -> dict[str, Any]:
 async def test_an_integer_beside_an_endless_string_waits_for_a_quantum(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though only one structured answer runs at a time; the long one goes on as it would alone."""
+    """Only one structured answer runs at a time; the long one goes on as it would alone."""
     write_chat(tmp_path / "chat", max_position_embeddings=32_768)
     engines, gate, step = cpu_engines(), Gate(), GenerationEngine.step
     written: Counter[int] = Counter()  # tokens, by the ids of sequences

@@ -75,7 +75,7 @@ async def test_a_pass_that_fails_is_a_failed_load(tmp_path: Path) -> None:
 
 
 class Untidy(ScriptedEngines):
-    """Once it cannot give memory back: that ends nothing."""
+    """Engines that fail once to give memory back, which ends nothing."""
 
     def tidy(self) -> None:
         super().tidy()

@@ -52,7 +52,7 @@ def test_an_error_of_either_load_meets_no_target(load: str) -> None:
 
 
 @pytest.mark.parametrize("lost", [LOST, SILENT])
-def test_what_had_nothing_beside_it_is_not_measured(lost: Figures) -> None:
+def test_a_load_without_its_counterpart_is_not_measured(lost: Figures) -> None:
     for load in ("busy", "idle", "alone"):
         waits, _ = beside.judged([BESIDE, replace(BESIDE, **{load: lost})])
         assert (waits.value, waits.is_met) == (None, False)

@@ -147,7 +147,7 @@ def test_config_prints_value_and_source(
 def test_config_prints_the_variables_of_models_keys(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where they are set; one that sets nothing is a note with the nearest that would."""
+    """A variable that sets no key is a note with the nearest name that would."""
     (here / "models.yaml").write_text(GOOD)
     (here / ".env").write_text("GATEWAY_M_MAX_CONTEXT=64\nGATEWAY_M_TOP_K=5\n")
     monkeypatch.setenv("GATEWAY_M_SAMPLING_MAX_TOKENS", "7")

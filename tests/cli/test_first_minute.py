@@ -127,7 +127,7 @@ def test_the_line_to_paste_goes_to_a_unix_socket(tiny: Path) -> None:
     ],
 )
 def test_the_greeting_names_an_address_that_answers(host: str, shown: str) -> None:
-    """Not the one that stands for all of them; and a Host that is let in."""
+    """The address is not the wildcard, and its name is a Host that the gateway lets in."""
     specs = list(load_catalog(ROOT / "models.yaml", {}).specs)
     open_to_all = settings(allow_unauthenticated=True)
     said = write_greeting([Place(host, 80)], specs, open_to_all)

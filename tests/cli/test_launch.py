@@ -313,7 +313,7 @@ def test_a_tool_that_is_not_installed_or_not_known_is_named(home: Path, run: Lau
 
 
 @pytest.mark.parametrize(("kept_bytes", "kept"), [("1000000", "about 1,302 of"), ("auto", None)])
-def test_what_is_kept_of_a_prompt_is_said_before_an_agent_runs(
+def test_the_kept_part_of_a_prompt_is_told_before_an_agent_runs(
     home: Path, found: Found, run: Launch, kept_bytes: str, kept: str | None
 ) -> None:
     """It is less than the model's context: a token of this model has 768 bytes of KV."""

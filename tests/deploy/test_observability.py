@@ -27,7 +27,7 @@ def unknown(expression: str, known: set[str]) -> list[str]:
 
 @pytest.mark.anyio
 async def test_every_series_asked_for_is_one_of_the_gateways(tmp_path: Path) -> None:
-    """Whatever is renamed in metrics.py is renamed in the board and in the alerts."""
+    """A series that is renamed in metrics.py has to be renamed in the board and in the alerts."""
     async with served(catalog(tmp_path, {}), ScriptedEngines()) as client:
         text = (await client.get("/metrics")).text
     known = {

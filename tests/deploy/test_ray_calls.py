@@ -81,7 +81,7 @@ def test_prompts_and_inputs_have_beginnings_too(body: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"no json", b"[1]", b"{}", b'{"model": 7}', b'{"model": "unknown"}', b"\xff"]
 )
-def test_what_cannot_be_read_is_for_anybody_to_refuse(body: bytes) -> None:
+def test_an_unreadable_call_may_go_to_any_replica(body: bytes) -> None:
     call = read(body)
     assert (call.model, tuple(call.blocks), call.owner) == (None, (), None)
 
@@ -97,7 +97,7 @@ def test_what_cannot_be_read_is_for_anybody_to_refuse(body: bytes) -> None:
         ({"input": {"type": "item_reference"}}, False),
     ],
 )
-def test_ids_name_who_keeps_what_they_are_of_and_odd_ones_nobody(
+def test_an_id_names_the_replica_that_keeps_it_and_an_odd_one_none(
     odd: dict[str, Any], is_own: bool
 ) -> None:
     assert read({"model": "m", **odd}, "/responses").owner == (OWN_NAME if is_own else None)

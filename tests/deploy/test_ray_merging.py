@@ -43,7 +43,7 @@ def test_metrics_have_each_family_once_and_every_replicas_series() -> None:
     }
 
 
-def test_a_model_is_as_where_most_of_it_is_there() -> None:
+def test_a_models_state_is_that_of_the_replica_nearest_to_loaded() -> None:
     one = {"object": "list", "data": [model("m", "failed"), model("n", "loaded", 3)]}
     other = {"object": "list", "data": [model("m", "loading"), model("n", "unloaded", 5)]}
     merged = merge("/models", [answer("a", one), answer("b", other)]).json
@@ -65,7 +65,7 @@ def test_readiness_without_models_has_none() -> None:
     assert merge("/ready", bodies).json == {"status": "ready"}
 
 
-def test_what_was_to_be_done_everywhere_has_the_worst_answer() -> None:
+def test_a_command_to_all_replicas_has_the_worst_answer() -> None:
     done, refused = answer("a", {}, 200), answer("b", {"error": {}}, 400)
     assert merge("/admin/reload", [done, refused]) == refused
     assert merge("/admin/models/m/unload", [done, answer("b", {}, 202)]).status == 202

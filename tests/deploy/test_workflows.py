@@ -67,7 +67,7 @@ def test_nothing_is_published_before_every_test_has_passed() -> None:
     assert {"index", "images"} <= {*release["page"]["needs"]}
 
 
-def test_what_is_not_python_is_kept_new_where_it_lies() -> None:
+def test_dependabot_knows_each_folder_of_a_package_json() -> None:
     dependabot = yaml.safe_load((GITHUB / "dependabot.yml").read_text(encoding="utf-8"))
     folders = [
         folder

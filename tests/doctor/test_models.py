@@ -1,4 +1,4 @@
-"""Which models are checked, and the report on those that are not here."""
+"""The models that doctor checks, and its report on those that are not here."""
 
 from pathlib import Path
 

@@ -156,7 +156,7 @@ def test_the_copy_is_made_once(house: House) -> None:
 
 
 def test_a_link_in_the_place_of_the_copy_is_not_followed(furnished: House) -> None:
-    """Not even to the same bytes: the owner of the target may change them later."""
+    """A link to the same bytes is refused too: the target's owner may change them later."""
     copy = furnished.copy()
     elsewhere = furnished.folder / "elsewhere.so"
     copy.rename(elsewhere)
@@ -239,8 +239,8 @@ def test_a_setting_names_the_library(furnished: House) -> None:
     assert furnished.copies() == []
 
 
-def test_the_system_is_not_the_wheel(house: House) -> None:
-    """With `system` the wheel is left alone, also where the system has none."""
+def test_the_setting_system_leaves_the_wheel_alone(house: House) -> None:
+    """The wheel is not taken even where the system has no library."""
     (house.site / "sitecustomize.py").write_text(HIDING)
     finding, _ = house.start(GATEWAY_BLAS="System")
     assert (finding["loaded"], finding["why"]) == (False, None)
@@ -272,7 +272,7 @@ def test_a_path_without_the_functions_of_a_blas_is_refused(path: str) -> None:
 
 
 def test_without_a_wheel_the_systems_is_taken(house: House) -> None:
-    """As on a machine that the wheel isn't made for; without the system's, a line gives advice."""
+    """The finding gives advice where the system has none either."""
     package = house.site / "scipy_openblas32"
     package.unlink()
     package.mkdir()

@@ -183,7 +183,7 @@ def test_any_other_error_stays_as_it_is(folder: Path, error: Exception) -> None:
 @pytest.mark.parametrize(
     "engine", [EmbeddingEngine, CrossEncoderEngine, LabelScorer, GenerationEngine]
 )
-def test_what_finds_out_whether_the_device_works_compiles_nothing(
+def test_the_probe_of_a_device_compiles_nothing(
     engine: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a full disk would look like a lost device. A model is warmed up as it will run."""

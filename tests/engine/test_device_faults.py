@@ -61,7 +61,7 @@ RAISED = [
 
 
 @pytest.mark.parametrize(("text", "fault"), RAISED)
-def test_a_text_says_what_has_become_of_the_device(text: str, fault: Fault) -> None:
+def test_an_errors_text_tells_the_kind_of_fault(text: str, fault: Fault) -> None:
     assert classify(RuntimeError(text)) is fault
 
 
@@ -73,7 +73,7 @@ def test_a_text_inside_another_says_nothing(text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [NotImplementedError, RecursionError, ValueError, KeyError])
-def test_what_python_raises_of_a_models_code_is_its_rows(kind: type[Exception]) -> None:
+def test_a_python_error_of_a_models_code_is_a_fault_of_its_rows(kind: type[Exception]) -> None:
     """Two of them are RuntimeErrors; a model with a bug must not end the process."""
     assert classify(kind("no")) is Fault.ROW
 

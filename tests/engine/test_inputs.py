@@ -1,4 +1,4 @@
-"""How long inputs may be, by files: the limit of the engine that they become, or none."""
+"""Limits of inputs by files: the limit of the engine that they become, or none."""
 
 import json
 from pathlib import Path

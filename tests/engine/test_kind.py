@@ -66,7 +66,7 @@ def test_each_kind_is_read_from_its_files(tmp_path: Path) -> None:
         ([], (), "org/name", "no JSON object"),
     ],
 )
-def test_what_files_leave_open_is_refused_with_the_entry_that_says_it(
+def test_a_kind_that_files_leave_open_is_refused_with_an_entry_to_write(
     tmp_path: Path, config: Any, files: tuple[str, ...], name: str, says: str
 ) -> None:
     with pytest.raises(ModelRefused, match=says) as refused:

@@ -1,4 +1,4 @@
-"""Whatever a checkpoint's files say: it loads, or is refused by name, and nobody else notices."""
+"""Checkpoints with odd files: each loads or is refused by name, and no other model notices."""
 
 import asyncio
 import time

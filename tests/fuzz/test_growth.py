@@ -16,7 +16,7 @@ SHORT, LONG = 100_000, 2_000_000  # bytes of one field, which are then four time
 
 @pytest.mark.parametrize("path", POSTS)
 @pytest.mark.parametrize("nbytes", [SHORT, pytest.param(LONG, marks=pytest.mark.soak)])
-def test_what_a_field_is_meant_for_costs_as_much_as_it_is_long(
+def test_a_proper_value_of_a_field_costs_time_in_proportion_to_its_length(
     path: str, nbytes: int, tmp_path: Path
 ) -> None:
     """Messages, calls, parts, tools, schemas, prompts; well formed or nearly."""
@@ -26,7 +26,7 @@ def test_what_a_field_is_meant_for_costs_as_much_as_it_is_long(
 
 @pytest.mark.parametrize("path", POSTS)
 @pytest.mark.parametrize("nbytes", [SHORT // 4, pytest.param(LONG, marks=pytest.mark.soak)])
-def test_what_a_field_is_not_meant_for_costs_as_much_as_it_is_long(
+def test_any_json_in_a_field_costs_time_in_proportion_to_its_length(
     path: str, nbytes: int, tmp_path: Path
 ) -> None:
     """Any JSON in any field, those that are refused and those that nobody knows among them."""

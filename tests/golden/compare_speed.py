@@ -1,4 +1,4 @@
-"""How fast an engine embeds or ranks beside others, on the same cores.
+"""The speed of embedding or ranking engines beside each other, on the same cores.
 
 Run where the gateway is installed, on an idle machine, with the python of an environment that holds
 torch and sentence-transformers, that of one that holds fastembed and onnx, or both:

@@ -25,7 +25,7 @@ class Call(IntEnum):
 
 @dataclass(frozen=True)
 class Fault:
-    """How a call fails: with an error, a write of half its bytes (`error` 0), or another date."""
+    """A failure of a call: an error, a write of half its bytes (`error` 0), or another date."""
 
     call: Call
     error: int = 0

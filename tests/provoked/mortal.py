@@ -13,7 +13,7 @@ from tests.simulated_device import IGNORED, SimulatedDevice
 
 
 class Mortal(SimulatedDevice):
-    """Once its token was computed with, all work fails."""
+    """A device on which all work fails once it has computed with the token of `faults`."""
 
     def fail(self, *texts: str) -> None:
         self.is_dead = True

@@ -174,7 +174,7 @@ async def test_a_chunked_body_without_trailers_is_followed_by_the_next_request(
 
 
 async def test_a_body_has_line_feeds(client: httpx2.AsyncClient) -> None:
-    """Only a head is held to CRLF, wherever the packets end."""
+    """CRLF is required in a head only, wherever the packets end."""
     body = orjson.dumps(chat("hi"), option=orjson.OPT_INDENT_2)
     head = f"{POST}Content-Length: {len(body)}".encode()
     sent = head + b"\r\n\r\n" + body
@@ -211,7 +211,7 @@ async def test_http2_by_prior_knowledge_is_refused_and_the_connection_closed(
 async def test_clients_that_say_nothing_keep_nobody_out(
     client: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
-    """Beyond the limit, the connections idle for longest are closed.
+    """The connections that were idle for longest are closed beyond the limit.
 
     Clients that dribble keep nobody out, either. A connection whose request is under way stays.
     """

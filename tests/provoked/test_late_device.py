@@ -111,7 +111,7 @@ def _without(value: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "text"), [*((name, TIMEOUT) for name in REQUESTS), ("chat", NO_MEMORY.format(9))]
 )
-async def test_whatever_fails_late_is_right_or_an_error(
+async def test_each_answer_is_right_or_an_error_when_work_fails_late(
     client: httpx2.AsyncClient, device: LateDevice, name: str, text: str
 ) -> None:
     """Each piece of a request's work fails in turn, with nothing kept and with all of it kept."""
@@ -140,7 +140,7 @@ async def test_whatever_fails_late_is_right_or_an_error(
 
 
 @pytest.mark.parametrize("ahead", [0, 8])
-async def test_no_neighbour_gets_what_failed_late(
+async def test_no_neighbour_gets_work_that_failed_late(
     folder: Path, device: LateDevice, ahead: int
 ) -> None:
     """Many requests at once, to several models: each gets its right answer or an error."""
@@ -202,7 +202,7 @@ async def test_a_stream_is_right_up_to_the_error(
     assert (await tokens(""))[1]
 
 
-async def test_no_file_has_what_failed_late(folder: Path, device: LateDevice) -> None:
+async def test_no_file_has_work_that_failed_late(folder: Path, device: LateDevice) -> None:
     """No wrong piece is written, and none that was read wrong is kept."""
     path, body = REQUESTS["completions"]
 

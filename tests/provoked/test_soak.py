@@ -51,7 +51,7 @@ class Minute:
 
     @property
     def waits(self) -> list[float]:
-        """How many products the machine could have computed while the gateway answered, each time.
+        """The time of each answer, in products that the machine could have computed meanwhile.
 
         A shared machine may be twice as fast in one minute as in the next; this changes less.
         """

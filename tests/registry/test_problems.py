@@ -58,7 +58,7 @@ def test_every_problem_is_told_with_its_line(file: Path) -> None:
     ]
 
 
-def test_what_must_be_there_is_missed(file: Path) -> None:
+def test_a_missing_required_key_is_told(file: Path) -> None:
     assert problems(file, "models:\n  a:\n    kind: chat\nmodel: {}") == [
         "models.yaml:1: `version` is missing",
         "models.yaml:2: a: `source` is missing",

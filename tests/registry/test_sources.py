@@ -51,7 +51,7 @@ def test_a_source_says_whether_it_is_one_file() -> None:
 
 
 def test_a_piece_of_a_model_is_refused() -> None:
-    """Before gigabytes of it are fetched; a model may call its only file the first of one."""
+    """The refusal saves a download of gigabytes; a model's only file may be called 1 of 1."""
     for scheme in ("hub:a/b", "path:b", "package:b"):
         with pytest.raises(ValueError, match="one piece of a model"):
             parse_source(f"{scheme}/x-00001-of-00003.gguf", Path("/"))

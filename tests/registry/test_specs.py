@@ -69,7 +69,7 @@ def test_each_key_is_adopted_by_a_loaded_model_or_loads_it_anew() -> None:
 
 
 @pytest.mark.parametrize("kind", SPECS)
-def test_what_a_load_depends_on_has_no_key_that_is_adopted(kind: str) -> None:
+def test_no_key_that_a_load_depends_on_is_adopted(kind: str) -> None:
     given = {"id": "a", "kind": kind, "source": "path:."}
     spec = SPECS[kind].model_validate(given, context={"folder": Path()})
     written = spec.loaded_with()

@@ -84,7 +84,7 @@ def test_idle_time_says_nothing_of_the_rate() -> None:
         assert queue.retry_after_s() == 1
 
 
-def test_what_went_long_ago_is_forgotten_by_halves() -> None:
+def test_older_measurements_fade_by_halves() -> None:
     """The rate is a recent one: a minute after work has slowed down, the hint has too."""
     queue, seconds = admission(200)
     with queue.admit(100):

@@ -101,7 +101,7 @@ async def test_a_turn_knows_when_it_is_up() -> None:
 
 
 async def test_a_kind_behind_its_share_goes_on_though_another_waits() -> None:
-    """After a long embedding pass, decoding may take several steps before the next."""
+    """Decoding may take several steps between two long embedding passes."""
     now_s = 0.0
 
     async def embed() -> None:
@@ -145,7 +145,7 @@ async def test_the_kind_that_had_least_is_next_whoever_asked_first() -> None:
 
 
 async def test_a_waiter_who_leaves_gives_its_place_up() -> None:
-    """Before its turn, and at the very moment it is given."""
+    """The waiter leaves before its turn, or at the very moment it gets it."""
     async with Lane() as lane:
         for moment in ("waiting", "as the holder ends", "given"):
             async with lane.turn("test"):

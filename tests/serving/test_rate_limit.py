@@ -19,14 +19,14 @@ def test_a_bucket_fills_evenly_and_no_fuller_than_full(
     ("wanted", "left", "limit", "seconds"),
     [(1, 1, 60, 0), (1, 5, 60, 0), (1, 0, 60, 1), (1, 0.5, 60, 0.5), (1, -599, 600, 60)],
 )
-def test_the_wait_is_what_filling_takes(
+def test_the_wait_is_the_time_until_the_bucket_has_enough(
     wanted: float, left: float, limit: int, seconds: float
 ) -> None:
     assert seconds_until(wanted, left, limit) == seconds
     assert refill(left, limit, seconds) >= min(wanted, limit)
 
 
-def test_what_is_taken_beyond_what_was_left_is_owed() -> None:
+def test_tokens_taken_beyond_the_rest_are_owed() -> None:
     """An answer's cost is known when it is there: the next one waits for it."""
     bucket = Bucket(600)
     assert bucket.wait_s() == 0

@@ -211,7 +211,7 @@ def test_a_panic_of_native_code_is_a_refusal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_memory_bounded", [True, False])
-def test_what_swells_is_ended(is_memory_bounded: bool) -> None:
+def test_a_process_that_takes_too_much_memory_is_ended(is_memory_bounded: bool) -> None:
     """A limit ends it or, where the system keeps none, a look at it now and then."""
     hungry = template("{% set x = 'é' * 400000000 %}" + SLOW) | {"max_bytes": 1 << 28}
     with sandbox("template", 30, is_memory_bounded=is_memory_bounded) as box:

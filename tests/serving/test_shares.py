@@ -80,7 +80,7 @@ def test_a_turn_goes_on_until_it_has_had_what_the_other_had() -> None:
     st.data(),
 )
 def test_nobody_starves(waiting: list[str], weights: dict[str, float], data: st.DataObject) -> None:
-    """Between two turns of a kind, each other that waits has one, if its last one cost no more."""
+    """Each kind that waits has a turn between two of another, if its last one cost no more."""
     costs = {kind: data.draw(st.floats(0.001, 1.0)) for kind in waiting}
     served = serve(FairQueue(weights), waiting, costs, 400)
     paid = {kind: costs[kind] / weights.get(kind, 1.0) for kind in waiting}

@@ -1,4 +1,4 @@
-"""Who waits for tokens: requests take turns, and long ones keep no short one."""
+"""Requests that wait for tokens: they take turns, and long ones hold up no short one."""
 
 import asyncio
 import threading

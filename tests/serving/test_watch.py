@@ -43,7 +43,7 @@ def test_a_beat_is_counted_from_when_it_was_first_seen() -> None:
         (Beat("embedding", usual_s=200), 601, True),
     ],
 )
-def test_a_call_may_take_its_limit_or_some_times_what_its_like_took(
+def test_a_call_may_take_its_limit_or_a_multiple_of_calls_like_it(
     beat: Beat | None, seconds: float, is_over: bool
 ) -> None:
     """One that nobody knows has a limit of its own; a lane without work is never stalled."""

@@ -379,7 +379,7 @@ def test_what_changes_no_answer_is_taken_and_the_rest_is_named() -> None:
 def test_thinking_is_the_requests_then_the_models(
     own: dict[str, Any], fields: dict[str, Any], given: dict[str, Any], thoughts: str
 ) -> None:
-    """Only requests that asked for thinking are shown it."""
+    """Thoughts are shown only to requests that asked for thinking."""
     assert dict(job(own=own, **fields).template_args) == given
     assert read(**fields).thoughts == thoughts
 

@@ -38,7 +38,7 @@ def test_much_that_is_shallow_is_not_deep() -> None:
     assert parse(orjson.dumps("[" * 5000), 2) == "[" * 5000
 
 
-def test_what_opens_too_much_is_refused_before_it_is_parsed() -> None:
+def test_a_body_of_too_many_brackets_is_refused_before_it_is_parsed() -> None:
     """Brackets count as text, though it isn't JSON at all; a body below the bound is read."""
     with pytest.raises(ValueError, match="more than 1000000 arrays"):
         parse(b"[]," * 1_000_001)

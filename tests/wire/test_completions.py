@@ -84,7 +84,7 @@ def test_a_prompt_of_token_ids_comes_back_as_its_tokens_texts() -> None:
     assert first["logprobs"] is None
 
 
-def test_the_engine_gives_back_only_what_the_request_does_not_have() -> None:
+def test_the_engine_echoes_only_facts_that_the_request_lacks() -> None:
     """The request has its text; it lacks logprobs and the texts of token ids."""
     assert not jobs(echo=True)[0].echo
     assert jobs(echo=True, logprobs=0)[0].echo
@@ -134,7 +134,7 @@ def test_vllms_sampling_fields_have_bounds(name: str, given: Any) -> None:
 
 
 @pytest.mark.parametrize("given", [0, 0.0, "", [], True])
-def test_only_what_asks_for_nothing_is_let_through(given: Any) -> None:
+def test_only_false_is_let_through_for_beam_search(given: Any) -> None:
     """Python takes 0 for False; JSON does not."""
     assert read(use_beam_search=False).max_tokens == 16
     with pytest.raises(UnsupportedParameter):

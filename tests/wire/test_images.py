@@ -46,7 +46,7 @@ def _response_prompt(request: Any, turns: Any) -> Any:
 
 @dataclass(frozen=True)
 class Api:
-    """How an API has images, texts and tools' results, and its prompts."""
+    """The forms that an API has for images, texts, tools' results and prompts."""
 
     shape: type[Request]
     field: str
@@ -145,14 +145,14 @@ def test_an_image_of_an_earlier_turn_is_a_text_in_its_place(api: Api) -> None:
 
 
 @EACH
-def test_one_that_is_all_of_a_message_is_too(api: Api) -> None:
+def test_an_image_that_is_all_of_a_message_is_a_text_too(api: Api) -> None:
     prompt, count = api.left_out([user(api.image), said(), user(api.say("hi"))])
     assert (prompt[0]["content"], count) == (TEXT, 1)
 
 
 @EACH
 @pytest.mark.parametrize("ends", [False, True], ids=["then the user", "at the end"])
-def test_one_of_a_tools_result_is_a_text(api: Api, ends: bool) -> None:
+def test_an_image_of_a_tools_result_becomes_a_text(api: Api, ends: bool) -> None:
     """An image of the newest turn is a text too: a tool brought it."""
     turns = [user(api.say("look")), *api.result([api.say("here: "), api.image])]
     prompt, count = api.left_out(turns if ends else [*turns, said(), user(api.say("go on"))])
@@ -161,7 +161,7 @@ def test_one_of_a_tools_result_is_a_text(api: Api, ends: bool) -> None:
 
 
 @EACH
-def test_one_that_the_model_has_answered_by_a_call_is_left_out(api: Api) -> None:
+def test_an_image_that_the_model_has_answered_by_a_call_is_left_out(api: Api) -> None:
     """Another model may have begun the session, which goes on with the result."""
     _, count = api.left_out([user(api.image), *api.result([api.image])])
     assert count == 2
@@ -169,7 +169,7 @@ def test_one_that_the_model_has_answered_by_a_call_is_left_out(api: Api) -> None
 
 @EACH
 @pytest.mark.parametrize("end", [[], [said("It is")], [{"role": "system", "content": "x"}]])
-def test_one_of_the_newest_message_is_refused(api: Api, end: list[Turn]) -> None:
+def test_an_image_of_the_newest_message_is_refused(api: Api, end: list[Turn]) -> None:
     """An image before the beginning of its answer is refused too; the 400 gives advice."""
     turns = [user(api.image), user(api.say("what?"), api.image), *end]
     with pytest.raises(BadRequest, match="Could not process image") as refused:

@@ -127,7 +127,7 @@ def test_reasoning_belongs_to_the_assistants_turn(items: Any, thoughts: list[str
     assert [turn.get("reasoning_content") for turn in said] == thoughts
 
 
-def test_what_an_answer_has_in_a_row_is_one_turn() -> None:
+def test_items_of_one_answer_in_a_row_are_one_turn() -> None:
     """A chat has the same turn, whatever the order of the answer's items."""
     other = {"type": "web_search_call", "id": "ws_1"}
     turns = job([reasoning("So."), CALL, other, SAID, OUTPUT]).messages

@@ -169,7 +169,7 @@ UNKNOWN = (
 ALLOWED = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}] * 129}
 
 
-def test_what_nobody_knows_is_named_by_its_place() -> None:
+def test_an_unknown_field_is_named_by_its_place() -> None:
     assert read(**NESTED).ignored == UNKNOWN
     with pytest.raises(UnknownParameter) as caught:
         read(strict=True, **{**NESTED, "taste": None})
@@ -177,8 +177,8 @@ def test_what_nobody_knows_is_named_by_its_place() -> None:
     assert read(strict=True).ignored == ()
 
 
-def test_of_what_nobody_knows_some_is_named() -> None:
-    """A header has no room for all of it."""
+def test_only_some_of_many_unknown_fields_are_named() -> None:
+    """A header has no room for all of them."""
     messages = [{**USER, "mood": 1}] * 4000
     assert 16 <= len(read(messages=messages).ignored) <= 100
 

@@ -108,7 +108,7 @@ def decoder(*, continues: bool = False) -> Detokenizer:
 
 
 def test_sentencepiece_spaces_and_bytes_are_decoded() -> None:
-    """With raw pieces a reranker's scores would be inverted in silence."""
+    """If pieces stayed raw, a reranker's scores would be inverted without an error."""
     vocabulary = Vocabulary(SPM)
     assert [vocabulary.text(piece(word)) for word in ("▁The", "a")] == [" The", "a"]
     found = [vocabulary.bytes(piece(f"<0x{byte:02X}>")) for byte in "🙂".encode()]

@@ -175,7 +175,7 @@ GO_CALL = '<tool_call>{"name": "go", "arguments": {}}</tool_call>'
          "<|tool_call_argument_begin|>{}<|tool_call_end|>"),
     ],
 )  # fmt: skip
-def test_nothing_inside_what_is_no_call_is_a_call(
+def test_text_that_is_no_call_has_no_call_inside(
     chats: dict[str, ChatTokenizer], name: str, text: str
 ) -> None:
     heard = said(chats[name], row([WRITE, GO]), text)
@@ -274,7 +274,7 @@ def test_a_call_that_ends_twice_ends_once(chats: dict[str, ChatTokenizer]) -> No
 def test_a_cut_text_that_may_go_on_behind_an_end_is_no_call(
     chats: dict[str, ChatTokenizer],
 ) -> None:
-    """At the model's own end it is a call, with text behind it."""
+    """Where the model ends the answer itself, the same text is a call with text behind it."""
     text = f"{_QWEN}<parameter=path>\nends: </parameter>\n{_QWEN_END}\nand mo"
     assert cut(chats["qwen"], text)["calls"] == []
     heard = said(chats["qwen"], row([WRITE]), text)

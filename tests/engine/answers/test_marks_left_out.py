@@ -220,7 +220,7 @@ def test_a_thought_waits_for_a_call_no_longer_than_its_limit(tmp_path: Path) -> 
         ({"type": "string"}, '"quoted"', '"quoted"'),
     ],
 )
-def test_words_for_nothing_and_quotes_mean_what_the_schema_says(
+def test_words_for_null_and_quotes_are_read_by_the_schema(
     chats: dict[str, ChatTokenizer], schema: dict[str, Any], text: str, value: Any
 ) -> None:
     function = Function("f", {"type": "object", "properties": {"a": schema}})

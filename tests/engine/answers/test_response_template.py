@@ -142,7 +142,7 @@ def test_a_sandbox_without_time_says_nothing_of_a_template(outcome: str) -> None
 def test_an_answer_that_others_left_no_time_to_read_is_refused(
     outcome: str, error: type[GatewayError], asked: int
 ) -> None:
-    """If it were given as plain text, a call in it would be lost without a word."""
+    """A call in the answer would be lost without an error if it were given as plain text."""
     box = Scripted("read", outcome)
     template = ResponseTemplate(PLAIN, box)
     for number in range(1, 4):

@@ -50,7 +50,9 @@ def harmony(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
 
 @pytest.mark.parametrize("limit", [0, 1, 6])
 @pytest.mark.parametrize("each", FAMILIES, ids=IDS)
-def test_the_answer_begins_after_so_many_tokens(tmp_path: Path, each: Any, limit: int) -> None:
+def test_the_answer_begins_after_as_many_tokens_as_the_budget_has(
+    tmp_path: Path, each: Any, limit: int
+) -> None:
     """The marks have one token or several."""
     _, tokens, added, words, text = each
     chat = family(tmp_path, tokens=tokens, added=added, words=words)
@@ -90,7 +92,7 @@ def test_no_other_thought_begins_once_the_budget_is_spent(tmp_path: Path) -> Non
 def test_harmonys_final_message_begins_at_the_limit(
     harmony: ChatTokenizer, grammar: Grammar | None, limit: int
 ) -> None:
-    """With a limit of 0 it begins at once: no other message comes before."""
+    """A limit of 0 makes the final message the first one."""
     params = row(thinking_budget=limit, grammar=grammar, is_thinking=True)
     heard = spoken(harmony, params, f"<|channel|>analysis<|message|>{THOUGHT}", '{"a":1}')
     assert heard["text"] == '{"a":1}'
@@ -99,7 +101,7 @@ def test_harmonys_final_message_begins_at_the_limit(
 
 
 def test_harmonys_end_is_completed_where_the_model_has_begun_it(harmony: ChatTokenizer) -> None:
-    """After a thought that the model has ended itself, only the rest of the mark follows."""
+    """Only the rest of the mark is forced behind a thought that the model has ended itself."""
     params = row(thinking_budget=len(harmony.answers._unspell("ab")))
     heard = spoken(harmony, params, "<|channel|>analysis<|message|>ab<|end|>", "Four.")
     assert (heard["text"], heard["reasoning"]) == ("Four.", "ab")

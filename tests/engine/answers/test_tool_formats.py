@@ -382,7 +382,7 @@ SEVERAL = {
 
 @pytest.mark.parametrize("key", SEVERAL)
 def test_parallel_calls_are_several(chats: dict[str, ChatTokenizer], key: str) -> None:
-    """If only one call is allowed, nothing is left of the others."""
+    """Where only one call is allowed, nothing of the others is left, not even as text."""
     for is_parallel, names in ((True, ["book", "book"]), (False, ["book"])):
         calling = Calling(functions=[BOOK], parallel=is_parallel)
         heard = said(chats[key], row(calling=calling), SEVERAL[key])

@@ -61,7 +61,7 @@ def test_gelu_tanh_is_within_a_millionth_of_its_formula() -> None:
 
 
 def test_exp2_stays_in_its_range() -> None:
-    """Beyond it the exponent's bits would run into the sign's."""
+    """The bits of a larger exponent would run into the sign's."""
     ends = float32([-math.inf, -1e9, LEAST, MOST, 1e9, math.inf])
     low, high = 2.0**LEAST, 2.0**MOST
     assert exp2(ends).tolist() == [low, low, low, high, high, high]

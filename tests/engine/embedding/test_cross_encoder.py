@@ -108,7 +108,7 @@ def test_a_query_without_room_for_a_document_is_refused() -> None:
 
 
 def test_a_tokenizer_that_cuts_on_the_left_keeps_a_document_s_end(tmp_path: Path) -> None:
-    """As transformers does: truncation_side is the model's own."""
+    """The model's truncation_side decides, as it does in transformers."""
     folder = tiny(tmp_path)
     rewrite(folder / "tokenizer_config.json", truncation_side="left")
     [whole] = load(folder).encode_pairs("hello", ["one two three four"])

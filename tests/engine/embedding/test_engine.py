@@ -58,7 +58,7 @@ def rows(engine: EmbeddingEngine, texts: list[str] = TEXTS) -> list[list[int]]:
 
 
 def test_every_encoder_has_golden_vectors() -> None:
-    """But for a name from before transformers had GTE's class, and a RoBERTa by another name."""
+    """Two names have none: GTE's from before transformers had its class, and another of RoBERTa."""
     configs = [json.loads((GOLDEN / name / "config.json").read_bytes()) for name in TINY]
     assert {*ENCODERS} - {each["model_type"] for each in configs} == {"new", "camembert"}
 

@@ -71,7 +71,7 @@ def test_a_short_text_needs_no_window() -> None:
 
 
 def test_a_text_of_several_blocks_is_embedded_alike_on_both_roads() -> None:
-    """On a CPU global layers go in blocks too; beside it, a short text is mostly padding."""
+    """Global layers go in blocks too on a CPU; a short text in the pass is mostly padding."""
     assert len(LONG) > 2 * BLOCK
     rows = [LONG, LONG[:300], [2, 9, 3]]
     ours, theirs = (load(MODERNBERT, device).embed(rows) for device in (Device.CPU, Device.METAL))
@@ -81,7 +81,7 @@ def test_a_text_of_several_blocks_is_embedded_alike_on_both_roads() -> None:
 
 
 def test_local_layers_do_not_see_far(tmp_path: Path) -> None:
-    """With nothing but local layers, five of four tokens a side, the first token sees twenty."""
+    """The first token sees twenty others through five local layers of four tokens a side."""
     folder = changed(tmp_path, layer_types=["sliding_attention"] * 5)
     engine = load(folder, pooling="cls")
     near, far = LONG[:], LONG[:]

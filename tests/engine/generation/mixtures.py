@@ -134,8 +134,9 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a mixture's engine is opened, `draft` a field of `Models`; and how many sequences it has
-    at most. Few read ahead, many do not.
+    """The settings that a mixture's engine is opened with, and the most sequences that it has.
+
+    `draft` is a field of `Models`. Few sequences read ahead, many do not.
     """
 
     prefix_cache_bytes: int

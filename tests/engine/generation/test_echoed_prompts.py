@@ -107,7 +107,7 @@ def test_beside_rows_that_only_write_nothing_changes_for_either(engine: Generati
         assert len([scores for each in second for scores in each.logprobs]) > 0
 
 
-def test_what_is_kept_of_prompts_hides_no_logprob(engine: GenerationEngine) -> None:
+def test_kept_prompts_hide_no_logprob(engine: GenerationEngine) -> None:
     text = "The same beginning, again and again. " * 8
     told(engine, [echo(text, echo=False, logprobs=None, max_tokens=2)])
     for _ in range(2):
@@ -160,7 +160,7 @@ def test_special_tokens_are_shown_where_they_were_written(folder: Path) -> None:
 
 
 def test_the_logits_of_a_whole_prompt_are_never_there_at_once(tmp_path: Path) -> None:
-    """With a real vocabulary a prompt is read in passes of some hundred tokens."""
+    """A prompt is read in passes of some hundred tokens if the vocabulary has a real size."""
     folder = write_chat(tmp_path, vocab_size=131_072, hidden_size=16, tie_word_embeddings=True)
     engine = open_engine(folder)
     passes = shapes(engine)

@@ -287,7 +287,9 @@ def test_what_the_template_refuses_is_a_bad_request(engine: GenerationEngine) ->
     "name",
     ["chat_template", "tokenize", "tools", "return_dict", "padding", "messages", "conversations"],
 )
-def test_a_request_cannot_set_what_is_not_a_templates(engine: GenerationEngine, name: str) -> None:
+def test_a_request_cannot_set_arguments_that_are_not_a_templates(
+    engine: GenerationEngine, name: str
+) -> None:
     """A template of the caller's own would run as a program, and might never end."""
     with pytest.raises(BadRequest, match=name) as caught:
         engine.prepare(job("x", template_args={name: "{{ 'a' * 10**10 }}"}))

@@ -96,7 +96,9 @@ def act_on(batch: Batch, act: str, row: int) -> None:
 @pytest.mark.parametrize(
     "kind", ["looking up", "drafted", "packed", "sliding", "stateful", "hybrid"]
 )
-def test_no_row_is_given_what_failed_late(engines: dict[str, GenerationEngine], kind: str) -> None:
+def test_no_row_is_given_work_that_failed_late(
+    engines: dict[str, GenerationEngine], kind: str
+) -> None:
     """Whichever work fails, each row answers as it would alone, or ends with an error.
 
     So it is whatever else is done with rows meanwhile, and for the next row, which goes on from
@@ -148,7 +150,7 @@ LONG = {"sampling": Sampling(temperature=0, ignore_eos=True), "max_tokens": 16}
 
 @pytest.mark.parametrize("meanwhile", ["another model works", "the others go on"])
 @pytest.mark.parametrize("act", ["leaving", "parking", "preempting"])
-def test_what_a_row_leaves_to_be_computed_is_no_others(
+def test_late_failures_of_a_row_that_leaves_reach_no_other(
     folders: dict[str, Path], act: str, meanwhile: str
 ) -> None:
     """A row that leaves has its neighbours' KV moved together, and may take its own along."""

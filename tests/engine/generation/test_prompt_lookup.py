@@ -145,7 +145,7 @@ def answer(engine: GenerationEngine, row: SequenceParams) -> tuple[Answer, list[
 
 
 @pytest.mark.parametrize("place", [12, 17, 22])
-def test_what_was_chosen_after_an_answers_end_saved_no_pass(folder: Path, place: int) -> None:
+def test_tokens_chosen_after_an_answers_end_saved_no_pass(folder: Path, place: int) -> None:
     engine, row = repeating(folder)
     stop = replace(row.sampling, stop_token_ids=frozenset([row.prompt[place]]))
     found, passes = answer(engine, replace(row, sampling=stop))
@@ -269,7 +269,7 @@ def test_a_lookup_that_is_wrong_waits_longer_each_time() -> None:
     assert lookup.draft(context, 1)
 
 
-def test_who_leaves_with_a_draft_leaves_no_states_to_go_back_to(
+def test_a_row_that_leaves_with_a_draft_leaves_no_states_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = open_engine(write_chat(tmp_path, **HYBRID), speculate_rows=8)

@@ -1,4 +1,4 @@
-"""Which tokens are drawn, and how often: against probabilities computed by hand."""
+"""Draws of tokens, against probabilities computed by hand."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -118,7 +118,7 @@ def test_of_tokens_that_tie_at_the_edge_as_many_stay_as_fit(asked: Mapping[str, 
 
 
 def test_a_nucleus_wider_than_the_window_is_noticed_and_drawn_from_whole() -> None:
-    """With 20,000 equal tokens, 1,024 of them hold a twentieth of the nucleus of top_p."""
+    """The window has 1,024 of 20,000 equal tokens, a twentieth of the nucleus of top_p."""
     logits = np.zeros(20_000, dtype=np.float32)
     one = sampler(20_000, top_p=0.9, seed=1)
     assert not one.is_certain
@@ -151,7 +151,7 @@ def test_random_numbers_differ_by_seed_and_by_position() -> None:
 
 
 def test_small_penalties_and_biases_count_in_bfloat16() -> None:
-    """At a logit of 30 bfloat16 has steps of 0.125."""
+    """Neighbouring numbers of bfloat16 are 0.125 apart at a logit of 30."""
     logits = mx.array([[30.0, 30.0, 30.0]], dtype=mx.bfloat16)
     row = sampler(3, temperature=0, presence_penalty=0.01, logit_bias={1: 0.02, 2: 0.01})
     assert chosen([row], adjust_logits([row], logits), [0]) == [1]
@@ -213,7 +213,7 @@ def test_of_equal_logits_greedy_rows_take_the_first(vocab_size: int, dtype: mx.D
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocab_size", SIZES)
-def test_what_is_no_number_is_seen_wherever_it_is(vocab_size: int, dtype: mx.Dtype) -> None:
+def test_a_logit_that_is_no_number_is_seen_at_any_place(vocab_size: int, dtype: mx.Dtype) -> None:
     """A NaN, inf, or nothing but -inf is no number; a model may give some -inf."""
     rng = np.random.default_rng(vocab_size)
     places = {0, vocab_size - 1, vocab_size // 2, *rng.integers(0, vocab_size, 20).tolist()}

@@ -46,7 +46,7 @@ def test_nothing_ends_an_answer_before_its_least_tokens(engine: GenerationEngine
 
 
 def test_text_before_the_least_tokens_is_not_searched_for_stops(engine: GenerationEngine) -> None:
-    """As in vLLM; the text after them is searched."""
+    """Only the text after the least tokens is searched, as in vLLM."""
     free = said(engine, max_tokens=20)
     stop = free.text[1:3]
     assert said(engine, max_tokens=20, stop=(stop,)).text == free.text[:1]
@@ -104,7 +104,7 @@ def test_a_grammar_that_may_go_on_does_until_its_least_tokens(engine: Generation
     assert longer.finish_reason == "stop"
 
 
-def test_what_was_read_or_said_is_said_less(engine: GenerationEngine) -> None:
+def test_a_repetition_penalty_counts_the_prompt_and_the_answer(engine: GenerationEngine) -> None:
     text = "a b c d " * 8
     shy = said(engine, text, max_tokens=40, repetition_penalty=10.0)
     assert len(set(shy.ids)) == 40 > len(set(said(engine, text, max_tokens=40).ids))
@@ -162,7 +162,7 @@ def test_an_answer_is_held_to_its_checkpoints_bounds(tmp_path: Path) -> None:
     assert all(len(each) <= 3 for each in written)
 
 
-def test_its_say_counts_where_nobody_else_has_spoken(tmp_path: Path) -> None:
+def test_a_checkpoints_sampling_counts_where_nothing_else_is_set(tmp_path: Path) -> None:
     folder = write_chat(tmp_path)
     own = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": EOS}
     (folder / "generation_config.json").write_text(json.dumps(own))

@@ -84,7 +84,9 @@ def test_a_prompt_is_cut_wherever_its_states_are_kept(known: int, rest: int, bra
     st.lists(st.lists(st.integers(1, 300), min_size=1, max_size=4), min_size=1, max_size=20),
     st.integers(1, 3000),
 )
-def test_what_is_taken_is_within_the_budget(prompts: list[list[int]], budget: int) -> None:
+def test_prompts_taken_together_are_within_the_budget(
+    prompts: list[list[int]], budget: int
+) -> None:
     taken = take_prompts(prompts, budget)
 
     def padded(rows: int) -> int:
@@ -256,8 +258,8 @@ def test_a_row_that_is_no_number_spoils_no_other(tmp_path: Path, kind: str) -> N
 
 @pytest.mark.parametrize("kind", STATES)
 def test_prompts_that_begin_alike_go_on_from_one_state(tmp_path: Path, kind: str) -> None:
-    """In a burst the first stops where the others leave it. One after another, the second shows
-    where they part, and stops there for the ones that come after.
+    """In a burst the first prompt stops where the others leave it. If they come one after another,
+    the second shows where they part, and stops there for the ones that follow.
     """
     folder = write_chat(tmp_path, **KINDS[kind])
     engine, cold = open_engine(folder, prefix_cache_bytes=PLENTY), open_engine(folder)

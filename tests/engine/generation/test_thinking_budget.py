@@ -111,7 +111,7 @@ def test_the_grammar_begins_after_the_forced_end(engine: GenerationEngine) -> No
 def test_a_row_that_stops_and_goes_on_ends_its_thinking_at_the_same_place(
     engine: GenerationEngine, act: str
 ) -> None:
-    """Before the end is forced, and while it is."""
+    """The row stops at several steps: before the end is forced, and while it is being forced."""
     (alone,) = answers(engine, [job("x", 5)])
     for steps in (1, 4, 5, 6, 9):
         run = Rows(engine)

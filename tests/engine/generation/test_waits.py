@@ -194,8 +194,8 @@ def test_a_draw_whose_window_was_too_small_waits_once_more(
 
 
 def test_a_row_that_ends_before_others_waits_once_more(folders: dict[str, Path]) -> None:
-    """If its slot stays free, the KV of the last row takes it. MLX writes into a buffer only while
-    nothing under way reads it, and else copies all of it (`filter_layers`). With free slots
+    """The KV of the last row moves into a slot that stays free. MLX writes into a buffer only while
+    nothing under way reads it, and else copies all of it (`filter_layers`). Where slots were free
     before, all KV is copied into less memory, which waits for nothing.
     """
     engine = open_engine(folders["plain"])

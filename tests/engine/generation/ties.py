@@ -1,4 +1,4 @@
-"""Where two answers to a job may part: at a token whose draw is a tie.
+"""The places where two answers to a job may part: tokens whose draw is a tie.
 
 How a product is rounded depends on the rows of its matrices and on a machine's kernels. Where that
 decides which of two tokens is drawn, either is right, and the text after it differs.

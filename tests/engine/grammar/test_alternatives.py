@@ -106,7 +106,7 @@ around = st.fixed_dictionaries(
 @pytest.mark.generator(weight=1)
 @settings(max_examples=1500, deadline=None, database=None)
 @given(ways=ways, around=around, definition=leaves)
-def test_whatever_is_held_apart_shares_no_value(
+def test_alternatives_held_apart_let_only_fitting_values_through(
     ways: list[Any], around: dict[str, Any], definition: Any
 ) -> None:
     """Types, constants, ranges and names that two alternatives may share."""

@@ -162,7 +162,7 @@ def test_any_text_goes_through_a_string_unchanged() -> None:
 
 
 def test_special_tokens_are_never_text() -> None:
-    """Inside a string neither control tokens nor added ones may come, nor ids without token."""
+    """A string allows neither control tokens nor added ones, nor ids that have no token."""
     inside = allowed(compiled(TEXT).matcher(ids('"a')))
     assert len(inside) >= 900
     assert not set(inside) & {*range(8), 1024, 1025, 1026, 1027, 1028, 1029}
@@ -208,7 +208,7 @@ UNHELD: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("schema", "pointer"), UNHELD, ids=ascii)
-def test_what_no_grammar_holds_is_named_and_a_strict_schema_refused(
+def test_a_keyword_that_no_grammar_holds_is_named_and_refused_if_strict(
     schema: Any, pointer: str
 ) -> None:
     """The rest of the schema is held. A refusal names keyword and place."""
@@ -365,7 +365,7 @@ def test_calls_may_be_longer_than_what_a_caller_writes() -> None:
         compile_grammar(tokenizer(), long, bounds=GrammarBounds(max_calls_chars=10))
 
 
-def test_calls_leave_out_what_is_there_to_be_read() -> None:
+def test_grammars_of_calls_leave_descriptions_out() -> None:
     """Long descriptions cost nothing; a parameter called `description` stays."""
     parameters = closed(description={**TEXT, "description": "d" * 40_000, "title": "t"})
     grammar = calls(Function("f", parameters))

@@ -46,7 +46,7 @@ def test_a_caller_may_ask_for_white_space_alone(options: dict[str, Any]) -> None
         ('root ::= "a"{2,1}', "range end must be >= start"),
     ],
 )
-def test_their_faults_are_not_told_as_larks(source: str, problem: str) -> None:
+def test_faults_of_gbnf_grammars_are_not_told_as_larks(source: str, problem: str) -> None:
     """The caller wrote no line of Lark."""
     with pytest.raises(BadRequest) as caught:
         compile_grammar(tokenizer(), Grammar("grammar", source))
@@ -56,7 +56,7 @@ def test_their_faults_are_not_told_as_larks(source: str, problem: str) -> None:
     assert caught.value.code == "invalid_grammar"
 
 
-def test_a_text_with_their_sign_is_no_such_grammar() -> None:
+def test_a_lark_text_with_gbnfs_sign_is_no_gbnf() -> None:
     grammar = compile_grammar(tokenizer(), Grammar("grammar", 'start: "a ::= b"'))
     assert grammar.matcher(ids("a ::= b")).is_over
 

@@ -43,7 +43,7 @@ def test_bounds_are_added_where_there_are_none() -> None:
     assert (names["additionalProperties"], names["maxProperties"]) == (False, 3)
 
 
-def test_a_bound_is_no_less_than_what_must_be_there() -> None:
+def test_an_added_bound_is_no_less_than_the_required_items() -> None:
     many = bound_strings({"type": "array", "minItems": 9}, 5, 3)
     assert isinstance(many, dict)
     assert many["maxItems"] == 9

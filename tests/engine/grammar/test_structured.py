@@ -127,7 +127,7 @@ def test_a_forced_call_fits_its_schema(engine: GenerationEngine) -> None:
 
 
 def test_a_forced_call_has_declared_arguments_only(engine: GenerationEngine) -> None:
-    """Unless the function says that there may be more: a model would invent some for ever."""
+    """Others are allowed only if the function says so: a model would invent some for ever."""
     for seed in range(5):
         none = forced(engine, seed, {"type": "object", "properties": {}})
         assert none == {}

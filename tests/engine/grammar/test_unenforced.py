@@ -140,7 +140,7 @@ HELD: list[tuple[Any, list[Any]]] = [
 
 
 @pytest.mark.parametrize(("schema", "values"), HELD, ids=str)
-def test_what_is_held_whole_takes_what_fits_and_nothing_else(
+def test_a_schema_held_whole_takes_exactly_the_values_that_fit(
     schema: Any, values: list[Any]
 ) -> None:
     assert not compiled(schema, strict=True).unenforced
@@ -326,7 +326,7 @@ OTHERS = ("\u0085", "\u180e", "\u200b", "a", "é", '"', "\\", ".", "s", "-")
 def test_white_space_and_ends_of_lines_are_those_of_ecma(
     pattern: str, taken: Collection[str]
 ) -> None:
-    """To Rust U+0085 is white space and U+FEFF is none, and a dot matches a carriage return."""
+    """Rust differs: U+0085 is white space, U+FEFF is none, a dot matches a carriage return."""
     schema = {"type": "string", "pattern": pattern}
     assert {value for value in (*SPACES, *OTHERS) if takes(schema, value)} == {*taken}
 
@@ -404,7 +404,7 @@ schemas = st.builds(
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(schema=schemas)
 def test_whatever_a_grammar_lets_through_fits_the_callers_schema(schema: Any, shape: Shape) -> None:
-    """Unless something is named as not enforced, and then it is that which it breaks."""
+    """Only a grammar that names keywords as not enforced may let another answer through."""
     try:
         grammar = compiled(schema, shape)
     except BadRequest:

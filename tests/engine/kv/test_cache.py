@@ -107,7 +107,7 @@ operations = st.one_of(
 @given(st.lists(operations, max_size=14))
 @settings(max_examples=150)
 def test_each_row_holds_what_it_read_whatever_the_others_do(done: list[tuple[str, Any]]) -> None:
-    """Once rows have left, no more is held than is counted."""
+    """No more is held than is counted once rows have left."""
     both = Modelled(RaggedKVCache())
     counted = RowCosts(KvCost(token=2 * HEADS * SIZE * 4))
     for name, argument in done:
@@ -165,7 +165,7 @@ def test_a_slot_is_clean_for_the_next_row() -> None:
     assert found.flatten().tolist() == [-2.0] * HEADS * SIZE
 
 
-def test_what_was_copied_before_is_not_written_to() -> None:
+def test_an_earlier_copy_is_not_written_to() -> None:
     cache = RaggedKVCache()
     append(cache, [[1.0, 2.0]])
     twin = copy.copy(cache)
@@ -204,7 +204,7 @@ def test_a_row_that_leaves_or_joins_moves_one_row_at_most() -> None:
     assert peak_of(lambda: cache.extend(other), cache) <= 1.5 * row
 
 
-def test_what_a_long_row_needed_is_free_once_it_leaves() -> None:
+def test_a_long_rows_memory_is_free_once_it_leaves() -> None:
     cache = full_of(24, 8 * STEP)
     cache.rewind((0, *[8 * STEP - BLOCK] * 23))
     cache.filter(compact(range(1, 24)))

@@ -68,7 +68,7 @@ CASES = {
 }  # fmt: skip
 
 
-def test_what_a_prompt_adds_to_the_cache_is_counted_once(plain: Path) -> None:
+def test_tokens_that_a_prompt_adds_to_the_cache_are_counted_once(plain: Path) -> None:
     engine = open_engine(plain, prefix_cache_bytes=PLENTY)
     longer = [*BASE, *tokens(100, 1)]
     told = [answers(engine, [bare(each)])[0] for each in (BASE, BASE, longer)]
@@ -159,7 +159,7 @@ def test_who_waits_for_a_prompt_that_leaves_reads_on_alone(plain: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, PLENTY])
-def test_nobody_waits_longer_than_for_what_is_shared(plain: Path, limit: int) -> None:
+def test_a_row_waits_only_for_the_beginning_that_it_shares(plain: Path, limit: int) -> None:
     engine = open_engine(plain, prefix_cache_bytes=limit)
     run = Rows(engine)
     begin = tokens(256, 1)
@@ -250,8 +250,8 @@ def test_models_share_a_room_by_use(plain: Path) -> None:
     assert pool.nbytes == 0
 
 
-def test_a_room_without_a_byte_is_not_closed_to_who_comes_then(plain: Path) -> None:
-    """Nothing is spare while a model waits to load: it keeps prompts once there is."""
+def test_an_engine_opened_while_the_pool_has_no_room_keeps_prompts_later(plain: Path) -> None:
+    """No room is spare while a model waits to load; the engine keeps prompts once there is."""
     pool = PrefixPool(PLENTY)
     pool.limit = 0
     engine = open_engine(plain, prefixes=pool)
@@ -260,7 +260,7 @@ def test_a_room_without_a_byte_is_not_closed_to_who_comes_then(plain: Path) -> N
     assert answers(engine, [bare(BASE)])[0].cached_tokens > 0
 
 
-def test_what_of_a_prompt_has_no_room_is_told(folder: Path) -> None:
+def test_tokens_of_a_prompt_without_room_are_told(folder: Path) -> None:
     """Room taken by others' prompts is not told, nor anything of a model that keeps nothing."""
     engine = open_engine(folder, prefix_cache_bytes=PLENTY)
     (told,) = answers(engine, [bare(BASE)])
@@ -292,7 +292,7 @@ def test_a_broken_prefix_cannot_break_a_row_twice(plain: Path) -> None:
     assert (told.ids, told.cached_tokens) == (expected.ids, 0)
 
 
-def test_what_is_no_number_is_not_kept(tmp_path: Path) -> None:
+def test_kv_that_is_no_number_is_not_kept(tmp_path: Path) -> None:
     folder = write_chat(tmp_path)
     spoil(folder, "model.layers.0.self_attn.v_proj.weight", float("inf"))
     engine = open_engine(folder, prefix_cache_bytes=PLENTY)
@@ -333,7 +333,7 @@ prompts = st.lists(
 
 @given(prompts, st.integers(0, 8))
 @settings(max_examples=60)
-def test_what_is_kept_is_bounded_and_within_reach(prompts: list[list[int]], blocks: int) -> None:
+def test_kept_blocks_are_bounded_and_within_reach(prompts: list[list[int]], blocks: int) -> None:
     """A block never goes before those that follow it, which nobody would find again."""
     block = 2 * 4 * BLOCK + 8 * (BLOCK + 1)
     prefixes = PrefixCache([KVCache()], PrefixPool(blocks * block))  # type: ignore[no-untyped-call]
@@ -348,7 +348,7 @@ def test_what_is_kept_is_bounded_and_within_reach(prompts: list[list[int]], bloc
             assert layers[0].keys.flatten().tolist() == list(range(known))
 
 
-def test_a_routers_names_live_as_long_as_what_they_name(folder: Path) -> None:
+def test_routing_keys_live_as_long_as_the_kv_that_they_name(folder: Path) -> None:
     names = [bytes([i]) for i in range(6)]
     engine = open_engine(folder, prefix_cache_bytes=PLENTY)
     routing_keys = RoutingKeys(names, share=0.96)  # 384 tokens: six blocks

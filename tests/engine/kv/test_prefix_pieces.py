@@ -84,7 +84,7 @@ def test_a_prompt_goes_on_to_the_bit_as_it_would_have(
         assert told == expected
 
 
-def test_what_was_used_longest_ago_is_still_the_first_to_go(tmp_path: Path) -> None:
+def test_the_piece_used_longest_ago_is_still_the_first_to_go(tmp_path: Path) -> None:
     """A prompt's end goes before its beginning."""
     folder = write_chat(tmp_path)
     one, other = (open_engine(folder, prefix_cache_bytes=PLENTY) for _ in range(2))
@@ -101,7 +101,7 @@ def test_what_was_used_longest_ago_is_still_the_first_to_go(tmp_path: Path) -> N
     assert one.prefixes.pool_bytes == 0
 
 
-def test_what_has_no_room_pushes_nothing_out(tmp_path: Path) -> None:
+def test_a_piece_without_room_pushes_nothing_out(tmp_path: Path) -> None:
     """A piece without its beginning is not kept, nor any piece by an engine that keeps nothing."""
     folder = write_chat(tmp_path, **SLIDING)
     one = open_engine(folder, prefix_cache_bytes=PLENTY)

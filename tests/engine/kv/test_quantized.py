@@ -136,8 +136,8 @@ def test_each_row_holds_its_own_tokens_quantized_whatever_the_others_do(
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_what_is_no_number_stays_none(bits: int) -> None:
-    """MLX's own codes would make one of it; neither its neighbours nor other heads suffer."""
+def test_keys_that_are_no_numbers_stay_so(bits: int) -> None:
+    """MLX's own codes would make numbers of them; neither neighbours nor other heads suffer."""
     cache = PackedKVCache(Packing(bits, SIZE), (0, 0))
     keys, values = normal(2, HEADS, 12, SIZE), normal(2, HEADS, 12, SIZE)
     keys[1, 0, 5, 3], values[0, 1, 2, 7] = float("nan"), float("inf")
@@ -305,8 +305,8 @@ def most_packed(files: Path, **given_: Any) -> set[int]:
 def test_a_device_without_a_kernel_for_packed_keys_gets_floating_ones(
     monkeypatch: pytest.MonkeyPatch, plain: Path
 ) -> None:
-    """By a product that MLX's CPU really lacks, and that shows only once a pass is evaluated:
-    mx.gather_mm in 16 bits. Passes of a model that others share are not evaluated.
+    """The missing product is one that MLX's CPU really lacks, mx.gather_mm in 16 bits. It shows
+    only once a pass is evaluated. Passes of a model that others share are not evaluated.
     """
     half = mx.zeros((1, 8, 8), mx.bfloat16)
     attend_packed_by(monkeypatch, lambda: mx.gather_mm(half, half, rhs_indices=mx.array([0])))

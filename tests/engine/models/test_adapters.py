@@ -189,7 +189,7 @@ def test_a_quantized_base_is_adapted_too(plain: World) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_is_adapted_by_row_too(plain: World, dtype: str) -> None:
-    """On a CPU MLX gathers only float32 factors by itself."""
+    """MLX itself gathers only float32 factors on a CPU."""
     engine = load_generation(plain.base, name="chat", device=Device.CPU, dtype=dtype)
     try:
         numbers = [add(engine, name, folder) for name, folder in plain.folders.items()]

@@ -73,7 +73,7 @@ def test_an_embedding_model_is_measured_alike() -> None:
     assert engine.nbytes() <= size <= engine.nbytes() * 1.2
 
 
-def test_kv_is_counted_for_so_many_tokens_at_most_the_context(tmp_path: Path) -> None:
+def test_kv_is_counted_for_the_given_tokens_but_at_most_the_context(tmp_path: Path) -> None:
     """Two layers and one being copied, two heads of 16, keys and values, float32 on a CPU."""
     folder = checkpoint(write_chat(tmp_path / "plain"))
     a_token = 2 * 3 * 2 * 16 * 4

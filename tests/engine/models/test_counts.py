@@ -141,7 +141,7 @@ def test_every_architecture_of_mlx_lm_opens_within_the_bounds(tmp_path: Path) ->
         ("afm7", {}),  # layers under two names
     ],
 )
-def test_what_files_may_lack_is_no_lack_of_layers(
+def test_arrays_that_files_may_lack_are_no_missing_layers(
     tmp_path: Path, name: str, changes: dict[str, Any]
 ) -> None:
     checkpoint = write(tmp_path, {**tiny_config(name), **changes})

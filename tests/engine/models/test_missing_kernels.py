@@ -223,7 +223,7 @@ def test_what_a_report_raises_ends_the_load_before_memory_is_taken(
     assert mx.get_active_memory() <= before + 4096  # the trials' zeros
 
 
-def test_a_loaded_model_says_what_it_said_whether_or_not_there_are_kernels(
+def test_a_loaded_model_answers_alike_with_and_without_kernels(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = {"quantization": {"group_size": 32, "bits": 4}}

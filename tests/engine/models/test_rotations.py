@@ -77,7 +77,7 @@ def test_layers_share_a_table_until_the_rows_have_grown(
 
 
 def test_positions_that_may_be_written_to_make_no_table() -> None:
-    """As those of mlx-lm's own caches are: the next layer's are other ones, or the same array."""
+    """mlx-lm's own caches have such: the next layer's may be the same array, changed."""
     x, offset = normal(2, 1, 1, 8), mx.array([3, 5])
     with sharing_rotations():
         before = rotate(x, 8, **GIVEN, offset=offset)

@@ -99,7 +99,7 @@ def both(template: ChatTemplate, turns: Any, tools: Any, arguments: Any) -> tupl
 
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_it_is_what_transformers_renders(
+def test_prompts_are_those_that_transformers_renders(
     name: str, asked: str, box: Sandbox, tmp_path: Path
 ) -> None:
     chat = family(tmp_path, template=TEMPLATES[name], template_sandbox=box)
@@ -153,7 +153,7 @@ def test_messages_that_make_a_template_cost_too_much_are_refused(
     assert chat.template.render([{"role": "user", "content": "y"}], [], {}) == "fine"
 
 
-def test_who_comes_while_another_template_is_slow_is_told_to_come_back(tmp_path: Path) -> None:
+def test_a_request_behind_a_slow_template_is_told_to_come_back(tmp_path: Path) -> None:
     chat = family(tmp_path)
     busy = ChatTemplate(chat._wrapper, lambda request, key: ("busy", "another"))
     with pytest.raises(Overloaded):

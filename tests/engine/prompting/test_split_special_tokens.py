@@ -41,9 +41,9 @@ def read(chat: ChatTokenizer, **job: Any) -> tuple[list[str], str]:
     return controls, chat.backend.decode(ids, skip_special_tokens=False)
 
 
-def test_texts_tools_and_template_arguments_bring_none(chat: ChatTokenizer) -> None:
-    """By default they do, as everywhere. The marks of thinking in earlier answers stay marks: a
-    template looks for them.
+def test_texts_tools_and_template_arguments_bring_no_control_tokens(chat: ChatTokenizer) -> None:
+    """Texts do bring them by default, as everywhere. The marks of thinking in earlier answers stay
+    marks: a template looks for them.
     """
     function = {"name": "f", "description": EVIL, "parameters": {"properties": {EVIL: {}}}}
     tools = [{"type": "function", "function": function}]

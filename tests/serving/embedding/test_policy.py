@@ -1,4 +1,4 @@
-"""Which inputs share a pass and how long others are waited for, with numbers."""
+"""The inputs that share a pass and the time that others are waited for, with numbers."""
 
 import sys
 from dataclasses import replace
@@ -30,7 +30,7 @@ LIMITS = EmbeddingLimits(max_batch_size=32, max_batch_tokens=16384, batch_window
         ([[1] * 50], 8, 1000, [8]),  # rows are bounded too
     ],
 )
-def test_so_many_of_each_requests_inputs_share_the_next_pass(
+def test_the_next_pass_takes_inputs_of_each_request(
     lengths: list[list[int]], rows: int, tokens: int, taken: list[int]
 ) -> None:
     assert take_batch(lengths, rows, tokens) == taken

@@ -144,7 +144,7 @@ async def test_no_more_rows_run_than_the_limit() -> None:
 
 
 async def test_a_caller_who_leaves_takes_its_row_along() -> None:
-    """Within a step; the neighbour goes on."""
+    """The row leaves within a step, and its neighbour goes on."""
     engine = ScriptedChat()
     async with batching(engine) as batcher:
         engine.gate.close()

@@ -37,7 +37,7 @@ def costs(token: int = 1, most: int = 10**9, **given: Any) -> RowCosts:
     return RowCosts(KvCost(token), most=lambda: most, **given)
 
 
-def test_what_decodes_together_is_a_rectangle_and_what_is_apart_is_not() -> None:
+def test_rows_that_decode_together_are_a_rectangle_and_rows_apart_are_not() -> None:
     """Rows times longest; each may hold a step more than it uses, as the caches grow, and one slot
     in eight may be free.
     """
@@ -115,7 +115,7 @@ def test_a_prompt_that_never_fits_is_refused_and_no_other() -> None:
 
 
 def test_a_model_larger_than_it_seemed_has_room_for_the_rows_its_share_includes() -> None:
-    """Though with its weights alone the budget is overdrawn."""
+    """The model's weights alone overdraw the budget here."""
     memory = RowMemory(Budget(0), costs(included=4 * KV_STEP, most=-1000))
     memory.check("m", row(100, 100))
     assert memory.fits(Layout([100] * 2))
@@ -235,8 +235,8 @@ async def test_a_row_that_waits_for_others_alone_is_told_so_in_time() -> None:
     assert budget.free_bytes == budget.limit_bytes
 
 
-async def test_what_a_waiting_model_claims_is_freed_of_what_is_kept_of_prompts() -> None:
-    """Only the claimed bytes are freed, and once: prefixes kept later stay, though no row runs."""
+async def test_a_waiting_models_claim_is_freed_of_kept_prompts() -> None:
+    """Exactly the claimed bytes are freed, though no row runs; prompts kept later stay."""
     budget = Budget(10**6)
     engine = ScriptedChat(prefix_bytes=1000)
     async with batching(engine, RowMemory(budget, costs(most=10**6))) as batcher:
@@ -250,8 +250,8 @@ async def test_what_a_waiting_model_claims_is_freed_of_what_is_kept_of_prompts()
         assert engine.prefix_bytes == 500
 
 
-async def test_what_is_kept_of_prompts_gives_way_to_rows() -> None:
-    """Before a model does, and as far as they need it: it only saves time."""
+async def test_kept_prompts_give_way_to_rows() -> None:
+    """Kept prompts only save time, so they go before a model does, and no more than need be."""
     budget, evicted = Budget(3 * KV_STEP), list[int]()
     budget.attach(Models(lambda nbytes, _: evicted.append(nbytes)))
     engine = ScriptedChat(prefix_bytes=3 * KV_STEP)
@@ -262,7 +262,7 @@ async def test_what_is_kept_of_prompts_gives_way_to_rows() -> None:
     assert not evicted
 
 
-async def test_a_row_that_grows_takes_what_is_kept_of_prompts_before_another_rows_place() -> None:
+async def test_a_growing_row_takes_kept_prompts_before_another_rows_place() -> None:
     """Nobody is preempted while there are prefixes."""
     budget = Budget(2 * (300 + KV_STEP))
     engine = ScriptedChat(max_context=1000, prefix_bytes=10**6)
@@ -275,7 +275,7 @@ async def test_a_row_that_grows_takes_what_is_kept_of_prompts_before_another_row
     assert engine.prefix_bytes < budget.limit_bytes
 
 
-async def test_what_models_with_a_room_of_their_own_keep_is_had_back_for_anothers_row() -> None:
+async def test_prompts_kept_in_a_models_own_room_give_way_to_anothers_row() -> None:
     """Those models give it back in a turn of theirs, before a model is evicted."""
     budget, evicted = Budget(2 * KV_STEP), list[int]()
     budget.attach(Models(lambda nbytes, _: evicted.append(nbytes)))
@@ -295,7 +295,7 @@ async def test_what_models_with_a_room_of_their_own_keep_is_had_back_for_another
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-async def test_what_an_idle_model_keeps_gives_way_to_rows_that_grow(rows: int) -> None:
+async def test_an_idle_models_kept_prompts_give_way_to_rows_that_grow(rows: int) -> None:
     """None of them is cut or preempted for it."""
     budget = Budget(2 * 10**6)
     keeper, grower = ScriptedChat(prefix_bytes=2000), ScriptedChat(max_context=1000)
@@ -330,7 +330,7 @@ def test_rooms_give_in_turn_and_no_more_than_is_wanted() -> None:
     assert budget.free_bytes == 1000, "of a model that is gone nothing is left"
 
 
-def test_what_is_kept_is_sized_by_models_and_a_row() -> None:
+def test_the_room_for_kept_prompts_is_sized_by_models_and_a_row() -> None:
     """It is at most its bound, and at least LEAST_PREFIXES where models leave as much."""
     least = LEAST_PREFIXES
     for limit, models, row, expected in (
@@ -399,7 +399,7 @@ async def test_when_memory_ends_the_youngest_gives_way_and_says_it_all_later(
     assert budget.free_bytes == budget.limit_bytes
 
 
-async def test_one_that_gave_way_and_finds_no_memory_again_ends_with_what_it_has_said() -> None:
+async def test_a_row_that_gave_way_and_finds_no_memory_again_ends_with_its_text() -> None:
     """It ends with `length`, and never with an error: its caller has begun to read."""
     budget = Budget(2 * (260 + KV_STEP))
     other = budget.share()

@@ -1,4 +1,4 @@
-"""Who joins next, with numbers."""
+"""The order in which choices join a batch, with numbers."""
 
 import asyncio
 

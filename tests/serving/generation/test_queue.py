@@ -132,7 +132,7 @@ async def test_the_preempted_go_first_by_rank() -> None:
     assert (len(waiting), names(list(waiting))) == (1, "a")
 
 
-async def test_who_is_given_up_is_met_no_more() -> None:
+async def test_a_choice_that_is_removed_never_joins() -> None:
     waiting = filled(a=(1.0, 5), b=(2.0, 1))
     gone = [each for each in waiting if each.request == "b" or each.index in (0, 1, 3)]
     waiting.remove(gone)

@@ -95,7 +95,7 @@ class TestChoice:
 
 
 def test_a_burst_of_answers_of_a_form_keeps_to_the_places_of_held_ones() -> None:
-    """Beside one free stream, where all of them take turns."""
+    """A free stream runs beside the burst, and all of them take turns."""
 
     def choice(number: int, grammar: Grammar | None) -> Choice:
         params = SequenceParams(prompt=[1, 2], max_tokens=100, sampling=Sampling(), grammar=grammar)

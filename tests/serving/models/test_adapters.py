@@ -63,7 +63,7 @@ async def test_unloading_a_base_frees_its_adapters_too() -> None:
 
 
 async def test_a_pinned_adapter_keeps_its_base() -> None:
-    """Once it is unpinned, the base ends its time and takes the adapter with it."""
+    """Once the adapter is unpinned, its base ends its time and takes the adapter with it."""
     shelf = Shelf(BASE, adapter("long", BASE, ttl_s=600))
     long = shelf.served.catalog.specs[1]
     async with cache(shelf, Budget(20), ttl_s=1) as models:

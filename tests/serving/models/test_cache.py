@@ -313,7 +313,7 @@ async def test_leaving_the_cache_ends_what_loads_or_waits_and_frees_the_rest() -
     assert models.entries == ()
 
 
-async def test_what_was_counted_for_a_model_that_nothing_has_any_more_is_let_go() -> None:
+async def test_counts_of_a_model_that_is_gone_are_dropped() -> None:
     """Otherwise callers who name ever more models of the hub fill memory and /metrics."""
     shelf = Shelf(spec("named-once"), spec("named-still"))
 

@@ -1,4 +1,4 @@
-"""Who is admitted and who leaves: the plan, with numbers."""
+"""The plan of admissions and evictions, with numbers."""
 
 from typing import Any
 
@@ -50,12 +50,12 @@ def test_a_model_that_is_leaving_is_waited_for() -> None:
     assert plan(5, a=(LEAVING, 10), b=(IDLE, 10), c=(WAITING, 12)) == EvictionPlan(claimed_bytes=2)
 
 
-def test_what_leaves_for_a_model_and_what_is_free_is_kept_from_rows() -> None:
+def test_bytes_freed_for_a_model_and_free_ones_are_kept_from_rows() -> None:
     expected: EvictionPlan[str] = EvictionPlan(leaving=("a",), claimed_bytes=10)
     assert plan(15, a=(IDLE, 10), b=(WAITING, 20)) == expected
 
 
-def test_what_is_kept_of_prompts_goes_before_an_idle_model() -> None:
+def test_kept_prompts_go_before_an_idle_model() -> None:
     """Prefixes are claimed; a model leaves only for bytes beyond them, or for a place."""
     idle: dict[str, Any] = {"a": (IDLE, 10, 1.0), "b": (IDLE, 10, 2.0)}
     expected: EvictionPlan[str] = EvictionPlan(claimed_bytes=30)

@@ -306,7 +306,7 @@ async def test_what_the_hub_has_refused_is_not_asked_of_it_again_for_a_while(
     assert callers.offered == ["org/a"] * 3
 
 
-async def test_of_few_names_it_is_known_that_the_hub_has_refused_them(pulls: Pulls) -> None:
+async def test_the_number_of_remembered_refusals_is_bounded(pulls: Pulls) -> None:
     callers = Callers(pulls, "org/*")
     callers.refusal = ModelNotFound("o/a")
     for number in range(3 * MOST_REFUSED):

@@ -64,14 +64,14 @@ def test_rotations_are_scaled_as_the_file_says(
 
 
 def test_a_window_bounds_the_context(tmp_path: Path) -> None:
-    """Within it attention is attention over all."""
+    """Texts within the window are attended to whole, and longer ones are not served."""
     file = checkpoint(tmp_path, "llama", **{"llama.attention.sliding_window": 96})
     assert file.config()["max_position_embeddings"] == 96
     file = checkpoint(tmp_path, "llama", **{"llama.attention.sliding_window": 4096})
     assert file.config()["max_position_embeddings"] == CONTEXT
 
 
-def test_what_changes_nothing_is_passed_over(tmp_path: Path) -> None:
+def test_keys_that_change_nothing_are_passed_over(tmp_path: Path) -> None:
     own = {"rope.dimension_count": 32, "expert_count": 0, "attention.causal": True}
     keys: dict[str, Any] = {f"llama.{key}": value for key, value in own.items()}
     keys |= {"general.type": "model", "split.count": Number("H", 0), "another.key": 7}

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a GGUF file, it is an error of ours, and never the end of the process."""
+"""Damaged GGUF files: each is an error of ours, and none ends the process."""
 
 import json
 import subprocess
