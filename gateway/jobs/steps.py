@@ -110,6 +110,14 @@ _ZERO = KvCost()
 
 
 @dataclass(frozen=True, slots=True)
+class ImageCost:
+    """The bytes that images add to a model."""
+
+    token: int = 0  # bytes of a token of an image, while its sequence is here
+    kept: int = 0  # most bytes of the features of earlier images
+
+
+@dataclass(frozen=True, slots=True)
 class Pass:
     """The counts of one pass, or of one step."""
 
@@ -160,7 +168,7 @@ class EngineFacts:
     unread_formats: Sequence[str] = ()  # the settings of formats that don't fit its chat template
     notes: Sequence[str] = ()  # sentences on parts of its files that are not followed
     verified: Verified = "no"
-    reads_images: bool = False
+    images: ImageCost | None = None  # None for a model that reads text alone
     is_timed_when_idle: bool = True  # False on a CPU: all wider steps timed on one have gained
 
 

@@ -85,7 +85,7 @@ class GenerationEngine:
             kv_cost,
             tested_tokens,
             *said,
-            reads_images=sight is not None,
+            images=None if sight is None else sight.cost,
             is_timed_when_idle=is_late(),
         )
 
