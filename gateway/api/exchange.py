@@ -212,6 +212,9 @@ async def read_exchange(
         parsed = await service.take(request, body, shape)
         asked = parsed.request
         exchange = await service.run_on_body(body, translate, asked, is_large=is_large(asked))
+    # Images of kept responses are in no body, but take as much memory.
+    images = {id(image.data): len(image.data) for job in exchange.jobs for image in job.images}
+    context_of(request).body.count(max(len(body), sum(images.values())))
     exchange.headers.update(ignored_header(parsed.ignored))
     return exchange
 

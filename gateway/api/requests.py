@@ -39,6 +39,7 @@ from gateway.serving.models.served import KnownInputs, Served
 from gateway.serving.response_store import ResponseStore
 from gateway.serving.tokenize import Kind, ThreadPools
 from gateway.wire.bounds import Bounds
+from gateway.wire.images import ImageLimits, ImageReader, hide_images
 from gateway.wire.validation import CharBounds, Parsed, missing_parameter, read_request
 from gateway.wire.validation import Request as WireRequest
 
@@ -64,6 +65,8 @@ class Rules:
     body_timeout_s: float
     max_input_chars: int
     max_request_chars: int
+    max_images: int
+    max_image_bytes: int
     bounds: Bounds
     strict_fields: bool
     leave_out_images: bool
@@ -131,7 +134,9 @@ class Service:
         if trace is not None:
             trace.note_request(asked)
         if self.rules.log_prompts:
-            await self.run_on_body(body, lambda: log.info("prompt", **asked.prompt_fields()))
+            await self.run_on_body(
+                body, lambda: log.info("prompt", **hide_images(asked.prompt_fields()))
+            )
 
     async def _admit(self, request: Request, asked: WireRequest) -> None:
         """Begin to fetch the model that a request names, if it is the hub's and may be named.
@@ -187,6 +192,12 @@ class Service:
                 param="x-gateway-timeout-s",
             )
         return min(seconds, limit)
+
+    def image_reader(self, spec: ChatSpec) -> ImageReader:
+        """Return the reader of one request's images, which refuses them for a model of text."""
+        if "image" not in spec.input_modalities:
+            return ImageReader()
+        return ImageReader(ImageLimits(self.rules.max_images, self.rules.max_image_bytes))
 
     @overload
     def lease(self, spec: ChatSpec, caller: Caller, wire: WireRequest) -> Lease[ChatBatcher]: ...

@@ -31,6 +31,7 @@ async def tokenize(service: Service, request: Request) -> Response:
         _, spec = service.chat_spec(asked.model, "tokenizing")
         max_chars = service.rules.max_input_chars
         translate = partial(wire.to_job, asked, service.caller(request), max_chars=max_chars)
+        translate = partial(translate, images=service.image_reader(spec))
         job = await service.run_on_body(body, translate)
     async with _leased(service, request, spec, asked) as batcher:
         tokens = batcher.engine.tokens

@@ -5,6 +5,7 @@ The caller of a job is here; the rest by subject:
 embed   texts → vectors
 rerank  documents → scores
 chat    conversations → deltas
+images  the images of a conversation
 steps   one choice of a chat job; the plan of an engine's step, and its result
 """
 

@@ -12,7 +12,7 @@ anthropic_stream                   deltas → content blocks, and their events
 anthropic_blocks                   input blocks → turns
 tokenization                       a prompt to tokenize; its tokens, and the text of some
 pulls                              a model to download, and how far that has got
-images                             images of earlier turns left out, or all refused
+images                             images read, left out or refused; none is shown in a log
 messages, tools                    chat messages, and tools of all APIs → the form of templates
 generation                         shared by chat, completions, responses: sampling, forms, logprobs
 validation, bounds                 bytes → a checked request, or the 400 that names the field

@@ -11,6 +11,7 @@ from gateway.errors import Part as ErrorPart
 from gateway.jobs import Caller
 from gateway.jobs.chat import GenerateJob, Sampling
 from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label, at_most
+from gateway.wire.images import REFUSING, ImageReader
 from gateway.wire.messages import Message, is_continuation, to_template
 from gateway.wire.tools import ChatTools, Selection, ToolParam, read_tools, unserved_tools
 from gateway.wire.validation import Request, check_length
@@ -50,14 +51,16 @@ class TokenizeRequest(Request):
         return super().param_of(part)
 
 
-def to_job(request: TokenizeRequest, caller: Caller, *, max_chars: int) -> GenerateJob:
+def to_job(
+    request: TokenizeRequest, caller: Caller, *, max_chars: int, images: ImageReader = REFUSING
+) -> GenerateJob:
     """Return the job of a request, which is never run."""
     if request.prompt is not None:
         if len(request.prompt) > max_chars:
             raise BadRequest(f"'prompt' is longer than {max_chars} characters.", param="prompt")
         return GenerateJob(caller=caller, prompt=request.prompt, sampling=Sampling())
     messages = request.messages or []
-    turns = to_template(messages)
+    turns = to_template(messages, images)
     check_length(turns, max_chars, param="messages")
     check_length(request.tools, max_chars, param="tools")
     functions = [tool.function if isinstance(tool, ToolParam) else tool for tool in request.tools]
@@ -69,6 +72,7 @@ def to_job(request: TokenizeRequest, caller: Caller, *, max_chars: int) -> Gener
         tools=tools,
         template_args=request.chat_template_kwargs,
         continues=is_continuation(messages, requested=request.continue_final_message),
+        images=images.decode(),
     )
 
 
