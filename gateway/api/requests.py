@@ -31,7 +31,7 @@ from gateway.registry import (
 from gateway.serving.admission import Arrivals, until_deadline
 from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.serving.embedding.reranker import RerankBatcher
-from gateway.serving.generation.batcher import ChatBatcher
+from gateway.serving.generation.batcher import ChatBatcher, GenerationBatcher
 from gateway.serving.models.cache import ModelCache
 from gateway.serving.models.named import NamedModels
 from gateway.serving.models.pulls import NOBODY
@@ -193,9 +193,19 @@ class Service:
             )
         return min(seconds, limit)
 
+    def reads_images(self, spec: ChatSpec) -> bool:
+        """Return True if a model may read images: its engine knows if it is loaded, and else its
+        files say so. A model without files here may; its engine refuses images if it does not.
+        """
+        model = self.models.model(spec.base_spec or spec)
+        if isinstance(model, GenerationBatcher):
+            return model.engine.facts.images is not None
+        inputs = self.inputs.of(spec)
+        return inputs is None or "image" in inputs.modalities
+
     def image_reader(self, spec: ChatSpec) -> ImageReader:
         """Return the reader of one request's images, which refuses them for a model of text."""
-        if "image" not in spec.input_modalities:
+        if not self.reads_images(spec):
             return ImageReader()
         return ImageReader(ImageLimits(self.rules.max_images, self.rules.max_image_bytes))
 

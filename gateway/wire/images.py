@@ -11,7 +11,7 @@ from hashlib import blake2b
 from operator import is_not
 from typing import Any, Final
 
-from gateway.errors import BadRequest
+from gateway.errors import BadRequest, ImageRefused
 from gateway.jobs.images import Detail, ImageInput
 from gateway.wire.validation import IMAGE_TYPES, P, Part, part_fields
 
@@ -86,7 +86,7 @@ class ImageReader:
     def check(self, kind: str, place: str, role: str, *, param: str | None = None) -> None:
         """Raise BadRequest if an image is not read there. `place` is its place in the request."""
         if self._limits is None:
-            raise image_refused(kind, place, param or place)
+            raise ImageRefused(kind, place, param or place)
         if role not in _READ:
             raise _invalid(place, "only messages of the user and results of tools may have images.")
 
@@ -222,16 +222,3 @@ def leave_images_out(turns: Sequence[P]) -> tuple[list[P], int]:
     stays = [role in _SYSTEM or (role == "user" and i == newest) for i, role in enumerate(roles)]
     kept = [without_images(turn, stay=stay) for turn, stay in zip(turns, stays, strict=True)]
     return kept, count
-
-
-def image_refused(kind: str, place: str, param: str) -> BadRequest:
-    """Return the error for an image that is not left out; `place` is its place in the request."""
-    # "Could not process image" are the words of Anthropic's own API: Claude Code reads them, takes
-    # the image out of its session and asks again.
-    return BadRequest(
-        f"Invalid '{place}': Could not process image of type '{kind}': this model reads text. Send "
-        "text, or ask a model that reads images. With GATEWAY_LEAVE_OUT_IMAGES=true, or in one "
-        "request the header x-gateway-leave-out-images: true, images of earlier turns and of "
-        "tools' results are left out: a session then goes on with the next message.",
-        param=param,
-    )

@@ -12,7 +12,7 @@ from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
 from gateway.engine.vision.prompts import ImageFormat
-from gateway.errors import BadRequest, ContextLengthExceeded
+from gateway.errors import BadRequest, ContextLengthExceeded, ImageRefused
 from gateway.jobs import TokenIds
 from gateway.jobs.chat import GenerateJob, Sampling
 from gateway.jobs.images import FIRST_IMAGE_ID
@@ -51,6 +51,9 @@ def prepare(job: GenerateJob, setup: ChatSetup) -> list[SequenceParams]:
     chat = setup.chat
     if job.questions:
         return prepare_questions(job, chat, setup.max_context, setup.vocab_size)
+    if job.images and setup.images is None:
+        image = job.images[0]
+        raise ImageRefused(image.kind, image.place, image.place)
     prompt = chat.prompt(job, setup.images)
     max_tokens = _answer_limit(job, prompt.ids, setup)
     sampling = _complete(job.sampling, setup.sampling_defaults)
