@@ -51,8 +51,8 @@ def test_each_kind_is_read_from_its_files(tmp_path: Path) -> None:
         (QWEN3, ("chat_template.jinja",), "org/Qwen3-Reranker-0.6B", "scoring: labels"),
         (QWEN3, ("chat_template.jinja",), "org/gte-Qwen2-7B", "kind: embedding"),
         (BERT, (), "org/name", "pooling: mean"),
-        ({**RANKER, "id2label": {"0": "bad", "1": "good"}}, (), "org/name", "sorts texts"),
-        ({**RANKER, "model_type": "llama"}, (), "org/name", "sorts texts"),
+        ({**RANKER, "id2label": {"0": "bad", "1": "good"}}, (), "org/name", "classifies texts"),
+        ({**RANKER, "model_type": "llama"}, (), "org/name", "classifies texts"),
         (
             {**QWEN3, "architectures": ["Qwen3ForTokenClassification"]},
             ("chat_template.jinja",),
