@@ -63,7 +63,7 @@ def test_each_kind_is_read_from_its_files(tmp_path: Path) -> None:
         ({**QWEN3, "model_file": "x.py"}, ("chat_template.jinja",), "org/name", "never run"),
         ({}, ("adapter_config.json",), "org/name", "base: …, adapter: …"),
         ({}, (), "org/name", "no config.json"),
-        ([], (), "org/name", "no JSON object"),
+        ([], (), "org/name", "contain a JSON object"),
     ],
 )
 def test_what_files_leave_open_is_refused_with_the_entry_that_says_it(
