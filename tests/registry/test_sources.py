@@ -53,7 +53,7 @@ def test_a_source_says_whether_it_is_one_file() -> None:
 def test_a_piece_of_a_model_is_refused() -> None:
     """Before gigabytes of it are fetched; a model may call its only file the first of one."""
     for scheme in ("hub:a/b", "path:b", "package:b"):
-        with pytest.raises(ValueError, match="one piece of a model"):
+        with pytest.raises(ValueError, match="a part of a split model"):
             parse_source(f"{scheme}/x-00001-of-00003.gguf", Path("/"))
         parse_source(f"{scheme}/x-00001-of-00001.gguf", Path("/"))
 
