@@ -200,7 +200,7 @@ class Settings(BaseSettings):
     log_format: Annotated[Literal["auto", "json", "console"], BeforeValidator(_lower)] = "auto"
     """Form of log lines; auto is console on a terminal, else JSON."""
     log_prompts: bool = False
-    """Log all that callers ask, in full."""
+    """Log all that callers ask, in full but for images, of which it has the sizes."""
 
     # ── Models: the device, the hub, memory ───────────────────────────────────────────────────────
 
