@@ -233,7 +233,7 @@ class EncodingNotSupported(RequestError):
 
     def __init__(self, encoding: str) -> None:
         super().__init__(
-            f"The request body has the Content-Encoding `{shorten(encoding)}`; send it as it is."
+            f"The request body has Content-Encoding `{shorten(encoding)}`; send it uncompressed."
         )
 
     @property
@@ -249,7 +249,7 @@ class VersionNotSupported(RequestError):
     code = "http_version_not_supported"
 
     def __init__(self) -> None:
-        super().__init__("HTTP/1.1 is spoken here; a proxy in front of it may speak HTTP/2.")
+        super().__init__("Only HTTP/1.1 is supported; for HTTP/2, put a proxy in front.")
 
 
 class HeadTooLarge(RequestError):
@@ -282,7 +282,7 @@ class TooManyWatchers(GatewayError):
     code = "too_many_watchers"
 
     def __init__(self, most: int) -> None:
-        message = f"{most} dashboards are open already, the most there may be: close one of them."
+        message = f"{most} dashboards are open already, which is the limit: close one of them."
         super().__init__(message, retry_after_s=10)
 
 
@@ -389,7 +389,7 @@ class PromptTooLarge(GatewayError):
     def __init__(self, model: str, tokens: int, most: int) -> None:
         super().__init__(
             f"A prompt of {tokens} tokens needs more memory than the model `{model}` may use here: "
-            f"at most {most} tokens have room.",
+            f"at most {most} tokens fit.",
             should_retry=False,
         )
 
