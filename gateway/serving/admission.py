@@ -179,7 +179,7 @@ class Admission:
             self._finished /= 2
 
     def retry_after_s(self) -> float:
-        """Estimate the seconds until everything held is released, as the function does."""
+        """Estimate the seconds until everything that is held now is released."""
         return retry_after_s(self._held, self._finished, self._now() - self._since)
 
 

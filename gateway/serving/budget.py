@@ -1,4 +1,4 @@
-"""The memory budget: the bytes that models and their sequences may hold, and the bytes they do."""
+"""The memory budget: the bytes that models and their sequences may hold, and those in use."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -94,7 +94,7 @@ class Budget:
                 is_due = is_due or given > 0
                 is_new = is_new or given > prefixes.recalled
                 prefixes.recalled = max(given, prefixes.recalled)
-        if is_new:  # a listener may call this method again, and must not be called again for that
+        if is_new:  # without this check, a listener that calls `recall` would be called forever
             self.notify()
         return is_due
 

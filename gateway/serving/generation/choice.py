@@ -45,14 +45,14 @@ class Choice:
 
     @property
     def stage(self) -> Stage:
-        """Return its current stage, or its last one if it is over."""
+        """Return the choice's current stage, or its last stage if it is over."""
         if not self.id:
             return Stage.QUEUE
         return Stage.DECODE if self.tokens else Stage.PREFILL
 
     @property
     def counts_prompt(self) -> bool:
-        """Return True if its prompt counts towards the usage."""
+        """Return True if the choice's prompt counts towards the usage."""
         # All choices of a job share one prompt, which counts once. The steps that score a
         # question's labels share one prompt too.
         step = self.params.step
@@ -60,27 +60,27 @@ class Choice:
 
     @property
     def used(self) -> int:
-        """Return the number of its tokens so far, prompt and answer."""
+        """Return the number of the choice's tokens so far, prompt and answer."""
         return len(self.params.prompt) + self.tokens
 
     @property
     def max_length(self) -> int:
-        """Return the most tokens that it may have, prompt and answer."""
+        """Return the most tokens that the choice may have, prompt and answer."""
         return len(self.params.prompt) + self.params.max_tokens
 
     @property
     def run(self) -> int:
-        """Return the number of tokens decoded since it began or resumed decoding."""
+        """Return the number of tokens since the choice began or resumed decoding."""
         return self.tokens - self.rotated_at
 
     @property
     def will_decode(self) -> bool:
-        """Return True if it needs decode steps: prefill itself yields the answer's first token."""
+        """Return True if the choice needs decode steps: prefill itself yields the first token."""
         return self.max_length - self.used > 1
 
     @property
     def needs_more(self) -> bool:
-        """Return True if it will soon exceed the tokens for which memory is reserved."""
+        """Return True if the choice will soon exceed the tokens for which memory is reserved."""
         return self.length < min(self.max_length, self.used + MARGIN)
 
     def cap_at_memory(self) -> int:
@@ -91,11 +91,11 @@ class Choice:
 
     @property
     def is_constrained(self) -> bool:
-        """Return True if it has a grammar."""
+        """Return True if the choice has a grammar."""
         return self.params.grammar is not None
 
     def preempt(self) -> None:
-        """Record that its KV is freed, and that it waits to be prefilled again."""
+        """Record that the choice's KV is freed, and that it waits to be prefilled again."""
         self.preemptions += 1
         self.is_held = False
         self.stuck_since = None
@@ -109,7 +109,7 @@ class Choice:
         return self.rank, self.index
 
     def join(self, sequence_id: int, turn: Turn) -> None:
-        """Record that it joins the batch in this turn, under this id."""
+        """Record that the choice joins the batch in this turn, under this id."""
         self.id = sequence_id
         now = clock.now()
         lane_s = max(0.0, min(turn.waited_s, turn.gained - self.since))

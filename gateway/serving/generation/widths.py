@@ -32,8 +32,8 @@ class Width(NamedTuple):
 def next_width(step_s: StepTimes, most_rows: int, limit_s: float) -> int | None:
     """Return the next width to time; None if there is none.
 
-    None follows if all widths are timed, the next is over `most_rows`, or a step took longer than
-    `limit_s`. Two rows are timed even if a step of one row takes longer.
+    Nothing is left to time if all widths are timed, the next one is over `most_rows`, or a step
+    took longer than `limit_s`. Two rows are timed even if a step of one row takes longer.
     """
     known = len(step_s)
     if known >= len(WIDTHS) or WIDTHS[known] > most_rows:
