@@ -8,10 +8,11 @@ prompting       messages → the tokens of a prompt
 answers         tokens → text, reasoning and calls; without mlx
 drafts          tokens read ahead: prompt lookup's guesses, or a smaller model's
 kv              the keys and values of tokens that were read
+vision          an image file → the numbers that a model's tower reads
 embedding       texts → vectors, one pass for many
 grammar         JSON Schemas and other forms → the mask of each step
 models          a folder or a GGUF file → a model that runs
-sandbox_worker  the work of a process of its own: templates, first tries of grammars
+sandbox_worker  the work of a process of its own: templates, first tries of grammars, image files
 control_tokens  callers' texts encoded without any
 tokenizer_parts  bounds of the parts of a tokenizer.json
 discovery       models on this machine, in others' folders too; the kind of each

@@ -1,0 +1,65 @@
+"""An image file's size and pixels. Pillow reads it in the sandbox, and never in this process."""
+
+import hashlib
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gateway.engine.sandbox_worker import Sandbox, refuse_size
+from gateway.errors import BadRequest, Overloaded, Unavailable
+
+MOST_BYTES: Final = 1 << 30  # bytes of memory beside the file: 64 million pixels take 700 MB
+BUSY_S: Final = 2.0
+INVALID: Final = "the process that read it gave an invalid answer"
+
+
+def measure(sandbox: Sandbox, data: bytes, place: str) -> tuple[int, int]:
+    """Return an image's width and height, after the turn that its EXIF asks for.
+
+    Only the header is read: pixels that are broken or missing are found by `decode`. `place` is the
+    image's place in the request.
+
+    Raises BadRequest for a file that is not decoded, Overloaded if other images take all the time,
+    and Unavailable if the system ended the process that read it, or gave it no processor.
+    """
+    value = _read(sandbox, {"kind": "measure"}, data, place)
+    # Whoever broke into the process may have sent the size.
+    match value:
+        case [int(width), int(height)] if refuse_size(width, height) is None:
+            return width, height
+    raise _unreadable(place, INVALID)
+
+
+def decode(
+    sandbox: Sandbox, data: bytes, width: int, height: int, resample: str, place: str
+) -> NDArray[np.uint8]:
+    """Return an image's pixels at a size: (height, width, 3) of red, green and blue, read-only.
+
+    `resample` is one of Pillow's filters, in lower case. Transparent pixels are shown over white.
+    Raises as `measure` does.
+    """
+    nbytes = width * height * 3
+    size = {"width": width, "height": height, "resample": resample}
+    request = {"kind": "decode", **size, "answer_bytes": nbytes}
+    value = _read(sandbox, request, data, place)
+    if not isinstance(value, bytes) or len(value) != nbytes:
+        raise _unreadable(place, INVALID)
+    return np.frombuffer(value, np.uint8).reshape(height, width, 3)
+
+
+def _read(sandbox: Sandbox, request: dict[str, Any], data: bytes, place: str) -> Any:
+    """Return the value of an answer; raise the error of any other outcome."""
+    key = hashlib.blake2b(data, digest_size=32).digest()
+    outcome, value = sandbox({**request, "data": data, "max_bytes": MOST_BYTES}, key)
+    if outcome in ("measured", "decoded"):
+        return value
+    if outcome == "busy":
+        raise Overloaded("Other images are being decoded; ask again.", retry_after_s=BUSY_S)
+    if outcome in ("killed", "slow"):
+        raise Unavailable(f"The image '{place}' was not decoded: {value}.", retry_after_s=BUSY_S)
+    raise _unreadable(place, str(value))
+
+
+def _unreadable(place: str, why: str) -> BadRequest:
+    return BadRequest(f"Invalid '{place}': the image could not be read: {why[:500]}.", param=place)
