@@ -1,0 +1,148 @@
+"""Pixels → the patches that a tower reads, with the same numbers as transformers' processors.
+
+A family has a class here: how large it wants an image, and its patches.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gateway.engine.models.checkpoint import Checkpoint
+
+Triple: TypeAlias = tuple[float, float, float]
+
+FILTERS: Final = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # by their numbers
+MOST_SIDE: Final = 256  # pixels of a patch's side, patches of a block's, frames of a patch
+MOST_PIXELS: Final = 1 << 28
+# transformers' values for keys that a file lacks.
+QWEN_DEFAULTS: Final = {
+    "shortest_edge": 56 * 56,
+    "longest_edge": 28 * 28 * 1280,
+    "patch_size": 14,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "image_mean": (0.48145466, 0.4578275, 0.40821073),
+    "image_std": (0.26862954, 0.26130258, 0.27577711),
+    "rescale_factor": 1 / 255,
+    "resample": 3,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class QwenPatches:
+    """The images of Qwen2-VL and its successors: whole blocks of patches, in any proportion.
+
+    Each block of `merge` by `merge` patches becomes one token.
+    """
+
+    patch: int  # pixels of a side
+    merge: int  # patches of a block's side
+    frames: int  # equal frames of a patch: the tower reads videos too
+    least_pixels: int
+    most_pixels: int
+    mean: Triple  # for red, green and blue, as is the next
+    std: Triple
+    scale: float  # multiplies a byte, before the mean is taken away
+    resample: str
+
+    def size(self, width: int, height: int, max_tokens: int | None = None) -> tuple[int, int]:
+        """Return the width and height to decode an image to.
+
+        A narrow strip, or an image that has to grow, may become a few tokens more than
+        `max_tokens`: transformers rounds those up.
+        """
+        block = self.patch * self.merge
+        most = self.most_pixels
+        if max_tokens is not None:
+            most = min(most, max_tokens * block**2)
+        return smart_resize(width, height, block, min(self.least_pixels, most), most)
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Return the rows and columns of patches at this size, one that `size` gave."""
+        return height // self.patch, width // self.patch
+
+    def tokens(self, width: int, height: int) -> int:
+        """Count the tokens at this size, one that `size` gave."""
+        rows, columns = self.grid(width, height)
+        return rows * columns // self.merge**2
+
+    def to_patches(self, rgb: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """Return patches, a row each, of pixels (height, width, 3) at a size that `size` gave.
+
+        The patches of a block follow one another. A row has channels, frames and lines.
+        """
+        rows, columns = self.grid(rgb.shape[1], rgb.shape[0])
+        patch, merge = self.patch, self.merge
+        split = rgb.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
+        ordered = split.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3, 1, patch**2)
+        patches = np.empty((rows * columns, 3, self.frames, patch**2), np.float32)
+        # A byte has 256 values: each is computed once, in the order and types of transformers.
+        levels = (np.arange(256, dtype=np.float64) * self.scale).astype(np.float32)
+        for channel in range(3):
+            mean, std = np.float32(self.mean[channel]), np.float32(self.std[channel])
+            patches[:, channel] = ((levels - mean) / std)[ordered[:, channel]]
+        return patches.reshape(rows * columns, -1)
+
+
+def smart_resize(width: int, height: int, block: int, least: int, most: int) -> tuple[int, int]:
+    """Return the size nearest to an image's, of whole blocks and `least` to `most` pixels."""
+    area = width * height
+    rounded = round(width / block) * round(height / block) * block**2
+    if rounded > most:
+        shrink = math.sqrt(area / most)
+        sides = (max(1, math.floor(side / shrink / block)) for side in (width, height))
+    elif rounded < least:
+        grow = math.sqrt(least / area)
+        sides = (math.ceil(side * grow / block) for side in (width, height))
+    else:
+        sides = (round(side / block) for side in (width, height))
+    wide, high = sides
+    return wide * block, high * block
+
+
+def read_qwen(checkpoint: Checkpoint) -> QwenPatches:
+    """Read how a Qwen checkpoint wants its images. Raises ModelLoadFailed, which names the key."""
+    written = checkpoint.read_object("processor_config.json").get("image_processor")
+    if written is None:
+        written = checkpoint.read_object("preprocessor_config.json")
+    with checkpoint.blame("its image processor: "):
+        if not written or not isinstance(written, dict):
+            raise ValueError("neither processor_config.json nor preprocessor_config.json has one")
+        for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+            if written.get(key) is False:
+                raise ValueError(f"{key} is false, which is not supported")
+        present = {key: each for key, each in written.items() if each is not None}
+        given = {**QWEN_DEFAULTS, **present.get("size", {}), **present}
+        least = "min_pixels" if "min_pixels" in given else "shortest_edge"
+        most = "max_pixels" if "max_pixels" in given else "longest_edge"
+        return QwenPatches(
+            patch=_count(given, "patch_size", MOST_SIDE),
+            merge=_count(given, "merge_size", MOST_SIDE),
+            frames=_count(given, "temporal_patch_size", MOST_SIDE),
+            least_pixels=_count(given, least, MOST_PIXELS),
+            most_pixels=_count(given, most, MOST_PIXELS),
+            mean=_triple(given, "image_mean"),
+            std=_triple(given, "image_std"),
+            scale=_triple(given, "rescale_factor")[0],
+            resample=FILTERS[_count(given, "resample", len(FILTERS) - 1, least=0)],
+        )
+
+
+def _count(given: dict[str, Any], key: str, most: int, least: int = 1) -> int:
+    value = given[key]
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{key} is no number from {least} to {most}")
+    return value
+
+
+def _triple(given: dict[str, Any], key: str) -> Triple:
+    """Return a value for each channel; a number alone is that of all three."""
+    value = given[key]
+    listed = [float(each) for each in (value if isinstance(value, list | tuple) else [value] * 3)]
+    is_divisor = key != "image_mean"
+    if len(listed) != 3 or not all(map(math.isfinite, listed)) or (is_divisor and 0.0 in listed):
+        raise ValueError(f"{key} is no number, or three, to compute with")
+    return listed[0], listed[1], listed[2]
