@@ -15,7 +15,6 @@ from gateway.errors import (
     BadRequest,
     ContextLengthExceeded,
     Fault,
-    ImageRefused,
     ModelNotFound,
     ModelUnavailable,
     PassFault,
@@ -37,6 +36,7 @@ from gateway.jobs.chat import (
     TokenLogprob,
 )
 from gateway.jobs.embed import EmbedJob
+from gateway.jobs.images import ImageRefused
 from gateway.jobs.rerank import Pair, RerankJob
 from gateway.jobs.steps import (
     EngineFacts,

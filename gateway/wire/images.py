@@ -11,8 +11,8 @@ from hashlib import blake2b
 from operator import is_not
 from typing import Any, Final
 
-from gateway.errors import BadRequest, ImageRefused
-from gateway.jobs.images import Detail, ImageInput
+from gateway.errors import BadRequest
+from gateway.jobs.images import Detail, ImageInput, ImageRefused
 from gateway.wire.validation import IMAGE_TYPES, P, Part, part_fields
 
 LEFT_OUT = {"type": "text", "text": "[image left out: this model reads text]"}

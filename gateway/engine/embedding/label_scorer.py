@@ -20,9 +20,10 @@ from gateway.engine.compiled_code import unfused
 from gateway.engine.control_tokens import Piece
 from gateway.engine.device import Device, clear_cache, evaluate
 from gateway.engine.embedding.tokenizer import TextTokenizer, load_text_tokenizer
-from gateway.engine.models.checkpoint import Checkpoint, measure_kv, read_in_slices
+from gateway.engine.models.checkpoint import Checkpoint, read_in_slices
 from gateway.engine.models.context import pair_context
 from gateway.engine.models.decoders import floating_dtype, open_decoder, parameters
+from gateway.engine.models.kv_costs import measure_kv
 from gateway.engine.models.missing_kernels import Report, replace_missing
 from gateway.errors import ContextLengthExceeded
 from gateway.jobs import TokenIds, Vectors

@@ -29,8 +29,8 @@ from gateway.engine.grammar.compiling import CompiledGrammar
 from gateway.engine.kv.layers import is_plain
 from gateway.engine.kv.prefix_cache import PrefixCache, PrefixPool
 from gateway.engine.models.adapters import Adapters
-from gateway.engine.models.checkpoint import measure_kv
 from gateway.engine.models.decoders import floating_dtype, parameters
+from gateway.engine.models.kv_costs import measure_kv
 from gateway.engine.vision.sight import Sight
 from gateway.jobs.chat import GenerateJob, Grammar, Reading, Sampling
 from gateway.jobs.steps import DraftCost, EngineFacts, SequenceParams, StepPlan, StepResult, Verdict

@@ -12,10 +12,10 @@ from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
 from gateway.engine.vision.prompts import ImageFormat
-from gateway.errors import BadRequest, ContextLengthExceeded, ImageRefused
+from gateway.errors import BadRequest, ContextLengthExceeded
 from gateway.jobs import TokenIds
 from gateway.jobs.chat import GenerateJob, Sampling
-from gateway.jobs.images import FIRST_IMAGE_ID
+from gateway.jobs.images import FIRST_IMAGE_ID, ImageRefused
 from gateway.jobs.steps import SequenceParams, Verified
 
 

@@ -17,5 +17,6 @@ unread           keys and arrays that mlx-lm's class ignores: refused if they ch
 family_defaults  transformers' default values for keys that a config.json lacks
 context          a model's maximum number of tokens, computed without mlx
 counts           bounds for the sizes that a config states
+kv_costs         the KV that a sequence costs in a loaded model
 checkpoint       a model's folder: its JSON files, its weights, and the memory that they need
 """

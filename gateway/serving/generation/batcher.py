@@ -167,12 +167,9 @@ class GenerationBatcher:
             choices[0].timings, timings.stage = timings, Stage.QUEUE
             self._wait(choices)
             counted = [choice.params for choice in choices if choice.counts_prompt]
-            image_tokens = [image.tokens for each in counted for image in each.images]
-            usage = Usage(
-                prompt_tokens=sum(len(each.prompt) for each in counted),
-                image_tokens=sum(image_tokens),
-            )
-            metrics.count_images(name, image_tokens)
+            images = [image.tokens for each in counted for image in each.images]
+            usage = Usage(sum(len(each.prompt) for each in counted), image_tokens=sum(images))
+            metrics.count_images(name, images)
             timings.tokens_in = usage.prompt_tokens
             metrics.count_prompt(name, usage.prompt_tokens)
             compiled = sequences[0].compiled
