@@ -91,7 +91,7 @@ REFUSED: Final[dict[str, tuple[Callable[[], bytes], str]]] = {
     "text": (lambda: b"hello", OTHER),
     "SVG": (lambda: b"<svg xmlns='http://www.w3.org/2000/svg'/>", OTHER),
     "HEIC": (lambda: b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(64), OTHER),
-    "AVIF": (lambda: saved(noise(), "AVIF"), OTHER),
+    "AVIF": (lambda: b"\0\0\0\x1cftypavif\0\0\0\0mif1avif" + bytes(64), OTHER),
     "PDF": (lambda: b"%PDF-1.7\n", OTHER),
     "EPS": (lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", OTHER),
     "TIFF": (lambda: saved(noise(), "TIFF"), OTHER),
