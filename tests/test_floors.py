@@ -154,7 +154,7 @@ BUDGET: dict[str, int] = {
     "server": 290,
     "serving": 4654,
     "settings": 362,
-    "wire": 3910,
+    "wire": 3911,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))
 # A line of a map: names, two spaces or more, and what they are.
