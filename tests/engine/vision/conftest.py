@@ -1,0 +1,31 @@
+"""Seeing engines without kept prefixes and with them: one whose decoder keeps states beside KV, and
+one with DeepStack.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gateway.engine.generation.engine import GenerationEngine
+from tests.engine.generation.harness import PLENTY
+from tests.engine.vision.harness import open_seeing, write_seeing
+
+
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_vl"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_seeing(request.param, tmp_path_factory.mktemp("seeing") / request.param)
+
+
+@pytest.fixture(scope="module")
+def cold(folder: Path) -> Iterator[GenerationEngine]:
+    engine = open_seeing(folder)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def warm(folder: Path) -> Iterator[GenerationEngine]:
+    engine = open_seeing(folder, prefix_cache_bytes=PLENTY)
+    yield engine
+    engine.close()
