@@ -15,6 +15,7 @@ from gateway.errors import (
     BadRequest,
     ContextLengthExceeded,
     Fault,
+    ImageRefused,
     ModelNotFound,
     ModelUnavailable,
     PassFault,
@@ -39,6 +40,7 @@ from gateway.jobs.embed import EmbedJob
 from gateway.jobs.rerank import Pair, RerankJob
 from gateway.jobs.steps import (
     EngineFacts,
+    ImageCost,
     KvCost,
     LabelStep,
     Pass,
@@ -269,6 +271,8 @@ class ScriptedChat:
     scripted: dict[int, ScriptedRow] = field(default_factory=dict)  # rows inside
     timed_s: Callable[[int], float] = lambda rows: 0.01 + 0.001 * rows  # seconds of a decode step
 
+    images: ImageCost | None = None  # None: it reads text alone
+
     prefixes = None
 
     @property
@@ -277,6 +281,9 @@ class ScriptedChat:
 
     def prepare(self, job: GenerateJob) -> list[SequenceParams]:
         self.jobs.append(job)
+        if job.images and self.images is None:
+            image = job.images[0]
+            raise ImageRefused(image.kind, image.place, image.place)
         noun = "messages" if job.prompt is None else "prompt"
         text = job.messages[-1]["content"] if job.prompt is None else _text(job.prompt)
         if text == "refuse me":
@@ -340,7 +347,8 @@ class ScriptedChat:
 
     @property
     def facts(self) -> EngineFacts:
-        return EngineFacts(self.max_context, self.kv_cost, self.self_test_tokens)
+        tokens = self.self_test_tokens
+        return EngineFacts(self.max_context, self.kv_cost, tokens, images=self.images)
 
     def step(self, plan: StepPlan) -> StepResult:
         deltas = self._change(plan)
@@ -569,7 +577,7 @@ class ScriptedEngines:
         raise ModelUnavailable(repo, "no hub is scripted.")
 
     async def inputs(self, specs: Sequence[ModelSpec]) -> Mapping[str, Inputs | None]:
-        return {spec.id: self.reads.get(spec.id) for spec in specs}
+        return {spec.id: self.reads.get(spec.id, Inputs(None)) for spec in specs}
 
     async def size(self, spec: ModelSpec, folder: Path) -> Size:
         return Size(self.sizes.get(spec.id, 1))

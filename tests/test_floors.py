@@ -104,21 +104,24 @@ INSIDE: dict[str, dict[str, set[str]]] = {
     },
     "wire": {
         "anthropic_stream": {"anthropic", "answers", "generation"},
-        "anthropic": {"anthropic_blocks", "tools", "generation", "validation", "bounds"},
+        "anthropic": {"anthropic_blocks", "images", "tools", "generation", "validation", "bounds"},
         "anthropic_blocks": {"images", "messages", "validation", "bounds"},
         "responses_stream": {"responses", "tools", "answers", "generation"},
         "responses": {
-            *("responses_items", "tools", "messages", "generation"),
+            *("responses_items", "images", "tools", "messages", "generation"),
             *("validation", "bounds"),
         },
-        "responses_items": {"tools", "messages", "validation", "bounds"},
-        "chat": {"answers", "tools", "messages", "generation", "validation", "bounds"},
+        "responses_items": {"images", "tools", "messages", "validation", "bounds"},
+        "chat": {
+            *("answers", "images", "tools", "messages", "generation"),
+            *("validation", "bounds"),
+        },
         "completions": {"answers", "generation", "validation", "bounds"},
         "answers": {"generation"},
         "decisions": {"responses", "responses_items", "messages", "validation", "bounds"},
         "embeddings": {"validation", "bounds"},
         "rerank": {"embeddings", "validation", "bounds"},
-        "tokenization": {"tools", "messages", "validation", "bounds"},
+        "tokenization": {"images", "tools", "messages", "validation", "bounds"},
         "pulls": {"validation", "bounds"},
         "tools": {"validation", "bounds"},
         "images": {"validation"},
@@ -131,7 +134,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2850,
+    "api": 2877,
     "app": 1565,
     "bench": 282,
     "cli": 1509,
@@ -140,15 +143,15 @@ BUDGET: dict[str, int] = {
     "engine": 13813,
     "errors": 267,
     "ids": 6,
-    "jobs": 301,
+    "jobs": 310,
     "logs": 145,
     "metrics": 215,
     "panics": 20,
     "registry": 1312,
     "server": 290,
-    "serving": 4601,
-    "settings": 360,
-    "wire": 3715,
+    "serving": 4635,
+    "settings": 362,
+    "wire": 3910,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))
 # A line of a map: names, two spaces or more, and what they are.

@@ -8,15 +8,15 @@ responses                     /v1/responses, and answers that are kept
 embeddings, rerank            vectors and scores
 tokenization                  tokens of prompts, and texts of tokens
 models                        the list of models; /admin to load, unload, pin, reload, save prefixes
-dashboard                     the page /dashboard, and the samples that it shows
+dashboard                     the page /dashboard, and the stream of samples that it shows
 ops                           /health, /ready, /metrics, /openapi.json
 exchange                      a request for text → jobs → deltas → an answer or a stream of events
-openapi                       the class of endpoints; the document
+openapi                       the class `Endpoint`; the document at /openapi.json
 middleware                    ids, timings, every error as JSON
 traces                        a span for each request, sent if the extra `otel` is installed
-streams                       server-sent events: framing, priming, silences
+streams                       server-sent events: framing, the first event, keep-alives
 requests                      the service that handlers use; bodies → checked requests
-bodies                        request bodies within limits, each and all together
-in_flight                     the context of each request; requests in flight; clients that leave,
-                              whose work is cancelled; the last errors, the watchers
+bodies                        request bodies; limits for one body and for all together
+in_flight                     requests in flight and their contexts; work is cancelled when its
+                              client disconnects; the last errors; watchers of the dashboard
 """

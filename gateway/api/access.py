@@ -1,4 +1,4 @@
-"""Access to the API: keys, hosts, origins, rate limits; `protect` puts them around an app."""
+"""Access to the API: keys, hosts, origins, rate limits. `protect` wraps an app in all of them."""
 
 import asyncio
 import contextlib
@@ -33,11 +33,11 @@ EXPOSED_HEADERS = [
     "x-gateway-thinking-budget", "server-timing", "retry-after", "x-should-retry",
     *(f"x-ratelimit-{name}-{kind}" for name in ("limit", "remaining", "reset") for kind in KINDS),
 ]  # fmt: skip
-# Origins of desktop apps: no web page can have these schemes. Tauri's is a host of http on Windows.
+# Origins of desktop apps. No web page can have these schemes, nor Tauri's host on Windows.
 APP_ORIGINS = r"(?:tauri|app|vscode-webview|vscode-file)://[^/\s]+|https?://tauri\.localhost"
 ADMIN = "/admin/"
-PAGES = ("/dashboard",)  # paths that a link of another site may open
-DISCARD_BYTES = 16 * 1024 * 1024  # the most bytes read of a body whose key is over its rate
+PAGES = ("/dashboard",)  # paths that a link on another site may open
+DISCARD_BYTES = 16 * 1024 * 1024  # the most bytes read of a body that the rate limit refuses
 DISCARD_S = 5.0
 
 
@@ -45,7 +45,7 @@ DISCARD_S = 5.0
 class AccessRules:
     """The settings for access: who may send requests, and how many."""
 
-    admin_key: str | None  # the only key that counts under /admin
+    admin_key: str | None  # if set, the only key accepted under /admin
     keys: Sequence[str]
     shares_prefixes: bool  # whether keys share cached prefixes
     hosts: Sequence[str]
@@ -65,9 +65,9 @@ def protect(
     metered_paths: Collection[str],
     tracer: "Tracer | None" = None,
 ) -> ASGIApp:
-    """Return an app behind ids, errors as JSON, CORS, keys and rates."""
-    # The layers from the inside out. Errors are answered inside CORS: without its headers a browser
-    # would show its page nothing, not even a 401.
+    """Wrap an app in request ids, JSON errors, CORS, API keys and rate limits."""
+    # The layers are added from the inside out. CORS is outside of errors: without CORS headers, a
+    # browser would hide even a 401 from its page.
     origins = origin_pattern(rules.origins)
     if not rules.allowance.is_unlimited:
         app = Rates(app, Accounts(rules.allowance), metered_paths)
@@ -78,15 +78,15 @@ def protect(
         allow_origin_regex=origins.pattern,
         allow_methods=["*"],
         allow_headers=["*"],
-        allow_private_network=True,  # Chrome asks before a public page reaches this machine
+        allow_private_network=True,  # Chrome asks before a public page may reach this machine
         expose_headers=EXPOSED_HEADERS,
     )
     return Context(app, in_flight, bodies, send_timeout_s=rules.send_timeout_s, tracer=tracer)
 
 
 def origin_pattern(origins: Sequence[str]) -> re.Pattern[str]:
-    """Return the pattern of the origins of desktop apps and of the given ones."""
-    # A `*` stands for any origin, any port, or any host, alone or before a domain.
+    """Return a pattern that matches the origins of desktop apps and the given origins."""
+    # A lone `*` stands for any origin, `:*` for any port, another `*` for a host or its beginning.
     patterns = [APP_ORIGINS]
     for origin in origins:
         text = re.escape(origin).replace(r":\*", r"(?::\d+)?").replace(r"\*", r"[^/:]+")
@@ -95,7 +95,9 @@ def origin_pattern(origins: Sequence[str]) -> re.Pattern[str]:
 
 
 class Guard:
-    """Admits requests with an API key or, if no keys are set, those of programs on this machine."""
+    """Admits requests that have an API key. If no keys are set, it admits every request that no
+    foreign web page can have made.
+    """
 
     def __init__(
         self,
@@ -129,7 +131,7 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _identify(self, context: RequestContext) -> None:
-        """Set the id of the request's key. Raises Unauthorized or Forbidden."""
+        """Store the id of the request's key in its context. Raises Unauthorized or Forbidden."""
         keys = self._admin_keys if context.scope["path"].startswith(ADMIN) else self._keys
         if keys:
             context.key_id = _key_id(context.headers, keys)
@@ -139,11 +141,12 @@ class Guard:
 
     def _check_page(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
         """Raise Forbidden for a request that a web page may have made."""
-        # A page could reach localhost by DNS rebinding, so Host has to be a name that no page can
-        # have, or an allowed one. It could also ask across origins, so Origin has to be the
-        # gateway's own or one that CORS allows, and no other site may ask without one. Starlette's
-        # TrustedHostMiddleware knows no loopback network and no host with its port, cannot let open
-        # paths and unix sockets pass, and answers plain text.
+        # A page could reach localhost by DNS rebinding, so Host must be a name that no page can
+        # have, or an allowed one. A page could also send cross-origin requests, so Origin must be
+        # the gateway's own or one that CORS allows, and a request without Origin must not come from
+        # another site. Starlette's TrustedHostMiddleware is no help: it doesn't match the loopback
+        # network or a host with its port, has no exceptions for open paths and unix sockets, and
+        # answers in plain text.
         host = headers.get(b"host", b"").decode("latin-1").lower()
         is_known = is_here(host) or not self._hosts.isdisjoint((host, _host_name(host)))
         is_socket = scope.get("server") is None  # no hostname resolves to a unix socket
@@ -155,30 +158,31 @@ class Guard:
         origin = headers.get(b"origin", b"").decode("latin-1")
         if self._origins.fullmatch(origin):  # an absent origin too, if every origin is allowed
             return
-        # The dashboard is a page of the gateway itself. Its host must be known by name: with `*`,
-        # and on a unix socket, it may have been rebound.
+        # The dashboard sends the gateway's own origin. This is accepted only for a known host: if
+        # any host is allowed, or on a unix socket, the host may be the result of DNS rebinding.
         is_own = is_known and origin.lower() == f"{scope['scheme']}://{host}"
         if b"origin" in headers and not is_own:
             raise Forbidden(f"The origin `{shorten(origin)}` is not in GATEWAY_CORS_ORIGINS.")
-        # A page's images, scripts, frames and links send no Origin. `none`: a person typed the URL.
+        # Requests for a page's images, scripts, frames and links have no Origin. Sec-Fetch-Site is
+        # `none` if the user typed the URL.
         site = headers.get(b"sec-fetch-site", b"none")
         if site not in (b"same-origin", b"none") and not _opens_page(scope, headers):
             raise Forbidden(
-                f"A page of another site asks (Sec-Fetch-Site: {shorten(site.decode('latin-1'))}), "
-                "and names no origin that is in GATEWAY_CORS_ORIGINS."
+                "The request comes from a page of another site (Sec-Fetch-Site: "
+                f"{shorten(site.decode('latin-1'))}) and has no origin of GATEWAY_CORS_ORIGINS."
             )
 
 
 def _opens_page(scope: Scope, headers: Mapping[bytes, bytes]) -> bool:
-    """Return True if a browser follows a link to a page, not into a frame."""
+    """Return True if a browser opens one of PAGES by a link, and not inside a frame."""
     is_link = headers.get(b"sec-fetch-mode") == b"navigate"
     is_whole = headers.get(b"sec-fetch-dest") == b"document"
     return is_link and is_whole and scope["method"] == "GET" and scope["path"] in PAGES
 
 
 def _key_id(headers: Mapping[bytes, bytes], keys: Sequence[bytes]) -> str:
-    """Return the id of the first known key: a bearer token, or in Anthropic's header."""
-    # Agents may send both, and only one may be this gateway's.
+    """Return the id of the bearer token or, if that is unknown, of the key in `x-api-key`."""
+    # Agents may send two keys, of which only one is this gateway's.
     sent = []
     scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() == b"bearer":
@@ -198,14 +202,14 @@ def _key_id(headers: Mapping[bytes, bytes], keys: Sequence[bytes]) -> str:
 
 @lru_cache
 def is_here(host: str) -> bool:
-    """Return True if a Host header names this machine, in a way that no web page can."""
+    """Return True if a Host header names this machine by a name that no web page can have."""
     name = _host_name(host)
-    # Only the first word counts: a network may have chosen the rest.
+    # Only the first label is used: the network may have assigned the domain.
     hostname = socket.gethostname().partition(".")[0].lower()
     try:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
-        # `.localhost`, `.internal`, `.local` and names of one word are in no public DNS.
+        # `.localhost`, `.internal`, `.local` and names without a dot are never in public DNS.
         is_own = bool(hostname) and name in (hostname, f"{hostname}.local")
         return name == "localhost" or is_own or name.endswith((".localhost", ".internal"))
 
@@ -222,7 +226,7 @@ def _digest(key: bytes) -> bytes:
 
 
 class Rates:
-    """Limits requests and tokens per minute of each API key, which the guard has set."""
+    """Limits the requests and tokens per minute of each API key. The guard has set the key's id."""
 
     def __init__(self, app: ASGIApp, accounts: Accounts, paths: Collection[str]) -> None:
         self._app = app
@@ -289,8 +293,8 @@ class Meter:
         self._charged = tokens
 
     def headers(self) -> Iterator[tuple[bytes, bytes]]:
-        """Charge the tokens known so far, and yield the headers of the rest of the allowance."""
-        # An unstreamed answer's tokens are all known by now; those of a stream count when it ends.
+        """Charge the tokens known so far, and yield headers with the remaining allowance."""
+        # The tokens of an unstreamed answer are known by now; a stream's are charged at its end.
         self.charge()
         for kind, bucket in self._buckets.items():
             values = {

@@ -44,15 +44,16 @@ def create_app(
     )
 
     async def route(scope: Scope, receive: Receive, send: Send) -> None:
-        # If the scope has an app, Starlette raises an error for an unknown route, and answers
-        # nothing.
+        # Starlette's router raises an error for an unknown route if the scope has an `app`, and
+        # otherwise answers it itself.
         scope["app"] = router
         try:
             await router(scope, receive, send)
         except HTTPException as error:
             raise _refusal(error, scope["method"], scope["path"]) from None
 
-    # A browser that opens the page can send no key. If no keys are set, the page's host is checked.
+    # A browser that opens the dashboard cannot send a key, so the page is open. If no keys are set,
+    # the guard checks the host instead.
     open_paths = OPEN_PATHS | dashboard.PATHS if rules.keys else OPEN_PATHS
     return protect(
         route,
@@ -66,7 +67,7 @@ def create_app(
 
 
 def _refusal(error: HTTPException, method: str, path: str) -> GatewayError:
-    """Return Starlette's own errors, such as of an unknown path, in OpenAI's words."""
+    """Translate an error of Starlette's router, such as an unknown path, into OpenAI's form."""
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         allow = (error.headers or {}).get("Allow", "")
         return MethodNotAllowed(f"Not allowed to {method} on {shorten(path)}.", allow)
@@ -74,8 +75,8 @@ def _refusal(error: HTTPException, method: str, path: str) -> GatewayError:
 
 
 def _hint(path: str) -> str:
-    """Return a hint if a path, without extra slashes or /v1, is an endpoint, or one of OpenAI's
-    that is not served.
+    """Return a hint if a path would be an endpoint without extra slashes or a second /v1, or if it
+    is one of OpenAI's endpoints that the gateway does not serve.
     """
     steps = [step for step in path.split("/") if step]
     while steps[:2] == ["v1", "v1"]:

@@ -1,5 +1,5 @@
-"""Requests' bodies within limits: for one body, and for the bytes that all bodies and all unread
-answers hold together.
+"""Reading request bodies within two limits: one for each body, and one for the memory that all
+bodies and unread answers take together.
 """
 
 import asyncio
@@ -19,15 +19,15 @@ from gateway.errors import (
 )
 
 SMALL_BYTES = 1024 * 1024  # answers up to this size, such as metrics, are never refused
-UNCOUNTED_BYTES = 64 * 1024  # bytes of each body not counted: most requests always have room
+UNCOUNTED_BYTES = 64 * 1024  # bytes of each body that don't count, so small requests always fit
 # A body above the limit is still read, and discarded, up to this many times the limit: if the
 # connection were closed while the client still sends, it would be reset before the 413 arrived.
 DISCARD_FACTOR = 4
 
 
 class Bodies:
-    """The bytes of all requests' bodies, each counted from its arrival to the end of its answer,
-    and of the answers that their clients have not read yet.
+    """The total bytes of request bodies, each counted from its arrival to the end of its answer,
+    and of answers that clients have not read yet.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -35,23 +35,23 @@ class Bodies:
         self.nbytes = 0
 
     def has_room(self, more: int, nbytes: int) -> bool:
-        """Return True if a body of `nbytes` may grow by `more`; the only body always may."""
+        """Return True if a body of `nbytes` may grow by `more`. A body that is alone always may."""
         return self.nbytes == nbytes or self.nbytes + more <= self._max_bytes
 
 
 class Body:
-    """The bytes counted for one body."""
+    """The bytes counted for one body or one answer."""
 
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies
         self._nbytes = 0
 
     def count(self, size: int, *, is_refusable: bool = True) -> None:
-        """Set the bytes that are held of the body. Raises Unavailable if there is no room."""
+        """Set the number of bytes held for the body. Raises Unavailable if there is no room."""
         nbytes = max(0, size - UNCOUNTED_BYTES)
         more = nbytes - self._nbytes
-        # A body without room is refused, not queued: two requests that have each read half of a
-        # body and wait for room for the rest would wait for each other.
+        # A body without room is refused, not queued: two half-read bodies that both wait for room
+        # would wait for each other forever.
         if is_refusable and more > 0 and not self._bodies.has_room(more, self._nbytes):
             raise Unavailable(
                 "The requests being read and the answers being sent are too large together. "
@@ -62,8 +62,8 @@ class Body:
         self._nbytes = nbytes
 
     def count_answer(self, size: int) -> None:
-        """Set the bytes of an answer, before it is written. Raises Unavailable if there is no room
-        for it, unless it is small.
+        """Set the number of bytes held for an answer, before it is written. Raises Unavailable if
+        there is no room for a large one; a small one is always accepted.
         """
         self.count(size, is_refusable=size > SMALL_BYTES)
 
@@ -76,8 +76,8 @@ def check_head(scope: Scope, max_bytes: int) -> None:
 
 
 async def read_body(request: Request, held: Body, max_bytes: int, timeout_s: float) -> bytearray:
-    """Read the whole body, and count it as `held`. A client that waits for leave to send a body
-    above the limit is refused.
+    """Read the whole body, and count its bytes in `held`. A client that sends an `Expect` header
+    before a body above the limit is refused at once.
 
     Raises TooLarge for a body above the limit, SlowBody for one that has not arrived within
     `timeout_s`, Unavailable if the bodies of all requests leave no room, EncodingNotSupported for a
@@ -100,7 +100,7 @@ async def read_body(request: Request, held: Body, max_bytes: int, timeout_s: flo
 async def _receive(
     request: Request, held: Body, body: bytearray, max_bytes: int
 ) -> GatewayError | None:
-    """Receive a body. If it is refused, read on and keep nothing, and return the reason."""
+    """Read a body into `body`. If it is refused, discard the rest and return the error."""
     size = 0
     refusal = _refuse_encoding(request)
     async with contextlib.aclosing(request.stream()) as chunks:
@@ -125,7 +125,7 @@ def _refuse_encoding(request: Request) -> GatewayError | None:
 
 
 def _refuse_size(held: Body, size: int, max_bytes: int) -> GatewayError | None:
-    """Count a body as it grows, and return why it is refused, if it is."""
+    """Count a growing body. Return the error if it is refused, else None."""
     try:
         if size > max_bytes:
             raise _too_large(max_bytes)

@@ -40,6 +40,7 @@ async def answer(service: Service, request: Request) -> ASGIApp:
             template_args=template_args(resolved, spec),
             max_chars=service.rules.max_input_chars,
             budgets=thinking_budgets(spec),
+            images=service.image_reader(spec),
             schema_in_prompt=spec.structured.schema_in_prompt,
         )
         heading = _heading("chatcmpl", wire_request.model, service.fingerprint(spec))
@@ -119,6 +120,7 @@ def _message_exchange(
         template_args=template_args(resolved, spec),
         max_chars=service.rules.max_input_chars,
         budgets=thinking_budgets(spec),
+        images=service.image_reader(spec),
     )
     writer = MessageWriter(
         wire_request.model,

@@ -1,4 +1,4 @@
-"""GET /dashboard: a page, its files, and a sample of the gateway's state each second."""
+"""GET /dashboard: a page, its files, and a stream of samples of the gateway's state."""
 
 import asyncio
 import contextlib
@@ -25,8 +25,8 @@ from gateway.clock import Timings
 from gateway.errors import RequestCancelled, RequestNotFound
 from gateway.registry import Resolved
 
-# The page has no data of its own, so it needs no key; samples need one, and samples with single
-# requests need the admin key.
+# The page contains no data, so it needs no key. Samples need a key, and samples that list requests
+# need the admin key.
 PAGE = "dashboard.html"
 FILES = {
     PAGE: "text/html",
@@ -41,8 +41,8 @@ FILES = {
 PATHS = frozenset({"/dashboard", *(f"/dashboard/{name}" for name in FILES)})
 PERIOD_S = 1.0
 _HEADERS = {
-    # The page may load its own files and ask this gateway, nothing else: no inline script or style,
-    # no markup made from text (trusted types), no frame.
+    # The page may only load its own files and call this gateway. Inline scripts and styles, HTML
+    # made from strings (trusted types) and frames are forbidden.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
@@ -56,7 +56,7 @@ _SAMPLES_HEADERS = {
     "content-type": "application/x-ndjson",
     "cache-control": "no-store",
     "cross-origin-resource-policy": "same-origin",
-    "x-accel-buffering": "no",  # nginx would otherwise hold samples back
+    "x-accel-buffering": "no",  # nginx would otherwise buffer the samples
     "x-content-type-options": "nosniff",
 }
 
@@ -75,10 +75,10 @@ def _read(name: str) -> bytes:
 
 
 async def samples(service: Service, request: Request, *, is_admin: bool) -> ASGIApp:
-    """Answer with a line of JSON a second, as long as the client reads; an admin's samples also
-    have the requests in flight and the last errors.
+    """Stream a line of JSON each second until the client disconnects. An admin's samples also list
+    the requests in flight and the last errors.
     """
-    # One place is kept for admins, if there are any: other watchers cannot lock them out.
+    # The last place is reserved for admins if an admin key is set: others cannot lock them out.
     is_reserved = is_admin or not service.exposure.has_admin
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -98,11 +98,11 @@ async def _send_samples(service: Service, send: Send, *, is_admin: bool) -> None
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await service.inputs.look()
     is_over = False
-    # A sample is made when the last one has been taken: a slow watcher gets fewer, and holds no
-    # memory.
+    # Each sample is made after the previous one was sent, so a slow watcher gets fewer samples and
+    # nothing is buffered for it.
     while not is_over:
         second = math.floor(clock.now() / PERIOD_S)
-        is_over = service.in_flight.is_draining  # a watcher must not hold up the stop
+        is_over = service.in_flight.is_draining  # a watcher must not delay shutdown
         sample = service.watchers.sample(second, partial(_sample, service), is_admin=is_admin)
         await send({"type": "http.response.body", "body": sample, "more_body": not is_over})
         if not is_over:
@@ -133,7 +133,7 @@ def _sample(service: Service, is_admin: bool) -> bytes:
 
 
 def _models(service: Service) -> list[dict[str, Any]]:
-    """Return every model, with its aliases, as /v1/models describes it."""
+    """Return each model once, as /v1/models describes it, with a list of its aliases."""
     return [
         {
             **describe_model(service, Resolved(spec)),
@@ -144,7 +144,7 @@ def _models(service: Service) -> list[dict[str, Any]]:
 
 
 def _describe(number: int, context: RequestContext) -> dict[str, Any]:
-    """Return a request's state, without any of its content: its route, not its path."""
+    """Return a request's state without its content. It has the route's template, not the path."""
     scope, timings = context.scope, context.timings
     jobs: Sequence[Timings] = (timings, *timings.parallel)
     return {
@@ -170,7 +170,7 @@ class Cancelled(TypedDict):
 
 
 async def cancel(service: Service, request: Request) -> Response:
-    """Cancel a request in flight, by its number among the samples."""
+    """Cancel the request in flight that has this number in the samples."""
     number = request.path_params["number"]
     cancelled = service.in_flight.requests.get(number)
     if cancelled is None:

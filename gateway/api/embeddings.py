@@ -44,7 +44,7 @@ async def answer(service: Service, request: Request) -> Response:
 
 
 async def embed(service: Service, request: Request) -> Response:
-    """Answer in TEI's form: with the vectors alone."""
+    """Answer as TEI does, with nothing but the vectors."""
     try:
         result = await _embedded(service, request, wire.InputsRequest)
     except GatewayError as error:
@@ -53,7 +53,7 @@ async def embed(service: Service, request: Request) -> Response:
 
 
 async def info(service: Service, request: Request) -> Response:
-    """Describe the model that answers /embed, in TEI's words."""
+    """Describe the model that answers /embed, in TEI's format."""
     _, spec = service.find_spec(None, "embeddings", EmbeddingSpec)
     model = service.models.model(spec)
     limit = model.engine.max_tokens if isinstance(model, EmbeddingBatcher) else None
@@ -96,7 +96,7 @@ async def _embedded(service: Service, request: Request, shape: type[R]) -> _Resu
             check_dimensions(spec, batcher.engine.dimensions, job.dimensions)
             embedded = await batcher.embed(job, arrival)
     number_bytes = wire.NUMBER_BYTES[asked.encoding_format]
-    # The answer is counted before it is written: JSON takes several times the bytes of floats.
+    # The answer's size is counted before it is written: JSON is several times larger than floats.
     context_of(request).unread.count_answer(embedded.vectors.size * number_bytes)
     headers = ignored_header(parsed.ignored)
     if embedded.truncated:
@@ -110,7 +110,7 @@ async def _write(request: Request, pieces: Iterator[bytes], headers: dict[str, s
     with time_stage(request, Stage.SERIALIZE):
         for piece in pieces:
             body.append(piece)
-            # Writing 2,048 vectors at once would keep all other requests waiting.
+            # Writing 2,048 vectors without a break would block all other requests.
             if len(piece) > wire.PIECE_FLOATS:
                 await asyncio.sleep(0)
     return Response(b"".join(body), media_type="application/json", headers=headers)

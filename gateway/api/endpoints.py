@@ -1,4 +1,4 @@
-"""The table of all endpoints, which routes, guards, metering, the document and the docs read."""
+"""The table of all endpoints. Routing, access, metering, /openapi.json and the docs all read it."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -72,7 +72,7 @@ from gateway.wire.tokenization import (
     TokenizerInfo,
 )
 
-PAGE_ERRORS: Errors = (Forbidden, Unavailable)  # only if no keys are set
+PAGE_ERRORS: Errors = (Forbidden, Unavailable)  # raised only if no keys are set
 
 
 async def _describe(service: Service, request: Request) -> Response:
@@ -95,8 +95,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "POST /v1/embed",
         embeddings.embed,
         summary="Turn texts into vectors, as TEI does",
-        details="The answer is the vectors alone, each of length 1; errors are TEI's. `model` may "
-        "be left out: a loaded embedding model answers, else the first one.",
+        details="The answer is nothing but the vectors, each of length 1; errors are TEI's. "
+        "Without `model`, a loaded embedding model answers, or else the first one.",
         request=InputsRequest,
         answer=Vectors,
         texts_error=TextsErrorBody,
@@ -114,8 +114,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         rerank.rerank,
         also="/v2/rerank",
         summary="Sort documents by how well they answer a query",
-        details="Takes the bodies of Cohere, Jina, vLLM, infinity and llama.cpp; one with `texts` "
-        "is [TEI's](#reranking). With a rerank model or, by cosine, any embedding model.",
+        details="Takes the bodies of Cohere, Jina, vLLM, infinity, llama.cpp and, with `texts`, "
+        "[TEI's](#reranking). Takes rerank models and, scoring by cosine, embedding models.",
         request=RerankRequest,
         form=Form("with `texts`", TextsRequest, RankedText, TextsErrorBody),
         answer=Reranking,
@@ -125,8 +125,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "POST /v1/score",
         rerank.score,
         summary="Score pairs of texts",
-        details="As vLLM does: `text_1` is one text for all of `text_2`, or a list as long. The "
-        "scores come in that order.",
+        details="As vLLM does: `text_1` is one text for all of `text_2`, or a list of the same "
+        "length. The scores are in the order of `text_2`.",
         request=ScoreRequest,
         answer=Scores,
         operation="rerank",
@@ -157,7 +157,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         chat.decide,
         summary="Answer questions about an input with probabilities",
         details="Up to 400 predicates, choices and scores, with any chat model. No text is "
-        "generated: the probabilities are those of each label as the answer.",
+        "generated: each label gets the probability that it is the answer.",
         request=DecisionsRequest,
         answer=Decision,
         operation="decisions",
@@ -188,7 +188,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         responses.show,
         summary="Return a kept response",
         details="Responses are kept in memory for `GATEWAY_RESPONSES_TTL_S` unless the request "
-        "said `store: false`. Each API key sees only its own, and has an even share of "
+        "said `store: false`. Each API key sees only its own responses, and has an even share of "
         "`GATEWAY_RESPONSES_KEPT`.",
         answer=WireResponse,
         errors=STORED_ERRORS,
@@ -240,8 +240,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "POST /v1/tokenize",
         tokenization.tokenize,
         summary="Return the tokens of a prompt or of a conversation, as vLLM does",
-        details="For lm-eval's `remote` tokenizer too. Without a `model`, a loaded chat model is "
-        "taken, else the first one.",
+        details="Also serves lm-eval's `remote` tokenizer. Without `model`, a loaded chat model is "
+        "used, or else the first one.",
         request=TokenizeRequest,
         answer=Tokenized,
     ),
@@ -256,8 +256,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "GET /v1/tokenizer_info",
         tokenization.info,
         summary="Return a model's special tokens and chat template, as vLLM does",
-        details="Of the model `?model=`; without it, of a loaded chat model, else the first one. "
-        "None is loaded for it; 404 if its files are not on this disk.",
+        details="`?model=` names the model; without it, a loaded chat model is used, or else the "
+        "first one. No model is loaded for this: 404 if its files are not on this disk.",
         answer=TokenizerInfo,
         errors=(ModelNotFound, BadRequest, RateLimited, DeadlineExceeded),
     ),
@@ -265,14 +265,14 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "GET /v1/models",
         models.list_models,
         summary="List the models",
-        details="Every id and alias; `root` is the id, `parent` the base of an adapter; `state`, "
-        "`bytes`, `last_used` and `error` describe the model's condition; `max_model_len`, also "
-        "`context_length` and of a chat model `max_context`, is the tokens of an input with its "
-        "answer, null if the files are not on disk or do not say; `verified` is what answers of "
-        "its family were compared with; `notes` says what of its files a loaded chat model does "
-        "not follow, and `batching` whether its answers are written together. With the header "
-        "`anthropic-version`: the chat models in Anthropic's form, with `limit`, `after_id` and "
-        "`before_id`.",
+        details="One entry for each id and alias. `root` is the model's id, and `parent` the base "
+        "of an adapter. `state`, `bytes`, `last_used` and `error` describe the model now. "
+        "`max_model_len` (also `context_length` and, for a chat model, `max_context`) is the most "
+        "tokens of an input with its answer; null if the files are not on disk or do not say. "
+        "`verified` names the library that answers of its family were compared with. For a loaded "
+        "chat model, `notes` lists settings in its files that have no effect, and `batching` says "
+        "whether answers share a batch. With the header `anthropic-version`: the chat models in "
+        "Anthropic's format, with `limit`, `after_id` and `before_id`.",
         answer=models.ModelList,
         errors=(BadRequest,),
     ),
@@ -296,7 +296,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "GET /health",
         ops.health,
         summary="Check that the engine works",
-        details="200 while the thread of the device does its work, else 503.",
+        details="200 while the device's thread makes progress, else 503.",
         answer=ops.Health,
         statuses=(200, 503),
         is_open=True,
@@ -340,7 +340,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "GET /dashboard/samples",
         partial(dashboard.samples, is_admin=False),
         summary="Stream a sample of models and metrics each second",
-        details="Lines of JSON for the dashboard, for at most four readers, until they leave.",
+        details="Lines of JSON for the dashboard, for at most four readers, until they disconnect.",
         content_type="application/x-ndjson",
         errors=(TooManyWatchers,),
         is_page=True,
@@ -358,9 +358,9 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "POST /admin/models/pull",
         models.pull,
         summary="Download a model's files",
-        details="A model of models.yaml, or `org/name` of the hub, which is served from then on, "
+        details="Takes a model of models.yaml, or `org/name` of the hub, which is then served "
         "until the gateway ends. Unless `stream` is false, an event each second has the bytes so "
-        "far; it goes on if the client leaves. One model at a time: others wait.",
+        "far. The download goes on if the client leaves. One model at a time: others wait.",
         request=PullRequest,
         answer=PullProgress,
         events=PullProgress,
@@ -390,7 +390,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "POST /admin/models/{name:path}/pin",
         partial(models.pin, is_pinned=True),
         summary="Pin a model",
-        details="It is not unloaded to make room, whatever models.yaml says, until a reload.",
+        details="Until a reload, it is not unloaded to make room, even if models.yaml allows that.",
         answer=models.Model,
         errors=(ModelNotFound,),
         is_admin=True,
@@ -399,7 +399,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "POST /admin/models/{name:path}/unpin",
         partial(models.pin, is_pinned=False),
         summary="Unpin a model",
-        details="It may be unloaded to make room, whatever models.yaml says, until a reload.",
+        details="Until a reload, it may be unloaded to make room, even if models.yaml pins it.",
         answer=models.Model,
         errors=(ModelNotFound,),
         is_admin=True,
@@ -408,7 +408,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "GET /admin/samples",
         partial(dashboard.samples, is_admin=True),
         summary="Stream samples with the requests in flight and the last errors",
-        details="Like `/dashboard/samples`, and off if that is. They hold no text of requests.",
+        details="Like `/dashboard/samples`, and off if that is off. They have no text of requests.",
         content_type="application/x-ndjson",
         errors=(TooManyWatchers,),
         is_admin=True,
@@ -418,7 +418,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "POST /admin/requests/{number:number}/cancel",
         dashboard.cancel,
         summary="Cancel a request in flight",
-        details="`number` is that of the samples. Its memory is freed; its client gets an error.",
+        details="Takes a `number` from the samples. Its memory is freed; its client gets an error.",
         answer=dashboard.Cancelled,
         errors=(RequestNotFound,),
         is_admin=True,
@@ -434,8 +434,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "POST /admin/prefixes/save",
         models.save_prefixes,
-        summary="Save the kept prompts",
-        details="To `GATEWAY_PREFIX_FOLDER`, as a drain does.",
+        summary="Save the prefix cache",
+        details="Writes the cached prompts to `GATEWAY_PREFIX_FOLDER`, as a drain does.",
         answer=models.SavedPrefixes,
         errors=(Unavailable,),
         is_admin=True,
@@ -447,7 +447,7 @@ def _paths(endpoints: Iterable[Endpoint]) -> frozenset[str]:
     return frozenset(path.removeprefix("/v1") for endpoint in endpoints for path in endpoint.paths)
 
 
-# OpenAI's paths that are not served, by their first step after /v1.
+# The first path segments (after /v1) of OpenAI's endpoints that are not served.
 UNSERVED = frozenset(
     [
         *("assistants", "audio", "batches", "chatkit", "containers", "conversations", "edits"),

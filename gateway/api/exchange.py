@@ -211,7 +211,12 @@ async def read_exchange(
     with time_stage(request, Stage.PARSE):
         parsed = await service.take(request, body, shape)
         asked = parsed.request
+        if b"image" in body:  # whether a model reads them is known by its files
+            await service.inputs.look()
         exchange = await service.run_on_body(body, translate, asked, is_large=is_large(asked))
+    # Images of kept responses are in no body, but take as much memory.
+    images = {id(image.data): len(image.data) for job in exchange.jobs for image in job.images}
+    context_of(request).body.count(max(len(body), sum(images.values())))
     exchange.headers.update(ignored_header(parsed.ignored))
     return exchange
 
@@ -227,7 +232,7 @@ def without_images(
     choices = {None: service.rules.leave_out_images, b"true": True, b"false": False}
     if given not in choices:
         raise BadRequest(f"The header {name} should be true or false.", param=name)
-    if not choices[given] or "image" in spec.input_modalities:
+    if not choices[given] or service.reads_images(spec):
         return turns, {}
     kept, count = leave_images_out(turns)
     return kept, {"x-gateway-images-left-out": str(count)} if count else {}

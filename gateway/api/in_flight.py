@@ -1,5 +1,5 @@
-"""The requests in flight: the context of each, which is listed, waited for and cancelled, also
-because its client has left; the last errors; the watchers of the dashboard.
+"""The requests in flight and their contexts, to list, drain and cancel them, also when a client
+disconnects; the last errors; the watchers of the dashboard.
 """
 
 import asyncio
@@ -40,44 +40,44 @@ MOST_WATCHERS = 4
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestContext:
-    """A request from its first byte to the end of its answer, and the task that serves it.
+    """The state of a request from its first byte to the end of its answer, and its task.
 
-    The outermost middleware makes it and leaves it in the scope, where `context_of` finds it.
+    The outermost middleware stores it in the ASGI scope, and `context_of` reads it from there.
     """
 
     scope: Scope
     headers: Mapping[bytes, bytes]  # the first header of each name
     request_id: str
-    is_anthropic: bool  # the answer has Anthropic's form, even an error
-    body: Body  # counts the bytes of its body
-    unread: Body  # counts the bytes of its answer that the client has not read
-    # A router's names for the beginnings of the prompt. The router leaves them in the scope.
+    is_anthropic: bool  # True: answers and errors have Anthropic's format
+    body: Body  # counts the bytes of the request's body
+    unread: Body  # counts the bytes of the answer that the client has not read
+    # A router's keys for the prefixes of the prompt, which the router stores in the scope.
     routing_keys: RoutingKeys = field(default_factory=RoutingKeys)
     timings: Timings = field(default_factory=Timings)
-    trace: "Trace | None" = None  # None if this path has no trace, or none are sent
+    trace: "Trace | None" = None  # None if this path is not traced, or tracing is off
     _task: "asyncio.Task[object] | None" = field(default_factory=asyncio.current_task)
 
-    # The guard sets these before any handler runs; the rates set the last one:
+    # The guard sets these before any handler runs, except `rate_headers`, which `Rates` sets.
     is_known: bool = False  # True: the caller may list models
     key_id: str | None = None  # None if no keys are set
     cache_salt: str = ""  # keeps the cached prompts of different keys apart
-    rate_headers: Callable[[], Iterable[tuple[bytes, bytes]]] = tuple  # the allowance that is left
+    rate_headers: Callable[[], Iterable[tuple[bytes, bytes]]] = tuple  # the remaining allowance
 
     # These are set while the request is served:
     asked: float | None = None  # the start of its deadline, set by Service.caller
-    is_watch: bool = False  # True for the dashboard's samples, which last as long as somebody looks
+    is_watch: bool = False  # True for the dashboard's samples, which last until the watcher leaves
     status: int | None = None  # set by the outermost middleware, when the answer begins
-    error: str | None = None  # the code, set by the sender of an error to the client
-    cancellation: GatewayError | None = None  # the client's error, set by `cancel`
+    error: str | None = None  # the error's code, set when an error is sent to the client
+    cancellation: GatewayError | None = None  # the error for the client, set by `cancel`
 
     def cancel(self, reason: GatewayError) -> None:
-        """Cancel its task: everything it held is freed, as if its client had left."""
+        """Cancel the request's task, which frees all that it holds, as if its client had left."""
         if self.cancellation is None and self._task is not None:
             self.cancellation = reason
             self._task.cancel()
 
     def uncancel(self) -> None:
-        """Take the cancellation as handled: the task goes on, to tell the reason."""
+        """Undo the task's cancellation, so that it can send the reason to the client."""
         if self._task is not None:
             self._task.uncancel()
 
@@ -93,7 +93,7 @@ class InFlight:
 
     def __init__(self) -> None:
         self.is_draining = False
-        # Numbers are unique. Ids may not be: clients may send one.
+        # Numbers are unique, and request ids may not be, since clients may choose them.
         self._numbers = itertools.count(1)
         self._requests: dict[int, RequestContext] = {}
         self._idle = asyncio.Event()
@@ -102,7 +102,7 @@ class InFlight:
 
     @contextlib.contextmanager
     def track(self, context: RequestContext) -> Iterator[None]:
-        """Track one request while entered."""
+        """Count a request as in flight inside the `with` block."""
         number = next(self._numbers)
         self._requests[number] = context
         self._idle.clear()
@@ -124,8 +124,8 @@ class InFlight:
         return tuple(reversed(self._errors))
 
     def note_error(self, context: RequestContext, status: int, seconds: float) -> None:
-        """Keep an error that a request was answered with."""
-        # The error's message is left out: it may repeat the caller's text.
+        """Add an error that was sent to a client to the list of last errors."""
+        # The error's message is left out: it may quote the client's text.
         self._errors.append(
             {
                 "at": time.time(),
@@ -148,13 +148,13 @@ class InFlight:
         return not self._requests
 
     def cancel(self) -> None:
-        """Cancel the requests in flight, as the gateway stops."""
+        """Cancel all requests in flight, with ShuttingDown as the reason."""
         for context in self.requests.values():
             context.cancel(ShuttingDown())
 
 
 class Watchers:
-    """A few clients at most, who get a sample each second. A sample is made once, for all."""
+    """At most MOST_WATCHERS clients that get a sample each second. All share one sample."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -162,11 +162,11 @@ class Watchers:
 
     @contextlib.contextmanager
     def place(self, *, is_reserved: bool = False) -> Iterator[None]:
-        """Take a place while entered; the last one only if it `is_reserved`.
+        """Take one of the places inside the `with` block; the last one only if `is_reserved`.
 
-        Raises TooManyWatchers if none is free.
+        Raises TooManyWatchers if no place is free.
         """
-        # Other watchers cannot lock an admin out.
+        # The last place is kept for admins, so that other watchers cannot lock them out.
         watcher_limit = MOST_WATCHERS if is_reserved else MOST_WATCHERS - 1
         if self.count >= watcher_limit:
             raise TooManyWatchers(watcher_limit)
@@ -179,7 +179,7 @@ class Watchers:
                 self._samples.clear()
 
     def sample(self, second: int, make: Callable[[bool], bytes], *, is_admin: bool) -> bytes:
-        """Return the sample of a second, made by the first who asks: for admins or for others."""
+        """Return the sample of this second for admins or for others. The first call makes it."""
         sample = self._samples.get(is_admin)
         if sample is None or sample[0] != second:
             sample = self._samples[is_admin] = (second, make(is_admin))
@@ -188,9 +188,9 @@ class Watchers:
 
 @contextlib.asynccontextmanager
 async def while_connected(receive: Receive) -> AsyncIterator[None]:
-    """Cancel the body if the client disconnects.
+    """Cancel the body of the `async with` if the client disconnects.
 
-    Raises ClientDisconnect then, which needs no answer.
+    ClientDisconnect is raised in that case, and nothing has to be sent.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -205,8 +205,8 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
     try:
         yield
     except asyncio.CancelledError:
-        # Somebody else may have cancelled the task too: that cancellation goes on.
-        if disconnect.done() and task.uncancel() == 0:  # this is the only cancellation
+        # The task may also have been cancelled for another reason: that cancellation goes on.
+        if disconnect.done() and task.uncancel() == 0:  # the disconnect was the only reason
             raise ClientDisconnect from None
         raise
     finally:
@@ -215,7 +215,7 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
-    """Return when the client has disconnected. Nothing else may call `receive` meanwhile."""
+    """Wait until the client disconnects. Nothing else may call `receive` meanwhile."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -237,8 +237,8 @@ async def cancel(task: asyncio.Task[Any]) -> None:
 
 
 def count_cancelled(timings: Timings) -> None:
-    """Count a client that left before its answer was complete, once, by the stage of the request:
-    that of its first job still running, if it has several.
+    """Count a request whose client left early, by the stage it was in. If it has several jobs, the
+    stage is that of the first one that still runs.
     """
     stages = (part.stage for part in (timings, *timings.parallel) if part.stage is not None)
     stage = next(stages, None)

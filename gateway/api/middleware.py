@@ -32,22 +32,22 @@ if TYPE_CHECKING:
 
 log = logs.get("http")
 
-LEAST_RATE = 128 * 1024  # bytes a second that a client has to read, after the send timeout
-PIECE_BYTES = 256 * 1024  # bytes of a large body sent at a time; each piece has the send timeout
-ANTHROPIC = "/messages"  # this path and those below are Anthropic's, with its errors and headers
-MODELS = "/models"  # this path and those below are Anthropic's if its version is sent
+LEAST_RATE = 128 * 1024  # bytes per second that a client has to read, after the send timeout
+PIECE_BYTES = 256 * 1024  # a large body is sent in pieces of this size, each with the send timeout
+ANTHROPIC = "/messages"  # this path and those below it belong to Anthropic's API
+MODELS = "/models"  # this path and those below it belong to both APIs; see `speaks_anthropic`
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,200}")
 
 
 def is_anthropic(path: str) -> bool:
-    """Return True if a path, with or without /v1, is one of Anthropic's API."""
+    """Return True if a path, with or without /v1, belongs to Anthropic's API alone."""
     bare = path.removeprefix("/v1")
     return bare == ANTHROPIC or bare.startswith(f"{ANTHROPIC}/")
 
 
 def speaks_anthropic(path: str, headers: Mapping[bytes, bytes]) -> bool:
-    """Return True if a request is to be answered in Anthropic's form: by its path or, of models,
-    by the header that Anthropic's clients send.
+    """Return True if a request must be answered in Anthropic's format: its path is Anthropic's, or
+    it asks for models with the header `anthropic-version`.
     """
     bare = path.removeprefix("/v1")
     is_shared = bare == MODELS or bare.startswith(f"{MODELS}/")
@@ -55,7 +55,7 @@ def speaks_anthropic(path: str, headers: Mapping[bytes, bytes]) -> bool:
 
 
 class ErrorResponse(Response):
-    """An error as JSON, in the envelope of the request's path."""
+    """An error as JSON, in OpenAI's or Anthropic's format, as the request needs it."""
 
     def __init__(self, error: GatewayError, context: RequestContext) -> None:
         body: object = error.body()
@@ -74,12 +74,12 @@ class ErrorResponse(Response):
 
 
 def server_timing(timings: Timings) -> str:
-    """Return the header's value, https://www.w3.org/TR/server-timing/, with the stages so far."""
+    """Return the Server-Timing header (https://www.w3.org/TR/server-timing/) of stages so far."""
     return ", ".join(f"{stage};dur={ms:g}" for stage, ms in timings.milliseconds.items())
 
 
 def timings_log(timings: Timings) -> dict[str, str | int | float]:
-    """Return the access log's fields about a model; none if the request reached no model."""
+    """Return the access log's fields about the model; empty if the request reached no model."""
     if timings.model is None:
         return {}
     stages = {f"{stage}_ms": round(1000 * s, 2) for stage, s in timings.seconds.items()}
@@ -91,15 +91,15 @@ def timings_log(timings: Timings) -> dict[str, str | int | float]:
 
 
 def record_timings(timings: Timings, route: str) -> None:
-    """Count the stages of a request that reached a model."""
+    """Record the stages' durations as metrics, if the request reached a model."""
     if timings.model is not None:
         for stage, seconds in timings.seconds.items():
             metrics.of(metrics.STAGE_SECONDS, timings.model, stage, route).observe(seconds)
 
 
 class Context:
-    """The outermost middleware: every request has an id, timings, a place among those in flight
-    and, if there is a tracer, a trace.
+    """The outermost middleware: it gives every request an id and timings, tracks it as in flight,
+    logs it and, if there is a tracer, traces it.
     """
 
     def __init__(
@@ -116,14 +116,14 @@ class Context:
         self._bodies = bodies
         self._send_timeout_s = send_timeout_s
         self._tracer = tracer
-        self._log = log.bind()  # bound once, not for every line
+        self._log = log.bind()  # binds the processors once, instead of for every line
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         context = scope["gateway"] = self._begin(scope)
-        is_last = self._in_flight.is_draining  # then connections close after their answer
+        is_last = self._in_flight.is_draining  # True: the connection closes after this answer
         reply = _Reply(send, context, self._send_timeout_s, is_last=is_last)
         has_left = False
         try:
@@ -139,9 +139,9 @@ class Context:
             self._end(context, has_left=has_left)
 
     def _begin(self, scope: Scope) -> RequestContext:
-        """Return a request's context, and begin its trace."""
+        """Create a request's context, and begin its trace."""
         scope["method"] = shorten(scope["method"])
-        # The first of a header sent twice counts.
+        # The first value counts if a header is repeated.
         headers = dict(reversed(scope["headers"]))
         request_id = headers.get(b"x-request-id", b"").decode("latin-1")
         if not _REQUEST_ID.fullmatch(request_id):
@@ -163,7 +163,7 @@ class Context:
         return context
 
     def _end(self, context: RequestContext, *, has_left: bool) -> None:
-        """Trace, count and log a request that is over."""
+        """End the trace of a finished request, count it and log it."""
         scope, timings, sent = context.scope, context.timings, context.status
         seconds = clock.now() - timings.started
         path = getattr(scope.get("route"), "path", None)
@@ -172,7 +172,7 @@ class Context:
         status = CLIENT_CLOSED if has_left or sent is None else int(sent)
         route = path or "none"
         metrics.of(metrics.REQUESTS, route, str(status)).inc()
-        if not context.is_watch:  # a watch lasts as long as somebody looks
+        if not context.is_watch:  # the stream of samples lasts until the watcher leaves
             metrics.of(metrics.REQUEST_SECONDS, route).observe(seconds)
         record_timings(timings, route)
         if context.error is not None and path is not None and status != CLIENT_CLOSED:
@@ -188,7 +188,7 @@ class Context:
 
 
 class ErrorMiddleware:
-    """Answers every error that is raised inside as JSON, unless an answer has begun."""
+    """Answers every error that the inner app raises as JSON, unless an answer has begun."""
 
     def __init__(self, app: ASGIApp, max_header_bytes: int) -> None:
         self._app = app
@@ -206,8 +206,8 @@ class ErrorMiddleware:
         except ClientDisconnect:
             raise
         except asyncio.CancelledError:
-            # An admin cancelled the request, or the gateway stops: the client gets the reason as an
-            # error.
+            # An admin has cancelled the request, or the gateway stops. The client gets the reason
+            # as an error.
             if context.status is not None or context.cancellation is None:
                 context.error = "cancelled"
                 raise
@@ -231,20 +231,20 @@ class ErrorMiddleware:
 
 
 class _Limit:
-    """Limits the time of one send after another, with one timer for all: an `asyncio.timeout` for
-    each costs half as much as sending a token's event.
+    """Limits the time of each send with one timer for all. An `asyncio.timeout` for each send would
+    cost half as much as sending a token's event.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[Any] | None = None  # the task that sends now
-        self._cancelling = 0  # earlier requests to cancel the task
-        self._due = 0.0  # a time on the loop's clock
+        self._cancelling = 0  # `Task.cancelling()` before the send
+        self._due = 0.0  # the deadline, on the loop's clock
         self._is_over = False
 
     def of(self, seconds: float) -> "_Limit":
-        """Return itself as a context that raises TimeoutError after this many seconds."""
+        """Return `self`, as a context manager that raises TimeoutError after this many seconds."""
         self._due = self._loop.time() + seconds
         if self._timer is None or self._due < self._timer.when():
             self.close()
@@ -294,7 +294,7 @@ class _Reply:
         self._send_timeout_s = send_timeout_s
         self._is_last = is_last
         self._limit = _Limit()
-        self._is_refused = False  # True: an error was sent in its place
+        self._is_refused = False  # True: an error was sent in place of the answer
         self._waited_s = 0.0  # seconds spent waiting for the client to read
         self._nbytes = 0
 
@@ -326,9 +326,11 @@ class _Reply:
             yield b"connection", b"close"
 
     async def _has_room(self, start: Message) -> bool:
-        """Count an answer of known length; return False if it was refused for lack of room."""
+        """Count an answer of known length. If there is no room for it, send an error instead and
+        return False.
+        """
         length = int(dict(start["headers"]).get(b"content-length", b"0"))
-        # An error raised here would come too late: Starlette takes none once an answer has begun.
+        # The error is sent here: Starlette handles no exception once an answer has begun.
         try:
             self._context.unread.count_answer(length)
         except Unavailable as error:
@@ -342,8 +344,8 @@ class _Reply:
         for piece in split_body(message):
             began = clock.now()
             self._nbytes += len(piece.get("body", b""))
-            # A limit for each piece is not enough: a client that reads a byte of each would hold a
-            # large answer for hours.
+            # A limit for each piece is not enough: a client that always reads at the last moment
+            # would hold a large answer in memory for hours.
             late_s = self._send_timeout_s + self._nbytes / LEAST_RATE - self._waited_s
             try:
                 with self._limit.of(min(self._send_timeout_s, late_s)):
@@ -352,7 +354,7 @@ class _Reply:
                 log.warning("client_stopped_reading")
                 raise ClientDisconnect from None
             self._waited_s += clock.now() - began
-            if left > PIECE_BYTES and not message.get("more_body"):  # a stream counts its own bytes
+            if left > PIECE_BYTES and not message.get("more_body"):  # EventStream counts streams
                 left -= PIECE_BYTES
                 self._context.unread.count(left)
 
@@ -362,7 +364,9 @@ async def _receive_nothing() -> Message:
 
 
 def split_body(message: Message) -> Iterator[Message]:
-    """Yield a large body in pieces, to tell a client that reads slowly from one that stopped."""
+    """Yield a message with a large body in pieces. A piece's timeout shows whether the client still
+    reads.
+    """
     body = message.get("body", b"")
     if len(body) <= PIECE_BYTES:
         yield message

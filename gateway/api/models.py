@@ -1,5 +1,5 @@
 """GET /v1/models and /v1/models/{id}; with the admin key: pull, load, unload, pin, reload, and
-save the kept prompts.
+save the prefix cache.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ STATES = ["unloaded", "loading", "loaded", "failed"]
 
 
 class Batching(TypedDict):
-    """How a loaded chat model runs its answers."""
+    """How a loaded chat model batches: in one batch if its self-test allows that."""
 
     rows: Literal["together", "one at a time"]
     self_test: Literal["passed", "failed", "unfinished", "off"]
@@ -40,38 +40,38 @@ class Batching(TypedDict):
 
 
 class Model(TypedDict):
-    """A model by one of its names; `root` is its id."""
+    """A model under its id or one of its aliases; `root` is always the model's id."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     root: str
-    parent: Annotated[str | None, Field(description="The base, whose weights an adapter shares.")]
+    parent: Annotated[str | None, Field(description="The id of an adapter's base model.")]
     kind: Literal["chat", "embedding", "rerank"]
     state: Annotated[str, WithJsonSchema({"type": "string", "enum": STATES})]
-    pinned: Annotated[bool, Field(description="It is not evicted.")]
+    pinned: Annotated[bool, Field(description="True: the model is never evicted.")]
     bytes: Annotated[int | None, Field(description="Its share of the memory budget.")]
     last_used: Annotated[float | None, Field(description="Unix time.")]
-    error: Annotated[str | None, Field(description="Why it failed.")]
+    error: Annotated[str | None, Field(description="Why the last load failed.")]
     max_model_len: Annotated[
-        int | None, Field(description="Tokens of an input; of a chat model, with the answer.")
+        int | None, Field(description="Most tokens of an input; a chat model's include the answer.")
     ]
-    context_length: Annotated[int | None, Field(description="The same, by OpenRouter's name.")]
-    max_context: Annotated[int | None, Field(description="The same, of a chat model.")]
+    context_length: Annotated[int | None, Field(description="`max_model_len`, for OpenRouter.")]
+    max_context: Annotated[int | None, Field(description="`max_model_len` of a chat model.")]
     input_modalities: Sequence[str] | None
     verified: Annotated[
         Literal["transformers", "mlx-lm", "no"] | None,
-        Field(description="The reference for answers of its family, by its files."),
+        Field(description="The library that answers of the model's family were compared with."),
     ]
     notes: Annotated[
-        Sequence[str], Field(description="Parts of its files that a chat model doesn't follow.")
+        Sequence[str], Field(description="Settings in a chat model's files that have no effect.")
     ]
     batching: Annotated[Batching | None, Field(description="How a loaded chat model batches.")]
 
 
 class Models(TypedDict):
-    """Every name of every model."""
+    """The list of models: one entry for each id and each alias."""
 
     object: Literal["list"]
     data: list[Model]
@@ -82,8 +82,8 @@ AnyModel = TypeAliasType("AnyModel", Model | AnthropicModel)
 
 
 async def list_models(service: Service, request: Request) -> Response:
-    """Answer with every id and alias; `root` is the id of an alias's model. Anthropic's clients
-    get those of chat models alone, in their form.
+    """Answer with one entry for each id and alias. Anthropic clients get only the chat models, in
+    Anthropic's format.
     """
     await service.inputs.look()
     catalog = service.served.catalog
@@ -114,9 +114,9 @@ async def _look(service: Service, resolved: Resolved) -> Model:
 
 
 def describe_model(service: Service, resolved: Resolved) -> Model:
-    """Return a model under one of its names, with OpenAI's fields and our own.
+    """Return one entry of the model list, with OpenAI's fields and the gateway's.
 
-    None stands for an unknown value, for example if the files were not on disk at the last
+    A value is None if it is unknown, for example if the files were not on disk at the last
     `service.inputs.look`.
     """
     spec = resolved.spec
@@ -148,8 +148,8 @@ def describe_model(service: Service, resolved: Resolved) -> Model:
 
 
 def _max_tokens(service: Service, spec: ModelSpec) -> int | None:
-    """Return the longest input, by the engine if the model is loaded, else by the files. An
-    adapter has its base's.
+    """Return the maximum input length in tokens: the engine's value if the model is loaded,
+    otherwise the one from its files. An adapter has the value of its base model.
     """
     inputs = service.inputs.of(spec)
     if isinstance(spec, ChatSpec):
@@ -182,9 +182,9 @@ def _batching(batcher: object) -> Batching | None:
 
 
 async def pull(service: Service, request: Request) -> ASGIApp:
-    """Fetch a model's files: events of the progress, or the end of it.
+    """Download a model's files. Answer with progress events or, unstreamed, when it is complete.
 
-    The pull goes on if the client leaves; another request for the model watches it again.
+    The download goes on if the client leaves; a new request for the model follows it again.
     """
     parsed = await service.read(await service.read_body(request), PullRequest)
     headers, asked = ignored_header(parsed.ignored), parsed.request
@@ -211,9 +211,9 @@ async def _frames(service: Service, pull: Pull) -> AsyncGenerator[bytes, None]:
 
 
 async def _watch(service: Service, pull: Pull) -> AsyncGenerator[PullProgress, None]:
-    """Yield the progress of a pull until it has succeeded. Raises its error."""
+    """Yield the progress of a pull until it succeeds. Raises the pull's error if it fails."""
     while not pull.task.done():
-        if service.in_flight.is_draining:  # the next process continues from the bytes on disk
+        if service.in_flight.is_draining:  # the next process resumes from the bytes on disk
             raise ShuttingDown
         yield describe_pull(service, pull)
         await asyncio.wait({pull.task}, timeout=PULL_PERIOD_S)
@@ -235,7 +235,7 @@ def describe_pull(service: Service, pull: Pull) -> PullProgress:
 
 
 class Reload(TypedDict):
-    """The models that another reading of models.yaml changed, by id."""
+    """The ids of the models that a reload of models.yaml added, changed or removed."""
 
     object: Literal["reload"]
     added: list[str]
@@ -244,21 +244,23 @@ class Reload(TypedDict):
 
 
 class SavedPrefixes(TypedDict):
-    """The number of files that have the kept prompts."""
+    """The number of files that the prefix cache was saved to."""
 
     object: Literal["prefixes"]
     files: int
 
 
 async def load(service: Service, request: Request) -> Response:
-    """Load a model as a request would, and describe it. A failed load is retried at once."""
+    """Load a model as a request would, and describe it. A load that failed before is tried again
+    without waiting for the pause after a failure.
+    """
     resolved = service.served.catalog.resolve(request.path_params["name"])
     await service.models.load(resolved.spec)
     return reply(await _look(service, resolved))
 
 
 async def unload(service: Service, request: Request) -> Response:
-    """Unload a model, pinned or not: 200 if it is unloaded, 202 if requests still use it."""
+    """Unload a model, even a pinned one: 200 if it is unloaded, 202 if requests still use it."""
     resolved = service.served.catalog.resolve(request.path_params["name"])
     is_gone = await service.models.unload(resolved.spec)
     body = await _look(service, resolved)
@@ -266,20 +268,20 @@ async def unload(service: Service, request: Request) -> Response:
 
 
 async def pin(service: Service, request: Request, *, is_pinned: bool) -> Response:
-    """Keep a model from being evicted, or let it be, until models.yaml is read again."""
+    """Pin a model, so that it is never evicted, or unpin it, until models.yaml is reloaded."""
     resolved = service.served.catalog.resolve(request.path_params["name"])
     service.models.pin(resolved.spec, is_pinned=is_pinned)
     return reply(await _look(service, resolved))
 
 
 async def reload(service: Service, request: Request) -> Response:
-    """Read models.yaml again and answer with the changes, or 400 with its errors."""
+    """Reload models.yaml and answer with the changes, or with 400 if the file has errors."""
     async with while_connected(request.receive):
         changes = await service.reload()
     return reply({"object": "reload", **changes.by_kind()})
 
 
 async def save_prefixes(service: Service, request: Request) -> Response:
-    """Save the prompts that loaded models keep; answer with the number of files."""
+    """Save the prefix caches of loaded models; answer with the number of files written."""
     body: SavedPrefixes = {"object": "prefixes", "files": await service.save_prefixes()}
     return reply(body)

@@ -1,5 +1,5 @@
-"""The class of endpoints: how each is routed, guarded, metered and described; and the document of
-/openapi.json, made from the table of all endpoints, with JSON Schemas of requests and answers.
+"""The class `Endpoint`, which says how a path is routed, guarded, metered and described; and the
+document /openapi.json, built from the table of all endpoints and the types in gateway.wire.
 """
 
 import re
@@ -61,9 +61,9 @@ STORED_ERRORS: Errors = (BadRequest, ResponseNotFound)  # errors of stored respo
 
 
 class _Number(IntegerConvertor):
-    """A number that Python reads."""
+    """A path parameter that `int` can read."""
 
-    # Python raises ValueError for thousands of digits.
+    # `int` raises ValueError for thousands of digits.
     regex = "[0-9]{1,18}"
 
 
@@ -71,44 +71,44 @@ register_url_convertor("number", _Number())
 
 
 class Form(NamedTuple):
-    """Another form of an endpoint's requests."""
+    """A second request format that an endpoint accepts, with its answer and its error."""
 
-    name: str  # the mark of such a body
+    name: str  # how to recognize such a body, for the docs
     request: type[WireRequest]
-    item: Any  # the shape of an item; the answer is a list
+    item: Any  # the type of an item: the answer is a list of these
     error: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One method of one path: its handler, and its description for the document and the docs."""
+    """One method of one path: its handler, and its description for /openapi.json and the docs."""
 
-    route: str  # a method and a path, which is served with and without /v1
+    route: str  # the method and the path, which is served with and without /v1
     handler: Handler
     _: KW_ONLY
     summary: str
     details: str = ""
-    also: str | None = None  # another path, served as it is
+    also: str | None = None  # a second path, served only as written here
     request: type[WireRequest] | None = None
-    form: Form | None = None  # another form of requests
-    answer: Any = None  # None if its shape is not described
-    texts_error: Any = None  # the shape of its own errors, if they are TEI's
-    events: Any = None  # the shape of a stream's events
+    form: Form | None = None  # a second request format
+    answer: Any = None  # the answer's type; None if /openapi.json doesn't describe it
+    texts_error: Any = None  # the type of its errors, if it answers with TEI's
+    events: Any = None  # the type of a stream's events
     content_type: str = "application/json"
-    statuses: tuple[int, ...] = (200,)  # the statuses of success
-    # The endpoint's own errors, in addition to those of all endpoints, of the key check and of
+    statuses: tuple[int, ...] = (200,)  # the status codes of success
+    # Errors of this endpoint, in addition to those of every endpoint, of the key check and of
     # reading a body.
     errors: Errors = ()
-    is_open: bool = False  # it needs no key
-    # An endpoint that needs the admin key, and one of the dashboard.
-    is_admin: bool = False
-    is_page: bool = False
-    operation: str | None = None  # GenAI's name for the model's work
-    # False for endpoints that machines ask every few seconds: nobody wants their traces.
-    is_traced: bool = True
+    is_open: bool = False  # True: no key is needed
+    is_admin: bool = False  # True: the admin key is needed
+    is_page: bool = False  # True: part of the dashboard
+    operation: str | None = None  # `gen_ai.operation.name` in traces
+    is_traced: bool = True  # False for endpoints that monitors poll: their traces are noise
 
     def is_served(self, exposure: Exposure) -> bool:
-        """Return True if the settings allow it: an admin key is set, the dashboard is on."""
+        """Return True if the settings allow it: an admin endpoint needs an admin key to be set, and
+        a page needs the dashboard to be on.
+        """
         is_allowed = exposure.has_admin or not self.is_admin
         return is_allowed and (exposure.has_dashboard or not self.is_page)
 
@@ -127,7 +127,7 @@ class Endpoint:
 
     @property
     def is_bare(self) -> bool:
-        """Return True if it has no /v1."""
+        """Return True if the path is not served under /v1."""
         return self.is_admin or self.is_page
 
     @property
@@ -136,13 +136,13 @@ class Endpoint:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Return every path that it is served by."""
+        """Return every path that the endpoint is served at."""
         versions = (self.path,) if self.is_bare else (self.bare_path, f"/v1{self.bare_path}")
         return versions if self.also is None else (*versions, self.also)
 
     @property
     def all_errors(self) -> Errors:
-        """Return the endpoint's errors, and those that others have too."""
+        """Return all errors that the endpoint may answer with."""
         errors = [*COMMON_ERRORS]
         if not self.is_open:
             errors += ACCESS_ERRORS
@@ -152,13 +152,13 @@ class Endpoint:
 
     @property
     def requests(self) -> Sequence[type[WireRequest]]:
-        """Return the shapes of its requests."""
+        """Return the types of its requests."""
         requests = (self.request, self.form and self.form.request)
         return [request for request in requests if request is not None]
 
     @property
     def shapes(self) -> Sequence[Any]:
-        """Return the shapes of its answers, events, and own errors."""
+        """Return the types of its answers, events and TEI errors."""
         shapes = [self.answer, self.events, self.texts_error]
         if self.form is not None:
             shapes += [self.form.item, self.form.error]
@@ -168,11 +168,11 @@ class Endpoint:
 SERVERS = [{"url": "/v1"}, {"url": "/", "description": "The same, for base URLs without /v1."}]
 ROOT = [{"url": "/"}]
 PATH_PARAMETER = re.compile(r"{(\w+)(:\w+)?}")
-PATH_TYPES = {":number": "integer"}  # types by Starlette's converter; others are texts
+PATH_TYPES = {":number": "integer"}  # JSON types by Starlette converter; the default is string
 TIMEOUT = {
     "name": "x-gateway-timeout-s",
     "in": "header",
-    "description": "Seconds the answer may take, where that is less than the gateway's own limit.",
+    "description": "Seconds that the answer may take; the gateway's own limit also applies.",
     "schema": {"type": "number", "exclusiveMinimum": 0},
 }
 Names = Mapping[str, Sequence[str]]
@@ -222,7 +222,7 @@ def document(
 
 
 def template(path: str) -> str:
-    """Return a path as OpenAPI writes it, without Starlette's converters."""
+    """Return a path in OpenAPI's syntax, without Starlette's converters."""
     return PATH_PARAMETER.sub(r"{\1}", path)
 
 
@@ -313,10 +313,10 @@ def schemas(
     *,
     strict: bool,
 ) -> Schemas:
-    """Return the schemas of requests and answers, and of the types inside them, by name.
+    """Return the schemas of requests, answers and the types inside them, by type name.
 
     `answers` are TypedDicts and unions of them. `names` are the models' names by kind. If `strict`,
-    unknown fields are refused.
+    the schemas forbid unknown fields.
     """
     request_schemas = _schemas_of(requests)
     for schema in request_schemas.values():
@@ -339,8 +339,8 @@ def _schemas_of(shapes: Sequence[Any]) -> Schemas:
 
 
 def _allow_nulls(schema: Schema) -> None:
-    """Mark every optional field nullable, and unknown fields too if they are refused."""
-    # The API treats null as absent.
+    """Mark every optional field nullable. Allow null for unknown fields where they are refused."""
+    # The API treats null like an absent field.
     if schema.get("additionalProperties") is False:
         schema["additionalProperties"] = _NULL
     for name, field in schema.get("properties", {}).items():
@@ -352,13 +352,13 @@ def _allow_nulls(schema: Schema) -> None:
 
 
 def _pop_constraints(field: Schema) -> Schema:
-    """Remove and return a field's constraints; its annotations stay."""
+    """Remove a field's constraints, but not its annotations, and return them."""
     annotations = ("title", "description", "default")
     return {key: field.pop(key) for key in list(field) if key not in annotations}
 
 
 def _unserved(request: type[WireRequest]) -> Iterator[tuple[str, Schema]]:
-    """Yield the fields that are known and not served, each with its schema."""
+    """Yield the fields that are accepted without effect or refused, each with its schema."""
     for name in sorted(request.harmless):
         yield name, {"description": "Accepted, without effect.", "maxLength": NAME_CHARS}
     for name, reason in request.refused.items():
@@ -367,5 +367,5 @@ def _unserved(request: type[WireRequest]) -> Iterator[tuple[str, Schema]]:
 
 
 def reference(shape: Any) -> Schema:
-    """Return a pointer to the schema of a request or an answer."""
+    """Return a `$ref` to the schema of a request or an answer."""
     return {"$ref": f"#/components/schemas/{shape.__name__}"}

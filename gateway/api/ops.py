@@ -17,20 +17,20 @@ from gateway.registry import Catalog
 
 
 class Health(TypedDict):
-    """Whether the gateway's engine moves."""
+    """Whether the gateway's engine makes progress."""
 
     status: str
 
 
 class Ready(TypedDict):
-    """Whether requests are accepted, and each model's state, for callers who may list them."""
+    """Whether requests are accepted. Callers who may list models also get each model's state."""
 
     status: str
     models: NotRequired[Mapping[str, str]]
 
 
 class Index(TypedDict):
-    """The name of the server, and the paths to go on with."""
+    """The name of the server, and the paths of its model list and its OpenAPI document."""
 
     name: str
     models: str
@@ -38,7 +38,7 @@ class Index(TypedDict):
 
 
 async def index(service: Service, request: Request) -> Response:
-    """Answer a request to the base URL: agents check whether a server is there."""
+    """Answer a request to the base URL, which agents send to check whether a server is there."""
     body: Index = {"name": "mlx-gateway", "models": "/v1/models", "openapi": "/openapi.json"}
     return reply(body)
 
@@ -51,7 +51,7 @@ async def health(service: Service, request: Request) -> Response:
 
 
 async def ready(service: Service, request: Request) -> Response:
-    """Answer 200 from when all preloaded models are loaded until shutdown, if the lane works.
+    """Answer 200 once all preloaded models are loaded, until shutdown or until the lane fails.
 
     The models' states are only for callers who may list models.
     """
@@ -68,7 +68,7 @@ async def metrics(service: Service, request: Request) -> Response:
 
 async def describe(service: Service, endpoints: Sequence[Endpoint]) -> Response:
     served = service.served.catalog, tuple(endpoints), service.exposure, service.rules.strict_fields
-    # Making the document takes a fifth of a second, once.
+    # Building the document takes a fifth of a second, but only for the first request.
     body = await service.pool.run(_document_json, *served, kind="descriptions")
     return Response(body, media_type="application/json")
 

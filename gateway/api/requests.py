@@ -1,4 +1,4 @@
-"""The service that every handler uses: bodies → checked requests, leases, answers as JSON."""
+"""`Service`, which every handler gets: it reads and checks requests, finds and leases models."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ from gateway.registry import (
 from gateway.serving.admission import Arrivals, until_deadline
 from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.serving.embedding.reranker import RerankBatcher
-from gateway.serving.generation.batcher import ChatBatcher
+from gateway.serving.generation.batcher import ChatBatcher, GenerationBatcher
 from gateway.serving.models.cache import ModelCache
 from gateway.serving.models.named import NamedModels
 from gateway.serving.models.pulls import NOBODY
@@ -39,13 +39,14 @@ from gateway.serving.models.served import KnownInputs, Served
 from gateway.serving.response_store import ResponseStore
 from gateway.serving.tokenize import Kind, ThreadPools
 from gateway.wire.bounds import Bounds
+from gateway.wire.images import ImageLimits, ImageReader, hide_images
 from gateway.wire.validation import CharBounds, Parsed, missing_parameter, read_request
 from gateway.wire.validation import Request as WireRequest
 
 log = logs.get("service")
 
-# A body above the first limit is parsed off the loop: it may take milliseconds. A body above the
-# second may take seconds; it is parsed on another thread than smaller ones.
+# A body above the first limit may take milliseconds to parse, so it is parsed on a thread. A body
+# above the second limit may take seconds, so these have threads of their own.
 LONG_BYTES = 32_000
 LARGE_BYTES = 1_000_000
 T = TypeVar("T")
@@ -58,12 +59,14 @@ Lease = contextlib.AbstractAsyncContextManager
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """The settings for reading requests and answering them. Times in seconds."""
+    """The settings for reading and answering requests. Times are in seconds."""
 
     max_body_bytes: int
     body_timeout_s: float
     max_input_chars: int
     max_request_chars: int
+    max_images: int
+    max_image_bytes: int
     bounds: Bounds
     strict_fields: bool
     leave_out_images: bool
@@ -77,7 +80,7 @@ class Rules:
 
 
 class Exposure(NamedTuple):
-    """Whether the settings have keys and an admin key, and serve the dashboard."""
+    """Whether API keys and an admin key are set, and whether the dashboard is served."""
 
     has_keys: bool
     has_admin: bool
@@ -97,7 +100,7 @@ class Service:
     rules: Rules
     responses: ResponseStore
     fingerprint: Callable[[ModelSpec], str]
-    tokenizer: Callable[[ChatSpec], Any]  # reads files on this disk; called on a thread
+    tokenizer: Callable[[ChatSpec], Any]  # reads files from disk, so it is called on a thread
     started: int
     health: Callable[[], str]
     readiness: Callable[[], str]
@@ -113,13 +116,15 @@ class Service:
         return await read_body(request, held, rules.max_body_bytes, rules.body_timeout_s)
 
     async def read(self, body: bytearray, shape: type[R]) -> Parsed[R]:
-        """Parse and check a body, and do nothing else. Raises as `read_request` does."""
+        """Parse a body and check its fields. Raises as `read_request` does."""
         strict, bounds = self.rules.strict_fields, self.rules.bounds
         parse = partial(read_request, body, shape, strict=strict, bounds=bounds)
         return await self.run_on_body(body, parse)
 
     async def take(self, request: Request, body: bytearray, shape: type[R]) -> Parsed[R]:
-        """Read a request to a model, note it, and fetch the model if it is the hub's."""
+        """Read a request to a model and record it. If it names a new model of the hub that requests
+        may name, begin to download that.
+        """
         parsed = await self.read(body, shape)
         await self._note(request, body, parsed.request)
         await self._admit(request, parsed.request)
@@ -131,10 +136,12 @@ class Service:
         if trace is not None:
             trace.note_request(asked)
         if self.rules.log_prompts:
-            await self.run_on_body(body, lambda: log.info("prompt", **asked.prompt_fields()))
+            await self.run_on_body(
+                body, lambda: log.info("prompt", **hide_images(asked.prompt_fields()))
+            )
 
     async def _admit(self, request: Request, asked: WireRequest) -> None:
-        """Begin to fetch the model that a request names, if it is the hub's and may be named.
+        """Begin to download the model that a request names, if it is a new one of the hub.
 
         Raises as NamedModels.admit does, and DeadlineExceeded.
         """
@@ -147,18 +154,16 @@ class Service:
     async def run_on_body(
         self, body: bytearray, work: Callable[[*Ts], T], *args: *Ts, is_large: bool = False
     ) -> T:
-        """Run work that takes time in proportion to a body, or is large for another reason; off the
-        loop if it may take long.
-        """
-        # A thread costs more than a small body, and a large one would stop the loop.
+        """Run work on a body; on a thread if it may take long: the body is long or `is_large`."""
+        # A thread costs more than work on a small body; a large body would block the event loop.
         if len(body) <= LONG_BYTES and not is_large:
             return work(*args)
         kind: Kind = "large bodies" if len(body) > LARGE_BYTES else "bodies"
         return await self.pool.run(work, *args, kind=kind)
 
     def caller(self, request: Request, tier: Tier = Tier.DEFAULT) -> Caller:
-        """Return the caller. Its deadline counts from the first call for a request:
-        `x-gateway-timeout-s` seconds, at most the setting's.
+        """Return the request's caller. Its deadline is `x-gateway-timeout-s` seconds, but no more
+        than the setting allows, after the first call for this request.
         """
         context = context_of(request)
         allowed_s = self._allowed_s(context.headers)
@@ -188,6 +193,22 @@ class Service:
             )
         return min(seconds, limit)
 
+    def reads_images(self, spec: ChatSpec) -> bool:
+        """Return True if a model may read images: its engine knows if it is loaded, and else its
+        files say so. A model without files here may; its engine refuses images if it does not.
+        """
+        model = self.models.model(spec.base_spec or spec)
+        if isinstance(model, GenerationBatcher):
+            return model.engine.facts.images is not None
+        inputs = self.inputs.of(spec)
+        return inputs is None or "image" in inputs.modalities
+
+    def image_reader(self, spec: ChatSpec) -> ImageReader:
+        """Return the reader of one request's images, which refuses them for a model of text."""
+        if not self.reads_images(spec):
+            return ImageReader()
+        return ImageReader(ImageLimits(self.rules.max_images, self.rules.max_image_bytes))
+
     @overload
     def lease(self, spec: ChatSpec, caller: Caller, wire: WireRequest) -> Lease[ChatBatcher]: ...
 
@@ -203,7 +224,9 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def lease(self, spec: ModelSpec, caller: Caller, wire: WireRequest) -> AsyncIterator[Any]:
-        """Lease a model. Errors inside about a part of the job name the request's field for it."""
+        """Lease a model. An error about a part of the job is raised with the name of the request's
+        field for that part.
+        """
         try:
             async with self.models.lease(spec, caller) as model:
                 yield model
@@ -222,11 +245,10 @@ class Service:
     def find_spec(
         self, name: str | None, wanted: str, *kinds: type[ModelSpec]
     ) -> tuple[Resolved, Any]:
-        """Return a model and its spec. Raises BadRequest, which names the use `wanted`, if it is of
-        none of the kinds.
+        """Return the model with this name, and its spec. Raises BadRequest, which says that it is
+        unfit for `wanted`, if its kind is not among `kinds`.
 
-        Without a name, it is a loaded model of the first kind that has any models, else that kind's
-        first model in models.yaml.
+        Without a name, `_at_hand` chooses one.
         """
         resolved = self.served.catalog.resolve(name or self._at_hand(*kinds), *kinds)
         if isinstance(resolved.spec, kinds):
@@ -239,7 +261,9 @@ class Service:
         )
 
     def _at_hand(self, *kinds: type[ModelSpec]) -> str:
-        """Return the id of a loaded model of the first kind there is, else of its first model."""
+        """Return the id of a model of the first of the kinds that has any: a loaded model, or else
+        the first one in models.yaml.
+        """
         for kind in kinds:
             specs = [spec for spec in self.served.catalog.specs if isinstance(spec, kind)]
             loaded = [spec for spec in specs if self.models.model(spec) is not None]
@@ -250,25 +274,25 @@ class Service:
 
 @contextlib.contextmanager
 def time_stage(request: Request, stage: Stage) -> Iterator[None]:
-    """Add the time while entered to a stage of the request."""
+    """Add the duration of the `with` block to a stage of the request."""
     started = clock.now()
     yield
     context_of(request).timings.add(stage, started)
 
 
 def ignored_header(ignored: Sequence[str]) -> dict[str, str]:
-    """Return the header with the names of the ignored fields."""
+    """Return the header that lists the ignored fields; empty if there are none."""
     return named_header("x-gateway-ignored", ignored)
 
 
 def named_header(header: str, names: Sequence[str]) -> dict[str, str]:
-    """Return a header with the first of the names, percent-encoded; none if there are no names."""
+    """Return a header with as many names as fit, percent-encoded; empty if there are no names."""
     values = [quote(name, safe="[]+") for name in first_names(names)]
     return {header: ",".join(values)} if values else {}
 
 
 def first_names(names: Sequence[str]) -> Sequence[str]:
-    """Return the names that a header has room for, and `…+N` for the rest."""
+    """Return the names that fit into a header, and `…+N` for the N others."""
     sizes = accumulate(map(len, names[:MAX_HEADER_NAMES]))
     count = sum(size <= MAX_HEADER_CHARS for size in sizes)
     if count == len(names):
@@ -276,7 +300,7 @@ def first_names(names: Sequence[str]) -> Sequence[str]:
     return [*names[:count], f"…+{len(names) - count}"]
 
 
-MANY_LOGPROBS = 5_000  # writing this many takes some milliseconds
+MANY_LOGPROBS = 5_000  # writing this many as JSON takes some milliseconds
 
 
 def reply(
@@ -287,7 +311,7 @@ def reply(
 
 
 async def serialize(write: Callable[[], bytes], logprobs: int) -> bytes:
-    """Write an answer with this many logprobs: off the loop if it would block it for long."""
+    """Write an answer with this many logprobs; on a thread if it would block the loop for long."""
     if logprobs <= MANY_LOGPROBS:
         return write()
     return await asyncio.to_thread(write)

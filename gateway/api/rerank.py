@@ -21,10 +21,10 @@ R = TypeVar("R", bound=wire.ScoringRequest)
 
 
 async def rerank(service: Service, request: Request) -> Response:
-    """Answer with the documents' scores, best first; in TEI's form if they are `texts`."""
+    """Answer with the documents' scores, best first; in TEI's format if the body has `texts`."""
     with service.arrivals.expect() as arrival:
         body = await service.read_body(request)
-        # Two APIs share the path: TEI's body has `texts` instead of `documents`.
+        # TEI's API has the same path: its body has `texts` instead of `documents`.
         if wire.may_be_texts(body) and await _is_texts(service, request, body):
             try:
                 return await _rerank_texts(service, request, body, arrival)

@@ -23,11 +23,11 @@ from gateway.api.requests import Service, reply
 from gateway.errors import BadRequest, ResponseNotFound, shorten
 from gateway.ids import new_id
 from gateway.jobs import Caller
-from gateway.serving.response_store import StoredItem, StoredResponse
+from gateway.serving.response_store import StoredImage, StoredItem, StoredResponse
 from gateway.wire import responses as wire
 from gateway.wire import responses_items
 from gateway.wire.generation import read_tier
-from gateway.wire.responses_items import AnyItem
+from gateway.wire.responses_items import AnyItem, DumpedItem
 from gateway.wire.responses_stream import ResponseWriter
 from gateway.wire.tools import unpack
 
@@ -68,7 +68,10 @@ async def delete(service: Service, request: Request) -> Response:
 
 async def list_items(service: Service, request: Request) -> Response:
     """Answer with a page of the conversation that a stored response answers."""
-    context = [(item.id, item.body) for item in _find_stored(service, request).context]
+    context = [
+        DumpedItem(item.id, item.body, [image.text for image in item.images])
+        for item in _find_stored(service, request).context
+    ]
     return reply(responses_items.page(context, request.query_params))
 
 
@@ -112,7 +115,7 @@ def _exchange(service: Service, request: Request, wire_request: wire.ResponsesRe
     resolved, spec = service.chat_spec(wire_request.model)
     caller = service.caller(request, read_tier(wire_request.service_tier))
     earlier, items = _conversation(service, wire_request, caller)
-    whole = [*map(responses_items.read_item, (item.body for item in earlier)), *items]
+    whole = [*map(_read_item, earlier), *items]
     seen, headers = without_images(service, request, spec, whole)
     job = wire.to_job(
         wire_request,
@@ -123,6 +126,7 @@ def _exchange(service: Service, request: Request, wire_request: wire.ResponsesRe
         template_args=template_args(resolved, spec),
         max_chars=service.rules.max_input_chars,
         budgets=thinking_budgets(spec),
+        images=service.image_reader(spec),
     )
     is_kept = wire_request.store and service.responses.is_on
     response = wire.new_response(
@@ -136,7 +140,16 @@ def _exchange(service: Service, request: Request, wire_request: wire.ResponsesRe
     context: list[StoredItem] = []
     if is_kept:
         new_items = responses_items.dump_items(items, (item.id for item in earlier))
-        context = [*earlier, *(StoredItem(*pair) for pair in new_items)]
+        # References may name one image many times.
+        texts = {id(text): text for item in new_items for text in item.images}
+        images = {key: StoredImage.of(text) for key, text in texts.items()}
+        context = [
+            *earlier,
+            *(
+                StoredItem(item.id, item.body, [images[id(text)] for text in item.images])
+                for item in new_items
+            ),
+        ]
 
     def keep() -> None:
         if is_kept:
@@ -163,7 +176,7 @@ def _conversation(
     nbytes = 0
 
     # A body of some kilobytes could stand for gigabytes: it may refer to one item many times.
-    def find(item_id: str) -> bytes | None:
+    def find(item_id: str) -> AnyItem | None:
         nonlocal nbytes
         item = service.responses.item(caller.key_id, item_id)
         if item is None:
@@ -171,13 +184,17 @@ def _conversation(
         nbytes += len(item.body)
         if nbytes > max_bytes:
             raise BadRequest("The items that 'input' refers to are too long.", param="input")
-        return item.body
+        return _read_item(item)
 
     earlier: Sequence[StoredItem] = ()
     name = wire_request.previous_response_id
     if name is not None:
         earlier = _find(service, caller.key_id, name, "previous_response_id").items
     return earlier, responses_items.resolve_references(wire_request.input, find)
+
+
+def _read_item(item: StoredItem) -> AnyItem:
+    return responses_items.read_item(item.body, [image.text for image in item.images])
 
 
 def _store(

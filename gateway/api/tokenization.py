@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info: a chat model's tokens. It is not run."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info: tokens of a chat model, which is not run."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 async def tokenize(service: Service, request: Request) -> Response:
-    """Answer with the ids of a prompt, or of a conversation in the model's template."""
+    """Answer with the token ids of a prompt, or of a conversation in the model's chat template."""
     body = await service.read_body(request)
     with time_stage(request, Stage.PARSE):
         parsed = await service.take(request, body, wire.TokenizeRequest)
@@ -31,6 +31,7 @@ async def tokenize(service: Service, request: Request) -> Response:
         _, spec = service.chat_spec(asked.model, "tokenizing")
         max_chars = service.rules.max_input_chars
         translate = partial(wire.to_job, asked, service.caller(request), max_chars=max_chars)
+        translate = partial(translate, images=service.image_reader(spec))
         job = await service.run_on_body(body, translate)
     async with _leased(service, request, spec, asked) as batcher:
         tokens = batcher.engine.tokens
@@ -73,13 +74,13 @@ async def detokenize(service: Service, request: Request) -> Response:
 
 
 async def info(service: Service, request: Request) -> Response:
-    """Answer with the special tokens and the template of a model. No model is loaded for this: a
-    link in a page may ask.
+    """Answer with a model's special tokens and chat template. No model is loaded for this, since
+    any link in a web page can send this request.
     """
     _, spec = service.chat_spec(request.query_params.get("model"), "tokenizing")
     caller = service.caller(request)
     caller.timings.model = spec.id
-    spec = spec.base_spec or spec  # an adapter has its base's tokens
+    spec = spec.base_spec or spec  # an adapter has the tokens of its base model
     model = service.models.model(spec)
     if isinstance(model, GenerationBatcher):
         tokenizer = model.engine.tokens.tokenizer
@@ -99,8 +100,8 @@ async def info(service: Service, request: Request) -> Response:
 async def _leased(
     service: Service, request: Request, spec: ChatSpec, asked: WireRequest
 ) -> AsyncIterator[GenerationBatcher]:
-    """Lease a chat model, while the client is connected."""
-    # An adapter has its base's tokens, and need not be loaded for them.
+    """Lease a chat model as long as the client is connected."""
+    # An adapter has the tokens of its base model, so only the base is loaded.
     caller = service.caller(request)
     lease = service.lease(spec.base_spec or spec, caller, asked)
     async with while_connected(request.receive), lease as batcher:

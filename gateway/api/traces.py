@@ -1,7 +1,7 @@
-"""A trace of each request: a SERVER span, and a child for each of its stages, sent by OTLP/HTTP.
+"""Traces of requests, sent by OTLP/HTTP: a SERVER span with a child span for each of its stages.
 
-This module imports the SDK, which is in the extra `otel`; so it is imported only if traces have a
-destination. No prompt, answer, tool or stop string is in a span.
+This module needs OpenTelemetry's SDK, of the extra `otel`, so it is imported only if traces have a
+destination. Spans contain no prompt, answer, tool or stop string.
 """
 
 import logging
@@ -39,14 +39,14 @@ from gateway.wire.validation import Request as WireRequest
 
 log = logs.get("traces")
 
-# Names are OpenTelemetry's: those of HTTP are from its conventions 1.41.1
-# (https://github.com/open-telemetry/semantic-conventions/blob/v1.41.1/docs/http/http-spans.md);
-# those of GenAI have no release yet, and are from docs/gen-ai/gen-ai-spans.md at commit 002c8a6 of
-# https://github.com/open-telemetry/semantic-conventions-genai. GenAI's attributes of content are
-# never set.
-PROVIDER = "mlx_gateway"  # GenAI's conventions have no value for MLX, and allow one of our own
-CLIENT_DISCONNECTED = "client_disconnected"  # an `error.type`
-QUIET_S = 60.0  # seconds between two equal warnings of the SDK
+# Attributes have OpenTelemetry's names. The HTTP names are from its conventions 1.41.1
+# (https://github.com/open-telemetry/semantic-conventions/blob/v1.41.1/docs/http/http-spans.md). The
+# GenAI names have no release yet, and are from docs/gen-ai/gen-ai-spans.md at commit 002c8a6 of
+# https://github.com/open-telemetry/semantic-conventions-genai. GenAI's attributes for prompts and
+# answers are never set.
+PROVIDER = "mlx_gateway"  # GenAI's conventions have no value for MLX, and allow custom ones
+CLIENT_DISCONNECTED = "client_disconnected"  # a value of `error.type`
+QUIET_S = 60.0  # seconds between two warnings of the SDK from the same line
 METHODS = frozenset(
     {"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "QUERY", "TRACE"}
 )
@@ -54,10 +54,10 @@ _NS = 1_000_000_000
 
 
 class Tracer:
-    """Starts a trace for each request. Spans are sent from `open` to `close`, by a thread.
+    """Starts a trace for each request. A thread sends the spans between `open` and `close`.
 
-    The SDK reads the destination, the service's name and the share of requests from OTEL_*
-    variables. `operations` are GenAI's names by route; `untraced` paths have no trace.
+    The SDK reads the destination, the service's name and the sampled share of requests from OTEL_*
+    variables. `operations` maps routes to GenAI's operation names. `untraced` paths get no trace.
     """
 
     def __init__(self, operations: Mapping[str, str], untraced: Collection[str]) -> None:
@@ -79,7 +79,7 @@ class Tracer:
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
 
     def close(self) -> None:
-        """Send the spans that are left. This takes as long as the collector takes to answer."""
+        """Send the remaining spans. This blocks until the collector has answered."""
         try:
             self._provider.shutdown()
         finally:
@@ -88,7 +88,7 @@ class Tracer:
     def begin(
         self, scope: Scope, headers: Mapping[bytes, bytes], request_id: str, timings: Timings
     ) -> "Trace | None":
-        """Start a request's trace, as part of its caller's if `traceparent` has one."""
+        """Start a request's trace; it continues the client's trace if `traceparent` names one."""
         if scope["path"] in self._untraced:
             return None
         carrier = {
@@ -130,7 +130,7 @@ def _http_attributes(
 
 
 class Trace:
-    """One request's span, from its head to the end of its answer."""
+    """One request's span, from the request's headers to the end of its answer."""
 
     __slots__ = ("_name", "_operations", "_span", "_started_ns", "_timings", "_tracer")
 
@@ -156,16 +156,16 @@ class Trace:
 
     @property
     def header(self) -> tuple[bytes, bytes]:
-        """Return the answer's header, by which a client finds the trace."""
-        # The value has the form of `traceparent`, which is defined for requests only:
-        # https://w3c.github.io/trace-context/#traceresponse-header, a draft.
+        """Return the answer's header that tells the client the trace's id."""
+        # Its value has the format of `traceparent`, which is only for requests. `traceresponse` is
+        # a draft: https://w3c.github.io/trace-context/#traceresponse-header.
         context = self._span.get_span_context()
         span_id = format_span_id(context.span_id)
         value = f"00-{self.trace_id}-{span_id}-{context.trace_flags:02x}"
         return b"traceresponse", value.encode()
 
     def note_request(self, request: WireRequest) -> None:
-        """Record the request's parameters."""
+        """Set attributes for the request's parameters, but not for its content."""
         if self._span.is_recording():
             for name, value in request.traced_fields().items():
                 known = shorten(value) if isinstance(value, str) else value
@@ -180,8 +180,8 @@ class Trace:
         *,
         has_left: bool,
     ) -> None:
-        """End the span, with its children. `status` is the status sent, if any; `error` is the code
-        of the error; `has_left`: the client had left.
+        """End the span and add its children. `status` is the status that was sent, `error` the code
+        of the error, each None if there is none; `has_left` is True if the client had left.
         """
         span, timings = self._span, self._timings
         if not span.is_recording():
@@ -199,15 +199,15 @@ class Trace:
             span.set_attribute("http.response.status_code", int(status))
         if error is not None:
             span.set_attribute("error.type", error)
-            # A 4xx is the client's error; an error after a 200 is ours.
+            # A 4xx is the client's error; an error after a 200 is the gateway's.
             if not has_left and not 400 <= (status or 500) < 500:
                 span.set_status(Status(StatusCode.ERROR))
         operation = self._operations.get(route or "")
         if operation is not None:
             span.set_attributes(_gen_ai_attributes(operation, timings))
         self._add_stages(ended_ns, error)
-        # The span goes to a queue. If that is full, since nobody takes spans, the oldest are
-        # dropped.
+        # The span goes to a queue. If no collector takes spans, the queue fills, and the oldest
+        # spans are dropped.
         span.end(ended_ns)
 
     def _add_stages(self, ended_ns: int, error: str | None) -> None:
@@ -217,13 +217,13 @@ class Trace:
             last_ns = self._wall_ns(ended)
             self._tracer.start_span(last, context, start_time=self._wall_ns(started)).end(last_ns)
         if error is not None and timings.stage is not None and timings.stage != last:
-            # The stage at which the request ended early has not been timed yet.
+            # The request ended early during this stage, which therefore has not been timed.
             child = self._tracer.start_span(timings.stage, context, start_time=last_ns)
             child.set_attribute("error.type", error)
             child.end(ended_ns)
 
     def _wall_ns(self, reading: float) -> int:
-        """Return the wall clock's time at a reading of the monotonic one."""
+        """Convert a reading of the monotonic clock to wall-clock time, in nanoseconds."""
         return self._started_ns + round((reading - self._timings.started) * _NS)
 
 
@@ -237,7 +237,7 @@ def _gen_ai_attributes(operation: str, timings: Timings) -> dict[str, Any]:
     jobs = (timings, *timings.parallel)
     attributes["gen_ai.response.model"] = timings.model
     attributes["gen_ai.usage.input_tokens"] = sum(job.tokens_in for job in jobs)
-    # A request that ended early has none of these, and neither has an embedding.
+    # These are empty for a request that ended early, and for embeddings.
     values = {
         "gen_ai.usage.output_tokens": sum(job.tokens_out for job in jobs),
         "gen_ai.response.finish_reasons": [reason for job in jobs for reason in job.finish_reasons],
@@ -247,7 +247,7 @@ def _gen_ai_attributes(operation: str, timings: Timings) -> dict[str, Any]:
 
 
 class _LogHandler(logging.Handler):
-    """Writes the SDK's warnings as lines of ours, one in QUIET_S of those that are alike."""
+    """Writes the SDK's warnings to the gateway's log, each at most once in QUIET_S seconds."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -17,7 +17,7 @@ from gateway.app.prefix_files import PrefixFiles
 from gateway.app.self_tests import SelfTest, verdict_store
 from gateway.errors import EngineFailed, Fault, GatewayError, ModelLoadFailed, ModelLoading
 from gateway.jobs.chat import Adapter, Compiled, Sampling
-from gateway.jobs.steps import KvCost, SequenceParams, StepPlan
+from gateway.jobs.steps import ImageCost, KvCost, SequenceParams, StepPlan
 from gateway.registry import ChatSpec, EmbeddingSpec, Inputs, ModelSpec, RerankSpec
 from gateway.serving.admission import Arrivals
 from gateway.serving.budget import Budget, PrefixShare
@@ -264,6 +264,7 @@ class ModelLoader:
             # The size from the config may be many times that of the loaded layers.
             allowance = settings.kv_allowance_tokens
             included = min(size.kv, kv.of(allowance) + kv.draft.token * allowance)
+            images = engine.facts.images or ImageCost()
             costs = RowCosts(
                 kv,
                 included,
@@ -272,6 +273,7 @@ class ModelLoader:
                 answer_tokens=settings.kv_answer_tokens,
                 chunk_tokens=longest_chunk(limits.prefill_chunk_tokens),
                 max_context=engine.facts.max_context,
+                image_token=images.token,
             )
             memory = RowMemory(budget, costs, self._prefixes_of(spec))
             test = SelfTest(
@@ -296,7 +298,7 @@ class ModelLoader:
                     test.run_when_idle(batcher),
                     self.kept.of(spec.id, batcher, key),
                 ):
-                    yield batcher, nbytes + included
+                    yield batcher, nbytes + included + images.kept
 
     def _prefixes_of(self, spec: ChatSpec) -> PrefixShare:
         """Return the share of the budget for a model's kept prompts."""

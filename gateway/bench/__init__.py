@@ -1,8 +1,8 @@
-"""The requests that `mlx-gateway bench` sends to a server, and its figures of the answers.
+"""The load that `mlx-gateway bench` puts on a server, and the figures it computes.
 
-    requests  the requests of each kind of work; their answers, read also as streams, and counted
-    load      N clients, each asking again once answered; all of the HTTP
-    figures   answers → rates and percentiles; pure
+    requests  builds the requests of each kind of work; reads and counts their answers
+    load      N clients, each sending its next request once answered; the only HTTP
+    figures   answers → rates and percentiles; no I/O
 
-benchmarks/ measures with these too.
+benchmarks/ uses these modules too.
 """

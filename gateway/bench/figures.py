@@ -1,4 +1,4 @@
-"""Answers → rates and percentiles. Pure: no clock, no I/O. Times in seconds."""
+"""Answers → rates and percentiles, without clock or I/O. Times are in seconds."""
 
 import math
 from collections import Counter
@@ -24,13 +24,13 @@ class Answer:
 
     @property
     def first(self) -> float:
-        """Seconds from request to a stream's first piece."""
+        """Return the seconds from the request to the first piece of a stream."""
         return self.arrivals[0] - self.started
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The interval that is measured; clients are busy before and after it."""
+    """The interval that is measured. Clients are busy before and after it, too."""
 
     start: float
     end: float
@@ -45,7 +45,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Percentiles by nearest rank, so each is a time that was measured."""
+    """Percentiles by the nearest-rank method, so each is a measured value, in seconds."""
 
     p50: float
     p95: float
@@ -57,7 +57,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of one kind of work in a window; a spread is None if nothing was measured."""
+    """The figures of one load in a window. A spread is None if there was nothing to measure."""
 
     requests: int
     requests_per_s: float
@@ -80,7 +80,7 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def measure(answers: Sequence[Answer], window: Window) -> Figures:
-    """Compute the figures of the answers in a window; errors count whenever they happened."""
+    """Compute the figures of the answers in a window. Errors outside the window count, too."""
     good = [answer for answer in answers if answer.error is None]
     ended = [answer for answer in good if answer.ended in window]
     opened = [answer for answer in good if answer.arrivals and answer.arrivals[0] in window]
@@ -95,8 +95,9 @@ def measure(answers: Sequence[Answer], window: Window) -> Figures:
 
 
 def _units_inside(answer: Answer, window: Window) -> float:
-    # Answers may take longer than the window, or many may end at once. A stream's tokens count if
-    # they arrived inside; other answers count by the share of their time that was inside.
+    # Counting whole answers would be coarse: they may take longer than the window, or end all at
+    # once. A stream's tokens count if they arrived inside the window. Other answers count by the
+    # share of their time inside it.
     if answer.arrivals:
         inside = sum(moment in window for moment in answer.arrivals)
         return answer.units * inside / len(answer.arrivals)

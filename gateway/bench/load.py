@@ -1,4 +1,4 @@
-"""N clients, each asking again as soon as it is answered. The only module here with HTTP."""
+"""N clients, each sending its next request once it is answered. The only module here with HTTP."""
 
 import asyncio
 import time
@@ -20,7 +20,7 @@ from gateway.bench.requests import (
 )
 
 now = time.perf_counter
-PAUSE_S = 0.1  # seconds to wait after an error: a client refused at once would spin
+PAUSE_S = 0.1  # seconds to wait after an error: a client that is refused at once would spin
 # Subclasses come before their bases.
 _NAMES: Sequence[tuple[type[Exception], str]] = (
     (TimeoutError, "timed out"),
@@ -41,7 +41,7 @@ class Load:
 
 
 class Peer:
-    """The server under load. A context manager, which keeps connections between requests."""
+    """The server under load. As a context manager, it reuses connections between requests."""
 
     def __init__(self, url: str, *, key: str | None = None, timeout_s: float = 600) -> None:
         url = url.rstrip("/")
@@ -49,12 +49,12 @@ class Peer:
         self._headers = {"content-type": "application/json"}
         if key is not None:
             self._headers["authorization"] = f"Bearer {key}"
-        # The limit is for the whole answer, streamed or not.
+        # The timeout covers the whole answer, streamed or not.
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
 
     async def __aenter__(self) -> "Peer":
         self._session = aiohttp.ClientSession(
-            # There is no limit here: only the server makes clients wait.
+            # Connections are not limited: only the server may make clients wait.
             connector=aiohttp.TCPConnector(limit=0),
             headers=self._headers,
             timeout=self._timeout,
@@ -65,7 +65,7 @@ class Peer:
         await self._session.close()
 
     async def ask(self, ask: Ask) -> Answer:
-        """Send one request and count its answer; anything wrong becomes the answer's `error`."""
+        """Send one request and count the units of its answer. Failures become its `error`."""
         arrivals: list[float] = []
         started = now()
         try:
@@ -130,7 +130,7 @@ async def run_closed_loop(
 
     async def client(workload: Workload) -> list[Answer]:
         answers = []
-        # Answers under way at the end are awaited and checked: their share inside counts.
+        # Answers under way at the window's end are awaited: their part inside it counts.
         while now() < window.end:
             answers.append(await peer.ask(workload.next()))
             if answers[-1].error is not None:

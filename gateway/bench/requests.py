@@ -1,6 +1,6 @@
-"""The requests of each kind of work, and their answers: read, also as streams, and counted.
+"""Builds the requests of each kind of work, and reads and counts their answers, streamed or not.
 
-Texts are the same for the same seed, and all of them differ, so that no cache helps.
+The same seed makes the same texts. All texts of a seed differ, so that no cache helps.
 """
 
 import math
@@ -32,18 +32,18 @@ class Kind(StrEnum):
 
 
 class WrongAnswer(Exception):
-    """An answer that does not fit its request; its text is the name it is counted under."""
+    """The error for an answer that does not fit its request. Errors are counted by its text."""
 
 
 class Texts:
-    """Numbered texts, whose numbers of words cycle through `lengths`."""
+    """Numbered texts. Their lengths, in words, cycle through `lengths`."""
 
     def __init__(self, seed: int, lengths: Sequence[int]) -> None:
         self._seed = seed
         self._lengths = lengths
 
     def __getitem__(self, number: int) -> str:
-        # The number comes first: servers may keep a prefix that two texts share.
+        # The number comes first, so that no two texts share a prefix that a server may cache.
         random = Random(self._seed << 40 | number)
         length = self._lengths[number % len(self._lengths)]
         return " ".join((str(number), *random.choices(WORDS, k=length - 1)))
@@ -55,7 +55,7 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request; `count` returns the units of its answer, or raises WrongAnswer."""
+    """One request. `count` returns the units of its answer, or raises WrongAnswer."""
 
     path: str
     body: bytes
@@ -64,7 +64,7 @@ class Ask:
 
 
 class Workload:
-    """An endless sequence of numbered requests; each is sent once, by the next free client."""
+    """An endless sequence of numbered requests. Each is sent once, by the next free client."""
 
     def __init__(self, make: Callable[[int], Ask]) -> None:
         self._make = make
@@ -75,7 +75,7 @@ class Workload:
 
 
 def embeddings(model: str, inputs: Sequence[str]) -> Ask:
-    """Make a request for vectors, in base64 as OpenAI's SDKs do."""
+    """Make a request for vectors, in base64 as OpenAI's SDKs request them."""
     body = {"model": model, "input": list(inputs), "encoding_format": "base64"}
 
     def count_vectors(answer: Any) -> int:
@@ -88,7 +88,7 @@ def embeddings(model: str, inputs: Sequence[str]) -> Ask:
 
 
 def rerank(model: str, query: str, documents: Sequence[str]) -> Ask:
-    """Make a request to sort all documents, in Cohere's form."""
+    """Make a request to sort all documents, in Cohere's format."""
     body = {"model": model, "query": query, "documents": list(documents)}
 
     def count_pairs(answer: Any) -> int:
@@ -103,7 +103,7 @@ def rerank(model: str, query: str, documents: Sequence[str]) -> Ask:
 
 
 def chat(model: str, prompt: str, *, max_tokens: int) -> Ask:
-    """Make a greedy chat request, whose answer is streamed."""
+    """Make a chat request with greedy sampling and a streamed answer."""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],
@@ -116,7 +116,7 @@ def chat(model: str, prompt: str, *, max_tokens: int) -> Ask:
 
 
 def count_tokens(answer: Any) -> int:
-    """Count the tokens of a chat answer that is finished and has text."""
+    """Return the number of tokens of a chat answer. Raises WrongAnswer if it is cut or empty."""
     choice, tokens = answer["choices"][0], int(answer["usage"]["completion_tokens"])
     if not choice["finish_reason"]:
         raise WrongAnswer("no finish_reason")
@@ -128,20 +128,20 @@ def count_tokens(answer: Any) -> int:
 
 
 class EventReader:
-    """Splits received bytes into events, however the network has cut them."""
+    """Splits received bytes into events, wherever the network has cut them."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, received: bytes) -> list[bytes]:
-        """Return the data of each event that is now whole, without comments."""
-        # The bytes are joined first: a \r\n may be cut in two as well.
+        """Return the data of each event that is complete now. Comments are skipped."""
+        # The bytes are joined first, since even a \r\n may be cut in two.
         *whole, self._rest = (self._rest + received).replace(b"\r\n", b"\n").split(b"\n\n")
         return [event.removeprefix(b"data:").strip() for event in whole if event[:5] == b"data:"]
 
 
 class Transcript:
-    """A streamed chat answer, event by event."""
+    """A streamed chat answer, built event by event."""
 
     def __init__(self) -> None:
         self._content = ""
@@ -152,7 +152,7 @@ class Transcript:
         self._is_done = False
 
     def add(self, event: bytes) -> bool:
-        """Add an event; return True if it has text. Raises WrongAnswer."""
+        """Add an event, and return True if it has text. Raises WrongAnswer if it is malformed."""
         if event == DONE:
             self._is_done = True
             return False
@@ -179,7 +179,7 @@ class Transcript:
             self._finish_reason = choice.get("finish_reason") or self._finish_reason
 
     def answer(self) -> dict[str, Any]:
-        """Return the stream as an unstreamed answer; raises WrongAnswer if it was cut short."""
+        """Return the stream as an unstreamed answer. Raises WrongAnswer if it was cut short."""
         if not self._is_done:
             raise WrongAnswer("stream without [DONE]")
         message = {"content": self._content, "reasoning": self._reasoning}
@@ -190,7 +190,7 @@ class Transcript:
 
 
 def name_error(error: Any) -> str:
-    """Return the name of an OpenAI error object: its code, else its type."""
+    """Return the name of an OpenAI error object: its code, or else its type."""
     if not isinstance(error, dict):
         return "of no shape"
     return str(error.get("code") or error.get("type") or "without a code")

@@ -1,15 +1,15 @@
-"""The command line: a function for each command, of the same name.
+"""The command line. Each command is a function of the same name.
 
 serve      the gateway itself, until it is stopped
 models     check, config, init, models, pull and schema: models.yaml, and the files of its models
 recommend  models recommend: the models of the catalogue that fit a machine
-doctor     checks the machine, or with --engine the models; mlx runs in a process of its own
+doctor     checks the machine, running mlx in a separate process, or with --engine the models
 bench      measures a server
-launch     runs a tool, such as Claude Code, on a gateway; connect prints how
-agents     the coding agents and tools of both, and the needs of each
-gateways   finds the gateway for them, or starts one
-terminal   options that several commands have, and tables
-lazy       modules that are imported at their first use, mlx among them
+launch     runs a tool, such as Claude Code, on a gateway; connect prints its setup
+agents     the coding agents and tools that launch and connect know, and their setups
+gateways   finds the running gateway for a tool, or starts one
+terminal   options that several commands share, and tables
+lazy       modules that are imported at their first use, such as mlx
 
 Only `serve`, `doctor --engine` and, for this machine, `models recommend` import mlx. Exit status: 1
 if something cannot be served, downloaded or answered, 2 for wrong usage or settings.
@@ -45,7 +45,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command; a wrong setting or file ends it with a message instead of a traceback."""
+    """Run a command. Invalid settings and files are reported by a message, not a traceback."""
     try:
         _share_blas()
         _application()(args=arguments, prog_name="mlx-gateway")
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (RegistryInvalid, GatewayError) as error:
         fail(error)
     except OSError as error:
-        # tempfile names the folders that it has tried; its error has no number.
+        # tempfile's error for unusable folders has the errno of a missing file, so its text counts.
         if error.errno != errno.ENOSPC and "temporary directory" not in str(error):
             raise
         fail(error)
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _share_blas() -> None:
     """Copy GATEWAY_BLAS from .env to the environment."""
-    # The variable is needed before settings are read, and by the processes that commands start.
+    # The variable is read before the settings are, and by processes that commands start.
     name = variable("blas")
     with contextlib.suppress(UnicodeDecodeError):  # an error is reported when the settings are read
         text, _ = origin(name)

@@ -1,7 +1,8 @@
-"""The tools that `launch` runs and `connect` prints for, each with its setup for this gateway.
+"""The tools that `launch` runs and `connect` prints commands for, and how each is set up.
 
-No setup holds a key: a tool reads it from the variable that its entry names. To add a tool, add an
-entry to _TABLE, and a test that runs it (compat_tests/agents/test_launch.py).
+No setup contains an API key: a tool reads its key from the environment variable that its entry
+names. To add a tool, add an entry to _TABLE, and a test that runs it
+(compat_tests/agents/test_launch.py).
 """
 
 import json
@@ -11,29 +12,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-# Tokens that agents need. Claude Code's first request has 23,500 before the question
-# (docs/agents.md).
+# The context that agents need, in tokens. Claude Code's first request has 23,500 tokens before the
+# question (docs/agents.md).
 AGENT_CONTEXT: Final = 32_000
-SMALL_CONTEXT: Final = 16_000  # tokens for agents whose own prompt has less than 6,000
-FOLDER: Final = "{private folder}"  # stands for the folder's path; no model's name has a space
-NO_KEY: Final = "unused"  # the key of tools that insist on one, if the gateway has none
+SMALL_CONTEXT: Final = 16_000  # tokens; for agents whose system prompt has fewer than 6,000
+FOLDER: Final = "{private folder}"  # placeholder for a path; no model's name has a space
+NO_KEY: Final = "unused"  # a key for tools that require one, if the gateway has none
 _OWN_KEYS: Final = frozenset({"GATEWAY_API_KEYS", "GATEWAY_ADMIN_KEY"})
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """The gateway, and the models of it that a tool is to use."""
+    """A gateway, and the models that a tool uses there."""
 
     url: str
     model: str
     small_model: str
-    context: int | None  # None: not known yet; tools with a `least_context` never get that
+    context: int | None  # None: not known, which only tools without a `least_context` accept
     folder: str = FOLDER  # the folder of a setup's files
     modalities: Sequence[str] = ("text",)  # kinds of the model's inputs
 
     @property
     def answer(self) -> int:
-        """Return the tokens that an agent should ask for; the rest is for its prompt."""
+        """Return the most tokens of an answer. The rest of the context is for the prompt."""
         return (self.context or AGENT_CONTEXT) // 4
 
 
@@ -42,8 +43,8 @@ class Setup:
     """The changes that make a tool use a service."""
 
     variables: Mapping[str, str | None] = field(default_factory=dict)  # None unsets a variable
-    lines: Mapping[str, str] = field(default_factory=dict)  # put before the user's own lines
-    arguments: Sequence[str] = ()  # put before the tool's own
+    lines: Mapping[str, str] = field(default_factory=dict)  # put before a variable's old value
+    arguments: Sequence[str] = ()  # put before the user's arguments
     files: Mapping[str, str] = field(default_factory=dict)  # text by name, in the service's folder
 
 
@@ -54,7 +55,7 @@ class Tool:
     command: str
     install: str
     set_up: Callable[[Service], Setup]
-    key: str = "MLX_GATEWAY_KEY"  # the variable from which it reads its key
+    key: str = "MLX_GATEWAY_KEY"  # the variable from which the tool reads its key
     least_context: int = AGENT_CONTEXT
 
     def environment(
@@ -68,8 +69,8 @@ class Tool:
         return {name: value for name, value in variables.items() if value is not None}
 
     def shell_lines(self, setup: Setup, key: str) -> list[str]:
-        """Return lines for a shell that do the same as `launch`; the shell expands `key` to the
-        key.
+        """Return shell commands that set the tool up as `launch` does. `key` is the API key, or a
+        word that the shell expands to it.
         """
         folder = f"MLX_GATEWAY_{self.command.upper()}"
         expanded = f"'\"${folder}\"'"  # words with FOLDER are in single quotes
@@ -91,20 +92,20 @@ class Tool:
 
 
 def _claude(service: Service) -> Setup:
-    # Later requests of a session repeat its images, and would all be refused for them.
+    # A session repeats its images in all later requests. Without this, they would be refused.
     headers = {"ANTHROPIC_CUSTOM_HEADERS": "x-gateway-leave-out-images: true"}
     return Setup(
         lines={} if "image" in service.modalities else headers,
         variables={
             "ANTHROPIC_BASE_URL": service.url,
-            # Every name that Claude Code uses for a model becomes one of ours.
+            # All model names that Claude Code uses are mapped to models of the gateway.
             "ANTHROPIC_MODEL": service.model,
             "ANTHROPIC_DEFAULT_OPUS_MODEL": service.model,
             "ANTHROPIC_DEFAULT_SONNET_MODEL": service.model,
             "ANTHROPIC_DEFAULT_HAIKU_MODEL": service.small_model,
             "ANTHROPIC_SMALL_FAST_MODEL": service.small_model,
-            # Claude Code compacts a conversation in time if it knows the context. It reads any
-            # smaller one as 100,000 tokens.
+            # Claude Code compacts a conversation in time if it knows the context. It takes values
+            # below 100,000 tokens as 100,000.
             "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(service.context),
             "ANTHROPIC_API_KEY": None,
             "CLAUDE_CODE_USE_BEDROCK": None,
@@ -148,8 +149,8 @@ command apply_patch with one argument, a patch (`*** Add File: path`, `*** Delet
 
 
 def _codex_model(service: Service) -> dict[str, Any]:
-    # Codex assumes that a model it does not know reads images. All these fields are required, the
-    # instructions too; their values are those of 0.171 for such a model.
+    # Codex assumes that an unknown model reads images. All these fields are required, even the
+    # instructions. The values are those that Codex 0.171 uses for unknown models.
     return {
         **dict.fromkeys(("slug", "display_name"), service.model),
         **dict.fromkeys(("supported_in_api", "supports_parallel_tool_calls"), True),
@@ -200,8 +201,8 @@ def _llm(service: Service) -> Setup:
 
 
 def _copilot(service: Service) -> Setup:
-    # See `copilot help providers` of 1.0.102. The variables unset would change protocol, model or
-    # key.
+    # See `copilot help providers` of 1.0.102. The variables in `unset` would change the protocol,
+    # the model or the key.
     names = ("TYPE", "WIRE_API", "TRANSPORT", "MODEL_ID", "WIRE_MODEL", "BEARER_TOKEN")
     unset = {f"COPILOT_PROVIDER_{name}": None for name in (*names, "API_KEY_COMMAND")}
     prompt = (service.context or AGENT_CONTEXT) - service.answer
@@ -231,7 +232,7 @@ def _qwen(service: Service) -> Setup:
 
 
 def _pi(service: Service) -> Setup:
-    # Pi gets an extension: it reads a models.json only from the folder of the user's sessions.
+    # Pi is set up by an extension: it reads models.json only from the folder of user sessions.
     model: dict[str, Any] = {"id": service.model, "name": service.model, "reasoning": False}
     model |= {"contextWindow": service.context, "maxTokens": service.answer, "input": ["text"]}
     model["cost"] = dict.fromkeys(("input", "output", "cacheRead", "cacheWrite"), 0)
@@ -299,28 +300,28 @@ TOOLS: Final[Mapping[str, Tool]] = {tool.command: tool for tool in _TABLE}
 
 
 class NoModel(Exception):
-    """No model can be used, or not the one that was asked for; the text gives the next step."""
+    """The error if no model, or not the requested one, can be used. It says how to go on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A name that the model `id` is served by; the context is None if it is not known yet."""
+    """A name under which the model `id` is served. The context is None if it is not known."""
 
     name: str
     id: str
     kind: str
     context: int | None = None
     modalities: Sequence[str] = ("text",)
-    lack: str = "it is not on disk, so its context is not known"  # the reason of a context of None
-    can_pull: bool = True  # whether the command `pull` may bring its files
+    lack: str = "it is not on disk, so its context is not known"  # the reason if `context` is None
+    can_pull: bool = True  # whether `mlx-gateway pull` may download its files
 
 
 def choose(
     offers: Sequence[Offer], wanted: str | None, tool: Tool, file: Path | None = None
 ) -> Offer:
-    """Return the offer of the wanted name, or else the first that suits a tool.
+    """Return the offer named `wanted` or, without a name, the first one that suits the tool.
 
-    Raises NoModel, with commands that help; `file` is the models file that they have to name.
+    Raises NoModel, with commands to run next. `file` is the models file for these commands.
     """
     chats = [offer for offer in offers if offer.kind == "chat"]
     candidates = [offer for offer in chats if wanted in (None, offer.name)]
@@ -340,7 +341,7 @@ def choose(
 
 
 def _commands(offers: Sequence[Offer], tool: Tool, file: Path | None) -> list[str]:
-    """Return commands to run, with the first model that suits, or that may once it is on disk."""
+    """Return commands that run the tool with the first model that suits, or may once pulled."""
     option = "" if file is None else f" --models {shlex.quote(str(file))}"
     for offer in offers:
         launch = f"  mlx-gateway launch {tool.command}{option} --model {shlex.quote(offer.name)}"
@@ -349,7 +350,7 @@ def _commands(offers: Sequence[Offer], tool: Tool, file: Path | None) -> list[st
         if offer.context is None and offer.can_pull:
             return ["Run:", f"  mlx-gateway pull{option} {shlex.quote(offer.id)}", launch]
     launch = f"  mlx-gateway launch {tool.command} --model NAME"
-    return ["Run, with one that it lists:", "  mlx-gateway models recommend", launch]
+    return ["Run, with a NAME that is listed:", "  mlx-gateway models recommend", launch]
 
 
 def _problem(offer: Offer, tool: Tool) -> str | None:

@@ -1,4 +1,4 @@
-"""`mlx-gateway bench`: a server's rates by number of clients."""
+"""`mlx-gateway bench`: measures a server's rates with several numbers of clients."""
 
 import asyncio
 import json
@@ -40,11 +40,11 @@ def bench(
     kind: Kind = typer.Argument(help="The kind of requests."),
     url: str = typer.Option(URL, help="Address of the server, any OpenAI-compatible one."),
     model: str | None = typer.Option(None, help="The model to ask.", show_default="by kind"),
-    api_key: str | None = typer.Option(None, envvar=KEYS, help="API key, if it needs one."),
-    concurrency: str = typer.Option("1,8,32", metavar=NUMBERS, help="Clients at once, in turn."),
+    api_key: str | None = typer.Option(None, envvar=KEYS, help="API key of the server."),
+    concurrency: str = typer.Option("1,8,32", metavar=NUMBERS, help="Clients at once, per run."),
     duration: float = typer.Option(10, min=0.1, help="Seconds to measure each number of clients."),
     warmup: float = typer.Option(2, min=0, help="Seconds of load before each measurement."),
-    texts: int | None = typer.Option(None, min=1, help="Texts in one.", show_default="by kind"),
+    texts: int | None = typer.Option(None, min=1, help="Texts a request.", show_default="by kind"),
     words: str = typer.Option("15", metavar=NUMBERS, help="Words in a text, mixed."),
     prompt_words: str = typer.Option("30", metavar=NUMBERS, help="Words in a prompt, mixed."),
     max_tokens: int = typer.Option(64, min=1, help="Tokens in an answer."),
@@ -59,7 +59,7 @@ def bench(
     if find_spec("aiohttp") is None:
         fail(NO_CLIENT)
     clients = _numbers(concurrency, "--concurrency")
-    # Each run has other texts: a server may remember those of the last run.
+    # Each run has new texts by default: a server may have cached those of the last run.
     if seed is None:
         seed = time.time_ns() % 2**32
     documents = Texts(seed, _numbers(words, "--words"))
@@ -82,7 +82,7 @@ def bench(
 def _maker(
     kind: Kind, model: str, documents: Texts, prompts: Texts, length: int | None, max_tokens: int
 ) -> Callable[[int], Ask]:
-    """Return the function that makes the request of a number."""
+    """Return a function that makes the request with a given number."""
     match kind:
         case Kind.EMBEDDINGS:
             return lambda number: embeddings(model, documents.part(number, length or 1))

@@ -1,4 +1,4 @@
-"""`mlx-gateway doctor`: whether this machine can serve, and how it would serve better."""
+"""`mlx-gateway doctor`: checks whether this machine can serve, and how it could serve better."""
 
 import asyncio
 import faulthandler
@@ -60,9 +60,9 @@ _PROBE_S = 120  # seconds for a cold import of mlx from a slow disk
 def doctor(
     models: ModelsFile = None,
     engine: bool = typer.Option(False, "--engine", help="Test the engine: about a minute."),
-    model: list[str] = typer.Option((), help="A model to test.", show_default="those on board"),
+    model: list[str] = typer.Option((), help="A model to test.", show_default="one per kind"),
     as_json: bool = typer.Option(False, "--json", help="Print JSON, for a bug report."),
-    report: bool = typer.Option(False, "--report", help="Test it; print a block to paste."),
+    report: bool = typer.Option(False, "--report", help="Test it; print JSON to paste."),
 ) -> None:
     """Check whether this machine can serve, with advice; or, with --engine, test the engine.
 
@@ -104,21 +104,21 @@ def _check_engine(settings: Settings, names: Sequence[str]) -> Report:
         else:
             absent.append(Checked(spec, [finding]))
     try:
-        run_probe(settings.models)  # an mlx that crashes ends only the probe's process
+        run_probe(settings.models)  # if mlx crashes, only the probe's process ends
     except MlxBroken as error:
         return Report({}, [Finding("device", "fail", f"mlx does not work: {error}.")], absent)
     logs.configure("error", settings.log_format)
-    faulthandler.enable()  # a later fault of mlx prints its traceback
-    # The output of libraries is no part of the report.
+    faulthandler.enable()  # prints a traceback if mlx crashes later
+    # The output of libraries doesn't belong in the report.
     with redirect_stdout(sys.stderr), _show_stages() as on_stage:
         report = asyncio.run(lazy.trial.check_models(present, settings, on_stage))
     return replace(report, models=[*report.models, *absent])
 
 
 def choose(specs: Iterable[ModelSpec], is_here: Callable[[ModelSpec], bool]) -> list[ModelSpec]:
-    """Choose a model of each kind: one on board, else one that is on disk, else the first."""
+    """Choose a model of each kind: one that is a package, else one on disk, else the first."""
     first: dict[str, ModelSpec] = {}
-    # An adapter cannot be checked without its base.
+    # An adapter cannot be checked without its base model.
     whole = [spec for spec in specs if not isinstance(spec, ChatSpec) or spec.base is None]
     for spec in sorted(whole, key=lambda spec: (not packaged(spec.source), not is_here(spec))):
         first.setdefault(spec.kind, spec)
@@ -127,10 +127,10 @@ def choose(specs: Iterable[ModelSpec], is_here: Callable[[ModelSpec], bool]) -> 
 
 def check_model_files(spec: ModelSpec, settings: Settings) -> Finding | None:
     """Return why a model cannot be checked, with the remedy; None if its files are on disk."""
-    # An adapter's weights are its base's.
+    # An adapter is only run by its base model.
     if isinstance(spec, ChatSpec) and spec.base is not None:
         command = f"mlx-gateway doctor --engine --model {spec.base}"
-        return Finding("files", "skip", f"an adapter is run by its base. Run: {command}")
+        return Finding("files", "skip", f"an adapter is tested by its base. Run: {command}")
     try:
         if lazy.hub.on_disk(spec, lazy.hub_of(settings, may_download=False)) is not None:
             return None
@@ -143,7 +143,7 @@ def check_model_files(spec: ModelSpec, settings: Settings) -> Finding | None:
 
 @contextmanager
 def _show_stages() -> Iterator[Callable[[str, str], None]]:
-    """Show the stage under way on a terminal; yield the function to call with model and stage."""
+    """Show the current stage on a terminal. Yield the function to call with a model and a stage."""
     with lazy.Console(stderr=True).status("…") as status:
         yield lambda model, stage: status.update(f"{model}: {stage}")
 
@@ -204,23 +204,23 @@ def _check_models(
 
 
 class MlxBroken(Exception):
-    """mlx does not work here; the text is its error, or how its process ended."""
+    """The error if mlx does not work here. Its text is mlx's error, or how the process ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The findings of a process with mlx."""
+    """Facts about the machine and the models, from a process that imports mlx."""
 
     device: str
-    # The bytes that models may hold.
+    # The bytes that all models together may hold.
     limit_bytes: int
-    # Each model's bytes, or its problem; None if it is not on disk.
+    # The bytes of each model, or its problem; None if it is not on disk.
     sizes: Mapping[str, int | str | None]
-    # The most tokens of a prompt that each model keeps; None if that is not known.
+    # The most tokens of a prompt that fit into each model's prefix cache; None if unknown.
     kept: Mapping[str, int | None]
-    # The tokens that each model on disk may be given; None if its files do not say.
+    # The context of each model on disk, in tokens; None if its files do not say.
     contexts: Mapping[str, int | None]
-    # The library that multiplies on a CPU, and advice if it is a slow one.
+    # The library that multiplies matrices on a CPU, and advice if it is slow.
     blas: str
     blas_hint: str | None
     # The speed of the device.
@@ -230,7 +230,7 @@ class Probe:
 
 
 def run_probe(models: Path) -> Probe:
-    """Run `probe` in a process of its own; raises MlxBroken."""
+    """Run `probe` in a separate process. Raises MlxBroken if that fails."""
     command = [sys.executable, "-c", f"from {__name__} import probe; probe()", str(models)]
     try:
         done = subprocess.run(
@@ -246,8 +246,8 @@ def run_probe(models: Path) -> Probe:
 
 
 def probe() -> None:
-    """Compute a little on the device, and print a Probe as JSON. The process's argument is the
-    models file.
+    """Compute something on the device, and print a Probe as JSON. The models file is the only
+    argument of the process.
     """
     from huggingface_hub import constants
 
@@ -287,7 +287,7 @@ def probe() -> None:
 
 
 def _size(spec: ModelSpec, engines: "MlxEngines", hub: "Hub") -> int | str | None:
-    """Return the bytes a model would hold, or its problem; None if it is not on disk."""
+    """Return the bytes that a model would hold, or its problem; None if it is not on disk."""
     try:
         folder = lazy.hub.on_disk(spec, hub)
         if folder is None:

@@ -1,4 +1,4 @@
-"""The gateway that a tool is to use: the one that answers where the settings say, or a new one."""
+"""Finds a gateway for a tool: the one that runs at the settings' address, or else a new one."""
 
 import contextlib
 import json
@@ -28,15 +28,15 @@ from gateway.settings import Settings, with_port
 
 ASK_S = 5  # seconds for an answer that needs no model
 POLL_S = 0.1
-STOP_S = 15  # seconds after the drain, until a gateway that does not end is killed
-LAST_LINES = 5  # lines shown of the log of a gateway that has ended
+STOP_S = 15  # seconds after the drain until a gateway that does not end is killed
+LAST_LINES = 5  # the last lines of its log that are shown if a gateway has ended
 
-# No proxy is used: the environment's would be asked even for this machine's own addresses.
+# No proxy is used: the environment's proxy would get even the requests to this machine.
 _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class NoGateway(Exception):
-    """No gateway can be used; the text gives the reason and the next step."""
+    """The error if no gateway can be used. Its text gives the reason and the next step."""
 
 
 def first_key(settings: Settings) -> str | None:
@@ -66,7 +66,7 @@ def find(settings: Settings) -> str | None:
 
 
 def list_offers(url: str, settings: Settings, catalog: Catalog) -> list[Offer]:
-    """Ask a gateway that runs for its offers, and return them; raises NoGateway."""
+    """Return the models that a running gateway offers. Raises NoGateway if it does not say."""
     status, answer = _ask(url, "/v1/models", first_key(settings))
     if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         raise NoGateway(f"{url} refuses us ({status}). Set GATEWAY_API_KEYS to one of its keys.")
@@ -74,7 +74,7 @@ def list_offers(url: str, settings: Settings, catalog: Catalog) -> list[Offer]:
         raise NoGateway(f"{url}/v1/models does not list its models (status {status}).")
     offers = []
     for model in answer["data"]:
-        # A gateway states neither for a model that is not on its disk.
+        # Both are null for a model that is not on the gateway's disk.
         context, modalities = model.get("max_model_len"), model.get("input_modalities")
         offer = Offer(model["id"], model["root"], model["kind"], context, modalities or ("text",))
         spec = catalog.by_id(offer.id)
@@ -83,10 +83,10 @@ def list_offers(url: str, settings: Settings, catalog: Catalog) -> list[Offer]:
 
 
 def catalog_offers(catalog: Catalog, settings: Settings) -> list[Offer]:
-    """Return the offers of a gateway with this catalog."""
+    """Return the models that a gateway with this catalog would offer."""
     hub, offers = lazy.hub_of(settings, may_download=False), []
     for name, spec in ((model.name, model.spec) for model in catalog):
-        # Tools use chat models alone; reading the files of other models imports mlx.
+        # Tools use only chat models, and reading the files of other models would import mlx.
         inputs = lazy.inputs.read_inputs(spec, hub) if isinstance(spec, ChatSpec) else None
         context = None if inputs is None else inputs.max_tokens
         offer = Offer(name, spec.id, spec.kind, context, spec.input_modalities)
@@ -95,13 +95,13 @@ def catalog_offers(catalog: Catalog, settings: Settings) -> list[Offer]:
 
 
 def _explain(offer: Offer, spec: ModelSpec | None, *, is_here: bool) -> Offer:
-    """Return an offer with the reason why its context may not be known. `is_here`: its files are on
-    the gateway's disk.
+    """Return an offer with the reason to give if its context is not known. `is_here`: the model's
+    files are on the gateway's disk.
 
-    The spec is None if a running gateway has the model, and these settings do not.
+    `spec` is None for a model that a running gateway has and these settings do not.
     """
     if is_here:
-        lack = "its files say no context, which `max_context:` may set, or cannot be read"
+        lack = "its files state no context (set `max_context:`), or cannot be read"
         return replace(offer, lack=lack, can_pull=False)
     whole = spec.base_spec or spec if isinstance(spec, ChatSpec) else spec
     if whole is not None and isinstance(whole.source, HubSource):
@@ -111,7 +111,7 @@ def _explain(offer: Offer, spec: ModelSpec | None, *, is_here: bool) -> Offer:
 
 
 def kept_tokens(model: str, catalog: Catalog, settings: Settings) -> int | None:
-    """Return roughly the most tokens of a prompt that a model keeps; None if that is not known."""
+    """Return about how many tokens of a prompt a model's prefix cache holds; None if unknown."""
     spec = catalog.by_id(model)
     if not isinstance(spec, ChatSpec):
         return None
@@ -124,18 +124,18 @@ def kept_tokens(model: str, catalog: Catalog, settings: Settings) -> int | None:
 
 
 def wait_ready(url: str) -> None:
-    """Wait until a gateway that was found is ready; raises NoGateway if it goes away."""
+    """Wait until a running gateway is ready. Raises NoGateway if it stops answering."""
     while True:
         status, _ = _ask(url, "/ready")
         if status == HTTPStatus.OK:
             return
         if status is None:
-            raise NoGateway(f"The gateway at {url} answers no more.")
+            raise NoGateway(f"The gateway at {url} no longer answers.")
         time.sleep(POLL_S)
 
 
 class Started:
-    """A gateway in a process of its own, which logs to a file in a folder."""
+    """A gateway in a separate process, which logs to a file in `folder`."""
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         self.url = ""
@@ -145,7 +145,7 @@ class Started:
         command += ["--models", str(file)] if file else []
         command += settings.serve
         with self._log.open("wb") as output:
-            # Ctrl-C in the terminal is for the tool alone, so the gateway has a session of its own.
+            # Ctrl-C in the terminal must only reach the tool, so the gateway has its own session.
             self._process = subprocess.Popen(
                 command,
                 env=os.environ | _ALONE,
@@ -156,7 +156,7 @@ class Started:
             )
 
     def wait_ready(self) -> None:
-        """Wait until its preloaded models are loaded; raises NoGateway if it ends before that."""
+        """Wait until the preloaded models are loaded. Raises NoGateway if it ends before that."""
         while not self.url or _ask(self.url, "/ready")[0] != HTTPStatus.OK:
             self.require_alive()
             match = re.search(r'"url":"([^"]+)"', self._log.read_text(errors="replace"))
@@ -172,7 +172,7 @@ class Started:
             raise NoGateway("\n".join((f"The gateway ended with status {status}.", *lines)))
 
     def stop(self) -> None:
-        """Drain and end it; kill it if that takes too long."""
+        """Drain and stop the gateway. Kill it if that takes too long."""
         self._process.terminate()
         try:
             self._process.wait(self._drain_s + STOP_S)
@@ -193,14 +193,14 @@ def started(
     settings: Settings,
     deferred: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Iterator[Started]:
-    """Start a gateway on a free port of this machine, for as long as the context lasts."""
+    """Start a gateway on a free port of this machine, and stop it when the context ends."""
     if settings.tls_cert:
         raise NoGateway(
             f"No gateway answers at {address(settings)}, and clients would not trust a new one "
             "with this certificate. Run `mlx-gateway serve` at the address that it is for."
         )
     with contextlib.ExitStack() as stack:
-        # Signals are deferred here: an exception would leave the process or the folder behind.
+        # Signals are deferred: an exception here would leave the process or the folder behind.
         with deferred():
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mlx-gateway-"))
             gateway = Started(settings, Path(folder))
@@ -210,7 +210,7 @@ def started(
 
 
 def _ask(url: str, path: str, key: str | None = None) -> tuple[int | None, Any]:
-    """Return status and JSON of an answer; each is None if it is missing."""
+    """Return the status and the JSON of an answer, each None if there is none."""
     request = urllib.request.Request(url + path)
     if key is not None:
         request.add_header("Authorization", f"Bearer {key}")

@@ -1,4 +1,4 @@
-"""`mlx-gateway launch`: runs a tool, set up for this gateway; `connect` prints the setup."""
+"""`mlx-gateway launch`: sets a tool up for this gateway and runs it; `connect` prints the setup."""
 
 import contextlib
 import os
@@ -35,7 +35,7 @@ from gateway.registry import read_short_names, source_id
 from gateway.settings import Settings, load_settings, origin, variable
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-FROM_KEYS = (signal.SIGINT, signal.SIGQUIT)  # signals that a terminal sends to all its processes
+FROM_KEYS = (signal.SIGINT, signal.SIGQUIT)  # a terminal sends these to the tool, too
 
 ToolName: TypeAlias = Annotated[str, typer.Argument(help=f"One of {', '.join(TOOLS)}.")]
 Model: TypeAlias = Annotated[
@@ -59,7 +59,7 @@ def launch(
     small_model: SmallModel = None,
     models: ModelsFile = None,
 ) -> None:
-    """Run a tool, such as claude, on the gateway that is running, or else on a new one.
+    """Run a tool, such as claude, on the gateway that is running, or on a new one.
 
     A new gateway is stopped when the tool ends. The exit status is the tool's.
     """
@@ -102,22 +102,22 @@ def connect(
     except (NoGateway, NoModel) as error:
         fail(error)
     if not service.url:
-        fail("No port is set at which a gateway would be: set GATEWAY_PORT.")
+        fail("The gateway's port is not known: set GATEWAY_PORT.")
     key = _shown_key(settings, is_shown=show_key)
     for line in chosen.shell_lines(chosen.set_up(service), key):
         print(line)
 
 
 def _read_tool(name: str) -> Tool:
-    """Return the tool of this name; raises BadParameter with the names of all tools."""
+    """Return the tool with this name. Raises BadParameter, with the names of all tools."""
     if name not in TOOLS:
         raise typer.BadParameter(f"{name!r} is not one of {', '.join(TOOLS)}", param_hint="TOOL")
     return TOOLS[name]
 
 
 def _find_gateway(settings: Settings, model: str | None) -> tuple[str | None, Settings, str | None]:
-    """Return the URL of the gateway that runs, and the id of the model that was named; or else the
-    settings of a new one, which serves that model too.
+    """Return the URL of the running gateway, settings, and the id of the named model, if any. If no
+    gateway runs, the URL is None, and the settings let a new one serve that model too.
     """
     url = find(settings)
     if model is None:
@@ -135,7 +135,7 @@ def _find_gateway(settings: Settings, model: str | None) -> tuple[str | None, Se
 def _choose_models(
     url: str | None, settings: Settings, tool: Tool, model: str | None, small_model: str | None
 ) -> Service:
-    """Choose a tool's models: among those of the gateway at this URL, or else of a new one.
+    """Choose a tool's models: from the gateway at this URL or, if it is None, from a new one's.
 
     Raises NoModel, and NoGateway if that gateway does not list its models.
     """
@@ -148,8 +148,8 @@ def _choose_models(
     large = choose(offers, model, tool, file)
     kept = kept_tokens(large.id, catalog, settings) if tool.least_context else None
     if kept is not None and large.context is not None and kept < large.context:
-        message = f"{large.name} keeps about {kept:,} of its {large.context:,} tokens of a prompt"
-        print(f"{message}; those after are read again in each turn.", file=sys.stderr)
+        message = f"{large.name} can cache about {kept:,} of a prompt's {large.context:,} tokens"
+        print(f"{message}; the rest is processed again in each turn.", file=sys.stderr)
     small = large if small_model is None else choose(offers, small_model, tool, file)
     about = (large.name, small.name, large.context)
     return Service(url or address(settings) or "", *about, modalities=large.modalities)
@@ -167,7 +167,7 @@ def _shown_key(settings: Settings, *, is_shown: bool) -> str:
 
 
 class Signals:
-    """Handles signals: they end this process in order or, once a tool runs, go to the tool."""
+    """Handles signals: they end this process cleanly or, once a tool runs, are passed on to it."""
 
     def __init__(self) -> None:
         self.tool: subprocess.Popen[bytes] | None = None
@@ -176,7 +176,7 @@ class Signals:
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle the signals that are not ignored."""
+        """Handle signals inside the context, but not those that the process ignores."""
         before = {number: signal.getsignal(number) for number in SIGNALS}
         handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
         for number in handled:
@@ -189,7 +189,7 @@ class Signals:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Handle signals only at the end of the context, so that nothing is left half begun."""
+        """Handle signals only at the end of the context, so that they don't interrupt its body."""
         self._early = []
         try:
             yield
@@ -199,7 +199,7 @@ class Signals:
                 self._handle(number, None)
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
-        """Run the tool until it ends; return its status. A signal while it starts is its, too."""
+        """Run the tool and return its status. Signals that come while it starts go to it, too."""
         with self.deferred():
             self.tool = subprocess.Popen(command, env=environment)
         return self.tool.wait()
@@ -217,7 +217,7 @@ class Signals:
 
 
 def _is_in_foreground() -> bool:
-    """Return True if this process has a terminal, whose keys send signals to it."""
+    """Return True if this process is in the foreground of a terminal, whose keys signal it."""
     try:
         with open("/dev/tty", "rb", buffering=0) as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
@@ -244,7 +244,7 @@ def _gateway(found: str | None, settings: Settings, signals: Signals) -> Iterato
 def _run(
     tool: Tool, command: Sequence[str], service: Service, settings: Settings, signals: Signals
 ) -> int:
-    """Run a tool until it ends, and return its status as shells have it."""
+    """Run a tool until it ends, and return its status as a shell would."""
     with contextlib.ExitStack() as stack:
         with signals.deferred():
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mlx-gateway-"))

@@ -3,7 +3,7 @@
     from gateway.cli import lazy
     lazy.hub.on_disk(...)
 
-Commands that only look thus answer at once, and even report that mlx does not work.
+Commands that need none of them therefore answer at once, even where mlx does not work.
 """
 
 from importlib import import_module

@@ -51,7 +51,7 @@ def check(
 ) -> None:
     """Check the settings and the models file, without reading weights.
 
-    Each mistake is a line with file, line and the nearest valid name.
+    Each mistake is printed with its file, its line and the nearest valid name.
     """
     settings = load_settings(flags_of(models, names, discover=discover))
     require_machine(settings)
@@ -72,7 +72,7 @@ def check(
 
 # A variable whose name has one of these words, or its plural (except TOKENS), is shown masked.
 _SECRET = frozenset({"KEY", "APIKEY", "TOKEN", "SECRET", "PASSWORD", "PASS", "CREDENTIAL"})
-# The values of a model's key `token_ids`, which are no secret.
+# The values of a model's key `token_ids`, which are not secret.
 _CHOICES = frozenset({"accept", "reject"})
 
 
@@ -92,7 +92,7 @@ def config(
 
 
 def _of_models(reading: Reading) -> Iterator[tuple[str, str, str]]:
-    """Yield the variables of models.yaml that are set: those of models' keys, and any ${…}."""
+    """Yield the set variables that models.yaml reads: for models' keys, and those in ${…}."""
     # The settings themselves are listed by `explain`.
     for name in sorted(reading.variables & variables().keys() - VARIABLES):
         value, source = origin(name)
@@ -129,7 +129,7 @@ def models(
 ) -> None:
     """List the models: id, kind, aliases, source, whether they are on disk, and their size.
 
-    Models that are found and cannot be served are listed with the reason.
+    Models that are found but cannot be served are listed with the reason.
     """
     if context.invoked_subcommand is not None:
         return
@@ -188,7 +188,7 @@ def pull(
 
 
 def fetch_preloaded(settings: Settings, catalog: Catalog) -> None:
-    """Download the missing files of models that are loaded at start; raises GatewayError."""
+    """Download missing files of the models that are loaded at start. Raises GatewayError."""
     hub = lazy.hub_of(settings, may_download=settings.auto_pull)
     for preloaded in (spec for spec in catalog.specs if spec.preload):
         for spec in _needed(preloaded, settings.speculate_rows):
@@ -219,7 +219,7 @@ def fetch(spec: ModelSpec, hub: "Hub") -> Path:
 
 @contextmanager
 def _progress(name: str, total: int, fetched: Callable[[], int]) -> Iterator[None]:
-    """Show the download on stderr."""
+    """Show a progress bar on stderr, if that is a terminal."""
     if not sys.stderr.isatty():  # a log would have a line for each step
         yield
         return

@@ -1,8 +1,8 @@
 """`mlx-gateway models recommend`: which models of the catalogue fit this machine, or another.
 
-A model fits with its weights, the KV of one sequence and the least memory for kept prompts. The
-sequence has as many tokens as then find room, up to the model's context. Models of unknown size are
-left out.
+A model fits if memory has room for its weights, the KV of one sequence and the smallest prefix
+cache. The sequence is as long as the memory allows, up to the model's context. Models of unknown
+size are left out.
 """
 
 import re
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from gateway.jobs.steps import KvCost
 
 GIB: Final = 1 << 30
-STEP: Final = 1024  # tokens: the step by which a context is cut
-LEAST_CONTEXT: Final = 4096  # tokens, below which a model is of little use
+STEP: Final = 1024  # tokens: contexts are shortened in steps of this size
+LEAST_CONTEXT: Final = 4096  # tokens: with fewer, a model is of little use
 HALF: Final = 2  # bytes of a number in the KV cache
 # Metal recommends two thirds of a Mac's memory up to 32 GiB, three quarters above: 10922.67 MiB of
 # 16 GiB, 21845.34 of 32 and 49152 of 64, as https://github.com/ggml-org/llama.cpp/issues/2048, 5206
@@ -39,7 +39,7 @@ SPEEDS: Final = ((2_000_000_000, "fast"), (8_000_000_000, "medium"))
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The bytes that a model takes of the budget."""
+    """The memory that a model takes, in parts, and its context."""
 
     name: str
     kind: str
@@ -61,7 +61,7 @@ class Fit:
 
 
 def kv_cost(groups: Iterable[LayersKept]) -> "KvCost":
-    """Return the cost of a sequence's KV, with the layer more that `measure_kv` counts."""
+    """Return the cost of a sequence's KV, with one layer in addition, as `measure_kv` counts it."""
     tokens, states, windows = [0], [0], []
     for group in groups:
         width = group.latent_dim or 2 * group.kv_heads * group.head_dim
@@ -86,7 +86,7 @@ def _state_bytes(group: LayersKept) -> int:
 
 
 def fit(name: str, kind: str, facts: Facts, memory_bytes: int, settings: Settings) -> Fit | None:
-    """Return the memory of a device that a model takes; None if its size is not known."""
+    """Return the memory that a model would take on a device; None if its size is not known."""
     if facts.weights_bytes is None:
         return None
     weights, active = facts.weights_bytes, facts.active_b or 1
@@ -129,7 +129,7 @@ def _read_memory(text: str) -> int:
     """Read 64GB, 64 GiB or 64: all are GiB, as Macs are sold."""
     match = re.fullmatch(r"(\d{1,5}) *(?:GB|GiB|G)?", text.strip(), re.IGNORECASE)
     if match is None or not int(match[1]):
-        raise typer.BadParameter(f"{text!r} is no memory such as 64GB", param_hint="--memory")
+        raise typer.BadParameter(f"{text!r} is not a size such as 64GB", param_hint="--memory")
     return int(match[1]) * GIB
 
 
@@ -139,7 +139,7 @@ def recommend(
         typer.Option(help="The memory of a Mac, such as 64GB.", show_default="this machine"),
     ] = None,
 ) -> None:
-    """Say which models of the catalogue fit: weights, the KV of one sequence and kept prompts."""
+    """List models of the catalogue that fit: weights, the KV of one sequence and kept prompts."""
     settings = load_settings({})
     if memory is None:
         memory_bytes = lazy.device.memory_bytes(lazy.device.choose_device(settings.device))
@@ -152,10 +152,8 @@ def recommend(
     show((*columns, "Speed", "Verified"), found)
     unsized = [name for name, _, facts in read_facts() if facts.weights_bytes is None]
     unpinned = [name for name, _, facts in read_facts() if "revision" in facts.unread]
-    print(
-        f"note: models may take {budget}; no size was read of {', '.join(unsized)}", file=sys.stderr
-    )
-    print(f"note: the hub's newest is taken of {', '.join(unpinned)}", file=sys.stderr)
+    print(f"note: models may take {budget}; sizes unknown: {', '.join(unsized)}", file=sys.stderr)
+    print(f"note: the hub's newest revision is used for {', '.join(unpinned)}", file=sys.stderr)
 
 
 def _row(fit: Fit) -> tuple[str, ...]:

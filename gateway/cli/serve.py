@@ -1,4 +1,4 @@
-"""`mlx-gateway serve`: the gateway itself, from settings to the last byte of the drain."""
+"""`mlx-gateway serve`: the gateway itself, from reading the settings to the end of the drain."""
 
 import asyncio
 import contextlib
@@ -52,20 +52,20 @@ def serve(
     port: Port = None,
 ) -> None:
     """Serve the models of the models file, or those that are named, until Ctrl-C or SIGTERM."""
-    # A SIGHUP would end the process before there is a handler: it stays pending until then.
+    # SIGHUP would end the process as long as it has no handler, so it is blocked until then.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     settings = load_settings(flags_of(models, names, discover=discover, host=host, port=port))
     require_machine(settings)
     logs.configure(settings.log_level, settings.log_format)
-    faulthandler.enable()  # a crash of native code prints its traceback
+    faulthandler.enable()  # prints a traceback if native code crashes
     reading = read_served(settings)
     reading.require_valid()
     log.info("starting", version=__version__, models=str(settings.models_file or "named"))
     for note in (*reading.notes, *strays(reading.variables)):
         log.warning("settings_note", note=note)
-    if settings.serve:  # a named model that cannot be fetched ends the start
+    if settings.serve:  # the start fails if a named model cannot be downloaded
         fetch_preloaded(settings, reading.catalog)
-    # Everything below needs mlx. mlx-lm, which takes a second to import, comes with the models.
+    # Everything below needs mlx. mlx-lm takes a second to import, so only loading a model does.
     if lazy.device.BLAS.hint is not None:
         log.warning("slow_blas", hint=lazy.device.BLAS.hint)
     if "MLX_RANK" in os.environ:  # set by mlx.launch; the imports take a twentieth of a second
@@ -80,7 +80,7 @@ def _serve_alone(settings: Settings, catalog: "Catalog") -> None:
 
 
 def _serve_as_rank(settings: Settings, catalog: "Catalog") -> None:
-    """Serve as rank 0 of the group that this process was started in, or follow rank 0."""
+    """Serve as rank 0 of the group that this process was started in, or follow its rank 0."""
     group = lazy.sharding.join_group()
     if group is None:
         _serve_alone(settings, catalog)
@@ -97,7 +97,7 @@ def _serve_as_rank(settings: Settings, catalog: "Catalog") -> None:
 
 
 def _make_tls(settings: Settings) -> "ssl.SSLContext | None":
-    """Return the TLS context of connections, if settings name a certificate."""
+    """Return the TLS context of connections; None if the settings name no certificate."""
     if settings.tls_cert is None:
         return None
     config = lazy.Config()
@@ -116,20 +116,20 @@ class Serving(Protocol):
         """Return the models that are loaded."""
 
     async def reload(self) -> object:
-        """Read models.yaml again; raises ModelsFileInvalid, and then nothing has changed."""
+        """Read models.yaml again. Raises ModelsFileInvalid, without having changed anything."""
 
     async def drain(self) -> None:
         """Refuse new requests and wait for those under way."""
 
 
 async def run(gateway: Serving, settings: Settings, leader: "Leader | None" = None) -> None:
-    """Serve until SIGTERM or SIGINT, here or at another rank, then drain."""
+    """Serve until this process or another rank gets SIGTERM or SIGINT, then drain."""
     connections = lazy.connections
     connections.install(settings.send_timeout_s, _make_tls(settings))
     stop, signals = asyncio.Event(), list[None]()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        # The loop's handler interrupts no code.
+        # A handler of the loop runs between callbacks, so it interrupts no code.
         loop.add_signal_handler(number, _stop, stop, signals)
     if leader is not None:
         leader.on_stop = partial(loop.call_soon_threadsafe, stop.set)
@@ -142,7 +142,7 @@ async def run(gateway: Serving, settings: Settings, leader: "Leader | None" = No
     async def until_drained() -> None:
         await stop.wait()
         log.info("draining")
-        reloading.cancel()  # no request would use the models it loads
+        reloading.cancel()  # no request could use the models that it loads
         await gateway.drain()
         # Hypercorn closes idle connections; from Python 3.12.1 on it waits for all others.
         loop.call_later(LAST_WORDS_S, connections.Connection.crowd.abort_all)
@@ -162,18 +162,18 @@ async def run(gateway: Serving, settings: Settings, leader: "Leader | None" = No
             readying = asyncio.create_task(_ready(gateway, settings, config.bind), name="ready")
             await lazy.serve(gateway.asgi, config, shutdown_trigger=until_drained)
             readying.cancel()
-    except lazy.LifespanTimeoutError as error:  # a call is stuck, and only an exit ends it
+    except lazy.LifespanTimeoutError as error:  # a call hangs, and only an exit can end it
         log.critical("stuck", error=str(error))
         faulthandler.dump_traceback()
-        os._exit(os.EX_SOFTWARE)  # the status of any stall
+        os._exit(os.EX_SOFTWARE)  # the exit status of every stall
 
 
 async def _ready(gateway: Serving, settings: Settings, opened: Sequence[str]) -> None:
-    """Wait for the preloaded models, freeze the present objects, and greet on a terminal."""
+    """Wait for the preloaded models, call `gc.freeze`, and print the greeting on a terminal."""
     where = find_places(opened)  # read now: Hypercorn may close them during the wait
     await gateway.is_preloaded.wait()
-    # Imported modules stay: the garbage collector need not traverse their hundred thousand objects
-    # again and again in the middle of requests.
+    # Imported modules are never freed, so the garbage collector need not traverse their hundred
+    # thousand objects again and again in the middle of requests.
     gc.collect()
     gc.freeze()
     if logs.is_console(settings.log_format):
@@ -189,13 +189,14 @@ async def _reload_at(hangup: asyncio.Event, gateway: Serving) -> None:
             await gateway.reload()
         except GatewayError:  # the gateway has logged it
             pass
-        except Exception:  # later SIGHUPs are still handled
+        except Exception:  # the loop goes on, to handle later SIGHUPs
             log.exception("reload_failed")
 
 
 def _stop(stop: asyncio.Event, signals: list[None]) -> None:
     """Start the drain at the first signal; exit at once at the second."""
-    # The drain may have begun already: Ctrl-C goes to all ranks, and another may have asked for it.
+    # `stop` may be set before the first signal: Ctrl-C goes to all ranks, and one of the others may
+    # have asked for the drain.
     if signals:
         os._exit(1)
     signals.append(None)
@@ -204,7 +205,7 @@ def _stop(stop: asyncio.Event, signals: list[None]) -> None:
 
 @contextlib.contextmanager
 def listen(binds: Sequence[str], *, scheme: str) -> Iterator[list[str]]:
-    """Listen on every bind; yield the binds for Hypercorn. Unix sockets are removed at exit."""
+    """Listen on every bind, and yield the binds for Hypercorn. Remove Unix sockets at exit."""
     with contextlib.ExitStack() as stack:
         opened = []
         for bind in binds:
@@ -221,7 +222,7 @@ def listen(binds: Sequence[str], *, scheme: str) -> Iterator[list[str]]:
 
 
 def _tcp_listener(bind: str, scheme: str) -> socket.socket:
-    """Listen on a host and port, and log the port, which may have been 0."""
+    """Listen on a host and port, and log the port that is used if the given one is 0."""
     host, _, port = bind.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -240,7 +241,7 @@ def _unix_listener(path: Path) -> Iterator[socket.socket]:
     """Listen on a path, and remove its file at exit unless another process has replaced it."""
     listener = socket.socket(socket.AF_UNIX)
     try:
-        if path.is_socket() and not _is_answered(path):  # left behind by another process
+        if path.is_socket() and not _is_answered(path):  # a process that has ended left it behind
             path.unlink()
         listener.bind(str(path))
         listener.listen(lazy.connections.BACKLOG)
@@ -279,8 +280,8 @@ class Place:
 
 
 def find_places(opened: Sequence[str]) -> list[Place]:
-    """Return the places of Hypercorn's binds, those with a port first."""
-    # An inherited socket is known only by its number.
+    """Return the addresses behind Hypercorn's binds, those with a port first."""
+    # The address of a bind `fd://` is read from its socket.
     places = [_place(int(bind.removeprefix("fd://"))) for bind in opened if bind[:5] == "fd://"]
     return sorted(filter(None, places), key=lambda each: each.port is None)
 
@@ -296,7 +297,7 @@ def _place(descriptor: int) -> Place | None:
 
 
 def write_greeting(places: Sequence[Place], models: Sequence[ModelSpec], settings: Settings) -> str:
-    """Return the greeting: the gateway's address, and a command that asks a loaded model."""
+    """Return the greeting: the gateway's address, and a command that queries a loaded model."""
     if not places:
         return "mlx-gateway is ready."
     place, scheme = places[0], settings.scheme
@@ -324,7 +325,7 @@ def write_greeting(places: Sequence[Place], models: Sequence[ModelSpec], setting
 
 
 def _host_header(host: str, settings: Settings) -> list[str]:
-    # A gateway without keys answers only to its own names, as a defence against web pages.
+    # A gateway without keys accepts only its own names as Host, as a defence against web pages.
     is_known = settings.api_keys or {host, "*"} & set(settings.allowed_hosts)
     if is_known or ipaddress.ip_address(host).is_loopback:
         return []

@@ -1,4 +1,4 @@
-"""Parts that several commands share: options, a table, an end with a message."""
+"""Parts that several commands share: options, tables, and failing with a message."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -18,14 +18,14 @@ Names: TypeAlias = Annotated[
     list[str] | None,
     typer.Argument(
         help="Models to serve by name: hub:org/name, a folder, a GGUF file, or ids "
-        "(GATEWAY_SERVE). No others are, unless --models says so."
+        "(GATEWAY_SERVE). Without --models, only these are served."
     ),
 ]
 Discover: TypeAlias = Annotated[
     bool,
     typer.Option(
         "--discover",
-        help="Serve what lies in Hugging Face's cache and LM Studio's folder (GATEWAY_DISCOVER).",
+        help="Serve models in Hugging Face's cache and LM Studio's folder (GATEWAY_DISCOVER).",
     ),
 ]
 Host: TypeAlias = Annotated[
@@ -39,7 +39,7 @@ Port: TypeAlias = Annotated[
 def flags_of(
     models: Path | None, names: list[str] | None, *, discover: bool, **others: object
 ) -> dict[str, object]:
-    """Return the settings of these options; None stands for an option that was not given."""
+    """Return the settings that these options set. None stands for an option that is not given."""
     places = ("huggingface", "lmstudio") if discover else None
     return {"models": models, "serve": names or None, "discover": places, **others}
 
@@ -48,7 +48,7 @@ class Command(TyperCommand):
     """A command whose help shows `--json`, not `--json <bool>`."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return its parameters; flags have no type to show."""
+        """Return the parameters. Flags are shown without a type."""
         return _without_types(super().get_params(ctx))
 
 
@@ -56,23 +56,23 @@ class Group(TyperGroup):
     """A command with subcommands, whose help shows `--json` in the same way."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return its parameters; flags have no type to show."""
+        """Return the parameters. Flags are shown without a type."""
         return _without_types(super().get_params(ctx))
 
 
 class Listing(Group):
-    """A group that takes names, unless the first is one of its own commands."""
+    """A group that takes names as arguments, unless the first is one of its subcommands."""
 
     _takes_names = True
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the arguments; a command's are its own."""
+        """Parse the arguments; those of a subcommand are left to it."""
         self._takes_names = not args or args[0] not in self.commands
         ctx.allow_interspersed_args = self._takes_names  # options may follow names
         return super().parse_args(ctx, args)
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return its parameters, without names before a command."""
+        """Return the parameters; before a subcommand, only the options."""
         params = super().get_params(ctx)
         return [param for param in params if self._takes_names or isinstance(param, TyperOption)]
 
@@ -85,7 +85,7 @@ def _without_types(params: list[Any]) -> list[Any]:
 
 
 def show(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table; off a terminal, one tab-separated line a row, without a heading."""
+    """Print a table on a terminal; elsewhere, a tab-separated line for each row, no heading."""
     if not sys.stdout.isatty():
         for row in rows:
             print("\t".join(row))

@@ -1,6 +1,6 @@
-"""The self-check behind `mlx-gateway doctor`: can this machine serve, and is the engine right here?
+"""The checks of `mlx-gateway doctor`: can this machine serve, and is the engine correct on it?
 
-machine  checks of the machine: ports, folders, memory, packages, each a finding with advice
-trial   each model loaded as the gateway loads it, tested and timed; imports mlx
-report  the findings, as a table, and as JSON without paths of this machine
+machine  checks of ports, folders, memory and packages, each a finding with advice
+trial    loads each model as the gateway does, tests it and times it; imports mlx
+report   the findings as a table, and as JSON without paths of this machine
 """

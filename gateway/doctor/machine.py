@@ -1,4 +1,4 @@
-"""The checks of a machine, a function each: facts → a finding, with advice. No mlx is needed."""
+"""The checks of a machine. Each function turns facts into a finding, with advice, without mlx."""
 
 import errno
 import os
@@ -14,15 +14,15 @@ from gateway.logs import human_bytes
 from gateway.settings import Settings, SettingsInvalid
 
 COMPILED: Final = "compiled code"
-LEAST_FREE_BYTES: Final = 16 << 20  # room to write; with less, nothing is compiled either
+LEAST_FREE_BYTES: Final = 16 << 20  # with less room, mlx cannot compile either
 
 
 def machine_problems(settings: Settings) -> list[str]:
-    """Return the problems of settings on this machine."""
+    """Return the problems that these settings have on this machine."""
     problems = []
     if settings.tls_cert is not None and settings.tls_key is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        try:  # any password will do: without one, OpenSSL would ask a terminal for it
+        try:  # the password is a dummy: without one, OpenSSL would ask for it on the terminal
             context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
         except OSError as error:  # SSLError is one
             files = f"GATEWAY_TLS_CERT={settings.tls_cert} and GATEWAY_TLS_KEY={settings.tls_key}"
@@ -41,7 +41,7 @@ def machine_problems(settings: Settings) -> list[str]:
 
 
 def require_machine(settings: Settings) -> None:
-    """Raise SettingsInvalid if something is wrong with settings on this machine."""
+    """Raise SettingsInvalid if these settings have problems on this machine."""
     if problems := machine_problems(settings):
         raise SettingsInvalid(problems)
 
@@ -57,7 +57,7 @@ def check_blas(device: str, described: str, gflops: float, hint: str | None) -> 
 
 def check_compiler(device: str, found: str | None) -> Finding:
     """Check that g++ is installed."""
-    # mx.compile silently fuses nothing on the CPU if there is no g++.
+    # mx.compile silently fuses nothing on a CPU without g++.
     if device != "cpu" or found:
         return Finding("compiler", "ok", found or f"not needed on {device}.")
     message = "there is no g++, so mlx runs unfused and slower. Install it: `apt-get install g++`."
@@ -68,7 +68,7 @@ def check_packages(installed: Iterable[str]) -> Finding:
     """Check that one build of MLX is installed."""
     builds = sorted(name for name in installed if name.startswith(("mlx-cpu", "mlx-cuda")))
     if len(builds) > 1:
-        # Builds overwrite each other's files: uninstalling one of them removes the others' too.
+        # Builds overwrite each other's files, so uninstalling one also removes files of the others.
         message = (
             f"{' and '.join(builds)} are both installed. Uninstall all of them, then install one: "
             f"`pip uninstall {' '.join(builds)}`; `make setup-cuda` does both."
@@ -88,17 +88,17 @@ def check_memory(limit_bytes: int, sizes: Mapping[str, int]) -> Finding:
 
 
 def check_contexts(contexts: Mapping[str, int | None]) -> Finding:
-    """List how many tokens each model on disk may be given."""
+    """Report the context of each model on disk, in tokens."""
     unknown = [name for name, tokens in contexts.items() if tokens is None]
     if unknown:
-        message = "their files say no context, which `max_context:` may set, or cannot be read"
+        message = "their files state no context (set `max_context:`), or cannot be read"
         return Finding("contexts", "warn", f"{', '.join(unknown)}: {message}.")
     listed = [f"{name} {tokens:,}" for name, tokens in contexts.items()]
     return Finding("contexts", "ok", f"in tokens: {', '.join(listed) or 'no model is on disk'}.")
 
 
 def check_kept(kept: Mapping[str, int], needed: int) -> Finding:
-    """Check that an agent's first prompt is kept whole, for the prompts that follow."""
+    """Check that the prefix cache of each model can hold an agent's whole first prompt."""
     few = [f"{name} {tokens:,}" for name, tokens in kept.items() if tokens < needed]
     if not few:
         return Finding("prefixes", "ok", f"each keeps {needed:,} tokens of a prompt.")
@@ -112,7 +112,7 @@ def check_kept(kept: Mapping[str, int], needed: int) -> Finding:
 def check_hub(missing: Sequence[str], *, may_download: bool, refusal: str | None) -> Finding:
     """Check that missing models can be downloaded; `refusal` is the hub's error for the first."""
     if not missing:
-        return Finding("hub", "ok", "nothing is to be fetched.")
+        return Finding("hub", "ok", "there is nothing to download.")
     first = missing[0]
     if len(missing) > 1:
         first += f" and {len(missing) - 1} more"
@@ -121,7 +121,7 @@ def check_hub(missing: Sequence[str], *, may_download: bool, refusal: str | None
         message = f"{first}: not on disk, and GATEWAY_AUTO_PULL is off. Run {pull}."
         return Finding("hub", "warn", message)
     if refusal is not None:
-        return Finding("hub", "warn", f"{refusal} When that is mended: {pull}.")
+        return Finding("hub", "warn", f"{refusal} Once that is fixed, run {pull}.")
     return Finding("hub", "ok", f"{first}: fetched at the first request, or by {pull}.")
 
 
@@ -161,7 +161,7 @@ def bind_problem(bind: str, error: OSError) -> str:
 
 
 def check_folder(content: str, folder: Path) -> Finding:
-    """Check that there is room in a folder that is written to, and that code in it is safe."""
+    """Check that a folder is writable and has room, and that compiled code in it is safe."""
     there = next(each for each in (folder, *folder.absolute().parents) if os.path.isdir(each))
     free = shutil.disk_usage(there).free
     found = f"{human_bytes(free)} free for {content} in {folder}."
@@ -178,8 +178,8 @@ def check_folder(content: str, folder: Path) -> Finding:
 
 
 def check_files(limit: int) -> Finding:
-    """Check the limit of open files."""
-    if limit < 1024:  # each connection takes one
-        message = f"{limit} files may be open, so fewer clients. Raise it: `ulimit -n 4096`."
+    """Check the limit on open files."""
+    if limit < 1024:  # each connection is an open file
+        message = f"{limit} files may be open, and each client needs one. Run `ulimit -n 4096`."
         return Finding("files", "warn", message)
     return Finding("files", "ok", f"{limit} may be open.")

@@ -1,6 +1,6 @@
 """The findings on a machine and its models: a table's rows, and JSON for a bug report.
 
-A report has versions, system and device, but no paths and no names of this machine.
+A report contains versions, the system and the device, but no paths and no host name.
 """
 
 import json
@@ -29,17 +29,17 @@ PACKAGES: Final = (
     *("mlx", "mlx-metal", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "mlx-lm", "outlines"),
     *("outlines-core", "llguidance", "tokenizers", "transformers", "numpy", "scipy-openblas32"),
 )
-# An absolute path, up to its end or to the next word; not part of a URL, nor of "tokens/s".
+# An absolute path, up to its end or the next word. Parts of a URL or of "tokens/s" don't match.
 _REST: Final = r"""[^\s'"`,;:()<>\[\]]*"""
 _ABSOLUTE: Final = rf"(?<![\w.~/…])~?/(?!/){_REST}"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A check's outcome, in words and in numbers."""
+    """The result of a check, in words and in numbers."""
 
     check: str
-    # fail: something is wrong; warn: it could be better; skip: it was not tried.
+    # fail: something is wrong. warn: it could be better. skip: the check was not run.
     state: State
     message: str
     measured: Mapping[str, Any] = field(default_factory=dict)
@@ -64,7 +64,7 @@ def system() -> dict[str, str | int]:
 
 
 def describe_system() -> str:
-    """Return system, version and processor, but not the name of a kernel's own build."""
+    """Return the system, its version and the processor, but no name of a custom kernel build."""
     macos = platform.mac_ver()[0]
     if macos:
         return f"macOS {macos} {platform.machine()}"
@@ -74,8 +74,8 @@ def describe_system() -> str:
 
 
 def private_folders() -> list[str]:
-    """Return the folders that an error is likely to name."""
-    # The longest first: one may be inside another.
+    """Return the folders that errors are likely to name, and reports must not."""
+    # The longest come first, since one may be inside another.
     folders = {Path.home(), Path.cwd(), Path(tempfile.gettempdir()), Path(sys.prefix)}
     named = {str(path) for folder in folders for path in (folder, folder.resolve())}
     return sorted(named - {"/"}, key=len, reverse=True)
@@ -85,7 +85,7 @@ def redact_paths(value: Any, folders: Sequence[str]) -> Any:
     """Return a value for JSON, with the absolute paths in its texts replaced."""
     match value:
         case str():
-            # These folders are found even if their names have spaces.
+            # The names of `folders` may contain spaces.
             known = [f"{re.escape(folder)}{_REST}" for folder in folders]
             return re.sub("|".join([*known, _ABSOLUTE]), "/…", value)
         case float() if not math.isfinite(value):  # JSON has neither NaN nor infinities
@@ -108,7 +108,7 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The device's facts, the machine's findings, and each model with its own."""
+    """Facts about the device, the findings on the machine, and each model with its findings."""
 
     device: Mapping[str, Any]
     findings: Sequence[Finding]
@@ -116,7 +116,7 @@ class Report:
 
     @property
     def has_passed(self) -> bool:
-        # A skipped check is no failure.
+        # A skipped check doesn't count as a failure.
         findings = chain(self.findings, *(model.findings for model in self.models))
         return all(finding.state != "fail" for finding in findings)
 
@@ -136,7 +136,7 @@ class Report:
         about = system()
         device = self.device.get("device")
         if device is not None:
-            yield f"{device} ({self.device.get('device_name', 'of no name')})"
+            yield f"{device} ({self.device.get('device_name', 'unnamed')})"
             yield f"models may hold {human_bytes(self.device['models_may_hold_bytes'])}"
         if "blas_described" in self.device:
             yield f"{self.device['blas_described']} ({self.device['gflops']} GFLOP/s)"
@@ -165,7 +165,7 @@ class Report:
         return redacted
 
     def as_block(self, day: str) -> str:
-        """Return the report as a block of JSON to paste: the pages of docs/devices end with one."""
+        """Return the report as JSON to paste. The pages of docs/devices end with such a block."""
         rows = [(MACHINE, finding) for finding in self.findings]
         rows += [(model.spec.kind, finding) for model in self.models for finding in model.findings]
         judged = [(of, finding) for of, finding in rows if finding.state in ("ok", "fail")]
@@ -193,11 +193,11 @@ class Report:
         return json.dumps(redact_paths(block, private_folders()), ensure_ascii=False)
 
     def _figures(self) -> Iterator[tuple[str, float]]:
-        """Yield the measured speeds, by unit, model, dtype and rows at once."""
+        """Yield the measured speeds, each with a label: unit, model, dtype and number of rows."""
         for model in self.models:
             measured = {finding.check: finding.measured for finding in model.findings}
             dtype = measured.get("load", {}).get("dtype", "unknown")
-            # An id may be a user's own; the name of a package is not.
+            # A model's id may be private, so only the names of packages are shown.
             package, name = packaged(model.spec.source), "own model"
             if package is not None:
                 name = package.module
@@ -209,5 +209,5 @@ class Report:
 
 
 def _row(name: str, found: Finding) -> tuple[str, str, str, str]:
-    # The text of an error may have several lines, and a row has one.
+    # An error's text may have several lines, which are joined into one.
     return name, found.check, found.state, " ".join(found.message.split())

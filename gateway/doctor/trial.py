@@ -1,4 +1,4 @@
-"""Loads models as the gateway does; compares batches with single rows, and measures the speed."""
+"""Loads models as the gateway does, compares batches with single rows, and measures speed."""
 
 import asyncio
 import math
@@ -44,7 +44,7 @@ from gateway.serving.tokenize import ThreadPools
 from gateway.settings import Settings
 
 OnStage = Callable[[str, str], None]  # model, stage
-Rate = Callable[[int], Awaitable[int]]  # does the work of this many rows; returns its units
+Rate = Callable[[int], Awaitable[int]]  # runs this many rows at once; returns the units of work
 MEASURED_S: Final = 1.0  # seconds to measure each speed, after an unmeasured batch
 TOKENS: Final = 24  # tokens of each answer
 TEXTS_AT_ONCE: Final = (1, 32)
@@ -55,7 +55,7 @@ _LENGTHS: Final = Texts(0, (5, 90, 30))  # words of the texts in the compared ba
 
 @dataclass(frozen=True, slots=True)
 class Workplace:
-    """The parts that models are loaded with."""
+    """The objects that loading a model needs."""
 
     settings: Settings
     engines: MlxEngines
@@ -66,7 +66,7 @@ class Workplace:
 
 async def check_models(specs: Sequence[ModelSpec], settings: Settings, on_stage: OnStage) -> Report:
     """Check models whose files are on disk, one after another."""
-    # The self-test runs as a stage of its own, from the beginning.
+    # The gateway's own self-test is off: `_test_batches` runs it, from the beginning.
     settings = settings.model_copy(update={"self_test": False, "prefix_folder": None})
     engines = MlxEngines(settings)
     budget = Budget(budget_bytes(settings, engines.memory_bytes))
@@ -111,7 +111,7 @@ def _read_facts(engines: MlxEngines, budget: Budget) -> Mapping[str, Any]:
 async def _check_model(
     spec: ModelSpec, place: Workplace, on_stage: Callable[[str], None]
 ) -> list[Finding]:
-    """Load a model, and try each stage."""
+    """Load a model, and run each stage of its check."""
     on_stage("load")
     started = time.perf_counter()
     findings = []
@@ -130,7 +130,7 @@ async def _check_model(
             findings.append(Finding("load", "ok", message, measured))
             for name, stage in _stages(spec, loaded.model, place).items():
                 on_stage(name)
-                try:  # a stage that raises has failed, and the next is tried
+                try:  # a stage that raises has failed, and the next stage is run
                     findings.append(await stage())
                 except Exception as error:
                     findings.append(Finding(name, "fail", _describe(error)))
@@ -176,9 +176,9 @@ def _dtype(batcher: Any) -> str:
 
 async def _check_files(facts: EngineFacts) -> Finding:
     compared = {
-        "transformers": "answers of its family are transformers', key by key",
-        "mlx-lm": "answers of its family are mlx-lm's; nobody compared them with transformers",
-        "no": "nobody compared the answers of its family with another's",
+        "transformers": "answers of its family equal those of transformers, for each config key",
+        "mlx-lm": "answers of its family equal mlx-lm's; they were not compared with transformers",
+        "no": "answers of its family were not compared with any library",
     }[facts.verified]
     status: Literal["ok", "warn"] = "warn" if facts.notes else "ok"
     message = "; ".join([*facts.notes, compared]) + "."
@@ -187,10 +187,10 @@ async def _check_files(facts: EngineFacts) -> Finding:
 
 async def _check_formats(unread: Sequence[str]) -> Finding:
     if not unread:
-        message = "calls and thoughts of its template are read, where it shows any."
+        message = "any tool calls and thinking in its chat template have known formats."
         return Finding("formats", "ok", message)
     settings = " and ".join(f"`{each}`" for each in unread)
-    message = f"calls or thoughts of its template are not read; set {settings} in models.yaml."
+    message = f"its template has calls or thinking of unknown form; set {settings} in models.yaml."
     return Finding("formats", "warn", message, {"unread": list(unread)})
 
 
@@ -219,9 +219,9 @@ async def _test_batches(spec: ChatSpec, batcher: GenerationBatcher, place: Workp
 def judge_verdict(verdict: Verdict) -> Finding:
     measured = asdict(verdict)
     if not verdict.problem:
-        return Finding("batch", "ok", "logits in a batch are those of single rows.", measured)
+        return Finding("batch", "ok", "logits in a batch equal those of single rows.", measured)
     if not verdict.is_lasting:
-        message = f"memory ran out, so it is not known: {verdict.problem}."
+        message = f"memory ran out, so the result is unknown: {verdict.problem}."
         return Finding("batch", "warn", message, measured)
     message = f"{verdict.problem}. The gateway runs its rows one at a time."
     return Finding("batch", "fail", message, measured)
@@ -232,7 +232,9 @@ async def _tell_widths(batcher: GenerationBatcher) -> Finding:
 
 
 def judge_widths(step_s: StepTimes) -> Finding:
-    """Report the time of a decode step by its rows, and which rows take turns; none is wrong."""
+    """Report the time of a decode step by number of rows, and the numbers at which rows take turns.
+    No result is a failure.
+    """
     if not step_s:
         return Finding("widths", "skip", "no decode step was timed.")
     times = dict(zip(WIDTHS, step_s, strict=False))
@@ -266,7 +268,7 @@ async def _compare_rows(batcher: EmbeddingBatcher | RerankBatcher, lane: Lane) -
 
 def judge_distance(single: Vectors, batched: Vectors, allowed: float) -> Finding:
     """Judge the largest difference between a row in a batch and the same row alone."""
-    # The difference is a share of the rows' root mean square, whatever the size of numbers.
+    # The difference is relative to the rows' root mean square, so that scale doesn't matter.
     scale = math.sqrt(np.mean(np.square(single, dtype=np.float64)))
     worst = math.sqrt(np.mean(np.square(single - batched, dtype=np.float64), axis=1).max())
     distance = worst / scale if scale else math.nan
@@ -277,10 +279,10 @@ def judge_distance(single: Vectors, batched: Vectors, allowed: float) -> Finding
 
 
 async def _measure(unit: str, work: Rate, sizes: Sequence[int]) -> Finding:
-    """Measure units a second, by rows at once; no speed is wrong."""
+    """Measure the units per second by number of rows at once. No speed is a failure."""
     rates = {}
     for size in sizes:
-        await work(size)  # the first pass of a shape allocates
+        await work(size)  # not timed: the first pass of each shape allocates memory
         units, started, spent = 0, time.perf_counter(), 0.0
         while spent < MEASURED_S:
             units += await work(size)
@@ -310,8 +312,8 @@ async def _rerank(batcher: RerankBatcher, numbers: "count[int]", size: int) -> i
 async def _write(
     spec: ChatSpec, batcher: GenerationBatcher, numbers: "count[int]", size: int
 ) -> int:
-    """Write answers at once, each of TOKENS tokens; return the number of tokens."""
-    # Thinking would be other work.
+    """Generate `size` answers at once, each of TOKENS tokens. Return the number of all tokens."""
+    # Thinking is off, so that each model does the same kind of work.
     spec = spec.model_copy(update={"thinking": False})
     arguments = template_args(Resolved(spec), spec)
 

@@ -1,27 +1,27 @@
-"""The maths: the only floor that imports mlx, mlx_lm, outlines and tokenizers.
+"""The computations: the only package that imports mlx, mlx_lm, outlines and tokenizers.
 
-Plain synchronous code: no await, no log line, no metric, no lock. Whatever touches MLX is called
-under the one global MLX lock, which is serving/lane. From the top down:
+All code is plain and synchronous, without await, logging, metrics or locks. Code that uses MLX must
+run on the lane (serving/lane), which is the global lock of MLX. From the top down:
 
-generation      prompts → tokens, in batches; a grammar can be a row's own
+generation      prompts → tokens, in batches, each row with its own sampling and grammar
 prompting       messages → the tokens of a prompt
 answers         tokens → text, reasoning and calls; without mlx
-drafts          tokens read ahead: prompt lookup's guesses, or a smaller model's
-kv              the keys and values of tokens that were read
-embedding       texts → vectors, one pass for many
-grammar         JSON Schemas and other forms → the mask of each step
-models          a folder or a GGUF file → a model that runs
-sandbox_worker  the work of a process of its own: templates, first tries of grammars
-control_tokens  callers' texts encoded without any
-tokenizer_parts  bounds of the parts of a tokenizer.json
-discovery       models on this machine, in others' folders too; the kind of each
-hub_offer       the hub's files under a name, before any of its weights are fetched
-hub             the source of a model's folder
-inputs          the lengths of a model's inputs, by its files, before it is loaded
-device_faults   MLX's errors, as facts about the device
-compiled_code   the code that mlx compiles with g++: its folder, and whether there is room
-device          the device and its dtype, its limits of memory and seconds; its speed
-blas            the BLAS that mlx multiplies with, loaded before mlx is imported
+drafts          speculative decoding: drafts from prompt lookup or from a smaller model
+kv              the KV cache: keys and values of tokens that were read
+embedding       texts → vectors, many per pass
+grammar         JSON Schemas and other grammars → the token mask of each step
+models          a folder or a GGUF file → a loaded model
+sandbox_worker  the code of the sandbox process, which renders templates and tests grammars
+control_tokens  encoding of callers' texts without control tokens
+tokenizer_parts  bounds on the cost of a tokenizer.json's parts
+discovery       search for models on this machine; the kind of each
+hub_offer       the size and kind of a model on the hub, before its weights are downloaded
+hub             the location of a model's files; downloads from the hub
+inputs          a model's maximum input length, read from its files before it is loaded
+device_faults   the meaning of MLX's errors for the device
+compiled_code   the code that mlx compiles with g++: its folder and the disk space for it
+device          the choice of device and dtype; its limits of memory and time; its speed
+blas            the BLAS library that mlx uses, loaded before mlx is imported
 """
 
 from gateway.engine import blas as blas

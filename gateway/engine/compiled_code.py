@@ -1,8 +1,8 @@
-"""Code that mlx compiles with g++ for a CPU: its folder, and passes without such code.
+"""Code that mlx compiles with g++ for a CPU: the folder for it, and passes without compiled code.
 
-mlx writes sources to the temporary folder, runs g++ there and loads the result, now and in later
-processes. So it has a folder that nobody else can write to, in the user's cache. Without such a
-folder, as on a read-only disk, it compiles in the temporary folder.
+mlx writes source files to the temporary folder, runs g++ there and loads the result, in this and in
+later processes. So we give it a folder in the user's cache that nobody else can write to. If there
+is none, for example on a read-only disk, the temporary folder is used after all.
 """
 
 import os
@@ -20,11 +20,11 @@ import mlx.core as mx
 
 from gateway.engine.blas import cache_folder, open_folder
 
-# The free bytes without which passes run unfused: 67 functions took 1.4 MB, and g++'s files beside
-# each some more.
+# With less free disk space than this, passes run unfused. 67 functions took 1.4 MB, and g++'s own
+# files take some more.
 LEAST_BYTES: Final = 16 << 20
-# The beginnings of the texts in mlx/backend/cpu/compiled.cpp and mlx/backend/cuda/jit_module.cpp,
-# and of our own.
+# How messages of failed compilations begin, in mlx/backend/cpu/compiled.cpp,
+# mlx/backend/cuda/jit_module.cpp and `name_failure`.
 FAILURES: Final = (
     r"\[Compile(::eval_cpu)?\] |Could not load C\+\+ shared library |Failed to load compiled "
     r"|filesystem error: "
@@ -32,11 +32,12 @@ FAILURES: Final = (
 
 
 def choose_folder(environment: Mapping[str, str]) -> Path:
-    """Return the folder where this process compiles from now on, made if missing."""
+    """Choose the folder where mlx compiles from now on, and create it if it is missing."""
     # C++'s std::filesystem::temp_directory_path reads these, in this order.
     values = map(environment.get, ("TMPDIR", "TMP", "TEMP", "TEMPDIR"))
     temporary = Path(next(filter(None, values), "/tmp"))
-    # Machines of several kinds may share a home; macOS gives a user a temporary folder.
+    # The name includes the machine because different machines may share a home. On macOS the
+    # temporary folder is already the user's own.
     folder = cache_folder(environment, f"mlx-{platform.machine()}")
     may_run = False
     if sys.platform == "linux":
@@ -44,8 +45,8 @@ def choose_folder(environment: Mapping[str, str]) -> Path:
             may_run = not os.fstatvfs(opened).f_flag & os.ST_NOEXEC
     if folder is None or not may_run or not os.access(folder, os.W_OK):
         return temporary
-    # The variable is for mlx and its g++ only: os.environ is unchanged, and so are Python's
-    # temporary files and the folder of sandboxes, whose environment is made from it.
+    # putenv affects only C code, such as mlx, and g++. Python's temporary files and the sandboxes
+    # go by os.environ, which doesn't change.
     os.putenv("TMPDIR", str(folder))
     return folder
 
@@ -54,15 +55,15 @@ FOLDER: Final = choose_folder(os.environ)
 
 
 def room() -> int:
-    """Return how many bytes may be written to the folder."""
+    """Return how many bytes can be written to the folder."""
     return shutil.disk_usage(FOLDER).free if os.access(FOLDER, os.W_OK) else 0
 
 
 def fuse() -> bool:
-    """Have passes fused if there is room for their code; return False if there is none. On the
-    lane.
+    """Turn fusion by `mx.compile` on if the disk has room for compiled code, otherwise off. Return
+    True if there is room. Must run on the lane.
 
-    Functions that `mx.compile` has made already obey it, too. A GPU's back end needs no folder.
+    Functions that are compiled already follow this switch too. A GPU needs no folder.
     """
     has_room = mx.default_device() != mx.Device(mx.cpu, 0) or room() >= LEAST_BYTES
     if has_room and "MLX_DISABLE_COMPILE" not in os.environ:
@@ -74,7 +75,7 @@ def fuse() -> bool:
 
 @contextmanager
 def unfused() -> Iterator[None]:
-    """Compile nothing inside. On the lane."""
+    """Turn compilation off inside the context. Must run on the lane."""
     mx.disable_compile()
     try:
         yield
@@ -83,11 +84,11 @@ def unfused() -> Iterator[None]:
 
 
 def name_failure(error: Exception) -> Exception:
-    """Return a compilation's error with the folder's name and free bytes, and any other error
-    unchanged. On the lane.
+    """If the error is a failed compilation's, return one that also names the folder and its free
+    bytes; return any other error unchanged. Must run on the lane.
 
-    From then on passes run unfused, until a load finds room. All compiled files are deleted: a
-    broken one would be loaded again and again.
+    After a failed compilation, passes run unfused until a model is loaded while there is room. All
+    compiled files are deleted, since a broken one would be loaded again and again.
     """
     if type(error) is not RuntimeError or not re.match(FAILURES, str(error)):
         return error

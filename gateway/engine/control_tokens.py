@@ -1,6 +1,6 @@
-"""Texts → token ids without control tokens from a caller's text: those are encoded as letters.
+"""Encoding of texts so that control tokens in a caller's text are encoded as plain text.
 
-Otherwise a document could close the turn around it, and answer for itself.
+Otherwise a document could end the turn that contains it, and write the answer itself.
 """
 
 import secrets
@@ -12,11 +12,11 @@ from typing import Any, TypeAlias
 from tokenizers import Encoding, Tokenizer
 
 Piece: TypeAlias = tuple[str, bool]
-"""A part of a text, and whether it is a caller's own."""
+"""A part of a text, and whether it comes from a caller."""
 
 
 class ControlTokens:
-    """A tokenizer's added tokens. Tokens of white space alone are text, not control tokens."""
+    """A tokenizer's control tokens: all added tokens, except those that are only white space."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -29,11 +29,11 @@ class ControlTokens:
         self._word = f"split{secrets.token_hex(16)}"
 
     def encode(self, texts: Sequence[Sequence[Piece]]) -> list[list[int]]:
-        """Return the ids of texts, each in pieces. Control tokens that begin in a caller's piece
-        are letters.
+        """Return the ids of texts, each given in pieces. Control tokens that begin in a caller's
+        piece are encoded as plain text.
         """
         whole = ["".join(text for text, _ in pieces) for pieces in texts]
-        # Texts are encoded as a batch: only tokenizers' batch calls release the GIL.
+        # Texts are encoded as a batch because only tokenizers' batch calls release the GIL.
         if not any(is_own for pieces in texts for _, is_own in pieces):
             fast = self._tokenizer.encode_batch_fast(whole, add_special_tokens=False)
             return [list(encoded_text.ids) for encoded_text in fast]
@@ -41,7 +41,7 @@ class ControlTokens:
         return [self._spell(*encoding) for encoding in zip(encoded, whole, texts, strict=True)]
 
     def spell(self, ids: Sequence[int]) -> Sequence[int]:
-        """Return the ids of a caller's text with letters for its control tokens."""
+        """Return the ids of a caller's text with its control tokens replaced by plain text."""
         contents = self._contents
         if contents.keys().isdisjoint(ids):
             return ids
@@ -54,9 +54,9 @@ class ControlTokens:
         return spelled
 
     def split(self, value: Any, plain: Collection[str] = ()) -> Any:
-        """Return a value of JSON with a word after the first letter of each control token in its
-        texts, except the `plain` ones. `pieces` finds these words in the text that a template makes
-        of it.
+        """Return a JSON value with a marker word inserted after the first letter of each control
+        token in its texts, except tokens in `plain`. `pieces` finds the markers again in the text
+        that a template renders.
         """
         match value:
             case str():
@@ -68,7 +68,9 @@ class ControlTokens:
         return value
 
     def pieces(self, text: str) -> list[Piece]:
-        """Return a text without the words of `split`, whose control tokens are the caller's."""
+        """Split a text at the markers of `split`. A letter before a marker counts as the caller's,
+        and so does the control token that it begins.
+        """
         *parts, last = text.split(self._word)
         pieces: list[Piece] = []
         for part in parts:
@@ -96,7 +98,7 @@ class ControlTokens:
         return ids
 
     def _letters(self, content: str) -> list[int]:
-        """Return the ids that spell a control token, from the pipeline without added tokens."""
+        """Return the ids that encode a control token's text without using added tokens."""
         tokenizer = self._tokenizer
         text = content
         if tokenizer.normalizer:
@@ -104,13 +106,13 @@ class ControlTokens:
         pieces = [text]
         if tokenizer.pre_tokenizer:
             pieces = [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
-        # Some pipelines put a space before every text: it does not belong to the token.
+        # Some tokenizers put a space before every text; it is removed here.
         if pieces and pieces[0][:1] in ("▁", "Ġ") and content[:1] not in (" ", "▁", "Ġ"):
             pieces[0] = pieces[0][1:]
         ids = [word.id for piece in pieces if piece for word in tokenizer.model.tokenize(piece)]
         if self._contents.keys().isdisjoint(ids):
             return ids
-        # The model's own vocabulary, such as a unigram's, has the token too.
+        # The model's vocabulary itself, such as a unigram's, may contain the token too.
         return [
             token.id
             for piece in pieces
@@ -120,9 +122,7 @@ class ControlTokens:
 
 
 def _begin(text: str, start: int, end: int) -> int:
-    """Return the place where a token itself begins, without white space before it that it
-    includes.
-    """
+    """Return where a token begins, not counting white space that its offsets include."""
     if text[start:end].strip():
         return end - len(text[start:end].lstrip())
     return start

@@ -1,6 +1,6 @@
-"""Device, dtype and memory limits: chosen once, on the thread that will use mlx.
+"""The choice of the device, its dtype and memory limits, and functions that depend on the device.
 
-The package has loaded OpenBLAS before mlx is imported.
+The package loads OpenBLAS before this module imports mlx.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ from gateway.engine.blas import OPENBLAS
 
 
 class Device(StrEnum):
-    """Where the maths runs."""
+    """The device on which mlx computes."""
 
     CPU = "cpu"
     METAL = "metal"
@@ -32,9 +32,9 @@ class Device(StrEnum):
 
 
 def choose_device(requested: str) -> Device:
-    """Return the device for `auto`, `cpu` or `gpu`. Raises ValueError if it is not there."""
-    # https://ml-explore.github.io/mlx/build/html/python/metal.html: on a build without the
-    # back end the modules are there and is_available() is false.
+    """Return the device for `auto`, `cpu` or `gpu`. Raises ValueError if it isn't available."""
+    # https://ml-explore.github.io/mlx/build/html/python/metal.html: builds without a back end have
+    # its module too, but is_available() returns False.
     metal, cuda = mx.metal.is_available(), mx.cuda.is_available()
     if requested == "cpu":
         return Device.CPU
@@ -53,10 +53,8 @@ _DTYPES: Final = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.b
 
 
 def pick_dtype(device: Device, requested: str | None, checkpoint: mx.Dtype) -> mx.Dtype:
-    """Choose the dtype to compute in.
-
-    On the CPU half precision runs 10 to 50 times slower than float32, so float32 is taken unless
-    another dtype is requested. A GPU keeps the checkpoint's dtype.
+    """Return the dtype to compute with: the requested one, or else the checkpoint's on a GPU and
+    float32 on a CPU, where half precision is 10 to 50 times slower.
     """
     if requested is not None:
         if requested not in _DTYPES:
@@ -70,9 +68,8 @@ def pick_dtype(device: Device, requested: str | None, checkpoint: mx.Dtype) -> m
 def configure(
     device: Device, cache_limit_bytes: int | None = None, wired_limit_bytes: int | None = None
 ) -> None:
-    """Set the default device and the memory limits. Once, on the thread that will use mlx.
-
-    The thread matters: mlx keeps its default device and streams per thread.
+    """Set the default device and the memory limits. Call it once, on the thread that will use mlx,
+    since mlx has a default device and streams per thread.
     """
     mx.set_default_device(mx.Device(mx.cpu if device is Device.CPU else mx.gpu, 0))
     info = device_info(device)
@@ -85,7 +82,7 @@ def configure(
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """mlx's memory limits, in bytes; None leaves mlx's own default."""
+    """mlx's memory limits, in bytes; None means mlx's default."""
 
     cache: int | None
     wired: int | None
@@ -94,38 +91,40 @@ class Limits:
 def memory_limits(
     device: Device, info: Mapping[str, object], cache: int | None, wired: int | None
 ) -> Limits:
-    """Choose limits from the settings; `info` is mlx's device_info of a GPU, empty for a CPU."""
+    """Return limits, given the settings `cache` and `wired`. `info` is mlx's device_info of a GPU,
+    empty for a CPU.
+    """
     recommended = info.get("max_recommended_working_set_size")
     if device is not Device.METAL or not isinstance(recommended, int):
         return Limits(cache, None)
     # https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.set_wired_limit.html
-    # By default nothing is wired: concurrent streams over a churning prompt cache, which is the
-    # load here, panicked macOS's kernel within two minutes with wired memory, and not in four
-    # hours without (https://github.com/ml-explore/mlx/issues/3186, mlx-lm's 1666). More than
+    # By default no memory is wired: with wired memory, concurrent streams and a prompt cache that
+    # changes all the time, as here, macOS's kernel panicked within two minutes; without, it ran for
+    # four hours (https://github.com/ml-explore/mlx/issues/3186, mlx-lm #1666). Wiring more than
     # recommended is an error.
     if wired is not None:
         wired = min(wired, recommended)
-    # MLX itself gives buffers back while others are in flight, which was seen to panic too (mlx
-    # #3346), as soon as more are kept than this, or all memory is used. So the limit is the part
-    # that models' budget leaves by default, and `give_back` empties the cache long before.
+    # If more bytes are cached than this limit, or all memory is used, MLX itself returns buffers to
+    # the system while others are in flight, which also caused panics (mlx #3346). So the limit is
+    # all that the models' default budget leaves, and `give_back` empties the cache long before.
     if cache is None:
         cache = recommended // 4
     return Limits(cache, wired)
 
 
-# The number of buffers if `iogpu.rsrc_limit` is silent: mlx/backend/metal/device_info.cpp. Kept for
-# reuse or alive, every buffer counts; beyond it MLX raises "Resource limit (499000) exceeded" (mlx
-# #3849).
+# MLX's limit on the number of buffers if `iogpu.rsrc_limit` isn't set
+# (mlx/backend/metal/device_info.cpp). It counts live buffers and those cached for reuse; beyond it
+# MLX raises "Resource limit (499000) exceeded" (mlx #3849).
 METAL_BUFFERS: Final = 499_000
-KEPT_SHARE: Final = 0.5  # share of the buffers for prefixes; the others are weights, rows, passes
-# Seconds of one evaluation. macOS ends a command buffer after about five seconds, or sooner to draw
-# the screen (exo #1620, omlx #1387, mlx #3267); Apple documents no number.
+KEPT_SHARE: Final = 0.5  # the prefix cache's share of them; weights, rows and passes need the rest
+# Longer passes are evaluated in parts. macOS ends a command buffer after about five seconds, or
+# sooner to draw the screen (exo #1620, omlx #1387, mlx #3267); Apple documents no number.
 PASS_S: Final = 1.0
 
 
 @dataclass(slots=True)
 class KeptBuffers:
-    """How many arrays are kept of prompts, of all models together, and the most that may be."""
+    """The number of arrays in all models' prefix caches, and its limit."""
 
     limit: float = math.inf
     count: int = 0
@@ -133,16 +132,16 @@ class KeptBuffers:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBounds:
-    """A device's bounds; None where it has none."""
+    """A device's limits; None means unlimited."""
 
-    buffer_bytes: int | None = None  # bytes of the largest buffer
-    # A pass that took longer is followed by one that is evaluated in parts.
+    buffer_bytes: int | None = None  # the largest possible buffer, in bytes
+    # Seconds. A pass that took longer is followed by one that is evaluated in parts.
     pass_s: float | None = None
     kept: KeptBuffers = field(default_factory=KeptBuffers)
 
 
 def read_bounds(device: Device, info: Mapping[str, object]) -> DeviceBounds:
-    """Return the bounds of a device; `info` is mlx's device_info of it. Only Metal states any."""
+    """Return the limits of a device; `info` is its device_info from mlx. Only Metal has any."""
     if device is not Device.METAL:
         return DeviceBounds()
     buffers, largest = info.get("resource_limit"), info.get("max_buffer_length")
@@ -154,7 +153,7 @@ def read_bounds(device: Device, info: Mapping[str, object]) -> DeviceBounds:
 
 
 def device_info(device: Device) -> Mapping[str, str | int]:
-    """Return mlx's facts about a GPU; none about a CPU."""
+    """Return mlx's information about a GPU; an empty mapping for a CPU."""
     if device is Device.CPU:
         return {}
     return mx.device_info()
@@ -162,10 +161,10 @@ def device_info(device: Device) -> Mapping[str, str | int]:
 
 @contextmanager
 def keep_file_limits() -> Iterator[None]:
-    """While entered, the limit of open files is only ever raised, as far as it may be.
+    """Inside the context, let `resource.setrlimit` only raise limits, up to the hard limit.
 
-    mlx_lm/utils.py sets it to 2048 where it is imported, however high a supervisor has set it, and
-    raises ValueError where the hard limit is below 4096.
+    mlx_lm/utils.py, when it is imported, sets the limit of open files to 2048, even if it was
+    higher, and raises ValueError if the hard limit is below 4096.
     """
     set_limit = resource.setrlimit
 
@@ -191,18 +190,20 @@ _KNOWN_BY: Final = (
 
 
 def device_facts(device: Device) -> dict[str, str | int]:
-    """Return mlx's facts about a device, without any that identify this one specimen."""
+    """Return mlx's information about a device, without any that identifies this very machine."""
     info = mx.device_info(mx.Device(mx.cpu if device is Device.CPU else mx.gpu, 0))
     return {name: info[name] for name in _KNOWN_BY if name in info}
 
 
 def leave() -> None:
-    """Release this thread's streams, as its last act. Otherwise about half of all exits abort."""
+    """Release this thread's streams. Call it last on the thread: otherwise about half of all
+    processes abort at exit.
+    """
     mx.clear_streams()
 
 
 def cpu_threads() -> int:
-    """Count the cores that OpenBLAS uses, or those that this process may use."""
+    """Return the number of threads that OpenBLAS uses; without OpenBLAS, of cores to be used."""
     if OPENBLAS is not None:
         return max(1, int(OPENBLAS.openblas_get_num_threads()))
     if sys.platform == "linux":
@@ -214,7 +215,9 @@ _own = threading.local()
 
 
 def cpu_streams(count: int) -> list[mx.Stream]:
-    """Return `count` CPU streams of this thread, made once; each is a thread of mlx."""
+    """Return `count` CPU streams of this thread, creating missing ones. mlx runs each stream in its
+    own thread.
+    """
     made: list[mx.Stream] = _own.__dict__.setdefault("streams", [])
     while len(made) < count:
         made.append(mx.new_stream(mx.Device(mx.cpu, 0)))
@@ -223,7 +226,9 @@ def cpu_streams(count: int) -> list[mx.Stream]:
 
 @contextmanager
 def single_threaded_blas() -> Iterator[None]:
-    """Keep OpenBLAS to one thread per call, while several streams call it side by side."""
+    """Make OpenBLAS use one thread per call inside the context, where several streams call it at
+    the same time.
+    """
     if OPENBLAS is None:
         yield
         return
@@ -240,7 +245,7 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def memory_bytes(device: Device) -> int:
-    """Count the bytes that models may use, before anything is allocated.
+    """Return the bytes that models may use in total.
 
     On Metal this is the recommended working set, on CUDA the device's memory, and on a CPU the
     machine's memory or, if that is less, the limit of this process's control group.
@@ -255,12 +260,12 @@ def memory_bytes(device: Device) -> int:
 
 
 def active_bytes() -> int:
-    """Count the bytes of live arrays. Safe on any thread."""
+    """Return the bytes of live arrays. Safe on any thread."""
     return mx.get_active_memory()
 
 
 def cached_bytes() -> int:
-    """Count the bytes that were freed and are kept for reuse. Safe on any thread."""
+    """Return the bytes of freed buffers that mlx keeps for reuse. Safe on any thread."""
     return mx.get_cache_memory()
 
 
@@ -269,12 +274,14 @@ _MMAP_ABOVE, _TRIM_ABOVE = 32 << 20, 512 << 20
 
 
 def prepare_malloc() -> None:
-    """Tune glibc's malloc, which holds mlx's buffers on a CPU. Call it before any thread starts.
+    """Tune glibc's malloc, from which mlx's buffers come on a CPU. Call it before threads start.
 
-    Freed buffers are kept: by default each of a few MB is mapped anew and its pages are faulted in
-    one by one, and GELU over 6 MB took 18 ms instead of 4. All threads share one arena, since
-    memory freed in one thread's arena is of no use to the others: with an arena each, the mixed
-    load of tests/provoked/test_soak.py held 358 MB instead of 312, and answered as many requests.
+    Freed buffers are kept for reuse. By default, each buffer of a few MB is mapped anew and its
+    pages are faulted in one by one, so that GELU over 6 MB took 18 ms instead of 4.
+
+    All threads share one arena, since memory that is freed in one arena cannot be used by another.
+    With one arena per thread, the mixed load of tests/provoked/test_soak.py took 358 MB instead of
+    312, and no more requests were answered.
     """
     mallopt = _of_glibc("mallopt")
     if mallopt is None:
@@ -288,61 +295,61 @@ def prepare_malloc() -> None:
 
 
 def launch(*arrays: object) -> None:
-    """Begin to compute arrays, or trees of them, without waiting for them. On the lane only."""
+    """Start to compute arrays, or trees of them, without waiting. Must run on the lane."""
     mx.async_eval(*arrays)  # type: ignore[no-untyped-call]
 
 
 def is_late() -> bool:
-    """Return True if this thread's device may report an error after the wait for its arrays.
+    """Return True if errors of this thread's device may come late: after `mx.eval` has returned.
 
-    A GPU may. A command buffer of Metal that fails before the last one of an evaluation leaves
-    zeros, `mx.eval` returns, and the error comes at the stream's next use: mlx #3979, and pull
-    requests 4134 and 4174.
+    GPUs' errors may. If a Metal command buffer fails that isn't the last one of an evaluation, the
+    arrays contain zeros, `mx.eval` returns, and the error is raised at the stream's next use (mlx
+    #3979, and pull requests 4134 and 4174).
     """
     return mx.default_device() != mx.cpu
 
 
 def confirm() -> None:
-    """Wait for all that was launched, if the device is late, and raise its error. On the lane only.
-
-    Nothing of a pass is delivered or kept before. It waits for work launched later too.
+    """If errors may come late, wait for all launched work, and raise its error. Must run on the
+    lane. Results of a pass are delivered or stored only after this call.
     """
     if is_late():
         mx.synchronize()
 
 
 def evaluate(*arrays: object) -> None:
-    """Compute arrays, or trees of them, and wait; raise the device's error. On the lane only."""
+    """Compute arrays, or trees of them, and wait. Raises device errors. Must run on the lane."""
     mx.eval(*arrays)
     confirm()
 
 
 class FreedBuffers(Protocol):
-    """MLX's functions for freed buffers: the module itself, or a test's record of calls."""
+    """MLX's functions for freed buffers: mlx.core itself, or a test's replacement."""
 
     def synchronize(self) -> None:
-        """Wait until nothing is in flight."""
+        """Wait until no work is in flight."""
 
     def clear_cache(self) -> None:
-        """Return every freed buffer to the system."""
+        """Return all freed buffers to the system."""
 
 
 def clear_cache(mlx: FreedBuffers = mx) -> None:
-    """Return freed buffers to the system, once nothing is in flight. On the lane only.
+    """Wait until no work is in flight, then return freed buffers to the system. Must run on the
+    lane.
 
-    This is the only place that does: a buffer returned to Metal while others are in flight can
-    panic the kernel (https://github.com/ml-explore/mlx/issues/3346 and 3186).
+    No other code may return buffers: doing so while others are in flight can cause a kernel panic
+    on macOS (https://github.com/ml-explore/mlx/issues/3346 and 3186).
     """
     mlx.synchronize()
     mlx.clear_cache()
 
 
 def give_back() -> None:
-    """Return freed memory to the system. On the lane only.
+    """Return freed memory to the system. Must run on the lane.
 
-    Kept memory saves page faults, but a process that never returns any stays as large as at its
-    worst moment. On a CPU it took 4 to 14 ms under a load of embeddings; once, after prompts of
-    5,000 tokens, 58, and 752 MB became 449.
+    Keeping memory saves page faults, but a process that never returns any stays as large as at its
+    peak. On a CPU, a call took 4 to 14 ms under a load of embeddings, and 58 ms after prompts of
+    5,000 tokens, when the process shrank from 752 to 449 MB.
     """
     clear_cache()
     trim = _of_glibc("malloc_trim")
@@ -351,14 +358,14 @@ def give_back() -> None:
 
 
 def _of_glibc(name: str) -> Callable[..., int] | None:
-    """Return a function of malloc.h that glibc has and other C libraries, such as musl, lack."""
+    """Return a function of glibc's malloc.h; None if the C library lacks it, as musl does."""
     if sys.platform == "linux":
         return getattr(ctypes.CDLL(None), name, None)
     return None
 
 
 def cgroup_limits(groups: Path, membership: Path) -> list[int]:
-    """Read the limits, in bytes, of a process's control group and of its parents.
+    """Return the memory limits, in bytes, of a process's control group and its parents.
 
     https://docs.kernel.org/admin-guide/cgroup-v2.html (memory.max) and
     https://docs.kernel.org/admin-guide/cgroup-v1/memory.html (memory.limit_in_bytes).
@@ -368,7 +375,7 @@ def cgroup_limits(groups: Path, membership: Path) -> list[int]:
 
 
 def _limit_files(groups: Path, membership: Path) -> Iterator[Path]:
-    """Yield every file that may hold a limit. Inside a container a group's path is often /."""
+    """Yield all files that may contain a limit. Inside a container, a group's path is often /."""
     try:
         lines = membership.read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
@@ -400,9 +407,9 @@ def multiply() -> None:
 
 
 def gflops(size: int = 512, times: int = 9) -> float:
-    """Return how fast square float32 matrices are multiplied, at best, in 10⁹ operations a second.
+    """Return the speed of multiplying square float32 matrices, in 10⁹ operations per second.
 
-    At best, since other work on the machine can only slow it.
+    The fastest of several runs counts, since other work on the machine can only slow a run down.
     """
     matrix = mx.ones((size, size))
     mx.eval(matrix @ matrix)

@@ -1,9 +1,10 @@
-"""MLX's errors when its device fails, and the meaning of each text.
+"""MLX's error messages, and the meaning of each for the device.
 
-MLX has one exception for all: RuntimeError, with a text. Texts are those of MLX 0.32.4's wheels;
-files are named as in its repository, https://github.com/ml-explore/mlx. An error of Metal is raised
-once, by the next call that waits for the stream, and the results of the failed work are unwritten
-(mlx/error.h, mlx/backend/metal/device.cpp): so nothing of a pass that raised is used again.
+MLX raises a RuntimeError for every device error; only the message differs. The messages here are
+those of MLX 0.32.4's wheels, and files are named as in its repository,
+https://github.com/ml-explore/mlx. A Metal error is raised once, by the next call that waits for the
+stream, and the failed work's results are undefined (mlx/error.h, mlx/backend/metal/device.cpp).
+Results of a failed pass are therefore never used.
 """
 
 import re
@@ -16,29 +17,29 @@ _METAL: Final = r"\[METAL\] Command buffer execution failed: .*CommandBufferCall
 _CUDA: Final = r"cu[A-Za-z]\w*\(.*\) failed: "
 
 
-# Pairs of the beginning of a text and its meaning for the device; the first that fits counts.
+# Pairs of a pattern for the beginning of a message and its meaning; the first match counts.
 FAULT_TEXTS: Final = (
     # Metal, mlx/backend/metal/device.cpp. Words in front of a constant may be localised.
-    # The kernel refuses this process alone, until it ends: omlx #3706, mlx-lm #1572.
+    # The kernel refuses all further work of this process: omlx #3706, mlx-lm #1572.
     (f"{_METAL}SubmissionsIgnored", Fault.FATAL),
-    # This error goes away once memory is free: mlx #3523, mlx-omni-server #59.
+    # Metal works again once memory is free: mlx #3523, mlx-omni-server #59.
     (f"{_METAL}OutOfMemory", Fault.PRESSURE),
-    # Any other error of Metal. A timeout was absorbed twice, then submissions were ignored (omlx
-    # #3706, mlx-lm #1572); after a hang or a page fault the GPU is restarted (mlx-vlm #697, #1064);
-    # an innocent victim is another's fault (mlx-openai-server #169); or macOS preferred the screen
-    # (mlx #3267).
+    # Any other Metal error. Two timeouts had no effect before submissions were ignored (omlx #3706,
+    # mlx-lm #1572); after a hang or a page fault the GPU is restarted (mlx-vlm #697, #1064); an
+    # "innocent victim" error is caused by another process (mlx-openai-server #169); and macOS may
+    # end work in favour of drawing the screen (mlx #3267).
     (r"\[METAL\] ", Fault.UNKNOWN),
-    # Memory, mlx/backend/{metal,cuda}/allocator.cpp. Too many buffers are alive, which passes: mlx
-    # #3849, mlx-lm #831, omlx #2535.
+    # Memory, mlx/backend/{metal,cuda}/allocator.cpp. Too many buffers are alive, which is
+    # temporary: mlx #3849, mlx-lm #831, omlx #2535.
     (r"\[metal::malloc\] Resource limit", Fault.PRESSURE),
-    # One buffer is larger than Metal's largest: fewer rows have smaller ones.
+    # A buffer exceeds Metal's maximum size: with fewer rows, buffers are smaller.
     (r"\[metal::malloc\] Attempting to allocate", Fault.PRESSURE),
     (r"\[malloc\] Unable to allocate", Fault.PRESSURE),
     # cudaErrorMemoryAllocation (2), and CUBLAS_STATUS_ALLOC_FAILED.
     (f"{_CUDA}out of memory", Fault.PRESSURE),
     (r"cublas\w+\(.*\) failed with code: 3\.", Fault.PRESSURE),
-    # CUDA, mlx/backend/cuda/utils.cpp. For the errors 226, 700, 702, 710, 714 to 719, 721, 810 and
-    # 911, driver_types.h of CUDA 12.9 and 13 says that the process must be ended and started again.
+    # CUDA, mlx/backend/cuda/utils.cpp. After the errors 226, 700, 702, 710, 714 to 719, 721, 810
+    # and 911 the process must be restarted, according to driver_types.h of CUDA 12.9 and 13.
     *(
         (f"{_CUDA}{text}", Fault.FATAL)
         for text in (
@@ -55,7 +56,7 @@ FAULT_TEXTS: Final = (
             "tensor memory not completely freed",
             "the MPS client has been terminated",
             "an async error has occured in external entity",
-            # The header does not say so for 214, 220, 709, 201 and 4, but their context is gone.
+            # The header says nothing about 214, 220, 709, 201 and 4, but the context is lost too.
             "uncorrectable ECC error encountered",
             "uncorrectable NVLink error detected",
             "context is destroyed",
@@ -63,8 +64,8 @@ FAULT_TEXTS: Final = (
             "driver shutting down",
         )
     ),
-    # The requested operation has no kernel: the device is well. The texts are from mlx/backend, in
-    # its folders' own words.
+    # The device works, but has no kernel for an operation. The messages are from mlx/backend, whose
+    # folders word them differently.
     *(
         (text, Fault.ROW)
         for text in (
@@ -77,7 +78,7 @@ FAULT_TEXTS: Final = (
             r"\[(metal|cuda)_kernel\] No ",
             r"\[metal::Device\] Unable to (build|load)",
             r"Can not find algorithm for matmul",
-            r"There is no Stream\(",  # the stream belongs to another thread
+            r"There is no Stream\(",  # a stream of another thread
             r".*(U|u)nsupported dtype",
         )
     ),
@@ -89,8 +90,8 @@ _PATTERNS: Final = [(re.compile(text, re.DOTALL), fault) for text, fault in FAUL
 def classify(error: BaseException) -> Fault:
     """Return an error's meaning for the device.
 
-    Only a RuntimeError itself can be the device's: MLX raises ValueError for shapes and types, and
-    Python raises others, such as NotImplementedError, which is a RuntimeError too.
+    Only errors whose type is exactly RuntimeError can come from the device: MLX raises ValueError
+    for wrong shapes and dtypes, and Python code may raise a subclass such as NotImplementedError.
     """
     if isinstance(error, MemoryError):
         return Fault.PRESSURE

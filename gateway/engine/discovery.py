@@ -1,10 +1,10 @@
-"""Models on this machine: in Hugging Face's cache, LM Studio's folder, or any folder; and the kind
-of each, by its files: chat, embedding or rerank.
+"""Search for models on this machine: in Hugging Face's cache, LM Studio's folders, or any folder;
+and the kind of each model, told from its files: chat, embedding or rerank.
 
-Nothing is fetched, and no server asked. A model whose files leave its kind open is refused, with
-the entry of models.yaml that would state it. A name is evidence only against a kind: conversions of
-embedders for mlx-lm have the architecture and even the chat template of the chat model that they
-were trained from.
+Nothing is downloaded, and no server is asked. If a model's kind is unclear, it is refused, with an
+entry for models.yaml that would state the kind. A name is only used as evidence against the kind
+chat: mlx-lm conversions of embedding models have the architecture, and even the chat template, of
+the chat model that they were trained from.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from gateway.registry import is_gguf, parse_source
 
 Kind: TypeAlias = Literal["chat", "embedding", "rerank"]
 
-# The most bytes of a file that is read here: tokenizer_config.json takes up to two million.
+# The largest file that is read here, in bytes. tokenizer_config.json has up to two million.
 MOST_BYTES: Final = 8_000_000
 _OF_SENTENCES: Final = (
     "modules.json",
@@ -37,20 +37,20 @@ _OF_SENTENCES: Final = (
     "1_Pooling/config.json",
 )
 _TEMPLATES: Final = ("chat_template.jinja", "chat_template.json")
-# The files that are read here, if a model has them.
+# The files from which a model's kind is told.
 TELLING: Final = (
     *("config.json", "adapter_config.json", "tokenizer_config.json"),
     *(*_OF_SENTENCES, *_TEMPLATES),
 )
 _NAMED: Final = re.compile(r"(rerank)|embed|retriev|\b(?:gte|bge|e5)\b")
-# The keys of models.yaml for a model whose files do not state them.
+# Keys of models.yaml, suggested for models whose files don't state them.
 _EMBEDS: Final = "kind: embedding, pooling: {pooling}, normalize: true"
 _SCORES: Final = "kind: rerank, scoring: labels"
 
 
 class _Unclear(Exception):
-    """The reason why a model's kind is not known, and the keys of models.yaml that would
-    state it.
+    """A model's kind is unclear, for this reason; `keys` are those that would state it in
+    models.yaml.
     """
 
     def __init__(self, why: str, keys: str = "kind: …") -> None:
@@ -59,10 +59,10 @@ class _Unclear(Exception):
 
 
 def read_kind(files: Path | None, model: str, source: str) -> Kind:
-    """Read the kind from a model's folder, without weights, or from the header of its GGUF file;
-    None for `files` means a GGUF file that is not here yet.
+    """Return the kind of a model, from its folder, which needs no weights, or from its GGUF file's
+    header. `files` is None for a GGUF file that isn't downloaded yet.
 
-    `model` is the id, with the repository's name in it; `source` has the form of models.yaml.
+    `model` is the id, which contains the repository's name; `source` has the form of models.yaml.
     Raises ModelRefused.
     """
     try:
@@ -76,23 +76,23 @@ def read_kind(files: Path | None, model: str, source: str) -> Kind:
         entry = f"{json.dumps(model)}: {{{error.keys}, source: {json.dumps(source)}}}"
         why = f"{error}. If you know what it is, say so in models.yaml: {entry}"
         raise ModelRefused(model, why) from None
-    except (OSError, ValueError) as error:  # an unreadable file, no JSON, no GGUF
+    except (OSError, ValueError) as error:  # an unreadable file, invalid JSON or invalid GGUF
         raise ModelRefused(model, f"{str(error).rstrip('.')}.") from error
 
 
 def _require_plain_name(model: str) -> None:
-    """Raise for the name of an embedding or rerank model."""
+    """Raise _Unclear if the name is that of an embedding or rerank model."""
     found = _NAMED.search(model.lower())
     if found is None:
         return
     does, keys = "embeds", _EMBEDS.format(pooling="last")
     if found[1]:
         does, keys = "ranks", _SCORES
-    raise _Unclear(f"its name says that it {does}, and its files that it chats", keys)
+    raise _Unclear(f"its name says that it {does}, but its files say that it chats", keys)
 
 
 def _require_chat(file: Path) -> None:
-    """Raise for a GGUF file that is not a chat model's."""
+    """Raise ValueError for a GGUF file that isn't a chat model."""
     metadata = read_header(file).metadata
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
@@ -130,11 +130,11 @@ def _of_folder(folder: Path, model: str) -> Kind:
 
 def _of_classifier(config: Mapping[str, Any], kind: str) -> Kind:
     labels = config.get("id2label")
-    # transformers writes the labels unless there are two.
+    # transformers writes id2label unless there are two labels.
     count = len(labels) if isinstance(labels, Mapping) else config.get("num_labels", 2)
     if kind not in HEADS or count != 1:
         what = f"{kind!r:.60} with {count!r:.60} labels"
-        raise _Unclear(f"it sorts texts ({what}), which need not be ranking", "kind: rerank")
+        raise _Unclear(f"it classifies texts ({what}), which may not be ranking", "kind: rerank")
     return "rerank"
 
 
@@ -154,7 +154,7 @@ def _of_decoder(folder: Path, model: str, kind: str, config: Mapping[str, Any]) 
 
 
 def read_object(folder: Path, name: str) -> dict[str, Any]:
-    """Return the object in a JSON file; an empty one if there is no such file."""
+    """Return the object in a JSON file; an empty dict if there is no such file."""
     if not (folder / name).is_file():
         return {}
     with (folder / name).open("rb") as file:
@@ -166,22 +166,24 @@ def read_object(folder: Path, name: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{name} holds no JSON object")
+        raise ValueError(f"{name} doesn't contain a JSON object")
     return value
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A model on the disk; without a kind, `why` is the reason that it is not served."""
+    """A model on the disk. If `kind` is None, `why` is the reason that it is not served."""
 
     model: str
-    source: str  # models.yaml's form
+    source: str  # in the form of models.yaml
     kind: Kind | None
     why: str = ""
 
 
 def discover(places: Sequence[str], hub: Hub) -> Iterator[Found]:
-    """Yield the models of `huggingface`, `lmstudio` or folders, by place and name."""
+    """Yield the models in these places: `huggingface`, `lmstudio`, or folders. They are sorted by
+    name within each place.
+    """
     for place in places:
         if place == "huggingface":
             yield from _find_cached(hub.cache or Path(constants.HF_HUB_CACHE))
@@ -193,8 +195,8 @@ def discover(places: Sequence[str], hub: Hub) -> Iterator[Found]:
 
 
 def _find_cached(cache: Path) -> Iterator[Found]:
-    """Yield the models of Hugging Face's cache, each at main's commit, or else at one that is
-    whole.
+    """Yield the models in Hugging Face's cache: each at the commit of `main` or, if that cannot be
+    served, at another commit.
     """
     for repo in _listed(cache):
         if not repo.name.startswith("models--"):
@@ -211,24 +213,24 @@ def _find_cached(cache: Path) -> Iterator[Found]:
 
 
 def _lmstudio_folders(home: Path) -> list[Path]:
-    """Return the folders in which LM Studio keeps models: a file in the user's home names its own
-    home.
+    """Return the folders in which LM Studio stores models. A file in the user's home may name LM
+    Studio's own home.
     """
     pointed = Path(_read_line(home / ".lmstudio-home-pointer") or home / ".lmstudio")
     return [pointed / "models", home / ".cache" / "lm-studio" / "models"]
 
 
 def _find_below(folder: Path, name: str = "", depth: int = 2) -> Iterator[Found]:
-    """Yield the models of a folder: itself, those in it, and those of each publisher in it."""
+    """Yield the models of a folder: itself, those in it, and those in each folder in it."""
     files = _model_files(folder)
     yield from _each(files, name or folder.name, f"path:{folder}")
-    if depth and folder not in files:  # otherwise they are its modules
+    if depth and folder not in files:  # folders inside a model are its parts
         for inner in _listed(folder):
             yield from _find_below(inner, f"{name}/{inner.name}".lstrip("/"), depth - 1)
 
 
 def _each(files: Iterable[Path], name: str, source: str, commit: str = "") -> Iterator[Found]:
-    """Yield each model of a folder: itself, and its GGUF files."""
+    """Yield a model for each path: a model's folder or a GGUF file."""
     for path in files:
         inner = f"/{path.name}" if is_gguf(path.name) else ""
         model = re.sub(r"[\s,]+", "-", name + inner)
@@ -237,16 +239,16 @@ def _each(files: Iterable[Path], name: str, source: str, commit: str = "") -> It
 
 def _found(path: Path, model: str, source: str) -> Found:
     try:
-        parse_source(source, path)  # it refuses one piece of a model
+        parse_source(source, path)  # raises an error for one part of a split model
         if not has_weights(path):
             return Found(model, source, None, "its weights are not here, or not all of them")
         return Found(model, source, read_kind(path, model, source))
-    except Exception as error:  # other models are served in any case
+    except Exception as error:  # one model's error must not hide the others
         return Found(model, source, None, getattr(error, "reason", str(error)))
 
 
 def _model_files(folder: Path) -> list[Path]:
-    """Return the folder if it is a model's, and its GGUF files."""
+    """Return the folder itself if it is a model's, and the GGUF files in it."""
     with contextlib.suppress(OSError, ValueError):
         names = sorted(entry.name for entry in os.scandir(folder))
         whole = [folder] if "config.json" in names else []
@@ -255,7 +257,7 @@ def _model_files(folder: Path) -> list[Path]:
 
 
 def _listed(folder: Path) -> list[Path]:
-    """Return the folders in one, by name; none if it cannot be read."""
+    """Return a folder's subfolders, sorted by name; none if it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         return sorted(Path(entry) for entry in os.scandir(folder) if os.path.isdir(entry))
     return []

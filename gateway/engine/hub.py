@@ -1,13 +1,13 @@
-"""The sources of weights: a folder, an installed package's folder, or the model hub.
+"""A model's files: in a folder, in an installed package, or downloaded from the hub.
 
-A model's files are a folder or one GGUF file; its path says which. Plain blocking functions: run
-them on a thread, never on the loop or the lane.
+A model is a folder or a single GGUF file; its path tells which. All functions block: run them on a
+thread, never on the event loop or the lane.
 
-Large files are fetched here rather than by huggingface_hub, which fetches the small ones and links
-them all: each try of its (2.4, `_download_to_tmp_and_move`, since its pull request 4228) has a
-temporary file of its own, so a killed process's file is never used again, and it checks only sizes.
-So a file is put, hash checked, where it looks first. The price is plain HTTP instead of hf-xet's
-chunks.
+huggingface_hub only downloads small files and links all files. Its download of large files has two
+faults (2.4, `_download_to_tmp_and_move`, since its pull request 4228): every try uses a new
+temporary file, so a download that is killed starts from the beginning, and only sizes are checked.
+So large files are downloaded here, over plain HTTP instead of hf-xet, their hashes are checked, and
+they are put where huggingface_hub finds them.
 """
 
 import contextlib
@@ -60,31 +60,31 @@ from gateway.registry import (
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_MOVES = 3  # the most moves of a branch while a model is downloaded
-SPARE_BYTES = 1 << 24  # bytes for small files, which may change while a model is downloaded
+_MOVES = 3  # tries of a download during which the branch moves to another commit
+SPARE_BYTES = 1 << 24  # bytes by which small files may grow while a model is downloaded
 
 
 class Damaged(Exception):
-    """A file differs from the hub's facts about it."""
+    """A file's size or content differs from the hub's information."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """The hub's facts about a file."""
+    """The hub's information about a file."""
 
     name: str
     size: int  # bytes
-    sha256: str | None = None  # set for a large file, which the hub keeps outside of git
+    sha256: str | None = None  # only of large files, which the hub stores outside of git
 
 
 def room_needed(files: Iterable[HubFile], blobs: Path) -> int:
-    """Count the missing bytes of large files; parts that are on the disk count as there."""
+    """Count the bytes of large files that are not on the disk yet, not even in partial files."""
     large = [file for file in files if file.sha256]
     return sum(max(0, file.size - _stored_bytes(file, blobs)) for file in large)
 
 
 def require_room(needed: int, folder: Path) -> None:
-    """Raise OSError (ENOSPC) if the disk cannot take `needed` bytes, before any is written."""
+    """Raise OSError (ENOSPC) if the folder's disk has fewer than `needed` free bytes."""
     there, free = _free(folder)
     if needed > free:
         problem = f"{needed:,} bytes are to be fetched, and {there} has room for {free:,}"
@@ -92,29 +92,29 @@ def require_room(needed: int, folder: Path) -> None:
 
 
 def _free(folder: Path) -> tuple[Path, int]:
-    """Return the nearest existing folder above or at one, and the bytes that are free in it."""
+    """Return the folder, or its nearest existing parent, and the free bytes there."""
     there = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
     return there, shutil.disk_usage(there).free
 
 
 class BoundedFile(io.BufferedWriter):
-    """A part file, which takes no more bytes than the hub says it has."""
+    """A partial file that cannot become longer than `most`, the size that the hub states."""
 
     most: int
 
     def write(self, data: Buffer) -> int:
-        """Raise Damaged for a byte too many."""
+        """Write bytes. Raises Damaged if the file would become too long."""
         if self.tell() + memoryview(data).nbytes > self.most:
             raise Damaged(f"{Path(str(self.name)).stem} is longer than the hub says.")
         return super().write(data)
 
 
 def fetch(url: str, file: HubFile, blobs: Path) -> None:
-    """Put a large file among the cache's blobs, where huggingface_hub looks first.
+    """Download a large file to the cache's blobs, where huggingface_hub looks first.
 
-    A partly fetched file is completed. No file has the blob's name before its hash is right. If
-    another process fetches the same file, this waits for it. Raises Damaged, OSError if it cannot
-    be stored, and errors of HTTP.
+    A partial file is completed. It gets the blob's name only once its hash is verified. If another
+    process downloads the same file, wait for it. Raises Damaged, OSError if the file cannot be
+    stored, and HTTP errors.
     """
     assert file.sha256 is not None
     blob, part = blobs / file.sha256, blobs / f"{file.sha256}.part"
@@ -129,38 +129,37 @@ def fetch(url: str, file: HubFile, blobs: Path) -> None:
         _fetch_rest(url, file, part)
         if not _is_whole(part, file):
             part.unlink()
-            raise Damaged(f"{file.name} came with other bytes than the hub's hash says.")
+            raise Damaged(f"{file.name} was downloaded, but its hash isn't the hub's.")
         part.replace(blob)
 
 
 class Counter(tqdm):
-    """Counts the bytes that huggingface_hub fetches, in place of a progress bar."""
+    """A progress bar without output that limits the bytes that huggingface_hub downloads."""
 
     most = 0  # bytes
 
     def update(self, n: float | None = 1) -> None:
-        """Raise Damaged for far more bytes than the hub says there are."""
+        """Count n more bytes. Raises Damaged if there are more than `most`."""
         self.n += n or 0
         if self.n > self.most:
             raise Damaged("its small files are longer than the hub says.")
 
 
 def check(folder: Path, files: Iterable[HubFile]) -> None:
-    """Compare a model's folder with the hub's facts. Raises Damaged naming the first difference.
-
-    A wrong file is removed, so that the next download fetches it again.
+    """Compare a model's folder with the hub's information. Raises Damaged, which names the first
+    wrong file. A file of the wrong size is removed, so that it will be downloaded again.
     """
     for file in files:
         path = folder / file.name
         if path.stat().st_size != file.size:
             _remove(path)
-            raise Damaged(f"{file.name} has other bytes than the hub's {file.size:,}.")
+            raise Damaged(f"{file.name} doesn't have the hub's size of {file.size:,} bytes.")
         if path.suffix == ".safetensors":
             _check_layout(path)
 
 
 def _check_layout(path: Path) -> None:
-    """Read the header, which states each tensor's place and so the file's length."""
+    """Raise Damaged unless a safetensors file is as long as its header implies."""
     try:
         with safe_open(path, framework="np"):
             pass
@@ -183,13 +182,13 @@ def _fetch_rest(url: str, file: HubFile, part: Path) -> None:
                 displayed_filename=file.name,
             )
     except (Damaged, OSError) as error:
-        if isinstance(error, Damaged) or error.errno in _FULL:  # other files need the disk too
+        if isinstance(error, Damaged) or error.errno in _FULL:  # a full disk is freed for others
             part.unlink()
         raise
 
 
 def _stored_bytes(file: HubFile, blobs: Path) -> int:
-    """Count the bytes of a large file that are on the disk, whole or partly fetched."""
+    """Count the bytes of a large file that are on the disk, as a whole or a partial file."""
     paths = (blobs / f"{file.sha256}", blobs / f"{file.sha256}.part")
     return max((path.stat().st_size for path in paths if path.is_file()), default=0)
 
@@ -202,31 +201,31 @@ def _is_whole(path: Path, file: HubFile) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file of the cache, and the blob that it links to."""
+    """Remove a link in the cache and the blob that it points to."""
     path.resolve().unlink()
     path.unlink(missing_ok=True)
 
 
-# huggingface_hub would close all threads' client if one cannot connect (2.4, http_backoff).
+# If one thread cannot connect, huggingface_hub closes the client of all threads (2.4,
+# http_backoff).
 _http.close_session = lambda: None
-# Errors have our own messages, in our own log.
+# Warnings are turned off: we log errors ourselves.
 logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-# Weights come only as safetensors: a pickle is never even fetched.
+# Weights are accepted only as safetensors; pickles are not even downloaded.
 FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-# The same weights a second time, in the form of their makers' own tools: gpt-oss has them in a
-# folder, Mistral's models beside the others. An adapter's earlier steps, as mlx-lm's trainer leaves
-# them.
+# Files that are not needed: second copies of the weights in their makers' formats (gpt-oss,
+# Mistral), and an adapter's weights at earlier training steps, saved by mlx-lm's trainer.
 COPIES = ["original/*", "consolidated*", "[0-9]*_adapters.safetensors"]
 ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
 
 
 class Unfit(Exception):
-    """A repository lacks the files that its source names, or lists impossible files."""
+    """A repository lacks files that the model needs, or lists files with invalid properties."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hub:
-    """The hub's address and its cache; None means Hugging Face's own defaults."""
+    """The hub's address and the cache folder; None means Hugging Face's defaults."""
 
     endpoint: str | None = None
     cache: Path | None = None
@@ -235,15 +234,15 @@ class Hub:
 
 
 def free_bytes(hub: Hub) -> int:
-    """Return the free bytes for the hub's cached files."""
+    """Return the free bytes on the disk of the hub's cache."""
     return _free(hub.cache or Path(constants.HF_HUB_CACHE))[1]
 
 
 def on_disk(spec: ModelSpec, hub: Hub) -> Path | None:
-    """Return the model's folder, or its GGUF file, if no download is needed.
+    """Return the path of a model's folder or GGUF file; None if it must be downloaded.
 
-    Raises ModelUnavailable for a package that is not installed and ModelLoadFailed for files that
-    are not there.
+    Raises ModelUnavailable for a package that is not installed, and ModelLoadFailed for a path that
+    does not exist.
     """
     source = spec.source
     if isinstance(source, HubSource):
@@ -258,13 +257,13 @@ def on_disk(spec: ModelSpec, hub: Hub) -> Path | None:
 
 
 def is_installed(source: HubSource) -> bool:
-    """Return True if a package has the same files, and is installed."""
+    """Return True if an installed package has the same files."""
     return source.package is not None and package_folder(source.package.module) is not None
 
 
 def has_weights(folder: Path) -> bool:
-    """Return True for a file, and for a folder with a configuration and all its weights, a model's
-    or an adapter's.
+    """Return True if a GGUF file exists, or a folder has the config and all weights of a model or
+    adapter.
     """
     if is_gguf(folder.name):
         return folder.is_file()
@@ -281,7 +280,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def stored_bytes(folder: Path) -> int:
-    """Count the bytes of a model's files in its folder, or of its one file."""
+    """Count the bytes of the needed files in a model's folder, or of its GGUF file."""
     if is_gguf(folder.name):
         return folder.stat().st_size
     files = {file for pattern in FILES for file in folder.rglob(pattern)}
@@ -299,9 +298,9 @@ def is_wanted(name: str) -> bool:
 
 
 def ask_hub(spec: ModelSpec, hub: Hub) -> int:
-    """Ask the hub for the model, within `timeout_s`, before a download; return its size in bytes.
+    """Ask the hub for a model's size in bytes, within `timeout_s`. Call it before a download.
 
-    Raises ModelUnavailable naming the model and the cause.
+    Raises ModelUnavailable, which names the model and the cause.
     """
     source = spec.source
     assert isinstance(source, HubSource)
@@ -313,14 +312,14 @@ def ask_hub(spec: ModelSpec, hub: Hub) -> int:
 
 
 def require_download(source: HubSource, hub: Hub, model: str) -> None:
-    """Raise ModelUnavailable unless models may be downloaded."""
+    """Raise ModelUnavailable if downloads are turned off."""
     if not hub.may_download:
         reason = f"{source.repo} is not on this disk, and GATEWAY_AUTO_PULL is off."
         raise unavailable(model, source, reason)
 
 
 def fetched_bytes(spec: ModelSpec, hub: Hub) -> int:
-    """Count the bytes of a model on disk, including partly fetched files."""
+    """Count the bytes of a model that are on the disk, including partial files."""
     source = spec.source
     assert isinstance(source, HubSource)
     total, blobs = 0, blobs_of(source, hub)
@@ -329,15 +328,15 @@ def fetched_bytes(spec: ModelSpec, hub: Hub) -> int:
         links = blobs.parent.glob(f"snapshots/*/{glob.escape(source.file)}")
         files = {*blobs.glob("*.part"), *(link.resolve() for link in links)}
     for file in files:
-        with contextlib.suppress(FileNotFoundError):  # the file was completed and renamed meanwhile
+        with contextlib.suppress(FileNotFoundError):  # a partial file was completed and renamed
             total += file.stat().st_size
     return total
 
 
 def download(spec: ModelSpec, hub: Hub) -> Path:
-    """Fetch the missing files of a model, check all of them, and return their place.
+    """Download a model's missing files, check all files, and return the path of the model.
 
-    Raises ModelUnavailable naming the model and the cause; files fetched by then are kept.
+    Raises ModelUnavailable, which names the model and the cause. Files downloaded so far are kept.
     """
     source = spec.source
     assert isinstance(source, HubSource)
@@ -359,7 +358,7 @@ def _download_missing(source: HubSource, hub: Hub) -> Path:
                 fetch(url, file, blobs)
         most = sum(file.size for file in files if file.sha256 is None) + SPARE_BYTES
         folder = _snapshot(source, hub, tqdm_class=type("Counted", (Counter,), {"most": most}))
-        if folder.name == commit:  # otherwise the branch moved in the meantime
+        if folder.name == commit:  # otherwise the branch has moved: try again
             check(folder, files)
             model = _model_in(folder, source)
             if not has_weights(model):
@@ -369,13 +368,13 @@ def _download_missing(source: HubSource, hub: Hub) -> Path:
 
 
 def _listing(source: HubSource, hub: Hub) -> tuple[str, list[HubFile]]:
-    """Ask the hub for the commit of a revision, and for its facts about the wanted files."""
+    """Ask the hub for a revision's commit and for information about the files that are needed."""
     commit, every = list_repository(source, hub)
     return commit, wanted_files(source, every)
 
 
 def list_repository(source: HubSource, hub: Hub) -> tuple[str, list[HubFile]]:
-    """Ask the hub for a revision's commit and all its files; raises Unfit for an impossible one."""
+    """Ask the hub for a revision's commit and all files. Raises Unfit if a file is invalid."""
     info = HfApi(endpoint=hub.endpoint).model_info(
         source.repo, revision=source.revision, timeout=hub.timeout_s, files_metadata=True
     )
@@ -391,12 +390,12 @@ def list_repository(source: HubSource, hub: Hub) -> tuple[str, list[HubFile]]:
     for file in files:
         is_inside = stays_inside(file.name) and "\\" not in file.name
         if not is_inside or not _SHA256.fullmatch(file.sha256 or "0" * 64) or file.size < 0:
-            raise Unfit(f"the hub lists {file.name!r:.80} of {source.repo}, which is no file.")
+            raise Unfit(f"the hub lists {file.name!r:.80} of {source.repo}, which is invalid.")
     return info.sha or "", files
 
 
 def wanted_files(source: HubSource, every: Iterable[HubFile]) -> list[HubFile]:
-    """Return the files of a repository that a model needs; raises Unfit if there are none."""
+    """Return the files of a repository that a model needs. Raises Unfit if it has no weights."""
     files = [file for file in every if _is_needed(source, file.name)]
     if source.is_gguf:
         if not files:
@@ -404,7 +403,7 @@ def wanted_files(source: HubSource, every: Iterable[HubFile]) -> list[HubFile]:
     elif not any(file.name.endswith(".safetensors") and "/" not in file.name for file in files):
         gguf_names = [file.name for file in every if is_gguf(file.name)]
         if gguf_names:
-            problem = "has GGUF files, of which `source:` names one"
+            problem = "has GGUF files, one of which `source:` must name"
             raise Unfit(f"{source.repo} {problem}: hub:{source.repo}/{gguf_names[0]}")
         raise Unfit(f"{source.repo} has no weights as safetensors.")
     return files
@@ -425,7 +424,7 @@ def _find_cached(source: HubSource, hub: Hub) -> Path | None:
 
 
 def _snapshot(source: HubSource, hub: Hub, **options: Any) -> Path:
-    """Let huggingface_hub fetch a model's missing files, and link them all in one folder."""
+    """Let huggingface_hub download missing files and link all files in a folder; return it."""
     patterns, copies = FILES, COPIES
     if source.file is not None:
         patterns, copies = [glob.escape(source.file)], []
@@ -451,7 +450,7 @@ def _model_in(folder: Path, source: HubSource) -> Path:
 
 
 def _find_packaged(model: str, source: PackageSource) -> Path:
-    """Find a package's folder without importing it (an import may load all of torch)."""
+    """Find a model in a package, without importing it, as that may import all of torch."""
     root = package_folder(source.module)
     if root is None:
         problem = f"its package is not installed. Run: {install_command(source)}"
@@ -472,14 +471,14 @@ def _noun(source: Source) -> str:
 
 
 def unavailable(model: str, source: HubSource, reason: str) -> ModelUnavailable:
-    """Return the error, which names the package with the same files, if there is one."""
+    """Return a ModelUnavailable that also names the package with the same files, if any."""
     if source.package:
         reason += f" A package has the same files. Run: {install_command(source.package)}"
     return ModelUnavailable(model, reason)
 
 
 def cause(source: HubSource, error: Exception) -> str:
-    """Return the reason why the hub did not give a repository, in words for the caller."""
+    """Return the reason why a repository could not be read from the hub, for error messages."""
     match error:
         case Unfit():
             return str(error)

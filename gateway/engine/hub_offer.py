@@ -1,9 +1,9 @@
-"""The hub's model under a name: its bytes and its kind, before any weights are fetched.
+"""The size and kind of a model on the hub, found out before any weights are downloaded.
 
-Only small files are fetched, into a folder that is deleted afterwards. The hub's answers are not
-trusted: lengths are bounded, and names stay inside the folder.
+Only small files are downloaded, to a folder that is deleted afterwards. The hub's responses are not
+trusted: file sizes are limited, and file names may not lead out of the folder.
 
-Plain blocking functions: run them on a thread, never on the loop or the lane.
+The functions block: run them on a thread, never on the event loop or the lane.
 """
 
 import io
@@ -36,8 +36,7 @@ from gateway.engine.hub import (
 from gateway.errors import ModelNotFound, ModelRefused, ModelUnavailable
 from gateway.registry import HubSource
 
-# The keys of config.json by which Python of the repository would be run: transformers' and
-# mlx-lm's.
+# Keys of config.json with which transformers or mlx-lm would run Python code of the repository.
 _CODE_KEYS = frozenset({"auto_map", "model_file"})
 
 
@@ -46,15 +45,15 @@ class Offer:
     """A model on the hub."""
 
     commit: str
-    size: int  # bytes of all files that a download fetches
-    missing: int  # bytes of these that are not on the disk
+    size: int  # bytes of all files that a download needs
+    missing: int  # bytes of those that are not on the disk
     kind: Kind
     has_code: bool  # code is never fetched and never run
 
 
 def require_public(source: HubSource, hub: Hub, model: str) -> None:
-    """Raise ModelRefused for a repository that is not for everybody, or has another name;
-    ModelNotFound and ModelUnavailable as `look` does.
+    """Raise ModelRefused if the repository is private or gated, or isn't spelled `source.repo` on
+    the hub. Raises ModelNotFound and ModelUnavailable as `look` does.
     """
     require_download(source, hub, model)
     try:
@@ -63,15 +62,16 @@ def require_public(source: HubSource, hub: Hub, model: str) -> None:
         raise _missing(source, model, error) from error
     if info.private or info.gated:
         raise ModelRefused(model, f"{source.repo} is not public, but gated or private.")
-    if info.id != source.repo:  # any case and old names work too: each would be fetched
+    # The hub also accepts old names and any case; each would be downloaded as another model.
+    if info.id != source.repo:
         raise ModelRefused(model, f"its name on the hub is {info.id}.")
 
 
 def look(source: HubSource, hub: Hub, model: str) -> Offer:
-    """Ask the hub for a model's size and kind; `model` is its name here.
+    """Ask the hub for a model's size and kind; `model` is the model's id for error messages.
 
-    Raises ModelNotFound if it has no such repository, ModelUnavailable if it gives nothing, and
-    ModelRefused if its kind is not known.
+    Raises ModelNotFound if the hub has no such repository, ModelUnavailable if it cannot be read,
+    and ModelRefused if the model's kind is unclear.
     """
     try:
         require_download(source, hub, model)
@@ -83,7 +83,7 @@ def look(source: HubSource, hub: Hub, model: str) -> Offer:
 
 
 def _missing(source: HubSource, model: str, error: Exception) -> ModelNotFound | ModelUnavailable:
-    """Return the error for a repository that the hub did not give."""
+    """Return the error for a repository that could not be read from the hub."""
     why = cause(source, error)
     if isinstance(error, RepositoryNotFoundError) and not isinstance(error, GatedRepoError):
         return ModelNotFound(model, why=f"{why[0].upper()}{why[1:]}")
@@ -109,7 +109,7 @@ def _look(source: HubSource, hub: Hub, model: str) -> Offer:
 def _fetch_small(
     source: HubSource, hub: Hub, commit: str, files: Iterable[HubFile], folder: Path
 ) -> None:
-    """Fetch the files that tell a model's kind into a folder."""
+    """Download the files that `read_kind` needs to a folder."""
     disable_progress_bars()
     for file in files:
         if file.name not in TELLING:

@@ -1,7 +1,7 @@
-"""The lengths that a model's inputs may have once it is loaded, and the reference for its family's
-answers: read from its files without any weights.
+"""The maximum input length of a model, and whether its architecture is verified: read from its
+files before it is loaded, without weights.
 
-The modules of embedding need mlx, and are imported only for their models.
+The embedding modules need mlx, so they are imported only for embedding and rerank models.
 """
 
 import contextlib
@@ -19,10 +19,10 @@ from gateway.registry import ChatSpec, EmbeddingSpec, Inputs, ModelSpec, is_gguf
 
 
 def read_inputs(spec: ModelSpec, hub: Hub) -> Inputs | None:
-    """Return the inputs of a model with its files on this disk; None for others. An adapter has
-    those of its base.
+    """Return the inputs that a model accepts; None if its files are not on this disk. An adapter
+    accepts those of its base.
 
-    It blocks. Unchanged files are not read again.
+    It blocks on files, but doesn't read unchanged ones again.
     """
     if isinstance(spec, ChatSpec):
         spec = spec.base_spec or spec
@@ -34,7 +34,7 @@ def read_inputs(spec: ModelSpec, hub: Hub) -> Inputs | None:
         return None
     max_tokens = verified = None
     modalities = spec.input_modalities
-    with contextlib.suppress(Exception):  # the load reports the fault
+    with contextlib.suppress(Exception):  # loading the model will report the error
         max_tokens = _read(files, condition := _condition(files), *_reader(spec))
         verified = _read_verified(files, condition)
         if isinstance(spec, ChatSpec) and spec.images and not spec.parallel:
@@ -43,8 +43,8 @@ def read_inputs(spec: ModelSpec, hub: Hub) -> Inputs | None:
 
 
 def _reader(spec: ModelSpec) -> tuple[Callable[..., int | None], *tuple[Hashable, ...]]:
-    """Return a reader of the limit of a model's files, and the keys of models.yaml that it
-    needs.
+    """Return the function that reads a model's limit from its files, and its further arguments,
+    which are settings of models.yaml.
     """
     if isinstance(spec, ChatSpec):
         return read_context, spec.max_context
@@ -75,11 +75,11 @@ def _reads_images(files: Path, _: Hashable) -> bool:
 
 
 def _condition(files: Path) -> Hashable:
-    """Return a value that differs once a model's small files, or its one file, have changed. Raises
-    OSError for a pipe or a device among them, whose reader may wait for ever.
+    """Return a value that changes whenever a model's JSON files, or its GGUF file, change. Raises
+    OSError if a pipe or a device is among them: reading one could block forever.
     """
     parts = [files]
-    if not is_gguf(files.name):  # a module's own folder is beside the model's files
+    if not is_gguf(files.name):  # sentence-transformers' modules have folders with JSON files
         parts = sorted([*files.glob("*.json"), *files.glob("*/*.json")])
     found = [path.stat() for path in parts]
     if not all(S_ISREG(about.st_mode) or S_ISDIR(about.st_mode) for about in found):

@@ -1,4 +1,4 @@
-"""The possible costs of a tokenizer.json's parts: texts that grow, and patterns that take long."""
+"""Checks of a tokenizer.json's costs: parts that make texts longer, and patterns that are slow."""
 
 import json
 import math
@@ -7,14 +7,14 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-# The most growth of a text; `▁` for a space and quotes for ticks are the usual kinds.
+# The factor by which a text may grow. Usual tokenizers replace, for example, a space with `▁`.
 MOST_GROWTH: Final = 64
-# The time of these steps grows with the text; the time of a pattern of the file is unknown.
+# Steps with a pattern from the file, whose running time is unknown.
 _PATTERNS: Final = ("Split", "Replace")
 
 
 def check_growth(tokenizer: Tokenizer) -> None:
-    """Raise ValueError for a normalizer or a decoder that makes texts far longer."""
+    """Raise ValueError if the normalizer or the decoder may make texts much longer."""
     for name, part in (("normalizer", tokenizer.normalizer), ("decoder", tokenizer.decoder)):
         growth = math.prod(_growth(step) for step in _steps(part))
         if growth > MOST_GROWTH:
@@ -22,13 +22,13 @@ def check_growth(tokenizer: Tokenizer) -> None:
 
 
 def has_patterns(tokenizer: Tokenizer) -> bool:
-    """Return True if the file has patterns that texts are matched with, which may take long."""
+    """Return True if texts are matched with patterns from the file, which may take long."""
     parts = (tokenizer.normalizer, tokenizer.pre_tokenizer)
     return any(step.get("type") in _PATTERNS for part in parts for step in _steps(part))
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """Yield the steps of a part, those of sequences among them."""
+    """Yield all steps of a part, including those nested in sequences."""
     if part is None:
         return
     waiting = [json.loads(part.__getstate__())]
@@ -41,7 +41,7 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def _growth(step: dict[str, Any]) -> float:
-    """Return the most characters that a step may make of one."""
+    """Return the most characters into which a step may turn one character."""
     pattern = step.get("pattern") or {}
     replaced = len(pattern.get("String", "")) if isinstance(pattern, dict) else 0
     made = {"Replace": step.get("content"), "Prepend": step.get("prepend")}.get(

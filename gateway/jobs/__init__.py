@@ -1,10 +1,11 @@
 """The objects that floors pass to one another: jobs go down, vectors and deltas come up.
 
-The caller of a job is here; the rest by subject:
+The caller of a job is defined here; the other objects have a module for each subject:
 
 embed   texts → vectors
 rerank  documents → scores
 chat    conversations → deltas
+images  the images of a conversation
 steps   one choice of a chat job; the plan of an engine's step, and its result
 """
 
@@ -33,15 +34,15 @@ class Tier(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RoutingKeys:
-    """A router's keys for the beginnings of a conversation, the shortest first: each beginning is
-    longer by the same length. Only the prefix cache reads them.
+    """A router's keys for the beginnings of a conversation, the shortest first. Each beginning is
+    longer than the one before by the same length. Only the prefix cache uses the keys.
     """
 
     keys: Sequence[bytes] = ()
     share: float = 0.0  # the part of the conversation that the longest beginning covers
 
     def ends(self, tokens: int) -> Sequence[tuple[int, bytes]]:
-        """Return about where each beginning ends, in a prompt of this many tokens."""
+        """Return each beginning's estimated end in a prompt of this many tokens, and its key."""
         step = self.share * tokens / max(1, len(self.keys))
         return [(round(step * i), key) for i, key in enumerate(self.keys, 1)]
 

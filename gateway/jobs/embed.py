@@ -13,7 +13,7 @@ class EmbedJob:
     caller: Caller
     texts: Sequence[str] = ()
     token_rows: Sequence[TokenIds] = ()
-    # True: over-long inputs are cut, as by sentence-transformers; else they are refused.
+    # True: inputs that are too long are cut, as in sentence-transformers. False: they are refused.
     truncate: bool = False
     # The vectors of a Matryoshka model are shortened to this size.
     dimensions: int | None = None

@@ -1,6 +1,6 @@
-"""Images of a request, as its caller sent them."""
+"""The images of a conversation: as its caller sent them, and as they stand in a prompt."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
 Detail: TypeAlias = Literal["low", "auto", "high"]
@@ -10,7 +10,7 @@ Detail: TypeAlias = Literal["low", "auto", "high"]
 class ImageInput:
     """An image in a conversation: a file's content, which nobody has decoded yet."""
 
-    data: bytes
+    data: bytes = field(repr=False)
     word: str  # stands for the image in the text of its turn
     place: str  # its place in the request, such as `messages[3].content[1]`
     kind: str  # the type of its part, by the API's own name
@@ -25,7 +25,7 @@ class ImageSpan:
     end: int
     key: bytes  # a digest of its pixels
     grid: tuple[int, int]  # rows and columns of patches
-    pixels: bytes  # uint8, (rows of pixels, columns, red green blue)
+    pixels: bytes = field(repr=False)  # uint8, (rows of pixels, columns, red green blue)
 
     @property
     def tokens(self) -> int:

@@ -15,8 +15,8 @@ class Pair:
 
     ids: TokenIds
     second: int  # the index at which the document begins
-    # The tokens cut off the document's end. A long document may have lost more: it is not encoded
-    # whole.
+    # The number of tokens cut off the document's end. A long document may have lost more, because
+    # it is not encoded whole.
     cut: int = 0
 
     def __len__(self) -> int:
@@ -32,11 +32,11 @@ class RerankJob:
     query: str = ""
     queries: Sequence[str] = ()  # one for each document, instead of `query`
     max_tokens_per_doc: int | None = None  # the length that documents are cut to
-    # True: documents are cut to the model's limit, too; else longer ones are refused.
+    # True: documents are also cut to the model's limit. False: longer ones are refused.
     truncate: bool = True
     # True: a score is the model's own, not one between 0 and 1.
     is_raw: bool = False
-    # The prompt of an embedding model that has none for queries or for documents.
+    # The prompt to use with an embedding model that has none for queries or for documents.
     prompt_name: str | None = None
     instruction: str | None = None  # used by models whose prompt has one
 
@@ -45,7 +45,7 @@ class RerankJob:
 class Reranked:
     """The answer to a `RerankJob`."""
 
-    # The shape is (documents,), in their order. As float32, the best scores would be equal.
+    # The shape is (documents,), in their order. In float32, the best scores would be equal.
     scores: npt.NDArray[np.float64]
     prompt_tokens: int
     truncated: int  # texts that were cut

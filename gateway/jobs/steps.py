@@ -16,7 +16,7 @@ Verified: TypeAlias = Literal["transformers", "mlx-lm", "no"]  # the reference f
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixPiece:
-    """Consecutive blocks kept of a prompt, as many as one file has."""
+    """Consecutive blocks of a prompt in the prefix cache, as many as one prefix file holds."""
 
     salt: str  # the salt of the callers who may continue from it
     own: TokenIds
@@ -33,13 +33,13 @@ class PrefixPiece:
 
 @dataclass(frozen=True, slots=True)
 class LabelStep:
-    """One step into a question's labels."""
+    """One step through the tokens of a question's labels."""
 
     question: int
-    # Groups of tokens that may come next, each with the places of its labels. The probabilities of
-    # a group add up.
+    # Groups of tokens that may come next, each with the indices of the labels that they belong to.
+    # The probabilities of a group's tokens add up.
     entries: Sequence[tuple[TokenIds, Sequence[int]]]
-    is_first: bool  # True: no token of a label comes before
+    is_first: bool  # True: these are the first tokens of labels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,18 +55,18 @@ class SequenceParams:
     echoed: Sequence[str] | None = None  # the texts of the prompt's tokens, if it is echoed
     calling: Calling | None = None
     earlier_calls: int = 0  # calls in the conversation so far
-    calls_are_text: bool = False  # functions may be called, in an unknown format
+    calls_are_text: bool = False  # functions may be called, but the format of calls is not known
     thoughts_are_text: bool = False  # the format of thoughts is not known
-    reads_whole: bool = False  # the text spells special tokens, for the engine's `read_answer`
-    grammar: Grammar | None = None  # the form of the text after the thinking
+    reads_whole: bool = False  # special tokens are spelled out, for the engine's `read_answer`
+    grammar: Grammar | None = None  # constrains the text after the thinking
     compiled: Compiled | None = None
-    is_either: bool = False  # the answer has a form, or is calls
+    is_either: bool = False  # the grammar allows either calls or a response format
     is_open: bool = False  # the caller set no `max_tokens`
     is_bare: bool = False  # the prompt has no template: the model's marks are plain text
     is_continued: bool = False  # the prompt ends with the answer's beginning, which is not empty
     is_thinking: bool = False  # the prompt ends inside a block of thinking
     may_think: bool = False  # the model may open such a block before its answer
-    opening: str = ""  # header of the message on a channel that the template has begun
+    opening: str = ""  # the header that the template wrote, if answers are messages on channels
     thinking_budget: int | None = None  # also None for a model whose thoughts cannot be ended
     step: LabelStep | None = None  # the labels to judge once the prompt is read: nothing is sampled
     routing_keys: Sequence[tuple[int, bytes]] = ()  # pairs of a beginning's end and its key
@@ -77,16 +77,16 @@ class SequenceParams:
 
 @dataclass(frozen=True, slots=True)
 class DraftCost:
-    """The bytes that drafts add to a sequence's own KV, in up to `rows` sequences at once."""
+    """The bytes that drafts add to the KV of each sequence, in up to `rows` sequences at once."""
 
     token: int = 0  # bytes a token, in a draft model's KV
-    states: int = 0  # bytes of states from before a draft, to go back to
+    states: int = 0  # bytes of states saved before a draft, for rolling back
     rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class KvCost:
-    """The bytes of KV that a sequence takes. All zeros mean that they are not known."""
+    """The bytes of KV that a sequence takes. All are zero if they are not known."""
 
     token: int = 0  # bytes a token, in all layers that keep every token
     windows: tuple[tuple[int, int], ...] = ()  # each sliding window: bytes a token, most tokens
@@ -110,6 +110,14 @@ _ZERO = KvCost()
 
 
 @dataclass(frozen=True, slots=True)
+class ImageCost:
+    """The bytes that images add to a model."""
+
+    token: int = 0  # bytes of a token of an image, while its sequence is here
+    kept: int = 0  # most bytes of the features of earlier images
+
+
+@dataclass(frozen=True, slots=True)
 class Pass:
     """The counts of one pass, or of one step."""
 
@@ -127,14 +135,14 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The results of a chat model's self-test: whether logits equal those of the sequence alone.
-    None means no result yet.
+    """The results of a chat model's self-test: True if logits equal those of each sequence run
+    alone, None if there is no result yet.
     """
 
-    single: bool | None = None  # a sequence in a batch of its own
-    rows: bool | None = None  # several lengths in a batch
+    single: bool | None = None  # a batch of one sequence
+    rows: bool | None = None  # a batch of sequences of several lengths
     prefixes: bool | None = None  # a sequence that continues from a cached prefix
-    window: bool | None = None  # one longer than the model's sliding window; tested last
+    window: bool | None = None  # a sequence longer than the sliding window; tested last
     problem: str = ""  # a failure, in words
     is_lasting: bool = True  # False if memory ran out during the test, which may not happen again
     step_s: tuple[float, ...] = ()  # seconds of a decode step at 1, 2, 4, … rows, if timed
@@ -157,31 +165,31 @@ class EngineFacts:
     max_context: int  # the most tokens of a prompt and its answer together
     kv_cost: KvCost = _ZERO
     self_test_tokens: int = 0  # tokens of the self-test's longest sequence
-    unread_formats: Sequence[str] = ()  # the settings of formats that don't fit its chat template
-    notes: Sequence[str] = ()  # sentences on parts of its files that are not followed
+    unread_formats: Sequence[str] = ()  # settings of formats that don't fit the chat template
+    notes: Sequence[str] = ()  # sentences about parts of the model's files that are ignored
     verified: Verified = "no"
-    reads_images: bool = False
-    is_timed_when_idle: bool = True  # False on a CPU: all wider steps timed on one have gained
+    images: ImageCost | None = None  # None for a model that reads text alone
+    is_timed_when_idle: bool = True  # False on a CPU, where wider steps have always paid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """The plan of one step of an engine: it changes its batch, in this order, then runs a pass.
+    """The plan of one step of an engine, which changes its batch, in this order, then runs a pass.
 
-    Sequences are named by ids, each of which joins once; an unknown one is ignored.
+    Sequences are named by ids. Each id joins once; an unknown id is ignored.
     """
 
     kind: Literal["prefill", "decode"] | None = None  # the kind of the pass; None for no pass
-    token_budget: int = 0  # the padded tokens that a prefill pass reads, roughly
+    token_budget: int = 0  # about how many padded tokens a prefill pass reads
     leaving: Sequence[int] = ()  # sequences that leave, in any state
     preempting: Sequence[int] = ()  # their KV is freed; all their tokens are read again later
     capped: Sequence[tuple[int, int]] = ()  # ids, and the most tokens of their answers
-    clear_prefixes: bool = False  # True: drop this model's kept prompts
+    clear_prefixes: bool = False  # True: empty this model's prefix cache
     prefix_limit: int | None = None  # new limit in bytes, for all models that share it
-    drafters: Sequence[Drafter] = DRAFTERS  # their drafts may be read by the pass after this one
+    drafters: Sequence[Drafter] = DRAFTERS  # drafters whose drafts the next pass may read
     joining: Sequence[tuple[int, SequenceParams]] = ()
     parking: Sequence[int] = ()  # sequences that keep their KV, and do not decode
-    resuming: Sequence[int] = ()  # parked or preempted ids; if in `parking` too, parked once read
+    resuming: Sequence[int] = ()  # parked or preempted ids; those in `parking` are parked once read
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,5 +201,5 @@ class StepResult:
     faults: Sequence[PassFault] = ()  # errors that the pass raised; they change no answer
     reading: frozenset[int] = frozenset()  # sequences with prompt left to read
     decoding: int = 0  # sequences that decode
-    prefix_bytes: int = 0  # KV kept of prompts, by all models that share a limit
+    prefix_bytes: int = 0  # bytes in the prefix caches of all models that share a limit
     drafter: Drafter | None = None  # the only drafter of the pass under way, if any

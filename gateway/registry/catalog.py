@@ -14,7 +14,7 @@ MOST_SUGGESTED: Final = 3  # the most names suggested to a caller who sent an un
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A model and the name it was found by: `alias` is None if that is its id."""
+    """A model and the name it was found by. `alias` is None if that name is the model's id."""
 
     spec: ModelSpec
     alias: Alias | None = None
@@ -34,7 +34,7 @@ class Changes:
     removed: tuple[str, ...]
 
     def by_kind(self) -> dict[str, list[str]]:
-        """Return the three lists by name."""
+        """Return the three lists, keyed by their names."""
         return {key: list(getattr(self, key)) for key in ("added", "changed", "removed")}
 
 
@@ -53,8 +53,8 @@ class Catalog:
         self._by_name = MappingProxyType(by_name)
 
     def resolve(self, name: str, *kinds: type[ModelSpec]) -> Resolved:
-        """Find a model by id or alias. Raises ModelNotFound, which suggests the nearest names, else
-        the first, of models of these kinds; without kinds, of all models.
+        """Find a model by id or alias. Raises ModelNotFound, which suggests similar names, or the
+        first few if none is similar. Only models of these kinds are suggested, if any are given.
         """
         resolved = self._by_name.get(name)
         if resolved is None:
@@ -78,7 +78,8 @@ class Catalog:
 
     def current(self, spec: ModelSpec) -> ModelSpec | None:
         """Return the spec that a model loaded for `spec` can serve; None if there is none."""
-        # `spec` may be of an earlier reading, and differ in keys that no load depends on.
+        # `spec` may come from an earlier reading of the file, and differ in keys that no load
+        # depends on.
         return next((candidate for candidate in self.specs if load_alike(candidate, spec)), None)
 
     def changes_since(self, older: "Catalog") -> Changes:
@@ -92,8 +93,8 @@ class Catalog:
         )
 
     def preloaded(self) -> tuple[str, ...]:
-        """Return the ids of the models to load at start; for an adapter, its base's."""
-        # An adapter takes no place beside its base.
+        """Return the ids of the models to load at start; for an adapter, the id of its base."""
+        # An adapter takes no place of its own beside its base.
         loaded = (getattr(spec, "base", None) or spec.id for spec in self.specs if spec.preload)
         return tuple(dict.fromkeys(loaded))
 

@@ -1,4 +1,4 @@
-"""The types of models.yaml's values: the forms in the file → the values read."""
+"""The types of values in models.yaml, and how the forms they have in the file are read."""
 
 import os
 import re
@@ -48,7 +48,7 @@ AdapterOf = Annotated[
 
 
 def _template(value: object, info: ValidationInfo) -> object:
-    """Read the file that `file:` names, or return any other text as the template itself."""
+    """Return the text of the file that `file:` names; any other text is the template itself."""
     if not isinstance(value, str) or not value.startswith("file:"):
         return value
     path: Path = (info.context or {})["folder"] / os.path.expanduser(value.removeprefix("file:"))
@@ -69,7 +69,7 @@ _SizesText = Annotated[str, Field(pattern=_SIZES)]
 
 
 def _sizes(value: object) -> object:
-    """Read true, false, a list of sizes or `256, 512`, which a variable can hold."""
+    """Read true, false, a list of sizes, or sizes as text: `256, 512`, as in a variable."""
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
     if isinstance(value, str) and re.fullmatch(_SIZES, value):
@@ -110,7 +110,7 @@ ReasoningParser = Annotated[
 
 
 def read_mode(value: object) -> object:
-    """Read a boolean as a mode."""
+    """Return the mode that a boolean stands for; any other value unchanged."""
     # YAML reads `off` without quotes as false.
     if value is True:
         return "auto"
@@ -120,13 +120,13 @@ def read_mode(value: object) -> object:
 
 
 def read_thinking_budget(value: object) -> object:
-    """Read a number on its own as the default."""
+    """Return a single number as a mapping with that `default`; any other value unchanged."""
     is_number = isinstance(value, int | str) and not isinstance(value, bool)
     return {"default": value} if is_number else value
 
 
 def read_batching(value: object) -> object:
-    """Read a mode on its own as the section that it stands for."""
+    """Return a single mode as the section that it stands for; any other value unchanged."""
     value = read_mode(value)
     return {"mode": value} if isinstance(value, str) else value
 

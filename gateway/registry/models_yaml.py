@@ -1,7 +1,7 @@
 """Reads models.yaml into a catalog, or lists all its problems: each with file, line and the nearest
-valid name. The entries of models that were named or found elsewhere are read with it.
+valid name. It also reads the entries of models that were named at the start or found on the disk.
 
-It checks that a model's files exist; the engine checks their content.
+Only the existence of a model's files is checked here; the engine checks their content.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -56,7 +56,7 @@ class File(Section):
 
 
 class Kind(BaseModel):
-    """The check of an entry whose `kind` is not known."""
+    """Checks the `kind` of an entry in which it is missing or unknown."""
 
     kind: Literal["embedding", "rerank", "chat"]
 
@@ -76,8 +76,8 @@ def read_models(
 ) -> Reading:
     """Read a models.yaml, if there is one, and list all its problems; never raises.
 
-    Named models come before the file's, found models after them. If the file has an entry with the
-    same id, that one counts. A found model with a problem is left out; the reading stays valid.
+    Named models come before the file's, found models after them. An entry of the file wins over
+    others with its id. A found model with a problem is left out; the reading stays valid.
     """
     document, folder = Document({"version": 1, "models": {}}), Path.cwd()
     if path is not None:
@@ -114,7 +114,7 @@ def read_models(
 
 
 def _at(path: Path | None, line: int, message: str) -> str:
-    """Put a problem's place before it; a problem outside the file names its model itself."""
+    """Prefix a problem with its place, unless it isn't in the file: then it names its model."""
     return f"{path}:{line}: {message}" if line else message
 
 
@@ -124,7 +124,7 @@ class Claim:
 
     model: str
     where: Where
-    # An alias is "written" in the file, or "set" by the model's own variable.
+    # The name is an alias "written" in the file or "set" by a variable, or the model's id.
     rank: Literal["written", "set", "id"]
 
 
@@ -139,7 +139,7 @@ class _Reader:
     ) -> None:
         self._document = document
         self._named, self._found = named, found
-        self._unwritten: list[str] = []  # the ids of these that the file does not have
+        self._unwritten: list[str] = []  # ids of named and found models that are not in the file
         self._context = {"folder": folder}
         # A variable that is a setting, or that the file expands, has no other meaning.
         taken = VARIABLES | document.variables
@@ -148,7 +148,7 @@ class _Reader:
             for name, text in variables.items()
             if text and name.startswith(PREFIX) and name not in taken
         }
-        # The variable of each value that an override has set.
+        # The name of the variable that has set a value, by the value's place.
         self._set: dict[Where, str] = {}
         self.overrides: set[str] = set()
         self.problems: list[tuple[int, str]] = []
@@ -164,7 +164,7 @@ class _Reader:
             return []
         written = file["models"]
         order = [*self._named, *written, *self._found]
-        known = {**self._found, **self._named, **written}  # a later entry counts
+        known = {**self._found, **self._named, **written}  # later entries win
         entries = {model: known[model] for model in order}
         self._unwritten = [model for model in entries if model not in written]
         models = self._override_keys(entries)
@@ -178,7 +178,7 @@ class _Reader:
         return [self._resolve(spec, "base", specs) for spec in specs]
 
     def _override_keys(self, models: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries with the values from the variables of their keys."""
+        """Return the entries, with the values that variables set for their keys."""
         overridden = dict(models)
         earlier: list[ModelVariables] = []
         for model, entry in models.items():
@@ -216,7 +216,7 @@ class _Reader:
             return None
         if "id" in entry:
             self._report((*where, "id"), f"{name}: unknown key 'id'")
-        # The model's own name is its key in the file.
+        # A model's id is the key of its entry in the file.
         spec = self._validate(SPECS[str(entry["kind"])], {**entry, "id": name}, where)
         assert spec is None or isinstance(spec, ModelSpec)
         return spec
@@ -262,9 +262,9 @@ class _Reader:
         self._report(where, message.replace("`` ", ""))  # a whole section has no key to name
 
     def _settle_names(self, models: Mapping[str, Any]) -> set[tuple[str, str]]:
-        """Report each name that two models, or one model twice, would have.
+        """Report each name that two models claim, or one model claims twice.
 
-        Return the aliases that another model's variable takes, as (model, alias).
+        Return (model, alias) for each alias in the file that a variable gives to another model.
         """
         dropped = set()
         for name, claims in self._list_claims(models).items():
@@ -309,7 +309,7 @@ class _Reader:
         if other is None:
             problem = f"no model has the id {name!r}{_hint(name, [model.id for model in specs])}"
         elif not isinstance(other, ChatSpec):
-            problem = f"{other.id} is of kind {other.kind}, and a {key} is a chat model"
+            problem = f"{other.id} is of kind {other.kind}, but a {key} must be a chat model"
         else:
             problem = WHY_NOT[key](spec, other)
         if not problem:
@@ -351,11 +351,11 @@ class _Reader:
 
     def _set_by(self, where: Where) -> str:
         places = (where[:depth] for depth in range(len(where), 0, -1))
-        # The nearest variable counts: for an alias it is the variable of all aliases.
+        # The innermost place counts. An alias has no variable, but all aliases together have one.
         return next((f" (set by {self._set[place]})" for place in places if place in self._set), "")
 
 
-# YAML's words, for messages in which pydantic has Python's.
+# YAML's words, for messages in which pydantic uses Python's.
 MESSAGES = {
     "model_type": "should be a mapping",
     "dict_type": "should be a mapping",
@@ -369,28 +369,28 @@ def _hint(name: str, valid: Iterable[str]) -> str:
 
 
 def _why_no_draft(spec: ChatSpec, draft: ChatSpec) -> str:
-    """Return why a model cannot be another's draft; nothing if it can."""
+    """Return the reason why a model cannot be another's draft; empty if it can."""
     if draft.id == spec.id:
         return "a model cannot be its own draft"
     if draft.base is not None:
-        return f"{draft.id} is an adapter, and a draft is a model of its own"
+        return f"{draft.id} is an adapter, which cannot be a draft"
     if spec.parallel or draft.parallel:
-        return "a model with `parallel` neither has a draft nor is one"
+        return "a model with `parallel` can neither have a draft nor be one"
     if draft.draft is not None:
-        return f"{draft.id} has a draft of its own, and cannot be one"
+        return f"{draft.id} has a draft of its own, so it cannot be one"
     return ""
 
 
 def _why_no_base(spec: ChatSpec, base: ChatSpec) -> str:
-    """Return why a model cannot be an adapter's base; nothing if it can."""
+    """Return the reason why a model cannot be an adapter's base; empty if it can."""
     if base.id == spec.id:
         return "a model cannot be its own base"
     if base.base is not None:
-        return f"{base.id} has a base of its own, and cannot be one"
+        return f"{base.id} has a base of its own, so it cannot be one"
     if base.fuse_projections:
-        return f"{base.id} has `fuse_projections`, and adapters do not fit those"
+        return f"{base.id} has `fuse_projections`, which adapters do not fit"
     if base.parallel is not None:
-        return f"{base.id} has `parallel`, and adapters cannot be divided"
+        return f"{base.id} has `parallel`, but adapters cannot be divided"
     return ""
 
 
@@ -398,7 +398,7 @@ WHY_NOT = {"draft": _why_no_draft, "base": _why_no_base}
 
 
 def _source_key(spec: ModelSpec) -> str:
-    """Return the key that says where a model's own files come from."""
+    """Return the key that says where a model's files come from: for an adapter, its own files."""
     return "adapter" if isinstance(spec, ChatSpec) and spec.adapter is not None else "source"
 
 

@@ -1,8 +1,8 @@
-"""Names in models.yaml: the formats of tool calls and thinking; and the valid name nearest to an
-unknown one, for messages.
+"""The names of the formats of tool calls and thinking in models.yaml; and, for messages, the valid
+name nearest to an unknown one.
 
-Formats have vLLM's names (`--tool-call-parser`, `--reasoning-parser`), and mlx-lm's
-(`tool_parser_type`) if it has others. `none` means that no text is read as a call, or as thinking.
+Formats have vLLM's names (`--tool-call-parser`, `--reasoning-parser`), and also mlx-lm's
+(`tool_parser_type`) where they differ. `none` means that no text is read as a call or as thinking.
 """
 
 import difflib
@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Final
 
-MAX_CHARS = 256  # the longest name to compare: difflib's time grows with its square
-MAX_COMPARED = 32  # the most names compared, by the letters that they share: 1,000 took 130 ms
+MAX_CHARS = 256  # the longest name to compare: difflib's time is quadratic in the length
+MAX_COMPARED = 32  # the most names compared, those that share most letters: 1,000 took 130 ms
 # A format's canonical name, and its other names.
 TOOL_PARSERS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -45,17 +45,17 @@ REASONING_PARSERS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 
 
 def canonical_names(parsers: Mapping[str, tuple[str, ...]]) -> Mapping[str, str]:
-    """Return the canonical name of each name."""
+    """Return a map from every name to its canonical name."""
     return {each: name for name, others in parsers.items() for each in (name, *others)}
 
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:
-    """Return the valid name most similar to a name; None if none is similar."""
+    """Return the valid name that is most similar to `name`; None if none is similar."""
     return next(iter(most_similar(name, valid, 1)), None)
 
 
 def most_similar(name: str, valid: Iterable[str], most: int) -> list[str]:
-    """Return up to `most` valid names that are similar to a name, the most similar one first."""
+    """Return up to `most` valid names that are similar to `name`, the most similar one first."""
     if len(name) > MAX_CHARS:
         return []
     by_folded = {name.casefold(): name for name in valid}

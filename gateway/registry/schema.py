@@ -22,7 +22,7 @@ _TEXT = {"type": "string"}
 
 
 def describe_fields(model: type[BaseModel]) -> dict[str, str]:
-    """Return the docstring below each field, by the field's name."""
+    """Return the docstring of each field, by the field's name."""
     # Docstrings of attributes are read from the source: they are gone once a module is imported,
     # and pydantic's way to keep them slows each start.
     words: dict[str, str] = {}
@@ -43,7 +43,7 @@ def describe_fields(model: type[BaseModel]) -> dict[str, str]:
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the schema of the file as it is written: any value may be `${VAR:-default}`."""
+    """Return the JSON Schema of the file as users write it: any value may be `${VAR:-default}`."""
     _, schema = TypeAdapter.json_schemas(
         [(ModelSpec, "validation", TypeAdapter(ModelSpec))], ref_template="#/$defs/{model}"
     )

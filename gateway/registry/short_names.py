@@ -1,6 +1,6 @@
-"""catalogue.yaml: models by short names, as models.yaml would have them, and facts about them.
+"""Reads catalogue.yaml: entries of models.yaml under short names, and facts about the models.
 
-An entry's `facts` are no key of models.yaml. They tell how much memory a model takes, and where
+The key `facts` does not exist in models.yaml. Facts say how much memory a model takes, and where
 and when they were read.
 """
 
@@ -21,10 +21,10 @@ STRUCTURED_ROWS = 8  # the value of every chat model that comes with the gateway
 
 
 class LayersKept(Section):
-    """Layers that keep the same state of a sequence. Each of the three kinds has its own keys."""
+    """Layers that keep state of a sequence in the same way. Each of the three ways has its keys."""
 
     layers: int = Field(ge=1)
-    # Keys and values of each token, or of the last `window`.
+    # Keys and values of each token, or of the last `window` tokens.
     kv_heads: int = Field(default=0, ge=0)
     head_dim: int = Field(default=0, ge=0)
     window: int | None = Field(default=None, ge=1)
@@ -42,8 +42,8 @@ class Facts(Section):
     weights_bytes: int | None = Field(default=None, ge=1)
     context: int | None = Field(default=None, ge=1)
     kv: tuple[LayersKept, ...] = ()
-    parameters_b: float | None = Field(default=None, gt=0)  # all of a mixture's experts counted
-    active_b: float | None = Field(default=None, gt=0)  # the parameters that a token takes
+    parameters_b: float | None = Field(default=None, gt=0)  # all experts of a mixture included
+    active_b: float | None = Field(default=None, gt=0)  # the parameters that each token uses
     read_from: tuple[str, ...] = Field(min_length=1)
     read_on: str
     unread: tuple[str, ...] = ()
@@ -58,8 +58,8 @@ def read_short_names() -> Mapping[str, Mapping[str, Any]]:
 
 
 def find_entry(source: Source, known: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the entry of a source that has a short name, whatever its revision; else an empty
-    one. A folder counts as the repository that its path names.
+    """Return the known entry with the same repository as a source, at any revision; an empty one
+    if there is none. A folder counts as the repository that its path names.
     """
     repository = repository_of(source)
     for entry in known.values():
@@ -69,8 +69,8 @@ def find_entry(source: Source, known: Mapping[str, Mapping[str, Any]]) -> Mappin
 
 
 def unlisted_entry(kind: str, source: str, variables: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return the entry of a model that was found or asked for: the one that its source has under a
-    short name, without the aliases, which another model may have.
+    """Return an entry for a model that was found on the disk or asked for. If its source has a
+    short name, the keys are that entry's, except for aliases, which another model may have.
     """
     known = find_entry(parse_source(source, Path.cwd()), read_short_names())
     keys = {} if known.get("kind") != kind else known
@@ -80,9 +80,9 @@ def unlisted_entry(kind: str, source: str, variables: Mapping[str, str]) -> Mapp
 
 
 def complete(entry: Mapping[str, Any], variables: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return the entry of a model that no models.yaml has, with the default that shipped chat
-    models have: several structured answers are decoded together, unless GATEWAY_STRUCTURED_ROWS
-    sets their number.
+    """Return the entry of a model that is not in models.yaml, with a default that shipped chat
+    models have, too: several structured answers are decoded together, unless
+    GATEWAY_STRUCTURED_ROWS sets their number.
     """
     if entry.get("kind") != "chat":
         return entry
@@ -100,7 +100,7 @@ def read_facts() -> Iterator[tuple[str, str, Facts]]:
 
 @cache
 def _entries() -> Mapping[str, Mapping[str, Any]]:
-    """Return the entries of the file, which is in the wheel or at the checkout's root."""
+    """Return the entries of catalogue.yaml, which is in the wheel or at the checkout's root."""
     package = Path(__file__).parents[1]
     files = (folder / "catalogue.yaml" for folder in (package, package.parent))
     file = next(file for file in files if file.is_file())

@@ -93,7 +93,7 @@ def parse_source(text: str, folder: Path) -> Source:
     if others and first.startswith("package:"):
         package, source = parse_source(first, folder), parse_source(others[0], folder)
         if package.is_gguf != source.is_gguf:
-            raise ValueError(f"{text!r} is one file in one place and a folder in the other")
+            raise ValueError(f"{text!r} names a file in one place and a folder in the other")
         assert isinstance(package, PackageSource)
         assert isinstance(source, HubSource)
         return replace(source, package=package)
@@ -107,20 +107,20 @@ def parse_source(text: str, folder: Path) -> Source:
         if colon and near:
             problem += did_you_mean(f"{near}:{rest}")
         raise ValueError(problem)
-    # A piece is refused before gigabytes of it are fetched.
+    # A part of a split file is refused before gigabytes of it are fetched.
     if _PIECE.search(rest):
-        raise ValueError(f"{text!r} is one piece of a model; GGUF files are served whole")
+        raise ValueError(f"{text!r} is a part of a split model; GGUF files are served whole")
     if scheme == "path":
         if not rest:
             raise ValueError("path: names no folder")
-        path = folder / os.path.expanduser(rest)  # `folder` yields to an absolute path
+        path = folder / os.path.expanduser(rest)  # an absolute path replaces `folder`
         try:
             path.exists()  # raises for a name that no file can have
             if is_gguf(rest):
                 # A link is not resolved: its target in the hub's cache has no file extension.
                 return PathSource(Path(os.path.abspath(path)))
             return PathSource(path.resolve())
-        except (OSError, RuntimeError) as error:  # a link to itself, too long a name
+        except (OSError, RuntimeError) as error:  # a link to itself, or a name that is too long
             reason = getattr(error, "strerror", None) or error
             raise ValueError(f"{shorten(text)!r} is no path: {reason}") from None
     if scheme == "hub":
@@ -148,8 +148,8 @@ def source_id(source: Source) -> str:
 
 
 def repository_of(source: Source) -> str:
-    """Return the name that a source's files have on the hub, as far as it is known. A folder's name
-    comes from its place in Hugging Face's cache, or in LM Studio's folder.
+    """Return the name that a source's files have on the hub, as far as it is known. For a path, it
+    follows from the place in Hugging Face's cache or in LM Studio's folder.
     """
     if not isinstance(source, PathSource):
         return source_id(source)
@@ -183,7 +183,7 @@ def package_folder(module: str) -> Path | None:
 
 
 def packaged(source: Source) -> PackageSource | None:
-    """Return the package that a model comes with, if it does; it need not be installed."""
+    """Return the package that has a model's files, installed or not; None if there is none."""
     if isinstance(source, HubSource):
         return source.package
     if isinstance(source, PackageSource):

@@ -73,7 +73,7 @@ class Section(BaseModel):
 
     @classmethod
     def adoptable_keys(cls) -> dict[str, Any]:
-        """Return the keys that no load depends on, as pydantic excludes them."""
+        """Return the keys that no load depends on, in the form of pydantic's `exclude`."""
         keys: dict[str, Any] = {}
         for key, field in cls.model_fields.items():
             if ADOPTABLE in field.metadata:
@@ -83,7 +83,7 @@ class Section(BaseModel):
         return keys
 
     def overrides(self) -> dict[str, Any]:
-        """Return the overridden settings, by name."""
+        """Return the values that override settings, by the settings' names."""
         overrides: dict[str, Any] = {}
         for key, field in type(self).model_fields.items():
             value = getattr(self, key)
@@ -101,9 +101,9 @@ class Alias(Section):
     name: Name
     """The name that clients send."""
     prompt_name: str | None = None
-    """The prompt put before every text asked for by this name."""
+    """The prompt put before every text in requests by this name."""
     thinking: bool | None = None
-    """Whether the model thinks aloud when asked by this name."""
+    """Whether the model thinks before it answers requests by this name."""
 
 
 class EmbeddingBatching(Section):
@@ -142,7 +142,7 @@ class Structured(Section):
     max_array_items: int | None = Field(default=None, ge=1)
     """Longest array where a schema sets no bound."""
     schema_in_prompt: Annotated[bool, ADOPTABLE] = False
-    """Hold a json_object answer to a JSON Schema that ends the last message."""
+    """Constrain a json_object answer by a JSON Schema at the end of the last message."""
 
 
 class Sampling(Section):
@@ -157,7 +157,7 @@ class Sampling(Section):
     min_p: float | None = Field(default=None, ge=0, le=1)
     """Floor relative to the best token."""
     repetition_penalty: float | None = Field(default=None, gt=0, le=10)
-    """Above 1, tokens that were read or written become less likely."""
+    """Above 1, tokens of the prompt and of the answer so far become less likely."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Longest answer, tokens."""
 
@@ -166,7 +166,7 @@ class ThinkingBudgets(Section):
     """Tokens of thinking, by the effort that a request asks for."""
 
     default: int | None = Field(default=None, ge=0)
-    """Where a request has no effort, or one that is not set here."""
+    """Used if a request has no effort, or an effort that is not set here."""
     low: int | None = Field(default=None, ge=0)
     """With low effort."""
     medium: int | None = Field(default=None, ge=0)
@@ -187,7 +187,7 @@ class _Spec(Section):
     alias_keys: ClassVar[Set[str]] = {"name"}
 
     id: Name
-    """The model's own name: its key in the file."""
+    """The model's id, which is the key of its entry in the file."""
     source: SourceOf
     """hub:org/name[@revision], path:folder or package:module/folder; for chat also a GGUF file:
     hub:org/name/x.gguf[@revision], path:x.gguf, package:module/x.gguf.
@@ -201,7 +201,7 @@ class _Spec(Section):
     preload: Annotated[bool, ADOPTABLE] = False
     """Load at start, before the gateway is ready."""
     pinned: Annotated[bool, ADOPTABLE] = False
-    """Once loaded, stay: never evicted, and never idle too long."""
+    """Once loaded, stay loaded: never evicted, nor unloaded for being idle."""
     ttl_s: float | None = override("model_ttl_s", adoptable=True)
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Weights' type; auto is the checkpoint's, float32 on CPU."""
@@ -211,7 +211,7 @@ class _Spec(Section):
     queue_max_tokens: int | None = override("queue_max_tokens", adoptable=True)
 
     def loaded_with(self) -> dict[str, Any]:
-        """Return the keys that a load depends on, but for the place of the files."""
+        """Return the keys that a load depends on, except those that say where the files are."""
         return self.model_dump(exclude={**self.adoptable_keys(), "source": True, "adapter": True})
 
     @property
@@ -237,7 +237,7 @@ class _Spec(Section):
 
 
 def _misplaced(key: str, message: str) -> PydanticCustomError:
-    """Return the error of a key that does not go with the others."""
+    """Return the error for a key that cannot stand beside the others."""
     return PydanticCustomError("misplaced_key", "{message}", {"key": key, "message": message})
 
 
@@ -253,7 +253,7 @@ class EmbeddingSpec(_Spec):
     normalize: bool | None = None
     """Scale vectors to length 1; the model's own files decide when absent."""
     prompts: dict[str, str] = {}
-    """Text put before an input, by name; absent, the model's own are used."""
+    """Texts put before inputs, by their names; absent, the model's own are used."""
     default_prompt_name: Annotated[str | None, ADOPTABLE] = None
     """The prompt used when neither request nor alias names one."""
     overflow: Annotated[Literal["error", "truncate"], ADOPTABLE] = "error"
@@ -301,9 +301,9 @@ class RerankSpec(_Spec):
     absent, Qwen3-Reranker's.
     """
     labels: tuple[str, ...] = Field(default=("yes", "no"), min_length=1, max_length=2)
-    """With labels: the word for relevant and the one for not, a token each; or the first alone."""
+    """With labels: the words for relevant and not relevant, one token each; or only the first."""
     instruction: str | None = None
-    """With labels: the instruction where a request has none; absent, Qwen3's."""
+    """With labels: the instruction where a request has none; absent, Qwen3-Reranker's."""
     max_tokens_per_doc: Annotated[int | None, ADOPTABLE] = Field(default=None, ge=1)
     """Longest document in tokens, where a request sets no limit; longer ones are cut."""
     batching: EmbeddingBatching = Field(default_factory=EmbeddingBatching)
@@ -313,7 +313,7 @@ class RerankSpec(_Spec):
     def _labels_alone(self) -> "RerankSpec":
         recipe = self.model_fields_set & {"template", "labels", "instruction"}
         if self.scoring == "head" and recipe:
-            message = f"only a model with `scoring: labels` has '{min(recipe)}'"
+            message = f"only a model with `scoring: labels` can have '{min(recipe)}'"
             raise _misplaced(min(recipe), message)
         return self
 
@@ -324,12 +324,12 @@ ADAPTER_KEYS: Final = frozenset(
         *("queue_limit", "sampling", "thinking", "thinking_budget"),
     }
 )
-"""The keys of an adapter's entry: all others are those of its base, with which it is run."""
+"""The keys that an adapter's entry may have. The entry of its base sets all others for both."""
 
 
 class ChatSpec(_Spec):
-    """A model that answers conversations: whole, or an adapter that shares its base's weights. An
-    adapter's own files are its source.
+    """A model that answers conversations: a whole model, or an adapter that shares its base's
+    weights. The source of an adapter is its own files.
     """
 
     takes_gguf = True
@@ -348,15 +348,15 @@ class ChatSpec(_Spec):
     reasoning_parser: ReasoningParser | None = None
     """How the model marks its thinking; absent, its files decide."""
     split_special_tokens: bool = False
-    """Whether control tokens in what callers send are plain letters."""
+    """Whether control tokens in texts from callers are read as plain letters."""
     thinking: Annotated[bool | None, ADOPTABLE] = None
-    """Whether the model thinks aloud; absent, its template decides."""
+    """Whether the model thinks before it answers; absent, its template decides."""
     thinking_budget: Annotated[
         ThinkingBudgets,
         BeforeValidator(read_thinking_budget, json_schema_input_type=ThinkingBudgets | int),
         ADOPTABLE,
     ] = Field(default_factory=ThinkingBudgets)
-    """After how many tokens its thinking is ended; a number stands for `{default: …}`."""
+    """The most tokens of thinking before it is ended; a number stands for `{default: …}`."""
     draft: Name | None = None
     """The id of a smaller chat model with the same tokenizer, whose guesses this one checks several
     at a time. Answers stay the same.
@@ -368,19 +368,19 @@ class ChatSpec(_Spec):
     path:folder or package:module/folder.
     """
     fuse_projections: bool = False
-    """Compute q, k and v as one product, and gate and up, which a GPU may be faster with:
-    `mlx-gateway doctor --engine` shows the speed of each.
+    """Compute q, k and v as one product, and gate and up as another, which may be faster on a GPU:
+    `mlx-gateway doctor --engine` shows the speed with and without.
     """
     kv_bits: Literal[8, 4] | None = None
-    """Bits of what is kept of each token read; absent, all of them."""
+    """Bits of each value in the KV cache; absent, the cache is not quantized."""
     images: bool = True
-    """Whether a model that can read images does; false leaves that part of its files unread."""
+    """Whether a model that can read images does. If false, that part of its files stays unread."""
     parallel: Literal["tensor", "pipeline"] | None = None
-    """Under mlx.launch: the model is divided among all Macs, each layer or by layers. One Mac alone
-    serves it whole.
+    """Under mlx.launch: how the model is divided among all Macs. `tensor` divides each layer, and
+    `pipeline` gives each Mac some layers. A single Mac serves the whole model.
     """
     structured: Structured = Field(default_factory=Structured)
-    """How answers are held to a grammar."""
+    """How grammars constrain answers."""
     batching: Annotated[
         ChatBatching,
         BeforeValidator(read_batching, json_schema_input_type=ChatBatching | Modes),
@@ -400,11 +400,11 @@ class ChatSpec(_Spec):
         return self._draft_spec
 
     def drafts_with(self) -> tuple[object, ...]:
-        """Return the keys that matter to a model that this one drafts for."""
+        """Return the values of this model's keys that matter to a model that it drafts for."""
         return (self.source, self.dtype, self.fuse_projections, self.kv_bits)
 
     def draft_in_use(self, speculate_rows: int) -> "ChatSpec | None":
-        """Return the draft model, unless drafts are off. `speculate_rows` is the gateway's."""
+        """Return the draft model; None if drafts are off. `speculate_rows` is the gateway's."""
         row_count = self.batching.speculate_rows
         if row_count is None:
             row_count = speculate_rows
@@ -431,22 +431,22 @@ class ChatSpec(_Spec):
             if key not in keys:
                 raise _misplaced(other, f"`{other}` needs `{key}` beside it")
         if "source" in keys and data["source"] != data["adapter"]:
-            raise _misplaced("source", "an adapter has its base's weights, and no `source`")
+            raise _misplaced("source", "an adapter uses its base's weights, and has no `source`")
         of_base = (keys & cls.model_fields.keys()) - ADAPTER_KEYS
         if of_base:
-            raise _misplaced(min(of_base), f"`{min(of_base)}` is the base's to set")
+            raise _misplaced(min(of_base), f"`{min(of_base)}` can only be set for the base")
         try:
             adapter = read_source(data["adapter"], info)
         except ValueError as error:
             raise _misplaced("adapter", f"`adapter`: {error}") from None
         if adapter.is_gguf:
-            raise _misplaced("adapter", "`adapter` is a folder, as mlx-lm writes it, no GGUF file")
+            raise _misplaced("adapter", "`adapter` must be a folder as mlx-lm writes it, not GGUF")
         return {**data, "adapter": adapter, "source": adapter}
 
     @model_validator(mode="after")
     def _divided_as_it_is(self) -> "ChatSpec":
         if self.parallel and self.fuse_projections:
-            raise _misplaced("parallel", "a model with 'parallel' has no 'fuse_projections'")
+            raise _misplaced("parallel", "a model with 'parallel' cannot have 'fuse_projections'")
         return self
 
 
@@ -455,7 +455,7 @@ class Inputs(NamedTuple):
     answers of its family were compared with.
     """
 
-    max_tokens: int | None  # a chat model's includes the answer; None if the files do not say it
+    max_tokens: int | None  # for a chat model, prompt and answer; None if the files do not say
     modalities: Sequence[str] = _Spec.input_modalities
     verified: Literal["transformers", "mlx-lm", "no"] | None = None  # None: the files do not say
 

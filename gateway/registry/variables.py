@@ -1,4 +1,4 @@
-"""GATEWAY_<ID>_<KEY>: the environment sets any key of any model of the file.
+"""GATEWAY_<ID>_<KEY>: environment variables that set any key of any model in the file.
 
 A variable's name is GATEWAY_, the model's id and the keys that lead to the value, joined by _, in
 capitals, with one _ for each run of characters that are neither letters nor digits:
@@ -27,17 +27,17 @@ Path = tuple[str, ...]
 
 
 class ModelVariables:
-    """The variables of one model's keys. `entry` is the model's mapping in the file."""
+    """The variables for one model's keys. `entry` is the model's mapping in the file."""
 
     def __init__(self, model: str, entry: Mapping[str, Any], variables: Mapping[str, str]) -> None:
         self.model = model
         self._stem = f"{PREFIX}{_in_capitals(model)}_"
         self._entry = entry
         kind = str(variables.get(f"{self._stem}KIND") or entry.get("kind"))
-        # An entry of a wrong kind has the keys of all kinds.
+        # An entry of an unknown kind may have the keys of all kinds.
         specs = [SPECS[kind]] if kind in SPECS else SPECS.values()
         self._types = {path: kind for spec in specs for path, kind in _types(spec)}
-        # The path that each variable sets, without variables of free keys.
+        # The path that each variable sets, without those inside mappings that take any key.
         self.paths = {self._stem + _in_capitals("_".join(path)): path for path in self._types}
 
     def path(self, variable: str) -> Path | None:
@@ -47,7 +47,7 @@ class ModelVariables:
         for key, names in self._free_keys():
             name = variable.removeprefix(f"{self._stem}{_in_capitals(key)}_")
             if name != variable and name and name == _in_capitals(name):
-                # The file's key of that name, or else a new one.
+                # The file's key with that name in capitals, otherwise a new key.
                 return key, names.get(name, [name.lower()])[0]
         return None
 
@@ -66,13 +66,13 @@ class ModelVariables:
                 entry[key] = _replace_aliases(section, value)
             elif not inside:
                 entry[key] = value
-            elif section is None or isinstance(section, dict):  # others are reported unchanged
+            elif section is None or isinstance(section, dict):  # others are reported later
                 entry[key] = {**(section or {}), inside[0]: value}
         return entry, names
 
     def clashes(self, earlier: Iterable["ModelVariables"]) -> Iterator[str]:
-        """Describe the variables that have a second meaning: for the gateway, for an earlier model
-        in the file, or for this one.
+        """Describe the variables of this model that have a second meaning: as a setting of the
+        gateway, for an earlier model in the file, or for another key of this model.
         """
         for name in sorted(VARIABLES):
             path = self.path(name)
@@ -105,19 +105,21 @@ class ModelVariables:
         """Read a text as unquoted YAML, or return it as it is if the key takes text."""
         kind = self._types.get(path) or get_args(self._types[path[:1]])[1]
         value = read_plain_value(text)
-        # Text that looks like a number or a boolean stays text; null is still no value.
+        # Text that looks like a number or a boolean stays text; null still means no value.
         takes_text = str in get_args(kind) or path == ("aliases",)
         if kind is str or (takes_text and value is not None):
             return text
         return value
 
     def _free_keys(self) -> Iterator[tuple[str, dict[str, list[str]]]]:
-        """Yield each mapping that takes any key, with the keys in the file by their capitals."""
+        """Yield each mapping that takes any key, with its keys in the file by their names in
+        capitals.
+        """
         for path, kind in self._types.items():
             if get_origin(kind) is dict:
                 names: dict[str, list[str]] = {}
                 mapping = self._entry.get(path[0])
-                # A value that is no mapping is reported unchanged.
+                # A value that is not a mapping is reported later.
                 for key in mapping if isinstance(mapping, dict) else ():
                     names.setdefault(_in_capitals(key), []).append(key)
                 yield path[0], names

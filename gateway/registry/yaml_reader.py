@@ -1,4 +1,4 @@
-"""YAML text → plain values and the line that each was written on, with ${VAR:-default} replaced.
+"""Parses YAML text into plain values with their lines, and replaces ${VAR:-default} in them.
 
 Only YAML's own plain types are built; any other tag is a problem. Problems are collected, so that
 one reading reports them all.
@@ -6,7 +6,7 @@ one reading reports them all.
 
 # ruamel.yaml's round-trip loader knows lines too, but it raises at the first repeated key or
 # mistyped tag, converts values before variables can be replaced in them, and returns numbers of its
-# own types, which would have to be walked through as here.
+# own types, which another walk like the one here would have to convert.
 
 import re
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ import yaml
 
 from gateway.registry.names import did_you_mean, nearest
 
-MAX_VALUES = 100_000  # 480 bytes of anchors of anchors make hundreds of millions
+MAX_VALUES = 100_000  # 480 bytes of nested anchors can make hundreds of millions
 
 # The keys and indices that lead to a value.
 Where = tuple[str | int, ...]
@@ -62,12 +62,12 @@ _PART = re.compile(
 
 
 class ExpansionInvalid(ValueError):
-    """A variable that is not set, or braces that do not close."""
+    """Raised for a variable that is not set, or for braces that are not closed."""
 
 
 def expand(text: str, variables: Mapping[str, str]) -> tuple[str, list[str]]:
-    """Replace `${VAR}` and `${VAR:-default}` in a text, and return it with the names of these
-    variables; raises ExpansionInvalid.
+    """Replace `${VAR}` and `${VAR:-default}` in a text. Return it, and the names of the variables.
+    Raises ExpansionInvalid.
 
     `$$` writes a dollar sign. As in a shell, `:-` also replaces an empty value.
     """
@@ -94,7 +94,7 @@ def expand(text: str, variables: Mapping[str, str]) -> tuple[str, list[str]]:
     return _PART.sub(value, text), names
 
 
-# A mark for a value whose variable is empty: it counts as if its key were not there.
+# Stands for a value whose variable is empty, which counts as if its key were absent.
 _ABSENT = object()
 
 
@@ -142,7 +142,7 @@ def _plain_tag(loader: _Loader, text: str) -> str:
 
 
 def read_plain_value(text: str) -> object:
-    """Read a text as YAML reads a plain scalar: a number, a boolean, null, else the text."""
+    """Read a text as YAML reads a plain scalar: as a number, a boolean, null or otherwise text."""
     loader = _Loader("")
     tag = _plain_tag(loader, text)
     try:

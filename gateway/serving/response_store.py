@@ -6,17 +6,33 @@ of others. Safe on any thread.
 
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+
+
+@dataclass(frozen=True, slots=True)
+class StoredImage:
+    """The text of an image, such as a data: URL. An owner's store has each text once."""
+
+    text: str = field(compare=False, repr=False)
+    digest: bytes
+    nbytes: int
+
+    @classmethod
+    def of(cls, text: str) -> "StoredImage":
+        encoded = text.encode()
+        return cls(text, sha256(encoded).digest(), len(encoded))
 
 
 @dataclass(frozen=True, slots=True)
 class StoredItem:
-    """A message, a call, its output or reasoning, as JSON."""
+    """A message, a call, its output or reasoning, as JSON without the texts of its images."""
 
     id: str
     body: bytes
+    images: Sequence[StoredImage] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +51,17 @@ class StoredResponse:
         return (*self.context, *self.output)
 
     @property
+    def images(self) -> Mapping[bytes, StoredImage]:
+        """Return its images by their digests."""
+        return {image.digest: image for item in self.context for image in item.images}
+
+    @property
     def nbytes(self) -> int:
-        """Return the bytes of its JSON. Items shared with another response count in both."""
-        return len(self.body) + sum(len(item.body) for item in self.items)
+        """Return the bytes of its JSON and of its images, each once. Items shared with another
+        response count in both.
+        """
+        json = len(self.body) + sum(len(item.body) for item in self.items)
+        return json + sum(image.nbytes for image in self.images.values())
 
 
 @dataclass(slots=True)
@@ -48,20 +72,44 @@ class _Owned:
     nbytes: int = 0
     # Items by id, each as often as there are responses with it.
     items: dict[str, list[StoredItem]] = field(default_factory=dict)
+    # Images by digest, and how many responses have each.
+    images: dict[bytes, StoredImage] = field(default_factory=dict)
+    uses: Counter[bytes] = field(default_factory=Counter)
+
+    def growth(self, response: StoredResponse) -> int:
+        """Return the bytes that a response adds: images that others have are there already."""
+        shared = self.images.keys() & response.images.keys()
+        return response.nbytes - sum(self.images[digest].nbytes for digest in shared)
 
     def add(self, response: StoredResponse, expires: float) -> None:
+        self.nbytes += self.growth(response)
+        for digest, image in response.images.items():
+            self.images.setdefault(digest, image)
+        self.uses.update(response.images.keys())
+        response = replace(response, context=[self._shared(item) for item in response.context])
         self.responses[response.id] = (expires, response)
-        self.nbytes += response.nbytes
         for item in response.items:
             self.items.setdefault(item.id, []).append(item)
 
     def remove(self, response_id: str) -> None:
         _, response = self.responses.pop(response_id)
         self.nbytes -= response.nbytes
+        for digest, image in response.images.items():
+            self.uses[digest] -= 1
+            if self.uses[digest]:
+                self.nbytes += image.nbytes
+            else:
+                del self.images[digest], self.uses[digest]
         for item in response.items:
             self.items[item.id].remove(item)
             if not self.items[item.id]:
                 del self.items[item.id]
+
+    def _shared(self, item: StoredItem) -> StoredItem:
+        """Return an item whose images are those that are there already."""
+        if not item.images:
+            return item
+        return replace(item, images=[self.images[image.digest] for image in item.images])
 
     def oldest(self) -> str:
         return next(iter(self.responses))
@@ -110,7 +158,7 @@ class ResponseStore:
             owned = self._by_owner.setdefault(owner, _Owned())
             while (
                 len(owned.responses) >= self._max_responses
-                or owned.nbytes + response.nbytes > self._max_bytes
+                or owned.nbytes + owned.growth(response) > self._max_bytes
             ):
                 owned.remove(owned.oldest())
             owned.add(response, self._now() + self._ttl_s)

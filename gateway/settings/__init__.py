@@ -1,10 +1,10 @@
-"""Settings: flags, the environment and .env → one frozen object.
+"""Reads settings from flags, the environment and .env into one frozen object.
 
-settings   every setting, with its type, bounds, default and words
-sources    where values come from, messages about wrong ones, and lists of all of them
+settings   every setting, with its type, bounds, default and description
+sources    where values come from, messages about wrong ones, and lists of all settings
 
-Settings end at app: below it, plain arguments. The registry takes from here how a model's keys that
-override settings are declared.
+No layer below app uses settings: they get plain arguments. The registry takes from here the types
+of a model's keys that override settings.
 """
 
 from gateway.settings.settings import (

@@ -200,7 +200,7 @@ class Settings(BaseSettings):
     log_format: Annotated[Literal["auto", "json", "console"], BeforeValidator(_lower)] = "auto"
     """Form of log lines; auto is console on a terminal, else JSON."""
     log_prompts: bool = False
-    """Log all that callers ask, in full."""
+    """Log all that callers ask, in full but for images, of which it has the sizes."""
 
     # ── Models: the device, the hub, memory ───────────────────────────────────────────────────────
 
@@ -345,11 +345,12 @@ class Settings(BaseSettings):
 
     # ── Limits of requests, deadlines, stalls ─────────────────────────────────────────────────────
 
-    # A body is parsed in one go, while all other requests wait: at this size 0.03 seconds for text,
-    # and 0.7 for short names, on a slow core. It has room for a million characters
-    # (`max_input_chars`) however they are escaped, at most twelve bytes each, and for 300,000
-    # tokens of 2,048 texts (OpenAI's bounds of a request of embeddings) at fifty bytes a token.
-    max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024, le=2**31)
+    # A body is parsed in one go, while all other requests wait: at this size 0.06 seconds for text,
+    # and a second for short names, on a slow core. It has room for an image (`max_image_bytes`) as
+    # base64, for a million characters (`max_input_chars`) however they are escaped, at most twelve
+    # bytes each, and for 300,000 tokens of 2,048 texts (OpenAI's bounds of a request of embeddings)
+    # at fifty bytes a token.
+    max_body_bytes: int = Field(default=32 * 1024 * 1024, ge=1024, le=2**31)
     """Largest request body; beyond it, 413."""
     max_bodies_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
     """Bytes of the bodies of all requests under way and of all answers not yet read, without the
@@ -363,6 +364,10 @@ class Settings(BaseSettings):
     """Longest text that is tokenized; beyond it, 400."""
     max_request_chars: int = Field(default=8_000_000, ge=1)
     """Characters of a request's texts together; beyond it, 400."""
+    max_images: int = Field(default=64, ge=1, le=4096)
+    """Images of one conversation; beyond it, 400."""
+    max_image_bytes: int = Field(default=20 * 1024 * 1024, ge=1, le=2**31)
+    """Largest image, as a file; beyond it, 400."""
     max_json_depth: int = Field(default=64, ge=8, le=200)
     """How deep JSON may be nested; beyond it, 400."""
     max_messages: int = Field(default=4096, ge=1, le=1_000_000)

@@ -1,7 +1,7 @@
 """Where a setting's value comes from: a flag, the environment, .env or its default.
 
-The only place that reads the environment. Settings are also listed here: for `config`, for messages
-about values that are wrong or variables that have no effect, and for the table in the docs.
+The gateway's own variables are read nowhere else. Settings are also listed here: for `config`, for
+messages about wrong values and variables without effect, and for the table in the docs.
 """
 
 import difflib
@@ -22,7 +22,7 @@ Origin = Literal["default", ".env", "environment", "flag"]
 
 
 class SettingsInvalid(Exception):
-    """Settings that are wrong: one line for each variable or flag."""
+    """Raised for wrong settings, with one line for each variable or flag."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("\n".join(problems))
@@ -32,7 +32,8 @@ class SettingsInvalid(Exception):
 def load_settings(
     flags: Mapping[str, object] | None = None, env_file: Path | None = ENV_FILE
 ) -> Settings:
-    """Read flags, then the environment, then .env; a flag that is None was not given.
+    """Return the settings. Flags win over the environment, which wins over .env. A flag that is
+    None was not given.
 
     Raises SettingsInvalid with one line per problem.
     """
@@ -57,7 +58,7 @@ def variables(env_file: Path | None = ENV_FILE) -> dict[str, str]:
 
 def exports_traces() -> bool:
     """Return True if OpenTelemetry's own variables name a destination for traces."""
-    # The SDK reads them from the environment alone, not from .env.
+    # The SDK reads them only from the environment, not from .env.
     if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False
     if os.environ.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
@@ -98,7 +99,7 @@ def _lines(error: ValidationError, given: Mapping[str, Any], env_file: Path | No
 def find_source(
     name: str, given: Mapping[str, Any], env_file: Path | None
 ) -> tuple[str | None, Origin]:
-    """Return the text that a setting was given, and its origin; no text for a default."""
+    """Return the text that a setting was given, None for a default, and its origin."""
     if name in given:
         return str(given[name]), "flag"
     return origin(variable(name), env_file)
@@ -174,8 +175,8 @@ def strays(known: Collection[str] = (), env_file: Path | None = ENV_FILE) -> lis
 
 
 def _nearest(name: str, valid: Collection[str]) -> str | None:
-    """Return the name that this one misspells by a letter; else the shortest that only adds words,
-    else the most similar.
+    """Return the valid name that differs by a letter; otherwise the shortest one that has the same
+    words and more, otherwise the most similar one.
     """
     typos = difflib.get_close_matches(name, valid, n=1, cutoff=0.95)
     if typos:

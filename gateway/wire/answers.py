@@ -1,4 +1,4 @@
-"""Writers of answers, in every protocol: the events of a stream, or the whole answer."""
+"""Base classes that write answers: as the events of a stream, or whole."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ Event = Mapping[str, Any]
 
 @dataclass(slots=True)
 class Answer:
-    """A whole answer: all deltas of each choice, and each choice's verdict, if it has one."""
+    """A complete answer: all deltas of each choice, and each choice's verdict or None."""
 
     choices: Sequence[Sequence[Delta]]
     usage: Usage
@@ -25,25 +25,25 @@ class Answer:
 class AnswerWriter(ABC):
     """Writes one answer: as the events of a stream, or whole."""
 
-    # Each event has its type as its name. Without names, `[DONE]` follows the last event.
+    # True: each event is named after its type. False: `[DONE]` follows the last event.
     names_events: ClassVar[bool] = False
-    # The event that breaks a silence. None means a comment.
+    # The event that keeps a silent stream alive. None means a comment.
     ping: ClassVar[Event | None] = None
 
-    def accept(self, sampling: Sampling) -> None:  # noqa: B027, most answers do not say it
-        """Note the sampling in effect when the job is admitted: the model may set defaults."""
+    def accept(self, sampling: Sampling) -> None:  # noqa: B027, most answers do not report it
+        """Take the sampling in effect, with the model's defaults, when the job is admitted."""
 
     @abstractmethod
     def begin(self, usage: Usage) -> Sequence[Event]:
-        """Return the events before those of the first delta, whose tokens are counted already."""
+        """Return the events before the first delta. `usage` already counts that delta's tokens."""
 
     @abstractmethod
     def add(self, delta: Delta, verdict: SchemaVerdict | None = None) -> Sequence[Event]:
-        """Return a delta's events. The last delta of a choice may come with its verdict."""
+        """Return a delta's events. `verdict` may be given with the last delta of a choice."""
 
     @abstractmethod
     def end(self, usage: Usage) -> Sequence[Event]:
-        """Return the events after those of the last delta."""
+        """Return the events after the last delta."""
 
     def fail(self, error: GatewayError) -> Sequence[Event]:
         """Return the events that end a stream early."""
@@ -55,7 +55,7 @@ class AnswerWriter(ABC):
 
 
 class ChunkWriter(AnswerWriter):
-    """Writes an answer of one of OpenAI's older endpoints: every chunk repeats the heading."""
+    """Writes an answer of OpenAI's chat or legacy completions: each chunk repeats the heading."""
 
     chunk_object: ClassVar[str]
 
@@ -82,37 +82,37 @@ BlockKind = Literal["reasoning", "text", "call"]
 
 @dataclass(slots=True)
 class Block:
-    """A part of an answer: thinking, text, or one call."""
+    """A part of an answer: reasoning, text, or one tool call."""
 
     kind: BlockKind
-    index: int  # the block's place in the answer
-    call: CallDelta | None = None  # the first piece of a call
+    index: int  # the block's position in the answer
+    call: CallDelta | None = None  # the first piece of the call, if the block is one
     id: str = ""  # the block's id, if the protocol has one
     pieces: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """Return the text so far; a call's text is its arguments, as JSON."""
+        """Return the text so far. A call's text is its arguments as JSON."""
         return "".join(self.pieces)
 
     def continues(self, kind: BlockKind, call: CallDelta | None) -> bool:
-        """Return True if a piece of this kind, of this call, belongs to the block."""
+        """Return True if a piece of this kind (and, if it has one, of this call) belongs to it."""
         if self.call is None or call is None:
             return self.kind == kind
         return self.call.index == call.index
 
 
 class BlockWriter(AnswerWriter):
-    """Writes one answer as a list of blocks: each has ended when the next one begins."""
+    """Writes one answer as a list of blocks. A block ends before the next one begins."""
 
-    # A protocol says how a block begins, grows and ends: `_start`, `_piece` and `_stop`.
+    # Subclasses write a block's events when it begins, grows and ends: `_start`, `_piece`, `_stop`.
 
     def __init__(self) -> None:
         self._open: Block | None = None
         self._done: list[Any] = []
 
     def _extend(self, kind: BlockKind, text: str, call: CallDelta | None = None) -> list[Event]:
-        """Return the events of a piece, which continues the open block or begins another."""
+        """Return the events of a new piece, which continues the open block or begins a new one."""
         events: list[Event] = []
         block = self._open
         if block is None or not block.continues(kind, call):
@@ -126,18 +126,18 @@ class BlockWriter(AnswerWriter):
         return events
 
     def _close(self) -> list[Event]:
-        """End the open block, if there is one, and return the events of its end."""
+        """End the open block, if there is one, and return its last events."""
         block, self._open = self._open, None
         return [] if block is None else self._stop(block)
 
     @abstractmethod
     def _start(self, block: Block) -> list[Event]:
-        """Return the events of a block that begins."""
+        """Return the events that begin a block."""
 
     @abstractmethod
     def _piece(self, block: Block, text: str) -> list[Event]:
-        """Return the events of new text."""
+        """Return the events of new text in a block."""
 
     @abstractmethod
     def _stop(self, block: Block) -> list[Event]:
-        """Add a block that has ended to those done, and return the events of its end."""
+        """Append an ended block to `_done`, and return its last events."""

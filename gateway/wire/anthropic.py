@@ -31,6 +31,7 @@ from gateway.wire.generation import (
     read_stops,
     require_free,
 )
+from gateway.wire.images import REFUSING, ImageReader
 from gateway.wire.tools import (
     AnthropicTools,
     ToolChoiceParam,
@@ -195,14 +196,15 @@ def to_job(
     template_args: Mapping[str, Any],
     max_chars: int,
     budgets: Mapping[str, int] = NO_BUDGETS,
+    images: ImageReader = REFUSING,
 ) -> GenerateJob:
     """Return the job of a request; fields left out come from the model's defaults."""
-    turns = to_turns(request.system, request.messages)
+    turns = to_turns(request.system, request.messages, images)
     check_length(turns, max_chars, param="messages")
     check_length(request.tools, max_chars, param="tools")
     tools, calling = request.calling()
     param, grammar = request.form()
-    continues = is_continuation(request.messages)
+    continues = is_continuation(request.messages, images)
     if continues:
         require_free(grammar, param, calling)
     job = GenerateJob(
@@ -215,6 +217,7 @@ def to_job(
         grammar=grammar,
         continues=continues,
         thinking_budget=read_budget(request.thinking_budget, request.output_config.effort, budgets),
+        images=images.decode(),
     )
     # A request to count tokens: its job has no bound, and is never run.
     if not isinstance(request, MessagesRequest):

@@ -1,14 +1,15 @@
 """The content blocks of a Messages request → turns for templates."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, takewhile
+from operator import itemgetter
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, Tag
 
 from gateway.errors import BadRequest
 from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label
-from gateway.wire.images import image_refused
+from gateway.wire.images import REFUSING, ImageReader
 from gateway.wire.messages import read_arguments
 from gateway.wire.validation import IMAGE_TYPES, KNOWN, OTHER, Part, Skipped, by_type, require
 
@@ -133,12 +134,12 @@ class _Placed(NamedTuple):
     block: InputBlock
 
 
-def is_continuation(messages: Sequence[InputMessage]) -> bool:
+def is_continuation(messages: Sequence[InputMessage], images: ImageReader = REFUSING) -> bool:
     """Return True if the last turn is the assistant's and has text: the answer continues it.
 
     Raises BadRequest if an assistant's last turn has calls, or neither text nor thinking.
     """
-    placed = list(_placed(messages))
+    placed = list(_placed(messages, images))
     if not placed or placed[-1].role != "assistant":
         return False
     last = takewhile(lambda each: each.role == "assistant", reversed(placed))
@@ -155,23 +156,25 @@ def is_continuation(messages: Sequence[InputMessage]) -> bool:
     return False  # The answer to thoughts alone is a turn of its own.
 
 
-def to_turns(system: SystemPrompt | None, messages: Sequence[InputMessage]) -> list[dict[str, Any]]:
-    """Return the conversation as templates read it.
+def to_turns(
+    system: SystemPrompt | None, messages: Sequence[InputMessage], images: ImageReader = REFUSING
+) -> list[dict[str, Any]]:
+    """Return the conversation as templates read it. Images are words.
 
-    Raises BadRequest for images and other blocks that are not text, and if no block is read.
+    Raises BadRequest for blocks that are not read, and if no block is.
     """
     # Messages of one role in a row are one turn; results of calls are turns of their own, and
     # system messages stand where they stood.
     turns: list[dict[str, Any]] = []
-    prompt = _system_text(system)
+    prompt = _system_text(system, images)
     if prompt:
         turns.append({"role": "system", "content": prompt})
     names: dict[str, str] = {}  # names of the calls so far, by their ids
-    for role, placed in groupby(_placed(messages), key=lambda each: each.role):
+    for role, placed in groupby(_placed(messages, images), key=lambda each: each.role):
         if role == "assistant":
             turns.append(_assistant_turn(list(placed), names))
         elif role == "user":
-            turns += _user_turns(list(placed), names)
+            turns += _user_turns(list(placed), names, images)
         else:
             text = _join(_require(block, "text") for block in placed)
             if turns and turns[-1]["role"] == "system":
@@ -186,7 +189,7 @@ def _blocks(content: str | list[Block]) -> list[Block]:
     return [InputBlock(type="text", text=content)] if isinstance(content, str) else content
 
 
-def _placed(messages: Sequence[InputMessage]) -> Iterator[_Placed]:
+def _placed(messages: Sequence[InputMessage], images: ImageReader) -> Iterator[_Placed]:
     allowed = {
         "user": (*_READABLE, "tool_result"),
         "assistant": ("text", "thinking", "redacted_thinking", "tool_use", "compaction"),
@@ -197,7 +200,9 @@ def _placed(messages: Sequence[InputMessage]) -> Iterator[_Placed]:
             place = f"messages[{i}].content[{j}]"
             if isinstance(block, OtherBlock):
                 continue
-            if block.type not in allowed[message.role]:
+            if block.type == "image":
+                images.check(block.type, place, message.role)
+            elif block.type not in allowed[message.role]:
                 raise _not_served(block.type, place, f"in a message of the {message.role}")
             # A summary is read as the user's text: clients that summarize write it in that turn.
             if block.type != "compaction":
@@ -207,8 +212,6 @@ def _placed(messages: Sequence[InputMessage]) -> Iterator[_Placed]:
 
 
 def _not_served(kind: str, place: str, where: str) -> BadRequest:
-    if kind == "image":
-        return image_refused(kind, place, place)
     return BadRequest(
         f"Invalid '{place}': a block of type '{kind[:64]}' is not served {where}; "
         "this gateway reads text.",
@@ -216,21 +219,23 @@ def _not_served(kind: str, place: str, where: str) -> BadRequest:
     )
 
 
-def _system_text(system: SystemPrompt | None) -> str:
+def _system_text(system: SystemPrompt | None, images: ImageReader) -> str:
     if system is None or isinstance(system, str):
         return system or ""
-    texts = _texts(system, "system")
+    texts = _texts(system, "system", images)
     return _join(text for text in texts if not text.startswith(NOT_FOR_MODELS))
 
 
-def _text_of(block: InputBlock | ResultPart, place: str) -> str:
+def _text_of(block: InputBlock | ResultPart, place: str, role: str, images: ImageReader) -> str:
     """Return a block as the model reads it."""
+    if block.type == "image":
+        return images.word(block, place, role)
     # The text of a document or of a search result has its title and its address above it, a line
     # each.
     if block.type == "text":
         return require(block.text, f"{place}.text")
     if block.type == "compaction":
-        return _content_text(block.content, place)
+        return _content_text(block.content, place, "assistant", images)
     source = block.source
     if block.type == "search_result":
         address = source if isinstance(source, str) else None
@@ -242,13 +247,19 @@ def _text_of(block: InputBlock | ResultPart, place: str) -> str:
             content, field = source.content, f"{place}.source.content"
     else:
         raise _not_served(block.type, place, "unless its source is text")
-    texts = [content] if isinstance(content, str) else _texts(require(content, field), field)
+    texts = (
+        [content] if isinstance(content, str) else _texts(require(content, field), field, images)
+    )
     return "\n".join(filter(None, (block.title, address, _join(texts))))
 
 
-def _texts(parts: Sequence[TextPart | ResultPart | OtherPart], place: str) -> list[str]:
+def _texts(
+    parts: Sequence[TextPart | ResultPart | OtherPart], place: str, images: ImageReader
+) -> list[str]:
     texts = []
     for i, part in enumerate(parts):
+        if part.type == "image":
+            images.check(part.type, f"{place}[{i}]", "document")
         if isinstance(part, OtherPart) or part.type != "text":
             raise _not_served(part.type, f"{place}[{i}]", "there")
         texts.append(require(part.text, f"{place}[{i}].text"))
@@ -257,6 +268,14 @@ def _texts(parts: Sequence[TextPart | ResultPart | OtherPart], place: str) -> li
 
 def _join(texts: Iterator[str] | Sequence[str]) -> str:
     return "\n\n".join(text for text in texts if text)
+
+
+def _join_content(content: Iterable[tuple[bool, str]]) -> str:
+    """Join texts and the words of images, marked by True, with an empty line between two texts."""
+    runs = groupby(content, key=itemgetter(0))
+    return "".join(
+        ("" if is_image else "\n\n").join(text for _, text in run if text) for is_image, run in runs
+    )
 
 
 def _require(placed: _Placed, field: Literal["text", "id", "name"]) -> str:
@@ -287,40 +306,45 @@ def _assistant_turn(placed: Sequence[_Placed], names: dict[str, str]) -> dict[st
     return turn
 
 
-def _user_turns(placed: Sequence[_Placed], names: dict[str, str]) -> Iterator[dict[str, Any]]:
+def _user_turns(
+    placed: Sequence[_Placed], names: dict[str, str], images: ImageReader
+) -> Iterator[dict[str, Any]]:
     for is_result, run in groupby(placed, key=lambda each: each.block.type == "tool_result"):
         if is_result:
             for result in run:
-                yield _result_turn(result, names)
+                yield _result_turn(result, names, images)
         else:
-            yield {
-                "role": "user",
-                "content": _join(
-                    _text_of(placed_block.block, placed_block.place) for placed_block in run
-                ),
-            }
+            content = [
+                (each.block.is_image, _text_of(each.block, each.place, "user", images))
+                for each in run
+            ]
+            yield {"role": "user", "content": _join_content(content)}
 
 
-def _result_turn(placed: _Placed, names: dict[str, str]) -> dict[str, Any]:
+def _result_turn(placed: _Placed, names: dict[str, str], images: ImageReader) -> dict[str, Any]:
     block, place = placed.block, placed.place
     call_id = require(block.tool_use_id, f"{place}.tool_use_id")
-    text = _content_text(block.content, place)
+    text = _content_text(block.content, place, "tool", images)
     turn = {"role": "tool", "content": text, "tool_call_id": call_id}
     # The call of a result may be missing: some clients shorten their history.
     return {**turn, "name": names[call_id]} if call_id in names else turn
 
 
 def _content_text(
-    content: str | Sequence[TextPart | ResultPart | OtherPart] | None, place: str
+    content: str | Sequence[TextPart | ResultPart | OtherPart] | None,
+    place: str,
+    role: str,
+    images: ImageReader,
 ) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
     for i, part in enumerate(content):
-        if part.type in IMAGE_TYPES:
+        if part.type in IMAGE_TYPES - {"image"}:
             raise _not_served(part.type, f"{place}.content[{i}]", "there")
         if part.type == "tool_reference":
-            texts.append(getattr(part, "tool_name", None) or "")
+            texts.append((False, getattr(part, "tool_name", None) or ""))
         elif isinstance(part, ResultPart):
-            texts.append(_text_of(part, f"{place}.content[{i}]"))
-    return _join(texts)
+            text = _text_of(part, f"{place}.content[{i}]", role, images)
+            texts.append((part.is_image, text))
+    return _join_content(texts)

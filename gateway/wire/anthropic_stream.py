@@ -25,14 +25,14 @@ from gateway.wire.generation import SchemaVerdict
 
 
 class MessageStart(TypedDict):
-    """The message before its first block."""
+    """The first event: the message, without content."""
 
     type: Literal["message_start"]
     message: AnthropicMessage
 
 
 class ContentBlockStart(TypedDict):
-    """A block before its first piece."""
+    """The start of a content block, without its content."""
 
     type: Literal["content_block_start"]
     index: int
@@ -40,28 +40,28 @@ class ContentBlockStart(TypedDict):
 
 
 class TextDelta(TypedDict):
-    """New text."""
+    """New text of a block."""
 
     type: Literal["text_delta"]
     text: str
 
 
 class ThinkingDelta(TypedDict):
-    """New thinking."""
+    """New thinking of a block."""
 
     type: Literal["thinking_delta"]
     thinking: str
 
 
 class SignatureDelta(TypedDict):
-    """The signature of a block of thinking, at its end."""
+    """The signature of a thinking block, sent at its end."""
 
     type: Literal["signature_delta"]
     signature: str
 
 
 class InputJsonDelta(TypedDict):
-    """A piece of a call's input, as JSON."""
+    """A piece of the JSON text of a tool call's input."""
 
     type: Literal["input_json_delta"]
     partial_json: str
@@ -73,7 +73,7 @@ BlockDelta = TypeAliasType(
 
 
 class ContentBlockDelta(TypedDict):
-    """A new piece of a block."""
+    """A new piece of a content block."""
 
     type: Literal["content_block_delta"]
     index: int
@@ -81,14 +81,14 @@ class ContentBlockDelta(TypedDict):
 
 
 class ContentBlockStop(TypedDict):
-    """The end of a block."""
+    """The end of a content block."""
 
     type: Literal["content_block_stop"]
     index: int
 
 
 class MessageEnd(TypedDict):
-    """Why the message ended."""
+    """The reason why the message ended."""
 
     container: None
     stop_reason: StopReason
@@ -97,7 +97,7 @@ class MessageEnd(TypedDict):
 
 
 class MessageDelta(TypedDict):
-    """The end of the message, with all its tokens."""
+    """The end of the message, with its final usage."""
 
     type: Literal["message_delta"]
     delta: MessageEnd
@@ -112,7 +112,7 @@ class MessageStop(TypedDict):
 
 
 class Ping(TypedDict):
-    """A sign that the stream is alive."""
+    """A keep-alive event."""
 
     type: Literal["ping"]
 
@@ -131,7 +131,7 @@ MessageEvent = TypeAliasType(
 )
 
 
-# The type of each kind of block's deltas, and their field.
+# The type of the deltas of each kind of block, and the field with their text.
 _DELTAS: dict[BlockKind, tuple[str, str]] = {
     "reasoning": ("thinking_delta", "thinking"),
     "text": ("text_delta", "text"),
@@ -140,7 +140,7 @@ _DELTAS: dict[BlockKind, tuple[str, str]] = {
 
 
 class MessageWriter(BlockWriter):
-    """Builds a message from deltas. An error names its request."""
+    """Builds an Anthropic message from deltas. Errors contain `request_id`."""
 
     names_events = True
     ping = PING
@@ -174,7 +174,7 @@ class MessageWriter(BlockWriter):
         return events
 
     def end(self, usage: Usage) -> list[Event]:
-        """End the message: its last block, the reason, and all its tokens."""
+        """Return the last events: the end of the open block, the stop reason and the usage."""
         events = self._close()
         delta: MessageDelta = {
             "type": "message_delta",
@@ -231,7 +231,7 @@ class MessageWriter(BlockWriter):
             "index": block.index,
             "content_block": _content(block, "", ""),
         }
-        return [start, PING] if block.index == 0 else [start]  # Anthropic, too, pings here
+        return [start, PING] if block.index == 0 else [start]  # Anthropic's API also pings here
 
     def _piece(self, block: Block, text: str) -> list[Event]:
         if block.kind == "reasoning" and self._thoughts == "signed":
@@ -254,7 +254,7 @@ class MessageWriter(BlockWriter):
 
 
 def _content(block: Block, text: str, signature: str) -> ContentBlock:
-    """Return a block with this text."""
+    """Return a block as Anthropic's API writes it, with this text."""
     if block.kind == "text":
         return {"type": "text", "text": text}
     if block.kind == "reasoning":
@@ -271,7 +271,7 @@ def _content(block: Block, text: str, signature: str) -> ContentBlock:
 
 
 def _read_input(arguments: str) -> dict[str, Any]:
-    """Return a call's input; an empty one if it was cut, or is nested too deep."""
+    """Return a call's input; an empty one if its JSON was cut short or is nested too deep."""
     try:
         value = orjson.loads(arguments)
     except ValueError:

@@ -35,6 +35,7 @@ from gateway.wire.generation import (
     thinking_args,
     usage_dict,
 )
+from gateway.wire.images import REFUSING, ImageReader
 from gateway.wire.messages import Message, is_continuation, to_template
 from gateway.wire.tools import (
     MAX_TOOLS,
@@ -178,9 +179,10 @@ def to_job(
     max_chars: int,
     schema_in_prompt: bool = False,
     budgets: Mapping[str, int] = NO_BUDGETS,
+    images: ImageReader = REFUSING,
 ) -> GenerateJob:
     """Return the job of a request; fields left out come from the model's defaults."""
-    messages = to_template(request.messages)
+    messages = to_template(request.messages, images)
     check_length(messages, max_chars, param="messages")
     check_length(request.requested_tools(), max_chars, param="tools")
     tools, calling = request.calling()
@@ -203,6 +205,7 @@ def to_job(
         continues=request.continues,
         thinking_budget=read_budget(request.thinking_budget, request.reasoning_effort, budgets),
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        images=images.decode(),
     )
 
 

@@ -32,7 +32,7 @@ MAX_CHOICES = 4096
 
 
 class CompletionRequest(StructuredRequest):
-    """A request to OpenAI's endpoint. `prompt` is always an array, of texts or of token ids."""
+    """A completion request. A single `prompt` is read as an array of one."""
 
     harmless = frozenset(
         {
@@ -40,9 +40,9 @@ class CompletionRequest(StructuredRequest):
         }
     )  # fmt: skip
     refused: ClassVar = {
-        "suffix": "This gateway only writes on; it fills no gaps.",
+        "suffix": "This gateway only continues a prompt; it can't fill a gap before a suffix.",
         "prompt_logprobs": "Ask for them with 'echo' and 'logprobs'.",
-        "use_beam_search": "This gateway samples.",
+        "use_beam_search": "This gateway only samples.",
     }
     neutral: ClassVar = {
         "suffix": ("",),
@@ -54,7 +54,7 @@ class CompletionRequest(StructuredRequest):
     prompt: Inputs
     max_tokens: MaxTokensOrZero = 16
     n: Annotated[int, Field(ge=1, le=128)] = 1
-    # `best_of` has to equal `n`: all answers that are made are returned.
+    # `best_of` must equal `n`, since every generated choice is returned.
     best_of: Annotated[int, Field(ge=1)] | None = None
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
@@ -75,17 +75,17 @@ def to_jobs(
 ) -> list[GenerateJob]:
     """Return one job for each prompt, each with `n` choices.
 
-    Raises BadRequest for combinations that cannot be served.
+    Raises BadRequest for fields that cannot be served together.
     """
     _check(request, bounds)
     _, grammar = request.form()
     if grammar is not None and grammar.kind == "json_schema":
-        grammar = replace(grammar, strict=True)  # this endpoint's answers have no verdict
+        grammar = replace(grammar, strict=True)  # this endpoint's answers can't report a verdict
     prompts: list[Any] = list(request.prompt)
     caller.timings.parallel = [Timings() for _ in prompts[1:]]
     return [
         GenerateJob(
-            # The jobs run in parallel; the request's timings are those of the first.
+            # The jobs run in parallel. The first one uses the request's own timings.
             caller=replace(caller, timings=timings),
             prompt=prompt,
             sampling=request.sampling(defaults),
@@ -94,7 +94,7 @@ def to_jobs(
             n=request.n,
             grammar=grammar,
             logprobs=request.logprobs,
-            # Echoing a text without logprobs needs no engine.
+            # The engine echoes only with logprobs or token ids; CompletionWriter echoes plain text.
             echo=request.echo and (request.logprobs is not None or not isinstance(prompt, str)),
         )
         for prompt, timings in zip(prompts, [caller.timings, *caller.timings.parallel], strict=True)
@@ -104,18 +104,18 @@ def to_jobs(
 def _check(request: CompletionRequest, bounds: CharBounds) -> None:
     if request.best_of not in (None, request.n):
         raise BadRequest(
-            "Invalid 'best_of': this gateway makes no more answers than it gives, so it should "
-            f"equal 'n', which is {request.n}.",
+            "Invalid 'best_of': this gateway returns every answer that it generates, so 'best_of' "
+            f"should equal 'n', which is {request.n}.",
             param="best_of",
         )
     if len(request.prompt) * request.n > MAX_CHOICES:
         raise BadRequest(
-            f"Invalid 'n': the prompts ask for more than {MAX_CHOICES} choices together.",
+            f"Invalid 'n': all prompts together ask for more than {MAX_CHOICES} choices.",
             param="n",
         )
     if request.max_tokens == 0 and not request.echo:
         raise BadRequest(
-            "Invalid 'max_tokens': 0 asks for nothing, unless 'echo' gives the prompt back.",
+            "Invalid 'max_tokens': 0 is only allowed with 'echo', which returns the prompt.",
             param="max_tokens",
             code="integer_below_min_value",
         )
@@ -124,17 +124,17 @@ def _check(request: CompletionRequest, bounds: CharBounds) -> None:
 
 
 class TextLogprobs(TypedDict):
-    """Every token of a text, in four lists of one length."""
+    """Every token of a text with its logprobs, in four lists of the same length."""
 
     tokens: list[str]
-    # An echoed prompt's first token follows nothing: its logprobs are null.
+    # The first token of an echoed prompt follows nothing, so its logprobs are null.
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
 class TextChoice(TypedDict):
-    """One continuation; in a chunk, its new part."""
+    """One continuation of a prompt; in a streamed event, only its new text."""
 
     text: str
     index: int
@@ -143,7 +143,7 @@ class TextChoice(TypedDict):
 
 
 class Completion(Heading):
-    """Continuations of prompts; in a stream, an event."""
+    """Continuations of prompts: the whole answer, or one event of a stream."""
 
     object: Literal["text_completion"]
     choices: list[TextChoice]
@@ -159,10 +159,10 @@ class CompletionWriter(ChunkWriter):
     def __init__(self, request: CompletionRequest, heading: Heading, timings: Timings) -> None:
         super().__init__(heading, timings, has_usage=request.stream_options.include_usage)
         has_logprobs = request.logprobs is not None
-        # The choices of the first prompt, those of the second, …
+        # The choices of the first prompt come first, then those of the second, and so on.
         self._choices: list[TextChoiceWriter] = []
         for index in range(len(request.prompt) * request.n):
-            prompt = request.prompt[index // request.n]  # the text of token ids comes with a delta
+            prompt = request.prompt[index // request.n]  # a delta has the text of token ids
             echo = prompt if request.echo and isinstance(prompt, str) else ""
             self._choices.append(TextChoiceWriter(index, echo=echo, with_logprobs=has_logprobs))
 
@@ -183,7 +183,7 @@ class CompletionWriter(ChunkWriter):
 
 
 class TextChoiceWriter:
-    """Builds one choice from its deltas. Its text begins with the prompt, if that is echoed."""
+    """Builds one choice from its deltas. The text begins with the prompt if `echo` asks for it."""
 
     def __init__(self, index: int, *, echo: str, with_logprobs: bool) -> None:
         self._index = index
@@ -195,7 +195,7 @@ class TextChoiceWriter:
         self._finish_reason: FinishReason | None = None
 
     def add(self, delta: Delta) -> TextChoice:
-        """Add a delta, and return the chunk's choice."""
+        """Add a delta, and return the choice for its chunk."""
         echo, self._echo = self._echo, ""
         scored: list[_ScoredToken] = []
         if delta.prompt is not None:
@@ -244,14 +244,14 @@ class TextChoiceWriter:
 
 class _ScoredToken(NamedTuple):
     text: str
-    logprob: float | None  # None for an echoed prompt's first token, which follows nothing
+    logprob: float | None  # None for the first token of an echoed prompt, which follows nothing
     top: dict[str, float] | None
-    offset: int  # the token's place in the text, in characters
+    offset: int  # the token's position in the text, in characters
 
 
 def _logprobs_by_text(token: TokenLogprob) -> dict[str, float]:
-    """Return logprobs by text, likeliest first."""
-    # Several tokens may have the same text: the chosen one's logprob counts, else the likeliest's.
+    """Return the logprobs of a token and its alternatives by text, the likeliest first."""
+    # Several tokens may have the same text: the likeliest one's logprob counts.
     by_text = {token.chosen.token: token.chosen.logprob}
     for likelihood in reversed(token.top):
         by_text[likelihood.token] = likelihood.logprob

@@ -1,7 +1,7 @@
 """POST /v1/decisions: an input and questions → GenerateJobs; the labels' logprobs → answers.
 
-The input is evidence, not a conversation to continue: messages, calls and outputs are written as
-one text, in one user message with the question after it. docs/decisions.md has the recipe.
+The input is evidence, not a conversation to continue: its messages, calls and outputs are joined to
+one text in a user message, and a question follows it. docs/decisions.md shows the prompt.
 """
 
 import math
@@ -24,8 +24,8 @@ from gateway.wire.responses_items import InputPart, as_items, as_parts
 from gateway.wire.validation import CharBounds, Part, Request, require
 
 MAX_QUESTIONS = 400
-MAX_LABELS = 255  # the most labels of a question
-SLICE = 64  # the most labels of a job of several questions: a long list is admitted in slices
+MAX_LABELS = 255  # the most labels of one question
+SLICE = 64  # the most labels of a job with several questions: more questions take several jobs
 HEAD = "Judge the following input by the question after it.\n\nInput:\n{input}\n\n"
 PREDICATE = (
     "Question: Is this statement about the input true?\n{instructions}\n\nAnswer with yes or no, "
@@ -46,7 +46,7 @@ _KINDS = ("message", *_OUTPUTS.values(), *_OUTPUTS)
 
 
 class DecisionInputPart(InputPart):
-    """A piece of a text: text, a refusal, or JSON."""
+    """A part of a message or an output: text, a refusal, or JSON."""
 
     fields: ClassVar[Mapping[str, str]] = {**InputPart.fields, "input_json": "data"}
 
@@ -63,7 +63,7 @@ Parts = Annotated[
 
 
 class DecisionInputItem(Part):
-    """A message, a call, or a call's output."""
+    """A message, a tool call, or a tool call's output."""
 
     harmless = frozenset({"id", "phase", "status"})
 
@@ -89,21 +89,23 @@ LabelText = Annotated[Label, Field(min_length=1)]
 
 
 class ChoiceParam(Part):
-    """One of a question's choices."""
+    """One of the choices of a question of type `choice`."""
 
     value: bool | LabelText
     description: str | None = None
 
 
 class LevelParam(Part):
-    """One of a question's levels."""
+    """One of the levels of a question of type `score`."""
 
     label: LabelText
     description: str | None = None
 
 
 class QuestionParam(Part):
-    """A statement that may be true, some choices, or some levels from the lowest to the highest."""
+    """A question: whether a statement is true (`predicate`), which of `choices` fits (`choice`), or
+    which of `levels`, from the lowest to the highest, fits (`score`).
+    """
 
     type: Literal["predicate", "choice", "score"]
     instructions: Parts
@@ -117,7 +119,7 @@ class QuestionParam(Part):
 
     @property
     def unread(self) -> frozenset[str]:
-        """Return the options that only a question of another type has."""
+        """Return the fields that belong only to questions of another type."""
         return frozenset(_OPTIONS.values()) - {self.options_field}
 
     @property
@@ -134,7 +136,7 @@ class QuestionParam(Part):
 
 
 class DecisionsRequest(Request):
-    """A request to OpenAI's endpoint, without images."""
+    """A request to OpenAI's decisions endpoint. Images are not supported."""
 
     harmless = frozenset(
         {"metadata", "prompt_cache_key", "prompt_cache_options", "safety_identifier", "user"}
@@ -159,10 +161,10 @@ def to_jobs(
     *,
     bounds: CharBounds,
 ) -> list[GenerateJob]:
-    """Return the jobs of a request, each of one question or of at most SLICE labels.
+    """Return the jobs of a request. Each has one question, or several with at most SLICE labels.
 
-    Raises BadRequest for a question without the field of its type, for equal values or labels, and
-    for content that is not text.
+    Raises BadRequest for a question without `choices` or `levels` if its type needs them, for equal
+    values or labels, and for content that is not text.
     """
     head = HEAD.format(input=_input_text(request.input))
     questions = [_question(i, question) for i, question in enumerate(request.questions)]
@@ -172,13 +174,13 @@ def to_jobs(
     caller.timings.parallel = [Timings() for _ in slices[1:]]
     return [
         GenerateJob(
-            # The jobs run in parallel; the request's timings are those of the first.
+            # The jobs run in parallel. The first one uses the request's own timings.
             caller=replace(caller, timings=timings),
             messages=[{"role": "user", "content": head}],
             questions=some,
             sampling=Sampling(),
             max_tokens=1,
-            # A label is the answer itself, so no thinking comes before it.
+            # The label must be the first token of the answer, so thinking is off.
             template_args={**template_args, "enable_thinking": False},
         )
         for some, timings in zip(slices, [caller.timings, *caller.timings.parallel], strict=True)
@@ -186,7 +188,7 @@ def to_jobs(
 
 
 def _slice(questions: Sequence[Question]) -> list[list[Question]]:
-    """Cut questions into runs of one, or of at most SLICE labels together."""
+    """Group the questions, in order: one in each group, or several with at most SLICE labels."""
     slices: list[list[Question]] = []
     labels = SLICE
     for question in questions:
@@ -200,8 +202,8 @@ def _slice(questions: Sequence[Question]) -> list[list[Question]]:
 
 def _input_text(items: Sequence[DecisionInputItem]) -> str:
     """Return the input as one text."""
-    # A single user message is its own text. Each of several items has its role, or the name of its
-    # function, in a line above it.
+    # A single user message is the whole text. Otherwise, a line above each item has its role or the
+    # name of its function.
     if len(items) == 1 and items[0].type == "message" and items[0].role == "user":
         return _text(items[0].content, "input[0].content")
     names: dict[tuple[str, str], str] = {}
@@ -269,8 +271,8 @@ def _question(number: int, param: QuestionParam) -> Question:
 
 
 def _labels(values: Sequence[str | bool]) -> list[str]:
-    """Return each value as the model writes it: a boolean as JSON does, a string as it is."""
-    # All strings are quoted if one is spelled like a boolean beside it.
+    """Return each value as the model should write it: a boolean as JSON, a string as it is."""
+    # All strings are quoted if one of them is spelled like a boolean among the values.
     spelled = {str(value).lower() for value in values if isinstance(value, bool)}
     is_quoted = any(value in spelled for value in values if isinstance(value, str))
     return [
@@ -280,7 +282,7 @@ def _labels(values: Sequence[str | bool]) -> list[str]:
 
 
 class PredicateAnswer(TypedDict):
-    """How likely a statement is true."""
+    """The probability that a statement is true."""
 
     type: Literal["predicate"]
     name: str | None
@@ -288,7 +290,7 @@ class PredicateAnswer(TypedDict):
 
 
 class ChoiceProbability(TypedDict):
-    """How likely a choice is."""
+    """The probability of one choice."""
 
     value: str | bool
     probability: float
@@ -305,7 +307,7 @@ class ChoiceAnswer(TypedDict):
 
 
 class LevelProbability(TypedDict):
-    """How likely a level is. `value` counts the levels from 0."""
+    """The probability of one level. `value` is the level's number, from 0 for the lowest."""
 
     label: str
     value: int
@@ -313,7 +315,7 @@ class LevelProbability(TypedDict):
 
 
 class ScoreAnswer(TypedDict):
-    """The expected level, and every level's probability."""
+    """The probability of every level. `score` is the mean of the levels' values by probability."""
 
     type: Literal["score"]
     name: str | None
@@ -336,7 +338,7 @@ class Decision(TypedDict):
 def to_decision(
     request: DecisionsRequest, logprobs: Sequence[Sequence[float]], usage: Usage
 ) -> Decision:
-    """Return the answers, from the logprob of every label by question."""
+    """Return the answers. `logprobs` has, for each question, the logprob of each of its labels."""
     answers = [
         _answer(question, _normalize(row))
         for question, row in zip(request.questions, logprobs, strict=True)
@@ -348,7 +350,7 @@ def _answer(question: QuestionParam, probabilities: Sequence[float]) -> Answer:
     if question.type == "predicate":
         return {"type": "predicate", "name": question.name, "probability": probabilities[0]}
     count, highest = len(probabilities), max(probabilities)
-    # The confidence is 0 if all are equally likely, 1 if one is certain.
+    # The confidence is 0 if all labels are equally likely, and 1 if one is certain.
     confidence = max(0.0, (count * highest - 1) / (count - 1))
     if question.type == "choice":
         return {

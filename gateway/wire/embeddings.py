@@ -16,29 +16,29 @@ from gateway.wire.bounds import Label
 from gateway.wire.validation import CharBounds, Inputs, Request
 
 PIECE_FLOATS = 65_536
-# The most bytes of a float32: -1.1754944e-38 and a comma, or in base64 four thirds of four.
+# The most bytes that a float32 takes: as text, `-1.1754944e-38` and a comma; in base64, 4 × 4/3.
 NUMBER_BYTES = {"float": 16, "base64": 6}
 
 
 class EmbedRequest(Request):
-    """A request for vectors; `field` names the field with the inputs."""
+    """The fields that all requests for embeddings have."""
 
     field: ClassVar[Literal["input", "inputs"]]
     kind = "embedding"
 
     dimensions: Annotated[int, Field(ge=1)] | None = None
-    truncate: bool | None = None  # TEI's field: cut a text that is too long, or refuse it
-    prompt_name: Label | None = None  # name of a prompt of the model, put before each text
+    truncate: bool | None = None  # TEI's field: whether a text that is too long is cut or refused
+    prompt_name: Label | None = None  # the model's prompt with this name is put before each text
 
     @property
     def rows(self) -> list[Any]:
-        """Return the inputs: texts, or rows of token ids."""
+        """Return the inputs, from the field named by `field`: texts, or rows of token ids."""
         rows: list[Any] = getattr(self, self.field)
         return rows
 
 
 class EmbeddingsRequest(EmbedRequest):
-    """A request to OpenAI's endpoint, with TEI's `truncate` and a `prompt_name`."""
+    """A request to OpenAI's endpoint, with `truncate` and `prompt_name` in addition."""
 
     field = "input"
     params: ClassVar = {"prompt": "input"}
@@ -51,15 +51,15 @@ class EmbeddingsRequest(EmbedRequest):
 
 
 class InputsRequest(EmbedRequest):
-    """A request to TEI's /embed; without a model, the one at hand answers."""
+    """A request to TEI's /embed. Without `model`, a loaded model answers, or else the first one."""
 
     field = "inputs"
     params: ClassVar = {"prompt": "inputs"}
     encoding_format: ClassVar[Literal["float"]] = "float"
     example: ClassVar = {"inputs": ["Hello!"]}
     refused: ClassVar = {
-        "normalize": "Vectors are of length 1 here; /v1/embeddings gives those that a model's own "
-        "files describe.",
+        "normalize": "Vectors have length 1 here; /v1/embeddings returns them as the model's files "
+        "describe.",
         "truncation_direction": "Texts are cut at their end.",
     }
     neutral: ClassVar = {"normalize": (True,), "truncation_direction": ("right", "Right")}
@@ -78,7 +78,7 @@ def to_job(
     prompt_name: str | None,
     bounds: CharBounds,
 ) -> EmbedJob:
-    """Return the job of a request. Raises BadRequest for token ids if the model takes none."""
+    """Return the job of a request. Raises BadRequest for token ids unless `accepts_ids`."""
     texts: list[str] = []
     token_rows: list[TokenIds] = []
     if isinstance(request.rows[0], str):
@@ -88,9 +88,9 @@ def to_job(
         token_rows = request.rows
     else:
         raise BadRequest(
-            "This model takes texts, not token ids: they would be another tokenizer's. With "
-            "LangChain, set check_embedding_ctx_length=False; or say `token_ids: accept` in "
-            "models.yaml if they are this model's own.",
+            "This model takes texts, not token ids, which may come from another tokenizer. With "
+            "LangChain, set check_embedding_ctx_length=False; or, if the ids are this model's own, "
+            "set `token_ids: accept` in models.yaml.",
             param=request.field,
         )
     return EmbedJob(
@@ -112,7 +112,7 @@ class Embedding(TypedDict):
 
 
 class EmbeddingUsage(TypedDict):
-    """Tokens read."""
+    """The number of tokens read."""
 
     prompt_tokens: int
     total_tokens: int
@@ -136,19 +136,19 @@ Vectors = TypeAliasType("Vectors", list[list[float]])  # TEI's answer
 
 
 class PoolingInfo(TypedDict):
-    """How a model pools the vectors of tokens, if models.yaml says so."""
+    """How a model pools its token vectors; null if models.yaml doesn't say."""
 
     pooling: str | None
 
 
 class EmbeddingInfo(TypedDict):
-    """The kind of model, in TEI's words."""
+    """The kind of model, in TEI's format."""
 
     embedding: PoolingInfo
 
 
 class Info(TypedDict):
-    """The embedding model that answers /embed, in TEI's words; null where it is not loaded."""
+    """The embedding model that answers /embed. `max_input_length` is null if it is not loaded."""
 
     model_id: str
     model_type: EmbeddingInfo
@@ -159,7 +159,7 @@ class Info(TypedDict):
 
 
 def write_vectors(answer: Embedded) -> Iterator[bytes]:
-    """Yield TEI's JSON in pieces: the vectors alone, each of length 1."""
+    """Yield TEI's answer as JSON, in pieces: nothing but the vectors, each of length 1."""
     vectors = np.ascontiguousarray(answer.vectors, dtype="<f4")
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     vectors = vectors / np.maximum(lengths, np.finfo("<f4").tiny)

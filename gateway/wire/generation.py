@@ -1,4 +1,4 @@
-"""Shared by the endpoints that generate text: sampling, structured output, usage, logprobs."""
+"""Parts of all endpoints that generate text: sampling, structured output, usage, logprobs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -45,7 +45,7 @@ def read_stops(value: str | list[str]) -> Sequence[str]:
 
 
 def _read_token_limit(value: object) -> object:
-    """Read 12.0 as 12, which JSON does not distinguish, and -1 as no limit, as other servers do."""
+    """Read 12.0 as 12, since JSON has one type of number. Read -1 as no limit, as others do."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if type(value) is int and value == -1:
@@ -69,15 +69,15 @@ Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
 def read_sampling(request: Request, names: set[str], defaults: Sampling) -> Sampling:
-    """Return the sampling of these fields; those left out come from the model's defaults."""
+    """Return the sampling that the fields `names` ask for. Absent fields come from `defaults`."""
     fields = request.model_dump(include=names, exclude_none=True)
-    if fields.get("top_k") == -1:  # vLLM's value for all tokens
+    if fields.get("top_k") == -1:  # all tokens, as vLLM writes it
         fields["top_k"] = 0
     return replace(defaults, **fields, unset=defaults.unset - fields.keys())
 
 
 class SampledRequest(Request):
-    """OpenAI's sampling fields, and vLLM's."""
+    """The sampling fields of OpenAI and vLLM."""
 
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
@@ -129,7 +129,7 @@ class SampledRequest(Request):
 
 
 def read_tier(name: str) -> Tier:
-    """Read `service_tier`; OpenAI's tiers that this gateway lacks are the default."""
+    """Read `service_tier`. Tiers of OpenAI that this gateway doesn't have count as the default."""
     return Tier(name) if name in list(Tier) else Tier.DEFAULT
 
 
@@ -137,27 +137,27 @@ ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
 
 
 class Form(Part):
-    """A form of answer."""
+    """A format that the answer must have."""
 
-    # Unknown keys are refused: they might ask for a different form.
+    # Unknown keys are refused, since they might ask for a different format.
     model_config = ConfigDict(extra="forbid")
 
 
 class JsonSchema(Form):
-    """A schema and its name."""
+    """A JSON Schema and its name."""
 
     name: Name = "response"
     description: str | None = None  # has no effect
     schema_: Annotated[Schema | None, Field(alias="schema")] = None
-    # The answer is held to the schema as far as a grammar can. True refuses a schema that no
-    # grammar can enforce completely.
+    # The schema is always enforced as far as a grammar can. True: a schema that no grammar can
+    # enforce completely is refused.
     strict: bool | None = None
 
 
 class ResponseFormat(Form):
-    """OpenAI's own form, and TGI's."""
+    """The answer's format, as OpenAI's or TGI's API writes it."""
 
-    # TGI's forms are `json`, and `json_object` with a `value`; the `value` is the schema.
+    # TGI's types are `json`, and `json_object` with a `value`. The `value` is the schema.
     type: Literal["text", "json_object", "json_schema", "json"]
     json_schema: JsonSchema | None = None
     value: SchemaOrText | None = None
@@ -175,7 +175,7 @@ class ResponseFormat(Form):
         return self
 
     def forms(self, param: str) -> list[tuple[str, Grammar]]:
-        """Return a grammar, with its field, for each schema that it has; errors name `param`."""
+        """Return pairs of a field's name and its grammar. Errors name the field `param`."""
         if self.type == "text":
             return []
         forms = []
@@ -189,10 +189,10 @@ class ResponseFormat(Form):
 
 
 class StructuredOutputs(Form):
-    """vLLM's form: one of these."""
+    """The answer's format, as vLLM's API writes it: one of these fields."""
 
     json_: Annotated[SchemaOrText | None, Field(alias="json")] = None
-    json_object: bool | None = None  # false asks for nothing
+    json_object: bool | None = None  # false has no effect
     regex: Regex | None = None
     choice: ChoiceTexts | None = None
     grammar: GrammarText | None = None
@@ -205,7 +205,7 @@ class StructuredOutputs(Form):
         return self
 
     def forms(self, param: str) -> list[tuple[str, Grammar]]:
-        """Return a grammar, with its field, for each field that is set; errors name `param`."""
+        """Return the name and the grammar of each field that is set. Errors name `param`."""
         grammars = {}
         if self.json_ is not None:
             grammars["json"] = json_schema(self.json_, param=param)
@@ -229,8 +229,8 @@ def json_schema(
 ) -> Grammar:
     """Return the grammar of a schema, or of any object if it is None.
 
-    A `strict` schema is enforced completely or refused. An answer that violates a schema which is
-    `strict` or `must_fit` is an error.
+    A `strict` schema is enforced completely or refused. An answer that violates a `strict` or
+    `must_fit` schema becomes an error.
     """
     if schema is None:
         return ANY_OBJECT
@@ -239,28 +239,28 @@ def json_schema(
             schema = parse(schema.encode())
         except ValueError as error:
             raise BadRequest(f"The schema is not JSON: {error}.", param=param) from None
-    # The order of keys is kept: the model writes them in that order.
+    # Keys are not sorted, since the model writes them in the schema's order.
     source = orjson.dumps(schema).decode()
     return Grammar("json_schema", source, strict=strict, must_fit=must_fit)
 
 
 def one_form(forms: Sequence[tuple[str, Grammar]]) -> tuple[str, Grammar]:
-    """Return the form that all of these fields ask for, with the name of the first. Only the first
-    may be strict. Raises BadRequest for fields that differ.
+    """Return the first field's name and grammar, if all fields ask for the same format. Only the
+    first may be strict. Raises BadRequest if they differ.
     """
-    # Clients that know several servers send a form once in each server's field.
+    # Clients made for several kinds of servers repeat the format in each server's field.
     (name, grammar), *others = forms
     for other_name, other in others:
         if _meaning(other) != _meaning(grammar):
             raise BadRequest(
-                f"'{name}' and '{other_name}' each ask for a form of their own: send one.",
+                f"'{name}' and '{other_name}' ask for different formats: send only one of them.",
                 param=other_name,
             )
     return name, grammar
 
 
 def _meaning(grammar: Grammar) -> tuple[str, str | bytes]:
-    """Return a grammar's kind and its source, with the keys of a schema sorted."""
+    """Return a grammar's kind and source, with sorted keys, so that equal schemas are equal."""
     if grammar.kind == "json_schema":
         schema = orjson.loads(grammar.source)
         return grammar.kind, orjson.dumps(schema, option=orjson.OPT_SORT_KEYS)
@@ -268,18 +268,21 @@ def _meaning(grammar: Grammar) -> tuple[str, str | bytes]:
 
 
 class StructuredRequest(SampledRequest):
-    """A request whose answer may be structured: JSON of a schema, a pattern, a grammar."""
+    """A request that may constrain its answer: to a JSON Schema, a regex, choices or a grammar."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    # vLLM's older names of the structured outputs.
+    # vLLM's older fields for structured outputs.
     guided_json: SchemaOrText | None = None
     guided_regex: Regex | None = None
     guided_choice: ChoiceTexts | None = None
     guided_grammar: GrammarText | None = None
 
     def form(self) -> tuple[str, Grammar | None]:
-        """Return the requested grammar, if any, and its field. Raises as `one_form` does."""
+        """Return the name and the grammar (or None) of the field that asks for a format.
+
+        Raises as `one_form` does.
+        """
         forms = self.forms()
         if not forms:
             return "response_format", None
@@ -302,22 +305,24 @@ class StructuredRequest(SampledRequest):
 
 
 def require_free(grammar: Grammar | None, form_param: str, calling: Calling | None) -> None:
-    """Raise BadRequest for an answer that is continued, if it is held to a form or a call."""
+    """Raise BadRequest if a request to continue an answer also asks for a format or a call."""
     param = form_param
     if grammar is None:
         if calling is None or not calling.forced:
             return
         param = "tool_choice"
     raise BadRequest(
-        "An answer that is continued can't be held to a form, nor to a call.", param=param
+        "An answer that is continued can't be forced into a format or a call.", param=param
     )
 
 
 def schema_from_prompt(grammar: Grammar | None, prompt: str) -> Grammar | None:
-    """Return the grammar of the schema that a prompt ends with, if any JSON object is allowed."""
-    # Clients of servers without `json_schema` send schemas this way. A small model answers such a
-    # prompt with anything, or with the schema itself; a large one needs no such guess, so the guess
-    # is a setting of the model.
+    """Return the grammar of a schema at the end of the prompt, if the request allows any JSON
+    object and there is such a schema; otherwise return `grammar`.
+    """
+    # Clients put schemas into the prompt for servers without `json_schema`. A small model answers
+    # such a prompt with anything, or with the schema itself. A large one follows it unaided, so
+    # this guess is a setting of the model.
     if grammar != ANY_OBJECT:
         return grammar
     try:
@@ -329,20 +334,22 @@ def schema_from_prompt(grammar: Grammar | None, prompt: str) -> Grammar | None:
 
 
 class StreamOptions(Part):
-    """Additions to the text of a stream."""
+    """Options for a stream."""
 
     harmless = frozenset({"include_obfuscation"})
 
     include_usage: bool = False
 
 
-THINKING_BUDGET = "thinking_token_budget"  # vLLM's name; 0 ends thoughts at once
+THINKING_BUDGET = "thinking_token_budget"  # vLLM's name; 0 ends the thinking at once
 ThinkingTokenBudget = Annotated[int, Field(ge=0)] | None
 NO_BUDGETS: Mapping[str, int] = MappingProxyType({})
 
 
 def read_budget(asked: int | None, effort: str | None, own: Mapping[str, int]) -> int | None:
-    """Return the tokens of thinking: the request's, else the model's `own` by effort."""
+    """Return the most tokens of thinking: `asked` by the request, or else the model's `own` value
+    for the effort.
+    """
     if asked is not None:
         return asked
     default = own.get("default")
@@ -353,8 +360,8 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def thinking_args(effort: Effort | None, *, is_scored: bool) -> dict[str, Any]:
-    """Return the chat template's arguments for an effort. `is_scored`: one token is asked for, with
-    its logprobs, so it should be the answer's own.
+    """Return the chat template's arguments for an effort. `is_scored`: the request asks for one
+    token with its logprobs, so thinking is off, to make that a token of the answer.
     """
     if is_scored or effort in ("none", "minimal"):
         return {"enable_thinking": False}
@@ -364,20 +371,22 @@ def thinking_args(effort: Effort | None, *, is_scored: bool) -> dict[str, Any]:
 
 
 class PromptTokensDetails(TypedDict):
-    """Of the prompt's tokens, those whose KV was cached, and those of images if there are any."""
+    """Details on the prompt's tokens: those whose KV came from the prefix cache, and those of
+    images if there are any.
+    """
 
     cached_tokens: int
     image_tokens: NotRequired[int]
 
 
 class CompletionTokensDetails(TypedDict):
-    """Of the answer's tokens, those of the model's reasoning."""
+    """Details on the answer's tokens: those of the model's reasoning."""
 
     reasoning_tokens: int
 
 
 class CompletionUsage(TypedDict):
-    """Tokens read and written, all choices together."""
+    """The number of tokens read and written, for all choices together."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -387,7 +396,7 @@ class CompletionUsage(TypedDict):
 
 
 class TopLogprob(TypedDict):
-    """A likely token at a place, with its logprob."""
+    """A token and its logprob."""
 
     token: str
     logprob: float
@@ -395,7 +404,7 @@ class TopLogprob(TypedDict):
 
 
 class ChatTokenLogprob(TopLogprob):
-    """A token of the answer, with the likeliest tokens at its place, likeliest first."""
+    """A token of the answer. `top_logprobs` are the likeliest tokens at its position, in order."""
 
     top_logprobs: list[TopLogprob]
 
@@ -417,7 +426,9 @@ class Heading(TypedDict):
 
 
 class SchemaVerdict(TypedDict):
-    """The parts of a schema that no grammar enforced; if the answer fits it; null if unknown."""
+    """How an answer was held to its schema. `unenforced` lists the schema's parts that no grammar
+    enforced. `schema_valid` says whether the answer matches the schema; null if that is unknown.
+    """
 
     unenforced: list[str]
     schema_valid: bool | None
@@ -428,7 +439,7 @@ def logprobs_dict(logprobs: Sequence[TokenLogprob]) -> ChoiceLogprobs:
 
 
 def token_dict(logprob: TokenLogprob) -> ChatTokenLogprob:
-    """Return a token's logprob and those of the likeliest at its place, likeliest first."""
+    """Return a token's logprob with those of the likeliest tokens at its position, in order."""
     tokens: list[TopLogprob] = [
         {"token": token.token, "logprob": token.logprob, "bytes": list(token.bytes)}
         for token in (logprob.chosen, *logprob.top)

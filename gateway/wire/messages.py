@@ -13,7 +13,7 @@ from pydantic_core import from_json
 
 from gateway.errors import BadRequest
 from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, MAX_PARTS, Label, parse
-from gateway.wire.images import image_refused
+from gateway.wire.images import REFUSING, ImageReader
 from gateway.wire.validation import (
     FILE_TYPES,
     IMAGE_TYPES,
@@ -29,7 +29,7 @@ Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
 
 
 class ContentPart(Part):
-    """A piece of a message's content. Only text is served."""
+    """A piece of a message's content: text, or an image where the model reads images."""
 
     harmless = frozenset({"annotations", "cache_control", "logprobs", "prompt_cache_breakpoint"})
 
@@ -147,14 +147,14 @@ def is_continuation(messages: Sequence[Message], *, requested: bool) -> bool:
     return True
 
 
-def to_template(messages: list[Message]) -> list[dict[str, Any]]:
-    """Return the turns as templates expect them: at least one.
+def to_template(messages: list[Message], images: ImageReader = REFUSING) -> list[dict[str, Any]]:
+    """Return the turns as templates expect them: at least one. Images are words.
 
-    Raises BadRequest for content that is not text.
+    Raises BadRequest for content that is not read.
     """
     # `developer` becomes `system`; all system turns are joined into the first turn, and consecutive
     # user turns into one: many templates refuse anything else.
-    turns = [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    turns = [_turn(message, f"messages[{i}]", images) for i, message in enumerate(messages)]
     system = "\n\n".join(turn["content"] for turn in turns if turn["role"] == "system")
     template_turns: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     rest_turns = (turn for turn in turns if turn["role"] != "system")
@@ -169,11 +169,11 @@ def to_template(messages: list[Message]) -> list[dict[str, Any]]:
     return template_turns or [{"role": "system", "content": ""}]
 
 
-def _turn(message: Message, place: str) -> dict[str, Any]:
+def _turn(message: Message, place: str, images: ImageReader) -> dict[str, Any]:
     role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
     if message.role == "user":
         require(message.content, f"{place}.content")
-    turn: dict[str, Any] = {"role": role, "content": _text(message, place)}
+    turn: dict[str, Any] = {"role": role, "content": _text(message, place, images)}
     if message.thoughts:
         turn["reasoning_content"] = message.thoughts
     if message.name is not None:
@@ -195,21 +195,30 @@ def _turn(message: Message, place: str) -> dict[str, Any]:
     return turn
 
 
-def _text(message: Message, place: str) -> str:
+def _text(message: Message, place: str, images: ImageReader = REFUSING) -> str:
     if message.content is None or isinstance(message.content, str):
         return message.content or ""
     is_earlier = message.role in ("assistant", "tool", "function")
-    return join_texts(message.content, f"{place}.content", skips=is_earlier)
+    parts, role = message.content, message.role
+    return join_texts(parts, f"{place}.content", role, skips=is_earlier, images=images)
 
 
-def join_texts(parts: Sequence[ContentPart | Skipped], place: str, *, skips: bool = False) -> str:
-    """Return the text of all parts. Raises BadRequest for a part that is not text, unless `skips`
-    leaves out parts that only another server reads.
+def join_texts(
+    parts: Sequence[ContentPart | Skipped],
+    place: str,
+    role: str = "user",
+    *,
+    skips: bool = False,
+    images: ImageReader = REFUSING,
+) -> str:
+    """Return the text of all parts, with the words of images. Raises BadRequest for any other part,
+    unless `skips` leaves out parts that only another server reads.
     """
     texts = []
     for i, part in enumerate(parts):
         if part.is_image:
-            raise image_refused(part.type, f"{place}[{i}]", place)
+            texts.append(images.word(part, f"{place}[{i}]", role, param=place))
+            continue
         if isinstance(part, Skipped) and skips:
             continue
         if isinstance(part, Skipped) or part.type not in part.fields:

@@ -1,4 +1,4 @@
-"""The request that pulls a model, and the progress of the pull."""
+"""The request to download a model, and the progress of the download."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -10,7 +10,7 @@ from gateway.wire.validation import Request
 
 
 class PullRequest(Request):
-    """A model of models.yaml, or of the hub: `org/name`, perhaps after `hub:`."""
+    """A request to download a model of models.yaml, or of the hub: `org/name` or `hub:org/name`."""
 
     example: ClassVar = {"stream": False}
 
@@ -19,11 +19,11 @@ class PullRequest(Request):
 
 
 class PullProgress(TypedDict):
-    """A pull under way, or at its end."""
+    """The progress of a download; `status` is `success` when it is complete."""
 
     object: Literal["pull"]
     model: str
     status: Literal["waiting", "downloading", "success"]
-    completed: Annotated[int, Field(description="Bytes on disk, of whole and part files.")]
-    total: Annotated[int | None, Field(description="Bytes of all its files, once they are known.")]
-    path: Annotated[str | None, Field(description="Path of the files, at the end.")]
+    completed: Annotated[int, Field(description="Bytes on disk, incomplete files included.")]
+    total: Annotated[int | None, Field(description="Bytes of all files; null while unknown.")]
+    path: Annotated[str | None, Field(description="Path of the files; null before `success`.")]

@@ -29,7 +29,7 @@ _DOCUMENTS: Final = {**_TEXTS, "items": {"anyOf": [_TEXT, _DOCUMENT]}}
 
 
 class TextDocument(Part):
-    """A document that is an object."""
+    """A document as an object, not a string."""
 
     text: str
 
@@ -55,7 +55,7 @@ Documents = Annotated[str | _TextDocuments, WithJsonSchema({"anyOf": [_TEXT, _DO
 
 
 class Empty(BadRequest):
-    """A query, a document or a list of documents that is empty."""
+    """The error for an empty query, an empty document or an empty list of documents."""
 
 
 class ScoringRequest(Request):
@@ -63,7 +63,7 @@ class ScoringRequest(Request):
 
     harmless = frozenset({"user", "priority", "rank_fields"})
     kind = "rerank"
-    # Only a query can be too long: documents are cut.
+    # The fields that errors name for the two parts of a job: its queries and its documents.
     params: ClassVar = {"prompt": "query", "documents": "documents"}
 
     model: Annotated[Label, Field(min_length=1)] | None = None
@@ -82,7 +82,7 @@ class ScoringRequest(Request):
 
 
 class RerankRequest(ScoringRequest):
-    """A request in the form of Cohere, Jina, vLLM, infinity and llama.cpp."""
+    """A request in the format of Cohere, Jina, vLLM, infinity and llama.cpp."""
 
     example: ClassVar = {
         "query": "What is the capital of France?",
@@ -112,7 +112,7 @@ class TextsRequest(ScoringRequest):
 
 
 class ScoreRequest(ScoringRequest):
-    """A request to vLLM's /v1/score: one text and several, or equally many of both."""
+    """A request to vLLM's /v1/score. `text_1` is one text, or has as many texts as `text_2`."""
 
     example: ClassVar = {
         "text_1": "What is the capital of France?",
@@ -132,7 +132,7 @@ def to_job(
     prompt_name: str | None,
     bounds: CharBounds,
 ) -> RerankJob:
-    """Return the job of a request; fields left out come from the model's defaults.
+    """Return the job of a request. Fields left out come from the model's defaults.
 
     Raises BadRequest for an empty text, and for texts that are too many or too long.
     """
@@ -168,13 +168,13 @@ def _refuse_empty(texts: Sequence[str], field: str, *, is_list: bool) -> None:
 
 
 class RerankedDocument(TypedDict):
-    """A document, as it was sent."""
+    """A document as it was sent."""
 
     text: str
 
 
 class RerankResult(TypedDict):
-    """A document's score; `index` is its place in the request."""
+    """A document's score. `index` is the document's position in the request."""
 
     index: int
     relevance_score: float
@@ -188,21 +188,21 @@ class BilledUnits(TypedDict):
 
 
 class RerankTokens(TypedDict):
-    """Tokens read, in Cohere's words."""
+    """The number of tokens read, in Cohere's format."""
 
     input_tokens: int
     output_tokens: int
 
 
 class RerankMeta(TypedDict):
-    """Cohere's metadata of an answer."""
+    """The metadata of an answer, in Cohere's format."""
 
     billed_units: BilledUnits
     tokens: RerankTokens
 
 
 class Reranking(TypedDict):
-    """The documents' scores, best first; equal ones in the order of the request."""
+    """The documents' scores, best first. Documents with equal scores stay in the sent order."""
 
     id: str
     object: Literal["list"]
@@ -236,7 +236,7 @@ def write_reranking(
 
 
 class RankedText(TypedDict):
-    """A text's score in TEI's answer; `index` is its place in the request."""
+    """A text's score in TEI's format. `index` is the text's position in the request."""
 
     index: int
     score: float
@@ -294,15 +294,15 @@ def _best_first(answer: Reranked) -> list[int]:
 
 
 def may_be_texts(body: bytes | bytearray) -> bool:
-    """Return False for a body whose bytes alone show that it is not in TEI's form."""
+    """Return False if a body is not in TEI's format, as far as that shows without parsing it."""
     return b'"texts"' in body
 
 
 def is_texts(body: bytes | bytearray, max_depth: int = INNER_DEPTH) -> bool:
-    """Return True for a body in TEI's form: with `texts` and without `documents`."""
+    """Return True for a body in TEI's format: with `texts` and without `documents`."""
     try:
         fields = parse(body, max_depth)
-    except ValueError:  # not JSON: reading the request reports that
+    except ValueError:  # not JSON, which is reported when the request is read
         return False
     if not isinstance(fields, dict):
         return False
@@ -311,7 +311,7 @@ def is_texts(body: bytes | bytearray, max_depth: int = INNER_DEPTH) -> bool:
 
 
 class TextsErrorBody(TypedDict):
-    """TEI's error."""
+    """An error in TEI's format."""
 
     error: str
     error_type: Literal["Unhealthy", "Backend", "Overloaded", "Validation", "Empty"]
@@ -321,7 +321,7 @@ TEXTS_ERROR_STATUSES: Final = (400, 415, 422, 424, 429, 503)
 
 
 class TextsError(GatewayError):
-    """An error of a request in TEI's form, with TEI's status and body."""
+    """An error of a request in TEI's format, with TEI's status and body."""
 
     def __init__(self, error: GatewayError) -> None:
         super().__init__(

@@ -34,6 +34,7 @@ from gateway.wire.generation import (
     read_budget,
     thinking_args,
 )
+from gateway.wire.images import REFUSING, ImageReader
 from gateway.wire.messages import to_template
 from gateway.wire.responses_items import AnyItem, Item, Items, to_messages
 from gateway.wire.tools import (
@@ -228,13 +229,16 @@ def to_job(
     template_args: Mapping[str, Any],
     max_chars: int,
     budgets: Mapping[str, int] = NO_BUDGETS,
+    images: ImageReader = REFUSING,
 ) -> GenerateJob:
     """Return the job of a request; fields left out come from the model's defaults."""
     # The items are the whole conversation; the request's own input is the end of it.
     earlier = len(items) - len(request.input)
     toolset = unpack(request.tools)
     messages = to_template(
-        to_messages(request.instructions, items, earlier=earlier, names=toolset.names)
+        to_messages(
+            request.instructions, items, earlier=earlier, names=toolset.names, images=images
+        )
     )
     check_length(messages, max_chars, param="input")
     selection = select(request.tool_choice, parallel=request.parallel_tool_calls)
@@ -251,6 +255,7 @@ def to_job(
         grammar=request.text.format.grammar() if request.text.format is not None else None,
         logprobs=request.logprobs,
         thinking_budget=read_budget(request.thinking_budget, request.reasoning.effort, budgets),
+        images=images.decode(),
     )
 
 

@@ -1,8 +1,10 @@
 """The input items of a Responses request: read, converted to chat messages, written for storage."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate, chain
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Final, Literal, cast
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, cast
 
 import orjson
 from pydantic import BeforeValidator, Field, Tag, TypeAdapter
@@ -11,6 +13,7 @@ from typing_extensions import TypedDict
 from gateway.errors import BadRequest, ResponseNotFound
 from gateway.ids import new_id
 from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label
+from gateway.wire.images import REFUSING, ImageReader
 from gateway.wire.messages import (
     ContentPart,
     Function,
@@ -55,7 +58,7 @@ TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 class InputPart(ContentPart):
-    """A piece of an item's content. Only text is served."""
+    """A piece of an item's content: text, or an image where the model reads images."""
 
     harmless = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
     fields: ClassVar[Mapping[str, str]] = {**dict.fromkeys(TEXTS, "text"), "refusal": "refusal"}
@@ -135,6 +138,9 @@ AnyItem = Annotated[
     Annotated[Item, Tag(KNOWN)] | Annotated[OtherItem, Tag(OTHER)],
     by_type(dict.fromkeys(KINDS, KNOWN)),
 ]
+# JSON has no such byte.
+_MARK = b"\0"
+PAGE_BYTES = 1 << 25  # JSON in a page of items, unless its only item has more
 _STORED: Final[TypeAdapter[Item | OtherItem]] = TypeAdapter(AnyItem)
 
 
@@ -154,7 +160,7 @@ Items = Annotated[
 
 
 def resolve_references(
-    items: Sequence[AnyItem], find: Callable[[str], bytes | None]
+    items: Sequence[AnyItem], find: Callable[[str], AnyItem | None]
 ) -> list[AnyItem]:
     """Return the items with each reference replaced by the item with its id.
 
@@ -164,28 +170,61 @@ def resolve_references(
     for i, item in enumerate(items):
         if isinstance(item, Item) and item.is_reference:
             item_id = require(item.id or None, f"input[{i}].id")
-            body = find(item_id)
-            if body is None:
+            found = find(item_id)
+            if found is None:
                 raise ResponseNotFound(
                     f"Item with id '{item_id}' not found.",
                     param=f"input[{i}].id",
                     code="item_not_found",
                 )
-            item = read_item(body)
+            item = found
         whole_items.append(item)
     return whole_items
 
 
-def read_item(body: bytes) -> AnyItem:
+class DumpedItem(NamedTuple):
+    """An item's id and its JSON, in which a mark stands for the text of each image."""
+
+    id: str
+    body: bytes
+    images: Sequence[str] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Return about as many bytes as its whole JSON has."""
+        return len(self.body) + sum(map(len, self.images))
+
+    def to_json(self) -> bytes:
+        """Return the whole JSON."""
+        first, *rest = self.body.split(_MARK)
+        pairs = zip(map(orjson.dumps, self.images), rest, strict=True)
+        return b"".join((first, *chain.from_iterable(pairs)))
+
+
+def _find_images(fields: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the places of images in an item's fields: an object, and the key of the text in it."""
+    lists = [fields.get(name) for name in ("content", "output")]
+    for part in chain.from_iterable(each for each in lists if isinstance(each, list)):
+        if isinstance(part, dict) and part.get("type") in [*IMAGE_TYPES]:
+            url = part.get("image_url")
+            holder, key = (url, "url") if isinstance(url, dict) else (part, "image_url")
+            if isinstance(holder.get(key), str):
+                yield holder, key
+
+
+def read_item(body: bytes, images: Sequence[str] = ()) -> AnyItem:
     """Read an item of the store: one of `dump_items`, or of an earlier answer."""
-    return _STORED.validate_json(body)
+    fields = orjson.loads(body.replace(_MARK, b'""'))
+    for (holder, key), image in zip(_find_images(fields), images, strict=bool(images)):
+        holder[key] = image
+    return _STORED.validate_python(fields)
 
 
-def dump_items(items: Sequence[AnyItem], used_ids: Iterable[str]) -> list[tuple[str, bytes]]:
+def dump_items(items: Sequence[AnyItem], used_ids: Iterable[str]) -> list[DumpedItem]:
     """Return each item's id and its JSON."""
     # An item without an id, or with one that is used already, gets a new one: ids have to be
     # unique, since pages start after an id.
-    seen_ids, pairs = set(used_ids), []
+    seen_ids, dumped = set(used_ids), []
     for item in items:
         item_id = item.id
         if not item_id or item_id in seen_ids:
@@ -195,8 +234,13 @@ def dump_items(items: Sequence[AnyItem], used_ids: Iterable[str]) -> list[tuple[
         # Some clients name a call by its item's id, which may have been replaced above.
         if item.type in (*_CALLS, *_OUTPUTS):
             fields["call_id"] = fields.get("call_id") or item.id
-        pairs.append((item_id, orjson.dumps({"id": item_id, "type": item.type, **fields})))
-    return pairs
+        images = []
+        for holder, key in _find_images(fields):
+            images.append(holder[key])
+            holder[key] = orjson.Fragment(_MARK)
+        body = orjson.dumps({"id": item_id, "type": item.type, **fields})
+        dumped.append(DumpedItem(item_id, body, images))
+    return dumped
 
 
 class InputItem(TypedDict):
@@ -216,8 +260,8 @@ class InputItems(TypedDict):
     has_more: bool
 
 
-def page(items: Sequence[tuple[str, bytes]], query: Mapping[str, str]) -> InputItems:
-    """Return one page of items, newest first by default.
+def page(items: Sequence[DumpedItem], query: Mapping[str, str]) -> InputItems:
+    """Return one page of items, newest first by default. It ends early at a few large ones.
 
     The query parameters are `limit` (1 to 100, 20 by default), `order` (asc or desc) and `after`,
     the id of the last item before the page. Raises BadRequest for other values.
@@ -228,14 +272,17 @@ def page(items: Sequence[tuple[str, bytes]], query: Mapping[str, str]) -> InputI
     ordered_items = list(items) if order == "asc" else list(reversed(items))
     start = 0
     if "after" in query:
-        ids = [item_id for item_id, _ in ordered_items]
+        ids = [item.id for item in ordered_items]
         start = find_place(ids, query, "after", "item") + 1
     page_items = ordered_items[start : start + limit]
+    # Many items may have one image, and the page has it many times.
+    sizes = accumulate(item.nbytes for item in page_items)
+    page_items = page_items[: max(1, sum(size <= PAGE_BYTES for size in sizes))]
     return {
         "object": "list",
-        "data": [cast(InputItem, orjson.Fragment(body)) for _, body in page_items],
-        "first_id": page_items[0][0] if page_items else None,
-        "last_id": page_items[-1][0] if page_items else None,
+        "data": [cast(InputItem, orjson.Fragment(item.to_json())) for item in page_items],
+        "first_id": page_items[0].id if page_items else None,
+        "last_id": page_items[-1].id if page_items else None,
         "has_more": len(ordered_items) > start + len(page_items),
     }
 
@@ -246,15 +293,17 @@ def to_messages(
     *,
     earlier: int = 0,
     names: Mapping[QualifiedName, str] = MappingProxyType({}),
+    images: ImageReader = REFUSING,
 ) -> list[Message]:
     """Return the conversation as chat messages, instructions first.
 
     Consecutive thoughts, a text and calls of the assistant become one message, as one answer of a
     chat has them. The first `earlier` items are those of an earlier response. `names` has the names
     under which the model knows functions. Raises BadRequest for missing fields and for content that
-    is not text.
+    is not read.
     """
     messages = [Message(role="system", content=instructions)] if instructions else []
+    read = partial(join_texts, images=images)
     call_names: dict[str, str] = {}
     call_ids: dict[str, str | None] = {}
     # Errors count the request's own items from 0.
@@ -264,8 +313,10 @@ def to_messages(
             continue
         match item.type:
             case "reasoning":
-                thoughts = join_texts(item.content, f"{place}.content", skips=True)
-                thoughts = thoughts or join_texts(item.summary, f"{place}.summary", skips=True)
+                thoughts = read(item.content, f"{place}.content", "assistant", skips=True)
+                thoughts = thoughts or read(
+                    item.summary, f"{place}.summary", "assistant", skips=True
+                )
                 if thoughts:
                     messages.append(Message(role="assistant", reasoning_content=thoughts))
             case "message":
@@ -273,7 +324,7 @@ def to_messages(
                 if role == "user" and "content" not in item.model_fields_set:
                     raise missing_parameter(f"{place}.content")
                 is_earlier = role == "assistant"
-                content = join_texts(item.content, f"{place}.content", skips=is_earlier)
+                content = read(item.content, f"{place}.content", role, skips=is_earlier)
                 messages.append(Message(role=role, content=content))
             case call_type if call_type in _CALLS:
                 call = _call(item, place, names)
@@ -286,7 +337,7 @@ def to_messages(
                 messages.append(
                     Message(
                         role="tool",
-                        content=join_texts(item.output, f"{place}.output", skips=True),
+                        content=read(item.output, f"{place}.output", "tool", skips=True),
                         tool_call_id=call_id,
                         name=call_names.get(call_id, item.name),
                     )

@@ -25,7 +25,7 @@ from gateway.wire.tools import QualifiedName
 
 
 class ResponseStatusEvent(TypedDict):
-    """The response as it is when it begins, and when it ends."""
+    """The whole response, sent when it begins and when it ends."""
 
     type: Literal[
         "response.created",
@@ -39,7 +39,7 @@ class ResponseStatusEvent(TypedDict):
 
 
 class OutputItemEvent(TypedDict):
-    """An item of the output as it is when it begins, and when it ends."""
+    """An item of the output, sent when it begins and when it ends."""
 
     type: Literal["response.output_item.added", "response.output_item.done"]
     sequence_number: int
@@ -58,7 +58,7 @@ class _PartFields(_ItemFields):
 
 
 class ContentPartEvent(_PartFields):
-    """The one part of a message or of a reasoning item, when it begins, and when it ends."""
+    """The only part of a message or of a reasoning item, sent when it begins and when it ends."""
 
     type: Literal["response.content_part.added", "response.content_part.done"]
     part: OutputText | ReasoningText
@@ -81,28 +81,28 @@ class OutputTextDone(_PartFields):
 
 
 class ReasoningTextDelta(_PartFields):
-    """New reasoning."""
+    """New text of a reasoning item."""
 
     type: Literal["response.reasoning_text.delta"]
     delta: str
 
 
 class ReasoningTextDone(_PartFields):
-    """All reasoning of an item."""
+    """The whole text of a reasoning item."""
 
     type: Literal["response.reasoning_text.done"]
     text: str
 
 
 class ArgumentsDelta(_ItemFields):
-    """A piece of a call's arguments."""
+    """A piece of the JSON text of a function call's arguments."""
 
     type: Literal["response.function_call_arguments.delta"]
     delta: str
 
 
 class ArgumentsDone(_ItemFields):
-    """All arguments of a call, as JSON inside a string."""
+    """All arguments of a function call, as a string of JSON."""
 
     type: Literal["response.function_call_arguments.done"]
     name: str
@@ -110,7 +110,7 @@ class ArgumentsDone(_ItemFields):
 
 
 class ErrorEvent(TypedDict):
-    """An error after the stream had begun."""
+    """An error that occurred after the stream had begun."""
 
     type: Literal["error"]
     sequence_number: int
@@ -145,7 +145,7 @@ _PREFIXES: dict[BlockKind, str] = {"reasoning": "rs", "text": "msg", "call": "fc
 class ResponseWriter(BlockWriter):
     """Builds a response from deltas.
 
-    `qualified_names` maps the function names that the model knows to those of the request.
+    `qualified_names` maps the function names that the model sees to those of the request.
     """
 
     names_events = True
@@ -162,7 +162,7 @@ class ResponseWriter(BlockWriter):
         self._has_begun = False
         self._finish: str | None = None
         self._status: ItemStatus = "completed"  # the status of items when they end
-        # Logprobs of tokens whose text has not come yet, and those of the open message's text.
+        # Logprobs of tokens whose text has not come yet, and of the open message's text so far.
         self._new_logprobs: list[ChatTokenLogprob] = []
         self._logprobs: list[ChatTokenLogprob] = []
 
@@ -210,7 +210,7 @@ class ResponseWriter(BlockWriter):
         return [*events, *self._close(), self._event(f"response.{self._status}")]
 
     def fail(self, error: GatewayError) -> list[Event]:
-        """Mark the response as failed; its first events come first, if they have not come yet."""
+        """Mark the response as failed. Its first events precede the error if none was sent yet."""
         first_events = [] if self._has_begun else self.begin(Usage(0))
         codes = {Overloaded: "rate_limit_exceeded", BadRequest: "invalid_prompt"}
         code = next((codes[kind] for kind in codes if isinstance(error, kind)), "server_error")
@@ -274,7 +274,7 @@ class ResponseWriter(BlockWriter):
         return [*events, self._item_event("response.output_item.done", block, item)]
 
     def _item(self, block: Block, status: ItemStatus) -> OutputItem:
-        """Return a block as an item; in progress, it is as it was before its first piece."""
+        """Return a block as an output item. An item in progress has no content yet."""
         parts = [] if status == "in_progress" else [self._part(block)]
         fields: dict[str, Any]
         if block.kind == "text":
@@ -302,7 +302,7 @@ class ResponseWriter(BlockWriter):
         return self._qualified_names.get(name, (None, name))
 
     def _fields(self, kind: str, block: Block) -> dict[str, Any]:
-        """Return the fields of an event within an item, with the next sequence number."""
+        """Return the fields of an event about an item, with the next sequence number."""
         fields = {
             "type": kind,
             "sequence_number": next(self._numbers),

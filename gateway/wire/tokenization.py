@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize and /tokenizer_info, as vLLM has them."""
+"""/tokenize, /detokenize and /tokenizer_info, as vLLM defines them."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
@@ -11,16 +11,17 @@ from gateway.errors import Part as ErrorPart
 from gateway.jobs import Caller
 from gateway.jobs.chat import GenerateJob, Sampling
 from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label, at_most
+from gateway.wire.images import REFUSING, ImageReader
 from gateway.wire.messages import Message, is_continuation, to_template
 from gateway.wire.tools import ChatTools, Selection, ToolParam, read_tools, unserved_tools
 from gateway.wire.validation import Request, check_length
 
-MAX_TOKENS = 1_000_000  # the most ids of a text: the answer is written on the event loop
+MAX_TOKENS = 1_000_000  # the most ids to detokenize, since the event loop writes the answer
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class TokenizeRequest(Request):
-    """A prompt, or a conversation in the model's template."""
+    """A prompt, or a conversation that the model's chat template makes a prompt of."""
 
     params: ClassVar = {"template_args": "chat_template_kwargs"}
     example: ClassVar = {"prompt": "Hello!"}
@@ -50,14 +51,16 @@ class TokenizeRequest(Request):
         return super().param_of(part)
 
 
-def to_job(request: TokenizeRequest, caller: Caller, *, max_chars: int) -> GenerateJob:
-    """Return the job of a request, which is never run."""
+def to_job(
+    request: TokenizeRequest, caller: Caller, *, max_chars: int, images: ImageReader = REFUSING
+) -> GenerateJob:
+    """Return a job for tokenization. It is never run."""
     if request.prompt is not None:
         if len(request.prompt) > max_chars:
             raise BadRequest(f"'prompt' is longer than {max_chars} characters.", param="prompt")
         return GenerateJob(caller=caller, prompt=request.prompt, sampling=Sampling())
     messages = request.messages or []
-    turns = to_template(messages)
+    turns = to_template(messages, images)
     check_length(turns, max_chars, param="messages")
     check_length(request.tools, max_chars, param="tools")
     functions = [tool.function if isinstance(tool, ToolParam) else tool for tool in request.tools]
@@ -69,11 +72,12 @@ def to_job(request: TokenizeRequest, caller: Caller, *, max_chars: int) -> Gener
         tools=tools,
         template_args=request.chat_template_kwargs,
         continues=is_continuation(messages, requested=request.continue_final_message),
+        images=images.decode(),
     )
 
 
 class DetokenizeRequest(Request):
-    """Token ids of a model."""
+    """Token ids of a model, to be turned into text."""
 
     example: ClassVar = {"tokens": [1, 2]}
 
@@ -87,7 +91,7 @@ class DetokenizeRequest(Request):
 
 
 class Tokenized(TypedDict):
-    """The tokens of a prompt; `token_strs` are the vocabulary's, if they were asked for."""
+    """The token ids of a prompt. `token_strs` has the vocabulary's strings, if requested."""
 
     count: int
     max_model_len: int
@@ -96,7 +100,7 @@ class Tokenized(TypedDict):
 
 
 class Detokenized(TypedDict):
-    """The text of tokens."""
+    """The text of token ids."""
 
     prompt: str
 

@@ -1,4 +1,4 @@
-"""Tools, and the choice among them, in the forms of three APIs."""
+"""Tools and `tool_choice` in the formats of three APIs."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,16 +26,16 @@ class FunctionParam(Part):
     strict: bool | None = None
 
     def to_function(self) -> chat.Function:
-        """Return the function as it may be called; without parameters it takes an object."""
+        """Return the function for a job. Without `parameters`, it takes any object."""
         parameters = self.parameters or {"type": "object", "properties": {}}
         types = parameters.get("type", "object")
         if "object" not in (types if isinstance(types, list) else [types]):
-            problem = f"The parameters of '{self.name}' are of another 'type' than 'object'."
+            problem = f"The parameters of '{self.name}' should have the 'type' 'object'."
             raise BadRequest(problem, param="tools", code="invalid_function_parameters")
         return chat.Function(self.name, parameters, strict=bool(self.strict))
 
     def to_template(self) -> dict[str, Any]:
-        """Return the function in the form that models were trained on."""
+        """Return the function in the format that chat templates read."""
         function = {"name": self.name, "parameters": self.to_function().parameters}
         if self.description is not None:
             function = {"name": self.name, "description": self.description, **function}
@@ -50,7 +50,7 @@ class ToolParam(Part):
 
 
 class ResponseFunctionTool(TypedDict):
-    """A function, as the answer repeats it."""
+    """A function, as the response repeats it."""
 
     type: Literal["function"]
     name: str
@@ -75,7 +75,7 @@ class FunctionTool(FunctionParam):
 
 
 class CustomTool(FunctionParam):
-    """A function among Anthropic's tools: one that the client runs."""
+    """A function in Anthropic's format, which the client runs."""
 
     harmless = frozenset({"allowed_callers", "cache_control", "eager_input_streaming"})
 
@@ -94,18 +94,18 @@ class CustomTool(FunctionParam):
 
 
 class OtherTool(Part):
-    """A tool that is not served. It is skipped if there are functions, and a header names it."""
+    """A tool that is not served. Beside functions, it is skipped and a header names it."""
 
     @property
     def model_extra(self) -> None:
-        """Return None: its fields are not listed as unknown."""
+        """Return None, so that the tool's fields are not listed as unknown."""
 
-    # Chat completions have no namespaces: they skip one as they skip these.
+    # Chat completions have no namespaces, so they skip a namespace like these tools.
     type: Annotated[Label, Field(json_schema_extra={"not": {"enum": ["function", "namespace"]}})]
 
 
 class ServerTool(OtherTool):
-    """A tool of Anthropic's own, which is not served."""
+    """A tool that runs on Anthropic's servers, and is not served here."""
 
     type: Annotated[Label, Field(json_schema_extra={"not": {"enum": ["custom"]}})]
 
@@ -133,7 +133,7 @@ AnthropicTools = Annotated[
 
 
 class ResponseNamespace(TypedDict):
-    """Functions under a shared name, as the answer repeats them."""
+    """A namespace of functions, as the response repeats it."""
 
     type: Literal["namespace"]
     name: str
@@ -142,7 +142,7 @@ class ResponseNamespace(TypedDict):
 
 
 class Namespace(Part):
-    """Functions of a response under a shared name, which their calls repeat."""
+    """A namespace of functions. Calls of these functions repeat its name."""
 
     type: Literal["namespace"]
     name: Name
@@ -173,16 +173,16 @@ QualifiedName = tuple[str | None, str]  # a function's namespace, if any, and it
 
 @dataclass(frozen=True, slots=True)
 class Toolset:
-    """The tools of a response as the model knows them."""
+    """The tools of a response as the model sees them."""
 
     functions: Sequence[FunctionParam | OtherTool]
-    # Each function's name for the model: its own or, if several functions share that, its namespace
-    # and its own joined.
+    # The name of each function for the model: its plain name or, if several functions have that,
+    # the namespace and the name joined.
     names: Mapping[QualifiedName, str]
 
     @property
     def qualified_names(self) -> Mapping[str, QualifiedName]:
-        """Map the names for the model to the functions' own."""
+        """Return the inverse of `names`, to translate the model's calls."""
         return {name: qualified_name for qualified_name, name in self.names.items()}
 
 
@@ -199,7 +199,7 @@ def unpack(tools: Sequence[ResponseTool]) -> Toolset:
         if namespace is not None and uses[name] > 1:
             name = f"{namespace}__{name}"[:64]
         names[namespace, tool.name] = name
-        # The joined name needs no validation: a name may have `__` and 64 characters.
+        # The joined name is always valid: a name may contain `__` and have 64 characters.
         functions.append(tool.model_copy(update={"name": name}))
     return Toolset(functions, names)
 
@@ -216,45 +216,45 @@ def _functions(
 
 
 def unserved_tools(tools: Sequence[object]) -> list[str]:
-    """Return the tools that are not served, each as `tools.` and its type."""
+    """Return the types of the tools that are not served, each after `tools.`."""
     return [f"tools.{tool.type}" for tool in tools if isinstance(tool, OtherTool)]
 
 
 class FunctionName(Part):
-    """A function, chosen by name."""
+    """A function, given by its name."""
 
     name: Label
 
 
 class NamedTool(Part):
-    """A tool, chosen by its function's name."""
+    """A tool, given by its function's name."""
 
     type: Literal["function"]
     function: FunctionName
 
 
 class AllowedTools(Part):
-    """Some of the tools, and whether one of them must be called."""
+    """The tools that may be called, and whether one of them must be called."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], FAIL_FAST, Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedChoice(Part):
-    """A `tool_choice` that names several."""
+    """A `tool_choice` that allows some of the tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
 
 
 class NamedFunction(FunctionName):
-    """A function of a response, chosen by name."""
+    """A function of a response, given by its name."""
 
     type: Literal["function"]
 
 
 class AllowedFunctions(Part):
-    """A `tool_choice` of a response that names several."""
+    """A `tool_choice` of a response that allows some of the functions."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -262,7 +262,7 @@ class AllowedFunctions(Part):
 
 
 class ToolChoiceParam(Part):
-    """Anthropic's: whether tools may or must be called, and how many at once."""
+    """Anthropic's `tool_choice`: whether tools may or must be called, and if several at once."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Label | None = None
@@ -271,7 +271,7 @@ class ToolChoiceParam(Part):
     @model_validator(mode="after")
     def _check_name(self) -> "ToolChoiceParam":
         if self.type == "tool" and self.name is None:
-            raise ValueError("type 'tool' needs the 'name' of one")
+            raise ValueError("type 'tool' needs the 'name' of a tool")
         return self
 
 
@@ -281,7 +281,9 @@ ResponseToolChoice = ChoiceMode | NamedFunction | AllowedFunctions
 
 
 class Selection(NamedTuple):
-    """The functions that may be called (None: all), if one must be, and if several may be."""
+    """The functions that may be called (None: all), whether one must be called, and whether several
+    may be called at once.
+    """
 
     names: Sequence[str] | None = None
     forced: bool = False
@@ -293,7 +295,7 @@ def select(
     *,
     parallel: bool,
 ) -> Selection:
-    """Return the selection that a choice, in any of its forms, stands for."""
+    """Return the selection for a `tool_choice` of any API."""
     names: Sequence[str] | None = None
     forced = False
     match choice:
@@ -315,10 +317,10 @@ def select(
 def read_tools(
     tools: Sequence[FunctionParam | OtherTool], selection: Selection
 ) -> tuple[Sequence[Mapping[str, Any]], chat.Calling | None]:
-    """Return the tools as templates read them, and which of them may or must be called.
+    """Return the tools for the chat template, and the functions that may or must be called.
 
-    Raises BadRequest for a choice that names no tool, for two tools of one name, and if no tool is
-    a function.
+    Raises BadRequest if the selection names an unknown tool, if two tools have the same name, or if
+    there are tools and none is a function.
     """
     functions = {tool.name: tool for tool in tools if not isinstance(tool, OtherTool)}
     types = {tool.type[:64] for tool in tools if isinstance(tool, OtherTool)}
@@ -343,7 +345,7 @@ def read_tools(
             )
     if not names:
         return (), None
-    # The tools' own order, not the choice's: a prompt's beginning stays the same.
+    # The order is that of the tools, not of the choice, so that cached prefixes stay valid.
     allowed = [function for name, function in functions.items() if name in names]
     calling = chat.Calling(
         functions=[function.to_function() for function in allowed],
@@ -354,7 +356,7 @@ def read_tools(
 
 
 def check_input_schemas(tools: Sequence[CustomTool | ServerTool]) -> None:
-    """Raise BadRequest, in Anthropic's words, for a tool whose schema is not of an object."""
+    """Raise BadRequest, worded as Anthropic's API does, for a schema that is not of an object."""
     for i, tool in enumerate(tools):
         if isinstance(tool, ServerTool) or tool.parameters.get("type") == "object":
             continue

@@ -13,7 +13,7 @@ from gateway.errors import Unavailable
 from gateway.registry import Catalog
 from tests.api.harness import error_of, reached
 from tests.fakes import ScriptedEngines
-from tests.serving_app import level, served
+from tests.serving_app import level, served, settings
 from tests.waiting import until
 
 StreamPair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -218,3 +218,16 @@ def test_a_large_answer_is_counted_before_it_is_written_or_finds_no_room() -> No
     first.count(0)
     second.count_answer(2 * SMALL_BYTES)
     assert bodies.nbytes == 3 * SMALL_BYTES - 2 * UNCOUNTED_BYTES
+
+
+def test_the_ninth_of_the_largest_bodies_finds_no_room() -> None:
+    """As delivered: 32 MiB each, and 256 MiB for all, without the first 64 KiB of each."""
+    delivered = settings()
+    bodies = Bodies(delivered.max_bodies_bytes)
+    for _ in range(8):
+        Body(bodies).count(delivered.max_body_bytes)
+    ninth = Body(bodies)
+    ninth.count(9 * UNCOUNTED_BYTES)
+    with pytest.raises(Unavailable):
+        ninth.count(9 * UNCOUNTED_BYTES + 1)
+    assert delivered.max_body_bytes == 32 * 1024**2

@@ -46,7 +46,7 @@ async def test_a_loaded_model_tells_its_bytes_and_last_use(client: AsyncClient) 
 
 
 async def test_inputs_are_described_before_a_load_and_by_the_engine_after(models: Catalog) -> None:
-    reads: dict[str, Inputs | None] = {"writer": Inputs(70), "org/embed": Inputs(None)}
+    reads = {"writer": Inputs(70), "org/embed": Inputs(None), "org/judge": None}
     async with served(models, ScriptedEngines(reads=reads)) as client:
 
         async def told(name: str) -> list[object]:

@@ -130,8 +130,8 @@ async def test_every_kind_of_model_on_disk_is_verified_before_a_load(tmp_path: P
 @pytest.mark.parametrize(
     ("config", "state", "message"),
     [
-        (WINDOWED, "warn", f"{ENDS}; nobody compared the answers of its family with another's."),
-        ({}, "ok", "answers of its family are transformers', key by key."),
+        (WINDOWED, "warn", f"{ENDS}; answers of its family were not compared with any library."),
+        ({}, "ok", "answers of its family equal those of transformers, for each config key."),
     ],
 )
 async def test_doctor_warns_of_files_that_are_not_followed(

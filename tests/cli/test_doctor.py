@@ -148,6 +148,6 @@ def test_a_model_that_cannot_be_had_or_is_too_large_is_a_warning(
     assert half.startswith("warn The model `half` failed to load: ")
     assert whole == "ok 1 of 3 are on disk."
     assert found["hub"].startswith("warn The model `far` cannot be loaded: org/far could not be")
-    assert found["hub"].endswith("When that is mended: `mlx-gateway pull far`.")
+    assert found["hub"].endswith("Once that is fixed, run `mlx-gateway pull far`.")
     assert found["memory"].startswith("warn mine would hold ")
     assert found["memory"].endswith(", and models may hold 1000 B. Use a smaller one.")

@@ -323,7 +323,7 @@ def test_the_kept_part_of_a_prompt_is_told_before_an_agent_runs(
         ended = run("launch", "claude", "--model", "large", port=port_of(url), **given)
     assert ended.returncode == 0
     assert (kept or "") in ended.stderr
-    assert ("read again in each turn" in ended.stderr) is (kept is not None)
+    assert ("processed again in each turn" in ended.stderr) is (kept is not None)
 
 
 def test_files_of_a_tool_are_private_and_removed(home: Path, found: Found, run: Launch) -> None:
@@ -566,7 +566,7 @@ def test_why_a_context_is_not_known_is_said_as_it_is(home: Path, found: Found, r
     catalog(home, {**models, "small": SMALL})
     lacks = {
         "far": "it is not on disk, so its context is not known",
-        "mute": "its files say no context, which `max_context:` may set, or cannot be read",
+        "mute": "its files state no context (set `max_context:`), or cannot be read",
         "uninstalled": "its files are not there: package:no_such/model",
     }
 

@@ -129,7 +129,7 @@ def test_another_mac_is_asked_about_by_its_memory(
     printed = capsys.readouterr()
     assert "qwen3.5-9b\tchat\t5.5 GiB\t262,144\t" in printed.out
     assert "glm-4.7\t" not in printed.out
-    assert "note: models may take 36.0 GiB; no size was read of " in printed.err
+    assert "note: models may take 36.0 GiB; sizes unknown: " in printed.err
 
 
 def test_this_machine_is_asked_about_by_the_budget_that_serve_has(

@@ -128,7 +128,7 @@ class TestGgufFiles:
     def test_what_the_repository_has_is_told(self, hub: FakeHub, tmp_path: Path) -> None:
         with pytest.raises(ModelUnavailable, match=r"org/tiny has no file Q2_K\.gguf"):
             ask_hub(spec(f"hub:{REPO}/Q2_K.gguf"), at(hub, tmp_path))
-        with pytest.raises(ModelUnavailable, match=r"names one: hub:org/tiny/Q4_0\.gguf"):
+        with pytest.raises(ModelUnavailable, match=r"must name: hub:org/tiny/Q4_0\.gguf"):
             ask_hub(spec(f"hub:{REPO}"), at(hub, tmp_path))
 
 

@@ -51,8 +51,8 @@ def test_each_kind_is_read_from_its_files(tmp_path: Path) -> None:
         (QWEN3, ("chat_template.jinja",), "org/Qwen3-Reranker-0.6B", "scoring: labels"),
         (QWEN3, ("chat_template.jinja",), "org/gte-Qwen2-7B", "kind: embedding"),
         (BERT, (), "org/name", "pooling: mean"),
-        ({**RANKER, "id2label": {"0": "bad", "1": "good"}}, (), "org/name", "sorts texts"),
-        ({**RANKER, "model_type": "llama"}, (), "org/name", "sorts texts"),
+        ({**RANKER, "id2label": {"0": "bad", "1": "good"}}, (), "org/name", "classifies texts"),
+        ({**RANKER, "model_type": "llama"}, (), "org/name", "classifies texts"),
         (
             {**QWEN3, "architectures": ["Qwen3ForTokenClassification"]},
             ("chat_template.jinja",),
@@ -63,7 +63,7 @@ def test_each_kind_is_read_from_its_files(tmp_path: Path) -> None:
         ({**QWEN3, "model_file": "x.py"}, ("chat_template.jinja",), "org/name", "never run"),
         ({}, ("adapter_config.json",), "org/name", "base: …, adapter: …"),
         ({}, (), "org/name", "no config.json"),
-        ([], (), "org/name", "no JSON object"),
+        ([], (), "org/name", "contain a JSON object"),
     ],
 )
 def test_a_kind_that_files_leave_open_is_refused_with_an_entry_to_write(

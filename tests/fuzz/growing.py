@@ -279,7 +279,9 @@ def translated(path: str, asked: Any) -> object:
     given["max_tokens"] = 16
     if path == "/chat/completions":
         return chat.to_job(asked, caller, Sampling(), schema_in_prompt=True, **given)
-    items = responses_items.resolve_references(asked.input, lambda _: b'{"role":"user"}')
+    items = responses_items.resolve_references(
+        asked.input, lambda _: responses_items.read_item(b'{"role":"user"}')
+    )
     return responses.to_job(asked, caller, Sampling(), items=items, **given)
 
 

@@ -157,11 +157,11 @@ DRAFTED = """\
         ("smal", "no model has the id 'smal'; did you mean 'small'?"),
         ("tiny", "no model has the id 'tiny'"),
         ("large", "a model cannot be its own draft"),
-        ("middle", "middle has a draft of its own, and cannot be one"),
-        ("encoder", "encoder is of kind embedding, and a draft is a chat model"),
-        ("small, parallel: tensor", "a model with `parallel` neither has a draft nor is one"),
-        ("divided", "a model with `parallel` neither has a draft nor is one"),
-        ("adapter", "adapter is an adapter, and a draft is a model of its own"),
+        ("middle", "middle has a draft of its own, so it cannot be one"),
+        ("encoder", "encoder is of kind embedding, but a draft must be a chat model"),
+        ("small, parallel: tensor", "a model with `parallel` can neither have a draft nor be one"),
+        ("divided", "a model with `parallel` can neither have a draft nor be one"),
+        ("adapter", "adapter is an adapter, which cannot be a draft"),
     ],
 )
 def test_a_draft_that_cannot_be_one_is_refused_by_name(
@@ -237,10 +237,10 @@ def test_an_adapter_is_served_by_name_with_its_bases_weights(file: Path) -> None
     [
         ("bas", "no model has the id 'bas'; did you mean 'base'?"),
         ("pirate", "a model cannot be its own base"),
-        ("other", "other has a base of its own, and cannot be one"),
-        ("fused", "fused has `fuse_projections`, and adapters do not fit those"),
-        ("shared", "shared has `parallel`, and adapters cannot be divided"),
-        ("encoder", "encoder is of kind embedding, and a base is a chat model"),
+        ("other", "other has a base of its own, so it cannot be one"),
+        ("fused", "fused has `fuse_projections`, which adapters do not fit"),
+        ("shared", "shared has `parallel`, but adapters cannot be divided"),
+        ("encoder", "encoder is of kind embedding, but a base must be a chat model"),
     ],
 )
 def test_a_base_that_cannot_be_one_is_refused_by_name(file: Path, base: str, problem: str) -> None:
@@ -253,18 +253,18 @@ def test_a_base_that_cannot_be_one_is_refused_by_name(file: Path, base: str, pro
     [
         ('base: b, adapter: "hub:../x"', "'hub:../x' should read hub:org/name"),
         ("base: b, adapter: owner/name", "`adapter`: 'owner/name' is no source"),
-        ('base: b, adapter: "path:x.gguf"', "`adapter` is a folder, as mlx-lm writes it, no GGUF"),
+        ('base: b, adapter: "path:x.gguf"', "must be a folder as mlx-lm writes it, not GGUF"),
         ('base: b, adapter: "path:nowhere"', "there is no folder"),
         ("base: b", "`base` needs `adapter` beside it"),
         ('adapter: "hub:a/x"', "`adapter` needs `base` beside it"),
         (
             'base: b, adapter: "hub:a/x", source: "hub:a/y"',
-            "an adapter has its base's weights, and no `source`",
+            "an adapter uses its base's weights, and has no `source`",
         ),
-        ('base: b, adapter: "hub:a/x", dtype: float16', "`dtype` is the base's to set"),
-        ('base: b, adapter: "hub:a/x", batching: off', "`batching` is the base's to set"),
-        ('base: b, adapter: "hub:a/x", kv_bits: 8', "`kv_bits` is the base's to set"),
-        ('base: b, adapter: "hub:a/x", draft: b', "`draft` is the base's to set"),
+        ('base: b, adapter: "hub:a/x", dtype: float16', "`dtype` can only be set for the base"),
+        ('base: b, adapter: "hub:a/x", batching: off', "`batching` can only be set for the base"),
+        ('base: b, adapter: "hub:a/x", kv_bits: 8', "`kv_bits` can only be set for the base"),
+        ('base: b, adapter: "hub:a/x", draft: b', "`draft` can only be set for the base"),
         (
             'base: b, adapter: "hub:a/x", adaptor: 1',
             "unknown key 'adaptor'; did you mean 'adapter'?",

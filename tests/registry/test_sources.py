@@ -53,7 +53,7 @@ def test_a_source_says_whether_it_is_one_file() -> None:
 def test_a_piece_of_a_model_is_refused() -> None:
     """The refusal saves a download of gigabytes; a model's only file may be called 1 of 1."""
     for scheme in ("hub:a/b", "path:b", "package:b"):
-        with pytest.raises(ValueError, match="one piece of a model"):
+        with pytest.raises(ValueError, match="a part of a split model"):
             parse_source(f"{scheme}/x-00001-of-00003.gguf", Path("/"))
         parse_source(f"{scheme}/x-00001-of-00001.gguf", Path("/"))
 

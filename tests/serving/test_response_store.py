@@ -1,6 +1,6 @@
 """Kept responses: bounded, each owner's apart, forgotten in time."""
 
-from gateway.serving.response_store import ResponseStore, StoredItem, StoredResponse
+from gateway.serving.response_store import ResponseStore, StoredImage, StoredItem, StoredResponse
 
 
 class Clock:
@@ -106,3 +106,65 @@ def test_none_is_kept_where_none_may_be() -> None:
     assert not kept.is_on
     assert not kept.keep("a", response("1"))
     assert kept.find("a", "1") is None
+
+
+def seen(name: str, *texts: str) -> StoredResponse:
+    """Give a response of 10 bytes and an item of 10 with each image."""
+    items = [
+        StoredItem(f"{name}-{i}", b"c" * 10, [StoredImage.of(text)]) for i, text in enumerate(texts)
+    ]
+    return StoredResponse(name, b"x" * 10, items, [])
+
+
+def copied(text: str) -> str:
+    """Give an equal text that is another object."""
+    return text[:1] + text[1:]
+
+
+def test_an_image_is_held_once_and_goes_with_the_last_that_has_it() -> None:
+    kept, text = store(), "i" * 200
+    assert kept.keep("a", seen("1", copied(text)))
+    assert kept.nbytes == 220
+    assert kept.keep("a", seen("2", copied(text), copied(text), "other"))
+    assert kept.nbytes == 220 + 40 + 5
+    held = [kept.find("a", name) for name in "12"]
+    texts = [image.text for each in held if each for item in each.items for image in item.images]
+    assert texts == [text, text, text, "other"]
+    assert len({id(each) for each in texts}) == 2
+    assert kept.keep("b", seen("3", copied(text)))
+    assert kept.nbytes == 265 + 220  # an owner pays for itself
+    assert kept.delete("a", "1")
+    assert kept.nbytes == 245 + 220
+    item = kept.item("a", "2-1")
+    assert item is not None
+    assert item.images[0].text == text
+    assert kept.delete("a", "2")
+    assert kept.delete("b", "3")
+    assert kept.nbytes == 0
+    assert not any(owned.images or owned.uses for owned in kept._by_owner.values())
+
+
+def test_a_shared_image_makes_room_for_itself() -> None:
+    """What evicts the last response with an image brings the image itself."""
+    kept = store(max_bytes=300)
+    assert kept.keep("a", seen("1", "i" * 200))
+    assert kept.keep("a", seen("2", "i" * 200))  # 240 bytes
+    assert kept.keep("a", seen("3", "j" * 200))
+    assert (kept.nbytes, len(kept)) == (220, 1)
+    assert not kept.keep("a", seen("4", "i" * 200, "j" * 200))
+    assert kept.keep("a", seen("5", *["k" * 200] * 8))  # 90 bytes, and the image once
+    assert (kept.nbytes, len(kept)) == (290, 1)
+
+
+def test_images_expire_with_their_response() -> None:
+    clock = Clock()
+    kept = store(clock)
+    kept.keep("a", seen("1", "i" * 200))
+    clock.now = 30
+    kept.keep("a", seen("2", "i" * 200))
+    clock.now = 60
+    kept.expire()
+    assert kept.nbytes == 220
+    clock.now = 90
+    kept.expire()
+    assert kept.nbytes == 0

@@ -47,6 +47,16 @@ def test_a_body_of_too_many_brackets_is_refused_before_it_is_parsed() -> None:
     assert len(parse(b"[" + b"{}," * 199_000 + b"{}]")) == 199_001
 
 
+def test_names_are_counted_before_they_are_parsed() -> None:
+    """Quotes inside a text are not counted: it may be of any length."""
+    with pytest.raises(ValueError, match="more than 1000000 names and texts"):
+        parse(b"{" + b'"a":1,' * 1_000_001 + b'"b":1}')
+    with pytest.raises(ValueError, match="more than 1000000 names and texts"):
+        parse(b"[" + b'"",' * 1_000_001 + b"1]")
+    assert len(parse(b"[" + b'"",' * 999_999 + b"1]")) == 1_000_000
+    assert len(parse(orjson.dumps('"' * 3_000_000))) == 3_000_000
+
+
 def test_a_million_levels_are_refused_at_once() -> None:
     """orjson itself refuses them: it looks no deeper than 1024."""
     with pytest.raises(ValueError, match="depth"):

@@ -115,10 +115,10 @@ def test_what_is_no_form_or_two_at_once_is_refused(fields: dict[str, Any]) -> No
 
 
 def test_two_forms_are_told_apart_by_name() -> None:
-    both = "'structured_outputs.regex' and 'structured_outputs.choice' each ask"
+    both = "'structured_outputs.regex' and 'structured_outputs.choice' ask for different"
     with pytest.raises(BadRequest, match=both):
         grammar(structured_outputs={"regex": "a", "choice": ["a"], "json_object": False})
-    with pytest.raises(BadRequest, match="'response_format' and 'guided_regex' each ask"):
+    with pytest.raises(BadRequest, match="'response_format' and 'guided_regex' ask for different"):
         grammar(response_format={"type": "json_object"}, guided_regex="a")
 
 
@@ -188,7 +188,7 @@ def test_two_ways_to_ask_count_as_one_where_they_mean_the_same(data: st.DataObje
     if kind == other_kind and texts[0] == texts[1]:
         assert grammar(**asked) in (grammar(**fields), grammar(**other_fields))
         return
-    with pytest.raises(BadRequest, match="each ask for a form of their own") as caught:
+    with pytest.raises(BadRequest, match="ask for different formats") as caught:
         grammar(**asked)
     assert set(re.findall("'(.*?)'", caught.value.message)) == {name, other_name}
 

@@ -223,7 +223,7 @@ def test_a_result_may_name_its_call_by_the_items_id() -> None:
 
 def stored(items: Sequence[AnyItem], used_ids: Sequence[str] = ()) -> list[AnyItem]:
     """Return items as the store keeps them."""
-    return [read_item(body) for _, body in dump_items(items, used_ids)]
+    return [read_item(item.body, item.images) for item in dump_items(items, used_ids)]
 
 
 @pytest.mark.parametrize("used_ids", [(), ("ls_1", "fc_1")])

@@ -100,7 +100,7 @@ def test_a_choice_of_nothing_is_refused(fields: dict[str, Any]) -> None:
 def test_parameters_that_are_no_object_are_refused(kind: Any, choice: str) -> None:
     """Otherwise a call would be answered with a list."""
     odd = {"type": "function", "function": {"name": "odd", "parameters": {"type": kind}}}
-    with pytest.raises(BadRequest, match="'odd' are of another 'type' than 'object'") as caught:
+    with pytest.raises(BadRequest, match="'odd' should have the 'type' 'object'") as caught:
         read(tools=[WEATHER, odd], tool_choice=choice)
     assert (caught.value.param, caught.value.code) == ("tools", "invalid_function_parameters")
 

@@ -1,4 +1,4 @@
-"""The form of a model's answers: the parsers of a sequence's tokens, and the tracker of its
+"""A model's answer formats, which make the parsers of a sequence's tokens and the tracker of its
 thinking.
 """
 
@@ -31,7 +31,7 @@ from gateway.jobs.steps import SequenceParams
 
 
 class AnswerFormat:
-    """A model's formats and tokens, for reading its answers. Stateless, so threads may share it.
+    """A model's formats for calls and reasoning, with its tokens. Stateless: threads may share it.
 
     `eos_ids` are the tokens that end an answer.
     """
@@ -52,23 +52,25 @@ class AnswerFormat:
         words = [*reasoning.marks, *tools.words]
         self.marks = Marks(backend.get_added_tokens_decoder(), words)
         self.eos_ids = frozenset(eos_ids)
-        if self.is_harmony:  # the end of a message does not end the answer
+        if self.is_harmony:  # these two tokens end a message, not the answer
             self.eos_ids = (self.eos_ids | self.ids(STOPS)) - self.ids(("<|end|>", "<|eom|>"))
 
     @property
     def reads_calls(self) -> bool:
-        """Return True if the model's own form of calls is known."""
+        """Return True if the model's own call format is known."""
         return self.tools is not NO_TOOLS
 
     @property
     def call_ids(self) -> frozenset[int]:
-        """List the tokens that mark calls, if a grammar can hold calls."""
+        """Return the tokens that mark calls; empty if a grammar cannot constrain this format."""
         if not self.tools.is_json:
             return frozenset()
         return self.ids(mark for pair in self.tools.marks for mark in pair)
 
     def call_format(self, is_special: Callable[[int], bool]) -> CallFormat | None:
-        """Return the model's own form of a call, if that is JSON between marks."""
+        """Return the model's own call format for a grammar: JSON between marks, or separate
+        messages. None for any other format.
+        """
         if self.tools.is_separate:
             return CallFormat("", "", is_special=True, closing_is_special=True, is_separate=True)
         if not self.tools.is_json:
@@ -106,7 +108,8 @@ class AnswerFormat:
         if params.is_bare:
             return Parser(Markup(), mode, is_thinking=False, is_bound=is_bound, calls=calls)
         if self.is_harmony:
-            # Muse Glimmer writes `f.f` for a function without a namespace; own names come last.
+            # Muse Glimmer writes `f.f` for a function `f` without a namespace. Longer names come
+            # later, so a function that is itself named `f.f` keeps its name.
             own = {each: n for n in sorted(functions, key=len) for each in (f"{n}.{n}", n)}
             known = {written: functions[name] for written, name in own.items()}
 
@@ -147,8 +150,8 @@ class AnswerFormat:
         )
 
     def call_writer(self, params: SequenceParams) -> CallWriter:
-        """Return the writer that numbers the calls of a sequence, and leaves out those beyond its
-        limit.
+        """Return the writer that numbers the calls of a sequence. If calls may not be parallel, it
+        drops all after the first.
         """
         calling = params.calling
         is_single = calling is not None and not (calling.forced or calling.parallel)
@@ -161,7 +164,7 @@ class AnswerFormat:
         if self.is_harmony:
             stops = self.eos_ids
             if params.calling is not None and not params.calling.forced:
-                stops -= self.ids(("<|call|>",))  # a call may end the answer too
+                stops -= self.ids(("<|call|>",))  # a call made in a thought may end the answer
             return Thinking(
                 spell,
                 answer_begins(pattern),
@@ -187,7 +190,7 @@ class AnswerFormat:
 
     @property
     def ends_thoughts(self) -> bool:
-        """Return True if the tokenizer has tokens for the end of the model's thinking."""
+        """Return True if the tokenizer can encode a mark that ends the model's thinking."""
         ends = self._thought_ends(may_call=False)
         return any(end in "".join(map(self._spell, self._unspell(end))) for end in ends)
 
@@ -209,7 +212,7 @@ class AnswerFormat:
         opens, opens_after, tail = self.ids(self.reasoning.starts), "", ""
         if self.is_harmony:
             opens, opens_after = frozenset(self._unspell("analysis")[:1]), "<|channel|>"
-            [tail] = self._thought_ends(may_call=True)  # an earlier message ended with it
+            [tail] = self._thought_ends(may_call=True)  # the prompt ends with this
             tail = self.marks.pattern(params.opening) or tail
         return ThinkingBudget(
             params.thinking_budget,
@@ -223,7 +226,7 @@ class AnswerFormat:
         )
 
     def _unspell(self, text: str) -> list[int]:
-        """Return the ids of spelled tokens."""
+        """Return the token ids of a text whose tokens are spelled."""
         return list(self._backend.encode(spell_out(text), add_special_tokens=False).ids)
 
     def _spell(self, token: int) -> str:

@@ -1,8 +1,7 @@
-"""Calls whose own text says where they end, between two marks or after one → calls.
+"""Reads calls whose bodies are JSON or Python, between two marks or after an opening mark.
 
-A body ends where its JSON or its Python ends. JSON that is badly written is mended once its end is
-known: line breaks, escapes, Python's quotes and literals, and one brace that is missing before a
-closing mark.
+A body ends where its JSON or Python ends. Malformed JSON is repaired once its end is known: line
+breaks, escapes, Python's quotes and literals, and one missing brace before a closing mark.
 """
 
 import ast
@@ -31,8 +30,8 @@ from gateway.engine.answers.call_values import (
 )
 
 Body = tuple[list[Call], int]  # the result of a ReadBody
-_BETWEEN = re.compile(r"(?:[\s;,]|```\w*)*+")  # separators of bodies
-_AFTER = re.compile(r"[\s;,`)\]}]*+")  # text after the last body: brackets too many
+_BETWEEN = re.compile(r"(?:[\s;,]|```\w*)*+")  # separators between bodies
+_AFTER = re.compile(r"[\s;,`)\]}]*+")  # surplus brackets after the last body
 _DECODER = json.JSONDecoder(strict=False)  # strings may hold line breaks and tabs
 _BAD_ESCAPE = re.compile(r"(\\(?:[\"\\/bfnrt]|u[0-9a-fA-F]{4}))|\\(')|\\")
 _ID = r"(?P<name>[^\s<{]{1,256})"
@@ -51,10 +50,11 @@ _NAME = re.compile(r"[\w.$-]*+\s*+")
 
 @dataclass(frozen=True, slots=True)
 class Bodies:
-    """One family's calls.
+    """The call format of one model family, for reading and writing.
 
-    `marks` are pairs of marks; the second is empty if only the answer's end ends the calls. One
-    call, and one pair of its arguments, are written by forms (call_values.py).
+    `marks` are pairs of an opening and a closing mark; the latter is empty if only the answer's
+    end ends the calls. `call` and `pair` are the forms of a call and of one of its arguments that
+    `write_call` (call_values.py) fills.
     """
 
     read_body: ReadBody
@@ -68,8 +68,8 @@ class Bodies:
         begun = [pair for pair in self.marks if text.startswith(pair[0], at)][:1]
         closers = tuple(end for _, end in begun or self.marks if end)
         begin = at + sum(len(start.removesuffix("[")) for start, _ in begun)
-        # A call may go on until its end mark is there; at the model's own end the mark may be
-        # missing.
+        # The call may go on: always while the answer grows, and in an answer that was cut until
+        # the end mark comes. A model that ends its answer itself may leave out the mark.
         is_open = ending is Ending.MORE or (ending is Ending.CUT and bool(begun and closers))
         try:
             read = self._read_bodies(text, begin, schemas, closers)
@@ -87,7 +87,7 @@ class Bodies:
             return Reading(calls, end)
         if place == len(text):
             return None if is_open else Reading(calls, place)
-        # Other text follows. It may be part of the call if the call's end mark is behind it.
+        # Other text follows. It may be part of the call if the end mark comes after it.
         is_last = ending is Ending.END and bool(begun and closers)
         return Reading(calls, end) if is_last and closers[0] not in text[place:] else None
 
@@ -103,7 +103,7 @@ class Bodies:
         return gap.join(f"{start}{text}{end}" for text in texts)
 
     def _read_bodies(self, text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Reading:
-        """Read calls that follow one another, up to one that is broken."""
+        """Read consecutive calls, up to the first that cannot be read."""
         marks = (*closers, *(start for start, _ in self.marks))
         calls, end = self.read_body(text, skip(_BETWEEN, text, at), schemas, closers)
         begin = skip(_BETWEEN, text, end)
@@ -123,9 +123,9 @@ class Bodies:
 def read_json(
     text: str, at: int, schemas: Schemas, closers: Sequence[str], *, is_named: bool = False
 ) -> Body:
-    """Read an object that is a call, or a list of them.
+    """Read a JSON object that is a call, or a list of such objects.
 
-    `is_named`: an object has the arguments of a call under the function's name.
+    `is_named`: each object has function names as keys and the calls' arguments as values.
     """
     at = skip(SPACE, text, at)
     if at < len(text) and text[at] not in "[{":
@@ -138,15 +138,17 @@ def read_json(
 
 
 def read_arguments(name: str, text: str) -> Call:
-    """Read a call whose text is only its arguments, and may be empty. Raises ValueError."""
+    """Return a call of `name` with the arguments in `text`; empty text means none. Raises
+    ValueError.
+    """
     return _call({"name": name, "arguments": text})
 
 
 def read_mistral(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
-    """Read Mistral's calls: a list in JSON, or from v11 on `name[CALL_ID]id[ARGS]{…}`.
+    """Read Mistral's calls: a JSON list, or since v11 `name[CALL_ID]id[ARGS]{…}`.
 
-    Source: mistral-common's encoding of assistant messages, and vLLM's tests, where [ARGS] is
-    missing as its tokenizer drops it.
+    Sources: mistral-common's encoding of assistant messages, and vLLM's tests, in which [ARGS] is
+    missing because its tokenizer drops it.
     """
     if text.startswith(("[", "{"), skip(SPACE, text, at)):
         return read_json(text, at, schemas, closers)
@@ -154,21 +156,24 @@ def read_mistral(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -
 
 
 def read_deepseek(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
-    """Read V3's and R1's `function<sep>name` above fenced JSON, or V3.1's `name<sep>{…}`."""
+    """Read DeepSeek's calls: `function<sep>name` before fenced JSON (V3, R1), or `name<sep>{…}`
+    (V3.1).
+    """
     return _read_headed(_DEEPSEEK, text, at, closers)
 
 
 def read_kimi(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
-    """Read K2's `functions.f:0<|tool_call_argument_begin|>{…}`, and ids of other forms.
-
-    An id of the form that its template knows is the call's own.
+    """Read Kimi K2's calls, `functions.f:0<|tool_call_argument_begin|>{…}`, also with ids of
+    another form. The call keeps only an id of the form that K2's template knows.
     """
     calls, end = _read_headed(_KIMI, text, at, closers)
     return calls_of([_kimi_call(call, schemas) for call in calls]), end
 
 
 def _kimi_call(call: Call, schemas: Schemas) -> Call:
-    """Name the function that an id names, or else the only function that fits the arguments."""
+    """Return a call, named by its id, with its function's name instead: the one in the id or, if
+    the id has none, that of the only function that fits the arguments. Else the name is empty.
+    """
     call_id, given = call["name"], set(call["arguments"])
     names = "|".join(map(re.escape, sorted(schemas, key=len, reverse=True)))
     exact = _KIMI_ID.fullmatch(call_id)
@@ -185,15 +190,15 @@ def _kimi_call(call: Call, schemas: Schemas) -> Call:
 
 
 def _read_headed(pattern: Any, text: str, at: int, closers: Sequence[str]) -> Body:
-    """Read a head, by a pattern that names its parts, and the arguments behind it."""
+    """Read a call: its head, with a pattern whose groups name the parts, and its arguments."""
     head = match_head(pattern, text, at)
     arguments, end = _read_value(text, head.end(), closers)
     return calls_of([{**head.groupdict(), "arguments": arguments}]), end
 
 
 def match_head(pattern: Any, text: str, at: int) -> Any:
-    """Match the head before a body. Raises Unfinished if it may go on, ValueError if it is
-    something else.
+    """Match the head before a body. Raises Unfinished if the text ends inside the head, and
+    ValueError if there is no head.
     """
     head = pattern.match(text, at, partial=True)
     if head is None:
@@ -204,8 +209,8 @@ def match_head(pattern: Any, text: str, at: int) -> Any:
 
 
 def _read_value(text: str, at: int, closers: Sequence[str]) -> tuple[Any, int]:
-    """Return a JSON value and the place of its end; an empty list for a value that cannot
-    be read.
+    """Return a JSON value and the place where it ends. A value that cannot be read becomes an
+    empty list.
     """
     try:
         return _DECODER.raw_decode(text, at)
@@ -215,7 +220,7 @@ def _read_value(text: str, at: int, closers: Sequence[str]) -> tuple[Any, int]:
 
 
 def _mend(text: str) -> Any:
-    """Return the value of JSON that is badly written, or an empty list."""
+    """Return the value of malformed JSON, or an empty list if it cannot be repaired."""
     escaped = _BAD_ESCAPE.sub(lambda match: match[1] or match[2] or r"\\", text)
     for read, source in ((_DECODER.decode, escaped), (read_literal, text)):
         try:
@@ -226,7 +231,7 @@ def _mend(text: str) -> Any:
 
 
 def calls_of(values: Iterable[Any]) -> list[Call]:
-    """Return values as calls; none if one of them isn't a call."""
+    """Return JSON values as calls; an empty list if any of them isn't a call."""
     try:
         return [_call(value) for value in values]
     except (*UNREADABLE, AttributeError):
@@ -250,9 +255,10 @@ def _call(value: Any) -> Call:
 
 
 def read_python(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
-    """Read a list of calls, or JSON: Llama 3.2 and 4 write either, LFM2 a list.
+    """Read a Python list of calls, or JSON: Llama 3.2 and 4 write either, LFM2 only the list.
 
-    Without brackets (Llama 3.1 writes `f.call(a="x")`), only an offered function can be called.
+    A single call without brackets, such as Llama 3.1's `f.call(a="x")`, must name a function in
+    `schemas`.
     """
     at = skip(SPACE, text, at)
     if _IS_JSON.match(text, at):
@@ -277,8 +283,8 @@ def _own_name(name: str, schemas: Schemas) -> str:
 
 
 def _python_call(node: ast.expr, names: Mapping[str | None, str], schemas: Schemas) -> Call:
-    # Only arguments by name are read: nothing says which arguments `f(1)` has. Values are literals:
-    # `f(a=1+2)` is no call.
+    # Only keyword arguments are read: nothing says which parameter the 1 in `f(1)` is. Values must
+    # be literals: `f(a=1+2)` is not a call.
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)) or node.args:
         raise ValueError("not a call by names")
     arguments = {names[each.arg]: ast.literal_eval(each.value) for each in node.keywords}

@@ -1,5 +1,7 @@
-"""Calls as they are read, and the types of their readers; the text of an argument → its value, by
-its schema; JSON and Python as models write them; calls → their text.
+"""The types of calls and of their readers, and the parts that all call formats share.
+
+An argument's text is converted to a value by its schema, JSON and Python are read as models write
+them, and calls are written as text.
 """
 
 import ast
@@ -11,12 +13,12 @@ from enum import Enum, auto
 from functools import lru_cache, partial
 from typing import Any
 
-Schemas = Mapping[str, Mapping[str, Any]]  # the arguments of each function, by its name
-Call = Mapping[str, Any]  # "name", "arguments" and, where the model makes one, "id"
+Schemas = Mapping[str, Mapping[str, Any]]  # each function's parameters (JSON Schema), by its name
+Call = Mapping[str, Any]  # keys "name", "arguments" and, if the model wrote one, "id"
 
 
 class Ending(Enum):
-    """How a text ends: not yet, by the model's own choice, or cut at its greatest length."""
+    """How a text ends: more follows, the model ended it, or it was cut at its maximum length."""
 
     MORE = auto()
     END = auto()
@@ -29,10 +31,10 @@ class Unfinished(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The calls at a place of a text, and the place where they end, closing mark included.
+    """The calls read at a place of a text, and the place after them and their closing mark.
 
-    Without calls, the text up to `end` is plain text, and nothing in it is read again. If it
-    `is_last`, the rest is text too: it begins a call that cannot be read.
+    If there are no calls, everything up to `end` is plain text and is not read again. `is_last`:
+    the rest of the text is plain text too, because a call that cannot be read begins there.
     """
 
     calls: Sequence[Call]
@@ -40,18 +42,18 @@ class Reading:
     is_last: bool = False
 
 
-# Reads the calls at a place of a text, where a mark or a call without one stands. Returns None
-# while more text may matter, and for a call that the text leaves unfinished. Raises ValueError if
-# no call begins there.
+# Reads the calls that begin at a place of a text, with or without an opening mark. Returns None
+# while more text may change the result, and for a call that the text leaves unfinished. Raises
+# ValueError if no call begins there.
 ReadCalls = Callable[[str, int, Schemas, Ending], Reading | None]
-# Reads one body of calls (a JSON object or list, say) at a place of a text, given the functions
-# and the marks that may close it → its calls, and the place where it ends; no calls if it is no
-# call. Raises Unfinished, or ValueError if no body begins there.
+# Reads one body of calls, such as a JSON object or list, at a place of a text, given the functions'
+# schemas and the marks that may close the body. Returns its calls, none if it is not a call, and
+# the place where it ends. Raises Unfinished if the text ends first, ValueError if no body begins.
 ReadBody = Callable[[str, int, Schemas, Sequence[str]], tuple[list[Call], int]]
 
 
 def read_all(read: ReadCalls, text: str, schemas: Schemas) -> list[Call]:
-    """Return the calls of a text that has nothing else. Raises ValueError."""
+    """Return the calls of a text. Raises ValueError if it has anything but calls."""
     calls: list[Call] = []
     rest = text.strip()
     while rest:
@@ -63,10 +65,10 @@ def read_all(read: ReadCalls, text: str, schemas: Schemas) -> list[Call]:
     return calls
 
 
-# The errors raised for a text that is no value.
+# The errors that malformed text may raise when it is read as a value.
 UNREADABLE = (ValueError, TypeError, LookupError, SyntaxError, MemoryError, RecursionError)
 SPACE = re.compile(r"\s*+")
-# A closing quote stands before something that can follow a value.
+# In lenient reading, a quote closes a string only if the text after it can follow a value.
 _ENDS_VALUE = r"(?=\s*+(?:[,)\]}:]|\Z))"
 _ESCAPES = re.compile(
     r"\\(?:[\\'\"abfnrtv\n]|[0-3]?[0-7]{1,2}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8})|[\\'\"\n\r]"
@@ -76,7 +78,7 @@ _LITERALS = {"true": "True", "false": "False", "null": "None"}
 
 
 def _string(quote: str, end: str) -> str:
-    """Return a pattern of strings whose end is a quote with `end` behind it, linear in time."""
+    """Return a pattern of strings that a quote followed by `end` closes. It takes linear time."""
     return rf"{quote}[^\\{quote}]*+(?:(?:\\.|{quote}(?!{end}))[^\\{quote}]*+)*+{quote}"
 
 
@@ -94,9 +96,7 @@ _TOKENS = [
 
 
 def skip(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Return the place in a text behind a pattern's match there, or the same place without
-    a match.
-    """
+    """Return the place where a pattern's match at `at` ends, or `at` if there is no match."""
     match = pattern.match(text, at)
     return at if match is None else match.end()
 
@@ -114,10 +114,10 @@ def _brackets(closers: tuple[str, ...], *, is_lenient: bool) -> re.Pattern[str]:
 def find_end(
     text: str, at: int, closers: Sequence[str], *, is_lenient: bool = False
 ) -> tuple[int, int]:
-    """Return the place where the bracket at a place is closed, or that of a mark that may close the
-    whole, and the number of brackets open there. Raises Unfinished.
+    """Return the place after the bracket that closes the one at `at`, or the place of a closing
+    mark before it, and the number of brackets still open. Raises Unfinished if there is neither.
 
-    `is_lenient`: a string may hold its own quotes, if nothing behind them could follow a value.
+    `is_lenient`: a string may contain its own quote where the text after it cannot follow a value.
     """
     depth = 0
     for token in _brackets(tuple(closers), is_lenient=is_lenient).finditer(text, at):
@@ -132,11 +132,11 @@ def find_end(
 
 
 def parse_python(source: str) -> tuple[ast.expr, Mapping[str | None, str]]:
-    """Return an expression's tree, and the names of functions and arguments by the words that
-    replace them, from `_0` on. Raises SyntaxError.
+    """Return an expression's tree, in which `_0`, `_1`, … replace the names of functions and
+    arguments, and a map from these to the names. Raises SyntaxError.
 
-    Line breaks in strings, unknown escapes, names with dashes and JSON's literals are mended.
-    Quotes inside strings are allowed only if the source is no Python otherwise.
+    Line breaks in strings, unknown escapes, names with dashes and JSON's literals are repaired.
+    Unescaped quotes inside strings are allowed only if the source isn't valid Python otherwise.
     """
     try:
         return _parse(source, _TOKENS[0])
@@ -165,9 +165,10 @@ def _parse(source: str, tokens: re.Pattern[str]) -> tuple[ast.expr, Mapping[str 
 
 
 def read_literal(source: str, *, is_lenient: bool = False) -> object:
-    """Return the value of a Python literal, mended. Raises one of UNREADABLE.
+    """Return the value of a Python literal, repaired as in `parse_python`. Raises one of
+    UNREADABLE.
 
-    `is_lenient`: a string may hold its own quotes.
+    `is_lenient`: a string may contain its own quote.
     """
     return ast.literal_eval(_parse(source, _TOKENS[is_lenient])[0])
 
@@ -183,15 +184,17 @@ _TYPES: Mapping[str, Callable[[Any], bool]] = {
     "object": lambda value: isinstance(value, dict),
 }
 _QUOTED = re.compile(r"\s*([\"'])(.*)\1\s*", re.DOTALL)
-_DEPTH = 16  # the most references and alternatives followed in a parameter's schema
-# Bounds, as the lane waits meanwhile: the most parts of one schema, and the most schemas of one
-# call.
+_DEPTH = 16  # the most references and alternatives followed, one inside the other, in a schema
+# The lane waits for this work, so it is bounded: by the parts of one schema, and by the schemas of
+# one call.
 _MOST_PARTS = 256
 _MOST_SCHEMAS = 4096
 
 
 def _convert(text: str, types: frozenset[str]) -> Any:
-    """Return the value that a text stands for, one of the JSON types where any are known."""
+    """Return the value that a text stands for, of one of the JSON `types` if any are given and one
+    fits; otherwise the text.
+    """
     if not types:
         return guess(text)
     if types != {"string"}:
@@ -211,13 +214,13 @@ def _convert(text: str, types: frozenset[str]) -> Any:
 
 
 def guess(text: str) -> Any:
-    """Return JSON's value, Python's list or dict, or else the text itself.
+    """Return the value of a text that is JSON or a Python list or dict; otherwise the text itself.
 
-    A value that JSON cannot express stays text: NaN, a number beyond all floats, Python's sets.
+    A value that JSON cannot express stays text: NaN, a number too large for a float, a Python set.
     """
     readers: list[Callable[[str], Any]] = [partial(json.loads, strict=False)]
     if text.lstrip().startswith(("[", "{")):
-        readers.append(lambda text: read_literal(text.strip()))  # some models write Python's
+        readers.append(lambda text: read_literal(text.strip()))  # some models write Python
     for read in readers:
         try:
             value = read(text)
@@ -229,19 +232,19 @@ def guess(text: str) -> Any:
 
 
 class Allowed:
-    """Reads the texts of one call as its function's schema, the root, allows. Parts of the schema
-    beyond the bounds above are ignored.
+    """Converts the argument texts of one call to values that its function's schema, the root,
+    allows. Parts of the schema beyond the bounds above are ignored.
     """
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
-        # The keys are identities of parts, which the root and `_inner` keep alive.
+        # The keys are ids of schema parts, which the root and `_inner` keep alive.
         self._types: dict[int, frozenset[str]] = {}
         self._parts: dict[int, list[tuple[Mapping[str, Any], bool]]] = {}
         self._inner: dict[tuple[int, str, bool], Mapping[str, Any]] = {}
 
     def argument(self, name: str, text: str) -> Any:
-        """Return the value of the function's argument that a text stands for."""
+        """Return the value that `text` stands for as the argument `name`."""
         return self.value(text, self.inner(self._root, name))
 
     def value(self, text: str, schema: Any) -> Any:
@@ -253,21 +256,21 @@ class Allowed:
         return value
 
     def types(self, schema: Any, depth: int = _DEPTH) -> frozenset[str]:
-        """Return the JSON types that a schema allows, as far as it says; empty if it doesn't."""
+        """Return the JSON types that a schema allows; empty if it doesn't say."""
         if not isinstance(schema, Mapping) or depth == 0:
             return frozenset()
         if id(schema) not in self._types:
-            # Empty while it is followed, as it may lead to itself.
+            # The entry is empty while references are followed: they may lead back to the schema.
             self._types[id(schema)] = frozenset()
             if len(self._types) <= _MOST_SCHEMAS:
                 self._types[id(schema)] = self._read_types(schema, depth - 1)
         return self._types[id(schema)]
 
     def _read_types(self, schema: Mapping[str, Any], depth: int) -> frozenset[str]:
-        """Look at a schema's keywords, and follow those that lead to others.
+        """Return the types that a schema's keywords, and the schemas they lead to, allow.
 
-        Keywords of one schema narrow each other; among alternatives, those without types don't
-        count if another keyword has some. An integer is a number: "number" allows both.
+        Keywords of one schema narrow each other. If an alternative (`anyOf`, `oneOf`) has no types,
+        the types of the others count only if no other keyword has any. "number" allows integers.
         """
         kinds = {type(value): value for value in _listed(schema)}
         stated = schema.get("type", [type_of(value) for value in kinds.values()])
@@ -286,7 +289,7 @@ class Allowed:
         return frozenset.intersection(*known) if known else fallback
 
     def inner(self, schema: Any, name: str, *, is_item: bool = False) -> Mapping[str, Any]:
-        """Return the schema of the value that an object has under a name, or of a list's item."""
+        """Return the schema of an object's property `name`, or of a list's items."""
         key = id(schema), name, is_item
         if key not in self._inner:
             stated: dict[bool, list[Any]] = {False: [], True: []}
@@ -303,7 +306,7 @@ class Allowed:
         return any(text in _listed(part) for part, _ in self._flatten(schema))
 
     def _flatten(self, schema: Any) -> list[tuple[Mapping[str, Any], bool]]:
-        """List a schema and its parts, each with whether it is only an alternative."""
+        """Return a schema and its parts, each with True if it is only an alternative."""
         if id(schema) not in self._parts:
             parts, known = [(schema, False)], {}
             for part, is_alternative in parts:
@@ -338,7 +341,7 @@ def _followed(schema: Mapping[str, Any], word: str) -> list[Any]:
 
 
 def _resolve(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
-    """Return the part of the function's schema that a `$ref` in it names; None if there is none."""
+    """Return the part of the root that the schema's `$ref` names; None if there is no such part."""
     ref = schema.get("$ref")
     if not isinstance(ref, str) or not ref.startswith("#/"):
         return None
@@ -359,13 +362,13 @@ def as_text(value: Any) -> str:
 
 
 def as_cdata(value: Any) -> str:
-    """Write as CDATA a text that XML would read otherwise, or trim."""
+    """Write a value, as CDATA if it has white space or characters that XML would interpret."""
     text = as_text(value)
     return f"<![CDATA[{text}]]>" if re.search(r"[<&\s]", text) else text
 
 
 def write_gemma_value(delimiter: str, value: Any) -> str:
-    """Write as Gemma does: keys without quotes, texts between delimiters."""
+    """Write a value as Gemma does: keys without quotes, strings between delimiters."""
     if isinstance(value, str):
         return f"{delimiter}{value}{delimiter}"
     if isinstance(value, list):
@@ -377,7 +380,7 @@ def write_gemma_value(delimiter: str, value: Any) -> str:
 
 
 def write_elements(mark: str, value: Any) -> str:
-    """Write as MiniMax M3 does: each pair and each item is an element, a mark before its tags."""
+    """Write a value as MiniMax M3 does: pairs and items as elements, a mark before each tag."""
     if not isinstance(value, dict | list):
         return as_text(value)
     pairs = value.items() if isinstance(value, dict) else [("item", each) for each in value]
@@ -386,10 +389,11 @@ def write_elements(mark: str, value: Any) -> str:
 
 
 def write_call(call: Call, form: str, pair: str, write_value: WriteValue, **more: Any) -> str:
-    """Fill a family's form of a call, and its form of an argument if it has one of its own.
+    """Return a call's text: a family's `form` of a call, filled.
 
-    A form's fields are `name`, `arguments` or `pairs`, and `more`; those of a pair `key`, `value`,
-    `kind` (its JSON type) and `is_text`.
+    Its fields are `name`, `arguments` (as JSON) or `pairs`, and the keys of `more`. `pair` is the
+    form of one argument, with the fields `key`, `value`, `kind` (the value's JSON type) and
+    `is_text`.
     """
     arguments = call["arguments"]
     pairs = [

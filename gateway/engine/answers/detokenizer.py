@@ -1,6 +1,6 @@
-"""Token ids → text as it grows: whole characters only.
+"""Decodes a growing sequence of token ids into text, in whole characters only.
 
-Single tokens, too: their texts and their bytes.
+It also gives the texts and bytes of single tokens.
 """
 
 import re
@@ -16,8 +16,9 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_of() -> dict[str, int]:
-    """Return the alphabet of byte-level BPE, inverted: printable bytes are themselves, the other 68
-    follow from U+0100 on. Source: GPT-2's encoder.py, `bytes_to_unicode`.
+    """Return the byte that each character of byte-level BPE's alphabet stands for: printable bytes
+    are themselves, the other 68 are U+0100 and the characters after it. Source: GPT-2's encoder.py,
+    `bytes_to_unicode`.
     """
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unprintable = [byte for byte in range(256) if byte not in plain]
@@ -30,13 +31,13 @@ _BYTES = _byte_of()
 
 
 class Vocabulary:
-    """A tokenizer's single tokens, as logprobs show them: ` True`, never `ĠTrue` or `▁True`."""
+    """The texts of single tokens, as logprobs show them: ` True`, never `ĠTrue` or `▁True`."""
 
     @raise_panics
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        # A token's text depends on whether it is the first: SentencePiece drops the first one's
-        # space. So each is decoded behind a probe, whose text is then cut off.
+        # SentencePiece drops the space of the first token of a text. So each token is decoded after
+        # a probe token, whose text is then cut off.
         self.probe: list[int] = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
         self._prefix = len(self._decode(self.probe))
         self.text = lru_cache(maxsize=65_536)(self._text)
@@ -51,7 +52,7 @@ class Vocabulary:
         return self._decode([*self.probe, token])[self._prefix :]
 
     def _bytes(self, token: int) -> bytes:
-        """Return the bytes of a single token, even if they are part of a character."""
+        """Return the bytes of a single token, even if they are only part of a character."""
         text: str = self.text(token)
         if "\ufffd" not in text:
             return text.encode()
@@ -71,7 +72,8 @@ _WRITTEN = _REPLACEMENT.encode()
 class Detokenizer:
     """Turns the tokens of one sequence into text.
 
-    SentencePiece drops the space of a text's first word, unless the tokens `continue` a text.
+    SentencePiece drops the space before a text's first word. `continues` keeps it, for tokens that
+    continue a text.
     """
 
     def __init__(self, vocabulary: Vocabulary, *, continues: bool = False) -> None:
@@ -83,13 +85,13 @@ class Detokenizer:
 
     @raise_panics
     def push(self, token: int) -> str:
-        """Return the characters that `token` completes; half a character waits for its rest.
+        """Return the characters that `token` completes; part of a character waits for the rest.
 
-        Bytes that never become a character are left out, as there is nothing right to show.
+        Bytes that never become a character are left out, because no text would be right for them.
         """
         try:
             piece: str | None = self._stream.step(self._tokenizer, token)
-        except Exception:  # "Invalid prefix": bytes whose text is out were no character
+        except Exception:  # "Invalid prefix": bytes already returned as text were no character
             self._held.append(token)
             return self._restart()
         if piece and _REPLACEMENT not in piece:
@@ -99,7 +101,7 @@ class Detokenizer:
         self._held.append(token)
         if piece:
             return self._flush_held()
-        # The stream holds back all text that ends with U+FFFD, even if the tokens spell it.
+        # The stream holds back all text that ends with U+FFFD, even if the tokens really spell it.
         is_last = self._vocabulary.bytes(token)[-1:] == _WRITTEN[-1:]
         if is_last and self._bytes(self._held[-3:]).endswith(_WRITTEN):
             return self._restart()
@@ -111,8 +113,8 @@ class Detokenizer:
         return self._flush_held()
 
     def _flush_held(self) -> str:
-        """Return the text of the tokens held back, from their bytes: the stream writes U+FFFD both
-        for tokens that spell it and for bytes that are no character.
+        """Return the text of the tokens held back, decoded from their bytes, because the stream
+        writes U+FFFD both for tokens that spell it and for bytes that are no character.
         """
         text = self._bytes(self._held).decode(errors="ignore")
         if self._is_first and text.startswith(" "):
@@ -133,10 +135,10 @@ class Detokenizer:
 def texts_of(
     ids: Sequence[int], text: str | None, vocabulary: Vocabulary, special: Collection[int]
 ) -> list[str]:
-    """Return the text of each token of a prompt; together they are the prompt's.
+    """Return the text of each token of a prompt; joined, they are the prompt's text.
 
-    Half a character goes with the token that completes it. A special token is shown if the prompt,
-    `text`, contains it: the tokenizer may have added others.
+    A character of several tokens belongs to the last of them. If the prompt's `text` is given, a
+    special token that the tokenizer added to it has an empty text.
     """
     decoder, texts, at = Detokenizer(vocabulary), [], 0
     for token in ids:

@@ -1,8 +1,8 @@
-"""Bodies of Gemma's calls → calls: Gemma 4's `call:f{a:1,b:<|"|>text<|"|>}`, and FunctionGemma's.
+"""Reads the bodies of Gemma's calls: Gemma 4's `call:f{a:1,b:<|"|>text<|"|>}`, and FunctionGemma's.
 
-A text may hold its own delimiter, which stands for a quote there. So a delimiter ends a text only
-before the next pair or value, or before the brackets that close the open ones. Models also write
-quotes in its place, arguments in parentheses, Python's literals, or no delimiter at the beginning.
+A string may contain its own delimiter, which stands for a quote there. So a delimiter ends a string
+only before the next pair or value, or before the brackets that close the open ones. Models also
+write quotes as delimiters, arguments in parentheses, Python's literals, or no opening delimiter.
 """
 
 import re
@@ -23,7 +23,7 @@ from gateway.engine.answers.call_values import (
 )
 
 _DEPTH = 64  # the most brackets open at once
-_MOST = 1 << 16  # the most places looked at in one call: a quarter of a second
+_MOST = 1 << 16  # the most places tried as a value's end in one call: a quarter of a second
 _MARKS = ('<|"|>', "<escape>")
 _MARK = "(?:" + "|".join(map(re.escape, _MARKS)) + ")"
 _HEAD = regex.compile(r"\s*+call:\s*+(?P<name>[^\s{}()<>,]{1,256})\s*+(?P<open>[{(])")
@@ -36,7 +36,7 @@ _CALL = (
     r"<\|tool_call>\s*+call:.*?(?:<tool_call\|>|\Z)"
     r"|<start_function_call>\s*+call:.*?(?:<end_function_call>|\Z)"
 )
-# The ends that a value may have, by the quote that begins it, and the parts of it that are skipped.
+# The possible ends of a value, keyed by its opening quote; `skipped` parts cannot end it.
 _ENDS = {
     **{m: re.compile(rf"{re.escape(m)}|(?P<skipped>{_CALL})", re.DOTALL) for m in _MARKS},
     **{quote: re.compile(rf"{quote}|(?P<skipped>\\.)", re.DOTALL) for quote in "\"'"},
@@ -50,7 +50,7 @@ def _key(sign: str, excluded: str) -> str:
     return rf"\s*+(?:{quoted}|(?P<bare>{word}(?:[ ]{word})*+))\s*+{sign}\s*+"
 
 
-# The beginning of a pair or a value, by the bracket that closes the whole.
+# The beginning of a pair or a value, keyed by the bracket that closes the object or list.
 _ITEMS = {
     "}": _key(":", ":"),
     ")": _key("=", "()="),
@@ -63,8 +63,8 @@ _NEXT = {
 
 
 def read_gemma(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
-    """Read one call. Raises Unfinished for a call whose arguments are malformed, as it has no known
-    end.
+    """Read one call. Raises Unfinished for a call with malformed arguments, because its end is
+    unknown.
     """
     head = match_head(_HEAD, text, at)
     arguments, end = _Items(text, closers).read(head.end(), _CLOSED_BY[head["open"]])
@@ -82,9 +82,9 @@ class _Items:
         self._next = {**_NEXT, "": re.compile(after)}
 
     def read(self, at: int, closing: str) -> tuple[Any, int]:
-        """Return an object or a list that began before a place, and the place of its end.
+        """Return an object or a list whose opening bracket is before `at`, and the place after it.
 
-        `closing`: the brackets that close all open ones, its own first.
+        `closing`: the brackets that close all open ones, the innermost first.
         """
         text, items = self._text, dict[Any, Any]()
         if len(closing) > _DEPTH:
@@ -104,7 +104,7 @@ class _Items:
         return list(items.values()) if closing[0] == "]" else items, at + 1
 
     def _read_value(self, at: int, closing: str) -> tuple[Any, int]:
-        """Return a text or a literal, and the place behind it."""
+        """Return a string or a literal, and the place after it."""
         quote = next(each for each in _ENDS if self._text.startswith(each, at))
         begin = at + len(quote)
         for end in _ENDS[quote].finditer(self._text, begin):
@@ -118,7 +118,7 @@ class _Items:
         raise Unfinished("no end of a value")
 
     def _is_followed(self, at: int, closing: str) -> bool:
-        """Return True if a value may end at a place, judged by the text there."""
+        """Return True if a value may end at `at`, judged by the text after it."""
         end = skip(_CLOSING, self._text, at)
         closed = "".join(self._text[at:end].split())[: len(closing)]
         following = self._next[closing[len(closed) :][:1]]

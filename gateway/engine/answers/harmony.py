@@ -1,11 +1,12 @@
-"""gpt-oss's answers: messages on channels, each behind a header. Muse's are alike.
+"""Reads gpt-oss's answers: messages on channels, each after a header. Muse's are similar.
 
     <|channel|>analysis<|message|>Let me see.<|end|>
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>
     <|start|>assistant<|channel|>final<|message|>Four.<|return|>
 
-Sources: https://cookbook.openai.com/articles/openai-harmony for gpt-oss, whose models also call on
-the analysis channel; mlx_lm/chat_templates/muse_spark.py for `to=self`, `to=user` and `<|eom|>`.
+Sources: https://cookbook.openai.com/articles/openai-harmony for gpt-oss, whose models also make
+calls on the analysis channel; mlx_lm/chat_templates/muse_spark.py for `to=self`, `to=user` and
+`<|eom|>`.
 """
 
 import re
@@ -24,11 +25,11 @@ from gateway.engine.answers.output_parts import (
 )
 
 HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
-ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|eom|>", "<|eot|>")  # ends of a message
-STOPS = ("<|return|>", "<|call|>")  # ends of an answer
+ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|eom|>", "<|eot|>")  # tokens that end a message
+STOPS = ("<|return|>", "<|call|>")  # tokens that end an answer
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-_ROLE = "(?:".join("assistant") + ")?" * 8  # the word, or the beginning of it that has been written
+_ROLE = "(?:".join("assistant") + ")?" * 8  # the word or any beginning of it
 _HEADER = re.compile(rf"\s*(?:{_ROLE})?\s*(?:to?(?:=\S*)?)?\s*")
 _QUOTES = re.compile(r"\\(?:.|\Z)|\"", re.DOTALL)
 _Body = Literal["header", "reasoning", "text", "call", "none"]
@@ -36,7 +37,7 @@ ReadCall = Callable[[str, str], Sequence[Mapping[str, Any]]]
 
 
 def answer_begins(pattern: Callable[[str], str]) -> re.Pattern[str]:
-    """Return a pattern of the end of the answer's header, in spelled tokens."""
+    """Return a pattern that finds the end of the answer's header in text with spelled tokens."""
     channel, message = re.escape(pattern("<|channel|>")), re.escape(pattern("<|message|>"))
     constrain = re.escape(pattern("<|constrain|>"))
     text = rf"(?:(?!\bto=)[^{BEGINS}])*"
@@ -50,8 +51,8 @@ def opens_answer(opening: str) -> bool:
 
 
 def thought_end(*, is_spark: bool, may_call: bool) -> str:
-    """Return the text that ends a thought and begins the answer. If functions may be called, it
-    ends with the next message's beginning, since that may be a call.
+    """Return the text that ends a thought and begins the answer. If functions may be called, the
+    text stops where the next message begins, because that may be a call.
     """
     end, answer = "<|end|>", "<|channel|>final<|message|>"
     if is_spark:
@@ -76,15 +77,15 @@ class HarmonyParser(AnswerParser):
         super().__init__(mode, calls)
         self._functions = functions  # the functions that may be called
         self._read = read  # turns a recipient and its message into calls, or raises
-        # A grammar holds the sequence: only its final message is text, the rest is reasoning.
+        # A grammar constrains the sequence: only its final message is text, the rest is reasoning.
         self._is_bound = is_bound
-        # The prompt ends inside a header; or inside the final message, if that is continued; or
-        # with its `opening`, a whole header.
+        # The prompt ends inside a header, with a whole header (`opening`), or inside the final
+        # message if that is continued.
         self._body: _Body = "text" if is_begun else "header"
         self._header = ""
         self._call: list[str] = []
         self._recipient = ""
-        # The call under way is JSON; None before its first letter.
+        # True if the call under way is JSON; None before its first letter.
         self._is_json: bool | None = None
         self._is_in_string = self._is_escaped = False
         self.push(opening)
@@ -100,7 +101,7 @@ class HarmonyParser(AnswerParser):
 
     def push(self, piece: str) -> list[OutputPart]:
         parts: list[OutputPart] = []
-        # The pattern's group is in the list too: texts are at even places, tokens at odd ones.
+        # TOKENS has a group, so split() returns texts at even places and tokens at odd ones.
         for place, run in enumerate(TOKENS.split(piece)):
             if place % 2:
                 parts += self._take_token(run)
@@ -163,7 +164,7 @@ class HarmonyParser(AnswerParser):
         return self._answer(text)
 
     def _follow_quotes(self, text: str) -> None:
-        """Note whether a call in JSON is inside a string, where tokens are letters."""
+        """Track whether a JSON call is inside a string, where tokens are plain text."""
         if self._is_json is None and text.strip():
             self._is_json = text.lstrip().startswith("{")
         if self._is_json:
@@ -172,8 +173,8 @@ class HarmonyParser(AnswerParser):
             self._is_escaped = text.endswith("\\") and marks[-1:] == ["\\"]
 
     def _close(self, *, is_cut: bool = False) -> list[OutputPart]:
-        """End the message under way; if it is a call, read it. A call that is cut is text, and so
-        is an answer without a header.
+        """End the message under way; if it is a call, read it. A call that was cut becomes text, as
+        does an answer without a header.
         """
         self._is_json, self._is_in_string, self._is_escaped = None, False, False
         body, self._body = self._body, "none"

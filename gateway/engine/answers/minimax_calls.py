@@ -1,15 +1,15 @@
-"""Bodies of MiniMax M3's calls → calls: elements named after the arguments, a mark before each tag.
+"""Reads MiniMax M3's calls: elements named after the arguments, with a mark before each tag.
 
     ]<]minimax[>[<invoke name="book">
     ]<]minimax[>[<tags>]<]minimax[>[<item>a]<]minimax[>[</item>]<]minimax[>[</tags>
     ]<]minimax[>[</invoke>
 
-Objects and lists hold elements of their own, and the schema gives their texts types. A text may
-hold tags, too: an element ends with the tag that balances its first one, and tags inside it without
-a counterpart are letters.
+Objects and lists contain further elements, and the schema gives the types of texts. A text may
+contain tags, too: an element ends with the tag that balances its opening tag, and unbalanced tags
+inside it are plain text.
 
 Sources: ms-swift's swift/agent_template/minimax_m3.py, which follows the model's template, and the
-readers of vLLM and SGLang.
+parsers of vLLM and SGLang.
 """
 
 from collections.abc import Sequence
@@ -51,20 +51,20 @@ class _Element:
             if not types or "object" in types:
                 return self.fields(allowed)
         if MARK in self.text and types and "string" not in types:
-            raise ValueError("text between names, or one twice")
+            raise ValueError("text between the parts, or a name twice")
         return allowed.value(self.text, self.schema)
 
     def fields(self, allowed: Allowed) -> dict[str, Any]:
-        """Return the values of its parts by name. Raises ValueError for other text, or a name
-        twice.
+        """Return the values of the element's parts by name. Raises ValueError if there is text
+        between them, or if two have the same name.
         """
         if self.has_text or len({part.name for part in self.parts}) < len(self.parts):
-            raise ValueError("text between names, or one twice")
+            raise ValueError("text between the parts, or a name twice")
         return {part.name: part.value(allowed) for part in self.parts}
 
 
 def read_minimax(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
-    """Read one call. Text between its arguments, or an argument twice, makes it no call."""
+    """Read one call. Raises ValueError for text between its arguments, or an argument twice."""
     head = match_head(_HEAD, text, at)
     schema = schemas.get(head["name"], {})
     allowed = Allowed(schema)

@@ -1,8 +1,8 @@
-"""The parts of an answer, calls among them in OpenAI's form, and the marks around them.
+"""The parts of an answer, with calls in OpenAI's format, and the marks between the parts.
 
-A token that is a mark is spelled between two lone surrogates, which no text has, as tokens decode
-to UTF-8: so plain string search finds the token `<think>`, never the seven letters. A mark without
-a token in the vocabulary is found by its letters.
+A token that is a mark is spelled: written between two lone surrogates. No other text has these,
+because tokens decode to UTF-8. So a plain string search finds the token `<think>`, never the seven
+letters. A mark without a token in the vocabulary is found by its letters.
 """
 
 import hashlib
@@ -44,21 +44,21 @@ class Marks:
         self._any = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def spelled(self, token: int) -> str | None:
-        """Return a mark as spelled in the text of an answer; None for a token that is text."""
+        """Return the spelling of a token that is a mark; None for a token that is text."""
         return self._spelled.get(token)
 
     def pattern(self, mark: str) -> str:
-        """Return a format's mark, its control tokens spelled as the stream has them."""
+        """Return a format's mark with its tokens spelled, as in the text of an answer."""
         return self._any.sub(lambda match: self._contents[match[0]], mark)
 
 
 def _is_in(content: str, name: str) -> bool:
-    # Words and white space are no marks.
+    # Words and white space are not marks.
     return content in name and not content.strip().isalnum() and len(content.strip()) > 1
 
 
 def strip_marks(text: str) -> str:
-    """Return text as a reader sees it, without special tokens."""
+    """Return text as a client gets it: without special tokens, other marks as plain letters."""
     if text.isascii():
         return text
     return _SPECIALS.sub("", text).translate(_SPELLING)
@@ -72,8 +72,8 @@ def spell_out(text: str) -> str:
 
 
 def letters_at(spelled: str, count: int) -> int:
-    """Return the place in a text of spelled tokens that is behind its first `count` plain
-    letters.
+    """Return the place after the first `count` letters in a text with spelled tokens, in which only
+    the tokens' plain letters count.
     """
     if spelled.isascii():
         return count
@@ -86,8 +86,8 @@ def letters_at(spelled: str, count: int) -> int:
     return place
 
 
-# The calls that an answer may have. none: no call. free: calls among text. either: calls or else
-# text, held to a grammar. forced: one call, which its grammar forces.
+# The calls that an answer may have. none: no calls. free: calls among text. either: a grammar
+# allows calls or text. forced: a grammar requires one call.
 Mode = Literal["none", "free", "either", "forced"]
 NewId = Callable[[str, int], str]
 
@@ -111,14 +111,14 @@ def mistral_id(name: str, place: int) -> str:
 
 
 def kimi_id(name: str, place: int) -> str:
-    """Return the id by which Kimi's template knows a conversation's call."""
+    """Return the id that Kimi's template expects for a conversation's call number `place`."""
     return f"functions.{name}:{place}"
 
 
 def own_ids(messages: Sequence[Mapping[str, Any]], new_id: NewId) -> list[dict[str, Any]]:
-    """Return a conversation whose call ids have the form that its template needs.
+    """Return a conversation's messages with call ids in the form that the model's template needs.
 
-    Ids from other sources are renamed, in calls and results alike.
+    Ids of another form are replaced, in calls and results alike.
     """
     named: dict[str, str] = {}
     renamed = []
@@ -157,9 +157,9 @@ class CallWriter:
         self, new_id: NewId = openai_id, earlier: int = 0, limit: float = math.inf
     ) -> None:
         self.count = 0
-        self._limit = limit  # calls beyond it are left out
+        self._limit = limit  # the most calls; further ones are left out
         self._new_id = new_id
-        # The calls already in the conversation, which some families count on from.
+        # The number of calls already in the conversation: some families continue that count.
         self._earlier = earlier
 
     @property
@@ -167,7 +167,7 @@ class CallWriter:
         return self.count >= self._limit
 
     def write(self, read: Sequence[Mapping[str, Any]]) -> list[CallDelta]:
-        """Return finished calls; a model that names its own ids keeps them."""
+        """Return complete calls. Ids that the model wrote are kept."""
         calls: list[CallDelta] = []
         for place, call in enumerate(read, self.count):
             if place >= self._limit:
@@ -176,7 +176,7 @@ class CallWriter:
             if not (call_id and isinstance(call_id, str)):
                 call_id = self._new_id(name, self._earlier + place)
             calls.append(CallDelta(place, call_id, name, arguments_json(call["arguments"])))
-        # Counted after all are written: calls that cannot be written count for nothing.
+        # Counted after all are written, because calls that cannot be written don't count.
         self.count += len(calls)
         return calls
 
@@ -188,7 +188,7 @@ class CallWriter:
 
 
 def arguments_json(arguments: Any) -> str:
-    """Return a call's arguments as OpenAI does: JSON inside a string.
+    """Return a call's arguments in OpenAI's form: JSON as a string.
 
     Raises ValueError for NaN and infinities, which orjson would write as null.
     """
@@ -197,12 +197,12 @@ def arguments_json(arguments: Any) -> str:
     written = json.dumps(arguments, allow_nan=False, separators=(",", ":"))
     try:
         return orjson.dumps(arguments).decode()
-    except TypeError:  # integers beyond 64 bits, half a surrogate pair
+    except TypeError:  # integers beyond 64 bits, a lone surrogate
         return written
 
 
 class ForcedCall:
-    """Cuts {"name":"f","arguments":{…}}, as its grammar has it, into a name and arguments."""
+    """Splits a growing forced call, {"name":"f","arguments":{…}}, into its name and arguments."""
 
     _HEAD, _NECK = '{"name":', ',"arguments":'
 
@@ -225,14 +225,14 @@ class ForcedCall:
             self._text = self._text[neck + len(self._NECK) :]
             self._is_named = True
             deltas.append(self._calls.begin(name))
-        # The last character so far may be the brace that closes the whole.
+        # The last character so far may be the brace that closes the outer object.
         sure, self._text = self._text[:-1], self._text[-1:]
         if sure:
             deltas.append(CallDelta(0, arguments=sure))
         return deltas
 
     def flush(self) -> list[CallDelta]:
-        """Return the last character, unless it is the closing brace."""
+        """Return the last character, unless it is the brace that closes the outer object."""
         rest, self._text = self._text.removesuffix("}"), ""
         if not rest or not self._is_named:
             return []
@@ -240,7 +240,7 @@ class ForcedCall:
 
 
 class AnswerParser(ABC):
-    """Reads the text of one sequence as it grows, with marks spelled as tokens."""
+    """Reads the text of one sequence, with spelled tokens, as it grows."""
 
     def __init__(self, mode: Mode, calls: CallWriter) -> None:
         self.mode = mode
@@ -249,7 +249,7 @@ class AnswerParser(ABC):
 
     @property
     def calls(self) -> int:
-        """Count the calls returned so far."""
+        """Return the number of calls returned so far."""
         return self._calls.count
 
     @property
@@ -268,9 +268,9 @@ class AnswerParser(ABC):
 
     @abstractmethod
     def flush(self, *, is_cut: bool = False) -> list[OutputPart]:
-        """Return the text that was held back, once no more comes.
+        """Return the parts that were held back, once no more text comes.
 
-        `is_cut`: the answer's length was cut; else the model ended it.
+        `is_cut`: the answer reached its length limit; otherwise the model ended it.
         """
 
     def _answer(self, text: str) -> list[OutputPart]:
@@ -285,7 +285,7 @@ class AnswerParser(ABC):
 
 
 class WholeParser(AnswerParser):
-    """Leaves text unchanged, with special tokens spelled, for a reader of whole answers."""
+    """Returns text unchanged, with special tokens spelled, for readers of whole answers."""
 
     is_thinking = False
 
@@ -306,7 +306,7 @@ class TokenScores:
     top: int  # the number of alternatives to return
 
     def to_logprob(self, vocabulary: Vocabulary, token: int, piece: str) -> TokenLogprob:
-        """Return the logprobs with texts. Alternatives that a grammar excludes are left out."""
+        """Return the logprobs with texts, without alternatives that a grammar excludes."""
         ranked = sorted(zip(self.logprobs, self.ids, strict=True), reverse=True)[: self.top]
         alternatives = [
             Likelihood(vocabulary.text(i), vocabulary.bytes(i), logprob)
@@ -337,7 +337,7 @@ class OutputProcessor:
         is_shown_as_text: bool,
         may_stop: bool = True,
     ) -> list[OutputPart]:
-        """Take a token; return the parts that are certain with it."""
+        """Take a token; return the parts that it makes certain."""
         piece = self.marks.spelled(token)
         if piece is None:
             piece = self.decoder.push(token)
@@ -345,8 +345,8 @@ class OutputProcessor:
         parts = [self._scan_for_stops(part, may_stop=may_stop) for part in self.parser.push(piece)]
         opens = self.parser.is_thinking and is_shown_as_text
         if scores is not None and not (was_thinking or opens):
-            # The tokens' texts add up to the content. Only an answer of one token shows its text
-            # even if that is not content: rerankers read it.
+            # The texts with the logprobs add up to the content. Only the token of a one-token
+            # answer has its text even if that is not content, because rerankers read it.
             text = strip_marks(piece)
             if not is_shown_as_text:
                 text = text or self.vocabulary.text(token)
@@ -354,9 +354,9 @@ class OutputProcessor:
         return parts
 
     def finish(self, *, is_cut: bool = False) -> list[OutputPart]:
-        """Return the text that was held back, once no more tokens come.
+        """Return the parts that were held back, once no more tokens come.
 
-        `is_cut`: the answer's length was cut; else the model ended it.
+        `is_cut`: the answer reached its length limit; otherwise the model ended it.
         """
         parts = [self._scan_for_stops(part) for part in self.parser.flush(is_cut=is_cut)]
         rest = self.stops.flush()
@@ -364,7 +364,7 @@ class OutputProcessor:
         return [*parts, OutputPart(text=rest)]
 
     def take_logprobs(self, *, is_last: bool) -> Sequence[TokenLogprob]:
-        """Return the logprobs of tokens whose text is out, never those of a stop string."""
+        """Return the logprobs of tokens whose text has been returned, never of a stop string's."""
         if not self._pending:
             return ()
         is_whole = is_last and not self.stops.is_stopped

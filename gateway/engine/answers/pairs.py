@@ -1,4 +1,4 @@
-"""Calls whose arguments are pairs of a name and a text, as most families of agents write them.
+"""Reads calls whose arguments are pairs of a name and a text, as most agent models write them.
 
     <tool_call>
     <function=write>
@@ -8,10 +8,10 @@
     </function>
     </tool_call>
 
-A text may hold any of these marks, so a mark counts by its place: a text ends where its end mark
-stands before the next pair or the call's end, and never inside a whole call or pair that the text
-itself holds. Models leave out marks, too. If that reading finds no end, a text also ends before a
-pair that the function declares, and where the call ends without the text's mark.
+A text may contain any of these marks, so the context of a mark decides. A text ends at an end mark
+that the next pair or the end of the call follows, but never inside a whole call or pair that the
+text itself contains. Models leave out marks, too: if no end is found, a lenient reading also ends a
+text before a pair that the function declares, and where the call ends without the text's end mark.
 """
 
 import json
@@ -37,7 +37,7 @@ from gateway.engine.answers.call_values import (
 )
 
 _GAP = r"(?:\s|\\n)*+"
-_QUOTE = r"\\*+[\"']"  # a text may be JSON, where quotes are escaped
+_QUOTE = r"\\*+[\"']"  # a quote, perhaps escaped as in JSON
 _QUOTED = (
     rf"(?:{_QUOTE}(?P<{{0}}>[^\\\"'<>\n]{{{{1,256}}}}){_QUOTE}"
     rf"|(?P<{{0}}>[^\\\s\"'<>]{{{{1,256}}}}))"
@@ -53,18 +53,20 @@ _CDATA = regex.compile(r"\A\s*<!\[CDATA\[(.*)\]\]>\s*\Z", regex.DOTALL)
 
 @dataclass(frozen=True)
 class Pairs:
-    """One family's calls: the forms in which it writes them, which also tell how to read them."""
+    """The call format of one model family: forms for writing calls, which also define how to read
+    them.
+    """
 
     call: str  # "<function={name}>\n{pairs}</function>"
     pair: str  # "<parameter={key}>\n{value}\n</parameter>\n"
     blocks: tuple[tuple[str, str], ...] = ()  # marks around calls
     joins: bool = False  # all calls stand in one block
-    whole: tuple[str, str] = ("", "")  # marks around all arguments at once, in JSON
+    whole: tuple[str, str] = ("", "")  # marks around all arguments as one JSON object
     write_value: Callable[[Any], str] = as_text
 
     @cached_property
     def marks(self) -> tuple[tuple[str, str], ...]:
-        """List the marks that begin calls, each with the mark that ends them, or an empty one."""
+        """Return the marks that begin calls, each with the mark that ends them or an empty one."""
         opening = self.call.partition("{name}")[0].rstrip("\"'")
         return (*self.blocks, (opening, "")) if opening else self.blocks
 
@@ -78,7 +80,7 @@ class Pairs:
 
     @property
     def wraps(self) -> bool:
-        """Return True if texts stand on lines of their own."""
+        """Return True if an argument's text stands on lines of its own."""
         return "\n{value}\n" in self.pair
 
     @cached_property
@@ -89,7 +91,7 @@ class Pairs:
 
     @cached_property
     def _opening(self) -> str:
-        """A pattern of a call's beginning, up to its first pair or its end."""
+        """Return a pattern of a call's beginning, up to its first pair or its end."""
         block = f"{_any(start for start, _ in self.blocks)}{_GAP}" if self.blocks else ""
         if len(self.marks) > len(self.blocks):
             block = f"(?:{block})?"
@@ -110,7 +112,7 @@ class Pairs:
 
     @cached_property
     def event_pattern(self) -> Any:
-        """A pattern of all that may end a text, or begin something inside it."""
+        """Return a pattern of everything that may end a text, or begin a call or pair inside it."""
         key, opening = (_NAMED_GROUP.sub("(?:", each) for each in (self._key, self._opening))
         value_end = _any(filter(None, (self.value_end, self.whole[1])))
         return regex.compile(
@@ -129,13 +131,13 @@ class Pairs:
         starts = tuple(start for start, _ in self.blocks)
         is_bare = bool(starts) and not text.startswith(starts, at)
         if head is None and not is_bare:
-            return Bodies(read_json, self.blocks)(text, at, schemas, ending)  # GLM's other form
+            return Bodies(read_json, self.blocks)(text, at, schemas, ending)  # GLM also writes JSON
         if head is None:
             raise ValueError("no call")
         if head.partial:
             return None
         name = _unquote(head["name"])
-        is_word = bool(head["empty"]) and self.marks == self.blocks  # a name alone between marks
+        is_word = bool(head["empty"]) and self.marks == self.blocks  # only a name between marks
         if (is_bare or is_word) and name not in schemas:
             raise ValueError("no function has that name")
         if head["empty"]:
@@ -149,7 +151,7 @@ class Pairs:
         if ending is Ending.CUT and any(
             mark.startswith(text[end:].strip()) for _, mark in self.blocks
         ):
-            end = len(text)  # a block's end mark is cut
+            end = len(text)  # the block's end mark is cut off
         try:
             arguments = self._arguments(scan.texts, schema)
         except ValueError:
@@ -162,7 +164,9 @@ class Pairs:
     def _scan(
         self, text: str, at: int, schema: Mapping[str, Any], schemas: Schemas, ending: Ending
     ) -> "_Scan | None":
-        """Look for a call's end; return None if it is in doubt, or may depend on more text."""
+        """Return a scan that found the call's end; None if the end is uncertain, or may depend on
+        more text.
+        """
         declared = _listed(schema, "properties")
         scan = _Scan(self, text, at, declared, schemas)
         if scan.end is not None:
@@ -185,7 +189,7 @@ class Pairs:
     def _arguments(
         self, texts: Sequence[tuple[Any, str]], schema: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the values of texts, typed by the family's marks, else by the schema."""
+        """Return the arguments' values, typed by the family's marks or otherwise by the schema."""
         arguments: dict[str, Any] = {}
         allowed = Allowed(schema)
         for key, text in texts:
@@ -219,9 +223,9 @@ class Pairs:
 
 
 class _Scan:
-    """One look through a text for the end of a call whose first pair begins at a place.
+    """One scan through a text for the end of a call whose first pair begins at `at`.
 
-    An end counts unless something after it, and before another call, ends a text as well.
+    An end counts unless something between it and the next call ends a text as well.
     """
 
     def __init__(
@@ -248,7 +252,7 @@ class _Scan:
         self._key = form.key_pattern.match(text, at)
         self._value_end = at
         self._inner = 0  # pairs inside a text, not ended yet
-        self._following: set[str] = set()  # names of pairs after a text that has ended
+        self._following: set[str] = set()  # names of pairs that directly follow a text's end
         events = form.event_pattern.finditer(text, self._key.end())
         if is_lenient:
             events = list(events)
@@ -282,7 +286,7 @@ class _Scan:
                 self._value_end = event.start()
             elif self._text[self.end : event.start()].strip():
                 self.is_doubtful = True
-            self.end = event.end()  # end marks written twice end one call
+            self.end = event.end()  # an end mark written twice ends one call
         elif self.is_lenient and self.end is None and kind in ("unclosed", "abrupt"):
             self._value_end, self.end = event.span()
             self.is_settled = kind == "abrupt"
@@ -318,9 +322,9 @@ class _Scan:
 
 
 def _pattern(form: str) -> str:
-    """Return a pattern of a mark, by the form in which it is written.
+    """Return a pattern of the marks that are written in a form.
 
-    It may have more attributes than that form, and lack all but the first one.
+    A mark may have more attributes than the form, and may lack all but the first of them.
     """
     pieces = regex.split(r'("?)\{(\w+)\}"?', form.strip())
     pattern = ""

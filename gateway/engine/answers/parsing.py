@@ -1,4 +1,4 @@
-"""An answer's text → content, reasoning and calls, separated by the marks of the model's format."""
+"""Splits an answer's text into content, reasoning and calls by the marks of the model's format."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -18,32 +18,32 @@ from gateway.engine.answers.output_parts import (
 )
 from gateway.engine.answers.stop_strings import held_back
 
-ReadCalls = Callable[[str, int, Ending], Reading | None]  # a ReadCalls that knows the functions
+ReadCalls = Callable[[str, int, Ending], Reading | None]  # given the schemas
 _State = Literal["text", "thinking", "call", "aside", "broken"]
 _Next = Literal["text", "thinking", "call", "aside", "noise"]
 
-BARE_SIZE: Final = 1024  # characters that show whether an answer begins with a bare call
-EARLY: Final = 128  # characters after a mark in prose that show that it begins no call
-PROMPT_READS: Final = 8  # readings of one call; others wait until its text has grown by half
-LAST_READS: Final = 32  # readings of calls that only the answer's end settles
-PIECE: Final = 2048  # characters searched at once
-# The most characters of a thought that may end with a call, each of at most 4 bytes.
+BARE_SIZE: Final = 1024  # enough characters to decide whether an answer begins with a bare call
+EARLY: Final = 128  # enough characters after a mark in prose to see that it begins no call
+PROMPT_READS: Final = 8  # first readings of one call; later ones wait until it has grown by half
+LAST_READS: Final = 32  # the most readings of calls once the answer has ended
+PIECE: Final = 2048  # characters searched for marks at once
+# The most characters of an aside, each of at most 4 bytes.
 ASIDE_SIZE: Final = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
 class Markup:
-    """A model's marks, their tokens spelled as the stream has them."""
+    """A model's marks, with tokens spelled as in the text of an answer."""
 
     opens: tuple[str, ...] = ()  # marks that begin thinking
     closes: tuple[str, ...] = ()
     calls: tuple[str, ...] = ()  # marks that begin calls
     call_ends: tuple[str, ...] = ()
-    words: tuple[str, ...] = ("",)  # beginnings of calls that stand in other text as well
+    words: tuple[str, ...] = ("",)  # beginnings of calls that other text may have, too
     noise: tuple[str, ...] = ()  # marks that are dropped
     around: tuple[str, ...] = ()  # marks that stand around all calls
-    # A pattern of the beginning of an answer that is a call without any mark: a regex.Pattern,
-    # which can match in part.
+    # A pattern of answers that begin with a call without any mark: a regex.Pattern, which can match
+    # partially.
     bare: Any = None
     read: ReadCalls | None = None
 
@@ -51,17 +51,17 @@ class Markup:
 class Parser(AnswerParser):
     """Reads the text of one sequence as it grows.
 
-    A call in the model's own format is returned once it is finished; one that cannot be read is
-    text. Its format finds a call's end: the text after a mark that may begin one is kept until
-    then. A forced call is returned as it grows: it has the one form that its grammar allows,
-    {"name":…,"arguments":…}.
+    A call in the model's own format is returned once it is complete; a call that cannot be read is
+    returned as text. Only the format can find a call's end, so text after a mark that may begin a
+    call is held back until then. A forced call is returned as it grows, because its grammar allows
+    only {"name":…,"arguments":…}.
 
-    Thinking opens before any text and after a finished call. A sequence held to a grammar
-    (`is_bound`) is free of it only at its very beginning, so thinking opens only there. A continued
-    answer (`is_begun`) has text already. Nothing follows the last call allowed.
+    Thinking may open before any text and after a finished call. A grammar (`is_bound`) applies from
+    the first text on, so a bound sequence may open thinking only at its very beginning. A continued
+    answer (`is_begun`) already has text. Text after the last allowed call is dropped.
 
-    A special token that begins a call inside a thought ends the thought. Any other mark begins an
-    aside: a call only if the answer ends with it, else part of the thought.
+    Inside a thought, a special token that begins a call ends the thought. Any other mark of a call
+    begins an aside, which is a call only if the answer ends with it, else part of the thought.
     """
 
     def __init__(
@@ -78,18 +78,18 @@ class Parser(AnswerParser):
         self._markup = markup
         self._state: _State = "thinking" if is_thinking else "text"
         self._held = ""
-        # Text after the held piece, the last part first: only a piece is searched at once.
+        # The text after `_held`, last part first. Pieces of it move to `_held` to be searched.
         self._later: list[str] = []
         self._is_over = False
         self._counting: dict[tuple[Any, ...], dict[str, _Next]] = {}  # marks by state
         self._tail = _Tail("")
         self._is_in_thought = False  # the last mark began a call in a thought
-        self._is_fresh = is_thinking  # white space after a mark is not part of any text
+        self._is_fresh = is_thinking  # the text is after a mark: leading white space is dropped
         self._is_bound = is_bound
         self._has_text = is_begun
         self._may_think = not is_begun
         self._reads_bare = mode == "free" and markup.bare is not None
-        self._may_be_bare = self._reads_bare and not is_begun  # the next text may be one
+        self._may_be_bare = self._reads_bare and not is_begun  # the next text may be a bare call
 
     @property
     def is_thinking(self) -> bool:
@@ -131,7 +131,7 @@ class Parser(AnswerParser):
             pass
 
     def _feed(self) -> bool:
-        """Bring up a piece of the text that was kept for a call; return False if there is none."""
+        """Move a piece of the later text into `_held`; return False if there is none to move."""
         if not self._later or self._is_last_call:
             return False
         text = self._later.pop()
@@ -152,7 +152,7 @@ class Parser(AnswerParser):
         marks, held = self._marks(), self._held
         matches = [(held.find(mark), -len(mark), mark) for mark in marks if mark in held]
         cut = len(held) - held_back(held, marks)
-        if not matches or cut < min(matches)[0]:  # a mark may hold another
+        if not matches or cut < min(matches)[0]:  # a longer mark may be under way
             self._held = held[cut:]
             self._take(held[:cut], parts)
             is_early = self._state == "call" and self._tail.is_early
@@ -193,7 +193,7 @@ class Parser(AnswerParser):
             self._is_in_thought = was_thinking and following == "call"
         begins_text = was_thinking and following == "text" and not self._has_text
         self._may_be_bare = self._reads_bare and (self._may_be_bare or begins_text)
-        # White space may belong to a grammar, or follow a mark that is shown.
+        # White space is kept if a grammar may ask for it, or if it follows a mark that is shown.
         is_kept = (was_thinking and self._is_bound) or mark in self._markup.call_ends
         self._is_fresh = not is_kept
 
@@ -246,7 +246,9 @@ class Parser(AnswerParser):
         return marks
 
     def _to_parts(self, pending: str, *, is_call: bool = False) -> list[OutputPart]:
-        """Return text as parts of the current kind; a call that cannot be read shows its tokens."""
+        """Return text as parts of the current kind. `is_call`: the text of a call that cannot be
+        read, which keeps its special tokens.
+        """
         if is_call:
             text = spell_out(pending)
         else:
@@ -292,8 +294,8 @@ class Parser(AnswerParser):
         return True
 
     def _give_up(self, parts: list[OutputPart]) -> None:
-        """Show a text that is no call, up to the mark that would have ended the call, or the
-        thought around it. Nothing in it is a call either.
+        """Return text that turned out to be no call, up to the mark that would have ended the call,
+        or the thought around it. Nothing in it is read as a call again.
         """
         spelled, markup = self._tail.text, self._markup
         ends = markup.closes if self._is_in_thought else markup.call_ends
@@ -318,7 +320,7 @@ class Parser(AnswerParser):
         self._state = "text" if calls else "thinking"
 
     def _last_calls(self, text: str) -> tuple[int, list[Call]]:
-        """Return the calls that a text ends with, and where they begin."""
+        """Return the place where the calls at the end of a text begin, and the calls."""
         assert self._markup.read is not None
         starts, noise = map(_any, (self._markup.calls, self._markup.around))
         calls: list[Call] = []
@@ -359,7 +361,7 @@ def _any(marks: Sequence[str]) -> re.Pattern[str]:
 
 
 class _Tail:
-    """The answer from a mark that may begin a call, and the times at which to read it again."""
+    """The answer's text from a mark that may begin a call, and the times at which to read it."""
 
     def __init__(self, opening: str) -> None:
         self.opening = opening  # empty for a call without any mark
@@ -374,7 +376,7 @@ class _Tail:
 
     @property
     def is_early(self) -> bool:
-        """Return True once, when a mark in prose shows that it begins no call."""
+        """Return True until the first reading, once the text can show that no call begins."""
         return self._reads == 0 and self.size >= EARLY
 
     @property
@@ -386,8 +388,8 @@ class _Tail:
         self.size += len(text)
 
     def put_off(self) -> None:
-        """Wait for more text: if each piece caused a reading, twice the text would be four times
-        the work.
+        """Put off the next reading until the text has grown by half. Reading it after each piece
+        would take quadratic time.
         """
         self._reads += 1
         self._due = self.size * 3 // 2

@@ -23,7 +23,7 @@ class ReasoningFormat:
     starts: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
     noise: tuple[str, ...] = ()  # further marks, which are dropped
-    # Words of the format's templates, if other formats have the same marks.
+    # Words in templates of the format, needed if other formats have the same marks.
     written: tuple[str, ...] = ()
 
     @property
@@ -31,13 +31,13 @@ class ReasoningFormat:
         return (*self.starts, *self.ends, *self.noise)
 
 
-# Thinking is in channels, not between marks; their parser has a file of its own.
+# Thinking is on channels, not between marks; harmony.py has the parser.
 HARMONY = ReasoningFormat("openai_gptoss", "gpt-oss and Muse: in channels", noise=HARMONY_TOKENS)
 _THINK = (("<think>",), ("</think>",))
 # The order of the rows is the order of the search.
 _ROWS = (
     HARMONY,
-    # The model may begin an answer with the end of a thought that was not begun.
+    # The model may begin an answer with an end mark, without having begun a thought.
     ReasoningFormat(
         "minimax_m3", "MiniMax M3", ("<mm:think>",), ("</mm:think>",), ("</mm:think>",)),
     # The next two formats put their answer between marks as well.
@@ -67,7 +67,7 @@ _ROWS = (
     ),
     ReasoningFormat("apertus", "Apertus", ("<|inner_prefix|>",), ("<|inner_suffix|>",)),
     ReasoningFormat("exaone_deep", "EXAONE Deep", ("<thought>",), ("</thought>",)),
-    # Granite 3.2 marks thoughts and answers with sentences; quantized ones write "Here's".
+    # Granite 3.2 marks thoughts and answers with sentences; quantized models write "Here's".
     ReasoningFormat(
         "granite", "Granite 3.2",
         ("Here is my thought process:", "Here's my thought process:"),
@@ -87,7 +87,7 @@ def reasoning_format(name: str) -> ReasoningFormat:
 
 
 def infer_reasoning(vocabulary: Container[str], template: str, model_type: str) -> str:
-    """Return the name of a model's format, found by its tokens, else by its template."""
+    """Return the name of a model's format, found by its tokens or otherwise by its template."""
     has_channels = "to=self<|message|>" in template or all(t in vocabulary for t in HARMONY_TOKENS)
     if has_channels or model_type in ("gpt_oss", "muse_spark", "muse_glimmer"):
         return HARMONY.name
@@ -104,14 +104,15 @@ def _has_tokens(mark: str, vocabulary: Container[str]) -> bool:
     return bool(tokens) and all(token in vocabulary for token in tokens)
 
 
-_TAIL = 256  # characters of an answer that are kept: more than the longest mark
+_TAIL = 256  # last characters of an answer that are kept: more than the longest mark
 
 
 class ThinkingBudget:
-    """Ends the thoughts of a sequence after `limit` tokens. Tokens of marks count only inside a
-    thought. The state follows from the sequence's tokens alone.
+    """Forces the end of a sequence's thinking after `limit` tokens. Tokens of marks count only
+    inside a thought. The state depends only on the sequence's tokens.
 
-    `ends` are marks that end a thought, and `tail` the end of the prompt, both in spelled tokens.
+    `ends` are the marks that end a thought, and `tail` is the end of the prompt, both with spelled
+    tokens.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class ThinkingBudget:
         tail: str = "",
     ) -> None:
         self._left = limit
-        # Not the answer's parser: that one lags behind while a step is launched.
+        # A separate parser, because the answer's parser lags behind while a step is launched.
         self._parser = parser
         self._spell = spell
         self._encode = encode
@@ -142,20 +143,18 @@ class ThinkingBudget:
 
     @property
     def forced(self) -> int | None:
-        """Return the token that must be next; None if any may."""
+        """Return the token that must be next; None if any token may be."""
         return self._forced[0] if self._forced else None
 
     @property
     def barred(self) -> frozenset[int]:
-        """Return the tokens that would open another thought, once no token is left for it."""
+        """Return the tokens that would open another thought, once the budget is used up."""
         if self._left or not self._has_thought or self._parser.is_in_thought:
             return frozenset()
         return self._opens if self._tail.endswith(self._opens_after) else frozenset()
 
     def room(self, limit: int) -> int:
-        """Return the number of tokens, at most `limit`, after the next one that cannot be
-        forced.
-        """
+        """Return how many tokens after the next one certainly won't be forced, at most `limit`."""
         if self.barred and not self._opens_after:
             return limit
         return max(0, min(limit, self._left - 1))
@@ -173,18 +172,21 @@ class ThinkingBudget:
         self._force()
 
     def _force(self) -> None:
-        """Force the rest of an end mark, which the model may have begun, if none is under way."""
+        """Force an end mark once the budget is used up, unless one is being forced already. If the
+        model has begun the mark, force only its rest.
+        """
         if self._left or self._forced:
             return
         begun = {end: held_back(self._tail, (end,)) for end in self._ends}
         end = max(begun, key=begun.__getitem__)
-        # Between two messages only the rest of a mark ends the thinking, and a header stays whole.
+        # No thought is open between two messages: only a mark already begun is completed there, so
+        # that a header stays whole.
         is_between = self._parser.is_thinking and not self._has_answered and begun[end] > 0
         if not (self._parser.is_in_thought or is_between):
             return
         rest = end[begun[end] :]
         ids = list(self._encode(rest))
-        # Some tokenizers put a space before each text that they encode.
+        # Some tokenizers put a space before the text that they encode: force the whole mark then.
         if "".join(map(self._spell, ids)) != rest:
             ids = list(self._encode(end))
         self._forced = ids
@@ -207,12 +209,12 @@ class Thinking:
         self.is_on = is_on
         self.budget = budget
         self.stops = sorted(stops)  # the tokens that would end the answer
-        # The token that begins a block of thinking if it is the answer's first, and the token that
-        # ends it; None if there is no such single token.
+        # The token that begins thinking if it is the answer's first token, and the token that ends
+        # thinking; None if the mark is not a single token.
         self.opens_with = opens_with
         self.closes_with = closes_with
         self._spell = spell
-        self._ends = ends  # finds the end of the thinking in the texts from `spell`
+        self._ends = ends  # finds the end of thinking in spelled text
         self._tail = ""
 
     def take(self, token: int) -> bool:

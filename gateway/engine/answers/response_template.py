@@ -1,7 +1,7 @@
-"""Answers of families without a reader of ours, read by the `response_template` of the checkpoint.
+"""Reads answers of families without a parser here, by the checkpoint's `response_template`.
 
-The form is transformers' (utils/chat_parsing): patterns that cut a whole text into the fields of a
-message. The checkpoint's patterns may take for ever, so transformers reads in the sandbox.
+Its format is transformers' (utils/chat_parsing): patterns that split a whole text into the fields
+of a message. A checkpoint's patterns may run forever, so transformers applies them in the sandbox.
 """
 
 import hashlib
@@ -16,38 +16,38 @@ from gateway.errors import Overloaded, Unavailable
 from gateway.jobs.chat import Delta, Reading
 from gateway.jobs.steps import SequenceParams
 
-PREFIX_TOKENS: Final = 256  # tokens of the prompt's end, where a template may open a thought
-MOST_BYTES: Final = 1 << 29  # bytes of memory
-MOST_ENDED: Final = 3  # ended answers in a row
+PREFIX_TOKENS: Final = 256  # last tokens of the prompt, where a template may open a thought
+MOST_BYTES: Final = 1 << 29  # bytes of memory in the sandbox
+MOST_ENDED: Final = 3  # answers in a row that ended the sandbox's process
 BUSY_S: Final = 2.0
 THOUGHTS: Final = ("thinking", "reasoning_content", "reasoning")
 FIELDS: Final = frozenset({"role", "content", "tool_calls", *THOUGHTS})
 
 
 class ResponseTemplate:
-    """Reads answers, unless it has a `problem`, from the start or after several answers in a row
-    that ended the sandbox's process. Safe on any thread.
+    """Reads answers by a checkpoint's template. `problem` says why it doesn't: the template is
+    invalid, or several answers in a row ended the sandbox's process. Safe on any thread.
     """
 
     def __init__(self, template: Any, sandbox: Sandbox) -> None:
         self._request = {"kind": "reading", "template": template, "max_bytes": MOST_BYTES}
         self._sandbox = sandbox
-        self._ended = 0  # ended answers in a row
+        self._ended = 0  # answers in a row that ended the process
         outcome, why = self._ask(None, "", {})
         self.problem = None if outcome in ("read", "busy", "slow", "killed") else str(why)
 
     def read(
         self, params: SequenceParams, text: str, prefix: str, calls: CallWriter, *, is_cut: bool
     ) -> Reading:
-        """Return the parts of a whole answer: thoughts, text and calls.
+        """Return the parts of a whole answer: reasoning, text and calls.
 
         `text` has its special tokens spelled, and `prefix` is the end of its prompt. An answer that
-        cannot be read is returned as text. If it has a call that was cut, or that it may not make,
-        its thoughts stay thoughts and the rest is text. The second value is then an event to log,
-        and the reason.
+        cannot be read is returned as text. If it has a call that was cut or that is not allowed,
+        its reasoning stays reasoning and the rest is text. In both cases the second value is an
+        event to log and the reason; otherwise it is None.
 
-        Takes up to the sandbox's time. Raises Overloaded if others take all of it, and Unavailable
-        if the system ended the process that read, or gave it no processor.
+        Takes up to the sandbox's time limit. Raises Overloaded if the sandbox is busy with other
+        answers, and Unavailable if the system killed its process or gave it no processor time.
         """
         functions: dict[str, Mapping[str, Any]] = {}
         if params.calling is not None and not is_cut:
@@ -73,13 +73,13 @@ class ResponseTemplate:
     def _ask(self, text: str | None, prefix: str, functions: Mapping[str, Any]) -> tuple[str, Any]:
         tools = [{"name": name, "parameters": each} for name, each in functions.items()]
         given = {"text": text, "prefix": prefix, "tools": tools}
-        most = 2 * len(f"{text}{prefix}")  # characters of a message: its text, in JSON
+        most = 2 * len(f"{text}{prefix}")  # characters of a message, which is the text as JSON
         request = {**self._request, **given, "max_chars": most}
-        # The key is that of the whole request: a pattern may take for ever over one answer, and
-        # read the next.
+        # The key covers the whole request, because a pattern may run forever on one answer and read
+        # the next.
         key = hashlib.blake2b(json.dumps(request).encode(), digest_size=32).digest()
         outcome, value = self._sandbox(request, key)
-        if outcome in ("busy", "killed"):  # other work was the cause, and may be over
+        if outcome in ("busy", "killed"):  # other work caused this, and may be over
             outcome, value = self._sandbox(request, key)
         return outcome, value
 
@@ -87,15 +87,15 @@ class ResponseTemplate:
 def _parts(
     index: int, message: Any, text: str, functions: Mapping[str, Any], calls: CallWriter
 ) -> Reading:
-    """Return the parts of a text, as in the message of transformers' form that was read from it.
-    Raises ValueError, AttributeError or TypeError for another form.
+    """Return the parts of a text, given the message that transformers read from it. Raises
+    ValueError, AttributeError or TypeError if the message has another format than transformers'.
     """
     thoughts = next((message[name] for name in THOUGHTS if message.get(name)), "")
     content, listed = message.get("content") or "", message.get("tool_calls") or []
     is_message = isinstance(thoughts, str) and isinstance(content, str)
     read, problem = calls_of(listed), None
     if not is_message or not message.keys() <= FIELDS or len(read) < len(listed):
-        raise ValueError("it makes other fields than those of a message")
+        raise ValueError("it yields fields or values that a message does not have")
     if not {call["name"] for call in read} <= functions.keys():
         read, problem = [], ("answer_not_read", "a call was cut, or may not be made")
         thoughts = thoughts if thoughts in text else ""
@@ -104,5 +104,5 @@ def _parts(
     parts += [Delta(index, call=call) for call in calls.write(read)]
     shown = [part for part in parts if part != Delta(index)]
     if not shown and strip_marks(text).strip():
-        raise ValueError("it matches no part of a text")
+        raise ValueError("it finds no part of a message in the text")
     return shown, problem

@@ -1,13 +1,13 @@
-"""The end of an answer before its first stop string, and text held back that may become one."""
+"""Ends an answer before its first stop string, and holds back text that may become one."""
 
 from collections.abc import Collection, Sequence
 
 
 def held_back(text: str, marks: Collection[str]) -> int:
-    """Count the characters at the end of `text` that may be the beginning of one of `marks`."""
+    """Return how many characters at the end of `text` may be the beginning of one of `marks`."""
     longest = max(map(len, marks), default=1) - 1
     if not any(mark[:1] in text for mark in marks):
-        return 0  # nearly every token of an answer ends here
+        return 0  # the case of nearly every token of an answer
     for size in range(min(longest, len(text)), 0, -1):
         if any(mark.startswith(text[-size:]) for mark in marks):
             return size
@@ -36,7 +36,7 @@ class StopScanner:
         places = [(text.find(stop), stop) for stop in self._stops if stop in text]
         matches = [(at + len(stop), at) for at, stop in places]
         if matches:
-            # The stop that is complete first; of several, the longest.
+            # The stop string that is complete first; if several are, the longest of them.
             end, at = min(matches)
             self.met = text[at:end]
             return text[:at]

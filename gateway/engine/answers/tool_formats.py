@@ -46,22 +46,22 @@ class ToolFormat:
     models: str  # the family in words, for docs/tools.md
     read: Pairs | Bodies
     noise: tuple[str, str] | tuple[()] = ()  # marks around all calls together
-    # A pattern of an answer that begins as a call without marks; {} is the place of the functions'
-    # names.
+    # A pattern of answers that begin with a call without marks; {} stands for the functions' names.
     bare: str | None = None
     new_id: NewId = openai_id
-    # JSON with "name" and "arguments" stands between the marks, which a grammar can hold.
+    # A call is JSON with "name" and "arguments" between marks, which a grammar can describe.
     is_json: bool = False
     is_separate: bool = False  # calls are messages of their own, separate from the answer
-    # Alternatives: words that stand together in a template of the family. None: an opening mark.
+    # Alternatives, each with words that all occur in a template of the family. None stands for the
+    # first opening mark.
     written: tuple[tuple[str, ...], ...] | None = None
     tokens: tuple[str, ...] = ()  # tokens in no other family's vocabulary
     model_types: tuple[str, ...] = ()  # checkpoints whose template shows tools but no mark
 
     @property
     def marks(self) -> Sequence[tuple[str, str]]:
-        """Pairs of marks around calls; the second is empty if only the answer's end ends
-        the call.
+        """Return the pairs of marks around calls; the second mark is empty if only the answer's end
+        ends the call.
         """
         return self.read.marks
 
@@ -71,7 +71,7 @@ class ToolFormat:
 
     @property
     def words_of_calls(self) -> tuple[str, ...]:
-        """Beginnings of calls that are words of other texts, too."""
+        """Return beginnings of calls that other text may have, too."""
         if isinstance(self.read, Bodies):
             return ()
         return tuple(start for start, end in self.marks if not end)
@@ -82,7 +82,9 @@ class ToolFormat:
         return f"{first}{self.read.write(calls)}{last}"
 
     def begins(self, names: Sequence[str]) -> Any:
-        """Return a pattern of the beginning of a bare call of one of the functions."""
+        """Return a pattern of the beginning of a call, without marks, of one of the functions; None
+        if the format has no such calls.
+        """
         if self.bare is None or not names:
             return None
         alternatives = "|".join(map(regex.escape, sorted(names)))
@@ -207,7 +209,7 @@ _ROWS = (
     ToolFormat("cohere_command3", "Command A and R7B",
         Bodies(read_json, (("<|START_ACTION|>", "<|END_ACTION|>"),), _COHERE, is_list=True),
         tokens=("<|START_ACTION|>",)),
-    # The Command-R from before there were tokens for calls; its template has these words, and
+    # The first Command-R, which had no tokens for calls. Its template has these words, and
     # "directly_answer" or "directly-answer".
     ToolFormat("command_r", "Command-R",
         Bodies(
@@ -251,7 +253,7 @@ _ROWS = (
         Bodies(read_json, tuple(
             (f"<|action_start|>{gap}<|plugin|>", "<|action_end|>") for gap in ("", " ")
         ), _PARAMETERS)),
-    # No word of a template tells the next two apart.
+    # The next two are not recognized by words of a template.
     ToolFormat("openai", "gpt-oss (harmony)",
         Bodies(
             read_json, call="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
@@ -282,12 +284,12 @@ def infer_tools(
 ) -> str | None:
     """Return the name of a checkpoint's format; None if no known one matches.
 
-    `declared` is the format that the checkpoint, or else mlx-lm, names.
+    `declared` is the format named by the checkpoint or otherwise by mlx-lm.
     """
     has_channels = all(token in vocabulary for token in HARMONY_TOKENS)
     if model_type == "gpt_oss" or (has_channels and "<atem:function_calls>" not in template):
         return "openai"
-    # mlx-lm's "pythonic" is LFM2's, with marks; vLLM's is Llama's, without.
+    # "pythonic" is LFM2's format, with marks, in mlx-lm, and Llama's, without marks, in vLLM.
     named = "lfm2" if declared == "pythonic" else _NAMES.get(declared or "none")
     if named not in (None, "none", "hermes"):
         return named
@@ -296,7 +298,8 @@ def infer_tools(
         return next((form.name for form in _ROWS if is_it(form)), None)
 
     written = first(lambda form: form.is_in(template))
-    # Other formats have Granite's mark, too; IBM's Granite 4 writes Hermes' form.
+    # Granite 3 and Hermes' format share a mark. Only Granite 4, whose templates have
+    # `tool_call.name`, writes Hermes' format.
     if written == "hermes" and model_type == "granite" and "tool_call.name" not in template:
         return "granite"
     if written is not None or named == "hermes":

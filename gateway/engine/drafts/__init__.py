@@ -1,11 +1,12 @@
-"""Tokens that are read ahead of their choice, several in one pass.
+"""Speculative decoding: a pass reads several tokens of a sequence, some of them before they have
+been chosen.
 
-Some are certain: a grammar may allow only one continuation. Others are drafts. The pass that reads
-a draft also gives the logits after each of its tokens, and tokens are chosen from those as they
-would be one by one. A draft counts as far as its tokens were chosen, so it costs time, and never
-changes an answer.
+Some of these tokens are certain, because a grammar allows only one continuation. The others are
+drafts. The pass returns the logits after each token of a draft, from which tokens are chosen as if
+they were decoded one by one. A draft is accepted up to the first token that was not chosen, so a
+wrong draft costs time, but never changes an answer.
 
-prompt_lookup  drafts out of a sequence's own context
-draft_model    drafts by a smaller model
-draft_policy   the number of tokens read ahead, and the source of drafts
+prompt_lookup  drafts copied from a sequence's context
+draft_model    drafts from a smaller model
+draft_policy   the number of speculative tokens, and the source of drafts
 """

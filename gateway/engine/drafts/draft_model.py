@@ -1,9 +1,9 @@
-"""Drafts by a smaller model of the same vocabulary (speculative decoding, Leviathan et al., 2023,
-arxiv.org/abs/2211.17192).
+"""Drafts from a smaller model with the same vocabulary (speculative decoding, Leviathan et al.,
+2023, arxiv.org/abs/2211.17192).
 
-Its KV follows the sequences' contexts in a batch of its own. One that joins is read in chunks, and
-has drafts once all of it is read; tokens of a draft that were not chosen are taken off when the
-next draft is asked for.
+The draft model has its own batch, with the KV of the sequences' contexts. The context of a new
+sequence is read in chunks, and the sequence gets drafts once all of it is read. Rejected tokens are
+removed from the KV when the next draft is requested.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -23,31 +23,31 @@ from gateway.engine.models.checkpoint import measure_kv
 from gateway.engine.models.decoders import parameters
 from gateway.jobs.steps import DraftCost, Drafter, KvCost
 
-MOST_AHEAD: Final = 7  # the most tokens a row: a turn's steps fit in the memory held for it
-CHUNK: Final = 512  # tokens, padding included, that catch up in one step
-FEED: Final = MOST_AHEAD + 1  # tokens of a sequence that a draft's first pass reads
+MOST_AHEAD: Final = 7  # the most tokens per draft: memory for a turn's steps is reserved for these
+CHUNK: Final = 512  # the most tokens, padding included, of a pass that catches up with contexts
+FEED: Final = MOST_AHEAD + 1  # the most context tokens per row that a draft's first pass reads
 _FIRST_LENGTH: Final = 4
 
 
 @dataclass(slots=True)
 class _Follower:
-    """The KV of one sequence: `read` tokens of its context, then `ahead`, tokens of its
-    last draft.
+    """The draft model's state of one sequence. Its KV has `read` tokens of the context, then the
+    tokens `ahead` of its last draft.
     """
 
     id: int
-    root: Root  # root of its prompt's kept blocks
+    root: Root  # root of its prompt's blocks in the prefix cache
     read: int = 0
     ahead: Sequence[int] = ()
     drafted: int = 0  # tokens of the draft that is being verified
-    # The length of its next draft. It grows by two after a draft that was chosen whole, and shrinks
-    # by one after any other, as in transformers (the "heuristic" schedule of assisted generation).
+    # The length of its next draft. It grows by two after a draft that was fully accepted and
+    # shrinks by one after any other, like transformers' "heuristic" schedule.
     length: int = _FIRST_LENGTH
     patience: Patience = field(default_factory=Patience)
 
 
 class DraftModel:
-    """A model, and its KV of the sequences that it drafts for."""
+    """A draft model, and its KV of the sequences that it drafts for."""
 
     name: Drafter = "draft_model"
     reads_images = False
@@ -56,29 +56,29 @@ class DraftModel:
         self,
         model: Any,
         *,
-        vocab_size: int,  # other tokens are read as the last one of these, and never drafted
+        vocab_size: int,  # higher ids are read as the last id below this, and never drafted
         max_context: int,  # contexts near this length get no drafts
-        prefixes: PrefixPool,  # the pool, shared with its target
+        prefixes: PrefixPool,  # shared with the target model
     ) -> None:
         self._model = model
         self._vocab_size = vocab_size
-        # MLX reads positions beyond an array's end without an error.
+        # The limit is enforced here because MLX reads beyond an array's end without an error.
         self._longest = max_context - FEED
         self._prefixes = PrefixCache(make_prompt_cache(model), prefixes)
         self._seqs: list[_Follower] = []
         self._cache: list[Any] = []
-        # Caches that cannot take tokens off, by place, as they were before the drafts under way.
+        # Copies, from before the current drafts, of the caches that cannot drop tokens; by index.
         self._held: dict[int, Any] = {}
 
     def with_kv(self, cost: KvCost, rows: int) -> KvCost:
-        """Return a sequence's KV cost with this model's share added, for up to `rows` sequences."""
+        """Return a sequence's KV cost, including this model's, for up to `rows` sequences."""
         own, rows = measure_kv(self._model), rows + rows // SPARE
         held = 2 * (own.constant + sum(token * most for token, most in own.windows))
         return replace(cost, draft=DraftCost(own.token, cost.draft.states + held, rows))
 
     @property
     def nbytes(self) -> int:
-        """Count the bytes on the device: weights, KV and prefixes."""
+        """Count the bytes on the device: weights, KV and prefix cache."""
         weights = sum(array.nbytes for array in parameters(self._model))
         kv = cache_nbytes([*self._cache, *self._held.values()])
         return weights + kv + self._prefixes.nbytes
@@ -87,7 +87,7 @@ class DraftModel:
         self._prefixes.clear()
 
     def is_due(self, sequence_id: int, context: Sequence[int]) -> bool:
-        """Return True if a sequence is not too long, and has waited long enough."""
+        """Return True if a sequence may get a draft: it isn't too long and needn't wait longer."""
         if len(context) > self._longest:
             return False
         seq = self._find(sequence_id)
@@ -108,8 +108,8 @@ class DraftModel:
     def draft(
         self, seqs: Mapping[int, DraftedSequence], rooms: Mapping[int, int]
     ) -> dict[int, Sequence[int]]:
-        """Return drafts of at most as many tokens as `rooms` allows; none for a prompt still being
-        read.
+        """Return drafts with at most as many tokens as `rooms` allows. A sequence whose prompt is
+        still being read gets none.
         """
         contexts = {
             number: seq.context for number, seq in seqs.items() if len(seq.context) <= self._longest
@@ -127,7 +127,7 @@ class DraftModel:
         if not due:
             return {}
         self._catch_up(contexts)
-        # A sequence with more to read than a draft's first pass takes gets no draft this time.
+        # A sequence with more tokens left to read than FEED gets no draft this time.
         ready = [seq for seq in self._seqs if len(contexts[seq.id]) - seq.read <= FEED]
         lengths = {seq.id: min(seq.length, rooms[seq.id]) for seq in ready if seq.id in due}
         if not lengths:
@@ -153,9 +153,9 @@ class DraftModel:
         return next((seq for seq in self._seqs if seq.id == sequence_id), None)
 
     def _join(self, joiner: DraftedSequence) -> None:
-        """Follow a sequence, beginning with the kept KV of its prompt."""
+        """Add a sequence, with any KV of its prompt from the prefix cache."""
         _, salt = joiner.root
-        root = 0, salt  # no adapter belongs to this model
+        root = 0, salt  # this model has no adapters
         known, kept = self._prefixes.take(joiner.context[:-1], root)
         layers = batch_of_one(kept or make_batch_caches(self._model))
         if self._seqs:
@@ -166,7 +166,9 @@ class DraftModel:
         self._seqs.append(_Follower(joiner.id, root, known))
 
     def _take_back(self, contexts: Mapping[int, Sequence[int]]) -> None:
-        """Take off the tokens of drafts that were not chosen. Each context keeps one to read."""
+        """Remove rejected draft tokens from the KV. At least one token of each context stays
+        unread.
+        """
         rests = [contexts[seq.id][seq.read :] for seq in self._seqs]
         chosen = [
             min(count_accepted(seq.ahead, rest), len(rest) - 1)
@@ -174,7 +176,7 @@ class DraftModel:
         ]
         drafted = [len(seq.ahead) for seq in self._seqs]
         if self._held and chosen != drafted:
-            chosen = [0] * len(chosen)  # the draft is read again
+            chosen = [0] * len(chosen)  # caches are restored: accepted tokens are read again
             for place, layer in self._held.items():
                 self._cache[place] = layer
         back = tuple(map(sub, drafted, chosen))
@@ -186,7 +188,7 @@ class DraftModel:
         self._held = {}
 
     def _catch_up(self, contexts: Mapping[int, Sequence[int]]) -> None:
-        """Read tokens that are too many for a draft's first pass, or a part of them."""
+        """If a sequence has more than FEED tokens left to read, read a chunk of all sequences."""
         behind = max(len(contexts[seq.id]) - seq.read for seq in self._seqs)
         if behind <= FEED:
             return
@@ -201,7 +203,7 @@ class DraftModel:
     def _generate(
         self, contexts: Mapping[int, Sequence[int]], length: int
     ) -> dict[int, Sequence[int]]:
-        """Continue every context by `length` tokens, each the likeliest."""
+        """Return `length` greedily chosen tokens for every context, by sequence id."""
         feeds = [contexts[seq.id][seq.read :][:FEED] for seq in self._seqs]
         logits = self._read(self._cache, feeds)
         self._held = hold_layers(self._cache)
@@ -217,9 +219,7 @@ class DraftModel:
         return dict(zip((seq.id for seq in self._seqs), drafts.tolist(), strict=True))
 
     def _read(self, cache: list[Any], feeds: Sequence[Sequence[int]]) -> mx.array:
-        """Append tokens to each row; return the logits, (rows, longest, vocabulary). Nothing is
-        evaluated.
-        """
+        """Read each row's tokens; return unevaluated logits, (rows, longest, vocabulary)."""
         width = max(map(len, feeds))
         last = self._vocab_size - 1
         inputs = [

@@ -1,5 +1,5 @@
-"""The number of tokens that sequences read ahead of their choice, and the source of their drafts:
-prompt lookup, as it is free, or else a draft model.
+"""The policy of speculative decoding: how many tokens a pass may read speculatively, and where
+drafts come from. Prompt lookup is asked first, since it is free, then the draft model.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -10,66 +10,66 @@ from gateway.engine.drafts.prompt_lookup import DraftedSequence, LookupDrafter
 from gateway.engine.kv.layers import can_go_back
 from gateway.jobs.steps import DRAFTERS, Drafter
 
-# The most tokens in a pass, over all rows. On a CPU a pass of 8 tokens takes 1.5 times as long as
-# one of 1 token.
+# The most tokens of a speculative pass, over all rows. On a CPU, a pass of 8 tokens takes 1.5 times
+# as long as a pass of 1 token.
 MOST_TOKENS: Final = 16
 
 
 class DraftSource(Protocol):
-    """A source of guesses at the next tokens of sequences, each known by a number."""
+    """A source of drafts for sequences, which are named by their ids."""
 
     name: Drafter
     reads_images: bool  # False: sequences with images get no drafts
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes on the device: weights, KV and prefixes."""
+        """Return the bytes on the device: weights, KV and prefix cache."""
 
     def is_due(self, sequence_id: int, context: Sequence[int]) -> bool:
-        """Return True if a sequence may have a draft now; new tokens of its context are indexed."""
+        """Return True if a sequence may get a draft now. May index new tokens of its context."""
 
     def draft(
         self, seqs: Mapping[int, DraftedSequence], rooms: Mapping[int, int]
     ) -> Mapping[int, Sequence[int]]:
-        """Return drafts of at most as many tokens as `rooms` allows; some sequences get none. All
-        sequences that may get drafts are given; the context of each only grows between calls.
+        """Return drafts with at most as many tokens as `rooms` allows; a sequence may get none.
+        `seqs` has all sequences that may get drafts. Their contexts only grow between calls.
         """
 
     def note(self, sequence_id: int, context: Sequence[int], accepted: int) -> bool:
-        """Note how much of a draft was chosen; the context ends with the chosen tokens. Return
-        False if another source made the draft.
+        """Note how many tokens of a draft were accepted; `context` includes them. Return False if
+        another source made the draft.
         """
 
     def keep(self, ids: Collection[int]) -> None:
         """Drop the state of all other sequences."""
 
     def clear_prefixes(self) -> None:
-        """Drop all kept KV of prompts."""
+        """Drop the KV in the prefix cache."""
 
 
 def count_ahead(rows: int) -> int:
-    """Return how many tokens each of `rows` rows in a pass may read ahead."""
+    """Return how many speculative tokens each of `rows` rows in a pass may have."""
     return min(MOST_AHEAD, MOST_TOKENS // rows - 1)
 
 
 class DraftPolicy:
-    """Drafts for batches of up to `rows` sequences."""
+    """Speculative decoding of batches with up to `rows` sequences."""
 
     def __init__(
         self, rows: int, model: DraftModel | None, on_fault: Callable[[Exception], None]
     ) -> None:
         self._rows = rows
         self._on_fault = on_fault
-        # The first source goes first: its drafts are free.
+        # Sources in the order in which they are asked.
         self.sources: list[DraftSource] = [LookupDrafter()]
         if model is not None:
             self.sources.append(model)
         self.allowed: Collection[Drafter] = DRAFTERS
-        # The only source of the drafts being read; None for several or none.
+        # The source of all drafts in the running pass; None if there are several sources, or none.
         self.drafter: Drafter | None = None
 
     def count_ahead(self, seqs: Sequence[DraftedSequence], cache: Sequence[Any]) -> int:
-        """Return how many tokens a sequence may read ahead in the next pass; 0 if none does."""
+        """Return how many speculative tokens each sequence may have in the next pass."""
         if not 0 < len(seqs) <= self._rows or any(seq.was_suspect for seq in seqs):
             return 0
         if not can_go_back(cache):
@@ -79,7 +79,7 @@ class DraftPolicy:
         return 0
 
     def draft(self, seqs: Sequence[DraftedSequence], rooms: Sequence[int]) -> list[Sequence[int]]:
-        """Return a draft for each sequence, of at most as many tokens as its room."""
+        """Return a draft for each sequence, which may be empty, within its room."""
         drafting = {seq.id: seq for seq in seqs if seq.room(1)}
         free = {seq.id: seq.room(room) for seq, room in zip(seqs, rooms, strict=True)}
         drafts: dict[int, Sequence[int]] = {}
@@ -93,7 +93,8 @@ class DraftPolicy:
             is_due = any(source.is_due(seq.id, seq.context) for seq in due.values())
             if max(rooms) < 1 or not is_due:
                 continue
-            # The source also follows the contexts of sequences that have a draft already.
+            # Sequences that have a draft already are passed too, so that the source can follow
+            # their contexts.
             lengths = {number: 0 if number in drafts else free[number] for number in due}
             try:
                 new_drafts = source.draft(due, lengths)
@@ -110,7 +111,7 @@ class DraftPolicy:
         return [drafts.get(seq.id, ()) for seq in seqs]
 
     def note(self, seq: DraftedSequence, accepted: int) -> None:
-        """Note how much of a sequence's draft was chosen; its context has the chosen tokens."""
+        """Note how many tokens of a sequence's draft were accepted; its context includes them."""
         for source in self.sources:
             if source.note(seq.id, seq.context, accepted):
                 return

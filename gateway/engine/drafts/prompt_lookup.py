@@ -1,5 +1,5 @@
-"""Drafts out of a sequence's own context: the tokens that followed the same tokens earlier, in the
-prompt or in the answer (prompt lookup decoding, Saxena, 2023,
+"""Drafts copied from a sequence's context: if its last tokens occur earlier, in the prompt or in
+the answer, the tokens that followed them there are the draft (prompt lookup decoding, Saxena, 2023,
 github.com/apoorvumang/prompt-lookup-decoding).
 """
 
@@ -11,19 +11,19 @@ from gateway.engine.kv.prefix_cache import Root
 from gateway.jobs.images import FIRST_IMAGE_ID
 from gateway.jobs.steps import Drafter
 
-_GRAMS: Final = (3, 2)  # lengths of tokens that must have stood together before; longer first
-_INDEXED_AT_ONCE: Final = 4096  # tokens, in 3 to 4 ms, for which other steps wait
-_LONGEST_WAIT: Final = 64
+_GRAMS: Final = (3, 2)  # lengths of the n-grams that are searched for, in this order
+_INDEXED_AT_ONCE: Final = 4096  # the most tokens indexed per call: it blocks the lane for 3 to 4 ms
+_LONGEST_WAIT: Final = 64  # tokens
 
 
 def count_accepted(draft: Sequence[int], chosen: Sequence[int]) -> int:
-    """Count the draft's tokens that were chosen; `chosen` has one more, for the place after it."""
+    """Count the tokens at the draft's beginning that equal those in `chosen`."""
     pairs = zip(draft, chosen, strict=False)
     return next((i for i, (one, other) in enumerate(pairs) if one != other), len(draft))
 
 
 class DraftedSequence(Protocol):
-    """A sequence that may read ahead."""
+    """The parts of a sequence that drafting needs."""
 
     id: int
     context: list[int]
@@ -35,29 +35,31 @@ class DraftedSequence(Protocol):
 
     @property
     def root(self) -> Root:
-        """Return the root of its prompt's kept blocks."""
+        """Return the root of its prompt's blocks in the prefix cache."""
 
     @property
     def matcher(self) -> object | None:
         """Return the matcher that its next token must satisfy, if any."""
 
     def room(self, limit: int) -> int:
-        """Return the most tokens that a draft may have, `limit` or fewer."""
+        """Return the most tokens that a draft may have, up to `limit`."""
 
 
 class Patience:
-    """Waits longer after each draft without a chosen token. Lengths are those of contexts."""
+    """Decides when a sequence gets its next draft: it waits longer, in tokens, after each draft of
+    which nothing was accepted. Lengths are those of its context.
+    """
 
     def __init__(self) -> None:
         self._wait = 0
         self._resumes_at = 0
 
     def is_over(self, length: int) -> bool:
-        """Return True if it is time for a draft."""
+        """Return True if the next draft may be made at this length."""
         return length >= self._resumes_at
 
     def note(self, length: int, accepted: int) -> None:
-        """Note how much of a draft was chosen; `length` includes the chosen tokens."""
+        """Note how many tokens of a draft were accepted; `length` includes them."""
         if accepted:
             self._wait = 0
         else:
@@ -66,10 +68,10 @@ class Patience:
 
 
 class PromptLookup:
-    """Drafts for one sequence, out of its own context."""
+    """Prompt lookup for one sequence."""
 
     def __init__(self) -> None:
-        self._after: dict[tuple[int, ...], int] = {}  # tokens → the latest place after them
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram → end of its latest occurrence
         self._indexed = 0
         self._patience = Patience()
 
@@ -77,7 +79,7 @@ class PromptLookup:
         """Return up to `limit` tokens that may follow a context, which only grows between calls."""
         if limit < 1 or not self._patience.is_over(len(context)):
             return ()
-        # The context's last tokens are not indexed yet: the search would find them themselves.
+        # The context's last n-grams are not indexed yet, otherwise the search would find itself.
         until = max(self._indexed, min(len(context) - 1, self._indexed + _INDEXED_AT_ONCE))
         for end in range(self._indexed + 1, until + 1):
             for size in _GRAMS:
@@ -91,12 +93,12 @@ class PromptLookup:
         return ()
 
     def note(self, context: Sequence[int], accepted: int) -> None:
-        """Note how much of a draft was chosen; the context has the chosen tokens."""
+        """Note how many tokens of a draft were accepted; the context includes them."""
         self._patience.note(len(context), accepted)
 
 
 class LookupDrafter:
-    """Drafts for the sequences of a batch, each out of its own context."""
+    """Prompt lookup for the sequences of a batch, as a DraftSource."""
 
     name: Drafter = "prompt_lookup"
     reads_images = True  # it compares ids
@@ -132,7 +134,7 @@ class LookupDrafter:
             self._lookups = {number: lookup for number, lookup in lookups if number in ids}
 
     def clear_prefixes(self) -> None:
-        """Do nothing: no KV of prompts is kept here."""
+        """Do nothing: this source has no KV."""
 
     def _find(self, sequence_id: int) -> PromptLookup:
         return self._lookups.setdefault(sequence_id, PromptLookup())

@@ -1,13 +1,13 @@
-"""Prompts → tokens, in batches. From the bottom up:
+"""Generation of tokens for batches of prompts. From the bottom up:
 
-sampling         logits → tokens, each row by its own parameters
-sequence         one answer: its tokens, text, grammar and end; the blame for a fault
-prefill          the prompts that are read together, and their chunks; their logprobs
-decode_batch     sequences between two decode steps; logits of a pass → their next tokens
-label_scoring    questions → steps into their labels; the logprobs of the labels
-self_test        sequences in batches compared with the same alone
-prepare          a job → its sequences: their prompts, n, sampling, max_tokens; a context too long
-sequences        from join to last token: prefill, decode, leave; read again after a fault
-engine           one model: a step changes the batch and runs a pass; the KV kept of prompts
-loading          a folder or GGUF file → an engine, once its formats have read a trial turn
+sampling         logits → tokens, with each row's sampling parameters
+sequence         one answer: its tokens, text, grammar and end; which sequence caused a fault
+prefill          choice of the prompts and chunks that are read together; prompt logprobs
+decode_batch     sequences between two decode steps; the choice of their next tokens
+label_scoring    questions answered by the logprobs of their labels
+self_test        a comparison of batched sequences with the same sequences run alone
+prepare          a job → its sequences: prompts, limits and sampling; checks the context's length
+sequences        a sequence from join to last token: prefill, decode, retries after faults
+engine           one model: a step changes the batch and runs a pass; the prefix cache
+loading          a folder or GGUF file → an engine; tries the answer formats on made-up turns
 """

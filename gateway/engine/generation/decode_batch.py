@@ -1,4 +1,4 @@
-"""The batch that decodes, between two steps, and the outputs of a step."""
+"""The batch of decoding sequences between two steps, and the outputs of a step."""
 
 import copy
 from collections import abc
@@ -31,17 +31,17 @@ from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache
 from gateway.jobs.chat import Delta, FinishReason
 from gateway.jobs.steps import Drafter, Pass
 
-# The most blocks of an answer after which a next prompt can continue, if states are to be kept with
-# each: the last two, and two further back, the oldest four to seven blocks back. The prompt may
-# differ from the last tokens: a template may strip an answer, end it anew, or write its calls
-# another way.
+# The most block ends of an answer at which states are cached, so that the next prompt can continue
+# from one: the last two, and two further back, the oldest four to seven blocks back. The prompt may
+# differ from the answer's last tokens: a template may strip an answer, change its end, or write its
+# calls differently.
 KEPT_ENDS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """Sequences whose tokens may have to be chosen again. `is_sure`, (rows,) bool, says which
-    tokens are right, once it is evaluated; they were chosen from `logits`, (rows, vocabulary).
+    """Sequences whose tokens may have to be chosen again from `logits`, (rows, vocabulary). Once
+    evaluated, `is_sure`, (rows,) bool, tells which tokens are final.
     """
 
     seqs: list[Sequence]
@@ -51,10 +51,8 @@ class Doubt:
 
 @dataclass(frozen=True, slots=True)
 class AheadReading:
-    """The input of a pass, for each sequence: the tokens that its KV lacks, then a draft, then
-    padding.
-
-    `places` are those of the tokens, in all rows put end to end, after which a token is chosen.
+    """The input of a speculative pass. Each row has the tokens that its KV lacks, its draft, and
+    padding. A token is chosen after each of `places`: indices into all rows put end to end.
     """
 
     inputs: list[list[int]]
@@ -63,18 +61,17 @@ class AheadReading:
     places: list[int]
 
 
-# Logprobs still on the device, and the sequences they belong to; None for a sequence that has newer
-# ones.
+# Logprobs still on the device, and the sequence of each row; None if its logprobs are outdated.
 RowScores = tuple[TopLogprobs, abc.Sequence[Sequence | None]]
 Draft = Callable[
     [abc.Sequence[Sequence], abc.Sequence[int]], abc.Sequence[abc.Sequence[int]]
-]  # a draft for each sequence, within its limit of tokens
+]  # called with sequences and each one's token limit; returns a draft per sequence
 
 
 def plan_reading(
     seqs: abc.Sequence[Sequence], lengths: abc.Sequence[int], limit: int, draft: Draft
 ) -> AheadReading:
-    """Plan the pass after KV of these lengths that reads up to `limit` tokens ahead in each."""
+    """Plan a pass with up to `limit` speculative tokens per sequence, after KV of these lengths."""
     feeds = [seq.context[length:] for seq, length in zip(seqs, lengths, strict=True)]
     drafts = draft(seqs, [limit + 1 - len(feed) for feed in feeds])
     inputs = [[*feed, *tokens] for feed, tokens in zip(feeds, drafts, strict=True)]
@@ -90,14 +87,14 @@ def plan_reading(
 
 
 def spread(ends: abc.Sequence[int]) -> list[int]:
-    """Return the ends of an answer's blocks that stay when the last of `ends` is new: that one, the
-    one before, and ever fewer further back. The call before returned the other `ends`.
+    """Return the block ends at which an answer's states stay cached: the newest two, and ever fewer
+    further back. `ends` are those that the last call returned, and a new one.
     """
     newest = ends[-1] // BLOCK
     staying = []
     for end in ends:
         number = end // BLOCK
-        # The nth stays for twice as many blocks as the greatest power of two that divides n.
+        # Block n stays for 2 * p blocks; p is the greatest power of two that divides n.
         power_of_two = number & -number
         if newest - number < 2 * power_of_two:
             staying.append(end)
@@ -106,11 +103,11 @@ def spread(ends: abc.Sequence[int]) -> list[int]:
 
 @dataclass(slots=True, eq=False)
 class DecodeBatch:
-    """Sequences between two steps: their KV, and their next tokens, (tokens,), perhaps not
-    evaluated yet. There is one a sequence, and one more for each token of its draft, which is in
-    the KV already.
+    """Sequences between two steps: their KV, and their next `tokens`, (tokens,), which may not be
+    evaluated yet. A sequence has one next token, plus one for each token of its draft. Drafts are
+    in the KV already.
 
-    `finite`, (tokens,) bool, says whether a token's logits were numbers; `scores` are the logprobs
+    `finite`, (tokens,) bool, tells whether a token's logits were finite; `scores` are the logprobs
     of the sequences that requested them.
     """
 
@@ -121,21 +118,21 @@ class DecodeBatch:
     scores: list[RowScores]
     doubts: list[Doubt]
     drafts: list[abc.Sequence[int]]
-    late_error: Exception | None = None  # error of the step under way, raised when that is read
-    is_evaluated: bool = False  # the step under way has been waited for
+    late_error: Exception | None = None  # the running step's error, raised once tokens are read
+    is_evaluated: bool = False  # True once the running step has been waited for
 
     @property
     def may_go_on(self) -> bool:
-        """Return True if the next pass may be launched before these tokens are read. There are two
-        conditions: no token is the last that its sequence may have, and no sequence was in a failed
-        pass, as its fault must show in a pass of its own.
+        """Return True if the next pass may be launched before these tokens are read: no sequence
+        reaches its token limit with them, and none was in a failed pass, after which each pass's
+        errors must show before the next.
         """
         return not any(seq.is_at_last or seq.was_suspect for seq in self.seqs)
 
     @property
     def can_take_back(self) -> bool:
-        """Return True if a pass can be undone. Otherwise the next one is launched after all tokens
-        are sure, and before they are appended.
+        """Return True if a pass can be undone. Otherwise the next pass is launched only once all
+        tokens are final.
         """
         return all(isinstance(layer, RaggedKVCache) for layer in self.cache)
 
@@ -146,10 +143,10 @@ class DecodeBatch:
     def keep_block_ends(
         self, prefixes: PrefixCache, lengths: abc.Sequence[int] | None = None
     ) -> None:
-        """Store each sequence whose KV ends with a block, if KV can be kept only there. The KV has
-        these lengths, or else those of the contexts.
+        """Cache the KV of each sequence that has just filled a block, for models whose KV can be
+        cached only at block ends. `lengths` are those of the KV; by default the contexts' lengths.
 
-        To be called before the next pass is launched. The step under way is waited for.
+        Waits for the running step. Call it before the next pass is launched.
         """
         if not prefixes.needs_block_ends:
             return
@@ -164,12 +161,12 @@ class DecodeBatch:
             is_new = prefixes.store_next(
                 seq.context[:end], self.cache, i, dropped, seq.root, is_growing=is_growing
             )
-            if is_new and is_growing:  # states at the prompt's end stay
+            if is_new and is_growing:  # states of the prompt itself are never dropped here
                 seq.kept_ends = staying
 
     def keep_answers(self, prefixes: PrefixCache, ended: abc.Sequence[int]) -> None:
-        """Store the KV of ended answers: a conversation's next prompt begins with it. If KV is kept
-        only at ends of blocks, where few answers end, the states kept so far count as used.
+        """Cache the KV of the `ended` rows: a conversation's next prompt begins with these tokens.
+        If KV can be cached only at block ends, mark their cached states as recently used instead.
         """
         if not prefixes.is_on or not ended:
             return
@@ -177,7 +174,7 @@ class DecodeBatch:
             for seq in [self.seqs[i] for i in ended]:
                 prefixes.note_ended(seq.context, seq.kept_ends, seq.root)
             return
-        lengths = self.cache[0].lengths.counts  # forced tokens at the end were not read
+        lengths = self.cache[0].lengths.counts  # the KV lacks forced tokens at the end
         for i in ended:
             seq = self.seqs[i]
             prefixes.store(seq.context[: lengths[i]], self.cache, i, root=seq.root)
@@ -203,7 +200,7 @@ class DecodeBatch:
         self.is_evaluated = False
 
     def keep(self, indices: list[int]) -> None:
-        """Drop the other sequences. The kept ones are then in the order of `compact`."""
+        """Keep only these sequences, in the order that `compact` returns."""
         if len(indices) == len(self.seqs):
             return  # caches of a single row cannot be filtered
         indices = compact(indices)
@@ -214,18 +211,18 @@ class DecodeBatch:
         self.seqs = [self.seqs[i] for i in indices]
         self.drafts = [self.drafts[i] for i in indices]
         filter_layers(self.cache, indices)
-        if had_drafts and not any(self.drafts):  # no sequence is left that may go back
+        if had_drafts and not any(self.drafts):  # no rollback is needed: release the old states
             go_back(self.cache, [0] * len(indices), [0] * len(indices))
-        # The smaller caches are made at once: larger ones are held until then, and the memory
-        # counted as free may already be given to new sequences.
+        # The smaller caches are computed now: until then the larger ones stay in memory, which may
+        # already be promised to new sequences.
         launch([layer.state for layer in self.cache])
         self.is_evaluated = False
 
     def take(self, index: int) -> "DecodeBatch":
-        """Return a copy of one sequence with its next token; it stays here until dropped."""
+        """Return a batch with a copy of one sequence. The original stays here until dropped."""
         seq = self.seqs[index]
-        # The other sequences' logprobs are left out: they would be taken for newer ones once this
-        # one is back.
+        # The other sequences' logprobs are left out: when this batch is merged back later, they
+        # would overwrite newer ones.
         scores: list[RowScores] = []
         for logprobs, seqs in self.scores:
             if seq in seqs:
@@ -261,21 +258,21 @@ class DecodeBatch:
         self.is_evaluated = False
 
     def settle(self) -> None:
-        """Wait for the step under way, if the device is late, before any other launch: that would
-        raise the step's error, and the tokens would look right.
+        """Wait for the running step if the device reports errors late (`is_late`). Call it before
+        any other launch, which would raise the step's error and make wrong tokens look right.
         """
         if is_late():
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the step under way, and keep its error."""
+        """Wait for the running step, and keep its error for `check`."""
         try:
             self.evaluate()
         except Exception as error:
             self.late_error = self.late_error or error
 
     def evaluate(self) -> None:
-        """Wait, once, for all results of the step under way. Raises the device's error."""
+        """Wait, once, for all results of the running step. Raises the device's error."""
         if self.is_evaluated:
             return
         scores = [(score.chosen, score.ids, score.logprobs) for score, _ in self.scores]
@@ -283,13 +280,13 @@ class DecodeBatch:
         self.is_evaluated = True
 
     def check(self) -> None:
-        """Raise the error of the step under way if it has been waited for."""
+        """Raise the error that `wait` kept, if any."""
         if self.late_error is not None:
             raise self.late_error
 
     def read(self) -> "list[SequenceOutput]":
-        """Wait for the tokens under way; return one output per sequence. Draft tokens that were not
-        chosen leave the KV.
+        """Wait for the tokens; return one output per sequence. Rejected draft tokens are removed
+        from the KV.
         """
         self.evaluate()
         # mlx's stubs have no type for the result of `tolist`.
@@ -318,7 +315,7 @@ class DecodeBatch:
         return outputs
 
     def _places(self) -> list[range]:
-        """Return the places of each sequence's tokens."""
+        """Return the indices of each sequence's tokens in `tokens`."""
         starts = accumulate((1 + len(draft) for draft in self.drafts), initial=0)
         return [range(start, end) for start, end in pairwise(starts)]
 
@@ -330,10 +327,10 @@ def choose_tokens(
     logits: mx.array,
     drafts: abc.Sequence[abc.Sequence[int]] = (),
 ) -> DecodeBatch:
-    """Launch the choice of the next tokens. The masks are made while the pass runs.
+    """Launch the choice of the next tokens. Grammar masks are computed while the pass runs.
 
-    `logits`, (tokens, vocabulary), are those of each sequence's next token, followed by those after
-    each token of its draft. `drafts` has one draft a sequence, or is empty.
+    `logits`, (tokens, vocabulary), has for each sequence the logits of its next token, then those
+    after each token of its draft. `drafts` has one draft per sequence, or is empty.
     """
     drafts = drafts or [()] * len(seqs)
     ahead = [i for tokens in drafts for i in range(len(tokens) + 1)]
@@ -349,8 +346,8 @@ def choose_tokens(
 
 
 def constrain(structured: StructuredOutput, seqs: list[Sequence], logits: mx.array) -> mx.array:
-    """Return logits, (rows, vocabulary), with each sequence's bias and penalties, and with -inf for
-    tokens that may not be next.
+    """Apply each sequence's bias and penalties to logits, (rows, vocabulary), and set forbidden
+    tokens to -inf.
     """
     logits = adjust_logits([seq.sampler for seq in seqs], logits)
     for i, seq in enumerate(seqs):
@@ -368,7 +365,7 @@ def constrain(structured: StructuredOutput, seqs: list[Sequence], logits: mx.arr
 
 
 def redraw_unsure(running: DecodeBatch) -> bool:
-    """Draw the tokens again whose window was too small; return True if there were any."""
+    """Draw tokens whose sampling window was too small again; return True if there were any."""
     has_mended = False
     while running.doubts:
         running.evaluate()
@@ -387,9 +384,9 @@ def redraw_unsure(running: DecodeBatch) -> bool:
 def _draw(
     seqs: list[Sequence], ahead: list[int], logits: mx.array
 ) -> tuple[mx.array, list[RowScores], list[Doubt]]:
-    """Choose from logits, (rows, vocabulary), that are adjusted and masked.
+    """Choose a token per row from adjusted and masked logits, (rows, vocabulary).
 
-    `ahead` is each row's distance, in tokens, from its sequence's next token.
+    `ahead` has each row's distance, in tokens, from its sequence's next token.
     """
     positions = [len(seq.tokens) + i for seq, i in zip(seqs, ahead, strict=True)]
     choice = choose([seq.sampler for seq in seqs], logits, positions)
@@ -405,30 +402,30 @@ def _draw(
 
 @dataclass(slots=True)
 class SequenceOutput:
-    """The next tokens of a sequence, on the host: one, and the chosen tokens of its draft, up to
-    the first whose logits were no numbers.
+    """The next tokens of a sequence, on the host: the accepted tokens of its draft and one more, up
+    to the first whose logits were not finite.
     """
 
     seq: Sequence
     tokens: abc.Sequence[int]
-    is_finite: bool  # the logits of the first token were numbers
+    is_finite: bool  # the logits of the first token were finite
     scores: TokenScores | None
-    # Set once the first token is appended, if it is the last.
+    # Set by `append_first` if that token is the answer's last.
     end: FinishReason | None = None
 
     @property
     def goes_on(self) -> bool:
-        """Return True if the sequence has a next token, its text aside."""
+        """Return True if the sequence continues, as far as its tokens tell; its text may end it."""
         return self.is_finite and self.end is None
 
     def append_first(self) -> None:
-        """Append the only token, without its text."""
+        """Append the only token to the sequence; `to_deltas` handles its text."""
         if self.is_finite:
             self.end = self.seq.append(self.tokens[0])
 
     def append(self, limit: int) -> tuple[list[Delta], bool]:
-        """Append these tokens to the sequence, then up to `limit` tokens that its grammar forces.
-        Return the deltas, and whether the sequence goes on.
+        """Append these tokens to the sequence, then up to `limit` tokens forced by its grammar.
+        Return the deltas, and whether the sequence continues.
         """
         seq = self.seq
         if not self.is_finite:
@@ -447,8 +444,8 @@ class SequenceOutput:
         return deltas, True
 
     def to_deltas(self, end: FinishReason | None) -> list[Delta]:
-        """Return the deltas of the token appended last. An error in its text ends only this
-        sequence.
+        """Return the deltas of the last appended token. If they cannot be made, only this sequence
+        ends, with an error.
         """
         if not self.is_finite:
             return [self.seq.error_delta("its output is not a number")]
@@ -465,8 +462,8 @@ def count_ahead_pass(
     drafts: abc.Sequence[abc.Sequence[int]],
     drafter: Drafter | None,
 ) -> Pass:
-    """Count a pass that read drafts; `outputs` are each sequence's tokens from it."""
-    # An answer may end inside a draft.
+    """Return the counts of a speculative pass; `counts` has each sequence's appended tokens."""
+    # An answer may end inside a draft: not all accepted tokens are appended then.
     pairs = [(count, len(output.tokens)) for count, output in zip(counts, outputs, strict=True)]
     return Pass(
         rows=len(outputs),
@@ -480,7 +477,7 @@ def count_ahead_pass(
 
 
 def copy_layer(layer: Any) -> Any:
-    """Copy a layer's cache without its arrays. Filtering the copy leaves the original unchanged."""
+    """Copy a layer's cache, sharing its arrays. Filtering the copy doesn't change the original."""
     twin = copy.copy(layer)
     if isinstance(layer, CacheList):
         twin.caches = [copy_layer(inner) for inner in layer.caches]
@@ -490,7 +487,7 @@ def copy_layer(layer: Any) -> Any:
 def _to_host(
     scores: TopLogprobs, seqs: abc.Sequence[Sequence | None]
 ) -> Iterator[tuple[Sequence, TokenScores]]:
-    """Read logprobs from the device, one sequence at a time."""
+    """Copy logprobs to the host; yield each sequence with its own."""
     chosen: Any = scores.chosen.tolist()
     ids: Any = scores.ids.tolist()
     logprobs: Any = scores.logprobs.tolist()

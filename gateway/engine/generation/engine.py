@@ -1,5 +1,5 @@
-"""One chat model: a step changes its batch and runs a pass. It runs on the lane, except for methods
-that are safe on any thread.
+"""The engine of one chat model: each step changes its batch and runs a pass. Methods must run on
+the lane, unless they say that they are safe on any thread.
 """
 
 import random
@@ -35,19 +35,19 @@ from gateway.engine.vision.sight import Sight
 from gateway.jobs.chat import GenerateJob, Grammar, Reading, Sampling
 from gateway.jobs.steps import DraftCost, EngineFacts, SequenceParams, StepPlan, StepResult, Verdict
 
-TIMED_STEPS: Final = 3  # steps of a width that are timed, after a first one that is not
+TIMED_STEPS: Final = 3  # timed steps per batch width, after an untimed first one
 _TIMED: Final = Sampling(temperature=0, ignore_eos=True)
 
 
 class GenerationEngine:
-    """A model with its template, vocabulary and grammars, and the sequences that it answers."""
+    """A chat model, its tokenizer, template and grammars, and the sequences that it generates."""
 
     def __init__(
         self,
         model: Any,
         setup: ChatSetup,
         *,
-        prefixes: PrefixPool | None = None,  # the room for prompts' KV; None keeps none
+        prefixes: PrefixPool | None = None,  # memory of the prefix cache; None turns it off
         speculate_rows: int = 0,
         draft_model: DraftModel | None = None,
         bounds: DeviceBounds | None = None,
@@ -61,7 +61,7 @@ class GenerationEngine:
         self.prefixes = PrefixCache(empty, prefixes or PrefixPool(0), kv_cost.states)
         self.adapters = Adapters(model)
         if not (is_listed(model) or all(is_plain(layer) for layer in empty)):
-            speculate_rows = 0  # going back is not tested for this model
+            speculate_rows = 0  # rollback of rejected tokens is untested for this model
         self._faults = Faults()
         self._drafts = DraftPolicy(speculate_rows, draft_model, self._faults.record_draft)
         self._sequences = Sequences(
@@ -74,7 +74,7 @@ class GenerationEngine:
             pass_s=(bounds or DeviceBounds()).pass_s,
             sight=sight,
         )
-        if kv_cost.constant and speculate_rows:  # the states before the pass under way are kept
+        if kv_cost.constant and speculate_rows:  # a copy of the states is kept for rollback
             kv_cost = replace(kv_cost, draft=DraftCost(0, kv_cost.constant, speculate_rows))
         if draft_model is not None:
             kv_cost = draft_model.with_kv(kv_cost, speculate_rows)
@@ -85,7 +85,7 @@ class GenerationEngine:
             kv_cost,
             tested_tokens,
             *said,
-            reads_images=sight is not None,
+            images=None if sight is None else sight.cost,
             is_timed_when_idle=is_late(),
         )
 
@@ -95,17 +95,17 @@ class GenerationEngine:
 
     @property
     def is_batched(self) -> bool:
-        """Return True while sequences share passes, False once they run one at a time."""
+        """Return True if sequences share passes, False if they run one at a time."""
         return self._sequences.is_batched
 
     def self_test(self) -> Generator[Verdict]:
-        """Compare sequences in batches with the same ones alone, a pass a step."""
+        """Compare batched sequences with the same sequences alone; each `next` runs one pass."""
         vocab_size, max_context = self._setup.vocab_size, self._setup.max_context
         return BatchSelfTest(self._model, vocab_size, max_context, self.dtype).verdicts()
 
     def time_step(self, rows: int) -> Generator[float | None]:
-        """Time a decode step of `rows` sequences of its own, one pass at each `next`. The last pass
-        yields the seconds of a step, the others None. Raises RuntimeError for a pass that fails.
+        """Time a decode step of `rows` made-up sequences; each `next` runs one pass. The last one
+        yields the seconds per step, the others yield None. Raises RuntimeError if a pass fails.
         """
         faults, draw = Faults(), random.Random(0)
         sequences = Sequences(
@@ -139,40 +139,40 @@ class GenerationEngine:
                 failed = faults.take()
                 if failed or (is_read and sequences.last_pass.rows < rows):
                     raise RuntimeError(f"{rows} rows could not be timed: {failed}")
-                # Other work on the machine can only make a step longer.
+                # The fastest step counts: other work on the machine can only slow a step down.
                 yield min(seconds[1:]) if len(seconds) > TIMED_STEPS else None
         finally:
             sequences.close()
             clear_cache()
 
     def apply_verdict(self, verdict: Verdict) -> None:
-        """Stop the uses that a verdict finds wrong, as Sequences.apply_verdict does."""
+        """Turn off the modes that failed a self-test; see `Sequences.apply_verdict`."""
         self._sequences.apply_verdict(verdict)
 
     @unfused()
     def probe(self) -> None:
-        """Read a prompt of the self-test's, apart from all sequences; raise any error of MLX."""
+        """Run one of the self-test's prompts, independent of all sequences. Raises MLX's errors."""
         self.synchronize()
         read_probe(self._model, self._setup.vocab_size)
 
     def prepare(self, job: GenerateJob) -> list[SequenceParams]:
-        """Return a job's sequences, as `prepare.prepare` does. Safe on any thread."""
+        """Return a job's sequences; see `prepare.prepare`. Safe on any thread."""
         return prepare(job, self._setup)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Compile a grammar for use by sequences. Slow, and safe on any thread.
+        """Compile a grammar for use by sequences. Slow; safe on any thread.
 
-        Raises BadRequest naming the keyword or place that cannot be compiled.
+        Raises BadRequest, which names the keyword or place that cannot be compiled.
         """
         return self._setup.structured.compile(grammar)
 
     def matches_schema(self, schema: str, answer: str) -> bool | None:
-        """Return whether an answer fits a JSON Schema, both as text; None if undecidable. Slow."""
+        """Return whether an answer matches a JSON Schema; None if that can't be decided. Slow."""
         return self._setup.structured.matches_schema(schema, answer)
 
     def read_answer(self, params: SequenceParams, text: str, is_cut: bool) -> Reading:
-        """Return the parts of a sequence's whole text, as ResponseTemplate.read does. Slow, and
-        safe on any thread.
+        """Parse a sequence's whole text into its parts; see `ResponseTemplate.read`. Slow; safe on
+        any thread.
         """
         chat, reader = self._setup.chat, self._setup.reader
         assert reader is not None
@@ -200,7 +200,7 @@ class GenerationEngine:
         return StepResult(deltas, size, faults, reading, decoding, kept, drafter)
 
     def _clear_prefixes(self) -> None:
-        self.synchronize()  # a wait for buffers would raise, and lose, its error
+        self.synchronize()  # otherwise clear_cache would raise and lose the running step's error
         self.prefixes.clear()
         self._drafts.clear_prefixes()
         clear_cache()
@@ -214,22 +214,22 @@ class GenerationEngine:
             clear_cache()
 
     def synchronize(self) -> None:
-        """Wait for the step under way. Its error is raised when it is read: MLX raises it once."""
+        """Wait for the running step. Its error is kept until its tokens are read."""
         self._sequences.synchronize()
 
     def routing_keys(self, adapter: int = 0) -> Sequence[bytes]:
-        """Return the routing keys of the kept prompts. Safe on any thread."""
+        """Return the routing keys of the prompts in the prefix cache. Safe on any thread."""
         return self.prefixes.routing_keys(adapter)
 
     def drop_adapter(self, number: int) -> None:
-        """Free an adapter, with its sequences and the KV kept of their prompts."""
+        """Free an adapter, its sequences, and its KV in the prefix cache."""
         self._sequences.leave_adapter(number)
         self.prefixes.forget(number)
         self.adapters.drop(number)
         clear_cache()
 
     def nbytes(self) -> int:
-        """Count the bytes on the device: weights, KV and prefixes."""
+        """Count the bytes on the device: weights, KV and prefix cache."""
         weights = sum(array.nbytes for array in parameters(self._model))
         images = 0 if self._sight is None else self._sight.nbytes
         kept = self.prefixes.nbytes + self._drafts.nbytes + images

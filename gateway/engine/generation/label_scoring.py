@@ -1,14 +1,14 @@
 """Questions answered by the probabilities of their labels: nothing is sampled.
 
-A question's prompt is the conversation up to its questions, the question and the template's opening
-of the answer. It is cut at a place that leaves its tokens unchanged, so that all questions share
-the first part's tokens, which are read once. A label is encoded as the answer's beginning, and
-marks in it are plain letters.
+A question's prompt is the conversation before the questions, the question itself, and the
+template's opening of the answer. It is split into a head and a rest at a place that leaves its
+tokens unchanged. All questions share the head's tokens, which are read once. A label is encoded as
+the beginning of an answer; control tokens in it are encoded as plain text.
 
-The labels of a question form a tree of tokens. Every token with followers is a step: a sequence
-that is read up to that token, and then gives the logprobs of the tokens that may come next. A
-label's logprob is the sum over its steps. A label that is also the beginning of another counts only
-if the answer ends there.
+The labels of a question form a tree of tokens. Every node with children is a step: a sequence whose
+prompt ends with the node's tokens, and whose result is the logprobs of the children. A label's
+logprob is the sum over its steps. A label that is a prefix of another gets the probability that the
+answer ends after it.
 """
 
 import math
@@ -29,25 +29,25 @@ from gateway.jobs import TokenIds
 from gateway.jobs.chat import Delta, GenerateJob, Judgement, Question
 from gateway.jobs.steps import LabelStep, SequenceParams
 
-MAX_STEPS = 4096  # the most steps into the labels of one job
+MAX_STEPS = 4096  # the most steps of one job
 
 
 @dataclass(slots=True)
 class _Node:
-    """The labels that begin with the same tokens, and those among them that end here."""
+    """A node of the tree of labels."""
 
-    labels: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-    next: dict[int, "_Node"] = field(default_factory=dict)
+    labels: list[int] = field(default_factory=list)  # labels that begin with the node's tokens
+    ends: list[int] = field(default_factory=list)  # labels that are exactly the node's tokens
+    next: dict[int, "_Node"] = field(default_factory=dict)  # children, by token
 
 
 def prepare_questions(
     job: GenerateJob, chat: ChatTokenizer, max_context: int, vocab_size: int
 ) -> list[SequenceParams]:
-    """Return the parameters of one sequence per step into the labels. Safe on any thread.
+    """Return the parameters of one sequence per step. Safe on any thread.
 
-    Raises BadRequest for labels with the same tokens, or with none, and for too many of them;
-    ContextLengthExceeded for a prompt that leaves no room for its labels.
+    Raises BadRequest if two labels have the same tokens, a label has none, or there are too many
+    steps; ContextLengthExceeded for a prompt that leaves no room for its labels.
     """
     head, rests, opening = encode_questions(job, chat)
     texts = [label for question in job.questions for label in question.labels]
@@ -80,8 +80,9 @@ def prepare_questions(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPrompt(abc.Sequence[int]):
-    """The ids before a step: those common to all questions, those of the question, and the first
-    `depth` of a label. Steps share the lists: 4,096 copies of a long prompt would take 256 MB.
+    """The prompt of a step: the head that all questions share, the rest of the question's prompt,
+    and the first `depth` tokens of a label. Steps share the lists, since 4,096 copies of a long
+    prompt would take 256 MB.
     """
 
     head: TokenIds
@@ -104,7 +105,7 @@ class StepPrompt(abc.Sequence[int]):
 
 
 def _too_long(limit: int, tokens: int, *, is_question: bool) -> ContextLengthExceeded:
-    """Blame the longer part of a prompt."""
+    """Return the error for a prompt that is too long, naming its longer part."""
     if is_question:
         return ContextLengthExceeded(limit, tokens, noun="questions", part="questions")
     return ContextLengthExceeded(limit, tokens, noun="input")
@@ -113,11 +114,11 @@ def _too_long(limit: int, tokens: int, *, is_question: bool) -> ContextLengthExc
 def encode_questions(
     job: GenerateJob, chat: ChatTokenizer
 ) -> tuple[list[int], list[list[int]], str]:
-    """Return the ids that all questions' prompts share, the other ids of each prompt, and the text
-    right before the answer. The ids together are those of each prompt encoded in one piece. Control
-    tokens in the callers' texts are letters.
+    """Return the token ids that all questions' prompts share, the remaining ids of each prompt, and
+    the text right before the answer. The ids are the same as if each prompt were encoded in one
+    piece. Control tokens in the callers' texts are encoded as plain text.
 
-    The possible places of the cut depend on the tokenizer: GPT-2's joins a line's end to the text
+    Where prompts can be split depends on the tokenizer: GPT-2's joins a line break to the text
     after it, Qwen's to the text before it, and SentencePiece's puts a space before each piece.
     """
     before, after = chat.render_questions(job)
@@ -141,8 +142,9 @@ def encode_questions(
 
 
 def encode_labels(labels: abc.Sequence[str], opening: str, chat: ChatTokenizer) -> list[list[int]]:
-    """Return the ids of labels, each as the beginning of an answer. The text before matters if it
-    ends a line. Control tokens in labels are letters.
+    """Return the token ids of labels, each encoded as the beginning of an answer after `opening`,
+    the text before it, which matters if it ends with a line break. Control tokens in labels are
+    encoded as plain text.
     """
     encoded = chat.controls.encode([[(label, True)] for label in labels])
     if not opening.endswith("\n"):
@@ -161,8 +163,8 @@ def _steps(
     eos_ids: abc.Collection[int],
     vocab_size: int,
 ) -> abc.Iterator[tuple[TokenIds, int, LabelStep]]:
-    """Yield the steps into a question's labels, each with a label and the number of its tokens
-    before the step; the root first.
+    """Yield the steps of a question, the root first, each with a label that leads through its node
+    and the node's depth in tokens.
     """
     root = _Node()
     for label, ids in enumerate(labels):
@@ -194,8 +196,8 @@ def _steps(
 
 
 def score_labels(seqs: abc.Sequence[Sequence], logits: mx.array) -> list[Delta]:
-    """Return the single delta of each sequence, from the logits, (rows, vocabulary), at its end."""
-    # The log-softmax is over the whole vocabulary, as for sampled tokens.
+    """Return the only delta of each sequence, from the logits at its end, (rows, vocabulary)."""
+    # The log-softmax covers the whole vocabulary, as for sampled tokens.
     logits = logits.astype(mx.float32)
     rows_of: list[int] = []  # the row of each requested logit
     tokens_of: list[int] = []
@@ -234,7 +236,7 @@ def _to_delta(seq: Sequence, step: LabelStep, logprobs: abc.Sequence[abc.Sequenc
 
 
 def _add(logprobs: abc.Sequence[float]) -> float:
-    """Return the logprob of any of several tokens; -inf for none."""
+    """Return the log of the summed probabilities; -inf for an empty sequence."""
     greatest = max(logprobs, default=-math.inf)
     if greatest == -math.inf:
         return greatest

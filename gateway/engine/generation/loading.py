@@ -1,4 +1,4 @@
-"""A chat model's folder, or its GGUF file → its engine."""
+"""Loading chat models: from a folder or a GGUF file to an engine."""
 
 import json
 import math
@@ -72,14 +72,15 @@ def read_chat_setup(
 ) -> ChatSetup:
     """Read a chat model's config, tokenizer and template, and prepare its grammars.
 
-    `files` is its folder, or its GGUF file, which contains all of them.
+    `files` is the model's folder, or its GGUF file, which contains all three.
 
-    Takes seconds and no MLX: run it on a thread that is not the lane's. A tokenizer that the
-    grammars cannot read leaves the model without grammars.
+    It takes seconds and doesn't use MLX: run it on a thread other than the lane's. If grammars
+    cannot use the tokenizer, the model is served without structured output.
 
-    `max_context` only ever lowers the model's own limit, unless the model states none. `shape`
-    tightens the schemas that answers are held to, with the folder's own bounds if it has none.
-    Grammars are compiled in `sandbox` first. Raises ModelLoadFailed.
+    `max_context` can only lower the limit that the model states; it is the limit if the model
+    states none. `shape` tightens the JSON Schemas of structured answers; bounds that it leaves
+    unset come from generation_config.json. Each grammar is compiled in `sandbox` before it is
+    compiled in this process. Raises ModelLoadFailed.
     """
     checkpoint, formats = open_checkpoint(name, files), formats or ChatFormats()
     with reading_tokenizer(checkpoint):
@@ -92,7 +93,7 @@ def read_chat_setup(
         try:
             if not is_read and chat.untried is None:
                 unread = [each for each in unread_formats(chat) if getattr(formats, each) != "none"]
-        except BadRequest as error:  # rendering takes too much
+        except BadRequest as error:  # rendering takes too much time or memory
             chat.untried = str(error)
     if isinstance(checkpoint, GgufCheckpoint):
         generation = read_sampling(checkpoint.header.metadata)
@@ -100,9 +101,9 @@ def read_chat_setup(
         generation = generation_config(files)
     vocab_size = int(text_config(config).get("vocab_size") or chat.backend.get_vocab_size())
     rows = max((each.shape[0] for each in checkpoint.tensors().values() if each.shape), default=0)
-    if vocab_size > rows:  # the grammars' tables have a place for each
+    if vocab_size > rows:  # grammar tables have vocab_size entries: refuse an inflated value
         raise checkpoint.failed(
-            f"vocab_size is {vocab_size:,}, and no weights have over {rows:,} rows"
+            f"vocab_size is {vocab_size:,}, but no weight has more than {rows:,} rows"
         )
     shape = (shape or Shape()).completed(generation.get("structured"))
     notes: list[str] = []
@@ -129,8 +130,8 @@ def read_chat_setup(
 def _find_reader(
     wrapper: TokenizerWrapper, chat: ChatTokenizer, formats: ChatFormats
 ) -> ResponseTemplate | None:
-    """Return a reader of answers by the checkpoint's own `response_template`; None if a format of
-    ours reads them, or if models.yaml names one.
+    """Return a parser of answers that uses the checkpoint's `response_template`. Return None if one
+    of our own formats parses the model's answers, or if models.yaml names a format.
     """
     template = getattr(wrapper._tokenizer, "response_template", None)  # needs transformers 5.13
     sandbox = formats.template_sandbox
@@ -142,8 +143,9 @@ def _find_reader(
 
 
 def read_tokenizer(files: Path, *, name: str, chat_template: str | None) -> Any:
-    """Return a chat model's tokenizer, transformers' own, with the given template instead of its
-    own. Like `read_chat_setup`, it takes seconds and no MLX. Raises ModelLoadFailed.
+    """Return a chat model's tokenizer as a transformers object; `chat_template` replaces its own
+    template unless it is None. Like `read_chat_setup`, it takes seconds and doesn't use MLX.
+    Raises ModelLoadFailed.
     """
     _, wrapper = _read_tokenizer(open_checkpoint(name, files), files)
     if chat_template is not None:
@@ -156,25 +158,25 @@ def _read_tokenizer(
 ) -> tuple[dict[str, Any], TokenizerWrapper]:
     if isinstance(checkpoint, GgufCheckpoint):
         return checkpoint.config(), wrap_tokenizer(checkpoint)
-    checkpoint.config()  # refuses impossible values, by name
+    checkpoint.config()  # raises an error that names any impossible value
     with checkpoint.blame("config.json and generation_config.json: "):
         config = load_config(files)
     eos_ids = config.get("eos_token_id")
     listed = eos_ids if isinstance(eos_ids, list) else [eos_ids]
     if not all(each is None or (type(each) is int and each >= 0) for each in listed):
         raise checkpoint.failed(
-            f"config.json or generation_config.json: eos_token_id is {eos_ids!r:.60}, no token's id"
+            f"config.json or generation_config.json: eos_token_id isn't a token id: {eos_ids!r:.60}"
         )
     wrapper = wrap_folder_tokenizer(files, name=checkpoint.name, eos_ids=eos_ids)
     check_growth(wrapper.backend_tokenizer)
-    # All of the files may name a wrong end. A word that is no token of its own is no end.
+    # All of the files may name a wrong EOS token, so tokens with the usual names of one are added.
     wrapper.eos_token_ids |= named_ends(wrapper._tokenizer.get_added_vocab())
     return config, wrapper
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSetup:
-    """A checkpoint whose model drafts for another model."""
+    """The checkpoint of a draft model, for speculative decoding, and facts about it."""
 
     checkpoint: Checkpoint | GgufCheckpoint
     vocab_size: int  # tokens that have embeddings
@@ -183,10 +185,10 @@ class DraftSetup:
 
 
 def read_draft_setup(files: Path, *, name: str, target: ChatSetup, numbers: Numbers) -> DraftSetup:
-    """Read the config and the tokenizer of a model that is to draft for `target`.
+    """Read the config and the tokenizer of a draft model for `target`.
 
-    Takes seconds and no MLX, as `read_chat_setup` does. Raises ModelLoadFailed, naming both models,
-    unless they have the same vocabulary.
+    Like `read_chat_setup`, it takes seconds and doesn't use MLX. Raises ModelLoadFailed, naming
+    both models, if their vocabularies differ.
     """
     checkpoint = open_checkpoint(name, files)
     with reading_tokenizer(checkpoint):
@@ -196,8 +198,8 @@ def read_draft_setup(files: Path, *, name: str, target: ChatSetup, numbers: Numb
     if vocabulary != expected:
         differing = {token for token, _ in vocabulary.items() ^ expected.items()}
         raise target.checkpoint.failed(
-            f"its draft {name!r} has another vocabulary: {len(differing):,} tokens differ, as "
-            f"{min(differing)!r}. A draft must have the same tokenizer: see `draft:` in models.yaml"
+            f"its draft {name!r} has another vocabulary: {len(differing):,} tokens differ, such "
+            f"as {min(differing)!r}. A draft needs the same tokenizer: see `draft:` in models.yaml"
         )
     vocab_size = int(text_config(config).get("vocab_size") or backend.get_vocab_size())
     return DraftSetup(
@@ -210,29 +212,31 @@ def load_generation_in_steps(
     *,
     device: Device,
     numbers: Numbers,
-    # Bytes for the KV of prompts, a draft model's too.
+    # Bytes of the prefix cache, shared by the model and its draft model.
     prefix_cache_bytes: int = 0,
-    prefixes: PrefixPool | None = None,  # replaces it by a pool shared with other models
-    # The most rows of a batch in which tokens may be read ahead.
+    prefixes: PrefixPool | None = None,  # pool shared with other models, instead of a new one
+    # The largest batch, in rows, that uses speculative decoding.
     speculate_rows: int = 0,
     draft: DraftSetup | None = None,
-    share: RankShare | None = None,  # this rank's part of the model; every rank must make its calls
+    # This rank's part of a distributed model. Every rank must make the same calls.
+    share: RankShare | None = None,
     bounds: DeviceBounds | None = None,
-    # Called with weights that become floating because the device lacks a kernel.
+    # Called with weights that are dequantized because the device lacks a kernel.
     report: Report | None = None,
 ) -> Generator[GenerationEngine | None]:
-    """Load a chat model that mlx-lm knows, one step for each slice of its weights. On the lane.
+    """Load a chat model that mlx-lm supports, one slice of its weights per step. Must run on the
+    lane.
 
-    Other work may have the lane between two steps. Each step yields None, and the last one the
-    engine; a caller that stops before it must close the generator, on the lane too. Raises
-    ModelLoadFailed.
+    Other work may run on the lane between two steps. Each step yields None, except the last, which
+    yields the engine; a caller that stops earlier must close the generator, also on the lane.
+    Raises ModelLoadFailed.
     """
     notes = [*setup.notes]
     model = yield from _read_model(
         setup.checkpoint, numbers, device, share, report, setup.max_context, notes.append
     )
     if share is not None and share.parallel == "pipeline":
-        prefix_cache_bytes = 0  # ranks have other layers, so they would keep other prompts
+        prefix_cache_bytes = 0  # ranks hold different layers, so their caches would differ
     bounds = bounds or DeviceBounds()
     prefixes = prefixes or PrefixPool(prefix_cache_bytes, bounds.kept)
     draft_model = None
@@ -243,8 +247,8 @@ def load_generation_in_steps(
         for decoder, checkpoint in ((model, setup.checkpoint), (drafter, draft.checkpoint)):
             if not (can_batch(decoder) and can_go_back(batch_of_one(make_batch_caches(decoder)))):
                 raise setup.checkpoint.failed(
-                    f"{checkpoint.name!r} has a kind of cache that cannot go back to before a "
-                    f"draft; it cannot have or be `draft: {draft.checkpoint.name}`"
+                    f"{checkpoint.name!r} uses a cache that cannot be rolled back after rejected "
+                    f"tokens, so it can neither have nor be `draft: {draft.checkpoint.name}`"
                 )
         draft_model = DraftModel(
             drafter,
@@ -311,8 +315,8 @@ def _make_structured(
 
 
 # The fields that vLLM takes from generation_config.json (ModelConfig.get_diff_sampling_param), each
-# with the test of a usable value. As there, `do_sample: false` is not read: a temperature requests
-# greedy answers, and many files say false only because it is the format's default.
+# with a test for usable values. Like vLLM, we ignore `do_sample: false`: greedy answers are
+# requested with a temperature of 0, and many files say false only because it is the default.
 _SAMPLING: Mapping[str, Callable[[float], bool]] = {
     "temperature": lambda value: 0 <= value <= 2,
     "top_p": lambda value: 0 < value <= 1,
@@ -323,7 +327,7 @@ _SAMPLING: Mapping[str, Callable[[float], bool]] = {
 
 
 def generation_config(folder: Path) -> dict[str, Any]:
-    """Return the content of a folder's generation_config.json; empty if it cannot be read."""
+    """Return the content of a folder's generation_config.json; {} if it cannot be read."""
     try:
         content = json.loads((folder / "generation_config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -334,7 +338,7 @@ def generation_config(folder: Path) -> dict[str, Any]:
 
 
 def usable_sampling(config: Mapping[str, Any]) -> dict[str, float]:
-    """Return the usable sampling defaults of a checkpoint, under generation_config.json's names."""
+    """Return the valid sampling defaults among generation_config.json's fields, by field name."""
     usable: dict[str, float] = {}
     for name, is_usable in _SAMPLING.items():
         value: Any = config.get(name)
@@ -348,7 +352,7 @@ def usable_sampling(config: Mapping[str, Any]) -> dict[str, float]:
 def _context(checkpoint: Listing, config: Mapping[str, Any], lowered: int | None) -> int:
     try:
         limit = lower_context(config, lowered)
-    except Exception as error:  # a file may have a value of any kind
+    except Exception as error:  # the file's values may have any type
         raise checkpoint.failed(f"config.json: {error}") from error
     if limit is None:
         raise checkpoint.failed(
@@ -358,8 +362,8 @@ def _context(checkpoint: Listing, config: Mapping[str, Any], lowered: int | None
 
 
 def unread_formats(chat: ChatTokenizer) -> list[str]:
-    """Return the settings of formats that do not read the template's own text: `tool_parser`,
-    `reasoning_parser`. Slow: the template is rendered several times.
+    """Return those of `tool_parser` and `reasoning_parser` whose format cannot parse text that the
+    chat template itself renders. Slow: the template is rendered several times.
     """
     unread = []
     if chat.template.has("tool_calls"):
@@ -375,7 +379,7 @@ def unread_formats(chat: ChatTokenizer) -> list[str]:
 
 
 def _read_back(chat: ChatTokenizer, turns: Sequence[Turn]) -> tuple[str, str, list[Any]]:
-    """Return the template's text of the last turn, and the thought and the calls in it."""
+    """Render turns; return the text of the last one, and the thought and calls parsed from it."""
     try:
         text = chat.try_out(lambda: chat.apply(trial_job(turns), is_asking=False))
         asked, opening = chat.try_out(lambda: chat.render(trial_job(turns[:-1])))
@@ -384,8 +388,8 @@ def _read_back(chat: ChatTokenizer, turns: Sequence[Turn]) -> tuple[str, str, li
     begin = count_alike(text, asked)
     for mark in (*chat.answers.reasoning.starts, *chat.answers.reasoning.ends):
         place = asked.rfind(mark)
-        if place < begin < place + len(mark):  # the turn begins differently, with the same letters
-            begin = place
+        if place < begin < place + len(mark):
+            begin = place  # the common prefix ends inside a marker: start at the marker instead
     prompt = chat.begin(opening[: max(0, len(opening) - len(asked) + begin)], [])
     params = SequenceParams(
         prompt=prompt.ids,

@@ -1,4 +1,4 @@
-"""Prefill: the prompts that are read together, and the choice of the next chunk."""
+"""Prefill: the choice of the prompts that are read together, and of the next chunk."""
 
 import math
 import time
@@ -25,19 +25,19 @@ from gateway.engine.models.rotations import sharing_rotations
 from gateway.engine.vision.sight import Sight
 from gateway.jobs.steps import Pass
 
-# The rest of a prompt is read with its last chunk if it is at most a chunk divided by this: a pass
-# of a few tokens costs nearly as much as a whole one.
+# A prompt's last tokens are read with the chunk before them if they are at most this fraction of a
+# chunk (one fourth): a pass of a few tokens costs nearly as much as a whole one.
 REST_SHARE: Final = 4
-# More tokens than a template puts after the last message, to open the answer. They may differ in
-# the conversation's next prompt: Qwen3's template drops earlier thoughts.
+# An upper bound, in tokens, of the text that a template puts after the last message to open the
+# answer. The conversation's next prompt may lack it: Qwen3's template drops earlier thoughts.
 OPENING: Final = 16
 
 
 def cut_prompt(start: int, end: int, *branches: int) -> list[int]:
-    """Return the sizes of the pieces in which the tokens from `start` to `end` are read, if states
-    are kept after each piece. The pieces end at the `branches`, where other prompts continue with
-    other tokens, at the last block that surely ends before the answer's opening, at the last block
-    of all, and at `end`.
+    """Return the sizes of the pieces in which the tokens from `start` to `end` are read, for models
+    whose states are cached after each piece. Pieces end at the `branches`, where other prompts
+    continue with different tokens; at the last block end that is surely before the answer's
+    opening; at the last block end; and at `end`.
     """
     stops = {*branches, (end - OPENING) // BLOCK * BLOCK, end // BLOCK * BLOCK}
     ends = [start, *sorted(stop for stop in stops if start < stop < end), end]
@@ -45,23 +45,24 @@ def cut_prompt(start: int, end: int, *branches: int) -> list[int]:
 
 
 def plan_passes(prompts: abc.Sequence[abc.Sequence[int]]) -> list[list[int]]:
-    """Return the number of tokens that each pass reads of each prompt. `prompts` are the sizes of
-    their pieces, the prompt with the most pieces first.
+    """Return, for each pass, the number of tokens that it reads of each prompt. `prompts` has the
+    sizes of each prompt's pieces; the prompt with the most pieces comes first.
 
-    All read their last piece in the last pass, and all with two pieces the piece before in the pass
-    before, and so on: so a pass consists of the first prompts, each with something to read.
+    The last pass reads the last piece of every prompt, the pass before it the second to last piece
+    of every prompt that has one, and so on. So a pass reads the first few prompts of the list.
     """
     passes = max(map(len, prompts))
     return [[pieces[-n] for pieces in prompts if len(pieces) >= n] for n in range(passes, 0, -1)]
 
 
 def take_prompts(prompts: Iterable[abc.Sequence[int]], budget: int) -> int:
-    """Count how many of the oldest prompts are read together, each given by its pieces' sizes.
+    """Return how many of the first prompts are read together. `prompts` has the sizes of each
+    prompt's pieces.
 
-    A padded pass costs its longest piece times its rows. The first prompt is always taken; one
-    beyond the budget is read alone, in chunks.
+    A padded pass costs its longest piece times its rows. The first prompt is always taken: if it
+    alone exceeds the budget, it is read in chunks.
     """
-    rows: list[int] = []  # the rows of each pass, the last one first
+    rows: list[int] = []  # the rows of each pass, the last pass first
     widest: list[int] = []
     count = 0
     for pieces in prompts:
@@ -77,13 +78,13 @@ def take_prompts(prompts: Iterable[abc.Sequence[int]], budget: int) -> int:
 
 
 def _padding(lengths: abc.Sequence[int]) -> int:
-    """Count the padding tokens that fill all rows up to the longest."""
+    """Count the padding tokens that make all rows as long as the longest."""
     return len(lengths) * max(lengths) - sum(lengths)
 
 
 @dataclass(slots=True, eq=False)
 class Alone:
-    """The prompt of one sequence, read into caches that cannot be batched."""
+    """A reader of one sequence's prompt, into caches that cannot be batched."""
 
     model: Any
     prompt_cache: list[Any]
@@ -96,13 +97,13 @@ class Alone:
 
 @dataclass(slots=True, eq=False)
 class PrefillBatch:
-    """Sequences that are read together. Several are read in one turn; only a single one may take
-    more.
+    """Sequences whose prompts are read together. Several prompts are read in one turn; a single
+    one may take several turns.
 
-    `prompts` are the tokens to read, all but the last of each context, and `pieces` the sizes of
-    their pieces; `starts` counts the tokens that were in KV before; `read` counts the tokens of
-    each prompt that have been read. `later` are batches that join for a later pass, because they
-    have fewer pieces. `encoding` encodes the images to be read, a layer at each `next`.
+    `prompts` has the tokens to read: each context without its last token and without those that
+    were in KV before, which `starts` counts. `pieces` has the sizes of their pieces, and `read` the
+    numbers of tokens read so far. `later` has batches that join in later passes because they have
+    fewer pieces. `encoding` encodes the images to be read, a part of a layer at each `next`.
     """
 
     seqs: list[Sequence]
@@ -120,7 +121,7 @@ class PrefillBatch:
 
     @property
     def is_read(self) -> bool:
-        """Return True if nothing is left to read."""
+        """Return True once all prompts are read."""
         return self.read == [len(prompt) for prompt in self.prompts]
 
     @property
@@ -129,7 +130,7 @@ class PrefillBatch:
         return [start + read for start, read in zip(self.starts, self.read, strict=True)]
 
     def read_on(self, sizes: abc.Sequence[int]) -> None:
-        """Read `sizes` tokens of the first sequences, one size each, in one pass."""
+        """Run a pass that reads the next `sizes[i]` tokens of sequence i."""
         batch: Any = self.lm_batch  # mlx-lm's batch is untyped
         if self.later and len(sizes) > len(batch):
             batch.extend(self.later.popleft())
@@ -144,7 +145,7 @@ class PrefillBatch:
 
 
 class Prefill:
-    """The queue of sequences with prompt left to read, and of batches under way."""
+    """The queue of sequences whose prompts are still to be read, and of batches in progress."""
 
     def __init__(
         self,
@@ -158,16 +159,16 @@ class Prefill:
         self._model = model
         self._sight, self._pass_s = sight, pass_s
         self._prefixes = prefixes
-        self._max_scored = max_scored  # the most tokens in a pass for prompt logprobs
-        self._applied = applied  # makes the context for passes of rows with these adapters
+        self._max_scored = max_scored  # the most tokens of a pass that computes prompt logprobs
+        self._applied = applied  # returns the context manager for a pass of rows with adapters
         self._groups = LayerGroups(pass_s)
         self._line: deque[Sequence | PrefillBatch] = deque()
-        self._has_judged = False  # the last chunk was only for sequences that judge
-        self.is_batched = True  # sequences are read together
-        self.is_plain = False  # use mlx-lm's caches for one sequence, not its batched ones
+        self._has_judged = False  # True if the last chunk was of label steps
+        self.is_batched = True  # whether sequences may be read together
+        self.is_plain = False  # whether to use mlx-lm's single-sequence caches, not batched ones
 
     def __len__(self) -> int:
-        """Count the entries in the queue, without the batch being read right now."""
+        """Count the entries in the queue, without the batch that is being read."""
         return len(self._line)
 
     @property
@@ -180,12 +181,12 @@ class Prefill:
         self._line.append(seq)
 
     def readmit(self, seqs: abc.Sequence[Sequence]) -> None:
-        """Queue sequences that were already running, ahead of all others."""
+        """Put sequences that were already running at the front of the queue."""
         self._line.extendleft(reversed(seqs))
 
     @property
     def seqs(self) -> list[Sequence]:
-        """List the sequences in the queue, those of batches under way included."""
+        """List the sequences in the queue, including those of batches in progress."""
         seqs: list[Sequence] = []
         for entry in self._line:
             seqs += _rows(entry)
@@ -200,10 +201,10 @@ class Prefill:
         self._model = None
 
     def next_batch(self, budget: int) -> PrefillBatch | None:
-        """Take the next sequence out of the queue, with those that can be read along with it."""
+        """Take the next sequence out of the queue, and those that can be read together with it."""
         entries = list(self._line)
-        # A newcomer waits for one chunk of each batch before it. Those that only judge may be many:
-        # it waits for one chunk of all of them together.
+        # A new sequence waits for one chunk of each batch before it. Label steps may be many, so
+        # it waits for only one chunk of all of them together.
         if self._has_judged:
             entries.sort(key=_judges)
         for first in entries:
@@ -213,7 +214,7 @@ class Prefill:
                 return first
             budget = self._bound_budget(first, budget)
             known = self._count_known(first)
-            # The common beginning of a burst of requests is read once: the others wait, and
+            # The common prefix of several requests is read once: the others wait for it, and then
             # continue from there.
             if not self._gains_by_waiting(first, known, self._being_read()):
                 return self._form_batch(self._choose_companions(first, known, budget), budget)
@@ -221,7 +222,7 @@ class Prefill:
         return None
 
     def read(self, batch: PrefillBatch, budget: int) -> Pass:
-        """Read several prompts, or a chunk of one; one with more to read joins the queue again.
+        """Read several prompts, or a chunk of one; requeue the batch if that one has more left.
 
         Images are encoded first, for as long as a pass may take.
         """
@@ -255,7 +256,7 @@ class Prefill:
         return Pass(len(batch.seqs), is_encoding=True, encoded=done[0], recalled=done[1])
 
     def _plan(self, batch: PrefillBatch, budget: int) -> list[list[int]]:
-        """Return the number of tokens that each of the next passes reads of each prompt."""
+        """Return, for each of the next passes, how many tokens it reads of each prompt."""
         if len(batch.seqs) > 1:
             return plan_passes(batch.pieces)
         size = self._chunk_size(batch, self._bound_budget(batch.seqs[0], budget))
@@ -264,7 +265,7 @@ class Prefill:
         return [[size]]
 
     def _store(self, batch: PrefillBatch, count: int) -> None:
-        """Keep the KV of a batch's first `count` sequences, as far as it can be kept."""
+        """Store the KV of a batch's first `count` sequences in the prefix cache, if it fits."""
         for i, (seq, position) in enumerate(zip(batch.seqs[:count], batch.positions, strict=False)):
             cache, keys = batch.lm_batch.prompt_cache, seq.params.routing_keys
             seq.kept_tokens += self._prefixes.store(
@@ -274,14 +275,14 @@ class Prefill:
                 unkept = position // BLOCK * BLOCK - self._prefixes.count_known(
                     seq.context[:-1], seq.root
                 )
-                # States are kept at most two blocks before the end.
+                # The last two blocks don't count: states may be cached that far before the end.
                 seq.unkept_tokens = unkept if unkept > 2 * BLOCK else 0
 
     def _batches(self) -> list[PrefillBatch]:
         return [entry for entry in self._line if isinstance(entry, PrefillBatch)]
 
     def _being_read(self) -> list[tuple[Sequence, int]]:
-        """List the sequences whose KV others may wait for, and the tokens of each in KV."""
+        """List the sequences whose KV others may wait for, with the number of tokens in KV."""
         return [
             (seq, position)
             for batch in self._batches()
@@ -289,13 +290,13 @@ class Prefill:
         ]
 
     def _bound_budget(self, seq: Sequence, budget: int) -> int:
-        """Return the most tokens to read in a pass with this sequence in it."""
+        """Return the token budget of a pass that includes this sequence."""
         if seq.scores_prompt:
             return min(budget, self._max_scored)
         return budget
 
     def _count_known(self, seq: Sequence) -> int:
-        """Count the tokens that need not be read: none if the prompt is to be scored."""
+        """Count the first tokens found in the prefix cache; 0 if the prompt is to be scored."""
         if seq.scores_prompt:
             return 0
         return self._prefixes.count_known(seq.context[:-1], seq.root)
@@ -303,7 +304,7 @@ class Prefill:
     def _gains_by_waiting(
         self, seq: Sequence, known: int, others: Iterable[tuple[Sequence, int]]
     ) -> bool:
-        """Return True if another sequence will soon have read more of this prompt than is known."""
+        """Return True if one of `others` will read more of this prompt than is `known` already."""
         return any(
             self._count_common(seq, other) > max(known, position) for other, position in others
         )
@@ -316,11 +317,11 @@ class Prefill:
         return count_shared(seq.context[:-1], other.context[:-1])
 
     def _awaited(self, seq: Sequence, position: int) -> Iterator[int]:
-        """Yield the positions, beyond this one, up to which queued sequences wait for this one to
-        be read.
+        """Yield the positions after `position` up to which queued sequences share this sequence's
+        context and wait for it to be read.
         """
         at = slice(position // BLOCK * BLOCK, position // BLOCK * BLOCK + BLOCK)
-        ahead = seq.context[at]  # most others differ before this, and need no longer comparison
+        ahead = seq.context[at]  # a quick test: most other contexts differ in this block already
         for other in self._line:
             if isinstance(other, Sequence) and other is not seq and other.context[at] == ahead:
                 common = self._count_common(other, seq)
@@ -329,8 +330,8 @@ class Prefill:
 
     def _is_alone(self, seq: Sequence, rest: int) -> bool:
         """Return True if a sequence with `rest` tokens to read cannot share a batch."""
-        # mlx-lm cannot pad a row that has nothing to read. A scorer reads all rows from the
-        # beginning on, and they could not stop at ends of their blocks.
+        # mlx-lm cannot pad a row that has nothing to read. The rows of a Scorer are all read from
+        # the beginning in the same passes, so they cannot stop at their own block ends.
         is_stopping = self._prefixes.needs_block_ends and seq.scores_prompt and rest >= BLOCK
         return not self.is_batched or seq.is_suspect or rest == 0 or is_stopping
 
@@ -348,7 +349,7 @@ class Prefill:
         if self._is_alone(first, sum(pieces[0])):
             return seqs
         if self._prefixes.needs_block_ends and any(self._awaited(first, known)):
-            return seqs  # alone it can stop where others continue from it
+            return seqs  # read alone, it can stop where the waiting sequences branch off
         reading = [*self._being_read(), (first, known)]
         lengths = [len(first.context)]
         for seq in [entry for entry in self._line if isinstance(entry, Sequence)]:
@@ -362,7 +363,7 @@ class Prefill:
             if take_prompts([*pieces, cut], budget) == len(seqs):
                 break
             if _padding([*lengths, len(seq.context)]) > budget:
-                # Tokens in KV are padded too, and this counts rows by their whole length.
+                # Rows are padded in the KV cache too, so this counts their whole lengths.
                 continue
             seqs.append(seq)
             pieces.append(cut)
@@ -372,8 +373,10 @@ class Prefill:
         return seqs
 
     def _take_known(self, seq: Sequence) -> list[Any]:
-        """Return the caches into which a prompt is read; note the number of its tokens in them."""
-        # A suspect reads its whole prompt: a kept prefix may have broken it.
+        """Return the caches into which a prompt is read; set `seq.cached_tokens` to the number of
+        its tokens that they contain.
+        """
+        # A suspect's whole prompt is read: cached KV may have caused its fault.
         is_whole = seq.is_suspect or seq.scores_prompt
         seq.cached_tokens, caches = 0, None
         if not is_whole:
@@ -413,21 +416,21 @@ class Prefill:
     def _open(
         self, seqs: abc.Sequence[tuple[Sequence, list[Any]]], model: Any, budget: int
     ) -> PromptProcessingBatch | Alone:
-        """Return a reader of prompts into these caches."""
+        """Return an object that reads prompts into these caches."""
         if self.is_plain:
             return Alone(model, seqs[0][1])
         ids, caches = [seq.id for seq, _ in seqs], [layers for _, layers in seqs]
         return PromptProcessingBatch(model, ids, caches, prefill_step_size=max(budget, 1))
 
     def _chunk_size(self, batch: PrefillBatch, budget: int) -> int:
-        """Return the number of tokens to read now of a single prompt. If states are kept, the chunk
-        ends with a block, at the first place where the states are useful: to this sequence's next
-        turn, or to others.
+        """Return the number of tokens of a single prompt to read now. If states are cached, the
+        chunk ends at the first block end at which states are useful, to this conversation's next
+        prompt or to another sequence.
         """
         seq, position = batch.seqs[0], batch.positions[0]
         rest = len(batch.prompts[0]) - batch.read[0]
         size = min(max(1, budget), rest)
-        # The logits of a scored prompt have a fixed bound.
+        # The logits of a scored prompt must stay within their memory bound.
         if rest - size <= budget // REST_SHARE and not seq.scores_prompt:
             size = rest
         aligned = (position + size) // BLOCK * BLOCK
@@ -448,13 +451,15 @@ def _judges(entry: Sequence | PrefillBatch) -> bool:
 
 
 def _alike(one: Sequence, other: Sequence) -> bool:
-    """Return True if two sequences may share a batch: equally scored, to the same end."""
+    """Return True if two sequences may share a batch: they agree on whether the prompt is scored,
+    whether an answer follows, and whether they are label steps.
+    """
     ends = [(seq.params.max_tokens == 0, seq.params.step is None) for seq in (one, other)]
     return one.scores_prompt == other.scores_prompt and ends[0] == ends[1]
 
 
-# Bytes of logits at once, as float32: 110 tokens with a vocabulary of 151,936. A whole prompt of
-# 4,096 would take 2.5 GB.
+# The most bytes of float32 logits in one pass: enough for 110 tokens with a vocabulary of 151,936.
+# A whole prompt of 4,096 tokens would take 2.5 GB.
 MOST_BYTES = 64 << 20
 
 
@@ -464,8 +469,8 @@ def max_scored_tokens(vocab_size: int) -> int:
 
 
 class Scorer:
-    """A model that also scores the prompts of some sequences while it reads them together, from
-    their beginning. It is called like the model.
+    """A wrapper of a model, called like it, that also computes prompt logprobs. It must be given
+    all of the prompts' tokens, from the beginning.
     """
 
     def __init__(self, model: Callable[..., mx.array], seqs: abc.Sequence[Sequence]) -> None:
@@ -476,11 +481,11 @@ class Scorer:
             seq.prompt_logprobs.clear()
 
     def __call__(self, tokens: mx.array, **options: Any) -> mx.array:
-        """Read tokens, (rows, n), padded on the right for shorter rows."""
+        """Run the model on tokens, (rows, n); shorter rows are padded on the right."""
         logits = self._model(tokens, **options)
         width = tokens.shape[1]
         places: list[int] = []
-        targets: list[tuple[Sequence, int]] = []  # the token that follows each place
+        targets: list[tuple[Sequence, int]] = []  # each place's sequence and following token
         for i, seq in enumerate(self._rows):
             following = seq.params.prompt[self._at + 1 : self._at + 1 + width]
             places += range(i * width, i * width + len(following))
@@ -491,7 +496,7 @@ class Scorer:
         return logits
 
     def _store_scores(self, logits: mx.array, targets: list[tuple[Sequence, int]]) -> None:
-        """Append the scores of these tokens, in order, to their sequences."""
+        """Append the logprobs of these tokens, in order, to their sequences."""
         tokens = mx.array([token for _, token in targets])
         top = max(seq.params.logprobs or 0 for seq in self._rows)
         scores = score(logits, tokens, range(len(targets)), top)

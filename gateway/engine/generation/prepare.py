@@ -1,4 +1,4 @@
-"""A job → its sequences: their prompts, limits and sampling, ready for the engine."""
+"""Preparation of a job: its sequences, with their prompts, limits and sampling parameters."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
 from gateway.engine.vision.prompts import ImageFormat
-from gateway.errors import BadRequest, ContextLengthExceeded
+from gateway.errors import BadRequest, ContextLengthExceeded, ImageRefused
 from gateway.jobs import TokenIds
 from gateway.jobs.chat import GenerateJob, Sampling
 from gateway.jobs.images import FIRST_IMAGE_ID
@@ -21,7 +21,7 @@ from gateway.jobs.steps import SequenceParams, Verified
 
 @dataclass(frozen=True, slots=True)
 class ChatSetup:
-    """A chat model without its weights, and the files of the weights."""
+    """All of a chat model except its weights, and the checkpoint that has them."""
 
     checkpoint: Checkpoint | GgufCheckpoint
     chat: ChatTokenizer
@@ -29,28 +29,31 @@ class ChatSetup:
     max_context: int
     vocab_size: int
     sampling_defaults: Mapping[str, float]
-    unread_formats: Sequence[str] = ()  # this and the next two have the meaning in EngineFacts
+    unread_formats: Sequence[str] = ()  # EngineFacts explains this field and the next two
     notes: Sequence[str] = ()
     verified: Verified = "no"
-    reader: ResponseTemplate | None = None  # set for answers whose format is not known here
+    reader: ResponseTemplate | None = None  # set if none of our own formats parses the answers
     images: ImageFormat | None = None  # None for a model that reads text alone
 
     @property
     def reads_whole(self) -> bool:
-        """Return True if whole answers are read by the checkpoint's own template."""
+        """Return True if the checkpoint's `response_template` parses answers, once complete."""
         return self.reader is not None and self.reader.problem is None
 
 
 def prepare(job: GenerateJob, setup: ChatSetup) -> list[SequenceParams]:
-    """Render, encode and measure a job: one sequence per choice, or per step into the labels of its
-    questions. Safe on any thread.
+    """Render and encode a job's prompt; return its sequences: one per choice or, for questions, one
+    per label step (see label_scoring). Safe on any thread.
 
-    Raises BadRequest for a conversation that the template refuses, ContextLengthExceeded for a
-    prompt that leaves no room for one token.
+    Raises BadRequest for a conversation that the template refuses, and ContextLengthExceeded for a
+    prompt that leaves no room for an answer.
     """
     chat = setup.chat
     if job.questions:
         return prepare_questions(job, chat, setup.max_context, setup.vocab_size)
+    if job.images and setup.images is None:
+        image = job.images[0]
+        raise ImageRefused(image.kind, image.place, image.place)
     prompt = chat.prompt(job, setup.images)
     max_tokens = _answer_limit(job, prompt.ids, setup)
     sampling = _complete(job.sampling, setup.sampling_defaults)
@@ -99,8 +102,8 @@ def prepare(job: GenerateJob, setup: ChatSetup) -> list[SequenceParams]:
 
 
 def _calls_are_text(job: GenerateJob, setup: ChatSetup) -> bool:
-    """Return True if functions may be called, but no format and no grammar separates calls from
-    text.
+    """Return True if the model may call functions, but neither a format nor a grammar separates
+    calls from text.
     """
     if job.calling is None or job.calling.forced:
         return False
@@ -108,7 +111,7 @@ def _calls_are_text(job: GenerateJob, setup: ChatSetup) -> bool:
 
 
 def _answer_limit(job: GenerateJob, prompt: TokenIds, setup: ChatSetup) -> int:
-    """Return the most tokens that the answer may have. Raises BadRequest, ContextLengthExceeded."""
+    """Return the answer's token limit. Raises BadRequest and ContextLengthExceeded."""
     room = setup.max_context - len(prompt)
     least = 0 if job.max_tokens == 0 else 1
     if room < least:
@@ -128,13 +131,13 @@ def _answer_limit(job: GenerateJob, prompt: TokenIds, setup: ChatSetup) -> int:
 
 
 def _complete(sampling: Sampling, defaults: Mapping[str, float]) -> Sampling:
-    """Fill in the fields that a job leaves unset from the defaults of the model's files."""
+    """Return `sampling` with its unset fields filled from the defaults in the model's files."""
     filled: dict[str, Any] = {name: defaults[name] for name in sampling.unset & defaults.keys()}
     return replace(sampling, **filled, unset=frozenset())
 
 
 def _sampling_of_choice(sampling: Sampling, index: int) -> Sampling:
-    """Return the sampling of choice `index`: only the first has the caller's own seed."""
+    """Return the sampling of choice `index`: the caller's seed plus the index, if a seed is set."""
     if sampling.seed is None or index == 0:
         return sampling
     return replace(sampling, seed=sampling.seed + index)

@@ -1,9 +1,9 @@
-"""Logits → the next tokens: bias, penalties, temperature, filters, draw, logprobs.
+"""Sampling of the next tokens: bias, penalties, temperature, filters, draw, logprobs.
 
-Order and meaning follow OpenAI's and vLLM's: bias, then penalties, which count generated tokens
-only, and a grammar's masks come before the temperature; then top_k, top_p of the rest, and min_p, a
-share of the likeliest token's probability. All rows are computed together, and their parameters are
-data: nothing is compiled for a value.
+The parameters and their order are those of OpenAI and vLLM: bias; penalties, which count only
+generated tokens; a grammar's mask; temperature; top_k; top_p, of the tokens that are left; and
+min_p, relative to the likeliest token's probability. All rows are sampled together. Their
+parameters are arrays, so new values need no compilation.
 """
 
 import math
@@ -21,25 +21,24 @@ from gateway.jobs.chat import Sampling
 
 _WORD: Final = (1 << 64) - 1
 _LOG2_E: Final = math.log2(math.e)
-# The numbers of likeliest tokens that are sorted for top_k and top_p; after the last, all of them.
-# top_k of 20 to 64 are the models' own defaults, and with a model of some size 0.95 of the
-# probability is nearly always among 1,024.
+# Sorting for top_k and top_p covers only this many of the likeliest tokens; after the last size,
+# the whole vocabulary. Models' default top_k is 20 to 64. Unless a model is tiny, its 1,024
+# likeliest tokens nearly always have 0.95 of the probability.
 WINDOWS: Final = (64, 1024, 16_384)
 _P_WINDOW: Final = WINDOWS[1]
-# The K greatest logits of a row are in K blocks, those with the greatest maxima: so only the maxima
-# and those blocks are partitioned, not the vocabulary. With 151,936 entries on a CPU 0.3 ms instead
-# of 2.8 (K = 64). On Metal a partition is a whole sort (mlx, backend/metal/sort.cpp), so it matters
-# there too. Long windows need short blocks.
+# The K greatest logits of a row are in the K blocks with the greatest maxima, so only the maxima
+# and these blocks are partitioned, not the whole vocabulary. On a CPU with 151,936 entries and
+# K = 64 this takes 0.3 ms instead of 2.8. It also helps on Metal, where a partition is a full sort
+# (mlx, backend/metal/sort.cpp). Large windows need short blocks.
 _LONG_BLOCK, _SHORT_BLOCK = 32, 16
-_SUMMED: Final = 128  # weights in one sum; the running total goes over these sums
-# The tokens of a stretch, whose greatest logit is found as the greatest of _SIDE rows of _SIDE: on
-# a CPU mlx takes three times as long (in bfloat16 six) for the maximum of neighbours as for that of
-# rows.
+_SUMMED: Final = 128  # weights in a block; a token is drawn by block, then within its block
+# A stretch is a run of _SIDE * _SIDE tokens. Its maximum is taken over a square array, first along
+# the columns: on a CPU, mlx takes three times as long (in bfloat16 six times) for a maximum along
+# the last axis.
 _SIDE: Final = 32
 _STRETCH: Final = _SIDE * _SIDE
 
-# vLLM's value for the logprob -inf, which JSON cannot express, and which breaks sums and
-# differences.
+# vLLM's substitute for the logprob -inf, which JSON cannot express and which breaks arithmetic.
 LOWEST_LOGPROB: Final = -9999.0
 
 T = TypeVar("T", bound=np.generic)
@@ -47,7 +46,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class Adjustments:
-    """One sequence's changes to some of its logits: each token's bias and penalties."""
+    """The bias and penalties that change some of one sequence's logits, by token."""
 
     def __init__(self, sampling: Sampling, vocab_size: int, prompt: Sequence[int]) -> None:
         self._sampling = sampling
@@ -61,7 +60,7 @@ class Adjustments:
             sampling.presence_penalty or sampling.frequency_penalty or self._repels
         )
         for token, bias in sampling.logit_bias.items():
-            # MLX checks no bounds, and clients send the ids of other tokenizers.
+            # MLX doesn't check bounds, and clients may send ids from another tokenizer.
             if 0 <= token < vocab_size:
                 place = self._place(token)
                 self._bias[place] = bias
@@ -75,7 +74,7 @@ class Adjustments:
 
     @property
     def ids(self) -> npt.NDArray[np.int32]:
-        """Return the tokens concerned, (n,), each once."""
+        """Return the ids, (n,), of the tokens that have a bias or a penalty."""
         return self._ids[: len(self)]
 
     def count(self, token: int) -> None:
@@ -85,8 +84,8 @@ class Adjustments:
             self._counts[place] += 1
 
     def changes(self) -> tuple[Floats, Floats, Floats]:
-        """Return, for `ids`, (n,) each: the bias to add, then the factor that divides positive
-        logits and multiplies others, then the penalty to subtract.
+        """Return three arrays for `ids`, (n,) each, to be applied in this order: a bias to add, a
+        factor by which positive logits are divided and others multiplied, a penalty to subtract.
         """
         counts = self._counts[: len(self)]
         penalty = self._sampling.frequency_penalty * counts
@@ -109,7 +108,7 @@ def _double(array: npt.NDArray[T]) -> npt.NDArray[T]:
 
 
 class Sampler:
-    """The rules by which one sequence's tokens are chosen."""
+    """One sequence's sampling parameters, random numbers and window."""
 
     def __init__(self, sampling: Sampling, vocab_size: int, prompt: Sequence[int] = ()) -> None:
         self.sampling = sampling
@@ -126,14 +125,14 @@ class Sampler:
 
     @property
     def window(self) -> int:
-        """Return the number of likeliest tokens to sort; 0 if no order is needed."""
+        """Return how many of the likeliest tokens to sort; 0 if no sorting is needed."""
         if self.top_k or self.sampling.top_p < 1:
             return self._window
         return 0
 
     @property
     def is_certain(self) -> bool:
-        """Return True if the window has all tokens that the filters keep, for any logits."""
+        """Return True if the window contains all tokens that the filters keep, for any logits."""
         return self.is_greedy or bool(self.top_k) or self.window in (0, self._vocab_size)
 
     def widen(self) -> None:
@@ -145,10 +144,10 @@ class Sampler:
         self.adjustments.count(token)
 
     def uniform(self, position: int) -> float:
-        """Return the random number of a position, in [0, 1): 24 bits, float32's precision."""
-        # The number depends only on seed and position: a seeded sequence repeats exactly in any
-        # batch, and after it was read again. SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) mixes
-        # a counter: there is no state to keep or to lose.
+        """Return the random number for a position, in [0, 1), with float32's 24 bits."""
+        # The number depends only on seed and position, so a seeded sequence is reproduced exactly
+        # in any batch, and after it was preempted. SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)
+        # hashes a counter, so there is no generator state to save.
         z = (self._seed + (position + 1) * 0x9E3779B97F4A7C15) & _WORD
         z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & _WORD
         z = ((z ^ z >> 27) * 0x94D049BB133111EB) & _WORD
@@ -162,14 +161,16 @@ class Sampler:
 
 
 def is_finite(logits: mx.array) -> mx.array:
-    """Return, (rows,) bool, which rows of logits, (rows, vocabulary), are numbers throughout."""
-    # A NaN, inf, or nothing but -inf shows in the maximum.
+    """Return, (rows,) bool, which rows of logits, (rows, vocabulary), can be sampled from: those
+    without NaN and inf, and with a token that isn't -inf.
+    """
+    # The maximum tells: it is finite only then.
     return mx.isfinite(_peak(logits))[:, 0]
 
 
 def adjust_logits(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
-    """Apply every row's bias and penalties to logits, (rows, vocabulary), in one scatter. If there
-    are any, the logits come back as float32.
+    """Apply every row's bias and penalties to logits, (rows, vocabulary), in one scatter. The
+    result is float32 if any row has some; otherwise the logits are returned unchanged.
     """
     adjusting = [i for i, sampler in enumerate(samplers) if sampler.adjustments]
     if not adjusting:
@@ -180,20 +181,20 @@ def adjust_logits(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
     parts = zip(*(adjustment.changes() for adjustment in adjustments), strict=True)
     bias, factor, penalty = (np.concatenate(part) for part in parts)
     at = mx.array(rows.astype(np.int32)), mx.array(ids)
-    # bfloat16 has steps of 0.125 between 16 and 32, in which a small bias vanishes.
+    # In bfloat16, a small bias would be lost: between 16 and 32 its steps are 0.125.
     values = logits[at].astype(mx.float32) + mx.array(bias)
     if (factor != 1).any():
         factors = mx.array(factor)
         values = mx.where(values > 0, values / factors, values * factors)
-    # The array is new even if the type stays, so the caller's keeps its values; and it is the only
-    # copy, since nothing else reads it.
+    # `astype` returns a new array even for the same dtype, so the caller's array is unchanged.
+    # Nothing else refers to the new one, so MLX writes to it without another copy.
     adjusted = logits.astype(mx.float32)
     adjusted[at] = values - mx.array(penalty)
     return adjusted
 
 
 def bar_tokens(logits: mx.array, tokens: Sequence[tuple[int, Collection[int]]]) -> mx.array:
-    """Forbid tokens, given by row, in logits, (rows, vocabulary)."""
+    """Return logits, (rows, vocabulary), with -inf for tokens, given as pairs of a row and ids."""
     vocab_size = logits.shape[-1]
     pairs = [(row, token) for row, barred in tokens for token in barred if token < vocab_size]
     if not pairs:
@@ -205,7 +206,9 @@ def bar_tokens(logits: mx.array, tokens: Sequence[tuple[int, Collection[int]]]) 
 
 
 def force_tokens(logits: mx.array, tokens: Sequence[tuple[int, int]]) -> mx.array:
-    """Leave one token, given by row, in logits, (rows, vocabulary)."""
+    """Return logits, (rows, vocabulary), that leave only one token in some rows. `tokens` has pairs
+    of a row and its token id.
+    """
     pairs = [(row, token) for row, token in tokens if token < logits.shape[-1]]
     if not pairs:
         return logits
@@ -217,22 +220,22 @@ def force_tokens(logits: mx.array, tokens: Sequence[tuple[int, int]]) -> mx.arra
 
 
 def keep_open(logits: mx.array, row: int, thinking: Thinking) -> mx.array:
-    """Return logits, (rows, vocabulary), with which a thinking row cannot end its answer."""
+    """Return logits, (rows, vocabulary), with which a row cannot end its answer while thinking."""
     stops = mx.array(thinking.stops)
     end = logits[row, stops].max()
     logits[row, stops] = -mx.inf
     close = thinking.closes_with
     if close is not None:
-        # The end of the thinking becomes as likely as the end of the answer was: the promised
-        # answer follows.
+        # The token that ends the thinking becomes at least as likely as the end of the answer was.
         logits[row, close] = mx.maximum(logits[row, close], end)
     return logits
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenTokens:
-    """The next tokens, (rows,). `is_sure`, (rows,) bool, is True for tokens whose window held all
-    that the filters keep; the others are to be chosen again, with a wider one. None: True for all.
+    """The next tokens, (rows,). `is_sure`, (rows,) bool, is True for rows whose window contained
+    all tokens that the filters keep; other rows must be drawn again with a wider window. None means
+    True for all rows.
     """
 
     tokens: mx.array
@@ -240,9 +243,10 @@ class ChosenTokens:
 
 
 def choose(samplers: Sequence[Sampler], logits: mx.array, positions: Sequence[int]) -> ChosenTokens:
-    """Choose one token a row from adjusted logits, (rows, vocabulary), for these positions.
+    """Choose one token per row from adjusted logits, (rows, vocabulary); `positions` are those of
+    the tokens in their answers.
 
-    Rows with the same window are drawn together; a row's window depends only on the row.
+    Rows with the same window are drawn together. A row's window does not depend on other rows.
     """
     groups: dict[int, list[int]] = {}
     for row, sampler in enumerate(samplers):
@@ -273,7 +277,7 @@ def choose(samplers: Sequence[Sampler], logits: mx.array, positions: Sequence[in
 def _draw_from_all(
     samplers: Sequence[Sampler], logits: mx.array, uniforms: Sequence[float]
 ) -> mx.array:
-    """Draw from the whole vocabulary: a temperature and min_p need no sorting."""
+    """Draw from the whole vocabulary, for rows without top_k and top_p: they need no sorting."""
     weights = _weights(samplers, logits, _peak(logits))
     if any(sampler.sampling.min_p for sampler in samplers):
         min_p = _column([sampler.sampling.min_p for sampler in samplers])
@@ -281,8 +285,8 @@ def _draw_from_all(
     lacking = -weights.shape[-1] % _SUMMED
     if lacking:
         weights = mx.pad(weights, [(0, 0), (0, lacking)])
-    # The block is drawn first, then the token in it: a running total over the whole vocabulary
-    # would lose the small weights to rounding.
+    # A block is drawn first, then a token in it: a cumulative sum over the whole vocabulary would
+    # lose small weights to rounding.
     blocks = weights.reshape(len(samplers), -1, _SUMMED)
     sums = mx.sum(blocks, axis=-1)
     above = mx.cumsum(sums, axis=-1, inclusive=False)
@@ -296,7 +300,9 @@ def _draw_from_all(
 def _draw_in_window(
     samplers: Sequence[Sampler], logits: mx.array, uniforms: Sequence[float], window: int
 ) -> tuple[mx.array, mx.array]:
-    """Draw from the `window` likeliest tokens; return also which windows hold all kept tokens."""
+    """Draw from the `window` likeliest tokens. Return the tokens, (rows,), and `is_sure` as in
+    ChosenTokens.
+    """
     samplings = [sampler.sampling for sampler in samplers]
     ids = _likeliest(logits, window)
     values = mx.take_along_axis(logits, ids, axis=-1)
@@ -317,23 +323,25 @@ def _draw_in_window(
     weights = mx.where(weights >= min_p, weights, 0)
     target = _column(uniforms) * mx.sum(weights, axis=-1, keepdims=True)
     place = _find_places(weights, target)
-    # NaN is sure, too: a wider window would not make a number of it.
+    # Rows with NaN count as sure: a wider window would not help.
     return mx.take_along_axis(ids, place, axis=-1)[:, 0], mx.logical_not(in_window < nucleus)[:, 0]
 
 
 def _weights(samplers: Sequence[Sampler], logits: mx.array, peak: mx.array) -> mx.array:
-    """Return each token's weight, (rows, n) float32: 1 for a token whose logit is `peak`."""
-    # Powers of two: on a CPU mlx's `exp` takes 23 ns an element and `power` 7. Below a temperature
-    # of 1e-4 only the likeliest has a weight.
+    """Return the unnormalized probabilities, (rows, n) float32, of logits: 1 for `peak`."""
+    # Powers of two are used because on a CPU mlx's `exp` takes 23 ns per element and `power` 7.
+    # Temperatures below 1e-4 count as 1e-4.
     scale = [_LOG2_E / max(sampler.sampling.temperature, 1e-4) for sampler in samplers]
     below = logits.astype(mx.float32) - peak.astype(mx.float32)
     return mx.power(2.0, below * _column(scale))
 
 
 def _find_places(weights: mx.array, target: mx.array) -> mx.array:
-    """Return the first place, (rows, 1), where the sum of weights, (rows, n), passes the target."""
-    # The place has a weight. If rounding keeps the total below the target, it is the last place
-    # with one: a filtered token is never drawn, though a device may add up in any order.
+    """Return the first place, (rows, 1), where the cumulative sum of weights, (rows, n), exceeds
+    the target.
+    """
+    # Only places with a weight above zero count, so a filtered token is never drawn. If rounding
+    # keeps the whole sum below the target, the last such place is returned.
     count = weights.shape[-1]
     place = mx.arange(count)
     is_past = mx.cumsum(weights, axis=-1) > target
@@ -342,8 +350,8 @@ def _find_places(weights: mx.array, target: mx.array) -> mx.array:
 
 
 def _stretches(logits: mx.array) -> mx.array:
-    """Return the greatest logit of each stretch of tokens, (rows, stretches). The last stretch ends
-    with the vocabulary, so it may share tokens with the one before.
+    """Return the greatest logit of each stretch of tokens, (rows, stretches). The last stretch is
+    the vocabulary's last tokens, so it may overlap the one before.
     """
     rows, vocab_size = logits.shape
     count = vocab_size // _STRETCH
@@ -356,20 +364,20 @@ def _stretches(logits: mx.array) -> mx.array:
 
 
 def _peak(logits: mx.array) -> mx.array:
-    """Return the greatest logit of each row, (rows, 1); NaN if any is."""
+    """Return the greatest logit of each row, (rows, 1); NaN if any logit of the row is NaN."""
     if logits.shape[-1] >= _STRETCH and _is_on_cpu():
         logits = _stretches(logits)
     return mx.max(logits, axis=-1, keepdims=True)
 
 
 def _likeliest_one(logits: mx.array) -> mx.array:
-    """Return the id of the greatest logit of each row, (rows,), the first among equals."""
+    """Return the id of each row's greatest logit, (rows,); the lowest id if several are equal."""
     vocab_size = logits.shape[-1]
     if vocab_size < _STRETCH or not _is_on_cpu():
         return mx.argmax(logits, axis=-1)
     stretch = mx.argmax(_stretches(logits), axis=-1, keepdims=True)
     start = mx.minimum(stretch * _STRETCH, vocab_size - _STRETCH)
-    # The last stretch is chosen only if the tokens that it shares with the one before are less.
+    # If the last stretch is chosen, its maximum is not in the overlap with the one before.
     inner = mx.take_along_axis(logits, start + mx.arange(_STRETCH, dtype=mx.uint32), axis=-1)
     return start[:, 0] + mx.argmax(inner, axis=-1)
 
@@ -379,7 +387,7 @@ def _is_on_cpu() -> bool:
 
 
 def _likeliest(logits: mx.array, count: int) -> mx.array:
-    """Return the ids of the greatest logits, (rows, count), the greatest first."""
+    """Return the ids of the `count` greatest logits, (rows, count), in descending order."""
     rows, vocab_size = logits.shape
     if count >= vocab_size:
         return mx.argsort(-logits, axis=-1)
@@ -402,15 +410,16 @@ def _likeliest(logits: mx.array, count: int) -> mx.array:
 
 
 def _column(values: Sequence[float]) -> mx.array:
-    """Return one number per row as (rows, 1) float32."""
+    """Return an array, (rows, 1) float32, of one number per row."""
     return mx.array(list(values), dtype=mx.float32)[:, None]
 
 
 @dataclass(frozen=True, slots=True)
 class TopLogprobs:
-    """Logprobs of some rows, still on the device; `rows` are their numbers.
+    """Logprobs of some rows of a batch, still on the device; `rows` are these rows' indices.
 
-    `chosen` is (rows,); `ids` and `logprobs` are (rows, k), the likeliest first.
+    `chosen`, (rows,), has the logprobs of the chosen tokens; `ids` and `logprobs`, (rows, k), have
+    the likeliest tokens, in descending order.
     """
 
     rows: Sequence[int]
@@ -420,11 +429,13 @@ class TopLogprobs:
 
 
 def score(logits: mx.array, tokens: mx.array, rows: Sequence[int], k: int) -> TopLogprobs:
-    """Return the log-softmax of `rows` of adjusted logits, before any temperature."""
+    """Return the logprobs of `rows`: of the chosen `tokens` and of the `k` likeliest. They are the
+    log-softmax of the adjusted logits, without temperature.
+    """
     places = mx.array(list(rows))
     logits = logits[places].astype(mx.float32)
     peak = _peak(logits)
-    # Powers of two, as in `_weights`: on a CPU they take half the time of mlx's logsumexp.
+    # Powers of two, as in `_weights`, take half the time of mlx's logsumexp on a CPU.
     total = peak + mx.log(mx.sum(mx.power(2.0, (logits - peak) * _LOG2_E), axis=-1, keepdims=True))
     chosen = (mx.take_along_axis(logits, tokens[places][:, None], axis=-1) - total)[:, 0]
     ids = _likeliest(logits, max(k, 1))

@@ -1,7 +1,8 @@
-"""Whether a model's sequences may be batched: a test of each model.
+"""A test, for each model, of whether its sequences may be batched.
 
-Some of mlx-lm's architectures give other numbers in a batch than alone: padding gets into a state,
-or a mask meets scores of another shape. They raise no error; only a comparison shows it.
+Some of mlx-lm's architectures give different logits in a batch than alone: padding leaks into a
+state, or a mask is applied to scores of another shape. No error is raised; only a comparison shows
+it.
 """
 
 import hashlib
@@ -30,16 +31,17 @@ from gateway.engine.models.unread import architecture
 from gateway.errors import Fault
 from gateway.jobs.steps import Verdict
 
-# The most that logits may differ, root mean square, in standard deviations of the logits alone:
-# rounding may cause as much. Wrong ones differed by 0.1 to 1.4 (tiny random models in float32),
-# right ones by 1e-6. The other bounds are eight and sixty-four times coarser than the rounding of
-# float16 and bfloat16, as products of other shapes are summed in another order, layer by layer.
+# The largest difference that rounding may cause: the root mean square difference of logits, divided
+# by the standard deviation of the logits alone. With tiny random models in float32, wrong logits
+# differed by 0.1 to 1.4 and correct ones by 1e-6. The bounds for float16 and bfloat16 are eight and
+# sixty-four times their rounding, since products of other shapes are summed in another order in
+# each layer.
 BOUNDS: Final = {mx.float32: 1e-2, mx.float16: 3e-2, mx.bfloat16: 1e-1}
-LENGTHS: Final = (5, 9, 16)  # tokens of the prompts: short, as they are read on the lane
-ANSWER_TOKENS: Final = 3  # tokens after each, always the same: a tie decides nothing
-PADDED: Final = 4  # rows whose padding is exchanged
+LENGTHS: Final = (5, 9, 16)  # prompts' lengths in tokens: short, since the test blocks the lane
+ANSWER_TOKENS: Final = 3  # tokens after each prompt; they are given, so that ties don't matter
+PADDED: Final = 4  # rows of the test that varies the padding
 CHUNK: Final = 256
-# The verdict, without a test, on a model whose caches mlx-lm cannot put side by side.
+# The verdict on a model whose caches mlx-lm cannot batch. It needs no test.
 ALONE: Final = Verdict(False, False, False, True, "its KV cache cannot be batched")
 LONGEST_WINDOW: Final = 8192  # longer windows are not tested
 
@@ -49,15 +51,13 @@ Steps: TypeAlias = Generator[None]
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """A prompt and the tokens after it; the logits of the row alone, then those of a trial, in
-    steps.
-    """
+    """A made-up prompt and answer, and their logits at each decode step."""
 
     prompt: Tokens
     answer: Tokens
-    reference: str = "those alone"
-    expected: list[mx.array] = field(default_factory=list)
-    logits: list[mx.array] = field(default_factory=list)
+    reference: str = "those alone"  # the origin of `expected`, in words
+    expected: list[mx.array] = field(default_factory=list)  # logits of the row alone
+    logits: list[mx.array] = field(default_factory=list)  # logits of the trial
 
     @property
     def inputs(self) -> Tokens:
@@ -79,10 +79,11 @@ class _Batch:
 
 
 class BatchSelfTest:
-    """Compares rows in batches with the same rows alone, as mlx-lm's generate_step reads them.
+    """The self-test: compares batched rows with the same rows alone, as mlx-lm's generate_step
+    reads them.
 
-    `steps` runs it, one pass a step, small ones first; `verdict` is the result so far. `longest` is
-    the most tokens that the model reads.
+    `steps` runs the test, one pass per step, short prompts first; `verdict` is the result so far.
+    `longest` is the model's maximum context.
     """
 
     def __init__(self, model: Any, vocab_size: int, longest: int, dtype: mx.Dtype) -> None:
@@ -94,13 +95,13 @@ class BatchSelfTest:
         self.verdict = Verdict()
 
     def verdicts(self) -> Generator[Verdict]:
-        """Run it, and yield the result so far after each step."""
+        """Run the test; yield the result so far after each step."""
         for _ in self.steps():
             yield self.verdict
         yield self.verdict
 
     def steps(self) -> Steps:
-        """Test with short prompts; then, if there is a window, with a prompt longer than it."""
+        """Test short prompts; then, if the model has a sliding window, a prompt longer than it."""
         if not can_batch(self._model):
             self.verdict = ALONE
             return
@@ -112,7 +113,7 @@ class BatchSelfTest:
             padded = _Row([], [], "those with other padding")
             yield from self._try("rows", [padded], self._exchange_padding(padded))
         yield from self._try("single", rows[1:2], self._single(rows[1]))
-        # No prompt can be long enough to be kept.
+        # If the context is shorter than a block, no prompt can be cached.
         if BLOCK + LENGTHS[0] + ANSWER_TOKENS > self._longest:
             self._note(prefixes=True)
         else:
@@ -145,7 +146,7 @@ class BatchSelfTest:
         self.verdict = replace(self.verdict, **findings)
 
     def _try(self, what: str, rows: Sequence[_Row], trial: Steps) -> Steps:
-        """Run a trial, and compare each row's logits with those of the row alone."""
+        """Run a trial; compare each row's logits with those expected, and note the result."""
         for row in rows:
             row.logits = []
         try:
@@ -167,10 +168,10 @@ class BatchSelfTest:
             self._note(problem=self.verdict.problem or f"{what}: {problem}")
 
     def _gap(self, row: _Row) -> str:
-        """Return the fault of a row, if at least half of its logits differ too much; else an empty
-        string.
+        """Return a description of the difference if at least half of a row's logits differ too
+        much; otherwise an empty string.
         """
-        # An expert's choice may be a tie, and all that follows from it in that pass may differ.
+        # A tie in the choice of experts may make all logits of one pass differ.
         gaps = [_distance(*pair) for pair in zip(row.expected, row.logits, strict=True)]
         far = [gap for gap in gaps if not gap <= self._bound]
         if 2 * len(far) < len(gaps):
@@ -190,7 +191,7 @@ class BatchSelfTest:
             yield
 
     def _launch_pass(self, tokens: Tokens, cache: list[Any]) -> mx.array:
-        """Read one token a row; return the logits, (rows, vocabulary)."""
+        """Run a pass of one token per row; return the logits, (rows, vocabulary)."""
         logits: mx.array = self._model(mx.array(tokens)[:, None], cache=cache)[:, -1, :]
         logits = logits.astype(mx.float32)
         evaluate(logits, [layer.state for layer in cache])
@@ -203,7 +204,9 @@ class BatchSelfTest:
         known: int = 0,
         model: Any = None,
     ) -> Generator[None, None, _Batch]:
-        """Read prompts, the first from the end of a prefix on: together, or one in chunks."""
+        """Read several prompts together, or a single one in chunks. The first `known` tokens of the
+        first prompt are in its cache already.
+        """
         caches = caches or [make_batch_caches(self._model) for _ in rows]
         batch = PromptProcessingBatch(
             model or self._model, list(range(len(rows))), caches, prefill_step_size=1 << 30
@@ -216,7 +219,7 @@ class BatchSelfTest:
         return _Batch(rows, batch.prompt_cache)
 
     def _decode(self, batch: _Batch) -> Steps:
-        """Decode one token a row; rows that are over leave."""
+        """Decode one token per row; drop the rows that are over."""
         inputs = [row.inputs[len(row.logits)] for row in batch.rows]
         for row, logits in zip(batch.rows, self._launch_pass(inputs, batch.cache), strict=True):
             row.logits.append(logits)
@@ -235,7 +238,7 @@ class BatchSelfTest:
         yield from self._finish((yield from self._read([row])))
 
     def _together(self, first: _Row, second: _Row, late: _Row) -> Steps:
-        """Read two together, padded, then add a third that was read in the meantime."""
+        """Read two rows together, padded; then add a third that was read separately."""
         for row in (first, second, late):
             row.logits = []
         batch = yield from self._read([first, second])
@@ -245,16 +248,16 @@ class BatchSelfTest:
         yield from self._join(batch, joining)
 
     def _exchange_padding(self, padded: _Row) -> Steps:
-        """Read prompts beside a longer one twice, with other tokens for padding."""
-        # The first logits of each prompt show padding that got in; later ones show it less and
-        # less. Passes of the same shapes round the same, so the bound is only for the padding, in
-        # every type.
+        """Read short prompts beside a longer one twice, with different padding tokens."""
+        # Padding that leaks in shows most in the first logits of each prompt, so only those are
+        # compared. Both passes have the same shapes and so the same rounding: a difference can
+        # only come from the padding, in any dtype.
         rows = [self._draw_tokens(LENGTHS[0]) for _ in range(PADDED)]
         rows.append(self._draw_tokens(LENGTHS[-1]))
         padding = mx.array(self._draw_tokens(LENGTHS[-1]).prompt[:-1])
 
         def with_padding(tokens: mx.array, cache: Any) -> Any:
-            """Read other tokens for 0, which is mlx-lm's padding, and no token of a prompt here."""
+            """Run the model with other tokens for 0: mlx-lm's padding, which no prompt here has."""
             return self._model(mx.where(tokens == 0, padding, tokens), cache=cache)
 
         for model, results in ((self._model, padded.expected), (with_padding, padded.logits)):
@@ -270,17 +273,17 @@ class BatchSelfTest:
         yield from self._finish(batch)
 
     def _from_a_prefix(self, row: _Row, prefixes: PrefixCache) -> Steps:
-        """Read a block, keep it, and continue from the kept KV."""
+        """Read a block, cache its KV, and continue from the cached KV."""
         block = _Row([*row.prompt[:BLOCK], 0], [])
         read = yield from self._read([block])
         prefixes.store(row.prompt[:BLOCK], read.cache, 0)
         yield from self._continue(row, prefixes)
 
     def _in_pieces(self, longer: _Row, long: _Row, short: _Row, prefixes: PrefixCache) -> Steps:
-        """Read two up to the place where states are kept, padded, then their rest together with a
-        third.
+        """Read two prompts, padded, up to the block ends where states are cached; then read their
+        rest together with a third prompt.
         """
-        first: Any  # untyped in mlx-lm, as the other
+        first: Any  # untyped in mlx-lm
         first, second = (
             PromptProcessingBatch(
                 self._model,
@@ -305,25 +308,26 @@ class BatchSelfTest:
 
 
 def read_probe(model: Any, vocab_size: int) -> None:
-    """Read a short made-up prompt, and wait for its logits. Raises the device's error."""
+    """Run a short made-up prompt and wait for its logits. Raises the device's error."""
     test = BatchSelfTest(model, vocab_size, LENGTHS[0], mx.float32)
     list(test._alone(test._draw_tokens(LENGTHS[0])))
 
 
 def bound_of(dtype: mx.Dtype) -> float:
-    """Return the most that logits of this type may differ, by BOUNDS."""
+    """Return the bound in BOUNDS for this dtype."""
     return BOUNDS.get(dtype, BOUNDS[mx.bfloat16])
 
 
 def is_listed(model: Any) -> bool:
-    """Return True if a model's architecture is one of EQUAL."""
+    """Return True if a model's architecture is in EQUAL."""
     return architecture(type(model)) in EQUAL
 
 
 def _distance(expected: mx.array, logits: mx.array) -> float:
-    """Return the difference of logits, in standard deviations of the first; inf for NaN.
+    """Return the root mean square difference of logits, in standard deviations of `expected`; inf
+    for NaN.
 
-    Entries that are not finite in the first, such as a forbidden token's, are left out.
+    Entries that are not finite in `expected`, such as a forbidden token's, are left out.
     """
     is_number = mx.isfinite(expected)
     count = mx.maximum(is_number.sum(), 1)
@@ -338,7 +342,7 @@ def _distance(expected: mx.array, logits: mx.array) -> float:
 
 
 def window_of(model: Any, longest: int) -> int | None:
-    """Return the longest sliding window of a model, if one can be exceeded and is worth a test."""
+    """Return the model's longest sliding window that a test prompt may exceed; None without one."""
     cache = make_prompt_cache(model)
     layers = [inner for layer in cache for inner in getattr(layer, "caches", (layer,))]
     sizes = [getattr(layer, "max_size", None) or 0 for layer in layers]
@@ -347,7 +351,7 @@ def window_of(model: Any, longest: int) -> int | None:
 
 
 def count_tokens(model: Any, longest: int) -> int:
-    """Return the most tokens that a row of the self-test has."""
+    """Return the length of the self-test's longest row, in tokens."""
     return max(window_of(model, longest) or 0, 2 * BLOCK) + LENGTHS[0] + ANSWER_TOKENS
 
 
@@ -355,9 +359,9 @@ def self_test_digest(checkpoint: Listing, device: Device, numbers: Numbers) -> s
     """Hash everything that a verdict depends on: architecture, number formats, versions, device and
     BLAS.
 
-    Of the weights, it hashes names, types and shapes, from the files' headers, not values: other
-    values make no batch right or wrong. So neither copying a model's folder nor fetching it again
-    requires another test. Raises ModelLoadFailed for files that are not whole.
+    The weights' names, dtypes and shapes are hashed, from the files' headers, but not their values,
+    which don't decide whether batching works. So a model's folder can be copied or downloaded again
+    without another test. Raises ModelLoadFailed for incomplete files.
     """
     known: Any = mx.device_info() if device is not Device.CPU else {}  # untyped in mlx's stubs
     named = {

@@ -1,5 +1,5 @@
-"""One answer being written: its tokens, its text, its grammar and its end; the blame for the error
-of a pass.
+"""The state of one answer during generation: its tokens, text, grammar and end. Also the search for
+the sequence that caused a pass to fail.
 """
 
 import math
@@ -22,7 +22,7 @@ from gateway.jobs.steps import SequenceParams
 
 
 class Sequence:
-    """One answer being written, made from its `SequenceParams`."""
+    """One answer during generation, made from its `SequenceParams`."""
 
     def __init__(
         self,
@@ -39,21 +39,21 @@ class Sequence:
         self.index = params.index
         self.params = params
         self.sampler = sampler
-        # All tokens that the model must have read before the next one is chosen. The list may be
+        # The prompt and the answer so far: the tokens that the next one depends on. The list may be
         # long, so it is never copied.
         self.context: list[int] = [*params.prompt]
         self.tokens: list[int] = []
-        self.prompt_logprobs: list[TokenLogprob] = []  # all prompt tokens except the first
-        self.cached_tokens = 0  # prompt tokens from the prefix cache
-        self.kept_tokens = 0  # prompt tokens new in the prefix cache
-        self.unkept_tokens = 0  # prompt tokens without room in the prefix cache
-        # Counts of first tokens after which states were kept while decoding.
+        self.prompt_logprobs: list[TokenLogprob] = []  # one for each prompt token except the first
+        self.cached_tokens = 0  # prompt tokens found in the prefix cache
+        self.kept_tokens = 0  # prompt tokens added to the prefix cache
+        self.unkept_tokens = 0  # prompt tokens that the prefix cache had no room for
+        # Positions, in tokens, at which states were cached while decoding.
         self.kept_ends: list[int] = []
-        self.read_last = 0  # tokens in the last pass that read ahead
-        self.stops_at_blocks = False  # the sequence stops at ends of blocks: its states are kept
-        self.is_suspect = False
-        self.was_suspect = False
-        self.is_broken = False
+        self.read_last = 0  # tokens that the last speculative pass read
+        self.stops_at_blocks = False  # passes end at block ends, where states are cached
+        self.is_suspect = False  # it was in a failed pass, and is to be read again, alone
+        self.was_suspect = False  # it has been a suspect at some time
+        self.is_broken = False  # an error was raised while its deltas were made
         self.is_held = False  # parked: does not run until it is resumed
         self._output = output
         self._eos_ids = eos_ids
@@ -74,19 +74,21 @@ class Sequence:
 
     @property
     def adapter(self) -> int:
-        """Return the number of its adapter, 0 for none."""
+        """Return the adapter's number, 0 for none."""
         if self.params.adapter is None:
             return 0
         return self.params.adapter.number
 
     @property
     def root(self) -> Root:
-        """Return the root of its prompt's kept blocks: no two adapters have the same KV."""
+        """Return the root of the prompt's blocks in the prefix cache. It includes the adapter,
+        because adapters change the KV.
+        """
         return self.adapter, self.params.cache_salt
 
     @property
     def scores_prompt(self) -> bool:
-        """Return True if the prompt's logprobs are wanted and not taken yet."""
+        """Return True if the prompt's logprobs are requested and not computed yet."""
         params = self.params
         return params.echoed is not None and params.logprobs is not None and not self.tokens
 
@@ -97,11 +99,11 @@ class Sequence:
         self.prompt_logprobs.append(scores.to_logprob(self._output.vocabulary, token, text))
 
     def error_delta(self, error: str, *, is_out_of_memory: bool = False) -> Delta:
-        """Return the last delta of a sequence that fails."""
+        """Return the delta that ends this sequence with an error."""
         return Delta(self.index, id=self.id, error=error, is_out_of_memory=is_out_of_memory)
 
     def echo_delta(self) -> Delta:
-        """Return the only delta of a sequence that echoes its prompt and has no answer."""
+        """Return the only delta of a sequence with `max_tokens` 0, which only echoes its prompt."""
         try:
             prompt = self._echo()
         except ValueError as error:
@@ -112,7 +114,7 @@ class Sequence:
         )
 
     def _echo(self) -> EchoedPrompt | None:
-        """Return the prompt if it is echoed. Raises ValueError for logprobs that are NaN."""
+        """Return the prompt if it is to be echoed. Raises ValueError for NaN logprobs."""
         if self.params.echoed is None:
             return None
         if any(math.isnan(token.chosen.logprob) for token in self.prompt_logprobs):
@@ -121,7 +123,7 @@ class Sequence:
 
     @property
     def is_at_last(self) -> bool:
-        """Return True if the next token is the last one allowed."""
+        """Return True if the next token reaches the token limit."""
         return len(self.tokens) + 1 >= self.params.max_tokens
 
     @property
@@ -131,14 +133,16 @@ class Sequence:
 
     @property
     def barred(self) -> frozenset[int]:
-        """Return the tokens that must not be next because they would end the answer too soon."""
+        """Return the tokens that may not be next because `min_tokens` is not reached: EOS tokens
+        and stop tokens.
+        """
         if len(self.tokens) < self.params.sampling.min_tokens:
             return self._ends
         return frozenset()
 
     @property
     def forced_end(self) -> int | None:
-        """Return the token that must be next to end the thinking, whose budget is spent."""
+        """Return the token that must be next because the thinking budget is spent, if it is."""
         budget = self._thinking.budget
         if budget is None or self.matcher is not None or budget.forced in self.barred:
             return None
@@ -146,7 +150,7 @@ class Sequence:
 
     @property
     def unwanted(self) -> frozenset[int]:
-        """Return the tokens that must not be next for a reason other than a grammar."""
+        """Return the tokens that may not be next, apart from those that a grammar excludes."""
         budget = self._thinking.budget
         if budget is None or self.matcher is not None:
             return self.barred
@@ -154,14 +158,14 @@ class Sequence:
 
     @property
     def thinking_first(self) -> Thinking | None:
-        """Return the thinking under way if an answer held to a grammar must follow it."""
+        """Return the thinking in progress if it must be followed by an answer with a grammar."""
         if self._matcher is None or not self._thinking.is_on:
             return None
         return self._thinking
 
     @property
     def is_over(self) -> bool:
-        """Return True if the answer met a stop string, made its only allowed call, or broke."""
+        """Return True if the answer contains a stop string or its only allowed call, or failed."""
         one_call = self.params.calling is not None and not self.params.calling.parallel
         parser = self._output.parser
         made_its_call = one_call and parser.mode != "forced" and parser.calls > 0
@@ -172,19 +176,19 @@ class Sequence:
         self.params = replace(self.params, max_tokens=min(max_tokens, self.params.max_tokens))
 
     def preempt(self) -> None:
-        """Prepare to be read again, from the prompt and the answer so far, with the same outcome.
+        """Prepare for reading the prompt and the answer so far again. The result stays the same.
 
-        The token that was chosen and not yet appended is chosen again, with the random number of
-        its position.
+        A token that is chosen but not yet appended will be chosen again, with the same random
+        number.
         """
         self.cached_tokens = self.kept_tokens = 0
 
     def end_early(self) -> list[Delta]:
-        """End the answer here with `length`; return the parts that were held back."""
+        """End the answer here, with finish reason `length`; return the text held back so far."""
         return self._deltas(self._output.finish(is_cut=True), "length", reasoned=False, tokens=0)
 
     def suspect(self, *, is_read_alone: bool) -> None:
-        """Prepare to be read again after a step that failed."""
+        """Prepare for reading the sequence again after a failed pass."""
         self.is_suspect = is_read_alone
         self.was_suspect = self.was_suspect or is_read_alone
         self.preempt()
@@ -193,7 +197,9 @@ class Sequence:
             self._matcher = self._grammar.matcher(matched)
 
     def bound(self, place: int) -> BoundRow | None:
-        """Return the bound of the next token, for this place in a batch; None without a grammar."""
+        """Return the grammar's constraint on the next token, for row `place` of a batch; None
+        without a grammar.
+        """
         if self.matcher is None:
             return None
         return BoundRow(place, self.matcher, self._thinking.opens_with, self.barred)
@@ -206,18 +212,19 @@ class Sequence:
         return bound.forced(self._ahead(limit))
 
     def _ahead(self, limit: int) -> int:
-        """Return the number of tokens that it may read ahead, at most `limit`."""
+        """Return the number of speculative tokens that its next pass may have, up to `limit`."""
         return min(limit, -len(self.context) % BLOCK) if self.stops_at_blocks else limit
 
     def certainty(self, token: int) -> TokenScores | None:
-        """Return the logprobs of a token that was forced, if logprobs are wanted."""
+        """Return a logprob of 0 for a forced token, if logprobs are requested."""
         if self.params.logprobs is None:
             return None
         return TokenScores(0.0, [token], [0.0], self.params.logprobs)
 
     def room(self, limit: int) -> int:
-        """Return the number of tokens that a draft may have, at most `limit`; 0 unless several can
-        be chosen at once: if no choice depends on the token before.
+        """Return the number of tokens that a draft may have, up to `limit`. It is 0 if a choice
+        depends on the tokens chosen just before, as with penalties or a grammar: only one token can
+        be chosen per pass then.
         """
         depends = self._matcher is not None or self.barred or len(self.sampler.adjustments)
         if depends or self.params.logprobs is not None or not self.sampler.is_certain:
@@ -227,8 +234,8 @@ class Sequence:
         return room if budget is None else budget.room(room)
 
     def append(self, token: int) -> FinishReason | None:
-        """Append the next token; return the finish reason if it is the last, apart from its
-        text.
+        """Append the next token; return the finish reason if it is the last. Its text is not looked
+        at here, and may end the answer too.
         """
         is_free = self._thinking.take(token)
         self.tokens.append(token)
@@ -244,7 +251,9 @@ class Sequence:
         return "length" if len(self.tokens) >= self.params.max_tokens else None
 
     def to_deltas(self, ended: FinishReason | None, scores: TokenScores | None) -> list[Delta]:
-        """Return the deltas that the newest token makes certain; the last has the finish reason."""
+        """Return the deltas of the newest token, including text that was held back until now. If
+        the answer ends, the last delta has the finish reason.
+        """
         if self._matcher is not None and self._matcher.error is not None:
             return [self.error_delta(f"its grammar broke: {self._matcher.error}")]
         token = self.tokens[-1]
@@ -252,7 +261,7 @@ class Sequence:
         was_thinking = self._output.parser.is_thinking
         is_end = token in self._ends or (token in self._eos_ids and self._matcher is not None)
         if not is_end or (scores is not None and len(self.tokens) == 1):
-            # An answer of one token shows any token: rerankers read its logprobs.
+            # An answer of a single token shows even a special token: rerankers read its logprobs.
             is_only = ended is not None and len(self.tokens) == 1
             may_stop = len(self.tokens) > self.params.sampling.min_tokens
             parts = self._output.push(
@@ -275,7 +284,7 @@ class Sequence:
         tokens: int = 1,
     ) -> list[Delta]:
         ready = self._output.take_logprobs(is_last=ended is not None)
-        # The token, its logprobs and the end go with the last of its parts.
+        # The token count, logprobs and finish reason go with the last part.
         filled = [part for part in parts if part.text or part.reasoning or part.call]
         *first, last = filled or [OutputPart()]
         deltas = [
@@ -307,16 +316,16 @@ class Sequence:
         return deltas
 
 
-# The number of failed batches, with only sequences that went well alone, after which the model is
-# no longer batched.
+# The model is no longer batched once this many passes failed although each of their sequences
+# succeeded alone.
 FAULTS: Final = 3
 
 
 class Faults:
-    """Errors of passes over several sequences, and the sequence that caused each.
+    """A record of failed passes and of the sequences that may have caused them.
 
-    The sequences of such a pass are read again, alone. If one of them fails then, it was the cause;
-    if none does, batching was.
+    The sequences of a failed pass are read again, alone. If one of them fails again, it was the
+    cause; if none fails, batching was.
     """
 
     def __init__(self) -> None:
@@ -326,12 +335,12 @@ class Faults:
 
     @property
     def is_batching_to_blame(self) -> bool:
-        """Return True once enough passes have failed whose sequences all went well alone."""
+        """Return True once FAULTS passes failed although all their sequences succeeded alone."""
         return self._count >= FAULTS
 
     def blame(self, seqs: abc.Sequence[Sequence], error: Exception) -> Delta | None:
-        """Record the error of a pass. Return the last delta of a sequence that was already alone;
-        all others are to be read again.
+        """Record the error of a pass. Return the last delta of its sequence if that was a suspect
+        and alone; otherwise prepare all its sequences for being read again.
         """
         error = name_failure(error)
         fault = classify(error)
@@ -341,21 +350,21 @@ class Faults:
             message = f"{type(error).__name__}: {error}"
             return seqs[0].error_delta(message, is_out_of_memory=fault is Fault.PRESSURE)
         for seq in seqs:
-            # No sequence of several is to blame if memory was too short for all: fewer are then
-            # read together.
+            # If memory was too short for several sequences, none of them is a suspect: they are
+            # read together again, fewer at once.
             seq.suspect(is_read_alone=len(seqs) == 1 or fault is not Fault.PRESSURE)
         return None
 
     def record(self, ids: abc.Sequence[int], fault: Fault, error: Exception) -> None:
-        """Record the error of a pass over several sequences. Errors of memory and of compilation
-        say nothing about batching.
+        """Record the error of a pass over these sequences. If there are several, each becomes a
+        suspect, unless memory ran out or compilation failed: such errors aren't batching's fault.
         """
         self._record(fault, f"{len(ids)} rows", error)
         if len(ids) > 1 and fault not in (Fault.PRESSURE, Fault.COMPILER):
             self._suspects.append(set(ids))
 
     def record_draft(self, error: Exception) -> None:
-        """Record the error of a draft model, which is no longer used. No sequence is to blame."""
+        """Record the error of a draft model that is no longer used. No sequence is to blame."""
         self._record(classify(error), "draft model, off now", name_failure(error))
 
     def _record(self, fault: Fault, where: str, error: Exception) -> None:
@@ -363,14 +372,16 @@ class Faults:
         self._untold.append(PassFault(fault, message))
 
     def clear_of_blame(self, seq: int) -> None:
-        """Record that a sequence went well alone."""
+        """Record that a sequence succeeded alone."""
         for suspects in self._suspects:
             suspects.discard(seq)
         self._count += sum(1 for suspects in self._suspects if not suspects)
         self._suspects = [suspects for suspects in self._suspects if suspects]
 
     def dismiss(self, seq: int) -> None:
-        """Record that a sequence failed alone, or left: its pass proves nothing about batching."""
+        """Record that a sequence failed alone, or left. Its failed passes then prove nothing about
+        batching.
+        """
         self._suspects = [suspects for suspects in self._suspects if seq not in suspects]
 
     def take(self) -> list[PassFault]:

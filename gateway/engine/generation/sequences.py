@@ -1,7 +1,7 @@
-"""The sequences of one chat model: they join and leave between steps. All of it runs on the lane.
+"""The sequences of one chat model, which join and leave between steps. All of it runs on the lane.
 
-The prompt pass is mlx-lm's. The decode step is ours, so that a prefill chunk and a decode step are
-separate calls (mlx-lm's `next()` does both in one).
+Prompts are read with mlx-lm's code. The decode step is our own, so that a prefill chunk and a
+decode step are separate calls; mlx-lm's `next()` does both.
 """
 
 from collections import abc, deque
@@ -42,8 +42,8 @@ Applied: TypeAlias = Callable[[abc.Sequence[int]], AbstractContextManager[None]]
 class Sequences:
     """The sequences of one model, from join to last token.
 
-    A step that raises never changes another sequence's answer: the batch is dropped, and each
-    sequence is read again, alone, from its tokens so far. One that fails alone ends with an error.
+    An error in a pass changes no answer: the batch is dropped, and each of its sequences is read
+    again, alone, from its tokens so far. A sequence that fails again alone ends with an error.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class Sequences:
         pass_s: float | None,
         sight: Sight | None = None,
     ) -> None:
-        """`applied` returns the context for a pass of rows with given adapters. No pass should take
-        longer than `pass_s`.
+        """`applied` returns the context manager for a pass of rows with these adapters. A pass that
+        takes longer than `pass_s` seconds is followed by one that is evaluated in parts.
         """
-        self.last_pass = Pass()  # the step under way, or the last one
+        self.last_pass = Pass()  # counts of the running pass, or of the last one
         self._model: Any = model
         self._answers, self._structured = setup.chat.answers, setup.structured
         self._vocab_size = setup.vocab_size
@@ -71,21 +71,21 @@ class Sequences:
         self._sight = sight
         self._prefill = Prefill(model, prefixes, max_scored, applied, pass_s, sight)
         self._running: DecodeBatch | None = None
-        self._queued: deque[DecodeBatch] = deque()  # one sequence each, if not batched
+        self._queued: deque[DecodeBatch] = deque()  # single sequences that wait, if not batched
         self._parked: dict[int, Sequence | DecodeBatch] = {}
-        self._untold: list[Delta] = []  # last deltas of sequences that ended as others left
-        self._may_batch = True  # no verdict forbids batches
+        self._untold: list[Delta] = []  # last deltas of sequences that failed when another left
+        self._may_batch = True  # False once a verdict forbids batches
         if not can_batch(model):
             self.apply_verdict(ALONE)
 
     @property
     def is_batched(self) -> bool:
-        """Return True while sequences share passes, False once they run one at a time."""
+        """Return True if sequences share passes, False if they run one at a time."""
         return self._prefill.is_batched
 
     def apply_verdict(self, verdict: Verdict) -> None:
-        """Stop using the modes that a verdict finds wrong, from the next sequence to be read on.
-        Until a verdict is whole, only architectures known to be equal are batched.
+        """Stop using the modes that failed a self-test, for sequences that are read from now on.
+        Until the verdict is whole, only the architectures in EQUAL are batched.
         """
         self._may_batch = self._may_batch and not verdict.forbids_batches
         is_trusted = verdict.is_whole or is_listed(self._model)
@@ -96,18 +96,18 @@ class Sequences:
 
     @property
     def reading(self) -> frozenset[int]:
-        """Return the ids of the sequences with prompt left to read."""
+        """Return the ids of the sequences whose prompts are not fully read."""
         return frozenset(seq.id for seq in self._prefill.seqs)
 
     @property
     def decoding(self) -> int:
-        """Count the sequences that decode."""
+        """Count the sequences that are decoding or wait to."""
         running = 0 if self._running is None else len(self._running.seqs)
         return running + len(self._queued)
 
     @property
     def nbytes(self) -> int:
-        """Count the bytes of their KV on the device."""
+        """Count the bytes of the sequences' KV on the device."""
         batches = [self._running, *self._queued, *self._parked.values()]
         kv = sum(batch.nbytes for batch in batches if isinstance(batch, DecodeBatch))
         return kv + self._prefill.nbytes
@@ -125,7 +125,7 @@ class Sequences:
         return deltas
 
     def admit(self, plan: StepPlan) -> list[Delta]:
-        """Join, park and resume sequences as planned; return the deltas of those that failed."""
+        """Add, park and resume sequences as planned; return the deltas of those that failed."""
         deltas, self._untold = self._untold, []
         for number, params in plan.joining:
             try:
@@ -137,12 +137,12 @@ class Sequences:
         for number in plan.resuming:
             self._resume(number)
             if number in plan.parking:
-                self._park(number)  # parked once it is read again
+                self._park(number)  # it stays parked after it is read again
         self._drafts.allowed = plan.drafters
         return deltas
 
     def begin(self, number: int, params: SequenceParams) -> Sequence:
-        """Return the sequence of these parameters, with nothing read yet."""
+        """Return a new sequence with these parameters."""
         answers, prompt = self._answers, params.prompt
         images = None
         if params.images:
@@ -156,12 +156,12 @@ class Sequences:
         return seq
 
     def leave_adapter(self, adapter: int) -> None:
-        """Drop all sequences of an adapter, once the step under way is over."""
+        """Drop all sequences of an adapter, after the running step."""
         self.synchronize()
         for seq in self._all():
             if seq.adapter == adapter:
                 self.leave(seq.id)
-        self.synchronize()  # a wait for buffers would take an error of other sequences' KV
+        self.synchronize()  # keeps the error of the others' pass, if any, before memory is freed
 
     def leave(self, sequence_id: int) -> None:
         """Drop a sequence in any state. An unknown id is ignored."""
@@ -175,11 +175,11 @@ class Sequences:
         staying = [i for i, seq in enumerate(self._running.seqs) if seq.id != sequence_id]
         seqs = [self._running.seqs[i] for i in staying]
         fault = self._attempt(partial(self._keep, staying))
-        if fault is not None:  # the others are not at fault: they are read again
+        if fault is not None:  # the other sequences are read again
             self._untold += self._blame(seqs, fault)
 
     def _park(self, sequence_id: int) -> None:
-        """Stop a sequence, keeping its KV and next token; one being read stops afterwards."""
+        """Pause a sequence, keeping its KV and next token; in prefill, pause it afterwards."""
         for seq in self._prefill.seqs:
             if seq.id == sequence_id:
                 seq.is_held = True
@@ -187,7 +187,7 @@ class Sequences:
             if batch.seqs[0].id == sequence_id:
                 self._queued.remove(batch)
                 self._parked[sequence_id] = batch
-        self.synchronize()  # an error of the step under way belongs to this sequence too
+        self.synchronize()  # an error of the running step belongs to this sequence too
         running = self._running
         if running is None:
             return
@@ -198,7 +198,7 @@ class Sequences:
                 return
 
     def _preempt(self, sequence_id: int) -> None:
-        """Stop a sequence and free its KV: when resumed, all its tokens are read again."""
+        """Pause a sequence and free its KV: when it resumes, all its tokens are read again."""
         seq = self._find(sequence_id)
         if seq is not None:
             self.leave(sequence_id)
@@ -215,11 +215,11 @@ class Sequences:
             parked.is_held = False
             self._prefill.readmit([parked])
         elif parked is not None:
-            parked.seqs[0].is_held = False  # otherwise it would stop again once it is read anew
+            parked.seqs[0].is_held = False  # otherwise it would be parked after its next prefill
             self._extend(parked)
 
     def _cap_tokens(self, sequence_id: int, max_tokens: int) -> list[Delta]:
-        """Limit an answer, if its id is known; end it here if it already has this many tokens."""
+        """Lower an answer's token limit; end it here if that is reached. Ignore an unknown id."""
         seq = self._find(sequence_id)
         if seq is None:
             return []
@@ -230,11 +230,11 @@ class Sequences:
         return seq.end_early()
 
     def prefill(self, token_budget: int) -> list[Delta]:
-        """Read one chunk of the next prompts in line; those read whole start to decode."""
+        """Read one chunk of the next prompts in the queue; start to decode those read whole."""
         batch = self._prefill.next_batch(token_budget)
         if batch is None:
             return []
-        # mlx-lm's batch gives freed buffers back after each chunk: the step under way must be over.
+        # mlx-lm's batch frees buffers after each chunk, which is safe only if no step is running.
         self.synchronize()
         try:
             self.last_pass = self._prefill.read(batch, token_budget)
@@ -245,7 +245,7 @@ class Sequences:
             return self._blame(batch.seqs, error)
 
     def decode(self) -> list[Delta]:
-        """Take the tokens of the step under way, launch the next step, then return the deltas."""
+        """Read the tokens of the running step, launch the next step, then return the deltas."""
         while self._queued and (self._running is None or self.is_batched):
             self._extend(self._queued.popleft())
         running = self._running
@@ -275,17 +275,17 @@ class Sequences:
     def _read_and_launch(
         self, running: DecodeBatch
     ) -> tuple[list[SequenceOutput], mx.array | None]:
-        """Return the tokens of the step under way, and the logits of the pass launched to read
-        them: None if that must wait.
+        """Return the tokens of the running step, and the logits of the next pass if it could
+        already be launched, otherwise None.
         """
         running.check()
         running.keep_block_ends(self._prefixes)
         if not running.can_take_back:
             redraw_unsure(running)
         logits = None
-        # The next pass needs no token on the host: it is launched before they are read, so the
-        # device never waits for Python, or a late one only for the launch. A sequence that ends
-        # here has run for one step too many.
+        # The next pass doesn't need the tokens on the host. So it is launched before they are read,
+        # and the device doesn't wait for Python, except for the launch if errors come late. A
+        # sequence that ends here has then run one step too many.
         if running.may_go_on:
             logits = self._launch_next(running)
         if redraw_unsure(running) and logits is not None:
@@ -296,7 +296,7 @@ class Sequences:
     def _choose_next(
         self, running: DecodeBatch, outputs: list[SequenceOutput], logits: mx.array | None
     ) -> None:
-        """Drop the sequences whose last token this was; launch the choice of the others' next."""
+        """Drop the sequences that these tokens end; launch the choice of the others' next ones."""
         ended = [i for i, output in enumerate(outputs) if output.end is not None]
         staying = [i for i, output in enumerate(outputs) if output.goes_on]
         running.keep_answers(self._prefixes, ended)
@@ -310,7 +310,7 @@ class Sequences:
         self._running = choose_tokens(self._structured, running.seqs, running.cache, logits)
 
     def _drop_ended(self) -> None:
-        """Drop the sequences that their newest text has ended."""
+        """Drop the sequences that their newest text ends, for example with a stop string."""
         running = self._running
         if running is not None:
             ended = [i for i, seq in enumerate(running.seqs) if seq.is_over]
@@ -318,7 +318,7 @@ class Sequences:
             self._keep([i for i in range(len(running.seqs)) if i not in ended])
 
     def _attempt(self, act: Callable[[], None]) -> Exception | None:
-        """Do something with the batch; return its error, which leaves no batch."""
+        """Call `act`; if it raises, drop the running batch and return the error."""
         try:
             act()
         except Exception as error:
@@ -327,8 +327,8 @@ class Sequences:
         return None
 
     def _decode_ahead(self, running: DecodeBatch, limit: int) -> list[Delta]:
-        """Take the tokens of the step under way, then launch the pass that reads them with forced
-        tokens and drafts. Those depend on these tokens, so nothing can be launched before.
+        """Read the tokens of the running step, then launch a pass that reads them, forced tokens
+        and drafts. These depend on the tokens, so the pass cannot be launched earlier.
         """
         drafts = running.drafts
         try:
@@ -364,8 +364,8 @@ class Sequences:
         return deltas
 
     def _read_ahead(self, running: DecodeBatch, limit: int) -> DecodeBatch:
-        """Launch the pass that reads up to `limit` tokens ahead; return the choice that follows."""
-        running.settle()  # otherwise a draft would get the step's error
+        """Launch a pass with up to `limit` speculative tokens a row; return the choice after it."""
+        running.settle()  # otherwise the draft model would raise the step's error
         running.check()
         lengths = row_lengths(running.cache)
         reading = plan_reading(running.seqs, lengths, limit, self._drafts.draft)
@@ -379,12 +379,12 @@ class Sequences:
         return choose_tokens(self._structured, running.seqs, running.cache, logits, reading.drafts)
 
     def synchronize(self) -> None:
-        """Wait for the step under way. Its error is raised when it is read: MLX raises it once."""
+        """Wait for the running step. Its error is kept until its tokens are read."""
         if self._running is not None:
             self._running.wait()
 
     def _start(self, batch: PrefillBatch) -> list[Delta]:
-        """Run the last prompt token of each; answers of one token at most end here."""
+        """Run the pass of each prompt's last token. Answers of at most one token end here."""
         if batch.seqs[0].params.max_tokens == 0:
             return [seq.echo_delta() for seq in batch.seqs]
         inputs = mx.array([seq.context[-1:] for seq in batch.seqs])
@@ -431,7 +431,7 @@ class Sequences:
             self._queued.append(started)
 
     def _all(self) -> list[Sequence]:
-        """List the sequences in any state."""
+        """List all sequences, in any state."""
         seqs = self._prefill.seqs
         for inside in (self._running, *self._queued, *self._parked.values()):
             if isinstance(inside, Sequence):
@@ -451,7 +451,7 @@ class Sequences:
         return next((seq for seq in self._all() if seq.id == sequence_id), None)
 
     def _clear_or_dismiss(self, seq: Sequence, *, is_finite: bool) -> None:
-        """Record the outcome of a sequence read alone; too many faults end batching."""
+        """Record whether a sequence succeeded alone; stop batching after too many faults."""
         seq.is_suspect = False
         if is_finite:
             self._faults.clear_of_blame(seq.id)
@@ -461,7 +461,7 @@ class Sequences:
             self.apply_verdict(Verdict(rows=False))
 
     def _launch_next(self, running: DecodeBatch) -> mx.array:
-        """Launch the pass that reads the step's tokens; return the logits, (rows, vocabulary)."""
+        """Launch the pass that reads the next tokens; return its logits, (rows, vocabulary)."""
         tokens, cache = running.tokens[:, None], running.cache
         return self._launch_pass(running.seqs, tokens, cache, under_way=running)[:, -1]
 
@@ -473,10 +473,10 @@ class Sequences:
         padding: abc.Sequence[int] = (),
         under_way: DecodeBatch | None = None,
     ) -> mx.array:
-        """Launch the pass that reads tokens, (rows, n), with `padding` tokens of padding at each
-        row's end; return logits, (rows, n, vocabulary).
+        """Launch the pass that reads tokens, (rows, n); return logits, (rows, n, vocabulary).
+        `padding` has the number of padding tokens at each row's end.
 
-        On a late device, a step under way is over before: the pass is built while it runs.
+        If the device reports errors late, wait for the step `under_way` before the launch.
         """
         with (
             self._applied([seq.adapter for seq in seqs]),
@@ -487,8 +487,8 @@ class Sequences:
         if under_way is not None:
             under_way.settle()
             under_way.check()
-        # The caches too: arrays that no logits depend on, such as the lengths kept with a state,
-        # would grow a graph by a node a token, and on Metal a buffer each (mlx-lm #1845).
+        # The caches too: logits don't depend on all of their arrays, such as lengths beside states,
+        # whose graphs would grow by a node, and on Metal by a buffer, per token (mlx-lm #1845).
         launch(logits, [layer.state for layer in cache])
         return logits
 
@@ -501,8 +501,8 @@ class Sequences:
         self._drafts.keep(self._running.seqs)
 
     def _blame(self, seqs: list[Sequence], error: Exception) -> list[Delta]:
-        """Queue every sequence to be read again, alone; end one that was alone already."""
-        self._prefixes.clear()  # a kept prefix may have broken them
+        """Queue the sequences to be read again; end one that was already a suspect and alone."""
+        self._prefixes.clear()  # cached KV may have caused the error
         self._drafts.forget()
         end = self._faults.blame(seqs, error)
         if end is not None:

@@ -1,7 +1,7 @@
-"""Functions that may be called → the grammar of an answer that calls them.
+"""Makes the grammar of an answer from the functions that it may call.
 
-In Lark's form, as llguidance reads it; `%json` holds a value to a JSON Schema. Source:
-https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+Grammars are in llguidance's variant of Lark, in which `%json` is a value that fits a JSON Schema.
+Source: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 """
 
 import json
@@ -16,7 +16,7 @@ from gateway.jobs.chat import Calling, Function, Grammar, SchemaRule
 
 _ANSWER: Final = "answer"
 _FREE: Final = "start: tag* TEXT"
-# Any of these keywords may allow an object properties that its own `properties` don't name.
+# Any of these keywords may allow an object properties that its `properties` keyword doesn't name.
 _OPENING = frozenset(
     {
         "additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties",
@@ -35,18 +35,19 @@ class CallFormat:
     # True if llguidance treats the mark as a special token, which has no bytes.
     is_special: bool
     closing_is_special: bool
-    # Calls are messages separate from the answer, and its grammar does not apply to them.
+    # Calls are messages separate from the answer: the answer's grammar does not apply to them.
     is_separate: bool = False
 
 
 def answer_grammar(
     calling: Calling | None, form: CallFormat | None, answer: Grammar | None
 ) -> Grammar | None:
-    """Return the grammar of an answer with these calls and this form; None if it is free.
+    """Return the grammar of an answer that may make calls in the model's format, `form`; None if
+    nothing constrains the answer.
 
-    With an `answer` grammar too, the whole is either calls or that answer. The returned grammar's
-    `schemas` are rules that the compiler adds (`with_schemas`). Raises BadRequest if the model's
-    form cannot express both.
+    If its text has a grammar too, `answer`, the result allows either calls or that text. The
+    compiler adds the rules in `schemas` (`with_schemas`). Raises BadRequest if the model's call
+    format cannot be combined with `answer`.
     """
     if calling is None:
         return answer
@@ -60,7 +61,7 @@ def answer_grammar(
         return Grammar("calls", _lark("start: call", tools, rules), schemas=tuple(rules))
     if form is not None and form.is_separate:
         return answer
-    # A free call keeps the model's own form, and is held to its schema if the function is strict.
+    # A free call is in the model's own format; a strict function's schema constrains its arguments.
     rules = [
         SchemaRule(_arguments(i), tool.name, json.dumps(dict(tool.parameters)), strict=True)
         for i, tool in enumerate(tools)
@@ -69,8 +70,8 @@ def answer_grammar(
     if answer is not None:
         if form is None or answer.kind != "json_schema":
             raise BadRequest(
-                "This model's tool calls cannot be held together with a form of answers: "
-                "ask for tools or for a form, or choose `none` or one function.",
+                "This model's tool calls cannot be combined with a response format: "
+                "send only one of them, or set the tool choice to `none` or to one function.",
                 part="answer_form",
             )
         rules.append(SchemaRule(_ANSWER, "", answer.source, answer.strict))
@@ -88,18 +89,18 @@ def answer_grammar(
 
 
 def is_free(calls: Grammar) -> bool:
-    """Return True if calls stand among any text; False if all but their marks is JSON."""
+    """Return True if calls may stand in any text; False if everything but their marks is JSON."""
     return calls.source.startswith(_FREE)
 
 
 def with_schemas(source: str, schemas: Mapping[str, Schema]) -> str:
-    """Return the grammar of calls with the rules of its schemas."""
+    """Return the text of a grammar of calls, with a rule added for each schema."""
     return "\n".join([source, *(f"{rule}: {_json(schemas[rule])}" for rule in schemas)])
 
 
 def _close(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Forbid arguments that a function does not declare, unless its schema allows more."""
-    # A model that must call a function without parameters would otherwise invent some, without end.
+    # A model that must call a function without parameters would otherwise invent them endlessly.
     closed = {**parameters, "type": "object"}
     if not _OPENING & parameters.keys() and not _needs_more(parameters):
         closed["additionalProperties"] = False
@@ -133,7 +134,7 @@ def _lark(
     opening: str = "",
     closing: str = "",
 ) -> str:
-    """Return the rules: `call` is one of the functions, each with its own arguments."""
+    """Return a grammar's text, whose rule `call` is a call of any of the functions."""
     gap, before = "", ""
     # Calls between marks are spaced as models are trained to space them; without marks they are
     # compact.

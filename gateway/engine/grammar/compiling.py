@@ -1,9 +1,9 @@
-"""A caller's grammar → matchers of sequences, or a refusal with its reason.
+"""Compiles a caller's grammar to matchers of sequences, or refuses it with a reason.
 
-Outlines gives the types and the backends that make tokenizer and grammar; matcher and mask are ours
-(matching.py), because Outlines' own continue without a grammar when one fails. Compiling takes
-milliseconds and more: run it on a worker thread, never on the lane. Everything is compiled in the
-sandbox first: a grammar that ends a process there never reaches this one.
+Outlines provides types, and the backends that make the tokenizer and the grammar. Matchers and
+masks are in matching.py, because Outlines' own continue without a grammar when one fails. Compiling
+takes milliseconds or more: run it on a worker thread, never on the lane. Each grammar is compiled
+in the sandbox first, so one that crashes a process there never reaches this process.
 """
 
 import hashlib
@@ -39,14 +39,14 @@ from gateway.jobs.chat import Grammar
 
 # Bounds of llguidance's parser, here and in the sandbox.
 LIMITS: Final[Mapping[str, Any]] = {"max_lexer_states": 50_000, "verbose_errors": False}
-# Copies share a lexer whose states only grow: another is started after this number.
+# Copies of a matcher share a lexer, whose states only grow. It is renewed after this many copies.
 RENEW_AFTER: Final = 256
 BUSY_S: Final = 2.0
-# The most growth within llguidance's limits was 0.13 GB.
+# Bytes of memory in the sandbox. The most seen within llguidance's limits was 0.13 GB.
 _MAX_BYTES: Final = 1 << 30
-# Texts, regexes, which may go over lines, and comments. An unclosed one matches up to its line's or
-# the source's end: a search that failed would begin again at each quote in it, and hold the GIL all
-# that time.
+# Strings, regexes (which may span lines) and comments. An unclosed string or regex matches up to
+# the end of its line or of the source: if it failed to match, the search would begin again at each
+# quote in it, and hold the GIL all that time.
 _LARK_TEXT: Final = re.compile(
     r'(?:"(?:\\.|[^"\\\n])*(?P<text>")?|/(?!/)(?:\\.|[^/\\])*(?P<regex>/)?)|//[^\n]*|#[^\n]*'
 )
@@ -62,13 +62,13 @@ _REASON: Final = re.compile(r"^error: (.+)$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarBounds:
-    """Bounds of the grammars that a caller may have compiled."""
+    """Bounds of the grammars that callers may send."""
 
     max_schema_bytes: int = 256 * 1024
     max_depth: int = 128
-    max_path: int = 400  # the most subschemas, one inside the other or by `$ref`
+    max_path: int = 400  # the most subschemas in a chain, nested or by `$ref`
     max_text_chars: int = 32 * 1024
-    # Grammars made here, from schemas that are bounded one by one.
+    # The bound of grammars of calls, made from schemas that are each within the bounds above.
     max_calls_chars: int = 4 * 1024 * 1024
     max_choices: int = 4096
 
@@ -83,20 +83,20 @@ class CompiledGrammar:
 
     begin: Callable[[], GrammarState]
     eos_ids: Collection[int]
-    # A state that shares no lexer with others: an error that others may have caused is tried again
-    # with it.
+    # Makes a state that shares no lexer with other sequences. An error that they may have caused is
+    # checked with it.
     begin_alone: Callable[[], GrammarState] | None = None
     unenforced: tuple[str, ...] = ()
 
     def matcher(self, tokens: Sequence[int] = ()) -> Matcher:
-        """Return a matcher at the beginning, or behind these tokens."""
+        """Return a matcher at the beginning of the grammar, or after these tokens."""
         matcher = Matcher(self.begin, self.eos_ids, self.begin_alone)
         matcher.replay(tokens)
         return matcher
 
 
 class _Uncompilable(Exception):
-    """llguidance refuses a grammar: the reason in its words."""
+    """Raised if llguidance refuses a grammar, with llguidance's own message."""
 
 
 def compile_grammar(
@@ -107,10 +107,10 @@ def compile_grammar(
     bounds: GrammarBounds | None = None,
     sandbox: Sandbox | None = None,
 ) -> CompiledGrammar:
-    """Compile with llguidance. Raises BadRequest for a grammar that it can't compile.
+    """Compile a grammar with llguidance. Raises BadRequest if it cannot be compiled.
 
-    `shape` tightens JSON Schemas; a schema that no value fits then is compiled unchanged.
-    Everything is compiled in the `sandbox` first, if there is one.
+    `shape` tightens JSON Schemas; a schema that doesn't compile when tightened is compiled
+    unchanged. If there is a `sandbox`, each grammar is compiled there first.
     """
     compiler = _Compiler(tokenizer, sandbox, shape or Shape(), bounds or GrammarBounds())
     if grammar.kind == "json_schema":
@@ -139,10 +139,10 @@ def compile_grammar(
 
 
 def _compile_calls(compiler: "_Compiler", grammar: Grammar) -> CompiledGrammar:
-    """Compile calls with the part of each schema that a grammar can hold, naming the rest.
+    """Compile calls with the part of each schema that a grammar can enforce, and name the rest.
 
-    Raises BadRequest, naming the function, for a schema that doesn't compile, and for a strict one
-    that the grammar does not hold whole.
+    Raises BadRequest, naming the function, for a schema that doesn't compile, and for a strict
+    function whose schema the grammar does not enforce completely.
     """
     parts: dict[str, Held] = {}
     for rule in grammar.schemas:
@@ -164,7 +164,7 @@ def _compile_calls(compiler: "_Compiler", grammar: Grammar) -> CompiledGrammar:
         except _Uncompilable as error:
             reason = str(error).partition("\n")[0][:300]
             raise _refusal(
-                f"The tools, or the answer's form beside them, cannot be held to: {reason}."
+                f"No grammar can enforce these tools, or the response format beside them: {reason}."
             ) from None
     unenforced: list[str] = []
     for rule in grammar.schemas:
@@ -187,7 +187,7 @@ def _of_function(function: str, error: BadRequest) -> BadRequest:
 
 
 def _reword(grammar: Grammar, problem: str) -> str:
-    """Return llguidance's message on a regex, a choice or a grammar in our words."""
+    """Return a message for the caller, from llguidance's on a regex, a choice or a grammar."""
     place = _PLACE.match(problem)
     match = _REASON.search(problem)
     reason = _PLACE.sub("", problem.partition("\n")[0], count=1)
@@ -210,7 +210,9 @@ def _within(grammar: Grammar, max_chars: int) -> str:
 
 
 def _regex_of(grammar: Grammar, bounds: GrammarBounds) -> str:
-    """Return a regex, or one made of a choice's strings, within bounds."""
+    """Return the regex of a grammar: the caller's, or one made of a choice's strings. Raises
+    BadRequest if it exceeds the bounds.
+    """
     if grammar.kind == "regex":
         return _within(grammar, bounds.max_text_chars)
     try:
@@ -219,7 +221,7 @@ def _regex_of(grammar: Grammar, bounds: GrammarBounds) -> str:
         raise _refusal(f"The choice is not a JSON array of strings: {error}") from error
     is_strings = isinstance(choices, list) and all(isinstance(item, str) for item in choices)
     if not is_strings or not any(choices):
-        raise _refusal("The choice is a JSON array of strings, not all of them empty.")
+        raise _refusal("The choice must be a JSON array of strings, not all of them empty.")
     if len(choices) > bounds.max_choices or sum(map(len, choices)) > bounds.max_schema_bytes:
         raise _refusal(f"There are more than {bounds.max_choices} choices, or they are too long.")
     return str(to_regex(Choice(choices)))
@@ -230,29 +232,31 @@ def _refusal(message: str, code: str = "invalid_grammar") -> BadRequest:
 
 
 def _to_lark(source: str) -> str:
-    """Return a grammar in Lark's form, from that form or from GBNF, llama.cpp's. A header that sets
-    nothing is left out.
+    """Return a grammar in Lark's format, given one in that format or in llama.cpp's GBNF. An empty
+    header is left out.
     """
     if _GBNF.search(source):
         try:
             source = any_to_lark(source)
-        except Exception as error:  # a parser in Python, which raises any error
+        except Exception as error:  # its parser may raise any error
             raise _refusal(f"The GBNF grammar cannot be compiled: {str(error)[:300]}.") from None
     return _EMPTY_HEADER.sub("", source)
 
 
 def _check_lark(source: str) -> None:
-    """Raise BadRequest for parts that the answer's text would not show, or that we would ignore."""
+    """Raise BadRequest for unclosed strings and regexes, and for features that are not supported:
+    the answer's text would not show them, or they would be ignored.
+    """
     unclosed = next(filter(_is_unclosed, _LARK_TEXT.finditer(source)), None)
     if unclosed:
-        raise _refusal(f"The grammar has a text or a regex without an end: {unclosed[0][:64]}")
+        raise _refusal(f"The grammar has a string or a regex without an end: {unclosed[0][:64]}")
     special = _LARK_SPECIAL.search(_without_texts(source))
     if special:
         raise _refusal(f"The grammar uses `{special[0]}`, which is not supported.")
 
 
 def _without_texts(source: str) -> str:
-    """Return a grammar without its texts, regexes and comments."""
+    """Return a grammar without its strings, regexes and comments."""
     return _LARK_TEXT.sub(lambda text: text[0] if _is_unclosed(text) else '""', source)
 
 
@@ -262,7 +266,7 @@ def _is_unclosed(text: re.Match[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Compiler:
-    """Compiles llguidance's own form of grammars for one model."""
+    """Compiles grammars in llguidance's own format for one model."""
 
     tokenizer: GrammarTokenizer
     sandbox: Sandbox | None
@@ -270,7 +274,7 @@ class _Compiler:
     bounds: GrammarBounds
 
     def read(self, source: str) -> Schema:
-        """Read a JSON Schema within bounds, checked against its draft's own schema."""
+        """Read a JSON Schema within bounds, checked against its draft's meta-schema."""
         bounds = self.bounds
         schema = parse_schema(source, max_bytes=bounds.max_schema_bytes, max_depth=bounds.max_depth)
         check_draft(schema)
@@ -282,10 +286,10 @@ class _Compiler:
     def compile_held(
         self, part: Held, options: Mapping[str, Any] = COMPACT
     ) -> tuple[Node, CompiledGrammar]:
-        """Compile the part of a schema that a grammar can hold; return its final form, and the
-        grammar.
+        """Compile the part of a schema that a grammar can enforce, tightened if that compiles.
+        Return the schema that was compiled, and the grammar.
 
-        Raises BadRequest in our own words when nothing compiles.
+        Raises BadRequest with a message for the caller if nothing compiles.
         """
         problem = ""
         shaped = shape_schema(part.schema, self.shape)
@@ -306,7 +310,7 @@ class _Compiler:
     def compile_calls(
         self, grammar: Grammar, forms: Mapping[str, Schema]
     ) -> tuple[CompiledGrammar, Sequence[str]]:
-        """Compile calls with their schemas in these forms. Return the warnings too."""
+        """Compile calls with these forms of their schemas. Return the warnings too."""
         source = with_schemas(grammar.source, forms)
         if len(source) > self.bounds.max_calls_chars:
             raise _refusal(
@@ -323,7 +327,7 @@ class _Compiler:
     def compile(
         self, spec: str, code: str, texts: TextTokens
     ) -> tuple[CompiledGrammar, Sequence[str]]:
-        """Return the grammar's first matcher, of which every other one is a copy, and warnings."""
+        """Compile a grammar, whose matchers are copies of a first one. Return the warnings too."""
         if self.sandbox is not None:
             try_grammar(self.sandbox, spec, code)
         limits = LLParserLimits(**LIMITS)
@@ -348,11 +352,11 @@ class _Compiler:
 
 
 def try_grammar(sandbox: Sandbox, spec: str, code: str) -> None:
-    """Compile llguidance's own form of a grammar in the sandbox.
+    """Compile a grammar, in llguidance's own format, in the sandbox.
 
-    Raises _Uncompilable with the fault of the grammar, BadRequest with `code` if it ended the
-    process, TimeoutError if it takes too much processor time, Overloaded if other grammars leave
-    none, and Unavailable if other work leaves it no processor or memory.
+    Raises _Uncompilable with the grammar's fault, BadRequest with `code` if the grammar crashed the
+    process, TimeoutError if it takes too much processor time, Overloaded if the sandbox is busy
+    with other grammars, and Unavailable if other processes leave it no processor time or memory.
     """
     specials = tuple(sorted(set(_CONTROL_TOKEN.findall(_without_texts(spec)))))
     request: dict[str, Any] = {"spec": spec, "specials": specials, "limits": dict(LIMITS)}
@@ -372,15 +376,16 @@ def try_grammar(sandbox: Sandbox, spec: str, code: str) -> None:
 
 
 def key_of(*parts: str) -> bytes:
-    """Make the key by which the sandbox remembers a request."""
+    """Return the key under which the sandbox remembers a request."""
     digests = [hashlib.sha256(part.encode(errors="surrogatepass")).digest() for part in parts]
     return hashlib.sha256(b"".join(digests)).digest()
 
 
 def _follow(trial: Matcher, tokenizer: GrammarTokenizer) -> str | None:
-    """Take a few tokens, quotes if possible since they end strings; return the error met.
+    """Take a few tokens as a trial, and return the error met. Quotes are preferred, because they
+    end strings.
 
-    Some grammars are too wide to be followed and show it only then.
+    Some grammars compile and prove too wide only when they are followed.
     """
     row = np.zeros(tokenizer.words, dtype=np.uint32)
     for _ in range(TRIAL_STEPS):
@@ -396,7 +401,7 @@ def _follow(trial: Matcher, tokenizer: GrammarTokenizer) -> str | None:
 
 
 class _Copies:
-    """Copies of a first matcher, which is made again when its shared lexer may have grown large."""
+    """Makes copies of a first matcher, which is renewed when the lexer they share may be large."""
 
     def __init__(
         self, make: Callable[[], LLMatcher], matcher: LLMatcher, texts: TextTokens

@@ -1,7 +1,7 @@
-"""The place of each sequence in its grammar, and the masks that keep its next token inside.
+"""Tracks each sequence's place in its grammar, and makes masks of the tokens that may come next.
 
-A matcher never raises over a model's tokens: it records the error, and its sequence is ended. Masks
-are uint32 words, bit i of word w allowing the token 32 w + i.
+A matcher never raises because of a model's tokens: it records the error, and the sequence is ended.
+Masks are uint32 words; bit i of word w allows the token 32 w + i.
 """
 
 import math
@@ -27,16 +27,15 @@ _NEEDLESS = re.compile(rb"(?<=\.[0-9]{40})[0-9]+|(?<=[eE])0+(?=0)|(?<=[eE][-+])0
 
 
 def words(vocab_size: int) -> int:
-    """Count the words of one row's mask."""
+    """Return the number of words in one row's mask."""
     return -(-vocab_size // _WORD)
 
 
 @dataclass(frozen=True, slots=True)
 class TextTokens:
-    """The tokens that are text, by their bytes, and the mask, (words,), of all others.
+    """The tokens that are text, keyed by their bytes, and the mask, (words,), of all other tokens.
 
-    `spell` returns the bytes of tokens; it is set where the text is JSON, whose numbers are kept
-    finite.
+    `spell` returns the bytes of tokens. It is set if the text is JSON, to keep its numbers finite.
     """
 
     ids: Mapping[bytes, Sequence[int]]
@@ -51,18 +50,18 @@ class TextTokens:
         return replace(self, not_text=not_text)
 
 
-# llguidance lists all forced tokens each time, and holds the GIL: for a second if there are
-# 500,000.
+# llguidance lists all forced tokens at each call, and holds the GIL meanwhile: for a second if
+# there are 500,000.
 MOST_FORCED: Final = 1 << 15
 
 
 class GrammarState:
-    """A place in a grammar: llguidance's, an Earley parser over a lexer."""
+    """A place in a grammar, held by llguidance's matcher: an Earley parser over a lexer."""
 
     def __init__(self, matcher: LLMatcher, texts: TextTokens) -> None:
         self.matcher = matcher
         self._texts = texts
-        self._open = b""  # the unfinished end of JSON: a string's quote, or a number so far
+        self._open = b""  # the unfinished end of the JSON: a string's quote, or a number so far
 
     @property
     def may_end(self) -> bool:
@@ -90,8 +89,8 @@ class GrammarState:
         return self.problem()
 
     def mend(self, row: Mask) -> None:
-        """Allow, as plain text, any text for which llguidance would allow a control token, and
-        forbid in JSON the digits that make a number infinite: more than a double holds.
+        """Correct a mask: where llguidance allows a control token for a text, allow the tokens of
+        plain text instead; in JSON, forbid digits that make a number larger than any double.
         """
         if self._texts.spell is not None and _LARGE.search(self._open):
             octets = np.unpackbits(row.view(np.uint8), bitorder="little")
@@ -99,9 +98,8 @@ class GrammarState:
                 number = _NUMBER.search(self._open + self._texts.spell([token]))
                 if number and math.isinf(float(number[0])):
                     row[token // _WORD] &= ~np.uint32(1 << (token % _WORD))
-        # If only one text can follow, llguidance allows the first token of that text as encoded. A
-        # text such as `<|end|>` is encoded as the control token of that name, which is something
-        # else.
+        # If only one text can follow, llguidance allows the first token of that text's encoding. A
+        # text such as `<|end|>` is encoded as the control token of that name, which isn't text.
         if self.may_end or not (row & self._texts.not_text).any():
             return
         row[:] = 0
@@ -127,7 +125,7 @@ class GrammarState:
 
 
 def open_part(text: bytes) -> bytes:
-    """Return the unfinished end of JSON: the quote of a string, or a number so far."""
+    """Return the unfinished end of a JSON text: the quote of a string, or a number so far."""
     outside, quote, inside = _STRING.sub(b" ", text).partition(b'"')
     if quote:
         return quote + b"\\" * ((len(inside) - len(inside.rstrip(b"\\"))) % 2)
@@ -137,8 +135,8 @@ def open_part(text: bytes) -> bytes:
 class Matcher:
     """The place of one sequence in its grammar. Used by one thread at a time.
 
-    Every end-of-sequence token is allowed exactly where the answer may end. Once `error` is set
-    only they are, and no token is taken.
+    End-of-sequence tokens are allowed exactly where the answer may end. Once `error` is set, only
+    they are allowed, and the matcher takes no more tokens.
     """
 
     __slots__ = ("_alone", "_eos", "_has_ended", "_taken", "error", "state")
@@ -149,8 +147,8 @@ class Matcher:
         eos_ids: Collection[int],
         alone: Callable[[], GrammarState] | None = None,
     ) -> None:
-        # The sequences of one grammar may share a lexer through this state, and exhaust its states
-        # for one another. So an error counts only if a state from `alone` meets it too.
+        # Sequences of one grammar may share a lexer through this state, and one may exhaust the
+        # lexer's states for the others. So an error counts only if a state from `alone` meets it.
         self.state = begin()
         self.error: str | None = None
         self._alone = alone
@@ -216,7 +214,7 @@ class Matcher:
         return self._settle(row)
 
     def _settle(self, row: Mask) -> None:
-        """Set the bits of the end tokens, and clear all others if nothing else may come."""
+        """Set or clear the EOS tokens' bits; clear all others if nothing else may come."""
         if self.error is not None or self._has_ended:
             row[:] = 0
         may_end = self.error is not None or self.may_end
@@ -231,7 +229,7 @@ class Matcher:
             self._settle(row)
 
     def _retry(self) -> bool:
-        """Replay all tokens in a state that shares nothing; return True if it met no error."""
+        """Replay all tokens in a state that shares no lexer; return True if it meets no error."""
         if self._alone is None:
             return False
         state, self._alone = self._alone(), None
@@ -247,7 +245,7 @@ class Masks:
         self._executor = LLExecutor(threads)
 
     def fill(self, matchers: Sequence[Matcher], bitmask: Mask) -> None:
-        """Return (rows, words), one row per matcher. Check each matcher's `error` afterwards."""
+        """Fill (rows, words), one row per matcher. Check each matcher's `error` afterwards."""
         in_parallel: list[tuple[LLMatcher, int]] = []
         for i, matcher in enumerate(matchers):
             if matcher.error is None:
@@ -264,7 +262,7 @@ class Masks:
 
 @dataclass(frozen=True, slots=True)
 class BoundRow:
-    """A row of a batch whose next token is bound by a grammar."""
+    """A row of a batch whose next token a grammar constrains."""
 
     place: int
     matcher: Matcher
@@ -279,10 +277,10 @@ class BoundRow:
 
 
 def apply_masks(logits: mx.array, bitmask: Mask, rows: Sequence[int]) -> mx.array:
-    """Forbid, in (batch, vocabulary) logits, the tokens that (len(rows), words) masks leave out.
+    """Return (batch, vocabulary) logits with -inf for the tokens that masks exclude.
 
-    `rows` are the places of the masks' rows in the batch; the others stay free. Forbidden ids get
-    -inf, and so does every id beyond the masks. Plain operations: any device will do.
+    `bitmask` is (len(rows), words), and `rows` are its rows' places in the batch; other rows of the
+    batch stay unchanged. Ids beyond the masks get -inf, too. Works on any device.
     """
     if not len(rows):
         return logits
@@ -305,8 +303,8 @@ def apply_masks(logits: mx.array, bitmask: Mask, rows: Sequence[int]) -> mx.arra
 
 def _unpack(bitmask: Mask, vocab_size: int) -> mx.array:
     """Return masks as (rows, vocabulary) bool."""
-    # The bits are unpacked on the host, which has the time while the pass runs: a shift, an "and"
-    # and a cast for every entry took longer on a CPU device.
+    # The bits are unpacked on the host, which is idle while the pass runs. A shift, an "and" and a
+    # cast for every entry took longer on a CPU device.
     octets = np.ascontiguousarray(bitmask).view(np.uint8)
     is_allowed = np.unpackbits(octets, axis=1, count=vocab_size, bitorder="little")
     return mx.array(is_allowed.view(np.bool_))

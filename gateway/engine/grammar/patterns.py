@@ -1,5 +1,5 @@
-"""Patterns of strings: those that llguidance holds, the lengths that they match; patterns of
-formats.
+"""Regular expressions for strings: which ones llguidance can enforce, the lengths of their matches,
+and the patterns of formats.
 """
 
 import re
@@ -21,7 +21,8 @@ _TIME: Final = (
 )
 _ATOM: Final = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
 _LABEL: Final = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-# Every RFC 3339 date of the years 1 to 9999, and no second 60: readers such as Python's know none.
+# Every RFC 3339 date of the years 1 to 9999. Second 60 is left out: parsers such as Python's refuse
+# it.
 _DATES: Final = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
 # Addresses at a domain with a dot in it: most validators take no other.
 OWN_FORMATS: Final = {**_DATES, "email": rf"^{_ATOM}(?:\.{_ATOM})*@(?:{_LABEL}\.)+{_LABEL}$"}
@@ -30,19 +31,19 @@ FORMATS: Final = frozenset({"duration", "hostname", "ipv4", "ipv6", "uri", "uuid
 ENDLESS_FORMATS: Final = frozenset({"duration", "hostname", "uri"})
 _WIDEST: Final = 10_000
 _MOST_REPEATED: Final = 2_000  # with more repetitions, some token of an answer fails
-# An opening bracket always matches: a search that failed would begin again at each of a caller's
-# brackets, and hold the GIL all that time.
+# An opening bracket matches even if it is not closed: otherwise the search would begin again at
+# each of a caller's brackets, and hold the GIL all that time.
 _CLASS: Final = r"\[(?P<excludes>\^)?(?P<body>(?:\\.|[^\]\\])*)(?P<end>\])?"
 _PARTS: Final = re.compile(rf"\\.|\.|{_CLASS}", re.DOTALL)
 _SPACES: Final = r"\t-\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
-# ECMA's white space and ends of lines, which are other characters to Rust.
+# White space and line ends in ECMA's dialect, which are different characters in Rust's.
 _ECMA: Final = {r"\s": f"[{_SPACES}]", r"\S": f"[^{_SPACES}]", ".": r"[^\n\r\u2028\u2029]"}
 _QUOTE: Final = re.compile(r'["]|\\\\|\\x22|\\x5[cC]|\\u0022|\\u005[cC]')
-# Text in a class that Rust's regex refuses or reads in another way than ECMA's: escapes of other
-# letters, and marks that open another class or join two. An empty class differs too.
+# Text in a class that Rust's regex refuses or reads differently from ECMA's: unknown escapes, and
+# marks that open a nested class or combine classes. An empty class differs, too.
 _ESCAPE: Final = r"\\(?:[^\x00-\x7f]|[0-9A-Za-z](?<![dDsSwWnrtfvxupP]))"
 _FOREIGN: Final = re.compile(rf"(?:\\.|[^\\])*?(?:\[|&&|--|~~|{_ESCAPE})|\Z", re.DOTALL)
-_FROM_NUL: Final = re.compile(r"\\(?:x00|u0000)-")  # quotes pass through such a class
+_FROM_NUL: Final = re.compile(r"\\(?:x00|u0000)-")  # llguidance lets quotes through such a class
 _TOKENS: Final = re.compile(
     rf"\\[pPux]\{{[^}}]{{1,64}}\}}|\\.|{_CLASS}|\{{[0-9]+(?:,(?P<most>[0-9]*))?\}}|\(\?<?[=!]|.",
     re.DOTALL,
@@ -52,7 +53,9 @@ _NOT_REGULAR: Final = re.compile(rf"\(\?.*|{_ESCAPE}|\{{", re.DOTALL)
 
 
 def is_holdable(pattern: str) -> bool:
-    """Return True if a pattern is regular, means the same to llguidance, and repeats little."""
+    """Return True if llguidance can enforce a pattern: it is regular, means the same in Rust's
+    dialect, and repeats little.
+    """
     for match in _TOKENS.finditer(pattern):
         if _NOT_REGULAR.fullmatch(match[0]):
             return False
@@ -65,9 +68,9 @@ def is_holdable(pattern: str) -> bool:
 
 
 def _repetitions(pattern: str) -> int:
-    """Return the most repetitions of a part inside two counts, one times the other.
+    """Return the largest product of nested repetition counts, or 1 if no counts are nested.
 
-    One count alone costs little.
+    A single count costs little.
     """
     levels, atom, largest = [1], 1, 1
     for match in _TOKENS.finditer(pattern):
@@ -89,11 +92,11 @@ def _repetitions(pattern: str) -> int:
 
 
 def as_ecma(pattern: str) -> str:
-    """Write a pattern that is ECMA's for llguidance, whose dialect is Rust's.
+    """Return a pattern in ECMA's dialect as one in Rust's, which llguidance reads.
 
-    Quotes and backslashes are kept out of the classes that exclude them: llguidance 1.9.1 lets them
-    through `[^"]` when it writes the class as JSON would, where the class has every control
-    character; so each such class also excludes NUL.
+    A class that excludes quotes or backslashes is made to exclude NUL, too. If such a class has
+    every control character, llguidance 1.9.1 lets quotes and backslashes through when it converts
+    the class to JSON's spelling.
     """
 
     def rewrite(match: re.Match[str]) -> str:
@@ -110,7 +113,7 @@ def as_ecma(pattern: str) -> str:
 def widths(pattern: str) -> tuple[int, int | None]:
     """Return the fewest and the most characters of a string in which a pattern is found.
 
-    None means no bound; (0, None) stands too for a pattern that Python's parser doesn't read.
+    None means no bound. A pattern that Python's parser refuses gives (0, None).
     """
     parser: Any = vars(re)["_parser"]
     try:

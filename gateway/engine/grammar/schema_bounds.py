@@ -1,6 +1,6 @@
-"""A JSON Schema drawn tighter, so that a small model stays on course.
+"""Tightens a JSON Schema, so that a small model stays on course.
 
-Every value that fits the shaped schema fits the caller's own. Pure functions, copies throughout.
+Every value that fits the tightened schema also fits the caller's. Functions are pure and copy.
 """
 
 from collections.abc import Mapping
@@ -27,8 +27,8 @@ _CONSTRAINTS: Final = frozenset({"properties", "patternProperties", "required"})
 _BOUNDS: Final = ("max_string_chars", "max_array_items")  # names in models.yaml
 _OPEN: Final = "#/$defs/gateway-open-"
 _OPEN_DEPTH: Final = 3
-_SHORTEST_FORMAT: Final = 16  # characters of any useful address or link
-_SAFE: Final = 2**53 - 1  # the integers that every JSON reader keeps exact
+_SHORTEST_FORMAT: Final = 16  # characters that a useful address or link needs
+_SAFE: Final = 2**53 - 1  # the largest integer that every JSON parser keeps exact
 _LOWER: Final = ("minimum", "exclusiveMinimum")
 _UPPER: Final = ("maximum", "exclusiveMaximum")
 _PLACES: Final = 10  # decimal places: llguidance 1.9.1 takes no finer step
@@ -37,12 +37,12 @@ _PLACES_IF_SHORT: Final = 4  # decimal places if strings are bounded too
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The degree to which a schema is tightened."""
+    """The ways in which a schema is tightened."""
 
     # Bounds for parts that the schema leaves unbounded; None sets no bound.
     max_string_chars: int | None = None
     max_array_items: int | None = None
-    # Optional properties are emitted if each is nullable or has a default.
+    # Optional properties are required if each of them is nullable or has a default.
     complete: bool = True
     closed: bool = True  # only properties that the schema names, unless it allows others
 
@@ -52,10 +52,10 @@ class Shape:
         return cls(**{name: getattr(spec.structured, name) for name in _BOUNDS})
 
     def completed(self, stated: object) -> "Shape":
-        """Return the shape with the checkpoint's own bounds where it has none.
+        """Return the shape with bounds that the checkpoint states where the shape has none.
 
-        They stand in generation_config.json under `structured`, with models.yaml's names: a model
-        too small to end a string by itself needs the bounds wherever it is served.
+        `stated` is `structured` in generation_config.json, with models.yaml's names: a model too
+        small to end a string by itself needs the bounds wherever it is served.
         """
         own = stated if isinstance(stated, Mapping) else {}
         return replace(
@@ -69,7 +69,7 @@ class Shape:
 
 
 def shape_schema(schema: Schema, shape: Shape) -> Schema:
-    """Apply a shape to a schema."""
+    """Return a schema tightened by a shape."""
     if shape.closed:
         schema = close_objects(schema)
     if shape.complete:
@@ -78,13 +78,14 @@ def shape_schema(schema: Schema, shape: Shape) -> Schema:
 
 
 def complete(schema: Schema) -> Schema:
-    """Require every property of the objects whose optional properties can all say nothing.
+    """Require every property of each object whose optional properties are all nullable or have a
+    default.
 
-    That is, each is nullable or has a default. An object with a truly optional field stays
-    unchanged; so does the whole schema if its recursion would then never end.
+    An object with any other optional property stays unchanged; so does the whole schema if its
+    recursion would otherwise never end.
     """
-    # Optional fields of pydantic are such: models left free to skip such fields often skip them
-    # all.
+    # Optional fields of pydantic are like this, and a language model that may skip such fields
+    # often skips them all.
     whole = rebuild(schema, _complete)
     return whole if can_end(whole) else schema
 
@@ -117,11 +118,11 @@ def _may_say_nothing(schema: Schema) -> bool:
 def close_objects(schema: Schema) -> Schema:
     """Add `additionalProperties: false` to objects that name properties and don't mention others.
 
-    If several subschemas constrain one object, the outer one is closed if it names all properties
-    that the inner ones do. Those are left open: each would forbid the properties of the others.
+    If several subschemas constrain one object, only the outer one is closed, and only if it names
+    all properties of the inner ones. A closed inner one would forbid the properties of the others.
     """
     root = rebuild(schema, lambda node: node)
-    shared = set[int]()  # subschemas of values that others constrain too
+    shared = set[int]()  # ids of subschemas whose values other subschemas constrain, too
     todo: list[Node] = []
     for _, node in walk(root):
         if len(node.get("allOf", ())) > 1 or _CONSTRAINTS & node.keys():
@@ -141,7 +142,7 @@ def close_objects(schema: Schema) -> Schema:
 
 
 def _parts(node: Node, root: Schema) -> list[Node]:
-    """List the direct subschemas that constrain the same value."""
+    """Return the direct subschemas that constrain the same value."""
     parts = [part for key in ("allOf", "anyOf", "oneOf") for part in node.get(key, ())]
     if "$ref" in node:
         parts.append(resolve(root, node["$ref"]))
@@ -149,8 +150,8 @@ def _parts(node: Node, root: Schema) -> list[Node]:
 
 
 def _names(node: Node) -> set[str]:
-    """Return the properties that a subschema requires, or names further inside; also `$ref` if it
-    refers to another place.
+    """Return the names of the properties that a subschema requires, or that its parts name; also
+    "$ref" if it has a reference.
     """
     names = {*node.get("required", ()), *({"$ref"} & node.keys())}
     for part in _parts(node, {}):
@@ -163,11 +164,11 @@ def bound_strings(
     max_string_chars: int | None,
     max_array_items: int | None,
 ) -> Schema:
-    """Add `maxLength` and `maxItems` where a schema has neither, however deep.
+    """Add `maxLength` and `maxItems` at any depth where a schema doesn't set them.
 
-    Endless formats and patterns are bounded too, and so are undeclared names; enumerations and
-    constants stay unchanged. Integers are limited to exact ones, and values of any shape (`{}`, an
-    object of anything) are bounded like the rest, all the way down.
+    Formats and patterns of unlimited length are bounded too, and so are undeclared property names;
+    enumerations and constants stay unchanged. Integers are limited to those that JSON parsers keep
+    exact. Values of any type (`{}`, an object of anything) are bounded at every level.
     """
     limits: Node = {}
     if max_string_chars is not None:
@@ -207,7 +208,7 @@ def _limit(node: Node, limits: Node) -> Node:
 
 
 def _most_chars(node: Node, limit: int) -> int | None:
-    """Return the bound of a string that could be endless; None if its own form ends it."""
+    """Return the bound of a string; None if its pattern or format already limits its length."""
     max_chars = max(limit, int(node.get("minLength", 0)))
     if "pattern" in node:
         narrowest, widest = widths(node["pattern"])
@@ -223,7 +224,7 @@ def _most_chars(node: Node, limit: int) -> int | None:
 
 
 def _bound_names(node: Node, limits: Node) -> Node:
-    """Bound the names, and the number, of the properties of an object that declares none."""
+    """Bound the length of names and the number of properties in an object that declares none."""
     value = node.get("additionalProperties", False)
     is_map = value is not False and not any(key in node for key in _CONSTRAINTS)
     if not is_map or "object" not in types(node) or "maxLength" not in limits:
@@ -235,9 +236,8 @@ def _bound_names(node: Node, limits: Node) -> Node:
 
 
 def _bound_counts(node: Node, limits: Node) -> Node:
-    """Bound the digits of integers and of numbers with bounds; of all if strings are bounded."""
-    # A small model repeats digits, as it does letters. A number without bounds may have an
-    # exponent.
+    """Limit the digits of integers and bounded numbers; of all numbers if strings are bounded."""
+    # A small model repeats digits as it repeats letters. An unbounded number may need an exponent.
     kinds, is_short = types(node), "maxLength" in limits
     bounds = [node[key] for key in (*_LOWER, *_UPPER) if is_number(node.get(key))]
     if "number" in kinds and "multipleOf" not in node and (bounds or is_short):
@@ -255,13 +255,13 @@ def _bound_counts(node: Node, limits: Node) -> Node:
 
 
 def _places_near(bound: float) -> int:
-    """Return the decimal places that numbers near a bound need: a few more than its own."""
+    """Return the decimal places that numbers near a bound need: two more than the bound has."""
     exponent = Decimal(str(bound)).normalize().as_tuple().exponent
     return 2 - min(0, int(exponent))
 
 
 def _open(node: Node, limits: Node) -> Node:
-    """Refer the places that the schema leaves open to the bounded value of any shape."""
+    """Refer to bounded values of any type where a subschema allows any value."""
     opened: dict[str, Any] = {}
     if "array" in types(node) and "items" not in node:
         opened["items"] = _open_ref(_OPEN_DEPTH)
@@ -282,7 +282,7 @@ def _open_ref(depth: int) -> Node:
 
 
 def _open_levels(limits: Node) -> Node:
-    """Define values of any shape, to a bounded depth: else a model may nest for ever."""
+    """Define values of any type, of bounded depth: otherwise a model may nest them forever."""
     name = _OPEN.removeprefix("#/$defs/")
     scalar = _bound_counts({"type": ["string", "number", "boolean", "null"]}, limits)
     scalar = _limit(scalar, limits)
@@ -296,7 +296,7 @@ def _open_levels(limits: Node) -> Node:
 
 
 def _any_properties(limits: Node, value: Node) -> Node:
-    """Allow any properties, their names bounded like other strings."""
+    """Return keywords that allow any properties, with names bounded like other strings."""
     if "maxLength" not in limits:
         return {"additionalProperties": value}
     names = f"^(?s:.{{0,{limits['maxLength']}}})$"

@@ -1,6 +1,6 @@
-"""JSON Schemas as plain values: read within bounds, checked by their draft, walked, rebuilt.
+"""Reads JSON Schemas within bounds, checks them against their draft, walks and rebuilds them.
 
-Nothing here changes the value it is given.
+Schemas are plain values. Only `settle_refs` changes its argument.
 """
 
 import json
@@ -18,7 +18,7 @@ from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
 from gateway.errors import BadRequest
 
-Schema: TypeAlias = Any  # a JSON value: an object or, in the draft's own words, a boolean
+Schema: TypeAlias = Any  # a JSON value: an object or a boolean
 Node: TypeAlias = dict[str, Any]
 
 ROOT: Final = "#"
@@ -30,8 +30,8 @@ _ONE: Final = (
 )
 _LIST: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _MAP: Final = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
-# Keywords that no grammar holds, and definitions, which only references enter: their subschemas
-# apply to no part of an answer by themselves.
+# Keywords that no grammar enforces, and definitions, which only references lead to. By themselves,
+# their subschemas apply to no part of an answer.
 _ASIDE: Final = frozenset(
     {
         *("$defs", "definitions"),
@@ -52,7 +52,7 @@ _PROBLEMS: Final = {
 
 
 class Draft(Enum):
-    """A version of JSON Schema, by the identifier of its own schema."""
+    """A draft of JSON Schema; the value identifies its meta-schema."""
 
     D4 = "http://json-schema.org/draft-04/schema"
     D6 = "http://json-schema.org/draft-06/schema"
@@ -73,7 +73,9 @@ def refusal(message: str) -> BadRequest:
 
 
 def parse_schema(text: str, *, max_bytes: int, max_depth: int) -> Schema:
-    """Read a schema within bounds: its size and depth decide the cost of compiling it."""
+    """Read a schema within bounds, as size and depth decide the cost of compiling. Raises
+    BadRequest.
+    """
     if len(text.encode(errors="surrogatepass")) > max_bytes:
         raise refusal(f"The JSON Schema is longer than {max_bytes} bytes.")
     try:
@@ -81,7 +83,7 @@ def parse_schema(text: str, *, max_bytes: int, max_depth: int) -> Schema:
     except (ValueError, RecursionError) as error:
         raise refusal(f"The JSON Schema is not JSON: {error}") from error
     if not isinstance(schema, (dict, bool)):
-        raise refusal("A JSON Schema is an object or a boolean.")
+        raise refusal("The JSON Schema must be an object or a boolean.")
     level = [schema]
     for _ in range(max_depth + 1):
         level = [child for node in level for child in _children(node)]
@@ -103,7 +105,7 @@ def _no_such_number(name: str) -> float:
 
 
 def _number(text: str) -> float:
-    """Read a number. A whole one is an integer in JSON Schema, so 1.0 counts as 1."""
+    """Read a number. 1.0 becomes 1, because a whole number is an integer in JSON Schema."""
     number = float(text)
     if math.isinf(number):
         return _no_such_number(text)
@@ -119,7 +121,7 @@ def draft_of(schema: Schema) -> Draft:
 
 
 def check_draft(schema: Schema) -> None:
-    """Check a schema against its draft's own schema. Raises BadRequest naming keyword and place."""
+    """Check a schema against its draft's meta-schema. Raises BadRequest with keyword and place."""
     draft = draft_of(schema)
     error = next(_own_schema(draft).iter_errors(schema), None)
     if error is not None:
@@ -132,14 +134,14 @@ def check_draft(schema: Schema) -> None:
 
 
 def _problem(keyword: str, kind: Any) -> str:
-    """Return the rule that a keyword's value breaks; `kind` is the error's, of jsonschema_rs."""
+    """Return in words the rule that a keyword's value breaks; `kind` is jsonschema_rs's."""
     if kind.name == "type":
         nouns = [f"an {name}" if name[0] in "aio" else f"a {name}" for name in kind.types]
         return f"must be {' or '.join(nouns)}"
     if kind.name in _PROBLEMS:
         return _PROBLEMS[kind.name].format(kind.value)
     if keyword == "type":
-        return "must be the name of a type, or an array of some,"
+        return "must be the name of a type, or an array of such names,"
     return "is not allowed"
 
 
@@ -153,7 +155,7 @@ def _own_schema(draft: Draft) -> Any:
 
 
 def steps(node: Node) -> Iterator[tuple[str, Node]]:
-    """Yield the direct subschemas of a schema that are objects, with the way to each."""
+    """Yield the direct subschemas that are objects, with the JSON pointer's steps to each."""
     for key, value in node.items():
         if key in _ONE and isinstance(value, dict):
             yield key, value
@@ -184,7 +186,10 @@ def escape(name: str) -> str:
 
 
 def rebuild(schema: Schema, change: Callable[[Schema], Schema]) -> Schema:
-    """Copy a schema, each subschema replaced, innermost first. `change` may alter its argument."""
+    """Return a copy of a schema in which `change` has replaced each subschema, innermost first.
+
+    `change` may modify its argument.
+    """
     if not isinstance(schema, dict):
         return change(schema)
     copy: Node = {}
@@ -212,7 +217,7 @@ def _bare(node: Schema) -> Schema:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Return True for a JSON number; a boolean is none."""
+    """Return True for a JSON number, which a boolean is not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -228,11 +233,13 @@ def types(node: Node) -> frozenset[str]:
 
 
 def resolve(root: Schema, ref: str) -> Schema | None:
-    """Follow a JSON pointer within the schema; None if it is none, or leads nowhere."""
+    """Return the subschema that a reference leads to; None if it isn't a JSON pointer within the
+    schema, or leads nowhere.
+    """
     if ref != "#" and not ref.startswith("#/"):
         return None
     target = root
-    # Percent-encoding counts, as in any URI: `%24` stands for `$` (RFC 6901, section 6).
+    # Percent-encoding applies, as in any URI: `%24` stands for `$` (RFC 6901, section 6).
     for part in urllib.parse.unquote(ref[1:]).split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
         if isinstance(target, dict) and name in target:
@@ -245,12 +252,12 @@ def resolve(root: Schema, ref: str) -> Schema | None:
 
 
 def settle_refs(root: Node) -> tuple[Collection[int], Mapping[str, str]]:
-    """Write each reference as a pointer to a definition, and take out references that can't be.
+    """Rewrite each reference as a pointer to a definition, and remove those that can't be.
 
-    Taken out are references out of the schema, which are never followed, and all references of a
-    schema whose subschemas have addresses of their own: these are bases of references beneath them.
-    Changes the schema in place. Returns the ids of subschemas that lost a reference, and the
-    caller's references by their new form.
+    Removed are references to other documents, which are never followed, and all references of a
+    schema whose subschemas have addresses of their own, which the references in them are relative
+    to. Changes the schema in place. Returns the Python ids of subschemas that lost a reference, and
+    a map from the rewritten references to the caller's.
     """
     nodes = list(walk(root))
     base = next(iter(_identifiers(root)), "").partition("#")[0]
@@ -271,13 +278,13 @@ def settle_refs(root: Node) -> tuple[Collection[int], Mapping[str, str]]:
         target = resolve(root, ref)
         if target is None:
             target = anchors.get(ref)
-        # Keywords on the way to any other place may be rewritten, and some, such as OpenAPI's
-        # `components`, are not JSON Schema's.
+        # A target that is not a definition becomes one: keywords on the way to it may be rewritten,
+        # and some, such as OpenAPI's `components`, are not JSON Schema's.
         if target is not None and not _DEFINITION.fullmatch(ref):
             moved[ref] = target
             node["$ref"] = f"#/$defs/{urllib.parse.quote(escape(ref), safe='~')}"
             callers[node["$ref"]] = ref
-    # In older drafts a reference stands alone: keywords beside it are ignored.
+    # Older drafts ignore the keywords beside a reference.
     if draft_of(root) not in (Draft.D201909, Draft.D202012):
         for node in referring:
             for key in node.keys() - _BESIDE_REF:
@@ -304,10 +311,10 @@ def _anchors(node: Node) -> list[str]:
 def reachable(
     root: Node, max_path: int, callers: Mapping[str, str] = MappingProxyType({})
 ) -> list[tuple[str, Node]]:
-    """List the subschemas that a grammar may hold an answer to, each with its JSON pointer.
+    """Return the subschemas that a grammar may enforce, each with its JSON pointer.
 
-    `callers` are references as the caller wrote them. Raises BadRequest for a reference that leads
-    nowhere, and for a way through more than `max_path` subschemas.
+    `callers` maps rewritten references to those that the caller wrote. Raises BadRequest for a
+    reference that leads nowhere, and for a chain of more than `max_path` subschemas.
     """
     nodes: list[tuple[str, Node]] = []
     seen = set[int]()
@@ -341,7 +348,7 @@ def reachable(
 
 def can_end(root: Schema) -> bool:
     """Return True if some finite value fits, that is, if no subschema always requires itself."""
-    # The least fixed point: a reference ends once its target does.
+    # This computes the least fixed point: a reference can end once its target can.
     refs = {node["$ref"]: True for _, node in walk(root) if "$ref" in node}
     targets = {ref: resolve(root, ref) for ref in refs}
     endless = {ref for ref, target in targets.items() if target is not None}
@@ -377,7 +384,7 @@ def _ends(schema: Schema, endless: Collection[str]) -> bool:
 
 
 def tuple_items(node: Node) -> tuple[list[Schema], Schema]:
-    """Return the schemas of an array's first items, and of the rest, as any draft writes them."""
+    """Return the schemas of an array's first items, and the schema of the rest, for any draft."""
     items = node.get("items", True)
     if isinstance(items, list):  # draft 2019-09 or older
         return items, node.get("additionalItems", True)

@@ -1,7 +1,7 @@
-"""The forms that one model can hold: its grammars, its calls, and the masks of a step.
+"""Structured output of one model: its grammars, its calls, and the masks of a step.
 
-This module also checks whether a finished answer fits a schema that its grammar could not hold
-whole.
+This module also checks whether a finished answer fits a schema that its grammar could not enforce
+completely.
 """
 
 import json
@@ -31,14 +31,14 @@ _MAX_BYTES: Final = 1 << 29
 
 
 def fits(source: str, answer: str, sandbox: Sandbox | None) -> bool | None:
-    """Return whether an answer fits a schema, both JSON; None if that cannot be decided.
+    """Return True if an answer fits a schema, both given as JSON; None if that cannot be decided.
 
-    Runs in the sandbox, if there is one: a caller's schema may take any time.
+    Runs in the sandbox, if there is one: checking a caller's schema may take any time.
     """
     try:
         json.loads(answer)
     except (ValueError, RecursionError):
-        return False  # the answer was cut off, say
+        return False  # it may have been cut off
     request: dict[str, Any] = {
         "kind": "answer",
         "schema": source,
@@ -54,10 +54,10 @@ def fits(source: str, answer: str, sandbox: Sandbox | None) -> bool | None:
 
 
 class StructuredOutput:
-    """A model's grammar tokenizer, and the degree to which schemas are tightened for it.
+    """Compiles one model's grammars, and masks its logits by them.
 
-    Without a tokenizer every grammar is refused, naming the `problem` of the model's. Grammars are
-    compiled in the `sandbox` first, if there is one.
+    Without a grammar tokenizer every grammar is refused, with the `problem` of the model's own. If
+    there is a `sandbox`, each grammar is compiled there first.
     """
 
     def __init__(
@@ -78,9 +78,10 @@ class StructuredOutput:
         self._masks = Masks()
 
     def grammar(self, job: GenerateJob) -> Grammar | None:
-        """Return the grammar of an answer, made from calls and a form; None if the answer is free.
+        """Return the grammar of a job's answer, made from the calls that it may have and its
+        response format; None if nothing constrains it.
 
-        Raises BadRequest if the model's form of calls leaves no way to write both.
+        Raises BadRequest if the model's call format cannot be combined with the response format.
         """
         return answer_grammar(job.calling, self._call_format, job.grammar)
 
@@ -88,8 +89,8 @@ class StructuredOutput:
         """Compile a grammar. Slow, safe on any thread. Raises BadRequest with the fault."""
         if self._tokenizer is None:
             raise BadRequest(
-                "This model's answers cannot be held to a schema, a grammar or a required tool: "
-                f"its tokenizer cannot serve grammars: {self._problem}",
+                "This model's answers cannot follow a schema, a grammar or a required tool: "
+                f"its tokenizer cannot be used with grammars: {self._problem}",
                 part="answer_form",
                 code="grammar_not_supported",
             )
@@ -102,15 +103,16 @@ class StructuredOutput:
         )
 
     def matches_schema(self, schema: str, answer: str) -> bool | None:
-        """Return whether a finished answer fits a JSON Schema; None if undecidable. Slow."""
+        """Return True if a finished answer fits a JSON Schema; None if undecidable. Slow."""
         return fits(schema, answer, self._sandbox)
 
     def mask(self, logits: mx.array, bound: Sequence[BoundRow]) -> mx.array:
-        """Forbid, in logits, (rows, vocabulary), the tokens that the grammars of the bound rows
-        exclude.
+        """Return logits, (rows, vocabulary), with -inf for the tokens that the grammars of the
+        bound rows exclude.
 
-        If only one text can follow, those are all tokens but the next of the text as the tokenizer
-        encodes it. A token read ahead is then the one that would have been chosen.
+        If only one text can follow, they exclude all tokens but the next one of that text as the
+        tokenizer encodes it. So forced tokens that one pass reads together are those that decoding
+        one by one would choose.
         """
         assert self._tokenizer is not None  # no row has a matcher without one
         forced = [row.forced(1) for row in bound]

@@ -1,8 +1,8 @@
-"""A model's tokens as grammars need them: made once per model, when it is loaded.
+"""A model's tokens in the form that grammars need, made once when the model is loaded.
 
-llguidance makes its own tokenizer in native code that holds the GIL, 1.3 s for a vocabulary of 152k
-in one piece: everything else in the process waits. So it is made in parts, on a thread of its own,
-and other threads run between two parts.
+llguidance makes its own tokenizer in native code that holds the GIL. A vocabulary of 152k would
+take 1.3 s at a stretch, while everything else in the process waits. So it is made in parts, on a
+separate thread, and other threads run between the parts.
 """
 
 import json
@@ -33,11 +33,11 @@ MOST_ADDED_CHARS: Final = 1 << 20  # the most characters of all added tokens
 
 
 class GrammarTokenizer:
-    """A model's tokens in the form that grammars need. Slow to make, on any thread but the loop's.
+    """A model's tokens in the form that grammars need. Slow to make: never on the event loop.
 
-    `tokenizer` is the transformers one. `vocab_size` is the length of the model's logits, which may
-    exceed the tokenizer's: ids beyond it are never allowed. Special and added tokens are never
-    text, except for `marks` in calls. Raises ValueError for a tokenizer that cannot serve grammars.
+    `tokenizer` is transformers'. `vocab_size` is the length of the model's logits: larger ids are
+    never allowed. Special and added tokens never count as text, except `marks` in calls. Raises
+    ValueError for a tokenizer that cannot be used with grammars.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class GrammarTokenizer:
 
     @property
     def words(self) -> int:
-        """Count the words of a row's mask."""
+        """Return the number of words in a row's mask."""
         return words(self.tokens.vocab_size)
 
     def _texts(self) -> TextTokens:
@@ -77,7 +77,7 @@ class GrammarTokenizer:
 
 
 class _Maker(LLGuidanceBackend):
-    """Outlines' backend, given a tokenizer that knows the size of the logits and all ends."""
+    """Outlines' backend with a tokenizer that knows the length of the logits and all EOS tokens."""
 
     def __init__(self, tokens: LLTokenizer) -> None:
         self.llg = llguidance
@@ -86,10 +86,10 @@ class _Maker(LLGuidanceBackend):
 
 
 def _tokens(tokenizer: Tokenizer, size: int, eos_ids: Sequence[int]) -> LLTokenizer:
-    """Return llguidance's tokenizer. Raises ValueError for a tokenizer that it cannot read.
+    """Return llguidance's tokenizer. Raises ValueError if llguidance cannot read the original.
 
     The tables of a string's possible continuations are a third of the work, and made separately.
-    llguidance.hf would also copy the tokenizer, by writing and reading it.
+    llguidance.hf is not used: it would also copy the tokenizer by serializing and parsing it.
     """
     text = _readable(tokenizer.to_str())
     time.sleep(_PAUSE_S)
@@ -112,11 +112,11 @@ def _check_added(tokenizer: Tokenizer) -> None:
 
 
 def _readable(text: str) -> str:
-    """Write a tokenizer with marked spaces, as SentencePiece's, so that llguidance reads it: it
+    """Return a tokenizer's JSON, with SentencePiece's marked spaces rewritten for llguidance, which
     knows byte-level decoders, and those that replace one character and fall back to bytes.
 
-    The tokens and their ids stay; only the first word's mark is no longer added, which no answer
-    within a grammar has. Raises ValueError where tokens would mean other bytes.
+    The tokens and their ids stay the same. The mark of the first word is no longer added, but no
+    constrained answer has it. Raises ValueError if tokens would stand for other bytes.
     """
     if '"Metaspace"' not in text:  # reading and writing all tokens takes a while
         return text
@@ -128,7 +128,7 @@ def _readable(text: str) -> str:
             part["prepend_scheme"] = "never"
     if len(marks) == 1:
         if _BYTE in text and not any(part.get("type") == "ByteFallback" for part in decoders):
-            raise ValueError("its decoder leaves the tokens of bytes as they are")
+            raise ValueError("its decoder does not decode byte tokens")
         whole["decoder"] = {
             "type": "Sequence",
             "decoders": [
@@ -141,7 +141,7 @@ def _readable(text: str) -> str:
 
 
 def _parts(part: Any, name: str) -> Iterator[dict[str, Any]]:
-    """List a part of a tokenizer, or the parts of a sequence."""
+    """Yield a part of a tokenizer, or the parts in it if it is a `Sequence`."""
     if isinstance(part, dict):
         if part.get("type") == "Sequence":
             for child in part.get(name) or ():

@@ -1,9 +1,8 @@
-"""The parts of a JSON Schema that no grammar holds: left out before compiling, and named by
-pointer.
+"""Leaves out the parts of a JSON Schema that no grammar enforces, and names them by JSON pointer.
 
-llguidance, asked to be lenient, names in warnings the keywords that it leaves out. The rules here
-are for keywords that it refuses, or misreads, without a warning (1.9.1). A finished answer is
-checked by the whole schema in any case.
+In lenient mode, llguidance leaves out some keywords itself and names them in warnings. The rules
+here are for keywords that llguidance 1.9.1 refuses or misreads without a warning. A finished answer
+is checked against the whole schema in any case.
 """
 
 import json
@@ -31,21 +30,21 @@ from gateway.engine.grammar.schemas import (
     types,
 )
 
-_SMALLEST: Final = 1e-50  # llguidance 1.9.1 takes no bound with a hundred zeros
-# Larger neighbouring integers are one double, and llguidance computes with doubles.
+_SMALLEST: Final = 1e-50  # llguidance 1.9.1 refuses bounds with a hundred zeros
+# llguidance computes with doubles, which cannot tell larger neighbouring integers apart.
 _LARGEST: Final = 2**53
 _LOWER: Final = ("minimum", "exclusiveMinimum")
 _UPPER: Final = ("maximum", "exclusiveMaximum")
 _COUNTS: Final = ("minProperties", "maxProperties")
 _COUNTED: Final = {"minLength", "maxLength", "minItems", "maxItems", *_COUNTS}
-# No answer has more parts, and llguidance takes no larger number.
+# No answer has more parts, and llguidance refuses larger numbers.
 _MOST_COUNTED: Final = 2**32 - 1
-# The most properties at least one of which is required: each makes an alternative.
+# The most optional properties of which at least one must be present: each makes an alternative.
 _MOST_OPTIONAL: Final = 8
 _MOST_COMPARED: Final = 64  # alternatives of a `oneOf`, compared pair by pair
 _FAULT: Final = re.compile(r"^regex parse error:.*^error: (.+)$", re.MULTILINE | re.DOTALL)
 _UNIMPLEMENTED: Final = re.compile(r"Unimplemented keys: (\[.*\])")
-# Keywords that constrain nothing by themselves, and those that stand for another one.
+# Keywords that constrain nothing without another keyword, which is named instead.
 _ASK_NOTHING: Final = frozenset(
     {"$dynamicAnchor", "$recursiveAnchor", "then", "else", "minContains", "maxContains"}
 )
@@ -60,12 +59,13 @@ _RANGES: Final = (
 _REASONS: Final[Mapping[str, str]] = {  # keys are words of the compiler's message
     "nsatisfiable": "allows no answer: its requirements contradict each other",
     "no answer": "allows no answer: its requirements contradict each other",
-    "circular": "cannot be held by a grammar: something stands beside a `$ref` that leads in a "
+    "circular": "cannot be enforced by a grammar: it has keywords beside a `$ref` that leads in a "
     "circle",
-    "not disjoint": "cannot be held by a grammar: a name may fit two of its `patternProperties`",
+    "not disjoint": "cannot be enforced by a grammar: a name may fit two of its "
+    "`patternProperties`",
     **dict.fromkeys(
         ("max is", "too ", "limit", "level exceeded", "Unable"),
-        "is too wide or too deep to hold an answer to: it has too many properties, alternatives or "
+        "is too wide or too deep to enforce: it has too many properties, alternatives or "
         "repetitions in one place",
     ),
 }
@@ -73,7 +73,7 @@ _REASONS: Final[Mapping[str, str]] = {  # keys are words of the compiler's messa
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The part of a schema that a grammar may hold, and pointers to the keywords that it does not.
+    """The part of a schema that a grammar may enforce, and pointers to the keywords left out.
 
     `nodes` are its subschemas that may apply to an answer, each with its pointer.
     """
@@ -83,12 +83,12 @@ class Held:
     unenforced: tuple[str, ...]
 
     def naming(self, pointers: Iterable[str]) -> "Held":
-        """Return the same with more pointers."""
+        """Return a copy with these pointers added to `unenforced`."""
         return replace(self, unenforced=tuple(dict.fromkeys((*self.unenforced, *pointers))))
 
     def warned(self, warnings: Iterable[str]) -> "Held":
-        """Return the same, naming also the keywords in llguidance's warnings, or the root for an
-        unknown warning.
+        """Return a copy that also names the keywords in llguidance's warnings. An unknown warning
+        adds the root.
         """
         keys, pointers = set[str](), list[str]()
         for warning in warnings:
@@ -105,8 +105,8 @@ class Held:
 
 
 def hold(root: Schema, max_path: int) -> Held:
-    """Leave out, and name, the keywords that llguidance is known not to hold. Changes the schema in
-    place.
+    """Leave out and name the keywords that llguidance is known not to enforce. Changes the schema
+    in place.
 
     Raises BadRequest for a schema that no finite value fits, or whose references lead nowhere.
     """
@@ -122,16 +122,16 @@ def hold(root: Schema, max_path: int) -> Held:
         if id(node) in lost:
             unenforced.append(f"{place}/$ref")
         if "$schema" in node:
-            node["$schema"] = draft_of(node).value  # llguidance would look for an unknown draft
+            node["$schema"] = draft_of(node).value  # llguidance would try to find an unknown one
         for rule in _RULES:
             unenforced += [f"{place}/{key}" for key in rule(node)]
-    for place, node in nodes:  # all rules come first: they look into alternatives
+    for place, node in nodes:  # once all rules are applied: this compares alternatives
         if "oneOf" in node and not _hold_one_of(node, schema):
             unenforced.append(f"{place}/oneOf")
     return Held(schema, nodes, tuple(dict.fromkeys(unenforced)))
 
 
-# ── Rules: each leaves keywords out of a subschema, and yields those ──────────────────────────
+# ── Rules: each changes a subschema, and yields the keywords that it leaves out ───────────────
 
 
 def _items(node: Node) -> Iterator[str]:
@@ -142,7 +142,7 @@ def _items(node: Node) -> Iterator[str]:
 
 
 def _large_numbers(node: Node) -> Iterator[str]:
-    """Draw counts and bounds in to exact numbers; leave out bounds that would become wider."""
+    """Reduce counts and bounds to exact numbers; leave out bounds that this would widen."""
     for key in _COUNTED & node.keys():
         node[key] = min(node[key], _MOST_COUNTED)
     for key in (*_LOWER, *_UPPER, "multipleOf"):
@@ -163,7 +163,7 @@ def _large_numbers(node: Node) -> Iterator[str]:
 
 
 def _near_bounds(node: Node) -> Iterator[str]:
-    """Make exclusive bounds of numbers less than 1 apart inclusive, as llguidance takes them."""
+    """Make exclusive bounds less than 1 apart inclusive, because llguidance treats them so."""
     lowest = [node[key] for key in _LOWER if is_number(node.get(key))]
     highest = [node[key] for key in _UPPER if is_number(node.get(key))]
     if "number" not in types(node) or not lowest or not highest:
@@ -180,7 +180,7 @@ def _near_bounds(node: Node) -> Iterator[str]:
 
 
 def _literals(node: Node) -> Iterator[str]:
-    """Leave out constants that llguidance writes differently: large numbers, and a DEL."""
+    """Leave out constants that llguidance writes differently: large numbers, text with a DEL."""
     for key in ("const", "enum"):
         if key in node and any(map(_is_miswritten, _scalars(node[key]))):
             del node[key]
@@ -206,7 +206,7 @@ def _scalars(value: Any) -> Iterator[Any]:
 
 def _counts(node: Node) -> Iterator[str]:
     """Leave out counts of properties if some are optional, or more than one is undeclared."""
-    # Undeclared names may repeat, so that only one of them counts.
+    # Undeclared names may repeat in an answer, so only one of them can be counted.
     properties, required = node.get("properties", {}), node.get("required", ())
     optional = [name for name in properties if name not in required]
     minimum, maximum = node.get("minProperties", 0), node.get("maxProperties")
@@ -245,7 +245,8 @@ def _patterns(node: Node) -> Iterator[str]:
         return
     del node["patternProperties"]
     yield "patternProperties"
-    if node.pop("additionalProperties", True) is not True:  # it would forbid the patterns' names
+    # Kept, it would also forbid the names that the patterns allowed.
+    if node.pop("additionalProperties", True) is not True:
         yield "additionalProperties"
 
 
@@ -254,18 +255,18 @@ _RULES: Final[Sequence[Callable[[Node], Iterator[str]]]] = (
 )
 
 
-# ── Alternatives of which one alone may fit ───────────────────────────────────────────────────
+# ── Alternatives of which only one may fit ────────────────────────────────────────────────────
 
 
 def _hold_one_of(node: Node, root: Node) -> bool:
-    """Write a `oneOf` as `anyOf`. Return True if it is the same: no value fits two alternatives."""
+    """Replace `oneOf` by `anyOf`. Return True if both mean the same, as no value fits two."""
     ways = node.pop("oneOf")
     targets = [_target(way, root) for way in ways]
     required = frozenset(node.get("required", ()))
     is_held = len(ways) <= _MOST_COMPARED and all(
         _are_apart(one, other, _kinds(node), required) for one, other in combinations(targets, 2)
     )
-    # An object with no undeclared properties fits no alternative that requires another one.
+    # An object without undeclared properties fits no alternative that requires such a property.
     if not is_held and len(ways) <= _MOST_COMPARED and not _CONSTRAINTS & node.keys():
         closed = [_closed(way) for way in ways]
         is_held = all(
@@ -286,7 +287,9 @@ def _ask_any(node: Node, ways: Sequence[Schema]) -> None:
 
 
 def _are_apart(one: Schema, other: Schema, kinds: frozenset[str], required: frozenset[str]) -> bool:
-    """Return True if no value of these kinds, an object with these properties, fits both."""
+    """Return True if no value fits both schemas: a value of these types which, if it is an object,
+    has these properties.
+    """
     if _differ(one, other):
         return True
     if not isinstance(one, dict) or not isinstance(other, dict):
@@ -300,7 +303,7 @@ def _are_apart(one: Schema, other: Schema, kinds: frozenset[str], required: froz
 
 
 def _differ(one: Schema, other: Schema) -> bool:
-    """Return True if schemas have no type, or no value that they enumerate, in common."""
+    """Return True if two schemas have no type in common, or no enumerated value."""
     if one is False or other is False:
         return True
     if not isinstance(one, dict) or not isinstance(other, dict):
@@ -312,11 +315,13 @@ def _differ(one: Schema, other: Schema) -> bool:
 
 
 def _values(node: Node) -> frozenset[str] | None:
-    """Return the values that a schema enumerates, comparable; None if it doesn't."""
+    """Return the values that a schema enumerates, as JSON; None if there are none, or if JSON texts
+    cannot compare them.
+    """
     values = node.get("enum")
     if "const" in node:
         values = [node["const"]]
-    # 1.0 equals 1, also further inside.
+    # 1.0 equals 1, also inside lists and objects, but their texts differ.
     if values is None or any(isinstance(value, (float, list, dict)) for value in values):
         return None
     return frozenset(map(json.dumps, values))
@@ -335,14 +340,14 @@ def _target(schema: Schema, root: Node) -> Schema:
 
 
 def _property(node: Node, name: str) -> Schema:
-    """Return the schema of a property, as far as it is declared."""
+    """Return the schema of a declared property; for any other, True if it may be present."""
     if name in node.get("properties", {}):
         return node["properties"][name]
     return node.get("additionalProperties") is not False or "patternProperties" in node
 
 
 def _closed(way: Schema) -> Schema:
-    """Return an alternative whose object has no undeclared properties, if it needs none."""
+    """Return an alternative that allows no undeclared properties; unchanged if it needs some."""
     is_open = isinstance(way, dict) and "properties" in way and not _OPENING & way.keys()
     if not is_open or not way["properties"].keys() >= set(way.get("required", ())):
         return way
@@ -353,7 +358,7 @@ def _closed(way: Schema) -> Schema:
 
 
 def why(part: Held, problem: str) -> str:
-    """Return the reason why nothing compiles, in our words."""
+    """Return the reason why a schema doesn't compile, in words for the caller."""
     for place, node in part.nodes:
         for lower, upper in _RANGES:
             low, high = node.get(lower), node.get(upper)
@@ -377,7 +382,7 @@ def why(part: Held, problem: str) -> str:
 
 
 def _problem_of(pattern: str) -> str:
-    """Return the compiler's message on a pattern alone."""
+    """Return the compiler's message on a single pattern."""
     return LLMatcher.validate_grammar(grammar_from("json_schema", json.dumps({"pattern": pattern})))
 
 
@@ -385,36 +390,36 @@ def check_strict(unenforced: Sequence[str]) -> None:
     """Raise BadRequest if a keyword is left out, naming it and its place."""
     if unenforced:
         place, _, keyword = unenforced[0].rpartition("/")
-        what = f"keyword `{keyword}` at {place}" if place else "as it is combined"
+        what = f"keyword `{keyword}` at {place}" if place else "as a whole"
         raise refusal(
             f"The JSON Schema {what} cannot be enforced here, and 'strict' asks for all of the "
             "schema."
         )
 
 
-# ── The options of its form ───────────────────────────────────────────────────────────────────
+# ── llguidance's options ──────────────────────────────────────────────────────────────────────
 
-COMPACT: Final[Mapping[str, Any]] = {"whitespace_flexible": False}  # otherwise spaces have no end
+COMPACT: Final[Mapping[str, Any]] = {"whitespace_flexible": False}  # else spaces may go on forever
 _ESCAPES: Final = 'nrbtf\\"'
 _CONTROLS: Final = re.compile(r"\\u00[01]|\x7f")
 
 
 def read_options(schema: Schema) -> Mapping[str, Any]:
-    """Return the one option of llguidance's own that a schema may have in `x-guidance`."""
-    # Any other option would change the constraints, or make the answer no JSON.
+    """Return the only one of llguidance's options that a schema may set in `x-guidance`."""
+    # Any other option would change the constraints, or make the answer invalid JSON.
     options = schema.get("x-guidance", {}) if isinstance(schema, dict) else {}
     if options not in ({}, {"whitespace_flexible": False}, {"whitespace_flexible": True}):
         raise refusal(
-            "The JSON Schema keyword `x-guidance` may have whitespace_flexible only, a boolean."
+            "The JSON Schema keyword `x-guidance` may only set whitespace_flexible, a boolean."
         )
     return {"whitespace_flexible": bool(options.get("whitespace_flexible"))}
 
 
 def to_llguidance(schema: Node, options: Mapping[str, Any] = COMPACT) -> Node:
-    """Write a schema as llguidance reads it, leniently, with the options of its form."""
-    # A name could be spelled with `\\u` in many ways, and so stand beside its own declaration. So
-    # only characters that can't be written otherwise, control characters, are spelled so, and then
-    # no object with declared names has others.
+    """Return a schema for llguidance, with these options and lenient mode."""
+    # An undeclared name could be a declared one that is spelled with `\\u`. So `\\u` is allowed
+    # only if a schema has control characters, which cannot be written otherwise, and then no object
+    # with declared names may have undeclared ones.
     if _CONTROLS.search(json.dumps(schema)):
         schema = rebuild(schema, _without_others)
     else:

@@ -1,8 +1,8 @@
 """The KV cache of a model: the keys and values of the tokens that it has read.
 
-cache          the KV of sequences of different lengths, side by side
-layers         a model's caches, one a layer, and rows that go back to before tokens not chosen
+cache          one layer's KV, for a batch of sequences of different lengths
+layers         operations on the caches of all layers, such as the rollback of rejected tokens
 quantized      KV in 8 or 4 bits
-prefix_cache   KV that later prompts may begin with
-prefix_pieces  pieces of that KV as bytes, for a file
+prefix_cache   KV of earlier prompts, for later prompts with the same prefix
+prefix_pieces  pieces of the prefix cache as bytes, for files
 """

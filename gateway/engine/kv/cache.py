@@ -1,9 +1,9 @@
-"""The KV of sequences of different lengths, side by side, each from its own first place on.
+"""The KV of a batch of sequences of different lengths, aligned at their first tokens.
 
-mlx-lm's batched cache ends all rows at one place, so a row that joins or leaves moves all others.
-Here a row's tokens begin at place 0 of its slot, and each row has a length of its own: one that
-joins is copied into a free slot, one that leaves is replaced by the last, and rows may go back by
-different counts. Places at and after a row's length are masked.
+mlx-lm's batched cache aligns all rows at their ends, so a row that joins or leaves moves all
+others. Here a row's tokens begin at place 0 of its slot, and each row has its own length. A row
+that joins is copied into a free slot, the last row takes the slot of one that leaves, and each row
+can be shortened by a different count. Places from a row's length on are masked.
 """
 
 import copy
@@ -18,18 +18,18 @@ from mlx_lm.models.cache import _BaseCache
 
 from gateway.engine.models.rotations import share_positions
 
-STEP: Final = 256  # tokens by which a buffer grows, as mlx-lm's do
-SPARE: Final = 8  # rows for each slot that may be kept free; memory is counted with them
-_FEW: Final = 8  # the most tokens a row that one kernel writes; more take a kernel a row
+STEP: Final = 256  # buffers grow by this many tokens, as in mlx-lm
+SPARE: Final = 8  # one free slot is allowed per this many rows; memory estimates include it
+_FEW: Final = 8  # up to this many tokens per row, one kernel writes all rows; else one per row
 
-Mover: TypeAlias = tuple[int, list[mx.array]]  # a place, and the content of each plane for it
+Mover: TypeAlias = tuple[int, list[mx.array]]  # a row's new index, and its content in each plane
 
 _Base: Any = _BaseCache  # untyped in mlx-lm
 
 
 class RowLengths:
-    """The number of tokens in each row. The layers of a model share one object, from
-    `share_lengths`, so that masks and positions are made once a pass.
+    """The number of tokens in each row. Layers share one object, made by `share_lengths`, so masks
+    and positions are made once per pass and not once per layer.
     """
 
     def __init__(self, counts: tuple[int, ...]) -> None:
@@ -38,12 +38,12 @@ class RowLengths:
         self.are_equal = len(set(self.counts)) <= 1
         self._arrays: dict[Hashable, mx.array] = {}
         self._indices: dict[tuple[int, int], tuple[mx.array, mx.array, mx.array]] = {}
-        # Weak references: strong ones would keep alive all lengths that came after these.
+        # Weak references, since each object would otherwise keep all its successors alive.
         self._next: WeakValueDictionary[Hashable, RowLengths] = WeakValueDictionary()
 
     @property
     def offset(self) -> int | mx.array:
-        """Return the position of each row's next token: (rows,), or one number if all are equal."""
+        """Return the position of each row's next token, (rows,); one number if all are equal."""
         if self.are_equal:
             return self.longest
         return share_positions(self._array("offset", lambda: mx.array(self.counts)))
@@ -52,7 +52,7 @@ class RowLengths:
         return self._follow(("plus", tokens), (count + tokens for count in self.counts))
 
     def minus(self, tokens: tuple[int, ...]) -> "RowLengths":
-        """Return the lengths with these numbers of tokens taken off the rows."""
+        """Return the lengths after `tokens[i]` tokens are removed from each row i."""
         counts = (count - gone for count, gone in zip(self.counts, tokens, strict=True))
         return self._follow(("minus", tokens), counts)
 
@@ -63,11 +63,11 @@ class RowLengths:
         return self._follow(("join", counts), (*self.counts, *counts))
 
     def indices(self, heads: int, tokens: int) -> tuple[mx.array, mx.array, mx.array]:
-        """Return the row, head and place of each of the next tokens' vectors, each (rows, heads,
-        tokens).
+        """Return the row, head and place at which to write the vectors of the next tokens: three
+        index arrays, (rows, heads, tokens) each.
 
-        Being of one shape and type they need no cast and no broadcast in any layer. A single flat
-        index would not fit in 32 bits for the largest buffers.
+        They have the same shape and dtype, so no layer has to cast or broadcast them. A single flat
+        index would exceed 32 bits for the largest buffers.
         """
         if (heads, tokens) not in self._indices:
             row, head, _ = np.indices((len(self.counts), heads, tokens), np.int32)
@@ -76,18 +76,17 @@ class RowLengths:
         return self._indices[heads, tokens]
 
     def _places(self, tokens: int) -> npt.NDArray[np.int32]:
-        """Return the places of each row's next tokens, (rows, tokens). They are made on the host:
-        the device would need a kernel for each few numbers.
+        """Return the places of each row's next tokens, (rows, tokens). They are computed on the
+        host: on the device, each of these tiny operations would need a kernel.
         """
         counts = np.array(self.counts, np.int32)
         return np.add.outer(counts, np.arange(tokens, dtype=np.int32))
 
     def mask(self, tokens: int, window: int | None, *, is_array: bool) -> mx.array | str | None:
-        """Return the places that each of the next tokens may attend to, as mlx-lm's models take
-        them.
+        """Return the attention mask of the next tokens, in the forms that mlx-lm's models accept.
 
-        That is (rows, 1, tokens, longest + tokens) bool; or "causal", or None for all, if the rows
-        are of equal length, there is no window and no array is asked for.
+        It is (rows, 1, tokens, longest + tokens) bool. If the rows have equal lengths, there is no
+        window and `is_array` is false, it is "causal" or, for a single token, None.
         """
         if self.are_equal and window is None and not is_array:
             return "causal" if tokens > 1 else None
@@ -117,7 +116,7 @@ _shared: WeakValueDictionary[tuple[int, ...], RowLengths] = WeakValueDictionary(
 
 
 def share_lengths(counts: tuple[int, ...]) -> RowLengths:
-    """Return the lengths that all caches of these counts share."""
+    """Return the RowLengths that all caches with these counts share."""
     lengths = _shared.get(counts)
     if lengths is None:
         lengths = _shared[counts] = RowLengths(counts)
@@ -127,10 +126,10 @@ def share_lengths(counts: tuple[int, ...]) -> RowLengths:
 class RaggedKVCache(_Base):  # type: ignore[misc]
     """The keys and values of one layer, with the interface of mlx-lm's batched caches.
 
-    They are in `planes`, (slots, heads, places, size) each: here the keys, then the values. A
-    subclass may pack them into other planes. The first slots are the rows'.
+    They are in `planes`, (slots, heads, places, size) each: here the keys, then the values; a
+    subclass may use other planes. Row i is in slot i, and free slots follow the rows.
 
-    New: `rewind`, and a `filter` that moves no row which keeps its place.
+    Beyond that interface it has `rewind`, and its `filter` doesn't copy rows that keep their index.
     """
 
     def __init__(self, counts: Sequence[int] = (0,)) -> None:
@@ -140,33 +139,33 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
 
     @classmethod
     def of(cls, keys: mx.array, values: mx.array) -> "RaggedKVCache":
-        """Return a cache of these keys and values, (rows, heads, tokens, size), all in use."""
+        """Return a cache that contains these keys and values, (rows, heads, tokens, size)."""
         return cls().holding([keys, values])
 
     def holding(self, planes: Sequence[mx.array]) -> "RaggedKVCache":
-        """Return a cache of this kind with these planes, (rows, heads, tokens, n), all in use."""
+        """Return a cache of this class that contains these planes, (rows, heads, tokens, n)."""
         rows, _, tokens, _ = planes[0].shape
         cache = self.with_rows([tokens] * rows)
         cache.planes = list(planes)
         return cache
 
     def with_rows(self, counts: Sequence[int]) -> "RaggedKVCache":
-        """Return a cache of this kind, of rows of these lengths, without planes."""
+        """Return a cache of this class for rows of these lengths, without planes."""
         return RaggedKVCache(counts)
 
     def pack(self, keys: mx.array, values: mx.array) -> list[mx.array]:
-        """Return the planes of new tokens' keys and values."""
+        """Return new tokens' keys and values in the form of planes."""
         return [keys, values]
 
     def unpack(self, planes: Sequence[mx.array]) -> tuple[Any, Any]:
-        """Return keys and values as the model attends to them."""
+        """Return the keys and values in the form that the model's attention takes."""
         keys, values = planes
         return keys, values
 
     @property
     def keys(self) -> mx.array | None:
-        """Return the first plane. mlx-lm's models that are divided by layers replace it by an equal
-        one that depends on the arrays they have sent: mlx_lm/models/qwen2.py, pipeline_rank.
+        """Return the first plane. In mlx-lm's pipeline parallelism, models replace it with an equal
+        array that depends on the arrays they have sent (mlx_lm/models/qwen2.py, pipeline_rank).
         """
         return self.planes[0] if self.planes else None
 
@@ -197,7 +196,7 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         return True
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Append tokens to each row; return all keys and values up to the longest row's end."""
+        """Append tokens to each row; return the keys and values up to the longest row's end."""
         lengths, after = self.lengths, self.lengths.plus(keys.shape[2])
         new = self.pack(keys, values)
         self.planes = [
@@ -218,7 +217,7 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         return_array: bool = False,
         window_size: int | None = None,
     ) -> mx.array | str | None:
-        """Return the mask of a pass of N tokens a row, as `RowLengths.mask` does."""
+        """Return the mask of a pass of N tokens per row; see `RowLengths.mask`."""
         return self.lengths.mask(N, window_size, is_array=return_array)
 
     def prepare(
@@ -228,22 +227,22 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         lengths: Sequence[int] | None = None,
         right_padding: Sequence[int] | None = None,
     ) -> None:
-        """Note how many tokens at the end of each row's next ones are padding."""
+        """Set how many of each row's next tokens, at their end, are padding."""
         assert not left_padding
         self._padding = tuple(right_padding or ())
 
     def finalize(self) -> None:
-        """Take the padding off."""
+        """Remove the padding."""
         if self._padding:
             self.rewind(self._padding)
             self._padding = ()
 
     def rewind(self, counts: tuple[int, ...]) -> None:
-        """Take these numbers of tokens off the rows' ends."""
+        """Remove the last `counts[i]` tokens of each row i."""
         self.lengths = self.lengths.minus(counts)
 
     def trim(self, n: int) -> int:
-        """Take n tokens off every row's end, or as many as the shortest row has; return their
+        """Remove the last n tokens of every row, or as many as the shortest row has; return the
         number.
         """
         n = min(n, *self.lengths.counts)
@@ -251,13 +250,14 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         return n
 
     def filter(self, batch_indices: Sequence[int]) -> None:
-        """Keep these rows, in this order, as `filter_layers` does."""
+        """Keep only these rows, in this order; see `filter_layers`."""
         filter_layers([self], batch_indices)
 
     def take_movers(self, rows: Sequence[int]) -> list[Mover] | None:
-        """Copy the rows that change places when only these are kept, each with its new place.
+        """Copy the rows whose index changes when only `rows` are kept; return them as movers.
 
-        Return None if all rows are to be copied: for another order, or if too much becomes free.
+        Return None if all rows have to be copied, because the order isn't that of `compact` or too
+        much memory would be left unused.
         """
         if self.empty():
             return []
@@ -273,7 +273,7 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         ]
 
     def keep(self, rows: Sequence[int], movers: list[Mover] | None) -> None:
-        """Keep these rows; `movers` are the result of `take_movers` for them."""
+        """Keep only these rows; `movers` is what `take_movers` returned for them."""
         self.lengths = self.lengths.at(tuple(rows))
         if movers is None:
             at = mx.array(list(rows)), slice(None), slice(_round_up(self.lengths.longest))
@@ -282,7 +282,7 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
             self._place(moved, place)
 
     def extend(self, other: "RaggedKVCache") -> None:
-        """Add the rows of another cache of the same layer."""
+        """Append the rows of another cache of the same layer."""
         first, joining_rows = len(self.lengths.counts), len(other.lengths.counts)
         self.lengths = self.lengths.join(other.lengths.counts)
         if not other.empty():
@@ -299,13 +299,13 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         return self.holding(self.copy_tokens(idx, 0, self.lengths.counts[idx]))
 
     def copy_tokens(self, row: int, start: int, stop: int) -> list[mx.array]:
-        """Copy the planes of some of a row's tokens."""
+        """Copy the tokens from `start` to `stop` of a row; return their planes."""
         at = slice(row, row + 1), slice(None), slice(start, stop)
         return [copy_rows(plane[at]) for plane in self.planes]
 
     @classmethod
     def merge(cls, caches: Sequence["RaggedKVCache"]) -> "RaggedKVCache":
-        """Return the rows of several caches as one."""
+        """Return one cache with the rows of several caches."""
         if len(caches) == 1:
             return copy.copy(caches[0])
         merged = caches[0].with_rows(())
@@ -319,8 +319,8 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         return merged
 
     def __copy__(self) -> "RaggedKVCache":
-        """Return a cache that is written independently: a write changes the mx.array for all its
-        holders, and a reshaped array is another one.
+        """Return a copy that can be written to independently. Writes to an mx.array change it for
+        everyone who holds it, so the planes are replaced by new arrays, made by `reshape`.
         """
         twin = self.with_rows(self.lengths.counts)
         twin.lengths = self.lengths
@@ -334,7 +334,7 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         return [plane[at] for plane in self.planes]
 
     def _reserve(self, like: Sequence[mx.array], rows: int, places: int) -> list[mx.array]:
-        """Return planes like these, with room for `rows` rows of `places` tokens."""
+        """Return the planes, grown to `rows` rows of `places` tokens; new ones resemble `like`."""
         buffers: Sequence[mx.array | None] = self.planes or [None] * len(like)
         return [
             _reserve(buffer, plane, rows, places)
@@ -342,20 +342,20 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         ]
 
     def _place(self, planes: Sequence[mx.array], first: int) -> None:
-        """Put whole rows into slots from `first` on."""
+        """Write whole rows to the slots from `first` on."""
         pairs = zip(self.planes, planes, strict=True)
         self.planes = [_place(buffer, rows, first) for buffer, rows in pairs]
 
 
 def filter_layers(layers: Sequence[Any], rows: Sequence[int]) -> None:
-    """Keep these rows of a model's caches, in this order. In the order of `compact`, a
-    `RaggedKVCache` copies only the rows that fill the places of others.
+    """Keep only these rows of a model's caches, in this order. If it is the order of `compact`, a
+    `RaggedKVCache` copies only the rows that take the index of a removed one.
     """
     ragged = [layer for layer in layers if isinstance(layer, RaggedKVCache)]
     movers = [layer.take_movers(rows) for layer in ragged]
     if any(movers):
-        # The movers are evaluated before the write: MLX writes to a buffer in place only while
-        # nothing under way reads it, and copies all of it otherwise.
+        # The movers are evaluated before the write: MLX writes to a buffer in place only if no
+        # pending operation reads it; otherwise it copies the whole buffer.
         mx.eval([planes for moves in movers for _, planes in moves or ()])
     for layer, moves in zip(ragged, movers, strict=True):
         layer.keep(rows, moves)
@@ -365,9 +365,8 @@ def filter_layers(layers: Sequence[Any], rows: Sequence[int]) -> None:
 
 
 def compact(rows: Sequence[int]) -> list[int]:
-    """Return the order in which `filter_layers` copies the fewest of these rows, rising indices.
-
-    Rows whose index stays valid keep their places, and the last ones fill the holes.
+    """Return these rows, given in ascending order, in the order in which `filter_layers` copies the
+    fewest: rows whose index is still valid keep it, and the last rows fill the gaps.
     """
     staying = set(rows)
     movers = iter([row for row in rows if row >= len(rows)])
@@ -375,13 +374,13 @@ def compact(rows: Sequence[int]) -> list[int]:
 
 
 def copy_rows(array: mx.array) -> mx.array:
-    """Copy an array into a buffer of its own size: a view would hold the whole array behind it."""
-    # mx.contiguous would return the view itself if that holds at most 16 KB more.
+    """Copy an array to a buffer of its own size: a view would keep the larger buffer alive."""
+    # mx.contiguous isn't enough: it returns the view itself if the buffer is at most 16 KB larger.
     return mx.concatenate([array[:0], array])
 
 
 def _reserve(buffer: mx.array | None, like: mx.array, rows: int, places: int) -> mx.array:
-    """Return the buffer with room for `rows` rows of `places` tokens; a new one is zero."""
+    """Return the buffer, grown to `rows` rows of `places` tokens; without a buffer, a zero one."""
     _, heads, _, size = like.shape
     if buffer is None:
         return mx.zeros((rows, heads, _round_up(places), size), like.dtype)
@@ -411,8 +410,8 @@ def _write(buffer: mx.array, tokens: mx.array, lengths: RowLengths) -> mx.array:
 
 
 def _place(buffer: mx.array, rows: mx.array, first: int) -> mx.array:
-    """Put whole rows into slots from `first` on. The rest of the slots becomes zero: a masked place
-    has a weight of zero, and zero times infinity would be NaN.
+    """Write whole rows to the slots from `first` on, and zeros to the rest of these slots. A masked
+    place has a weight of zero, so a leftover infinity would make NaN.
     """
     rest = buffer.shape[2] - rows.shape[2]
     if rest > 0:

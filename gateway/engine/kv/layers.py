@@ -1,9 +1,9 @@
-"""A model's caches, one a layer: the operations on rows that go through all layers.
+"""A model's caches, one per layer, and operations on rows that involve all layers.
 
-Each row goes back to before its tokens that were read ahead and not chosen. Plain KV drops a row's
-last tokens. A sliding window can drop them right after a pass of several tokens, which keeps the
-tokens that they push out. States cannot: their row goes back to before the whole pass, and reads
-the chosen tokens again with its next ones.
+The main one is rollback: rejected draft tokens are removed from each row. Plain KV drops the row's
+last tokens. A sliding window can do so right after a pass of several tokens, while it still has the
+tokens that the pass pushed out. Recurrent states cannot drop tokens: the row is restored to its
+state before the pass, and reads the accepted tokens again with its next ones.
 """
 
 import copy
@@ -22,7 +22,7 @@ _Base: Any = ArraysCache  # untyped in mlx-lm
 
 
 class StatesCache(_Base):  # type: ignore[misc]
-    """States of rows. Those from before the last pass are held while they may be needed."""
+    """Recurrent states of rows, with those from before the last pass while a rollback may come."""
 
     def __init__(self, size: int, left_padding: list[int] | None = None) -> None:
         super().__init__(size, left_padding)
@@ -35,11 +35,11 @@ class StatesCache(_Base):  # type: ignore[misc]
         return sum(array.nbytes for array in arrays if array is not None)
 
     def hold(self) -> None:
-        """Hold the states before a pass; MLX writes a pass's states to new arrays."""
+        """Keep the current states for `go_back`. No copy is needed: a pass makes new arrays."""
         self.earlier = list(self.cache)
 
     def go_back(self, rows: Sequence[bool]) -> None:
-        """Replace these rows' states by those from before the pass, and hold these no longer."""
+        """Restore the states of the marked rows from before the pass; then release the old ones."""
         assert self.earlier is not None
         if any(rows):
             pairs = zip(self.earlier, self.cache, strict=True)
@@ -47,7 +47,7 @@ class StatesCache(_Base):  # type: ignore[misc]
         self.earlier = None
 
     def filter(self, batch_indices: Sequence[int]) -> None:
-        """Keep these rows, in this order."""
+        """Keep only these rows, in this order."""
         super().filter(batch_indices)
         if self.earlier is not None:
             self.earlier = [
@@ -55,7 +55,7 @@ class StatesCache(_Base):  # type: ignore[misc]
             ]
 
     def extend(self, other: "StatesCache") -> None:
-        """Add the rows of another cache of the same layer."""
+        """Append the rows of another cache of the same layer."""
         if self.earlier is not None or other.earlier is not None:
             before: Any = ArraysCache(0)
             joining: Any = ArraysCache(0)
@@ -75,34 +75,34 @@ class StatesCache(_Base):  # type: ignore[misc]
 def _choose_rows(
     rows: Sequence[bool], chosen: mx.array | None, other: mx.array | None
 ) -> mx.array | None:
-    """Return an array with the rows of `chosen` that `rows` marks, and the rest of `other`."""
+    """Return an array with `chosen`'s rows where `rows` is True, and `other`'s elsewhere."""
     if chosen is None or other is None:
         return other
     return mx.where(mx.array(list(rows)).reshape(-1, *[1] * (other.ndim - 1)), chosen, other)
 
 
 def can_batch(model: Any) -> bool:
-    """Return True if mlx-lm can put rows of this model side by side."""
+    """Return True if mlx-lm can batch this model's caches."""
     return all(hasattr(layer, "merge") for layer in make_prompt_cache(model))
 
 
 def make_batch_caches(model: Any) -> list[Any]:
-    """Return the empty caches of one sequence, for merging with others'."""
+    """Return one sequence's empty caches, of kinds that can be merged into a batch."""
     return [for_batch(layer) for layer in make_prompt_cache(model)]
 
 
 def batch_of_one(layers: Sequence[Any]) -> list[Any]:
-    """Return the caches of one sequence as those of a batch."""
+    """Return the caches of a batch of one, made from one sequence's caches."""
     return [layer.merge([layer]) for layer in layers]
 
 
 def is_plain(layer: Any) -> bool:
-    """Return True for mlx-lm's cache of all tokens' keys and values, and for its successors."""
+    """Return True if a cache has the keys and values of all tokens: mlx-lm's KVCache, or ours."""
     return isinstance(for_batch(layer), RaggedKVCache)
 
 
 def for_batch(layer: Any) -> Any:
-    """Return the empty cache that replaces mlx-lm's in a batch."""
+    """Return an empty cache to use for a batch in place of mlx-lm's empty `layer`."""
     if type(layer) is KVCache:
         return RaggedKVCache()
     if type(layer) is ArraysCache:
@@ -111,23 +111,23 @@ def for_batch(layer: Any) -> Any:
 
 
 def can_go_back(layers: Sequence[Any]) -> bool:
-    """Return True if the rows of these caches can read tokens ahead of their choice."""
+    """Return True if rejected tokens can be rolled back in these caches."""
     kinds = RaggedKVCache, StatesCache, BatchRotatingKVCache
-    # Only plain KV knows the number of tokens in each row.
+    # At least one layer must have plain KV, which alone knows each row's number of tokens.
     has_lengths = any(isinstance(layer, RaggedKVCache) for layer in layers)
     return has_lengths and all(isinstance(layer, kinds) for layer in layers)
 
 
 def row_lengths(layers: Sequence[Any]) -> tuple[int, ...]:
-    """Return the number of tokens of each row in these caches, which can go back."""
+    """Return the number of tokens in each row of these caches, at least one of which is plain."""
     plain = next(layer for layer in layers if isinstance(layer, RaggedKVCache))
     return plain.lengths.counts
 
 
 @contextmanager
 def padded(layers: Sequence[Any], width: int, padding: Sequence[int]) -> Iterator[None]:
-    """While entered, build a pass of `width` tokens a row. `padding` has the number of padding
-    tokens at each row's end.
+    """Prepare the caches for a pass of `width` tokens per row, to be built inside the context.
+    `padding` has the number of padding tokens at each row's end, which are removed afterwards.
     """
     if width > 1:
         windows: list[Any] = [layer for layer in layers if isinstance(layer, BatchRotatingKVCache)]
@@ -146,19 +146,19 @@ def padded(layers: Sequence[Any], width: int, padding: Sequence[int]) -> Iterato
 
 
 def hold_states(layers: Sequence[Any]) -> None:
-    """Hold the states that the next pass replaces, and that rows may go back to."""
+    """Keep the states that the next pass replaces, so that rows can be rolled back."""
     for layer in layers:
         if isinstance(layer, StatesCache):
             layer.hold()
 
 
 def hold_layers(layers: Sequence[Any]) -> dict[int, Any]:
-    """Copy, by place, the caches that cannot drop the tokens of single-token passes again."""
+    """Return copies, by index, of the caches that cannot drop tokens read one per pass."""
     held = {}
     for place, layer in enumerate(layers):
         if not isinstance(layer, RaggedKVCache):
             held[place] = copy.copy(layer)
-            # MLX may write in place to an array that both hold; a view is an array of its own.
+            # MLX may write in place to an array that both copies share, so they get views.
             held[place].state = tree_map(_view, layer.state)
     return held
 
@@ -168,8 +168,8 @@ def _view(leaf: Any) -> Any:
 
 
 def go_back(layers: Sequence[Any], dropped: Sequence[int], read: Sequence[int]) -> None:
-    """Take the last `dropped` tokens off each row's end, after a pass that has read `read` tokens
-    of each. If there are states, a row that drops any drops all of the pass.
+    """Remove the last `dropped[i]` tokens of each row i, after a pass that read `read[i]` of them.
+    If a layer has states, a row that drops any tokens drops all tokens of the pass.
     """
     states = [layer for layer in layers if isinstance(layer, StatesCache)]
     goes_back = [count > 0 for count in dropped]
@@ -184,6 +184,6 @@ def go_back(layers: Sequence[Any], dropped: Sequence[int], read: Sequence[int]) 
         if isinstance(layer, RaggedKVCache):
             layer.rewind(counts)
         elif isinstance(layer, BatchRotatingKVCache):
-            # The tokens leave as padding does.
+            # The tokens are removed in the same way as padding.
             layer.prepare(lengths=[-count for count in counts], right_padding=counts)
             layer.finalize()

@@ -1,12 +1,14 @@
-"""The KV of prompts already read, in blocks, so that a common beginning of two prompts is read
-once.
+"""The prefix cache: the KV of earlier prompts, in blocks, so that a prefix that prompts share is
+read only once.
 
-A block is identified by the block before it and its own tokens, so prompts share the blocks of
-their common beginning. A root stands before the first block. Each model of those that share a pool
-has its own; so has each adapter, as its KV differs, and each salt, as its callers are to learn
-nothing of others. Only plain KV can be cut into blocks. The other layers' caches, of sliding
-windows or states, are kept whole, with the block after which they were copied, and a prompt can
-continue only from such a block.
+A block is identified by the block before it and its tokens, so prompts share the blocks of their
+common prefix. A root takes the place of the block before the first. There is a separate root for
+each model in a pool, for each adapter, because adapters change the KV, and for each cache salt, so
+that callers learn nothing about those with another salt.
+
+Only plain KV can be split into blocks. The caches of other layers, which are sliding windows or
+recurrent states (below, both are called states), are stored whole, as they were after some of the
+blocks. A prompt can continue only from such a block.
 """
 
 import copy
@@ -25,22 +27,24 @@ from gateway.engine.kv.layers import for_batch
 from gateway.engine.kv.prefix_pieces import Key, decode, encode, follow
 from gateway.jobs.steps import PrefixPiece
 
-# Tokens of a block, and so the shortest prefix worth keeping: reading fewer takes a device hardly
-# longer than the one pass that a prompt needs anyway. At most this many are read again after a hit.
+# Tokens per block, and so the shortest prefix that is cached. Reading fewer tokens takes hardly
+# longer than the one pass that every prompt needs. After a hit, fewer than this many tokens of the
+# shared prefix are read again.
 BLOCK = 64
-# States of answers under way are kept only if this number of sets fits: a few of them would push
-# out the KV that prompts share. They have at most this share of the room.
+# States of running answers ("growing" ones) are cached only if the pool has room for MIN_SETS sets
+# of them, and take at most GROWING_SHARE of it: otherwise they would evict the KV that prompts
+# share.
 MIN_SETS = 8
 GROWING_SHARE = 0.5
-_TOKEN_BYTES = 8  # bytes of a token in a key: each block, even without KV, weighs something
+_TOKEN_BYTES = 8  # bytes counted per token of a key, so that entries without KV have a size too
 
-Root: TypeAlias = tuple[int, str]  # an adapter's number, 0 for none; and the callers' salt
+Root: TypeAlias = tuple[int, str]  # an adapter's number, 0 for none; and the cache salt
 ROOT: Root = (0, "")
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """The plain layers' planes of one block, or the other layers' caches after a block."""
+    """Either one block's planes of the plain layers, or the states after a block."""
 
     owner: "PrefixCache"
     number: int
@@ -50,27 +54,27 @@ class _Entry:
 
 
 class PrefixPool:
-    """The room that the caches of one or more models share: the least recently used entry goes
-    first, in whichever cache it is.
+    """The memory that the prefix caches of one or more models share. The least recently used entry
+    of all of them is evicted first.
 
-    States of answers under way are evicted before all else, the oldest first: most are never used,
-    and the states of a prompt that many share would have to make room for them.
+    States of running answers are evicted before anything else, the oldest first: most are never
+    used, and they would otherwise evict states of prompts that many requests share.
     """
 
     def __init__(self, limit: int, buffers: KeptBuffers | None = None) -> None:
         self.limit = limit  # bytes; may change
         self.is_on = limit > 0  # never changes
         self.nbytes = 0
-        self.numbers = count(1)  # numbers of blocks
-        self.roots = count(0, -1)  # numbers of roots, which stand before first blocks
-        # Least recently used first. A block counts as used just before the one that it follows,
-        # so the first of a cache has no block that follows it, and can be evicted.
+        self.numbers = count(1)  # numbers of blocks, which identify them
+        self.roots = count(0, -1)  # numbers of roots
+        # Least recently used first. A block is always before the block that precedes it in the
+        # prompt, so the first entry has no successors and can be evicted.
         self.entries: OrderedDict[Key, _Entry] = OrderedDict()
-        self.growing: dict[Key, None] = {}  # the states of answers under way, the oldest first
-        self._buffers = buffers or KeptBuffers()  # the arrays that all pools keep
+        self.growing: dict[Key, None] = {}  # states of running answers, the oldest first
+        self._buffers = buffers or KeptBuffers()  # count of the arrays that all pools hold
 
     def shrink(self) -> None:
-        """Drop entries until the rest is within the limit."""
+        """Evict entries until the rest is within the limit."""
         while self.nbytes > self.limit:
             self.drop(next(chain(self.growing, self.entries)))
 
@@ -79,7 +83,7 @@ class PrefixPool:
         return has_buffers and self.nbytes + nbytes <= self.limit
 
     def next_evicted(self, nbytes: int, *, is_growing: bool) -> Key | None:
-        """Return the key of the first entry to evict for `nbytes` more bytes."""
+        """Return the key of the entry to evict first for `nbytes` more bytes."""
         growing = sum(self.entries[key].nbytes for key in self.growing)
         if not is_growing or growing + nbytes > GROWING_SHARE * self.limit:
             keys: Iterable[Key] = chain(self.growing, self.entries)
@@ -102,54 +106,57 @@ class PrefixPool:
 
 
 class PrefixCache:
-    """The KV of one model's prompts."""
+    """The prefix cache of one model."""
 
     def __init__(
         self,
-        empty: Sequence[Any],  # the model's prompt cache before anything was read
+        empty: Sequence[Any],  # the model's empty prompt cache
         pool: PrefixPool,
         states: int = 0,
     ) -> None:
         self.pool = pool
         self.is_on = pool.is_on
         self.nbytes = 0
-        self._states = states  # the most bytes of a set of states
+        self._states = states  # the largest size of a set of states, in bytes
         self._empty = [for_batch(layer) for layer in empty]
         self._is_plain = [isinstance(layer, RaggedKVCache) for layer in self._empty]
-        self._roots: dict[Root, int] = {}  # numbers of roots, which stand before first blocks
+        self._roots: dict[Root, int] = {}  # numbers of roots
         self._entries, self._growing = pool.entries, pool.growing
-        self._routed: dict[tuple[Root, bytes], Key] = {}  # the blocks in which their beginnings end
+        # Each routing key's block: the one in which the key's part of the prompt ends.
+        self._routed: dict[tuple[Root, bytes], Key] = {}
 
     @property
     def pool_bytes(self) -> int:
-        """Count the bytes kept by all models that share the room."""
+        """Count the bytes of all models that share the pool."""
         return self.pool.nbytes
 
     @property
     def needs_block_ends(self) -> bool:
-        """Return True if prompts are kept only up to the end of a block, not within it."""
+        """Return True if the model has states, which can be cached only when a block has just been
+        read.
+        """
         return self.is_on and not all(self._is_plain)
 
     @property
     def keeps_growing(self) -> bool:
-        """Return True if states are kept of answers under way."""
+        """Return True if the pool has room for states of running answers."""
         return self.pool.limit >= MIN_SETS * self._states
 
     def count_known(self, tokens: Sequence[int], root: Root = ROOT) -> int:
-        """Count the first tokens that need not be read."""
+        """Count the first tokens that need not be read, because a prompt can continue from them."""
         return BLOCK * len(self._usable(tokens, root))
 
     def count_kept(self, tokens: Sequence[int], root: Root = ROOT) -> int:
-        """Count the first tokens that another prompt shares, whose blocks are kept. There are more
-        than known tokens if no states are kept where the prompts part.
+        """Count the first tokens whose blocks are cached. There are more than `count_known` returns
+        if no states are cached after the last of these blocks.
         """
         return BLOCK * len(self._path(tokens, root))
 
     def take(self, tokens: Sequence[int], root: Root = ROOT) -> tuple[int, list[Any] | None]:
-        """Return the number of first tokens that are known, and their prompt cache; 0 and None for
-        none.
+        """Return the number of first tokens that need not be read, and a prompt cache with their
+        KV; 0 and None if there are none.
 
-        The cache is for merging into a batch, which copies it: kept KV is never written to.
+        The prompt cache must be merged into a batch, which copies it, and not be written to.
         """
         path = self._usable(tokens, root)
         if not path:
@@ -167,7 +174,7 @@ class PrefixCache:
         return length, [next(plain if is_plain else others) for is_plain in self._is_plain]
 
     def routing_keys(self, adapter: int = 0) -> list[bytes]:
-        """List the routing keys of the kept prompts, the oldest first. Safe on any thread."""
+        """List the routing keys of the cached prompts, the oldest first. Safe on any thread."""
         routed = list(self._routed.items())
         return [name for (root, name), key in routed if root[0] == adapter and key in self._entries]
 
@@ -181,19 +188,19 @@ class PrefixCache:
         *,
         is_growing: bool = False,
     ) -> int:
-        """Keep the whole blocks of the tokens that row `row` of a batch with these caches has read.
+        """Store the full blocks of `tokens`, which row `row` of a batch with these caches has read.
 
-        Return the number of tokens in blocks that were not there before. If the cache
-        `needs_block_ends`, the tokens must end with a block, or nothing is kept. `routed` are
-        routing keys of beginnings of the tokens, each behind the place of its beginning's end.
-        `is_growing`: the tokens end within an answer under way.
+        Return the number of tokens in new blocks. If the cache `needs_block_ends` and the tokens
+        don't end with a full block, nothing is stored. `routed` has the routing keys of prefixes of
+        the tokens, as pairs of a prefix's length and its key. `is_growing` means that the tokens
+        end within a running answer.
         """
         whole = len(tokens) - len(tokens) % BLOCK
         if not self.is_on or (self.needs_block_ends and whole < len(tokens)):
             return 0
         plain, stateful = self._split(layers)
         if any(layer.size() < whole for layer in plain):
-            return 0  # this model leaves a layer's cache unused
+            return 0  # this model doesn't use all of its caches
         path = self._path(tokens, root)
         known = len(path)
         self._use(path)
@@ -220,15 +227,15 @@ class PrefixCache:
         *,
         is_growing: bool = True,
     ) -> bool:
-        """Keep the last block of tokens that row `row` of a batch has just read, all of them, and
-        the states after it, if the blocks before it are kept. Return True if these states are new.
+        """Store the last block of `tokens`, which row `row` of a batch has just read, and the
+        states after it, unless a block before it is missing. Return True if these states are new.
 
-        The states after the first `dropped` tokens, for each of these counts, are then dropped: an
-        answer keeps a few sets of states, however long it becomes.
+        If so, drop the states after the first n tokens for each n in `dropped`: an answer of any
+        length has only a few sets of states.
         """
         path = self._path(tokens, root)
         if len(path) < len(tokens) // BLOCK - 1:
-            return False  # all was dropped to free memory, and is not filled again from here
+            return False  # earlier blocks were evicted, and this call doesn't restore them
         was_there = self._has_states(path, tokens)
         self.store(tokens, layers, row, root=root, is_growing=is_growing)
         path = self._path(tokens, root)
@@ -241,7 +248,7 @@ class PrefixCache:
         return True
 
     def note_ended(self, tokens: Sequence[int], ends: Sequence[int], root: Root = ROOT) -> None:
-        """Count the states kept after the first `ends` tokens of a finished answer as used."""
+        """Mark a finished answer's states, at the positions `ends`, as recently used."""
         path = self._path(tokens, root)
         for end in ends:
             key = self._state_key(path[: end // BLOCK])
@@ -253,24 +260,24 @@ class PrefixCache:
         """Drop all KV of an adapter."""
         gone = {number for root, number in self._roots.items() if root[0] == adapter}
         for key, block in sorted(self._entries.items(), key=lambda item: item[1].number):
-            if key[0] in gone:  # the block before is gone
+            if key[0] in gone:  # the block before it is dropped
                 gone.add(block.number)
                 self.pool.drop(key)
 
     def pieces(self, adapter: int = 0) -> list[PrefixPiece]:
-        """List an adapter's KV in pieces for files, the most recently used first: each comes after
-        those that it follows.
+        """List an adapter's KV as pieces for files, the most recently used first. A piece comes
+        after the piece that it continues.
 
         A piece is a run of blocks without a fork. Two prompts with the blocks A B C and A B D have
-        the pieces A B, C and D. A run also ends every PIECE_BYTES from the prompt's first block on,
-        and after a block whose states are kept, if the prompt ends or forks soon after it. States
-        further ahead are left out: few prompts go on there, and a slow device has many of them.
+        the pieces A B, C and D. A run also ends every PIECE_BYTES, counted from the prompt's first
+        block, and after a block with states if the prompt ends or forks soon after it. Other states
+        are left out: few prompts continue there, and a slow device has many of them.
         """
         following: dict[int, list[Key]] = defaultdict(list)
         for key, entry in self._entries.items():
-            if entry.owner is self and len(key) > 1:  # not states
+            if entry.owner is self and len(key) > 1:  # a block, not states
                 following[key[0]].append(key)
-        pieces: dict[Key, PrefixPiece] = {}  # pieces by their first block
+        pieces: dict[Key, PrefixPiece] = {}  # each piece, by its first block's key
         starts: list[tuple[str, int, PrefixPiece | None, int]] = [
             (salt, root, None, 0) for (of, salt), root in self._roots.items() if of == adapter
         ]
@@ -285,7 +292,7 @@ class PrefixCache:
         return [pieces[key] for key in reversed(self._entries) if key in pieces]
 
     def copy_piece(self, adapter: int, piece: PrefixPiece) -> bytes | None:
-        """Return a piece's content; None if a part of it has gone meanwhile."""
+        """Return a piece's content as bytes; None if a part of it has been evicted since."""
         tokens = piece.tokens
         path = self._path(tokens, (adapter, piece.salt))
         if BLOCK * len(path) < len(tokens):
@@ -296,8 +303,8 @@ class PrefixCache:
         return encode((tokens, [self._entries[key].layers for key in own], states))
 
     def put_piece(self, adapter: int, salt: str, content: bytes) -> bool:
-        """Keep a piece, as the least recently used; return False if there is no room for it. A
-        piece whose earlier blocks are missing is ignored. Raises any exception for other content.
+        """Store a piece as the least recently used; return False if there is no room for it. A
+        piece whose earlier blocks are missing is ignored. Raises any exception for invalid content.
         """
         tokens, blocks, states = decode(content)
         arrays = _arrays([blocks, states])
@@ -326,7 +333,7 @@ class PrefixCache:
         self._entries.move_to_end(key, last=False)
 
     def stop(self) -> None:
-        """Drop everything, and keep nothing from now on."""
+        """Drop everything, and store nothing from now on."""
         self.is_on = False
         self.clear()
 
@@ -342,7 +349,7 @@ class PrefixCache:
         return plain, [layer for layer, is_plain in pairs if not is_plain]
 
     def _path(self, tokens: Sequence[int], root: Root) -> list[Key]:
-        """List the kept blocks of the tokens' beginning."""
+        """List the keys of the cached blocks at the tokens' beginning."""
         path: list[Key] = []
         for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
             key = (self._after(path, root), *tokens[start : start + BLOCK])
@@ -352,20 +359,18 @@ class PrefixCache:
         return path
 
     def _has_states(self, path: Sequence[Key], tokens: Sequence[int]) -> bool:
-        """Return True if a path ends where the tokens do, and a prompt can continue from there."""
+        """Return True if a path covers all the tokens, and states are cached after it."""
         return BLOCK * len(path) == len(tokens) and self._state_key(path) in self._entries
 
     def _usable(self, tokens: Sequence[int], root: Root) -> list[Key]:
-        """List those blocks up to the last one after which a prompt can continue."""
+        """Return the path of the tokens up to the last block from which a prompt can continue."""
         path = self._path(tokens, root)
         while path and self.needs_block_ends and self._state_key(path) not in self._entries:
             path.pop()
         return path
 
     def _route(self, path: Sequence[Key], routed: Sequence[tuple[int, bytes]], root: Root) -> None:
-        """Remember the block of a path in which each beginning ends, as long as the block
-        is kept.
-        """
+        """Note, for each routing key, the block of a path in which the key's prefix ends."""
         for end, name in routed:
             if 0 < end <= BLOCK * len(path):
                 self._routed[root, name] = path[(end - 1) // BLOCK]
@@ -373,7 +378,7 @@ class PrefixCache:
             self._routed = {name: key for name, key in self._routed.items() if key in self._entries}
 
     def _after(self, path: Sequence[Key], root: Root = ROOT) -> int:
-        """Return the number that comes first in the keys of blocks after a path."""
+        """Return the number with which the keys of blocks after a path begin."""
         if path:
             return self._entries[path[-1]].number
         if root not in self._roots:
@@ -381,7 +386,7 @@ class PrefixCache:
         return self._roots[root]
 
     def _state_key(self, path: Sequence[Key]) -> Key:
-        """Return the key of the other layers' caches after a path. No block follows them."""
+        """Return the key of the states after a path."""
         return (self._after(path),)
 
     def _use(self, path: Sequence[Key]) -> None:
@@ -392,7 +397,7 @@ class PrefixCache:
     def _keep_states(
         self, path: Sequence[Key], layers: Sequence[Any], row: int, *, is_growing: bool
     ) -> None:
-        """Keep the other layers' caches of a row after a path."""
+        """Store a row's states, with the position after a path as their key."""
         key = self._state_key(path)
         if key not in self._entries:
             states = [_extract(layer, row) for layer in layers]
@@ -402,7 +407,7 @@ class PrefixCache:
             self._use([key])
 
     def _put(self, key: Key, layers: Sequence[Any], path: list[Key], *, is_growing: bool) -> bool:
-        """Keep layers after a path if they are finite and fit; return whether they were kept."""
+        """Store layers after a path if they are finite and fit; return whether they were stored."""
         arrays = [array for layer in layers for array in _arrays(layer)]
         nbytes = sum(array.nbytes for array in arrays) + _TOKEN_BYTES * len(key)
         while not self.pool.has_room(nbytes, len(arrays)):
@@ -410,10 +415,10 @@ class PrefixCache:
             if evicted is None or evicted in path:
                 return False
             self.pool.drop(evicted)
-        # NaN in one layer is NaN in all after it: checking the last one is enough.
+        # A NaN in one layer makes all later layers NaN, so only the last one is checked.
         are_finite = [mx.isfinite(array).all() for array in _arrays(layers[-1])] if layers else []
-        # Evaluated before it is kept: an error belongs to the sequence that was read. One wait
-        # serves all.
+        # Arrays are evaluated before they are stored, so that an error hits the sequence that was
+        # read. A single wait is enough for all of them.
         evaluate(arrays, are_finite)
         if not all(is_finite.item() for is_finite in are_finite):
             return False
@@ -424,15 +429,15 @@ class PrefixCache:
 
 
 def count_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Count the tokens, in whole blocks, of two prompts' common beginning."""
+    """Count the tokens in the full blocks that two prompts have in common at their beginning."""
     starts = range(0, min(len(one), len(other)) - BLOCK + 1, BLOCK)
     alike = takewhile(lambda at: one[at : at + BLOCK] == other[at : at + BLOCK], starts)
     return BLOCK * sum(1 for _ in alike)
 
 
 def _extract(layer: Any, row: int) -> Any:
-    """Copy a row's cache of another kind out of a batch."""
-    # Some kinds return views of the whole batch's buffers.
+    """Copy a row of a layer's states out of a batch."""
+    # The copies are needed because some caches return views of the whole batch's buffers.
     cache = layer.extract(row)
     cache.state = tree_map(
         lambda leaf: copy_rows(leaf) if isinstance(leaf, mx.array) else leaf, cache.state
@@ -441,12 +446,12 @@ def _extract(layer: Any, row: int) -> Any:
 
 
 def _join(empty: RaggedKVCache, pages: Sequence[Sequence[mx.array]]) -> RaggedKVCache:
-    """Make one layer's cache from the planes of its blocks."""
+    """Return a layer's cache made from the planes of its blocks."""
     planes = zip(*pages, strict=True)
     return empty.holding([mx.concatenate(list(plane), axis=2) for plane in planes])
 
 
 def _arrays(layer: Any) -> list[mx.array]:
-    """List the arrays of a block's page or of a cache."""
+    """List the arrays of one layer: of its planes in a block, or of its cache."""
     leaves: Any = tree_flatten(layer if isinstance(layer, list) else layer.state)
     return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]

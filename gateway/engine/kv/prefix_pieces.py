@@ -1,7 +1,8 @@
-"""Pieces of the KV of prompts for files: their ends, and their form as bytes. On the lane.
+"""Pieces of the prefix cache for files: where they end, and how they are encoded. Must run on the
+lane.
 
-A header in JSON has the prompt's tokens, and the arrays' types and shapes at their places among
-lists and numbers; the arrays follow it.
+An encoded piece is a JSON header, then the bytes of all arrays. The header has the prompt's tokens
+and the nested lists of layers, in which each array is replaced by its dtype and shape.
 """
 
 import io
@@ -16,23 +17,25 @@ from mlx.utils import tree_map
 
 from gateway.engine.device import evaluate
 
-PIECE_BYTES: Final = 64 << 20  # bytes of blocks, at most about: copied in some 20 ms
-NEAR: Final = 4  # blocks: longer than the answer's opening and the part of it that a template drops
-_LENGTH: Final = 8  # bytes of the header's length
+PIECE_BYTES: Final = 64 << 20  # approximate limit of a piece; copying this much takes some 20 ms
+NEAR: Final = 4  # blocks: longer than the end of a prompt that the next prompt may lack
+_LENGTH: Final = 8  # bytes of the integer that is the header's length
 _DTYPES: Final = {str(kind): kind for kind in vars(mx).values() if isinstance(kind, mx.Dtype)}
 
-Key: TypeAlias = tuple[int, ...]  # the number of the block before, then a block's own tokens
-# A prompt's tokens; the plain layers' planes of each of its last blocks; the states of the other
-# layers' caches after the last one, None if they are not kept.
+Key: TypeAlias = tuple[int, ...]  # number of the preceding block, then the block's tokens
+# A prompt's tokens; the planes of the plain layers for each block of the piece; the states after
+# its last block, None if they are not cached.
 Piece: TypeAlias = tuple[Sequence[int], Sequence[Any], Sequence[Any] | None]
 
 
 def follow(
     key: Key, place: int, kept: Mapping[Key, Any], following: Mapping[int, Sequence[Key]]
 ) -> list[Key]:
-    """Return a kept block, with `place` blocks before it, and the following blocks of its piece.
+    """Return the keys of a piece's blocks, given its first one. `place` counts the blocks before it
+    in its prompt.
 
-    `kept` has all blocks, and `following` the keys of those after a block, by its number.
+    `kept` has all cached blocks; `following` has, for each block's number, the keys of its
+    successors.
     """
     most = max(1, PIECE_BYTES // kept[key].nbytes)
     run = [key]
@@ -48,7 +51,7 @@ def follow(
 def _is_near_end(
     number: int, kept: Mapping[Key, Any], following: Mapping[int, Sequence[Key]]
 ) -> bool:
-    """Return True if prompts end or part within a few blocks of one."""
+    """Return True if a prompt ends or forks within NEAR blocks after the block of this number."""
     for _ in range(NEAR):
         if len(following[number]) != 1:
             return True
@@ -57,7 +60,7 @@ def _is_near_end(
 
 
 def encode(piece: Piece) -> bytes:
-    """Return the bytes that `decode` reads; the arrays are evaluated."""
+    """Encode a piece for `decode`. Its arrays are evaluated."""
     tokens, *layers = piece
     arrays: list[mx.array] = []
 
@@ -75,8 +78,8 @@ def encode(piece: Piece) -> bytes:
 
 
 def decode(content: bytes) -> Piece:
-    """Return the piece that `encode` was given, with lists for tuples. Raises any exception for
-    bytes of other origin.
+    """Decode the bytes that `encode` returned; tuples become lists. Raises any exception for other
+    bytes.
     """
     file = io.BytesIO(content)
 

@@ -1,8 +1,8 @@
-"""KV in 8 or 4 bits: the keys and values of a model's plain layers, quantized.
+"""Quantized KV: the keys and values of a model's plain layers, in 8 or 4 bits.
 
-MLX quantizes along the numbers of one head, so every token has groups of its own: rows of any
-lengths share a batch, and blocks are kept and tokens taken back as in plain KV. Layers of other
-kinds, of sliding windows or states, stay unquantized.
+MLX quantizes along the head dimension, so no group spans two tokens. Batches, the prefix cache and
+rollback therefore work as with unquantized KV. Layers with sliding windows or states stay
+unquantized.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,29 +18,29 @@ from gateway.engine.kv.cache import RaggedKVCache
 from gateway.engine.models.checkpoint import KV_GROUP_SIZES, Listing, kv_group_size
 from gateway.errors import Fault
 
-# The most tokens a row of a pass that attends to packed keys: a decode step, and one with a draft.
-# mlx-lm's attention to packed keys writes out all scores, and reads the KV only once. A pass of
-# more tokens makes one layer's KV at a time floating instead, for the device's own attention, which
-# writes no scores: those of 2,048 tokens after 32,768, 32 heads, are 4 GB in 16 bits. On Metal,
-# where the number is not measured, mx.quantized_matmul reads a quarter to a half of the bytes; a
+# Passes of up to this many tokens per row, which are decode steps with or without a draft, attend
+# to packed keys: mlx-lm's attention then reads only the quantized KV, but writes out all scores.
+# Longer passes dequantize one layer's KV at a time for the device's own attention, which writes no
+# scores: with 32 heads, those of 2,048 tokens after 32,768 would take 4 GB in 16 bits. On Metal,
+# where this number is not measured, mx.quantized_matmul reads a quarter to a half of the bytes; a
 # CPU has `attend_packed`.
 MOST_PACKED: Final = 8
-_TRIED: Final = (1, 2, MOST_PACKED + 1)  # tokens a row of the trial passes
+_TRIED: Final = (1, 2, MOST_PACKED + 1)  # tokens per row of the trial passes
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The form of one layer's KV."""
+    """The parameters of one layer's quantized KV."""
 
     bits: int
     group_size: int
-    # Passes of more tokens a row attend to floating keys and values; with 0, all do.
+    # Passes of more tokens per row attend to dequantized keys and values; with 0, all passes do.
     most_packed: int = MOST_PACKED
 
 
 class PackedKVCache(RaggedKVCache):
-    """The KV of one layer, quantized. Its planes are codes, scales and biases; each has the heads
-    of the keys, then those of the values.
+    """The quantized KV of one layer. Its planes are codes, scales and biases; in each, the heads of
+    the keys come first, then those of the values.
     """
 
     def __init__(self, packing: Packing, counts: Sequence[int] = (0,)) -> None:
@@ -53,11 +53,11 @@ class PackedKVCache(RaggedKVCache):
 
     @property
     def bits(self) -> int:
-        """Return the bits of the keys fetched last. There is no such attribute if those are
-        floating: mlx-lm's attention decides by `hasattr`.
+        """Return the bits of the keys fetched last. Raises AttributeError if they were dequantized,
+        since mlx-lm's attention uses `hasattr` to find out.
         """
         if not self._gives_packed:
-            raise AttributeError("the keys fetched last are floating")
+            raise AttributeError("the keys fetched last are dequantized")
         return self._packing.bits
 
     @property
@@ -66,7 +66,7 @@ class PackedKVCache(RaggedKVCache):
 
     @property
     def unpacked_token_bytes(self) -> int:
-        """Count the bytes of one token's keys and values once they are floating."""
+        """Count the bytes of one token's dequantized keys and values."""
         codes, scales, _ = self.planes
         return codes.shape[1] * codes.shape[3] * 32 // self._packing.bits * scales.dtype.size
 
@@ -78,8 +78,8 @@ class PackedKVCache(RaggedKVCache):
         both, how = mx.concatenate([keys, values], axis=1), self._packing
         packed: Any = mx.quantize(both, group_size=how.group_size, bits=how.bits)
         codes, scales, biases = packed
-        # MLX ignores NaN and infinity, and would make finite numbers of them: a fault would not
-        # show.
+        # `mx.quantize` turns NaN and infinity into finite numbers. Adding NaN to the biases keeps
+        # the fault visible.
         zeros = (both * 0).reshape(*scales.shape, how.group_size).sum(axis=-1)
         return [codes, scales, biases + zeros]
 
@@ -97,11 +97,11 @@ class PackedKVCache(RaggedKVCache):
 
 
 def quantize_kv(checkpoint: Listing, model: Any, bits: int, *, is_shared: bool = False) -> None:
-    """Let a model keep the KV of its plain layers in `bits` bits. On the lane.
+    """Make a model quantize the KV of its plain layers to `bits` bits. Must run on the lane.
 
-    From now on, mlx-lm makes such caches for the model. Passes that read them are tried; for a
-    model that `is_shared` they are not evaluated, since other ranks would have to make them too.
-    Raises ModelLoadFailed for a model without plain layers, or whose heads cannot be quantized.
+    From now on, mlx-lm creates such caches for the model. They are tried with a few passes, which
+    are not evaluated for a model that `is_shared`, since other ranks would have to run them too.
+    Raises ModelLoadFailed if the model has no plain layers, or its heads cannot be quantized.
     """
     make_plain = _own_caches(model)
     layers = _read(model, make_plain(), (1,))
@@ -111,7 +111,7 @@ def quantize_kv(checkpoint: Listing, model: Any, bits: int, *, is_shared: bool =
         raise checkpoint.failed(
             f"no layer of it keeps plain KV, which `kv_bits` is for: they have {', '.join(kinds)}"
         )
-    # The model's attention may take no packed keys, or have no kernel for them.
+    # The model's attention may not accept packed keys, or the device may lack a kernel for them.
     for tokens in (MOST_PACKED, 0):
         tried = [packing and replace(packing, most_packed=tokens) for packing in packings]
         _set_caches(model, make_plain, tried)
@@ -127,7 +127,9 @@ def quantize_kv(checkpoint: Listing, model: Any, bits: int, *, is_shared: bool =
 
 
 def _choose_packing(checkpoint: Listing, layer: Any, bits: int) -> Packing | None:
-    """Return the form for the KV of a layer that has read a token; None if it stays unchanged."""
+    """Return the parameters for a layer's cache, which has read a token; None for one that stays
+    unquantized.
+    """
     if type(layer) is not KVCache or layer.keys is None:
         return None
     size, other = (plane.shape[-1] for plane in layer.keys_and_values())  # type: ignore[no-untyped-call]
@@ -145,8 +147,9 @@ def _choose_packing(checkpoint: Listing, layer: Any, bits: int) -> Packing | Non
 
 
 def _own_caches(model: Any) -> Callable[[], list[Any]]:
-    """Return a function that makes the caches that mlx-lm makes for a model. It does not hold the
-    model, which will hold it: the memory would stay until Python looks for circles.
+    """Return a function that creates the caches that mlx-lm creates for a model. It has only a weak
+    reference to the model: the model will refer to it, and memory in a reference cycle is freed
+    only by the garbage collector.
     """
     kind: Any = type(model)
     plain: Any = KVCache  # untyped in mlx-lm
@@ -169,7 +172,7 @@ def _set_caches(
 def _read(
     model: Any, caches: list[Any], lengths: Sequence[int], *, is_evaluated: bool = False
 ) -> list[Any]:
-    """Return the caches after passes of these numbers of tokens."""
+    """Run a pass of each of these lengths, in tokens; return the caches."""
     for length in lengths:
         logits = model(mx.zeros((1, length), dtype=mx.int32), cache=caches)
         if is_evaluated:

@@ -1,6 +1,6 @@
-"""Messages → the tokens of a prompt.
+"""Prompts: from messages to tokens.
 
-chat_template   messages → text, in the sandbox
-thoughts        the form in which a template reads thoughts
-chat_tokenizer  a model's template and vocabulary, and the format of its answers
+chat_template   rendering of messages with the model's chat template, in the sandbox
+thoughts        the form in which a chat template reads the thoughts of earlier turns
+chat_tokenizer  a model's template, tokenizer and answer format
 """

@@ -1,8 +1,8 @@
-"""A model's chat template: a program from its checkpoint, of unbounded cost.
+"""A model's chat template: a Jinja program from its checkpoint, whose cost is unknown.
 
-transformers runs it in jinja2's sandbox, which bounds its actions. Our own sandbox, a process ended
-by a deadline or by its memory, bounds its cost. transformers' own function renders it there, so the
-text is the same to the byte.
+transformers runs it in jinja2's sandbox, which limits what it can access. Our own sandbox, a
+process that is killed if it exceeds a limit of time or memory, bounds its cost. That process calls
+transformers' own function, so the rendered text is identical.
 """
 
 import hashlib
@@ -17,33 +17,33 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from gateway.engine.sandbox_worker import Sandbox
 from gateway.errors import BadRequest, ModelLoadFailed, Overloaded, Unavailable
 
-MOST_CHARS: Final = 1_000_000  # characters of a prompt beyond twice those of its parts
-MOST_BYTES: Final = 1 << 29  # bytes of memory beyond eight times those characters
-BUSY_S: Final = 2.0
+MOST_CHARS: Final = 1_000_000  # the longest text is twice the input's characters plus this
+MOST_BYTES: Final = 1 << 29  # the most memory is eight bytes per input character plus this
+BUSY_S: Final = 2.0  # seconds after which a caller should retry
 HELLO: Final = ({"role": "user", "content": "Hello!"},)
 
 
 class TemplateRefusal(BadRequest):
-    """The template's own words against a conversation; it had enough time to render it."""
+    """The template refused a conversation by raising an error, whose text this exception has."""
 
 
 class ChatTemplate:
-    """Renders conversations. Safe on any thread.
+    """A model's chat template, which renders conversations. Safe on any thread.
 
-    Rendering happens in this process if there is no sandbox, or if mlx-lm brings a program of its
-    own for the model instead of a template.
+    It is rendered in this process if there is no sandbox, or if mlx-lm has a Python function for
+    the model instead of a template (`is_program`).
     """
 
     def __init__(self, wrapper: TokenizerWrapper, sandbox: Sandbox | None) -> None:
         self._wrapper: Any = wrapper
         self._sandbox = sandbox
-        self.is_program = wrapper._chat_template is not None  # mlx-lm's, instead of a template
-        # Hermes 3 and Command-R have several templates, by name: one of them shows tools.
+        self.is_program = wrapper._chat_template is not None
+        # Hermes 3 and Command-R have several named templates, one of which renders tools.
         named = wrapper._tokenizer.chat_template or ""
         self.text = named if isinstance(named, str) else "\n".join(named.values())
 
     def has(self, word: str) -> bool:
-        """Return True if a word is in the template, or may be in a program."""
+        """Return True if the template contains a word; always for mlx-lm's functions."""
         return self.is_program or word in self.text
 
     def render(
@@ -52,17 +52,18 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any],
     ) -> str:
-        """Return the text of `apply_chat_template` for these messages, tools and other arguments.
+        """Render messages as transformers' `apply_chat_template` does, with these tools and other
+        arguments.
 
-        System turns after the first turn are folded into user turns, at their places, if the
-        template refuses or drops them there.
+        If the template refuses or drops system turns after the first turn, they are made parts of
+        user turns at the same places.
 
         Raises TemplateRefusal if the template refuses the conversation, BadRequest if rendering
-        takes too much, Overloaded if other templates take all the time, and Unavailable if the
-        system ended the process that rendered it, or gave it no processor.
+        takes too much time or memory, Overloaded if the sandbox is busy with other templates, and
+        Unavailable if the system killed the sandbox's process or gave it no CPU time.
         """
         outcome, value = self._render_once(messages, tools, arguments)
-        # A template may raise at a late system turn, or drop it without an error.
+        # A template may raise an error for a late system turn, or silently drop it.
         late = [turn for turn in messages[1:] if turn["role"] == "system"]
         if late and not (outcome == "rendered" and _has_texts(str(value), late)):
             outcome, value = self._render_once(fold_late_systems(messages), tools, arguments)
@@ -86,9 +87,9 @@ class ChatTemplate:
         )
 
     def check(self, name: str, arguments: Mapping[str, Any]) -> None:
-        """Raise ModelLoadFailed if the template cannot render even a greeting within bounds.
+        """Raise ModelLoadFailed if rendering a greeting exceeds the limits of time or memory.
 
-        A template that refuses the greeting passes: it may want more than that.
+        A template that refuses the greeting passes: it may require other messages.
         """
         if self._sandbox is None:
             return
@@ -129,7 +130,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Return the arguments of transformers 5.23 to `render_jinja_template`."""
+        """Return the arguments that transformers 5.23 passes to `render_jinja_template`."""
         tokenizer = self._wrapper._tokenizer
         listed = [dict(tool) for tool in tools] or None
         present = [
@@ -146,7 +147,9 @@ class ChatTemplate:
 
 
 def fold_late_systems(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a conversation whose system turns, except the first turn, are parts of user turns."""
+    """Return a conversation in which system turns, unless they are first, become parts of user
+    turns.
+    """
     first, *rest = [dict(message) for message in messages]
     for turn in rest:
         if turn["role"] == "system":
@@ -161,7 +164,7 @@ def fold_late_systems(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 
 def _with_texts(turn: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a turn whose calls have their arguments in JSON, as mlx-lm's programs read them."""
+    """Return a turn with its calls' arguments encoded as JSON, as mlx-lm's functions expect."""
     calls = [
         {**call, "function": {**call["function"], "arguments": json.dumps(arguments)}}
         for call in turn.get("tool_calls") or ()

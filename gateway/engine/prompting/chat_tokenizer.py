@@ -1,4 +1,4 @@
-"""Conversation → prompt: the model's own template, rendered and encoded, on any thread."""
+"""The tokenizer and formats of a chat model, which turn conversations into prompts."""
 
 import inspect
 import secrets
@@ -38,8 +38,8 @@ from gateway.jobs.chat import GenerateJob
 from gateway.jobs.images import ImageSpan
 from gateway.registry import ChatSpec
 
-# Parameters of transformers' functions, which no request may set by `template_args`: its
-# `chat_template` would run as a program.
+# Parameters of transformers' functions, which requests may not set in `template_args`. For example,
+# a request's `chat_template` would be run as a program.
 RESERVED = frozenset(
     name
     for function in (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template)
@@ -48,16 +48,16 @@ RESERVED = frozenset(
 
 
 T = TypeVar("T")
-TRIALS_S: Final = 30.0  # seconds for renderings of made-up turns, a few milliseconds each
-MOST_ADDED: Final = 1 << 17  # each token takes transformers a tenth of a millisecond
-MOST_TOKENS: Final = 1 << 20  # XLM-V has 901,629, the most known
+TRIALS_S: Final = 30.0  # seconds for all trials: renderings of made-up turns, a few ms each
+MOST_ADDED: Final = 1 << 17  # the most added tokens: transformers needs 0.1 ms for each
+MOST_TOKENS: Final = 1 << 20  # the largest vocabulary; the largest known, XLM-V's, has 901,629
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """The ids of a prompt, and whether the model is already thinking at its end, or may begin to.
 
-    `opening` is the message on a channel that the template begins.
+    `opening` is the header of the message that a Harmony template begins, empty for others.
     """
 
     ids: list[int]
@@ -68,7 +68,7 @@ class Prompt:
 
 
 class ChatTokenizer:
-    """A chat model's tokenizer, template and formats. Stateless in use, so threads may share it."""
+    """A chat model's tokenizer, template and formats. Safe on any thread once it is made."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class ChatTokenizer:
         self.template = template
         self._template_args = dict(template_args)
         self.backend: Tokenizer = wrapper.backend_tokenizer
-        # These are set once: changes per call make a tokenizer say "Already borrowed".
+        # These are set only once: changing them per call raises "Already borrowed" with threads.
         self.backend.no_truncation()
         self.backend.no_padding()
         self.vocabulary = Vocabulary(self.backend)
@@ -96,7 +96,7 @@ class ChatTokenizer:
         )
         self._tried_until = time.monotonic() + TRIALS_S
         self._form = Form()
-        # The reason why the template's way of reading turns is not known, if it is not.
+        # The error if trials could not find out in what form the template reads turns.
         self.untried: str | None = None
         try:
             self._form = find_form(template, self._try)
@@ -105,18 +105,18 @@ class ChatTokenizer:
 
     @property
     def tokenizer(self) -> Any:
-        """Return transformers' tokenizer, for callers that build on it."""
+        """Return transformers' tokenizer object."""
         return self._wrapper._tokenizer
 
     def prompt(self, job: GenerateJob, images: ImageFormat | None = None) -> Prompt:
-        """Return a bare prompt, or a conversation in the model's template.
+        """Return a job's prompt: encoded without a template if it is bare, otherwise rendered.
 
-        Raises BadRequest with the template's own words when it refuses the conversation, and for an
-        image that cannot be read.
+        Raises BadRequest, with the template's error text, if the template refuses the conversation,
+        and for an image that cannot be read.
         """
         if isinstance(job.prompt, str):
-            # The text is encoded as a batch, since only tokenizers' batch calls release the GIL: a
-            # megabyte kept the event loop waiting for three seconds.
+            # The text is encoded as a batch of one because only tokenizers' batch calls release the
+            # GIL: a megabyte of text blocked the event loop for three seconds.
             (encoded,) = self.backend.encode_batch_fast([job.prompt])
             return Prompt(list(encoded.ids))
         if job.prompt is not None:
@@ -138,7 +138,8 @@ class ChatTokenizer:
 
     def begin(self, opening: str, ids: list[int]) -> Prompt:
         """Return a prompt that ends with `opening`, the template's opening of the answer."""
-        # The grammar applies only when the answer's own message begins.
+        # Until the header opens the message of the answer itself, the model counts as thinking, and
+        # grammars don't apply.
         if self.answers.is_harmony:
             header = opening.rpartition("<|start|>")[2]
             return Prompt(ids, is_thinking=not opens_answer(header), opening=header)
@@ -147,18 +148,18 @@ class ChatTokenizer:
         return Prompt(ids, is_thinking=self._is_thinking(opening), may_think=may_think)
 
     def _is_thinking(self, opening: str) -> bool:
-        """Return True if the answer that a template opens begins inside a block of thinking."""
+        """Return True if an answer after `opening` begins inside a block of thinking."""
         opened = max((opening.rfind(mark) for mark in self._reasoning.starts), default=-1)
         closed = max((opening.rfind(mark) for mark in self._reasoning.ends), default=-1)
         return opened > closed
 
     def _continue(self, job: GenerateJob, images: ImageFormat | None) -> Prompt:
-        """Return a prompt that ends inside the last message, right after its text. Marks in it are
-        plain letters: it opens no thinking and ends none.
+        """Return a prompt that ends inside the last message, right after its text. Control tokens
+        in that text are encoded as plain text, so it neither opens nor ends thinking.
         """
         *earlier, last = job.messages
-        # A template may close a message in any way. So a placeholder word is rendered instead of
-        # the text, and the text is put after the part before that word.
+        # Templates close messages in various ways. So a placeholder is rendered instead of the
+        # text, and everything from the placeholder on is replaced by the text.
         word = f"continued{secrets.token_hex(16)}"
         messages = [*earlier, {**last, "content": word}]
         text = self.apply(replace(job, messages=messages), is_asking=False)
@@ -172,11 +173,11 @@ class ChatTokenizer:
         return Prompt([*read, *ids], images=spans)
 
     def render_questions(self, job: GenerateJob) -> tuple[list[Piece], str]:
-        """Return the template's text before and after the last message's text. If it opens a
-        thought, the thought is closed, and the answer's own message is begun.
+        """Return what the template renders before and after the last message's text. If that ends
+        inside a thought, the thought is closed, and the answer is opened.
         """
-        # A placeholder word replaces that text and the question at its end, so that the template
-        # runs once.
+        # A placeholder is rendered instead of that text and the question at its end, so that the
+        # template runs only once for all questions.
         *earlier, last = job.messages
         word = f"question{secrets.token_hex(16)}"
         messages = [*earlier, {**last, "content": word}]
@@ -195,7 +196,9 @@ class ChatTokenizer:
         return self.controls.pieces(before), after
 
     def tokenize(self, job: GenerateJob, *, special: bool, asking: bool) -> list[int]:
-        """Return the ids of a text, or of a conversation, with the answer's opening if `asking`."""
+        """Return the ids of a text or of a conversation. `special` adds a text's special tokens;
+        `asking` adds the opening of the answer to a conversation.
+        """
         if isinstance(job.prompt, str):
             (encoded,) = self.backend.encode_batch_fast([job.prompt], add_special_tokens=special)
             return list(encoded.ids)
@@ -204,29 +207,28 @@ class ChatTokenizer:
         return self.encode(self.apply(job, is_asking=False))
 
     def encode(self, text: str) -> list[int]:
-        """Encode the template's text, with the special tokens that it wants."""
+        """Encode rendered text. Special tokens are only those that the template wrote."""
         [ids] = self.controls.encode([self.controls.pieces(text)])
         return ids
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Return the vocabulary's strings of ids; an empty one for an unknown id."""
+        """Return the vocabulary entries of ids; an empty string for an unknown id."""
         return [self.backend.id_to_token(token) or "" for token in ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.backend.decode(list(ids), skip_special_tokens=False))
 
     def texts_of(self, ids: Sequence[int], prompt: str | TokenIds | None) -> list[str]:
-        """Return the texts of a bare prompt's tokens; `prompt` is as the caller sent it."""
+        """Return the texts of a bare prompt's tokens; `prompt` is what the caller sent."""
         added = self.backend.get_added_tokens_decoder()
         special = {token for token, added_token in added.items() if added_token.special}
         return texts_of(ids, prompt if isinstance(prompt, str) else None, self.vocabulary, special)
 
     def render(self, job: GenerateJob) -> tuple[str, str]:
-        """Return a conversation's text, and the part that the template adds at its end to open the
-        answer.
+        """Return a rendered conversation, and the part at its end that opens the answer.
 
-        Only the second says whether the model is thinking, since messages may contain its marks
-        too. It is empty if the text contains none.
+        Only that part tells whether the model is thinking, since messages may contain the marks of
+        thinking too. It is empty if the whole text contains no marks.
         """
         text = self.apply(job, is_asking=True)
         marks = (*self._reasoning.starts, *self._reasoning.ends)
@@ -236,22 +238,23 @@ class ChatTokenizer:
             return text, ""
         try:
             opening = text[count_alike(text, self.apply(job, is_asking=False)) :]
-        except TemplateRefusal:  # some templates cannot render it otherwise
+        except TemplateRefusal:  # some templates refuse to render without an opening
             opening = ""
         if opening:
             return text, opening
-        # This template always opens an answer: its last words count, unless the caller wrote them.
+        # This template always opens an answer: the opening is the last line, if it ends with a mark
+        # that isn't the caller's.
         last = str(job.messages[-1].get("content") or "").rstrip()
         if text.rstrip().endswith(marks) and not last.endswith(marks):
             opening = text.rstrip().splitlines()[-1]
         return text, opening
 
     def apply(self, job: GenerateJob, *, is_asking: bool) -> str:
-        """Return a conversation in the model's template, to be answered if `is_asking`.
+        """Render a conversation, with an opening of the answer if `is_asking`.
 
-        If the template refuses it, it is rendered again without thoughts, which may contain the
-        template's marks. Raises the errors of rendering, and BadRequest for arguments that no
-        request may set.
+        If the template refuses the conversation, it is rendered again without thoughts, since these
+        may contain the template's marks. Raises the errors of ChatTemplate.render, and BadRequest
+        for RESERVED arguments.
         """
         try:
             return self._apply(job, is_asking=is_asking)
@@ -264,9 +267,7 @@ class ChatTokenizer:
     def _apply(self, job: GenerateJob, *, is_asking: bool) -> str:
         reserved = RESERVED & job.template_args.keys()
         if reserved:
-            raise BadRequest(
-                f"'{min(reserved)}' is not for a request to set.", part="template_args"
-            )
+            raise BadRequest(f"'{min(reserved)}' cannot be set by a request.", part="template_args")
         messages = map(self._turn, own_ids(job.messages, self.answers.tools.new_id))
         tools, arguments = job.tools, job.template_args
         if self._splits_controls:
@@ -277,44 +278,42 @@ class ChatTokenizer:
         )
 
     def _turn(self, message: dict[str, Any]) -> Turn:
-        """Return a turn in the template's form, with its thought where the template looks
-        for it.
-        """
+        """Return a message in the form that the template reads, including its thought."""
         turn, thought = self._form.turn(message, message.pop(THOUGHT_KEY, None) or "")
         if self._splits_controls:
-            # A template looks for the marks of thinking in earlier answers.
+            # Marks of thinking stay whole in earlier answers, where templates search for them.
             whole = self._reasoning.marks if message["role"] == "assistant" else ()
             turn, thought = self.controls.split(turn, whole), self.controls.split(thought)
         return self._form.put(turn, thought) if thought else turn
 
     def try_out(self, render: Callable[[], T]) -> T:
-        """Render made-up turns, once more if other work left no time for them.
+        """Call `render` for made-up turns, and once more if the sandbox was busy or unavailable.
 
-        Raises BadRequest too if all trials of the model have taken too long.
+        Raises its errors, and BadRequest if the model's trials have taken too long in total.
         """
         if time.monotonic() > self._tried_until:
-            raise BadRequest(f"Its trials took over {TRIALS_S:g} seconds.")
+            raise BadRequest(f"Trials of the chat template took over {TRIALS_S:g} seconds.")
         try:
             return render()
         except (Overloaded, Unavailable):
             return render()
 
     def _try(self, turns: Sequence[Turn]) -> str | None:
-        """Return the text of a made-up conversation; None if the template refuses it."""
+        """Render a made-up conversation; return None if the template refuses it."""
         try:
             return self.try_out(lambda: self._apply(trial_job(turns), is_asking=False))
         except TemplateRefusal:
             return None
 
     def _thinking_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return a template's arguments, with those about thinking renamed to the words of its
-        family.
+        """Return a template's arguments with those about thinking in the forms of all model
+        families.
 
         Most templates read `enable_thinking`; Granite's and DeepSeek's read `thinking`, Cohere's
         `reasoning` and MiniMax M3's `thinking_mode`; gpt-oss has three levels of thinking and
         cannot turn it off.
         """
-        if self.template.is_program:  # a program has arguments of its own
+        if self.template.is_program:  # mlx-lm's functions may accept only their own arguments
             return arguments
         asked = arguments.get("enable_thinking")
         if self.answers.is_harmony:
@@ -332,7 +331,7 @@ class ChatTokenizer:
 
 
 def count_alike(text: str, other: str) -> int:
-    """Count the characters of two texts' common beginning."""
+    """Return the length of two texts' common prefix."""
     if text.startswith(other):
         return len(other)
     pairs = enumerate(zip(text, other, strict=False))
@@ -345,9 +344,9 @@ class ChatFormats:
 
     chat_template: str | None = None  # replaces the checkpoint's own
     template_args: Mapping[str, Any] = field(default_factory=dict)
-    tool_parser: str | None = None  # a format's name, inferred if it is None
-    reasoning_parser: str | None = None  # a format's name, inferred if it is None
-    split_special_tokens: bool = False  # control tokens in callers' texts are letters
+    tool_parser: str | None = None  # a format's name; None to infer it
+    reasoning_parser: str | None = None  # a format's name; None to infer it
+    split_special_tokens: bool = False  # encode control tokens in callers' texts as plain text
     template_sandbox: Sandbox | None = None  # the process that renders the template
 
     @classmethod
@@ -366,7 +365,7 @@ class ChatFormats:
 def wrap_folder_tokenizer(
     folder: Path, *, name: str, eos_ids: int | list[int] | None = None
 ) -> TokenizerWrapper:
-    """Load tokenizer.json. Code from the model's folder is never run. Raises ModelLoadFailed."""
+    """Load a folder's tokenizer.json, without running any code in it. Raises ModelLoadFailed."""
     if not (folder / "tokenizer.json").is_file():
         raise ModelLoadFailed(name, f"there is no tokenizer.json in {folder.name}")
     added = (folder / "tokenizer.json").read_bytes().count(b'"special"')
@@ -388,11 +387,11 @@ def chat_tokenizer(
 ) -> ChatTokenizer:
     """Wrap mlx-lm's tokenizer for chat. Raises ModelLoadFailed."""
     chat_template = formats.chat_template
-    # mlx-lm infers a format from the checkpoint's own template, and notes it here.
+    # mlx-lm infers a format from the checkpoint's own template, and stores it here.
     declared = wrapper._tokenizer.init_kwargs.get("tool_parser_type")
     if chat_template is not None:
         wrapper.chat_template, declared = chat_template, None
-        wrapper._chat_template = None  # a program of mlx-lm's would take precedence
+        wrapper._chat_template = None  # mlx-lm's function would take precedence
     if not (wrapper.has_chat_template or chat_template):
         raise ModelLoadFailed(name, "it has no chat template; set `chat_template:` in models.yaml")
     template = ChatTemplate(wrapper, formats.template_sandbox)
@@ -400,7 +399,7 @@ def chat_tokenizer(
     text = template.text
     vocabulary = wrapper.backend_tokenizer.get_vocab()
     largest = max(vocabulary.values(), default=0)
-    if largest >= MOST_TOKENS:  # the grammars' tables have a place for each id
+    if largest >= MOST_TOKENS:  # grammar tables have an entry for each id
         raise ModelLoadFailed(name, f"tokenizer.json has a token with the id {largest:,}")
     tools = formats.tool_parser or infer_tools(vocabulary, text, model_type, declared)
     reasoning = formats.reasoning_parser or infer_reasoning(vocabulary, text, model_type)

@@ -1,8 +1,7 @@
-"""Thoughts that go back to their model: the form in which its chat template reads them, found by
-rendering made-up turns.
+"""Thoughts in earlier turns: rendering made-up turns shows in what form a chat template reads them.
 
-Templates show a thought only in some places: in an answer after a tool's result, with a call, or in
-any last answer. gpt-oss's refuses a thought with both a text and a call.
+Templates render thoughts only in some turns: in an answer after a tool's result, in a turn with a
+call, or in any last answer. gpt-oss's refuses a turn that has all of a thought, a text and a call.
 """
 
 import math
@@ -18,7 +17,7 @@ Turn: TypeAlias = Mapping[str, Any]
 PutThought: TypeAlias = Callable[[Turn, str], Turn]
 """Adds a thought to a turn, in the form that a template reads."""
 
-THOUGHT_KEY: Final = "reasoning_content"  # name in a job's turns, and in most templates
+THOUGHT_KEY: Final = "reasoning_content"  # the key in a job's turns, and in most templates
 THOUGHT: Final = "The tide turns at seven."
 ARGUMENTS: Final[Mapping[str, Any]] = {"harbour": "Old Whitby", "days": 3}
 FUNCTION: Final = Function(
@@ -42,7 +41,7 @@ ANSWERING: Final = ((_ASKED, _CALLING, _FOUND, _ANSWERING), CALLING, (_ASKED, _A
 
 
 def trial_job(turns: Sequence[Turn]) -> GenerateJob:
-    """Return the job of a made-up conversation, of a model that thinks and may call FUNCTION."""
+    """Return a job with a made-up conversation, in which the model may think and call FUNCTION."""
     function = {"name": FUNCTION.name, "description": "", "parameters": FUNCTION.parameters}
     return GenerateJob(
         caller=Caller(request_id="trial", deadline=math.inf, allowed_s=math.inf),
@@ -54,7 +53,7 @@ def trial_job(turns: Sequence[Turn]) -> GenerateJob:
 
 
 def put_as(key: str) -> PutThought:
-    """Return the form in which a thought is a field of its turn."""
+    """Return a function that adds a thought as a field `key` of its turn."""
     return lambda turn, thought: {**turn, key: thought}
 
 
@@ -62,20 +61,20 @@ _PUT: Final = put_as(THOUGHT_KEY)
 
 
 def _put_alone(put: PutThought) -> PutThought:
-    """Return a form without the thoughts of turns that have both a text and calls."""
+    """Return a function that adds thoughts with `put`, except to turns with both text and calls."""
     return lambda turn, thought: (
         turn if turn.get("content") and turn.get("tool_calls") else put(turn, thought)
     )
 
 
 def _put_as_part(turn: Turn, thought: str) -> Turn:
-    """Add a thought as Mistral's templates read it: as a part of the content."""
+    """Add a thought as a part of the content, as Mistral's templates expect it."""
     text = turn.get("content")
     parts = [{"type": "text", "text": text}] if text else []
     return {**turn, "content": [{"type": "thinking", "thinking": thought}, *parts]}
 
 
-# Each form, after a word without which a template cannot read it.
+# Pairs of a word that a template must contain to read a form, and the function of the form.
 _FORMS: Final[Sequence[tuple[str, PutThought]]] = (
     (THOUGHT_KEY, put_as(THOUGHT_KEY)),
     ("reasoning", put_as("reasoning")),
@@ -85,7 +84,7 @@ _FORMS: Final[Sequence[tuple[str, PutThought]]] = (
 
 
 def may_show_thoughts(template: ChatTemplate) -> bool:
-    """Return True if a template has a word by which it could read thoughts."""
+    """Return True if a template contains one of the words needed to read thoughts."""
     return any(template.has(word) for word, _ in _FORMS)
 
 
@@ -93,8 +92,9 @@ def may_show_thoughts(template: ChatTemplate) -> bool:
 class Form:
     """The form in which a template reads its model's earlier answers.
 
-    If a template writes a line break after a thought, or after a text before a call, the model's
-    own is left out: with both, the prompt would not begin with the model's tokens.
+    A template may write a line break after a thought, or between a text and a call. The model's own
+    line break is then removed: with both, the prompt would differ from the tokens that the model
+    wrote, and the prefix cache would miss.
     """
 
     put: PutThought = _PUT
@@ -110,16 +110,16 @@ class Form:
 
 
 def find_form(template: ChatTemplate, render: Callable[[Sequence[Turn]], str | None]) -> Form:
-    """Return the form in which a template reads turns; the usual one if it shows no thoughts.
+    """Return the form in which a template reads turns; the default if it renders no thoughts.
 
-    `render` returns the text of a conversation; None if the template refuses it.
+    `render` returns the text of a conversation, or None if the template refuses it.
     """
     talk = (render([_ASKED, _TALKING]) if template.has("tool_calls") else None) or ""
     breaks_texts = f"{_TALKING['content']}\n" in talk
     for word, put in _FORMS:
         for *earlier, last in ANSWERING if template.has(word) else ():
             text = render([*earlier, put(last, THOUGHT)]) or ""
-            # A template may print a list of parts that it does not read.
+            # A template that doesn't know content parts may print the list of them as text.
             if THOUGHT in text and not any(f"{mark}thinking{mark}:" in text for mark in "'\""):
                 is_refused = talk and render([_ASKED, put(_TALKING, THOUGHT)]) is None
                 put = _put_alone(put) if is_refused else put

@@ -15,7 +15,7 @@ class FeatureCache:
     """Features by image, the least recently used dropped first."""
 
     def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
+        self.most_bytes = most_bytes
         self._features: OrderedDict[Key, mx.array] = OrderedDict()
         self.nbytes = 0
 
@@ -28,11 +28,11 @@ class FeatureCache:
 
     def keep(self, key: Key, features: mx.array) -> None:
         """Keep evaluated features, unless they alone are too large."""
-        if features.nbytes > self._most_bytes or key in self._features:
+        if features.nbytes > self.most_bytes or key in self._features:
             return
         self._features[key] = features
         self.nbytes += features.nbytes
-        while self.nbytes > self._most_bytes:
+        while self.nbytes > self.most_bytes:
             _, dropped = self._features.popitem(last=False)
             self.nbytes -= dropped.nbytes
 

@@ -1,10 +1,10 @@
-"""The vision tower of Qwen3-VL and Qwen3.5 to 3.8: a picture's patches → the features of its
+"""The vision tower of Qwen3-VL and Qwen3.5 to 3.8: an image's patches → the features of its
 tokens.
 
 The architecture is transformers' `Qwen3VLVisionModel`. Modules have the names of its weights.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,9 +17,16 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import LayerNorm
 
 Grid = tuple[int, int]  # rows and columns of patches
+Angles = tuple[mx.array, mx.array]  # cosines and sines, (patches, half a head)
+
+# A layer's work is cut into parts, between which others may have the lane. A kernel without fused
+# attention, such as the CPU's, holds the scores of a part.
+MOST_PATCHES: Final = 512
+SCORE_BYTES: Final = 128 << 20
 
 _EPS: Final = 1e-6
 _THETA: Final = 10000.0
+_HELD: Final = 8  # arrays of all patches at once: a layer's input, its projections, its output
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +76,23 @@ class _Attention(Module):
         self.qkv = Linear(size, 3 * size)
         self.proj = Linear(size, size)
 
-    def __call__(self, x: mx.array, cosines: mx.array, sines: mx.array) -> mx.array:
-        count, size = x.shape
-        queries, keys, values = self.qkv(x).reshape(count, 3, self._heads, -1).transpose(1, 2, 0, 3)
+    def project(self, x: mx.array, angles: Angles) -> mx.array:
+        """Return queries, keys and values, turned, of patches: (3, heads, patches, size)."""
+        projected = self.qkv(x).reshape(len(x), 3, self._heads, -1).transpose(1, 2, 0, 3)
+        first, second = mx.split(projected[:2].astype(mx.float32), 2, axis=-1)
+        cosines, sines = angles
+        halves = [first * cosines - second * sines, second * cosines + first * sines]
+        turned = mx.concatenate(halves, axis=-1).astype(x.dtype)
+        return mx.concatenate([turned, projected[2:]])
 
-        def turned(part: mx.array) -> mx.array:
-            first, second = mx.split(part.astype(mx.float32), 2, axis=-1)
-            halves = [first * cosines - second * sines, second * cosines + first * sines]
-            return mx.concatenate(halves, axis=-1).astype(x.dtype)
-
-        scale = (size // self._heads) ** -0.5
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+        """Return (patches, hidden) for queries, (heads, patches, size), among all patches."""
+        scale = queries.shape[-1] ** -0.5
         attended = mx.fast.scaled_dot_product_attention(
-            turned(queries)[None], turned(keys)[None], values[None], scale=scale
+            queries[None], keys[None], values[None], scale=scale
         )
-        output: mx.array = self.proj(attended[0].transpose(1, 0, 2).reshape(count, size))
+        count = queries.shape[1]
+        output: mx.array = self.proj(attended[0].transpose(1, 0, 2).reshape(count, -1))
         return output
 
 
@@ -105,9 +115,22 @@ class _Block(Module):
         self.attn = _Attention(numbers)
         self.mlp = _Mlp(numbers)
 
-    def __call__(self, x: mx.array, cosines: mx.array, sines: mx.array) -> mx.array:
-        x = x + self.attn(self.norm1(x), cosines, sines)
-        return x + self.mlp(self.norm2(x))
+    def encode(
+        self, x: mx.array, angles: Angles, parts: Sequence[slice]
+    ) -> Generator[mx.array, None, mx.array]:
+        """Return the layer's output for x, (patches, hidden). Yield each part of its work."""
+        projected: list[mx.array] = []
+        for part in parts:
+            turns = angles[0][part], angles[1][part]
+            projected.append(self.attn.project(self.norm1(x[part]), turns))
+            yield projected[-1]
+        queries, keys, values = mx.concatenate(projected, axis=2)
+        outputs: list[mx.array] = []
+        for part in parts:
+            between = x[part] + self.attn.attend(queries[:, part], keys, values)
+            outputs.append(between + self.mlp(self.norm2(between)))
+            yield outputs[-1]
+        return mx.concatenate(outputs)
 
 
 class _Merger(Module):
@@ -131,7 +154,7 @@ class _Merger(Module):
 
 
 class QwenTower(Module):
-    """A tower with its weights: it encodes one picture at a time."""
+    """A tower with its weights: it encodes one image at a time."""
 
     def __init__(self, numbers: QwenVision) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -144,7 +167,7 @@ class QwenTower(Module):
         self.deepstack_merger_list = [_Merger(numbers, is_deep=True) for _ in numbers.deepstack]
 
     def encode(self, patches: mx.array, grid: Grid) -> Generator[mx.array]:
-        """Yield (patches, hidden) after each layer, to be evaluated, then the picture's features:
+        """Yield arrays to be evaluated, each after a part of a layer, then the image's features,
         (tokens, 1 + layers of DeepStack, hidden size of the decoder).
 
         `patches`, (patches, values of one), come in the order of tokens: those of a token's square
@@ -152,19 +175,31 @@ class QwenTower(Module):
         """
         rows, columns = _places(grid, self.numbers.spatial_merge_size)
         x = self.patch_embed(patches.astype(self._dtype)) + self._positions(rows, columns, grid)
-        cosines, sines = self._angles(rows, columns)
+        angles, parts = self._angles(rows, columns), self._parts(len(patches))
         deep: list[mx.array] = []
         for number, block in enumerate(self.blocks):
-            x = block(x, cosines, sines)
+            x = yield from block.encode(x, angles, parts)
             if number in self.numbers.deepstack:
                 at = self.numbers.deepstack.index(number)
                 deep.append(self.deepstack_merger_list[at](x))
-            yield x
         yield mx.stack([self.merger(x), *deep], axis=1)
+
+    @property
+    def token_bytes(self) -> int:
+        """Return the bytes that a token of an image takes at most while it is encoded and read."""
+        numbers, itemsize = self.numbers, self._dtype.size
+        patches = numbers.hidden_size * numbers.spatial_merge_size**2 * _HELD
+        return itemsize * (patches + numbers.out_hidden_size * (1 + len(numbers.deepstack)))
 
     @property
     def _dtype(self) -> mx.Dtype:
         return self.blocks[0].norm1.weight.dtype
+
+    def _parts(self, patches: int) -> list[slice]:
+        """Cut patches into parts whose attention has at most SCORE_BYTES of scores."""
+        row_bytes = 4 * self.numbers.num_heads * patches
+        size = max(1, min(MOST_PATCHES, SCORE_BYTES // row_bytes))
+        return [slice(at, at + size) for at in range(0, patches, size)]
 
     def _positions(self, rows: Any, columns: Any, grid: Grid) -> mx.array:
         """Interpolate the learned positions between their four neighbours, (patches, hidden)."""

@@ -8,6 +8,7 @@ from typing import Any, Final, Protocol
 import mlx.core as mx
 import numpy as np
 
+from gateway.engine.device import evaluate
 from gateway.engine.models.decoders import parameters
 from gateway.engine.vision.features import FeatureCache
 from gateway.engine.vision.layout import Layout, lay_out
@@ -15,9 +16,9 @@ from gateway.engine.vision.patches import QwenPatches
 from gateway.engine.vision.qwen import QwenTower
 from gateway.engine.vision.reading import Row, SeeingDecoder
 from gateway.jobs.images import FIRST_IMAGE_ID, ImageSpan
-from gateway.jobs.steps import SequenceParams
+from gateway.jobs.steps import ImageCost, SequenceParams
 
-FEATURE_BYTES: Final = 256 << 20  # of the images encoded lately
+FEATURE_BYTES: Final = 128 << 20  # of the images encoded lately
 _TEXT: Final = Row()
 
 
@@ -62,6 +63,11 @@ class Sight:
         self.recalled = 0  # images whose features were at hand
 
     @property
+    def cost(self) -> ImageCost:
+        """Return the bytes that images add."""
+        return ImageCost(self._tower.token_bytes, self._kept.most_bytes)
+
+    @property
     def nbytes(self) -> int:
         """Count the bytes of the tower and of the features kept."""
         return sum(array.nbytes for array in parameters(self._tower)) + self._kept.nbytes
@@ -99,7 +105,7 @@ class Sight:
         patches = mx.array(self._preprocessing.to_patches(rgb))
         features = patches
         for features in self._tower.encode(patches, span.grid):
-            mx.eval(features)
+            evaluate(features)
             yield
         if not mx.all(mx.isfinite(features)).item():
             raise ValueError("the features of an image are not finite")

@@ -63,6 +63,11 @@ class Choice:
         return len(self.params.prompt) + self.tokens
 
     @property
+    def image_tokens(self) -> int:
+        """Return the tokens of its prompt that stand for images."""
+        return sum(image.tokens for image in self.params.images)
+
+    @property
     def max_length(self) -> int:
         """Return the tokens of its prompt and of its longest possible answer."""
         return len(self.params.prompt) + self.params.max_tokens
@@ -225,11 +230,13 @@ def lay_out(
     """
     batched: list[int] = []
     single: list[int] = []
+    image_tokens = 0
     for choice in choices:
+        image_tokens += choice.image_tokens
         is_held = (choice.is_held or choice in parking) and choice not in resuming
         rows_alike = single if is_held or not choice.will_decode else batched
         rows_alike.append(lengths.get(choice, choice.length))
-    return Layout(batched, single)
+    return Layout(batched, single, image_tokens)
 
 
 def batch_shape(choices: Iterable[Choice]) -> tuple[int, int]:

@@ -33,6 +33,7 @@ class RowCosts:
     answer_tokens: int = 256  # tokens of an answer that a joining sequence has room for
     chunk_tokens: int = 0  # most tokens of a chunk: prompts are read in chunks
     max_context: int = LONGEST
+    image_token: int = 0  # bytes of a token of an image, beside its KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class Layout:
     batched: Sequence[int] = ()
     # Sequences with caches of their own: parked ones, and those that answer with one token.
     single: Sequence[int] = ()
+    image_tokens: int = 0  # tokens of images in all of them
 
     def __bool__(self) -> bool:
         return bool(self.batched or self.single)
@@ -62,7 +64,8 @@ class Layout:
         drafted = min(kv.draft.rows, slots + len(self.single))
         drafts = kv.draft.token * (drafted * (max(longest, *self.single, 0) + KV_STEP) + chunk)
         single = sum(kv.of(length + KV_STEP, chunk) for length in self.single)
-        return rectangle + drafts + drafted * kv.draft.states + single + kv.of(chunk)
+        images = costs.image_token * self.image_tokens
+        return rectangle + drafts + drafted * kv.draft.states + single + kv.of(chunk) + images
 
     def has_buffers(self, costs: RowCosts) -> bool:
         """Return True if no buffer is larger than the device can have."""

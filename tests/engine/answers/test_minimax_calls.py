@@ -113,7 +113,7 @@ def test_a_text_may_hold_tags_and_whole_calls(text: str) -> None:
     ],
 )
 def test_text_between_arguments_or_a_name_twice_is_no_call(text: str) -> None:
-    with pytest.raises(ValueError, match="between names, or one twice"):
+    with pytest.raises(ValueError, match="between the parts, or a name twice"):
         read(text)
 
 

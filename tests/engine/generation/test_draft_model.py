@@ -231,9 +231,9 @@ def test_another_vocabulary_is_refused_by_name(folder: Path, tmp_path: Path) -> 
 
 def test_caches_that_cannot_go_back_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
     other = write_chat(tmp_path / "other", **{**SLIDING, "sliding_window_pattern": 9})
-    with pytest.raises(ModelLoadFailed, match="'other' has a kind of cache that cannot go back"):
+    with pytest.raises(ModelLoadFailed, match="'other' uses a cache that cannot be rolled back"):
         open_engine(folder, speculate_rows=4, draft=other)
-    with pytest.raises(ModelLoadFailed, match="'tiny' has a kind of cache that cannot go back"):
+    with pytest.raises(ModelLoadFailed, match="'tiny' uses a cache that cannot be rolled back"):
         open_engine(other, speculate_rows=4, draft=folder)
 
 

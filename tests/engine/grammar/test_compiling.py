@@ -258,7 +258,7 @@ def test_definitions_that_nothing_leads_to_ask_for_nothing() -> None:
         ({"anyOf": []}, "`anyOf` at #/anyOf must have at least 1 item in draft 2020-12"),
         ({"required": ["a", "a"]}, "must have no item twice in draft 2020-12"),
         ({"properties": {"a": 1}}, "`a` at #/properties/a must be a boolean or an object in"),
-        ({"type": "strin"}, "`type` at #/type must be the name of a type, or an array of some"),
+        ({"type": "strin"}, "`type` at #/type must be the name of a type, or an array of such"),
         ({"items": [{}]}, "`items` at #/items must be a boolean or an object in draft 2020-12"),
         ({**D4, "exclusiveMinimum": 1}, "#/exclusiveMinimum must be a boolean in draft 4"),
         ({**D7, "items": 1}, "`items` at #/items is not allowed in draft 7"),

@@ -120,7 +120,7 @@ def test_a_tokenizer_that_grammars_cannot_read_leaves_plain_chat(
 ) -> None:
     engine = open_engine(tmp_path / "m", make())
     assert written(engine, None) is not None
-    with pytest.raises(BadRequest, match="its tokenizer cannot serve grammars") as caught:
+    with pytest.raises(BadRequest, match="its tokenizer cannot be used with grammars") as caught:
         engine.compile(Grammar("json_schema", SCHEMA))
     assert caught.value.code == "grammar_not_supported"
 

@@ -43,14 +43,14 @@ def test_a_token_with_a_far_id_is_refused(folder: Path) -> None:
 
 def test_a_vocabulary_larger_than_the_weights_is_refused(folder: Path) -> None:
     change(folder, "config.json", vocab_size=10**7)
-    with pytest.raises(ModelLoadFailed, match="vocab_size is 10,000,000, and no weights have"):
+    with pytest.raises(ModelLoadFailed, match="vocab_size is 10,000,000, but no weight has"):
         read_chat_setup(folder, name="mine", max_context=None)
 
 
 @pytest.mark.parametrize("ids", ["x", [1, None, "2"], {"a": 1}, -1, [True]])
 def test_ends_that_are_no_ids_are_refused_by_name(folder: Path, ids: Any) -> None:
     change(folder, "config.json", eos_token_id=ids)
-    with pytest.raises(ModelLoadFailed, match=r"config\.json: eos_token_id is"):
+    with pytest.raises(ModelLoadFailed, match=r"config\.json: eos_token_id isn't a token id"):
         read_chat_setup(folder, name="mine", max_context=None)
 
 
