@@ -193,7 +193,14 @@ class Prefill:
         return seqs
 
     def drop(self, sequence_id: int) -> None:
-        self._line = deque(entry for entry in self._line if _rows(entry)[0].id != sequence_id)
+        """Drop a sequence. Others of its batch, of which nothing is read while images are encoded,
+        queue again in its place.
+        """
+        line: deque[Sequence | PrefillBatch] = deque()
+        for entry in self._line:
+            staying = [seq for seq in _rows(entry) if seq.id != sequence_id]
+            line.extend([entry] if len(staying) == len(_rows(entry)) else staying)
+        self._line = line
 
     def close(self) -> None:
         """Release every sequence and the model."""

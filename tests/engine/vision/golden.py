@@ -86,7 +86,7 @@ class Opened:
         while len(tokens) < len(self.case.greedy):
             at = len(prompt) + len(tokens) - 1
             last = self.decoder(mx.array([tokens[-1:]]), [row], [at], cache=cache)[0, -1]
-            tokens.append(int(mx.argmax(last).item()))
+            tokens.append(int(np.array(last.astype(mx.float32)).argmax()))
         return logits, tokens
 
 

@@ -10,7 +10,6 @@ from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.loading import load_weights
@@ -97,8 +96,8 @@ def open_seeing(
         _setups[key] = read_chat_setup(folder, name="tiny", max_context=None, image_sandbox=paint)
     setup = _setups[key]
     setup = replace(setup, checkpoint=open_checkpoint("tiny", folder), chat=copy(setup.chat))
-    kept = {"prefix_cache_bytes": prefix_cache_bytes, "speculate_rows": speculate_rows}
-    return load_weights(setup, device=Device.CPU, **kept, **options)
+    options |= {"prefix_cache_bytes": prefix_cache_bytes, "speculate_rows": speculate_rows}
+    return load_weights(setup, device=Device.CPU, **options)
 
 
 def sight_of(engine: GenerationEngine) -> Sight:
