@@ -111,7 +111,7 @@ def read_chat_setup(
     if isinstance(checkpoint, Checkpoint):
         notes += list_notes(config, max_context)
         if image_sandbox is not None:
-            images = read_image_format(checkpoint, image_sandbox, notes.append)
+            images = read_image_format(checkpoint, image_sandbox, vocab_size, notes.append)
     return ChatSetup(
         checkpoint,
         chat,

@@ -19,6 +19,7 @@ MOST_PATCH: Final = 256  # pixels of a side
 MOST_MERGED: Final = 16
 MOST_FRAMES: Final = 16
 MOST_PIXELS: Final = 1 << 28
+CHANNELS: Final = 3  # red, green and blue
 # transformers' values for keys that a file lacks.
 QWEN_DEFAULTS: Final = {
     "patch_size": 14,

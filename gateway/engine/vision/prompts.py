@@ -111,7 +111,7 @@ class ImageFormat:
 
 
 def read_image_format(
-    checkpoint: Checkpoint, sandbox: Sandbox, note: Callable[[str], None]
+    checkpoint: Checkpoint, sandbox: Sandbox, vocab_size: int, note: Callable[[str], None]
 ) -> ImageFormat | None:
     """Return the image format of a folder; None for a model that reads text alone. `note` is called
     with the reason why a tower is not used.
@@ -122,7 +122,7 @@ def read_image_format(
     try:
         names = ("vision_start_token_id", "vision_end_token_id", "image_token_id")
         start, end, _ = marks = [cast(Any, config.get(name)) for name in names]
-        if not all(type(token) is int and token >= 0 for token in marks):
+        if not all(type(token) is int and 0 <= token < vocab_size for token in marks):
             raise checkpoint.failed("config.json has no ids of the tokens around images")
         return ImageFormat(read_qwen(checkpoint), start, end, sandbox)
     except ModelLoadFailed as error:

@@ -219,12 +219,10 @@ def test_weights_in_bfloat16_give_nearly_the_same(tmp_path: Path, name: str) -> 
 def test_a_folder_without_arrays_of_a_tower_is_a_text_model(tmp_path: Path, name: str) -> None:
     """A conversion for text keeps `vision_config`."""
     folder = write_seeing(name, tmp_path / "model")
-    rewrite(
-        folder, lambda arrays: {key: each for key, each in arrays.items() if TOWER not in key}
-    )
+    rewrite(folder, lambda arrays: {key: each for key, each in arrays.items() if TOWER not in key})
     engine = load_generation(folder, name="tiny", device=Device.CPU, image_sandbox=paint)
     assert engine._sight is None
-    assert not engine.facts.reads_images
+    assert engine.facts.images is None
     assert not engine.facts.notes
     [told] = answers(engine, [see("What is this?")])
     assert told.ends
@@ -244,7 +242,7 @@ def test_a_model_type_without_a_tower_of_ours_is_a_text_model(tmp_path: Path) ->
 @pytest.mark.parametrize("name", DENSE)
 def test_without_a_sandbox_for_images_the_tower_stays_unread(tmp_path: Path, name: str) -> None:
     engine = load_generation(write_seeing(name, tmp_path / "m"), name="tiny", device=Device.CPU)
-    assert not engine.facts.reads_images
+    assert engine.facts.images is None
     with pytest.raises((BadRequest, AssertionError)):
         engine.prepare(see("What is @?", CAT))
     engine.close()
