@@ -170,11 +170,11 @@ def count_images(model: str, tokens: Sequence[int]) -> None:
     of(IMAGE_TOKENS, model).inc(sum(tokens))
 
 
-def note_encoding(model: str, encoded: int, recalled: int, seconds: float) -> None:
-    """Note a pass that encodes images: those that are done, and those that were at hand."""
-    of(TOWER_SECONDS, model).observe(seconds)
-    of(IMAGE_FEATURES, model, "miss").inc(encoded)
-    of(IMAGE_FEATURES, model, "hit").inc(recalled)
+def count_features(model: str, encoded: int, recalled: int) -> None:
+    """Count the images of a pass: those that it encoded, and those whose features were at hand."""
+    for result, images in (("miss", encoded), ("hit", recalled)):
+        if images:
+            of(IMAGE_FEATURES, model, result).inc(images)
 
 
 Reading: TypeAlias = Metric

@@ -42,7 +42,8 @@ class Case:
 def draw_patches(vision: dict[str, Any], rows: int, columns: int) -> Floats:
     """Return the patches of a picture that is drawn by its size."""
     width = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
-    return np.random.RandomState(rows * 100 + columns).standard_normal((rows * columns, width))
+    drawn = np.random.RandomState(rows * 100 + columns).standard_normal((rows * columns, width))
+    return drawn.astype(np.float32)
 
 
 @cache

@@ -14,6 +14,7 @@ from gateway import logs
 from gateway.app.daemon_threads import run_in_daemon_thread
 from gateway.app.limits import budget_bytes, prefix_share, settings_of
 from gateway.app.loading import Size
+from gateway.app.prefix_files import folder_secret
 from gateway.app.ranks import Ranks, describe
 from gateway.engine.device import Device, DeviceBounds, choose_device, memory_bytes
 from gateway.engine.embedding.label_scorer import label_recipe, load_label_scorer_in_steps
@@ -147,6 +148,7 @@ class ChatEngines:
             shape=Shape.of(spec),
             sandbox=self.grammars,
             image_sandbox=self.images if spec.images else None,
+            image_secret=folder_secret(self.settings),
         )
         setup = await run_in_daemon_thread(read)
         if setup.chat.untried is not None:

@@ -58,6 +58,17 @@ def lock(file: Path) -> int:
     return descriptor
 
 
+def folder_secret(settings: Settings) -> bytes | None:
+    """Return the secret of the prefix folder, so that an image has the same ids after a restart;
+    None if there is no folder.
+    """
+    if settings.prefix_folder is None:
+        return None
+    with contextlib.suppress(OSError):
+        return (settings.prefix_folder / SECRET).read_bytes()
+    return None
+
+
 class PrefixFolder:
     """The folder of one gateway's files, which only this user can read. Call it off the loop, since
     the disk may be slow.

@@ -23,6 +23,7 @@ Kind: TypeAlias = Literal[
     "long texts",
     "short prompts",
     "long prompts",
+    "image prompts",
     "grammars",
     "checks",
     "readings",
@@ -36,6 +37,7 @@ THREADS: Final[dict[Kind, int]] = {
     "long texts": 1,
     "short prompts": 2,
     "long prompts": 1,
+    "image prompts": 2,
     "grammars": 3,
     "checks": 2,
     "readings": 1,
@@ -43,7 +45,7 @@ THREADS: Final[dict[Kind, int]] = {
 }
 # Kinds of work that may never end, depending on patterns in a model's files.
 OWN: Final[frozenset[Kind]] = frozenset(
-    {"short texts", "long texts", "short prompts", "long prompts", "readings"}
+    {"short texts", "long texts", "short prompts", "long prompts", "image prompts", "readings"}
 )
 # A single text up to this length is tokenized on the event loop: that takes 20 µs, and a hop to a
 # thread 300 µs.
@@ -93,6 +95,8 @@ class ThreadPools:
 
 def prompt_kind(job: GenerateJob) -> Kind:
     """Return the kind of thread that should render a job's prompt."""
+    if job.images:  # they are decoded, which takes up to seconds
+        return "image prompts"
     prompt = job.prompt if isinstance(job.prompt, str) else ""
     questions = [text for question in job.questions for text in (question.text, *question.labels)]
     is_long = _is_longer(LONG_CHARS, [prompt, *job.messages, *job.tools, *questions])

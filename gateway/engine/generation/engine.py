@@ -203,6 +203,8 @@ class GenerationEngine:
         self.synchronize()  # otherwise clear_cache would raise and lose the running step's error
         self.prefixes.clear()
         self._drafts.clear_prefixes()
+        if self._sight is not None:
+            self._sight.clear()
         clear_cache()
 
     def _limit_prefixes(self, nbytes: int) -> None:

@@ -69,6 +69,7 @@ def read_chat_setup(
     shape: Shape | None = None,
     sandbox: Sandbox | None = None,
     image_sandbox: Sandbox | None = None,  # None leaves a tower unread
+    image_secret: bytes | None = None,  # the key of images' ids; None: the process's own
 ) -> ChatSetup:
     """Read a chat model's config, tokenizer and template, and prepare its grammars.
 
@@ -111,7 +112,9 @@ def read_chat_setup(
     if isinstance(checkpoint, Checkpoint):
         notes += list_notes(config, max_context)
         if image_sandbox is not None:
-            images = read_image_format(checkpoint, image_sandbox, notes.append)
+            images = read_image_format(
+                checkpoint, image_sandbox, vocab_size, notes.append, image_secret
+            )
     return ChatSetup(
         checkpoint,
         chat,

@@ -197,7 +197,14 @@ class Prefill:
                 seq.is_held = is_held
 
     def drop(self, sequence_id: int) -> None:
-        self._line = deque(entry for entry in self._line if _rows(entry)[0].id != sequence_id)
+        """Drop a sequence. Others of its batch, of which nothing is read while images are encoded,
+        queue again in its place.
+        """
+        line: deque[Sequence | PrefillBatch] = deque()
+        for entry in self._line:
+            staying = [seq for seq in _rows(entry) if seq.id != sequence_id]
+            line.extend([entry] if len(staying) == len(_rows(entry)) else staying)
+        self._line = line
 
     def close(self) -> None:
         """Release every sequence and the model."""
@@ -230,8 +237,13 @@ class Prefill:
 
         Images are encoded first, for as long as a pass may take.
         """
-        if batch.sight is not None and batch.encoding is not None:
-            return self._encode(batch, batch.sight, batch.encoding)
+        encoding, recalled = None, 0
+        if batch.sight is not None and batch.encoding is not None and not batch.is_read:
+            encoding = self._encode(batch, batch.sight, batch.encoding)
+            recalled = encoding.recalled
+        if encoding is not None and (encoding.encoded or batch.encoding is not None):
+            self._line.append(batch)
+            return encoding
         begun, padded = sum(batch.positions), 0
         for sizes in self._plan(batch, budget):
             adapters = [seq.adapter for seq in batch.seqs[: len(sizes)]]
@@ -245,7 +257,7 @@ class Prefill:
         for seq in batch.seqs if batch.is_read else ():
             if seq.images is not None:
                 seq.images.features.clear()
-        return Pass(len(batch.seqs), sum(batch.positions) - begun, padded)
+        return Pass(len(batch.seqs), sum(batch.positions) - begun, padded, recalled=recalled)
 
     def _encode(self, batch: PrefillBatch, sight: Sight, encoding: Iterator[None]) -> Pass:
         """Encode a batch's images until a pass has taken its time, or all are encoded."""
@@ -255,7 +267,6 @@ class Prefill:
                 break
         else:
             batch.encoding = None
-        self._line.append(batch)
         done = sight.encoded - before[0], sight.recalled - before[1]
         return Pass(len(batch.seqs), is_encoding=True, encoded=done[0], recalled=done[1])
 

@@ -17,6 +17,7 @@ Triple: TypeAlias = tuple[float, float, float]
 FILTERS: Final = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # by their numbers
 MOST_SIDE: Final = 256  # pixels of a patch's side, patches of a block's, frames of a patch
 MOST_PIXELS: Final = 1 << 28
+CHANNELS: Final = 3  # red, green and blue
 # transformers' values for keys that a file lacks.
 QWEN_DEFAULTS: Final = {
     "shortest_edge": 56 * 56,

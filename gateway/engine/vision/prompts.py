@@ -88,10 +88,15 @@ class ImageFormat:
 
 
 def read_image_format(
-    checkpoint: Checkpoint, sandbox: Sandbox, note: Callable[[str], None]
+    checkpoint: Checkpoint,
+    sandbox: Sandbox,
+    vocab_size: int,
+    note: Callable[[str], None],
+    secret: bytes | None = None,
 ) -> ImageFormat | None:
     """Return the image format of a folder; None for a model that reads text alone. `note` is called
-    with the reason why a tower is not used.
+    with the reason why a tower is not used. Ids of images are keyed by `secret`, or by the
+    process's own.
     """
     if not tower_tensors(checkpoint):
         return None
@@ -99,9 +104,9 @@ def read_image_format(
     try:
         names = ("vision_start_token_id", "vision_end_token_id", "image_token_id")
         start, end, _ = marks = [cast(Any, config.get(name)) for name in names]
-        if not all(type(token) is int and token >= 0 for token in marks):
+        if not all(type(token) is int and 0 <= token < vocab_size for token in marks):
             raise checkpoint.failed("config.json has no ids of the tokens around images")
-        return ImageFormat(read_qwen(checkpoint), start, end, sandbox)
+        return ImageFormat(read_qwen(checkpoint), start, end, sandbox, secret or _SECRET)
     except ModelLoadFailed as error:
         note(f"It reads no images: {error.message}")
         return None

@@ -16,6 +16,8 @@ from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import LayerNorm
 
+from gateway.engine.models.counts import MOST_WIDTH
+
 Grid = tuple[int, int]  # rows and columns of patches
 Angles = tuple[mx.array, mx.array]  # cosines and sines, (patches, half a head)
 
@@ -58,14 +60,23 @@ class QwenVision:
             raise ValueError("hidden_size of vision_config is no multiple of 4 × num_heads")
         if side * side != numbers.num_position_embeddings:
             raise ValueError("num_position_embeddings of vision_config is no square")
-        if not all(0 <= layer < numbers.depth for layer in deepstack):
+        if max(numbers.patch_numbers, numbers.token_numbers) > MOST_WIDTH:
+            raise ValueError("patch_size or spatial_merge_size of vision_config is too large")
+        if not {*deepstack} <= {*range(numbers.depth)}:
             raise ValueError("deepstack_visual_indexes of vision_config name no layers")
+        if len({*deepstack}) < len(deepstack):
+            raise ValueError("deepstack_visual_indexes of vision_config name a layer twice")
         return numbers
 
     @property
     def patch_numbers(self) -> int:
         """Return the number of values in a patch."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def token_numbers(self) -> int:
+        """Return the number of values in the patches of a token, after the last layer."""
+        return self.hidden_size * self.spatial_merge_size**2
 
 
 class _Attention(Module):
@@ -138,7 +149,7 @@ class _Merger(Module):
 
     def __init__(self, numbers: QwenVision, *, is_deep: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._width = numbers.hidden_size * numbers.spatial_merge_size**2
+        self._width = numbers.token_numbers
         self._is_deep = is_deep
         self.norm = LayerNorm(self._width if is_deep else numbers.hidden_size, eps=_EPS)
         self.linear_fc1 = Linear(self._width, self._width)
@@ -188,7 +199,7 @@ class QwenTower(Module):
     def token_bytes(self) -> int:
         """Return the bytes that a token of an image takes at most while it is encoded and read."""
         numbers, itemsize = self.numbers, self._dtype.size
-        patches = numbers.hidden_size * numbers.spatial_merge_size**2 * _HELD
+        patches = numbers.token_numbers * _HELD
         return itemsize * (patches + numbers.out_hidden_size * (1 + len(numbers.deepstack)))
 
     @property

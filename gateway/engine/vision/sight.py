@@ -1,6 +1,6 @@
 """The images of a model's sequences: each is encoded once, and read in the place of its tokens."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -8,11 +8,12 @@ import mlx.core as mx
 import numpy as np
 
 from gateway.engine.device import evaluate
+from gateway.engine.models.counts import text_config
 from gateway.engine.models.decoders import parameters
 from gateway.engine.vision.features import Images, Recent, SeenSequence
 from gateway.engine.vision.layout import lay_out
-from gateway.engine.vision.patches import QwenPatches
-from gateway.engine.vision.qwen import QwenTower
+from gateway.engine.vision.patches import CHANNELS, QwenPatches
+from gateway.engine.vision.qwen import QwenTower, QwenVision
 from gateway.engine.vision.reading import Row, SeeingDecoder
 from gateway.jobs.images import FIRST_IMAGE_ID, ImageSpan
 from gateway.jobs.steps import ImageCost, SequenceParams
@@ -32,7 +33,10 @@ class Sight:
         preprocessing: QwenPatches,
         most_bytes: int = FEATURE_BYTES,
     ) -> None:
-        """Raises ValueError for a model whose positions cannot be those of images."""
+        """Raises ValueError for a model whose positions cannot be those of images, and for parts
+        that do not fit together.
+        """
+        _check_fit(tower.numbers, preprocessing, text_config(config))
         self._decoder = SeeingDecoder(model, config)
         self._tower = tower
         self._preprocessing = preprocessing
@@ -107,6 +111,10 @@ class Sight:
         with self._decoder.placed(rows, behind):
             yield
 
+    def clear(self) -> None:
+        """Drop the features of earlier images."""
+        self._kept.clear()
+
     def close(self) -> None:
         """Release every array."""
         self._kept.clear()
@@ -135,3 +143,18 @@ class PromptReader:
         logits = self._decoder(tokens, rows, self._starts, **options)
         self._starts = [start + tokens.shape[1] for start in self._starts]
         return logits
+
+
+def _check_fit(tower: QwenVision, patches: QwenPatches, decoder: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a tower reads these patches, and its features fit the decoder."""
+    for name, own, other in (
+        ("patch_size", tower.patch_size, patches.patch),
+        ("spatial_merge_size", tower.spatial_merge_size, patches.merge),
+        ("temporal_patch_size", tower.temporal_patch_size, patches.frames),
+        ("in_channels", tower.in_channels, CHANNELS),
+        ("out_hidden_size", tower.out_hidden_size, decoder["hidden_size"]),
+    ):
+        if own != other:
+            raise ValueError(f"{name} of vision_config is {own}, and other parts have {other}")
+    if len(tower.deepstack) > decoder["num_hidden_layers"]:
+        raise ValueError("deepstack_visual_indexes are more than the decoder's layers")

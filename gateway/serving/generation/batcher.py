@@ -74,8 +74,7 @@ class GenerationBatcher:
         self._wake_events = {kind: asyncio.Event() for kind in ("prefill", "decode")}
         self._decode_waits_since: float | None = None
         self._warnings: set[str] = set()  # events logged already
-        # Set when sequences have to leave, so that the current turn ends after its pass.
-        self._interrupt = threading.Event()
+        self._interrupt = threading.Event()  # set to end the current turn after its pass
         self._pace = PrefillPace(limits)
         self._gains = DraftGains()
         self._state = StepResult()  # the engine's state after the last pass
@@ -399,13 +398,14 @@ class GenerationBatcher:
                 choice.deliver(delta, self._name)
 
     def _observe(self, kind: str | None, size: Pass, seconds: float) -> None:
+        metrics.count_features(self._name, size.encoded, size.recalled)
         if kind == "decode":
             metrics.of(metrics.BATCH_ROWS, self._name).observe(size.rows)
             for ahead in ("forced", "drafted", "accepted"):
                 if tokens := getattr(size, ahead):
                     metrics.of(metrics.READ_AHEAD, self._name, ahead).inc(tokens)
         elif size.is_encoding:
-            metrics.note_encoding(self._name, size.encoded, size.recalled, seconds)
+            metrics.of(metrics.TOWER_SECONDS, self._name).observe(seconds)
         elif size.padded_tokens:
             padding = 1 - size.tokens / size.padded_tokens
             metrics.of(metrics.BATCH_PADDING, self._name).observe(padding)

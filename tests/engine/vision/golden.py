@@ -1,0 +1,97 @@
+"""The golden cases' models opened without an engine, and the logits that they give."""
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from gateway.engine.device import Device
+from gateway.engine.models.checkpoint import Checkpoint
+from gateway.engine.models.decoders import Numbers, read_decoder
+from gateway.engine.vision.layout import Layout, lay_out
+from gateway.engine.vision.qwen import QwenTower
+from gateway.engine.vision.reading import Row, SeeingDecoder
+from gateway.engine.vision.towers import open_tower
+from tests.golden_vision import IMAGE, Case
+
+T = TypeVar("T")
+Arrays = dict[str, NDArray[Any]]
+WHOLE = 1000  # tokens, more than any prompt here has
+
+
+def run(steps: Generator[None, None, T]) -> T:
+    """Return the result of a generator that is run to its end."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
+def read_tower(folder: Path, dtype: str | None = None, *, is_packed: bool = False) -> QwenTower:
+    checkpoint = Checkpoint("tiny", folder)
+    return run(open_tower(checkpoint, device=Device.CPU, dtype=dtype, is_packed=is_packed))
+
+
+def encode(tower: QwenTower, case: Case) -> list[mx.array]:
+    """Return the features of a case's images."""
+    images = zip(case.patches, case.grids, strict=True)
+    return [list(tower.encode(mx.array(each), grid))[-1] for each, grid in images]
+
+
+def starts(case: Case) -> list[int]:
+    """Return the places of the first tokens of a case's images."""
+    prompt = case.prompt
+    return [i for i, x in enumerate(prompt) if x == IMAGE and prompt[i - 1] != IMAGE]
+
+
+def layout(case: Case) -> Layout:
+    grids = [(rows // 2, columns // 2) for rows, columns in case.grids]
+    return lay_out(len(case.prompt), zip(starts(case), grids, strict=True))
+
+
+@dataclass
+class Opened:
+    """A model whose prompt is read in chunks, and continued greedily."""
+
+    case: Case
+    model: Any
+    decoder: SeeingDecoder
+    row: Row
+
+    @classmethod
+    def open(cls, folder: Path, case: Case, dtype: str | None = None) -> "Opened":
+        checkpoint, numbers = Checkpoint("tiny", folder), Numbers(dtype=dtype)
+        features = encode(read_tower(folder, dtype), case)
+        model = run(read_decoder(checkpoint, device=Device.CPU, numbers=numbers))
+        row = Row(layout(case), list(zip(starts(case), features, strict=True)))
+        return cls(case, model, SeeingDecoder(model, checkpoint.config()), row)
+
+    def read(self, chunk: int = WHOLE, row: Row | None = None) -> tuple[NDArray[Any], list[int]]:
+        """Return the prompt's logits, and the tokens that follow it."""
+        row, cache, prompt = row or self.row, make_prompt_cache(self.model), self.case.prompt
+        parts = [
+            self.decoder(mx.array([prompt[at : at + chunk]]), [row], [at], cache=cache)[0]
+            for at in range(0, len(prompt), chunk)
+        ]
+        logits = np.array(mx.concatenate(parts).astype(mx.float32))
+        tokens = [int(logits[-1].argmax())]
+        while len(tokens) < len(self.case.greedy):
+            at = len(prompt) + len(tokens) - 1
+            last = self.decoder(mx.array([tokens[-1:]]), [row], [at], cache=cache)[0, -1]
+            tokens.append(int(np.array(last.astype(mx.float32)).argmax()))
+        return logits, tokens
+
+
+def rewrite(folder: Path, change: Callable[[Arrays], Arrays]) -> None:
+    """Write a folder's arrays anew."""
+    file = folder / "model.safetensors"
+    changed = change(load_file(file))
+    save_file({name: each.copy() for name, each in changed.items()}, file, {"format": "pt"})

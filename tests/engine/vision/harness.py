@@ -1,0 +1,136 @@
+"""Tiny seeing models with a tokenizer, painted images in the place of files, and their requests."""
+
+import json
+import zlib
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from benchmarks.loading import load_weights
+from gateway.engine.device import Device
+from gateway.engine.generation.engine import GenerationEngine
+from gateway.engine.generation.loading import read_chat_setup
+from gateway.engine.generation.prepare import ChatSetup
+from gateway.engine.models.gguf.checkpoint import open_checkpoint
+from gateway.engine.vision.sight import Sight
+from gateway.jobs.chat import GenerateJob, Sampling
+from gateway.jobs.images import ImageInput
+from tests.engine.generation.harness import Answer, Rows
+from tests.fakes import caller
+from tests.golden_vision import END as VISION_END
+from tests.golden_vision import IMAGE, START, VIDEO, write_model
+
+PREPROCESSING: Final[dict[str, Any]] = {
+    "patch_size": 4,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "size": {"shortest_edge": 64, "longest_edge": 64 * 64},
+}
+VOCABULARY: Final = 320
+THINK: Final = ("<think>", "</think>")
+END: Final = "<|im_end|>"
+MARKS: Final[dict[int, str]] = {
+    289: "<|system|>", 290: "<|user|>", 291: "<|assistant|>", 292: END, 293: THINK[0],
+    294: THINK[1], IMAGE: "<|image_pad|>", VIDEO: "<|video_pad|>", START: "<|vision_start|>",
+    VISION_END: "<|vision_end|>",
+}  # fmt: skip
+TEMPLATE: Final = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking %}<think>{% endif %}"
+    "{% endif %}"
+)
+FREE: Final = Sampling(temperature=0, ignore_eos=True)
+SEEDED: Final = Sampling(temperature=1.2, top_p=0.95, seed=11, ignore_eos=True)
+# An image's file is its width, its height and a seed; three of one size, and of other ones.
+CAT, DOG, COW = b"24 16 1", b"24 16 2", b"24 16 3"
+TALL, WIDE, LARGE = b"16 48 4", b"48 16 5", b"64 64 6"
+_setups: dict[tuple[object, ...], ChatSetup] = {}  # keys are the files of a folder
+
+
+def paint(request: Mapping[str, Any], key: bytes) -> tuple[str, Any]:
+    """Do as the process that decodes images does, without files: pixels are drawn by a seed."""
+    width, height, seed = map(int, request["data"].split())
+    if request["kind"] == "measure":
+        return "measured", [width, height]
+    drawn: NDArray[Any] = np.random.RandomState(seed).randint(0, 256, (height, width, 3))
+    rows = np.arange(request["height"]) * height // request["height"]
+    columns = np.arange(request["width"]) * width // request["width"]
+    return "decoded", drawn[rows][:, columns].astype(np.uint8).tobytes()
+
+
+def write_seeing(case: str, folder: Path, **changes: Any) -> Path:
+    """Write a golden case's model, with a tokenizer of single bytes and of the model's marks."""
+    folder.mkdir(parents=True)
+    vocabulary = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary += [f"unused{number}" for number in range(len(vocabulary), VOCABULARY)]
+    for token, content in MARKS.items():
+        vocabulary[token] = content
+    ids = {content: token for token, content in enumerate(vocabulary)}
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken(each, special=each not in THINK) for each in MARKS.values()])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named), "utf-8")
+    (folder / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
+    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSING), "utf-8")
+    return write_model(case, folder, **changes)
+
+
+def open_seeing(
+    folder: Path, *, prefix_cache_bytes: int = 0, speculate_rows: int = 0, **options: Any
+) -> GenerationEngine:
+    """Open a seeing model; a folder with the same small files is read once."""
+    files = [file for file in sorted(folder.iterdir()) if file.suffix != ".safetensors"]
+    key = tuple((file.name, file.read_bytes()) for file in files)
+    if key not in _setups:
+        _setups[key] = read_chat_setup(folder, name="tiny", max_context=None, image_sandbox=paint)
+    setup = _setups[key]
+    setup = replace(setup, checkpoint=open_checkpoint("tiny", folder), chat=copy(setup.chat))
+    options |= {"prefix_cache_bytes": prefix_cache_bytes, "speculate_rows": speculate_rows}
+    return load_weights(setup, device=Device.CPU, **options)
+
+
+def sight_of(engine: GenerationEngine) -> Sight:
+    """Return the sight of an engine that reads images."""
+    assert engine._sight is not None
+    return engine._sight
+
+
+def see(
+    text: str, *images: bytes, sampling: Sampling = FREE, salt: str = "", **more: Any
+) -> GenerateJob:
+    """Ask about images, each of which stands where the text has an @."""
+    inputs = []
+    for number, data in enumerate(images):
+        word = f"image{zlib.crc32(text.encode()):08x}number{number}z"
+        text = text.replace("@", word, 1)
+        place = f"messages[0].content[{number}]"
+        inputs.append(ImageInput(data, word, place, "image_url"))
+    more.setdefault("max_tokens", 10)
+    messages = [{"role": "user", "content": text}]
+    return GenerateJob(
+        caller=replace(caller(), cache_salt=salt),
+        messages=messages,
+        sampling=sampling,
+        images=inputs,
+        **more,
+    )
+
+
+def alone(engine: GenerationEngine, job: GenerateJob, budget: int = 512) -> list[Answer]:
+    """Return a job's answers when nothing else runs."""
+    rows = Rows(engine)
+    rows.add(job)
+    told = rows.finish(budget)
+    assert not rows.faults
+    return told

@@ -1,0 +1,248 @@
+"""Qwen's seeing models give transformers' logits: whole, in chunks, in each layout of the files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from benchmarks.loading import load_generation
+from gateway.engine.device import Device
+from gateway.engine.models.checkpoint import Checkpoint
+from gateway.engine.models.decoders import open_decoder
+from gateway.engine.vision.reading import Row
+from gateway.errors import BadRequest
+from tests.engine.generation.harness import answers
+from tests.engine.vision.golden import Arrays, Opened, encode, layout, read_tower, rewrite
+from tests.engine.vision.harness import CAT, paint, see, write_seeing
+from tests.golden_vision import cases, reference_logits, write_model
+
+CASES = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
+DENSE = ("qwen3_5", "qwen3_vl")
+CLOSE = 2e-4
+TOWER = "model.visual."
+PACKED = {"group_size": 32, "bits": 8}
+FINER = "blocks.0.mlp.linear_fc1"  # a layer with numbers of its own
+
+
+@pytest.fixture(scope="module", params=CASES)
+def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Opened:
+    name = request.param
+    return Opened.open(write_model(name, tmp_path_factory.mktemp(name)), cases()[name])
+
+
+def reference(opened: Opened) -> Any:
+    [name] = [name for name, case in cases().items() if case is opened.case]
+    return reference_logits(name)
+
+
+def test_all_cases_are_tested() -> None:
+    assert {*CASES} == cases().keys()
+
+
+@pytest.mark.parametrize("chunk", [1000, 7, 5, 3, 1])
+def test_logits_are_those_of_transformers_in_any_chunks(opened: Opened, chunk: int) -> None:
+    logits, tokens = opened.read(chunk)
+    assert np.abs(logits - reference(opened)).max() < CLOSE
+    assert tokens == opened.case.greedy
+
+
+def test_positions_of_text_alone_would_give_other_logits(opened: Opened) -> None:
+    """The comparison with transformers is one of rows and columns too."""
+    logits, _ = opened.read(row=Row(None, opened.row.pictures))
+    assert np.abs(logits - reference(opened)).max() > 1
+
+
+def test_rows_and_columns_that_are_exchanged_would_give_other_logits(opened: Opened) -> None:
+    right = layout(opened.case)
+    points = right.points[:, [0, 2, 1]]
+    turned = type(right)(points, right.shift)
+    logits, _ = opened.read(row=Row(turned, opened.row.pictures))
+    assert np.abs(logits - reference(opened)).max() > 0.1
+
+
+def test_images_that_are_exchanged_would_give_other_logits(opened: Opened) -> None:
+    [(first, features), (second, others)] = opened.row.pictures
+    few = min(len(features), len(others))
+    swapped = [(first, others[:few]), (second, mx.concatenate([features[:few], others[few:]]))]
+    logits, _ = opened.read(row=Row(opened.row.layout, swapped))
+    assert np.abs(logits - reference(opened)).max() > 1
+
+
+def test_rows_of_a_pass_read_as_each_does_alone(opened: Opened) -> None:
+    """Text rows, and rows whose images lie elsewhere, share a pass with padding."""
+    model, decoder, row, prompt = opened.model, opened.decoder, opened.row, opened.case.prompt
+    plain = [5 + i for i in range(len(prompt))]
+    logits = decoder(mx.array([prompt, plain]), [row, Row()], [0, 0])
+    mx.eval(logits)
+    assert np.abs(np.array(logits[0]) - reference(opened)).max() < CLOSE
+    alone = model(mx.array([plain]))[0]
+    assert np.abs(np.array(logits[1]) - np.array(alone)).max() < CLOSE
+
+
+def test_a_pass_leaves_nothing_for_the_next_one(opened: Opened) -> None:
+    text = mx.array([[5, 6, 7, 8]])
+    before = np.array(opened.model(text))
+    opened.read()
+    assert np.array_equal(np.array(opened.model(text)), before)
+
+
+def test_a_pass_that_fails_leaves_nothing_for_the_next_one(opened: Opened) -> None:
+    text = mx.array([[5, 6, 7, 8]])
+    before = np.array(opened.model(text))
+    start = opened.row.pictures[0][0]
+    prompt = mx.array([opened.case.prompt])
+    layer = opened.model.layers[0]
+    norm, layer.input_layernorm = layer.input_layernorm, None
+    with pytest.raises(TypeError):
+        opened.decoder(prompt, [opened.row], [0])
+    with pytest.raises(TypeError):
+        opened.decoder(prompt[:, :start], [opened.row], [0])
+    layer.input_layernorm = norm
+    assert np.array_equal(np.array(opened.model(text)), before)
+
+
+def of_mlx_vlm(folder: Path, arrays: Arrays) -> Arrays:
+    """Name arrays as mlx-vlm does, channels of a patch last; mlx-lm's class names the others."""
+    model, _ = open_decoder(Checkpoint("tiny", folder), device=Device.CPU, dtype=None)
+    named: Any = tree_flatten(model.parameters())
+    renamed = {name: np.array(each) for name, each in named}
+    for name, each in arrays.items():
+        if name.startswith(TOWER):
+            channels_last = each.transpose(0, 2, 3, 4, 1) if each.ndim == 5 else each
+            renamed[f"vision_tower.{name.removeprefix(TOWER)}"] = channels_last
+    return renamed
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_layout_of_mlx_vlm_gives_the_same(tmp_path: Path, name: str) -> None:
+    case = cases()[name]
+    write_model(name, tmp_path)
+    rewrite(tmp_path, lambda arrays: of_mlx_vlm(tmp_path, arrays))
+    logits, tokens = Opened.open(tmp_path, case).read()
+    assert np.abs(logits - reference_logits(name)).max() < CLOSE
+    assert tokens == case.greedy
+
+
+def test_the_former_layout_of_transformers_gives_the_same(tmp_path: Path) -> None:
+    write_model("qwen3_vl", tmp_path)
+
+    def formerly(arrays: Arrays) -> Arrays:
+        pairs = (("model.visual.", "visual."), ("model.language_model.", "model."))
+        for new, old in pairs:
+            arrays = {name.replace(new, old): each for name, each in arrays.items()}
+        return arrays
+
+    rewrite(tmp_path, formerly)
+    logits, _ = Opened.open(tmp_path, cases()["qwen3_vl"]).read()
+    assert np.abs(logits - reference_logits("qwen3_vl")).max() < CLOSE
+
+
+def pack(folder: Path, name: str, prefix: str) -> None:
+    """Quantize the layers of a tower in the files, one of them by fewer bits."""
+
+    def packed(arrays: Arrays) -> Arrays:
+        if prefix != TOWER:
+            arrays = of_mlx_vlm(folder, arrays)
+        changed: Arrays = {}
+        for key, each in arrays.items():
+            is_layer = key.startswith(prefix) and key.endswith(".weight") and each.ndim == 2
+            if not is_layer or "pos_embed" in key:
+                changed[key] = each
+                continue
+            bits = 4 if FINER in key else PACKED["bits"]
+            parts = mx.quantize(mx.array(each), group_size=32, bits=bits)
+            for part, array in zip(("weight", "scales", "biases"), parts, strict=True):
+                changed[key.replace(".weight", f".{part}")] = np.array(array)
+        return changed
+
+    numbers = {**PACKED, f"{prefix}{FINER}": {"group_size": 32, "bits": 4}}
+    write_model(name, folder, quantization=numbers)
+    rewrite(folder, packed)
+
+
+@pytest.mark.parametrize("prefix", [TOWER, "vision_tower."])
+@pytest.mark.parametrize("name", DENSE)
+def test_a_quantized_tower_gives_nearly_the_same_packed_or_not(
+    tmp_path: Path, name: str, prefix: str
+) -> None:
+    case = cases()[name]
+    whole = encode(read_tower(write_model(name, tmp_path)), case)
+    pack(tmp_path, name, prefix)
+    wide = read_tower(tmp_path)
+    packed = read_tower(tmp_path, is_packed=True)
+    assert wide.blocks[0].attn.qkv.weight.dtype == mx.float32
+    assert packed.blocks[0].attn.qkv.weight.dtype == mx.uint32
+    assert (packed.blocks[0].attn.qkv.bits, packed.blocks[0].mlp.linear_fc1.bits) == (8, 4)
+    for one, other, exact in zip(encode(wide, case), encode(packed, case), whole, strict=True):
+        assert mx.abs(one - other).max() < 1e-3
+        assert mx.abs(one - exact).max() < 0.35 * mx.std(exact)
+        assert mx.abs(one - exact).max() > 0
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_model_with_a_quantized_tower_is_served(tmp_path: Path, name: str) -> None:
+    folder = write_seeing(name, tmp_path / "model")
+    pack(folder, name, TOWER)
+    given: dict[str, Any] = {"name": "tiny", "device": Device.CPU, "image_sandbox": paint}
+    told = []
+    for is_packed in (True, False):
+        engine = load_generation(folder, **given, is_packed=is_packed)
+        told.append(answers(engine, [see("What is @?", CAT)])[0])
+        engine.close()
+    assert told[0].error is None
+    assert told[0].ids == told[1].ids
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_weights_in_bfloat16_give_nearly_the_same(tmp_path: Path, name: str) -> None:
+    case = cases()[name]
+    whole = encode(read_tower(write_model(name, tmp_path)), case)
+    file = str(tmp_path / "model.safetensors")
+    arrays: Any = mx.load(file)
+    mx.eval(arrays)
+    mx.save_safetensors(file, {key: each.astype(mx.bfloat16) for key, each in arrays.items()})
+    for dtype, expected in ((None, mx.float32), ("bfloat16", mx.bfloat16)):
+        tower = read_tower(tmp_path, dtype)
+        for one, exact in zip(encode(tower, case), whole, strict=True):
+            assert one.dtype == expected
+            assert mx.abs(one - exact).max() < 0.15 * mx.std(exact)
+        logits, _ = Opened.open(tmp_path, case, dtype).read()
+        correlation = np.corrcoef(logits.reshape(-1), reference_logits(name).reshape(-1))
+        assert correlation[0, 1] > 0.98
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_folder_without_arrays_of_a_tower_is_a_text_model(tmp_path: Path, name: str) -> None:
+    """A conversion for text keeps `vision_config`."""
+    folder = write_seeing(name, tmp_path / "model")
+    rewrite(folder, lambda arrays: {key: each for key, each in arrays.items() if TOWER not in key})
+    engine = load_generation(folder, name="tiny", device=Device.CPU, image_sandbox=paint)
+    assert engine._sight is None
+    assert engine.facts.images is None
+    assert not engine.facts.notes
+    [told] = answers(engine, [see("What is this?")])
+    assert told.ends
+    engine.close()
+
+
+def test_a_model_type_without_a_tower_of_ours_is_a_text_model(tmp_path: Path) -> None:
+    folder = write_seeing("qwen3_vl", tmp_path / "model")
+    file = folder / "config.json"
+    config = json.loads(file.read_text("utf-8"))
+    file.write_text(json.dumps({**config, "model_type": "qwen3_vl_of_tomorrow"}), "utf-8")
+    rewrite(folder, lambda arrays: arrays)
+    with pytest.raises(Exception, match="qwen3_vl_of_tomorrow"):
+        load_generation(folder, name="tiny", device=Device.CPU, image_sandbox=paint)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_without_a_sandbox_for_images_the_tower_stays_unread(tmp_path: Path, name: str) -> None:
+    engine = load_generation(write_seeing(name, tmp_path / "m"), name="tiny", device=Device.CPU)
+    assert engine.facts.images is None
+    with pytest.raises((BadRequest, AssertionError)):
+        engine.prepare(see("What is @?", CAT))
+    engine.close()
